@@ -1,9 +1,16 @@
-"""What a rank of a grid sends inside of layers: the exchanges of fastpar/tensor/grid.py."""
+"""What a rank of a grid sends inside of layers, and needs for a moment: of fastpar/tensor/grid.py.
+
+[Note: joined] Along the row what is gathered or summed is put together, or apart, in a copy; a
+weight and its gradient, which are cut by rows, along their columns, too. Such a copy and what it is
+made from are there at once. With one row or one column there is nothing to join.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from fastpar.cost.peak_moments import Moment, Peak
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 
@@ -43,3 +50,73 @@ def along_grid(workload: Workload, setup: Setup) -> Iterator[Comm]:
     mine = partial * setup.grad_bytes / setup.n_shards
     yield column("all_reduce", n_micro if setup.stage == 0 else 1, mine)
     yield ("all_reduce", "tp", wide, r * setup.depth, c, n_micro, "")  # the loss
+
+
+class GridPeak(Peak):
+    """The moments of a grid's rank; see [Note: joined]."""
+
+    def __init__(self, workload: Workload, setup: Setup, *which: Any) -> None:
+        super().__init__(workload, setup, *which)
+        self.sp, self.a, self.statistics = True, self.split, 8 * self.n
+        self.res = self.a * (2 if workload.shape.dropout else 1)
+        self.weight = 4 * self.width**2 / setup.tp * self.item
+        several = setup.rows > 1
+        self.joined = self.whole * (setup.tp > 1)
+        # Of a matrix whose columns are cut by rows: gathered; joined beside it; its part.
+        self.gathered, self.share = float(several), 1 / setup.rows
+        # Of the gradient's own size: the copy in which it is cut, and the part.
+        self.cut = several * (1 + self.share)
+
+    def _loss(self) -> Moment:
+        found = super()._loss()
+        return found._replace(loss=found.loss + self.gathered * self.item * self.table)
+
+    def _dweight(self) -> Moment:
+        """dx is scaled, cut and summed; dweight cast; cut and summed."""
+        found, table = super()._dweight(), self.item * self.table
+        kept = found.loss - self._standing - self.whole - (table if self.item == 2 else 0)
+        sums = self._standing + kept + self.whole + self.joined + self.a
+        cuts = self._standing + table * (1 + self.cut) + self.a
+        return found._replace(loss=max(found.loss - self.whole + self.a, sums, cuts))
+
+    def _waiting(self) -> float:
+        return self.item * self.table * self.share + self._standing
+
+    def _block(self) -> tuple[float, ...]:
+        a, whole, split, heads = self.a, self.whole, self.split, self.heads
+        joined, weight, cut = self.joined, self.weight, self.cut
+        again = last = 0.0
+        if self.mode == "full":
+            again = 4 * (a + heads) + 8 * split + 2 * self.statistics + self.lse
+            product = whole + max(self.gathered * weight, joined + a)
+            last = self.res + again + a + product
+        elif self.mode == "selective":
+            again = 4 * a + 4 * split + 2 * self.statistics
+            last = self.res + again
+            again -= 2 * a
+        part = self.gathered * self.share
+        start = max(last, self.res + again + joined + 4 * split + weight * (1 + part))
+        c_proj = again + a + max(4 * split, weight * self.share)
+
+        def column(weight: float) -> float:
+            """Backward of a column layer: dx on its way, w joined, dweight cut."""
+            sums = whole + 2 * joined + a
+            return max(sums, joined + 2 * self.gathered * weight, joined + a + weight * (1 + cut))
+
+        c_attn = 3 / 4 * weight * heads / split
+        rest = again - 8 * split - heads - a + column(c_attn)
+        return start, c_proj, again - 4 * split + a + column(weight), rest
+
+    def _embedding(self) -> Iterator[Moment]:
+        table, gathered = self.item * self.table, self._gathered(0)
+        made, sums = self.flow.at_embedding + gathered, 0.0
+        if self.item == 2 and not self.on_gpu:
+            sums = 4 * min(self.n, self.rows) * self.width
+            wide = self.whole + 4 * self.n * self.width
+            yield Moment(self.batch + wide, self._waiting(), made + sums)
+            sums += sums / 2
+        yield Moment(self.batch + self.whole, self._waiting(), made + sums + table)
+        yield Moment(self.batch, self._waiting(), made + table * (1 + self.cut))
+        part = table * self.share
+        yield Moment(self.batch, self._standing, self.flow.at_table + part + gathered)
+        yield Moment(self.batch, self._standing, self.flow.at_end + gathered)

@@ -13,32 +13,6 @@ goes. The peak of the latter is at one of six moments, and the largest of them i
                 matrices on their way and one's products (AdamW's kernel needs nothing)
     between     nothing: what stays
 
-Which block it is depends on what shrinks faster towards the first one: activations, or the room for
-gradients on their way (gradient_flow.py).
-
-[Note: units] a: the features of this rank's tokens between blocks, [N, C] ([N/tp, C] under sequence
-parallelism); whole: of all tokens; split: [N, C/tp]; heads: [N, H*D] of this rank's heads, which is
-split where tp divides them. All in bytes of the weights' format.
-
-[Note: what a layer keeps] tests/contracts/test_tp_memory.py has it exactly:
-
-    none        4 a + 4 heads + 8 split: both norms' x and y; qkv, o; fc, gelu
-    selective   3 a + 4 heads + 4 split: both inputs' sum, outputs of c_proj; qkv, o; fc
-    full        2 a: x and delta (the first block has no delta)
-
-fp8: what linear layers get (none: y of both norms and gelu, or of the second norm and gelu for the
-MLP) is kept as a byte an element and its scales, of all tokens; o as it is. Backward then makes a
-layer's values again, and codes of its gradient.
-
-and mean and rstd of each norm and attention's row statistics (lse), in fp32.
-
-[Note: a pipeline's rank] keeps what its schedule holds: of each micro-batch and chunk the blocks'
-activations, what was received and what was sent on, and where the head is its input's gradient,
-the norm's output and dweight; besides the gradient that the running backward was given, and the
-message that is received ahead. A backward in two halves brings nothing into the buckets in the
-first, whose gradients of norms, biases and tables are set aside; in the second bucket after bucket
-is filled while what waits becomes less.
-
 On a GPU the same holds, but a chunk's logits go, and attention
 keeps one number of a row instead of two. Not predicted: what StepMemory does not measure either
 (transports' own buffers), and scratch of oneDNN's products (bf16 on a CPU).
@@ -49,20 +23,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from fastpar.cost.buckets import GPTBuckets, RankParts, bucket_mb_of, buckets_of, parts_of
-from fastpar.cost.gradient_flow import GradientFlow, gradient_flow
-from fastpar.cost.matrix_updates import product_bytes, updates_of
-from fastpar.cost.workload import Setup, Workload, vocabulary_rows
-from fastpar.kernels.linear_cross_entropy import default_chunk_rows
-from fastpar.kernels.linear_fp8 import BLOCK
-from fastpar.optim.adafactor import BATCH
-from fastpar.parallel.offload import IN_FLIGHT
-from fastpar.pipeline.schedules import SPLIT
+from fastpar.cost.buckets import RankParts, buckets_of, parts_of
+from fastpar.cost.grid import GridPeak
+from fastpar.cost.peak_moments import Peak
+from fastpar.cost.workload import Setup, Workload
 from fastpar.pipeline.simulator import Held, held_of
 
-_RNG_STATE = 5056  # torch's generator on the CPU, saved with each recomputed block
 # cuBLAS's workspace on Hopper, from torch's allocator (a quarter on older GPUs), which the threads
 # of forward and of backward have one each of.
 _CUBLAS = 2 * 32 * 2**20
@@ -147,7 +114,7 @@ def predict_memory(workload: Workload, setup: Setup) -> Memory:
         for parts, a in cases
         if not any(other == parts and a.within(b) for other, b in cases)
     ]
-    found = (_Peak(workload, setup, parts, held).memory() for parts, held in fullest)
+    found = (_memory_of(workload, setup, parts, held) for parts, held in fullest)
     return max(found, key=lambda memory: memory.total)
 
 
@@ -162,7 +129,7 @@ def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
     """predict_memory() of each rank of a pipeline; with pp=1 of the one there is."""
     return [
         max(
-            (_Peak(workload, setup, parts, held).memory() for held in several),
+            (_memory_of(workload, setup, parts, held) for held in several),
             key=lambda memory: memory.total,
         )
         for parts, several in _stages(workload, setup)
@@ -172,7 +139,7 @@ def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
 def kept_by_blocks(workload: Workload, setup: Setup) -> float:
     """Bytes that a rank's blocks keep of a forward until backward; without a pipeline."""
     ((parts, (held,)),) = _stages(workload, setup)
-    return _Peak(workload, setup, parts, held)._kept(workload.shape.n_layer)
+    return Peak(workload, setup, parts, held)._kept(workload.shape.n_layer)
 
 
 def activations_on_host(workload: Workload, setup: Setup) -> int:
@@ -186,314 +153,18 @@ def activations_on_host(workload: Workload, setup: Setup) -> int:
         for held in several:
             layers = zip(held.held, parts.layers)
             inputs = sum(n * (2 * blocks - 1) for n, blocks in layers if blocks) - 1
-            most = max(most, inputs * _Peak(workload, setup, parts, held).a)
+            most = max(most, inputs * Peak(workload, setup, parts, held).a)
     return round(most)
 
 
-def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
-    """The most that a batch of matrices needs; see [Note: batches] in adafactor.py."""
-    each, rounded = 4, 0  # bytes of an element of the batch, and of its largest matrix
-    if setup.dtype == "bf16" and setup.master_weights != "none":
-        each, rounded = (8, 8) if setup.master_weights == "remainder" else (4, 6)
-    most = batch = largest = 0
-    for n in map(math.prod, buckets.matrices):
-        if batch + n > BATCH:
-            batch = largest = 0
-        batch, largest = batch + n, max(largest, n)
-        most = max(most, each * batch + rounded * largest)
-    return float(most)
-
-
-class _Moment(NamedTuple):
-    """Bytes of what comes and goes, at one moment."""
-
-    activations: float
-    loss: float
-    buckets: float
-    update: float = 0.0
-
-
-class _Peak:
-    """The moments where the peak can be; see the top of the file.
-
-    Args:
-        parts: of the rank; held: micro-batches that each of its chunks keeps.
-    """
-
-    def __init__(self, workload: Workload, setup: Setup, parts: RankParts, held: Held) -> None:
-        shape, tp = workload.shape, setup.tp
-        self.workload, self.setup, self.parts = workload, setup, parts
-        self.head, self.buckets = parts.last, buckets_of(workload, setup, parts)
-        self.layers, self.mode = self.buckets.n_layers, setup.activation_checkpointing
-        self.on_gpu, self.item = setup.device_type == "cuda", setup.weight_bytes
-        self.sp = tp > 1 and setup.sequence_parallel
-        self.width, self.n = shape.n_embd, setup.tokens_of_rank(workload)
-        self.whole = self.n * self.width * self.item
-        self.split = self.whole / tp
-        n_heads = shape.heads_of_rank(tp)
-        self.heads = self.n * n_heads * shape.head_dim * self.item
-        # What ranks of cp attend, and on a GPU its o, which c_proj keeps as this rank's tokens.
-        attended = setup.attended_heads(shape)
-        self.padding = self.n * (attended - n_heads) * shape.head_dim * self.item
-        exchanged = self.on_gpu and setup.cp > 1 and not setup.by_keys
-        self.again = self.heads + self.padding if exchanged else 0.0
-        self.a = self.split if self.sp else self.whole
-        # Mean and rstd of a norm.
-        self.statistics = 8 * (self.n / tp if self.sp else self.n)
-        # Of a row and head of attention: lse; on the CPU two numbers.
-        self.lse = (4 if self.on_gpu else 8) * self.n * attended
-        self.res = self.a * (2 if shape.dropout else 1)  # gradients of x and delta: one or two
-        # The gradient of a block's largest weight; a linear layer's own backward on a CPU computes
-        # it in its bucket (parallel/split_backward.py).
-        in_bucket = not self.on_gpu and tp == 1 and setup.grad_bytes == setup.weight_bytes
-        self.weight = 0.0 if in_bucket else 4 * self.width**2 / tp * self.item
-        self.rows = vocabulary_rows(shape, tp)
-        self.table = self.rows * self.width
-        self.batch = 16 * self.n * setup.cp  # idx and targets
-        self.chunk, self.splits = held.chunk, setup.schedule in SPLIT and setup.pp > 1
-        self.flow = self._gradient_flow()
-        # What the other micro-batches of a pipeline keep meanwhile.
-        self.others = self._others(held)
-
-    def _others(self, now: Held) -> float:
-        """Kept by a pipeline beside the blocks in backward; see [Note: a pipeline's rank]."""
-        if self.setup.pp == 1:
-            return 0.0
-        parts, held, last = self.parts, now.held, len(now.held) - 1
-        kept = 0.0
-        for n, waiting, layers in zip(held, now.waiting, parts.layers):
-            kept += (n - waiting) * self._kept(layers) + waiting * self._waits(layers)
-        for chunk, (n, waiting) in enumerate(zip(held, now.waiting)):
-            ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
-            kept += (n - waiting) * ends * self.a
-        ends = self.head and now.chunk == last  # the loss has no gradient to be given
-        kept += self.a * (2 - ends)
-        forward = held[-1] - max(now.waiting[-1], ends)
-        kept += (forward * 2 * self.a + (held[-1] - ends) * 4 * self.table) * self.head
-        layers = parts.layers[now.chunk]
-        return kept - (self._waits(layers) if self.splits else self._kept(layers))
-
-    def _gradient_flow(self) -> GradientFlow:
-        setup, stage = self.setup, self.setup.stage
-        again = setup.accumulate == "shard" and setup.grad_accum_steps > 1  # adds to a shard
-        whole = stage < 2 and setup.grad_accum_steps > 2 if again else setup.grad_accum_steps > 1
-        buckets, parts = self.buckets, self.parts
-        if not whole and len(parts.layers) > 1:  # a backward is one chunk's
-            first, last = self.chunk == 0, self.chunk == len(parts.layers) - 1
-            one = (parts.layers[self.chunk],), first and parts.first, last and parts.last
-            buckets = buckets_of(self.workload, setup, RankParts(*one))
-        return gradient_flow(
-            buckets,
-            stage=stage,
-            reduces=setup.data > 1 or setup.offload != "none",
-            bucket_mb=bucket_mb_of(setup),
-            wire_bytes=self._message_bytes,
-            sum_bytes=setup.grad_bytes / setup.n_shards if again and stage else 0.0,
-            copies=setup.n_shards < setup.data,
-            whole=whole,
-        )
-
-    @property
-    def _message_bytes(self) -> float:
-        """Of an element of a bucket on its way, beside the gradient: messages, decoded ones."""
-        setup = self.setup
-        if setup.code_bytes[0]:
-            return 2 * setup.wire_bytes + 4
-        return setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0
-
-    def memory(self) -> Memory:
-        """What stays, and the largest moment."""
-        top = max(self._moments(), key=sum)
-        return replace(
-            predict_states(self.workload, self.setup, self.parts),
-            activations=round(top.activations),
-            loss=round(top.loss),
-            buckets=round(top.buckets + self._going_down) + (_CUBLAS if self.on_gpu else 0),
-            update=round(top.update),
-        )
-
-    @property
-    def _going_down(self) -> float:
-        """Reduced gradients on their way to the host; those of earlier micro-batches stay."""
-        setup = self.setup
-        if setup.offload == "none":
-            return 0.0
-        whole = self.buckets.grad_bytes * self.buckets.elements / setup.n_shards
-        if setup.grad_accum_steps > 1 and setup.accumulate == "shard":
-            return whole
-        return min(whole, (IN_FLIGHT + 1) * bucket_mb_of(setup) * 2**20 / setup.n_shards)
-
-    def _moments(self) -> Iterator[_Moment]:
-        yield from self._blocks()
-        if self.parts.first and self.chunk == 0:
-            yield from self._embedding()
-        if self.head and self.chunk == len(self.parts.layers) - 1:
-            yield self._loss()
-            yield self._dweight()
-        if self.setup.optimizer == "adafactor":
-            scratch = _adafactor_scratch(self.setup, self.buckets)
-            yield _Moment(0.0, self._standing, 0.0, scratch)
-        if self.setup.optimizer == "muon":
-            matrices = updates_of(self.workload.shape, self.buckets, self.setup)
-            yield _Moment(0.0, self._standing, 0.0, matrices.room(product_bytes(self.setup)))
-
-    def _eight_bits(self) -> float:
-        """What a block keeps less with fp8."""
-        setup, c = self.setup, self.width
-        if setup.fp8 == "none" or self.mode != "none":
-            return 0.0
-        per_row = {"row": lambda k: 4, "block": lambda k: 4 * -(-k // BLOCK), "tensor": lambda k: 0}
-        scale, hidden = per_row[setup.fp8_scaling], 4 * c // setup.tp
-        norms = 2 if setup.fp8 == "all" else 1
-        codes = norms * self.n * (c + scale(c)) + self.n * (hidden + scale(hidden))
-        return norms * self.a + 4 * self.split - codes
-
-    def _kept(self, layers: int) -> float:
-        """Kept by so many blocks; see [Note: what a layer keeps]."""
-        one = {
-            "none": 4 * (self.a + self.heads)
-            + 8 * self.split
-            + 2 * self.statistics
-            + self.lse
-            + 3 * self.padding
-            + self.again,
-            "selective": 3 * self.a + 4 * (self.heads + self.split) + self.lse,
-            "full": 2 * self.a,
-        }[self.mode]
-        one -= self._eight_bits()
-        if self.mode != "none" and not self.on_gpu:
-            one += _RNG_STATE
-        if self.setup.offload_activations:  # the block in backward, the one before it, the last
-            layers = min(layers, 3)
-        return one * layers - (self.a if self.mode == "full" else 0)
-
-    def _waits(self, layers: int) -> float:
-        """Of so many blocks: inputs of products and gradients of outputs; see split_backward.py."""
-        return (4 * self.a + 4 * self.heads + 8 * self.split) * layers
-
-    @property
-    def _workspace(self) -> float:
-        """The head's: a chunk's logits; on a CPU they stay, and a 16-bit product of dweight."""
-        kind = "cuda" if self.on_gpu else "cpu"
-        rows = min(self.n, default_chunk_rows(self.n, self.width, self.rows, kind))
-        product = self.item * self.table if self.item == 2 and not self.on_gpu else 0
-        return rows * self.rows * self.item + product
-
-    @property
-    def _standing(self) -> float:
-        """What of the head's workspace is there all the time."""
-        return 0.0 if self.on_gpu or not self.head else self._workspace
-
-    def _gathered(self, units: int) -> float:
-        """Parameters at stage 3: the root's, and so many of the largest unit's."""
-        if self.setup.stage < 3:
-            return 0.0
-        root, *others = self.buckets.units
-        return self.item * (root + min(units, len(others)) * max(others, default=0))
-
-    def _loss(self) -> _Moment:
-        # The last norm's sum and output and statistics.
-        kept = self._kept(self.parts.layers[-1]) + 2 * self.a + self.statistics + self.batch
-        dweight = 4 * self.table
-        loss = self._workspace + self.whole + dweight + 4 * self.n
-        if self.sp:
-            loss += self.whole  # x of all tokens
-        chunked = self.n > default_chunk_rows(self.n, self.width, self.rows, "cpu")
-        if self.item == 2 and not self.on_gpu and chunked:
-            loss += dweight  # a 16-bit product is widened to be added
-        return _Moment(kept + self.others, loss, self.flow.at_loss + self._gathered(1))
-
-    def _dweight(self) -> _Moment:
-        kept = self._kept(self.parts.layers[-1]) + self.a + self.statistics + self.batch
-        loss = self._standing + self.whole + 4 * self.table
-        if self.setup.tp > 1:
-            loss += self.whole  # the sum of dx; both are scaled where they are
-        if self.item == 2:
-            loss += self.item * self.table
-        return _Moment(kept + self.others, loss, self.flow.at_loss + self._gathered(1))
-
-    def _waiting(self) -> float:
-        """The head's gradient and workspace, until the embedding's gradient is there."""
-        waits = self.parts.first and self.parts.last
-        return self.item * self.table * waits + self._standing
-
-    def _block(self) -> tuple[float, ...]:
-        """The most that a block's backward has on top of what is kept up to it, at each moment."""
-        a, whole, split, weight = self.a, self.whole, self.split, self.weight
-        heads = self.heads
-        tokens = whole if self.sp else 0.0  # gathered
-        arriving = whole + a if self.sp else 0.0  # and scattered
-        again = last = 0.0
-        if self.mode == "full":  # the block's forward; its last product is thrown away
-            again = 4 * (a + heads) + 8 * split + 2 * self.statistics + self.lse
-            last = self.res + again + a + whole + (a if self.sp else 0.0)
-        elif self.mode == "selective":
-            again = 4 * a + 4 * split + 2 * self.statistics
-            last = self.res + again
-            again -= 2 * a  # what was kept of c_proj has been used
-        start = max(last, self.res + again + 4 * split + weight + tokens)
-        # gelu's output is gone. Its backward, or c_proj's gradient on its way into the bucket.
-        c_proj = again + a + max(4 * split, weight)
-        # As c_fc's backward runs, and when its input and gelu's are gone.
-        c_fc = again - 4 * split + a + whole + weight + arriving
-        if self.setup.by_keys:  # attention's backward, in units of heads: see context/keys.py
-            sums = 2 if self.item == 2 else 1  # in fp32
-            gathered = 2 + 2 * sums + 2  # k and v; the sums of their gradients; those of a piece
-            attention = again - 8 * split - a + (1 + 3 + gathered) * heads
-            c_fc = max(c_fc, attention)
-        # Backward of c_attn: the second norm, the MLP and attention's output are gone.
-        c_attn = 3 / 4 * weight * heads / split
-        rest = again - 8 * split - heads - a + whole + c_attn + arriving
-        if self.setup.fp8 != "none":  # values of gelu's output; codes of c_fc's gradient
-            start, c_proj = start + 4 * split, c_proj + 4 * split
-            c_fc += whole + 4 * split / self.item
-        return start, c_proj, c_fc, rest
-
-    def _halves(self) -> Iterator[_Moment]:
-        """A backward in two halves: gradients reach the buckets in the second one only."""
-        mine, a = self.parts.layers[self.chunk], self.a
-        again = 4 * (a + self.heads) + 8 * self.split + 2 * self.statistics + self.lse
-        again = {"none": 0.0, "selective": 2 * a + 4 * self.split, "full": again}[self.mode]
-        waits = self.head and (self.chunk == len(self.parts.layers) - 1 or self.parts.first)
-        set_aside = self.item * self.table * waits + self._standing
-        for layers in {1, mine}:  # as gelu's backward runs: both sides of it, and their gradients
-            kept = self._kept(layers) + self._waits(mine - layers) + self.others + self.batch
-            kept += again + self.res + 8 * self.split + (self.whole if self.sp else 0.0)
-            yield _Moment(kept, set_aside, self.flow.at_loss + self._gathered(2))
-        first = self.item * self.table * (self.parts.first and self.chunk == 0)
-        for layers, alive in self.flow.in_blocks[0]:
-            kept = self._waits(min(layers, mine)) + self.others + self.batch
-            yield _Moment(kept, max(set_aside, first), self.weight + alive)
-        table = first + self.flow.at_table
-        yield _Moment(self.others + self.batch, self._standing, table)
-
-    def _blocks(self) -> Iterator[_Moment]:
-        if self.splits:
-            yield from self._halves()
-            return
-        n_units = len(self.buckets.units) - 1
-        for backward, pairs in zip(self._block(), self.flow.in_blocks):
-            for layers, alive in pairs:
-                layers = min(layers, self.parts.layers[self.chunk])
-                ahead = min(2, math.ceil(layers * n_units / self.layers))
-                kept = self._kept(layers) + backward - self.weight + self.batch
-                kept += self.others
-                buckets = self.weight + alive + self._gathered(ahead)
-                yield _Moment(kept, self._waiting(), buckets)
-
-    def _embedding(self) -> Iterator[_Moment]:
-        """Its backward; its gradient is copied into the bucket; the bucket is sent."""
-        table, gathered = self.item * self.table, self._gathered(0)
-        activations = self.res + self.batch + (self.whole if self.sp else 0.0)
-        activations += self.others
-        made, sums = self.flow.at_embedding + gathered, 0.0
-        if self.splits:  # the weights' gradients are still to come
-            activations += self._waits(self.parts.layers[0])
-            made = self.flow.at_loss + gathered
-        if self.item == 2 and not self.on_gpu:  # rows that occur are added up in fp32
-            sums = 4 * min(self.n, self.rows) * self.width
-            yield _Moment(activations + 4 * self.n * self.width, self._waiting(), made + sums)
-            sums += sums / 2
-        yield _Moment(activations, self._waiting(), made + sums + table)
-        yield _Moment(self.batch, self._standing, self.flow.at_table + table + gathered)
-        yield _Moment(self.batch, self._standing, self.flow.at_end + gathered)
+def _memory_of(workload: Workload, setup: Setup, parts: RankParts, held: Held) -> Memory:
+    """What stays, and the largest moment."""
+    peak = (Peak if setup.tp_grid == "none" else GridPeak)(workload, setup, parts, held)
+    top = max(peak.moments(), key=sum)
+    return replace(
+        predict_states(workload, setup, parts),
+        activations=round(top.activations),
+        loss=round(top.loss),
+        buckets=round(top.buckets + peak.going_down) + (_CUBLAS if peak.on_gpu else 0),
+        update=round(top.update),
+    )

@@ -314,7 +314,8 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
 
 def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     """Gradients of each kind of bucket while backward runs, weights before they are used."""
-    n_micro, stage, shards, tp = setup.grad_accum_steps, setup.stage, setup.n_shards, setup.tp
+    n_micro, stage, shards = setup.grad_accum_steps, setup.stage, setup.n_shards
+    tp = setup.tp * setup.rows  # between neighbours, in ranks
     reductions = n_micro if setup.accumulate == "shard" else 1
     reduced, gathered, again = (Counter[tuple[int, str]]() for _ in range(3))
     node = setup.node_size or 1

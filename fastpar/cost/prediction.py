@@ -43,17 +43,12 @@ def workload_of(
     """What a run trains, and how.
 
     Raises:
-        ValueError: a model with experts; a grid of ranks.
+        ValueError: a model with experts.
     """
     if shape.n_expert:
         raise ValueError(
             f"predict: expected a model without experts, got n_expert={shape.n_expert}; `fastpar "
             "plan --n-expert` has their memory and exchanges"
-        )
-    if config.parallel.tp_grid != "none":
-        raise ValueError(
-            "predict: expected no tp_grid, whose peak and time have no formula, got tp_grid="
-            f"{config.parallel.tp_grid}; fastpar/cost has its states and what it sends"
         )
     on_gpu = facts["device"] != "CPU"
     setup = Setup.of(

@@ -38,7 +38,7 @@ MODES = ("none", "full", "selective")
 # what the cheap ops between them would keep. Of split layers, running again would also be sending
 # again. (Of heads that ranks of cp exchange, keeping would be keeping q, k, v and o twice.)
 _OURS = (
-    *("linear", "column_linear", "row_linear", "grid_linear", "grouped_linear"),
+    *("linear", "column_linear", "row_linear", "grid_column", "grid_row", "grouped_linear"),
     *("attention", "cp_attend_keys", "ep_counts", "ep_exchange"),
 )
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")

@@ -42,6 +42,7 @@ def check_counts(command: Any) -> None:
         )
     given = {
         "pp": command.pp,
+        "tp_grid": command.tp_grid,
         "json": command.json,
         "measure": command.measure or None,
         "fp8": None if command.fp8 == "none" else command.fp8,

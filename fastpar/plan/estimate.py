@@ -9,6 +9,7 @@ from fastpar.cost.memory_model import Memory
 from fastpar.cost.step_time import StepTime
 from fastpar.cost.workload import Setup, Workload
 
+ALIKE = 0.01  # a smaller share of a step's time the model cannot tell apart
 MAX_MICRO_BATCH_TOKENS = 131072  # of a rank: matrices of more rows are no faster
 
 
@@ -22,14 +23,14 @@ class Estimate:
 
     @property
     def family(self) -> tuple[int | str, ...]:
-        """What people compare: tp, cp, pp, stage, ranks that share a copy, what is offloaded."""
+        """What people compare: tp, cp, pp, grid, stage, ranks that share a copy, offload."""
         return self.family_of(self.setup)
 
     @staticmethod
     def family_of(setup: Setup) -> tuple[int | str, ...]:
         """See family."""
         axes = setup.tp, setup.cp, setup.by_keys, setup.pp
-        return *axes, setup.zero_stage, setup.n_shards, setup.offload
+        return *axes, setup.tp_grid, setup.zero_stage, setup.n_shards, setup.offload
 
 
 def divisors(n: int) -> list[int]:
@@ -65,10 +66,12 @@ def cp_sizes(workload: Workload, template: Setup, tp: int, per_node: int) -> lis
 
 def layout_text(setup: Setup) -> str:
     """A layout in words: dp 4 x tp 2, ZeRO-3 in groups of 8."""
-    sizes = (("dp", setup.dp), ("tp", setup.tp), ("cp", setup.cp), ("pp", setup.pp))
+    tp = ("tp", setup.tp if setup.tp_grid == "none" else 1)
+    sizes = (("dp", setup.dp), tp, ("cp", setup.cp), ("pp", setup.pp))
     axes = [
         f"{name} {n}" + " by keys" * (name == "cp" and setup.by_keys) for name, n in sizes if n > 1
     ]
+    axes += [f"grid {setup.tp_grid}"] * (setup.tp_grid != "none")
     text = " x ".join(axes) or ("one GPU" if setup.device_type == "cuda" else "one rank")
     if setup.stage or setup.data > 1:
         text += f", ZeRO-{setup.zero_stage}"

@@ -11,14 +11,21 @@ gradients of each micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import StepTime, predict_step
 from fastpar.cost.workload import Setup, Workload, default_accumulate
-from fastpar.plan.estimate import MAX_MICRO_BATCH_TOKENS, Estimate, divisors, tp_sizes
+from fastpar.plan.estimate import (
+    ALIKE,
+    MAX_MICRO_BATCH_TOKENS,
+    Estimate,
+    divisors,
+    layout_text,
+    tp_sizes,
+)
 
 MOST_STAGES = 64
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2))
@@ -134,3 +141,30 @@ def search_pipelines(
         if known is None or known.time is None or time.step_s < known.time.step_s:
             found[Estimate.family_of(setup)] = Estimate(setup, memory, time)
     return list(found.values())
+
+
+def stages_text(estimates: Sequence[Estimate]) -> str:
+    """Whether pipeline stages are worth it, in a sentence."""
+    winner, piped = estimates[0], estimates[0].setup.pp > 1
+    others = (e for e in estimates if e.time is not None and (e.setup.pp > 1) != piped)
+    other = next(others, None)
+    assert winner.time is not None
+    if other is None or other.time is None:
+        if piped:
+            return f"{winner.setup.pp}: without stages nothing fits"
+        return "none: no pipeline fits and is within half of the fastest step"
+    slower = other.time.step_s / winner.time.step_s - 1
+    name = layout_text(other.setup)
+    if not piped:
+        if slower <= ALIKE:
+            return f"none: the best pipeline, {name}, is as fast and less simple"
+        waits = other.time.bubble_s / other.time.step_s
+        return (
+            f"none: the best pipeline, {name}, is {slower:.1%} slower; its stages wait {waits:.1%}"
+        )
+    exposed = 1e3 * (other.time.exposed_s - winner.time.exposed_s)
+    waits = winner.time.bubble_s / winner.time.step_s
+    return (
+        f"{winner.setup.pp}: the best without, {name}, is {slower:.1%} slower and waits "
+        f"{exposed:.3g} ms more for communication; stages wait {waits:.1%} of the step"
+    )

@@ -33,10 +33,10 @@ from fastpar.plan.counts import check_counts
 from fastpar.plan.estimate import Estimate, layout_text, size_text
 from fastpar.plan.experts import experts_report
 from fastpar.plan.fp8 import check_fp8, fp8_text
-from fastpar.plan.pipelines import check_stages
+from fastpar.plan.grids import check_grid, grids_text
+from fastpar.plan.pipelines import check_stages, stages_text
 from fastpar.plan.replicas import replicas_text
 from fastpar.plan.search import (
-    ALIKE,
     families,
     possible_batches,
     refused,
@@ -88,6 +88,8 @@ class PlanCommand:
     """In one machine; unset: as they are usually sold."""
     pp: int | None = None
     """Pipeline stages; unset: what is best."""
+    tp_grid: str | None = None
+    """Ranks that split each layer in rows and columns, 2x2 or 2x2x2; unset: what is best."""
     link: str | None = None
     """Between those of a machine: nvlink3, nvlink4, pcie4, ...; unset: as usual."""
     inter_link: str | None = None
@@ -177,6 +179,7 @@ def make_plan(command: PlanCommand) -> Plan:
         command = replace(command, gpu=gpu_name() or "cpu")
     device = find_device(command.gpu)
     workload, template = _workload(command, device), _template(command, device)
+    check_grid(command, workload)
     links = command.link, command.inter_link
     cluster = Cluster.of(device, command.gpus, command.gpus_per_node, *links)
     limit = usable_bytes(cluster) * (1 - command.headroom)
@@ -187,6 +190,7 @@ def make_plan(command: PlanCommand) -> Plan:
         limit_bytes=limit,
         per_node=cluster.per_node,
         stages=check_stages(workload, command.gpus, command.pp),
+        grid=command.tp_grid,
     )
     rates: Rates = DatasheetRates(cluster, template)
     rates_text = (
@@ -194,11 +198,11 @@ def make_plan(command: PlanCommand) -> Plan:
         f"predicted with errors up to {PUBLISHED_ERROR:.0%}"
     )
     estimates = find(rates=rates)
-    setups = [e.setup for e in estimates if e.time is not None][:MOST_MEASURED]
+    setups = [e.setup for e in estimates if e.time is not None and e.setup.tp_grid == "none"]
     if command.measure and setups:
         from fastpar.measure.measure import measure
 
-        rates = measure(workload, setups, quick=command.quick)
+        rates = measure(workload, setups[:MOST_MEASURED], quick=command.quick)
         rates_text, estimates = str(rates), find(rates=rates)
     plan = Plan(command, workload, template, cluster, limit, rates, rates_text, estimates)
     if not estimates:
@@ -284,38 +288,13 @@ def _nothing_fits(plan: Plan) -> str:
         ways.insert(0, "--headroom 0 (nothing stays free)")
     if command.pp is not None:
         ways.insert(0, "no --pp, which compares all layouts")
+    if command.tp_grid is not None:
+        ways.insert(0, "no --tp-grid, which compares all layouts")
     return (
         f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank ({whole / 1e9:,.1f} "
         f"GB less a headroom of {command.headroom:.0%}), got {plan.workload.n_parameters:,} "
         f"parameters, which on {layout_text(least.setup)} with {_recompute(least.setup)} take "
         f"{least.memory}; use " + ", or ".join([*ways, "a smaller model"])
-    )
-
-
-def stages_text(estimates: Sequence[Estimate]) -> str:
-    """Whether pipeline stages are worth it, in a sentence."""
-    winner, piped = estimates[0], estimates[0].setup.pp > 1
-    others = (e for e in estimates if e.time is not None and (e.setup.pp > 1) != piped)
-    other = next(others, None)
-    assert winner.time is not None
-    if other is None or other.time is None:
-        if piped:
-            return f"{winner.setup.pp}: without stages nothing fits"
-        return "none: no pipeline fits and is within half of the fastest step"
-    slower = other.time.step_s / winner.time.step_s - 1
-    name = layout_text(other.setup)
-    if not piped:
-        if slower <= ALIKE:
-            return f"none: the best pipeline, {name}, is as fast and less simple"
-        waits = other.time.bubble_s / other.time.step_s
-        return (
-            f"none: the best pipeline, {name}, is {slower:.1%} slower; its stages wait {waits:.1%}"
-        )
-    exposed = 1e3 * (other.time.exposed_s - winner.time.exposed_s)
-    waits = winner.time.bubble_s / winner.time.step_s
-    return (
-        f"{winner.setup.pp}: the best without, {name}, is {slower:.1%} slower and waits "
-        f"{exposed:.3g} ms more for communication; stages wait {waits:.1%} of the step"
     )
 
 
@@ -348,13 +327,16 @@ def report(plan: Plan) -> str:
             losers[f"{layout_text(e.setup)}, {_recompute(e.setup)}"] = e
     why = [f"  {name}: {why_not(e, winner, plan.limit_bytes)}" for name, e in losers.items()]
     assert winner.time is not None
+    asked = None if command.pp is None else f"{command.pp}, by --pp"
+    asked = asked if command.tp_grid in (None, "none") else "none, by --tp-grid"
     parts = [f"{k} {s * 1e3:.3g} ms" for k, s in winner.time.parts.items() if s > 0]
     lines += [
         "",
         "why not",
         *why,
         "",
-        f"stages   {stages_text(estimates) if command.pp is None else f'{command.pp}, by --pp'}",
+        f"stages   {stages_text(estimates) if asked is None else asked}",
+        *[f"grids    {grids_text(estimates)}"] * (command.tp_grid is None and command.gpus > 1),
         f"memory   {winner.memory}",
         f"time     {', '.join(parts)}",
     ]

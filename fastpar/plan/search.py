@@ -16,11 +16,18 @@ from fastpar.cost.memory_model import format_bytes, predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload, default_accumulate
-from fastpar.plan.estimate import MAX_MICRO_BATCH_TOKENS, Estimate, cp_sizes, divisors, tp_sizes
+from fastpar.plan.estimate import (
+    ALIKE,
+    MAX_MICRO_BATCH_TOKENS,
+    Estimate,
+    cp_sizes,
+    divisors,
+    tp_sizes,
+)
+from fastpar.plan.grids import grid_splits
 from fastpar.plan.pipelines import search_pipelines
 
 CHECKPOINTING = ("none", "selective", "full")
-ALIKE = 0.01  # a smaller share of a step's time the model cannot tell apart
 
 
 def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup]:
@@ -67,6 +74,7 @@ def search(
     per_node: int,
     checkpointing: Iterable[str] = CHECKPOINTING,
     stages: int | None = None,
+    grid: str | None = None,
 ) -> list[Estimate]:
     """The best of each way to cut and to keep, fastest first; those that do not fit come last.
 
@@ -79,17 +87,21 @@ def search(
         limit_bytes: of a rank's memory.
         per_node: ranks on a node.
         stages: of a pipeline, 1: none; None: what is best.
+        grid: of ranks that split layers, as ROWSxCOLUMNS, "none": none; None: what is best.
     """
-    modes = tuple(checkpointing)
+    modes, alone = tuple(checkpointing), grid not in (None, "none")
+    stages = 1 if alone else stages
 
     def best_of(offload: str) -> list[Estimate]:
         given = replace(template, offload=offload)
-        return _search_splits(workload, given, rates, limit_bytes, per_node, modes)
+        ways = [] if alone else list(splits(workload, given, per_node))
+        ways += grid_splits(workload, given, per_node, grid)
+        return _search_splits(workload, ways, rates, limit_bytes, modes)
 
     found = best_of("none") if stages in (None, 1) else []
     found.sort(key=_rank)
     fastest_s = found[0].time.step_s if found and found[0].time else float("inf")
-    for zero_stages in ((0, 1), (2, 3)):
+    for zero_stages in () if alone else ((0, 1), (2, 3)):
         found += search_pipelines(
             workload,
             template,
@@ -103,7 +115,7 @@ def search(
         )
         if any(e.time for e in found):
             break
-    for offload in offloads(template) if stages in (None, 1) else ():
+    for offload in offloads(template) if stages in (None, 1) and not alone else ():
         if not any(e.time for e in found):
             found += best_of(offload)
     found.sort(key=_rank)
@@ -118,21 +130,23 @@ def search(
 
 def _search_splits(
     workload: Workload,
-    template: Setup,
+    ways: Iterable[Setup],
     rates: Rates,
     limit_bytes: float,
-    per_node: int,
     checkpointing: Iterable[str],
 ) -> list[Estimate]:
     """search() without stages."""
     found = []
-    for split in splits(workload, template, per_node):
-        rows = workload.batch_size // split.dp
+    for split in ways:
+        rows, sharing = workload.batch_size // split.dp, split.rows * split.depth
         for mode in checkpointing:
             best: Estimate | None = None
             for micro in divisors(rows):
-                if micro > 1 and micro * workload.seq_len > MAX_MICRO_BATCH_TOKENS * split.cp:
+                most = MAX_MICRO_BATCH_TOKENS * split.cp * sharing
+                if micro > sharing and micro * workload.seq_len > most:
                     break
+                if micro % sharing:
+                    continue
                 setup = replace(
                     split,
                     micro_batch_size=micro,
@@ -157,6 +171,7 @@ def _complexity(estimate: Estimate) -> tuple[Any, ...]:
     chunks = setup.pp * setup.chunks
     return (
         chunks,
+        setup.tp_grid != "none",
         setup.cp,
         setup.by_keys,
         setup.tp,

@@ -254,7 +254,8 @@ def scatter(x: Tensor, dim: int, tp: TensorParallel, *, partial: bool) -> Tensor
 # Split linear layers
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """[..., C] as [N, C]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -267,11 +268,11 @@ def column_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: in
     """y [..., F/tp] of x [..., C], or of its slice of the tokens."""
     tp = handle_of(number)
     if tp.sequence_parallel and _flat(x):
-        y, _ = tp.overlap.gather_matmul(_rows(x), weight.t(), bias)
+        y, _ = tp.overlap.gather_matmul(rows_of(x), weight.t(), bias)
         return y.view(*x.shape[:-2], *y.shape)
     if tp.sequence_parallel:
         x = tp.all_gather(x, -2)
-    y = matmul(_rows(x), weight.t(), bias=bias)
+    y = matmul(rows_of(x), weight.t(), bias=bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -290,9 +291,9 @@ def column_linear_bwd(
     shape = x.shape
     dx, summing, scattering = none, None, None
     if need_dx and tp.sequence_parallel and _flat(x):
-        scattering = tp.overlap.begin_matmul_scatter(_rows(dy), weight)
+        scattering = tp.overlap.begin_matmul_scatter(rows_of(dy), weight)
     elif need_dx:
-        dx = matmul(_rows(dy), weight).view(*dy.shape[:-1], x.shape[-1])
+        dx = matmul(rows_of(dy), weight).view(*dy.shape[:-1], x.shape[-1])
         if tp.sequence_parallel:
             dx, summing = tp.begin_reduce_scatter(dx, -2)
         else:
@@ -304,8 +305,8 @@ def column_linear_bwd(
             if handle is not None:
                 handle.wait()
             x = tp.finish_all_gather(whole, -2)
-        dweight = matmul(_rows(dy).t(), _rows(x))
-    dbias = _rows(dy).sum(0) if need_dbias else none.clone()
+        dweight = matmul(rows_of(dy).t(), rows_of(x))
+    dbias = rows_of(dy).sum(0) if need_dbias else none.clone()
     if summing is not None:
         summing.wait()
     if scattering is not None:
@@ -317,10 +318,10 @@ def row_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) 
     """y [..., C], or this rank's slice of its tokens, of x [..., F/tp]."""
     tp = handle_of(number)
     if tp.sequence_parallel and _flat(x):
-        y = tp.overlap.matmul_scatter(_rows(x), weight.t())
+        y = tp.overlap.matmul_scatter(rows_of(x), weight.t())
         y = y.view(*x.shape[:-2], *y.shape)
     else:
-        y = matmul(_rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
+        y = matmul(rows_of(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
         if tp.sequence_parallel:
             y = tp.reduce_scatter(y, -2)
         else:
@@ -339,15 +340,15 @@ def row_linear_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight, dbias (of this rank's tokens), [0] for what is not needed."""
     tp, none = handle_of(number), x.new_empty(0)
-    dbias = _rows(dy).sum(0) if need_dbias else none
+    dbias = rows_of(dy).sum(0) if need_dbias else none
     if tp.sequence_parallel and need_dx and _flat(x):
-        dx, whole = tp.overlap.gather_matmul(_rows(dy), weight, keep=need_dweight)
+        dx, whole = tp.overlap.gather_matmul(rows_of(dy), weight, keep=need_dweight)
         dx, dy = dx.view(x.shape), dy if whole is None else whole
     else:
         if tp.sequence_parallel:
             dy = tp.all_gather(dy, -2)
-        dx = matmul(_rows(dy), weight).view(x.shape) if need_dx else none.clone()
-    dweight = matmul(_rows(dy).t(), _rows(x)) if need_dweight else none.clone()
+        dx = matmul(rows_of(dy), weight).view(x.shape) if need_dx else none.clone()
+    dweight = matmul(rows_of(dy).t(), rows_of(x)) if need_dweight else none.clone()
     return dx, dweight, dbias
 
 
@@ -361,23 +362,14 @@ def _row_fake(x, weight, bias, number):
     return _scattered(y, -2, number) if handle_of(number).sequence_parallel else y
 
 
-def _bwd_fake(dy, x, weight, need_dx, need_dweight, need_dbias, number):
-    return (
-        x.new_empty(x.shape if need_dx else (0,)),
-        x.new_empty(weight.shape if need_dweight else (0,)),
-        x.new_empty((weight.shape[0],) if need_dbias else (0,)),
-    )
+def _bwd_fake(dy, x, weight, *needed):
+    shapes = (x.shape, weight.shape, dy.shape[-1:])
+    return tuple(x.new_empty(s if need else (0,)) for s, need in zip(shapes, needed))
 
 
 _LINEAR = "(Tensor x, Tensor weight, Tensor? bias, int tp) -> Tensor"
-_LINEAR_BWD = (
-    "(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, bool need_dbias, "
-    "int tp) -> (Tensor, Tensor, Tensor)"
-)
-_column = define_op("column_linear" + _LINEAR, column_linear_fwd, _column_fake, _DEVICES)
-_column_bwd = define_op("column_linear_bwd" + _LINEAR_BWD, column_linear_bwd, _bwd_fake, _DEVICES)
-_row = define_op("row_linear" + _LINEAR, row_linear_fwd, _row_fake, _DEVICES)
-_row_bwd = define_op("row_linear_bwd" + _LINEAR_BWD, row_linear_bwd, _bwd_fake, _DEVICES)
+_NEEDED = "bool need_dx, bool need_dweight, bool need_dbias, int tp"
+_LINEAR_BWD = f"(Tensor dy, Tensor x, Tensor weight, {_NEEDED}) -> (Tensor, Tensor, Tensor)"
 
 
 def _setup_context(ctx, inputs, output):
@@ -402,7 +394,7 @@ def _backward_of(op: Any, name: str, split: int) -> Any:
             def compute(out: Tensor | None) -> Tensor:
                 if tp.sequence_parallel:
                     factors[split] = tp.all_gather(factors[split], -2)
-                return matmul(_rows(factors[0]).t(), _rows(factors[1]), out=out)
+                return matmul(rows_of(factors[0]).t(), rows_of(factors[1]), out=out)
 
             ctx.queue.later(ctx.weight, compute)
         return *(grad if need else None for grad, need in zip(grads, needed)), None
@@ -410,8 +402,16 @@ def _backward_of(op: Any, name: str, split: int) -> Any:
     return backward
 
 
-define_autograd(_column, _setup_context, _backward_of(_column_bwd, "column_linear", 1))
-define_autograd(_row, _setup_context, _backward_of(_row_bwd, "row_linear", 0))
+def define_linear(name: str, fwd: Any, bwd: Any, fake: Any, split: int = 0) -> Any:
+    """The op with this name, of x, weight, bias and a TensorParallel's number."""
+    op = define_op(name + _LINEAR, fwd, fake, _DEVICES)
+    bwd_op = define_op(f"{name}_bwd{_LINEAR_BWD}", bwd, _bwd_fake, _DEVICES)
+    define_autograd(op, _setup_context, _backward_of(bwd_op, name, split))
+    return op
+
+
+_column = define_linear("column_linear", column_linear_fwd, column_linear_bwd, _column_fake, 1)
+_row = define_linear("row_linear", row_linear_fwd, row_linear_bwd, _row_fake)
 
 
 def column_linear(

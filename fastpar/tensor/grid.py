@@ -42,12 +42,13 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives, OneRank
+from fastpar.comm.handles import Handle
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.linear import matmul
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, keep_mask, quantize_p
 from fastpar.sharding.placements import Partial, Shard, State
-from fastpar.tensor.functional import TensorParallel, gather, handle_of
+from fastpar.tensor.functional import TensorParallel, define_linear, gather, handle_of, rows_of
 
 _DEVICES = ("CPU", "CUDA")
 
@@ -82,7 +83,7 @@ class Grid(TensorParallel):
 
     def table(self, weight: Tensor) -> Tensor:
         """[V/c, C/r] -> [V/c, C]: all features of this column's rows of a vocabulary."""
-        return gather(weight, 1, self.down, partial=True)
+        return weight if self.down.size == 1 else gather(weight, 1, self.down, partial=True)
 
     def on_grid(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Any, *, column: bool
@@ -93,7 +94,7 @@ class Grid(TensorParallel):
                 f"linear: expected no fp8 with {self.label}, got {fp8}; leave it out, or use "
                 "Mesh(tp=)"
             )
-        return _linear(x, weight, bias, column, self.number)
+        return (_column if column else _row)(x, weight, bias, self.number)
 
     # The batch
 
@@ -201,109 +202,108 @@ class _Batch(torch.autograd.Function):
 # Linear layers
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+class _Gathering:
+    """Slices on their way; what they arrive in is let go of when they are joined."""
+
+    def __init__(self, x: Tensor, dim: int, tp: TensorParallel) -> None:
+        self.dim, self.tp = dim, tp
+        alone = tp.size == 1
+        self.started: tuple[Tensor, Handle | None] | None
+        self.started = (x[None], None) if alone else tp.begin_all_gather(x)
+
+    def join(self) -> Tensor:
+        assert self.started is not None
+        (out, handle), self.started = self.started, None
+        if handle is not None:
+            handle.wait()
+        return self.tp.finish_all_gather(out, self.dim)
 
 
-def _gathered(started: tuple[Any, Any], tp: TensorParallel, dim: int) -> Tensor:
-    out, handle = started
-    if handle is not None:
-        handle.wait()
-    return tp.finish_all_gather(out, dim)
+def _sum(x: Tensor, dim: int, tp: TensorParallel) -> tuple[Tensor, Handle | None]:
+    """This rank's slice of a sum that is on its way; of one rank x itself."""
+    return (x, None) if tp.size == 1 else tp.begin_reduce_scatter(x, dim)
 
 
-def grid_linear_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, column: bool, number: int
-) -> Tensor:
-    """A block of x @ w.T + bias: [..., F/c] of a column layer, [..., C/c] of a row layer."""
+def _summed(x: Tensor, dim: int, tp: TensorParallel) -> Tensor:
+    return x if tp.size == 1 else tp.reduce_scatter(x, dim)
+
+
+def grid_column_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    """x @ w.T + bias, [..., F/c]."""
     grid = grid_of(number)
-    starting, flat = grid.down.begin_all_gather(weight), _rows(x)
-    if column:
-        flat = _gathered(grid.begin_all_gather(flat), grid, 1)
-    w = _gathered(starting, grid.down, int(column))
-    y = matmul(flat, w.t(), bias=bias if column else None)
-    if not column:
-        y = grid.reduce_scatter(y, 1)
-        y = y if bias is None else y.add_(bias)
+    gathering = _Gathering(weight, 1, grid.down)
+    flat = _Gathering(rows_of(x), 1, grid).join()
+    y = matmul(flat, gathering.join().t(), bias=bias)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def grid_linear_bwd(
+def grid_row_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    """x @ w.T + bias, [..., C/c]."""
+    grid = grid_of(number)
+    y = matmul(rows_of(x), _Gathering(weight, 0, grid.down).join().t())
+    y = _summed(y, 1, grid)
+    y = y if bias is None else y.add_(bias)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def grid_column_bwd(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
     need_dx: bool,
     need_dweight: bool,
     need_dbias: bool,
-    column: bool,
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight, dbias (of this rank's samples), [0] for what is not needed."""
-    grid, none = grid_of(number), x.new_empty(0)
-    starting = grid.down.begin_all_gather(weight) if need_dx else None
-    flat, shape = _rows(x), x.shape
-    dbias = _rows(dy).sum(0) if need_dbias else none
-    moved = flat if column else _rows(dy)  # what the forward gathered or scattered
-    moving = grid.begin_all_gather(moved) if need_dweight or not column else None
-    dx, summing = none.clone(), None
-    if not column:
-        dy = _gathered(moving, grid, 1)  # type: ignore[arg-type]
-    if starting is not None:
-        w = _gathered(starting, grid.down, int(column))
-        dx = matmul(_rows(dy), w)
-        if column:
-            dx, summing = grid.begin_reduce_scatter(dx, 1)
-    dweight = none.clone()
-    if need_dweight:
-        flat = _gathered(moving, grid, 1) if column else flat  # type: ignore[arg-type]
-        dweight = grid.down.reduce_scatter(matmul(_rows(dy).t(), flat), int(column))
+    grid, flat = grid_of(number), rows_of(dy)
+    gathering = _Gathering(weight, 1, grid.down) if need_dx else None
+    moving = _Gathering(rows_of(x), 1, grid) if need_dweight else None
+    dbias = flat.sum(0) if need_dbias else x.new_empty(0)
+    dx, dweight, summing = x.new_empty(0), x.new_empty(0), None
+    if gathering is not None:
+        dx, summing = _sum(matmul(flat, gathering.join()), 1, grid)
+        dx = dx.view(x.shape)
+    if moving is not None:
+        dweight = _summed(matmul(flat.t(), moving.join()), 1, grid.down)
     if summing is not None:
         summing.wait()
-    return dx.view(shape) if need_dx else dx, dweight, dbias
+    return dx, dweight, dbias
 
 
-def _linear_fake(x, weight, bias, column, number):
+def grid_row_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+    number: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As grid_column_bwd()."""
+    grid, flat = grid_of(number), rows_of(dy)
+    gathering = _Gathering(weight, 0, grid.down) if need_dx else None
+    dbias = flat.sum(0) if need_dbias else x.new_empty(0)
+    flat = _Gathering(flat, 1, grid).join()
+    dx = x.new_empty(0)
+    if gathering is not None:
+        dx = matmul(flat, gathering.join()).view(x.shape)
+    if not need_dweight:
+        return dx, x.new_empty(0), dbias
+    return dx, _summed(matmul(flat.t(), rows_of(x)), 0, grid.down), dbias
+
+
+def _column_fake(x, weight, bias, number):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _row_fake(x, weight, bias, number):
     grid = grid_of(number)
-    n = weight.shape[0] if column else weight.shape[0] * grid.down.size // grid.size
-    return x.new_empty(*x.shape[:-1], n)
+    return x.new_empty(*x.shape[:-1], weight.shape[0] * grid.down.size // grid.size)
 
 
-def _linear_bwd_fake(dy, x, weight, need_dx, need_dweight, need_dbias, column, number):
-    return (
-        x.new_empty(x.shape if need_dx else (0,)),
-        x.new_empty(weight.shape if need_dweight else (0,)),
-        x.new_empty((dy.shape[-1],) if need_dbias else (0,)),
-    )
-
-
-_linear = define_op(
-    "grid_linear(Tensor x, Tensor weight, Tensor? bias, bool column, int grid) -> Tensor",
-    grid_linear_fwd,
-    _linear_fake,
-    _DEVICES,
-)
-_linear_bwd = define_op(
-    "grid_linear_bwd(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, "
-    "bool need_dbias, bool column, int grid) -> (Tensor, Tensor, Tensor)",
-    grid_linear_bwd,
-    _linear_bwd_fake,
-    _DEVICES,
-)
-
-
-def _setup_linear(ctx, inputs, output):
-    x, weight, bias, *ctx.where = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.needed = (*ctx.needs_input_grad[:2], bias is not None and ctx.needs_input_grad[2])
-
-
-def _backward_linear(ctx, dy):
-    refuse_double_backward("grid_linear")
-    grads = _linear_bwd(dy, *ctx.saved_tensors, *ctx.needed, *ctx.where)
-    return *(grad if need else None for grad, need in zip(grads, ctx.needed)), None, None
-
-
-define_autograd(_linear, _setup_linear, _backward_linear)
+_column = define_linear("grid_column", grid_column_fwd, grid_column_bwd, _column_fake)
+_row = define_linear("grid_row", grid_row_fwd, grid_row_bwd, _row_fake)
 
 
 # Norms
@@ -315,12 +315,12 @@ def grid_norm_fwd(
     """y [..., C/c] of x [..., C/c], mean and rstd of the whole rows; sums in the order of ranks."""
     grid, wide = grid_of(number), _wide(x)
     n, mine = x.shape[-1], wide.mean(-1)
-    spread = (wide - mine[..., None]).square().sum(-1)
+    spread = (wide - mine[..., None]).square_().sum(-1)
     means, spreads = grid.group.gathered(torch.stack([mine, spread])).unbind(1)
     mean = means.sum(0) / grid.size
     total = spreads.sum(0) + n * (means - mean).square().sum(0)
     rstd = (total / (n * grid.size) + eps).rsqrt()
-    y = (wide - mean[..., None]) * rstd[..., None] * weight + bias
+    y = (wide - mean[..., None]).mul_(rstd[..., None]).mul_(weight).add_(bias)
     return y.to(x.dtype), mean, rstd
 
 
@@ -329,12 +329,12 @@ def grid_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and dweight and dbias of this rank's samples."""
     grid, wide_dy = grid_of(number), _wide(dy)
-    normed = (_wide(x) - mean[..., None]) * rstd[..., None]
+    normed = (_wide(x) - mean[..., None]).mul_(rstd[..., None])
     g = wide_dy * weight
     mine = torch.stack([g.sum(-1), (g * normed).sum(-1)])
     by_one, by_normed = grid.group.gathered(mine).sum(0)[..., None] / (x.shape[-1] * grid.size)
-    dx = (g - by_one - normed * by_normed) * rstd[..., None]
-    dweight, dbias = _rows(wide_dy * normed).sum(0), _rows(wide_dy).sum(0)
+    dweight, dbias = rows_of(wide_dy * normed).sum(0), rows_of(wide_dy).sum(0)
+    dx = g.sub_(by_one).sub_(normed.mul_(by_normed)).mul_(rstd[..., None])
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 

@@ -22,11 +22,10 @@ import gc
 
 import torch
 from cells import covering
+from memory_cells import Alone
 
 from bench.systems.emulated import EmulatedMesh
 from fastpar import GPT, GPTConfig, Mesh, parallelize
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import Handle
 from fastpar.kernels import make_key
 from fastpar.nn.recompute import recompute
 from fastpar.testing import run_ranks
@@ -61,46 +60,6 @@ def build(mesh, n_layer, mode, sp, dropout=0.1, **options):
 def loss_of(model):
     idx = torch.arange(B * T).view(B, T)
     return model(idx, idx, rng_key=make_key(1, 2))
-
-
-class Over(Handle):
-    """Of an operation that is over."""
-
-    def wait(self, timeout_s=None):
-        return
-
-    def is_completed(self):
-        return True
-
-
-class Alone(Collectives):
-    """One rank that hears nothing, in its own thread: another's would free memory unseen."""
-
-    transport = why = "none"
-    in_caller = True
-
-    def __init__(self, group, role):
-        self.rank, self.world_size = group.rank(), group.size()
-        self.device = torch.device("cpu")
-
-    def barrier(self, *, tag=0):
-        return
-
-    def _all_reduce(self, x, mean, tag):
-        return Over()
-
-    def _reduce_scatter(self, out, x, mean, tag):
-        out.copy_(x[: out.numel()])
-        return Over()
-
-    def _all_gather(self, out, x, tag):
-        out.view(self.world_size, -1).copy_(x)
-        return Over()
-
-    def _broadcast(self, x, src, tag):
-        return Over()
-
-    _all_to_all = _send = _recv = None
 
 
 def saved_bytes(n_layer, tp, sp, dropout):

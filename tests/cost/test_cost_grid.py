@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 import torch
 from cells import covering
 
@@ -100,7 +99,11 @@ def test_settings_come_back():
     assert replace(setup, tp_grid="none", tp=2).data == 4
 
 
-def test_the_peak_of_a_grid_is_not_predicted():
-    config = TrainConfig().replace({"tp_grid": "2x2", "nproc": 4})
-    with pytest.raises(ValueError, match=r"predict: expected no tp_grid, .* got tp_grid=2x2; fast"):
-        predict(config, SHAPE, {"device": "CPU"})
+def test_a_run_on_a_grid_is_predicted():
+    config = TrainConfig().replace({"tp_grid": "2x2", "nproc": 4, "batch_size": 8})
+    facts = {"device": "CPU", "dtype": "fp32", "world_size": 4, "transport": "shm", "threads": 1}
+    facts |= {"micro_batch_size": 8, "grad_accum_steps": 1, "zero_stage": 0, "block_size": 32}
+    found = predict(config, SHAPE, facts)
+    setup = setup_of((2, 2), 1)
+    assert found["predicted_bytes"] > predict_states(Workload(SHAPE, 8), setup).total
+    assert found["step_ms"]["tp"] > 0

@@ -10,8 +10,7 @@ from fastpar.config.config import GPTConfig
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
 from fastpar.cost.operations import CommOp, comm_ops_of, ops_of
-from fastpar.cost.stage_costs import makespan_of
-from fastpar.cost.step_time import cost_per_billion_tokens, predict_step, time_of
+from fastpar.cost.step_time import cost_per_billion_tokens, makespan_of, predict_step, time_of
 from fastpar.cost.workload import Setup, Workload
 from fastpar.pipeline.schedules import make_schedule
 from fastpar.pipeline.simulator import Costs, simulate

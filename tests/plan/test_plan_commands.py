@@ -13,6 +13,7 @@ import torch
 
 from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar.cli import main, parse_train
+from fastpar.config.axes import parse_grid
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import ByteTokenizer, check_name, name_for
 from fastpar.parallel.parallelize import parallelize
@@ -51,6 +52,7 @@ def built(words, monkeypatch):
     monkeypatch.setattr(start, "load_data", text_of)
     try:
         axes = {axis: getattr(config.parallel, axis) for axis in ("tp", "cp", "pp")}
+        axes["tp_grid"] = parse_grid(config.parallel.tp_grid)
         with EmulatedMesh(ranks, 0, **axes) as mesh:
             return config, train.Trainer(config.replace(changes), mesh)
     finally:
@@ -78,7 +80,7 @@ def check_all(monkeypatch, capsys, words, *, all_layouts):
         config, made = built(line, monkeypatch)
         assert vars(made.model.config) == vars(workload.shape), line
         assert made.mesh.world_size == setup.world_size
-        assert made.mesh.tp_size == setup.tp
+        assert made.mesh.tp_size == setup.tp * setup.rows
         assert (made.micro_batch_size, made.grad_accum_steps) == (
             setup.micro_batch_size,
             setup.grad_accum_steps,
@@ -106,6 +108,8 @@ ODD = [
     (50257, 1, 8, 3, ("--gpu", "cpu", "--dtype", "bf16")),
     (50304, 6, 33, 6, ("--gpu", "a100", "--gpus-per-node", 3, "--master-weights", "remainder")),
     (4096, 4, 16, 2, ("--gpu", "cpu")),
+    (256, 4, 16, 4, ("--gpu", "cpu", "--tp-grid", "2x2")),
+    (300, 4, 16, 12, ("--gpu", "cpu", "--tp-grid", "2x2x3")),
 ]
 
 

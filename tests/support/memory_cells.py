@@ -1,16 +1,23 @@
 """Short runs on the CPU, with the peak of a step's memory measured."""
 
 import gc
+from functools import partial
+from unittest import mock
 
 import torch
 from alive import Alive
 
+from bench.systems.emulated import EmulatedMesh
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.handles import Handle
 from fastpar.comm.mesh import Mesh
+from fastpar.config.axes import parse_grid
 from fastpar.config.config import GPTConfig
-from fastpar.cost.step_memory import StepMemory
+from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import release_workspaces, workspace_bytes
 from fastpar.measure.short_run import ShortRun
+from fastpar.train import start
 
 
 def workload(n_layer=4, width=128, heads=4, tokens=128, batch=4, vocab=512, dropout=0.0):
@@ -28,6 +35,12 @@ def setup(**settings):
         "master_weights": "full" if half else "none",
     }
     return Setup(**{**usual, **settings})
+
+
+def mesh_of(setup):
+    if setup.tp_grid != "none":
+        return Mesh(tp_grid=parse_grid(setup.tp_grid), device="cpu")
+    return Mesh(tp=setup.tp, cp=setup.cp, pp=setup.pp, device="cpu")
 
 
 def measure(workload, setup, mesh):
@@ -49,7 +62,7 @@ def measure_alive(workload, setup):
     """
     torch.set_num_threads(1)
     release_workspaces()
-    mesh = Mesh(tp=setup.tp, cp=setup.cp, pp=setup.pp, device="cpu")
+    mesh = mesh_of(setup)
     with Alive() as alive:
         run = ShortRun(workload, setup, mesh)
         run.step()
@@ -58,7 +71,70 @@ def measure_alive(workload, setup):
         return alive.peak + workspace_bytes()
 
 
+class Over(Handle):
+    """Of an operation that is over."""
+
+    def wait(self, timeout_s=None):
+        return
+
+    def is_completed(self):
+        return True
+
+
+class Alone(Collectives):
+    """One rank that hears nothing, in its own thread: another's would free memory unseen."""
+
+    transport = why = "none"
+    in_caller = True
+
+    def __init__(self, group, role):
+        self.rank, self.world_size = group.rank(), group.size()
+        self.device = torch.device("cpu")
+
+    def barrier(self, *, tag=0):
+        return
+
+    def _all_reduce(self, x, mean, tag):
+        return Over()
+
+    def _reduce_scatter(self, out, x, mean, tag):
+        out.copy_(x[: out.numel()])
+        return Over()
+
+    def _all_gather(self, out, x, tag):
+        for row in out.view(self.world_size, -1):
+            if row.data_ptr() != x.data_ptr():
+                row.copy_(x)
+        return Over()
+
+    def _broadcast(self, x, src, tag):
+        return Over()
+
+    _all_to_all = _send = _recv = None
+
+
+def measure_on_grid(workload, setup):
+    """The peak of the second step on the first rank of a grid; no other rank is there."""
+    torch.set_num_threads(1)
+    release_workspaces()
+    alone = mock.patch.object(start, "parallelize", partial(start.parallelize, collectives=Alone))
+    grid = parse_grid(setup.tp_grid)
+    with alone, EmulatedMesh(setup.world_size, 0, tp_grid=grid) as mesh:
+        run = ShortRun(workload, setup, mesh)
+        run.step()
+        while gc.collect():  # models of earlier cells
+            pass
+        gc.disable()  # nothing of theirs must be freed in the measurement
+        try:
+            held = held_bytes(run.engine, run.optimizer)
+            with StepMemory(mesh.device, alive_bytes=held) as memory:
+                run.step()
+        finally:
+            gc.enable()
+        return memory.peak_bytes
+
+
 def measure_all(cells):
     """The peak of every cell, on this rank of a process group that fits them all."""
     torch.set_num_threads(1)
-    return [measure(one, s, Mesh(tp=s.tp, cp=s.cp, pp=s.pp, device="cpu")) for one, s in cells]
+    return [measure(one, s, mesh_of(s)) for one, s in cells]

@@ -134,13 +134,13 @@ def alone():
 def test_opcheck():
     grid, of = alone(), torch.ops.fastpar
     x, w, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 8), (6, 8), (6,)))
-    for column in (True, False):
+    for linear, backward in ((of.grid_column, of.grid_column_bwd), (of.grid_row, of.grid_row_bwd)):
         for bias in (b, None):
             args = [t if t is None else t.clone().requires_grad_() for t in (x, w, bias)]
-            torch.library.opcheck(of.grid_linear.default, (*args, column, grid.number))
+            torch.library.opcheck(linear.default, (*args, grid.number))
         for needed in itertools.product([True, False], repeat=3):
-            args = (torch.randn(4, 6, dtype=torch.float64), x, w, *needed, column, grid.number)
-            torch.library.opcheck(of.grid_linear_bwd.default, args)
+            args = (torch.randn(4, 6, dtype=torch.float64), x, w, *needed, grid.number)
+            torch.library.opcheck(backward.default, args)
     args = [t.clone().requires_grad_() for t in (x, x[0], x[1])]
     torch.library.opcheck(of.grid_norm.default, (*args, 1e-5, grid.number))
     args = (x, x, x[0], x[:, 0].clone(), x[:, 1].clone(), grid.number)
