@@ -139,7 +139,7 @@ def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
 def kept_by_blocks(workload: Workload, setup: Setup) -> float:
     """Bytes that a rank's blocks keep of a forward until backward; without a pipeline."""
     ((parts, (held,)),) = _stages(workload, setup)
-    return Peak(workload, setup, parts, held)._kept(workload.shape.n_layer)
+    return Peak(workload, setup, parts, held).kept(workload.shape.n_layer)
 
 
 def activations_on_host(workload: Workload, setup: Setup) -> int:

@@ -119,7 +119,7 @@ class Peak:
         parts, held, last = self.parts, now.held, len(now.held) - 1
         kept = 0.0
         for n, waiting, layers in zip(held, now.waiting, parts.layers):
-            kept += (n - waiting) * self._kept(layers) + waiting * self._waits(layers)
+            kept += (n - waiting) * self.kept(layers) + waiting * self._waits(layers)
         for chunk, (n, waiting) in enumerate(zip(held, now.waiting)):
             ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
             kept += (n - waiting) * ends * self.a
@@ -128,7 +128,7 @@ class Peak:
         forward = held[-1] - max(now.waiting[-1], ends)
         kept += (forward * 2 * self.a + (held[-1] - ends) * 4 * self.table) * self.head
         layers = parts.layers[now.chunk]
-        return kept - (self._waits(layers) if self.splits else self._kept(layers))
+        return kept - (self._waits(layers) if self.splits else self.kept(layers))
 
     def _gradient_flow(self) -> GradientFlow:
         setup, stage = self.setup, self.setup.stage
@@ -194,7 +194,7 @@ class Peak:
         codes = norms * self.n * (c + scale(c)) + self.n * (hidden + scale(hidden))
         return norms * self.a + 4 * self.split - codes
 
-    def _kept(self, layers: int) -> float:
+    def kept(self, layers: int) -> float:
         """Kept by so many blocks; see [Note: what a layer keeps]."""
         one = {
             "none": 4 * (self.a + self.heads)
@@ -239,7 +239,7 @@ class Peak:
 
     def _loss(self) -> Moment:
         # The last norm's sum and output and statistics.
-        kept = self._kept(self.parts.layers[-1]) + 2 * self.a + self.statistics + self.batch
+        kept = self.kept(self.parts.layers[-1]) + 2 * self.a + self.statistics + self.batch
         dweight = 4 * self.table
         loss = self._workspace + self.whole + dweight + 4 * self.n
         if self.sp:
@@ -250,7 +250,7 @@ class Peak:
         return Moment(kept + self.others, loss, self.flow.at_loss + self._gathered(1))
 
     def _dweight(self) -> Moment:
-        kept = self._kept(self.parts.layers[-1]) + self.a + self.statistics + self.batch
+        kept = self.kept(self.parts.layers[-1]) + self.a + self.statistics + self.batch
         loss = self._standing + self.whole + 4 * self.table
         if self.setup.tp > 1:
             loss += self.whole  # the sum of dx; both are scaled where they are
@@ -303,7 +303,7 @@ class Peak:
         waits = self.head and (self.chunk == len(self.parts.layers) - 1 or self.parts.first)
         set_aside = self.item * self.table * waits + self._standing
         for layers in {1, mine}:  # as gelu's backward runs: both sides of it, and their gradients
-            kept = self._kept(layers) + self._waits(mine - layers) + self.others + self.batch
+            kept = self.kept(layers) + self._waits(mine - layers) + self.others + self.batch
             kept += again + self.res + 8 * self.split + (self.whole if self.sp else 0.0)
             yield Moment(kept, set_aside, self.flow.at_loss + self._gathered(2))
         first = self.item * self.table * (self.parts.first and self.chunk == 0)
@@ -322,7 +322,7 @@ class Peak:
             for layers, alive in pairs:
                 layers = min(layers, self.parts.layers[self.chunk])
                 ahead = min(2, math.ceil(layers * n_units / self.layers))
-                kept = self._kept(layers) + backward - self.weight + self.batch
+                kept = self.kept(layers) + backward - self.weight + self.batch
                 kept += self.others
                 buckets = self.weight + alive + self._gathered(ahead)
                 yield Moment(kept, self._waiting(), buckets)
