@@ -21,12 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fastpar
 from bench.harness import Bench
 from bench.records import Row, reason
 from bench.systems import bench_overlap as overlap
 from bench.systems.bench_overlap import ALONE, TIMEOUT_S, Log, busy_cores, priority, settled_bytes
 from bench.systems.links import Link, NoLinkError, RankError, Ranks
 from bench.targets import faster, note
+from fastpar.compare.contender import Contender
+from fastpar.compare.strategies import Settings
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
 
@@ -37,7 +40,9 @@ CONFIG, QUICK = (
 )
 RATES = (1000, 100)  # Mbit/s
 LOSS_BOUND, WIDE_BOUND = 1e-3, 0.2
+EXACT_STEPS = 2  # the fewest before torch's PowerSGD hook begins; they are not timed
 INT8 = {"wire_gradients": "int8", "wire_weights": "int8"}
+THIN = "fastpar ZeRO-0, PowerSGD rank 4"
 OURS: dict[str, tuple[int, dict[str, Any]]] = {
     "fastpar ZeRO-2": (2, {}),
     "fastpar ZeRO-2, bf16 both": (2, {"wire_gradients": "bf16", "wire_weights": "bf16"}),
@@ -47,7 +52,7 @@ OURS: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {**INT8, "wire_gradients": "int4", "error_feedback": True},
     ),
-    "fastpar ZeRO-0, PowerSGD rank 4": (
+    THIN: (
         0,
         {"wire_gradients": "powersgd", "error_feedback": True},
     ),
@@ -60,10 +65,19 @@ LOW_RANK = "DDP, PowerSGD hook, rank 4, one bucket"
 ZERO_PP = "DeepSpeed ZeRO++, weights and gradients quantized"
 DEEPSPEED = ("DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3", ZERO_PP)
 FSDP2 = ("FSDP2", "FSDP2, no reshard")
+# Replicas that train apart; ms is the mean of the steps from one meeting to the next.
+RARE: dict[str, dict[str, Any]] = {
+    "fastpar, DiLoCo every 10": {"every": 10},
+    "fastpar, DiLoCo every 50": {"every": 50},
+    "fastpar, DiLoCo every 50, int8": {"every": 50, "wire": "int8"},
+    "fastpar, DiLoCo every 50, int8, 25 steps late": {"every": 50, "wire": "int8", "delay": 25},
+}
 GROUPS = {
     "torch": (ALONE, DDP, FP16, BF16, LOW_RANK, *FSDP2),
     "DeepSpeed": (ALONE, DDP, FSDP2[0], *DEEPSPEED),
     "fastpar": (ALONE, DDP, FSDP2[0], *OURS),
+    "low rank": (ALONE, DDP, LOW_RANK, THIN),
+    "replicas": (ALONE, DDP, *RARE),
 }
 EXACT = (*FSDP2, *DEEPSPEED[:2], "fastpar ZeRO-2")
 
@@ -72,8 +86,8 @@ class Trainer(overlap.Trainer):
     """One rank of one variant."""
 
     def __init__(self, variant: str, config: GPTConfig, batch_size: int) -> None:
+        self._options: dict[str, Any] = {"bucket_mb": 1000.0} if variant == LOW_RANK else {}
         if variant not in OURS:
-            self._options: dict[str, Any] = {"bucket_mb": 1000.0} if variant == LOW_RANK else {}
             if variant in DEEPSPEED:
                 overlap.without_shared_memory()
             if variant == ZERO_PP:
@@ -90,6 +104,8 @@ class Trainer(overlap.Trainer):
         super().__init__(f"fastpar ZeRO-{stage}", config, batch_size)
 
     def _build(self, name: str, settings: Any, model: Any) -> Any:
+        if self.variant in RARE:
+            return replica(name, settings, model, RARE[name])
         extra = dict(self._options)
         given = {name: extra.pop(name) for name in ("bucket_mb", "deepspeed") if name in extra}
         settings = replace(settings, fastpar={**settings.fastpar, **extra}, **given)
@@ -104,9 +120,17 @@ class Trainer(overlap.Trainer):
             model.register_comm_hook(dist.group.WORLD, hooks[variant])
         if variant == LOW_RANK:
             state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=4, start_powerSGD_iter=2
+                None, matrix_approximation_rank=4, start_powerSGD_iter=EXACT_STEPS
             )
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def replica(name: str, settings: Settings, model: Any, options: dict[str, Any]) -> Contender:
+    """A rank that trains apart."""
+    apart = fastpar.parallelize(model(), fastpar.Mesh(replicas=2, device="cpu"))
+    optimizer = fastpar.AdamW(apart.parameters(), **settings.adamw)
+    fastpar.Outer(optimizer, **options)
+    return Contender(name, apart, optimizer, settings)
 
 
 @dataclass
@@ -120,6 +144,12 @@ class Plan:
     logs: dict[str, Log]
     batch_size: int = 1
 
+    def steps_of(self, variant: str) -> int:
+        """So many are timed."""
+        if variant in RARE:
+            return 2 * RARE[variant]["every"]
+        return max(5, self.steps) if variant in (ALONE, LOW_RANK, THIN) else self.steps
+
 
 def measure(plan: Plan, link: Link) -> dict[str, Any]:
     """Every variant in turn; a failure stops only its own. The conditions."""
@@ -129,10 +159,17 @@ def measure(plan: Plan, link: Link) -> dict[str, Any]:
         args = "bench.systems.bench_wires:Trainer", variant, plan.config, 1
         try:
             with Ranks(link, *args, timeout_s=TIMEOUT_S) as ranks:
+                n, first = plan.steps_of(variant), 0
+                if variant == LOW_RANK:
+                    first = EXACT_STEPS
+                    log.extend(ranks.call("steps", 0, first - 1, timeout_s=TIMEOUT_S), 0)
+                    log.ms, log.sent_bytes = [], []
                 before = settled_bytes(link)
-                answers = ranks.call("steps", 0, plan.steps, timeout_s=TIMEOUT_S)
+                answers = ranks.call("steps", first, n, timeout_s=TIMEOUT_S)
                 sent = max(now - then for now, then in zip(settled_bytes(link), before))
-                log.extend(answers, sent / (plan.steps + 1))
+                log.extend(answers, sent / (n + 1))
+                if (every := RARE.get(variant, {}).get("every")) is not None:
+                    log.ms = [statistics.fmean(log.ms[-every:])]  # with a merge that is late
         except RankError as error:
             log.refused = str(error)
     busy.append(busy_cores())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
-from fastpar.comm.low_rank import LowRankSums, Matrix
+from fastpar.comm.low_rank import LowRankSums, Matrix, Messages
 from fastpar.comm.wire_formats import FORMATS
 from fastpar.comm.wires import CompressedGathers, CompressedSums, NodeSums, Worker
 
@@ -92,6 +92,7 @@ class Wires:
         self._feedback, self._rank = bool(feedback), rank
         self._low_rank = low_rank if gradients == LOW_RANK else 0
         self._workers: dict[int, Worker] = {}
+        self._messages: dict[int, Messages] = {}
 
     def _worker(self, inner: Collectives) -> Worker:
         return self._workers.setdefault(id(inner), Worker(inner))
@@ -116,8 +117,9 @@ class Wires:
         if inner is None or inner.world_size == 1:
             return inner
         if self._low_rank and numel:
-            zeros, worker = torch.zeros(numel, device=inner.device), self._worker(inner)
-            return LowRankSums(inner, worker, matrices, self._low_rank, error=zeros, key=index)
+            messages = self._messages.setdefault(id(inner), Messages(inner))
+            error = torch.zeros(numel, device=inner.device)
+            return LowRankSums(messages, matrices, self._low_rank, error=error, key=index)
         if self._gradients is None:
             return inner
         keep, error = self._feedback, None

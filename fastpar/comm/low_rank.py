@@ -6,13 +6,17 @@ ranks take p q^T as the mean; error = v - p q^T stays, on every rank for every e
 is given to later steps. Vectors, and matrices that are not larger than their factors, travel with
 the first message as they are.
 
+[Note: two messages] They are small, and the second waits for the first: bucket by bucket a slow
+link's latency would decide. So a bucket only says that it is there, and the first wait sends what
+all buckets of the group have, in two messages. Ranks must wait at the same places, as a stage that
+keeps whole gradients does at the end of a backward.
+
 What is not finite in one matrix of a rank makes p q^T nan on all; error and q stay as they were.
 Source: Vogels, Karimireddy, Jaggi 2019, arXiv 1905.13727
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,8 +24,8 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import Handle, Rest, started
-from fastpar.comm.wires import Wire, Worker
+from fastpar.comm.handles import Handle
+from fastpar.comm.wires import Wire
 
 
 class Matrix(NamedTuple):
@@ -35,80 +39,133 @@ class Matrix(NamedTuple):
         """Whether its factors are smaller."""
         return rank * (self.rows + self.columns) < self.rows * self.columns
 
+    def of(self, flat: Tensor) -> Tensor:
+        """Its part of a bucket."""
+        return flat[self.place].view(self.rows, self.columns)
+
 
 class LowRankSums(Wire):
     """The gradients of one bucket.
 
     Args:
-        inner: sends the messages; worker: a thread in which they follow one another.
+        messages: those of all buckets of the group.
         matrices: all parameters with two dimensions or more; rank: r.
         error: fp32, as long as x.
         key: the first q are random numbers of it.
     Attributes:
         factors: q of each matrix that is sent as factors, by the place where it starts.
-    Wire: two all-reduces, of r * m and r * n fp32 numbers of each matrix; the rest with the first.
+    Wire: of two all-reduces of the group, r * m and r * n fp32 numbers of each matrix; the rest
+        with the first.
     """
 
     def __init__(
-        self,
-        inner: Collectives,
-        worker: Worker,
-        matrices: Sequence[Matrix],
-        rank: int,
-        *,
-        error: Tensor,
-        key: int,
+        self, messages: Messages, matrices: Sequence[Matrix], rank: int, *, error: Tensor, key: int
     ) -> None:
-        super().__init__(inner, f"rank {rank}", worker)
+        super().__init__(messages.inner, f"rank {rank}")
         self.error: Tensor = error
-        self._matrices = [m for m in matrices if m.pays(rank)]
+        self.messages = messages
+        self.matrices = [m for m in matrices if m.pays(rank)]
         generator = torch.Generator().manual_seed(key)
-        self.factors = {
-            m.place.start: torch.randn(m.columns, rank, generator=generator).to(error.device)
-            for m in self._matrices
-        }
-        ends = [0, *(e for m in self._matrices for e in (m.place.start, m.place.stop)), len(error)]
-        self._rest = [slice(a, b) for a, b in zip(ends[::2], ends[1::2]) if a < b]
-        rest = sum(s.stop - s.start for s in self._rest)
-        self._sent = rest + sum(rank * (m.rows + m.columns) for m in self._matrices)
+        self.factors = {}
+        for m in self.matrices:
+            q = torch.randn(m.columns, rank, generator=generator)
+            self.factors[m.place.start] = q.t().contiguous().to(error.device).t()
+        ends = [0, *(e for m in self.matrices for e in (m.place.start, m.place.stop)), len(error)]
+        self.rest = [slice(a, b) for a, b in zip(ends[::2], ends[1::2]) if a < b]
+        rest = sum(s.stop - s.start for s in self.rest)
+        self._sent = rest + sum(rank * (m.rows + m.columns) for m in self.matrices)
 
     def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
         return self.inner.sent_bytes("all_reduce", 4 * self._sent, self._sent)
 
     def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
-        call = functools.partial(self._reduce, x.view(-1), x.view(-1), mean, tag)
-        return self._worker.submit("all_reduce", call, x, later=True)
+        return self.messages.add(_Sum(self, x.view(-1), x.view(-1), mean))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
-        call = functools.partial(self._reduce, out.view(-1), x.view(-1), mean, tag)
-        return self._worker.submit("reduce_scatter", call, out, x, later=True)
+        return self.messages.add(_Sum(self, out.view(-1), x.view(-1), mean))
 
-    def _reduce(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Rest:
+    def begin(self, x: Tensor) -> Tensor:
+        """v: x and what was left of earlier ones; in the memory of x where that is fp32."""
         self.calls += 1
-        total = torch.add(x, self.error)  # v; then its mean
-        v = [total[m.place].view(m.rows, m.columns) for m in self._matrices]
-        p = self._mean([a @ q for a, q in zip(v, self.factors.values())], total, tag)
-        p = [torch.linalg.qr(a).Q if a.isfinite().all() else a for a in p]
-        q = self._mean([a.t() @ b for a, b in zip(v, p)], None, tag)
-        for m, a, left, right in zip(self._matrices, v, p, q):
-            mean_of = left @ right.t()
-            error = self.error[m.place].view(m.rows, m.columns)
-            if mean_of.isfinite().all():
-                torch.sub(a, mean_of, out=error)
-                self.factors[m.place.start] = right.clone()
-            a.copy_(mean_of)
-        share = total if out.numel() == x.numel() else total.view(self.world_size, -1)[self.rank]
-        out.copy_(share if mean else share * self.world_size)
-        return None
+        return x.add_(self.error) if x.dtype == self.error.dtype else x + self.error
 
-    def _mean(self, parts: list[Tensor], total: Tensor | None, tag: int) -> list[Tensor]:
-        """Of all ranks, as one message; with the rest of total where that is given."""
-        rest = [] if total is None else [total[s] for s in self._rest]
-        flat = torch.cat([x.reshape(-1) for x in (*parts, *rest)]) if parts or rest else None
-        if flat is None or not flat.numel():
+    def keep(self, m: Matrix, v: Tensor, p: Tensor, q: Tensor, finite: bool) -> None:
+        """v = p q^T, of p[r, m] and q[r, n], and what that has lost is the error."""
+        mean = p.t() @ q
+        if finite:
+            torch.sub(v, mean, out=m.of(self.error))
+            self.factors[m.place.start] = q.t()
+        v.copy_(mean)
+
+
+class _Sum(Handle):
+    """One reduction of a bucket: out = this rank's part of the mean of x, which is overwritten."""
+
+    def __init__(self, of: LowRankSums, out: Tensor, x: Tensor, mean: bool) -> None:
+        self.of, self.out, self.x, self.mean = of, out, x, mean
+        self.over = False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self.over:
+            self.of.messages.send()
+
+    def is_completed(self) -> bool:
+        return self.over
+
+    def end(self, v: Tensor) -> None:
+        of, whole = self.of, self.out.numel() == v.numel()
+        share = v if whole else v.view(of.world_size, -1)[of.rank]
+        self.out.copy_(share if self.mean else share * of.world_size)
+        self.over = True
+
+
+class Messages:
+    """Of all buckets of a group; see [Note: two messages]."""
+
+    def __init__(self, inner: Collectives) -> None:
+        self.inner = inner
+        self._sums: list[_Sum] = []
+
+    def add(self, new: _Sum) -> Handle:
+        self._sums.append(new)
+        return new
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Both of what has come; afterwards it is over."""
+        sums, self._sums = self._sums, []
+        flats = [s.of.begin(s.x) for s in sums]
+        rest = [v[part] for s, v in zip(sums, flats) for part in s.of.rest]
+        thin = [(s.of, m, m.of(v)) for s, v in zip(sums, flats) for m in s.of.matrices]
+        # Factors lie as [r, m] and [r, n]: MKL takes three times as long for a few columns.
+        p = self._mean([of.factors[m.place.start].t() @ v.t() for of, m, v in thin], rest)
+        p = [_orthonormal(x) if fine else x for x, fine in zip(p, _finite(p))]
+        q = self._mean([x @ v for x, (*_, v) in zip(p, thin)], [])
+        # The elements of p are at most 1: where these sums are finite p q^T is.
+        finite = _finite([x.abs().sum(0) + y.sum() for x, y in zip(q, p)])
+        for (of, m, v), left, right, fine in zip(thin, p, q, finite):
+            of.keep(m, v, left, right, fine)
+        for s, v in zip(sums, flats):
+            s.end(v)
+
+    def _mean(self, parts: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
+        """Of all ranks, as one message; rest is overwritten."""
+        whole = [*parts, *rest]
+        if not whole:
             return parts
-        started(self.inner.all_reduce(flat, mean=True, async_op=True, tag=tag)).wait()
-        pieces = flat.split([x.numel() for x in (*parts, *rest)])
-        for mine, whole in zip(rest, pieces[len(parts) :]):
-            mine.copy_(whole)
-        return [whole.view_as(mine) for mine, whole in zip(parts, pieces)]
+        flat = torch.cat([x.reshape(-1) for x in whole])
+        self.inner.all_reduce(flat, mean=True)
+        pieces = [y.view_as(x) for x, y in zip(whole, flat.split([x.numel() for x in whole]))]
+        for mine, mean in zip(rest, pieces[len(parts) :]):
+            mine.copy_(mean)
+        return pieces[: len(parts)]
+
+
+def _orthonormal(p: Tensor) -> Tensor:
+    """Of p[r, m], its rows."""
+    return torch.linalg.qr(p.t()).Q.t().contiguous()
+
+
+def _finite(parts: list[Tensor]) -> list[bool]:
+    """Which have neither inf nor nan; the host waits once."""
+    return torch.stack([x.isfinite().all() for x in parts]).tolist() if parts else []

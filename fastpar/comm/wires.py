@@ -55,11 +55,10 @@ class Wire(Collectives):
 
     Args:
         inner: sends them.
-        worker: ends them, for all buckets of a direction.
     """
 
-    def __init__(self, inner: Collectives, name: str, worker: Worker) -> None:
-        self.inner, self._worker = inner, worker
+    def __init__(self, inner: Collectives, name: str) -> None:
+        self.inner = inner
         self.rank, self.world_size, self.device = inner.rank, inner.world_size, inner.device
         self.transport, self.in_caller = inner.transport, inner.in_caller
         self.why = f"{inner.why}; {name} on the wire"
@@ -125,6 +124,7 @@ class CompressedSums(Wire):
     """Gradients.
 
     Args:
+        worker: ends them, for all buckets of a direction.
         again: like inner, for the second half of an all_reduce.
         exact: so many elements at the end of x of an all_reduce are sent as they are.
         error: fp32, as long as x: see [Note: errors that are kept].
@@ -147,8 +147,8 @@ class CompressedSums(Wire):
         leaves_rest: bool = False,
         key: tuple[int, int] = (0, 0),
     ) -> None:
-        super().__init__(inner, form.name, worker)
-        self.form = form
+        super().__init__(inner, form.name)
+        self.form, self._worker = form, worker
         self._again, self._exact, self.error = again or inner, exact, error
         self.leaves_rest, self._key, self.calls = leaves_rest, key, 0
 
@@ -345,8 +345,8 @@ class CompressedGathers(Wire):
     rounds = True
 
     def __init__(self, inner: Collectives, form: WireFormat, worker: Worker) -> None:
-        super().__init__(inner, form.name, worker)
-        self.form = form
+        super().__init__(inner, form.name)
+        self.form, self._worker = form, worker
 
     def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
         return (self.world_size - 1) * self.form.nbytes(numel // self.world_size)

@@ -378,13 +378,11 @@ def _of_experts(setup: Setup, numel: int, reductions: int) -> Iterator[CommOp]:
 
 
 def _factors(buckets: GPTBuckets, setup: Setup, reductions: int) -> Iterator[CommOp]:
-    """Both messages of each bucket, as if they were alike; see comm/low_rank.py."""
-    r, n_buckets = setup.wire_rank, sum(buckets.kinds.values())
+    """Two messages of all buckets after the backward, as if alike; see comm/low_rank.py."""
+    r = setup.wire_rank
     sides = [(m * n, r * (m + n)) for m, n in buckets.matrices]
     sent = buckets.elements - sum(whole - min(whole, thin) for whole, thin in sides)
-    n_bytes, tp = 4.0 * sent / (2 * n_buckets), setup.tp
-    for under, count in (("backward", n_buckets - 1), ("", 1)):
-        yield CommOp("all_reduce", "dp", n_bytes, setup.data, tp, 2 * reductions * count, under)
+    yield CommOp("all_reduce", "dp", 4.0 * sent / 2, setup.data, setup.tp, 2 * reductions, "")
 
 
 def _sums(setup: Setup, axis: str, *of: Any) -> Iterator[CommOp]:
