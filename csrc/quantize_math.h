@@ -81,7 +81,7 @@ struct Float8 {
     const float normal = bit_cast<float>((body + offset()) << kShift);
     const float finite =
         body < (1u << kMantissa) ? static_cast<float>(static_cast<int32_t>(body)) * step() : normal;
-    const uint32_t special = ieee && body == kInfinity ? 0x7f800000u : 0x7fc00000u;
+    const uint32_t special = ieee ? bit_cast<uint32_t>(normal) | 0x7f800000u : 0x7fc00000u;
     const uint32_t bits = body >= kInfinity ? special : bit_cast<uint32_t>(finite);
     return bit_cast<float>(bits | static_cast<uint32_t>(code & 0x80u) << 24);
   }

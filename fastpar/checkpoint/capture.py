@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fastpar.checkpoint.wire_state import CALLS, FACTOR, wire_state
 from fastpar.comm.mesh import gather_objects
 from fastpar.models.weights import Weight, cut_into_files, list_weights, weights_file
-from fastpar.optim.state import entry_block
+from fastpar.optim.state import entry_block, settle
 from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.sharding.ranges import HOLE, Run, cut_runs, numel_of, share_of, whole_run
 
@@ -169,6 +169,8 @@ class Capture:
 
         Wire: at stage 3 and with tp the weights; else nothing.
         """
+        if self.optimizer is not None:
+            settle(self.optimizer)
         self.allocate()
         self._used = 0
         items = [*self._weights(), *self._optimizer()]

@@ -34,6 +34,7 @@ from fastpar.optim.state import (
     entry_shapes,
     master_entry,
     moment_names,
+    settle,
     torch_state,
     whole_entry,
 )
@@ -375,6 +376,7 @@ class AdamW(EngineOptimizer):
     @contextlib.contextmanager
     def _whole_state(self) -> Iterator[None]:
         """Inside, self.state has whole entries, on the CPU, for parameters of sharded engines."""
+        settle(self)
         mine, whole = self.state, {}
         for p in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
             engine = engine_of_parameter(p)

@@ -12,8 +12,9 @@ The entries of one parameter's state, by the optimizer's options:
     master_remainder                      int16, the low half of the master of a bf16 parameter
     momentum_buffer, row_second_moment    of Muon; the second is whole on every rank
     average                               fp32, of the weights; see average.py
-    outer_weight, outer_momentum          fp32, of replicas that meet; outer_steps, since they
-                                          began; see fastpar/outer/outer.py
+    outer_weight, outer_momentum          fp32, of replicas that meet; of an exchange under way
+    outer_sent, outer_mean, outer_error   and of its wire; outer_steps, outer_due, outer_members:
+                                          counts; see fastpar/outer/outer.py
 
 Parameters of a sharded engine have the same entries of this rank's piece alone, in one dimension;
 pieces begin at multiples of 256 elements. state_dict() puts the pieces together (whole_entry) and
@@ -154,6 +155,12 @@ class Storage:
         return self._entries(name, *encode_moment(_like(values, p), signed=name == "exp_avg"))
 
 
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Whoever has a part of the state under way ends it, as before state_dict()."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():  # type: ignore[attr-defined]
+        hook(optimizer)
+
+
 def new_step() -> Tensor:
     """The count of steps before the first, on the host, of torch's dtype."""
     wide = torch.get_default_dtype() == torch.float64
@@ -170,7 +177,7 @@ def load_step(saved: Any) -> Tensor:
 
 def kept_entries(saved: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
     """Copies of the saved entries that no optimizer converts: counts, what is of the weights."""
-    found = {name: load_step(saved[name]) for name in ("step", "outer_steps") if name in saved}
+    found = {name: load_step(saved[name]) for name in COUNTS if name in saved}
     wide = torch.promote_types(p.dtype, torch.float32)
     return found | {name: _like(saved[name], p, wide) for name in OF_WEIGHTS if name in saved}
 
@@ -180,7 +187,10 @@ def moment_names(amsgrad: bool) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
 
 
-OF_WEIGHTS = ("average", "outer_weight", "outer_momentum")
+COUNTS = ("step", "outer_steps", "outer_due", "outer_members")
+OF_WEIGHTS = (
+    *("average", "outer_weight", "outer_momentum", "outer_sent", "outer_mean", "outer_error"),
+)
 ENTRIES = (
     *moment_names(True),
     *(f"{name}_{part}" for name in moment_names(False) for part in ("codes", "scale")),

@@ -45,6 +45,9 @@ ENDED = "ended"  # a replica has come to its end
 LATEST = "latest"  # exchange that counted
 
 
+_here: weakref.WeakValueDictionary[str, Meeting] = weakref.WeakValueDictionary()  # this process's
+
+
 def bury(store: dist.Store, replica: int, ranks: int) -> None:
     """A replica is known to be dead: nobody need wait until its ranks were silent for long."""
     for rank in range(ranks):
@@ -67,6 +70,7 @@ class Meeting:
         self.replica, self.replicas = mesh.replica, mesh.replicas
         self.store: Any = mesh.store and dist.PrefixStore(_ROOT, mesh.store)
         self._me = uuid.uuid4().hex
+        _here[self._me] = self
         self._seen: dict[str, tuple[bytes, float]] = {}  # beat -> its value, and since when
         self._names: tuple[str, ...] = ()
         self._group: Collectives | None = None
@@ -84,11 +88,17 @@ class Meeting:
 
         Ranks: all of all replicas, but those that come later.
         Raises:
-            ValueError: replicas with other settings.
+            ValueError: replicas with other settings; a second Outer in this process.
             RuntimeError: a replica did not come.
         """
         if self.store is None:
             return False
+        beat = self._key("beat")
+        if self.store.check([beat]) and self.store.get(beat).decode().split()[0] in _here:
+            raise ValueError(
+                "Outer: expected one at a time that meets other replicas, got a second one on "
+                f"replica {self.replica}; train the other model in a run of its own"
+            )
         if self.store.check([OPEN]):
             return True
         self._beat()

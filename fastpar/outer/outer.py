@@ -17,8 +17,9 @@ are spread over `every` steps. With a delay the exchange of one runs in a thread
 steps, and what these have changed is added to the new weight.
 
 [Note: state] weight and momentum are entries of the inner optimizer's state, views of the flat
-fragments: cut as it is along dp and tp, and saved with it. Each replica has a checkpoint of its
-own; without these entries (a run without Outer) the loaded weights are those that it begins at.
+fragments: cut as it is along dp and tp, and saved with it; so are, with a delay, what was sent and
+the mean, which a checkpoint waits for, and with a wire what that has lost. Each replica has a
+checkpoint of its own; without these entries the loaded weights are those that it begins at.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,35 +46,40 @@ from fastpar.outer.meeting import Meeting
 from fastpar.parallel.control import broadcast_text
 from fastpar.parallel.engine import Engine, engine_of_parameter
 
-WEIGHT, MOMENTUM, STEPS = "outer_weight", "outer_momentum", "outer_steps"
+WEIGHT, STEPS, DUE, HELD = "outer_weight", "outer_steps", "outer_due", "outer_members"
 SILENT_S = 10.0
 
 
-@dataclass
 class Fragment:
-    """Some parameters, and the outer state of this rank's pieces of them."""
+    """Some parameters, and the outer state of this rank's pieces of them.
 
-    params: list[Tensor]
-    turn: int  # it is exchanged after steps of which `every` leaves this rest
-    weight: Tensor
-    momentum: Tensor
-    error: tuple[Collectives, Tensor] | None = None  # what a group has not sent of differences
+    Args:
+        turn: it is exchanged after steps of which `every` leaves this rest.
+        like: [P] of all pieces. delayed, lossy: there is a delay, or a wire.
+    Attributes:
+        flats: [P] each, by the names of entries of the optimizer's state.
+        due: step after which the result of an exchange is used, 0 without one.
+        held: the members of the group for which `error` is what it has not sent, 0: none.
+    """
+
+    def __init__(
+        self, params: list[Tensor], turn: int, like: Tensor, *, delayed: bool, lossy: bool
+    ) -> None:
+        self.params, self.turn = params, turn
+        names = [WEIGHT, "outer_momentum", *["outer_sent", "outer_mean"] * delayed]
+        self.flats = {name: torch.zeros_like(like) for name in names + ["outer_error"] * lossy}
+        self.due, self.held = new_step(), new_step()
+        self.group: Collectives | None = None  # the one that `held` counts
+        self.exchange: Future[Tensor] | None = None
 
     @property
-    def flats(self) -> tuple[Tensor, Tensor]:
-        return self.weight, self.momentum
+    def weight(self) -> Tensor:
+        return self.flats[WEIGHT]
 
     def views(self, flat: Tensor, pieces: list[Tensor]) -> list[Tensor]:
         """The parts of a flat tensor, as these pieces."""
         parts = flat.split([piece.numel() for piece in pieces])
         return [part.view(piece.shape) for part, piece in zip(parts, pieces)]
-
-
-class _Exchange(NamedTuple):
-    due: int  # step after which its result is used
-    fragment: int
-    sent: Tensor
-    mean: Future
 
 
 class Outer:
@@ -104,7 +109,8 @@ class Outer:
         members: replicas that took part in the last exchange.
     Ranks: all of all replicas, at the same steps. A replica may die, or join: see meeting.py.
     Wire: 2 * (M - 1) / M * P values in `every` steps, P being what this rank steps.
-    Memory: 8 bytes for each element that this rank steps, 4 more with a wire; where its piece is.
+    Memory: 8 bytes for each element that this rank steps, 8 more with a delay, 4 with a wire; where
+        its piece is.
     """
 
     def __init__(
@@ -144,10 +150,10 @@ class Outer:
         self._meeting = None if mesh is None else Meeting(mesh, silent_s)
         self._settings = f"{every} {lr} {momentum} {fragments} {delay} {wire}"
         self._fragments = self._cut(params, fragments)
-        self._pending: deque[_Exchange] = deque()
         self._last: Future[Tensor] | None = None  # exchange that runs under the next steps
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_pre_hook(self._settle)
 
     @property
     def steps(self) -> int:
@@ -199,8 +205,9 @@ class Outer:
     def _after_step(self, *_: Any) -> None:
         self._count += 1
         self._show()
-        while self._pending and self._pending[0].due <= self.steps:
-            self._merge(self._pending.popleft())
+        for fragment in self._fragments:
+            if 0 < int(fragment.due) <= self.steps:
+                self._merge(fragment)
         if self._due() is not None:
             self._give_copies()
             self._take_turn()
@@ -221,29 +228,34 @@ class Outer:
             return
         fragment, number = self._fragments[due], self._number() - 1
         sent = torch.cat([v.reshape(-1).to(fragment.weight) for v in self._values(fragment)])
-        mean: Future[Tensor] = Future()
+        fragment.due.fill_(self.steps + self.delay)
+        fragment.exchange = mean = Future()
         if not self.delay:
             began = time.perf_counter()
             mean.set_result(self._mean(fragment, sent, number))
             self.waited_s += time.perf_counter() - began
-        else:
-            given = (self._last, mean, fragment, sent, number)
-            # A daemon: a process that ends does not wait for other replicas.
-            threading.Thread(target=self._mean_after, args=given, daemon=True).start()
-            self._last = mean
-        exchange = _Exchange(self.steps + self.delay, due, sent, mean)
-        if self.delay:
-            self._pending.append(exchange)
-        else:
-            self._merge(exchange)
+            self._merge(fragment)
+            return
+        given = (self._last, mean, fragment, fragment.flats["outer_sent"].copy_(sent), number)
+        # A daemon: a process that ends does not wait for other replicas.
+        threading.Thread(target=self._mean_after, args=given, daemon=True).start()
+        self._last = mean
 
-    def _mean_after(self, before: Future[Tensor] | None, mean: Future[Tensor], *of: Any) -> None:
+    @torch.no_grad()
+    def _mean_after(
+        self, before: Future[Tensor] | None, mean: Future[Tensor], fragment: Fragment, *of: Any
+    ) -> None:
         if before is not None:
             wait([before])
         try:
-            mean.set_result(self._mean(*of))
+            mean.set_result(fragment.flats["outer_mean"].copy_(self._mean(fragment, *of)))
         except BaseException as error:
             mean.set_exception(error)
+
+    def _settle(self, *_: Any) -> None:
+        """Wait for the exchanges under way: their means are a part of the state."""
+        if self._last is not None:
+            self._last.result()
 
     def _mean(self, fragment: Fragment, sent: Tensor, number: int) -> Tensor:
         """Of the replicas' weights."""
@@ -259,6 +271,8 @@ class Outer:
             if compressed:
                 group = self._compressed(group, fragment, x.numel(), number)
             group.all_reduce(x, mean=True)
+            if group.error is not None:
+                fragment.flats["outer_error"].copy_(group.error)
             return x.to(sent.device) + fragment.weight if compressed else x.to(sent.device)
 
         with torch.no_grad():
@@ -269,27 +283,32 @@ class Outer:
     ) -> Collectives:
         """Errors belong to slices: those of other members would be added in wrong places."""
         assert self.wire is not None
-        if fragment.error is None or fragment.error[0] is not group:
-            fragment.error = group, torch.zeros(numel)
+        error, alike = fragment.flats["outer_error"], int(fragment.held) == group.world_size
+        if fragment.group is not group and not (fragment.group is None and alike):
+            error.zero_()
+        fragment.group = group
+        fragment.held.fill_(group.world_size)
         key = (fragment.turn, group.rank)
-        error = fragment.error[1]
+        error = error.cpu()  # itself on a CPU
         wire = CompressedSums(group, self.wire, Worker(group), error=error, key=key)
         wire.calls = number
         return wire
 
-    def _merge(self, exchange: _Exchange) -> None:
+    def _merge(self, fragment: Fragment) -> None:
         """The outer step of a fragment, whose exchange is over."""
         began = time.perf_counter()
-        fragment, mean = self._fragments[exchange.fragment], exchange.mean.result()
+        assert fragment.exchange is not None
+        mean, fragment.exchange = fragment.exchange.result(), None
+        fragment.due.zero_()
         self.waited_s += time.perf_counter() - began
-        weight, momentum = fragment.weight, fragment.momentum
+        weight, momentum = fragment.weight, fragment.flats["outer_momentum"]
         delta = weight - mean
         momentum.mul_(self.mu).add_(delta)
         new = mean.add(delta, alpha=1.0 - self.lr).sub_(momentum, alpha=self.lr * self.mu)
         weight.copy_(new)
         values = self._values(fragment)
         if self.delay:
-            change = new.sub_(exchange.sent)
+            change = new.sub_(fragment.flats["outer_sent"])
             new = torch.cat([v.reshape(-1).to(change) for v in values]).add_(change)
         self._write(fragment, values, new)
 
@@ -336,9 +355,10 @@ class Outer:
             rest -= size
             pieces = [self._piece(p) for p in mine]
             wide = torch.promote_types(mine[0].dtype, torch.float32)
-            flat = torch.zeros(sum(p.numel() for p in pieces), dtype=wide, device=pieces[0].device)
-            turn = (i + 1) * self.every // n % self.every
-            fragments.append(Fragment(mine, turn, flat, torch.zeros_like(flat)))
+            flat = torch.empty(sum(p.numel() for p in pieces), dtype=wide, device=pieces[0].device)
+            turn, lossy = (i + 1) * self.every // n % self.every, self.wire is not None
+            how = {"delayed": self.delay > 0, "lossy": lossy and wide == torch.float32}
+            fragments.append(Fragment(mine, turn, flat, **how))
         return fragments
 
     def _start(self) -> None:
@@ -346,12 +366,12 @@ class Outer:
         state = self.optimizer.state
         for fragment in self._fragments:
             values, pieces = self._values(fragment), self._pieces(fragment)
-            weights, momenta = (fragment.views(x, pieces) for x in fragment.flats)
-            for p, value, weight, momentum in zip(fragment.params, values, weights, momenta):
+            for i, (p, value) in enumerate(zip(fragment.params, values)):
                 entries = state.get(p, {})
                 if WEIGHT not in entries and (entries or not self._started):
-                    weight.copy_(value)
-                    momentum.zero_()
+                    for name, flat in fragment.flats.items():
+                        view = fragment.views(flat, pieces)[i]
+                        view.copy_(value) if name == WEIGHT else view.zero_()
         self._started = True
         self._show()
 
@@ -359,15 +379,26 @@ class Outer:
         """The outer state is in that of the optimizer; what was loaded there is taken over."""
         for fragment in self._fragments:
             pieces = self._pieces(fragment)
-            views = zip(fragment.params, *(fragment.views(flat, pieces) for flat in fragment.flats))
-            for p, weight, momentum in views:
+            flats = {name: fragment.views(x, pieces) for name, x in fragment.flats.items()}
+            counts = {STEPS: self._count, DUE: fragment.due, HELD: fragment.held}
+            for i, p in enumerate(fragment.params):
                 entries = self.optimizer.state.get(p)
                 if not entries:
                     continue
-                for name, view in ((WEIGHT, weight), (MOMENTUM, momentum), (STEPS, self._count)):
+                for name, view in {**{k: v[i] for k, v in flats.items()}, **counts}.items():
                     if name in entries and entries[name].data_ptr() != view.data_ptr():
                         view.copy_(entries[name])
                     entries[name] = view
+            if fragment.due and fragment.exchange is None:  # loaded
+                self._go_on(fragment)
+
+    def _go_on(self, fragment: Fragment) -> None:
+        """An exchange that was over when a checkpoint was written is merged in its turn."""
+        if not self.delay:
+            fragment.due.zero_()
+            return
+        fragment.exchange = Future()
+        fragment.exchange.set_result(fragment.flats["outer_mean"])
 
     # Copies, see meeting.py
 
@@ -383,14 +414,14 @@ class Outer:
 
     def _state(self) -> dict[str, Any]:
         """All that a copy of this rank needs."""
-        hidden = (WEIGHT, MOMENTUM, STEPS)
-        pending = [(e.due, e.fragment, e.sent, e.mean.result()) for e in self._pending]
+        self._settle()
+        hidden = {STEPS, DUE, HELD, *self._fragments[0].flats}
         states = [self.optimizer.state.get(p, {}) for p in self._params()]
         return {
             "steps": self.steps,
             "pieces": [_copy(self._piece(p)) for p in self._params()],
-            "outer": [tuple(map(_copy, f.flats)) for f in self._fragments],
-            "pending": [tuple(map(_copy, e)) for e in pending],
+            "outer": [{k: _copy(v) for k, v in f.flats.items()} for f in self._fragments],
+            "due": [int(f.due) for f in self._fragments],
             "states": [{k: _copy(v) for k, v in s.items() if k not in hidden} for s in states],
             "told": json.dumps(self.tell()),
         }
@@ -403,13 +434,10 @@ class Outer:
             mine = self._piece(p)
             mine.copy_(piece)
             self.optimizer.state[p] = {k: _placed(v, mine.device) for k, v in entries.items()}
-        for fragment, theirs in zip(self._fragments, state["outer"]):
-            for flat, values in zip(fragment.flats, theirs):
-                flat.copy_(values)
-        for due, i, sent, mean in state["pending"]:
-            done: Future = Future()
-            done.set_result(mean.to(self._fragments[i].weight))
-            self._pending.append(_Exchange(due, i, sent.to(self._fragments[i].weight), done))
+        for fragment, flats, due in zip(self._fragments, state["outer"], state["due"]):
+            for name, flat in flats.items():
+                fragment.flats[name].copy_(flat)
+            fragment.due.fill_(due)
         self._show()
         return json.loads(state["told"])
 

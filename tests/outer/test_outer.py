@@ -8,6 +8,8 @@ from cells import covering, sweep
 from test_engine import SMALL, Net, batch
 
 from fastpar import AdamW, Mesh, Muon, Outer, engine_of, muon_groups, parallelize
+from fastpar.checkpoint.checkpoint import save_checkpoint
+from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.parallel.debug import Debug
 from fastpar.testing import run_ranks
 
@@ -179,20 +181,20 @@ def test_the_outer_step_is_diloco(n):
 
 @sweep("turns", [{"every": 3}, {"every": 4, "fragments": 2, "delay": 2}])
 def test_a_run_goes_on_from_its_state(turns):
-    """Of the inner optimizer, in which the outer state is; without it, it begins at the weights."""
+    """Of the inner optimizer, in which the outer state is, exchanges under way too."""
 
-    def halves():
+    def halves(stop):
         model = Net()
         opt = adamw(model)
         Outer(opt, **turns)
-        train(model, opt, 5)
+        train(model, opt, stop)
         state = {"model": model.state_dict(), "opt": opt.state_dict()}
         other = Net(seed=7)
         second = adamw(other)
         outer = Outer(second, **turns)
         other.load_state_dict(state["model"])
         second.load_state_dict(state["opt"])
-        train(other, second, 6, 5)
+        train(other, second, 11 - stop, stop)
         assert outer.steps == 11
         return list(other.parameters())
 
@@ -200,10 +202,40 @@ def test_a_run_goes_on_from_its_state(turns):
     opt = adamw(whole)
     Outer(opt, **turns)
     train(whole, opt, 11)
-    if "delay" not in turns:  # what is under way is not saved
-        assert same(halves(), list(whole.parameters()))
-    else:
-        halves()
+    for stop in (4, 5, 6):
+        assert same(halves(stop), list(whole.parameters()))
+
+
+def resumed(folder, stage, turns, stop, first):
+    """The weights after 13 steps, of two runs if there is a stop; each replica has its folder."""
+    mesh = Mesh(replicas=2)
+    folder = f"{folder}/{mesh.replica}"
+    model = parallelize(Net(), mesh, zero_stage=stage, **SMALL)
+    opt = adamw(model)
+    Outer(opt, **turns)
+    if first:
+        train(model, opt, stop, data=lambda i: 2 * i + mesh.replica)
+        save_checkpoint(folder, step=stop, model=model, optimizer=opt)
+        return None
+    if stop:
+        load_checkpoint(f"{folder}/latest", model=model, optimizer=opt)
+    train(model, opt, 13 - stop, stop, data=lambda i: 2 * i + mesh.replica)
+    return weights(model)
+
+
+@covering(
+    1,
+    ("turns", [{"every": 4, "fragments": 2, "delay": 3}, {"every": 4, "delay": 1, "wire": "int4"}]),
+    ("stage", [0, 2]),
+    ("stop", [6, 8]),
+)
+def test_a_checkpoint_has_what_is_under_way(turns, stage, stop, tmp_path):
+    """Sent weights, their mean, errors of differences: the bits of the run without a stop."""
+    args = str(tmp_path), stage, turns
+    whole = run_ranks(resumed, 4, *args, 0, False, timeout_s=60)
+    run_ranks(resumed, 4, *args, stop, True, timeout_s=60)
+    again = run_ranks(resumed, 4, *args, stop, False, timeout_s=60)
+    assert all(map(same, again, whole))
 
 
 @sweep("form", ["bf16", "int8", "int4", "fp8"])
@@ -262,6 +294,18 @@ def test_replicas_that_do_not_divide_the_ranks():
             Mesh(replicas=0)
 
     run_ranks(rank, 4)
+
+
+def test_two_on_the_same_replicas():
+    """They would answer each other's questions."""
+
+    def rank():
+        mesh = Mesh(replicas=2)
+        run(mesh, 1, every=1)
+        with pytest.raises(ValueError, match=r"one at a time that meets .* got a second"):
+            run(mesh, 1, every=1)
+
+    run_ranks(rank, 2, timeout_s=30)
 
 
 def test_a_replica_alone():
