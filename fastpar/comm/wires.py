@@ -80,16 +80,11 @@ class Wire(Collectives):
     def exact(self) -> Collectives:
         return self.inner
 
-    def _other(self, *args: Any) -> Handle:
+    def _other(self, *args: Any) -> Any:
         raise AssertionError("operations that are not compressed are those of `exact`")
 
-    _all_reduce: Any = _other
-    _reduce_scatter: Any = _other
-    _all_gather: Any = _other
-    _broadcast: Any = _other
-    _all_to_all: Any = _other
-    _send: Any = _other
-    _recv: Any = _other
+    _rest: Any = _other
+    _all_reduce = _reduce_scatter = _all_gather = _broadcast = _all_to_all = _send = _recv = _rest
 
 
 class Worker:
@@ -118,6 +113,14 @@ def _without_graph(call: Call) -> Rest:
     with torch.inference_mode(False), torch.no_grad():
         rest = call()
     return None if rest is None else functools.partial(_without_graph, rest)
+
+
+def _send_rows(group: Collectives, rows: Tensor, tag: int) -> tuple[Handle, Tensor]:
+    """Row r of [W - 1, ...] goes to the r-th of the others; theirs on the way into as many."""
+    received = torch.empty_like(rows)
+    sizes = [rows.numel() // max(1, len(rows)) * (r != group.rank) for r in range(group.world_size)]
+    args = received.view(-1), rows.view(-1), sizes, sizes
+    return started(group.all_to_all(*args, async_op=True, tag=tag)), received
 
 
 class CompressedSums(Wire):
@@ -197,10 +200,16 @@ class CompressedSums(Wire):
             part = x[start:stop]
             rest = part if self.leaves_rest else None if error is None else error[start:stop]
             self.form.encode(part, row, seed=seed, index=start, error=rest)
-        received = torch.empty_like(rows)
-        sizes = [size * (r != me) for r in range(self.world_size)]
-        args = received.view(-1), rows.view(-1), sizes, sizes
-        return started(self.inner.all_to_all(*args, async_op=True, tag=tag)), received
+        return _send_rows(self.inner, rows, tag)
+
+    def _decode(self, received: Tensor, parts: Tensor, me: int, own: Tensor | None) -> None:
+        """Into the rows of parts, in rank order; own: of rank me, None: it is there."""
+        rows = iter(received)
+        for r, part in enumerate(parts):
+            if r != me:
+                part.copy_(self.form.decode(next(rows), len(part)))
+            elif own is not None:
+                part.copy_(own)
 
     def _add_up(
         self,
@@ -215,10 +224,7 @@ class CompressedSums(Wire):
         handle.wait()
         start, stop = ends[self.rank]
         parts = torch.empty(self.world_size, stop - start, device=x.device)
-        rows = iter(received)
-        for r in range(self.world_size):
-            own = r == self.rank
-            parts[r] = x[start:stop] if own else self.form.decode(next(rows), stop - start)
+        self._decode(received, parts, self.rank, x[start:stop])
         sum_rows_in_tree(parts, out, mean)
 
     def _reduce(self, x: Tensor, mean: bool, tag: int) -> Rest:
@@ -288,10 +294,7 @@ class NodeSums(CompressedSums):
                 values = x[at]
                 rest = values if self.leaves_rest else self._error(at)
                 self.form.encode(values, part, seed=self._seed(0), index=at.start, error=rest)
-        received = torch.empty_like(rows)
-        sizes = [rows[:1].numel() * (p != group.rank) for p in range(group.world_size)]
-        args = received.view(-1), rows.view(-1), sizes, sizes
-        handle = started(group.all_to_all(*args, async_op=True, tag=tag))
+        handle, received = _send_rows(group, rows, tag)
         return functools.partial(self._of_node, handle, received, x, out, mean, tag)
 
     def _of_node(
@@ -304,10 +307,7 @@ class NodeSums(CompressedSums):
         sums = torch.empty(group.world_size, size, device=x.device)
         parts = torch.empty(inside.world_size, size, device=x.device)
         for node, at in enumerate(mine):
-            rows = iter(received[:, node])
-            for place in range(inside.world_size):
-                own = place == inside.rank
-                parts[place] = x[at] if own else self.form.decode(next(rows), size)
+            self._decode(received[:, node], parts, inside.rank, x[at])
             if (error := self._error(at)) is not None:
                 parts[inside.rank] += error
             sum_rows_in_tree(parts, sums[node], False)
@@ -320,17 +320,11 @@ class NodeSums(CompressedSums):
             self.form.encode(total, row, seed=self._seed(1), index=at.start, error=lost)
             if rest is not None:
                 rest.copy_(total)
-        arrived = torch.empty_like(sent)
-        sizes = [message * (k != group.rank) for k in range(group.world_size)]
-        args = arrived.view(-1), sent.view(-1), sizes, sizes
-        second = started(group.all_to_all(*args, async_op=True, tag=tag))
+        second, arrived = _send_rows(group, sent, tag)
 
         def add_up() -> None:
             second.wait()
-            rows = iter(arrived)
-            for node in range(group.world_size):
-                if node != group.rank:
-                    sums[node] = self.form.decode(next(rows), size)
+            self._decode(arrived, sums, group.rank, None)
             sum_rows_in_tree(sums.div_(inside.world_size) if mean else sums, out, mean)
 
         return add_up
