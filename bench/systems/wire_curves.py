@@ -45,6 +45,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "DiLoCo, every 10": {"outer": {"every": 10}},
     "DiLoCo, every 50": {"outer": {"every": 50}},
     "DiLoCo, every 200": {"outer": {"every": 200}},
+    "local SGD, every 50": {"outer": {"every": 50, "lr": 1.0, "momentum": 0.0}},
+    "DiLoCo, every 50, momentum 0.5": {"outer": {"every": 50, "momentum": 0.5}},
 }
 
 
