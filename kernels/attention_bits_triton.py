@@ -47,7 +47,8 @@ def reached(words, threshold):
     """The highest bit of each of four bytes: whether the byte is at least the threshold."""
     limit = threshold.to(tl.uint32) * 0x01010101
     low = (words | 0x80808080) - (limit & 0x7F7F7F7F)
-    return (words & ~limit) | (~(words ^ limit) & low)
+    other = limit ^ 0xFFFFFFFF  # ~ of unsigned numbers fails in Triton 3.8's interpreter
+    return (words & other) | ((words ^ other) & low)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """mesh.py: where ranks come from, and what is refused before anything can hang."""
 
 import dataclasses
+import inspect
 import itertools
 import os
 import re
@@ -56,8 +57,8 @@ def test_one_rank_under_torchrun_needs_no_group(environment):
 
 
 def test_every_public_attribute_is_documented():
-    attributes = Mesh.__doc__.split("Attributes:")[1].split("Ranks:")[0]
-    entries = re.findall(r"^        (\w[\w, ]*):", attributes, re.MULTILINE)
+    attributes = inspect.getdoc(Mesh).split("Attributes:")[1].split("Ranks:")[0]
+    entries = re.findall(r"^    (\w[\w, ]*):", attributes, re.MULTILINE)
     documented = {name for entry in entries for name in entry.split(", ")}
     properties = {n for n, value in vars(Mesh).items() if isinstance(value, property)}
     public = {f.name for f in dataclasses.fields(Mesh)} | properties
