@@ -48,7 +48,14 @@ from fastpar.kernels.linear import matmul
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, keep_mask, quantize_p
 from fastpar.sharding.placements import Partial, Shard, State
-from fastpar.tensor.functional import TensorParallel, define_linear, gather, handle_of, rows_of
+from fastpar.tensor.functional import (
+    TensorParallel,
+    define_linear,
+    gather,
+    handle_of,
+    reduce_from,
+    rows_of,
+)
 
 _DEVICES = ("CPU", "CUDA")
 
@@ -114,16 +121,17 @@ class Grid(TensorParallel):
     def key(self, rng_key: Tensor, samples: int) -> Tensor:
         """The first rank's key of a batch, for this rank's samples of it."""
         first = self.batch.rank * (samples // self.batch.size)
-        same = self.all_gather(self.batch.all_gather(rng_key[None], 0)[:1], 0)[0]
+        same = gather(rng_key[None], 0, self.batch, partial=False)[:1]
+        same = gather(same, 0, self, partial=False)[0]
         return same + same.new_tensor([0, first])
 
     def whole_batch(self, x: Tensor) -> Tensor:
         """[B, ...] of every rank's samples; all ranks do the same with it."""
-        return _Batch.apply(x, self, "all_gather", "slice")
+        return gather(_Times.apply(x, self.depth), 0, self.batch, partial=False)
 
     def sum_of_parts(self, x: Tensor) -> Tensor:
         """The sum of every rank's part of a loss."""
-        return _Batch.apply(x[None], self, "all_reduce", "clone")[0]
+        return reduce_from(_Times.apply(x, self.depth), self.batch)
 
 
 _NOT_WITH = ("sequence_parallel", "tp_overlap", "tp_plan", "offload")  # None is what there is
@@ -185,18 +193,17 @@ def grid_of(number: int) -> Grid:
     return grid
 
 
-class _Batch(torch.autograd.Function):
-    """One operation over the ranks of a batch; backward hands on depth times another one."""
+class _Times(torch.autograd.Function):
+    """x, whose gradient is so many times as large; see [Note: depth]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, forward: str, backward: str) -> Tensor:
-        ctx.grid, ctx.backward_of = grid, backward
-        return grid.batch.all_reduce(x) if forward == "all_reduce" else grid.batch.all_gather(x, 0)
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        mine = ctx.grid.batch.slice(dy, 0) if ctx.backward_of == "slice" else dy
-        return mine * ctx.grid.depth, None, None, None
+        return dy * ctx.factor, None
 
 
 # Linear layers

@@ -1,7 +1,8 @@
 """The validation loss of a model that ranks share.
 
 [Note: who forwards] At stage 3 a forward gathers weights, so all ranks forward together: a rank
-whose share of the windows is used up goes through the model once more for nothing.
+whose share of the windows is used up goes through the model once more for nothing. Rows and depth
+of a grid share out each batch, which is filled up with windows that do not count.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 from fastpar.data.batches import eval_batches
 from fastpar.data.sources import Tokens
@@ -40,10 +42,15 @@ def validation_loss(
         device=mesh.device,
     )
     windows = min((len(tokens) - 1) // block_size, n_batches * rows)
-    nothing = torch.zeros(1, block_size, dtype=torch.int64, device=mesh.device)
+    sharing = mesh.size("depth", "rows")
+    nothing = torch.zeros(sharing, block_size, dtype=torch.int64, device=mesh.device)
     with torch.no_grad():
         for _ in range(math.ceil(windows / (rows * mesh.dp_size))):
             x, y = next(batches, (nothing, None))  # see [Note: who forwards]
+            missing = -len(x) % sharing
+            if missing and y is not None:
+                total[1] -= missing * block_size
+                x, y = F.pad(x, (0, 0, 0, missing)), F.pad(y, (0, 0, 0, missing), value=-100)
             if engine.shards.stages is not None:
                 loss = pipeline_loss(model, x, x if y is None else y, reduction="sum")
             else:

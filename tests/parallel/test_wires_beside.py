@@ -22,6 +22,8 @@ STEPS = 2
 # Layout -> ranks, axes, further options.
 LAYOUTS = {
     "tp": (4, {"tp": 2}, {}),
+    "grid": (4, {"tp_grid": (1, 2)}, {}),
+    "grid of rows": (8, {"tp_grid": (2, 2)}, {}),
     "tokens shared out": (4, {"tp": 2}, {"sequence_parallel": True}),
     "pp": (4, {"pp": 2}, {}),
     "pp, zb-v": (4, {"pp": 2}, {"pp_schedule": "zb-v"}),
