@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import Handle
+from fastpar.comm.handles import DONE, Handle
 from fastpar.comm.mesh import Mesh
 from fastpar.cost.devices import Cluster
 from fastpar.cost.network import Network, Traffic
@@ -404,7 +404,20 @@ class EmulatedCollectives(Collectives):
         return self.link.submit(op, passes, torch.no_grad()(work))
 
 
-def emulated(link: Link) -> Callable[[dist.ProcessGroup | None, str], EmulatedCollectives]:
+class InlineCollectives(EmulatedCollectives):
+    """Their operations are over when they return: no other thread lets go of memory unseen."""
+
+    def _submit(
+        self, kind: str, whole: Tensor, wire: float, passes: int, tag: int, work: Callable[[], None]
+    ) -> Handle:
+        with torch.no_grad():
+            work()
+        return DONE
+
+
+def emulated(
+    link: Link, kind: type[EmulatedCollectives] = EmulatedCollectives
+) -> Callable[[dist.ProcessGroup | None, str], EmulatedCollectives]:
     """For parallelize(collectives=...): every group of an EmulatedMesh goes over this link.
 
     But for the few bytes of host tensors beside a GPU (role "sizes"), which take no time.
@@ -415,7 +428,7 @@ def emulated(link: Link) -> Callable[[dist.ProcessGroup | None, str], EmulatedCo
         group = group if group is not None else dist.group.WORLD
         on_host = role == "sizes"
         ranks = dist.get_process_group_ranks(group)
-        return EmulatedCollectives(
+        return kind(
             Link(None) if on_host else link,
             role,
             dist.get_rank(group),

@@ -7,9 +7,7 @@ from unittest import mock
 import torch
 from alive import Alive
 
-from bench.systems.emulated import EmulatedMesh
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import Handle
+from bench.systems.emulated import EmulatedMesh, InlineCollectives, Link, emulated
 from fastpar.comm.mesh import Mesh
 from fastpar.config.axes import parse_grid
 from fastpar.config.config import GPTConfig
@@ -71,53 +69,13 @@ def measure_alive(workload, setup):
         return alive.peak + workspace_bytes()
 
 
-class Over(Handle):
-    """Of an operation that is over."""
-
-    def wait(self, timeout_s=None):
-        return
-
-    def is_completed(self):
-        return True
-
-
-class Alone(Collectives):
-    """One rank that hears nothing, in its own thread: another's would free memory unseen."""
-
-    transport = why = "none"
-    in_caller = True
-
-    def __init__(self, group, role):
-        self.rank, self.world_size = group.rank(), group.size()
-        self.device = torch.device("cpu")
-
-    def barrier(self, *, tag=0):
-        return
-
-    def _all_reduce(self, x, mean, tag):
-        return Over()
-
-    def _reduce_scatter(self, out, x, mean, tag):
-        out.copy_(x[: out.numel()])
-        return Over()
-
-    def _all_gather(self, out, x, tag):
-        for row in out.view(self.world_size, -1):
-            if row.data_ptr() != x.data_ptr():
-                row.copy_(x)
-        return Over()
-
-    def _broadcast(self, x, src, tag):
-        return Over()
-
-    _all_to_all = _send = _recv = None
-
-
 def measure_on_grid(workload, setup):
     """The peak of the second step on the first rank of a grid; no other rank is there."""
     torch.set_num_threads(1)
     release_workspaces()
-    alone = mock.patch.object(start, "parallelize", partial(start.parallelize, collectives=Alone))
+    collectives = emulated(Link(None), InlineCollectives)
+    make = partial(start.parallelize, collectives=collectives)
+    alone = mock.patch.object(start, "parallelize", make)
     grid = parse_grid(setup.tp_grid)
     with alone, EmulatedMesh(setup.world_size, 0, tp_grid=grid) as mesh:
         run = ShortRun(workload, setup, mesh)
