@@ -76,15 +76,22 @@ class Codes(NamedTuple):
         codes, scales = self.codes, self.scales
         if scales is None:
             return codes.to(dtype)
+        # Codes are exact in all formats, scales where there are fp32's exponents.
+        form = torch.float32 if dtype == torch.float16 else dtype
         if codes.is_cpu:  # torch's cast takes five times as long
             ones = scales.new_ones(-(-codes.numel() // _RUN))
-            numbers = dequantize_blockwise(codes, ones, block=_RUN)
+            out = torch.float32 if form == torch.float64 else form
+            numbers = dequantize_blockwise(codes, ones, out_dtype=out, block=_RUN).to(form)
         else:
-            numbers = codes.float()
+            numbers = codes.to(form)
+        scales = scales.to(form)
         if not scales.dim() or scales.shape[1] == 1:
-            return numbers.to(wide(dtype)).mul_(scales).to(dtype)
+            return numbers.mul_(scales).to(dtype)
+        if codes.shape[1] % self.group == 0:
+            numbers.unflatten(1, (-1, self.group)).mul_(scales[..., None])
+            return numbers.to(dtype)
         scales = scales.repeat_interleave(self.group, 1)[:, : codes.shape[1]]
-        return numbers.to(wide(dtype)).mul_(scales).to(dtype)
+        return numbers.mul_(scales).to(dtype)
 
     def t(self) -> Codes:
         """The transpose, which a scale of all values allows."""

@@ -95,4 +95,4 @@ FORMATS = {
         WireFormat("fp8", torch.float8_e4m3fn, 8, 256),
     )
 }
-OF_GRADIENTS, OF_WEIGHTS = ("fp32", *FORMATS), ("bf16", "int8", "fp8")
+OF_GRADIENTS, OF_WEIGHTS = ("fp32", *FORMATS), ("bf16", "int8")

@@ -103,6 +103,7 @@ class Peak:
         # The gradient of a block's largest weight; a linear layer's own backward on a CPU computes
         # it in its bucket (parallel/split_backward.py).
         in_bucket = not self.on_gpu and tp == 1 and setup.grad_bytes == setup.weight_bytes
+        in_bucket = in_bucket and setup.fp8 == "none"
         self.weight = 0.0 if in_bucket else 4 * self.width**2 / tp * self.item
         self.rows = vocabulary_rows(shape, tp)
         self.table = self.rows * self.width
@@ -186,7 +187,7 @@ class Peak:
     def _eight_bits(self) -> float:
         """What a block keeps less with fp8."""
         setup, c = self.setup, self.width
-        if setup.fp8 == "none" or self.mode != "none":
+        if setup.fp8 == "none":
             return 0.0
         per_row = {"row": lambda k: 4, "block": lambda k: 4 * -(-k // BLOCK), "tensor": lambda k: 0}
         scale, hidden = per_row[setup.fp8_scaling], 4 * c // setup.tp
@@ -206,7 +207,7 @@ class Peak:
             "selective": 3 * self.a + 4 * (self.heads + self.split) + self.lse,
             "full": 2 * self.a,
         }[self.mode]
-        one -= self._eight_bits()
+        one -= self._eight_bits() if self.mode == "none" else 0.0
         if self.mode != "none" and not self.on_gpu:
             one += _RNG_STATE
         if self.setup.offload_activations:  # the block in backward, the one before it, the last
@@ -272,6 +273,7 @@ class Peak:
         again = last = 0.0
         if self.mode == "full":  # the block's forward; its last product is thrown away
             again = 4 * (a + heads) + 8 * split + 2 * self.statistics + self.lse
+            again -= self._eight_bits()
             last = self.res + again + a + whole + (a if self.sp else 0.0)
         elif self.mode == "selective":
             again = 4 * a + 4 * split + 2 * self.statistics
@@ -291,7 +293,9 @@ class Peak:
         c_attn = 3 / 4 * weight * heads / split
         rest = again - 8 * split - heads - a + whole + c_attn + arriving
         if self.setup.fp8 != "none":  # values of gelu's output; codes of c_fc's gradient
-            start, c_proj = start + 4 * split, c_proj + 4 * split
+            copies = 2 if self.setup.fp8_scaling == "tensor" else 1  # the transpose, too
+            codes = copies * self.width * (self.n + 4 * self.width // self.setup.tp)  # dy's and w's
+            start, c_proj = start + 4 * split + codes, c_proj + 4 * split
             c_fc += whole + 4 * split / self.item
         return start, c_proj, c_fc, rest
 

@@ -161,7 +161,7 @@ def parallelize(
         wire_gradients: "bf16", "int8", "int4" or "fp8": sent so, rounded at random without bias
             (bf16: to nearest), added up in fp32; see comm/README.md. "fp32": in reduce_dtype;
             "powersgd": matrices at stages 0 and 1 as two factors of wire_rank columns.
-        wire_weights: "bf16", "int8" or "fp8": gathered so; all ranks compute with what is sent.
+        wire_weights: "bf16" or "int8": gathered so; all ranks compute with what is sent.
         error_feedback: True adds what a gradient lost to the next; "buffer" in memory of its own.
         node_size: neighbours among the ranks that share a copy, on one machine: wire_gradients are
             added up there first, and encoded once more for each of the other nodes.
