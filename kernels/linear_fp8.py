@@ -30,6 +30,7 @@ Source: Micikevicius et al. 2022, arXiv 2209.05433 (formats, scales of steps bef
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -274,7 +275,7 @@ class Fp8:
     def _round(self, x: Tensor, which: int, own: bool) -> tuple[Codes, Tensor | None]:
         """x[N, K] in 8 bits, and what DelayedScales are told of it."""
         form = _FORMATS[which]
-        kernels: Any = backend.triton_module("linear_fp8") if own else _HERE
+        kernels: Any = backend.triton_module("linear_fp8") if own else sys.modules[__name__]
         if self.scales is not None:
             scale = self.scales.scale(self.layer, which, x.device)
             if scale is None:
@@ -306,16 +307,6 @@ class Fp8:
             bias=bias,
             out_dtype=like.dtype,
         )
-
-
-class _Here:
-    """This file's functions, by the names that linear_fp8_triton.py has."""
-
-    round_rows = staticmethod(round_rows)
-    round_all = staticmethod(round_all)
-
-
-_HERE = _Here()
 
 
 def _emulated(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:

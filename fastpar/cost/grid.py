@@ -77,7 +77,9 @@ class GridPeak(Peak):
         kept = found.loss - self._standing - self.whole - (table if self.item == 2 else 0)
         sums = self._standing + kept + self.whole + self.joined + self.a
         cuts = self._standing + table * (1 + self.cut) + self.a
-        return found._replace(loss=max(found.loss - self.whole + self.a, sums, cuts))
+        scaled = found._replace(loss=max(found.loss - self.whole + self.a, sums))
+        ahead = self.flow.at_loss + self._gathered(2)  # backward has begun
+        return max(scaled, found._replace(loss=cuts, buckets=ahead), key=sum)
 
     def _waiting(self) -> float:
         return self.item * self.table * self.share + self._standing

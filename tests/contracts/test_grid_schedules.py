@@ -7,16 +7,15 @@ along the column forward and backward, and sums its gradient there. A norm excha
 of a token and rank, forward and backward.
 """
 
-import contextlib
+import math
 
 import pytest
 import torch
 from cells import covering, slow
+from emulated_run import EmulatedRun, of_tp
 
-from bench.systems.emulated import EmulatedMesh, Link, emulated
-from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.comm.recorder import WireMeter
-from fastpar.nn.recompute import recompute
 from fastpar.testing import run_ranks
 
 LAYERS, C, B, T, V = 2, 32, 4, 8, 128
@@ -25,43 +24,11 @@ SIZES = {"n_layer": LAYERS, "n_head": 4, "n_embd": C, "block_size": T, "vocab_si
 grids = pytest.mark.parametrize("grid", [(2, 2), (1, 4), (4, 1), slow((2, 2, 2)), slow((2, 4))])
 
 
-class Run:
-    """A rank that trains, and what it said in forward and backward along the grid."""
-
-    def __init__(self, grid, *, mode="none", dp=1, **options):
-        self.rows, self.columns, self.depth = (*grid, 1)[:3]
-        ranks = self.rows * self.columns * self.depth * dp
-        with contextlib.ExitStack() as stack:
-            mesh = stack.enter_context(EmulatedMesh(ranks, 1, tp_grid=grid))
-            self.link = Link(None)
-            stack.callback(self.link.close)
-            self.model = GPT(GPTConfig(**SIZES, dropout=0.0))
-            parallelize(self.model, mesh, collectives=emulated(self.link), **options)
-            recompute(self.model, mode)
-            self.optimizer = AdamW(self.model.parameters())
-            self._stack = stack.pop_all()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._stack.close()
-
-    def train(self):
-        phases, idx = [], torch.arange(N).view(B, T) % 100
-        loss = self.model(idx, idx)
-        phases.append(self.said())
-        loss.backward()
-        phases.append(self.said())
-        self.optimizer.step()
-        phases.append(self.said())
-        self.optimizer.zero_grad()
-        return phases
-
-    def said(self):
-        ops = [f"{op.kind} {op.tensor_bytes}" for op in self.link.ops if op.role == "tp"]
-        self.link.ops.clear()
-        return ops
+def run_of(grid, *, dp=1, **options):
+    """A rank that trains, see EmulatedRun."""
+    config, idx = GPTConfig(**SIZES, dropout=0.0), torch.arange(N).view(B, T) % 100
+    world_size = math.prod(grid) * dp
+    return EmulatedRun(config, idx, world_size, 1, {"tp_grid": grid}, **options)
 
 
 def expected(grid, mode):
@@ -117,9 +84,9 @@ def expected(grid, mode):
 )
 def test_schedule_of_a_step(grid, mode, stage):
     forward, backward, partial = expected(grid, mode)
-    with Run(grid, mode=mode, zero_stage=stage, dp=2) as run:
+    with run_of(grid, mode=mode, zero_stage=stage, dp=2) as run:
         for _ in range(2):
-            said = run.train()
+            said = [of_tp(ops) for ops in run.train()]
             assert said[0] == forward
             if stage == 0:
                 assert sorted(said[1]) == sorted(backward + partial)
@@ -132,7 +99,7 @@ def test_schedule_of_a_step(grid, mode, stage):
                     for p in shards.params
                     if shards.declared.is_partial(p)
                 )
-                assert said[2] == [f"all_reduce {4 * mine}"] * (run.rows > 1)
+                assert said[2] == [f"all_reduce {4 * mine}"] * (grid[0] > 1)
 
 
 def counted(grid):
@@ -148,7 +115,7 @@ def counted(grid):
 @pytest.mark.parametrize("grid", [(2, 2), slow((1, 4)), slow((4, 1))])
 def test_counters_of_real_ranks_are_the_schedule(grid):
     r, c = grid
-    with Run(grid) as run:
+    with run_of(grid) as run:
         run.train()
         idx = torch.arange(N).view(B, T) % 100
         run.link.ops.clear()

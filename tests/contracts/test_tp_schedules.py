@@ -7,14 +7,12 @@ inputs of the two column layers are gathered once more in backward (Korthikanti 
 2205.05198, section 4.2.2 and 4.3). The loss adds an exchange of 12 bytes a row and rank.
 """
 
-import contextlib
-
 import pytest
 import torch
 from cells import covering
+from emulated_run import EmulatedRun, of_tp
 
-from bench.systems.emulated import EmulatedMesh, Link, emulated
-from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.kernels import make_key
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.nn.recompute import recompute
@@ -27,48 +25,10 @@ SIZES = {"n_layer": LAYERS, "n_head": 4, "n_embd": C, "block_size": T, "vocab_si
 PARTIAL = T * C + (4 * LAYERS + 2) * C + 2 * LAYERS * C  # positions, norms, biases of row layers
 
 
-class Run:
-    """A rank that trains, and what it said: forward, backward, step."""
-
-    def __init__(self, *, world_size=DP * TP, tp=TP, rank=5, mode="none", **options):
-        with contextlib.ExitStack() as stack:
-            mesh = stack.enter_context(EmulatedMesh(world_size, rank, tp=tp))
-            self.link = Link(None)
-            stack.callback(self.link.close)
-            self.model = GPT(GPTConfig(**SIZES, dropout=options.pop("dropout", 0.0)))
-            parallelize(self.model, mesh, collectives=emulated(self.link), **options)
-            recompute(self.model, mode)
-            self.optimizer = AdamW(self.model.parameters())
-            self._stack = stack.pop_all()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._stack.close()
-
-    def train(self, n_micro=1):
-        phases = []
-        for _ in range(n_micro):
-            idx = torch.arange(N).view(B, T)
-            loss = self.model(idx, idx)
-            phases.append(self.said())
-            loss.backward()
-            phases.append(self.said())
-        self.optimizer.step()
-        phases.append(self.said())
-        self.optimizer.zero_grad()
-        return [*phases, self.said()]
-
-    @torch.no_grad()
-    def evaluate(self):
-        self.model(torch.arange(N).view(B, T))
-        return self.said()
-
-    def said(self):
-        ops = list(self.link.ops)
-        self.link.ops.clear()
-        return ops
+def run_of(*, world_size=DP * TP, tp=TP, rank=5, dropout=0.0, **options):
+    """A rank that trains, see EmulatedRun."""
+    config, idx = GPTConfig(**SIZES, dropout=dropout), torch.arange(N).view(B, T)
+    return EmulatedRun(config, idx, world_size, rank, {"tp": tp}, **options)
 
 
 SUM, GATHER, SCATTER = (
@@ -105,10 +65,6 @@ def schedule(sp, mode):
     return forward, said["loss, backward"] + layers + said["embedding, backward"]
 
 
-def of_tp(ops):
-    return [f"{op.kind} {op.tensor_bytes}" for op in ops if op.role == "tp"]
-
-
 def of_others(ops):
     return [f"{op.role} {op.kind}" for op in ops if op.role != "tp"]
 
@@ -119,7 +75,7 @@ def of_others(ops):
 def test_schedule_of_a_step(stage, sp, mode):
     """Selective recomputation sends nothing again, a full one what a layer's forward sends."""
     forward, backward = schedule(sp, mode)
-    with Run(sequence_parallel=sp, zero_stage=stage, mode=mode) as run:
+    with run_of(sequence_parallel=sp, zero_stage=stage, mode=mode) as run:
         for _ in range(2):
             said = run.train()
             partial = f"all_reduce {4 * PARTIAL}"
@@ -141,7 +97,7 @@ def test_schedule_of_a_step(stage, sp, mode):
 @sequence
 def test_nobody_else_along_dp(sp):
     """dp=1: activations, the partial sums and the control exchange are all there is."""
-    with Run(sequence_parallel=sp, world_size=TP, rank=1, zero_stage=2) as run:
+    with run_of(sequence_parallel=sp, world_size=TP, rank=1, zero_stage=2) as run:
         for _ in range(2):
             said = run.train()
             others = [op for ops in said for op in of_others(ops)]
@@ -153,7 +109,7 @@ def test_nobody_else_along_dp(sp):
 def test_partial_sums_of_several_micro_batches(stage, sums):
     """At stage 0 after each backward, where p.grad can be read; later once in the step."""
     forward, backward = schedule(True, "none")
-    with Run(zero_stage=stage) as run:
+    with run_of(zero_stage=stage) as run:
         *passes, step, _ = run.train(n_micro=3)
         assert [of_tp(ops) for ops in passes[::2]] == [forward] * 3
         assert [len(of_tp(ops)) - len(backward) for ops in passes[1::2]] == sums
@@ -166,7 +122,7 @@ def test_evaluation(sp):
     logits = f"all_gather {4 * N * TP * 128}"
     said = SPLIT_TOKENS if sp else ALL_TOKENS
     expected = said["embedding"] + said["layer"] * LAYERS + [GATHER] * sp + [logits]
-    with Run(sequence_parallel=sp) as run:
+    with run_of(sequence_parallel=sp) as run:
         run.train()
         assert of_tp(run.evaluate()) == expected
 
@@ -174,7 +130,7 @@ def test_evaluation(sp):
 def test_every_rank_has_the_same_schedule():
     found = []
     for rank in range(TP):
-        with Run(rank=rank, zero_stage=3, mode="full", dropout=0.1) as run:
+        with run_of(rank=rank, zero_stage=3, mode="full", dropout=0.1) as run:
             found.append([of_tp(ops) for ops in run.train()])
     assert all(said == found[0] for said in found)
 
@@ -188,7 +144,7 @@ def test_bytes_on_the_wire(tp):
     gathered again."""
     sent = {}
     for sp in (True, False):
-        with Run(world_size=2 * tp, tp=tp, rank=0, sequence_parallel=sp) as run:
+        with run_of(world_size=2 * tp, tp=tp, rank=0, sequence_parallel=sp) as run:
             ops = [op for phase in run.train()[:2] for op in phase if op.role == "tp"]
             activations = [op for op in ops if op.tensor_bytes == 4 * N * C]
             sent[sp] = sum(op.wire_bytes for op in activations)

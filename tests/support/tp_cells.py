@@ -88,11 +88,8 @@ class Cell:
     def __str__(self) -> str:
         hsdp = f"of{self.shard_size}" if self.shard_size else ""
         words = [f"tp{self.tp}-dp{self.dp}{hsdp}-zero{self.stage}", self.model, self.precision]
-        words += [
-            n
-            for n in ("sequence", "dropout", "clip", "deterministic", "documents")
-            if getattr(self, n)
-        ]
+        named = ("sequence", "dropout", "clip", "deterministic", "documents")
+        words += [n for n in named if getattr(self, n)]
         words += [w for w in (self.accum, self.recompute) if w not in ("once", "none")]
         words += [f"cp{self.cp}-{self.method}"] * (self.cp > 1)
         if self.grid is not None:
