@@ -1,6 +1,7 @@
 // How an eager call of an op goes on: kernels/op.py [Note: eager calls]. Looked at from Python each
 // argument takes as long as a small kernel's launch takes here.
 #include <array>
+#include <utility>
 
 #include "bindings.h"
 
@@ -37,12 +38,16 @@ bool is_watched() {
 int look_at_each(PyObject* args) {
   if (is_watched()) return 0;
   int result = 1;
+  PyObject *here = is_cuda, *other = is_cpu;  // tensors of a call are mostly in one place
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
     PyObject* x = PyTuple_GET_ITEM(args, i);
     if (x == Py_None || PyLong_Check(x) || PyFloat_Check(x)) continue;
     if (PyTuple_Check(x) || PyList_Check(x)) continue;
     if (is(x, state->tensor) || is(x, state->parameter)) {
-      if (!attribute(x, is_cuda) && !attribute(x, is_cpu)) return 0;
+      if (!attribute(x, here)) {
+        if (!attribute(x, other)) return 0;
+        std::swap(here, other);
+      }
       if (checked(PyObject_CallOneArg(state->has_storage, x)).ptr() != Py_True) return 0;
       if (checked(PyObject_CallMethodNoArgs(x, is_neg)).ptr() != Py_False) return 0;
       if (result == 1 && attribute(x, requires_grad)) result = 2;

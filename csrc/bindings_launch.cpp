@@ -11,6 +11,7 @@
 
 #include <array>
 #include <cstring>
+#include <string_view>
 #include <unordered_map>
 
 #include "bindings.h"
@@ -75,11 +76,7 @@ struct Text {
     std::memcpy(&bytes[size + 1], &value, sizeof(T));
     size += 1 + sizeof(T);
   }
-  uint64_t hash() const {
-    uint64_t h = 14695981039346656037u;
-    for (size_t i = 0; i < size; ++i) h = (h ^ static_cast<uint8_t>(bytes[i])) * 1099511628211u;
-    return h;
-  }
+  uint64_t hash() const { return std::hash<std::string_view>{}({bytes.data(), size}); }
 };
 
 // A call, read: its key, and the values that kernel and driver get.
@@ -89,13 +86,16 @@ struct Call {
   PyObject* first = nullptr;  // tensor
 };
 
-// A method's result as an integer; false where there is none.
-bool call_for_integer(PyObject* object, const py::object& method, uint64_t* out) {
-  PyObject* found = PyObject_CallMethodNoArgs(object, method.ptr());
-  if (found == nullptr) return false;
-  *out = PyLong_AsUnsignedLongLongMask(found);
-  Py_DECREF(found);
+// The result of a call as an integer; false where there is none.
+bool integer_of(PyObject* result, uint64_t* out) {
+  if (result == nullptr) return false;
+  *out = PyLong_AsUnsignedLongLongMask(result);
+  Py_DECREF(result);
   return true;
+}
+
+bool call_for_integer(PyObject* object, const py::object& method, uint64_t* out) {
+  return integer_of(PyObject_CallMethodNoArgs(object, method.ptr()), out);
 }
 
 bool is_tensor(PyObject* x) {
@@ -254,7 +254,10 @@ void launch_again(Entry& entry, Call& call, PyObject* grid) {
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   if (x * y * z == 0) return;
   Parameters parameters(entry, call);
-  const auto stream = py::cast<Address>(entry.get_stream(entry.device));
+  uint64_t stream = 0;
+  if (!integer_of(PyObject_CallOneArg(entry.get_stream.ptr(), entry.device.ptr()), &stream)) {
+    throw py::error_already_set();
+  }
   void* const function = entry.function;  // without the GIL, the entry may go
   const unsigned threads = entry.threads, shared_bytes = entry.shared_bytes;
   Status status = 0;

@@ -98,6 +98,11 @@ def _stats_shape(q: Tensor) -> tuple[int, ...]:
     return *B, H, T
 
 
+def _of_triton(stats: Tensor, o: Tensor) -> bool:
+    """Whose they are: a row has one of Triton's, two of the C++ kernel's, else none."""
+    return stats.dim() == o.dim() - 1 and o.numel() > 0
+
+
 def attention_fwd(
     q: Tensor,
     k: Tensor,
@@ -202,7 +207,7 @@ def _attention_bwd_run(
     else:
         results = grads = dq, _contiguous_like(k), _contiguous_like(v)
     op = _case(threshold, cu_seqlens)
-    triton = use_triton(op, q)
+    triton = _of_triton(stats, do)
     bounds = None
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
@@ -227,7 +232,7 @@ def _attention_bwd_run(
         )  # fmt: skip
     else:
         drop = Dropout(key, site_head, threshold, first_row or 0)
-        if use_cpp(op, q):
+        if stats.dim() == do.dim():
             attention_bwd(do, inputs, stats, grads, causal, scale, drop, cu_seqlens)
         else:
             composed_bwd(do, inputs, grads, bounds, causal, scale, drop)
@@ -280,9 +285,8 @@ def _setup_context(ctx, inputs, output):
     ctx.first_row = more[1] if len(more) > 1 else None
     ctx.n_inputs = len(inputs)
     o, stats = output
-    op = _case(ctx.threshold, cu_seqlens)
-    other = attention_peers.wanted(op, q, 1)
-    kept = o if other in attention_peers.PEERS or use_triton(op, q) else None
+    other = attention_peers.wanted(_case(ctx.threshold, cu_seqlens), q, 1)
+    kept = o if _of_triton(stats, o) or other in attention_peers.PEERS else None
     ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens, bits)
 
 

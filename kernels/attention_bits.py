@@ -43,7 +43,7 @@ def bits_shape(B: int, H: int, T: int, Tk: int) -> tuple[int, int, int, int]:
 
 
 def _keeps(device: torch.device) -> int:
-    if device.type == "cuda" and not torch.cuda.is_initialized():  # traced, by fake tensors
+    if device.index is not None and not torch.cuda.is_initialized():  # traced, by fake tensors
         return 0
     kept: int = TABLE.get(triton_module("attention").gpu_arch(device)).kept
     return kept

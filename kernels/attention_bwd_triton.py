@@ -36,8 +36,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpar.kernels.attention_bits_triton import drop, mask_of_head, tile_order, unknown_zero
-from fastpar.kernels.attention_configs import get_config, variant_for
-from fastpar.kernels.attention_plans import aligned, bwd_plan, heads_per_section
+from fastpar.kernels.attention_configs import SECTIONS, get_config, variant_for
+from fastpar.kernels.attention_plans import aligned, bwd_plan
 from fastpar.kernels.attention_triton import (
     LOG2_E,
     UNSPECIALIZED,
@@ -385,7 +385,7 @@ def attention_bwd(
         shape, k_shape, (do.stride(), q.stride(), k.stride(), v.stride(), dq.stride(),
         dk.stride(), dv.stride()), dtype, causal, dropout, dropout and bits is None, n, varlen,
         get_config(arch, "bwd_dq", *place), get_config(arch, "bwd_dkdv", *place),
-        heads_per_section(k_shape, dtype.itemsize, arch),
+        SECTIONS.get(arch).megabytes,
     )  # fmt: skip
     delta = torch.empty_like(lse)
     norm = torch.empty_like(lse) if fp32 else delta  # not touched otherwise

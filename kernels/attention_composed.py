@@ -120,8 +120,9 @@ def bounds_of(cu_seqlens: Tensor, total: int) -> list[int]:
 
 def check_first_row(rng: Rng, q: Tensor, cu_seqlens: Tensor | None) -> int | None:
     """The mask's row of the first query, None for 0; refuses what no kernel can draw."""
-    if not rng.is_whole:
-        refuse_parts("attention", rng, "first_head", *["first_row"] * (cu_seqlens is None))
+    if rng.is_whole:
+        return None
+    refuse_parts("attention", rng, "first_head", *["first_row"] * (cu_seqlens is None))
     if not 0 <= rng.first_row < (1 << 31) - q.shape[1]:
         raise ValueError(
             "attention: expected 0 <= rng.first_row and first_row + T < 2**31, got "

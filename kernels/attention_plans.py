@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.kernels.attention_configs import SECTIONS, Config
+from fastpar.kernels.attention_configs import Config
 
 Layout = Any  # a descriptor of Triton's without memory
 
@@ -45,11 +45,10 @@ def tma_reads(x: Tensor) -> bool:
     return layout_of(x.shape, x.stride(), x.dtype, 16, 16) is not None and aligned(x, x)
 
 
-def heads_per_section(k: tuple[int, ...], itemsize: int, arch: int) -> int:
+def heads_per_section(k: tuple[int, ...], itemsize: int, megabytes: int) -> int:
     """Key heads that fit in L2 with their values, of k [B, Tk, Hkv, D]; attention_triton.py
     [Note: order]."""
-    each = 2 * k[1] * k[3] * itemsize
-    return max(1, (SECTIONS.get(arch).megabytes << 20) // each)
+    return max(1, (megabytes << 20) // (2 * k[1] * k[3] * itemsize))
 
 
 class FwdPlan(NamedTuple):
@@ -66,16 +65,17 @@ class FwdPlan(NamedTuple):
 def fwd_plan(
     q: tuple[int, ...], q_stride: tuple[int, ...], k: tuple[int, ...], k_stride: tuple[int, ...],
     v_stride: tuple[int, ...], dtype: torch.dtype, causal: bool, dropout: bool, drawn: bool,
-    n: int, varlen: bool, config: Config, section: int,
+    n: int, varlen: bool, config: Config, megabytes: int,
 ) -> FwdPlan:  # fmt: skip
-    """q, k: shapes; section: heads_per_section()."""
+    """q, k: shapes; megabytes: of a section."""
     from fastpar.kernels.triton_launch import cdiv, next_power_of_2
 
     _, T, H, D = q
     block_d, group = max(16, next_power_of_2(D)), H // k[2]
     tiles = T // config.block_q + n if varlen else cdiv(T, config.block_q) * n
     boxed = config.load == "tma" and not drawn
-    numbers = (*q_stride[:3], *k_stride[:3], *v_stride[:3], n, T, k[1], H, group, section * group)
+    section = heads_per_section(k, dtype.itemsize, megabytes) * group
+    numbers = (*q_stride[:3], *k_stride[:3], *v_stride[:3], n, T, k[1], H, group, section)
     constants = {
         "D": D,
         "BLOCK_D": block_d,
@@ -108,7 +108,7 @@ class BwdPlan(NamedTuple):
 def bwd_plan(
     q: tuple[int, ...], k: tuple[int, ...], strides: tuple[tuple[int, ...], ...],
     dtype: torch.dtype, causal: bool, dropout: bool, drawn: bool, n: int, varlen: bool,
-    dq: Config, dkdv: Config, section: int,
+    dq: Config, dkdv: Config, megabytes: int,
 ) -> BwdPlan:  # fmt: skip
     """q, k: shapes; strides: of do, q, k, v, dq, dk, dv; see fwd_plan()."""
     from fastpar.kernels.triton_launch import cdiv, next_power_of_2
@@ -123,7 +123,7 @@ def bwd_plan(
     steps = [s[:3] for s in strides]
     tiles = T // dq.block_q + n if varlen else cdiv(T, dq.block_q) * n
     key_tiles = Tk // dkdv.block_k + n if varlen else cdiv(Tk, dkdv.block_k) * n
-    sizes = (n, T, Tk, H, group)
+    sizes, section = (n, T, Tk, H, group), heads_per_section(k, dtype.itemsize, megabytes)
     constants = [
         {
             "D": D,

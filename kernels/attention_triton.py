@@ -43,8 +43,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpar.kernels.attention_bits_triton import drop, mask_of_head, tile_order, unknown_zero
-from fastpar.kernels.attention_configs import get_config, variant_for
-from fastpar.kernels.attention_plans import aligned, fwd_plan, heads_per_section
+from fastpar.kernels.attention_configs import SECTIONS, get_config, variant_for
+from fastpar.kernels.attention_plans import aligned, fwd_plan
 from fastpar.kernels.triton_launch import Boxed, device_key, gpu_arch, launch, next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -306,7 +306,7 @@ def attention_fwd(
     plan = fwd_plan(
         shape, q.stride(), k_shape, k.stride(), v.stride(), dtype, causal, dropout,
         dropout and bits is None, n, varlen, config,
-        heads_per_section(k_shape, dtype.itemsize, arch),
+        SECTIONS.get(arch).megabytes,
     )  # fmt: skip
     tma = plan.k is not None and plan.v is not None and aligned(k, v)
     launch(

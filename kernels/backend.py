@@ -137,7 +137,7 @@ def use_cpp(op: str, x: Tensor) -> bool:
     Raises:
         RuntimeError: FASTPAR_BACKEND=cpp and x is not a CPU tensor of a supported dtype.
     """
-    able = x.device.type == "cpu" and x.dtype in DTYPE_CODES
+    able = x.is_cpu and x.dtype in DTYPE_CODES
     if choice == "cpp" and not able:
         raise RuntimeError(
             f"{op}: expected a CPU tensor of float32, bfloat16 or float16 under "
@@ -153,7 +153,7 @@ def _allowed(op: str, x: Tensor) -> bool:
     """Whether the proof of this class allows its own kernel; choice.py."""
     if choice == "auto":
         return may_run(op, x)
-    refuse_wrong(op, x, f"FASTPAR_BACKEND={choice}")
+    refuse_wrong(op, x, choice)
     return True
 
 
@@ -276,6 +276,12 @@ def use_triton(op: str, x: Tensor) -> bool:
     if able and cuda and is_real(x):
         check_gpu(op, x.device)
     return able and _allowed(op, x)
+
+
+def runs_triton(x: Tensor) -> bool:
+    """use_triton(), asked again about a call that has own kernels on every device, by what runs it
+    after it was said that they run."""
+    return x.is_cuda or choice == "triton"
 
 
 def keep_freed_memory() -> bool:

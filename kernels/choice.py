@@ -84,7 +84,8 @@ def _key_of(op: str, x: Tensor) -> tuple[str, str, torch.dtype, int]:
     """What a Case is made of, and equal to: made in every call."""
     op = _PARTS.get(op, op)
     device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
-    return device, op, x.dtype, 0 if op in _FLAT or not x.dim() else int(x.shape[-1])
+    shape = () if op in _FLAT else x.shape
+    return device, op, x.dtype, int(shape[-1]) if shape else 0
 
 
 @contextmanager
@@ -145,13 +146,13 @@ def server(op: str, x: Tensor, direction: int) -> str:
     if _trying:
         forward, _, backward = _trying.get(op, OWN).partition("/")
         return (forward, backward or forward)[direction]
-    proof = proofs.get(case_of(op, x)) if proofs else None
+    proof = proofs.get(_key_of(op, x)) if proofs else None  # type: ignore[call-overload]
     if proof is None or torch.are_deterministic_algorithms_enabled():
         return OWN
     return proof.serves[direction]
 
 
-def refuse_wrong(op: str, x: Tensor, variable: str) -> None:
+def refuse_wrong(op: str, x: Tensor, backend: str) -> None:
     """For a backend that the user forces: what failed its proof is not run even then.
 
     Raises:
@@ -166,9 +167,9 @@ def refuse_wrong(op: str, x: Tensor, variable: str) -> None:
         proof = proofs[case] = Proof(OWN) if known is None else known  # forced: not tried
     if proof is not None and proof.wrong:
         raise RuntimeError(
-            f"{op}: expected a kernel that passed its proof under {variable}, got one that failed "
-            f"for {case_of(op, x)}: {proof.wrong}; unset {variable}, or run `fastpar doctor "
-            "--again` after an update of the driver, torch or Triton"
+            f"{op}: expected a kernel that passed its proof under FASTPAR_BACKEND={backend}, got "
+            f"one that failed for {case_of(op, x)}: {proof.wrong}; unset FASTPAR_BACKEND, or run "
+            "`fastpar doctor --again` after an update of the driver, torch or Triton"
         )
 
 

@@ -13,7 +13,8 @@ One pass over the rows each way. The variance is computed in a second pass over 
 (CPU) or registers (Triton), corrected for the rounding of the mean, so a mean far from 0 costs no
 accuracy. Sums over rows add fixed blocks of rows in order: their bits do not depend on threads or
 run (those of torch's kernel do). fp64 and FASTPAR_BACKEND=torch are composed from torch ops.
-Saved for backward: the normalized rows (x or residual_out), mean and rstd ([N] fp32).
+Saved for backward: the normalized rows (x or residual_out) and their statistics, fp32 [2, N]: rstd
+and mean; RMSNorm has rstd alone, [1, N].
 Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450; Zhang, Sennrich 2019, arXiv 1910.07467.
 """
 
@@ -26,7 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, triton_module, use_cpp, use_triton, wide
+from fastpar.kernels.backend import (
+    DTYPE_CODES,
+    runs_triton,
+    triton_module,
+    use_cpp,
+    use_triton,
+    wide,
+)
 from fastpar.kernels.layer_norm_checks import check, check_residual, is_usual
 from fastpar.kernels.op import (
     check_dense,
@@ -52,6 +60,12 @@ def _float(vector: Tensor | None, like: Tensor) -> Tensor:
     if vector is None:
         return like.new_zeros(like.shape[-1], dtype=torch.float32)
     return vector.float().contiguous()
+
+
+def _addresses(stats: Tensor) -> tuple[int, int]:
+    """Of mean, 0 where there is none, and rstd."""
+    rstd, (kinds, n) = stats.data_ptr(), stats.shape
+    return rstd + 4 * n if kinds == 2 else 0, rstd
 
 
 def _mask(
@@ -81,9 +95,9 @@ def layer_norm_fwd(
     place: Sequence[int],
     eps: float,
     rms: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(y, residual_out, mean, rstd); residual_out only with a residual, mean only without rms."""
-    if x.is_cuda or use_triton("layer_norm", x):
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, residual_out, stats); residual_out only with a residual."""
+    if runs_triton(x):
         layer_norm_triton = triton_module("layer_norm")
         return layer_norm_triton.layer_norm_fwd(
             x, residual, weight, bias, x_bias, key, site, threshold, rows, place, eps, rms
@@ -92,8 +106,7 @@ def layer_norm_fwd(
     y = torch.empty_like(x)
     total = None if residual is None else torch.empty_like(x)
     n = x.numel() // x.shape[-1]
-    mean = None if rms else x.new_empty(n, dtype=torch.float32)
-    rstd = x.new_empty(n, dtype=torch.float32)
+    stats = x.new_empty((1 if rms else 2, n), dtype=torch.float32)
     if n:
         # Named, so that the copies live until the call returns.
         r = None if residual is None else residual.contiguous()
@@ -106,8 +119,7 @@ def layer_norm_fwd(
             b.data_ptr(),
             0 if total is None else total.data_ptr(),
             y.data_ptr(),
-            0 if mean is None else mean.data_ptr(),
-            rstd.data_ptr(),
+            *_addresses(stats),
             DTYPE_CODES[x.dtype],
             n,
             x.shape[-1],
@@ -116,7 +128,7 @@ def layer_norm_fwd(
             *_mask(x, key, site, threshold, rows, place),
             torch.get_num_threads(),
         )
-    return y, total, mean, rstd
+    return y, total, stats
 
 
 def layer_norm_bwd(
@@ -124,8 +136,7 @@ def layer_norm_bwd(
     dtotal: Tensor | None,
     x: Tensor,
     weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
+    stats: Tensor,
     key: Tensor | None,
     site: int,
     threshold: int,
@@ -141,15 +152,14 @@ def layer_norm_bwd(
     dx is None where it would equal dtotal (no mask, x_dtype is x's), dbias and dx_bias are for a
     dtype of None.
     """
-    if x.is_cuda or use_triton("layer_norm", x):
+    if runs_triton(x):
         layer_norm_bwd_triton = triton_module("layer_norm_bwd")
         return layer_norm_bwd_triton.layer_norm_bwd(
             dy,
             dtotal,
             x,
             weight,
-            mean,
-            rstd,
+            stats,
             key,
             site,
             threshold,
@@ -177,8 +187,7 @@ def layer_norm_bwd(
             0 if given is None else given.data_ptr(),
             x.data_ptr(),
             w.data_ptr(),
-            0 if mean is None else mean.data_ptr(),
-            rstd.data_ptr(),
+            *_addresses(stats),
             dsum.data_ptr(),
             0 if dx is None else dx.data_ptr(),
             dweight.data_ptr(),
@@ -208,13 +217,13 @@ def _rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _fake(x, residual, weight, bias, x_bias, key, site, threshold, rows, place, eps, rms):
     n = x.numel() // x.shape[-1]
-    mean, rstd = (x.new_empty(m, dtype=torch.float32) for m in (0 if rms else n, n))
+    stats = x.new_empty((1 if rms else 2, n), dtype=torch.float32)
     dtype = x.dtype if residual is None else residual.dtype
     total = x.new_empty(0) if residual is None else _rows_like(x, dtype)
-    return _rows_like(x, dtype), total, mean, rstd
+    return _rows_like(x, dtype), total, stats
 
 
-def _bwd_fake(dy, dtotal, x, weight, mean, rstd, key, *options):
+def _bwd_fake(dy, dtotal, x, weight, stats, key, *options):
     *_, x_dtype, bias_dtype, x_bias_dtype, _rms = options
     writes_dx = key is not None or x_dtype != x.dtype
     dx = _rows_like(x, x_dtype) if writes_dx else x.new_empty(0, dtype=x_dtype)
@@ -228,13 +237,13 @@ def _bwd_fake(dy, dtotal, x, weight, mean, rstd, key, *options):
 _layer_norm = define_op(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? x_bias, "
     "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt[] place, float eps, bool rms)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor)",
     layer_norm_fwd,
     _fake,
     ("CPU", "CUDA"),
 )
 _layer_norm_bwd = define_op(
-    "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, "
+    "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor stats, "
     "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt[] place, ScalarType x_dtype, "
     "ScalarType? bias_dtype, ScalarType? x_bias_dtype, bool rms)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -246,9 +255,9 @@ _layer_norm_bwd = define_op(
 
 def _setup_context(ctx, inputs, output):
     x, residual, weight, bias, x_bias, key, *ctx.mask, _, ctx.rms = inputs
-    _, total, mean, rstd = output
+    _, total, stats = output
     ctx.plain = residual is None
-    ctx.save_for_backward(x if ctx.plain else total, weight, mean, rstd, key)
+    ctx.save_for_backward(x if ctx.plain else total, weight, stats, key)
     ctx.x_dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.x_bias_dtype = None if x_bias is None else x_bias.dtype
@@ -256,7 +265,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy, dtotal, *_):
     refuse_double_backward("rms_norm" if ctx.rms else "layer_norm")
-    rows, weight, mean, rstd, key = ctx.saved_tensors
+    rows, weight, stats, key = ctx.saved_tensors
     if dy is None:
         dy = torch.zeros_like(rows)
     dsum, dx, dweight, dbias, dx_bias = _layer_norm_bwd.after(dy, dtotal)(
@@ -264,8 +273,7 @@ def _backward(ctx, dy, dtotal, *_):
         None if ctx.plain else dtotal,
         rows,
         weight,
-        mean,
-        rstd,
+        stats,
         key,
         *ctx.mask,
         ctx.x_dtype,
@@ -283,7 +291,7 @@ def _backward(ctx, dy, dtotal, *_):
     )
 
 
-define_autograd(_layer_norm, _setup_context, _backward, by_products=2)
+define_autograd(_layer_norm, _setup_context, _backward, by_products=1)
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
@@ -326,12 +334,11 @@ def _after_residual(
     if not is_usual(x, residual, weight, bias, x_bias):
         check_residual(name, x, residual, weight, bias, x_bias)
     check_eps(name, eps)
-    threshold = quantize_p(dropout_p) if dropout_p else 0
-    if threshold and rng is None:
-        rng = Rng(draw_key(x.device), 0)
     key: Tensor | None = None
     mask: tuple[int, int, int | None, tuple[int, int, int]] = (0, 0, None, (0, 0, 0))
-    if threshold and rng is not None:
+    if dropout_p:
+        threshold = quantize_p(dropout_p)
+        rng = Rng(draw_key(x.device), 0) if rng is None else rng
         if rng.is_whole:
             mask = rng.site, threshold, None, (0, 0, 0)
         else:

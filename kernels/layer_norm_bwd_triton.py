@@ -36,8 +36,7 @@ def _bwd_rows(
     dy_ptr,
     given_ptr,
     x_ptr,
-    mean_ptr,
-    rstd_ptr,
+    stats_ptr,
     stride_dy_row,
     stride_given_row,
     stride_x_row,
@@ -48,6 +47,7 @@ def _bwd_rows(
     CHUNK: tl.constexpr,
     K: tl.constexpr,
     WHOLE: tl.constexpr,
+    RMS: tl.constexpr,
 ):
     """What backward reads of these rows, by chunks, in the types it is stored in."""
     inside = rows < n
@@ -64,10 +64,10 @@ def _bwd_rows(
         if given_ptr is not None:
             at = given_ptr + starts * stride_given_row + cols
             given = given + (tl.load(at, mask=ok, other=0.0),)
-    rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)[:, None]
+    rstd = tl.load(stats_ptr + rows, mask=inside, other=0.0)[:, None]
     mean = rstd
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
+    if not RMS:
+        mean = tl.load(stats_ptr + (n + rows), mask=inside, other=0.0)[:, None]
     return dys, given, xs, mean, rstd
 
 
@@ -76,8 +76,7 @@ def _layer_norm_bwd_rows_kernel(
     dy_ptr,
     x_ptr,
     weight_ptr,
-    mean_ptr,
-    rstd_ptr,
+    stats_ptr,
     slope_ptr,
     offset_ptr,
     stride_dy_row,
@@ -87,15 +86,16 @@ def _layer_norm_bwd_rows_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     SIDE: tl.constexpr,
+    RMS: tl.constexpr,
 ):
     """mean(g * n) and mean(g) of each row, for rows too wide for _layer_norm_bwd_kernel."""
     K: tl.constexpr = (C + CHUNK - 1) // CHUNK
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = (rows < n)[:, None]
     starts = rows.to(tl.int64)[:, None]
-    rstd = tl.load(rstd_ptr + rows, mask=rows < n, other=0.0)[:, None]
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr + rows, mask=rows < n, other=0.0)[:, None]
+    rstd = tl.load(stats_ptr + rows, mask=rows < n, other=0.0)[:, None]
+    if not RMS:
+        mean = tl.load(stats_ptr + (n + rows), mask=rows < n, other=0.0)[:, None]
     slope = tl.zeros([ROWS, CHUNK], tl.float32)
     offset = tl.zeros([ROWS, CHUNK], tl.float32)
     for k in tl.static_range(K):
@@ -103,7 +103,7 @@ def _layer_norm_bwd_rows_kernel(
         normal = load_rows(x_ptr, starts * stride_x_row, cols, ok, C, (k + 1) * CHUNK <= C).to(
             tl.float32
         )
-        if mean_ptr is not None:
+        if not RMS:
             normal = normal - mean
         g = load_rows(dy_ptr, starts * stride_dy_row, cols, ok, C, (k + 1) * CHUNK <= C).to(
             tl.float32
@@ -113,7 +113,7 @@ def _layer_norm_bwd_rows_kernel(
         offset += g
     slope, offset = row_means(slope, offset, C, SIDE)
     tl.store(slope_ptr + rows[:, None], slope, mask=ok)
-    if mean_ptr is not None:
+    if not RMS:
         tl.store(offset_ptr + rows[:, None], offset, mask=ok)
 
 
@@ -123,8 +123,7 @@ def _layer_norm_bwd_kernel(
     given_ptr,
     x_ptr,
     weight_ptr,
-    mean_ptr,
-    rstd_ptr,
+    stats_ptr,
     slope_ptr,
     offset_ptr,
     key_ptr,
@@ -148,6 +147,7 @@ def _layer_norm_bwd_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     SIDE: tl.constexpr,
+    RMS: tl.constexpr,
     DBIAS: tl.constexpr,
     DX_BIAS: tl.constexpr,
 ):
@@ -165,8 +165,7 @@ def _layer_norm_bwd_kernel(
         dy_ptr,
         given_ptr,
         x_ptr,
-        mean_ptr,
-        rstd_ptr,
+        stats_ptr,
         stride_dy_row,
         stride_given_row,
         stride_x_row,
@@ -177,6 +176,7 @@ def _layer_norm_bwd_kernel(
         CHUNK,
         K,
         WHOLE,
+        RMS,
     )
     for first in range(tl.program_id(0) * ROWS, n, step):
         rows = first + tl.arange(0, ROWS)
@@ -184,8 +184,7 @@ def _layer_norm_bwd_kernel(
             dy_ptr,
             given_ptr,
             x_ptr,
-            mean_ptr,
-            rstd_ptr,
+            stats_ptr,
             stride_dy_row,
             stride_given_row,
             stride_x_row,
@@ -196,6 +195,7 @@ def _layer_norm_bwd_kernel(
             CHUNK,
             K,
             WHOLE,
+            RMS,
         )
         ok = (rows < n)[:, None]
         starts = rows.to(tl.int64)[:, None]
@@ -205,7 +205,7 @@ def _layer_norm_bwd_kernel(
         for k in tl.static_range(K):
             cols = first_col + k * CHUNK + tl.arange(0, CHUNK)
             normal = xs[k].to(tl.float32)
-            if mean_ptr is not None:
+            if not RMS:
                 normal = normal - mean
             normal = normal * rstd
             dy = dys[k].to(tl.float32)
@@ -224,14 +224,14 @@ def _layer_norm_bwd_kernel(
             slope, offset = row_means(slope, offset, C, SIDE)
         else:
             slope = tl.load(slope_ptr + rows, mask=rows < n, other=0.0)[:, None]
-            if mean_ptr is not None:
+            if not RMS:
                 offset = tl.load(offset_ptr + rows, mask=rows < n, other=0.0)[:, None]
 
         new_dx_bias = ()
         for k in tl.static_range(K):
             cols = first_col + k * CHUNK + tl.arange(0, CHUNK)
             d = gs[k] - normals[k] * slope
-            if mean_ptr is not None:
+            if not RMS:
                 d = d - offset
             d = d * rstd
             if given_ptr is not None:
@@ -347,14 +347,14 @@ def _bwd_plan(
     programs = min(cdiv(n, tile.rows), cdiv(programs * sms, blocks))
     wide = None if blocks == 1 else tile_of(C, itemsize, how.fwd_values, how.num_warps)
     constants = {"C": C, "CHUNK": tile.chunk, "K": cdiv(width, tile.chunk), "ROWS": tile.rows}
-    constants |= {"SIDE": tile.side, "DBIAS": bias, "DX_BIAS": x_bias, "maxnreg": registers}
-    constants["num_warps"] = tile.num_warps
+    constants |= {"SIDE": tile.side, "RMS": rms, "DBIAS": bias, "DX_BIAS": x_bias}
+    constants |= {"maxnreg": registers, "num_warps": tile.num_warps}
     places = places_of(shape, n, masked, sample_rows, place)
     return BwdPlan(n, (programs, blocks), wide, places, constants, (cdiv(C, 16), sums))
 
 
 def layer_norm_bwd(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, stats: Tensor,
     key: Tensor | None,
     site: int,
     threshold: int,
@@ -376,7 +376,6 @@ def layer_norm_bwd(
     dsum = torch.empty_like(x, memory_format=torch.contiguous_format)
     writes_dx = key is not None or x_dtype != x.dtype
     dx = torch.empty_like(dsum, dtype=x_dtype) if writes_dx else None
-    mean = None if rms else mean  # the dispatcher's callers have an empty one
     weight = weight.contiguous()
     dweight = torch.empty_like(weight)
     dbias = None if bias_dtype is None else torch.empty_like(weight, dtype=bias_dtype)
@@ -398,8 +397,7 @@ def layer_norm_bwd(
             dy,
             x,
             weight,
-            mean,
-            rstd,
+            stats,
             slope,
             offset,
             dy_step,
@@ -409,9 +407,10 @@ def layer_norm_bwd(
             CHUNK=wide.chunk,
             ROWS=wide.rows,
             SIDE=wide.side,
+            RMS=rms,
             num_warps=wide.num_warps,
         )
-    partials = rstd.new_empty((len(sums), plan.grid[0], C))
+    partials = stats.new_empty((len(sums), plan.grid[0], C))
     launch(
         _layer_norm_bwd_kernel,
         plan.grid,
@@ -419,8 +418,7 @@ def layer_norm_bwd(
         given,
         x,
         weight,
-        mean,
-        rstd,
+        stats,
         slope,
         offset,
         None if key is None else device_key(key, device),
@@ -468,12 +466,12 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         """residual: with x_bias."""
         narrow = x_dtype or dtype
         x = torch.empty((8, 1024, C), dtype=dtype, device="meta")
-        weight, rstd = x.new_empty(C), x.new_empty(8 * 1024, dtype=torch.float32)
+        weight, stats = x.new_empty(C), x.new_empty((2 - rms, 8 * 1024), dtype=torch.float32)
         key, threshold = (x.new_empty(2, dtype=torch.int64), 26) if dropout else (None, 0)
         given, x_bias = (x, narrow) if residual else (None, None)
         bias = None if rms else dtype
         options = (key, 1, threshold, sample_rows, (0, *moved), narrow, bias, x_bias, rms)
-        return lambda: layer_norm_bwd(x, given, x, weight, rstd, rstd, *options)
+        return lambda: layer_norm_bwd(x, given, x, weight, stats, *options)
 
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
     return [

@@ -146,8 +146,7 @@ def _layer_norm_fwd_kernel(
     key_ptr,
     total_ptr,
     y_ptr,
-    mean_ptr,
-    rstd_ptr,
+    stats_ptr,
     stride_x_row,
     stride_residual_row,
     n,
@@ -164,6 +163,7 @@ def _layer_norm_fwd_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     SIDE: tl.constexpr,
+    RMS: tl.constexpr,
 ):
     K: tl.constexpr = (C + CHUNK - 1) // CHUNK
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -202,7 +202,7 @@ def _layer_norm_fwd_kernel(
         values = values + (value.to(tl.float32),)
 
     along = tl.zeros([ROWS, CHUNK], tl.float32)
-    if mean_ptr is not None:
+    if not RMS:
         for k in tl.static_range(K):
             along += values[k]
         center = (tl.sum(along, 1) * (1.0 / C))[:, None]
@@ -218,7 +218,7 @@ def _layer_norm_fwd_kernel(
             square += value * value
         rest, square = row_means(along, square, C, SIDE)
         variance = tl.maximum(square - rest * rest, 0.0)
-        tl.store(mean_ptr + rows[:, None], center + rest, mask=ok)
+        tl.store(stats_ptr + (n + rows)[:, None], center + rest, mask=ok)
         values = centered
     else:
         for k in tl.static_range(K):
@@ -226,7 +226,7 @@ def _layer_norm_fwd_kernel(
         variance = (tl.sum(along, 1) * (1.0 / C))[:, None]
         rest = 0.0
     rstd = tl.rsqrt(variance + eps)
-    tl.store(rstd_ptr + rows[:, None], rstd, mask=ok)
+    tl.store(stats_ptr + rows[:, None], rstd, mask=ok)
 
     for k in tl.static_range(K):
         cols = k * CHUNK + tl.arange(0, CHUNK)
@@ -291,14 +291,14 @@ def places_of(
 
 @functools.lru_cache(4096)
 def _fwd_plan(
-    shape: tuple[int, ...], itemsize: int, masked: bool, sample_rows: int | None,
-    place: tuple[int, ...], how: Config,
+    shape: tuple[int, ...], itemsize: int, rms: bool, masked: bool,
+    sample_rows: int | None, place: tuple[int, ...], how: Config,
 ) -> Plan:  # fmt: skip
     C = shape[-1]
     n = math.prod(shape[:-1])
     tile = tile_of(C, itemsize, how.fwd_values, how.num_warps)
     constants = {"C": C, "CHUNK": tile.chunk, "ROWS": tile.rows, "SIDE": tile.side}
-    constants["num_warps"] = tile.num_warps
+    constants |= {"RMS": rms, "num_warps": tile.num_warps}
     places = places_of(shape, n, masked, sample_rows, place)
     return Plan(n, (cdiv(n, tile.rows),), places, constants)
 
@@ -316,19 +316,18 @@ def layer_norm_fwd(
     place: Sequence[int],
     eps: float,
     rms: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(y, residual_out, mean, rstd); see fastpar.kernels.layer_norm."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, residual_out, stats); see fastpar.kernels.layer_norm."""
     device, C = x.device, x.shape[-1]
     wide = x if residual is None else residual
     plan = _fwd_plan(
-        x.shape, wide.element_size(), key is not None, sample_rows, tuple(place),
+        x.shape, wide.element_size(), rms, key is not None, sample_rows, tuple(place),
         TABLE.get(gpu_arch(device)),
     )  # fmt: skip
     n = plan.n
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
     total = None if residual is None else torch.empty_like(y)
-    rstd = x.new_empty(n, dtype=torch.float32)
-    mean = None if rms else torch.empty_like(rstd)
+    stats = x.new_empty((1 if rms else 2, n), dtype=torch.float32)
     x, x_step = flat_rows(x, n, C)
     residual, residual_step = (None, 0) if residual is None else flat_rows(residual, n, C)
     launch(
@@ -342,8 +341,7 @@ def layer_norm_fwd(
         None if key is None else device_key(key, device),
         total,
         y,
-        mean,
-        rstd,
+        stats,
         x_step,
         residual_step,
         n,
@@ -354,7 +352,7 @@ def layer_norm_fwd(
         eps,
         **plan.constants,
     )
-    return y, total, mean, rstd
+    return y, total, stats
 
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:

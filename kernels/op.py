@@ -59,15 +59,15 @@ class Op:
         found = _look_at(args)
         if not found:
             return self._with_care(args)
-        if found == 2 and self.apply is not None and torch.is_grad_enabled():
+        if found == 2 and self.apply is not None and _is_grad_enabled():
             return self.apply(*args)
-        return (self.overload if torch.autograd._profiler_enabled() else self.run)(*args)
+        return (self.overload if _profiler_enabled() else self.run)(*args)
 
     def after(self, *grads: Tensor | None) -> Callable[..., Any]:
         """What a backward calls with these gradients and with what its forward saved, which that
         has looked at: itself with care, else the implementation."""
         careful = torch.compiler.is_compiling() or forward_ad._current_level >= 0 or self.mutates
-        if careful or torch.autograd._profiler_enabled() or not _look_at(grads):
+        if careful or _profiler_enabled() or not _look_at(grads):
             return self
         return self.run
 
@@ -155,6 +155,7 @@ def _kind(a: Any) -> Any:
 
 
 _PLAIN = (Tensor, Parameter)
+_is_grad_enabled, _profiler_enabled = torch.is_grad_enabled, torch.autograd._profiler_enabled
 _has_storage = torch._C._has_storage  # not of a sparse tensor, nor of torch's wrappers
 
 

@@ -121,13 +121,13 @@ def quantize_p(p: float) -> int:
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout: expected 0 <= p < 1, got p={p}; use p=0 to switch dropout off")
-    threshold = min(255, round(256 * p))
-    if p > 0.0 and threshold == 0:
+    threshold = round(256 * p)
+    if threshold == 0 and p > 0.0:
         raise ValueError(
             f"dropout: expected p = 0 or p > 1/512, got p={p}; p is rounded to a multiple of "
             "1/256, which is 0 here"
         )
-    return threshold
+    return threshold if threshold < 256 else 255
 
 
 def philox_4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -204,8 +204,7 @@ def cases() -> dict[str, Case]:
     u, ub, qkv, logits = make(B, T, 4 * C), make(4 * C), make(2, T, 3, H, 64), make(B * T, 512)
     wte, wpe = make(512, C), make(T, C)
     ids = torch.randint(512, (B, T))
-    rng = Rng(make_key(1, 0), 0)
-    drop: dict[str, Any] = {"dropout_p": 0.1, "rng": rng}
+    p, rng = 0.1, Rng(make_key(1, 0), 0)
     return {
         "layer_norm": Case(lambda: layer_norm(x, w, b), (x, w, b)),
         "rms_norm": Case(lambda: rms_norm(x, w), (x, w)),
@@ -213,11 +212,12 @@ def cases() -> dict[str, Case]:
             lambda: residual_layer_norm(x, r, w, b, x_bias=xb), (x, r, w, b, xb)
         ),
         "residual_layer_norm dropout": Case(
-            lambda: residual_layer_norm(x, r, w, b, x_bias=xb, **drop), (x, r, w, b, xb)
+            lambda: residual_layer_norm(x, r, w, b, x_bias=xb, dropout_p=p, rng=rng),
+            (x, r, w, b, xb),
         ),
         "bias_gelu": Case(lambda: bias_gelu(u, ub), (u, ub)),
         "attention": Case(lambda: attention_qkvpacked(qkv), (qkv,)),
-        "attention dropout": Case(lambda: attention_qkvpacked(qkv, **drop), (qkv,)),
+        "attention dropout": Case(lambda: attention_qkvpacked(qkv, dropout_p=p, rng=rng), (qkv,)),
         "embedding": Case(lambda: embedding(ids, wte, wpe), (wte, wpe)),
         "cross_entropy": Case(lambda: cross_entropy(logits, ids.view(-1)), (logits,)),
     }

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from fastpar.kernels import Rng, attention, make_key, triton_launch
 from fastpar.kernels import attention_bwd_triton as bwd
+from fastpar.kernels import attention_plans as plans
 from fastpar.kernels import attention_triton as fwd
 from fastpar.kernels.attention_configs import SECTIONS, Config
 from fastpar.kernels.reference import attention_ref
@@ -232,9 +233,9 @@ def test_scores_of_minus_infinity_weigh_nothing(triton_device):
 
 def test_a_section_is_of_the_heads_that_fit():
     k = (2, 1024, 3, 64), 2  # of bf16: 256 KB a head
-    assert fwd.heads_per_section(*k, 80) == 64
+    assert plans.heads_per_section(*k, SECTIONS.get(80).megabytes) == 64
     with SECTIONS.trying((), SECTIONS.kind(1)):
-        assert fwd.heads_per_section(*k, 80) == 4
+        assert plans.heads_per_section(*k, SECTIONS.get(80).megabytes) == 4
     with pytest.raises(ValueError, match="attention_sections: expected 1 to 1024, got megabytes=0"):
         SECTIONS.write(90, (), SECTIONS.kind(0))
 
@@ -245,8 +246,10 @@ def test_heads_by_sections_are_all_computed(triton_device, monkeypatch):
     do = torch.randn_like(inputs[0])
     want = run(*inputs, do)
     for heads in (2,) if triton_device == "cpu" else (2, 5):
-        monkeypatch.setattr(fwd, "heads_per_section", lambda k, itemsize, arch, n=heads: n)
-        monkeypatch.setattr(bwd, "heads_per_section", fwd.heads_per_section)
+        monkeypatch.setattr(plans, "heads_per_section", lambda *_, n=heads: n)
+        # Without what was planned before.
+        monkeypatch.setattr(fwd, "fwd_plan", plans.fwd_plan.__wrapped__)
+        monkeypatch.setattr(bwd, "bwd_plan", plans.bwd_plan.__wrapped__)
         for a, b in zip(run(*inputs, do), want):
             assert torch.equal(a, b)
 
