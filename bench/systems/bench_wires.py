@@ -3,8 +3,9 @@
 Two ranks with one thread each, in two network namespaces (bench/systems/links.py), train a GPT-2 of
 25.4 million parameters on few tokens, so that the link decides. One variant runs after the other
 (two processes take 1 GB), in groups that each have one process alone and DDP; the first step is not
-timed. exposed_ms is a step's time beyond that of the same step on one process
-alone, sent_bytes is what left the slower end of the link, headers included.
+timed, and replicas are measured on a link of FREE too, which holds nothing up. exposed_ms is a
+step's time beyond that of the same step on one process alone, sent_bytes is what left the slower
+end of the link, headers included.
 
 [Note: the gate of formats] All variants see the same batches; their losses may differ from DDP's by
 LOSS_BOUND, and by WIDE_BOUND where gradients or weights are rounded on the way.
@@ -38,7 +39,7 @@ CONFIG, QUICK = (
     GPTConfig(8, 8, 512, 64, 512, dropout=0.0),
     GPTConfig(2, 2, 64, 32, 256, dropout=0.0),
 )
-RATES = (1000, 100)  # Mbit/s
+RATES, FREE = (1000, 100), 40_000  # Mbit/s
 LOSS_BOUND, WIDE_BOUND = 1e-3, 0.2
 EXACT_STEPS = 2  # the fewest before torch's PowerSGD hook begins; they are not timed
 INT8 = {"wire_gradients": "int8", "wire_weights": "int8"}
@@ -219,8 +220,8 @@ def to_rows(bench: Bench, plan: Plan, about: dict[str, Any]) -> Sequence[Row]:
 def run(bench: Bench) -> None:
     if bench.device != "cpu":
         return  # the link is between CPU ranks
-    for mbit, group in itertools.product(RATES, GROUPS):
-        config, steps = CONFIG, 5 if mbit == RATES[0] else 1
+    for mbit, group in [*itertools.product(RATES, GROUPS), (FREE, "replicas")]:
+        config, steps = CONFIG, 1 if mbit == RATES[1] else 5
         title = f"GPT-2 25.4M B=1 T=64 a rank, 2 ranks, {mbit} Mbit/s"
         if bench.quick:
             config, steps, title = QUICK, 1, f"quick GPT-2, 2 ranks, {mbit} Mbit/s"

@@ -14,7 +14,8 @@ from fault_runs import FASTPAR, TRAIN, finish, ranks_of
 from fastpar.train.metrics import read_metrics
 
 SHORT = ("--max-steps=500", "--outer-every=5", "--outer-lr=1", "--outer-momentum=0")
-LONG = ("--max-steps=800", *SHORT[1:])
+LONG = ("--max-steps=6000", *SHORT[1:])
+WHOLE_RESTART = r"; (restart \d+ of|all ranks stopped)"
 
 
 def command(out, *options, ranks=2):
@@ -68,16 +69,31 @@ def test_a_killed_replica_leaves_the_run_going(here, start, restarts):
         assert joined("r/replica_1")
 
 
+def wait_for_all(launcher, out):
+    """Both replicas live, and have met: what each has written goes on."""
+    for folder in (out, f"{out}/replica_1"):
+        wait_for(launcher, folder, steps_of(folder) + 20)
+
+
 def killed(start, out, rng):
-    """A run, of which either replica is killed at any moment, at most five times: loss, kills."""
+    """A run of which replicas are killed, at most five times, never the last one: loss, kills."""
     launcher = start(*command(out, *LONG, "--save-every=100", "--max-restarts=8", "--seed=1"))
-    wait_for(launcher, out, 20)
     kills = 0
-    while kills < 5 and launcher.poll() is None:
-        time.sleep(rng.uniform(0.0, 2.0))
-        kills += kill(launcher, rng.randrange(2))
+    while kills < 5:
+        wait_for_all(launcher, out)
+        time.sleep(rng.uniform(0.0, 1.0))
+        number = rng.randrange(2)
+        folder = f"{out}/replica_1" if number else out
+        before = len(joined(folder))
+        if launcher.poll() is not None or not kill(launcher, number):
+            break
+        kills += 1
+        while len(joined(folder)) == before and launcher.poll() is None:
+            time.sleep(0.05)
     status, _, err = finish(launcher, 300)
     assert status == 0, err
+    assert re.search(WHOLE_RESTART, err) is None, err
+    assert err.count("starts again") == kills, err
     return last_loss(out), kills
 
 
@@ -88,7 +104,7 @@ def test_twenty_random_kills(here, start):
     losses = []
     for seed in (1, 2, 3):
         launcher = start(*command(f"whole{seed}", *LONG, f"--seed={seed}"))
-        assert finish(launcher, 300)[0] == 0
+        assert finish(launcher, 400)[0] == 0
         losses.append(last_loss(f"whole{seed}"))
     rng, found, kills = random.Random(0), [], 0
     while kills < 20:
