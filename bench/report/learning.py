@@ -1,8 +1,14 @@
-"""Tables of rows.jsonl files: recipes of the main job, steps to AdamW's loss, Muon's shared step.
+"""Tables of rows.jsonl files: recipes of the main job, steps to AdamW's loss, Muon's shared step,
+formats on the wire.
 
 [Note: steps to a loss] A learning rate that falls to 0 makes the loss of an unfinished run say
 nothing. So AdamW, at the best learning rate of those that were tried, is compared with runs of Muon
 that were planned shorter and have a fall of their own; seed by seed, where both have that seed.
+
+[Note: time to a loss] Curves of wire formats are of one model and of runs of one length; a step's
+time on a slow link is of another, larger one (bench/systems/bench_wires.py). The table says how
+long the steps of the first would take at the times of the second: those until the mean of the seeds
+is, between two moments on a straight line, the loss that every format reaches.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.records import machine_line
+from bench.records import Row, machine_line
 from fastpar.config.config import TrainConfig
 
 Line = dict[str, Any]  # of a rows.jsonl
@@ -132,19 +138,77 @@ def curves_table(rows: Sequence[Line]) -> str:
     return _table(["gradients on the wire", "steps", "seeds", "bits a byte"], lines)
 
 
+STEP_OF = {  # format of a curve -> variant of bench_wires
+    "fp32": "fastpar ZeRO-2",
+    "bf16": "fastpar ZeRO-2, bf16 both",
+    "int8, weights too": "fastpar ZeRO-2, int8 both",
+    "int8, fed back": "fastpar ZeRO-0, int8 fed back",
+    "int4, fed back": "fastpar ZeRO-1, int4 fed back, int8 weights",
+    "fp8": "fastpar ZeRO-2, fp8 both",
+    "PowerSGD, rank 4": "fastpar ZeRO-0, PowerSGD rank 4",
+    "DiLoCo, every 10": "fastpar, DiLoCo every 10",
+    "DiLoCo, every 50": "fastpar, DiLoCo every 50",
+}
+
+
+def time_table(rows: Sequence[Line], steps: Sequence[Row]) -> str:
+    """See [Note: time to a loss]."""
+    longest = max(row["steps"] for row in rows if "curve" in row)
+    curves: dict[str, list[Line]] = defaultdict(list)
+    for row in rows:
+        if row["steps"] == longest and "curve" in row and row["format"] in STEP_OF:
+            curves[row["format"]].append(row)
+    means = {
+        name: [
+            (moments[0][0], statistics.fmean(bits for _, bits in moments))
+            for moments in zip(*(row["curve"] for row in some))
+        ]
+        for name, some in curves.items()
+    }
+    goal = max(min(bits for _, bits in mean) for mean in means.values())
+    ms = {
+        (row.variant, row.notes["link_mbit"]): row.median_ms
+        for row in steps
+        if row.bench == "wires" and row.median_ms is not None
+    }
+    lines = []
+    for name, mean in means.items():
+        needed, cells = _reached(mean, goal), []
+        for mbit in (1000, 100):
+            each = ms.get((STEP_OF[name], mbit))
+            cells += ["", ""] if each is None else [f"{each:.0f}", f"{needed * each / 1e3:.0f}"]
+        seeds = str(len(curves[name]))
+        lines.append([name, seeds, f"{needed:.0f}", STEP_OF[name], *cells])
+    head = ["gradients on the wire", "seeds", f"steps to {goal:.3f} bits a byte", "step measured"]
+    return _table([*head, "ms, 1 Gbit/s", "s", "ms, 100 Mbit/s", "s"], lines)
+
+
+def _reached(mean: Sequence[tuple[int, float]], goal: float) -> float:
+    """The step at which a curve is at a loss for the first time."""
+    before = mean[0]
+    for step, bits in mean:
+        if bits <= goal:
+            share = (before[1] - goal) / (before[1] - bits) if bits < before[1] else 0.0
+            return before[0] + share * (step - before[0])
+        before = step, bits
+    raise AssertionError("every curve reaches the goal")
+
+
 # Name of a table -> the folder of its rows, what makes it.
 TABLES: dict[str, tuple[str, Callable[[Sequence[Line]], str]]] = {
     "recipes": ("main_job", recipes_table),
     "steps": ("main_job", steps_table),
     "muon": ("muon", muon_table),
     "formats": ("wires", curves_table),
+    "time": ("wires", curves_table),
 }
 
 
-def table(name: str, results: Path) -> str:
-    """The table, and the machine and commit of its newest row."""
+def table(name: str, results: Path, steps: Sequence[Row] = ()) -> str:
+    """The table, and the machine and commit of its newest row; steps: rows of benches."""
     folder, make = TABLES[name]
     text = (results / folder / "rows.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
     about = max((row["machine"] for row in rows), key=lambda machine: machine["date"])
-    return f"{make(rows)}\n\n{machine_line(about)}.\n"
+    text = time_table(rows, steps) if name == "time" else make(rows)
+    return f"{text}\n\n{machine_line(about)}.\n"

@@ -12,7 +12,6 @@ from torch import nn
 from fastpar.comm.bucket_wires import Wires
 from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.overlap import check_overlap, choose_overlap
 from fastpar.comm.transport import make_collectives
 from fastpar.config.axes import AXES, TP_AXES
 from fastpar.context.sequences import check_method, mesh_of_gradients
@@ -54,6 +53,7 @@ from fastpar.sharding.layout import (
 from fastpar.tensor.declared import Declared, find_states, split_parameters
 from fastpar.tensor.functional import TensorParallel
 from fastpar.tensor.grid import make_grid
+from fastpar.tensor.overlap import check_overlap, choose_overlap
 from fastpar.tensor.report import tp_report
 
 Factory = Callable[[Any, str], Collectives]
@@ -142,7 +142,7 @@ def parallelize(
         sequence_parallel: tp ranks also share out the tokens between split layers; None: where the
             model or its plan can. engine_of(model).tp_report says what was chosen.
         tp_overlap: chunks in which their tokens are gathered and scattered beside products, or
-            "symmetric": through symmetric memory; None: one (see fastpar/comm/overlap.py).
+            "symmetric": through symmetric memory; None: one (see fastpar/tensor/overlap.py).
         pp_split: layers on each pipeline stage; None: so that the slowest stage has as little to do
             as possible, by the model's pipeline_costs(), or equal numbers. Training steps are those
             of fastpar.pipeline_step.

@@ -19,7 +19,7 @@ first (modules of other people, patching/tp_plan.py).
 
 [Note: under way] The sum of a column layer's input gradient is under way while the weight's
 gradient is computed. Under sequence parallelism its input is kept as N/tp tokens; it is gathered
-once more in backward, under the product that gives the input's gradient. comm/overlap.py can put
+once more in backward, under the product that gives the input's gradient. overlap.py can put
 more under way then.
 
 [Note: handles] The layers are ops of torch.library, so that torch.compile and selective
@@ -41,12 +41,12 @@ from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
-from fastpar.comm.overlap import Overlap
 from fastpar.kernels import Fp8, linear
 from fastpar.kernels.linear import matmul
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.weight_gradients import queue_for
 from fastpar.sharding.placements import Partial, Replicate, State
+from fastpar.tensor.overlap import Overlap
 
 _numbers = itertools.count(1)
 _handles: weakref.WeakValueDictionary[int, TensorParallel] = weakref.WeakValueDictionary()

@@ -5,8 +5,6 @@ import inspect
 import itertools
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastpar.comm.mesh import AXES, Mesh, _pick_device, gather_objects, ranks_along
+from fastpar.comm.mesh import AXES, Mesh, _pick_device, ranks_along
 from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
 
@@ -78,24 +76,6 @@ def test_an_existing_group_is_used():
         return mesh.dp_rank, mesh.dp_size, mesh.is_main, mesh.dp_group is dist.group.WORLD
 
     assert run_ranks(ranks, 4) == [(r, 4, r == 0, True) for r in range(4)]
-
-
-def make_mesh_from_environment():
-    assert not dist.is_initialized()
-    mesh = Mesh(dp=2, timeout_s=20, device="cpu")
-    total = torch.tensor([mesh.dp_rank + 1.0])
-    dist.all_reduce(total, group=mesh.dp_group)
-    again = Mesh()
-    result = (mesh.rank, mesh.dp_size, str(mesh.device), dist.get_backend(), total.item())
-    assert (mesh.owns_process_group, again.owns_process_group) == (True, False)
-    mesh.close()
-    assert not dist.is_initialized()
-    return result
-
-
-def test_torchruns_environment_initializes_gloo():
-    results = run_ranks(make_mesh_from_environment, 2, backend="gloo", init=False)
-    assert results == [(0, 2, "cpu", "gloo", 3.0), (1, 2, "cpu", "gloo", 3.0)]
 
 
 def mesh_of_three():
@@ -277,21 +257,6 @@ def test_a_large_world_of_fake_ranks():
         dist.destroy_process_group()
 
 
-def mesh_from_torchruns_environment():
-    mesh = Mesh(dp=1, tp=2, timeout_s=20, device="cpu")
-    values = [torch.full((3,), mesh.tp_rank + 1.0)]
-    mesh.broadcast_(values, "tp")
-    mesh.broadcast_(values)  # nobody along dp
-    mesh.close()
-    return mesh.tp_rank, values[0].tolist()
-
-
-@pytest.mark.slow
-def test_torchruns_environment_with_tp():
-    results = run_ranks(mesh_from_torchruns_environment, 2, backend="gloo", init=False)
-    assert results == [(0, [1.0] * 3), (1, [1.0] * 3)]
-
-
 def test_broadcast_goes_along_one_axis():
     def rank():
         mesh, found = Mesh(tp=2), []
@@ -342,53 +307,6 @@ def test_wrong_sizes_are_refused_before_a_connection(environment):
     with pytest.raises(ValueError, match=r"got tp=3 with world_size=2"):
         Mesh(tp=3, device="cpu")
     assert not dist.is_initialized()
-
-
-def start_over(rank, world_size, port, first):
-    """A rank of one start; those of the first one leave without a word."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    mesh = Mesh(timeout_s=60.0, device="cpu")
-    x = torch.tensor([float(rank)])
-    dist.all_reduce(x)
-    if first:
-        return mesh.start, x.item()
-    y = gather_objects(rank, dist.group.WORLD)
-    return mesh.start, y
-
-
-@pytest.mark.slow
-def test_a_store_that_was_used_before():
-    """torchrun's store is so after a restart: nobody meets a rank of the start before."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    names = set()
-    for start, world_size in enumerate((2, 3)):
-        ranks = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "import sys; sys.path.insert(0, 'tests/comm'); "
-                    "from test_mesh import start_over; "
-                    f"print(*start_over({rank}, {world_size}, {store.port}, {start == 0}), "
-                    "flush=True); import os; os._exit(0)",
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            )
-            for rank in reversed(range(world_size))  # the others find what is old
-        ]
-        told = []
-        for rank in ranks:
-            out, err = rank.communicate(timeout=100)
-            assert rank.returncode == 0, err
-            assert "failed to connect" not in err
-            told.append(out)
-        assert len(set(told)) == 1
-        names.add(told[0].split()[0])
-    assert len(names) == 2
 
 
 def time_outs():

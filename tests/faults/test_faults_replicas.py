@@ -14,7 +14,7 @@ from fault_runs import FASTPAR, TRAIN, finish, ranks_of
 from fastpar.train.metrics import read_metrics
 
 SHORT = ("--max-steps=500", "--outer-every=5", "--outer-lr=1", "--outer-momentum=0")
-LONG = ("--max-steps=6000", *SHORT[1:])
+LONG = ("--max-steps=2500", *SHORT[1:])
 WHOLE_RESTART = r"; (restart \d+ of|all ranks stopped)"
 
 

@@ -43,8 +43,8 @@ class Recorded(TorchCollectives):
 
 def order(kind, sp, needed):
     """Collectives and products of forward and backward, as this rank calls them."""
-    from fastpar.comm import overlap as tp_overlap
     from fastpar.tensor import functional as tensor_parallel
+    from fastpar.tensor import overlap as tp_overlap
 
     log = []
     tp = TensorParallel(Recorded(log), sequence_parallel=sp)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.comm import overlap as tp_overlap
-from fastpar.comm.overlap import Overlap, check_overlap, choose_overlap, why_not_symmetric
 from fastpar.comm.shm import ShmCollectives
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.kernels.backend import has_gemm
+from fastpar.tensor import overlap as tp_overlap
 from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
+from fastpar.tensor.overlap import Overlap, check_overlap, choose_overlap, why_not_symmetric
 from fastpar.testing import run_ranks
 
 K, F = 256, 264
