@@ -148,12 +148,13 @@ STEP_OF = {  # format of a curve -> variant of bench_wires
     "PowerSGD, rank 4": "fastpar ZeRO-0, PowerSGD rank 4",
     "DiLoCo, every 10": "fastpar, DiLoCo every 10",
     "DiLoCo, every 50": "fastpar, DiLoCo every 50",
+    "local SGD, every 50": "fastpar, DiLoCo every 50",
 }
 
 
 def time_table(rows: Sequence[Line], steps: Sequence[Row]) -> str:
     """See [Note: time to a loss]."""
-    longest = max(row["steps"] for row in rows if "curve" in row)
+    longest = max((row["steps"] for row in rows if "curve" in row), default=0)
     curves: dict[str, list[Line]] = defaultdict(list)
     for row in rows:
         if row["steps"] == longest and "curve" in row and row["format"] in STEP_OF:
@@ -165,7 +166,7 @@ def time_table(rows: Sequence[Line], steps: Sequence[Row]) -> str:
         ]
         for name, some in curves.items()
     }
-    goal = max(min(bits for _, bits in mean) for mean in means.values())
+    goal = max((min(bits for _, bits in mean) for mean in means.values()), default=0.0)
     ms = {
         (row.variant, row.notes["link_mbit"]): row.median_ms
         for row in steps

@@ -101,7 +101,8 @@ def render(name: str, folder: Path) -> str:
     if kind == "published":
         return published.table() + "\n"
     if kind in learning.TABLES:
-        return learning.table(kind, folder, newest(device, folder)[1])
+        steps = newest(device, folder)[1] if kind == "time" else ()
+        return learning.table(kind, folder, steps)
     if kind == "errors":
         about, errors = newest(device, folder / "errors", ErrorRow)
         text = errors_table(errors)
