@@ -118,8 +118,8 @@ class Wires:
             return inner
         if self._low_rank and numel:
             messages = self._messages.setdefault(id(inner), Messages(inner))
-            error = torch.zeros(numel, device=inner.device)
-            return LowRankSums(messages, matrices, self._low_rank, error=error, key=index)
+            zeros = torch.zeros(numel, device=inner.device)
+            return LowRankSums(messages, matrices, self._low_rank, error=zeros, key=index)
         if self._gradients is None:
             return inner
         keep, error = self._feedback, None

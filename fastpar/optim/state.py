@@ -157,7 +157,7 @@ class Storage:
 
 def settle(optimizer: torch.optim.Optimizer) -> None:
     """Whoever has a part of the state under way ends it, as before state_dict()."""
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():  # type: ignore[attr-defined]
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
         hook(optimizer)
 
 

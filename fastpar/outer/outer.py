@@ -229,7 +229,8 @@ class Outer:
         fragment, number = self._fragments[due], self._number() - 1
         sent = torch.cat([v.reshape(-1).to(fragment.weight) for v in self._values(fragment)])
         fragment.due.fill_(self.steps + self.delay)
-        fragment.exchange = mean = Future()
+        mean: Future[Tensor] = Future()
+        fragment.exchange = mean
         if not self.delay:
             began = time.perf_counter()
             mean.set_result(self._mean(fragment, sent, number))
