@@ -72,14 +72,19 @@ RARE: dict[str, dict[str, Any]] = {
     "fastpar, DiLoCo every 10": {"every": 10},
     "fastpar, DiLoCo every 50": {"every": 50},
     "fastpar, DiLoCo every 50, int8": {"every": 50, "wire": "int8"},
-    "fastpar, DiLoCo every 50, int8, 25 steps late": {"every": 50, "wire": "int8", "delay": 25},
 }
+LATE = {
+    f"fastpar, DiLoCo every 50, {wire}, 25 steps late": {"every": 50, "wire": wire, "delay": 25}
+    for wire in ("int8", "int4")
+}
+RARE |= LATE
 GROUPS = {
     "torch": (ALONE, DDP, FP16, BF16, LOW_RANK, *FSDP2),
     "DeepSpeed": (ALONE, DDP, FSDP2[0], *DEEPSPEED),
     "fastpar": (ALONE, DDP, FSDP2[0], *OURS),
     "low rank": (ALONE, DDP, LOW_RANK, THIN),
-    "replicas": (ALONE, DDP, *RARE),
+    "replicas": (ALONE, DDP, *(variant for variant in RARE if variant not in LATE)),
+    "late replicas": (ALONE, DDP, *LATE),
 }
 EXACT = (*FSDP2, *DEEPSPEED[:2], "fastpar ZeRO-2")
 
@@ -222,7 +227,7 @@ def to_rows(bench: Bench, plan: Plan, about: dict[str, Any]) -> Sequence[Row]:
 def run(bench: Bench) -> None:
     if bench.device != "cpu":
         return  # the link is between CPU ranks
-    for mbit, group in [*itertools.product(RATES, GROUPS), (FREE, "replicas")]:
+    for mbit, group in [*itertools.product(RATES, GROUPS), (FREE, "late replicas")]:
         config, steps = CONFIG, 1 if mbit == RATES[1] else 5
         title = f"GPT-2 25.4M B=1 T=64 a rank, 2 ranks, {mbit} Mbit/s"
         if bench.quick:
