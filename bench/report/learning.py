@@ -174,6 +174,8 @@ def time_table(rows: Sequence[Line], steps: Sequence[Row]) -> str:
     }
     lines = []
     for name, mean in means.items():
+        if not any((STEP_OF[name], mbit) in ms for mbit in (1000, 100)):
+            continue
         needed, cells = _reached(mean, goal), []
         for mbit in (1000, 100):
             each = ms.get((STEP_OF[name], mbit))
