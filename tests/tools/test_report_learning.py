@@ -86,7 +86,7 @@ def test_time_to_a_loss_is_steps_of_the_mean_curve_at_measured_times():
         "| fp32 | 2 | 167 | fastpar ZeRO-2 | 30 | 5 |  |  |",
         "| int8, weights too | 1 | 200 | fastpar ZeRO-2, int8 both |  |  | 60 | 12 |",
     ]
-    assert len(time_table([], []).splitlines()) == 2
+    assert time_table([], []).startswith("No curves")
 
 
 def test_they_are_written_between_markers(tmp_path):
