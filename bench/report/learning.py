@@ -209,11 +209,11 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Line]], str]]] = {
 }
 
 
-def table(name: str, results: Path, steps: Sequence[Row] = ()) -> str:
+def table(name: str, results: Path, steps: Callable[[], Sequence[Row]]) -> str:
     """The table, and the machine and commit of its newest row; steps: rows of benches."""
     folder, make = TABLES[name]
     text = (results / folder / "rows.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
     about = max((row["machine"] for row in rows), key=lambda machine: machine["date"])
-    text = time_table(rows, steps) if name == "time" else make(rows)
+    text = time_table(rows, steps()) if name == "time" else make(rows)
     return f"{text}\n\n{machine_line(about)}.\n"

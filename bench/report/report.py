@@ -101,8 +101,7 @@ def render(name: str, folder: Path) -> str:
     if kind == "published":
         return published.table() + "\n"
     if kind in learning.TABLES:
-        steps = newest(device, folder)[1] if kind == "time" else ()
-        return learning.table(kind, folder, steps)
+        return learning.table(kind, folder, lambda: newest(device, folder)[1])
     if kind == "errors":
         about, errors = newest(device, folder / "errors", ErrorRow)
         text = errors_table(errors)
