@@ -240,9 +240,10 @@ class Meeting:
 
         self_silent = self.silent_s
         self.store.set(key, f"{self._me} -")
-        thread = threading.Thread(
-            target=run, args=(self.store, self._me), daemon=True, name="fastpar outer beat"
-        )
+        # A connection of its own: while a group is made, another rank's address is waited for in
+        # the store, and a connection serves one at a time.
+        args = self.store.clone(), self._me
+        thread = threading.Thread(target=run, args=args, daemon=True, name="fastpar outer beat")
         thread.start()
 
         def end() -> None:

@@ -1,11 +1,18 @@
 """meeting.py: replicas that go, come back as copies, are too late, or are alone."""
 
+from datetime import timedelta
+from threading import Thread
+from time import sleep
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 from test_engine import SMALL, Net
 from test_outer import adamw, train, weights
 
 from fastpar import Mesh, Outer, parallelize
+from fastpar.outer.meeting import Meeting
 from fastpar.testing import run_ranks
 
 STEPS = 12
@@ -126,3 +133,30 @@ def test_one_that_is_behind_becomes_a_copy():
     first, second = run_ranks(rank, 2, timeout_s=30)
     assert first[0] == second[0] == 12
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+def test_a_replica_that_waits_for_a_group_lives():
+    """In the store, for the address of a rank that does not come."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def meeting(number):
+        mine = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        about = {"replica": number, "replicas": 2, "rank": 0, "world_size": 1, "timeout_s": 20.0}
+        return Meeting(SimpleNamespace(store=mine, **about), silent_s=1.0), mine
+
+    (waits, its), (sees, _) = meeting(0), meeting(1)
+    waits._beat()
+    waiting = Thread(target=wait_in_vain, args=(its, 3.0))
+    waiting.start()
+    seen = []
+    while waiting.is_alive():
+        seen.append(sees._lives(0))
+        sleep(0.1)
+    waits.leave()
+    assert len(seen) > 5
+    assert all(seen)
+
+
+def wait_in_vain(store, seconds):
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["never"], timedelta(seconds=seconds))
