@@ -237,7 +237,11 @@ def planned(ranks: int) -> str:
     template = Setup(world_size=ranks)
     rates = DatasheetRates(cluster, template)
     workload = Workload(PRESETS["gpt2-xl"], batch)
-    limits = {"limit_bytes": 70e9, "per_node": cluster.per_node, "checkpointing": ("none",)}
+    limits: dict[str, Any] = {
+        "limit_bytes": 70e9,
+        "per_node": cluster.per_node,
+        "checkpointing": ("none",),
+    }
     return grids_text(search(workload, template, rates=rates, stages=1, **limits))
 
 
@@ -276,8 +280,8 @@ def table(found: dict[str, Any]) -> str:
         ]
         fastest = min(row["ms"] for row in real["rows"].values())
         for name, row in real["rows"].items():
-            times = f"{row['ms']:.0f} | {row['ms'] / fastest:.2f}"
-            lines.append(f"| {name} | {times} | {row['sent'] / 1e6:.1f} |")
+            ms = f"{row['ms']:.0f} | {row['ms'] / fastest:.2f}"
+            lines.append(f"| {name} | {ms} | {row['sent'] / 1e6:.1f} |")
     lines += ["", "Published by the authors of ColossalAI's layers:", ""]
     lines += [f"- {text}" for text in PUBLISHED]
     lines += [
