@@ -79,7 +79,7 @@ def _activations(workload: Workload, setup: Setup) -> float:
     shared = tp if setup.sequence_parallel else 1
     choices = 8 * k
     if setup.activation_checkpointing == "full":
-        more = choices
+        more = float(choices)
     elif setup.activation_checkpointing == "selective":
         received = 2 * (setup.ep > 1)
         rows = k * ((1 + received) * width + hidden) - 4 * width / tp
