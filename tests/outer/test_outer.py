@@ -301,9 +301,10 @@ def test_two_on_the_same_replicas():
 
     def rank():
         mesh = Mesh(replicas=2)
-        run(mesh, 1, every=1)
+        _, first = run(mesh, 1, every=1)
         with pytest.raises(ValueError, match=r"one at a time that meets .* got a second"):
             run(mesh, 1, every=1)
+        assert first is not None  # alive until here
 
     run_ranks(rank, 2, timeout_s=30)
 
