@@ -87,12 +87,13 @@ LAYOUTS: tuple[Layout, ...] = (
     (4, {"zero_stage": 3, "node_size": 2, "secondary_shards": True}),
     *((2, {**ALONE, "zero_stage": stage}) for stage in (0, 2)),
 )
-_INT8, _FED_BACK = {"wire_gradients": "int8"}, ("int4", "powersgd")
+_INT8, _FED_BACK = {"wire_gradients": "int8"}, {"zero_stage": 1, "error_feedback": True}
 BY_DESIGN: tuple[Layout, ...] = (
     (4, {"wire_gradients": "bf16", "zero_stage": 2}),
     *((4, {**_INT8, "zero_stage": stage}) for stage in (0, 2)),
     (4, {**_INT8, "zero_stage": 3, "wire_weights": "int8"}),
-    *((4, {"wire_gradients": w, "zero_stage": 1, "error_feedback": True}) for w in _FED_BACK),
+    (4, {"wire_gradients": "int4", **_FED_BACK}),
+    (4, {"wire_gradients": "powersgd", **_FED_BACK, "error_buffer": True}),
     *((2, {"replicas": 2, "outer_every": every}) for every in (1, 5)),
 )
 ANOTHER_RUN = {"optimizer", "lr", *EXPERTS}  # settings that a run of one process has, too
@@ -401,7 +402,7 @@ def _draw(found: dict[str, Any], others: list[dict[str, Any]], path: Path) -> No
         text = f"{PUBLISHED['layouts'] if few else len(values)}"
         axes.text(1.04, at, text, va="center", fontsize=9, transform=axes.get_yaxis_transform())
     axes.set_xscale("log")
-    axes.set_xlim(smallest / 2, 1.0)
+    axes.set_xlim(smallest / 2, 3.0)
     ticks = [smallest, *(10.0**n for n in range(-7, 1))]
     axes.set_xticks(ticks, ["0", *(f"1e{n}" for n in range(-7, 0)), "1"], fontsize=9)
     axes.minorticks_off()
