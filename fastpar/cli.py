@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
 from fastpar.config.axes import ranks_of_batch, ranks_of_samples
-from fastpar.config.combinations import check_synchronous
+from fastpar.config.combinations import check_synchronous, for_axes
 from fastpar.config.config import TrainConfig, derive_batch, setting_name
 from fastpar.config.options import SampleSettings, TrainFlags, for_tyro
 from fastpar.config.settings import WRONG_PATH, option, parse_seconds, read_settings
@@ -262,9 +262,10 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     Raises:
         ValueError: a file or a setting that is not one; SystemExit from tyro on unknown flags.
     """
-    base, arguments, changes = _read_base(arguments)[:3]
+    base, arguments, changes, saved = _read_base(arguments)[:4]
     flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
-    config = TrainConfig(**vars(flags)).replace(changes)
+    parallel = for_axes(flags.parallel, saved)
+    config = TrainConfig(**{**vars(flags), "parallel": parallel}).replace(changes)
     nproc, ranks = config.system.nproc, os.environ.get("WORLD_SIZE", "1")
     by_torchrun = launch.is_rank() and not launch.launched_here()
     if by_torchrun and nproc not in (base.system.nproc, int(ranks)):

@@ -4,7 +4,8 @@ experts."""
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from collections.abc import Container
+from dataclasses import fields, replace
 from typing import Any
 
 from fastpar.config.axes import parse_grid, sizes_of_grid
@@ -16,13 +17,34 @@ from fastpar.config.options import (
     ParallelSettings,
     SystemSettings,
 )
-from fastpar.config.settings import parse_seconds
+from fastpar.config.settings import option, parse_seconds
+
+_OF_AXES = {"schedule": "pp", "chunks": "pp", "pp_split": "pp", "cp_method": "cp"}
 
 
 def check_axes(shape: ModelSettings, parallel: ParallelSettings, values: dict[str, Any]) -> None:
     """Refuse ranks of experts and grids that there cannot be, and what does not run beside them."""
     check_experts(shape, parallel, values)
     check_grid(parallel, values)
+
+
+def for_axes(parallel: ParallelSettings, inherited: Container[str]) -> ParallelSettings:
+    """The settings; refused are those that only say how ranks of an axis work which has one.
+
+    Args:
+        inherited: names that a run had, maybe on other ranks: they get their defaults instead.
+    """
+    for name, axis in _OF_AXES.items():
+        value, usual = getattr(parallel, name), getattr(ParallelSettings, name)
+        if getattr(parallel, axis) > 1 or value == usual:
+            continue
+        if name not in inherited:
+            raise ValueError(
+                f"train: expected {axis} > 1 with {name}={value}, got {axis}=1, where it does "
+                f"nothing; add --{axis} 2, or leave {option(name)} out"
+            )
+        parallel = replace(parallel, **{name: usual})
+    return parallel
 
 
 def check_grid(parallel: ParallelSettings, values: dict[str, Any]) -> None:

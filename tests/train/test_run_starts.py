@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -168,3 +169,27 @@ def test_unset_takes_the_default_of_what_a_run_or_a_file_has_set(here):  # noqa:
     assert (config.parallel.zero_stage, config.run.seed, config.optim.lr) == (0, 1, 0.5)
     config = parse_train(["--config", "a.toml", "--unset=seed", "--lr", "0.25"])
     assert (config.run.seed, config.optim.lr) == (1, 0.25)
+
+
+def test_settings_of_ranks_that_are_not_there(here, capsys):  # noqa: F811
+    """They do nothing: refused where they are asked for, dropped and said where a run had them."""
+    for flags in ("--schedule zb-v", "--chunks 2", "--pp-split 6"):
+        assert fastpar(f"{TRAIN} --out r {flags}") == 2
+        [name] = set(re.findall(r"schedule|chunks|pp-split", flags))
+        rule = f"expected pp > 1 with {name.replace('-', '_')}=.*, got pp=1, where it does nothing"
+        assert re.search(f"{rule}; add --pp 2, or leave --{name} out\n", capsys.readouterr().err)
+    assert fastpar(f"{TRAIN} --out r --cp-method keys") == 2
+    assert "add --cp 2, or leave --cp-method out\n" in capsys.readouterr().err
+
+    assert fastpar(f"{TRAIN} --out r") == 0
+    content = json.loads(Path("r/config.json").read_text())
+    content["settings"] |= {"pp": 2, "schedule": "gpipe", "cp": 2, "cp_method": "keys"}
+    Path("r/config.json").write_text(json.dumps(content))
+    capsys.readouterr()
+    alone = f"{TRAIN.replace('--max-steps 2', '--max-steps 3')} --out r --resume --pp 1 --cp 1"
+    assert fastpar(f"{alone} --schedule gpipe") == 2
+    assert "expected pp > 1 with schedule=gpipe" in capsys.readouterr().err
+    assert fastpar(alone) == 0
+    printed = capsys.readouterr().out
+    for change in ("schedule gpipe -> 1f1b", "cp_method keys -> heads", "pp 2 -> 1"):
+        assert f"changed  {change}\n" in printed
