@@ -167,9 +167,11 @@ class CompressedSums(Wire):
         return (((self.calls * 2 + part) * 0x100000 + bucket) * 0x100000 + rank) % 2**64
 
     def _slice(self, numel: int) -> int:
-        """Elements of a slice of an all_reduce: whole blocks."""
+        """Elements of a slice of an all_reduce: whole blocks. One at least: a row of messages
+        without bytes is not aligned.
+        """
         block = self.form.block or 1
-        return -(-(numel - self._exact) // (self.world_size * block)) * block
+        return max(1, -(-(numel - self._exact) // (self.world_size * block))) * block
 
     def _gathered_bytes(self, size: int) -> int:
         return self.form.nbytes(size) + 4 * self._exact
@@ -185,16 +187,15 @@ class CompressedSums(Wire):
     def _scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Rest:
         self.calls += 1
         ends = [(r * out.numel(), (r + 1) * out.numel()) for r in range(self.world_size)]
-        received = self._exchange(x, ends, self._seed(0), tag)
+        received = self._exchange(x, ends, self.form.nbytes(out.numel()), self._seed(0), tag)
         return functools.partial(self._add_up, received, x, ends, out, mean)
 
     def _exchange(
-        self, x: Tensor, ends: list[tuple[int, int]], seed: int, tag: int
+        self, x: Tensor, ends: list[tuple[int, int]], n_bytes: int, seed: int, tag: int
     ) -> tuple[Handle, Tensor]:
-        """Slices of x to their ranks, encoded; theirs on the way into [W - 1, bytes]."""
+        """Slices of x to their ranks, encoded; theirs on the way into [W - 1, n_bytes]."""
         me, error = self.rank, self.error
-        size = self.form.nbytes(ends[0][1] - ends[0][0])
-        rows = torch.empty(self.world_size - 1, size, dtype=torch.uint8, device=x.device)
+        rows = torch.empty(self.world_size - 1, n_bytes, dtype=torch.uint8, device=x.device)
         others = [pair for r, pair in enumerate(ends) if r != me]
         for row, (start, stop) in zip(rows, others):
             part = x[start:stop]
@@ -231,7 +232,7 @@ class CompressedSums(Wire):
         self.calls += 1
         n, size, second = x.numel() - self._exact, self._slice(x.numel()), self._seed(1)
         ends = [(min(r * size, n), min((r + 1) * size, n)) for r in range(self.world_size)]
-        under_way = self._exchange(x, ends, self._seed(0), tag)
+        under_way = self._exchange(x, ends, self.form.nbytes(size), self._seed(0), tag)
 
         def gather() -> Rest:
             start, stop = ends[self.rank]
