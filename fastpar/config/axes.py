@@ -15,16 +15,8 @@ from typing import Any
 
 from fastpar.config.options import ParallelSettings
 
-AXES = (
-    "pp",
-    "replicas",
-    "dp",
-    "cp",
-    "ep",
-    "depth",
-    "rows",
-    "tp",
-)  # mesh.py, [Note: order of the axes]
+# See mesh.py, [Note: order of the axes].
+AXES = ("pp", "replicas", "dp", "cp", "ep", "depth", "rows", "tp")
 DATA_AXES = ("replicas", "dp", "ep")  # whose ranks compute different sequences
 TP_AXES = ("rows", "tp")  # whose ranks split each layer
 
