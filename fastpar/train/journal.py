@@ -1,6 +1,7 @@
 """What a run tells while it goes: a row of metrics.jsonl and a word on the terminal, from rank 0.
 
 The other ranks have a journal too, which keeps silent, so that the loop is the same on every rank.
+Of several replicas the first one tells how it goes, the others only, by name, what is unusual.
 
 [Note: the two lines at the end] compare what a step took with what cost/prediction.py says. Memory
 is measured in one early step, of every rank, by step_memory.py, which slows that step and no other;
@@ -93,9 +94,12 @@ class Journal:
         if not self.mesh.is_main:
             return
         self._facts, self._flops_per_token = facts, model.flops_per_token()
-        self._progress = Progress(self.config.run.max_steps, step)
+        first = self.mesh.replica == 0
+        self._progress = Progress(self.config.run.max_steps, step, bar=None if first else False)
         self.folder = RunFolder(self.config, model=model, data=data, step=step, facts=facts)
-        for line in self.folder.header:
+        if not first:
+            self.folder.tell = lambda *text, **how: None
+        for line in self.folder.header if first else ():
             self.say(line)
 
     @property
@@ -114,7 +118,8 @@ class Journal:
 
     def say(self, text: str) -> None:
         """A line of its own on the terminal."""
-        self._progress.say(text)
+        number = self.mesh.replica
+        self._progress.say(f"replica {number}  {text}" if number else text)
 
     def rewind(self, step: int) -> None:
         """The run went back to a step: what was written of later ones goes."""
@@ -124,7 +129,8 @@ class Journal:
     def note(self, step: int, text: str, **row: Any) -> None:
         """Something happened after a step: a line, and a row of metrics.jsonl."""
         self._write({"step": step, **row, "time_s": self.seconds})
-        self.say(f"step {step}  {text}")
+        if self.mesh.replica == 0 or not {"val_loss", "save_mb"} & row.keys():
+            self.say(f"step {step}  {text}")
 
     def keep(self, **row: Any) -> None:
         """A row of metrics.jsonl about the run so far, under its last step."""
@@ -167,6 +173,8 @@ class Journal:
                 row["mfu"] = used
                 text += f", MFU {used:.0%}"
         self._write(row)
+        if self.mesh.replica:
+            return
         self._progress.update(done.step, text)
         if engine.shards.offload is not None and not self._told_host:
             self._told_host = True

@@ -242,6 +242,9 @@ def launch(
         start = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": str(restart)}
         alone = (replicas, max_restarts) if replicas > 1 else ()
         status, cause = _run_ranks(arguments, nproc, threads, start, timeout_s, *alone)
+        if cause and status != FAILED:
+            where = f"{_run_of(out, name)}/{cause}"
+            print(f"fastpar: the first replica is gone; the run is in {where}", file=sys.stderr)
         if status != FAILED:
             break
         after = "all ranks stopped"
@@ -251,11 +254,15 @@ def launch(
     return status
 
 
+def _run_of(out: str | None, name: str) -> Path | None:
+    return Path(out) if out is not None else find_run(RUNS, name)
+
+
 def _from_where(out: str | None, name: str) -> str:
     """Where a restart goes on; checked checksums may yet lead to an earlier checkpoint."""
     from fastpar.files.step_folders import list_checkpoints, step_of
 
-    run = Path(out) if out is not None else find_run(RUNS, name)
+    run = _run_of(out, name)
     found = list_checkpoints(run) if run is not None else []
     return f"from step {step_of(found[-1])}" if found else "from the start"
 
@@ -270,6 +277,8 @@ def _run_ranks(
     restarts: int = 0,
 ) -> tuple[int, str]:
     """One start of all ranks; its exit status, and if that is FAILED the cause.
+
+    If the first replica is left out and another ends, the cause is the folder of that one.
 
     restarts: of single replicas.
     """
@@ -313,7 +322,10 @@ def _run_ranks(
                 ranks.append(started(number, 0))
             with _forwarding_signals(ranks) as signals:
                 _watch(ranks, signals, timeout_s, start_again if replicas > 1 else None)
-                return _report(_that_ended(ranks), signals)
+                ended = _that_ended(ranks)
+                status, cause = _report(ended, signals)
+                number = ended[0].replica
+                return status, cause or (f"replica_{number}" if number else "")
         finally:
             for rank in ranks:
                 if rank.process.poll() is None:

@@ -45,6 +45,11 @@ def data_ranks(mesh: Mesh) -> tuple[int, int]:
     return mesh.dp_size * mesh.replicas, mesh.replica * mesh.dp_size + mesh.dp_rank
 
 
+def leads(mesh: Mesh) -> bool:
+    """Whether this rank tells on the terminal how the run goes."""
+    return mesh.is_main and mesh.replica == 0
+
+
 def in_own_folder(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     """The settings of this rank's replica; without --out it waits until the first has a folder."""
     if mesh.replica == 0:

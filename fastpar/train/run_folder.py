@@ -18,6 +18,7 @@ import re
 import shlex
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,8 @@ class RunFolder:
         path: of the folder.
         header: lines that say what runs where, every automatic choice among them.
         log: writes metrics.jsonl.
-        notes: lines that finish() prints with its own.
+        notes: lines that finish() tells with its own.
+        tell: print, or what prints nothing.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class RunFolder:
             settings=config.settings(),
         )
         self.notes: tuple[str, ...] = ()
+        self.tell: Callable[..., None] = print
         shape, rows = model.config, config.text.batch_size
         tp, cp, pp = (facts[axis] for axis in ("tp", "cp", "pp"))
         ep = facts.get("ep", 1)
@@ -203,23 +206,23 @@ class RunFolder:
         Args:
             stopped_by: a signal, TIME_IS_UP or 0.
         """
-        data, config = self.data, self.config
+        data, config, tell = self.data, self.config, self.tell
         self.log.close()
         picture = self.path / "loss.png"
         plot_loss(read_metrics(self.path / "metrics.jsonl"), picture, title=self.path.name)
         go_on = f"go on: fastpar train --resume --out {self.path}"
         if stopped_by > 0:
             name = signal.Signals(stopped_by).name
-            print("".join(f"{line}\n" for line in self.notes), end="")
-            print(f"stopped by {name} after step {step}, saved in {self.path}\n{go_on}", flush=True)
+            tell("".join(f"{line}\n" for line in self.notes), end="")
+            tell(f"stopped by {name} after step {step}, saved in {self.path}\n{go_on}", flush=True)
             return
         with (self.path / "samples.txt").open("a", encoding="utf-8") as file:
             file.write(f"== step {step}\n")
-            print(RULE)
+            tell(RULE)
             for piece in sample(model, data.tokenizer, config.sample, seed=config.run.seed):
-                print(piece, end="", flush=True)
+                tell(piece, end="", flush=True)
                 file.write(piece)
-            print(RULE)
+            tell(RULE)
         lines = [*self.notes, f"{step} steps, {duration(seconds)}; see {picture}"]
         if val_loss is not None:
             lines[-1] = f"validation loss {val_loss:.4f} after {lines[-1]}"
@@ -239,7 +242,7 @@ class RunFolder:
             f"next: fastpar sample {shlex.quote(str(self.path))}"
             + (f" --prompt {shlex.quote(prompt)}" if prompt else "")
         )
-        print("\n".join(lines), flush=True)
+        tell("\n".join(lines), flush=True)
 
     def _write_config(self, model: GPT, step: int, facts: dict[str, Any]) -> list[str]:
         """Writes config.json; what of an earlier one it changes, a setting an entry."""

@@ -148,7 +148,7 @@ class Trainer:
             check_ranks, config=config, dtype=dtype, device=mesh.device, ranks=mesh.world_size
         )
         model, self.block_size, self.data = load_model_and_data(
-            config, state, progress=mesh.is_main, check=check
+            config, state, progress=replicas.leads(mesh), check=check
         )
         self.ways, self.place = replicas.data_ranks(mesh)
         batch = derive_batch(
@@ -224,7 +224,7 @@ class Trainer:
         self._open_saves()
         replicas.meet(self)
         with (
-            catching_stop(loud=self.mesh.is_main) as self.stop_signals,
+            catching_stop(loud=replicas.leads(self.mesh)) as self.stop_signals,
             catching_save() as self.saves.signals,
         ):
             try:

@@ -54,18 +54,20 @@ def wait_for(launcher, out, step, seconds=120):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_a_killed_replica_leaves_the_run_going(here, start, restarts):
+@pytest.mark.parametrize(("restarts", "victim"), [(0, 0), (2, 1)])
+def test_a_killed_replica_leaves_the_run_going(here, start, restarts, victim):
     launcher = start(*command("r", *SHORT, f"--max-restarts={restarts}"))
     wait_for(launcher, "r", 60)
-    assert kill(launcher, 1)
+    assert kill(launcher, victim)
     status, _, err = finish(launcher)
     assert status == 0, err
     after = "starts again, of 2 times" if restarts else "is left out"
-    assert re.search(rf"fastpar: rank 1 \(pid \d+\) died of SIGKILL.*; replica 1 {after}", err)
-    assert steps_of("r") == 500
+    cause = rf"fastpar: rank {victim} \(pid \d+\) died of SIGKILL.*"
+    assert re.search(f"{cause}; replica {victim} {after}", err)
+    assert ("the first replica is gone; the run is in r/replica_1\n" in err) == (victim == 0)
+    assert steps_of("r/replica_1") == 500
     if restarts:
-        assert steps_of("r/replica_1") == 500
+        assert steps_of("r") == 500
         assert joined("r/replica_1")
 
 

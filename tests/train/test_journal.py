@@ -126,6 +126,30 @@ def test_only_rank_0_writes(tmp_path, capsys):
     assert capsys.readouterr().out.count("heard once") == 1
 
 
+def test_other_replicas_tell_only_what_is_unusual(tmp_path, capsys):
+    def of_replica():
+        mesh = Mesh(replicas=2, device="cpu")
+        out = f"r{mesh.replica}"
+        journal, engine = journal_of(tmp_path / out, mesh)
+        journal.write_step(step_of(1), loss=1.0, norm=1.0, engine=engine)
+        for name in ("val_loss", "save_mb", "save_error"):
+            journal.note(1, f"{name} of {out}", **{name: 1})
+        journal.close()
+        return len(read_metrics(tmp_path / out / "metrics.jsonl"))
+
+    assert run_ranks(of_replica, 2) == [4, 4]
+    lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if "step " in line or "r1" in line]
+    assert [line for line in told if line.startswith("replica 1")] == [
+        "replica 1  step 1  save_error of r1"
+    ]
+    assert sum("r1" in line for line in told) == 1
+    assert [line for line in told if "r1" not in line and "_" in line] == [
+        f"step 1  {name} of r0" for name in ("val_loss", "save_mb", "save_error")
+    ]
+    assert sum("step 1/9" in line for line in told) == 1
+
+
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["cpu", "cuda"]
 )

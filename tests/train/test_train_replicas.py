@@ -1,5 +1,8 @@
 """--replicas, --outer-every: runs of replicas, their samples and folders, other numbers of them."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from train_runs import TINY, bits, curve, forget_after
@@ -39,6 +42,17 @@ def test_one_replica_with_the_mean_alone(here):
     assert curve("mean") == curve("alone")
     run("snoo", **EVERY)
     assert curve("snoo") != curve("alone")
+
+
+def test_one_replica_tells_how_it_goes(here, capsys):
+    run("r", 4, replicas=2, zero_stage=2, **EVERY)
+    printed = capsys.readouterr()
+    for words in ("validation loss", "saved: "):
+        steps = re.findall(rf"^step (\d+)  {words}", printed.out, re.MULTILINE)
+        assert len(steps) == len(set(steps)) > 1
+    assert "replica_1" not in printed.out + printed.err
+    assert printed.out.count("next: fastpar sample r") == 1
+    assert "== step 6" in Path("r/replica_1/samples.txt").read_text()
 
 
 @pytest.mark.parametrize(
