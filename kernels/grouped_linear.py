@@ -17,7 +17,6 @@ a proof on first use found it right and faster and S is 1, without the host know
 Saved for backward: x, weight, counts.
 """
 
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,6 @@ from fastpar.kernels.linear import add_matmul_, matmul
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 
 _DEVICES = ("CPU", "CUDA")
-Apart = Callable[[Tensor], None]
 
 
 def use_grouped(x: Tensor, weight: Tensor, counts: Tensor) -> bool:
