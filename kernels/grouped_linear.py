@@ -17,7 +17,6 @@ a proof on first use found it right and faster and S is 1, without the host know
 Saved for backward: x, weight, counts.
 """
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
