@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -146,7 +147,7 @@ class Outer:
         self._count = new_step()  # an entry of the state of each parameter
         self._met = self._started = False
         self.waited_s = 0.0
-        mesh = None if self.engine is None else self.engine.mesh
+        self._mesh = mesh = None if self.engine is None else self.engine.mesh
         self._meeting = None if mesh is None else Meeting(mesh, silent_s)
         self._settings = f"{every} {lr} {momentum} {fragments} {delay} {wire}"
         self._fragments = self._cut(params, fragments)
@@ -176,6 +177,7 @@ class Outer:
         """
         self._met = True
         self._start()
+        self._drop_errors_of_others()
         meeting = self._meeting
         numel = [f.weight.numel() for f in self._fragments]
         settings = f"{self._settings} {zlib.crc32(json.dumps(numel).encode())}"
@@ -185,6 +187,21 @@ class Outer:
         self._take_turn()
         write_pieces(self.optimizer, {p: self._piece(p).clone() for p in self._params()})
         return told
+
+    def _drop_errors_of_others(self) -> None:
+        """What a checkpoint's differences had lost, if other replicas, or a format, go on."""
+        mesh, held = self._mesh, {int(f.held) for f in self._fragments} - {0}
+        now = 0 if self.wire is None else 1 if mesh is None else mesh.replicas
+        if not held - {now}:
+            return
+        for fragment in self._fragments:
+            fragment.held.zero_()
+        if mesh is None or (mesh.is_main and mesh.replica == 0):
+            warnings.warn(
+                f"Outer: what differences of {max(held)} replicas had lost on the wire is dropped: "
+                + (f"{now} go on" if now else "weights are sent, which lose nothing"),
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """This replica has come to its end."""

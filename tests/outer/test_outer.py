@@ -1,5 +1,6 @@
 """outer.py: what replicas that train apart have in common with runs that do not."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -236,6 +237,34 @@ def test_a_checkpoint_has_what_is_under_way(turns, stage, stop, tmp_path):
     run_ranks(resumed, 4, *args, stop, True, timeout_s=60)
     again = run_ranks(resumed, 4, *args, stop, False, timeout_s=60)
     assert all(map(same, again, whole))
+
+
+@pytest.mark.parametrize(
+    ("after", "wire", "why"),
+    [(2, "int4", None), (4, "int4", "4 go on"), (1, "int4", "1 go on"), (2, "fp32", "weights are")],
+)
+def test_errors_of_other_replicas_are_dropped_aloud(after, wire, why, tmp_path):
+    def rank(replicas, wire, steps, load):
+        mesh = Mesh(replicas=replicas)
+        model = parallelize(Net(), mesh, **SMALL)
+        opt = adamw(model)
+        Outer(opt, every=2, wire=wire)
+        path = tmp_path / "0"
+        if load:
+            load_checkpoint(path / "latest", model=model, optimizer=opt)
+        train(model, opt, steps, data=lambda i: 2 * i + mesh.replica)
+        if mesh.replica == 0:
+            save_checkpoint(path, step=steps, model=model, optimizer=opt)
+
+    run_ranks(rank, 2, 2, "int4", 3, False, timeout_s=60)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run_ranks(rank, after, after, wire, 4, True, timeout_s=60)
+        run_ranks(rank, after, after, wire, 5, True, timeout_s=60)  # of its own errors
+    found = [str(w.message) for w in told if "Outer" in str(w.message)]
+    start = "Outer: what differences of 2 replicas had lost on the wire is dropped: "
+    assert len(found) == (why is not None), found
+    assert all(text.startswith(start + why) for text in found)
 
 
 @sweep("form", ["bf16", "int8", "int4", "fp8"])
