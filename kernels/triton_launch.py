@@ -119,13 +119,20 @@ def _properties(device: torch.device) -> tuple[int, int]:
     return about.major * 10 + about.minor, about.multi_processor_count
 
 
+def _without_index(device: torch.device) -> tuple[int, int]:
+    """Of the current GPU for torch.device("cuda"), else of the interpreter."""
+    if device.type != "cuda":
+        return INTERPRETED_ARCH, _INTERPRETED_SMS
+    return _properties(torch.device("cuda", torch.cuda.current_device()))
+
+
 def gpu_arch(device: torch.device) -> int:
     """Compute capability, 80 for sm_80; the one being recorded; the interpreter's."""
     recorder = _local.recorder
     if recorder is not None:
         return recorder.arch
-    # The CPU has no index. The name of a device's type takes five times as long to ask for.
-    return INTERPRETED_ARCH if device.index is None else _properties(device)[0]
+    # A GPU tensor's device has an index. To ask for a device's type takes five times as long.
+    return (_without_index if device.index is None else _properties)(device)[0]
 
 
 def sm_count(device: torch.device) -> int:
@@ -133,7 +140,7 @@ def sm_count(device: torch.device) -> int:
     recorder = _local.recorder
     if recorder is not None:
         return recorder.sms
-    return _INTERPRETED_SMS if device.index is None else _properties(device)[1]
+    return (_without_index if device.index is None else _properties)(device)[1]
 
 
 def device_key(key: Tensor, device: torch.device) -> Tensor:

@@ -431,6 +431,18 @@ def test_the_recorded_gpu_is_the_one_asked_for():
     assert (triton_launch.gpu_arch(device), triton_launch.sm_count(device)) == outside
 
 
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+    known = {0: (80, 108), 1: (90, 132)}
+    now = lambda: (triton_launch.gpu_arch(gpu), triton_launch.sm_count(gpu))  # noqa: E731
+    monkeypatch.setattr(triton_launch, "_properties", lambda device: known[device.index])
+    gpu = torch.device("cuda")
+    for current, expected in known.items():
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        assert now() == expected
+    gpu = torch.device("cuda", 0)
+    assert now() == known[0]
+
+
 def test_recording_ends_with_an_error_inside():
     with record(80) as outer:
         with pytest.raises(ZeroDivisionError), record(90):
