@@ -1,13 +1,15 @@
 """`fastpar` as a rank that kills itself: argument 1 is JSON, a kill for each start of the ranks.
 
 [rank, "op", n]: before the n-th file operation of its saves; [rank, "step", n]: before its n-th
-step. Beside the run's folder, log.txt gets a line for each save that rank 0 begins and each kill.
+step; none at a start after the time in LAST_KILL. Beside the run's folder, log.txt gets a line for
+each save that rank 0 begins and each kill.
 """
 
 import json
 import os
 import signal
 import sys
+import time
 
 from fault_points import Countdown, watching
 
@@ -47,7 +49,8 @@ def told_step(step):
 
 
 fastpar.checkpoint.saver.Saver.save = told_save
-victim, kind, n = kills[attempt] if attempt < len(kills) else (-1, "", 0)
+late = time.time() > float(os.environ.get("LAST_KILL", "inf"))
+victim, kind, n = kills[attempt] if attempt < len(kills) and not late else (-1, "", 0)
 if victim != rank:
     kind = ""
 fastpar.train.trainer.in_step = told_step
