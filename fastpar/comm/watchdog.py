@@ -41,7 +41,7 @@ _BEAT_S = 1.0
 _STALE_BEATS = 3
 _LINGER_S = 2.0  # others say it too before a launcher sees that this rank ended
 _STORE_S = 3.0
-_DEEPEST = 24  # frames of a stack that are told
+_DEEPEST = 40  # frames of a stack that are told: 26 from the loop to a wait in a split layer
 _RECENT = 64  # collectives of a stream that are looked at
 
 
