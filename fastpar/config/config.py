@@ -148,14 +148,14 @@ class TrainConfig(TrainFlags):
 
                 near = difflib.get_close_matches(name, known, n=1)
                 raise ValueError(
-                    f"train: expected a setting of `fastpar train --help` in {source}, got "
+                    f"train: expected a setting of `fastpar train --help-all` in {source}, got "
                     f"key={key}; {f'did you mean {near[0]}?' if near else 'remove it'}"
                 )
             group, hint = known[name]
             if not fits(value, hint):
                 raise ValueError(
                     f"train: expected {describe(hint)} for {name} in {source}, got "
-                    f"{name}={value!r}; see `fastpar train --help`"
+                    f"{name}={value!r}; see `fastpar train --help-all`"
                 )
             groups[group][name] = tuple(value) if isinstance(value, list) else value
         return TrainConfig(

@@ -1,6 +1,6 @@
 """The settings of a run by group: names, types, defaults, and under each field its help.
 
-Each class is a group of `fastpar train --help`. The defaults are a run of minutes on two CPU
+Each class is a group of `fastpar train --help-all`. The defaults are a run of minutes on two CPU
 cores; `make train` adds a recipe of its own. What the values must be is in config.py.
 """
 
@@ -327,3 +327,14 @@ class TrainFlags:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     faults: FaultSettings = field(default_factory=FaultSettings)
     sample: SampleSettings = field(default_factory=SampleSettings)
+
+
+# What `fastpar train --help` shows; --help-all shows every setting.
+USUAL = (
+    *("model", "n-layer", "n-head", "n-embd", "block-size", "dropout", "init-from"),
+    *("data", "tokenizer", "batch-size", "micro-batch-size"),
+    *("optimizer", "lr", "lr-schedule", "warmup-steps", "weight-decay"),
+    *("max-steps", "max-time", "out", "resume", "seed", "eval-every", "save-every"),
+    *("device", "dtype", "nproc", "compile", "deterministic", "max-restarts"),
+    *("tp", "pp", "zero", "activation-checkpointing", "prompt", "num-samples"),
+)

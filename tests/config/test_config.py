@@ -85,7 +85,7 @@ def test_settings_have_one_name_each_and_go_there_and_back():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_stepps": 1}, r"setting of `fastpar train --help` in f.toml, got key=max_stepps; "
+        ({"max_stepps": 1}, r"setting of `fastpar train --help-all` in f.toml, got key=max_stepps; "
          r"did you mean max_steps\?"),
         ({"zzz": 1}, r"got key=zzz; remove it"),
         ({"optim": {"lr": 1.0}}, r"expected a setting .* got key=optim"),

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from fastpar import cli
 from fastpar._version import __version__
 from fastpar.cli import main, parse_train
 from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.config.options import USUAL
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
 
@@ -49,7 +51,7 @@ def test_help_fits_a_reader(capsys, monkeypatch):
     assert main([]) == 0
     assert main(["--help"]) == 0
     with pytest.raises(SystemExit, match="0"):
-        main(["train", "--help"])
+        main(["train", "--help-all"])
     out = capsys.readouterr().out
     assert out.count("usage: fastpar COMMAND") == 2
     assert "--config FILE.toml" in out
@@ -62,6 +64,20 @@ def test_help_fits_a_reader(capsys, monkeypatch):
         flag = "--" + name.replace("_", "-")
         line = next(n for n, row in enumerate(text) if f" {flag} " in row or f" {flag}," in row)
         assert any(c.islower() for c in text[line].split(flag, 1)[1] + text[line + 1]), flag
+
+
+def test_the_short_help_has_what_most_runs_need(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    flags = re.findall(r"^ +--([\w-]+)", text, re.MULTILINE)
+    assert flags == sorted(set(flags), key=flags.index)
+    assert set(flags) == set(USUAL)
+    assert len(text.splitlines()) < 90
+    for words in ("of a cosine", "outer optimizer", "Experts"):  # texts of others
+        assert words not in text
+    for words in ("ckpt.pt); no --model.", "3: and weights", "--config FILE.toml", "--help-all"):
+        assert words in text.replace("\n" + 26 * " ", " ")
 
 
 def test_version(capsys):
@@ -131,7 +147,7 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
             "train: expected an --out without a run, got out=. with config.json;",
         ),
         ("train --config none.toml", "read_settings: expected a file of settings, got path=none.t"),
-        ("train --config bad.toml", "train: expected a setting of `fastpar train --help` in bad.t"),
+        ("train --config bad.toml", "train: expected a setting of `fastpar train --help-all` in b"),
         ("train --data none.txt", "load_data: expected an existing path, got source=none.txt; gi"),
         (
             "sample --out a",

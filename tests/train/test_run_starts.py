@@ -149,7 +149,11 @@ def saved(**settings):
             "--shard-size 2",
             "; add --zero, or leave --shard-size out\n",
         ),
-        ({}, "--unset xyzzy", "of `fastpar train --help` in --unset, got key=xyzzy; remove it\n"),
+        (
+            {},
+            "--unset xyzzy",
+            "train --help-all` in --unset, got key=xyzzy; remove it\n",
+        ),
     ],
 )
 def test_advice_names_only_what_was_given(here, capsys, settings, flags, words):  # noqa: F811
