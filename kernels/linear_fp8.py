@@ -133,6 +133,8 @@ class DelayedScales:
     Args:
         layers: how many linear layers there are, counted from 0, also where a rank has some.
     Attributes:
+        gathered: [2] of layers whose weights are gathered as codes, of this rank's part of one
+            before it was rounded: see round_part().
         averaged: ranks whose gradients are averaged: what dy is times that of one process.
         overflows: fp64 [layers, 3], how many values of x, weight, dy overflowed in the last step.
     """
@@ -141,6 +143,7 @@ class DelayedScales:
         self.history = torch.zeros(HISTORY, layers, 3)
         self.overflows = torch.zeros(layers, 3, dtype=torch.float64)
         self.steps, self.averaged = 0, 1
+        self.gathered: dict[int, Tensor] = {}
         self._noted: Tensor | None = None  # [2, layers, 3]: largest values, overflows
         self._scales: Tensor | None = None
 
@@ -156,8 +159,21 @@ class DelayedScales:
             self._scales = torch.stack([torch.where(p > 2.0**-126, p, 1.0) for p in parts], 1)
         return self._scales[layer, which]
 
+    def round_part(self, part: Tensor, layer: int, ranks: int) -> Tensor:
+        """Codes of this rank's part [S] of a weight, which are those that products make of it.
+
+        What was rounded tells nothing of the values before: parts do. ranks: that have one each, of
+        which every one counts what overflows in a whole weight once for each backward.
+        """
+        codes, found = round_all(part, _FORMATS[WEIGHT], self.scale(layer, WEIGHT, part.device))
+        found[1] *= ranks
+        self.gathered[layer] = found
+        return codes.codes
+
     def note(self, layer: int, which: int, found: Tensor) -> None:
         """Add a backward's [2] of a tensor: round_all()."""
+        if which == WEIGHT:
+            found = self.gathered.get(layer, found)
         if self._noted is None or self._noted.device != found.device:
             self._noted = found.new_zeros(2, *self.overflows.shape)
         top = self._noted[0, layer, which]
@@ -169,6 +185,8 @@ class DelayedScales:
         noted, self._noted = self._noted, None
         if noted is None:
             noted = torch.zeros(2, *self.overflows.shape, dtype=torch.float64, device=device)
+        for layer, found in self.gathered.items():  # a rank without a backward has a part, too
+            noted[0, layer, WEIGHT] = torch.maximum(noted[0, layer, WEIGHT], found[0])
         return noted.flatten()
 
     def give(self, total: Tensor, rows: Tensor) -> None:
@@ -178,6 +196,7 @@ class DelayedScales:
         self.history = torch.cat((tops[None].float(), self.history.to(tops.device)[:-1]))
         self.overflows = total.view(2, *self.overflows.shape)[1]
         self.steps, self._scales = self.steps + 1, None
+        self.gathered.clear()
 
     def forget(self) -> None:
         """The gradients of this step were zeroed."""

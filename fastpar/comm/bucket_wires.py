@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.low_rank import LowRankSums, Matrix, Messages
 from fastpar.comm.wire_formats import FORMATS
-from fastpar.comm.wires import CompressedGathers, CompressedSums, NodeSums, Worker
+from fastpar.comm.wires import CodeGathers, CompressedGathers, CompressedSums, NodeSums, Worker
+from fastpar.kernels.linear_fp8 import Fp8
+from fastpar.sharding.layout import Bucket, Slot
 
 LOW_RANK = "powersgd"
+
+
+def rounded_weights(model: nn.Module) -> dict[nn.Parameter, Fp8]:
+    """Weights that products of 8 bits round with delayed scales, and how."""
+    layers = [m for m in model.modules() if isinstance(getattr(m, "fp8", None), Fp8)]
+    found: dict[Any, Any] = {m.weight: m.fp8 for m in layers}
+    return {p: how for p, how in found.items() if how.scales is not None}
 
 
 class Unsent:
@@ -83,12 +93,20 @@ class Wires:
         gradients: one of OF_GRADIENTS, or LOW_RANK; weights: of OF_WEIGHTS, None: as they are.
         feedback: errors of gradients are kept. low_rank: r of LOW_RANK.
         rank: for the random bits: among all that have the same parameters.
+        codes: how products round the parameters that are gathered as their codes, by number.
     """
 
     def __init__(
-        self, gradients: str, weights: str | None, feedback: object, low_rank: int, rank: int
+        self,
+        gradients: str,
+        weights: str | None,
+        feedback: object,
+        low_rank: int,
+        rank: int,
+        codes: Mapping[int, Fp8],
     ) -> None:
-        self._gradients, self._weights = FORMATS.get(gradients), FORMATS.get(weights or "")
+        self._gradients, self.codes = FORMATS.get(gradients), codes
+        self._weights = None if codes else FORMATS.get(weights or "")
         self._feedback, self._rank = bool(feedback), rank
         self._low_rank = low_rank if gradients == LOW_RANK else 0
         self._workers: dict[int, Worker] = {}
@@ -137,9 +155,17 @@ class Wires:
             key=(index, self._rank),
         )
 
-    def gathers(self, inner: Collectives | None, dtype: torch.dtype) -> Collectives | None:
-        """For the weights of a bucket of that dtype."""
+    def gathers(
+        self, inner: Collectives | None, spec: Bucket, slots: Sequence[Slot]
+    ) -> Collectives | None:
+        """For the weights of a bucket; slots: of its parameters."""
         form = self._weights
-        if inner is None or form is None or inner.world_size == 1 or form.dtype == dtype:
+        if inner is None or inner.world_size == 1:
+            return inner
+        if spec.rounded:
+            how = [self.codes[slot.registered] for slot in slots]
+            places = [slice(slot.start, slot.stop) for slot in slots]
+            return CodeGathers(inner, self._worker(inner), places, how)
+        if form is None or form.dtype == spec.dtype:
             return inner
         return CompressedGathers(inner, form, self._worker(inner))

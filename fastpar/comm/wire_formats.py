@@ -95,4 +95,5 @@ FORMATS = {
         WireFormat("fp8", torch.float8_e4m3fn, 8, 256),
     )
 }
-OF_GRADIENTS, OF_WEIGHTS = ("fp32", *FORMATS), ("bf16", "int8")
+CODES = "fp8"  # of weights: the codes of 8-bit products; see wires.py
+OF_GRADIENTS, OF_WEIGHTS = ("fp32", *FORMATS), ("bf16", "int8", CODES)

@@ -8,6 +8,9 @@
     NodeSums         reduce_scatter in two levels: each node adds up what its ranks have of the
                      slices for one place in the nodes, encodes that once for each other node
 
+    CodeGathers      all_gather of weights that products round to 8 bits: of the codes that these
+                     would make, so that nothing changes; as they are before there are scales
+
 A rank's own slice is not sent, and enters the sum as it is. No sum is encoded twice on its way, as
 it would be in a ring. What is not finite makes its block nan, on every rank.
 
@@ -26,7 +29,7 @@ GPU both are enqueued on a stream of their own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -48,6 +51,9 @@ from fastpar.comm.handles import (
     through,
 )
 from fastpar.comm.wire_formats import WireFormat
+from fastpar.kernels import dequantize_blockwise
+from fastpar.kernels.linear_fp8 import WEIGHT, Fp8
+from fastpar.sharding.layout import ALIGN
 
 
 class Wire(Collectives):
@@ -360,5 +366,58 @@ class CompressedGathers(Wire):
             handle.wait()
             for row, part in zip(whole, out.view(self.world_size, -1)):
                 part.copy_(self.form.decode(row, x.numel(), x.dtype))
+
+        return rest
+
+
+class CodeGathers(Wire):
+    """Weights that linear(fp8=) rounds with delayed scales, which all ranks know.
+
+    Args:
+        places: of the weights in the bucket; how: of their layers, Fp8 of one DelayedScales.
+    Wire: per rank (W - 1) * a byte for each element of its slice.
+    """
+
+    rounds = True
+
+    def __init__(
+        self, inner: Collectives, worker: Worker, places: Sequence[slice], how: Sequence[Fp8]
+    ) -> None:
+        super().__init__(inner, "codes of 8-bit products")
+        assert how[0].scales is not None
+        self._scales, self._worker = how[0].scales, worker
+        self._weights = [(place, fp8.layer) for place, fp8 in zip(places, how)]
+
+    def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
+        plain = super().sent_bytes(op, n_bytes, numel)
+        return plain * numel // n_bytes if self._scales.steps else plain
+
+    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
+        call = functools.partial(self._gather, out.view(-1), x.view(-1), tag)
+        return self._worker.submit("all_gather", call, out, x)
+
+    def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
+        if not self._scales.steps:  # products do not round yet
+            return started(self.inner.all_gather(out, x, async_op=True, tag=tag)).wait
+        n = x.numel()
+        codes, first = torch.zeros(n, dtype=torch.float8_e4m3fn, device=x.device), self.rank * n
+        scales = torch.zeros(out.numel() // ALIGN, device=x.device)
+        for place, layer in self._weights:
+            scales[place.start // ALIGN : -(-place.stop // ALIGN)] = self._scales.scale(
+                layer, WEIGHT, x.device
+            )
+            mine = slice(*(min(max(end - first, 0), n) for end in (place.start, place.stop)))
+            codes[mine] = self._scales.round_part(x[mine], layer, self.world_size)
+        whole = torch.empty(self.world_size, n, dtype=torch.uint8, device=x.device)
+        own = codes.view(torch.uint8)
+        handle = started(self.inner.all_gather(whole.view(-1), own, async_op=True, tag=tag))
+        exact = torch.float32 if x.dtype == torch.float64 else x.dtype  # codes have 4 bits
+
+        def rest() -> None:
+            handle.wait()
+            of = scales.view(self.world_size, -1)
+            for row, scale, part in zip(whole, of, out.view(self.world_size, -1)):
+                numbers = row.view(torch.float8_e4m3fn)
+                part.copy_(dequantize_blockwise(numbers, scale, out_dtype=exact, block=ALIGN))
 
         return rest

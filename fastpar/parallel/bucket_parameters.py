@@ -77,7 +77,7 @@ class BucketGroups:
         how |= {"matrices": matrices, "nodes": self.nodes}
         return BucketGroups(
             wires.sums(self.reduce, index, numel=spec.numel, **how),
-            wires.gathers(self.gather, spec.dtype),
+            wires.gathers(self.gather, spec, slots),
             wires.sums(self.copies, index),
             node=self.node,
         )

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fastpar.comm.bucket_wires import LOW_RANK
-from fastpar.comm.wire_formats import OF_GRADIENTS, OF_WEIGHTS
+from fastpar.comm.bucket_wires import LOW_RANK, rounded_weights
+from fastpar.comm.wire_formats import CODES, OF_GRADIENTS, OF_WEIGHTS
 from fastpar.parallel.bucket import DTYPES
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import Engine, engine_of_parameter
@@ -138,8 +138,16 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) 
                 "out"
             )
         return transport
+    if weights == CODES and (stage < 3 or not rounded_weights(model)):
+        layers = "some" if rounded_weights(model) else "none"
+        raise ValueError(
+            "parallelize: expected zero_stage=3 and layers with fp8 scales of whole tensors with "
+            f"wire_weights='fp8', got zero_stage={stage} and {layers}; call use_fp8(model, "
+            "scaling='tensor') before, whose codes are sent, or use wire_weights='int8'"
+        )
+    changes = gradients != "fp32" or weights != CODES  # what products round anyway changes nothing
     for name, value in (("deterministic", False), ("offload", None), ("reduce_dtype", None)):
-        if options[name] != value:
+        if options[name] != value and (changes or name == "offload"):
             raise ValueError(
                 f"parallelize: expected {name}={value} with wire formats (wire_gradients="
                 f"{gradients!r}, wire_weights={weights!r}), got {name}={options[name]!r}; "
@@ -172,7 +180,7 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) 
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     kept = {options["grad_dtype"] or dtype for dtype in dtypes}
     in_place = {torch.float16} if feedback is True and stage == 1 else set()
-    for dtype in (kept | dtypes) & {torch.float64} | kept & in_place:
+    for dtype in (kept | dtypes) & {torch.float64} | kept & in_place if changes else ():
         raise ValueError(
             "parallelize: expected gradients in fp32 or bf16 with wire formats (fp16 without "
             f"error_feedback), got dtype={dtype}; pass grad_dtype=torch.float32 for fp16 parameters"

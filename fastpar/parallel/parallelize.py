@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpar.comm.bucket_wires import Wires
+from fastpar.comm.bucket_wires import Wires, rounded_weights
 from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transport import make_collectives
+from fastpar.comm.wire_formats import CODES
 from fastpar.config.axes import AXES, TP_AXES
 from fastpar.context.sequences import check_method, mesh_of_gradients
+from fastpar.kernels import Fp8
 from fastpar.parallel.bucket_parameters import BucketGroups, Fill, Materialize, allocate_meta
 from fastpar.parallel.checks import (
     check_arguments,
@@ -161,7 +163,8 @@ def parallelize(
         wire_gradients: "bf16", "int8", "int4" or "fp8": sent so, rounded at random without bias
             (bf16: to nearest), added up in fp32; see comm/README.md. "fp32": in reduce_dtype;
             "powersgd": matrices at stages 0 and 1 as two factors of wire_rank columns.
-        wire_weights: "bf16" or "int8": gathered so; all ranks compute with what is sent.
+        wire_weights: "bf16" or "int8": gathered so; all ranks compute with what is sent. "fp8": at
+            stage 3, weights of a use_fp8(scaling="tensor") model as its products' codes.
         error_feedback: True adds what a gradient lost to the next; "buffer" in memory of its own.
         node_size: neighbours among the ranks that share a copy, on one machine: wire_gradients are
             added up there first, and encoded once more for each of the other nodes.
@@ -247,6 +250,10 @@ def _make_shards(
     trained = [p for p in fill.named if p.requires_grad]
     stages, by_unit = fill.stages, stage.shards or settings.offload is not None
     chunk_of = None if stages is None else stages.chunk_of
+    codes: dict[int, Fp8] = {}
+    if settings.wire_weights == CODES:
+        found = rounded_weights(model)
+        codes = {i: found[p] for i, p in enumerate(trained) if p in found}
     layout = build_layout(
         [ParamSpec(fill.named[p], tuple(p.shape), p.dtype) for p in trained],
         n_shards=settings.n_shards,
@@ -258,11 +265,12 @@ def _make_shards(
         alone=[i for i, p in enumerate(trained) if stages and p in stages.tied],
         part_of=None if chunk_of is None else [chunk_of[p] for p in trained],
         experts=[i for i, p in enumerate(trained) if declared and declared.of_experts(p)],
+        rounded=codes,
         ep=travel.given.size("ep"),
         flags=not stage.shards,
     )
     buckets, how = [], (settings.wire_gradients, settings.wire_weights, settings.error_feedback)
-    wires = Wires(*how, settings.wire_rank, mesh.dp_rank)
+    wires = Wires(*how, settings.wire_rank, mesh.dp_rank, codes)
     for spec in layout.buckets:  # one after another: little extra memory
         params = [trained[layout.slots[i].registered] for i in spec.slots]
         bucket = travel.bucket(layout, spec, params, wires)

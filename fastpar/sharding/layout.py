@@ -70,6 +70,7 @@ class Bucket:
     unit: int  # -1 without units
     part: int = 0  # chunk of a pipeline's rank
     experts: bool = False  # of parameters that the ranks of ep share out
+    rounded: bool = False  # of weights that are gathered as the codes of 8-bit products
 
     @property
     def shard_numel(self) -> int:
@@ -78,6 +79,9 @@ class Bucket:
     def shard(self, rank: int) -> tuple[int, int]:
         """Elements [start, stop) that rank owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+
+_Home = tuple[int, int, bool, bool]  # what parameters of one bucket have in common: see Bucket
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ def build_layout(
     alone: Container[int] = (),
     part_of: Sequence[int] | None = None,
     experts: Container[int] = (),
+    rounded: Container[int] = (),
     ep: int = 1,
     flags: bool = True,
 ) -> Layout:
@@ -128,6 +133,7 @@ def build_layout(
         part_of: the part of the model that each belongs to; parts share no bucket.
         experts: parameters that ep ranks have shared out: in buckets of their own, of which each is
             shared by n_shards / ep ranks.
+        rounded: parameters that are gathered in another format: in buckets of their own.
         flags: whether `used` has room, see the top of the file.
     Raises:
         ValueError: n_shards below 1; a cap that is not above 0.
@@ -146,13 +152,13 @@ def build_layout(
             )
     units = [-1] * len(specs) if unit_of is None else unit_of
     parts = [0] * len(specs) if part_of is None else part_of
-    homes = list(zip(units, parts, (i in experts for i in range(len(specs)))))
-    closed: list[tuple[torch.dtype, tuple[int, int, bool], list[int]]] = []
+    homes = [(units[i], parts[i], i in experts, i in rounded) for i in range(len(specs))]
+    closed: list[tuple[torch.dtype, _Home, list[int]]] = []
     for dtype in dict.fromkeys(spec.dtype for spec in specs):
         itemsize = (grad_dtype or dtype).itemsize
         cap, before = first_bucket_bytes, (-1, 0, False)
-        groups: dict[tuple[int, int, bool], list[int]] = {}  # open, of each unit and part
-        sizes: dict[tuple[int, int, bool], int] = {}  # their bytes
+        groups: dict[_Home, list[int]] = {}  # open, of each unit and part
+        sizes: dict[_Home, int] = {}  # their bytes
         for i in reversed(range(len(specs))):
             if specs[i].dtype != dtype:
                 continue
@@ -161,14 +167,15 @@ def build_layout(
                 closed.append((dtype, home, [i]))
                 continue
             n_bytes = _round_up(specs[i].numel, ALIGN) * itemsize
-            ended = before != home and sizes.get(before, 0) >= first_bucket_bytes / 4
+            ended = [h for h in groups if h[:3] == before != home[:3]]
+            ended = [h for h in ended if sizes[h] >= first_bucket_bytes / 4]
             full = sizes.get(home, 0) >= cap / 4 and sizes[home] + n_bytes > cap * 9 / 8
-            for other in [before] * ended + [home] * full:
+            for other in ended + [home] * full:
                 closed.append((dtype, other, groups.pop(other)))
                 sizes[other], cap = 0, bucket_bytes
             groups.setdefault(home, []).append(i)
             sizes[home] = sizes.get(home, 0) + n_bytes
-            before = home
+            before = home[:3]
         closed.extend((dtype, home, group) for home, group in groups.items())
     closed.sort(key=lambda entry: -entry[2][-1])
 

@@ -1,0 +1,91 @@
+"""Weights that are gathered as the codes of 8-bit products: the run without, in fewer bytes."""
+
+import pytest
+import torch
+from cells import slow
+
+from fastpar import GPT, AdamW, Mesh, engine_of, parallelize
+from fastpar.config.config import GPTConfig
+from fastpar.models.fp8 import use_fp8
+from fastpar.testing import run_ranks
+
+CONFIG = GPTConfig(
+    n_layer=2, n_head=2, n_embd=64, block_size=8, vocab_size=40, dropout=0.0
+)
+STEPS = 4
+
+
+def make(layers, dtype):
+    model = GPT(CONFIG, seed=0).to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+        model.wte.weight[CONFIG.vocab_size :] = 0.0
+    use_fp8(model, layers, scaling="tensor", emulate=True)
+    return model
+
+
+def train(layers, dtype, options, idle, tp=1):
+    """Losses, weights, what scales are made of, overflows by step, bytes by step."""
+    model, mesh = make(layers, dtype), Mesh(tp=tp)
+    parallelize(model, mesh, zero_stage=3, bucket_mb=0.02, first_bucket_mb=0.005,
+                deterministic=True, grad_dtype=torch.promote_types(dtype, torch.float32), **options)  # fmt: skip
+    optimizer = AdamW(model.parameters(), lr=0.3, eps=1e-3, weight_decay=0.0,
+                      master_weights=dtype.itemsize < 4)  # fmt: skip
+    losses, over, sent = [], [], []
+    engine = engine_of(model)
+    for step in range(STEPS):
+        tokens = torch.randint(40, (24, 9), generator=torch.Generator().manual_seed(step))
+        for rows in tokens.chunk(1 if idle else 2):
+            rows = rows.chunk(mesh.dp_size)[mesh.dp_rank]
+            if idle and step == 2 and mesh.dp_rank == 1:
+                continue
+            if not idle:  # a validation between two
+                with torch.no_grad():
+                    model(rows[:, :-1].contiguous())
+            loss = model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+            (loss / 2).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        over.append(model.fp8_scales.overflows.clone())
+        sent.append((engine.report.wire_bytes, sum(engine.wire_bytes().values())))
+    whole = {n: p.clone() for n, p in model.state_dict().items()}
+    return losses, whole, model.fp8_scales.history, over, sent
+
+
+def same(found, plain):
+    for (losses, whole, history, over, _), (l0, w0, h0, o0, _) in zip(found, plain):
+        assert losses == l0
+        assert all(torch.equal(whole[n], w0[n]) for n in w0)
+        assert torch.equal(history, h0)
+        assert all(map(torch.equal, over, o0))
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "ranks", "options", "tp"),
+    [
+        ("all", torch.float32, 2, {}, 1),
+        ("mlp", torch.bfloat16, 3, {"prefetch": 2}, 1),
+        slow("all", torch.float16, 4, {"shard_size": 2}, 1),
+        slow("all", torch.float64, 4, {}, 2),
+        slow("mlp", torch.float32, 4, {"node_size": 2, "secondary_shards": True}, 1),
+    ],
+)
+def test_codes_on_the_wire_change_nothing(layers, dtype, ranks, options, tp):
+    plain, codes = (
+        run_ranks(train, ranks, layers, dtype, {**options, **more}, False, tp)
+        for more in ({}, {"wire_weights": "fp8"})
+    )
+    same(codes, plain)
+    assert sum(over[:, 1].sum() for over in plain[0][3]) > 0  # of weights, too
+
+
+def test_a_rank_without_a_batch_tells_of_its_part():
+    plain, codes = (
+        run_ranks(train, 2, "all", torch.float32, more, True)
+        for more in ({}, {"wire_weights": "fp8"})
+    )
+    for a, b in zip(codes, plain):
+        assert torch.equal(a[2], b[2])
+        assert all(torch.equal(a[1][n], b[1][n]) for n in b[1])
