@@ -165,7 +165,12 @@ class DelayedScales:
         What was rounded tells nothing of the values before: parts do. ranks: that have one each, of
         which every one counts what overflows in a whole weight once for each backward.
         """
-        codes, found = round_all(part, _FORMATS[WEIGHT], self.scale(layer, WEIGHT, part.device))
+        if not part.numel():
+            self.gathered[layer] = torch.zeros(2, dtype=torch.float64, device=part.device)
+            return part.to(_FORMATS[WEIGHT])
+        scale = self.scale(layer, WEIGHT, part.device)
+        assert scale is not None
+        codes, found = round_all(part, _FORMATS[WEIGHT], scale)
         found[1] *= ranks
         self.gathered[layer] = found
         return codes.codes

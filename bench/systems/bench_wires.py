@@ -13,6 +13,7 @@ LOSS_BOUND, and by WIDE_BOUND where gradients or weights are rounded on the way.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from fastpar.compare.contender import Contender
 from fastpar.compare.strategies import Settings
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
+from fastpar.models.fp8 import use_fp8
 
 TIME_LIMIT_S = {"cpu": 600, "cuda": 30}
 CONFIG, QUICK = (
@@ -60,6 +62,13 @@ OURS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "fastpar ZeRO-0, int8 fed back": (0, {"wire_gradients": "int8", "error_feedback": True}),
 }
+# Products in 8 bits, emulated here; weights of blocks are gathered in fp32, and as the codes.
+CODED: dict[str, tuple[int, dict[str, Any]]] = {
+    "fastpar ZeRO-3": (3, {}),
+    "fastpar ZeRO-3, fp8 products": (3, {"fp8": "all"}),
+    "fastpar ZeRO-3, fp8 products, their codes": (3, {"fp8": "all", "wire_weights": "fp8"}),
+}
+OURS |= CODED
 # torch refuses its bf16 hook on gloo. Its PowerSGD hook starts the second message of a bucket in a
 # callback: with several buckets ranks start them in different orders, and gloo mixes them up.
 DDP, FP16, BF16 = "DDP", "DDP, fp16 hook", "DDP, bf16 hook"
@@ -81,7 +90,8 @@ RARE |= LATE
 GROUPS = {
     "torch": (ALONE, DDP, FP16, BF16, LOW_RANK, *FSDP2),
     "DeepSpeed": (ALONE, DDP, FSDP2[0], *DEEPSPEED),
-    "fastpar": (ALONE, DDP, FSDP2[0], *OURS),
+    "fastpar": (ALONE, DDP, FSDP2[0], *(variant for variant in OURS if variant not in CODED)),
+    "fp8": (ALONE, DDP, FSDP2[0], *CODED),
     "low rank": (ALONE, DDP, LOW_RANK, THIN),
     "replicas": (ALONE, DDP, *(variant for variant in RARE if variant not in LATE)),
     "late replicas": (ALONE, DDP, *LATE),
@@ -114,6 +124,8 @@ class Trainer(overlap.Trainer):
         if self.variant in RARE:
             return replica(name, settings, model, RARE[name])
         extra = dict(self._options)
+        if layers := extra.pop("fp8", None):
+            model = functools.partial(in_8_bits, model, layers)
         given = {name: extra.pop(name) for name in ("bucket_mb", "deepspeed") if name in extra}
         settings = replace(settings, fastpar={**settings.fastpar, **extra}, **given)
         return super()._build(name, settings, model)
@@ -130,6 +142,13 @@ class Trainer(overlap.Trainer):
                 None, matrix_approximation_rank=4, start_powerSGD_iter=EXACT_STEPS
             )
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def in_8_bits(model: Any, layers: str) -> Any:
+    """The model whose layers multiply in 8 bits with delayed scales."""
+    made = model()
+    use_fp8(made, layers, scaling="tensor", emulate=True)
+    return made
 
 
 def replica(name: str, settings: Settings, model: Any, options: dict[str, Any]) -> Contender:

@@ -14,7 +14,6 @@ from fastpar.comm.low_rank import LowRankSums, Matrix, Messages
 from fastpar.comm.wire_formats import FORMATS
 from fastpar.comm.wires import CodeGathers, CompressedGathers, CompressedSums, NodeSums, Worker
 from fastpar.kernels.linear_fp8 import Fp8
-from fastpar.sharding.layout import Bucket, Slot
 
 LOW_RANK = "powersgd"
 
@@ -156,16 +155,17 @@ class Wires:
         )
 
     def gathers(
-        self, inner: Collectives | None, spec: Bucket, slots: Sequence[Slot]
+        self,
+        inner: Collectives | None,
+        dtype: torch.dtype,
+        codes: Sequence[tuple[slice, Fp8]] = (),
     ) -> Collectives | None:
-        """For the weights of a bucket; slots: of its parameters."""
+        """For the weights of a bucket of that dtype; codes: as in CodeGathers, of all of them."""
         form = self._weights
         if inner is None or inner.world_size == 1:
             return inner
-        if spec.rounded:
-            how = [self.codes[slot.registered] for slot in slots]
-            places = [slice(slot.start, slot.stop) for slot in slots]
-            return CodeGathers(inner, self._worker(inner), places, how)
-        if form is None or form.dtype == spec.dtype:
+        if codes:
+            return CodeGathers(inner, self._worker(inner), codes)
+        if form is None or form.dtype == dtype:
             return inner
         return CompressedGathers(inner, form, self._worker(inner))

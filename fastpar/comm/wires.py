@@ -53,7 +53,6 @@ from fastpar.comm.handles import (
 from fastpar.comm.wire_formats import WireFormat
 from fastpar.kernels import dequantize_blockwise
 from fastpar.kernels.linear_fp8 import WEIGHT, Fp8
-from fastpar.sharding.layout import ALIGN
 
 
 class Wire(Collectives):
@@ -370,23 +369,27 @@ class CompressedGathers(Wire):
         return rest
 
 
+_RUN = 256  # elements: weights begin at multiples of it
+
+
 class CodeGathers(Wire):
     """Weights that linear(fp8=) rounds with delayed scales, which all ranks know.
 
     Args:
-        places: of the weights in the bucket; how: of their layers, Fp8 of one DelayedScales.
+        codes: the weights' places in the bucket, and how products round them, with the same scales.
     Wire: per rank (W - 1) * a byte for each element of its slice.
     """
 
     rounds = True
 
     def __init__(
-        self, inner: Collectives, worker: Worker, places: Sequence[slice], how: Sequence[Fp8]
+        self, inner: Collectives, worker: Worker, codes: Sequence[tuple[slice, Fp8]]
     ) -> None:
         super().__init__(inner, "codes of 8-bit products")
-        assert how[0].scales is not None
-        self._scales, self._worker = how[0].scales, worker
-        self._weights = [(place, fp8.layer) for place, fp8 in zip(places, how)]
+        scales = codes[0][1].scales
+        assert scales is not None
+        self._scales, self._worker = scales, worker
+        self._weights = [(place, how.layer) for place, how in codes]
 
     def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
         plain = super().sent_bytes(op, n_bytes, numel)
@@ -401,9 +404,9 @@ class CodeGathers(Wire):
             return started(self.inner.all_gather(out, x, async_op=True, tag=tag)).wait
         n = x.numel()
         codes, first = torch.zeros(n, dtype=torch.float8_e4m3fn, device=x.device), self.rank * n
-        scales = torch.zeros(out.numel() // ALIGN, device=x.device)
+        scales = torch.zeros(out.numel() // _RUN, device=x.device)
         for place, layer in self._weights:
-            scales[place.start // ALIGN : -(-place.stop // ALIGN)] = self._scales.scale(
+            scales[place.start // _RUN : -(-place.stop // _RUN)] = self._scales.scale(
                 layer, WEIGHT, x.device
             )
             mine = slice(*(min(max(end - first, 0), n) for end in (place.start, place.stop)))
@@ -418,6 +421,6 @@ class CodeGathers(Wire):
             of = scales.view(self.world_size, -1)
             for row, scale, part in zip(whole, of, out.view(self.world_size, -1)):
                 numbers = row.view(torch.float8_e4m3fn)
-                part.copy_(dequantize_blockwise(numbers, scale, out_dtype=exact, block=ALIGN))
+                part.copy_(dequantize_blockwise(numbers, scale, out_dtype=exact, block=_RUN))
 
         return rest

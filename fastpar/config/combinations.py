@@ -189,7 +189,7 @@ def check_fp8_widths(system: SystemSettings, tp: int, shape: GPTConfig) -> None:
         )
 
 
-def check_wires(parallel: ParallelSettings, *, deterministic: bool) -> None:
+def check_wires(parallel: ParallelSettings, system: SystemSettings) -> None:
     """Refuse formats on the wire where nothing is sent in them, and beside what they contradict."""
     _check_nodes(parallel)
     gradients, weights = parallel.wire_gradients, parallel.wire_weights
@@ -220,12 +220,19 @@ def check_wires(parallel: ParallelSettings, *, deterministic: bool) -> None:
         )
     if gradients == "fp32" and weights == "none":
         return
+    if weights == "fp8" and (stage < 3 or system.fp8 == "none" or system.fp8_scaling != "tensor"):
+        raise ValueError(
+            "train: expected zero_stage=3, fp8 and fp8_scaling=tensor with wire_weights=fp8, which "
+            f"sends the codes of these products, got zero_stage={stage}, fp8={system.fp8}, "
+            f"fp8_scaling={system.fp8_scaling}; add them, or use --wire-weights int8"
+        )
+    changes = gradients != "fp32" or weights != "fp8"  # nothing is lost that products keep
     for name, value, found in (
-        ("deterministic", False, deterministic),
+        ("deterministic", False, system.deterministic),
         ("offload", "none", parallel.offload),
         ("reduce_dtype", "auto", parallel.reduce_dtype),
     ):
-        if found != value:
+        if found != value and (changes or name == "offload"):
             raise ValueError(
                 f"train: expected {name}={value} with wire_gradients={gradients} and wire_weights="
                 f"{weights}, got {name}={found}; leave one of them out"

@@ -99,7 +99,7 @@ class TrainConfig(TrainFlags):
             self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
         )
         check_outer_settings(self.optim, self.parallel, values)
-        check_wires(self.parallel, deterministic=self.system.deterministic)
+        check_wires(self.parallel, self.system)
         self._check_system()
         if self.run.name is not None and not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.run.name):
             raise ValueError(

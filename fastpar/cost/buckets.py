@@ -29,6 +29,7 @@ DTYPES = {
     "fp64": torch.float64,
 }
 _ROOT = 0  # the unit of what is in no block
+_PRODUCTS = (2, 4, 8, 10)  # the matrices of a block among its parameters
 
 
 class BucketKind(NamedTuple):
@@ -37,12 +38,14 @@ class BucketKind(NamedTuple):
     root, last_unit: its unit is the root, or the last one: at stage 3 both stay from forward to
         backward.
     complete_last: nothing is left of backward to hide it.
+    rounded: of weights that are gathered as the codes of 8-bit products.
     """
 
     numel: int
     root: bool
     last_unit: bool
     complete_last: bool
+    rounded: bool
 
     def padded(self, n_shards: int) -> int:
         """Elements, cut into so many shards."""
@@ -100,9 +103,15 @@ class GPTBuckets:
         """How many buckets there are of each kind."""
         buckets, last_unit = self.layout.buckets, len(self.units) - 1
         return Counter(
-            BucketKind(b.numel, b.unit == _ROOT, b.unit == last_unit, b is buckets[-1])
+            BucketKind(b.numel, b.unit == _ROOT, b.unit == last_unit, b is buckets[-1], b.rounded)
             for b in buckets
         )
+
+    @property
+    def coded_share(self) -> float:
+        """Of the elements: those that are gathered as codes of products, all where none is."""
+        rounded = sum(kind.numel * count for kind, count in self.kinds.items() if kind.rounded)
+        return rounded / sum(self.units) if rounded else 1.0
 
     def padded(self, n_shards: int) -> int:
         """Elements of all buckets, cut into so many shards."""
@@ -181,6 +190,7 @@ def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None)
         setup.grad_dtype,
         setup.stage > 0,
         bucket_mb_of(setup),
+        setup.fp8 if setup.gathers_codes else "none",
     )
 
 
@@ -195,6 +205,7 @@ def _buckets(
     grad_dtype: str,
     by_unit: bool,
     bucket_mb: float,
+    rounded: str,
 ) -> GPTBuckets:
     dtypes, width = (DTYPES[dtype], DTYPES[grad_dtype]), shape.n_embd
     tp, rows = split
@@ -207,11 +218,14 @@ def _buckets(
     norm = ((least,), (least,)) * last
     shapes = (*embeddings, *block * n_layers, *norm)
     units = [1 + by_unit * (layer // merged) for layer in range(n_layers) for _ in block]
+    starts = range(len(embeddings), len(shapes) - len(norm), len(block))
+    coded = _PRODUCTS[4 - {"none": 0, "mlp": 2, "all": 4}[rounded] :]
     layout = build_layout(
         [ParamSpec((str(i),), s, dtypes[0]) for i, s in enumerate(shapes)],
         bucket_bytes=bucket_mb * 2**20,
         first_bucket_bytes=FIRST_BUCKET_MB * 2**20,
         grad_dtype=dtypes[1],
+        rounded=[start + i for start in starts for i in coded],
         unit_of=[*[_ROOT] * len(embeddings), *units, *[_ROOT] * len(norm)],
         flags=not by_unit,
     )

@@ -246,7 +246,7 @@ def _updates(workload: Workload, setup: Setup) -> tuple[Op, ...]:
     ops = [Op("copy", (copied,), "backward", 0.0, float(copied), n_first)]
     if n_first < n_micro:
         ops.append(Op("copy", (added,), "backward", 0.0, float(added), n_micro - n_first))
-    ops += _codes(local, setup)
+    ops += _codes(local, buckets_of(workload, setup).coded_share, setup)
     mine = math.ceil(shard)
     of_element = 2 * setup.grad_bytes + 2 * setup.weight_bytes + 2 * setup.state_bytes
     if setup.optimizer == "muon":
@@ -317,7 +317,7 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
     n_micro, stage, shards = setup.grad_accum_steps, setup.stage, setup.n_shards
     tp = setup.tp * setup.rows  # between neighbours, in ranks
     reductions = n_micro if setup.accumulate == "shard" else 1
-    reduced, gathered, again = (Counter[tuple[int, str]]() for _ in range(3))
+    reduced, gathered, again = (Counter[tuple[float, str]]() for _ in range(3))
     node = setup.node_size or 1
     buckets = buckets_of(workload, setup)
     experts, instead = expert_elements(workload.shape, setup)
@@ -326,11 +326,12 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
         numel, passes = round(kind.padded(shards) * dense), count * (n_micro if stage == 3 else 1)
         reduced[numel, "" if kind.complete_last else "backward"] += reductions * count
         inside = setup.secondary_shards
-        gathered[numel, "" if kind.root else "forward"] += count if inside else passes
+        n_bytes = float(numel * setup.gathered_bytes(kind.rounded))
+        gathered[n_bytes, "" if kind.root else "forward"] += count if inside else passes
         if inside:
             again[numel, "" if kind.root else "forward"] += passes - count
         if stage == 3 and not (kind.root or kind.last_unit):
-            (again if inside else gathered)[numel, "backward"] += passes
+            (again if inside else gathered)[numel if inside else n_bytes, "backward"] += passes
     if setup.wire_gradients == LOW_RANK:
         yield from _factors(buckets_of(workload, setup), setup, reductions)
         reduced.clear()
@@ -348,8 +349,7 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
             yield from _sums(setup, "copies", part, copies, tp * shards, count, under)
         else:
             yield from _sums(setup, "dp", n_bytes, setup.data, tp, count, under)
-    for (numel, under), count in gathered.items() if stage else ():
-        n_bytes = float(numel * setup.gathered_bytes)
+    for (n_bytes, under), count in gathered.items() if stage else ():
         yield CommOp("all_gather", "shard", n_bytes, shards, tp, count, under)
     for (numel, under), count in again.items():
         yield CommOp(
@@ -392,10 +392,11 @@ def _sums(setup: Setup, axis: str, *of: Any) -> Iterator[CommOp]:
         yield CommOp(kind, axis, *of)
 
 
-def _codes(local: int, setup: Setup) -> Iterator[Op]:
+def _codes(local: int, coded: float, setup: Setup) -> Iterator[Op]:
     """Messages of gradients and weights made and read; see comm/wires.py."""
     micro = setup.grad_accum_steps
     gradients, weights = (float(local * b) for b in setup.code_bytes)
+    weights *= coded
     ways = 2 if setup.stage == 0 else 1
     if gradients and setup.data > 1:
         times = ways * (micro if setup.accumulate == "shard" else 1)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fastpar.comm.bucket_wires import LOW_RANK
-from fastpar.comm.wire_formats import FORMATS
+from fastpar.comm.wire_formats import CODES, FORMATS
 from fastpar.config.axes import parse_grid
 from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_chunks, pp_split
 
@@ -188,8 +188,14 @@ class Setup:
         return BYTES[self.reduce_dtype] if form is None else form.bytes_per_element
 
     @property
-    def gathered_bytes(self) -> float:
-        """Bytes of an element of a weight that is gathered."""
+    def gathers_codes(self) -> bool:
+        """Whether weights of 8-bit products are gathered as their codes."""
+        return self.wire_weights == CODES and self.stage == 3
+
+    def gathered_bytes(self, rounded: bool = False) -> float:
+        """Bytes of an element of a weight that is gathered; rounded: as such codes."""
+        if self.wire_weights == CODES:
+            return 1 if rounded else self.weight_bytes
         form = FORMATS.get(self.wire_weights) if self.stage else None
         return self.weight_bytes if form is None else min(form.bytes_per_element, self.weight_bytes)
 
@@ -197,8 +203,8 @@ class Setup:
     def code_bytes(self) -> tuple[float, float]:
         """Bytes that making and reading messages moves, of an element of gradients, of weights."""
         gradients = self.grad_bytes + 2 * self.wire_bytes + 8  # decoded, then added up
-        weights = 2 * self.weight_bytes + 2 * self.gathered_bytes
-        weights *= self.gathered_bytes < self.weight_bytes
+        sent = self.gathered_bytes(self.gathers_codes)
+        weights = (2 * self.weight_bytes + 2 * sent) * (sent < self.weight_bytes)
         if self.wire_gradients == LOW_RANK:  # three products of v, its mean, its error
             return 28.0, weights
         return (gradients if self.wire_gradients in FORMATS else 0.0), weights

@@ -75,9 +75,10 @@ class BucketGroups:
         exact, in_place = (0, not stage.frees_gradients) if stage.shards else (flags, False)
         how: dict[str, Any] = {"again": self.again, "exact": exact, "in_place": in_place}
         how |= {"matrices": matrices, "nodes": self.nodes}
+        codes = [(slice(s.start, s.stop), wires.codes[s.registered]) for s in slots if spec.rounded]
         return BucketGroups(
             wires.sums(self.reduce, index, numel=spec.numel, **how),
-            wires.gathers(self.gather, spec, slots),
+            wires.gathers(self.gather, spec.dtype, codes),
             wires.sums(self.copies, index),
             node=self.node,
         )

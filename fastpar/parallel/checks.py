@@ -138,13 +138,7 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) 
                 "out"
             )
         return transport
-    if weights == CODES and (stage < 3 or not rounded_weights(model)):
-        layers = "some" if rounded_weights(model) else "none"
-        raise ValueError(
-            "parallelize: expected zero_stage=3 and layers with fp8 scales of whole tensors with "
-            f"wire_weights='fp8', got zero_stage={stage} and {layers}; call use_fp8(model, "
-            "scaling='tensor') before, whose codes are sent, or use wire_weights='int8'"
-        )
+    _check_weights(model, weights, stage)
     changes = gradients != "fp32" or weights != CODES  # what products round anyway changes nothing
     for name, value in (("deterministic", False), ("offload", None), ("reduce_dtype", None)):
         if options[name] != value and (changes or name == "offload"):
@@ -153,11 +147,6 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) 
                 f"{gradients!r}, wire_weights={weights!r}), got {name}={options[name]!r}; "
                 + _BESIDE_WIRES[name]
             )
-    if weights is not None and stage == 0:
-        raise ValueError(
-            "parallelize: expected zero_stage 1, 2 or 3 with wire_weights, got zero_stage=0 and "
-            f"wire_weights={weights!r}, where no weights are sent; leave it out"
-        )
     if gradients == LOW_RANK and (stage > 1 or feedback != (True, "buffer")[stage]):
         needs = "stages 0 and 1" if stage > 1 else f"error_feedback={(True, 'buffer')[stage]!r}"
         raise ValueError(
@@ -197,6 +186,22 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) 
             stacklevel=3,
         )
     return "torch" if transport == "auto" and dp > 1 else transport
+
+
+def _check_weights(model: nn.Module, weights: str | None, stage: int) -> None:
+    """Refuse formats of weights where none are sent, and codes of products that there are not."""
+    if weights is not None and stage == 0:
+        raise ValueError(
+            "parallelize: expected zero_stage 1, 2 or 3 with wire_weights, got zero_stage=0 and "
+            f"wire_weights={weights!r}, where no weights are sent; leave it out"
+        )
+    if weights == CODES and (stage < 3 or not rounded_weights(model)):
+        layers = "such layers" if rounded_weights(model) else "no such layer"
+        raise ValueError(
+            "parallelize: expected zero_stage=3 and layers with delayed scales of fp8 with "
+            f"wire_weights='fp8', got zero_stage={stage} and {layers}; call use_fp8(model, 'mlp', "
+            "scaling='tensor') before, whose codes are sent, or use wire_weights='int8'"
+        )
 
 
 def _check_nodes(options: Mapping[str, Any], dp: int, ep: int) -> None:

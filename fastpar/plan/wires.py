@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fastpar.comm.bucket_wires import LOW_RANK
 from fastpar.comm.recorder import ring_bytes
-from fastpar.comm.wire_formats import FORMATS, OF_WEIGHTS
+from fastpar.comm.wire_formats import CODES, FORMATS, OF_WEIGHTS
 from fastpar.cost.operations import Rates, comm_ops_of, ops_of
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload
@@ -23,7 +23,11 @@ def candidates(setup: Setup) -> dict[str, Setup]:
         flag = f"--wire-gradients {LOW_RANK}"
         found[flag] = replace(setup, wire_gradients=LOW_RANK, **keeps)  # type: ignore[arg-type]
     for name in OF_WEIGHTS if setup.stage else ():
-        found[f"--wire-weights {name}"] = replace(setup, wire_weights=name)
+        if name != CODES:
+            found[f"--wire-weights {name}"] = replace(setup, wire_weights=name)
+    if setup.stage == 3 and setup.fp8 != "none":
+        coded = {"fp8_scaling": "tensor", "wire_weights": CODES}
+        found[f"--fp8-scaling tensor --wire-weights {CODES}"] = replace(setup, **coded)  # type: ignore[arg-type]
     return found
 
 

@@ -10,6 +10,7 @@ from fastpar.cost.buckets import buckets_of
 from fastpar.cost.operations import CommOp, Op, comm_ops_of, ops_of
 from fastpar.cost.workload import Setup, Workload, count_parameters
 from fastpar.kernels.global_norm import NORM_WORDS
+from fastpar.models.fp8 import use_fp8
 from fastpar.nn.recompute import recompute
 
 C, T, LAYERS = 64, 32, 3
@@ -29,12 +30,15 @@ class Run:
     """A real rank of an emulated mesh, trained for two steps; what it sent in the second."""
 
     def __init__(
-        self, shape, *, world_size, tp=1, cp=1, micro=2, n_micro=1, mode="none", **options
-    ):
+        self, shape, *, world_size, tp=1, cp=1, micro=2, n_micro=1, mode="none", fp8="none",
+        **options,
+    ):  # fmt: skip
         link = Link(None)
         try:
             with EmulatedMesh(world_size, 0, tp=tp, cp=cp) as mesh:
-                model = parallelize(GPT(shape), mesh, collectives=emulated(link), **options)
+                model = GPT(shape)
+                use_fp8(model, fp8, scaling="tensor", emulate=True)
+                parallelize(model, mesh, collectives=emulated(link), **options)
                 recompute(model, mode)
                 optimizer = AdamW(model.parameters())
                 for _ in range(2):
@@ -151,6 +155,25 @@ def test_bytes_of_an_engine(stage, bucket_mb):
     assert sorted(counted) == sorted(run.buckets)
     sends = [send for send in comm_ops_of(workload, setup) if send.axis in ("dp", "shard")]
     assert sum(map(wire, sends)) == sum(run.described.values())
+
+
+@pytest.mark.parametrize("fp8", ["mlp", "all"])
+def test_bytes_of_weights_as_codes(fp8):
+    """One for each element of a block's matrices, four for all else, by what was really sent."""
+    options = {"world_size": 4, "zero_stage": 3, "wire_weights": "fp8"}
+    run = Run(SHAPE, fp8=fp8, **options)
+    setup = setup_of(fp8=fp8, fp8_scaling="tensor", **options)
+    kinds = buckets_of(Workload(SHAPE, 8), setup).kinds
+    assert sorted(kind.padded(4) for kind in kinds.elements()) == sorted(run.buckets)
+    sends = [s for s in comm_ops_of(Workload(SHAPE, 8), setup) if s.axis == "shard"]
+    assert sum(map(wire, sends)) == sum(run.described.values())
+    said = sorted(
+        op.tensor_bytes for op in run.ops if (op.kind, op.role) == ("all_gather", "gather")
+    )
+    gathers = [s for s in sends if s.kind == "all_gather"]
+    assert said == sorted(s.bytes for s in gathers for _ in range(s.count))
+    matrices = {"mlp": 8, "all": 12}[fp8] * C * C * LAYERS
+    assert said.count(matrices) == 1  # all layers are one unit
 
 
 @pytest.mark.slow

@@ -6,12 +6,11 @@ from cells import slow
 
 from fastpar import GPT, AdamW, Mesh, engine_of, parallelize
 from fastpar.config.config import GPTConfig
+from fastpar.kernels.linear_fp8 import WEIGHT, DelayedScales
 from fastpar.models.fp8 import use_fp8
 from fastpar.testing import run_ranks
 
-CONFIG = GPTConfig(
-    n_layer=2, n_head=2, n_embd=64, block_size=8, vocab_size=40, dropout=0.0
-)
+CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=8, vocab_size=40, dropout=0.0)
 STEPS = 4
 
 
@@ -28,10 +27,19 @@ def make(layers, dtype):
 def train(layers, dtype, options, idle, tp=1):
     """Losses, weights, what scales are made of, overflows by step, bytes by step."""
     model, mesh = make(layers, dtype), Mesh(tp=tp)
-    parallelize(model, mesh, zero_stage=3, bucket_mb=0.02, first_bucket_mb=0.005,
-                deterministic=True, grad_dtype=torch.promote_types(dtype, torch.float32), **options)  # fmt: skip
-    optimizer = AdamW(model.parameters(), lr=0.3, eps=1e-3, weight_decay=0.0,
-                      master_weights=dtype.itemsize < 4)  # fmt: skip
+    kept = torch.promote_types(dtype, torch.float32)
+    parallelize(
+        model,
+        mesh,
+        zero_stage=3,
+        bucket_mb=0.02,
+        first_bucket_mb=0.005,
+        deterministic=True,
+        grad_dtype=kept,
+        **options,
+    )
+    master = {"master_weights": dtype != kept}
+    optimizer = AdamW(model.parameters(), lr=0.3, eps=1e-3, weight_decay=0.0, **master)
     losses, over, sent = [], [], []
     engine = engine_of(model)
     for step in range(STEPS):
@@ -81,6 +89,24 @@ def test_codes_on_the_wire_change_nothing(layers, dtype, ranks, options, tp):
     assert sum(over[:, 1].sum() for over in plain[0][3]) > 0  # of weights, too
 
 
+def refused(stage, options, message):
+    model = make("mlp", torch.float32)
+    with pytest.raises(ValueError, match=f"parallelize: expected {message}"):
+        parallelize(model, Mesh(), zero_stage=stage, wire_weights="fp8", **options)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "message"),
+    [
+        (2, {}, "zero_stage=3 and layers .* got zero_stage=2 and such layers; call use_fp8"),
+        (3, {"wire_gradients": "int8", "deterministic": True}, "deterministic=False with wire"),
+        (3, {"transport": "shm"}, "transport 'auto' or 'torch' with wire formats"),
+    ],
+)
+def test_what_is_refused(stage, options, message):
+    run_ranks(refused, 2, stage, options, message)
+
+
 def test_a_rank_without_a_batch_tells_of_its_part():
     plain, codes = (
         run_ranks(train, 2, "all", torch.float32, more, True)
@@ -89,3 +115,18 @@ def test_a_rank_without_a_batch_tells_of_its_part():
     for a, b in zip(codes, plain):
         assert torch.equal(a[2], b[2])
         assert all(torch.equal(a[1][n], b[1][n]) for n in b[1])
+
+
+def test_parts_tell_of_the_weights_of_their_step_alone():
+    scales, zero = DelayedScales(1), torch.zeros(2, dtype=torch.float64)
+    scales.note(0, WEIGHT, zero + 448.0)
+    scales.update()
+    codes = scales.round_part(torch.tensor([500.0, 1.0]), 0, 2)
+    assert codes.float().tolist() == [448.0, 1.0]
+    scales.note(0, WEIGHT, zero)  # what a product finds in the codes
+    scales.update()
+    assert scales.history[0, 0, WEIGHT] == 500.0
+    assert scales.overflows[0, WEIGHT] == 2.0
+    scales.note(0, WEIGHT, zero + 3.0)  # of weights that were not gathered so
+    scales.update()
+    assert scales.history[0, 0, WEIGHT] == 3.0

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -312,3 +313,9 @@ def test_formats_on_the_wire_are_priced():
     slow = predict_step(workload, setup, rates).step_s
     fast = predict_step(workload, candidates(setup)["--wire-gradients int8"], rates).step_s
     assert fast < slow
+    flag, fp8 = "--fp8-scaling tensor --wire-weights fp8", replace(setup, zero_stage=3, fp8="all")
+    assert flag not in candidates(replace(fp8, fp8="none")) | candidates(replace(fp8, zero_stage=2))
+    assert any(text.strip().startswith(flag) for text in wires_text(workload, fp8, rates))
+    weights = workload.shape.n_layer * 12 * workload.shape.n_embd**2
+    saved = sent_bytes(workload, fp8) - sent_bytes(workload, candidates(fp8)[flag])
+    assert saved == pytest.approx(2 * weights / 2, rel=0.1)  # the last unit is gathered once
