@@ -159,7 +159,7 @@ class DelayedScales:
             self._scales = torch.stack([torch.where(p > 2.0**-126, p, 1.0) for p in parts], 1)
         return self._scales[layer, which]
 
-    def round_part(self, part: Tensor, layer: int, ranks: int) -> Tensor:
+    def round_part(self, part: Tensor, layer: int, scale: Tensor, ranks: int) -> Tensor:
         """Codes of this rank's part [S] of a weight, which are those that products make of it.
 
         What was rounded tells nothing of the values before: parts do. ranks: that have one each, of
@@ -168,8 +168,6 @@ class DelayedScales:
         if not part.numel():
             self.gathered[layer] = torch.zeros(2, dtype=torch.float64, device=part.device)
             return part.to(_FORMATS[WEIGHT])
-        scale = self.scale(layer, WEIGHT, part.device)
-        assert scale is not None
         codes, found = round_all(part, _FORMATS[WEIGHT], scale)
         found[1] *= ranks
         self.gathered[layer] = found

@@ -400,17 +400,16 @@ class CodeGathers(Wire):
         return self._worker.submit("all_gather", call, out, x)
 
     def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
-        if not self._scales.steps:  # products do not round yet
-            return started(self.inner.all_gather(out, x, async_op=True, tag=tag)).wait
         n = x.numel()
         codes, first = torch.zeros(n, dtype=torch.float8_e4m3fn, device=x.device), self.rank * n
         scales = torch.zeros(out.numel() // _RUN, device=x.device)
         for place, layer in self._weights:
-            scales[place.start // _RUN : -(-place.stop // _RUN)] = self._scales.scale(
-                layer, WEIGHT, x.device
-            )
+            scale = self._scales.scale(layer, WEIGHT, x.device)
+            if scale is None:  # products do not round yet
+                return started(self.inner.all_gather(out, x, async_op=True, tag=tag)).wait
+            scales[place.start // _RUN : -(-place.stop // _RUN)] = scale
             mine = slice(*(min(max(end - first, 0), n) for end in (place.start, place.stop)))
-            codes[mine] = self._scales.round_part(x[mine], layer, self.world_size)
+            codes[mine] = self._scales.round_part(x[mine], layer, scale, self.world_size)
         whole = torch.empty(self.world_size, n, dtype=torch.uint8, device=x.device)
         own = codes.view(torch.uint8)
         handle = started(self.inner.all_gather(whole.view(-1), own, async_op=True, tag=tag))

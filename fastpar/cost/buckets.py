@@ -45,7 +45,7 @@ class BucketKind(NamedTuple):
     root: bool
     last_unit: bool
     complete_last: bool
-    rounded: bool
+    rounded: bool = False
 
     def padded(self, n_shards: int) -> int:
         """Elements, cut into so many shards."""

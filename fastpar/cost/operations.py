@@ -317,7 +317,8 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
     n_micro, stage, shards = setup.grad_accum_steps, setup.stage, setup.n_shards
     tp = setup.tp * setup.rows  # between neighbours, in ranks
     reductions = n_micro if setup.accumulate == "shard" else 1
-    reduced, gathered, again = (Counter[tuple[float, str]]() for _ in range(3))
+    reduced = Counter[tuple[int, str]]()
+    gathered, again = Counter[tuple[float, str]](), Counter[tuple[float, str]]()  # by bytes
     node = setup.node_size or 1
     buckets = buckets_of(workload, setup)
     experts, instead = expert_elements(workload.shape, setup)
@@ -326,12 +327,12 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
         numel, passes = round(kind.padded(shards) * dense), count * (n_micro if stage == 3 else 1)
         reduced[numel, "" if kind.complete_last else "backward"] += reductions * count
         inside = setup.secondary_shards
-        n_bytes = float(numel * setup.gathered_bytes(kind.rounded))
-        gathered[n_bytes, "" if kind.root else "forward"] += count if inside else passes
+        sent, kept = float(numel * setup.gathered_bytes(kind.rounded)), numel * setup.weight_bytes
+        gathered[sent, "" if kind.root else "forward"] += count if inside else passes
         if inside:
-            again[numel, "" if kind.root else "forward"] += passes - count
+            again[kept, "" if kind.root else "forward"] += passes - count
         if stage == 3 and not (kind.root or kind.last_unit):
-            (again if inside else gathered)[numel if inside else n_bytes, "backward"] += passes
+            (again if inside else gathered)[kept if inside else sent, "backward"] += passes
     if setup.wire_gradients == LOW_RANK:
         yield from _factors(buckets_of(workload, setup), setup, reductions)
         reduced.clear()
@@ -351,10 +352,8 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
             yield from _sums(setup, "dp", n_bytes, setup.data, tp, count, under)
     for (n_bytes, under), count in gathered.items() if stage else ():
         yield CommOp("all_gather", "shard", n_bytes, shards, tp, count, under)
-    for (numel, under), count in again.items():
-        yield CommOp(
-            "all_gather", "shard", float(numel * setup.weight_bytes), node, tp, count, under
-        )
+    for (n_bytes, under), count in again.items():
+        yield CommOp("all_gather", "shard", float(n_bytes), node, tp, count, under)
     if experts:
         yield from _of_experts(setup, experts // setup.ep, reductions)
 

@@ -121,7 +121,8 @@ def test_parts_tell_of_the_weights_of_their_step_alone():
     scales, zero = DelayedScales(1), torch.zeros(2, dtype=torch.float64)
     scales.note(0, WEIGHT, zero + 448.0)
     scales.update()
-    codes = scales.round_part(torch.tensor([500.0, 1.0]), 0, 2)
+    scale = scales.scale(0, WEIGHT, torch.device("cpu"))
+    codes = scales.round_part(torch.tensor([500.0, 1.0]), 0, scale, 2)
     assert codes.float().tolist() == [448.0, 1.0]
     scales.note(0, WEIGHT, zero)  # what a product finds in the codes
     scales.update()
