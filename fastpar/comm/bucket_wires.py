@@ -168,4 +168,4 @@ class Wires:
             return CodeGathers(inner, self._worker(inner), codes)
         if form is None or form.dtype == dtype:
             return inner
-        return CompressedGathers(inner, form, self._worker(inner))
+        return CompressedGathers(inner, self._worker(inner), form)

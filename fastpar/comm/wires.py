@@ -336,24 +336,31 @@ class NodeSums(CompressedSums):
         return add_up
 
 
-class CompressedGathers(Wire):
+class _Gathers(Wire):
+    rounds = True
+    _gather: Callable[[Tensor, Tensor, int], Rest]
+
+    def __init__(self, inner: Collectives, worker: Worker, name: str) -> None:
+        super().__init__(inner, name)
+        self._worker = worker
+
+    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
+        call = functools.partial(self._gather, out.view(-1), x.view(-1), tag)
+        return self._worker.submit("all_gather", call, out, x)
+
+
+class CompressedGathers(_Gathers):
     """Weights.
 
     Wire: per rank (W - 1) * bytes of its message.
     """
 
-    rounds = True
-
-    def __init__(self, inner: Collectives, form: WireFormat, worker: Worker) -> None:
-        super().__init__(inner, form.name)
-        self.form, self._worker = form, worker
+    def __init__(self, inner: Collectives, worker: Worker, form: WireFormat) -> None:
+        super().__init__(inner, worker, form.name)
+        self.form = form
 
     def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
         return (self.world_size - 1) * self.form.nbytes(numel // self.world_size)
-
-    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
-        call = functools.partial(self._gather, out.view(-1), x.view(-1), tag)
-        return self._worker.submit("all_gather", call, out, x)
 
     def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
         own = torch.empty(self.form.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
@@ -372,7 +379,7 @@ class CompressedGathers(Wire):
 _RUN = 256  # elements: weights begin at multiples of it
 
 
-class CodeGathers(Wire):
+class CodeGathers(_Gathers):
     """Weights that linear(fp8=) rounds with delayed scales, which all ranks know.
 
     Args:
@@ -380,24 +387,16 @@ class CodeGathers(Wire):
     Wire: per rank (W - 1) * a byte for each element of its slice.
     """
 
-    rounds = True
-
     def __init__(
         self, inner: Collectives, worker: Worker, codes: Sequence[tuple[slice, Fp8]]
     ) -> None:
-        super().__init__(inner, "codes of 8-bit products")
-        scales = codes[0][1].scales
-        assert scales is not None
-        self._scales, self._worker = scales, worker
+        super().__init__(inner, worker, "codes of 8-bit products")
+        self._scales: Any = codes[0][1].scales
         self._weights = [(place, how.layer) for place, how in codes]
 
     def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
         plain = super().sent_bytes(op, n_bytes, numel)
         return plain * numel // n_bytes if self._scales.steps else plain
-
-    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
-        call = functools.partial(self._gather, out.view(-1), x.view(-1), tag)
-        return self._worker.submit("all_gather", call, out, x)
 
     def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
         n = x.numel()

@@ -205,7 +205,7 @@ def test_what_is_not_finite_arrives(name):
 
 def gathers(name, dtype):
     inner = TorchCollectives()
-    c = CompressedGathers(inner, FORMATS[name], Worker(inner))
+    c = CompressedGathers(inner, Worker(inner), FORMATS[name])
     x = values(c.rank, 300).to(dtype)
     out, exact = (torch.empty(c.world_size * 300, dtype=dtype) for _ in range(2))
     c.all_gather(out, x)
