@@ -248,10 +248,12 @@ class Meeting:
 
         def end() -> None:
             stop.set()
-            thread.join(self_silent)
+            if thread is not threading.current_thread():  # which may be the one that collects
+                thread.join(self_silent)
 
         self._stop = end
-        weakref.finalize(self, stop.set)
+        # Also when the process ends: it aborts if a thread is in the store then.
+        weakref.finalize(self, end)
 
     def leave(self, *, ended: bool = False) -> None:
         """The others go on without this replica; it may come back as a copy, if they do."""

@@ -1,5 +1,7 @@
 """meeting.py: replicas that go, come back as copies, are too late, or are alone."""
 
+import gc
+import threading
 from datetime import timedelta
 from threading import Thread
 from time import sleep
@@ -155,6 +157,24 @@ def test_a_replica_that_waits_for_a_group_lives():
     waits.leave()
     assert len(seen) > 5
     assert all(seen)
+
+
+def test_a_beat_is_over_when_its_meeting_is_gone():
+    """So too at the end of a process, which aborts if a thread is in the store then."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    about = {"replica": 0, "replicas": 2, "rank": 0, "world_size": 1, "timeout_s": 20.0}
+    meeting, before = (
+        Meeting(SimpleNamespace(store=store, **about), silent_s=1.0),
+        threading.enumerate(),
+    )
+    meeting._beat()
+    inside = meeting.store
+    [beat] = set(threading.enumerate()) - set(before)
+    assert inside.check(["beat/0/0"])
+    del meeting
+    gc.collect()
+    assert not beat.is_alive()
+    assert not inside.check(["beat/0/0"])
 
 
 def wait_in_vain(store, seconds):
