@@ -116,10 +116,12 @@ def round_all(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Codes, Tens
     """Codes of x with a scale that is given; [2]: its largest value, and how many overflowed."""
     scaled, largest = x.to(wide(x.dtype)) / scale, LARGEST[dtype]
     size = scaled.abs()
-    finite = size < torch.inf
-    top, over = torch.where(finite, size, 0.0).amax() * scale, (finite & (size > largest)).sum()
-    clamped = torch.where(finite, scaled.clamp(-largest, largest), torch.nan)
-    return Codes(clamped.float().to(dtype), scale), torch.stack((top, over)).double()
+    lost = ~(size < torch.inf)
+    size.masked_fill_(lost, 0.0)
+    top, over = size.amax() * scale, (size > largest).sum()
+    del size
+    codes = scaled.clamp_(-largest, largest).masked_fill_(lost, torch.nan).float().to(dtype)
+    return Codes(codes, scale), torch.stack((top, over)).double()
 
 
 class DelayedScales:
@@ -133,8 +135,7 @@ class DelayedScales:
     Args:
         layers: how many linear layers there are, counted from 0, also where a rank has some.
     Attributes:
-        gathered: [2] of layers whose weights are gathered as codes, of this rank's part of one
-            before it was rounded: see round_part().
+        gathered: what Fp8.round_part() has found of weights, in the place of what products find.
         averaged: ranks whose gradients are averaged: what dy is times that of one process.
         overflows: fp64 [layers, 3], how many values of x, weight, dy overflowed in the last step.
     """
@@ -158,20 +159,6 @@ class DelayedScales:
             parts = [power_of_two(top, most) for top, most in zip(tops.unbind(1), largest)]
             self._scales = torch.stack([torch.where(p > 2.0**-126, p, 1.0) for p in parts], 1)
         return self._scales[layer, which]
-
-    def round_part(self, part: Tensor, layer: int, scale: Tensor, ranks: int) -> Tensor:
-        """Codes of this rank's part [S] of a weight, which are those that products make of it.
-
-        What was rounded tells nothing of the values before: parts do. ranks: that have one each, of
-        which every one counts what overflows in a whole weight once for each backward.
-        """
-        if not part.numel():
-            self.gathered[layer] = torch.zeros(2, dtype=torch.float64, device=part.device)
-            return part.to(_FORMATS[WEIGHT])
-        codes, found = round_all(part, _FORMATS[WEIGHT], scale)
-        found[1] *= ranks
-        self.gathered[layer] = found
-        return codes.codes
 
     def note(self, layer: int, which: int, found: Tensor) -> None:
         """Add a backward's [2] of a tensor: round_all()."""
@@ -275,6 +262,26 @@ class Fp8:
         y: Tensor = _Linear.apply(x, weight, bias, self)
         return y
 
+    def round_part(self, part: Tensor, ranks: int) -> Tensor:
+        """uint8 codes of a rank's part [S] of the weight: those that products make of all of it.
+
+        Values that were rounded tell nothing of those before; parts do. ranks: that have one each,
+        of which every one counts a whole weight's overflows, once for each backward.
+        """
+        assert self.scales is not None
+        found: Any = torch.zeros(2, dtype=torch.float64, device=part.device)
+        codes = part.new_empty(0, dtype=torch.uint8)
+        if part.numel():
+            rows = part.view(-1, 16)  # as widths are
+            rounded, found = self._round(rows, WEIGHT, self._runs_own(part))
+            found[1] *= ranks
+            codes = rounded.codes.view(torch.uint8).view(-1)
+        self.scales.gathered[self.layer] = found
+        return codes
+
+    def _runs_own(self, x: Tensor) -> bool:
+        return not self.emulate and use_triton("linear_fp8", x)
+
     def _check(self, x: Tensor, weight: Tensor) -> None:
         if any(n % 16 for n in weight.shape):
             raise ValueError(
@@ -350,7 +357,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Fp8) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        own = not how.emulate and use_triton("linear_fp8", x)
+        own = how._runs_own(x)
         x8, found = how._round(rows, X, own)
         w8, ctx.of_weight = how._round(weight, WEIGHT, own)
         y = how._product(x8, w8, bias, x, own)

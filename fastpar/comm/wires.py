@@ -392,7 +392,7 @@ class CodeGathers(_Gathers):
     ) -> None:
         super().__init__(inner, worker, "codes of 8-bit products")
         self._scales: Any = codes[0][1].scales
-        self._weights = [(place, how.layer) for place, how in codes]
+        self._weights = codes
 
     def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
         plain = super().sent_bytes(op, n_bytes, numel)
@@ -400,17 +400,16 @@ class CodeGathers(_Gathers):
 
     def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
         n = x.numel()
-        codes, first = torch.zeros(n, dtype=torch.float8_e4m3fn, device=x.device), self.rank * n
+        own, first = torch.zeros(n, dtype=torch.uint8, device=x.device), self.rank * n
         scales = torch.zeros(out.numel() // _RUN, device=x.device)
-        for place, layer in self._weights:
-            scale = self._scales.scale(layer, WEIGHT, x.device)
+        for place, how in self._weights:
+            scale = self._scales.scale(how.layer, WEIGHT, x.device)
             if scale is None:  # products do not round yet
                 return started(self.inner.all_gather(out, x, async_op=True, tag=tag)).wait
             scales[place.start // _RUN : -(-place.stop // _RUN)] = scale
             mine = slice(*(min(max(end - first, 0), n) for end in (place.start, place.stop)))
-            codes[mine] = self._scales.round_part(x[mine], layer, scale, self.world_size)
+            own[mine] = how.round_part(x[mine], self.world_size)
         whole = torch.empty(self.world_size, n, dtype=torch.uint8, device=x.device)
-        own = codes.view(torch.uint8)
         handle = started(self.inner.all_gather(whole.view(-1), own, async_op=True, tag=tag))
         exact = torch.float32 if x.dtype == torch.float64 else x.dtype  # codes have 4 bits
 

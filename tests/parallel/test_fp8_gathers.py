@@ -6,7 +6,7 @@ from cells import slow
 
 from fastpar import GPT, AdamW, Mesh, engine_of, parallelize
 from fastpar.config.config import GPTConfig
-from fastpar.kernels.linear_fp8 import WEIGHT, DelayedScales
+from fastpar.kernels.linear_fp8 import WEIGHT, DelayedScales, Fp8
 from fastpar.models.fp8 import use_fp8
 from fastpar.testing import run_ranks
 
@@ -121,9 +121,9 @@ def test_parts_tell_of_the_weights_of_their_step_alone():
     scales, zero = DelayedScales(1), torch.zeros(2, dtype=torch.float64)
     scales.note(0, WEIGHT, zero + 448.0)
     scales.update()
-    scale = scales.scale(0, WEIGHT, torch.device("cpu"))
-    codes = scales.round_part(torch.tensor([500.0, 1.0]), 0, scale, 2)
-    assert codes.float().tolist() == [448.0, 1.0]
+    how = Fp8("tensor", emulate=True, scales=scales)
+    codes = how.round_part(torch.tensor([500.0, *[1.0] * 15]), 2)
+    assert codes.view(torch.float8_e4m3fn).float().tolist() == [448.0, *[1.0] * 15]
     scales.note(0, WEIGHT, zero)  # what a product finds in the codes
     scales.update()
     assert scales.history[0, 0, WEIGHT] == 500.0
