@@ -407,6 +407,8 @@ class EmulatedCollectives(Collectives):
 class InlineCollectives(EmulatedCollectives):
     """Their operations are over when they return: no other thread lets go of memory unseen."""
 
+    in_caller = True
+
     def _submit(
         self, kind: str, whole: Tensor, wire: float, passes: int, tag: int, work: Callable[[], None]
     ) -> Handle:
