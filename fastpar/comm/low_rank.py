@@ -17,6 +17,9 @@ Source: Vogels, Karimireddy, Jaggi 2019, arXiv 1905.13727
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -42,6 +45,14 @@ class Matrix(NamedTuple):
     def of(self, flat: Tensor) -> Tensor:
         """Its part of a bucket."""
         return flat[self.place].view(self.rows, self.columns)
+
+
+def as_matrix(place: slice, shape: Sequence[int]) -> Matrix:
+    """A parameter of two dimensions or more, cut between those where its factors are smallest."""
+    numel = math.prod(shape)
+    cuts = itertools.accumulate(shape[:-1], operator.mul)
+    rows = min(cuts, key=lambda rows: rows + numel // rows)
+    return Matrix(place, rows, numel // rows)
 
 
 class LowRankSums(Wire):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from fastpar.comm.bucket_wires import Wires
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
-from fastpar.comm.low_rank import Matrix
+from fastpar.comm.low_rank import as_matrix
 from fastpar.parallel.stages import Settings, Stage
 from fastpar.pipeline.stages import Stages
 from fastpar.sharding.layout import Bucket, Layout, Slot, parameter_names
@@ -67,7 +67,7 @@ class BucketGroups:
     ) -> BucketGroups:
         """The same for one bucket, in its formats; slots: of its parameters."""
         matrices = [
-            Matrix(slice(s.start, s.stop), s.spec.shape[0], s.spec.numel // s.spec.shape[0])
+            as_matrix(slice(s.start, s.stop), s.spec.shape)
             for s in slots
             if len(s.spec.shape) > 1 and s.spec.numel
         ]

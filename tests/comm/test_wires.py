@@ -8,7 +8,7 @@ import torch.distributed as dist
 from cells import covering, sweep
 
 from fastpar.comm.bucket_wires import Unsent
-from fastpar.comm.low_rank import LowRankSums, Matrix, Messages
+from fastpar.comm.low_rank import LowRankSums, Matrix, Messages, as_matrix
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.comm.wire_formats import FORMATS
 from fastpar.comm.wires import CompressedGathers, CompressedSums, NodeSums, Worker
@@ -242,6 +242,18 @@ def test_bytes_are_those_that_are_sent():
     for seen, announced in run_ranks(functools.partial(sent, "int8", ["reduce_scatter"]), 2):
         assert announced == [528]  # codes, two scales, padding
         assert seen == [("all_to_all", 528)]
+
+
+def test_experts_are_one_matrix_of_all_their_rows():
+    """Cut between the dimensions where factors are smallest, or three dimensions would not pay."""
+    for shape, sides in (
+        ((2, 160, 40), (320, 40)),
+        ((20, 30), (20, 30)),
+        ((64, 8, 3, 3), (64, 72)),
+    ):
+        found = as_matrix(slice(0, math.prod(shape)), shape)
+        assert (found.rows, found.columns) == sides
+        assert found.pays(2)
 
 
 def factors():
