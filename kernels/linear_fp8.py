@@ -30,6 +30,7 @@ Source: Micikevicius et al. 2022, arXiv 2209.05433 (formats, scales of steps bef
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -45,7 +46,7 @@ from fastpar.kernels.quantize import dequantize_blockwise
 
 BLOCK = 128  # values of a row that share a scale
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-_RUN = 4096  # values that are read at once
+_RUN = 4096  # values that are read at once, at most
 HISTORY = 16  # steps whose largest values make a tensor's scale
 LEAST_CAPABILITY = (8, 9)  # of a GPU with products of 8-bit floats
 X, WEIGHT, DY = range(3)  # a layer's tensors
@@ -73,26 +74,19 @@ class Codes(NamedTuple):
     flipped: Tensor | None = None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for."""
-        codes, scales = self.codes, self.scales
+        """What the codes stand for; sizes are multiples of 16, as a layer's widths."""
+        codes, scales, k = self.codes, self.scales, self.codes.shape[1]
         if scales is None:
             return codes.to(dtype)
-        # Codes are exact in all formats, scales where there are fp32's exponents.
-        form = torch.float32 if dtype == torch.float16 else dtype
-        if codes.is_cpu:  # torch's cast takes five times as long
-            ones = scales.new_ones(-(-codes.numel() // _RUN))
-            out = torch.float32 if form == torch.float64 else form
-            numbers = dequantize_blockwise(codes, ones, out_dtype=out, block=_RUN).to(form)
+        # Runs with one scale, of as many values as are read at once.
+        run = math.gcd(_RUN, *((self.group, k) if scales.dim() else (codes.numel(),)))
+        if scales.dim():
+            scales = scales.repeat_interleave(self.group // run, 1)[:, : k // run]
         else:
-            numbers = codes.to(form)
-        scales = scales.to(form)
-        if not scales.dim() or scales.shape[1] == 1:
-            return numbers.mul_(scales).to(dtype)
-        if codes.shape[1] % self.group == 0:
-            numbers.unflatten(1, (-1, self.group)).mul_(scales[..., None])
-            return numbers.to(dtype)
-        scales = scales.repeat_interleave(self.group, 1)[:, : codes.shape[1]]
-        return numbers.mul_(scales).to(dtype)
+            scales = scales.expand(codes.numel() // run)
+        # Codes are exact in all formats, scales where there are fp32's exponents.
+        form = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        return dequantize_blockwise(codes, scales.flatten(), out_dtype=form, block=run).to(dtype)
 
     def t(self) -> Codes:
         """The transpose, which a scale of all values allows."""
