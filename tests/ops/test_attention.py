@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cells import covering, sweep
+from same_bits import same_bits_everywhere
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastpar.kernels import _C, Rng, attention, attention_qkvpacked, backend, make_key
+from fastpar.kernels import Rng, attention, attention_qkvpacked, backend, make_key
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
 
@@ -163,21 +164,11 @@ def test_bits_depend_on_neither_run_nor_threads_nor_isa(dtype, p):
     inputs = [draw(2, 75, 4, 40, dtype=dtype), *(draw(2, 75, 2, 40, dtype=dtype) for _ in "kv")]
     do = torch.randn(2, 75, 4, 40).to(dtype)
 
-    def run(threads, isa):
-        torch.set_num_threads(threads)
-        _C.set_isa(isa)
+    def run():
         o = attention(*inputs, dropout_p=p, rng=RNG)
         return (o, *torch.autograd.grad(o, inputs, do))
 
-    before = _C.isa()
-    first = run(1, before)
-    isas = [isa for isa in ("baseline", "avx2", "avx512") if _C.isa_supported(isa)]
-    try:
-        for threads, isa in [(1, before), (2, before), (3, before), *((1, isa) for isa in isas)]:
-            for a, b in zip(run(threads, isa), first):
-                assert torch.equal(a, b), (threads, isa)
-    finally:
-        _C.set_isa(before)
+    same_bits_everywhere(run)
 
 
 def test_a_batch_is_its_samples(form):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from cells import cells, covering, sweep
+from same_bits import same_bits_everywhere
 from test_attention import opcheck_both
 
-from fastpar.kernels import _C, Rng, attention, attention_qkvpacked, backend, make_key
+from fastpar.kernels import Rng, attention, attention_qkvpacked, backend, make_key
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
 
@@ -159,21 +160,11 @@ def test_bits_depend_on_neither_run_nor_threads_nor_isa(p):
     lengths = [75, 1, 30, 200, 2]
     inputs, cu_seqlens = draw_qkv(sum(lengths), D=40), cumulate(lengths)
 
-    def run(threads, isa):
-        torch.set_num_threads(threads)
-        _C.set_isa(isa)
+    def run():
         o = attention(*inputs, dropout_p=p, rng=RNG, cu_seqlens=cu_seqlens)
         return (o, *grads_of(o, inputs))
 
-    before = _C.isa()
-    first = run(1, before)
-    isas = [isa for isa in ("baseline", "avx2", "avx512") if _C.isa_supported(isa)]
-    try:
-        for threads, isa in [(1, before), (3, before), *((1, isa) for isa in isas)]:
-            for a, b in zip(run(threads, isa), first):
-                assert torch.equal(a, b), (threads, isa)
-    finally:
-        _C.set_isa(before)
+    same_bits_everywhere(run)
 
 
 def test_float64():

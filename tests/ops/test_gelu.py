@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cells import sweep
+from same_bits import same_bits_everywhere
 
-from fastpar.kernels import _C, backend, bias_gelu
+from fastpar.kernels import backend, bias_gelu
 from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.testing import assert_matches_oracle
 
@@ -92,19 +93,7 @@ def test_far_out_values():
 def test_same_bits_for_any_threads_and_isa(dtype):
     x, bias = make((1001, 173), dtype)
     dy = torch.randn(1001, 173).to(dtype)
-    before = _C.isa()
-    first = gradients(x, bias, dy)
-    try:
-        for isa in ("baseline", "avx2", "avx512"):
-            if not _C.isa_supported(isa):
-                continue
-            _C.set_isa(isa)
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                for got, want in zip(gradients(x, bias, dy), first):
-                    assert torch.equal(got, want), (isa, threads)
-    finally:
-        _C.set_isa(before)
+    same_bits_everywhere(lambda: gradients(x, bias, dy))
 
 
 def test_opcheck():

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cells import sweep
+from same_bits import same_bits_everywhere
 
 from fastpar.kernels import (
-    _C,
     Rng,
     backend,
     layer_norm,
@@ -163,23 +163,13 @@ def test_constant_rows_give_the_bias():
 def test_bits_depend_on_neither_run_nor_threads_nor_isa(dtype):
     inputs = [draw(4, 64, 390, dtype=dtype) for _ in range(2)] + [draw(390) for _ in range(3)]
 
-    def run(threads, isa):
-        torch.set_num_threads(threads)
-        _C.set_isa(isa)
+    def run():
         x, r, w, b, xb = inputs
         y, out = residual_layer_norm(x, r, w, b, x_bias=xb, dropout_p=0.1, rng=RNG)
         z, _ = residual_rms_norm(x, r, w, x_bias=xb, dropout_p=0.1, rng=RNG)
         return (y, out, z, *torch.autograd.grad((y.sin() + z.cos() + out).sum(), inputs))
 
-    before = _C.isa()
-    first = run(1, before)
-    isas = [isa for isa in ("baseline", "avx2", "avx512") if _C.isa_supported(isa)]
-    try:
-        for threads, isa in [(1, before), (2, before), (3, before), *((1, isa) for isa in isas)]:
-            for a, b in zip(run(threads, isa), first):
-                assert torch.equal(a, b), (threads, isa)
-    finally:
-        _C.set_isa(before)
+    same_bits_everywhere(run)
 
 
 def test_only_the_residual_is_used():
