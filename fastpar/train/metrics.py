@@ -217,6 +217,7 @@ def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> No
         )
     axes.margins(y=0.1)
     axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)
     axes.grid(alpha=0.3)
