@@ -313,10 +313,11 @@ class Fp8:
         """a[M, K] @ b[N, K].T + bias, in the dtype of `like`."""
         if a.scales is None or b.scales is None:
             return matmul(a.codes, b.codes.t(), bias=bias)
-        if not own:
+        whole = self.scaling != "block"  # rows or tensors: torch has such products on a GPU
+        if not (own or (whole and like.is_cuda and not self.emulate)):
             y = _emulated(a, b, wide(like.dtype))
             return (y if bias is None else y.add_(bias)).to(like.dtype)
-        if self.scaling == "block":
+        if not whole:
             made: Tensor = backend.triton_module("linear_fp8").block_product(a, b, bias, like.dtype)
             return made
         if backend.recording:

@@ -298,6 +298,31 @@ def test_triton_casts_have_the_same_bits(triton_device):
         assert torch.equal(got.flipped.view(torch.uint8), got.codes.t().view(torch.uint8))
 
 
+@pytest.mark.parametrize(
+    ("scaling", "weight_gradient"), [*((s, "bf16") for s in SCALINGS), ("tensor", "fp8")]
+)
+def test_a_gpus_layer_is_the_emulated_one(scaling, weight_gradient, triton_device):
+    """Triton's casts, torch's scaled products (they run on CPUs too): all but the order of sums."""
+    if scaling == "row" and triton_device == "cpu" and torch.__version__ < "2.13":
+        pytest.skip(f"torch {torch.__version__} has products with scales of rows on GPUs alone")
+    step = [t.detach().to(triton_device) for t in make(n=48, dtype=torch.bfloat16)]
+    dy, found = torch.randn(48, 144).bfloat16().to(triton_device), []
+    for emulate in (True, False):
+        scales = DelayedScales(1) if scaling == "tensor" else None
+        how = Fp8(scaling, emulate=emulate, scales=scales, weight_gradient=weight_gradient)
+        for _ in range(2):  # delayed scales are known in the second
+            leaves = [t.clone().requires_grad_() for t in step]
+            y = linear(*leaves, fp8=how)
+            y.backward(dy)
+            if scales is not None:
+                scales.update()
+        found.append([y.detach(), *(t.grad for t in leaves)])
+        assert scales is None or scales.overflows.sum() == 0
+    for name, want, got in zip(("y", "dx", "dweight", "dbias"), *found):
+        rows = want.float().abs().amax(-1, keepdim=True)
+        assert ((got.float() - want.float()).abs() <= rows * 2.0**-8).all(), name
+
+
 def test_triton_products_with_blocks(triton_device):
     x, weight, bias = (t.detach().to(triton_device) for t in make(n=130, c=272, f=144))
     kernels = backend.triton_module("linear_fp8")
