@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.low_rank import LowRankSums, Matrix, Messages
-from fastpar.comm.wire_formats import FORMATS
+from fastpar.comm.wire_formats import CODES, FORMATS
 from fastpar.comm.wires import CodeGathers, CompressedGathers, CompressedSums, NodeSums, Worker
 from fastpar.kernels.linear_fp8 import Fp8
 
@@ -105,7 +105,7 @@ class Wires:
         codes: Mapping[int, Fp8],
     ) -> None:
         self._gradients, self.codes = FORMATS.get(gradients), codes
-        self._weights = None if codes else FORMATS.get(weights or "")
+        self._weights = None if weights in (None, CODES) else FORMATS[weights]
         self._feedback, self._rank = bool(feedback), rank
         self._low_rank = low_rank if gradients == LOW_RANK else 0
         self._workers: dict[int, Worker] = {}

@@ -37,6 +37,10 @@ def run(out, ranks, **changes):
 LAYOUTS = [
     (2, {"zero_stage": 3}),
     (4, {"zero_stage": 3, "wire_weights": "fp8"}),
+    (
+        4,
+        {"zero_stage": 3, "wire_weights": "fp8", "pp": 2, "pp_split": "2,0"},
+    ),  # no layers: no codes
     (4, {"zero_stage": 1, "accumulate": "shard", "micro_batch_size": 2}),
     (2, {"pp": 2}),
     (2, {"zero_stage": 2, "activation_checkpointing": "full"}),
@@ -59,6 +63,25 @@ def test_every_layout_has_the_bits_of_one_process(here, how):
         assert bits(f"r{i}", 4) == bits("one", 4), changes
         states = [read_run_state(checkpoint_folder(name, 4))["fp8"] for name in ("one", f"r{i}")]
         assert states[0] == states[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (4, {"tp": 2}),
+        (4, {"cp": 2}),
+        (4, {"shard_size": 2}),
+        (2, {"optimizer": "muon"}),
+        (2, {"activation_checkpointing": "full", "micro_batch_size": 1}),
+    ],
+)
+def test_codes_on_the_wire_change_no_other_layout(here, ranks, changes):
+    how = {**DELAYED, **changes, "zero_stage": 3, "dropout": 0.0}
+    run("plain", ranks, **how)
+    run("codes", ranks, **how, wire_weights="fp8")
+    assert curve("codes") == curve("plain")
+    assert bits("codes", 4) == bits("plain", 4)
 
 
 def test_values_of_a_sequence_that_ranks_share_are_those_of_one_process(here):
