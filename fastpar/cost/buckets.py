@@ -28,7 +28,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-_ROOT = 0  # the unit of what is in no block
+ROOT = 0  # the unit of what is in no block
 _PRODUCTS = (2, 4, 8, 10)  # the matrices of a block among its parameters
 
 
@@ -103,7 +103,7 @@ class GPTBuckets:
         """How many buckets there are of each kind."""
         buckets, last_unit = self.layout.buckets, len(self.units) - 1
         return Counter(
-            BucketKind(b.numel, b.unit == _ROOT, b.unit == last_unit, b is buckets[-1], b.rounded)
+            BucketKind(b.numel, b.unit == ROOT, b.unit == last_unit, b is buckets[-1], b.rounded)
             for b in buckets
         )
 
@@ -226,7 +226,7 @@ def _buckets(
         first_bucket_bytes=FIRST_BUCKET_MB * 2**20,
         grad_dtype=dtypes[1],
         rounded=[start + i for start in starts for i in coded],
-        unit_of=[*[_ROOT] * len(embeddings), *units, *[_ROOT] * len(norm)],
+        unit_of=[*[ROOT] * len(embeddings), *units, *[ROOT] * len(norm)],
         flags=not by_unit,
     )
     return GPTBuckets(shapes, layout, n_layers, first, last, dtypes[1].itemsize)

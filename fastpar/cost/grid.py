@@ -59,6 +59,7 @@ class GridPeak(Peak):
         super().__init__(workload, setup, *which)
         self.sp, self.a, self.statistics = True, self.split, 8 * self.n
         self.res = self.a * (2 if workload.shape.dropout else 1)
+        self.batch *= setup.rows * setup.depth  # of which each has its samples
         self.weight = 4 * self.width**2 / setup.tp * self.item
         several = setup.rows > 1
         self.joined = self.whole * (setup.tp > 1)
@@ -66,6 +67,13 @@ class GridPeak(Peak):
         self.gathered, self.share = float(several), 1 / setup.rows
         # Of the gradient's own size: the copy in which it is cut, and the part.
         self.cut = several * (1 + self.share)
+
+    def moments(self) -> Iterator[Moment]:
+        yield from super().moments()
+        # The last norm's backward: x, dy, and in fp32 three of their size; in 16 bits dy once more.
+        wide = 4 * self.a / self.item * (3 + (self.item == 2))
+        kept = self.kept(self.layers) + 2 * self.a + 2 * self.statistics + self.batch
+        yield Moment(kept + wide, self._waiting(), self.flow.at_loss + self._gathered(2))
 
     def _loss(self) -> Moment:
         found = super()._loss()
@@ -87,27 +95,33 @@ class GridPeak(Peak):
     def _block(self) -> tuple[float, ...]:
         a, whole, split, heads = self.a, self.whole, self.split, self.heads
         joined, weight, cut = self.joined, self.weight, self.cut
+        n, width, wide = self.n, self.width, 4 * self.width // self.setup.tp  # of the MLP
         again = last = 0.0
         if self.mode == "full":
             again = 4 * (a + heads) + 8 * split + 2 * self.statistics + self.lse
-            product = whole + max(self.gathered * weight, joined + a)
-            last = self.res + again + a + product
+            gathered = self.gathered * weight + self._product(n, width, wide)
+            last = self.res + again + a + whole + max(gathered, joined + a)
         elif self.mode == "selective":
             again = 4 * a + 4 * split + 2 * self.statistics
             last = self.res + again
             again -= 2 * a
-        part = self.gathered * self.share
-        start = max(last, self.res + again + joined + 4 * split + weight * (1 + part))
+        part = self.gathered * self.share * weight
+        part = max(part, self._product(width, wide, n, transposed=True))
+        start = max(last, self.res + again + joined + 4 * split + weight + part)
         c_proj = again + a + max(4 * split, weight * self.share)
 
-        def column(weight: float) -> float:
+        def column(features: float) -> float:
             """Backward of a column layer: dx on its way, w joined, dweight cut."""
-            sums = whole + 2 * joined + a
-            return max(sums, joined + 2 * self.gathered * weight, joined + a + weight * (1 + cut))
+            weight = self.width * features * self.item
+            gathered = self.gathered * weight
+            dx = joined + max(whole + joined + a, 2 * gathered)
+            dx = max(dx, joined + gathered + whole + self._product(n, width, features))
+            product = self._product(features, width, n, transposed=True)
+            return max(dx, joined + a + weight + product, joined + a + weight * (1 + cut))
 
-        c_attn = 3 / 4 * weight * heads / split
-        rest = again - 8 * split - heads - a + column(c_attn)
-        return start, c_proj, again - 4 * split + a + column(weight), rest
+        rest, c_attn = again - 8 * split - heads - a, 3 * heads / (n * self.item)
+        copied = rest + a + c_attn * width * self.item * self.share
+        return start, c_proj, again - 4 * split + a + column(wide), rest + column(c_attn), copied
 
     def _embedding(self) -> Iterator[Moment]:
         table, gathered = self.item * self.table, self._gathered(0)

@@ -13,9 +13,9 @@ goes. The peak of the latter is at one of six moments, and the largest of them i
                 matrices on their way and one's products (AdamW's kernel needs nothing)
     between     nothing: what stays
 
-On a GPU the same holds, but a chunk's logits go, and attention
-keeps one number of a row instead of two. Not predicted: what StepMemory does not measure either
-(transports' own buffers), and scratch of oneDNN's products (bf16 on a CPU).
+On a GPU the same holds, but a chunk's logits go, and attention keeps one number of a row instead of
+two; on a CPU a product of bf16 needs what oneDNN packs its factors in, of one thread. Not
+predicted: what StepMemory does not measure either (transports' own buffers).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ is filled while what waits becomes less.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -59,6 +60,26 @@ def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
         batch, largest = batch + n, max(largest, n)
         most = max(most, each * batch + rounded * largest)
     return float(most)
+
+
+@functools.lru_cache(4096)
+def product_scratch(rows: int, columns: int, summed: int, *, transposed: bool = False) -> int:
+    """Bytes that oneDNN takes for a bf16 product [rows, summed] @ [summed, columns]; of a thread.
+
+    With AVX-512: 64 columns of the right factor are packed at a time, in blocks of up to 512 rows
+    (1,024 of longer ones), and added up in fp32 for up to 256 rows of the result. A left factor
+    that is transposed, as in a weight's gradient, is packed too, for up to 16 such groups of
+    columns; the sums of all are there between its blocks.
+    """
+    block = max((n for n in range(32, 257) if rows % n == 0), default=min(rows, 256))
+    width, blocks = min(columns, 64), -(-columns // 64)
+    depth = min(-(-summed // 32) * 32, 1024 if summed > 1024 and not transposed else 512)
+    taken = 2 * depth * 64
+    if not transposed:
+        return taken + 4 * block * width
+    side_by_side = max(n for n in range(1, 17) if blocks % n == 0) if summed > depth else 1
+    pitch = depth + 32 * (depth == 512)  # off a power of two
+    return taken + 4 * block * width * side_by_side + 2 * block * pitch
 
 
 class Moment(NamedTuple):
@@ -149,6 +170,7 @@ class Peak:
             sum_bytes=setup.grad_bytes / setup.n_shards if again and stage else 0.0,
             copies=setup.n_shards < setup.data,
             whole=whole,
+            gathered_bytes=self.item if stage == 3 else 0,
         )
 
     @property
@@ -226,28 +248,36 @@ class Peak:
         product = self.item * self.table if self.item == 2 and not self.on_gpu else 0
         return rows * self.rows * self.item + product
 
+    def _product(self, rows: float, columns: float, summed: float, **how: bool) -> int:
+        """What a product needs beside its factors and its result."""
+        if self.on_gpu or self.setup.dtype != "bf16":
+            return 0
+        return product_scratch(round(rows), round(columns), round(summed), **how)
+
     @property
     def _standing(self) -> float:
         """What of the head's workspace is there all the time."""
         return 0.0 if self.on_gpu or not self.head else self._workspace
 
     def _gathered(self, units: int) -> float:
-        """Parameters at stage 3: the root's, and so many of the largest unit's."""
+        """Parameters at stage 3: the root's, and those of so many last units."""
         if self.setup.stage < 3:
             return 0.0
         root, *others = self.buckets.units
-        return self.item * (root + min(units, len(others)) * max(others, default=0))
+        return self.item * (root + sum(others[max(0, len(others) - units) :]))
 
     def _loss(self) -> Moment:
         # The last norm's sum and output and statistics.
         kept = self.kept(self.parts.layers[-1]) + 2 * self.a + self.statistics + self.batch
-        dweight = 4 * self.table
-        loss = self._workspace + self.whole + dweight + 4 * self.n
+        dweight = widened = 4 * self.table
+        rows = min(self.n, default_chunk_rows(self.n, self.width, self.rows, "cpu"))
+        product = self._product(self.rows, self.width, rows, transposed=True)
+        if rows < self.n:  # the next one is added
+            widened = max(product, dweight if self.item == 2 and not self.on_gpu else 0)
+            widened += dweight
+        loss = self._workspace + self.whole + max(product, widened) + 4 * self.n
         if self.sp:
             loss += self.whole  # x of all tokens
-        chunked = self.n > default_chunk_rows(self.n, self.width, self.rows, "cpu")
-        if self.item == 2 and not self.on_gpu and chunked:
-            loss += dweight  # a 16-bit product is widened to be added
         return Moment(kept + self.others, loss, self.flow.at_loss + self._gathered(1))
 
     def _dweight(self) -> Moment:
@@ -270,20 +300,24 @@ class Peak:
         heads = self.heads
         tokens = whole if self.sp else 0.0  # gathered
         arriving = whole + a if self.sp else 0.0  # and scattered
+        n, width, wide = self.n, self.width, 4 * self.width // self.setup.tp  # of the MLP
         again = last = 0.0
         if self.mode == "full":  # the block's forward; its last product is thrown away
             again = 4 * (a + heads) + 8 * split + 2 * self.statistics + self.lse
             again -= self._eight_bits()
-            last = self.res + again + a + whole + (a if self.sp else 0.0)
+            product = self._product(n, width, wide)
+            last = self.res + again + a + whole + max(product, a if self.sp else 0.0)
         elif self.mode == "selective":
             again = 4 * a + 4 * split + 2 * self.statistics
             last = self.res + again
             again -= 2 * a  # what was kept of c_proj has been used
-        start = max(last, self.res + again + 4 * split + weight + tokens)
+        product = self._product(width, wide, n, transposed=True)
+        start = max(last, self.res + again + 4 * split + weight + tokens + product)
         # gelu's output is gone. Its backward, or c_proj's gradient on its way into the bucket.
         c_proj = again + a + max(4 * split, weight)
         # As c_fc's backward runs, and when its input and gelu's are gone.
         c_fc = again - 4 * split + a + whole + weight + arriving
+        c_fc += self._product(wide, width, n, transposed=True)
         if self.setup.by_keys:  # attention's backward, in units of heads: see context/keys.py
             sums = 2 if self.item == 2 else 1  # in fp32
             gathered = 2 + 2 * sums + 2  # k and v; the sums of their gradients; those of a piece
@@ -292,12 +326,13 @@ class Peak:
         # Backward of c_attn: the second norm, the MLP and attention's output are gone.
         c_attn = 3 / 4 * weight * heads / split
         rest = again - 8 * split - heads - a + whole + c_attn + arriving
+        rest += self._product(3 * heads / (n * self.item), width, n, transposed=True)
         if self.setup.fp8 != "none":  # values of gelu's output; codes of c_fc's gradient
             copies = 2 if self.setup.fp8_scaling == "tensor" else 1  # the transpose, too
             codes = copies * self.width * (self.n + 4 * self.width // self.setup.tp)  # dy's and w's
             start, c_proj = start + 4 * split + codes, c_proj + 4 * split
             c_fc += whole + 4 * split / self.item
-        return start, c_proj, c_fc, rest
+        return start, c_proj, c_fc, rest, rest
 
     def _halves(self) -> Iterator[Moment]:
         """A backward in two halves: gradients reach the buckets in the second one only."""
@@ -321,14 +356,12 @@ class Peak:
         if self.splits:
             yield from self._halves()
             return
-        n_units = len(self.buckets.units) - 1
         for backward, pairs in zip(self._block(), self.flow.in_blocks):
             for layers, alive in pairs:
                 layers = min(layers, self.parts.layers[self.chunk])
-                ahead = min(2, math.ceil(layers * n_units / self.layers))
                 kept = self.kept(layers) + backward - self.weight + self.batch
                 kept += self.others
-                buckets = self.weight + alive + self._gathered(ahead)
+                buckets = self.weight + alive + self._gathered(0)
                 yield Moment(kept, self._waiting(), buckets)
 
     def _embedding(self) -> Iterator[Moment]:

@@ -1,17 +1,17 @@
 """The predicted peak of a grid's rank against the measured one."""
 
+import itertools
+
 import pytest
-from cells import slow
-from memory_cells import measure_alive, measure_on_grid, setup, workload
+import torch
+from cells import slow, sweep
+from memory_cells import SHAPES, measure_all, measure_on_grid, setup, workload
 
 from fastpar.cost.memory_model import predict_memory
+from fastpar.cost.peak_moments import product_scratch
+from fastpar.cost.step_memory import StepMemory
 from fastpar.testing import run_ranks
 
-SHAPES = {
-    "balanced": {"n_layer": 4, "width": 128, "tokens": 128, "vocab": 500, "dropout": 0.1},
-    "deep": {"n_layer": 10, "width": 128, "tokens": 64, "vocab": 1000},
-    "wide": {"n_layer": 2, "width": 192, "tokens": 128, "vocab": 5000, "dropout": 0.1},
-}
 GRIDS = ("1x2", "2x1", "2x2", "2x2x2")
 MODES = ("none", "selective", "full")
 
@@ -35,37 +35,41 @@ def make(shape, grid, stage, mode, dtype="fp32", steps=1):
 
 def cells():
     """Grid x stage x recomputation, each with one of the shapes; 16 bits, accumulation."""
-    names, found = list(SHAPES), []
+    names, found = ["balanced", "deep", "wide"], []
     for i, grid in enumerate(GRIDS):
         for stage in range(4):
             for j, mode in enumerate(MODES):
                 found.append((names[(i + stage + j) % 3], grid, stage, mode))
-    found += [("balanced", grid, 0, "none", "bf16") for grid in GRIDS]
-    found += [("wide", "2x2", 3, "full", "bf16"), ("deep", "2x2", 2, "none", "bf16")]
+    halves = [(0, "none"), (2, "selective"), (3, "full")]
+    for shape, grid in itertools.product([*names, "narrow", "short"], GRIDS):
+        found += [(shape, grid, *half, "bf16") for half in halves]
     found += [("wide", grid, stage, "none", "fp32", 2) for grid in GRIDS for stage in (0, 3)]
-    quick = ("none", "full")
+    quick = [(0, "none"), (3, "full")]
     return [
-        cell if cell[2:4] in ((0, "none"), (3, "full")) and len(cell) == 4 and cell[3] in quick
-        else slow(cell)
+        cell if cell[2:] in quick or cell in QUICK_HALVES else slow(cell)
         for cell in found
     ]  # fmt: skip
 
 
+QUICK_HALVES = [("balanced", "2x2", 0, "none", "bf16"), ("deep", "2x2x2", 3, "full", "bf16")]
+
+
 def check(cell, measured):
     predicted = predict_memory(*make(*cell))
-    rel = 0.01 if "bf16" not in cell else 0.05  # products in 16 bits take scratch
+    rel = 0.015 if "bf16" in cell else 0.01
     assert predicted.total == pytest.approx(measured, rel=rel), str(predicted)
 
 
 @pytest.mark.parametrize("cell", cells(), ids=lambda cell: "-".join(map(str, cell)))
-def test_the_peak_of_a_grid_is_predicted_within_one_percent(cell):
+def test_the_peak_of_a_grid_is_predicted(cell):
+    """Within 1 %, in 16 bits within 1.5 %."""
     check(cell, measure_on_grid(*make(*cell)))
 
 
 REAL = [
     ("balanced", "1x2", 0, "none"),
-    ("balanced", "2x1", 3, "none"),
-    ("balanced", "2x2", 0, "none"),
+    ("balanced", "2x1", 3, "full"),
+    ("balanced", "2x2", 0, "none", "bf16"),
     ("deep", "2x2", 0, "selective"),
 ]
 
@@ -73,8 +77,36 @@ REAL = [
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", REAL, ids=lambda cell: "-".join(map(str, cell)))
 def test_real_ranks_have_that_peak(cell):
-    """By the tensors that are alive between ops: a thread of the transport lets go of what was
-    sent, which StepMemory does not see. So of shapes whose peak is no op's temporary alone."""
-    peaks = run_ranks(measure_alive, make(*cell)[1].world_size, *make(*cell), backend="gloo",
-                      timeout_s=300)  # fmt: skip
-    check(cell, max(peaks))
+    """Where forward keeps what it sends: of all else a thread of the transport can be the last to
+    let go, which StepMemory does not see."""
+    one, s = make(*cell)
+    for (peak,) in run_ranks(measure_all, s.world_size, [(one, s)], backend="gloo", timeout_s=300):
+        check(cell, peak)
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512" or torch.cpu._is_amx_tile_supported(),
+    reason="needs a CPU with AVX-512 and without AMX, whose products are cut otherwise",
+)
+@sweep("transposed", [False, True])
+def test_scratch_of_a_product_in_16_bits(transposed):
+    """What torch allocates for one, beside its result."""
+    torch.mm(*(torch.ones(64, 64, dtype=torch.bfloat16),) * 2)
+    for rows, columns, summed in [
+        (256, 64, 64),
+        (192, 48, 96),
+        (160, 320, 512),
+        (768, 192, 1024),
+        (384, 2304, 768),
+        (1600, 400, 1536),
+        (96, 640, 2048),
+        (64, 64, 48),
+    ]:
+        a = torch.ones(rows, summed, dtype=torch.bfloat16)
+        a = a.t().contiguous().t() if transposed else a
+        b = torch.ones(summed, columns, dtype=torch.bfloat16)
+        with StepMemory(torch.device("cpu"), alive_bytes=0) as memory:
+            torch.mm(a, b)
+        taken = memory.peak_bytes - 2 * rows * columns
+        predicted = product_scratch(rows, columns, summed, transposed=transposed)
+        assert 0 <= taken - predicted <= 2048, (rows, columns, summed)

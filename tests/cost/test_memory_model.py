@@ -5,21 +5,13 @@ import itertools
 import time
 
 import pytest
-from memory_cells import measure, measure_alive, measure_all, setup, workload
+from memory_cells import SHAPES, measure, measure_alive, measure_all, setup, workload
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
 from fastpar.cost.memory_model import Memory, predict_memory, predict_ranks, predict_states
 from fastpar.cost.workload import Setup, Workload
 from fastpar.testing import run_ranks
-
-SHAPES = {
-    "balanced": {"n_layer": 4, "width": 128, "tokens": 128, "vocab": 500, "dropout": 0.1},
-    "long": {"n_layer": 4, "width": 128, "tokens": 1024, "vocab": 500, "dropout": 0.1},
-    "deep": {"n_layer": 10, "width": 128, "tokens": 64, "vocab": 1000},
-    "split": {"n_layer": 4, "width": 256, "tokens": 64, "vocab": 18000},  # wte above a bucket's cap
-    "wide": {"n_layer": 2, "width": 192, "tokens": 128, "vocab": 5000, "dropout": 0.1},
-}
 
 
 def sample():
@@ -144,13 +136,10 @@ def measured(cells):
 
 
 def check(cell, cells):
-    """Half of what is promised in fp32; products in 16 bits take scratch that is not predicted."""
+    """Half of what is promised."""
     shape, s = cell
-    predicted, rel = (
-        predict_memory(workload(**SHAPES[shape]), s),
-        0.025 if s.dtype == "fp32" else 0.05,
-    )
-    assert predicted.total == pytest.approx(measured(tuple(cells))[cell], rel=rel), str(predicted)
+    predicted = predict_memory(workload(**SHAPES[shape]), s)
+    assert predicted.total == pytest.approx(measured(tuple(cells))[cell], rel=0.025), str(predicted)
 
 
 def test_predicted_within_five_percent():

@@ -17,6 +17,16 @@ from fastpar.kernels.linear_cross_entropy import release_workspaces, workspace_b
 from fastpar.measure.short_run import ShortRun
 from fastpar.train import start
 
+SHAPES = {
+    "balanced": {"n_layer": 4, "width": 128, "tokens": 128, "vocab": 500, "dropout": 0.1},
+    "long": {"n_layer": 4, "width": 128, "tokens": 1024, "vocab": 500, "dropout": 0.1},
+    "deep": {"n_layer": 10, "width": 128, "tokens": 64, "vocab": 1000},
+    "split": {"n_layer": 4, "width": 256, "tokens": 64, "vocab": 18000},  # wte above a bucket's cap
+    "wide": {"n_layer": 2, "width": 192, "tokens": 128, "vocab": 5000, "dropout": 0.1},
+    "narrow": {"n_layer": 2, "width": 64, "tokens": 256, "vocab": 500, "dropout": 0.1},
+    "short": {"n_layer": 3, "width": 256, "tokens": 32, "vocab": 3000},  # units of 2 layers and 1
+}
+
 
 def workload(n_layer=4, width=128, heads=4, tokens=128, batch=4, vocab=512, dropout=0.0):
     return Workload(GPTConfig(n_layer, heads, width, tokens, vocab, dropout), batch)
@@ -52,6 +62,7 @@ def measure(workload, setup, mesh):
     left = alive_bytes()
     run = ShortRun(workload, setup, mesh)
     run.step()
+    gc.collect()  # what the first recomputation leaves in a cycle
     with StepMemory(mesh.device) as memory:
         run.step()
     return memory.peak_bytes - left
