@@ -11,10 +11,12 @@ from cells import slow
 from saved import bits
 from torch import nn
 
+from bench.systems.emulated import EmulatedMesh, InlineCollectives, Link, emulated
 from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, engine_of, parallelize
 from fastpar.checkpoint.checkpoint import save_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.comm.collectives import OneRank
+from fastpar.cost.step_memory import StepMemory
 from fastpar.kernels import make_key
 from fastpar.kernels.reference import layer_norm_ref
 from fastpar.models.fp8 import use_fp8
@@ -145,6 +147,42 @@ def test_opcheck():
     torch.library.opcheck(of.grid_norm.default, (*args, 1e-5, grid.number))
     args = (x, x, x[0], x[:, 0].clone(), x[:, 1].clone(), grid.number)
     torch.library.opcheck(of.grid_norm_bwd.default, args)
+
+
+# What an op has at once
+
+N, C, F = 64, 64, 512  # of a product of tokens, in and out of the wide side, over all ranks
+GATHERED = 4 * N * C  # x or dy of all columns
+WIDE, WEIGHT = 4 * N * F // 2, 4 * F * C // 2  # by columns; the weight of all rows
+
+
+@pytest.mark.parametrize(
+    ("op", "forward", "backward"),
+    [
+        # The weight joined, x gathered, y. Then x of all columns gone, dx's half beside dweight,
+        # which is cut in a copy.
+        ("column", GATHERED + WEIGHT + WIDE, GATHERED // 2 + 2.5 * WEIGHT),
+        # The weight and y of all columns. Then dy gathered, dx, and dweight, of which a half stays.
+        ("row", GATHERED + WEIGHT, GATHERED + WIDE + 1.5 * WEIGHT),
+    ],
+)
+def test_gathered_blocks_are_let_go_of_within_an_op(op, forward, backward):
+    """On 2x2 ranks, measured: nothing gathered stays until the op is over, or for backward."""
+    narrow, wide = torch.randn(N, C // 2), torch.randn(N, F // 2)
+    x, dy = (narrow, wide) if op == "column" else (wide, narrow)
+    shape = (F // 2, C // 2) if op == "column" else (C // 2, F // 2)
+    x, w = x.requires_grad_(), torch.randn(*shape).requires_grad_()
+    with EmulatedMesh(4, 0, tp_grid=(2, 2)) as mesh:
+        make = emulated(Link(None), InlineCollectives)
+        model = parallelize(build(torch.float32), mesh, collectives=make)
+        number = model.h[0].attn.tp.number
+        with StepMemory(mesh.device, alive_bytes=0) as memory:
+            y = getattr(torch.ops.fastpar, f"grid_{op}")(x, w, None, number)
+        assert memory.left_bytes == pytest.approx(y.nbytes, abs=64)
+        assert memory.peak_bytes == pytest.approx(forward, rel=0.01)
+        with StepMemory(mesh.device, alive_bytes=0) as memory:
+            y.backward(dy)
+        assert memory.peak_bytes == pytest.approx(backward, rel=0.01)
 
 
 # States
