@@ -34,7 +34,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,16 +114,17 @@ class TensorParallel:
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """The slices of all ranks along dim, as one tensor."""
-        out, _ = self.begin_all_gather(x, async_op=False)
-        return self.finish_all_gather(out, dim)
+        return self.finish_all_gather(*self.begin_all_gather(x, async_op=False), dim)
 
     def begin_all_gather(self, x: Tensor, async_op: bool = True) -> tuple[Tensor, Handle | None]:
-        """Starts it; finish_all_gather() makes the result of the first when the second is done."""
+        """Starts it; finish_all_gather() makes the result of both."""
         out = x.new_empty(self.size, *x.shape)
         mine = x.contiguous().view(-1)
         return out, self.group.all_gather(out.view(-1), mine, async_op=async_op)
 
-    def finish_all_gather(self, out: Tensor, dim: int) -> Tensor:
+    def finish_all_gather(self, out: Tensor, handle: Handle | None, dim: int) -> Tensor:
+        if handle is not None:
+            handle.wait()
         dim %= out.dim() - 1
         return out.flatten(0, 1) if dim == 0 else out.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -264,9 +265,19 @@ def _flat(x: Tensor) -> bool:
     return x.shape[:-2].numel() == 1
 
 
-def column_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+class Needed(NamedTuple):
+    """Which gradients a backward is asked for."""
+
+    dx: bool
+    dweight: bool
+    dbias: bool
+
+
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, weight and bias
+
+
+def column_linear_fwd(tp: TensorParallel, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [..., F/tp] of x [..., C], or of its slice of the tokens."""
-    tp = handle_of(number)
     if tp.sequence_parallel and _flat(x):
         y, _ = tp.overlap.gather_matmul(rows_of(x), weight.t(), bias)
         return y.view(*x.shape[:-2], *y.shape)
@@ -277,36 +288,25 @@ def column_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: in
 
 
 def column_linear_bwd(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    number: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias, [0] for what is not needed; see [Note: under way]."""
-    tp, none = handle_of(number), x.new_empty(0)
-    gathering = tp.begin_all_gather(x) if tp.sequence_parallel and need_dweight else None
+    tp: TensorParallel, need: Needed, dy: Tensor, x: Tensor, weight: Tensor
+) -> Grads:
+    """See [Note: under way]."""
+    gathering = tp.begin_all_gather(x) if tp.sequence_parallel and need.dweight else None
     shape = x.shape
-    dx, summing, scattering = none, None, None
-    if need_dx and tp.sequence_parallel and _flat(x):
+    dx, dweight, summing, scattering = None, None, None, None
+    if need.dx and tp.sequence_parallel and _flat(x):
         scattering = tp.overlap.begin_matmul_scatter(rows_of(dy), weight)
-    elif need_dx:
+    elif need.dx:
         dx = matmul(rows_of(dy), weight).view(*dy.shape[:-1], x.shape[-1])
         if tp.sequence_parallel:
             dx, summing = tp.begin_reduce_scatter(dx, -2)
         else:
             summing = tp.group.all_reduce(dx, async_op=True)
-    dweight = none.clone()
-    if need_dweight:
+    if need.dweight:
         if gathering is not None:
-            whole, handle = gathering
-            if handle is not None:
-                handle.wait()
-            x = tp.finish_all_gather(whole, -2)
+            x = tp.finish_all_gather(*gathering, -2)
         dweight = matmul(rows_of(dy).t(), rows_of(x))
-    dbias = rows_of(dy).sum(0) if need_dbias else none.clone()
+    dbias = rows_of(dy).sum(0) if need.dbias else None
     if summing is not None:
         summing.wait()
     if scattering is not None:
@@ -314,9 +314,8 @@ def column_linear_bwd(
     return dx, dweight, dbias
 
 
-def row_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+def row_linear_fwd(tp: TensorParallel, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [..., C], or this rank's slice of its tokens, of x [..., F/tp]."""
-    tp = handle_of(number)
     if tp.sequence_parallel and _flat(x):
         y = tp.overlap.matmul_scatter(rows_of(x), weight.t())
         y = y.view(*x.shape[:-2], *y.shape)
@@ -330,36 +329,28 @@ def row_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) 
 
 
 def row_linear_bwd(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    number: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias (of this rank's tokens), [0] for what is not needed."""
-    tp, none = handle_of(number), x.new_empty(0)
-    dbias = rows_of(dy).sum(0) if need_dbias else none
-    if tp.sequence_parallel and need_dx and _flat(x):
-        dx, whole = tp.overlap.gather_matmul(rows_of(dy), weight, keep=need_dweight)
-        dx, dy = dx.view(x.shape), dy if whole is None else whole
+    tp: TensorParallel, need: Needed, dy: Tensor, x: Tensor, weight: Tensor
+) -> Grads:
+    """The bias' gradient is of this rank's tokens."""
+    dx, dbias = None, rows_of(dy).sum(0) if need.dbias else None
+    if tp.sequence_parallel and need.dx and _flat(x):
+        product, whole = tp.overlap.gather_matmul(rows_of(dy), weight, keep=need.dweight)
+        dx, dy = product.view(x.shape), dy if whole is None else whole
     else:
         if tp.sequence_parallel:
             dy = tp.all_gather(dy, -2)
-        dx = matmul(rows_of(dy), weight).view(x.shape) if need_dx else none.clone()
-    dweight = matmul(rows_of(dy).t(), rows_of(x)) if need_dweight else none.clone()
-    return dx, dweight, dbias
+        dx = matmul(rows_of(dy), weight).view(x.shape) if need.dx else None
+    return dx, matmul(rows_of(dy).t(), rows_of(x)) if need.dweight else None, dbias
 
 
-def _column_fake(x, weight, bias, number):
+def _column_fake(tp, x, weight):
     y = x.new_empty([*x.shape[:-1], weight.shape[0]])
-    return _gathered(y, -2, number) if handle_of(number).sequence_parallel else y
+    return _gathered(y, -2, tp.number) if tp.sequence_parallel else y
 
 
-def _row_fake(x, weight, bias, number):
+def _row_fake(tp, x, weight):
     y = x.new_empty([*x.shape[:-1], weight.shape[0]])
-    return _scattered(y, -2, number) if handle_of(number).sequence_parallel else y
+    return _scattered(y, -2, tp.number) if tp.sequence_parallel else y
 
 
 def _bwd_fake(dy, x, weight, *needed):
@@ -403,9 +394,19 @@ def _backward_of(op: Any, name: str, split: int) -> Any:
 
 
 def define_linear(name: str, fwd: Any, bwd: Any, fake: Any, split: int = 0) -> Any:
-    """The op with this name, of x, weight, bias and a TensorParallel's number."""
-    op = define_op(name + _LINEAR, fwd, fake, _DEVICES)
-    bwd_op = define_op(f"{name}_bwd{_LINEAR_BWD}", bwd, _bwd_fake, _DEVICES)
+    """The op with this name, of x, weight, bias and the number of the TensorParallel that fwd, bwd
+    and fake are given first."""
+
+    def run_bwd(dy: Tensor, x: Tensor, weight: Tensor, *needed: Any) -> Grads:
+        return bwd(handle_of(needed[-1]), Needed(*needed[:-1]), dy, x, weight)
+
+    op = define_op(
+        name + _LINEAR,
+        lambda x, weight, bias, number: fwd(handle_of(number), x, weight, bias),
+        lambda x, weight, bias, number: fake(handle_of(number), x, weight),
+        _DEVICES,
+    )
+    bwd_op = define_op(f"{name}_bwd{_LINEAR_BWD}", run_bwd, _bwd_fake, _DEVICES)
     define_autograd(op, _setup_context, _backward_of(bwd_op, name, split))
     return op
 

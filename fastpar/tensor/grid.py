@@ -49,6 +49,8 @@ from fastpar.kernels.op import define_autograd, define_op, refuse_double_backwar
 from fastpar.kernels.philox import Rng, keep_mask, quantize_p
 from fastpar.sharding.placements import Partial, Shard, State
 from fastpar.tensor.functional import (
+    Grads,
+    Needed,
     TensorParallel,
     define_linear,
     gather,
@@ -220,10 +222,8 @@ class _Gathering:
 
     def join(self) -> Tensor:
         assert self.started is not None
-        (out, handle), self.started = self.started, None
-        if handle is not None:
-            handle.wait()
-        return self.tp.finish_all_gather(out, self.dim)
+        started, self.started = self.started, None
+        return self.tp.finish_all_gather(*started, self.dim)
 
 
 def _sum(x: Tensor, dim: int, tp: TensorParallel) -> tuple[Tensor, Handle | None]:
@@ -235,39 +235,28 @@ def _summed(x: Tensor, dim: int, tp: TensorParallel) -> Tensor:
     return x if tp.size == 1 else tp.reduce_scatter(x, dim)
 
 
-def grid_column_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+def grid_column_fwd(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ w.T + bias, [..., F/c]."""
-    grid = grid_of(number)
     gathering = _Gathering(weight, 1, grid.down)
     flat = _Gathering(rows_of(x), 1, grid).join()
     y = matmul(flat, gathering.join().t(), bias=bias)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def grid_row_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+def grid_row_fwd(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ w.T + bias, [..., C/c]."""
-    grid = grid_of(number)
     y = matmul(rows_of(x), _Gathering(weight, 0, grid.down).join().t())
     y = _summed(y, 1, grid)
     y = y if bias is None else y.add_(bias)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def grid_column_bwd(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    number: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias (of this rank's samples), [0] for what is not needed."""
-    grid, flat = grid_of(number), rows_of(dy)
-    gathering = _Gathering(weight, 1, grid.down) if need_dx else None
-    moving = _Gathering(rows_of(x), 1, grid) if need_dweight else None
-    dbias = flat.sum(0) if need_dbias else x.new_empty(0)
-    dx, dweight, summing = x.new_empty(0), x.new_empty(0), None
+def grid_column_bwd(grid: Grid, need: Needed, dy: Tensor, x: Tensor, weight: Tensor) -> Grads:
+    """The bias' gradient is of this rank's samples."""
+    gathering = _Gathering(weight, 1, grid.down) if need.dx else None
+    moving = _Gathering(rows_of(x), 1, grid) if need.dweight else None
+    flat, dx, dweight, summing = rows_of(dy), None, None, None
+    dbias = flat.sum(0) if need.dbias else None
     if gathering is not None:
         dx, summing = _sum(matmul(flat, gathering.join()), 1, grid)
         dx = dx.view(x.shape)
@@ -278,34 +267,24 @@ def grid_column_bwd(
     return dx, dweight, dbias
 
 
-def grid_row_bwd(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-    number: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def grid_row_bwd(grid: Grid, need: Needed, dy: Tensor, x: Tensor, weight: Tensor) -> Grads:
     """As grid_column_bwd()."""
-    grid, flat = grid_of(number), rows_of(dy)
-    gathering = _Gathering(weight, 0, grid.down) if need_dx else None
-    dbias = flat.sum(0) if need_dbias else x.new_empty(0)
+    gathering = _Gathering(weight, 0, grid.down) if need.dx else None
+    flat, dx, dweight = rows_of(dy), None, None
+    dbias = flat.sum(0) if need.dbias else None
     flat = _Gathering(flat, 1, grid).join()
-    dx = x.new_empty(0)
     if gathering is not None:
         dx = matmul(flat, gathering.join()).view(x.shape)
-    if not need_dweight:
-        return dx, x.new_empty(0), dbias
-    return dx, _summed(matmul(flat.t(), rows_of(x)), 0, grid.down), dbias
+    if need.dweight:
+        dweight = _summed(matmul(flat.t(), rows_of(x)), 0, grid.down)
+    return dx, dweight, dbias
 
 
-def _column_fake(x, weight, bias, number):
+def _column_fake(grid, x, weight):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _row_fake(x, weight, bias, number):
-    grid = grid_of(number)
+def _row_fake(grid, x, weight):
     return x.new_empty(*x.shape[:-1], weight.shape[0] * grid.down.size // grid.size)
 
 
