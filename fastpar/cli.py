@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from fastpar._version import __version__
 from fastpar.config.axes import ranks_of_batch, ranks_of_samples
-from fastpar.config.combinations import check_synchronous, for_axes
+from fastpar.config.combinations import check_synchronous, without_idle
 from fastpar.config.config import TrainConfig, derive_batch
 from fastpar.config.options import USUAL, SampleSettings, TrainFlags, for_tyro
 from fastpar.config.settings import WRONG_PATH, option, parse_seconds
@@ -284,8 +284,7 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     """
     base, arguments, changes, saved = read_base(arguments)[:4]
     flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
-    parallel = for_axes(flags.parallel, saved)
-    config = TrainConfig(**{**vars(flags), "parallel": parallel}).replace(changes)
+    config = TrainConfig(**without_idle(vars(flags), saved)).replace(changes)
     nproc, ranks = config.system.nproc, os.environ.get("WORLD_SIZE", "1")
     by_torchrun = launch.is_rank() and not launch.launched_here()
     if by_torchrun and nproc not in (base.system.nproc, int(ranks)):

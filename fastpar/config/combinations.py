@@ -4,7 +4,7 @@ experts."""
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,7 +19,17 @@ from fastpar.config.options import (
 )
 from fastpar.config.settings import option, parse_seconds
 
-_OF_AXES = {"schedule": "pp", "chunks": "pp", "pp_split": "pp", "cp_method": "cp"}
+# Settings that only say how something works, and what that is.
+_HOW = {
+    **dict.fromkeys(("schedule", "chunks", "pp_split"), ("pp", 2)),
+    "cp_method": ("cp", 2),
+    "sequence_parallel": ("tp", 2),
+    "wire_rank": ("wire_gradients", "powersgd"),
+    "muon_lr": ("optimizer", "muon"),
+    **dict.fromkeys(("expert_top_k", "expert_every", "expert_hidden"), ("n_expert", 8)),
+    **dict.fromkeys(("expert_capacity", "balance_loss", "router_z_loss"), ("n_expert", 8)),
+    "balance_rate": ("n_expert", 8),
+}
 
 
 def check_axes(shape: ModelSettings, parallel: ParallelSettings, values: dict[str, Any]) -> None:
@@ -28,23 +38,34 @@ def check_axes(shape: ModelSettings, parallel: ParallelSettings, values: dict[st
     check_grid(parallel, values)
 
 
-def for_axes(parallel: ParallelSettings, inherited: Container[str]) -> ParallelSettings:
-    """The settings; refused are those that only say how ranks of an axis work which has one.
+def without_idle(sections: Mapping[str, Any], inherited: Container[str]) -> dict[str, Any]:
+    """The settings, by section; refused are those that do nothing.
 
     Args:
         inherited: names that a run had, maybe on other ranks: they get their defaults instead.
     """
-    for name, axis in _OF_AXES.items():
-        value, usual = getattr(parallel, name), getattr(ParallelSettings, name)
-        if getattr(parallel, axis) > 1 or value == usual:
+    values = {name: value for part in sections.values() for name, value in vars(part).items()}
+    usual = {
+        name: value for part in sections.values() for name, value in vars(type(part)()).items()
+    }
+    changes = {}
+    for name, (of, needed) in _HOW.items():
+        found, least = values[of], usual[of]
+        here = found == needed if isinstance(needed, str) else found > least
+        # Weights that are read can have experts.
+        if here or values[name] == usual[name] or (of == "n_expert" and values["init_from"]):
             continue
         if name not in inherited:
+            rule = f"{of}={needed}" if isinstance(needed, str) else f"{of} > {least}"
             raise ValueError(
-                f"train: expected {axis} > 1 with {name}={value}, got {axis}=1, where it does "
-                f"nothing; add --{axis} 2, or leave {option(name)} out"
+                f"train: expected {rule} with {name}={values[name]}, got {of}={found}, where it "
+                f"does nothing; add {option(of)} {needed}, or leave {option(name)} out"
             )
-        parallel = replace(parallel, **{name: usual})
-    return parallel
+        changes[name] = usual[name]
+    return {
+        key: replace(part, **{n: v for n, v in changes.items() if n in vars(part)})
+        for key, part in sections.items()
+    }
 
 
 def check_grid(parallel: ParallelSettings, values: dict[str, Any]) -> None:

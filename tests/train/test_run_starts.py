@@ -182,12 +182,21 @@ def test_settings_of_ranks_that_are_not_there(here, capsys):  # noqa: F811
         [name] = set(re.findall(r"schedule|chunks|pp-split", flags))
         rule = f"expected pp > 1 with {name.replace('-', '_')}=.*, got pp=1, where it does nothing"
         assert re.search(f"{rule}; add --pp 2, or leave --{name} out\n", capsys.readouterr().err)
-    assert fastpar(f"{TRAIN} --out r --cp-method keys") == 2
-    assert "add --cp 2, or leave --cp-method out\n" in capsys.readouterr().err
+    for flag, rule in (
+        ("cp-method keys", "cp > 1 with .*; add --cp 2, or leave --cp-method out"),
+        ("no-sequence-parallel", "tp > 1 with sequence_parallel=False, got tp=1"),
+        ("muon-lr 0.1", "optimizer=muon with .*, got optimizer=adamw.*; add --optimizer muon, or"),
+        ("wire-rank 8", "wire_gradients=powersgd with wire_rank=8, got wire_gradients=fp32"),
+        ("expert-top-k 1", "n_expert > 0 with .*; add --n-expert 8, or leave --expert-top-k out"),
+        ("balance-loss 0.1", "n_expert > 0 with balance_loss=0.1, got n_expert=0, where it does"),
+    ):
+        assert fastpar(f"{TRAIN} --out r --{flag}") == 2
+        assert re.search(f"train: expected {rule}", capsys.readouterr().err), flag
 
     assert fastpar(f"{TRAIN} --out r") == 0
     content = json.loads(Path("r/config.json").read_text())
     content["settings"] |= {"pp": 2, "schedule": "gpipe", "cp": 2, "cp_method": "keys"}
+    content["settings"] |= {"muon_lr": 0.1, "router_z_loss": 0.5}
     Path("r/config.json").write_text(json.dumps(content))
     capsys.readouterr()
     alone = f"{TRAIN.replace('--max-steps 2', '--max-steps 3')} --out r --resume --pp 1 --cp 1"
@@ -195,5 +204,6 @@ def test_settings_of_ranks_that_are_not_there(here, capsys):  # noqa: F811
     assert "expected pp > 1 with schedule=gpipe" in capsys.readouterr().err
     assert fastpar(alone) == 0
     printed = capsys.readouterr().out
-    for change in ("schedule gpipe -> 1f1b", "cp_method keys -> heads", "pp 2 -> 1"):
+    changes = ("schedule gpipe -> 1f1b", "cp_method keys -> heads", "pp 2 -> 1")
+    for change in (*changes, "muon_lr 0.1 -> 0.02", "router_z_loss 0.5 -> 0.0"):
         assert f"changed  {change}\n" in printed
