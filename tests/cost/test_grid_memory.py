@@ -51,7 +51,11 @@ def cells():
     ]  # fmt: skip
 
 
-QUICK_HALVES = [("balanced", "2x2", 0, "none", "bf16"), ("deep", "2x2x2", 3, "full", "bf16")]
+QUICK_HALVES = [
+    ("narrow", "2x1", 0, "none", "bf16"),
+    ("balanced", "2x2", 3, "full", "bf16"),
+    ("deep", "2x2x2", 3, "full", "bf16"),
+]
 
 
 def check(cell, measured):
