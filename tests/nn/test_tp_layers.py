@@ -47,8 +47,10 @@ class Model(nn.Module):
 
 
 def model(**options):
-    torch.manual_seed(0)
-    return Model(**options).double()
+    made, drawn = Model(**options).double(), torch.Generator().manual_seed(0)  # of this thread
+    for p in made.parameters():
+        p.data.uniform_(-0.4, 0.4, generator=drawn)
+    return made
 
 
 def plain(**options):
