@@ -52,8 +52,9 @@ def without_idle(sections: Mapping[str, Any], inherited: Container[str]) -> dict
     for name, (of, needed) in _HOW.items():
         found, least = values[of], usual[of]
         here = found == needed if isinstance(needed, str) else found > least
-        # Weights that are read can have experts.
-        if here or values[name] == usual[name] or (of == "n_expert" and values["init_from"]):
+        # Weights that are read can have experts; a grid refuses what it cannot have itself.
+        elsewhere = {"n_expert": values["init_from"], "tp": values["tp_grid"] != "none"}
+        if here or values[name] == usual[name] or elsewhere.get(of):
             continue
         if name not in inherited:
             rule = f"{of}={needed}" if isinstance(needed, str) else f"{of} > {least}"
