@@ -199,6 +199,7 @@ class DelayedScales:
         """What state_dict() of as many layers was."""
         self.history = torch.tensor(state["history"], dtype=torch.float32)
         self.steps, self._noted, self._scales = state["steps"], None, None
+        self.gathered.clear()
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ class Fp8:
         found: Any = torch.zeros(2, dtype=torch.float64, device=part.device)
         codes = part.new_empty(0, dtype=torch.uint8)
         if part.numel():
-            rows = part.view(-1, 16)  # as widths are
+            rows = part.view(-1, math.gcd(part.numel(), 64))  # a tile of the kernel's
             rounded, found = self._round(rows, WEIGHT, self._runs_own(part))
             found[1] *= ranks
             codes = rounded.codes.view(torch.uint8).view(-1)
