@@ -459,11 +459,7 @@ def bounds(cell: Cell) -> dict[Any, float]:
 
 
 def run(cell: Cell, *, backend: str = "threads", **options: Any) -> list[dict[str, Any]]:
-    """The results of all ranks of a cell.
-
-    The limit is for ranks that hang: 8 that are threads take 7 s alone, and more than a minute
-    where others have the cores.
-    """
+    """The results of all ranks of a cell. The limit is for ranks that hang: 8 take 7 s alone."""
     n_ranks = cell.tp * cell.cp * cell.dp
     return run_ranks(train, n_ranks, cell, options, backend=backend, timeout_s=600.0)
 
