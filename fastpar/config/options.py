@@ -242,7 +242,7 @@ class ParallelSettings:
     wire_rank: int = 4
     """Columns of powersgd's factors of each matrix, at stages 0 and 1."""
     wire_weights: Literal["none", "bf16", "int8", "fp8"] = "none"
-    """Gather weights so at stages 1 to 3; fp8: at 3 with fp8-scaling tensor, changes nothing."""
+    """Gather weights so at stages 1 to 3; fp8, at 3 with fp8-scaling tensor, keeps all bits."""
     error_feedback: bool = False
     """Add what a gradient lost on the wire to the next; free at stage 1, 4 bytes each at 0."""
     error_buffer: bool = False

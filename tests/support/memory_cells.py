@@ -84,8 +84,8 @@ def measure_alive(workload, setup):
         return alive.peak + workspace_bytes()
 
 
-def measure_on_grid(workload, setup):
-    """The peak of the second step on the first rank of a grid; no other rank is there."""
+def measure_first_rank(workload, setup):
+    """The peak of the second step on the first rank, of a grid too; no other rank is there."""
     torch.set_num_threads(1)
     release_workspaces()
     collectives = emulated(Link(None), InlineCollectives)
