@@ -22,7 +22,6 @@ import sysconfig
 from pathlib import Path
 from typing import ClassVar
 
-import setuptools
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
@@ -55,15 +54,6 @@ def without_cpp() -> bool:
     if value not in ("", "0", "1"):
         sys.exit(f"setup.py: expected 0 or 1, got FASTPAR_CPP={value}; 0 leaves C++ out")
     return value == "0"
-
-
-def check_setuptools() -> None:
-    """Ends the build with one line, instead of a page about pyproject.toml, where it is old."""
-    if (ROOT / "pyproject.toml").exists() and int(setuptools.__version__.split(".")[0]) < 77:
-        sys.exit(
-            f"setup.py: expected setuptools >= 77, got {setuptools.__version__}; type "
-            "pip install 'setuptools>=77'"
-        )
 
 
 def check_compiler() -> None:
@@ -259,7 +249,6 @@ class DescribeBuild(Command):
         print(describe())
 
 
-check_setuptools()
 if BUILDS & set(sys.argv) and not without_cpp():
     check_compiler()  # here: from inside a command the line would stand below pages of others'
 sources = sorted(
@@ -268,6 +257,7 @@ sources = sorted(
 headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.h"))
 module = Extension("fastpar.kernels._C", sources=sources, depends=headers)
 setup(
+    license="Apache-2.0",
     ext_modules=[] if without_cpp() else [module],
     cmdclass={"build_ext": NinjaBuild, "build_py": Modules, "describe_build": DescribeBuild},
 )

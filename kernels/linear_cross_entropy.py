@@ -40,8 +40,7 @@ and 2048 rows are taken for the time's sake.
 [Note: dweight]
 On CUDA torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight) multiplies 16-bit matrices
 and adds them to the fp32 sum inside the GEMM: no temporary of dweight's size, no further pass.
-Where torch is too old for it (before 2.8), and on a CPU, a chunk's product is rounded to 16 bits
-and added.
+On a CPU a chunk's product is rounded to 16 bits and added.
 """
 
 import threading
@@ -57,7 +56,7 @@ from fastpar.kernels.cross_entropy import (
     gradient_scale,
     reduce_losses,
 )
-from fastpar.kernels.linear import MIXED_MM, add_matmul_, matmul, wide_product
+from fastpar.kernels.linear import add_matmul_, matmul, wide_product
 from fastpar.kernels.op import (
     check_dense,
     define_autograd,
@@ -153,7 +152,7 @@ def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """dweight + a @ b in fp32 (fp64 for fp64), in place; None stands for 0; [Note: dweight]."""
     if a.dtype == wide(a.dtype):
         return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
-    if a.device.type != "cpu" and MIXED_MM:
+    if a.device.type != "cpu":
         return wide_product(a, b, dweight, add=dweight is not None)
     product = torch.mm(a, b, out=workspace("dweight", a.shape[0], b.shape[1], a))
     return product.float() if dweight is None else dweight.add_(product)

@@ -14,7 +14,7 @@ from fastpar.kernels import linear, make_key
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.engine import Engine
-from fastpar.parallel.split_backward import LEAST_BYTES
+from fastpar.parallel.split_backward import LEAST_BYTES, LEAST_WIDE_BYTES
 from fastpar.parallel.stages import BucketPhase
 from fastpar.testing import run_ranks
 
@@ -154,6 +154,15 @@ def test_on_a_gpu_only_large_weights_are_offered_a_place(monkeypatch):
     model = managed(Layer())
     assert hasattr(model.weight, "fastpar_place")
     assert not hasattr(model.scale, "fastpar_place")
+
+
+def test_on_a_gpu_layers_of_gpt2_are_offered_wide_places(monkeypatch):
+    """2 bytes of 768 x 2304 and 768 x 3072 elements; the 768 x 768 projection is too small."""
+    monkeypatch.setitem(LEAST_WIDE_BYTES, "cpu", LEAST_WIDE_BYTES["cuda"])
+    sizes = {"n_layer": 1, "n_head": 12, "n_embd": 768, "block_size": 8, "vocab_size": 30}
+    model = managed(GPT(GPTConfig(**sizes)).bfloat16(), grad_dtype=torch.float32)
+    offered = {n for n, p in model.named_parameters() if hasattr(p, "fastpar_wide_place")}
+    assert offered == {f"h.0.{name}.weight" for name in PRODUCTS - {"attn.c_proj"}}
 
 
 def wide_run(stage, how, accumulate, wide, options):
