@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import backend
@@ -89,9 +90,11 @@ class Codes(NamedTuple):
         return dequantize_blockwise(codes, scales.flatten(), out_dtype=form, block=run).to(dtype)
 
     def t(self) -> Codes:
-        """The transpose, which a scale of all values allows."""
-        assert self.scales is None or not self.scales.dim()
-        flipped = self.codes.t() if self.flipped is None else self.flipped
+        """The transpose, which a scale of all values allows; by rows, as products take 8 bits."""
+        if self.scales is None:
+            return Codes(self.codes.t(), None)
+        assert not self.scales.dim()
+        flipped = self.codes.t().contiguous() if self.flipped is None else self.flipped
         return Codes(flipped, self.scales, flipped=self.codes)
 
 
@@ -99,7 +102,7 @@ def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
     """Codes of x[N, K], whose groups of a row have scales of their own."""
     n, k = x.shape
     groups = -(-k // group)
-    rows = torch.nn.functional.pad(x, (0, groups * group - k)).view(n, groups, group)
+    rows = F.pad(x, (0, groups * group - k)).view(n, groups, group)
     rows = rows.to(wide(x.dtype))
     scales = power_of_two(rows.abs().amax(-1), LARGEST[dtype])
     codes = (rows / scales[..., None]).to(torch.float32).to(dtype)
@@ -115,7 +118,7 @@ def round_all(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Codes, Tens
     top, over = size.amax() * scale, (size > largest).sum()
     del size
     codes = scaled.clamp_(-largest, largest).masked_fill_(lost, torch.nan).float().to(dtype)
-    return Codes(codes, scale), torch.stack((top, over)).double()
+    return Codes(codes.contiguous(), scale), torch.stack((top, over)).double()
 
 
 class DelayedScales:
@@ -323,10 +326,15 @@ class Fp8:
             return made
         if backend.recording:
             return like.new_empty(len(a.codes), len(b.codes))
-        of_rows = a.scales.dim() > 0
+        of_rows, beyond = a.scales.dim() > 0, -a.codes.shape[1] % 16
+        # Of K only a number of tokens is no multiple of 16. Zeros change no sum.
+        a8, b8 = (
+            F.pad(x.codes.view(torch.uint8), (0, beyond)).view(x.codes.dtype) if beyond else x.codes
+            for x in (a, b)
+        )
         return torch._scaled_mm(
-            a.codes,
-            b.codes.t(),
+            a8,
+            b8.t(),
             a.scales,
             b.scales.t() if of_rows else b.scales,
             bias=bias,
@@ -360,6 +368,8 @@ class _Linear(torch.autograd.Function):
         ctx.how, ctx.own, ctx.shape, ctx.found, ctx.group = how, own, x.shape, found, x8.group
         ctx.has_bias = bias is not None
         if how.keeps and x8.scales is not None:
+            if how.weight_gradient == "fp8":
+                x8 = x8.t()
             ctx.save_for_backward(weight, x8.codes, x8.scales)
         else:
             ctx.save_for_backward(weight, x)
@@ -387,8 +397,9 @@ class _Linear(torch.autograd.Function):
                 x8 = Codes(x, scales[0], ctx.group)
             else:
                 x8 = how._round(x.reshape(-1, x.shape[-1]), X, own)[0]
+                x8 = x8.t() if how.weight_gradient == "fp8" else x8
             if how.weight_gradient == "fp8":
-                dweight = how._product(dy8.t(), x8.t(), None, weight, own)
+                dweight = how._product(dy8.t(), x8, None, weight, own)
             else:
                 dweight = matmul(rows.t(), x8.values(dy.dtype))
         if ctx.has_bias and ctx.needs_input_grad[2]:

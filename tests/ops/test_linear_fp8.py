@@ -6,7 +6,7 @@ from cells import sweep
 
 from fastpar.doctor.proof_cases import proof_cases
 from fastpar.doctor.warm import launches_of
-from fastpar.kernels import DelayedScales, Fp8, backend, linear
+from fastpar.kernels import DelayedScales, Fp8, backend, linear, linear_fp8
 from fastpar.kernels.choice import Case
 from fastpar.kernels.linear_fp8 import (
     BLOCK,
@@ -298,29 +298,56 @@ def test_triton_casts_have_the_same_bits(triton_device):
         assert torch.equal(got.flipped.view(torch.uint8), got.codes.t().view(torch.uint8))
 
 
+def on_hopper(a, b, scale_a, scale_b, **options):
+    """torch._scaled_mm, with what cublasLt asks of its operands there."""
+    assert a.stride() == (a.shape[1], 1), f"a[{list(a.shape)}] is not by rows: {a.stride()}"
+    assert b.stride() == (1, b.shape[0]), f"b[{list(b.shape)}] is not by columns: {b.stride()}"
+    assert not any(n % 16 for n in (a.shape[1], *b.shape)), (a.shape, b.shape)
+    for scale, of in ((scale_a, (a.shape[0], 1)), (scale_b, (1, b.shape[1]))):
+        assert scale.dtype == torch.float32
+        assert scale.numel() == 1 or (scale.shape == of and scale.is_contiguous())
+    return SCALED_MM(a, b, scale_a, scale_b, **options)
+
+
+SCALED_MM = torch._scaled_mm
+
+
 @pytest.mark.parametrize(
-    ("scaling", "weight_gradient"), [*((s, "bf16") for s in SCALINGS), ("tensor", "fp8")]
+    ("scaling", "weight_gradient", "casts"),
+    [
+        *((scaling, "bf16", "triton") for scaling in SCALINGS),
+        ("tensor", "fp8", "triton"),
+        ("row", "bf16", "torch"),
+        ("tensor", "bf16", "torch"),
+        ("tensor", "fp8", "torch"),
+    ],
 )
-def test_a_gpus_layer_is_the_emulated_one(scaling, weight_gradient, triton_device):
-    """Triton's casts, torch's scaled products (they run on CPUs too): all but the order of sums."""
+def test_a_gpus_layer_is_the_emulated_one(
+    scaling, weight_gradient, casts, triton_device, monkeypatch
+):
+    """torch's scaled products (they run on CPUs too): all but the order of sums, for any tokens."""
     if scaling == "row" and triton_device == "cpu" and torch.__version__ < "2.13":
         pytest.skip(f"torch {torch.__version__} has products with scales of rows on GPUs alone")
-    step = [t.detach().to(triton_device) for t in make(n=48, dtype=torch.bfloat16)]
-    dy, found = torch.randn(48, 144).bfloat16().to(triton_device), []
-    for emulate in (True, False):
-        scales = DelayedScales(1) if scaling == "tensor" else None
-        how = Fp8(scaling, emulate=emulate, scales=scales, weight_gradient=weight_gradient)
-        for _ in range(2):  # delayed scales are known in the second
-            leaves = [t.clone().requires_grad_() for t in step]
-            y = linear(*leaves, fp8=how)
-            y.backward(dy)
-            if scales is not None:
-                scales.update()
-        found.append([y.detach(), *(t.grad for t in leaves)])
-        assert scales is None or scales.overflows.sum() == 0
-    for name, want, got in zip(("y", "dx", "dweight", "dbias"), *found):
-        rows = want.float().abs().amax(-1, keepdim=True)
-        assert ((got.float() - want.float()).abs() <= rows * 2.0**-8).all(), name
+    if casts == "torch":
+        monkeypatch.setattr(backend, "triton_module", lambda name: linear_fp8)
+    monkeypatch.setattr(torch, "_scaled_mm", on_hopper)
+    for n, keeps in ((48, True), (37, False)):
+        step = [t.detach().to(triton_device) for t in make(n=n, dtype=torch.bfloat16)]
+        dy, found = torch.randn(144, n).bfloat16().to(triton_device).t(), []
+        for emulate in (True, False):
+            scales = DelayedScales(1) if scaling == "tensor" else None
+            how = Fp8(scaling, weight_gradient, emulate, scales, keeps=keeps)
+            for _ in range(2 if scales else 1):  # delayed scales are known in the second
+                leaves = [t.clone().requires_grad_() for t in step]
+                y = linear(*leaves, fp8=how)
+                y.backward(dy)
+                if scales is not None:
+                    scales.update()
+            found.append([y.detach(), *(t.grad for t in leaves)])
+            assert scales is None or scales.overflows.sum() == 0
+        for name, want, got in zip(("y", "dx", "dweight", "dbias"), *found):
+            rows = want.float().abs().amax(-1, keepdim=True)
+            assert ((got.float() - want.float()).abs() <= rows * 2.0**-8).all(), (name, n)
 
 
 def test_triton_products_with_blocks(triton_device):
@@ -336,7 +363,8 @@ def test_triton_products_with_blocks(triton_device):
 
 def test_what_a_proof_would_launch_and_multiply():
     found = launches_of(Case("cuda", "linear_fp8", torch.bfloat16, 256), (90, 132))
-    assert {x.name for x in found} == {"_round_rows_kernel", "_block_product_kernel"}
+    names = {"_round_rows_kernel", "_round_all_kernel", "_block_product_kernel"}
+    assert {x.name for x in found} == names
     for case in proof_cases("linear_fp8", 256, "cpu", 40):
         assert case.stock is torch.nn.functional.linear
         for errors in case.measure(torch.bfloat16, "cpu").values():
