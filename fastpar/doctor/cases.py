@@ -63,10 +63,10 @@ class ErrorCase:
 
     def inputs(self, dtype: torch.dtype, device: str) -> Inputs:
         """The same ones in every call, by name; floating-point tensors ask for gradients."""
-        generator = torch.Generator().manual_seed(5)
+        generator = torch.Generator(device).manual_seed(5)
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
 
         return {name: _leaf(value, device) for name, value in self.make(draw).items()}
 
@@ -211,11 +211,11 @@ def losses(rows: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[Erro
 
     def targets_of(logits: Tensor, how: str) -> Tensor:
         """Drawn from the model's own distribution, so that losses and gradients differ by row."""
-        generator = torch.Generator().manual_seed(7)
-        probs = torch.softmax(logits.float().cpu(), -1)
+        generator = torch.Generator(logits.device).manual_seed(7)
+        probs = torch.softmax(logits.float(), -1)
         targets = torch.multinomial(probs, 1, generator=generator)[:, 0]
         if how == "logits 1e4":  # where the loss is not 0
-            targets = torch.arange(len(probs)) % probs.shape[1]
+            targets = torch.arange(len(probs), device=probs.device) % probs.shape[1]
         targets[::5] = -100
         return torch.full_like(targets, -100) if how == "all ignored" else targets
 
@@ -297,6 +297,12 @@ def attentions(
         settings: dict[str, Any] = {"causal": causal}
         if p:
             settings |= {"dropout_p": p, "rng": Rng(make_key(1, 0, device), 3)}
+
+        def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads = (x.transpose(1, 2) for x in (q, k, v))
+            how: dict[str, Any] = {"is_causal": causal, "dropout_p": p, "enable_gqa": Hkv != H}
+            return F.scaled_dot_product_attention(*heads, **how).transpose(1, 2)
+
         shape = f"B={B} T={T} D={D} H={H}" + (f" Tk={Tk}" if Tk != T else "")
         shape += f" Hkv={Hkv}" if Hkv != H else ""
         shape += "" if causal else " full"
@@ -311,6 +317,7 @@ def attentions(
             formula,
             formula,  # as nanoGPT writes it without flash attention
             ("o",),
+            stock=stock,
         )
 
     def documents(T: int, H: int, D: int) -> ErrorCase:
@@ -464,6 +471,7 @@ def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
         lambda x: dropout(x, P, rng),
         lambda x: reference.dropout_ref(x, P, rng),
         eager,
+        stock=functools.partial(F.dropout, p=P),
     )
 
 

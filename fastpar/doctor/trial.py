@@ -8,8 +8,8 @@ implementations of attention_peers.py are tried as well, by the same rules but t
 [Note: surroundings] The call that needs a proof may stand in an autograd.Function's forward (no
 gradients are recorded there), in a checkpointed block (whose hooks would see the trial's tensors),
 under autocast, inference mode or a default device. All of these hold for one thread, so a trial has
-a thread of its own. It draws from generators of its own, so that a run has the same random numbers
-with a trial as without (tests/doctor/test_first_use.py).
+a thread of its own. The run's generators are put back after it, so that a run has the same random
+numbers with a trial as without (tests/doctor/test_first_use.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastpar.doctor.cases import ErrorCase
 from fastpar.doctor.clocks import clock_for, interleave
-from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.proof_cases import HEADS, proof_cases
 from fastpar.kernels import attention_peers
 from fastpar.kernels.attention_peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
@@ -62,7 +62,8 @@ def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
         torch.set_num_threads(threads)
         if gpu is not None:
             torch.cuda.set_device(gpu)
-        return _prove(case, rows, compiled and case.op in FUSED_BY_COMPILE)
+        with torch.random.fork_rng([] if gpu is None else [gpu]):
+            return _prove(case, rows, compiled and case.op in FUSED_BY_COMPILE)
 
     if strict:  # an oracle may have no deterministic form: that is no error of the kernel
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -72,6 +73,8 @@ def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
     finally:
         if strict:  # else the call would import torch's compiler, which takes seconds
             torch.use_deterministic_algorithms(True, warn_only=warns)
+        if gpu is not None:
+            torch.cuda.empty_cache()  # what the oracle had
 
 
 def _prove(case: Case, rows: int, compiled: bool) -> Proof:
@@ -81,18 +84,27 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
     found = [one for one in found if case.dtype in one.dtypes]
     if not found:
         return Proof(OWN)
-    wrong = what_is_wrong(case, found[1:])
+    checked = found[1:] + found[: _fits(case, rows)]
+    wrong = what_is_wrong(case, checked)
     if wrong:
         return Proof(STOCK, wrong)
-    others = {name: what_is_wrong(case, found[1:], name) for name in _others(case, found[0])}
+    others = {name: what_is_wrong(case, checked, name) for name in _others(case, found[0])}
     right = [name for name, why in others.items() if not why]
     times = _times(case, found[0], compiled, right)
-    serves = _fastest(case, found[1:], {name: times[name] for name in (OWN, *right)})
+    serves = _fastest(case, checked, {name: times[name] for name in (OWN, *right)})
     best = times[serves[0]][0] + times[serves[1]][1]
     chosen = OWN if best <= SLOWER * sum(times["instead"]) else STOCK
     peers = tuple(PeerProof(name, why, times.get(name, (0.0, 0.0))) for name, why in others.items())
     own, instead, stock = (times[name] for name in (OWN, "instead", "stock"))
     return Proof(chosen, "", own, instead, stock, times.get("compiled", (0.0, 0.0)), serves, peers)
+
+
+def _fits(case: Case, rows: int) -> bool:
+    """Whether the timed call is compared, too: attention on a GPU that has room for the oracle."""
+    if case.op != "attention" or case.device != "cuda":
+        return False
+    scores_bytes = rows * min(rows, 1024) * HEADS * torch.float64.itemsize
+    return 8 * scores_bytes < torch.cuda.mem_get_info()[0]  # an oracle keeps 5 such tensors
 
 
 def _others(case: Case, timed: ErrorCase) -> list[str]:
