@@ -35,7 +35,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: splitmix64's increment
 
 def load_data(
     source: str = "bible",
-    tokenizer: str = "auto",
+    tokenizer: str | None = "auto",
     *,
     cache_dir: str | Path | None = None,
     val_fraction: float = 0.05,
@@ -49,7 +49,8 @@ def load_data(
         source: see `fastpar.data.sources.open_source`.
         tokenizer: see `fastpar.data.tokenizer.make_tokenizer`; auto is bpe-4096 for text, gpt2 for
             .bin files, or the characters of nanoGPT's meta.pkl beside them. ids, for .bin only,
-            leaves them numbers; the vocabulary then ends at the largest.
+            leaves them numbers; the vocabulary then ends at the largest. None is auto that does
+            not learn from the text.
         cache_dir: default $XDG_CACHE_HOME/fastpar or ~/.cache/fastpar.
         val_fraction: share of the text that is held out: whole documents spread over the text, or
             its end where there are too few documents for that. Files and datasets that bring a
@@ -57,8 +58,9 @@ def load_data(
         block_size: when given, both parts must hold one sequence of it.
         progress: this process shows a bar and notes on stderr.
     Raises:
-        ValueError: see `open_source` and `make_tokenizer`; val_fraction outside (0, 1); token ids
-            that the tokenizer does not have; text too short for block_size.
+        ValueError: see `open_source` and `make_tokenizer`; text with tokenizer=None;
+            val_fraction outside (0, 1); token ids that the tokenizer does not have; text too short
+            for block_size.
         ImportError: a package is missing.
         RuntimeError: the cache folder cannot be written.
     Ranks: any number may call it at once; one tokenizes, the others wait for it.
@@ -74,8 +76,13 @@ def load_data(
         token_cache.say(note, progress)
     cache = token_cache.cache_folder(cache_dir)
     if isinstance(opened, TokenSource):
-        data = _load_tokens(opened, tokenizer, val_fraction, cache, progress)
+        data = _load_tokens(opened, tokenizer or "auto", val_fraction, cache, progress)
     else:
+        if tokenizer is None:
+            raise ValueError(
+                "load_data: expected the tokenizer that the weights were trained with, got none "
+                f"for the text {opened.name}; name it: gpt2, bytes or a folder"
+            )
         name = _DEFAULT_TOKENIZER if tokenizer == "auto" else tokenizer
         check_name(name)
         data = token_cache.tokenized(opened, name, val_fraction, cache=cache, progress=progress)
