@@ -80,6 +80,8 @@ class TextSettings:
 class DataSettings(TextSettings):
     """Text and batches."""
 
+    token_bits: Literal[16, 32, 64] = 16
+    """Of an id in nanoGPT's train.bin and val.bin."""
     micro_batch_size: int | None = None
     """Sequences computed at once; unset: up to 16384 tokens."""
     grad_accum_steps: int | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,13 +41,14 @@ def load_data(
     cache_dir: str | Path | None = None,
     val_fraction: float = 0.05,
     text_column: str = "text",
+    token_bits: int = 16,
     block_size: int | None = None,
     progress: bool = True,
 ) -> TextData:
     """Tokens of the source, tokenized now or taken from the cache.
 
     Args:
-        source: see `fastpar.data.sources.open_source`.
+        source, text_column, token_bits: see `fastpar.data.sources.open_source`.
         tokenizer: see `fastpar.data.tokenizer.make_tokenizer`; auto is bpe-4096 for text, gpt2 for
             .bin files, or the characters of nanoGPT's meta.pkl beside them. ids, for .bin only,
             leaves them numbers; the vocabulary then ends at the largest. None is auto that does
@@ -71,7 +73,7 @@ def load_data(
             f"load_data: expected 0 < val_fraction < 1, got val_fraction={val_fraction}; "
             "0.05 holds out a twentieth"
         )
-    opened = open_source(source, text_column=text_column)
+    opened = open_source(source, text_column=text_column, token_bits=token_bits)
     for note in opened.notes:
         token_cache.say(note, progress)
     cache = token_cache.cache_folder(cache_dir)
@@ -265,6 +267,12 @@ def _load_tokens(
         )
     max_id, where = _max_id(source, cache, progress)
     chosen = IdTokenizer(max_id + 1) if name == "ids" else make_tokenizer(name)
+    if chosen.vocab_size > 1 << 8 * source.train.dtype.itemsize:
+        raise ValueError(
+            f"load_data: expected a tokenizer of at most 65536 tokens for 16-bit ids, got "
+            f"tokenizer={chosen.name} with {chosen.vocab_size}; set --token-bits, or name the one "
+            f"that wrote {source.name}"
+        )
     if max_id >= chosen.vocab_size:
         raise ValueError(
             f"load_data: expected token ids below {chosen.vocab_size}, the vocabulary of tokenizer "
@@ -282,7 +290,8 @@ def _load_tokens(
 
 def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]:
     """Largest id of all files and the part that has it; remembered while the files are the same."""
-    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
+    stats: list[Any] = [source.train.dtype.str]
+    stats += [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
     memo = cache / f"max-id-{token_cache.digest_of(stats)}.json"
     try:
         known = json.loads(memo.read_text(encoding="utf-8"))

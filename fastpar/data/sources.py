@@ -29,6 +29,7 @@ SOURCES = "bible, stdlib, a file or folder of text or .bin tokens, or hf:NAME"
 _BLOCK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
 _HEADER_INTS = 256
+_NUMPY = b"\x93NUMPY"  # what .npy files begin with
 _SHARD_DTYPE: dict[tuple[int, int], np.dtype] = {
     (20240520, 1): np.dtype("<u2"),
     (20240801, 7): np.dtype("<u4"),
@@ -100,7 +101,9 @@ class Shards:
 Tokens = np.ndarray | Shards
 
 
-def open_source(source: str, *, text_column: str = "text") -> TextSource | TokenSource:
+def open_source(
+    source: str, *, text_column: str = "text", token_bits: int = 16
+) -> TextSource | TokenSource:
     """What `source` names, opened but not read.
 
     Args:
@@ -109,9 +112,10 @@ def open_source(source: str, *, text_column: str = "text") -> TextSource | Token
             hf:NAME:CONFIG, or ORG/NAME where no such path exists: a Hugging Face dataset. The two
             words win over paths of the same name; ./bible is a path.
         text_column: the dataset's column that holds the text.
+        token_bits: of an id in nanoGPT's train.bin and val.bin; other .bin files say it.
     Raises:
-        ValueError: missing path; empty file or folder; not UTF-8; truncated or foreign .bin;
-            unknown column.
+        ValueError: missing path; empty file or folder; not UTF-8; truncated or foreign .bin, or
+            one of other token_bits; unknown column.
         ImportError: a package is missing.
         RuntimeError: the dataset cannot be had.
     """
@@ -123,13 +127,13 @@ def open_source(source: str, *, text_column: str = "text") -> TextSource | Token
         return _open_dataset(source.removeprefix("hf:"), text_column)
     path = Path(source).expanduser()
     if source and path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, token_bits)
     if path.is_file():
-        return _open_files([path], path.stem)
+        return _open_files([path], path.stem, token_bits)
     if glob.has_magic(source):
         files = [Path(file) for file in sorted(glob.glob(str(path))) if Path(file).is_file()]
         if files:
-            return _open_files(files, path.parent.name or "files")
+            return _open_files(files, path.parent.name or "files", token_bits)
     elif _DATASET_NAME.fullmatch(source) and not path.parent.exists():
         return _open_dataset(source, text_column)
     raise ValueError(f"load_data: expected an existing path, got source={source}; give {SOURCES}")
@@ -197,15 +201,15 @@ def _open_stdlib() -> TextSource:
     return _text_source("stdlib", files, skip_others=True)
 
 
-def _open_folder(folder: Path) -> TextSource | TokenSource:
+def _open_folder(folder: Path, token_bits: int) -> TextSource | TokenSource:
     name = folder.resolve().name or "root"
     bins = sorted(file for file in folder.glob("*.bin") if _PART_OF_NAME.search(file.stem))
     if bins:
-        return _open_bins(bins, name, folder)
+        return _open_bins(bins, name, folder, token_bits)
     return _text_source(name, _files_below(folder), skip_others=True, where=str(folder))
 
 
-def _open_files(files: list[Path], name: str) -> TextSource | TokenSource:
+def _open_files(files: list[Path], name: str, token_bits: int) -> TextSource | TokenSource:
     n_bins = sum(file.suffix == ".bin" for file in files)
     if n_bins == 0:
         return _text_source(name, files, skip_others=len(files) > 1, where=str(files[0]))
@@ -215,7 +219,7 @@ def _open_files(files: list[Path], name: str) -> TextSource | TokenSource:
             f"load_data: expected only text files or only .bin files, got {n_bins} .bin files and "
             f"file={other}; give a pattern that matches one kind"
         )
-    return _open_bins(files, name, files[0].parent)
+    return _open_bins(files, name, files[0].parent, token_bits)
 
 
 def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
@@ -330,19 +334,19 @@ def _open_dataset(name: str, text_column: str) -> TextSource:
     return TextSource(f"hf-{name}", partial(documents, "train"), held_out, content)
 
 
-def _open_bins(files: list[Path], name: str, folder: Path) -> TokenSource:
+def _open_bins(files: list[Path], name: str, folder: Path, token_bits: int) -> TokenSource:
     parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     with_header = set()
     for file in files:
-        array, has_header = _map_bin(file)
+        array, has_header = _map_bin(file, token_bits)
         with_header.add(has_header)
         match = _PART_OF_NAME.search(file.stem)
         parts[match[1] if match else "train"].append(array)
     arrays = [*parts["train"], *parts["val"]]
-    if len({array.dtype for array in arrays}) > 1:
+    if len(widths := {f"{8 * array.itemsize}-bit" for array in arrays}) > 1:
         raise ValueError(
-            f"load_data: expected .bin files of one kind, got source={name} with 16-bit and 32-bit "
-            "ids; give the files of one tokenizer"
+            f"load_data: expected .bin files of one kind, got source={name} with "
+            f"{' and '.join(sorted(widths))} ids; give the files of one tokenizer"
         )
     if not parts["train"]:
         raise ValueError(
@@ -371,8 +375,8 @@ def _read_meta(folder: Path) -> tuple[str, str]:
         return "ids", f"{error}; {name}: the ids stay numbers unless their tokenizer is named"
 
 
-def _map_bin(file: Path) -> tuple[np.ndarray, bool]:
-    """Token ids of nanoGPT's (bare uint16) or llm.c's (header of 256 int32) file, not read yet."""
+def _map_bin(file: Path, token_bits: int) -> tuple[np.ndarray, bool]:
+    """Token ids of nanoGPT's (bare) or llm.c's (header of 256 int32) file, not read yet."""
     size = file.stat().st_size
     header = np.fromfile(file, dtype="<i4", count=_HEADER_INTS)
     is_shard = len(header) > 1 and int(header[0]) in {magic for magic, _ in _SHARD_DTYPE}
@@ -381,14 +385,9 @@ def _map_bin(file: Path) -> tuple[np.ndarray, bool]:
             got = int(header[0]) if len(header) else "nothing"
             raise ValueError(
                 f"load_data: expected llm.c's magic number 20240520 or 20240801, got magic={got} "
-                f"in file={file}; bare 16-bit ids must be called train.bin and val.bin"
+                f"in file={file}; bare ids must be called train.bin and val.bin"
             )
-        if size == 0 or size % 2:
-            raise ValueError(
-                f"load_data: expected 16-bit token ids, got file={file} with size={size} bytes; "
-                "it is empty or truncated, write it again"
-            )
-        return np.memmap(file, dtype="<u2", mode="r"), False
+        return _bare_ids(file, size, token_bits), False
     if len(header) < _HEADER_INTS:
         raise ValueError(
             f"load_data: expected a header of {4 * _HEADER_INTS} bytes, got file={file} with "
@@ -408,3 +407,28 @@ def _map_bin(file: Path) -> tuple[np.ndarray, bool]:
             f"file={file} with size={size}; it is truncated or damaged, fetch it again"
         )
     return np.memmap(file, dtype=dtype, mode="r", offset=4 * _HEADER_INTS), True
+
+
+def _bare_ids(file: Path, size: int, bits: int) -> np.ndarray:
+    """Ids without a header; refused where every second one looks like a half of its neighbour."""
+    if size == 0 or size % (bits // 8):
+        raise ValueError(
+            f"load_data: expected {bits}-bit token ids, got file={file} with size={size} bytes; "
+            "it is empty or truncated, write it again, or set --token-bits"
+        )
+    with file.open("rb") as stream:
+        if stream.read(len(_NUMPY)) == _NUMPY:
+            raise ValueError(
+                f"load_data: expected bare token ids, got file={file} with an array of numpy's "
+                "save(); write it by array.tofile()"
+            )
+    ids = np.memmap(file, dtype=f"<u{bits // 8}", mode="r")
+    head = ids[:_BLOCK_BYTES]
+    lowest = min(int(part.max()) for part in (head[::2], head[-1::-2]))
+    if len(head) >= 32 and lowest < 16 <= int(head.max()):
+        bits64 = bits == 32 or not (head[2::4].any() or head[3::4].any())
+        raise ValueError(
+            f"load_data: expected {bits}-bit token ids, got file={file} in which every second one "
+            f"is at most {lowest}, as if they had more; set --token-bits {64 if bits64 else 32}"
+        )
+    return ids

@@ -123,7 +123,13 @@ def load_model_and_data(
             )
         if tokenizer == "auto":
             tokenizer = tokenizer_of_weights(source, model.config.vocab_size)
-    data = load_data(config.text.data, tokenizer, block_size=block_size, progress=progress)
+    data = load_data(
+        config.text.data,
+        tokenizer,
+        token_bits=config.text.token_bits,
+        block_size=block_size,
+        progress=progress,
+    )
     if model is None:
         shape = config.model_config(data.vocab_size)
         check(shape)

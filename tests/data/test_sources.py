@@ -173,6 +173,29 @@ def test_nanogpt_folder(tmp_path):
     assert tokens_of(tmp_path / "train.bin").val is None
 
 
+def test_bare_ids_of_other_widths(tmp_path):
+    """Read as 16 bits, every second id is the upper half of the one before it."""
+    file = tmp_path / "train.bin"
+    ids = (7919 * np.arange(1, 101)) % 50257
+    for dtype, told in (("<u4", 16), ("<i8", 16), ("<i8", 32)):
+        for offset in (0, 100_000):  # the upper halves are 0, or small
+            (ids + offset).astype(dtype).tofile(file)
+            fitting = 8 * np.dtype(dtype).itemsize
+            with pytest.raises(ValueError, match=rf"expected {told}-bit token ids, .* {fitting}$"):
+                open_source(str(file), token_bits=told)
+    for bits in (16, 32, 64):
+        (ids + (bits > 16) * 100_000).astype(f"<i{bits // 8}").tofile(file)
+        opened = open_source(str(file), token_bits=bits)
+        assert opened.train[:].tolist() == (ids + (bits > 16) * 100_000).tolist()
+    np.save(tmp_path / "ids.npy", ids)
+    (tmp_path / "ids.npy").rename(file)
+    with pytest.raises(ValueError, match=r"bare token ids, got file=.*bin with an array"):
+        open_source(str(file))
+    for few in ([0, 1] * 100, [5, 40, 3, 50]):  # a small vocabulary; nothing can be said of four
+        np.array(few, "<u2").tofile(file)
+        assert open_source(str(file)).train[:].tolist() == few
+
+
 def test_meta_pkl_is_never_unpickled(tmp_path):
     np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
     # A pickle that would write a file.
