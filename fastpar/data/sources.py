@@ -13,7 +13,7 @@ import mmap
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from fastpar.files.packages import import_package, package_file
 from fastpar.models.nanogpt_meta import META, read_chars
 
 Document = bytes | memoryview
-SOURCES = "bible, stdlib, a file or folder of text or .bin tokens, or hf:NAME"
+SOURCES = "bible, stdlib, a file or folder of text, .jsonl, parquet or .bin tokens, or hf:NAME"
 _BLOCK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
 _HEADER_INTS = 256
@@ -34,8 +34,19 @@ _SHARD_DTYPE: dict[tuple[int, int], np.dtype] = {
     (20240520, 1): np.dtype("<u2"),
     (20240801, 7): np.dtype("<u4"),
 }
-_DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.txt)(?<!\.bin)")
+# How the text of a file is stored, by the end of its name; others are text.
+_KINDS = {
+    **dict.fromkeys(("jsonl", "ndjson"), "records"),
+    "parquet": "parquet",
+    **dict.fromkeys(("json", "csv", "tsv", "arrow", "feather", "orc", "avro", "tfrecord"), "other"),
+    **dict.fromkeys(("gz", "bz2", "xz", "zst", "lz4", "zip", "7z", "rar", "tar", "tgz"), "other"),
+    **dict.fromkeys(("npy", "npz", "pkl", "pickle", "pt", "pth", "safetensors", "bin"), "other"),
+    **dict.fromkeys(("h5", "hdf5", "db", "sqlite", "mdb", "mds", "idx", "pdf", "docx"), "other"),
+    **dict.fromkeys(("xlsx", "epub"), "other"),
+}
+_DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.txt)(?<!\.bin)(?<!\.jsonl)(?<!\.parquet)")
 _PART_OF_NAME = re.compile(r"(?:^|[_.-])(train|val)(?:[_.-]|$)")
+_HELD_OUT = re.compile(r"(?:^|[_.-])(?:(val|valid|validation|dev|eval)|test)(?:[_.-]|$)")
 
 
 @dataclass
@@ -107,15 +118,16 @@ def open_source(
     """What `source` names, opened but not read.
 
     Args:
-        source: bible | stdlib | path of a text file, a folder of text files, nanoGPT's folder with
-            train.bin and val.bin, llm.c's .bin shards (file, folder or glob) | hf:NAME or
-            hf:NAME:CONFIG, or ORG/NAME where no such path exists: a Hugging Face dataset. The two
-            words win over paths of the same name; ./bible is a path.
-        text_column: the dataset's column that holds the text.
+        source: bible | stdlib | file, folder or glob of text, of .jsonl, of parquet or of llm.c's
+            .bin shards | nanoGPT's folder with train.bin and val.bin | a folder that save_to_disk
+            wrote | hf:NAME or hf:NAME:CONFIG, or ORG/NAME where no such path exists: a Hugging Face
+            dataset. The two words win over paths of the same name; ./bible is a path. Of a folder
+            with files of several kinds the kind with most bytes is read.
+        text_column: of a dataset or of the objects in .jsonl, the one that holds the text.
         token_bits: of an id in nanoGPT's train.bin and val.bin; other .bin files say it.
     Raises:
-        ValueError: missing path; empty file or folder; not UTF-8; truncated or foreign .bin, or
-            one of other token_bits; unknown column.
+        ValueError: missing path; empty file or folder; not UTF-8, or a container of text;
+            truncated or foreign .bin, or one of other token_bits; unknown column.
         ImportError: a package is missing.
         RuntimeError: the dataset cannot be had.
     """
@@ -125,15 +137,19 @@ def open_source(
         return _open_stdlib()
     if source.startswith("hf:"):
         return _open_dataset(source.removeprefix("hf:"), text_column)
+    read = partial(_open_files, text_column=text_column, token_bits=token_bits)
     path = Path(source).expanduser()
     if source and path.is_dir():
-        return _open_folder(path, token_bits)
+        bins = sorted(file for file in path.glob("*.bin") if _PART_OF_NAME.search(file.stem))
+        if _is_saved(path):
+            return _open_dataset(str(path), text_column)
+        return read(bins or _files_below(path), path.resolve().name or "root", folder=path)
     if path.is_file():
-        return _open_files([path], path.stem, token_bits)
+        return read([path], path.stem)
     if glob.has_magic(source):
         files = [Path(file) for file in sorted(glob.glob(str(path))) if Path(file).is_file()]
         if files:
-            return _open_files(files, path.parent.name or "files", token_bits)
+            return read(files, path.parent.name or "files")
     elif _DATASET_NAME.fullmatch(source) and not path.parent.exists():
         return _open_dataset(source, text_column)
     raise ValueError(f"load_data: expected an existing path, got source={source}; give {SOURCES}")
@@ -201,25 +217,43 @@ def _open_stdlib() -> TextSource:
     return _text_source("stdlib", files, skip_others=True)
 
 
-def _open_folder(folder: Path, token_bits: int) -> TextSource | TokenSource:
-    name = folder.resolve().name or "root"
-    bins = sorted(file for file in folder.glob("*.bin") if _PART_OF_NAME.search(file.stem))
-    if bins:
-        return _open_bins(bins, name, folder, token_bits)
-    return _text_source(name, _files_below(folder), skip_others=True, where=str(folder))
-
-
-def _open_files(files: list[Path], name: str, token_bits: int) -> TextSource | TokenSource:
+def _open_files(
+    files: list[Path],
+    name: str,
+    *,
+    text_column: str,
+    token_bits: int,
+    folder: Path | None = None,
+) -> TextSource | TokenSource:
+    """What the files hold, of a folder where it is one; the kind with most bytes decides."""
     n_bins = sum(file.suffix == ".bin" for file in files)
-    if n_bins == 0:
-        return _text_source(name, files, skip_others=len(files) > 1, where=str(files[0]))
-    if n_bins < len(files):
+    if n_bins == len(files) and n_bins:
+        return _open_bins(files, name, files[0].parent, token_bits)
+    if n_bins and folder is None:
         other = next(file for file in files if file.suffix != ".bin")
         raise ValueError(
             f"load_data: expected only text files or only .bin files, got {n_bins} .bin files and "
             f"file={other}; give a pattern that matches one kind"
         )
-    return _open_bins(files, name, files[0].parent, token_bits)
+    by_kind: dict[str, list[Path]] = {}
+    for file in files:
+        by_kind.setdefault(_KINDS.get(file.suffix[1:].lower(), "text"), []).append(file)
+    sizes = {kind: sum(f.stat().st_size for f in found) for kind, found in by_kind.items()}
+    most = max(sizes, key=lambda kind: sizes[kind], default="text")
+    found, where = by_kind.get(most, []), str(folder or (files[0] if files else name))
+    if most == "other":
+        raise ValueError(
+            f"load_data: expected text, got file={max(found, key=lambda f: f.stat().st_size)}, "
+            "which has its text inside of something else; make text files of it, or .jsonl"
+        )
+    if most == "records":
+        return _open_records(found, name, text_column, sorted({*files} - {*found}))
+    if most == "parquet":
+        return _open_dataset(where, text_column, None if folder else found)
+    texts = [*found, *by_kind.get("other", [])]  # a table of a few lines is text, too
+    if folder is not None:
+        texts.sort(key=lambda file: file.parts)
+    return _text_source(name, texts, skip_others=len(files) > 1 or bool(folder), where=where)
 
 
 def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
@@ -299,30 +333,85 @@ def _documents_of(file: Path) -> Iterator[Document]:
                 break
 
 
-def _open_dataset(name: str, text_column: str) -> TextSource:
-    """A dataset of the Hugging Face hub; its own validation part where it has one."""
+def _open_records(files: list[Path], name: str, text_column: str, others: list[Path]) -> TextSource:
+    """Files of one JSON object a line; those that are called so are held out, or for tests."""
+    held_out = {file: match for file in files if (match := _HELD_OUT.search(file.stem))}
+    train = [file for file in files if file not in held_out] or files
+    val = [file for file, match in held_out.items() if match[1] and file not in train]
+    rest = sorted({*files, *others} - {*train, *val})
+    for file in (*train, *val):
+        next(_texts_in(file, text_column), None)  # a wrong field is known before all is read
+    names = ", ".join(file.name for file in rest[:5]) + (", ..." if len(rest) > 5 else "")
+    notes = [f"{name}: skipped {len(rest)} files beside its .jsonl: {names}"] if rest else []
+
+    def documents(part: list[Path]) -> Iterator[Document]:
+        return (text for file in part for text in _texts_in(file, text_column))
+
+    val_documents = partial(documents, val) if val else None
+    return TextSource(name, partial(documents, train), val_documents, notes=notes)
+
+
+def _texts_in(file: Path, field: str) -> Iterator[Document]:
+    with file.open("rb") as lines:
+        for n, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                got = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+                text = record[field]
+                got = type(text).__name__
+                text = "" if text is None else text.encode("utf-8", "replace")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                got = f"JSONDecodeError: {error}" if isinstance(error, ValueError) else got
+                raise ValueError(
+                    f"load_data: expected an object with a text under data_field={field}, got "
+                    f"{got} in line {n} of {file}; set --data-field, or correct the line"
+                ) from None
+            if text.strip():
+                yield text
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether save_to_disk of the package datasets wrote it."""
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
+    )
+
+
+def _open_dataset(name: str, text_column: str, parquet: list[Path] | None = None) -> TextSource:
+    """A dataset of the Hugging Face hub or of the disk; its own validation part if it has one."""
     need = f" (or an existing path) for source={name}"
     library = import_package("datasets", "load_data", need, ", or give a path")
     path, _, config = name.partition(":")
+    source, shown = f"hf:{name}", f"hf-{name}"
+    if Path(name).exists():
+        source, shown = name, Path(name).stem
     try:
-        splits = library.load_dataset(path, config or None)
+        if parquet is not None:
+            splits = library.load_dataset("parquet", data_files=[str(file) for file in parquet])
+        elif _is_saved(Path(name)):
+            splits = library.load_from_disk(name)
+            splits = splits if isinstance(splits, Mapping) else {"train": splits}
+        else:
+            splits = library.load_dataset(path, config or None)
     except Exception as error:  # the library's errors share no base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise RuntimeError(
-            f"load_data: expected a Hugging Face dataset within reach, got source=hf:{name} with "
+            f"load_data: expected a Hugging Face dataset within reach, got source={source} with "
             f"{type(error).__name__}: {reason}; check name and network, or give a path"
         ) from error
     if "train" not in splits:
         raise ValueError(
-            f"load_data: expected a dataset with a train part, got source=hf:{name} with "
+            f"load_data: expected a dataset with a train part, got source={source} with "
             f"{', '.join(splits)}; choose another dataset or configuration"
         )
     parts = {part: splits[part] for part in ("train", "validation") if part in splits}
     for rows in parts.values():
         if text_column not in rows.column_names:
             raise ValueError(
-                f"load_data: expected a column of the dataset, got text_column={text_column}; "
-                f"choose one of {', '.join(rows.column_names)}"
+                f"load_data: expected a column of the dataset, got data_field={text_column}; set "
+                f"--data-field to one of {', '.join(rows.column_names)}"
             )
 
     def documents(part: str) -> Iterator[Document]:
@@ -331,7 +420,7 @@ def _open_dataset(name: str, text_column: str) -> TextSource:
 
     held_out = partial(documents, "validation") if "validation" in parts else None
     content = "|".join([text_column, *(str(rows._fingerprint) for rows in parts.values())])
-    return TextSource(f"hf-{name}", partial(documents, "train"), held_out, content)
+    return TextSource(shown, partial(documents, "train"), held_out, content)
 
 
 def _open_bins(files: list[Path], name: str, folder: Path, token_bits: int) -> TokenSource:

@@ -126,6 +126,7 @@ def load_model_and_data(
     data = load_data(
         config.text.data,
         tokenizer,
+        text_column=config.text.data_field,
         token_bits=config.text.token_bits,
         block_size=block_size,
         progress=progress,
