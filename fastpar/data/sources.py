@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -316,8 +317,12 @@ def _documents_of(file: Path) -> Iterator[Document]:
     """The file, cut where it says <|endoftext|>; parts that are only white space are left out."""
     if file.stat().st_size == 0:
         return
+    content: Any
     with file.open("rb") as stream:
-        content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError:  # a file system that maps no files
+            content = stream.read()
     view = memoryview(content)
     mark = END_OF_TEXT.encode()
     start = len(codecs.BOM_UTF8) if view[:3] == codecs.BOM_UTF8 else 0
@@ -495,7 +500,15 @@ def _map_bin(file: Path, token_bits: int) -> tuple[np.ndarray, bool]:
             f"load_data: expected {expected} bytes for the {count} tokens of its header, got "
             f"file={file} with size={size}; it is truncated or damaged, fetch it again"
         )
-    return np.memmap(file, dtype=dtype, mode="r", offset=4 * _HEADER_INTS), True
+    return map_array(file, dtype, offset=4 * _HEADER_INTS), True
+
+
+def map_array(file: Path, dtype: Any, offset: int = 0) -> np.ndarray:
+    """The numbers in a file, read where its file system maps none."""
+    try:
+        return np.memmap(file, dtype=dtype, mode="r", offset=offset)
+    except OSError:
+        return np.fromfile(file, dtype=dtype, offset=offset)
 
 
 def _bare_ids(file: Path, size: int, bits: int) -> np.ndarray:
@@ -511,7 +524,7 @@ def _bare_ids(file: Path, size: int, bits: int) -> np.ndarray:
                 f"load_data: expected bare token ids, got file={file} with an array of numpy's "
                 "save(); write it by array.tofile()"
             )
-    ids = np.memmap(file, dtype=f"<u{bits // 8}", mode="r")
+    ids = map_array(file, f"<u{bits // 8}")
     head = ids[:_BLOCK_BYTES]
     lowest = min(int(part.max()) for part in (head[::2], head[-1::-2]))
     if len(head) >= 32 and lowest < 16 <= int(head.max()):
