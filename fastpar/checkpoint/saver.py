@@ -26,6 +26,7 @@ waiting.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -394,6 +395,7 @@ def _unreadable_state(state: dict[str, Any]) -> str | None:
 
 _PART = "part-"
 _MARGIN_BYTES = 1 << 22  # of a checkpoint without tensors
+_NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
 
 
 def _part(rank: int) -> str:
@@ -475,5 +477,32 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # CIFS and FUSE flush no folders; what a file holds must be on disk.
+        if error.errno not in _NO_FLUSH or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
+
+
+def try_folder(run: Path, rank: int) -> None:
+    """Does in a run's folder what a save does there, and removes it again.
+
+    Raises:
+        RuntimeError: the folder takes no checkpoints; better known before the first step.
+    """
+    folder = run / f".try-{rank}.tmp"
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / "part").mkdir()
+        _write_flushed(folder / "part" / "file", b"tried")
+        flush(folder / "part")
+        put_folder(folder / "part", folder / "whole")
+        flush(folder)
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise RuntimeError(
+            f"Saver: expected a folder that takes checkpoints, got out={run} with {error}; choose "
+            "another --out, which all ranks share"
+        ) from error

@@ -242,9 +242,12 @@ class Trainer:
                 self.save()
                 self.saves.settle()
             if self.saves.committed != self.step:
+                older = f"--resume goes on from step {self.saves.committed}"
+                if self.saves.committed < 0:
+                    older = "there is none to go on from"
                 raise RuntimeError(
-                    f"train: expected a checkpoint of the last step, got none of step {self.step}; "
-                    "make room, then --resume from the one before"
+                    f"train: expected a checkpoint of the last step, got none of step {self.step} "
+                    f"({self.saves.why}); {older}"
                 )
         if self.outer is not None:
             self.outer.close()
