@@ -108,7 +108,10 @@ def evaluate(
         generator = torch.Generator().manual_seed(seed)
         smooth = [o for o in outputs if o.requires_grad]
         # Rounded to bf16 first: exact in every dtype, so that all three see the same cotangent.
-        drawn = [torch.randn(o.shape, generator=generator).bfloat16() for o in smooth]
+        drawn = [
+            torch.randn(o.shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
+            for o in smooth
+        ]
         dy = [d.to(o.device, o.dtype) for d, o in zip(drawn, smooth)]
         grads = torch.autograd.grad(smooth, list(leaves.values()), dy, allow_unused=True)
         results |= {f"gradient of input {i}": g for i, g in zip(leaves, grads) if g is not None}
