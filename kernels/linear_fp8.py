@@ -138,8 +138,8 @@ class DelayedScales:
     """
 
     def __init__(self, layers: int):
-        self.history = torch.zeros(HISTORY, layers, 3)
-        self.overflows = torch.zeros(layers, 3, dtype=torch.float64)
+        self.history = torch.zeros(HISTORY, layers, 3, dtype=torch.float32, device="cpu")
+        self.overflows = torch.zeros(layers, 3, dtype=torch.float64, device="cpu")
         self.steps, self.averaged = 0, 1
         self.gathered: dict[int, Tensor] = {}
         self._noted: Tensor | None = None  # [2, layers, 3]: largest values, overflows
@@ -200,7 +200,7 @@ class DelayedScales:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What state_dict() of as many layers was."""
-        self.history = torch.tensor(state["history"], dtype=torch.float32)
+        self.history = torch.tensor(state["history"], dtype=torch.float32, device="cpu")
         self.steps, self._noted, self._scales = state["steps"], None, None
         self.gathered.clear()
 

@@ -161,7 +161,9 @@ class Capture:
         n += sum(_padded(math.prod(w.whole) * w.tensor.dtype.itemsize) for w in weights)
         if self._host is None or self._host.numel() < n:
             self._host = None
-            self._host = torch.zeros(n, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            self._host = torch.zeros(
+                n, dtype=torch.uint8, pin_memory=self.device.type == "cuda", device="cpu"
+            )
 
     @torch.no_grad()
     def take(self) -> Snapshot:
@@ -226,7 +228,7 @@ class Capture:
             shapes = self.optimizer.entry_shapes(p)
             for entry, value in state.items():
                 if not isinstance(value, Tensor):
-                    value = torch.tensor(float(value), dtype=torch.float64)
+                    value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
                 shape, block = shapes.get(entry, value.shape), entry_block(entry)
                 if engine is not None and engine.shares and block:
                     runs, which = piece_runs(p, engine, block=block), engine.shards.copy_of(p)

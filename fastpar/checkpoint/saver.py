@@ -412,7 +412,9 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
     entries: dict[int, TensorEntry] = {}
     turned = [item for item in items if item.weight is not None and item.weight.transposed]
     most = max((item.host.nbytes for item in turned), default=0)
-    scratch = torch.empty(most, dtype=torch.uint8)  # fresh memory costs more than the copy
+    scratch = torch.empty(
+        most, dtype=torch.uint8, device="cpu"
+    )  # fresh memory costs more than the copy
     with ThreadPoolExecutor(1, "sha256") as hashing, ThreadPoolExecutor(1, "flush") as flushing:
         for name in dict.fromkeys(item.file for item in items):
             mine = {item.key: item for item in items if item.file == name}

@@ -190,7 +190,7 @@ def _gather(
     """Windows of block_size + 1 tokens as inputs and targets."""
     device = torch.device(device)
     pinned = device.type == "cuda"
-    xy = torch.empty(2, len(starts), block_size, dtype=torch.int64, pin_memory=pinned)
+    xy = torch.empty(2, len(starts), block_size, dtype=torch.int64, pin_memory=pinned, device="cpu")
     x, y = xy.numpy()
     source = tokens if isinstance(tokens, Shards) else np.asarray(tokens)
     for row, start in enumerate(starts.tolist()):
@@ -208,7 +208,9 @@ def _filled(
     """Packed rows as inputs, targets and positions."""
     device = torch.device(device)
     pinned = device.type == "cuda"
-    found = torch.empty(3, len(rows), packed.block_size, dtype=torch.int64, pin_memory=pinned)
+    found = torch.empty(
+        3, len(rows), packed.block_size, dtype=torch.int64, pin_memory=pinned, device="cpu"
+    )
     for i, row in enumerate(rows):
         packed.fill(row, *found[:, i].numpy())
     if pinned:

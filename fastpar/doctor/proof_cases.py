@@ -146,7 +146,9 @@ def linears_fp8(rows: int, C: int) -> Iterator[ErrorCase]:
         def make(draw: Draw, out: int = out, how: str = how) -> Inputs:
             x = draw(rows, C)
             if how:
-                x = x * torch.logspace(-6, 6, rows)[:, None].to(x)
+                x = x * torch.logspace(-6, 6, rows, dtype=torch.float32, device="cpu")[:, None].to(
+                    x
+                )
             return {"x": x, "weight": draw(out, C) * C**-0.5, "bias": draw(out)}
 
         def emulated(

@@ -113,10 +113,12 @@ def _tokens(
             logits = model.logits(model.features(new, read=read)[:, -1])
             logits = logits[:, :vocab_size].float().cpu()
             grow = [i for i, r in enumerate(rows) if len(r) <= length < len(r) + max_new_tokens]
-            token = torch.full((len(rows),), -1)
+            token = torch.full((len(rows),), -1, dtype=torch.int64, device="cpu")
             token[grow] = draw(logits[grow], grow)
             given = [int(row[length]) if length < len(row) else 0 for row in rows]
-            read_next = token.where(token >= 0, torch.tensor(given)).to(idx.device)
+            read_next = token.where(
+                token >= 0, torch.tensor(given, dtype=torch.int64, device="cpu")
+            ).to(idx.device)
             idx = torch.cat((idx, read_next[:, None]), dim=1)
             new = idx[:, -1:]
             if idx.shape[1] > size:  # every token moves to another position: read all anew

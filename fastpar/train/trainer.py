@@ -335,7 +335,9 @@ class Trainer:
         lr = set_lr(optimizer, self.step, config)
         if scale is not None or skips:
             optimizer.grad_scale = scale or 1.0  # see guards.py: an update that is left out
-        requests = to_device(torch.tensor(self._requests(), dtype=torch.float64), mesh.device)
+        requests = to_device(
+            torch.tensor(self._requests(), dtype=torch.float64, device="cpu"), mesh.device
+        )
         loss = loss / mesh.world_size if graph is None else graph(whole, scale)
         control: Any = torch.cat((loss.reshape(1), requests))
         if graph is None:
