@@ -43,7 +43,7 @@ loads() { (cd build && "$PYTHON" -m fastpar.kernels.backend); }
 
 make_shim
 if [[ ${1:-} == pack ]]; then
-  rm -rf "$PACK" build/pack_cache
+  rm -rf "$PACK"
   mkdir -p "$PACK"
   FASTPAR_CUDA=1 build_module "$PACK" || exit 1
   cp "$PACK"/_C*.so build/shim/fastpar/kernels/
