@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,11 @@ def _leaf(value: Any, device: str) -> Any:
         return value
     value = value.to(device)
     return value.requires_grad_() if value.is_floating_point() else value
+
+
+def _generators_kept(x: Tensor) -> AbstractContextManager[None]:
+    """Torch's default generators give the same numbers after it as before."""
+    return torch.random.fork_rng([x.device] if x.is_cuda else [])
 
 
 def norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
@@ -303,7 +309,8 @@ def attentions(
         def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             heads = (x.transpose(1, 2) for x in (q, k, v))
             how: dict[str, Any] = {"is_causal": causal, "dropout_p": p, "enable_gqa": Hkv != H}
-            return F.scaled_dot_product_attention(*heads, **how).transpose(1, 2)
+            with _generators_kept(q):
+                return F.scaled_dot_product_attention(*heads, **how).transpose(1, 2)
 
         shape = f"B={B} T={T} D={D} H={H}" + (f" Tk={Tk}" if Tk != T else "")
         shape += f" Hkv={Hkv}" if Hkv != H else ""
@@ -468,6 +475,10 @@ def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
         keep = reference.keep_mask_ref(rng, P, tuple(x.shape)).to(x.device, x.dtype)
         return x * keep * (256 / (256 - round(256 * P)))
 
+    def stock(x: Tensor) -> Tensor:
+        with _generators_kept(x):
+            return F.dropout(x, P)
+
     yield ErrorCase(
         "dropout",
         f"{list(shape)} p={P}",
@@ -475,7 +486,7 @@ def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
         lambda x: dropout(x, P, rng),
         lambda x: reference.dropout_ref(x, P, rng),
         eager,
-        stock=functools.partial(F.dropout, p=P),
+        stock=stock,
     )
 
 

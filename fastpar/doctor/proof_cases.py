@@ -174,8 +174,7 @@ def linears_fp8(rows: int, C: int) -> Iterator[ErrorCase]:
 def _attention_proofs(n: int, head_dim: int, device: str, *, masked: bool) -> Iterator[ErrorCase]:
     """Plain attention, or attention with dropout or documents; see kernels/attention.py _case."""
     T = min(n, 1024)
-    # The oracle draws its mask in Python: of few heads, where it is compared.
-    heads = 2 if masked and n < 1024 else HEADS
+    heads = HEADS if n > 320 else 2 if masked else 4  # a mask's oracle is drawn in Python
     shape = (-(-n // 1024), T, T, heads, heads, head_dim)
     for case in attentions((shape,), device, p=P if masked else 0.0):
         if masked == ("dropout" in case.shape or "documents" in case.shape):
