@@ -33,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastpar.kernels.attention_hopper_triton import (
     BLOCK,
@@ -41,13 +40,14 @@ from fastpar.kernels.attention_hopper_triton import (
     _load,
     _ring_barriers,
     _store,
-    descriptor,
+    boxed,
+    layout_of,
     n_steps,
     ring,
     tile_at,
 )
 from fastpar.kernels.attention_triton import LOG2_E, aot_inputs
-from fastpar.kernels.triton_launch import cdiv, launch, sm_count
+from fastpar.kernels.triton_launch import Boxed, cdiv, launch, sm_count
 
 ROWS = gl.constexpr(64)  # queries of a block
 AOT_ARCHS = (90,)
@@ -228,11 +228,10 @@ def _attention_hopper_bwd_dkdv_kernel(
     )
 
 
-def _lines_of(x: Tensor) -> TensorDescriptor:
+def _lines_of(x: Tensor) -> Boxed:
     """x [B, H, T], fp32, seen as [B * H, T] in boxes of [1, ROWS]."""
     B, H, T = x.shape
-    layout = gl.NVMMASharedLayout(0, 32, 2)
-    return TensorDescriptor(x, [B * H, T], [T, 1], [1, ROWS.value], layout)
+    return Boxed(x, layout_of((B * H, T), (T, 1), (1, ROWS.value), x.dtype))
 
 
 def attention_hopper_dkdv(
@@ -246,11 +245,11 @@ def attention_hopper_dkdv(
     launch(
         _attention_hopper_bwd_dkdv_kernel,
         (min(pairs, sm_count(q.device)),),
-        descriptor(q, ROWS.value),
-        descriptor(do, ROWS.value),
+        boxed(q, ROWS.value),
+        boxed(do, ROWS.value),
         _lines_of(lse),
         _lines_of(delta),
-        *(descriptor(x, HALF.value) for x in (k, v, dk, dv)),
+        *(boxed(x, HALF.value) for x in (k, v, dk, dv)),
         B * kv_heads,
         kv_heads,
         H // kv_heads,
