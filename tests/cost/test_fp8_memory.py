@@ -20,9 +20,9 @@ def rounded_rows(x, form, group):
     return Codes(torch.zeros(n, k, dtype=form), torch.ones(n, -(-k // group)), group)
 
 
-def rounded(x, form, scale):
+def rounded(x, form, scale, flip=False):
     n, k = x.shape
-    flipped = torch.zeros(k, n, dtype=form)
+    flipped = torch.zeros(k, n, dtype=form) if flip else None
     found = torch.zeros(2, dtype=torch.float64)
     return Codes(torch.zeros(n, k, dtype=form), scale, flipped=flipped), found
 
@@ -46,15 +46,21 @@ def leave_zeros(monkeypatch):
     1,
     ("shape", ["balanced", "deep", "wide"]),
     ("layers", ["mlp", "all"]),
-    ("scaling", ["row", "block", "tensor"]),
+    (
+        ("scaling", "weight_gradient"),
+        [("row", "bf16"), ("block", "bf16"), ("tensor", "bf16"), ("tensor", "fp8")],
+    ),
     ("mode", ["none", "full"]),
     ("dtype", ["fp32", "bf16"]),
 )
-def test_predicted_within_three_percent(shape, layers, scaling, mode, dtype, monkeypatch):
+def test_predicted_within_three_percent(
+    shape, layers, scaling, weight_gradient, mode, dtype, monkeypatch
+):
     leave_zeros(monkeypatch)
     s = setup(
         fp8=layers,
         fp8_scaling=scaling,
+        fp8_weight_gradient=weight_gradient,
         fp8_emulate=True,
         dtype=dtype,
         micro_batch_size=8,
