@@ -118,7 +118,6 @@ class Setup:
     secondary_shards: bool = False
     fp8: str = "none"
     fp8_scaling: str = "row"
-    fp8_weight_gradient: str = "bf16"
     fp8_emulate: bool = False
     tp_grid: str = "none"
 
