@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -66,7 +67,7 @@ class Codes(NamedTuple):
     """A matrix in 8 bits: codes[N, K], and a scale for each `group` values of a row.
 
     scales: fp32, [N, K / group], [] for all; None: codes are the values, which are not rounded.
-    flipped: codes[K, N], where a kernel wrote them, too.
+    flipped: codes[K, N] by rows, where they were asked for.
     """
 
     codes: Tensor
@@ -90,12 +91,11 @@ class Codes(NamedTuple):
         return dequantize_blockwise(codes, scales.flatten(), out_dtype=form, block=run).to(dtype)
 
     def t(self) -> Codes:
-        """The transpose, which a scale of all values allows; by rows, as products take 8 bits."""
+        """The transpose, of values or of codes that were flipped."""
         if self.scales is None:
             return Codes(self.codes.t(), None)
-        assert not self.scales.dim()
-        flipped = self.codes.t().contiguous() if self.flipped is None else self.flipped
-        return Codes(flipped, self.scales, flipped=self.codes)
+        assert self.flipped is not None
+        return Codes(self.flipped, self.scales, flipped=self.codes)
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
@@ -109,8 +109,13 @@ def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
     return Codes(codes.view(n, -1)[:, :k].contiguous(), scales, group)
 
 
-def round_all(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Codes, Tensor]:
-    """Codes of x with a scale that is given; [2]: its largest value, and how many overflowed."""
+def round_all(
+    x: Tensor, dtype: torch.dtype, scale: Tensor, flip: bool = False
+) -> tuple[Codes, Tensor]:
+    """Codes of x with a scale that is given; [2]: its largest value, and how many overflowed.
+
+    flip: codes of the transpose, too.
+    """
     scaled, largest = x.to(wide(x.dtype)) / scale, LARGEST[dtype]
     size = scaled.abs()
     lost = ~(size < torch.inf)
@@ -118,7 +123,20 @@ def round_all(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Codes, Tens
     top, over = size.amax() * scale, (size > largest).sum()
     del size
     codes = scaled.clamp_(-largest, largest).masked_fill_(lost, torch.nan).float().to(dtype)
-    return Codes(codes.contiguous(), scale), torch.stack((top, over)).double()
+    flipped = codes.t().contiguous() if flip else None
+    return Codes(codes.contiguous(), scale, 0, flipped), torch.stack((top, over)).double()
+
+
+def note_(noted: Tensor, layer: int, found: Sequence[Tensor]) -> None:
+    """Adds what round_all() found of x, weight, dy, [2] or in parts [2, P], to noted[2, L, 3]."""
+    tops, over = zip(*(each.double().view(2, -1) for each in found))
+    noted[0, layer] = torch.maximum(noted[0, layer], torch.stack([top.amax() for top in tops]))
+    noted[1, layer] += torch.stack([each.sum() for each in over])
+
+
+def _kernels(own: bool) -> Any:
+    """The module with round_rows(), round_all() and note_()."""
+    return backend.triton_module("linear_fp8") if own else sys.modules[__name__]
 
 
 class DelayedScales:
@@ -151,21 +169,18 @@ class DelayedScales:
             return None
         if self._scales is None or self._scales.device != device:
             tops = self.history.amax(0).to(device)
-            largest = [LARGEST[form] for form in _FORMATS]
-            tops[:, DY] *= self.averaged
-            parts = [power_of_two(top, most) for top, most in zip(tops.unbind(1), largest)]
-            self._scales = torch.stack([torch.where(p > 2.0**-126, p, 1.0) for p in parts], 1)
+            e4m3, e5m2 = LARGEST.values()
+            tops[:, DY] *= self.averaged * e4m3 / e5m2  # the ratio is a power of two
+            scales = power_of_two(tops, e4m3)
+            self._scales = torch.where(scales > 2.0**-126, scales, 1.0)
         return self._scales[layer, which]
 
-    def note(self, layer: int, which: int, found: Tensor) -> None:
-        """Add a backward's [2] of a tensor: round_all()."""
-        if which == WEIGHT:
-            found = self.gathered.get(layer, found)
-        if self._noted is None or self._noted.device != found.device:
-            self._noted = found.new_zeros(2, *self.overflows.shape)
-        top = self._noted[0, layer, which]
-        top.copy_(torch.maximum(top, found[0]))
-        self._noted[1, layer, which] += found[1]
+    def note(self, layer: int, found: Sequence[Tensor], *, own: bool = False) -> None:
+        """Add what a backward's round_all() found of x, weight and dy; own: by Triton."""
+        x, weight, dy = found
+        if self._noted is None or self._noted.device != dy.device:
+            self._noted = dy.new_zeros(2, *self.overflows.shape, dtype=torch.float64)
+        _kernels(own).note_(self._noted, layer, (x, self.gathered.get(layer, weight), dy))
 
     def take(self, device: torch.device) -> Tensor:
         """This rank's notes of the step, flat; the next one begins."""
@@ -173,7 +188,7 @@ class DelayedScales:
         if noted is None:
             noted = torch.zeros(2, *self.overflows.shape, dtype=torch.float64, device=device)
         for layer, found in self.gathered.items():  # a rank without a backward has a part, too
-            noted[0, layer, WEIGHT] = torch.maximum(noted[0, layer, WEIGHT], found[0])
+            noted[0, layer, WEIGHT] = torch.maximum(noted[0, layer, WEIGHT], found[0].amax())
         return noted.flatten()
 
     def give(self, total: Tensor, rows: Tensor) -> None:
@@ -302,16 +317,16 @@ class Fp8:
     def _round(self, x: Tensor, which: int, own: bool) -> tuple[Codes, Tensor | None]:
         """x[N, K] in 8 bits, and what DelayedScales are told of it."""
         form = _FORMATS[which]
-        kernels: Any = backend.triton_module("linear_fp8") if own else sys.modules[__name__]
         if self.scales is not None:
             scale = self.scales.scale(self.layer, which, x.device)
             if scale is None:
                 _, found = round_all(x, form, x.new_ones((), dtype=torch.float32))
                 return Codes(x, None), found
-            codes, told = kernels.round_all(x, form, scale)
+            flip = which != WEIGHT and self.weight_gradient == "fp8"  # x and dy have tokens as K
+            codes, told = _kernels(own).round_all(x, form, scale, flip)
             return codes, told
         group = BLOCK if self.scaling == "block" else x.shape[1]
-        return kernels.round_rows(x, form, group), None
+        return _kernels(own).round_rows(x, form, group), None
 
     def _product(self, a: Codes, b: Codes, bias: Tensor | None, like: Tensor, own: bool) -> Tensor:
         """a[M, K] @ b[N, K].T + bias, in the dtype of `like`."""
@@ -383,14 +398,10 @@ class _Linear(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])
         dy8, found = how._round(rows, DY, own)
         if how.scales is not None:
-            for which, noted in ((X, ctx.found), (WEIGHT, ctx.of_weight), (DY, found)):
-                how.scales.note(how.layer, which, noted)
+            how.scales.note(how.layer, (ctx.found, ctx.of_weight, found), own=own)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            if how.scales is None:
-                w8 = how._round(weight.t(), WEIGHT, own)[0]
-            else:
-                w8 = how._round(weight, WEIGHT, own)[0].t()
+            w8 = how._round(weight.t(), WEIGHT, own)[0]
             dx = how._product(dy8, w8, None, dy, own).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             if scales:

@@ -12,7 +12,6 @@ from fastpar.kernels.linear_fp8 import (
     BLOCK,
     DY,
     LARGEST,
-    WEIGHT,
     Codes,
     X,
     power_of_two,
@@ -187,8 +186,8 @@ def test_what_overflows_becomes_the_largest_code_and_is_counted():
 def test_the_largest_of_the_last_steps_counts():
     scales = DelayedScales(2)
     for step in range(18):
-        scales.note(1, X, torch.tensor([448.0 if step == 0 else 7.0, 0.0]).double())
-        scales.note(1, WEIGHT, torch.tensor([0.0, 1.0]).double())
+        top = 448.0 if step == 0 else 7.0
+        scales.note(1, torch.tensor([[top, 0.0], [0.0, 1.0], [0.0, 0.0]]).double())
         scales.update()
         assert scales.scale(1, X, torch.device("cpu")) == (1.0 if step < 16 else 2.0**-6)
     assert scales.scale(0, X, torch.device("cpu")) == 1.0
@@ -196,7 +195,7 @@ def test_the_largest_of_the_last_steps_counts():
     again = DelayedScales(2)
     again.load_state_dict(scales.state_dict())
     assert torch.equal(again.history, scales.history)
-    scales.note(1, X, torch.tensor([1.0, 1.0]).double())
+    scales.note(1, torch.ones(3, 2).double())
     scales.forget()
     scales.update()
     assert not scales.overflows.any()
@@ -288,14 +287,34 @@ def test_triton_casts_have_the_same_bits(triton_device):
     scale = torch.tensor(2.0**-5, device=triton_device)
     x = torch.where(x.abs() < 1e6, x, 0.0)[:, :144]
     x[7, 8], x[8, 9] = torch.inf, torch.nan
-    for form in (E4M3, E5M2):
-        (want, told), (got, found) = round_all(x, form, scale), kernels.round_all(x, form, scale)
-        assert torch.equal(found, told)
-        assert told[1] > 0
+    for form, values in ((E4M3, x), (E5M2, x), (E4M3, x.bfloat16().t())):
+        want, told = round_all(values, form, scale, True)
+        got, found = kernels.round_all(values, form, scale, True)
+        assert kernels.round_all(values, form, scale)[0].flipped is None
+        assert found[0].amax() == told[0]
+        assert found[1].sum() == told[1] > 0
         a, b = (c.codes.float().cpu() for c in (got, want))
         assert torch.equal(a.isnan(), b.isnan())
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
-        assert torch.equal(got.flipped.view(torch.uint8), got.codes.t().view(torch.uint8))
+        for each in (got, want):
+            assert torch.equal(each.flipped.view(torch.uint8), each.codes.t().view(torch.uint8))
+            assert each.flipped.is_contiguous()
+
+
+def test_triton_notes_are_torchs(triton_device):
+    """Parts of more tiles than a program has lanes, [2] of a first step; what was noted stays."""
+    parts = torch.randint(0, 4097, (2, 1500)).float()
+    parts[1] = 4096.0  # their sum is beyond fp32's integers
+    parts[1, 3] = 1.0
+    found = [x.to(triton_device) for x in (parts, torch.tensor([3.0, 5.0]).double(), parts[:, :7])]
+    want = torch.full((2, 3, 3), 4.0, dtype=torch.float64)
+    want[:, 1] = torch.tensor(
+        [[parts[0].max(), 4.0, parts[0, :7].max()], [4 + 4096 * 1499 + 1, 9, 4 + 4096 * 6 + 1]]
+    )
+    for notes in (linear_fp8, backend.triton_module("linear_fp8")):
+        noted = torch.full((2, 3, 3), 4.0, dtype=torch.float64, device=triton_device)
+        notes.note_(noted, 1, [x.contiguous() for x in found])
+        assert torch.equal(noted.cpu(), want)
 
 
 def on_hopper(a, b, scale_a, scale_b, **options):
@@ -363,8 +382,8 @@ def test_triton_products_with_blocks(triton_device):
 
 def test_what_a_proof_would_launch_and_multiply():
     found = launches_of(Case("cuda", "linear_fp8", torch.bfloat16, 256), (90, 132))
-    names = {"_round_rows_kernel", "_round_all_kernel", "_block_product_kernel"}
-    assert {x.name for x in found} == names
+    names = ("round_rows", "round_all", "note", "block_product")
+    assert {x.name for x in found} == {f"_{name}_kernel" for name in names}
     for case in proof_cases("linear_fp8", 256, "cpu", 40):
         assert case.stock is torch.nn.functional.linear
         for errors in case.measure(torch.bfloat16, "cpu").values():
