@@ -1,5 +1,7 @@
 """Who serves attention's forward and backward, by a trial of all implementations behind the op."""
 
+import sys
+
 import pytest
 import torch
 
@@ -93,3 +95,49 @@ def test_a_real_trial_tries_torchs_kernel(monkeypatch):
     (peer,) = trial.prove(PLAIN._replace(size=64), rows=64).peers
     assert (peer.name, peer.wrong) == ("cpu", "")
     assert min(peer.ms) > 0
+
+
+CHILD = """
+import ctypes, sys, time
+from fastpar.doctor import trial
+from fastpar.kernels.attention_peers import PEERS
+how = sys.argv[1]
+forward = PEERS["cpu"].forward
+faults = {"hangs": lambda: time.sleep(1e6), "crashes": lambda: ctypes.string_at(0), "is right": str}
+PEERS["cpu"] = PEERS["cpu"]._replace(forward=lambda *args: (faults[how](), forward(*args))[1])
+trial.LIMIT_S = 2 if how == "hangs" else 600
+trial.main(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("hangs", "its trial took more than 600 s"),
+        ("crashes", "its trial ended with status -11"),
+        ("is right", ""),
+    ],
+)
+def test_one_that_may_hang_is_tried_in_a_process_of_its_own(monkeypatch, tmp_path, how, why):
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(trial, "PROGRAM", (sys.executable, str(tmp_path / "child.py"), how))
+    monkeypatch.setattr(trial, "LIMIT_S", 600)
+    assert trial.wrong_apart(PLAIN._replace(size=64), 64, "cpu") == why
+
+
+def test_a_process_that_does_not_start_says_nothing_about_what_it_would_have_tried(monkeypatch):
+    code = "import sys; sys.exit('no module')"
+    monkeypatch.setattr(trial, "PROGRAM", (sys.executable, "-c", code))
+    with pytest.warns(UserWarning, match="cpu was not tried, .* did not start: status 1 no module"):
+        assert trial.wrong_apart(PLAIN, 64, "cpu") is None
+
+
+def test_what_was_wrong_in_a_process_of_its_own_is_kept_and_serves_nothing(monkeypatch):
+    monkeypatch.setattr(trial, "SECONDS", 0.01)
+    apart = attention_peers.PEERS["cpu"]._replace(apart=True)
+    monkeypatch.setitem(attention_peers.PEERS, "cpu", apart)
+    for why, peers in (("it hangs", ["it hangs"]), (None, [])):
+        monkeypatch.setattr(trial, "wrong_apart", lambda *_, why=why: why)
+        proof = trial.prove(PLAIN._replace(size=64), rows=64)
+        assert [peer.wrong for peer in proof.peers] == peers
+        assert proof.serves == (OWN, OWN)
