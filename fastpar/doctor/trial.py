@@ -38,6 +38,7 @@ from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
 Way = Callable[[], AbstractContextManager[None]]
 SLOWER = 1.03  # own over what runs instead: below it they are equally fast
 SECONDS = 0.6  # of timing, for a pass of one op
+SHORT_MS = 0.5  # on a GPU: no call takes the host as long
 MUCH_SLOWER = 8.0  # than own: two calls tell
 MOST_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a timed tensor: 32 MB, 512 MB in fp32
 FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
@@ -310,7 +311,8 @@ def time_ways(
 ) -> tuple[Times, dict[str, str]]:
     """The times of each (way, function), which is called inside way(); why others have none.
 
-    What takes MUCH_SLOWER times as long as the first one is called twice and no more.
+    Of a call that takes a GPU less time than the host needs to give it out, the host's counts. What
+    takes MUCH_SLOWER times as long as the first one is called twice and no more.
 
     Raises:
         DeviceLost: the GPU serves this process no more.
@@ -357,6 +359,9 @@ def time_ways(
         near = {name: call for name, call in calls[direction].items() if times[name] <= most}
         timed = interleave(near, clock, budget_s=SECONDS, min_runs=3) if near else {}
         times |= {name: timing.p20_ms for name, timing in timed.items()}
+        for name, (call,) in calls[direction].items():
+            host_us = clock.host_us(call) if times[name] < SHORT_MS else None
+            times[name] = max(times[name], (host_us or 0.0) / 1e3)
     return {name: (ms, first[1].get(name, 0.0)) for name, ms in first[0].items()}, failed
 
 

@@ -1,11 +1,14 @@
 """Who serves attention's forward and backward, by a trial of all implementations behind the op."""
 
+import contextlib
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fastpar.doctor import doctor, report, trial
+from fastpar.doctor.proof_cases import proof_cases
 from fastpar.doctor.table import ProofTable
 from fastpar.kernels import attention_peers, choice
 from fastpar.kernels.choice import OWN, Case
@@ -70,6 +73,31 @@ def test_an_implementation_that_fails_at_the_timed_size_serves_nothing(monkeypat
     assert proof.serves == (OWN, OWN)
     (peer,) = proof.peers
     assert peer.wrong == "at B=1 T=128 D=64 H=4: RuntimeError: too many rows"
+
+
+def test_of_few_rows_the_host_s_time_counts(monkeypatch):
+    """A GPU waits for the host there: who is fast on the device alone gains nothing."""
+    device = {"own": 0.02, "hopper": 0.01, "long": 7.0}  # ms
+    host = {"own": 20.0, "hopper": 100.0, "long": 9000.0}  # us
+    one = proof_cases("bias_gelu", 96, "cpu", 64)[0]
+    last = []
+
+    def called(name):
+        return lambda x, bias: last.append(name) or F.gelu(x.detach() + bias.detach())
+
+    class Clock:
+        def sample(self, call):
+            call()
+            return device[last[-1]]
+
+        def host_us(self, call):
+            call()
+            return host[last[-1]]
+
+    monkeypatch.setattr(trial, "clock_for", lambda device: Clock())
+    ways = {name: (contextlib.nullcontext, called(name)) for name in device}
+    times, _ = trial.time_ways(Case("cpu", "bias_gelu", torch.float32, 96), one, ways)
+    assert times == {"own": (0.02, 0), "hopper": (0.1, 0), "long": (7.0, 0)}
 
 
 def test_one_without_a_backward_serves_none(monkeypatch):
