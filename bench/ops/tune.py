@@ -46,7 +46,7 @@ from fastpar.config.config import GPTConfig
 from fastpar.doctor import doctor, report
 from fastpar.doctor.proof_cases import proof_cases
 from fastpar.doctor.table import VERSION, environment, row_of
-from fastpar.doctor.trial import Way, time_ways, what_is_wrong
+from fastpar.doctor.trial import DEFAULT_ROWS, Way, time_ways, what_is_wrong
 from fastpar.doctor.warm import warm
 from fastpar.kernels import (
     attention_bits,
@@ -61,7 +61,6 @@ from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
 from fastpar.kernels.config_table import ConfigTable
 
 CHECKED_ROWS = 200  # a multiple of no tile, and more than one
-ROWS = {"cuda": 1 << 15, "cpu": 512}  # of a timed call; on a GPU 32 samples of 1024 tokens
 FINALISTS = 4
 LEAST_GAIN = 1.01  # below, the present entry stays: medians of two runs differ by as much
 
@@ -325,13 +324,11 @@ def run(
             session.found.setdefault(entry.name, Outcome("not tuned: out of time"))
             continue
         print(f"== {entry.name}, {entry.gain_ms:g} ms expected", flush=True)
-        size, proven = rows or ROWS[session.device], set(session.proofs)
+        size, proven = rows or DEFAULT_ROWS[session.device], set(session.proofs)
         try:
             if entry.table is None:
                 session.keep(entry, *tune_implementations(entry, size))
                 continue
-            if entry.case.op.startswith("attention") and not rows:
-                size *= 3  # a proof has 4 heads, GPT-2 has 12
             how = session.arch, deadline, alternative, size, checked_rows
             session.keep(entry, tune_configs(entry, *how))
         except Exception as error:

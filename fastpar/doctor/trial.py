@@ -15,6 +15,11 @@ with a trial as without (tests/doctor/test_first_use.py).
 from __future__ import annotations
 
 import functools
+import json
+import signal
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -33,14 +38,17 @@ from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
 Way = Callable[[], AbstractContextManager[None]]
 SLOWER = 1.03  # own over what runs instead: below it they are equally fast
 SECONDS = 0.6  # of timing, for a pass of one op
+SHORT_MS = 0.5  # on a GPU: no call takes the host as long
 MUCH_SLOWER = 8.0  # than own: two calls tell
 MOST_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a timed tensor: 32 MB, 512 MB in fp32
 FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
     "layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm", "bias_gelu",
     "cross_entropy",
 })  # fmt: skip
-DEFAULT_ROWS = {"cpu": 512, "cuda": 8192}
+DEFAULT_ROWS = {"cpu": 512, "cuda": 1 << 15}  # on a GPU 32 samples of 1024 tokens
 NO_TIME = (0.0, 0.0)
+LIMIT_S, START_S = 30, 120  # of a trial in a process of its own, and until it starts
+PROGRAM, STARTED = (sys.executable, "-m", "fastpar.doctor.trial"), "started"
 MOST_LETTERS = 300  # of an error
 
 
@@ -79,18 +87,28 @@ def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
             torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
-def _prove(case: Case, rows: int, compiled: bool) -> Proof:
+def _cases(case: Case, rows: int) -> tuple[list[ErrorCase], list[ErrorCase]]:
+    """What a proof has, the timed one first, and which of them are compared."""
     most = MOST_ELEMENTS[case.device] // max(case.size, 1)
     rows = min(rows or DEFAULT_ROWS[case.device], max(64, most))
     found = proof_cases(case.op, case.size, case.device, rows)
     found = [one for one in found if case.dtype in one.dtypes]
+    return found, found[1:] + found[: _fits(case, rows)]
+
+
+def _prove(case: Case, rows: int, compiled: bool) -> Proof:
+    found, checked = _cases(case, rows)
     if not found:
         return Proof(OWN)
-    checked = found[1:] + found[: _fits(case, rows)]
     wrong = what_is_wrong(case, checked)
     if wrong:
         return Proof(STOCK, wrong)
-    others = {name: what_is_wrong(case, checked, name) for name in _others(case, found[0])}
+    others = {}
+    for name in _others(case, found[0]):
+        if not PEERS[name].apart:
+            others[name] = what_is_wrong(case, checked, name)
+        elif (why := wrong_apart(case, rows, name)) is not None:
+            others[name] = why
     right = [name for name, why in others.items() if not why]
     times, failed = _times(case, found[0], compiled, right)
     if OWN in failed:
@@ -171,10 +189,62 @@ def what_is_wrong(case: Case, found: Sequence[ErrorCase], what: str = OWN) -> st
     return ""
 
 
+def wrong_apart(case: Case, rows: int, name: str) -> str | None:
+    """what_is_wrong of a peer, found by a process that may hang or crash; None: it did not start,
+    or had too little memory."""
+    gpu = torch.cuda.current_device() if case.device == "cuda" else None
+    asked = [*case, rows, name, gpu]
+    asked[2] = str(case.dtype).removeprefix("torch.")
+    process = subprocess.Popen(
+        [*PROGRAM, json.dumps(asked)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(timeout=START_S + LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+    lines, status = out.splitlines(), process.returncode
+    how = f"status {status} {_line(err, -1)}".strip()
+    if STARTED not in lines:
+        warnings.warn(
+            f"{case}: {name} was not tried, its process did not start: {how}", stacklevel=2
+        )
+        return None
+    if status == 0:
+        why: str | None = json.loads(lines[-1])
+        return why
+    if status in (-signal.SIGALRM, -signal.SIGKILL):
+        return f"its trial took more than {LIMIT_S} s"
+    return f"its trial ended with {how}"
+
+
+def main(asked: str) -> None:
+    """The process of wrong_apart: prints STARTED, then the answer."""
+    device, op, dtype, size, rows, name, gpu = json.loads(asked)
+    case = Case(device, op, getattr(torch, dtype), size)
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+        torch.cuda.synchronize()
+    print(STARTED, flush=True)
+    signal.alarm(LIMIT_S)  # ends the process whatever it is in
+    try:
+        why: str | None = what_is_wrong(case, _cases(case, rows)[1], name)
+    except torch.OutOfMemoryError:
+        why = None
+    except DeviceLost as lost:
+        why = lost.why
+    print(json.dumps(why))
+
+
 class DeviceLost(SystemExit):
     """An error after which each CUDA call of this process fails, such as an illegal access.
 
     Attributes:
+        why: the error in one line.
         proof: what is known of the case that was tried; None: stock PyTorch did it.
     """
 
@@ -188,10 +258,15 @@ class DeviceLost(SystemExit):
         )
 
 
+def _line(text: str, index: int) -> str:
+    """The first or last line, as a table can keep it."""
+    line = (text.strip().splitlines() or [""])[index][:MOST_LETTERS]
+    return "".join(letter if letter.isprintable() else " " for letter in line)
+
+
 def _failure(case: Case, one: ErrorCase, what: str, error: Exception) -> str:
     """Why `what` is wrong that raised an error, in one line."""
-    first_line = (str(error).strip().splitlines() or ["no message"])[0][:MOST_LETTERS]
-    why = f"at {one.shape}: {type(error).__name__}: {first_line}"
+    why = f"at {one.shape}: {type(error).__name__}: {_line(str(error), 0) or 'no message'}"
     if case.device == "cuda":
         try:
             torch.cuda.synchronize()
@@ -236,7 +311,8 @@ def time_ways(
 ) -> tuple[Times, dict[str, str]]:
     """The times of each (way, function), which is called inside way(); why others have none.
 
-    What takes MUCH_SLOWER times as long as the first one is called twice and no more.
+    Of a call that takes a GPU less time than the host needs to give it out, the host's counts. What
+    takes MUCH_SLOWER times as long as the first one is called twice and no more.
 
     Raises:
         DeviceLost: the GPU serves this process no more.
@@ -283,4 +359,11 @@ def time_ways(
         near = {name: call for name, call in calls[direction].items() if times[name] <= most}
         timed = interleave(near, clock, budget_s=SECONDS, min_runs=3) if near else {}
         times |= {name: timing.p20_ms for name, timing in timed.items()}
+        for name, (call,) in calls[direction].items():
+            host_us = clock.host_us(call) if times[name] < SHORT_MS else None
+            times[name] = max(times[name], (host_us or 0.0) / 1e3)
     return {name: (ms, first[1].get(name, 0.0)) for name, ms in first[0].items()}, failed
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
