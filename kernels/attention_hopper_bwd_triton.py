@@ -13,8 +13,8 @@ warning C7513), or whose sums stay in flight into the next block (C7512: too few
 aot` refuses both. The other consumer's products run meanwhile.
 
 Rows beyond the end come as zeros, of q and do as of lse and delta: p is 1 there, and adds 0 to dv
-and dk. For heads of 64 alone: with 128 the sums take 128 of a thread's registers, of 240, and 24
-(Triton 3.6) and 112 bytes (3.9) of a thread are spilled.
+and dk. For heads of 64 alone: with 128 the sums take 128 of a thread's registers, of 240, and 48
+(Triton 3.6) and 128 bytes (3.9) of a thread are spilled.
 """
 
 from __future__ import annotations

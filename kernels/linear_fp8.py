@@ -172,8 +172,10 @@ class DelayedScales:
             e4m3, e5m2 = LARGEST.values()
             tops[:, DY] *= self.averaged * e4m3 / e5m2  # the ratio is a power of two
             scales = power_of_two(tops, e4m3)
-            self._scales = torch.where(scales > 2.0**-126, scales, 1.0)
-        return self._scales[layer, which]
+            scales = torch.where(scales > 2.0**-126, scales, 1.0)
+            # cublasLt reads a scale at a multiple of 16 bytes.
+            self._scales = torch.nn.functional.pad(scales[..., None], (0, 3))
+        return self._scales[layer, which, 0]
 
     def note(self, layer: int, found: Sequence[Tensor], *, own: bool = False) -> None:
         """Add what a backward's round_all() found of x, weight and dy; own: by Triton."""

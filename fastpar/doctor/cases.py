@@ -415,6 +415,7 @@ def experts(rows: int, C: int) -> Iterator[ErrorCase]:
         counts = torch.bincount(choices.flatten(), minlength=E)
         counts[1], counts[0] = 0, counts[0] + counts[1]
         x, weight = draw(rows * K, C), draw(E, 2 * C, C) * C**-0.5
+        counts = counts.to(x.device)
         return {"x": x, "weight": weight, "bias": draw(E, 2 * C), "counts": counts}
 
     yield ErrorCase(
