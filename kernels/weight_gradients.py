@@ -97,6 +97,6 @@ def wide_room(weight: Tensor | None, grad: Tensor) -> tuple[Tensor, bool] | None
     """(fp32 memory for the gradient of a 16-bit table, whether to add to it), in a backward that
     computes it from this gradient; None: the usual way, as on a CPU."""
     place: Place | None = getattr(weight, "fastpar_wide_place", None)
-    if place is None or not (grad.is_cuda or backend.cuda_on_cpu):
+    if weight is None or place is None or not (grad.is_cuda or backend.cuda_on_cpu):
         return None
     return place(weight) if is_plain(grad) and not torch.is_grad_enabled() else None
