@@ -7,6 +7,7 @@ torch version. `python setup.py -q describe_build` says what a build would compi
 FASTPAR_CPP=0 installs without the module, so without a compiler: torch computes everything.
 FASTPAR_CUDA=0 builds without nvcc, =1 with it whatever torch was built with. =emulated builds what
 the tests of the CUDA kernels run on a CPU: the same sources, compiled as C++ (csrc/cuda_launch.h).
+FASTPAR_CUDA_ARCHS="90a" builds for one GPU alone: half of the time.
 """
 
 import importlib.util
@@ -26,11 +27,12 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-CUDA_ARCHS = (
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90a,code=sm_90a",
-    "-gencode=arch=compute_90,code=compute_90",  # PTX for later architectures
-)
+ARCHS = os.environ.get("FASTPAR_CUDA_ARCHS") or "80 90a 90+PTX"  # +PTX: for later ones, too
+CUDA_ARCHS = [
+    f"-gencode=arch=compute_{a.removesuffix('+PTX')},code={'compute' if 'PTX' in a else 'sm'}_"
+    f"{a.removesuffix('+PTX')}"
+    for a in ARCHS.split()
+]
 
 
 # --fmad=false: the device rounds each operation as the host does (-ffp-contract=off there).

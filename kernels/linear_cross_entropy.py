@@ -306,7 +306,7 @@ def _backward(ctx, dloss, *_):
     if ctx.none:
         needed = (ctx.need_dx, ctx.need_dweight)
         dx, dweight = _linear_cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options, *needed)
-        by = torch.ones((), device=dloss.device)
+        by = torch.ones((), device=dloss.device, dtype=torch.float32)
     else:
         dx, dweight, factor = ctx.saved_tensors
         by = dloss * factor

@@ -223,23 +223,26 @@ def tune_configs(
             print(f"{name} refused: {why}", flush=True)
         else:
             ways[name] = (functools.partial(forced, entry, config), timed.fn)
-    if not ways:
-        raise RuntimeError(
-            f"tune: expected a right config of {entry.name}, got none; see the reasons above"
-        )
 
     def ms(name: str) -> float:
         each = found.ms[name]
         return sum(each) if entry.direction is None else each[entry.direction]
 
-    found.ms = time_ways(case, timed, ways)
-    finalists = sorted(ways, key=ms)[:FINALISTS]
-    finalists += [present] if present in ways and present not in finalists else []
-    found.ms |= time_ways(case, timed, {name: ways[name] for name in finalists})
+    found.ms, failed = time_ways(case, timed, ways)
+    found.refused |= failed
+    if not found.ms:
+        raise RuntimeError(
+            f"tune: expected a right config of {entry.name}, got none; see the reasons above"
+        )
+    finalists = sorted(found.ms, key=ms)[:FINALISTS]
+    finalists += [present] if present in found.ms and present not in finalists else []
+    found.ms |= time_ways(case, timed, {name: ways[name] for name in finalists})[0]
     best = min(finalists, key=ms)
-    stays = present in ways and ms(present) < LEAST_GAIN * ms(best)
+    stays = present in found.ms and ms(present) < LEAST_GAIN * ms(best)
     found.chosen = present if stays else best
-    for name in sorted(ways, key=ms):
+    for name, why in failed.items():
+        print(f"{name} refused: {why}", flush=True)
+    for name in sorted(found.ms, key=ms):
         marks = " present" * (name == present) + " chosen" * (name == found.chosen)
         print(f"{name} {ms(name):9.4f} ms{marks}", flush=True)
     return found

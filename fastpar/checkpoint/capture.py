@@ -169,7 +169,7 @@ class Capture:
     def _add_block(self, nbytes: int) -> int:
         pinned = self.device.type == "cuda"
         n = pinned_bytes(nbytes) if pinned else nbytes
-        self._blocks.append(torch.zeros(n, dtype=torch.uint8, pin_memory=pinned))
+        self._blocks.append(torch.zeros(n, dtype=torch.uint8, pin_memory=pinned, device="cpu"))
         self._used.append(0)
         return n
 
@@ -236,7 +236,7 @@ class Capture:
             shapes = self.optimizer.entry_shapes(p)
             for entry, value in state.items():
                 if not isinstance(value, Tensor):
-                    value = torch.tensor(float(value), dtype=torch.float64)
+                    value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
                 shape, block = shapes.get(entry, value.shape), entry_block(entry)
                 if engine is not None and engine.shares and block:
                     runs, which = piece_runs(p, engine, block=block), engine.shards.copy_of(p)

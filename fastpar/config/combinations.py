@@ -19,13 +19,15 @@ from fastpar.config.options import (
 )
 from fastpar.config.settings import option, parse_seconds
 
-# Settings that only say how something works, and what that is.
-_HOW = {
+# Settings that only say how something works; of what they do, and what of it they need: at least so
+# much, one of these, or (None) that it is left out.
+_HOW: dict[str, tuple[str, Any]] = {
+    **dict.fromkeys(("model", "n_layer", "n_head", "n_embd"), ("init_from", None)),
     **dict.fromkeys(("schedule", "chunks", "pp_split"), ("pp", 2)),
     "cp_method": ("cp", 2),
     "sequence_parallel": ("tp", 2),
-    "wire_rank": ("wire_gradients", "powersgd"),
-    "muon_lr": ("optimizer", "muon"),
+    "wire_rank": ("wire_gradients", ("powersgd",)),
+    "muon_lr": ("optimizer", ("muon",)),
     **dict.fromkeys(("expert_top_k", "expert_every", "expert_hidden"), ("n_expert", 8)),
     **dict.fromkeys(("expert_capacity", "balance_loss", "router_z_loss"), ("n_expert", 8)),
     "balance_rate": ("n_expert", 8),
@@ -51,16 +53,21 @@ def without_idle(sections: Mapping[str, Any], inherited: Container[str]) -> dict
     changes = {}
     for name, (of, needed) in _HOW.items():
         found, least = values[of], usual[of]
-        here = found == needed if isinstance(needed, str) else found > least
+        here = found > least if isinstance(needed, int) else found in (needed or (None,))
         # Weights that are read can have experts; a grid refuses what it cannot have itself.
         elsewhere = {"n_expert": values["init_from"], "tp": values["tp_grid"] != "none"}
         if here or values[name] == usual[name] or elsewhere.get(of):
             continue
         if name not in inherited:
-            rule = f"{of}={needed}" if isinstance(needed, str) else f"{of} > {least}"
+            rule = f"{of} > {least}" if isinstance(needed, int) else f"no {of}"
+            add = f"add {option(of)} {needed}"
+            if isinstance(needed, tuple):
+                rule, add = f"{of}={' or '.join(needed)}", f"add {option(of)} {needed[0]}"
+            elif needed is None:
+                add = f"leave {option(of)} out"
             raise ValueError(
                 f"train: expected {rule} with {name}={values[name]}, got {of}={found}, where it "
-                f"does nothing; add {option(of)} {needed}, or leave {option(name)} out"
+                f"does nothing; {add}, or leave {option(name)} out"
             )
         changes[name] = usual[name]
     return {

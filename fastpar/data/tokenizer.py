@@ -303,9 +303,20 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return BpeTokenizer(backend, kind or folder.name, token or END_OF_TEXT)
 
 
-def has_tokenizer(folder: str | Path) -> bool:
-    """Whether load_tokenizer finds one in the folder."""
-    return bool(_files(Path(folder)))
+def tokenizer_of_weights(source: str | Path, vocab_size: int) -> str | None:
+    """The tokenizer that weights were trained with, for make_tokenizer; None where it is unknown.
+
+    Args:
+        source: a folder, with a tokenizer or without, or nanoGPT's ckpt.pt, whose meta.pkl may be
+            beside it.
+        vocab_size: of the model. GPT-2's number of tokens, also as nanoGPT pads it, means gpt2.
+    """
+    source = Path(source)
+    place = source if source.is_dir() else source.parent / META
+    if _files(place):
+        return str(place.absolute())  # gpt2 and bytes may be folders, too
+    other = any((place / name).exists() for name in ("vocab.json", "merges.txt"))
+    return "gpt2" if vocab_size in (GPT2_VOCABULARY, 50304) and not other else None
 
 
 def fingerprint(name: str) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
-from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, prove
+from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, DeviceLost, prove
 from fastpar.doctor.warm import warm
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
@@ -103,7 +103,12 @@ class Prover:
             start = time.perf_counter()
             try:
                 with table.trial(case) as barred:
-                    proof = Proof(STOCK, barred) if barred else prove(case, rows, compiled)
+                    try:
+                        proof = Proof(STOCK, barred) if barred else prove(case, rows, compiled)
+                    except DeviceLost as lost:
+                        if lost.proof is not None:
+                            table.proofs[case] = lost.proof
+                        raise
                     table.proofs[case] = proof
             except torch.OutOfMemoryError:
                 _say(f"{case}: no memory is left to try it; stock PyTorch runs in this process")

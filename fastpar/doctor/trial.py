@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastpar.doctor.cases import ErrorCase
 from fastpar.doctor.clocks import clock_for, interleave
-from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.proof_cases import HEADS, proof_cases
 from fastpar.kernels import attention_peers
 from fastpar.kernels.attention_peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
@@ -40,6 +40,8 @@ FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
     "cross_entropy",
 })  # fmt: skip
 DEFAULT_ROWS = {"cpu": 512, "cuda": 8192}
+NO_TIME = (0.0, 0.0)
+MOST_LETTERS = 300  # of an error
 
 
 def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
@@ -62,7 +64,10 @@ def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
         torch.set_num_threads(threads)
         if gpu is not None:
             torch.cuda.set_device(gpu)
-        return _prove(case, rows, compiled and case.op in FUSED_BY_COMPILE)
+        proof = _prove(case, rows, compiled and case.op in FUSED_BY_COMPILE)
+        if gpu is not None:
+            torch.cuda.empty_cache()  # what the oracle had
+        return proof
 
     if strict:  # an oracle may have no deterministic form: that is no error of the kernel
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -81,18 +86,33 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
     found = [one for one in found if case.dtype in one.dtypes]
     if not found:
         return Proof(OWN)
-    wrong = what_is_wrong(case, found[1:])
+    checked = found[1:] + found[: _fits(case, rows)]
+    wrong = what_is_wrong(case, checked)
     if wrong:
         return Proof(STOCK, wrong)
-    others = {name: what_is_wrong(case, found[1:], name) for name in _others(case, found[0])}
+    others = {name: what_is_wrong(case, checked, name) for name in _others(case, found[0])}
     right = [name for name, why in others.items() if not why]
-    times = _times(case, found[0], compiled, right)
-    serves = _fastest(case, found[1:], {name: times[name] for name in (OWN, *right)})
+    times, failed = _times(case, found[0], compiled, right)
+    if OWN in failed:
+        return Proof(STOCK, failed[OWN])
+    others |= {name: why for name, why in failed.items() if name in others}
+    able = {name: times[name] for name in (OWN, *right) if name in times}
+    serves = _fastest(case, checked, able)
     best = times[serves[0]][0] + times[serves[1]][1]
-    chosen = OWN if best <= SLOWER * sum(times["instead"]) else STOCK
-    peers = tuple(PeerProof(name, why, times.get(name, (0.0, 0.0))) for name, why in others.items())
-    own, instead, stock = (times[name] for name in (OWN, "instead", "stock"))
-    return Proof(chosen, "", own, instead, stock, times.get("compiled", (0.0, 0.0)), serves, peers)
+    slower = "instead" in times and best > SLOWER * sum(times["instead"])
+    peers = tuple(PeerProof(name, why, times.get(name, NO_TIME)) for name, why in others.items())
+    own, instead, stock, fused = (
+        times.get(name, NO_TIME) for name in (OWN, "instead", "stock", "compiled")
+    )
+    return Proof(STOCK if slower else OWN, "", own, instead, stock, fused, serves, peers)
+
+
+def _fits(case: Case, rows: int) -> bool:
+    """Whether the timed call is compared, too: attention on a GPU that has room for the oracle."""
+    if case.op != "attention" or case.device != "cuda":
+        return False
+    scores_bytes = rows * min(rows, 1024) * HEADS * torch.float64.itemsize
+    return 8 * scores_bytes < torch.cuda.mem_get_info()[0]  # an oracle keeps 5 such tensors
 
 
 def _others(case: Case, timed: ErrorCase) -> list[str]:
@@ -125,7 +145,11 @@ def _fastest(
 
 
 def what_is_wrong(case: Case, found: Sequence[ErrorCase], what: str = OWN) -> str:
-    """The first result that breaks a rule, with its numbers; "" where all keep them."""
+    """The first result that breaks a rule, with its numbers; "" where all keep them.
+
+    Raises:
+        DeviceLost: the GPU serves this process no more.
+    """
     for one in found:
         where = f"at {one.shape}: "
         try:
@@ -143,9 +167,37 @@ def what_is_wrong(case: Case, found: Sequence[ErrorCase], what: str = OWN) -> st
         except torch.OutOfMemoryError:
             raise  # it says nothing about the kernel
         except Exception as error:
-            first_line = (str(error).strip().splitlines() or ["no message"])[0]
-            return f"{where}{type(error).__name__}: {first_line}"
+            return _failure(case, one, what, error)
     return ""
+
+
+class DeviceLost(SystemExit):
+    """An error after which each CUDA call of this process fails, such as an illegal access.
+
+    Attributes:
+        proof: what is known of the case that was tried; None: stock PyTorch did it.
+    """
+
+    def __init__(self, case: Case, what: str, why: str) -> None:
+        super().__init__(
+            f"fastpar: {case} by {what} {why}; the GPU is lost to this process: start again"
+        )
+        peers = tuple(PeerProof(name, why, NO_TIME) for name in what.split("/") if name in PEERS)
+        self.proof = (
+            Proof(STOCK, why) if what == OWN else Proof(OWN, peers=peers) if peers else None
+        )
+
+
+def _failure(case: Case, one: ErrorCase, what: str, error: Exception) -> str:
+    """Why `what` is wrong that raised an error, in one line."""
+    first_line = (str(error).strip().splitlines() or ["no message"])[0][:MOST_LETTERS]
+    why = f"at {one.shape}: {type(error).__name__}: {first_line}"
+    if case.device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            raise DeviceLost(case, what, why) from error
+    return why
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -157,11 +209,14 @@ def _random_like(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
+Times = dict[str, tuple[float, float]]  # ms of forward and backward
+
+
 def _times(
     case: Case, one: ErrorCase, compiled: bool, others: Sequence[str]
-) -> dict[str, tuple[float, float]]:
-    """ms of (forward, backward) of the own kernel, of what runs instead, of stock PyTorch, of that
-    under torch.compile, and of other implementations."""
+) -> tuple[Times, dict[str, str]]:
+    """Of the own kernel, of what runs instead, of stock PyTorch, of that under torch.compile, and
+    of other implementations; see time_ways."""
     own, stock = (functools.partial(trying, case.op, what) for what in (OWN, STOCK))
     ways: dict[str, tuple[Way, Any]] = {OWN: (own, one.fn)}
     ways |= {name: (functools.partial(trying, case.op, name), one.fn) for name in others}
@@ -178,40 +233,54 @@ def _times(
 
 def time_ways(
     case: Case, one: ErrorCase, ways: Mapping[str, tuple[Way, Any]]
-) -> dict[str, tuple[float, float]]:
-    """ms of (forward, backward) of each (way, function), which is called inside way().
+) -> tuple[Times, dict[str, str]]:
+    """The times of each (way, function), which is called inside way(); why others have none.
 
     What takes MUCH_SLOWER times as long as the first one is called twice and no more.
+
+    Raises:
+        DeviceLost: the GPU serves this process no more.
+        torch.OutOfMemoryError: the first one had too little memory; others that have are left out.
     """
     inputs = list(one.inputs(case.dtype, case.device).values())
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     calls: list[dict[str, list[Any]]] = [{}, {}]
+    first: list[dict[str, float]] = [{}, {}]
+    failed: dict[str, str] = {}
+    clock = clock_for(case.device)
     for name, (way, fn) in ways.items():
 
         def forward(fn: Any = fn, way: Way = way) -> Any:
             with way():
                 return fn(*inputs)
 
-        outputs = forward()
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        smooth = [o for o in outputs if o.requires_grad]
-        cotangents = [_random_like(o) for o in smooth]
+        try:
+            outputs = forward()
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            smooth = [o for o in outputs if o.requires_grad]
+            cotangents = [_random_like(o) for o in smooth]
 
-        def backward(smooth: Any = smooth, cotangents: Any = cotangents, way: Way = way) -> Any:
-            with way():
-                return torch.autograd.grad(
-                    smooth, leaves, cotangents, retain_graph=True, allow_unused=True
-                )
+            def backward(smooth: Any = smooth, cotangents: Any = cotangents, way: Way = way) -> Any:
+                with way():
+                    return torch.autograd.grad(
+                        smooth, leaves, cotangents, retain_graph=True, allow_unused=True
+                    )
 
-        calls[0][name] = [forward]
-        if smooth and (name not in PEERS or PEERS[name].backward is not None):
-            calls[1][name] = [backward]
-    clock = clock_for(case.device)
-    ms: list[dict[str, float]] = []
-    for direction in calls:
-        first = {n: min(clock.sample(call) for _ in range(2)) for n, (call,) in direction.items()}
-        most = MUCH_SLOWER * next(iter(first.values()), 0.0)
-        near = {name: call for name, call in direction.items() if first[name] <= most}
+            has_backward = smooth and (name not in PEERS or PEERS[name].backward is not None)
+            found = [forward, backward] if has_backward else [forward]
+            ms = [min(clock.sample(call) for _ in range(2)) for call in found]
+        except torch.OutOfMemoryError:
+            if name == next(iter(ways)):
+                raise
+            continue
+        except Exception as error:
+            failed[name] = _failure(case, one, name, error)
+            continue
+        for direction, call in enumerate(found):
+            calls[direction][name], first[direction][name] = [call], ms[direction]
+    for direction, times in enumerate(first):
+        most = MUCH_SLOWER * next(iter(times.values()), 0.0)
+        near = {name: call for name, call in calls[direction].items() if times[name] <= most}
         timed = interleave(near, clock, budget_s=SECONDS, min_runs=3) if near else {}
-        ms.append(first | {name: timing.p20_ms for name, timing in timed.items()})
-    return {name: (ms[0][name], ms[1].get(name, 0.0)) for name in ways}
+        times |= {name: timing.p20_ms for name, timing in timed.items()}
+    return {name: (ms, first[1].get(name, 0.0)) for name, ms in first[0].items()}, failed

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.proof_cases import cases_of_many_rows, proof_cases
 from fastpar.kernels import (  # noqa: F401  the tables fill TABLES
     attention_bits,
     attention_configs,
@@ -86,7 +86,10 @@ def launches_of(case: Case, gpu: tuple[int, int], forced: Forced | None = None) 
                 name, place, config = forced
                 table = TABLES[name]
                 stack.enter_context(table.trying(tuple(place), table.kind(*config)))
-            for one in proof_cases(case.op, case.size, "cpu", ROWS):
+            calls = proof_cases(case.op, case.size, "cpu", ROWS)
+            if case.op == "attention":  # has kernels for partial tiles
+                calls += cases_of_many_rows(case.op, case.size, "cpu")
+            for one in calls:
                 if case.dtype in one.dtypes:
                     one.results(case.dtype, "cpu")
     finally:

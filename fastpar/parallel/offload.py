@@ -234,7 +234,7 @@ class Offload:
             if of[bucket] and bucket.shard is not bucket.stepped:
                 bucket.shard.fill_(float("nan"))
         # Behind all that the device was given: see [Note: who waits for whom].
-        zero = torch.zeros((), device=self._shards.mesh.device)
+        zero = torch.zeros((), device=self._shards.mesh.device, dtype=torch.float32)
         host = self._bus.memory(1, torch.float32).view(())
         sent = self._bus.down(host, zero if factor is None else factor)
         factor = None if factor is None else host

@@ -19,6 +19,7 @@ from fastpar.data.tokenizer import (
     IdTokenizer,
     load_tokenizer,
     make_tokenizer,
+    tokenizer_of_weights,
 )
 
 _RANDOM = random.Random(0)
@@ -238,3 +239,10 @@ def test_missing_packages_are_named(monkeypatch):
     with pytest.raises(ImportError, match=r"package tokenizers .* pip install tokenizers, or"):
         make_tokenizer("bpe", [TEXT])
     assert make_tokenizer("bytes").encode("a") == [97]
+
+
+def test_the_tokenizer_of_nanogpts_weights(tmp_path):
+    for vocab_size, name in ((50257, "gpt2"), (50304, "gpt2"), (65, None)):
+        assert tokenizer_of_weights(tmp_path / "ckpt.pt", vocab_size) == name
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    assert tokenizer_of_weights(tmp_path / "ckpt.pt", 65) == str(tmp_path / "meta.pkl")

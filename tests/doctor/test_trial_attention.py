@@ -26,7 +26,7 @@ TIMES = {  # forward, backward
 def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
     monkeypatch, no_proofs, cpu_ms, serves
 ):
-    monkeypatch.setattr(trial, "_times", lambda *_: TIMES | {"cpu": cpu_ms})
+    monkeypatch.setattr(trial, "_times", lambda *_: (TIMES | {"cpu": cpu_ms}, {}))
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     proof = doctor.adopt([PLAIN])[PLAIN]
     assert (proof.chosen, proof.serves) == (OWN, serves)
@@ -41,7 +41,7 @@ def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
 
 def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
     """Alone, or as a forward for the own backward."""
-    monkeypatch.setattr(trial, "_times", lambda *_: TIMES)
+    monkeypatch.setattr(trial, "_times", lambda *_: (TIMES, {}))
     for broken, serves in (("cpu", ("own", "own")), ("cpu/own", ("own", "own"))):
         monkeypatch.setattr(
             trial,
@@ -51,6 +51,23 @@ def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
         proof = trial.prove(PLAIN)
         assert proof.serves == serves
         assert [peer.wrong for peer in proof.peers] == ["dq" if broken == "cpu" else ""]
+
+
+def test_an_implementation_that_fails_at_the_timed_size_serves_nothing(monkeypatch):
+    monkeypatch.setattr(trial, "SECONDS", 0.01)
+    forward = attention_peers.PEERS["cpu"].forward
+
+    def refuse(q, *rest):
+        if q.shape[1] > 96:
+            raise RuntimeError("too many rows")
+        return forward(q, *rest)
+
+    peer = attention_peers.PEERS["cpu"]._replace(forward=refuse)
+    monkeypatch.setitem(attention_peers.PEERS, "cpu", peer)
+    proof = trial.prove(PLAIN._replace(size=64), rows=128)
+    assert proof.serves == (OWN, OWN)
+    (peer,) = proof.peers
+    assert peer.wrong == "at B=1 T=128 D=64 H=4: RuntimeError: too many rows"
 
 
 def test_one_without_a_backward_serves_none(monkeypatch):

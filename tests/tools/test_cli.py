@@ -432,7 +432,7 @@ def test_sample_from_nanogpts_file(here, capsys):
     assert fastpar(f"sample ckpt.pt {options}") == 0
     again, err = capsys.readouterr()
     assert again == out
-    assert "tokenizer meta.pkl, as nanoGPT has it" in err
+    assert "/meta.pkl, as nanoGPT has it" in err
     assert fastpar("export ckpt.pt --to hf") == 0
     assert "has no biases" in capsys.readouterr().err
 

@@ -188,6 +188,10 @@ def test_settings_of_ranks_that_are_not_there(here, capsys):  # noqa: F811
         ("muon-lr 0.1", "optimizer=muon with .*, got optimizer=adamw.*; add --optimizer muon, or"),
         ("wire-rank 8", "wire_gradients=powersgd with wire_rank=8, got wire_gradients=fp32"),
         ("expert-top-k 1", "n_expert > 0 with .*; add --n-expert 8, or leave --expert-top-k out"),
+        (
+            "init-from w",
+            "no init_from with model=micro, got init_from=w.*; leave --init-from out",
+        ),
         ("balance-loss 0.1", "n_expert > 0 with balance_loss=0.1, got n_expert=0, where it does"),
     ):
         assert fastpar(f"{TRAIN} --out r --{flag}") == 2
