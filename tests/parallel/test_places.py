@@ -194,6 +194,7 @@ def noting_wide(bucket, position, given=None, take=BucketState.take):
 def wide_products(monkeypatch):
     module = sys.modules["fastpar.kernels.linear"]  # the function hides it
     monkeypatch.setattr(module, "use_wide", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(backend, "cuda_on_cpu", True)  # of the table, too
     monkeypatch.setattr(BucketState, "take", noting_wide)
 
 
@@ -204,11 +205,12 @@ def test_wide_gradients_are_the_same_at_every_stage(how, accumulate):
     """Two ranks with the same batches: their mean has the bits of one."""
     stages = (0, 1) if accumulate == "full" else (2, 3)
     alone, taken = wide_run(0, how, "full", True, {})
-    assert all(names >= IN_PLACE for names in taken), taken
+    placed = IN_PLACE | {"wte.weight"}
+    assert all(names >= placed for names in taken), taken
     rounded, _ = wide_run(0, how, "full", False, {})
     for name in alone:
         same = torch.equal(alone[name], rounded[name])
-        assert same == (name not in IN_PLACE), name
+        assert same == (name not in placed), name
     for stage in stages:
         for found, _ in run_ranks(wide_run, 2, stage, how, accumulate, True, {}):
             assert found.keys() == alone.keys()
