@@ -67,6 +67,7 @@ from fastpar.kernels.op import (
     refuse_buffer,
     refuse_double_backward,
 )
+from fastpar.kernels.weight_gradients import wide_room
 
 _local = threading.local()  # ranks may be threads of one process: one workspace each
 
@@ -272,6 +273,7 @@ def _setup_context(ctx, inputs, output):
     chunk_rows, ctx.need_dx, ctx.need_dweight, ctx.weight_grad = inputs[8:]
     _, dx, dweight, factor = output
     ctx.none = reduction == "none"
+    ctx.weight = weight if hasattr(weight, "fastpar_wide_place") else None
     ctx.dtype = weight.dtype
     if ctx.none:
         ctx.save_for_backward(x, weight, targets)
@@ -313,6 +315,12 @@ def _backward(ctx, dloss, *_):
     if ctx.weight_grad is not None:
         refuse_batch("linear_cross_entropy", "weight_grad", by)
         add_gradient_(ctx.weight_grad, dweight, by)
+    elif ctx.need_dweight and (found := wide_room(ctx.weight, by)) is not None:
+        room, add = found
+        if add:
+            add_gradient_(room, dweight, by)
+        else:
+            torch.mul(dweight, by, out=room)
     elif ctx.need_dweight:
         grad_weight = scaled(dweight, by, ctx.dtype, saved=True)
     return grad_x, grad_weight, *[None] * 10

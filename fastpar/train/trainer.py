@@ -130,7 +130,7 @@ def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> in
     else:
         torch.use_deterministic_algorithms(config.system.deterministic)
         # Otherwise torch writes nan into all new memory then; every op fills its results.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
     mesh.check_same("train", [f"{name}={value}" for name, value in settings.items()])
     return run(Trainer(config, mesh))
