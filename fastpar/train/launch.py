@@ -176,7 +176,8 @@ def catching_stop(*, loud: bool) -> Iterator[list[int]]:
             first = time.monotonic()
             received.append(number)
             if loud:  # not print(): the signal may have come in the middle of one
-                os.write(2, b"\nfinishing this step, then saving; once more to quit at once\n")
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nfinishing this step, then saving; once more to quit at once\n")
         elif time.monotonic() - first > REPEAT_S:
             signal.signal(number, old[number])
             signal.raise_signal(number)

@@ -437,6 +437,23 @@ def test_sample_from_nanogpts_file(here, capsys):
     assert "has no biases" in capsys.readouterr().err
 
 
+def test_what_is_said_decides_over_no_run(here):
+    """Streams that are closed, full, left by their reader, or of another alphabet."""
+    Path("text.txt").write_text("\u4e16\u754c and more words\n" * 300, encoding="utf-8")
+    train = f"{sys.executable} -m fastpar {TRAIN} --max-new-tokens 2 --prompt \u4e16"
+    cases = {
+        "ranks": "{} --nproc 2 <&- >/dev/full 2>&-",
+        "latin": "set -o pipefail; PYTHONIOENCODING=latin-1 {} | true",
+    }
+    started = {
+        out: subprocess.Popen(["bash", "-c", line.format(f"{train} --out {out}")])
+        for out, line in cases.items()
+    }
+    assert {out: process.wait() for out, process in started.items()} == dict.fromkeys(cases, 0)
+    for out in cases:
+        assert Path(out, "samples.txt").read_text(encoding="utf-8").count("\u4e16") == 1
+
+
 def test_nobody_reads_to_the_end(here, monkeypatch, capfd):
     """fastpar ... | head: no traceback, also of what is written when the interpreter ends."""
     save_hf(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=9)), "hf")
