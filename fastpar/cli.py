@@ -333,10 +333,11 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     """
     base, arguments, changes, saved = read_base(arguments)[:4]
     flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
-    config = TrainConfig(**without_idle(vars(flags), saved)).replace(changes)
-    nproc, ranks = config.system.nproc, os.environ.get("WORLD_SIZE", "1")
+    nproc = flags.system.nproc
+    ranks = int(os.environ["WORLD_SIZE"]) if launch.is_rank() else nproc
+    config = TrainConfig(**without_idle(vars(flags), saved, ranks)).replace(changes)
     by_torchrun = launch.is_rank() and not launch.launched_here()
-    if by_torchrun and nproc not in (base.system.nproc, int(ranks)):
+    if by_torchrun and nproc not in (base.system.nproc, ranks):
         raise ValueError(
             f"train: expected no --nproc under torchrun, which has started {ranks} ranks, got "
             f"nproc={nproc}; use --nproc-per-node of torchrun"

@@ -96,7 +96,7 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
     assert parse_train(["--out=r"]).run.max_steps == TrainConfig().run.max_steps
     assert parse_train(["--config=a.toml", "--betas", "0.8", "0.9"]).optim.betas == (0.8, 0.9)
     assert parse_train(["--compile", "--no-resume"]).system.compile is True
-    assert parse_train(["--bucket-mb", "2"]).parallel.bucket_mb == 2.0
+    assert parse_train(["--nproc", "2", "--bucket-mb", "2"]).parallel.bucket_mb == 2.0
     for flag in ("--zero", "--zero-stage"):
         assert parse_train([flag, "2"]).parallel.zero_stage == 2
 
@@ -204,7 +204,7 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
             "fastpar train: expected a schedule whose gradients are those of the weights that ",
         ),
         (
-            "train --wire-gradients powersgd --error-buffer --zero 3",
+            "train --nproc 2 --wire-gradients powersgd --error-buffer --zero 3",
             "train: expected zero_stage 0 or 1 with wire_gradients=powersgd, got zero_stage=3",
         ),
         (
