@@ -36,7 +36,7 @@ def route_ref(logits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tenso
     """Weights and numbers of the k best of each row; of equal ones the lower number."""
     keys = (logits if bias is None else logits + bias).tolist()
     chosen = [sorted(range(len(row)), key=lambda e: (-row[e], e))[:k] for row in keys]
-    experts = torch.tensor(chosen, dtype=torch.int64, device="cpu").view(len(keys), k)
+    experts = torch.tensor(chosen, dtype=torch.int64, device=logits.device).view(len(keys), k)
     exps = (logits - logits.amax(-1, keepdim=True).detach()).exp()
     among = exps.gather(1, experts) if k > 1 else exps
     return exps.gather(1, experts) / among.sum(-1, keepdim=True), experts
@@ -57,14 +57,14 @@ def permute_ref(
 
 def combine_ref(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """The weighted sum of each token's rows, by a matrix of weights."""
-    spread = torch.zeros(weights.numel(), len(order), dtype=rows.dtype, device="cpu")
-    spread[order, torch.arange(len(order), device="cpu")] = 1.0
+    spread = rows.new_zeros(weights.numel(), len(order))
+    spread[order, torch.arange(len(order), device=rows.device)] = 1.0
     return (spread.view(*weights.shape, -1) * weights.to(rows.dtype)[..., None]).sum(1) @ rows
 
 
 def grouped_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
     """Each row by the weight of its group, row by row."""
-    numbers = torch.arange(counts.numel(), device="cpu") % len(weight)
+    numbers = torch.arange(counts.numel(), device=counts.device) % len(weight)
     of_row = numbers.repeat_interleave(counts.flatten())
     y = torch.einsum("mfc,mc->mf", weight[of_row], x)
     return y if bias is None else y + bias[of_row]

@@ -69,7 +69,7 @@ class TextSettings:
     """Text, and how much of it is a step."""
 
     data: str = "bible"
-    """bible, stdlib, path of text, .jsonl, .bin tokens, hf:NAME."""
+    """bible, stdlib, path of text, .jsonl or .bin, hf:NAME."""
     tokenizer: str = "auto"
     """bytes, chars, bpe-N (N tokens, learned from the text), gpt2, or a folder; auto: bpe-4096."""
     batch_size: int = 8

@@ -161,13 +161,16 @@ def pieces(document: Document, piece_chars: int = _PIECE_CHARS) -> Iterator[str]
 
     A piece ends before a blank or line end that follows a visible character. GPT-2's
     pre-tokenizer never joins characters across such a place, so the pieces' tokens together are
-    the tokens of the whole; a text without such places is one piece.
+    the tokens of the whole. Without such places it ends after 16 times the size.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     carry = ""
     for start in range(0, len(document), piece_chars):
         carry += decoder.decode(bytes(document[start : start + piece_chars]))
-        if start + piece_chars < len(document) and (cut := _last_cut(carry)):
+        cut = _last_cut(carry)
+        if not cut and len(carry) > 16 * piece_chars:
+            cut = len(carry) - 1 - carry.endswith("\r\n")  # of a line end none or both
+        if start + piece_chars < len(document) and cut:
             yield carry[:cut].replace("\r\n", "\n")
             carry = carry[cut:]
     carry += decoder.decode(b"", final=True)

@@ -158,7 +158,10 @@ def gpt2():
 def test_pieces_keep_to_their_size_in_ordinary_text():
     parts = list(pieces(b"In the beginning\n" * 1000, 100))
     assert max(map(len, parts)) <= 120
-    assert len(list(pieces(b"x" * 1000, 100))) == 1  # no safe place: one piece
+    assert len(list(pieces(b"x" * 1000, 100))) == 1  # no safe place: one piece,
+    parts = list(pieces(b"x" * 4000 + b"\r\n" * 2000, 100))  # but none of any length
+    assert max(map(len, parts)) <= 1700
+    assert "".join(parts) == "x" * 4000 + "\n" * 2000
     with pytest.raises(UnicodeDecodeError):
         list(pieces(b"caf\xc3"))  # a file that was cut after it was opened
 
