@@ -832,6 +832,28 @@ def memcheck() -> dict[str, Any]:
 # fast
 
 
+@cell("fast", "fp8 probe", limit_s=20, on_cpu=False)
+def fp8_probe() -> dict[str, Any]:
+    """Which calls of _scaled_mm with a scale a tensor cublasLt serves."""
+    a, b = (torch.randn(256, 768, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    scales, bias = torch.ones(8, device="cuda"), torch.ones(256, device="cuda", dtype=HALF[0])
+    found = {}
+    for at, where in ((0, "aligned"), (1, "4 bytes off")):
+        for with_bias in (False, True):
+            for fast in (False, True):
+                name = f"{where}{', bias' * with_bias}{', fast' * fast}"
+                try:
+                    torch._scaled_mm(
+                        a, b.t(), scales[at], scales[4 + at], bias=bias if with_bias else None,
+                        out_dtype=HALF[0], use_fast_accum=fast,
+                    )  # fmt: skip
+                    torch.cuda.synchronize()
+                    found[name] = "ok"
+                except RuntimeError as error:
+                    found[name] = str(error)[:80]
+    return {"lines": [f"{name}: {what}" for name, what in found.items()], "shown": f"{sum(v == 'ok' for v in found.values())} of {len(found)} run"}
+
+
 @cell("fast", "compile 124M", limit_s=100)
 def compile_124m() -> dict[str, Any]:
     """Fills the compiler's cache; the headline's variant finds it."""
@@ -1053,7 +1075,10 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"
     commit()
     runner = Runner(args.out, args.mode, args.started, args.limit or LIMIT_S[args.mode])
-    cells = [c for c in CELLS[args.mode] + CELLS["demo"] * QUICK if not args.only or any(text in c.name for text in args.only)]
+    cells = CELLS[args.mode] + CELLS["demo"] * QUICK
+    if args.only:  # in the order in which they are asked for, of both modes
+        known = {c.name: c for c in [*CELLS["fast"], *CELLS["right"], *CELLS["demo"]]}
+        cells = list({n: c for text in args.only for n, c in known.items() if text in n}.values())
     cells = [c for c in cells if c.on_cpu or DEVICE == "cuda"]
     signal.signal(signal.SIGTERM, runner.stop)
     signal.signal(signal.SIGINT, runner.stop)
