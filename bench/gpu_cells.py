@@ -736,7 +736,7 @@ def in_turns(config: GPTConfig, batch_size: int, names: Sequence[str], rounds: i
     known = {"eager": stock, "torch.compile": replace(stock, compiled=True), "fastpar": replace(stock, kind="fastpar")}
     specs = {name: known[name] for name in names}
     logs = bench_train.take_turns(specs, rounds=rounds, steps=steps, warmup=4, worker=Here)
-    one = bench_of("train", "")
+    one = bench_of("train", title)
     one.add(*bench_train.to_rows(one, title, specs, logs, names[0]))
     refused = [f"{name}: {log.refused}" for name, log in logs.items() if log.refused]
     rows = one.results.rows.values()
