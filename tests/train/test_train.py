@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import saved
@@ -463,6 +464,20 @@ def test_another_format_loses_nothing_of_what_was_trained(here):
                 assert torch.equal(p, master.bfloat16())
             else:
                 assert torch.equal(p, masters[f"{name}/master_weight"])
+
+
+def test_a_deterministic_run_after_other_products_says_how_to_start(here, monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("not deterministic: set CUBLAS_WORKSPACE_CONFIG=:4096:8")
+
+    monkeypatch.setattr(torch, "mm", refuse)
+    mesh = SimpleNamespace(device=torch.device("meta"))
+    config = TrainConfig().replace({**TINY, "out": "r", "deterministic": True})
+    try:
+        with pytest.raises(RuntimeError, match=r"ran on the GPU before .* start the process with"):
+            train_module._train(config, mesh, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
