@@ -47,12 +47,13 @@ class Peer(NamedTuple):
     """One implementation.
 
     Attributes:
-        forward: (q, k, v, causal, scale) -> o, lse; all [B, T, H, D], lse [B, H, T], natural.
+        forward: (q, k, v, causal, scale) -> o, lse; all [B, T, H, D], lse [B, H, T], natural, in
+            base 2 if in_place.
         backward: (do, q, k, v, o, lse, causal, scale) -> dq, dk, dv; None: it has none.
         device, dtypes, most: what it takes; most: the largest head dimension.
         apart: it is tried in a process of its own, for it may hang.
-        in_place: backward takes the own statistics, and dq, dk and dv behind scale, and writes
-            these.
+        in_place: forward gives and backward takes the own statistics; backward takes dq, dk and dv
+            behind scale, and writes these.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -156,8 +157,7 @@ def _fa4_bwd(do, q, k, v, o, lse, causal, scale):
 
 
 def _hopper_fwd(q, k, v, causal, scale):
-    o, lse = attention_hopper.attention_forward_hopper(q, k, v, scale)
-    return o, lse / LOG2_E
+    return attention_hopper.attention_forward_hopper(q, k, v, scale)
 
 
 def _hopper_bwd(do, q, k, v, o, stats, causal, scale, dq, dk, dv) -> None:
@@ -230,6 +230,8 @@ def refusal(
         return "takes a key head for each query head here"
     if causal and q.shape[-3] != k.shape[-3]:
         return "would align a causal mask to another key"
+    if name == "cudnn" and 1 in (q.shape[-3], k.shape[-3]):
+        return "takes two tokens or more"  # cuDNN 9.19 refuses one, or ends the process
     return attention_hopper.refusal(q, k, v, causal=causal) if name == "hopper" else ""
 
 
@@ -304,7 +306,9 @@ def forward(
         score and the inverse of its sum, [B, H, T, 2].
     """
     o, lse = PEERS[name].forward(q, k, v, causal, scale)
-    return o.contiguous(), from_natural(lse.float(), base_2)
+    if not PEERS[name].in_place:
+        lse = from_natural(lse.float(), base_2)
+    return o.contiguous(), lse
 
 
 def backward(

@@ -67,7 +67,9 @@ class ErrorCase:
         generator = torch.Generator(device).manual_seed(5)
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device).to(dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(
+                dtype
+            )
 
         return {name: _leaf(value, device) for name, value in self.make(draw).items()}
 
@@ -197,7 +199,7 @@ def mlps(rows: int, C: int) -> Iterator[ErrorCase]:
             x = draw(N, C) * (30.0 if how == "std 30" else 1.0)
             weight2 = draw(out, H) * H**-0.5
             if how == "as it is":
-                weight2 = torch.eye(H).to(weight2)
+                weight2 = torch.eye(H, dtype=torch.float32, device="cpu").to(weight2)
             inputs = {"x": x, "weight1": draw(H, C) * C**-0.5, "bias1": draw(H)}
             inputs["weight2"] = weight2
             return inputs if how else inputs | {"bias2": draw(out)}
@@ -392,7 +394,9 @@ def linears(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCas
 def experts(rows: int, C: int) -> Iterator[ErrorCase]:
     """The ops of 8 experts: their choice, tokens there and back, layers with an empty group."""
     E, K = 8, 2
-    choices = torch.rand(rows, E, generator=torch.Generator().manual_seed(3)).argsort(-1)[:, :K]
+    choices = torch.rand(
+        rows, E, generator=torch.Generator().manual_seed(3), dtype=torch.float32, device="cpu"
+    ).argsort(-1)[:, :K]
 
     def eager(x: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
         parts = zip(x.split(counts.tolist()), weight, bias)
@@ -411,6 +415,7 @@ def experts(rows: int, C: int) -> Iterator[ErrorCase]:
         counts = torch.bincount(choices.flatten(), minlength=E)
         counts[1], counts[0] = 0, counts[0] + counts[1]
         x, weight = draw(rows * K, C), draw(E, 2 * C, C) * C**-0.5
+        counts = counts.to(x.device)
         return {"x": x, "weight": weight, "bias": draw(E, 2 * C), "counts": counts}
 
     yield ErrorCase(
@@ -505,7 +510,7 @@ def adamw_steps(numel: int) -> Iterator[ErrorCase]:
 
     def fused(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         p, m, v = (t.detach().clone() for t in (p, m, v))
-        step = torch.tensor(10.0, device=p.device)
+        step = torch.tensor(10.0, device=p.device, dtype=torch.float32)
         torch._fused_adamw_(
             [p], [g.detach()], [m], [v], [], [step], **hyper, amsgrad=False, maximize=False
         )

@@ -31,7 +31,7 @@ from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, DeviceLost, prove
 from fastpar.doctor.warm import warm
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
-from fastpar.kernels.linear import MIXED_MM, why_no_epilogues
+from fastpar.kernels.linear import why_no_epilogues
 
 MOST_ROWS = 1 << 15  # of a timed call
 
@@ -251,7 +251,7 @@ def cases_of_model(
         model["embedding"] = C
         if tp == 1 and not why_no_epilogues():
             model["gelu_mlp"] = model["linear"] = C
-    wide = (C, 4 * C) if device == "cuda" and tp == 1 and MIXED_MM and dtype.itemsize == 2 else ()
+    wide = (C, 4 * C) if device == "cuda" and tp == 1 and dtype.itemsize == 2 else ()
     eight_bits = (C, 4 * C // tp) if fp8 and device == "cuda" and dtype == torch.bfloat16 else ()
     flat = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")
     return [

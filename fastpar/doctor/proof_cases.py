@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from fastpar.doctor.cases import (
     norms,
 )
 from fastpar.kernels import (
+    DelayedScales,
     Fp8,
     accumulate_,
     backend,
@@ -138,19 +140,31 @@ def weight_gradients(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator
 def linears_fp8(rows: int, C: int) -> Iterator[ErrorCase]:
     """Layers with products in 8 bits, whose oracle is their emulation in fp64; beside bf16."""
     shapes = ((4 * C, ""), (C, ""), (16, "spread rows"))
-    for scaling, (out, how) in ((s, shape) for s in ("row", "block") for shape in shapes):
+    scalings = ("row", "block", "tensor", "tensor, dweight in fp8")
+    for scaling, (out, how) in ((s, shape) for s in scalings for shape in shapes):
 
         def make(draw: Draw, out: int = out, how: str = how) -> Inputs:
             x = draw(rows, C)
             if how:
-                x = x * torch.logspace(-6, 6, rows)[:, None].to(x)
+                x = x * torch.logspace(-6, 6, rows, dtype=torch.float32, device="cpu")[:, None].to(
+                    x
+                )
             return {"x": x, "weight": draw(out, C) * C**-0.5, "bias": draw(out)}
 
-        def own(x: Tensor, w: Tensor, b: Tensor, scaling: str = scaling) -> Tensor:
-            on_cpu = x.is_cpu and not backend.recording
-            return linear(x, w, b, fp8=Fp8(scaling, emulate=on_cpu))  # type: ignore[arg-type]
+        def emulated(
+            x: Tensor, w: Tensor, b: Tensor, scaling: str = scaling, emulate: bool = True
+        ) -> Tensor:
+            how: Any = {"scaling": scaling.split(",")[0], "emulate": emulate}
+            if how["scaling"] == "tensor":  # with largest values of a step before
+                how["scales"] = DelayedScales(1)
+                how["scales"].history += 8.0
+                how["scales"].steps = 1
+                how["weight_gradient"] = "fp8" if "," in scaling else "bf16"
+            return linear(x, w, b, fp8=Fp8(**how))
 
-        emulated = functools.partial(linear, fp8=Fp8(scaling, emulate=True))  # type: ignore[arg-type]
+        def own(x: Tensor, w: Tensor, b: Tensor, emulated: Any = emulated) -> Tensor:
+            return emulated(x, w, b, emulate=x.is_cpu and not backend.recording)
+
         shape = f"N={rows} {C}->{out} {scaling} {how}".strip()
         bf16 = (torch.bfloat16,)
         calls = own, emulated, emulated

@@ -1,6 +1,7 @@
 """Others' kernels behind the op attention: any forward with any backward, who serves, forcing."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,20 @@ def test_statistics_go_through_both_forms():
     scores = (q[0, -1, 0] @ k[0, :, 0].T * 0.25).logsumexp(0)
     _, stats = attention_peers.forward("cpu", q, k, v, True, 0.25, True)
     torch.testing.assert_close(stats[0, 0, -1] * 0.6931471805599453, scores)
+
+
+def test_the_hopper_kernels_statistics_are_the_own_ones(monkeypatch):
+    """Its backward gets the numbers that its forward wrote: nothing is made of them in between."""
+    q, o, lse, got = torch.ones(1, 4, 2, 64), torch.ones(1, 4, 2, 64), torch.randn(1, 2, 4), []
+    fake = SimpleNamespace(
+        attention_forward_hopper=lambda *a: (o, lse),
+        attention_backward_hopper=lambda do, q, k, v, o, stats, *rest: got.append(stats),
+    )
+    monkeypatch.setattr(attention_peers, "attention_hopper", fake)
+    found, stats = attention_peers.forward("hopper", q, q, q, True, 0.125, True)
+    attention_peers.backward("hopper", q, q, q, q, found, stats, True, 0.125, (q, q, q))
+    assert found is o
+    assert got[0] is stats is lse
 
 
 def test_what_a_peer_cannot_serve_is_the_own_kernels(monkeypatch):

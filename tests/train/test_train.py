@@ -480,6 +480,22 @@ def test_a_deterministic_run_after_other_products_says_how_to_start(here, monkey
         torch.use_deterministic_algorithms(False)
 
 
+def test_a_deterministic_run_on_a_gpu_does_not_fill_new_memory(monkeypatch):
+    """torch would write each output once more."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(train_module, "Trainer", lambda config, mesh: None)
+    monkeypatch.setattr(train_module, "_check_cublas", lambda device: None)
+    config = TrainConfig().replace({"device": "cuda", "deterministic": True})
+    mesh = SimpleNamespace(device=torch.device("cuda"), check_same=lambda *args: None)
+    try:
+        with torch.autograd.profiler.profile() as profile:
+            train_module._train(config, mesh, lambda trainer: len(torch.empty(7)))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [event.name for event in profile.function_events] == ["aten::empty"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_on_a_gpu_resume_equals_the_uninterrupted_run(here, dtype):
