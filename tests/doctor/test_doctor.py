@@ -1,6 +1,8 @@
 """Proof on first use: what is wrong or slower does not run, whoever asks and however it ends."""
 
 import json
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -290,6 +292,13 @@ def test_a_compiled_run_proves_again_what_has_no_time_under_torch_compile(quick,
     doctor.adopt([gelu, flat], compiled=True)
     doctor.adopt([gelu, flat], compiled=True)
     assert asked == [("bias_gelu", False), ("global_norm", False), ("bias_gelu", True)]
+
+
+def test_it_can_be_called_without_the_command_line_s_package():
+    code = "import sys; sys.modules['tyro'] = None; import fastpar.doctor.report as report; "
+    code += "report.cases_of_model = lambda *a, **k: []; "
+    code += "sys.exit(report.doctor(report.DoctorCommand(device='cpu')))"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_no_gpu_is_a_mistake_with_a_way_out(monkeypatch):
