@@ -217,7 +217,8 @@ def adopt(
     if cases and cases[0].device == "cuda":
         backend.check_gpu("fastpar", torch.device("cuda", torch.cuda.current_device()))
     unknown = [c for c in cases if again or not _is_known(table_of(c.device), c, compiled)]
-    if len(unknown) > 1 and unknown[0].device == "cuda":
+    compiled_later = any(case.size for case in unknown)  # by Triton; ops over flat memory are CUDA
+    if compiled_later and unknown[0].device == "cuda":
         about = torch.cuda.get_device_properties()
         gpu = 10 * about.major + about.minor, about.multi_processor_count
         _prover.warm(unknown, gpu)

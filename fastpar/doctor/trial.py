@@ -192,7 +192,10 @@ def what_is_wrong(case: Case, found: Sequence[ErrorCase], what: str = OWN) -> st
 def wrong_apart(case: Case, rows: int, name: str) -> str | None:
     """what_is_wrong of a peer, found by a process that may hang or crash; None: it did not start,
     or had too little memory."""
-    gpu = torch.cuda.current_device() if case.device == "cuda" else None
+    gpu = None
+    if case.device == "cuda":
+        gpu = torch.cuda.current_device()
+        torch.cuda.empty_cache()  # for that process
     asked = [*case, rows, name, gpu]
     asked[2] = str(case.dtype).removeprefix("torch.")
     process = subprocess.Popen(

@@ -98,7 +98,8 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
     Ranks: all, with the same settings; under torchrun's environment the process group is made here.
     Raises:
         ValueError: settings that do not fit together, the text, the machine or the run on disk.
-        RuntimeError: the loss is not finite; the last checkpoint could not be written.
+        RuntimeError: the loss is not finite; the last checkpoint could not be written; cuBLAS was
+            used before a deterministic run.
     """
     if int(os.environ.get("RANK", "0")) == 0:
         check_out(config)
@@ -109,7 +110,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
             "train: expected a GPU for device=cuda, got none that torch can use; use --device cpu"
         )
     if system.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see _check_cublas
     timeout_s = parse_seconds(config.faults.timeout, "timeout")
     mesh = Mesh(
         **axes_of(config.parallel),
@@ -124,6 +125,20 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
         release()
 
 
+def _check_cublas(device: torch.device) -> None:
+    """cuBLAS reads its variable once, at the first product of a process."""
+    x = torch.ones(1, 1, device=device)
+    try:
+        torch.mm(x, x)
+    except RuntimeError as error:
+        if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
+            raise
+        raise RuntimeError(
+            "train: a product ran on the GPU before --deterministic was asked for; start the "
+            "process with CUBLAS_WORKSPACE_CONFIG=:4096:8"
+        ) from error
+
+
 def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> int:
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -131,6 +146,8 @@ def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> in
         torch.use_deterministic_algorithms(config.system.deterministic)
         # Otherwise torch writes nan into all new memory then; every op fills its results.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        if config.system.deterministic:
+            _check_cublas(mesh.device)
     settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
     mesh.check_same("train", [f"{name}={value}" for name, value in settings.items()])
     return run(Trainer(config, mesh))

@@ -1,6 +1,8 @@
 """Proof on first use: what is wrong or slower does not run, whoever asks and however it ends."""
 
 import json
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -292,6 +294,13 @@ def test_a_compiled_run_proves_again_what_has_no_time_under_torch_compile(quick,
     assert asked == [("bias_gelu", False), ("global_norm", False), ("bias_gelu", True)]
 
 
+def test_it_can_be_called_without_the_command_line_s_package():
+    code = "import sys; sys.modules['tyro'] = None; import fastpar.doctor.report as report; "
+    code += "report.cases_of_model = lambda *a, **k: []; "
+    code += "sys.exit(report.doctor(report.DoctorCommand(device='cpu')))"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
 def test_no_gpu_is_a_mistake_with_a_way_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"expected a GPU with --device cuda.*use --device cpu"):
@@ -464,7 +473,7 @@ def test_the_first_call_of_a_patched_model_has_all_of_it_proven_at_once(patched,
     assert asked == [[("layer_norm", 7)]]
 
 
-def test_several_proofs_have_their_kernels_compiled_before_them(monkeypatch):
+def test_proofs_have_their_kernels_compiled_before_them(monkeypatch):
     order = []
     cases = [Case("cuda", op, torch.bfloat16, 96) for op in ("layer_norm", "bias_gelu")]
     monkeypatch.setattr(doctor, "table_of", lambda device: ProofTable("cpu"))
@@ -476,8 +485,11 @@ def test_several_proofs_have_their_kernels_compiled_before_them(monkeypatch):
     monkeypatch.setattr(
         doctor.Prover, "proof_of", lambda self, case, **_: order.append(case.op) or Proof(OWN)
     )
-    doctor.adopt(cases)
-    assert order == [((90, 114), 2), "layer_norm", "bias_gelu"]
+    flat = Case("cuda", "adamw_step_", torch.float32, 0)  # no Triton
+    for asked, warmed in ((cases, [((90, 114), 2)]), (cases[:1], [((90, 114), 1)]), ([flat], [])):
+        order.clear()
+        doctor.adopt(asked)
+        assert order == [*warmed, *(case.op for case in asked)]
 
 
 def test_what_the_doctor_found_on_a_cpu_counts_in_a_patched_model(monkeypatch):
