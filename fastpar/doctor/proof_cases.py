@@ -140,7 +140,7 @@ def weight_gradients(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator
 def linears_fp8(rows: int, C: int) -> Iterator[ErrorCase]:
     """Layers with products in 8 bits, whose oracle is their emulation in fp64; beside bf16."""
     shapes = ((4 * C, ""), (C, ""), (16, "spread rows"))
-    scalings = ("row", "block", "tensor", "tensor, dweight in fp8")
+    scalings = ("row", "block", "tensor", "tensor fp8")  # and the format in a weight gradient
     for scaling, (out, how) in ((s, shape) for s in scalings for shape in shapes):
 
         def make(draw: Draw, out: int = out, how: str = how) -> Inputs:
@@ -151,23 +151,18 @@ def linears_fp8(rows: int, C: int) -> Iterator[ErrorCase]:
                 )
             return {"x": x, "weight": draw(out, C) * C**-0.5, "bias": draw(out)}
 
-        def emulated(
-            x: Tensor, w: Tensor, b: Tensor, scaling: str = scaling, emulate: bool = True
-        ) -> Tensor:
-            how: Any = {"scaling": scaling.split(",")[0], "emulate": emulate}
-            if how["scaling"] == "tensor":  # with largest values of a step before
-                how["scales"] = DelayedScales(1)
-                how["scales"].history += 8.0
-                how["scales"].steps = 1
-                how["weight_gradient"] = "fp8" if "," in scaling else "bf16"
-            return linear(x, w, b, fp8=Fp8(**how))
+        def emulated(x: Any, w: Any, b: Any, how: str = scaling, emulate: bool = True) -> Tensor:
+            form, _, of_weight = how.partition(" ")
+            scales = DelayedScales(1)
+            scales.load_state_dict({"history": [[[8.0] * 3]], "steps": 1})  # largest values
+            kind: Any = (form, of_weight or "bf16", emulate, scales if form == "tensor" else None)
+            return linear(x, w, b, fp8=Fp8(*kind))
 
-        def own(x: Tensor, w: Tensor, b: Tensor, emulated: Any = emulated) -> Tensor:
-            return emulated(x, w, b, emulate=x.is_cpu and not backend.recording)
+        def own(x: Tensor, *rest: Tensor, emulated: Any = emulated) -> Tensor:
+            return emulated(x, *rest, emulate=x.is_cpu and not backend.recording)
 
         shape = f"N={rows} {C}->{out} {scaling} {how}".strip()
-        bf16 = (torch.bfloat16,)
-        calls = own, emulated, emulated
+        calls, bf16 = (own, emulated, emulated), (torch.bfloat16,)
         yield ErrorCase("linear_fp8", shape, make, *calls, dtypes=bf16, stock=F.linear)
 
 

@@ -115,8 +115,10 @@ def test_products_are_those_of_the_rounded_operands(scaling):
 
 @sweep("scaling", SCALINGS)
 def test_bits_do_not_depend_on_how_tokens_are_cut(scaling):
-    x, weight, bias = make(c=256, f=256)
-    dy = torch.randn(40, 256)
+    """Integers of 6 bits times a power of two for each row: any order of 256 products is exact."""
+    x, weight, dy = (torch.randint(-63, 64, (n, 256)).float() for n in (40, 256, 40))
+    x *= 2.0 ** torch.arange(-20, 20)[:, None]
+    x, weight, bias = (t.requires_grad_() for t in (x, weight, torch.zeros(256)))
     how = layer(scaling)
     if scaling == "tensor":
         settle(how, x, weight, bias, dy)
