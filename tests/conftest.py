@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+import fastpar  # noqa: F401  before the first product: see fastpar/__init__.py
+
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so before the first <op>_triton module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

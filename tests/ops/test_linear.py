@@ -1,5 +1,6 @@
 """linear against its oracle, on both GEMM libraries."""
 
+import itertools
 import sys
 
 import pytest
@@ -46,6 +47,25 @@ def test_strided_inputs_and_expanded_gradient():
     torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x).contiguous().detach())
     want = x.detach().sum((0, 1)).expand_as(weight)
     torch.testing.assert_close(weight.grad, want, rtol=1e-4, atol=1e-4)
+
+
+def test_mkl_has_the_same_bits_for_any_threads_and_rows():
+    """With the setting in fastpar/__init__.py."""
+    if backend.has_gemm or not (torch.backends.mkl.is_available() and _C and _C.cpu_is_intel()):
+        pytest.skip("needs an Intel CPU with MKL: other libraries promise less")
+    for dtype, (k, n), m in itertools.product(
+        (torch.float32, torch.float64),
+        ((64, 64), (768, 96), (96, 768), (1000, 33)),
+        (2, 3, 16, 100, 257),
+    ):
+        x, weight = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
+        whole = matmul(x, weight.t())
+        cut = [matmul(rows, weight.t()) for rows in x.split(-(-m // 2))]
+        torch.set_num_threads(2)
+        threads = matmul(x, weight.t())
+        torch.set_num_threads(1)
+        assert torch.equal(whole, threads), (dtype, m, k, n)
+        assert torch.equal(whole, torch.cat(cut)), (dtype, m, k, n)
 
 
 def test_only_what_is_needed():
