@@ -19,7 +19,7 @@
 namespace fastpar {
 namespace {
 
-constexpr int kMostArguments = 64, kMostTiles = 4, kMostDims = 5;
+constexpr int kMostArguments = 64, kMostTiles = 8, kMostDims = 5;
 constexpr size_t kMostEntries = 8192;  // integers that never repeat must not fill the memory
 
 using Status = int;

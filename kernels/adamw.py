@@ -190,7 +190,7 @@ def _fused_torch(
         exp_avgs,
         exp_avg_sqs,
         rest[0] if amsgrad else [],
-        [torch.full((), step, device=params[0].device)] * len(rows),
+        [torch.full((), step, device=params[0].device, dtype=torch.float32)] * len(rows),
         lr=lr,
         beta1=beta1,
         beta2=beta2,

@@ -3,9 +3,10 @@
 Kept, a layer's mask takes B * H * T * Tk / 8 bytes from forward to backward (T and Tk rounded up to
 256): 12.6 MB for 8 samples of GPT-2 124M at T = 1024, 151 MB for its twelve layers. Drawn, it takes
 nothing, but each of the three kernels draws all of it. Which is faster a GPU decides:
-attention_bits.json says it for each architecture, and is 0, drawn, until `python -m bench tune`
-found kept bits right and faster there. The masks are the same. Calls with documents draw: how many
-blocks of keys a document has is known on the GPU alone.
+attention_bits.json says it for each architecture, `python -m bench tune` measures it. Until then it
+is 1, kept, on Hopper, where kernels that draw cannot load keys ahead: with registers for Philox and
+tiles on their way the assembler waits for each matrix product. The masks are the same. Calls with
+documents draw: how many blocks of keys a document has is known on the GPU alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TABLE = ConfigTable(
     (80, 90),
     [()],
     lambda arch, mask: None if mask.kept in (0, 1) else ("0 or 1", "kept"),
-    lambda arch: 90 if arch >= 90 else 80,
+    lambda arch: 90 if 90 <= arch < 120 else 80,
     lambda arch: [Mask(0), Mask(1)],
 )
 

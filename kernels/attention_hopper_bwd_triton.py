@@ -5,14 +5,16 @@ is no dropout and there are no documents. Roles, rings, pairs of tiles and the o
 are those of attention_hopper_triton.py, whose notes explain them, the other way round: a consumer
 owns HALF keys, and ROWS queries after ROWS queries come by, with their do, lse and delta.
 
-[Note: products in flight] Of a block of queries a consumer issues s = k q^T and dp = v do^T, then
-waits for s, which also ends dv and dk of the block before: only then may its slot be filled again,
-and p and ds be rounded into the registers that those products read. p is made while dp is in
-flight, ds while dv is, and dk is in flight when the next block begins.
+[Note: products in flight] Of a block of queries a consumer issues s = k q^T and dp = v do^T. p is
+made while dp is in flight. Both are rounded to 16 bits when nothing is in flight any more, then
+dv += p do and dk += ds q are issued and waited for. The assembler (ptxas 12.8 to 13.4) waits for
+every single product of a kernel that rounds an operand while another product is in flight (its
+warning C7513), or whose sums stay in flight into the next block (C7512: too few registers); `make
+aot` refuses both. The other consumer's products run meanwhile.
 
 Rows beyond the end come as zeros, of q and do as of lse and delta: p is 1 there, and adds 0 to dv
-and dk. For heads of 64 alone: with 128 the sums take 128 of a thread's registers, of 240, and 24
-(Triton 3.6) and 112 bytes (3.9) of a thread are spilled.
+and dk. For heads of 64 alone: with 128 the sums take 128 of a thread's registers, of 240, and 48
+(Triton 3.6) and 128 bytes (3.9) of a thread are spilled.
 """
 
 from __future__ import annotations
@@ -29,10 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastpar.kernels.attention_hopper_triton import (
     BLOCK,
@@ -40,13 +40,14 @@ from fastpar.kernels.attention_hopper_triton import (
     _load,
     _ring_barriers,
     _store,
-    descriptor,
+    boxed,
+    layout_of,
     n_steps,
     ring,
     tile_at,
 )
 from fastpar.kernels.attention_triton import LOG2_E, aot_inputs
-from fastpar.kernels.triton_launch import cdiv, launch, sm_count
+from fastpar.kernels.triton_launch import Boxed, cdiv, launch, sm_count
 
 ROWS = gl.constexpr(64)  # queries of a block
 AOT_ARCHS = (90,)
@@ -98,12 +99,10 @@ def _produce(sources, buffers, barriers, sizes):
 
 
 @gluon.jit
-def _add_blocks(
-    state, operands, begin, low, high, keys, buffers, barriers, scale, CUT: gl.constexpr
-):
+def _add_blocks(state, operands, low, high, keys, buffers, barriers, scale, CUT: gl.constexpr):
     """Adds the blocks [low, high) of the queries from the tile's first key on. CUT: keys behind a
-    query are hidden. begin: of the tile, counted in blocks."""
-    dk, dv, p16, ds16, blocks = state
+    query are hidden."""
+    dk, dv, blocks = state
     k, v = operands
     q_buffers, do_buffers, lse_buffers, delta_buffers, _, _ = buffers
     full, empty, _, _ = barriers
@@ -121,22 +120,22 @@ def _add_blocks(
         do = do_buffers.index(slot).reshape([ROWS, D])
         s = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         dp = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        s, dk, dv, p16, ds16 = warpgroup_mma_wait(1, deps=(s, dk, dv, p16, ds16))
-        if blocks > begin:
-            mbarrier.arrive(empty.index((blocks - 1) % SLOTS))
+        s = warpgroup_mma_wait(1, deps=(s,))
         p = gl.exp2(s * scale - lse_buffers.index(slot).load(S_LAYOUT))
         if CUT:
             p = gl.where(keys[:, None] <= (i * ROWS + queries)[None, :], p, 0.0)
-        p16 = gl.convert_layout(p.to(q_buffers.dtype), P_LAYOUT)
-        dv = warpgroup_mma(p16, do, dv, is_async=True)
         delta = delta_buffers.index(slot).load(S_LAYOUT)
         mbarrier.wait(full.index(slot), phase)  # see [Note: overlap] of the forward
-        dp = warpgroup_mma_wait(1, deps=(dp,))
+        dp = warpgroup_mma_wait(0, deps=(dp,))
         ds = p * (dp - delta)
+        p16 = gl.convert_layout(p.to(q_buffers.dtype), P_LAYOUT)
         ds16 = gl.convert_layout(ds.to(q_buffers.dtype), P_LAYOUT)
+        dv = warpgroup_mma(p16, do, dv, is_async=True)
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
+        dk, dv, p16, ds16 = warpgroup_mma_wait(0, deps=(dk, dv, p16, ds16))
+        mbarrier.arrive(empty.index(slot))
         blocks += 1
-    return dk, dv, p16, ds16, blocks
+    return dk, dv, blocks
 
 
 @gluon.jit
@@ -145,14 +144,12 @@ def _consume(WHICH: gl.constexpr, outputs, buffers, barriers, sizes, scale, scal
     dk_desc, dv_desc, dk_buffers, dv_buffers = outputs
     n_heads, H, group, n_tiles, n_blocks = sizes
     q_buffers, _, _, _, k_buffers, v_buffers = buffers
-    _, empty, kv_full, kv_empty = barriers
-    SLOTS: gl.constexpr = q_buffers.shape[0]
+    _, _, kv_full, kv_empty = barriers
     KV_SLOTS: gl.constexpr = k_buffers.shape[0] // 2
     D: gl.constexpr = q_buffers.shape[4]
     PARTS: gl.constexpr = BLOCK // ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     program, programs = gl.program_id(0), gl.num_programs(0)
     keys = WHICH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT))
     dk_buffer, dv_buffer = dk_buffers.index(WHICH), dv_buffers.index(WHICH)
@@ -166,23 +163,17 @@ def _consume(WHICH: gl.constexpr, outputs, buffers, barriers, sizes, scale, scal
             mbarrier.wait(kv_full.index(slot), phase)
             k = k_buffers.index(2 * slot + WHICH).reshape([HALF, D])
             v = v_buffers.index(2 * slot + WHICH).reshape([HALF, D])
-            dk = warpgroup_mma_init(gl.zeros([HALF, D], gl.float32, D_LAYOUT))
-            dv = warpgroup_mma_init(gl.zeros([HALF, D], gl.float32, D_LAYOUT))
-            p16 = gl.zeros([HALF, ROWS], q_buffers.dtype, P_LAYOUT)
-            ds16 = gl.zeros([HALF, ROWS], q_buffers.dtype, P_LAYOUT)
-            begin = blocks
+            dk = gl.zeros([HALF, D], gl.float32, D_LAYOUT)
+            dv = gl.zeros([HALF, D], gl.float32, D_LAYOUT)
             n = n_blocks - tile * PARTS
             for _member in range(group):
-                dk, dv, p16, ds16, blocks = _add_blocks(
-                    (dk, dv, p16, ds16, blocks), (k, v), begin, 0, min(PARTS, n), keys, buffers,
-                    barriers, scale_log2, True,
+                dk, dv, blocks = _add_blocks(
+                    (dk, dv, blocks), (k, v), 0, min(PARTS, n), keys, buffers, barriers,
+                    scale_log2, True,
                 )  # fmt: skip
-                dk, dv, p16, ds16, blocks = _add_blocks(
-                    (dk, dv, p16, ds16, blocks), (k, v), begin, PARTS, n, keys, buffers,
-                    barriers, scale_log2, False,
-                )  # fmt: skip
-            dk, dv, p16, ds16 = warpgroup_mma_wait(0, deps=(dk, dv, p16, ds16))
-            mbarrier.arrive(empty.index((blocks - 1) % SLOTS))
+                dk, dv, blocks = _add_blocks(
+                    (dk, dv, blocks), (k, v), PARTS, n, keys, buffers, barriers, scale_log2, False
+                )
             mbarrier.arrive(kv_empty.index(slot))
             tma.store_wait(0)  # of the tile before
             dk_buffer.reshape([HALF, D]).store((dk * scale).to(q_buffers.dtype))
@@ -237,11 +228,10 @@ def _attention_hopper_bwd_dkdv_kernel(
     )
 
 
-def _lines_of(x: Tensor) -> TensorDescriptor:
+def _lines_of(x: Tensor) -> Boxed:
     """x [B, H, T], fp32, seen as [B * H, T] in boxes of [1, ROWS]."""
     B, H, T = x.shape
-    layout = gl.NVMMASharedLayout(0, 32, 2)
-    return TensorDescriptor(x, [B * H, T], [T, 1], [1, ROWS.value], layout)
+    return Boxed(x, layout_of((B * H, T), (T, 1), (1, ROWS.value), x.dtype))
 
 
 def attention_hopper_dkdv(
@@ -255,11 +245,11 @@ def attention_hopper_dkdv(
     launch(
         _attention_hopper_bwd_dkdv_kernel,
         (min(pairs, sm_count(q.device)),),
-        descriptor(q, ROWS.value),
-        descriptor(do, ROWS.value),
+        boxed(q, ROWS.value),
+        boxed(do, ROWS.value),
         _lines_of(lse),
         _lines_of(delta),
-        *(descriptor(x, HALF.value) for x in (k, v, dk, dv)),
+        *(boxed(x, HALF.value) for x in (k, v, dk, dv)),
         B * kv_heads,
         kv_heads,
         H // kv_heads,
@@ -279,7 +269,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     def call(dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
         q, k, v = aot_inputs(dtype=dtype)
         o = torch.empty(q.shape, dtype=dtype, device="meta")
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device="meta")
+        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device="meta", dtype=torch.float32)
         return lambda: attention_hopper_dkdv(o, q, k, v, lse, lse, q, k, 0.125)
 
     return [("D=64 bf16 causal", call()), ("D=64 fp16 causal", call(torch.float16))]

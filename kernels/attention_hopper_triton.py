@@ -30,6 +30,7 @@ Source: Shah et al. 2024, arXiv 2407.08608.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastpar.kernels.attention_triton import LOG2_E, aot_inputs
-from fastpar.kernels.triton_launch import cdiv, launch, sm_count
+from fastpar.kernels.triton_launch import Boxed, cdiv, launch, sm_count
 
 # Triton 3.6's names of them, which later ones refuse.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -250,13 +251,22 @@ def _attention_hopper_fwd_kernel(
     )
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+@functools.lru_cache(4096)
+def layout_of(
+    shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: torch.dtype
+) -> TensorDescriptor:
+    """A descriptor without memory, made once for each layout: Triton checks it at length."""
+    base = torch.empty(0, dtype=dtype, device="meta")
+    kind = gl.float32 if dtype == torch.float32 else gl.bfloat16  # or any other 16 bits
+    layout = gl.NVMMASharedLayout.get_default_for(list(box), kind)
+    return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
+
+
+def boxed(x: Tensor, rows: int) -> Boxed:
     """x [B, T, H, D] seen as [B, H, T, D] in boxes of [1, 1, rows, D]."""
     B, T, H, D = x.shape
     b, t, h, _ = x.stride()
-    box = [1, 1, rows, D]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # or any other 16 bits
-    return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], box, layout)
+    return Boxed(x, layout_of((B, H, T, D), (b, h, t, 1), (1, 1, rows, D), x.dtype))
 
 
 def attention_hopper_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -269,10 +279,10 @@ def attention_hopper_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple
     launch(
         _attention_hopper_fwd_kernel,
         (min(pairs, sm_count(q.device)),),
-        descriptor(q, HALF.value),
-        descriptor(k, BLOCK.value),
-        descriptor(v, BLOCK.value),
-        descriptor(o, HALF.value),
+        boxed(q, HALF.value),
+        boxed(k, BLOCK.value),
+        boxed(v, BLOCK.value),
+        boxed(o, HALF.value),
         lse,
         B * H,
         H,

@@ -43,8 +43,6 @@ from fastpar.kernels.weight_gradients import place_for, queue_for
 if TYPE_CHECKING:
     from fastpar.kernels.linear_fp8 import Fp8
 
-# Whether torch multiplies 16-bit matrices to an fp32 result.
-MIXED_MM = "dtype" in torch.ops.aten.mm.overloads()
 GELU_AUX_BIAS, DGELU_BGRAD, BGRADB = 164, 208, 512  # cublasLtEpilogue_t
 _WORKSPACE_BYTES = 32 << 20  # as NVIDIA recommends for sm_90
 
@@ -145,7 +143,7 @@ def use_wide(x: Tensor) -> bool:
     """Whether gradients in fp32 come straight out of their products; see [Note: wide gradients]."""
     if x.dtype not in (torch.bfloat16, torch.float16) or backend.choice != "auto":
         return False
-    if not ((x.is_cuda or backend.cuda_on_cpu) and MIXED_MM and x.numel()):
+    if not ((x.is_cuda or backend.cuda_on_cpu) and x.numel()):
         return False
     return is_real(x) and is_plain(x) and is_proven("weight_gradient", x)
 

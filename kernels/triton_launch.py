@@ -193,10 +193,10 @@ class Boxed(NamedTuple):
     """A tensor that a kernel reads in boxes, by a descriptor: layout without its address."""
 
     base: Tensor
-    layout: TensorDescriptor
+    layout: Any  # Triton's or Gluon's descriptor
 
-    def descriptor(self) -> TensorDescriptor:
-        result = object.__new__(TensorDescriptor)
+    def descriptor(self) -> Any:
+        result = object.__new__(type(self.layout))
         vars(result).update(vars(self.layout), base=self.base)
         return result
 
@@ -281,7 +281,7 @@ def _through_triton(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: An
     if recorder is not None:
         recorder.launches.append(_record(kernel, grid, given, kwargs, recorder.arch))
         return None
-    device = _device(given)
+    device = _device(args)  # Gluon's descriptors are no TensorDescriptor
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, grid, *args, **kwargs)
@@ -292,7 +292,7 @@ def _through_triton(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: An
 def _for_the_first_time(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
     """launch() by Triton, and what _C.launch() needs to do it again, or None."""
     compiled = _through_triton(kernel, grid, *args, **kwargs)
-    if compiled is None or type(kernel) is not JITFunction:  # interpreted: no JITFunction
+    if compiled is None or not isinstance(kernel, JITFunction):  # interpreted
         return None
     return _plan(kernel, compiled, args, kwargs, driver.active.get_current_device())
 

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -58,6 +58,14 @@ def _same_start():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
+    """torch.set_default_dtype until the test ends."""
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
 
 
 @pytest.fixture(autouse=True)

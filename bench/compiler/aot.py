@@ -158,7 +158,24 @@ def compile_one(job: Job) -> Row:
     )
     seconds = time.monotonic() - start
     code, registers, stack_bytes = sass.disassemble(compiled.asm["cubin"])
-    return measure(job, code, registers, stack_bytes, compiled, seconds)
+    row = measure(job, code, registers, stack_bytes, compiled, seconds)
+    return {**row, "warnings": warnings(compiled.asm["ptx"], job.arch, launch.options)}
+
+
+def warnings(ptx: str, arch: int, options: dict[str, Any]) -> list[str]:
+    """["C7513"] and the like: why ptxas, called once more as Triton does, serializes products."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    if "wgmma" not in ptx:
+        return []
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), knobs.nvidia.scope():
+        knobs.nvidia.dump_ptxas_log = True
+        backend.make_cubin(ptx, {}, backend.parse_options(options), arch)
+    return sorted(set(re.findall(r"\bC751\d\b", said.getvalue())))
 
 
 def _tiles(ttir: str, what: str, threads: int) -> int:
@@ -212,6 +229,8 @@ def measure(
         "narrow_store_bytes": stores.narrow_bytes,
         "hmma": sass.count(code, *sass.WARP_PRODUCTS),
         "hgmma": sass.count(code, *sass.GROUP_PRODUCTS),
+        "waits": sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in code),
+        "groups": compiled.asm["ptx"].count("wgmma.commit_group"),
         "e4m3_products": len(re.findall(r"mma(?:_async)?\.sync\S*\.e4m3", compiled.asm["ptx"])),
         "utchmma": sass.count(code, "UTCHMMA"),
         "ldgsts": sass.count(code, "LDGSTS"),

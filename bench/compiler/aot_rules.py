@@ -110,6 +110,19 @@ def products(row: Row) -> str | None:
     return None
 
 
+def pipelined(row: Row) -> str | None:
+    """ptxas gives up on a whole kernel whose registers it cannot keep from a product in flight."""
+    if row["warnings"]:
+        return f"ptxas waits for each product, and says {', '.join(row['warnings'])}"
+    return None
+
+
+def waits(row: Row) -> str | None:
+    if row["waits"] > row["groups"]:
+        return f"{row['waits']} waits for {row['groups']} groups of products"
+    return None
+
+
 def _mostly_narrow(row: Row, what: str) -> str | None:
     """Where a memory kernel moves tiles; single numbers (a key, a row's mean) are as they are."""
     wide, narrow = row[f"wide_{what}_bytes"], row[f"narrow_{what}_bytes"]
@@ -138,6 +151,8 @@ RULES: dict[str, Callable[[Row], str | None]] = {
     "tensor cores": tensor_cores,
     "8-bit products": eight_bits,
     "products in flight": products,
+    "pipelined products": pipelined,
+    "waits for products": waits,
     "16-byte loads": wide_loads,
     "16-byte stores": wide_stores,
 }

@@ -18,8 +18,8 @@ COUNTS = (
     "stack_bytes", "spill_instructions", "loop_spills", "shared_bytes", "ctas_per_sm",
     "loop_instructions", "tile_loads", "tile_stores", "wide_loads", "narrow_loads",
     "wide_load_bytes", "narrow_load_bytes", "wide_stores", "narrow_stores", "wide_store_bytes",
-    "narrow_store_bytes", "hmma", "hgmma", "e4m3_products", "ldgsts", "tma", "mufu", "loop_mufu",
-    "overlapped_mufu", "product_writes", "float_atomics",
+    "narrow_store_bytes", "hmma", "hgmma", "waits", "groups", "e4m3_products", "ldgsts",
+    "tma", "mufu", "loop_mufu", "overlapped_mufu", "product_writes", "float_atomics",
 )  # fmt: skip
 LEGEND = """\
 Compiled, not run. Registers, bytes of stack and of accesses are of one thread. Spills: LDL + STL
@@ -27,7 +27,8 @@ instructions, those in the main loop among them, stack. CTA/SM: how many fit by 
 memory and warps. MUFU: exponentials and the like (of those in the main loop, how many run while an
 HGMMA is in flight). Loads and stores: global ones of 16 bytes + narrower ones; in a kernel without
 matrix products those of its main loop, if that loads. Instructions: main loop of whole kernel.
-HMMA and HGMMA: also QMMA and QGMMA, of 8-bit floats. a / b: the two versions differ."""
+HMMA and HGMMA: also QMMA and QGMMA, of 8-bit floats. Waits: for an HGMMA (groups of HGMMA in the
+PTX), and what ptxas says where it waits for each. a / b: the two versions differ."""
 
 
 def order(row: Row) -> tuple[Any, ...]:
@@ -47,6 +48,12 @@ def _tensor(row: Row) -> str:
     eights = row.get("e4m3_products", 0)
     used += [f"{eights} of e4m3"] * bool(eights)
     return ", ".join(used) or f"FMA ({'/'.join(row['dots'])})"
+
+
+def _waits(row: Row) -> str:
+    if not row.get("groups"):
+        return ""
+    return " ".join((f"{row.get('waits', 0)} ({row['groups']})", *row.get("warnings", ())))
 
 
 def _copies(row: Row) -> str:
@@ -78,6 +85,7 @@ CELLS = {
     "loads": lambda row: _both("wide_loads", "narrow_loads", row),
     "stores": lambda row: _both("wide_stores", "narrow_stores", row),
     "tensor cores": _tensor,
+    "waits": _waits,
     "async": _copies,
     "MUFU": _mufu,
     "instructions": lambda row: f"{row.get('loop_instructions', 0)} of {row['instructions']}",
@@ -169,7 +177,7 @@ def load(folder: Path) -> dict[str, Any]:
             f"load: expected schema={SCHEMA}, got schema={stored.get('schema')} in {path.name}; "
             "run `make aot`"
         )
-    nothing = {"dots": [], "exempt": {}, **dict.fromkeys(COUNTS, 0)}
+    nothing = {"dots": [], "warnings": [], "exempt": {}, **dict.fromkeys(COUNTS, 0)}
     stored["rows"] = [{**nothing, **row} for row in stored["rows"]]
     return stored
 

@@ -328,8 +328,7 @@ class Peak:
         rest = again - 8 * split - heads - a + whole + c_attn + arriving
         rest += self._product(3 * heads / (n * self.item), width, n, transposed=True)
         if self.setup.fp8 != "none":  # values of gelu's output; codes of c_fc's gradient
-            copies = 2 if self.setup.fp8_scaling == "tensor" else 1  # the transpose, too
-            codes = copies * self.width * (self.n + 4 * self.width // self.setup.tp)  # dy's and w's
+            codes = self.width * (self.n + 4 * self.width // self.setup.tp)  # dy's and w's
             start, c_proj = start + 4 * split + codes, c_proj + 4 * split
             c_fc += whole + 4 * split / self.item
         return start, c_proj, c_fc, rest, rest

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fastpar.config.settings import WRONG_PATH
-from fastpar.data.sources import Document, TextSource, Tokens, pieces
+from fastpar.data.sources import Document, TextSource, Tokens, map_array, pieces
 from fastpar.data.tokenizer import (
     Tokenizer,
     fingerprint,
@@ -253,7 +253,7 @@ def _write_tokens(
 def _map_tokens(file: Path, dtype: str) -> np.ndarray:
     if file.stat().st_size == 0:
         return np.empty(0, dtype=dtype)
-    return np.memmap(file, dtype=dtype, mode="r")
+    return map_array(file, dtype)
 
 
 def _why_damaged(entry: Path) -> str | None:

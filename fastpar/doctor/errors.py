@@ -105,11 +105,15 @@ def evaluate(
     results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     leaves = {i: x for i, x in enumerate(local) if isinstance(x, Tensor) and x.requires_grad}
     if leaves:
-        generator = torch.Generator().manual_seed(seed)
+        device = next(iter(leaves.values())).device
+        generator = torch.Generator(device).manual_seed(seed)
         smooth = [o for o in outputs if o.requires_grad]
         # Rounded to bf16 first: exact in every dtype, so that all three see the same cotangent.
-        drawn = [torch.randn(o.shape, generator=generator).bfloat16() for o in smooth]
-        dy = [d.to(o.device, o.dtype) for d, o in zip(drawn, smooth)]
+        drawn = [
+            torch.randn(o.shape, generator=generator, dtype=torch.float32, device=device)
+            for o in smooth
+        ]
+        dy = [d.bfloat16().to(o.device, o.dtype) for d, o in zip(drawn, smooth)]
         grads = torch.autograd.grad(smooth, list(leaves.values()), dy, allow_unused=True)
         results |= {f"gradient of input {i}": g for i, g in zip(leaves, grads) if g is not None}
     return results

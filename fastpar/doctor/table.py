@@ -13,6 +13,7 @@ Only with the lock: without it another host that shares the folder may be at the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -81,7 +82,11 @@ def _driver() -> str:
         found = re.search(r"\s(\d+\.\d+[.\d]*)\s", Path("/proc/driver/nvidia/version").read_text())
         if found:
             return found[1]
-    return str(getattr(torch._C, "_cuda_getDriverVersion")())  # noqa: B009  no stub has it
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):  # a container without that file
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return f"of CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    return "unknown"
 
 
 def _kernels_digest() -> str:

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.proof_cases import cases_of_many_rows, proof_cases
+from fastpar.files.packages import call_command
 from fastpar.kernels import (  # noqa: F401  the tables fill TABLES
     attention_bits,
     attention_configs,
@@ -58,7 +59,7 @@ def warm(
     environment.pop("TRITON_INTERPRET", None)
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "fastpar.doctor.warm", json.dumps([gpu, i, count, rows])],
+            [*call_command("fastpar.doctor.warm.main"), json.dumps([gpu, i, count, rows])],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -86,7 +87,10 @@ def launches_of(case: Case, gpu: tuple[int, int], forced: Forced | None = None) 
                 name, place, config = forced
                 table = TABLES[name]
                 stack.enter_context(table.trying(tuple(place), table.kind(*config)))
-            for one in proof_cases(case.op, case.size, "cpu", ROWS):
+            calls = proof_cases(case.op, case.size, "cpu", ROWS)
+            if case.op == "attention":  # has kernels for partial tiles
+                calls += cases_of_many_rows(case.op, case.size, "cpu")
+            for one in calls:
                 if case.dtype in one.dtypes:
                     one.results(case.dtype, "cpu")
     finally:
@@ -103,8 +107,9 @@ def _distinct(launches: Sequence[Any]) -> Iterator[Any]:
             yield launch
 
 
-def main(gpu: tuple[int, int], index: int, count: int, rows: Sequence[Sequence[Any]]) -> None:
+def main() -> None:
     """One of `count` processes: compiles its part, prints what could not be compiled."""
+    gpu, index, count, rows = json.loads(sys.argv[1])
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -126,7 +131,3 @@ def main(gpu: tuple[int, int], index: int, count: int, rows: Sequence[Sequence[A
             except Exception as error:
                 first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 print(f"{launch.name}: {first_line}")
-
-
-if __name__ == "__main__":
-    main(*json.loads(sys.argv[1]))

@@ -1,8 +1,9 @@
-"""Packages that may be missing: whoever needs one says what to type."""
+"""Packages that may be missing: whoever needs one says what to type. Ours, for other processes."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,14 @@ def _missing(package: str, caller: str, need: str, instead: str, got: str) -> Im
         f"{caller}: expected the package {package}{need}, got {got}; run pip install "
         f"{package}{instead}"
     )
+
+
+def call_command(function: str) -> list[str]:
+    """The command that calls a function of ours in a process of its own: fastpar.__main__.run.
+
+    Files of the current folder, which may be called random.py, stand in for no module there.
+    """
+    module, _, name = function.rpartition(".")
+    path = f"[*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]"
+    code = f"import sys; sys.path[:] = {path}; from {module} import {name}; sys.exit({name}())"
+    return [sys.executable, "-c", code]

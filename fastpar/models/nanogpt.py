@@ -24,12 +24,10 @@ from fastpar.config.config import GPTConfig
 from fastpar.files.plain_files import open_plain, reason, shown
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import build_model
-from fastpar.models.nanogpt_meta import META
 from fastpar.models.weights import CONV1D, PREFIX
 
 COMPILED = "_orig_mod."
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-_GPT2_VOCABULARY = (50257, 50304)  # GPT-2's tokens, and as nanoGPT pads them
 
 
 def load_nanogpt(
@@ -95,20 +93,6 @@ def _zero_biases(given: dict[str, Tensor]) -> dict[str, Tensor]:
         if f"{stem}.bias" not in given:
             added[f"{stem}.bias"] = weight.new_zeros(weight.shape[-1])
     return added
-
-
-def tokenizer_of_nanogpt(path: str | os.PathLike[str], vocab_size: int) -> str | None:
-    """The name of the tokenizer of a ckpt.pt, which does not have it: by what nanoGPT itself does.
-
-    Args:
-        path: of the file; a meta.pkl beside it has its characters.
-        vocab_size: of the model; GPT-2's tokens have GPT-2's tokenizer.
-    Returns:
-        For make_tokenizer; None where it is unknown.
-    """
-    if (Path(path).parent / META).is_file():
-        return str(Path(path).parent / META)
-    return "gpt2" if vocab_size in _GPT2_VOCABULARY else None
 
 
 def _load(path: Path) -> Any:

@@ -348,7 +348,9 @@ def check_generators(group: Collectives, axis: str) -> None:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     digest = hashlib.sha256(b"".join(bytes(x.tolist()) for x in states)).digest()[:8]
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
+    mine = torch.tensor(
+        [int.from_bytes(digest, "little", signed=True)], device=device, dtype=torch.int64
+    )
     theirs = group.gathered(mine)
     if not bool((theirs == theirs[0]).all()):
         raise ValueError(

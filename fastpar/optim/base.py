@@ -282,7 +282,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._found = known
             if loss_scale is None:
                 return None, None
-            return torch.ones((), device=device) / loss_scale, known
+            return torch.ones((), device=device, dtype=torch.float32) / loss_scale, known
         whole = [row.grad for row in rows if row.engine is None or not row.engine.steps_pieces]
         max_norm = None if limit == math.inf else limit
         norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)

@@ -14,7 +14,7 @@ from fastpar.doctor.doctor import expect
 from fastpar.nn import modules
 from fastpar.patching import fused_gpt2, fused_modules
 from fastpar.patching.fused_loss import Loss
-from fastpar.patching.proof import features, one_thread
+from fastpar.patching.proof import features, on_the_cpu
 from fastpar.patching.recognize import TORCH_CLASSES, Fused, Looks, plan, plan_losses
 from fastpar.patching.swap import Swap, restore, swap_in, swap_of, swapped_class
 
@@ -97,7 +97,7 @@ def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
     return report
 
 
-@one_thread()
+@on_the_cpu()
 def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
     split = next((name for name, m in model.named_modules() if getattr(m, "tp", None)), None)
     if split is not None:

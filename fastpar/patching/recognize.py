@@ -250,8 +250,8 @@ def _plan_gpt2_attention(module: Any) -> Plan:
     def own(m: Any, x: Tensor) -> Tensor:
         mask = None
         if implementation == "eager":  # newer versions leave being causal to the mask
-            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-            mask = torch.zeros(causal.shape, dtype=x.dtype)
+            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device="cpu").tril()
+            mask = torch.zeros(causal.shape, dtype=x.dtype, device="cpu")
             mask = mask.masked_fill(~causal, torch.finfo(x.dtype).min)[None, None]
         return type(m).forward(m, x, attention_mask=mask)[0]
 

@@ -6,7 +6,8 @@ of them from n + m*b on, and its dropout key names the first. Micro-batch j of r
 j*W + r where each is reduced when it is there (accumulate="shard"), r*A + j where a rank first adds
 up its own ("full"). So the same samples are summed, with the same masks, however W * A is split,
 and in deterministic mode they are added in the same tree: the same bits, at every stage. The ranks
-that split one model have one dp rank, so they take the same samples.
+that split one model have one dp rank, so they take the same samples. Replicas take turns: the first
+has micro-batches 0 to A*W - 1 of the step, the second the next A*W.
 
 [Note: control] A step has one small exchange, the engine's: the trainer adds its loss to it, and
 what a rank requests: to stop, because of a signal or of rank 0's clock, or to save. Every rank
@@ -130,6 +131,8 @@ def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> in
         keep_freed_memory()
     else:
         torch.use_deterministic_algorithms(config.system.deterministic)
+        # Otherwise torch writes nan into all new memory then; every op fills its results.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
     mesh.check_same("train", [f"{name}={value}" for name, value in settings.items()])
     return run(Trainer(config, mesh))
@@ -152,7 +155,7 @@ class Trainer:
         model, self.block_size, self.data = load_model_and_data(
             config, state, progress=replicas.leads(mesh), check=check
         )
-        self.ways, self.place = replicas.data_ranks(mesh)
+        self.ways = mesh.dp_size * mesh.replicas  # ranks that take different samples
         batch = derive_batch(
             config.text, self.block_size, self.ways, mesh.size("pp"), mesh.size("depth", "rows")
         )
@@ -241,9 +244,12 @@ class Trainer:
                 self.save()
                 self.saves.settle()
             if self.saves.committed != self.step:
+                older = f"--resume goes on from step {self.saves.committed}"
+                if self.saves.committed < 0:
+                    older = "there is none to go on from"
                 raise RuntimeError(
-                    f"train: expected a checkpoint of the last step, got none of step {self.step}; "
-                    "make room, then --resume from the one before"
+                    f"train: expected a checkpoint of the last step, got none of step {self.step} "
+                    f"({self.saves.why}); {older}"
                 )
         if self.outer is not None:
             self.outer.close()
@@ -331,7 +337,9 @@ class Trainer:
         lr = set_lr(optimizer, self.step, config)
         if scale is not None or skips:
             optimizer.grad_scale = scale or 1.0  # see guards.py: an update that is left out
-        requests = to_device(torch.tensor(self._requests(), dtype=torch.float64), mesh.device)
+        requests = to_device(
+            torch.tensor(self._requests(), dtype=torch.float64, device="cpu"), mesh.device
+        )
         loss = loss / mesh.world_size if graph is None else graph(whole, scale)
         control: Any = torch.cat((loss.reshape(1), requests))
         if graph is None:
@@ -381,9 +389,11 @@ class Trainer:
 
     def _number(self, j: int) -> int:
         """Number in the step of this rank's micro-batch j: see [Note: who takes which samples]."""
+        dp_size, dp_rank = self.mesh.dp_size, self.mesh.dp_rank
+        first = self.mesh.replica * dp_size * self.micro_batches
         if self.config.accumulate == "full":
-            return self.place * self.micro_batches + j
-        return j * self.ways + self.place
+            return first + dp_rank * self.micro_batches + j
+        return first + j * dp_size + dp_rank
 
     def validate(self) -> None:
         """Mean loss over the first eval_batches * batch_size windows of the validation tokens."""

@@ -49,6 +49,23 @@ def test_a_process_that_fails_is_told(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("op", "size"),
+    [("residual_layer_norm", 768), ("attention", 64), ("attention_masked", 64), ("embedding", 768)],
+)
+def test_what_a_proof_calls_with_many_rows_is_compiled_too(monkeypatch, op, size):
+    def kernels():
+        found = launches_of(Case("cuda", op, torch.bfloat16, size), H100)
+        return {repr((x.name, x.signature, x.constexprs, x.attrs, x.options)) for x in found}
+
+    compiled, many = kernels(), warm_module.cases_of_many_rows
+    monkeypatch.setattr(
+        warm_module, "proof_cases", lambda op, size, device, rows: many(op, size, device)
+    )
+    assert kernels() <= compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("op", "size"), [("layer_norm", 768), ("attention", 64), ("bias_gelu", 768)]
 )
 def test_few_rows_launch_the_kernels_that_many_do(monkeypatch, op, size):

@@ -13,7 +13,7 @@ from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
-from fastpar.models.nanogpt import load_nanogpt, tokenizer_of_nanogpt
+from fastpar.models.nanogpt import load_nanogpt
 
 
 def loss_of(weights, idx, targets, gelu):
@@ -121,13 +121,6 @@ def test_a_model_without_biases(tmp_path):
     write(path, {n: t for n, t in given.items() if "c_fc" not in n}, {**ARGS, "bias": False})
     with pytest.raises(ValueError, match=r"expected a tensor transformer.h.0.mlp.c_fc.weight"):
         load_nanogpt(path, say=said.append)
-
-
-def test_the_tokenizer_that_nanogpt_takes(tmp_path):
-    for vocab_size, name in ((50257, "gpt2"), (50304, "gpt2"), (65, None)):
-        assert tokenizer_of_nanogpt(tmp_path / "ckpt.pt", vocab_size) == name
-    (tmp_path / "meta.pkl").write_bytes(b"")
-    assert tokenizer_of_nanogpt(tmp_path / "ckpt.pt", 65) == str(tmp_path / "meta.pkl")
 
 
 def test_models_that_are_none_of_ours(tmp_path):

@@ -133,8 +133,8 @@ def test_the_op_with_bits_passes_torchs_checks(triton_device):
         assert torch.equal(a, b)
 
 
-def test_bits_take_an_eighth_of_a_byte_an_element_and_are_off_by_default():
+def test_bits_take_an_eighth_of_a_byte_an_element_and_are_kept_on_hopper():
     assert 8 * math.prod(bits_shape(8, 12, 1024, 1024)) == 8 * 12 * 1024 * 1024 // 8
-    assert [TABLE.get(arch).kept for arch in (80, 90, 120)] == [0, 0, 0]
+    assert [TABLE.get(arch).kept for arch in (80, 90, 120)] == [0, 1, 0]
     with pytest.raises(ValueError, match="attention_bits: expected 0 or 1, got kept=2"):
         TABLE.write(90, (), Mask(2))

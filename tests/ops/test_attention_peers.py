@@ -1,6 +1,7 @@
 """Others' kernels behind the op attention: any forward with any backward, who serves, forcing."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fastpar.kernels import (
     choice,
     make_key,
 )
-from fastpar.kernels.attention_peers import PEERS, read_forced, refusal
+from fastpar.kernels.attention_peers import PEERS, read_forced, read_left_out, refusal
 from fastpar.kernels.choice import OWN, PeerProof, Proof, trying
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
@@ -90,6 +91,20 @@ def test_statistics_go_through_both_forms():
     torch.testing.assert_close(stats[0, 0, -1] * 0.6931471805599453, scores)
 
 
+def test_the_hopper_kernels_statistics_are_the_own_ones(monkeypatch):
+    """Its backward gets the numbers that its forward wrote: nothing is made of them in between."""
+    q, o, lse, got = torch.ones(1, 4, 2, 64), torch.ones(1, 4, 2, 64), torch.randn(1, 2, 4), []
+    fake = SimpleNamespace(
+        attention_forward_hopper=lambda *a: (o, lse),
+        attention_backward_hopper=lambda do, q, k, v, o, stats, *rest: got.append(stats),
+    )
+    monkeypatch.setattr(attention_peers, "attention_hopper", fake)
+    found, stats = attention_peers.forward("hopper", q, q, q, True, 0.125, True)
+    attention_peers.backward("hopper", q, q, q, q, found, stats, True, 0.125, (q, q, q))
+    assert found is o
+    assert got[0] is stats is lse
+
+
 def test_what_a_peer_cannot_serve_is_the_own_kernels(monkeypatch):
     called = []
     monkeypatch.setattr(attention_peers, "forward", lambda *a, **k: called.append(a))
@@ -157,6 +172,19 @@ def test_a_forced_name_is_not_ignored_where_torch_s_function_runs(force, monkeyp
         attention(q, q, q)
     with pytest.raises(RuntimeError, match=message):
         attention(q, q, q, dropout_p=0.5, rng=Rng(make_key(0, 0), 0))
+
+
+def test_peers_that_are_left_out_are_neither_tried_nor_served(monkeypatch):
+    q, k, v = (torch.randn(1, 64, 2, 64) for _ in range(3))
+    assert refusal("cpu", q, k, v, causal=True) == ""
+    monkeypatch.setattr(attention_peers, "wanted", lambda *_: "cpu")
+    assert attention_peers.serving("attention", q, k, v, True, 0) == "cpu"
+    monkeypatch.setattr(attention_peers, "left_out", read_left_out("-cpu,-hopper"))
+    assert refusal("cpu", q, k, v, causal=True) == "is left out by FASTPAR_PEERS"
+    assert attention_peers.serving("attention", q, k, v, True, 0) == ""
+    for wrong in ("hopper", "-own", "-cpu,flash"):
+        with pytest.raises(ValueError, match=f"each with a minus .* FASTPAR_PEERS={wrong}"):
+            read_left_out(wrong)
 
 
 def test_a_forced_backend_is_not_served_by_others(monkeypatch):

@@ -298,5 +298,3 @@ def test_when_gradients_are_wide(monkeypatch):
     with monkeypatch.context() as strict:
         strict.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
         assert not module.use_wide(x)
-    monkeypatch.setattr(module, "MIXED_MM", False)
-    assert not module.use_wide(x)

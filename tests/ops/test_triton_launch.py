@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastpar.kernels import _C, triton_launch
@@ -42,6 +43,11 @@ def _kinds_kernel(
     x_ptr, flags_ptr, bytes_ptr, index_ptr, none_ptr, tile, site, threshold, one, n, stride, big,
     scale, switch, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    pass
+
+
+@gluon.jit
+def _gluon_kernel(a, b, c, d, e, f, n):  # of its arguments no one is a tensor
     pass
 
 
@@ -200,6 +206,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 from fake_cuda import FakeCuda
 from fastpar.kernels import _C, triton_launch
@@ -221,10 +229,10 @@ class Compiled:  # says which kernel ran, and with what
     def __init__(self, signature, constexprs, options):
         self.src = SimpleNamespace(signature=signature)
         self.function = id(self)
-        tile = any(kind.startswith("tensordesc") for kind in signature.values())
+        tiles = sum(kind.startswith("tensordesc") for kind in signature.values())
         self.metadata = SimpleNamespace(
             num_warps=options.num_warps, shared=self.function % 1000, num_ctas=1,
-            tensordesc_meta=[META] if tile else None,
+            tensordesc_meta=[META] * tiles or None,
         )
         self.packed_metadata = ()
         kinds, self.sizes = [], []
@@ -374,6 +382,20 @@ fake.set("result", 0)
 assert again() == (1, 0)
 with pytest.raises(TypeError, match="launch: expected a kernel and a grid"):
     triton_launch.launch(here._kinds_kernel, 3)
+gluon_tile = GluonDescriptor(
+    torch.empty(0, dtype=torch.bfloat16, device="meta"), [512, 512], [512, 1], [16, 32],
+    gl.NVMMASharedLayout.get_default_for([16, 32], gl.bfloat16),
+)
+args = [*[Boxed(memory[torch.bfloat16], gluon_tile)] * 6, 20]
+ran.clear()
+here._gluon_kernel[(3,)](*plain(args), num_warps=4, enable_fp_fusion=True)
+*want, sizes = ran.pop()
+fake.expect(sizes)
+for direct in (0, 1, 1):
+    before = fake.get("direct")
+    triton_launch.launch(here._gluon_kernel, (3,), *args, num_warps=4)
+    assert fake.get("direct") - before == direct
+assert list(fake.last()) == want
 before = _C.known_launches()
 for n in range(9000):  # integers that never repeat do not fill the memory
     triton_launch.launch(here._kinds_kernel, (1,), *[memory[torch.float32]] * 5, tiles[0],

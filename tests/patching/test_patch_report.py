@@ -1,13 +1,17 @@
 """What fastpar.patch reports."""
 
+import pytest
+import torch
 from test_patched import Nano, gpt2
 
 import fastpar
 
 
-def test_report_of_gpt2():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_report_of_gpt2(device):
     model = gpt2()
-    report = fastpar.patch(model)
+    with torch.device(device):  # torch's default device changes nothing
+        report = fastpar.patch(model)
     counts = {kind: len(names) for kind, names in report.replaced.items()}
     assert counts == {
         "GPT2Model": 1, "Embedding": 2, "GPT2Block": 2, "GPT2Attention": 2, "GPT2MLP": 2,

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fastpar.kernels.triton_launch import Boxed
+
 DEADLOCK_S = 20.0
 
 
@@ -294,7 +296,7 @@ def emulate(module, blocks):
 
     def launch(kernel, grid, *args, num_warps, **constants):
         assert num_warps == 4
-        args = [Box.of(x) if hasattr(x, "block_shape") else x for x in args]
+        args = [Box.of(x.descriptor()) if isinstance(x, Boxed) else x for x in args]
         args = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
         for program in range(grid[0]):
             block = emulator.local.block = Block(program, grid[0])

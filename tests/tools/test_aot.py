@@ -164,6 +164,43 @@ def test_a_tile_has_an_element_for_every_thread():
     assert aot._tiles(ttir, "store", 128) == 2
 
 
+WGMMA = """\
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry kernel(.param .u64 out) {
+  .reg .f32 %f<4>;
+  .reg .u64 %a, %b, %o;
+  mov.u64 %a, 1;
+  mov.u64 %b, 2;
+  mov.f32 %f0, 0f00000000;
+  mov.f32 %f1, %f0;
+  mov.f32 %f2, %f0;
+  mov.f32 %f3, %f0;
+  wgmma.fence.sync.aligned;
+  PRODUCT
+  BETWEEN
+  PRODUCT
+  wgmma.commit_group.sync.aligned;
+  wgmma.wait_group.sync.aligned 0;
+  ld.param.u64 %o, [out];
+  st.global.v4.f32 [%o], {%f0, %f1, %f2, %f3};
+  ret;
+}
+""".replace(
+    "PRODUCT",
+    "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+    "{%f0, %f1, %f2, %f3}, %a, %b, 1, 1, 1, 0, 0;",
+)
+
+
+def test_what_the_assembler_says_of_serialized_products():
+    """Sums that are changed between two products of one group, and those that are not."""
+    assert aot.warnings(WGMMA.replace("BETWEEN", ""), 90, {"num_warps": 4}) == []
+    changed = WGMMA.replace("BETWEEN", "mul.f32 %f1, %f1, %f0;")
+    assert "C7517" in aot.warnings(changed, 90, {"num_warps": 4})
+
+
 # Collecting and compiling
 
 

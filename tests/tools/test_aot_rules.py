@@ -72,6 +72,9 @@ GOOD = {
     "e4m3_products": 0,
     "hmma": 0,
     "hgmma": 0,
+    "waits": 0,
+    "groups": 0,
+    "warnings": [],
     "ldgsts": 0,
     "tma": 0,
     "mufu": 3,
@@ -80,7 +83,15 @@ GOOD = {
     "product_writes": 0,
     "float_atomics": 0,
 }
-MATRIX = {**GOOD, "kind": "matrix", "dots": ["bf16"], "hgmma": 4, "wide_loads": 0}
+MATRIX = {
+    **GOOD,
+    "kind": "matrix",
+    "dots": ["bf16"],
+    "hgmma": 4,
+    "waits": 2,
+    "groups": 2,
+    "wide_loads": 0,
+}
 NARROW = {"narrow_load_bytes": 64, "narrow_loads": 16}
 
 
@@ -236,6 +247,8 @@ BREAKS = [
     ("grid", GOOD, {"grid": [1, 1, 65536]}),
     ("atomics", GOOD, {"float_atomics": 1}),
     ("products in flight", MATRIX, {"product_writes": 1}),
+    ("pipelined products", MATRIX, {"warnings": ["C7513"]}),
+    ("waits for products", MATRIX, {"waits": 4}),
     ("tensor cores", MATRIX, {"hgmma": 0, "hmma": 8}),  # Ampere's instruction on Hopper
     ("tensor cores", MATRIX, {"arch": 80, "hgmma": 0}),
     ("8-bit products", MATRIX, {"dots": ["f8E4M3FN"]}),
