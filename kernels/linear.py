@@ -99,6 +99,29 @@ def add_matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
+@functools.cache
+def depends_on_threads(dtype: torch.dtype) -> bool:
+    """Whether products on this CPU have other bits with two threads than with one, by trying one.
+
+    Its sums cancel: what is left is their rounding, which shows the order in 16 bits too. Odd sizes
+    take the libraries' paths for remainders.
+    """
+    random = torch.Generator().manual_seed(0)
+    own = {"generator": random, "dtype": torch.float32, "device": "cpu"}
+    x, weight = torch.randn(97, 512, **own), torch.randn(100, 512, **own)
+    order = torch.randperm(1024, generator=random, device="cpu")
+    x = torch.cat([x, -x], 1)[:, order].to(dtype)
+    weight = torch.cat([weight, weight], 1)[:, order].to(dtype)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(matmul(x, weight.t()))
+    finally:
+        torch.set_num_threads(threads)
+    return not torch.equal(*found)
+
+
 def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
     """a [M, K] @ b [K, N] of 16 bits in fp32, as it is summed; in `out`, or added to it."""
     if a.device.type == "cpu":  # torch has it on CUDA

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+import fastpar  # noqa: F401  before the first product: see fastpar/__init__.py
+
 # Read once, at the first product on a GPU: a deterministic test may come after others.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

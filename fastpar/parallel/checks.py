@@ -20,7 +20,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastpar.comm.bucket_wires import LOW_RANK, rounded_weights
+from fastpar.comm.mesh import Mesh
 from fastpar.comm.wire_formats import CODES, OF_GRADIENTS, OF_WEIGHTS
+from fastpar.kernels.linear import depends_on_threads
 from fastpar.parallel.bucket import DTYPES
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import Engine, engine_of_parameter
@@ -249,6 +251,7 @@ _BESIDE_WIRES = {
     "offload": "leave one of them out",
     "reduce_dtype": "the format is that of wire_gradients: leave it out",
 }
+_WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
 WITHOUT_FEEDBACK = (
     "learned 3.451 bits a byte in 250 steps of a small GPT on 4 ranks where fp32 learned 3.406, "
     "one seed, and 2.343 in 2,000 steps on 2 ranks where fp32 learned 2.341, three seeds, which "
@@ -257,8 +260,13 @@ WITHOUT_FEEDBACK = (
 )
 
 
-def check_deterministic(settings: Settings, named: dict[nn.Parameter, tuple[str, ...]]) -> None:
-    """Sums that are rounded to 16 bits on the way depend on how they are split."""
+def check_deterministic(
+    settings: Settings, named: dict[nn.Parameter, tuple[str, ...]], mesh: Mesh
+) -> None:
+    """Refuse sums that are rounded to 16 bits on the way, warn of products that depend on threads.
+
+    Such sums depend on how they are split.
+    """
     if not settings.deterministic:
         return
     for p, names in named.items():
@@ -269,6 +277,17 @@ def check_deterministic(settings: Settings, named: dict[nn.Parameter, tuple[str,
                 "parallelize: expected gradients kept and sent in fp32 with deterministic=True, "
                 f"got grad_dtype={kept}, reduce_dtype={wire} for '{names[0]}'; pass "
                 "grad_dtype=torch.float32 and leave reduce_dtype out"
+            )
+    if mesh.rank or mesh.device.type != "cpu":
+        return
+    for dtype in sorted({p.dtype for p in named if p.requires_grad}, key=str):
+        if depends_on_threads(dtype):
+            setting = "MKL_CBWR=AUTO,STRICT" if dtype.itemsize > 2 else _WITHOUT_AMX
+            warnings.warn(
+                f"parallelize: with deterministic=True, products of {dtype} have other bits with "
+                "other numbers of threads here, so only runs with equally many threads a rank have "
+                f"the same bits; set {setting} before the process starts, or fix the number",
+                stacklevel=3,
             )
 
 

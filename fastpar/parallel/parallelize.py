@@ -209,7 +209,7 @@ def parallelize(
     groups, control = maker.of_engine(stage, n_shards, alone=offload is not None)
     of_experts = maker.of_experts(given, stage, n_shards)
     settings = _settings(options, stage, n_shards, mesh.dp_size, groups)
-    check_deterministic(settings, parameter_names(model))
+    check_deterministic(settings, parameter_names(model), mesh)
     if materialize is not None:
         allocate_meta(model, mesh.device, declared)
     stages = None if cut is None else make_stages(cut, model, mesh, maker.make)

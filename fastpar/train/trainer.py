@@ -111,6 +111,8 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
         )
     if system.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see _check_cublas
+        # Read by oneDNN's first product. With AMX the bits of 16-bit products depend on threads.
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     timeout_s = parse_seconds(config.faults.timeout, "timeout")
     mesh = Mesh(
         **axes_of(config.parallel),
