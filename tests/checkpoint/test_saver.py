@@ -234,9 +234,7 @@ def test_a_state_that_is_not_json_fails_on_all_ranks(tmp_path):
         mine.saver.save(1, {"x": torch.ones(2)})
         return mine.saver.settle().errors
 
-    words = (
-        "rank 0: expected a state of JSON values, got Object of type Tensor is not JSON serializ"
-    )
+    words = "rank 0: expected a state of JSON values, got Object of type Tensor is not JSON"
     for (error,) in run_ranks(rank, 2):
         assert error.startswith(words)
 
