@@ -67,10 +67,10 @@ def check_model(model: Any, mesh: Any) -> None:
                 f"parallelize: expected parameters with values, got an uninitialized '{name}'; "
                 "call the model once before"
             )
-        if is_traceable_wrapper_subclass(p):
+        if is_traceable_wrapper_subclass(p) or hasattr(p, "_is_flat_param"):
             raise ValueError(
                 f"parallelize: expected plain parameters, got {type(p).__name__} '{name}'; leave "
-                "fully_shard out: zero_stage=3 takes its place"
+                "FSDP and fully_shard out: zero_stage=3 takes their place"
             )
 
 

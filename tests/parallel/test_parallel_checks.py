@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
@@ -67,6 +67,9 @@ def test_models_and_meshes_of_others(one_process):
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         parallelize(model, Mesh())
 
+    def flat():
+        parallelize(FullyShardedDataParallel(stack(), device_id=torch.device("cpu")), Mesh())
+
     def inside():
         parallelize(DistributedDataParallel(stack()), Mesh())
 
@@ -77,7 +80,8 @@ def test_models_and_meshes_of_others(one_process):
         (lazy, r"parameters with values, got an uninitialized '0.weight'; call the model once"),
         (no_mesh, r"expected a fastpar.Mesh, got mesh=NoneType; pass fastpar.Mesh\(\)"),
         (no_model, r"expected a torch.nn.Module, got model=generator; pass the model"),
-        (split, r"plain parameters, got DTensor '0.weight'; leave fully_shard out: zero_stage=3"),
+        (split, r"plain parameters, got DTensor '0.weight'; leave FSDP and fully_sh"),
+        (flat, r"plain parameters, got Parameter '_fsdp_wrapped_module._flat_param'"),
         (inside, r"without DistributedDataParallel, which averages gradients too, got 'model'"),
         (around, r"DistributedDataParallel: expected a model without an engine, got one of fastp"),
     ):
