@@ -179,7 +179,11 @@ def _leave(error: Exception) -> int:
     file = error.filename if isinstance(error, OSError) else None
     missing = _missing_memory(error)
     if launch.is_rank() and launch.lost_peer(error):
-        status, line = launch.LOST_PEER, f"rank {os.environ['RANK']} stops: another rank is gone"
+        from fastpar.comm.watchdog import activity
+
+        status, step, why = launch.LOST_PEER, activity().step, str(error).splitlines()[0]
+        at = "" if step is None else f" in step {step}"
+        line = f"rank {os.environ['RANK']} stops{at}: another rank is gone ({why})"
     elif launch.is_rank() and launch.NOBODY_LIVES in str(error):
         status, line = launch.ALONE, str(error)
     elif _WRITTEN_FOR_USERS.match(str(error)):

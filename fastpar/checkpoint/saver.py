@@ -377,11 +377,14 @@ def _config_of(model: nn.Module, eot: int | None) -> dict[str, Any] | None:
 
 
 def _unreadable_state(state: dict[str, Any]) -> str | None:
-    """Why read_state would refuse a state. Values that are not JSON raise TypeError."""
+    """Why read_state would refuse a state."""
     for name in ("step", "model"):
         if name in state:
             return f"expected a state without {name!r}, which save() adds, got one; rename it"
-    text = json.dumps(state).encode()
+    try:
+        text = json.dumps(state).encode()
+    except (TypeError, ValueError) as error:
+        return f"expected a state of JSON values, got {error}; keep others elsewhere"
     try:
         if len(text) > JSON_BYTES // 2:  # with indents
             raise ValueError(f"{len(text)} bytes")

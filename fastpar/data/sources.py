@@ -153,7 +153,10 @@ def open_source(
             return read(files, path.parent.name or "files")
     elif _DATASET_NAME.fullmatch(source) and not path.parent.exists():
         return _open_dataset(source, text_column)
-    raise ValueError(f"load_data: expected an existing path, got source={source}; give {SOURCES}")
+    where = "" if path.is_absolute() else f" in {Path.cwd()}"
+    raise ValueError(
+        f"load_data: expected an existing path, got source={source}{where}; give {SOURCES}"
+    )
 
 
 def pieces(document: Document, piece_chars: int = _PIECE_CHARS) -> Iterator[str]:

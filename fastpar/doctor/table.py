@@ -32,7 +32,14 @@ import torch
 
 import fastpar.kernels
 from fastpar._version import __version__
-from fastpar.files.plain_files import parse_object, read_plain, reason, shown, write_text
+from fastpar.files.plain_files import (
+    parse_object,
+    read_plain,
+    reason,
+    shown,
+    user_cache,
+    write_text,
+)
 from fastpar.kernels import _C
 from fastpar.kernels.attention_peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof
@@ -49,7 +56,7 @@ def proofs_folder() -> Path:
     named = os.environ.get(FOLDER)
     if named:
         return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpar" / "proofs"
+    return user_cache() / "proofs"
 
 
 @functools.cache

@@ -16,10 +16,15 @@ def import_package(name: str, caller: str, need: str = "", instead: str = "") ->
     Raises:
         ImportError: it is missing.
     """
+    package = name.split(".")[0]
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError as error:
-        raise _missing(name.split(".")[0], caller, need, instead, str(error)) from error
+        raise _missing(package, caller, need, instead, str(error)) from error
+    if getattr(module, "__file__", "") is None:  # Python takes any folder of the name for one
+        folder = f"the folder {next(iter(module.__path__))}"
+        raise _missing(package, caller, need, instead, folder)
+    return module
 
 
 def package_file(package: str, file: str, caller: str, need: str = "", instead: str = "") -> Path:

@@ -12,6 +12,7 @@ computes GELU by erf, this model by tanh as GPT-2 does; the loss differs in the 
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +104,10 @@ def _load(path: Path) -> Any:
         why: Exception = error
         problem = reason(error)
     except Exception as error:  # whatever the unpickler meets in a file that is none
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's words before it are many
         why, problem = error, shown(f"{type(error).__name__}: {error}".splitlines()[0])
+        if asked:
+            problem = f"it asks for {asked[1]}, which is not made: save plain numbers"
     raise ValueError(
         f"load_nanogpt: expected a ckpt.pt of tensors and plain values, got {path} ({problem}); "
         "nothing else is read from it, and nothing is executed"

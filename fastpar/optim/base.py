@@ -96,7 +96,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             if name in param_group:
                 raise ValueError(
                     f"{caller}: expected {name} as an option of the optimizer, got {name}="
-                    f"{param_group[name]} in a group; use one optimizer for each {name}"
+                    f"{param_group[name]} in a group; use one optimizer for each {name}, and "
+                    "parallelize(zero_stage=1) in place of ZeroRedundancyOptimizer"
                 )
         plain(torch.optim.Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]

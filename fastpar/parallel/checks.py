@@ -12,12 +12,13 @@ import math
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpar.comm.bucket_wires import LOW_RANK, rounded_weights
 from fastpar.comm.mesh import Mesh
@@ -27,6 +28,51 @@ from fastpar.parallel.bucket import DTYPES
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.parallel.stages import STAGES, Settings
+
+
+class _Alone:
+    """What DistributedDataParallel reads first of a module that it wraps."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(
+            "DistributedDataParallel: expected a model without an engine, got one of "
+            "fastpar.parallelize, which averages gradients itself; leave it out"
+        )
+
+
+def refuse_ddp(model: nn.Module) -> None:
+    """From now on, wrapping this model in DistributedDataParallel raises."""
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = _Alone()
+
+
+def check_model(model: Any, mesh: Any) -> None:
+    """Refuse what is no model or no mesh of ours, and models that others have wrapped or split."""
+    for name, value, kind, advice in (
+        ("model", model, nn.Module, "pass the model"),
+        ("mesh", mesh, Mesh, "pass fastpar.Mesh()"),
+    ):
+        if not isinstance(value, kind):
+            known = "fastpar.Mesh" if kind is Mesh else "torch.nn.Module"
+            raise ValueError(
+                f"parallelize: expected a {known}, got {name}={type(value).__name__}; {advice}"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "parallelize: expected a model without DistributedDataParallel, which averages "
+                f"gradients too, got '{name or 'model'}'; pass its .module"
+            )
+    for name, p in model.named_parameters():
+        if nn.parameter.is_lazy(p):
+            raise ValueError(
+                f"parallelize: expected parameters with values, got an uninitialized '{name}'; "
+                "call the model once before"
+            )
+        if is_traceable_wrapper_subclass(p) or hasattr(p, "_is_flat_param"):
+            raise ValueError(
+                f"parallelize: expected plain parameters, got {type(p).__name__} '{name}'; leave "
+                "FSDP and fully_shard out: zero_stage=3 takes their place"
+            )
 
 
 def check_arguments(model: nn.Module, dp: int, options: Mapping[str, Any]) -> None:

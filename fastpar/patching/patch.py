@@ -120,6 +120,8 @@ def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
             continue
         found = losses.get(module) or plan(name, module, fused_loss, looks)
         if isinstance(found, str):
+            if type(module).__name__.startswith("FSDP"):
+                found = "fully_shard has changed its class: call patch before it"
             left.append((name, module, found))
         elif found is not None:
             _swap(name, module, found, report)

@@ -118,7 +118,7 @@ def test_missing_and_empty_paths(tmp_path, monkeypatch):
     (tmp_path / "pictures" / "a.png").write_bytes(b"\xff")
     for missing in ("nothing.txt", "empty/none", "no/text.txt", "no/such/path", "no*.txt", ""):
         with pytest.raises(
-            ValueError, match=rf"an existing path, got source={re.escape(missing)};"
+            ValueError, match=rf"path, got source={re.escape(missing)} in {tmp_path};"
         ):
             open_source(missing)
     for empty in ("empty", "empty.txt"):
@@ -433,6 +433,18 @@ def test_without_the_package_datasets(monkeypatch):
     for source in ("hf:org/name", "org/name"):
         with pytest.raises(ImportError, match=r"for source=org/name, .* run pip install datasets"):
             open_source(source)
+
+
+def test_a_folder_is_no_package(tmp_path, monkeypatch):
+    """Python takes ./datasets beside the text for a package without code."""
+    (tmp_path / "datasets").mkdir()
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(
+        ImportError, match=r"package datasets .*, got the folder .*datasets; run pip"
+    ):
+        open_source("hf:org/name")
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
 
 
 def test_real_datasets_library_reads_a_local_dataset(tmp_path):

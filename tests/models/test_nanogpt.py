@@ -4,6 +4,7 @@ import math
 import os
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -125,6 +126,9 @@ def test_a_model_without_biases(tmp_path):
 
 def test_models_that_are_none_of_ours(tmp_path):
     path = tmp_path / "ckpt.pt"
+    torch.save({"model": weights(), "model_args": ARGS, "best_val_loss": np.float64(1.5)}, path)
+    with pytest.raises(ValueError, match=r"\(it asks for numpy\.\S*multiarray.scalar, which is n"):
+        load_nanogpt(path)
     name = "transformer.h.1.mlp.c_fc.bias"
     write(path, {n: t for n, t in weights().items() if n != name})
     with pytest.raises(ValueError, match=f"expected a tensor {name}, got none of this name"):

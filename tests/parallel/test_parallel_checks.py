@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from cells import slow
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
 from fastpar.kernels import _C
@@ -39,6 +43,52 @@ def assert_all_raise(outcomes, kind, message):
     for outcome in outcomes:
         with pytest.raises(kind, match=message):
             raise outcome
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_models_and_meshes_of_others(one_process):
+    """Modules that were wrapped, split or never filled, and other things than a Mesh."""
+
+    def lazy():
+        parallelize(nn.Sequential(nn.LazyLinear(4)), Mesh())
+
+    def no_mesh():
+        parallelize(stack(), None)
+
+    def no_model():
+        parallelize(stack().parameters(), Mesh())
+
+    def split():
+        model = stack()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        parallelize(model, Mesh())
+
+    def flat():
+        parallelize(FullyShardedDataParallel(stack(), device_id=torch.device("cpu")), Mesh())
+
+    def inside():
+        parallelize(DistributedDataParallel(stack()), Mesh())
+
+    def around():
+        DistributedDataParallel(parallelize(stack(), Mesh()))
+
+    for build, message in (
+        (lazy, r"parameters with values, got an uninitialized '0.weight'; call the model once"),
+        (no_mesh, r"expected a fastpar.Mesh, got mesh=NoneType; pass fastpar.Mesh\(\)"),
+        (no_model, r"expected a torch.nn.Module, got model=generator; pass the model"),
+        (split, r"plain parameters, got DTensor '0.weight'; leave FSDP and fully_sh"),
+        (flat, r"plain parameters, got Parameter '_fsdp_wrapped_module._flat_param'"),
+        (inside, r"without DistributedDataParallel, which averages gradients too, got 'model'"),
+        (around, r"DistributedDataParallel: expected a model without an engine, got one of fastp"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build()
 
 
 @pytest.mark.parametrize(

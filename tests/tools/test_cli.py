@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from fastpar import cli
 from fastpar._version import __version__
 from fastpar.cli import main, parse_train
+from fastpar.comm.watchdog import activity, in_step
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.config.options import USUAL
 from fastpar.models.gpt import GPT
@@ -435,6 +436,20 @@ def test_sample_from_nanogpts_file(here, capsys):
     assert "/meta.pkl, as nanoGPT has it" in err
     assert fastpar("export ckpt.pt --to hf") == 0
     assert "has no biases" in capsys.readouterr().err
+
+
+def test_a_rank_says_which_other_one_is_gone_and_when(monkeypatch, capsys):
+    error = RuntimeError("all_reduce: got the end of rank 3, that closed its group\nmore")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    in_step(7)
+    assert cli._leave(error) == 3
+    words = (
+        "rank 1 stops in step 7: another rank is gone (all_reduce: got the end of rank 3, that c"
+    )
+    assert capsys.readouterr().err.startswith(words)
+    activity().step = None
 
 
 def test_what_is_said_decides_over_no_run(here):
