@@ -117,7 +117,7 @@ def test_generation_falls_back_after_its_first_step(attn):
     theirs, ours, report = fallback_pair(attn=attn)
     idx = ids_for(theirs, T=6)
     options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
-    with pytest.warns(UserWarning, match="past_key_values with tokens|attention_mask"):
+    with pytest.warns(UserWarning, match="a cache with tokens|attention_mask"):
         got = ours.generate(idx, **options)
     assert torch.equal(got, theirs.generate(idx, **options))
     assert got.shape == (2, 15)
@@ -135,6 +135,18 @@ def test_the_cache_of_the_first_step_is_theirs():
                 getattr(got.layers[layer], name), getattr(want.layers[layer], name)
             )
     assert not report.fallbacks
+
+
+def test_a_cache_may_have_any_name():
+    """Releases of transformers call it past_key_value, past_key_values and cache."""
+    _, ours, report = fallback_pair()
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    x = torch.randn(2, 5, 80)
+    for name in ("past_key_value", "past_key_values", "cache"):
+        cache = cache_utils.DynamicCache()
+        ours.transformer.h[0].attn(x, **{name: cache})
+        assert cache.get_seq_length() == 5
+        assert not report.fallbacks
 
 
 @pytest.mark.parametrize(
