@@ -220,8 +220,8 @@ def test_hooks_run_in_a_patched_model(name):
         torch.testing.assert_close(seen[1][0], seen[0][0])
 
 
-def test_parts_replaced_after_the_patch_are_used():
-    """What adapters do: c_attn becomes c_attn plus something."""
+def test_adapters_are_used_and_leave_the_rest_fused():
+    """What LoRA does: c_attn becomes c_attn plus something."""
 
     class Adapter(nn.Module):
         def __init__(self, base):
@@ -234,7 +234,7 @@ def test_parts_replaced_after_the_patch_are_used():
     for name in ("transformers D40", "nanoGPT"):
         theirs = MODELS[name]()
         ours = copy.deepcopy(theirs)
-        fastpar.patch(ours)
+        report = fastpar.patch(ours)
         idx = ids_for(theirs)
         for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             for model in (theirs.double(), ours.double()):
@@ -243,6 +243,7 @@ def test_parts_replaced_after_the_patch_are_used():
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "fastpar.patch")
                 torch.testing.assert_close(logits_of(ours, idx), logits_of(theirs, idx))
+        assert not report.fallbacks or name == "nanoGPT"
 
 
 @pytest.mark.parametrize("name", ["transformers D40", "nanoGPT"])
