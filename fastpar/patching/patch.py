@@ -40,6 +40,8 @@ class PatchReport:
             lines[0] += f", {self.already} were before"
         for kind, names in self.replaced.items():
             lines.append(f"  {len(names):>4} {kind}: {self.does[kind]}")
+        if self.replaced and not (self.falls_back or self.already):
+            lines.append("attention, MLPs and blocks are replaced in models of GPT-2's shape only")
         if self.left:
             lines.append("left as they are:")
         for (kind, why), names in self.left.items():

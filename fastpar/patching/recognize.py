@@ -10,6 +10,7 @@ nn.RMSNorm, nn.GELU and nn.Embedding are taken where they are exactly that.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import os
@@ -230,8 +231,10 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
         except ImportError:  # up to 4.45
             ForCausalLMLoss: Any = None  # type: ignore[no-redef]
         names = inspect.unwrap(type(module).forward).__code__.co_names
+        fields = [field.name for field in dataclasses.fields(CausalLMOutputWithCrossAttentions)]
         options = {
             "output": CausalLMOutputWithCrossAttentions,
+            "kept": [name for name in fields if name not in ("loss", "logits")],
             "asks": "loss_function" in names,
             "loss": ForCausalLMLoss,
         }
