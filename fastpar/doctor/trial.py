@@ -38,7 +38,7 @@ from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
 Way = Callable[[], AbstractContextManager[None]]
 SLOWER = 1.03  # own over what runs instead: below it they are equally fast
 SECONDS = 0.6  # of timing, for a pass of one op
-SHORT_MS = 0.5  # on a GPU: no call takes the host as long
+HOST_ROWS = 8192  # of a timed call: with more the GPU is what a step waits for
 MUCH_SLOWER = 8.0  # than own: two calls tell
 MOST_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a timed tensor: 32 MB, 512 MB in fp32
 FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
@@ -97,6 +97,7 @@ def _cases(case: Case, rows: int) -> tuple[list[ErrorCase], list[ErrorCase]]:
 
 
 def _prove(case: Case, rows: int, compiled: bool) -> Proof:
+    rows = rows or DEFAULT_ROWS[case.device]
     found, checked = _cases(case, rows)
     if not found:
         return Proof(OWN)
@@ -110,7 +111,7 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
         elif (why := wrong_apart(case, rows, name)) is not None:
             others[name] = why
     right = [name for name, why in others.items() if not why]
-    times, failed = _times(case, found[0], compiled, right)
+    times, failed = _times(case, found[0], compiled, right, host=rows <= HOST_ROWS)
     if OWN in failed:
         return Proof(STOCK, failed[OWN])
     others |= {name: why for name, why in failed.items() if name in others}
@@ -291,7 +292,7 @@ Times = dict[str, tuple[float, float]]  # ms of forward and backward
 
 
 def _times(
-    case: Case, one: ErrorCase, compiled: bool, others: Sequence[str]
+    case: Case, one: ErrorCase, compiled: bool, others: Sequence[str], *, host: bool
 ) -> tuple[Times, dict[str, str]]:
     """Of the own kernel, of what runs instead, of stock PyTorch, of that under torch.compile, and
     of other implementations; see time_ways."""
@@ -306,15 +307,15 @@ def _times(
         with config.patch(donated_buffer=False):  # backward is called repeatedly
             function(*one.inputs(case.dtype, case.device).values())
         ways["compiled"] = (stock, function)
-    return time_ways(case, one, ways)
+    return time_ways(case, one, ways, host=host)
 
 
 def time_ways(
-    case: Case, one: ErrorCase, ways: Mapping[str, tuple[Way, Any]]
+    case: Case, one: ErrorCase, ways: Mapping[str, tuple[Way, Any]], *, host: bool = False
 ) -> tuple[Times, dict[str, str]]:
     """The times of each (way, function), which is called inside way(); why others have none.
 
-    Of a call that takes a GPU less time than the host needs to give it out, the host's counts. What
+    host: where the host takes longer to start a call than a GPU to run it, its time counts. What
     takes MUCH_SLOWER times as long as the first one is called twice and no more.
 
     Raises:
@@ -362,9 +363,8 @@ def time_ways(
         near = {name: call for name, call in calls[direction].items() if times[name] <= most}
         timed = interleave(near, clock, budget_s=SECONDS, min_runs=3) if near else {}
         times |= {name: timing.p20_ms for name, timing in timed.items()}
-        for name, (call,) in calls[direction].items():
-            host_us = clock.host_us(call) if times[name] < SHORT_MS else None
-            times[name] = max(times[name], (host_us or 0.0) / 1e3)
+        for name, (call,) in calls[direction].items() if host else ():
+            times[name] = max(times[name], (clock.host_us(call) or 0.0) / 1e3)
     return {name: (ms, first[1].get(name, 0.0)) for name, ms in first[0].items()}, failed
 
 

@@ -96,8 +96,11 @@ def test_of_few_rows_the_host_s_time_counts(monkeypatch):
 
     monkeypatch.setattr(trial, "clock_for", lambda device: Clock())
     ways = {name: (contextlib.nullcontext, called(name)) for name in device}
-    times, _ = trial.time_ways(Case("cpu", "bias_gelu", torch.float32, 96), one, ways)
-    assert times == {"own": (0.02, 0), "hopper": (0.1, 0), "long": (7.0, 0)}
+    case = Case("cpu", "bias_gelu", torch.float32, 96)
+    times, _ = trial.time_ways(case, one, ways, host=True)
+    assert times == {"own": (0.02, 0), "hopper": (0.1, 0), "long": (9.0, 0)}
+    times, _ = trial.time_ways(case, one, ways)
+    assert times == {name: (ms, 0) for name, ms in device.items()}
 
 
 def test_one_without_a_backward_serves_none(monkeypatch):
