@@ -47,7 +47,7 @@ if [[ ${1:-} == pack ]]; then
   mkdir -p "$PACK"
   FASTPAR_CUDA=1 build_module "$PACK" || exit 1
   cp "$PACK"/_C*.so build/shim/fastpar/kernels/
-  TRITON_CACHE_DIR=$PWD/build/pack_cache "$PYTHON" -m bench.gpu_cells pack || exit 1
+  TRITON_CACHE_DIR=$PWD/build/pack_cache "$PYTHON" -m bench.gpu_checks pack || exit 1
   tar -C build/pack_cache -czf "$PACK/triton.tar.gz" .
   du -sh "$PACK"/*
   exit
@@ -67,4 +67,4 @@ else
     { cat build/gpu_build.log; echo "gpu.sh: the build failed" >&2; exit 1; }
 fi
 echo "module: $how, after $(($(date +%s) - STARTED)) s"
-exec "$PYTHON" -m bench.gpu_cells "$@" --started "$STARTED" --out "$OUT"
+exec "$PYTHON" -m bench.gpu_checks "$@" --started "$STARTED" --out "$OUT"
