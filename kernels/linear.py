@@ -250,14 +250,13 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def linear_bwd(
     dy: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool, need_dbias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias; [0] for what is not needed."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias; None for what is not needed."""
     rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-    none = x.new_empty(0)
     return (
-        matmul(rows, weight).view(x.shape) if need_dx else none,
-        matmul(rows.t(), x_rows) if need_dweight else none.clone(),
-        rows.sum(0) if need_dbias else none.clone(),
+        matmul(rows, weight).view(x.shape) if need_dx else None,
+        matmul(rows.t(), x_rows) if need_dweight else None,
+        rows.sum(0) if need_dbias else None,
     )
 
 
