@@ -120,11 +120,13 @@ def _output(*command: str) -> str | None:
 
 @functools.cache
 def commit() -> tuple[str, bool]:
-    """(commit, whether the tree differs from it); FASTPAR_COMMIT names it where git is missing."""
+    """(commit, whether the tree differs from it); FASTPAR_COMMIT names it for a copy of a tree."""
+    if "FASTPAR_COMMIT" in os.environ:
+        return os.environ["FASTPAR_COMMIT"], False
     git = ("git", "-c", "safe.directory=*")
     head = _output(*git, "rev-parse", "--short=12", "HEAD")
     if head is None:
-        return os.environ.get("FASTPAR_COMMIT", "unknown"), True
+        return "unknown", True
     changed = _output(*git, "status", "--porcelain", "--", ".", ":!bench/results", ":!README.md")
     return head, changed != ""
 
