@@ -25,7 +25,7 @@ EMULATED = @echo "== set-up: csrc/ with its CUDA kernels compiled for the CPU"; 
   FASTPAR_CUDA=emulated $(BIN)/python setup.py -q build_ext --build-lib build/emulated > build/emulated.log 2>&1 || \
   { cat build/emulated.log; exit 1; }
 
-.PHONY: train test test-slow bench report lint docs aot cuda-check gpu clean
+.PHONY: train test test-slow bench report lint docs aot cuda-check gpu gpu-pack clean
 
 train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 5 to 8 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(RECIPE) $(ARGS)
@@ -59,8 +59,17 @@ aot: $(VENV)/dev.done build/triton-3.6.done  ## compile every Triton kernel for 
 cuda-check: $(VENV)/dev.done  ## compile every CUDA kernel for sm_80 and sm_90a, without a GPU: registers, spills, SASS (skips without nvcc)
 	$(BIN)/python -m bench.compiler.cuda_check $(ARGS)
 
-gpu:  ## on a machine with an NVIDIA GPU and no network: build there, GPU tests, all benches, results to bench/results
-	bash bench/gpu.sh $(ARGS)
+gpu:  ## on a machine with an NVIDIA GPU and no network: is it right, is it fast; a report into build/gpu
+	bash bench/gpu.sh right && bash bench/gpu.sh fast
+
+gpu-pack: build/pack.done  ## without a GPU: what `bench/gpu.sh` need not compile there; PYTHON=python3.12, nvcc
+	PYTHON=$(CURDIR)/build/pack_venv/bin/python bash bench/gpu.sh pack
+
+build/pack.done:
+	@echo "== set-up: Python of a GPU's machine: torch 2.11.0, triton 3.6.0 (several GB)"
+	$(PYTHON) -m venv build/pack_venv
+	build/pack_venv/bin/python -m pip install --quiet torch==2.11.0 numpy pybind11 ninja setuptools safetensors
+	touch $@
 
 clean:
 	rm -rf $(VENV) build kernels/_C.*.so kernels/_C.py *.egg-info

@@ -57,7 +57,7 @@ LINES = (
     Line("bias + GELU", "gelu", r"bias_gelu (N=\d+ F=3072)", BOTH),
     Line("`cross_entropy`", "cross_entropy", r"cross_entropy (N=\d+ V=50304)", BOTH),
     Line("`linear_cross_entropy`", "linear_cross_entropy", r".* (N=.* V=50304)", "forward"),
-    Line("training step, one process", "train", r"(12x768 T=\d+ B=\d+)", "step"),
+    Line("training step, one process", "train", r"(12x768 T=\d+ B=\d+|124M T=1024 B=32)", "step"),
     *(
         Line(f"training step, ZeRO-{stage}", "zero", ZERO, "step", f"fastpar ZeRO-{stage}", "one")
         for stage in (1, 2, 3)
