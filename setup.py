@@ -7,6 +7,7 @@ torch version. `python setup.py -q describe_build` says what a build would compi
 FASTPAR_CPP=0 installs without the module, so without a compiler: torch computes everything.
 FASTPAR_CUDA=0 builds without nvcc, =1 with it whatever torch was built with. =emulated builds what
 the tests of the CUDA kernels run on a CPU: the same sources, compiled as C++ (csrc/cuda_launch.h).
+FASTPAR_CUDA_ARCHS="90a" builds for one GPU alone: half of the time.
 """
 
 import importlib.util
@@ -21,17 +22,17 @@ import sysconfig
 from pathlib import Path
 from typing import ClassVar
 
-import setuptools
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-CUDA_ARCHS = (
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90a,code=sm_90a",
-    "-gencode=arch=compute_90,code=compute_90",  # PTX for later architectures
-)
+ARCHS = os.environ.get("FASTPAR_CUDA_ARCHS") or "80 90a 90+PTX"  # +PTX: for later ones, too
+CUDA_ARCHS = [
+    f"-gencode=arch=compute_{a.removesuffix('+PTX')},code={'compute' if 'PTX' in a else 'sm'}_"
+    f"{a.removesuffix('+PTX')}"
+    for a in ARCHS.split()
+]
 
 
 # --fmad=false: the device rounds each operation as the host does (-ffp-contract=off there).
@@ -53,15 +54,6 @@ def without_cpp() -> bool:
     if value not in ("", "0", "1"):
         sys.exit(f"setup.py: expected 0 or 1, got FASTPAR_CPP={value}; 0 leaves C++ out")
     return value == "0"
-
-
-def check_setuptools() -> None:
-    """Ends the build with one line, instead of a page about pyproject.toml, where it is old."""
-    if int(setuptools.__version__.split(".")[0]) < 77:
-        sys.exit(
-            f"setup.py: expected setuptools >= 77, got {setuptools.__version__}; type "
-            "pip install 'setuptools>=77'"
-        )
 
 
 def check_compiler() -> None:
@@ -257,7 +249,6 @@ class DescribeBuild(Command):
         print(describe())
 
 
-check_setuptools()
 if BUILDS & set(sys.argv) and not without_cpp():
     check_compiler()  # here: from inside a command the line would stand below pages of others'
 sources = sorted(
@@ -266,6 +257,7 @@ sources = sorted(
 headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.h"))
 module = Extension("fastpar.kernels._C", sources=sources, depends=headers)
 setup(
+    license="Apache-2.0",
     ext_modules=[] if without_cpp() else [module],
     cmdclass={"build_ext": NinjaBuild, "build_py": Modules, "describe_build": DescribeBuild},
 )

@@ -1,62 +1,70 @@
 #!/usr/bin/env bash
-# What `make gpu` runs on a machine with an NVIDIA GPU and no network: the build, then a part of
-# bench/gpu.py. From a plain copy of the tree, without .git, too.
+# Checks and times the package on a machine with an NVIDIA GPU and no network, from a plain copy of the
+# tree, without .git, too. It writes report.json, report.txt and logs.tar.gz into $OUT (default build/gpu).
 #
-#   bench/gpu.sh --part 1                     is it right: smoke, proofs, tests, sanitizer
-#   bench/gpu.sh --part 2                     is it fast: GPT-2 124M and larger, memory, profile
-#   bench/gpu.sh --part 3                     tiles, single ops, emulated links
-#   bench/gpu.sh                              all three, one after another
-#   bench/gpu.sh --part 1 --device cpu --quick    a rehearsal without a GPU, tiny shapes
+#   bench/gpu.sh right                      is it right, and first times: 270 seconds
+#   bench/gpu.sh fast                       is it fast: 380 seconds
+#   bench/gpu.sh right --device cpu --quick    a rehearsal without a GPU, tiny shapes
+#   bench/gpu.sh pack                       on a machine without a GPU: builds into build/gpu_pack what the
+#                                           two then need not compile (Python 3.12, torch 2.11, Triton 3.6, nvcc)
 #
-# A part takes less than 9 minutes with its build. What it found is one archive in $OUT (default
-# build/gpu), complete after every step; `python -m bench ingest ARCHIVE` makes results of it.
-#
-# PYTHON names the interpreter: it needs torch, pybind11, ninja, setuptools, numpy, pytest.
-# FASTPAR_GPU_BUILD=pip|inplace|none builds one way only (default: pip, then inplace).
-# FASTPAR_COMMIT names the commit where git is missing.
+# PYTHON names the interpreter: it needs torch, triton, pybind11, ninja, setuptools, numpy, pytest.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 STARTED=$(date +%s)
 PYTHON=${PYTHON:-$(test -x .venv/bin/python && echo "$PWD/.venv/bin/python" || echo python3)}
 OUT=${OUT:-$PWD/build/gpu}
+PACK=$PWD/build/gpu_pack
 mkdir -p "$OUT" build
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTORCH_NVML_BASED_CUDA_CHECK=1
+export FASTPAR_CUDA_ARCHS=${FASTPAR_CUDA_ARCHS-90a}
 # Of the toolkit: compute-sanitizer is often not on the PATH.
 PATH=$PATH:/usr/local/cuda/bin:/opt/cuda/bin
 
-# Where pip cannot install. From a copy without pyproject.toml: setuptools below 77 refuses its license.
-build_inplace() {
-  local copy=build/plain
-  rm -rf "$copy"
-  mkdir -p "$copy"
-  cp -r setup.py csrc "$copy/"
-  (cd "$copy" && "$PYTHON" setup.py -q build_ext --build-lib lib) &&
-    cp "$copy"/lib/fastpar/kernels/_C*.so kernels/
-}
-# And then: fastpar/ and kernels/ as one package out of links. The working directory
-# must stay off the path then (its fastpar/ has no kernels/), hence the safe path.
+# fastpar/ and kernels/ as one package out of links. The working directory must stay off the path
+# then (its fastpar/ has no kernels/), hence the safe path.
 make_shim() {
   local shim=$PWD/build/shim
   rm -rf "$shim"
-  mkdir -p "$shim/fastpar"
+  mkdir -p "$shim/fastpar/kernels"
   ln -s "$PWD"/fastpar/* "$shim/fastpar/"
-  ln -s "$PWD/kernels" "$shim/fastpar/kernels"
+  ln -s "$PWD"/kernels/*.py "$PWD"/kernels/*.json "$shim/fastpar/kernels/"
   ln -s "$PWD/bench" "$shim/bench"
   export PYTHONPATH="$shim${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 }
-build() {
-  local how=${FASTPAR_GPU_BUILD:-}
-  if [[ ${how:-pip} == pip ]] &&
-    "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation --no-index -e .; then
-    echo "built: pip install -e ."
-  elif [[ ${how:-inplace} == inplace ]] && build_inplace; then
-    make_shim
-    echo "built: setup.py build_ext, imported from build/shim"
-  elif [[ $how != none ]]; then
-    return 1
-  fi
-  (cd build && "$PYTHON" -m fastpar.kernels.backend)
+# Where pip cannot install. From a copy without pyproject.toml: an old setuptools refuses its license.
+build_module() {
+  local copy=build/plain
+  mkdir -p "$copy"
+  cp -rpu setup.py csrc "$copy/"
+  (cd "$copy" && "$PYTHON" setup.py -q build_ext --build-lib lib) && cp "$copy"/lib/fastpar/kernels/_C*.so "$1/"
 }
-# Not in a subshell: make_shim exports.
-build >build/gpu_build.log 2>&1 || { cat build/gpu_build.log; echo "gpu.sh: the build failed" >&2; exit 1; }
-exec "$PYTHON" -m bench.gpu --started "$STARTED" --build-log build/gpu_build.log --out "$OUT" "$@"
+loads() { (cd build && "$PYTHON" -m fastpar.kernels.backend); }
+
+make_shim
+if [[ ${1:-} == pack ]]; then
+  rm -rf "$PACK"
+  mkdir -p "$PACK"
+  FASTPAR_CUDA=1 build_module "$PACK" || exit 1
+  cp "$PACK"/_C*.so build/shim/fastpar/kernels/
+  TRITON_CACHE_DIR=$PWD/build/pack_cache "$PYTHON" -m bench.gpu_checks pack || exit 1
+  tar -C build/pack_cache -czf "$PACK/triton.tar.gz" .
+  du -sh "$PACK"/*
+  exit
+fi
+how=carried
+if cp "$PACK"/_C*.so build/shim/fastpar/kernels/ 2>/dev/null && loads >build/gpu_build.log 2>&1; then
+  export TRITON_CACHE_DIR=$PWD/build/triton_cache
+  mkdir -p "$TRITON_CACHE_DIR"
+  tar -C "$TRITON_CACHE_DIR" -xzf "$PACK/triton.tar.gz" || true
+elif compgen -G "kernels/_C*.so" >/dev/null && rm -f build/shim/fastpar/kernels/_C* &&
+  ln -s "$PWD"/kernels/_C*.so build/shim/fastpar/kernels/ && loads >build/gpu_build.log 2>&1; then
+  how=installed
+else
+  how=built
+  rm -f build/shim/fastpar/kernels/_C*
+  build_module build/shim/fastpar/kernels >build/gpu_build.log 2>&1 && loads >>build/gpu_build.log 2>&1 ||
+    { cat build/gpu_build.log; echo "gpu.sh: the build failed" >&2; exit 1; }
+fi
+echo "module: $how, after $(($(date +%s) - STARTED)) s"
+exec "$PYTHON" -m bench.gpu_checks "$@" --started "$STARTED" --out "$OUT"

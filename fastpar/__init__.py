@@ -8,10 +8,14 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
 from fastpar._version import __version__
+
+# MKL reads it at its first product: the same bits for any number of threads and rows, on Intel.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # Module -> the public names that live there: the one list. __init__.pyi is its copy for type
 # checkers; `python tests/tools/test_import.py` writes it, and a test compares the two.

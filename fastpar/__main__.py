@@ -12,6 +12,8 @@ import sys
 
 def run() -> int:
     """The command in sys.argv; its exit status."""
+    if sys.path[0] in ("", os.getcwd()):  # python -m: a ./random.py there is not Python's
+        sys.path.append(sys.path.pop(0))
     handler = signal.getsignal(signal.SIGINT)
     if handler == signal.default_int_handler:  # as launch.interrupt_kills, which is not there yet
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -83,8 +83,58 @@ class ExportCommand(_OfWeights):
     """The weights' average, of a run with --ema."""
 
 
+class _Unfailing(io.RawIOBase):
+    """Writes to a descriptor; what finds no room or no reader is lost."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, text: Any) -> int:
+        with contextlib.suppress(OSError):
+            return os.write(self._descriptor, text)
+        return len(text)
+
+
+def _open_streams(unfailing: bool) -> None:
+    """Descriptors 0 to 2 that are closed lead nowhere: a file would take their numbers.
+
+    Args:
+        unfailing: neither they nor characters that they do not have raise an error.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(descriptor, "w" if descriptor else "r")  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        if unfailing and descriptor and stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            raw = io.BufferedWriter(_Unfailing(descriptor))  # type: ignore[type-var]
+            lines = descriptor == 2 or stream.isatty()
+            fresh = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", None, lines)
+            setattr(sys, name, fresh)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status. Says no more once nobody reads it, as in `| head`."""
+    """Runs one command; the exit status. Says no more once nobody reads it, as in `| head`.
+
+    What a training run says never ends it.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _open_streams(unfailing=arguments[:1] == ["train"])
     try:
         try:
             return _main(arguments)
@@ -96,8 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _NOBODY_READS
 
 
-def _main(arguments: Sequence[str] | None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+def _main(arguments: list[str]) -> int:
     if launch.launched_here():
         launch.follow_launcher()
     name = arguments[0] if arguments else "--help"
@@ -118,7 +167,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not launch.is_rank():
-            if name in ("train", "profile", "compare") and "--help" not in arguments:
+            if name in ("profile", "compare") and "--help" not in arguments:
                 print(f"fastpar {name}: stops: what reads its output is gone", file=sys.stderr)
             raise
         return _leave(error)
@@ -130,7 +179,11 @@ def _leave(error: Exception) -> int:
     file = error.filename if isinstance(error, OSError) else None
     missing = _missing_memory(error)
     if launch.is_rank() and launch.lost_peer(error):
-        status, line = launch.LOST_PEER, f"rank {os.environ['RANK']} stops: another rank is gone"
+        from fastpar.comm.watchdog import activity
+
+        status, step, why = launch.LOST_PEER, activity().step, str(error).splitlines()[0]
+        at = "" if step is None else f" in step {step}"
+        line = f"rank {os.environ['RANK']} stops{at}: another rank is gone ({why})"
     elif launch.is_rank() and launch.NOBODY_LIVES in str(error):
         status, line = launch.ALONE, str(error)
     elif _WRITTEN_FOR_USERS.match(str(error)):
@@ -284,10 +337,11 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     """
     base, arguments, changes, saved = read_base(arguments)[:4]
     flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
-    config = TrainConfig(**without_idle(vars(flags), saved)).replace(changes)
-    nproc, ranks = config.system.nproc, os.environ.get("WORLD_SIZE", "1")
+    nproc = flags.system.nproc
+    ranks = int(os.environ["WORLD_SIZE"]) if launch.is_rank() else nproc
+    config = TrainConfig(**without_idle(vars(flags), saved, ranks)).replace(changes)
     by_torchrun = launch.is_rank() and not launch.launched_here()
-    if by_torchrun and nproc not in (base.system.nproc, int(ranks)):
+    if by_torchrun and nproc not in (base.system.nproc, ranks):
         raise ValueError(
             f"train: expected no --nproc under torchrun, which has started {ranks} ranks, got "
             f"nproc={nproc}; use --nproc-per-node of torchrun"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.kernels import _C, backend
+from fastpar.kernels import _C, backend, choice
 from fastpar.kernels.adamw_checks import (
     MOMENT_CODES,
     Hyper,
@@ -190,7 +190,7 @@ def _fused_torch(
         exp_avgs,
         exp_avg_sqs,
         rest[0] if amsgrad else [],
-        [torch.full((), step, device=params[0].device)] * len(rows),
+        [torch.full((), step, device=params[0].device, dtype=torch.float32)] * len(rows),
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -230,6 +230,9 @@ def _run(
     columns = [params, grads, *states, exp_avg_scales, exp_avg_sq_scales]
     call = (columns, grad_scale, found_inf, ranges, hypers, hyper_tensors, hyper_slots)
     on_cuda = params[0].dtype in DTYPE_CODES and use_cuda("adamw_step_", params[0])
+    if hyper_tensors and not on_cuda and (params[0].is_cuda or backend.cuda_on_cpu):
+        # torch's would read them on the host: it would wait, and a capture would fail.
+        on_cuda = choice.is_right("adamw_step_", params[0])
     if on_cuda or use_cpp("adamw_step_", params[0]):
         threads = threads or torch.get_num_threads()
         _step_compiled(*call, maximize, zero_grad, seed, threads, on_cuda)

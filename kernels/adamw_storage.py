@@ -60,9 +60,11 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
     """The value of each code for a scale of 1."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     if signed:
-        t = codes.view(torch.int8).float() * (torch.ones((), device=device) / 127)
+        t = codes.view(torch.int8).float() * (
+            torch.ones((), device=device, dtype=torch.float32) / 127
+        )
         return t * t.abs()
-    t = codes.float() * (torch.ones((), device=device) / 255)
+    t = codes.float() * (torch.ones((), device=device, dtype=torch.float32) / 255)
     return t * t * (t * t)
 
 

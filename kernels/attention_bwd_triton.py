@@ -480,7 +480,9 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
 
     def run(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> None:
         o = torch.empty(q.shape, dtype=q.dtype, device="meta")
-        lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), device="meta")
+        lse = torch.empty(
+            (*q.shape[:-3], q.shape[-2], q.shape[-3]), device="meta", dtype=torch.float32
+        )
         attention_bwd(o, q, k, v, o, lse, q, k, v, *settings)
 
     return aot_variants(run)

@@ -12,9 +12,10 @@ All keep of a row the logarithm of its sum of exponentials, so that any forward 
 backward, ours included. fastpar/doctor tries each on the machine at hand: what is right and faster
 serves plain calls (no dropout, no documents) from then on, forward and backward chosen apart.
 FASTPAR_ATTENTION=<name> forces one, and is refused where it would be ignored; FASTPAR_BACKEND=cpp
-or triton forces `own`. Under torch.use_deterministic_algorithms `own` serves: others'
-backward adds in any order (torch: flash only unless asked otherwise, cuDNN and efficient always),
-and their forward may cut a row's keys by the size of the batch.
+or triton forces `own`; FASTPAR_PEERS=-<name>,... leaves some out. Under
+torch.use_deterministic_algorithms `own` serves: others' backward adds in any order (torch: flash
+only unless asked otherwise, cuDNN and efficient always), and their forward may cut a row's keys by
+the size of the batch.
 
 [Note: others' masks] With dropout others draw masks of their own, which are not the same mask on
 every layout: such calls are `own`'s, and refused where another is forced.
@@ -50,6 +51,7 @@ class Peer(NamedTuple):
             base 2 if in_place.
         backward: (do, q, k, v, o, lse, causal, scale) -> dq, dk, dv; None: it has none.
         device, dtypes, most: what it takes; most: the largest head dimension.
+        apart: it is tried in a process of its own, for it may hang.
         in_place: forward gives and backward takes the own statistics; backward takes dq, dk and dv
             behind scale, and writes these.
     """
@@ -60,6 +62,7 @@ class Peer(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     most: int
     in_place: bool = False
+    apart: bool = False
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -162,7 +165,7 @@ def _hopper_bwd(do, q, k, v, o, stats, causal, scale, dq, dk, dv) -> None:
 
 
 PEERS = {
-    "hopper": Peer(_hopper_fwd, _hopper_bwd, "cuda", _HALF, 128, in_place=True),
+    "hopper": Peer(_hopper_fwd, _hopper_bwd, "cuda", _HALF, 128, in_place=True, apart=True),
     "flash": Peer(_flash_fwd, _flash_bwd, "cuda", _HALF, 256),
     "cudnn": Peer(_cudnn_fwd, _cudnn_bwd, "cuda", _HALF, 128),
     "efficient": Peer(_efficient_fwd, _efficient_bwd, "cuda", (*_HALF, torch.float32), 256),
@@ -181,11 +184,25 @@ def read_forced(name: str) -> str:
     return "" if name == "auto" else name
 
 
+def read_left_out(text: str) -> frozenset[str]:
+    """FASTPAR_PEERS's value, checked: "-hopper,-cudnn"."""
+    names = [name for name in text.split(",") if name]
+    if any(name[0] != "-" or name[1:] not in PEERS for name in names):
+        raise ValueError(
+            f"attention: expected names of {', '.join(PEERS)}, each with a minus before it, got "
+            f"FASTPAR_PEERS={text}; correct it"
+        )
+    return frozenset(name[1:] for name in names)
+
+
 forced = read_forced(os.environ.get("FASTPAR_ATTENTION", "auto"))
+left_out = read_left_out(os.environ.get("FASTPAR_PEERS", ""))
 
 
 def _refusal_of_kind(name: str, device: str, dtype: torch.dtype, head_dim: int) -> str:
     peer = PEERS[name]
+    if name in left_out:
+        return "is left out by FASTPAR_PEERS"
     if device != peer.device:
         return f"needs {peer.device} tensors, not {device}"
     if dtype not in peer.dtypes:
@@ -213,6 +230,8 @@ def refusal(
         return "takes a key head for each query head here"
     if causal and q.shape[-3] != k.shape[-3]:
         return "would align a causal mask to another key"
+    if name == "cudnn" and 1 in (q.shape[-3], k.shape[-3]):
+        return "takes two tokens or more"  # cuDNN 9.19 refuses one, or ends the process
     return attention_hopper.refusal(q, k, v, causal=causal) if name == "hopper" else ""
 
 

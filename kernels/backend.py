@@ -14,6 +14,8 @@ FASTPAR_ISA=auto|baseline|avx2|avx512
     the instruction set of the compiled kernels; results have the same bits on each
 FASTPAR_ATTENTION=auto|own|<one of attention_peers.py>
     who serves attention's plain calls; auto: what a proof found right and fastest
+FASTPAR_PEERS=-<one of attention_peers.py>,...
+    who is left out, untried
 
 Without the compiled module (installed with FASTPAR_CPP=0) auto is torch, and cpp is refused.
 `fastpar info` prints what was chosen.

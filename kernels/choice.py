@@ -133,6 +133,12 @@ def may_run(op: str, x: Tensor) -> bool:
     return proof.chosen == OWN
 
 
+def is_right(op: str, x: Tensor) -> bool:
+    """Whether the own kernel passed its proof for tensors like x, whatever its time."""
+    proof = proofs.get(_key_of(op, x))  # type: ignore[call-overload]
+    return proof is not None and bool(proof.own_ms[0])
+
+
 def is_proven(op: str, x: Tensor) -> bool:
     """may_run() for an op with a complete other form, which serves while others are tried and
     where the user asks torch for deterministic algorithms."""

@@ -103,7 +103,7 @@ def count_targets(op: str, targets: Tensor, vocab_size: int, ignore_index: int) 
             f"{op}: expected targets in [0, {vocab_size}) or ignore_index={ignore_index}, "
             f"got targets[{i}]={targets[i].item()}; check the tokenizer against vocab_size"
         )
-    return torch.tensor(float(valid))
+    return torch.tensor(float(valid), dtype=torch.float32, device="cpu")
 
 
 def gradient_scale(count: Tensor, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -212,7 +212,7 @@ def cross_entropy_rows(
         return _rows_torch(
             logits, targets, grad, vocab_size, ignore_index, label_smoothing, z_loss, scale
         )
-    losses = torch.empty(logits.shape[0])
+    losses = torch.empty(logits.shape[0], dtype=torch.float32, device="cpu")
     _C.cross_entropy_rows(
         _sizes(logits, vocab_size, grad, scale, ignore_index),
         logits.data_ptr(),

@@ -45,7 +45,9 @@ def cross_entropy_shard_fwd(
 
         return cross_entropy_shard_triton.shard_fwd(logits, targets, first, v, ignore_index)
     if use_cpp("cross_entropy_shard", logits):
-        top, total, target_logit = (torch.empty(logits.shape[0]) for _ in range(3))
+        top, total, target_logit = (
+            torch.empty(logits.shape[0], dtype=torch.float32, device="cpu") for _ in range(3)
+        )
         _C.cross_entropy_shard(
             _sizes(logits, v, ignore_index),
             logits.data_ptr(),

@@ -171,7 +171,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         def call() -> None:
             logits = torch.empty(8, 25216, dtype=dtype, device="meta")
             targets = torch.empty(8, dtype=torch.int64, device="meta")
-            lse = torch.empty(8, device="meta")
+            lse = torch.empty(8, device="meta", dtype=torch.float32)
             shard_fwd(logits, targets, 25216, 25041, -100)
             out = torch.empty_like(logits)
             for grad in (out, logits):

@@ -37,6 +37,7 @@ from fastpar.kernels.philox import (
     quantize_p,
     refuse_parts,
 )
+from fastpar.kernels.weight_gradients import wide_room
 
 
 def _check_ids(idx: Tensor, rows: int) -> None:
@@ -200,6 +201,7 @@ def _setup_context(ctx, inputs, output):
     # Not saved: between forward and backward others add to the same buffer (the tied head does).
     ctx.wte_grad = wte_grad if wte.requires_grad else None
     ctx.rows = wte.shape[0] if wte.requires_grad and wte_grad is None else 0
+    ctx.wte = wte if ctx.rows and hasattr(wte, "fastpar_wide_place") else None
     ctx.positions = wpe.shape[0] if wpe is not None and wpe.requires_grad else 0
 
 
@@ -207,14 +209,18 @@ def _backward(ctx, dx):
     refuse_double_backward("embedding")
     idx, key = ctx.saved_tensors
     mask, places = (key, ctx.site, ctx.threshold), (ctx.positions, ctx.first_position)
-    dwte = None
-    if ctx.wte_grad is None:
-        dwte, dwpe = _embedding_bwd(dx, idx, *mask, ctx.rows, *places)
-    else:
+    dwte, buffer = None, ctx.wte_grad
+    if buffer is not None:
         refuse_batch("embedding", "wte_grad", dx)
-        dwpe = _embedding_bwd_(ctx.wte_grad, dx, idx, *mask, *places)
+    elif (found := wide_room(ctx.wte, dx)) is not None:
+        buffer = found[0] if found[1] else found[0].zero_()
+    if buffer is not None:
+        dwpe = _embedding_bwd_(buffer, dx, idx, *mask, *places)
+    else:
+        dwte, dwpe = _embedding_bwd(dx, idx, *mask, ctx.rows, *places)
+        dwte = dwte if ctx.rows else None
     none = (None,) * 5
-    return None, dwte if ctx.rows else None, dwpe if ctx.positions else None, *none
+    return None, dwte, dwpe if ctx.positions else None, *none
 
 
 define_autograd(_embedding, _setup_context, _backward)

@@ -105,7 +105,9 @@ def _composed_result(
     filled = (high != 0) | (low != 0)
     top = (filled * torch.arange(_BINS, device=bins.device)).max().clamp(min=1)
     scale = (
-        torch.tensor(loss_scale, dtype=torch.float32) if loss_scale_at is None else loss_scale_at
+        torch.tensor(loss_scale, dtype=torch.float32, device="cpu")
+        if loss_scale_at is None
+        else loss_scale_at
     )
     scale = scale.to(bins.device, torch.float64).view(())
     norm = ((totals.take(top) + totals.take(top - 1)).sqrt() / scale).float()
@@ -125,7 +127,7 @@ def _norm_bins(tensors: list[Tensor], counted: list[bool]) -> Tensor:
         return bins
     if not use_cpp("norm_bins", first):
         return _composed_bins(tensors, counted)
-    bins = torch.zeros(NORM_WORDS, dtype=torch.int64)
+    bins = torch.zeros(NORM_WORDS, dtype=torch.int64, device="cpu")
     _C.norm_bins(_ranges(tensors, counted), bins.data_ptr(), torch.get_num_threads())
     return bins
 
@@ -141,7 +143,7 @@ def _norm_from_bins(
         return result
     if bins.device.type != "cpu" or backend.choice == "torch":
         return _composed_result(bins, *clip, loss_scale_at)
-    result = torch.empty(3, dtype=torch.float32)
+    result = torch.empty(3, dtype=torch.float32, device="cpu")
     at = 0 if loss_scale_at is None else loss_scale_at.data_ptr()
     _C.norm_from_bins(bins.data_ptr(), *clip, at, result.data_ptr())
     return result
@@ -286,7 +288,7 @@ def global_norm(
     device = tensors[0].device if tensors else torch.device("cpu")
     clip = _clip("global_norm", max_norm, loss_scale, eps, device)
     if not tensors:
-        bins = torch.zeros(NORM_WORDS, dtype=torch.int64)
+        bins = torch.zeros(NORM_WORDS, dtype=torch.int64, device="cpu")
         return GlobalNorm(*_norm_from_bins_op(bins, *clip).unbind())
     return GlobalNorm(*_global_norm_op(*lists, *clip).unbind())
 
@@ -316,7 +318,7 @@ def norm_bins(
     if out is not None:
         _check_bins("norm_bins", out, device if tensors else out.device)
     if not tensors:
-        return torch.zeros(NORM_WORDS, dtype=torch.int64) if out is None else out
+        return torch.zeros(NORM_WORDS, dtype=torch.int64, device="cpu") if out is None else out
     bins = _norm_bins_op(*lists)
     return bins if out is None else out.add_(bins)
 

@@ -43,8 +43,6 @@ from fastpar.kernels.weight_gradients import place_for, queue_for
 if TYPE_CHECKING:
     from fastpar.kernels.linear_fp8 import Fp8
 
-# Whether torch multiplies 16-bit matrices to an fp32 result.
-MIXED_MM = "dtype" in torch.ops.aten.mm.overloads()
 GELU_AUX_BIAS, DGELU_BGRAD, BGRADB = 164, 208, 512  # cublasLtEpilogue_t
 _WORKSPACE_BYTES = 32 << 20  # as NVIDIA recommends for sm_90
 
@@ -101,6 +99,29 @@ def add_matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
+@functools.cache
+def depends_on_threads(dtype: torch.dtype) -> bool:
+    """Whether products on this CPU have other bits with two threads than with one, by trying one.
+
+    Its sums cancel: what is left is their rounding, which shows the order in 16 bits too. Odd sizes
+    take the libraries' paths for remainders.
+    """
+    random = torch.Generator().manual_seed(0)
+    own = {"generator": random, "dtype": torch.float32, "device": "cpu"}
+    x, weight = torch.randn(97, 512, **own), torch.randn(100, 512, **own)
+    order = torch.randperm(1024, generator=random, device="cpu")
+    x = torch.cat([x, -x], 1)[:, order].to(dtype)
+    weight = torch.cat([weight, weight], 1)[:, order].to(dtype)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(matmul(x, weight.t()))
+    finally:
+        torch.set_num_threads(threads)
+    return not torch.equal(*found)
+
+
 def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
     """a [M, K] @ b [K, N] of 16 bits in fp32, as it is summed; in `out`, or added to it."""
     if a.device.type == "cpu":  # torch has it on CUDA
@@ -122,7 +143,7 @@ def use_wide(x: Tensor) -> bool:
     """Whether gradients in fp32 come straight out of their products; see [Note: wide gradients]."""
     if x.dtype not in (torch.bfloat16, torch.float16) or backend.choice != "auto":
         return False
-    if not ((x.is_cuda or backend.cuda_on_cpu) and MIXED_MM and x.numel()):
+    if not ((x.is_cuda or backend.cuda_on_cpu) and x.numel()):
         return False
     return is_real(x) and is_plain(x) and is_proven("weight_gradient", x)
 
@@ -229,14 +250,13 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def linear_bwd(
     dy: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool, need_dbias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias; [0] for what is not needed."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias; None for what is not needed."""
     rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-    none = x.new_empty(0)
     return (
-        matmul(rows, weight).view(x.shape) if need_dx else none,
-        matmul(rows.t(), x_rows) if need_dweight else none.clone(),
-        rows.sum(0) if need_dbias else none.clone(),
+        matmul(rows, weight).view(x.shape) if need_dx else None,
+        matmul(rows.t(), x_rows) if need_dweight else None,
+        rows.sum(0) if need_dbias else None,
     )
 
 

@@ -40,8 +40,7 @@ and 2048 rows are taken for the time's sake.
 [Note: dweight]
 On CUDA torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight) multiplies 16-bit matrices
 and adds them to the fp32 sum inside the GEMM: no temporary of dweight's size, no further pass.
-Where torch is too old for it (before 2.8), and on a CPU, a chunk's product is rounded to 16 bits
-and added.
+On a CPU a chunk's product is rounded to 16 bits and added.
 """
 
 import threading
@@ -57,7 +56,7 @@ from fastpar.kernels.cross_entropy import (
     gradient_scale,
     reduce_losses,
 )
-from fastpar.kernels.linear import MIXED_MM, add_matmul_, matmul, wide_product
+from fastpar.kernels.linear import add_matmul_, matmul, wide_product
 from fastpar.kernels.op import (
     check_dense,
     define_autograd,
@@ -68,6 +67,7 @@ from fastpar.kernels.op import (
     refuse_buffer,
     refuse_double_backward,
 )
+from fastpar.kernels.weight_gradients import wide_room
 
 _local = threading.local()  # ranks may be threads of one process: one workspace each
 
@@ -153,7 +153,7 @@ def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """dweight + a @ b in fp32 (fp64 for fp64), in place; None stands for 0; [Note: dweight]."""
     if a.dtype == wide(a.dtype):
         return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
-    if a.device.type != "cpu" and MIXED_MM:
+    if a.device.type != "cpu":
         return wide_product(a, b, dweight, add=dweight is not None)
     product = torch.mm(a, b, out=workspace("dweight", a.shape[0], b.shape[1], a))
     return product.float() if dweight is None else dweight.add_(product)
@@ -273,6 +273,7 @@ def _setup_context(ctx, inputs, output):
     chunk_rows, ctx.need_dx, ctx.need_dweight, ctx.weight_grad = inputs[8:]
     _, dx, dweight, factor = output
     ctx.none = reduction == "none"
+    ctx.weight = weight if hasattr(weight, "fastpar_wide_place") else None
     ctx.dtype = weight.dtype
     if ctx.none:
         ctx.save_for_backward(x, weight, targets)
@@ -305,7 +306,7 @@ def _backward(ctx, dloss, *_):
     if ctx.none:
         needed = (ctx.need_dx, ctx.need_dweight)
         dx, dweight = _linear_cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options, *needed)
-        by = torch.ones((), device=dloss.device)
+        by = torch.ones((), device=dloss.device, dtype=torch.float32)
     else:
         dx, dweight, factor = ctx.saved_tensors
         by = dloss * factor
@@ -314,6 +315,12 @@ def _backward(ctx, dloss, *_):
     if ctx.weight_grad is not None:
         refuse_batch("linear_cross_entropy", "weight_grad", by)
         add_gradient_(ctx.weight_grad, dweight, by)
+    elif ctx.need_dweight and (found := wide_room(ctx.weight, by)) is not None:
+        room, add = found
+        if add:
+            add_gradient_(room, dweight, by)
+        else:
+            torch.mul(dweight, by, out=room)
     elif ctx.need_dweight:
         grad_weight = scaled(dweight, by, ctx.dtype, saved=True)
     return grad_x, grad_weight, *[None] * 10

@@ -32,10 +32,12 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import backend
@@ -65,7 +67,7 @@ class Codes(NamedTuple):
     """A matrix in 8 bits: codes[N, K], and a scale for each `group` values of a row.
 
     scales: fp32, [N, K / group], [] for all; None: codes are the values, which are not rounded.
-    flipped: codes[K, N], where a kernel wrote them, too.
+    flipped: codes[K, N] by rows, where they were asked for.
     """
 
     codes: Tensor
@@ -89,25 +91,31 @@ class Codes(NamedTuple):
         return dequantize_blockwise(codes, scales.flatten(), out_dtype=form, block=run).to(dtype)
 
     def t(self) -> Codes:
-        """The transpose, which a scale of all values allows."""
-        assert self.scales is None or not self.scales.dim()
-        flipped = self.codes.t() if self.flipped is None else self.flipped
-        return Codes(flipped, self.scales, flipped=self.codes)
+        """The transpose, of values or of codes that were flipped."""
+        if self.scales is None:
+            return Codes(self.codes.t(), None)
+        assert self.flipped is not None
+        return Codes(self.flipped, self.scales, flipped=self.codes)
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
     """Codes of x[N, K], whose groups of a row have scales of their own."""
     n, k = x.shape
     groups = -(-k // group)
-    rows = torch.nn.functional.pad(x, (0, groups * group - k)).view(n, groups, group)
+    rows = F.pad(x, (0, groups * group - k)).view(n, groups, group)
     rows = rows.to(wide(x.dtype))
     scales = power_of_two(rows.abs().amax(-1), LARGEST[dtype])
     codes = (rows / scales[..., None]).to(torch.float32).to(dtype)
     return Codes(codes.view(n, -1)[:, :k].contiguous(), scales, group)
 
 
-def round_all(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Codes, Tensor]:
-    """Codes of x with a scale that is given; [2]: its largest value, and how many overflowed."""
+def round_all(
+    x: Tensor, dtype: torch.dtype, scale: Tensor, flip: bool = False
+) -> tuple[Codes, Tensor]:
+    """Codes of x with a scale that is given; [2]: its largest value, and how many overflowed.
+
+    flip: codes of the transpose, too.
+    """
     scaled, largest = x.to(wide(x.dtype)) / scale, LARGEST[dtype]
     size = scaled.abs()
     lost = ~(size < torch.inf)
@@ -115,7 +123,20 @@ def round_all(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Codes, Tens
     top, over = size.amax() * scale, (size > largest).sum()
     del size
     codes = scaled.clamp_(-largest, largest).masked_fill_(lost, torch.nan).float().to(dtype)
-    return Codes(codes, scale), torch.stack((top, over)).double()
+    flipped = codes.t().contiguous() if flip else None
+    return Codes(codes.contiguous(), scale, 0, flipped), torch.stack((top, over)).double()
+
+
+def note_(noted: Tensor, layer: int, found: Sequence[Tensor]) -> None:
+    """Adds what round_all() found of x, weight, dy, [2] or in parts [2, P], to noted[2, L, 3]."""
+    tops, over = zip(*(each.double().view(2, -1) for each in found))
+    noted[0, layer] = torch.maximum(noted[0, layer], torch.stack([top.amax() for top in tops]))
+    noted[1, layer] += torch.stack([each.sum() for each in over])
+
+
+def _kernels(own: bool) -> Any:
+    """The module with round_rows(), round_all() and note_()."""
+    return backend.triton_module("linear_fp8") if own else sys.modules[__name__]
 
 
 class DelayedScales:
@@ -135,8 +156,8 @@ class DelayedScales:
     """
 
     def __init__(self, layers: int):
-        self.history = torch.zeros(HISTORY, layers, 3)
-        self.overflows = torch.zeros(layers, 3, dtype=torch.float64)
+        self.history = torch.zeros(HISTORY, layers, 3, dtype=torch.float32, device="cpu")
+        self.overflows = torch.zeros(layers, 3, dtype=torch.float64, device="cpu")
         self.steps, self.averaged = 0, 1
         self.gathered: dict[int, Tensor] = {}
         self._noted: Tensor | None = None  # [2, layers, 3]: largest values, overflows
@@ -148,21 +169,20 @@ class DelayedScales:
             return None
         if self._scales is None or self._scales.device != device:
             tops = self.history.amax(0).to(device)
-            largest = [LARGEST[form] for form in _FORMATS]
-            tops[:, DY] *= self.averaged
-            parts = [power_of_two(top, most) for top, most in zip(tops.unbind(1), largest)]
-            self._scales = torch.stack([torch.where(p > 2.0**-126, p, 1.0) for p in parts], 1)
-        return self._scales[layer, which]
+            e4m3, e5m2 = LARGEST.values()
+            tops[:, DY] *= self.averaged * e4m3 / e5m2  # the ratio is a power of two
+            scales = power_of_two(tops, e4m3)
+            scales = torch.where(scales > 2.0**-126, scales, 1.0)
+            # cublasLt reads a scale at a multiple of 16 bytes.
+            self._scales = torch.nn.functional.pad(scales[..., None], (0, 3))
+        return self._scales[layer, which, 0]
 
-    def note(self, layer: int, which: int, found: Tensor) -> None:
-        """Add a backward's [2] of a tensor: round_all()."""
-        if which == WEIGHT:
-            found = self.gathered.get(layer, found)
-        if self._noted is None or self._noted.device != found.device:
-            self._noted = found.new_zeros(2, *self.overflows.shape)
-        top = self._noted[0, layer, which]
-        top.copy_(torch.maximum(top, found[0]))
-        self._noted[1, layer, which] += found[1]
+    def note(self, layer: int, found: Sequence[Tensor], *, own: bool = False) -> None:
+        """Add what a backward's round_all() found of x, weight and dy; own: by Triton."""
+        x, weight, dy = found
+        if self._noted is None or self._noted.device != dy.device:
+            self._noted = dy.new_zeros(2, *self.overflows.shape, dtype=torch.float64)
+        _kernels(own).note_(self._noted, layer, (x, self.gathered.get(layer, weight), dy))
 
     def take(self, device: torch.device) -> Tensor:
         """This rank's notes of the step, flat; the next one begins."""
@@ -170,7 +190,7 @@ class DelayedScales:
         if noted is None:
             noted = torch.zeros(2, *self.overflows.shape, dtype=torch.float64, device=device)
         for layer, found in self.gathered.items():  # a rank without a backward has a part, too
-            noted[0, layer, WEIGHT] = torch.maximum(noted[0, layer, WEIGHT], found[0])
+            noted[0, layer, WEIGHT] = torch.maximum(noted[0, layer, WEIGHT], found[0].amax())
         return noted.flatten()
 
     def give(self, total: Tensor, rows: Tensor) -> None:
@@ -197,7 +217,7 @@ class DelayedScales:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What state_dict() of as many layers was."""
-        self.history = torch.tensor(state["history"], dtype=torch.float32)
+        self.history = torch.tensor(state["history"], dtype=torch.float32, device="cpu")
         self.steps, self._noted, self._scales = state["steps"], None, None
         self.gathered.clear()
 
@@ -299,16 +319,16 @@ class Fp8:
     def _round(self, x: Tensor, which: int, own: bool) -> tuple[Codes, Tensor | None]:
         """x[N, K] in 8 bits, and what DelayedScales are told of it."""
         form = _FORMATS[which]
-        kernels: Any = backend.triton_module("linear_fp8") if own else sys.modules[__name__]
         if self.scales is not None:
             scale = self.scales.scale(self.layer, which, x.device)
             if scale is None:
                 _, found = round_all(x, form, x.new_ones((), dtype=torch.float32))
                 return Codes(x, None), found
-            codes, told = kernels.round_all(x, form, scale)
+            flip = which != WEIGHT and self.weight_gradient == "fp8"  # x and dy have tokens as K
+            codes, told = _kernels(own).round_all(x, form, scale, flip)
             return codes, told
         group = BLOCK if self.scaling == "block" else x.shape[1]
-        return kernels.round_rows(x, form, group), None
+        return _kernels(own).round_rows(x, form, group), None
 
     def _product(self, a: Codes, b: Codes, bias: Tensor | None, like: Tensor, own: bool) -> Tensor:
         """a[M, K] @ b[N, K].T + bias, in the dtype of `like`."""
@@ -323,10 +343,15 @@ class Fp8:
             return made
         if backend.recording:
             return like.new_empty(len(a.codes), len(b.codes))
-        of_rows = a.scales.dim() > 0
+        of_rows, beyond = a.scales.dim() > 0, -a.codes.shape[1] % 16
+        # Of K only a number of tokens is no multiple of 16. Zeros change no sum.
+        a8, b8 = (
+            F.pad(x.codes.view(torch.uint8), (0, beyond)).view(x.codes.dtype) if beyond else x.codes
+            for x in (a, b)
+        )
         return torch._scaled_mm(
-            a.codes,
-            b.codes.t(),
+            a8,
+            b8.t(),
             a.scales,
             b.scales.t() if of_rows else b.scales,
             bias=bias,
@@ -360,6 +385,8 @@ class _Linear(torch.autograd.Function):
         ctx.how, ctx.own, ctx.shape, ctx.found, ctx.group = how, own, x.shape, found, x8.group
         ctx.has_bias = bias is not None
         if how.keeps and x8.scales is not None:
+            if how.weight_gradient == "fp8":
+                x8 = x8.t()
             ctx.save_for_backward(weight, x8.codes, x8.scales)
         else:
             ctx.save_for_backward(weight, x)
@@ -373,22 +400,19 @@ class _Linear(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])
         dy8, found = how._round(rows, DY, own)
         if how.scales is not None:
-            for which, noted in ((X, ctx.found), (WEIGHT, ctx.of_weight), (DY, found)):
-                how.scales.note(how.layer, which, noted)
+            how.scales.note(how.layer, (ctx.found, ctx.of_weight, found), own=own)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            if how.scales is None:
-                w8 = how._round(weight.t(), WEIGHT, own)[0]
-            else:
-                w8 = how._round(weight, WEIGHT, own)[0].t()
+            w8 = how._round(weight.t(), WEIGHT, own)[0]
             dx = how._product(dy8, w8, None, dy, own).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             if scales:
                 x8 = Codes(x, scales[0], ctx.group)
             else:
                 x8 = how._round(x.reshape(-1, x.shape[-1]), X, own)[0]
+                x8 = x8.t() if how.weight_gradient == "fp8" else x8
             if how.weight_gradient == "fp8":
-                dweight = how._product(dy8.t(), x8.t(), None, weight, own)
+                dweight = how._product(dy8.t(), x8, None, weight, own)
             else:
                 dweight = matmul(rows.t(), x8.values(dy.dtype))
         if ctx.has_bias and ctx.needs_input_grad[2]:

@@ -1,7 +1,8 @@
 """8-bit floats in Triton: casts with their scales, and products with a scale for 128 features.
 
-A cast reads x once for a scale that is given (fused: the codes, their transpose, the largest value
-and the count of overflows), or twice, the second time from cache, where scales come from its rows.
+A cast reads x once for a scale that is given (fused: the codes, their transpose, each tile's
+largest value and count of overflows, which one launch for each backward adds to the step's notes),
+or twice, the second time from cache, where scales come from its rows.
 Formulas, formats and what is not finite: linear_fp8.py; the codes and scales have its bits.
 
 A product sums 128 features in the tensor cores, then adds them in fp32 by both operands' scales:
@@ -10,7 +11,7 @@ Hopper's keep about 14 bits of what they sum up themselves. Products with other 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ from fastpar.kernels.linear_fp8 import BLOCK, LARGEST, Codes
 from fastpar.kernels.triton_launch import cdiv, launch
 
 AOT_ARCHS = (89, 90)  # older ones have no such products
+AOT_EXEMPT = {
+    "_note_kernel *": {
+        "16-byte loads": "a few thousand numbers, of which the second half begins anywhere"
+    }
+}
 _ROWS = 16  # of a cast's tile
 _TILE = 64  # of one that is transposed, each way
 
@@ -79,28 +85,67 @@ def _round_all_kernel(
     found_ptr,
     N,
     K,
+    stride_row,
+    stride_col,
+    FLIP: tl.constexpr,
     LARGEST: tl.constexpr,
     TILE: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    cols = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (rows < N)[:, None] & (cols < K)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * K + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    x_ptrs = x_ptr + rows[:, None] * stride_row + cols[None, :] * stride_col
+    x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
     scaled = x * tl.div_rn(1.0, tl.load(scale_ptr))
     size = tl.abs(scaled)
     finite = size < float("inf")
     clamped = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
     codes = tl.where(finite, clamped, float("nan")).to(codes_ptr.dtype.element_ty)
     tl.store(codes_ptr + rows[:, None] * K + cols[None, :], codes, mask=inside)
-    tl.store(
-        flipped_ptr + cols[:, None].to(tl.int64) * N + rows[None, :], tl.trans(codes),
-        mask=(cols < K)[:, None] & (rows < N)[None, :],
-    )  # fmt: skip
+    if FLIP:
+        at = cols[:, None] * N + rows[None, :]
+        tl.store(flipped_ptr + at, tl.trans(codes), mask=(cols < K)[:, None] & (rows < N)[None, :])
     part = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     programs = tl.num_programs(0) * tl.num_programs(1)
     tl.store(found_ptr + part, tl.max(tl.where(finite, tl.abs(x), 0.0)))
     over = tl.sum((finite & (size > LARGEST)).to(tl.float32))
     tl.store(found_ptr + programs + part, over)
+
+
+@triton.jit
+def _note_one(noted_ptr, words, found_ptr, n, LANES: tl.constexpr):
+    lanes = tl.arange(0, LANES)
+    top, over = tl.zeros([LANES], tl.float64), tl.zeros([LANES], tl.float64)
+    for i in range(0, n, LANES):
+        inside = i + lanes < n
+        part = tl.load(found_ptr + i + lanes, mask=inside, other=0.0).to(tl.float64)
+        top = tl.maximum(top, part)
+        over += tl.load(found_ptr + n + i + lanes, mask=inside, other=0.0).to(tl.float64)
+    tl.store(noted_ptr, tl.maximum(tl.load(noted_ptr), tl.max(top)))
+    tl.store(noted_ptr + words, tl.load(noted_ptr + words) + tl.sum(over))
+
+
+@triton.jit(do_not_specialize=["first", "words", "of_x", "of_weight", "of_dy"])
+def _note_kernel(
+    noted_ptr,
+    x_ptr,
+    weight_ptr,
+    dy_ptr,
+    first,
+    words,
+    of_x,
+    of_weight,
+    of_dy,
+    LANES: tl.constexpr,
+):
+    which = tl.program_id(0)
+    noted_ptr += first + which
+    if which == 0:
+        _note_one(noted_ptr, words, x_ptr, of_x, LANES)
+    elif which == 1:
+        _note_one(noted_ptr, words, weight_ptr, of_weight, LANES)
+    else:
+        _note_one(noted_ptr, words, dy_ptr, of_dy, LANES)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -177,18 +222,40 @@ def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
     return Codes(codes, scales, group)
 
 
-def round_all(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Codes, Tensor]:
-    """As linear_fp8.round_all(), with the codes' transpose."""
+def round_all(
+    x: Tensor, dtype: torch.dtype, scale: Tensor, flip: bool = False
+) -> tuple[Codes, Tensor]:
+    """As linear_fp8.round_all(), with what it finds in parts: [2, P]."""
     n, k = x.shape
-    x = x.contiguous()
     codes = torch.empty(n, k, dtype=dtype, device=x.device)
-    flipped = torch.empty(k, n, dtype=dtype, device=x.device)
+    flipped = torch.empty(k, n, dtype=dtype, device=x.device) if flip else None
     grid = cdiv(n, _TILE), cdiv(k, _TILE)
     found = torch.empty(2, grid[0] * grid[1], dtype=torch.float32, device=x.device)
-    tile: dict[str, Any] = {"LARGEST": LARGEST[dtype], "TILE": _TILE, "num_warps": 4}
-    launch(_round_all_kernel, grid, x, scale, codes, flipped, found, n, k, **tile)
-    noted = torch.stack((found[0].amax().double(), found[1].double().sum()))
-    return Codes(codes, scale, flipped=flipped), noted
+    launch(
+        _round_all_kernel,
+        grid,
+        x,
+        scale,
+        codes,
+        codes if flipped is None else flipped,
+        found,
+        n,
+        k,
+        *x.stride(),
+        FLIP=flip,
+        LARGEST=LARGEST[dtype],
+        TILE=_TILE,
+        num_warps=4,
+    )
+    return Codes(codes, scale, flipped=flipped), found
+
+
+def note_(noted: Tensor, layer: int, found: Sequence[Tensor]) -> None:
+    """As linear_fp8.note_()."""
+    _, layers, which = noted.shape
+    parts = [each.numel() // 2 for each in found]
+    sizes = layer * which, layers * which, *parts
+    launch(_note_kernel, (which,), noted, *found, *sizes, LANES=1024, num_warps=4)
 
 
 def block_product(a: Codes, b: Codes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -227,7 +294,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
 
     n, c, f = 16384, 1600, 6400
     e4m3, e5m2 = LARGEST
-    scale = empty(dtype=torch.float32)
+    scale, noted = empty(dtype=torch.float32), empty(2, 192, 3, dtype=torch.float64)
 
     def of(rows: int, cols: int, dtype: torch.dtype = e4m3) -> Codes:
         return round_rows(empty(rows, cols), dtype, BLOCK)
@@ -241,7 +308,9 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         (f"row e5m2 F={f}", lambda: round_rows(empty(n, f), e5m2, f)),
         (f"row of the transpose e4m3 C={c}", lambda: round_rows(weight.t(), e4m3, f)),
         (f"tensor e4m3 C={c}", lambda: round_all(empty(n, c), e4m3, scale)),
-        (f"tensor e5m2 F={f}", lambda: round_all(empty(n, f), e5m2, scale)),
+        (f"tensor of the transpose e4m3 C={c}", lambda: round_all(weight.t(), e4m3, scale)),
+        (f"tensor both ways e5m2 F={f}", lambda: round_all(empty(n, f), e5m2, scale, True)),
+        ("notes", lambda: note_(noted, 5, [empty(2, 640, dtype=torch.float32)] * 3)),
         (f"fwd block e4m3 {c}->{f}", lambda: product(of(n, c), of(f, c), empty(f))),
         (f"dx block e5m2 {c}->{f}", lambda: product(of(n, f, e5m2), of(c, f))),
     ]

@@ -36,7 +36,7 @@ def route_ref(logits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tenso
     """Weights and numbers of the k best of each row; of equal ones the lower number."""
     keys = (logits if bias is None else logits + bias).tolist()
     chosen = [sorted(range(len(row)), key=lambda e: (-row[e], e))[:k] for row in keys]
-    experts = torch.tensor(chosen, dtype=torch.int64).view(len(keys), k)
+    experts = torch.tensor(chosen, dtype=torch.int64, device=logits.device).view(len(keys), k)
     exps = (logits - logits.amax(-1, keepdim=True).detach()).exp()
     among = exps.gather(1, experts) if k > 1 else exps
     return exps.gather(1, experts) / among.sum(-1, keepdim=True), experts
@@ -48,20 +48,23 @@ def permute_ref(
     """Rows of x, expert by expert, those of the first `capacity` slots."""
     flat = experts.flatten()
     slots = [(flat == e).nonzero().flatten()[:capacity] for e in range(n_expert)]
-    order, counts = torch.cat(slots), torch.tensor([len(s) for s in slots])
+    order, counts = (
+        torch.cat(slots),
+        torch.tensor([len(s) for s in slots], dtype=torch.int64, device="cpu"),
+    )
     return x.repeat_interleave(experts.shape[1], 0)[order], order, counts
 
 
 def combine_ref(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """The weighted sum of each token's rows, by a matrix of weights."""
-    spread = torch.zeros(weights.numel(), len(order), dtype=rows.dtype)
-    spread[order, torch.arange(len(order))] = 1.0
+    spread = rows.new_zeros(weights.numel(), len(order))
+    spread[order, torch.arange(len(order), device=rows.device)] = 1.0
     return (spread.view(*weights.shape, -1) * weights.to(rows.dtype)[..., None]).sum(1) @ rows
 
 
 def grouped_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
     """Each row by the weight of its group, row by row."""
-    numbers = torch.arange(counts.numel()) % len(weight)
+    numbers = torch.arange(counts.numel(), device=counts.device) % len(weight)
     of_row = numbers.repeat_interleave(counts.flatten())
     y = torch.einsum("mfc,mc->mf", weight[of_row], x)
     return y if bias is None else y + bias[of_row]
@@ -201,7 +204,9 @@ def _keep_ref(seed: int, first_sample: int, site: int, p: float, shape: tuple[in
                     words = philox_ref((group, r, site * 2**16 + h, sample % 2**32), key)
                     row += (word // 256**i % 256 for word in words for i in range(4))
                 drawn.append(row[:C])
-    return (torch.tensor(drawn) >= min(255, round(256 * p))).view(shape)
+    return (torch.tensor(drawn, dtype=torch.int64, device="cpu") >= min(255, round(256 * p))).view(
+        shape
+    )
 
 
 def keep_mask_ref(rng: tuple, p: float, shape: tuple[int, ...]) -> Tensor:
@@ -244,7 +249,14 @@ def attention_ref(
     if cu_seqlens is not None:
         outputs = []
         for i, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist())):
-            sample = None if rng is None else (rng[0].cpu() + torch.tensor([0, i]), *rng[1:])
+            sample = (
+                None
+                if rng is None
+                else (
+                    rng[0].cpu() + torch.tensor([0, i], dtype=torch.int64, device="cpu"),
+                    *rng[1:],
+                )
+            )
             o = attention_ref(
                 *(x[None, start:end] for x in (q, k, v)),
                 causal=causal,
@@ -390,7 +402,12 @@ def global_norm_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(norm, grad_scale, found_inf) in fp64, element by element."""
     kept = [t for i, t in enumerate(tensors) if counted is None or counted[i]]
-    norm = torch.cat([torch.zeros(1).double(), *[t.double().flatten() for t in kept]]).norm()
+    norm = torch.cat(
+        [
+            torch.zeros(1, dtype=torch.float32, device="cpu").double(),
+            *[t.double().flatten() for t in kept],
+        ]
+    ).norm()
     finite = all(bool(t.isfinite().all()) for t in tensors)
     if not finite:
         norm = torch.cat([t.double().flatten() for t in tensors]).abs().sum()  # inf or nan
@@ -398,7 +415,11 @@ def global_norm_ref(
     factor = torch.ones_like(norm)
     if max_norm is not None:
         factor = torch.clamp(max_norm / (norm + eps), max=1.0)
-    return norm, factor / loss_scale, torch.tensor(float(not finite))
+    return (
+        norm,
+        factor / loss_scale,
+        torch.tensor(float(not finite), dtype=torch.float32, device="cpu"),
+    )
 
 
 def orthogonalize_ref(
@@ -448,18 +469,18 @@ def quantize_blockwise_ref(
 ) -> tuple[Tensor, Tensor]:
     """codes and scales of an fp32 x, block by block, by the codes' values; error is updated."""
     if dtype == torch.int8:
-        levels = torch.arange(2 ** (bits - 1), dtype=torch.float32)
+        levels = torch.arange(2 ** (bits - 1), dtype=torch.float32, device="cpu")
     else:
-        levels = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+        levels = torch.arange(128, dtype=torch.uint8, device="cpu").view(dtype).float()
         levels = levels[levels.isfinite()]
-    codes, scales = torch.zeros(x.numel(), dtype=torch.uint8), []
+    codes, scales = torch.zeros(x.numel(), dtype=torch.uint8, device="cpu"), []
     flat = x.flatten() if error is None else x.flatten() + error.flatten().float()
     for start in range(0, x.numel(), block):
         v = flat[start : start + block]
         top = v.abs().max()
         scale = top / levels[-1]
         if torch.isfinite(scale) and torch.isinf(scale * levels[-1]):
-            scale = torch.nextafter(scale, torch.zeros(()))
+            scale = torch.nextafter(scale, torch.zeros((), dtype=torch.float32, device="cpu"))
         if top > 0:
             scale = scale.clamp(min=2.0**-126)
         scales.append(scale)
@@ -476,7 +497,7 @@ def quantize_blockwise_ref(
                 high = (low + 1).clamp(max=len(levels) - 1)
                 gap = (levels[high] - levels[low]).double().clamp(min=2.0**-149)
                 part = ((magnitude - levels[low]).double() / gap * 2**31).floor()
-                index = torch.arange(start, start + v.numel()) + first_index
+                index = torch.arange(start, start + v.numel(), device="cpu") + first_index
                 up = (_random_bits_ref(seed, index) >> 1) < part
                 code = torch.where(up, high, low)
                 if dtype == torch.int8:

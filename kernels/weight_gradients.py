@@ -17,7 +17,8 @@ Memory of the weight's dtype that holds nothing yet: autograd hands the gradient
 see it, and who offered the memory finds it there instead of copying it; where it is added to,
 autograd gets none. Memory in fp32 for a 16-bit weight is weight.fastpar_wide_place: the product,
 which is summed in fp32, goes there without being rounded to 16 bits, and autograd gets no gradient.
-See linear.py, [Note: wide gradients].
+See linear.py, [Note: wide gradients]. On a GPU the loss and the embedding use it, too: the gradient
+of a tied table, which both have in fp32, is then rounded nowhere and never copied.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastpar.kernels.op import in_transform
+from fastpar.kernels import backend
+from fastpar.kernels.op import in_transform, is_plain
 
 _here = threading.local()
 
@@ -89,3 +91,12 @@ def place_for(weight: Tensor, name: str = "fastpar_place") -> Place | None:
     if place is None or in_transform() or forward_ad._current_level >= 0:
         return None
     return None if torch.is_autocast_enabled(weight.device.type) else place
+
+
+def wide_room(weight: Tensor | None, grad: Tensor) -> tuple[Tensor, bool] | None:
+    """(fp32 memory for the gradient of a 16-bit table, whether to add to it), in a backward that
+    computes it from this gradient; None: the usual way, as on a CPU."""
+    place: Place | None = getattr(weight, "fastpar_wide_place", None)
+    if weight is None or place is None or not (grad.is_cuda or backend.cuda_on_cpu):
+        return None
+    return place(weight) if is_plain(grad) and not torch.is_grad_enabled() else None

@@ -8,13 +8,18 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+
+import fastpar  # noqa: F401  before the first product: see fastpar/__init__.py
+
+# Read once, at the first product on a GPU: a deterministic test may come after others.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so before the first <op>_triton module is imported.
@@ -56,6 +61,14 @@ def _same_start():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
+    """torch.set_default_dtype until the test ends."""
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,8 @@
     python -m bench launches                    a table, for 124M in bf16 with fp32 master weights
     python -m bench launches --write LABEL      and its rows: bench/results/launches/LABEL.json
     python -m bench launches --epilogues        where cublasLt's epilogues are proven (linear.py)
+    python -m bench launches --fp8 tensor       with products in 8 bits (row, block, tensor), and
+                             --fp8 tensor-fp8   with weight gradients in 8 bits, too
 
 [Note: what is counted] A step of the trainer's engine and optimizer runs on a CPU under a dispatch
 mode that sees each of its ops. An op of torch is one launch, unless it only makes a view or takes
@@ -35,8 +37,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bench.records import RESULTS
 from fastpar import AdamW, Mesh, parallelize
 from fastpar.config.config import GPTConfig
-from fastpar.kernels import backend
+from fastpar.kernels import Fp8, backend
 from fastpar.kernels.op import Op
+from fastpar.models.fp8 import use_fp8
 from fastpar.models.gpt import GPT
 from fastpar.parallel.copies import WAIT_BYTES
 
@@ -134,17 +137,43 @@ def as_on_a_gpu(epilogues: bool = False) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def fp8_counted(mode: Launches) -> Iterator[None]:
+    """Also what layers in 8 bits launch, which are no ops: their Triton kernels, torch's products.
+
+    Codes are what empty memory holds.
+    """
+    kernels = backend.triton_module("linear_fp8")
+    product = Fp8._product
+
+    def counted(how: Fp8, a: Any, b: Any, *args: Any) -> Tensor:
+        mode.found[mode.part, "_scaled_mm"] += how.scaling != "block" and a.scales is not None
+        return product(how, a, b, *args)
+
+    def recorded(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        mode.found[mode.part, kernel.__name__] += 1
+
+    with (
+        patch.object(Fp8, "_product", counted),
+        patch.object(kernels, "launch", recorded),
+    ):
+        yield
+
+
 def count(
-    config: GPTConfig, tokens: int = 64, *, epilogues: bool = False
+    config: GPTConfig, tokens: int = 64, *, epilogues: bool = False, fp8: str = ""
 ) -> Counter[tuple[str, str]]:
     """The launches of one step in its steady state, by part and kernel."""
     model = GPT(config).to(torch.bfloat16)
+    if fp8:
+        scaling, _, of_weight = fp8.partition("-")
+        use_fp8(model, "all", scaling=scaling, weight_gradient=of_weight or "bf16")
     with as_on_a_gpu(epilogues):
         parallelize(model, Mesh(device="cpu"), grad_dtype=torch.float32)
     opt = AdamW(model.parameters(), lr=1e-4, master_weights=True, max_grad_norm=1.0)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     for counted in (False, True):
-        with as_on_a_gpu(epilogues), Launches() as mode:
+        with as_on_a_gpu(epilogues), Launches() as mode, fp8_counted(mode):
             loss = model(ids, ids)
             mode.part = "backward"
             loss.backward()
@@ -156,11 +185,11 @@ def count(
     raise AssertionError
 
 
-def row(config: GPTConfig, *, epilogues: bool = False) -> dict[str, Any]:
-    """Launches of a step: all, by part, a layer's by part, and by part and kernel."""
-    whole = count(config, epilogues=epilogues)
+def row(config: GPTConfig, **options: Any) -> dict[str, Any]:
+    """Launches of a step: all, by part, a layer's by part, and by part and kernel; as count()."""
+    whole = count(config, **options)
     fewer = GPTConfig(**{**vars(config), "n_layer": config.n_layer // 2})
-    half = count(fewer, epilogues=epilogues)
+    half = count(fewer, **options)
     layers = config.n_layer - config.n_layer // 2
     of = {part: sum(n for (p, _), n in whole.items() if p == part) for part in PARTS}
     less = {part: sum(n for (p, _), n in half.items() if p == part) for part in PARTS}
@@ -179,8 +208,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default="gpt2", help="a preset of GPTConfig")
     parser.add_argument("--write", metavar="LABEL", help="the name of a result file")
     parser.add_argument("--epilogues", action="store_true", help="as if they were proven")
+    parser.add_argument(
+        "--fp8", default="", help="products in 8 bits: row, block, tensor or tensor-fp8"
+    )
     args = parser.parse_args(argv)
-    found = row(GPTConfig.preset(args.model), epilogues=args.epilogues)
+    found = row(GPTConfig.preset(args.model), epilogues=args.epilogues, fp8=args.fp8)
     print(f"{found['launches']} launches a step of {args.model}, bf16 with fp32 master weights")
     for part in PARTS:
         print(f"{part:<9} {found['parts'][part]:>4}, a layer {found['layer'][part]:g}")

@@ -46,7 +46,7 @@ from fastpar.config.config import GPTConfig
 from fastpar.doctor import doctor, report
 from fastpar.doctor.proof_cases import proof_cases
 from fastpar.doctor.table import VERSION, environment, row_of
-from fastpar.doctor.trial import Way, time_ways, what_is_wrong
+from fastpar.doctor.trial import DEFAULT_ROWS, Way, time_ways, what_is_wrong
 from fastpar.doctor.warm import warm
 from fastpar.kernels import (
     attention_bits,
@@ -61,7 +61,6 @@ from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
 from fastpar.kernels.config_table import ConfigTable
 
 CHECKED_ROWS = 200  # a multiple of no tile, and more than one
-ROWS = {"cuda": 1 << 15, "cpu": 512}  # of a timed call; on a GPU 32 samples of 1024 tokens
 FINALISTS = 4
 LEAST_GAIN = 1.01  # below, the present entry stays: medians of two runs differ by as much
 
@@ -223,23 +222,26 @@ def tune_configs(
             print(f"{name} refused: {why}", flush=True)
         else:
             ways[name] = (functools.partial(forced, entry, config), timed.fn)
-    if not ways:
-        raise RuntimeError(
-            f"tune: expected a right config of {entry.name}, got none; see the reasons above"
-        )
 
     def ms(name: str) -> float:
         each = found.ms[name]
         return sum(each) if entry.direction is None else each[entry.direction]
 
-    found.ms = time_ways(case, timed, ways)
-    finalists = sorted(ways, key=ms)[:FINALISTS]
-    finalists += [present] if present in ways and present not in finalists else []
-    found.ms |= time_ways(case, timed, {name: ways[name] for name in finalists})
+    found.ms, failed = time_ways(case, timed, ways)
+    found.refused |= failed
+    if not found.ms:
+        raise RuntimeError(
+            f"tune: expected a right config of {entry.name}, got none; see the reasons above"
+        )
+    finalists = sorted(found.ms, key=ms)[:FINALISTS]
+    finalists += [present] if present in found.ms and present not in finalists else []
+    found.ms |= time_ways(case, timed, {name: ways[name] for name in finalists})[0]
     best = min(finalists, key=ms)
-    stays = present in ways and ms(present) < LEAST_GAIN * ms(best)
+    stays = present in found.ms and ms(present) < LEAST_GAIN * ms(best)
     found.chosen = present if stays else best
-    for name in sorted(ways, key=ms):
+    for name, why in failed.items():
+        print(f"{name} refused: {why}", flush=True)
+    for name in sorted(found.ms, key=ms):
         marks = " present" * (name == present) + " chosen" * (name == found.chosen)
         print(f"{name} {ms(name):9.4f} ms{marks}", flush=True)
     return found
@@ -322,13 +324,11 @@ def run(
             session.found.setdefault(entry.name, Outcome("not tuned: out of time"))
             continue
         print(f"== {entry.name}, {entry.gain_ms:g} ms expected", flush=True)
-        size, proven = rows or ROWS[session.device], set(session.proofs)
+        size, proven = rows or DEFAULT_ROWS[session.device], set(session.proofs)
         try:
             if entry.table is None:
                 session.keep(entry, *tune_implementations(entry, size))
                 continue
-            if entry.case.op.startswith("attention") and not rows:
-                size *= 3  # a proof has 4 heads, GPT-2 has 12
             how = session.arch, deadline, alternative, size, checked_rows
             session.keep(entry, tune_configs(entry, *how))
         except Exception as error:

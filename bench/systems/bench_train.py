@@ -68,12 +68,13 @@ def take_turns(
     warmup: int,
     val: bool = False,
     timeout_s: float = 900.0,
+    worker: Callable[[Spec], Any] = Worker,
 ) -> dict[str, Log]:
     """Every variant runs `steps` steps in each of `rounds` rounds; a failure stops only its own."""
     logs = {name: Log() for name in specs}
     many = steps if isinstance(steps, Mapping) else dict.fromkeys(specs, steps)
     with contextlib.ExitStack() as stack:
-        workers: dict[str, Worker] = {}
+        workers: dict[str, Any] = {}
 
         def tell(name: str, command: str, *args: Any) -> list[Any]:
             return workers[name].call(command, *args, timeout_s=timeout_s)
@@ -87,7 +88,7 @@ def take_turns(
                         logs[name].refused = str(error)
 
         def start(name: str) -> None:
-            workers[name] = stack.enter_context(Worker(specs[name]))
+            workers[name] = stack.enter_context(worker(specs[name]))
             logs[name].extend(tell(name, "steps", 0, warmup), timed=False)
             tell(name, "reset_peak")
 

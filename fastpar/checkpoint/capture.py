@@ -10,9 +10,10 @@ amount.
 
 [Note: the host copy]
 Each rank allocates it once (pinned where there is a GPU) and uses it for every save, because fresh
-memory costs more than the copy. With offload it is a copy from host memory. On a GPU the copies are
-enqueued on the step's stream, between this step and the next, so the host does not wait; the
-writing thread waits for their event.
+memory costs more than the copy. It comes in blocks, as torch rounds each pinned one up to a power
+of two. With offload it is a copy from host memory. On a GPU the copies are enqueued on the step's
+stream, between this step and the next, so the host does not wait; the writing thread waits for
+their event.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.checkpoint.wire_state import CALLS, FACTOR, wire_state
+from fastpar.comm.host import pinned_bytes
 from fastpar.comm.mesh import gather_objects
 from fastpar.models.weights import Weight, cut_into_files, list_weights, weights_file
 from fastpar.optim.state import entry_block, settle
@@ -34,6 +36,7 @@ from fastpar.sharding.ranges import HOLE, Run, cut_runs, numel_of, share_of, who
 SHARD_MB = 64.0  # a file of weights has at least so much, if there is as much
 _MOST_FILES = 16
 _ALIGN = 64  # bytes
+_BLOCK = 256 << 20  # bytes; one that holds the largest tensor, where that is larger
 
 
 class Item(NamedTuple):
@@ -133,8 +136,8 @@ class Capture:
             for i, (file, weights) in enumerate(self.files)
             for w in weights
         }
-        self._host: Tensor | None = None
-        self._used = 0
+        self._blocks: list[Tensor] = []  # of the host copy
+        self._used: list[int] = []  # bytes of each block
 
     @property
     def optimizer_file(self) -> str:
@@ -155,13 +158,20 @@ class Capture:
 
     def allocate(self) -> None:
         """Memory for the next take(), touched; any thread, while no other one takes."""
-        pieces = [numel_of(p.written) * p.values.dtype.itemsize for p in self._pieces()]
+        sizes = [numel_of(p.written) * p.values.dtype.itemsize for p in self._pieces()]
         weights = [w for writer, _, w in self._writer.values() if writer == self._place]
-        n = sum(map(_padded, pieces))
-        n += sum(_padded(math.prod(w.whole) * w.tensor.dtype.itemsize) for w in weights)
-        if self._host is None or self._host.numel() < n:
-            self._host = None
-            self._host = torch.zeros(n, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        sizes += [math.prod(w.whole) * w.tensor.dtype.itemsize for w in weights]
+        most = max(_BLOCK, pinned_bytes(max(sizes, default=0)))
+        left = sum(map(_padded, sizes)) - sum(block.numel() for block in self._blocks)
+        while left > 0:
+            left -= self._add_block(min(left, most))
+
+    def _add_block(self, nbytes: int) -> int:
+        pinned = self.device.type == "cuda"
+        n = pinned_bytes(nbytes) if pinned else nbytes
+        self._blocks.append(torch.zeros(n, dtype=torch.uint8, pin_memory=pinned, device="cpu"))
+        self._used.append(0)
+        return n
 
     @torch.no_grad()
     def take(self) -> Snapshot:
@@ -172,7 +182,7 @@ class Capture:
         if self.optimizer is not None:
             settle(self.optimizer)
         self.allocate()
-        self._used = 0
+        self._used = [0] * len(self._blocks)
         items = [*self._weights(), *self._optimizer()]
         ready = None
         if self.device.type == "cuda":
@@ -226,7 +236,7 @@ class Capture:
             shapes = self.optimizer.entry_shapes(p)
             for entry, value in state.items():
                 if not isinstance(value, Tensor):
-                    value = torch.tensor(float(value), dtype=torch.float64)
+                    value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
                 shape, block = shapes.get(entry, value.shape), entry_block(entry)
                 if engine is not None and engine.shares and block:
                     runs, which = piece_runs(p, engine, block=block), engine.shards.copy_of(p)
@@ -269,10 +279,13 @@ class Capture:
             yield Item(self.optimizer_file, key, values.dtype, shape, written, host, None)
 
     def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        assert self._host is not None
         nbytes = math.prod(shape) * dtype.itemsize
-        start, self._used = self._used, self._used + _padded(nbytes)
-        return self._host[start : start + nbytes].view(dtype).view(shape)
+        for i, (block, start) in enumerate(zip(self._blocks, self._used)):
+            if start + nbytes <= block.numel():
+                self._used[i] += _padded(nbytes)
+                return block[start : start + nbytes].view(dtype).view(shape)
+        self._add_block(nbytes)  # what the blocks have left at their ends was missing
+        return self._room(shape, dtype)
 
 
 def _padded(nbytes: int) -> int:

@@ -216,7 +216,10 @@ class _Plan:
                 f"got {what} {name}; resume with the run's own settings, or load the weights alone"
             )
         for name, entries in self._pieces.items():
-            saved = {e: torch.empty(found[0].shape, device="meta") for e, found in entries.items()}
+            saved = {
+                e: torch.empty(found[0].shape, device="meta", dtype=torch.float32)
+                for e, found in entries.items()
+            }
             self.optimizer.check_saved(trained[name], saved, where=f"{name} in {self.path}")
 
     def load(self) -> None:
@@ -292,7 +295,9 @@ class _Plan:
         p, entry = weight.tensor, self._stored[weight.key]
         if not _keeps(p, engine_of_parameter(p)):  # nothing is read
             fp32 = exact and not {"master_weight", "master_remainder"}.isdisjoint(entries)
-            return torch.empty(0, dtype=torch.float32 if fp32 else DTYPES[entry.dtype])
+            return torch.empty(
+                0, dtype=torch.float32 if fp32 else DTYPES[entry.dtype], device="cpu"
+            )
         local = weight.local(self._reader.whole(entry))
         runs = weight.declared.runs(p) if weight.declared else whole_run(weight.whole.numel())
         if not exact or local.dtype == torch.float32:

@@ -26,6 +26,7 @@ waiting.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -376,11 +377,14 @@ def _config_of(model: nn.Module, eot: int | None) -> dict[str, Any] | None:
 
 
 def _unreadable_state(state: dict[str, Any]) -> str | None:
-    """Why read_state would refuse a state. Values that are not JSON raise TypeError."""
+    """Why read_state would refuse a state."""
     for name in ("step", "model"):
         if name in state:
             return f"expected a state without {name!r}, which save() adds, got one; rename it"
-    text = json.dumps(state).encode()
+    try:
+        text = json.dumps(state).encode()
+    except (TypeError, ValueError) as error:
+        return f"expected a state of JSON values, got {error}; keep others elsewhere"
     try:
         if len(text) > JSON_BYTES // 2:  # with indents
             raise ValueError(f"{len(text)} bytes")
@@ -394,6 +398,7 @@ def _unreadable_state(state: dict[str, Any]) -> str | None:
 
 _PART = "part-"
 _MARGIN_BYTES = 1 << 22  # of a checkpoint without tensors
+_NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
 
 
 def _part(rank: int) -> str:
@@ -410,7 +415,9 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
     entries: dict[int, TensorEntry] = {}
     turned = [item for item in items if item.weight is not None and item.weight.transposed]
     most = max((item.host.nbytes for item in turned), default=0)
-    scratch = torch.empty(most, dtype=torch.uint8)  # fresh memory costs more than the copy
+    scratch = torch.empty(
+        most, dtype=torch.uint8, device="cpu"
+    )  # fresh memory costs more than the copy
     with ThreadPoolExecutor(1, "sha256") as hashing, ThreadPoolExecutor(1, "flush") as flushing:
         for name in dict.fromkeys(item.file for item in items):
             mine = {item.key: item for item in items if item.file == name}
@@ -475,5 +482,32 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # CIFS and FUSE flush no folders; what a file holds must be on disk.
+        if error.errno not in _NO_FLUSH or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
+
+
+def try_folder(run: Path, rank: int) -> None:
+    """Does in a run's folder what a save does there, and removes it again.
+
+    Raises:
+        RuntimeError: the folder takes no checkpoints; better known before the first step.
+    """
+    folder = run / f".try-{rank}.tmp"
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / "part").mkdir()
+        _write_flushed(folder / "part" / "file", b"tried")
+        flush(folder / "part")
+        put_folder(folder / "part", folder / "whole")
+        flush(folder)
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise RuntimeError(
+            f"Saver: expected a folder that takes checkpoints, got out={run} with {error}; choose "
+            "another --out, which all ranks share"
+        ) from error

@@ -73,7 +73,7 @@ class TensorReader:
         self._listed: dict[str, dict[str, TensorEntry]] = {}
         for t in manifest.weights + manifest.optimizer:
             self._listed.setdefault(t.file, {})[t.key] = t
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __enter__(self) -> TensorReader:
         return self
@@ -201,8 +201,8 @@ class TensorReader:
             ValueError: its file cannot be read; names it and the tensor.
         """
         if self._scratch.numel() < entry.nbytes:
-            self._scratch = torch.empty(0, dtype=torch.uint8)  # the old one first
-            self._scratch = torch.empty(entry.nbytes, dtype=torch.uint8)
+            self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one first
+            self._scratch = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
         out = self._scratch[: entry.nbytes].view(DTYPES[entry.dtype])
         return self.gather([entry], list(entry.runs), out).view(entry.shape)
 
@@ -223,7 +223,7 @@ class TensorReader:
         dtype, numel = DTYPES[found[0].dtype], numel_of(runs)
         mine = intervals(runs)
         if out is None or out.dtype != dtype or out.numel() != numel:
-            out = torch.empty(numel, dtype=dtype)
+            out = torch.empty(numel, dtype=dtype, device="cpu")
         if mine[:, 1].sum() < numel:
             out.zero_()
         raw, size = out.view(torch.uint8).numpy(), dtype.itemsize

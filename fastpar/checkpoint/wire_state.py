@@ -35,7 +35,7 @@ def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     group, slot = bucket.groups.reduce, bucket.slots[position]
     if group is None or engine.settings.wire_gradients == "fp32":
         return
-    yield CALLS, torch.tensor(float(group.calls))
+    yield CALLS, torch.tensor(float(group.calls), dtype=torch.float32, device="cpu")
     if isinstance(group, LowRankSums) and slot.start in group.factors:
         yield FACTOR, group.factors[slot.start]
     lost = bucket.unsent.of(bucket.grad, slice(slot.start, slot.stop))

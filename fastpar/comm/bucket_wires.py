@@ -135,13 +135,13 @@ class Wires:
             return inner
         if self._low_rank and numel:
             messages = self._messages.setdefault(id(inner), Messages(inner))
-            zeros = torch.zeros(numel, device=inner.device)
+            zeros = torch.zeros(numel, device=inner.device, dtype=torch.float32)
             return LowRankSums(messages, matrices, self._low_rank, error=zeros, key=index)
         if self._gradients is None:
             return inner
         keep, error = self._feedback, None
         if keep and not in_place and numel:
-            error = torch.zeros(numel, device=inner.device)
+            error = torch.zeros(numel, device=inner.device, dtype=torch.float32)
         make = CompressedSums if nodes is None else functools.partial(NodeSums, nodes=nodes)
         return make(
             inner,

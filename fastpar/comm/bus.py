@@ -61,7 +61,7 @@ class Bus:
             RuntimeError: it is pinned, and the system has no more of that to give.
         """
         try:
-            return torch.empty(numel, dtype=dtype, pin_memory=self.pinned)
+            return torch.empty(numel, dtype=dtype, pin_memory=self.pinned, device="cpu")
         except RuntimeError as error:
             raise RuntimeError(
                 f"parallelize: expected {numel * dtype.itemsize / 1e9:.3g} GB of pinned memory on "

@@ -169,7 +169,7 @@ class Collectives(ABC):
 
     def barrier(self, *, tag: int = 0) -> None:
         """Return when every rank has called it."""
-        x = torch.zeros(1, device=self.device)
+        x = torch.zeros(1, device=self.device, dtype=torch.float32)
         self._run("barrier", x, False, lambda: self._barrier(x, tag))
 
     def close(self) -> None:

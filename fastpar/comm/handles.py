@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.comm.watchdog import on_stream, waiting, watched
+from fastpar.comm.watchdog import on_stream, on_this_gpu, waiting, watched
 
 
 class Handle(ABC):
@@ -111,7 +111,7 @@ class TaskThread:
     def __init__(self) -> None:
         self.hurry = threading.Event()
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
-        self.thread = threading.Thread(target=_work, args=(self._tasks,), daemon=True)
+        self.thread = threading.Thread(target=on_this_gpu(_work), args=(self._tasks,), daemon=True)
         self.thread.start()
         self.stop = weakref.finalize(self, self._tasks.put, None)
 

@@ -80,6 +80,11 @@ def free_memory() -> int:
     return free
 
 
+def pinned_bytes(nbytes: int) -> int:
+    """What torch takes for so many bytes of pinned memory: the next power of two."""
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
 def check_host_memory(buckets: Sequence[tuple[int, int]], ranks: int) -> None:
     """Refuse what does not fit beside the same of the machine's other ranks.
 

@@ -79,7 +79,7 @@ class LowRankSums(Wire):
         generator = torch.Generator().manual_seed(key)
         self.factors = {}
         for m in self.matrices:
-            q = torch.randn(m.columns, rank, generator=generator)
+            q = torch.randn(m.columns, rank, generator=generator, dtype=torch.float32, device="cpu")
             self.factors[m.place.start] = q.t().contiguous().to(error.device).t()
         ends = [0, *(e for m in self.matrices for e in (m.place.start, m.place.stop)), len(error)]
         self.rest = [slice(a, b) for a, b in zip(ends[::2], ends[1::2]) if a < b]

@@ -236,7 +236,7 @@ class Mesh:
 
         NCCL would otherwise build its communicator in the middle of the first step.
         """
-        total = torch.ones(1, device=self.device)
+        total = torch.ones(1, device=self.device, dtype=torch.float32)
         try:
             with waiting("a first all_reduce"):
                 dist.all_reduce(total, group=group)
@@ -300,7 +300,7 @@ class Mesh:
         if not axes:
             return None
         first = self.replica * self.world_size * self._together
-        ranks = torch.arange(first, first + self.world_size)
+        ranks = torch.arange(first, first + self.world_size, device="cpu")
         grid = ranks.view([self.sizes[axis] for axis in axes])
         groups: Any = [self.group(axis) for axis in axes]
         return DeviceMesh.from_group(
@@ -328,7 +328,9 @@ class Mesh:
         if self.world_size == 1:
             return
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
-        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=self.device)
+        mine = torch.tensor(
+            [int.from_bytes(digest, "little", signed=True)], device=self.device, dtype=torch.int64
+        )
         hashes = mine.new_empty(self.world_size)
         with waiting("comparing settings"):
             all_gather(hashes, mine, group=self.group(*AXES))

@@ -110,7 +110,7 @@ class ShmCollectives(Collectives):
             )
         self._heap_used = end
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         place = self._heap_start + start
         return torch.frombuffer(self._block, dtype=dtype, count=numel, offset=place)
 
@@ -167,7 +167,9 @@ class ShmCollectives(Collectives):
             self._group.all_gather(*places, mine.numel(), *_element(mine), tag)
             return rows
 
-        table = gather(torch.tensor(sizes).view(-1)).view(self.world_size, 2, self.world_size)
+        table = gather(torch.tensor(sizes, dtype=torch.int64, device="cpu").view(-1)).view(
+            self.world_size, 2, self.world_size
+        )
         sent, expected = table[:, 0], table[:, 1]  # [from, to], [to, from]
         if not torch.equal(sent, expected.t()):
             to, src = (expected.t() != sent).t().nonzero()[0].tolist()

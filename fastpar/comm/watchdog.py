@@ -440,7 +440,8 @@ def _stack(frame: FrameType | None) -> list[str]:
 
 def _exit(message: str, status: int, slow: list[Any]) -> None:
     """Prints in one piece, leaves a note for a launcher, and ends this process and the slow one."""
-    os.write(2, ("\n" + message + "\n").encode())
+    with contextlib.suppress(OSError):  # nobody can be told
+        os.write(2, ("\n" + message + "\n").encode())
     with contextlib.suppress(Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -72,7 +72,7 @@ class WireFormat:
         sent.copy_(v)
         if error is not None:
             lost = v - sent
-            kept = torch.zeros((), device=x.device) if error is x else error
+            kept = torch.zeros((), device=x.device, dtype=torch.float32) if error is x else error
             error.copy_(torch.where(lost.isfinite(), lost, kept))
 
     def decode(self, message: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:

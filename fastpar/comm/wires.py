@@ -229,7 +229,7 @@ class CompressedSums(Wire):
         handle, received = under_way
         handle.wait()
         start, stop = ends[self.rank]
-        parts = torch.empty(self.world_size, stop - start, device=x.device)
+        parts = torch.empty(self.world_size, stop - start, device=x.device, dtype=torch.float32)
         self._decode(received, parts, self.rank, x[start:stop])
         sum_rows_in_tree(parts, out, mean)
 
@@ -241,7 +241,7 @@ class CompressedSums(Wire):
 
         def gather() -> Rest:
             start, stop = ends[self.rank]
-            total = torch.empty(stop - start, device=x.device)
+            total = torch.empty(stop - start, device=x.device, dtype=torch.float32)
             self._add_up(under_way, x, ends, total, mean)
             own = torch.zeros(self._gathered_bytes(size), dtype=torch.uint8, device=x.device)
             error = None if self.error is None else self.error[start:stop]
@@ -310,8 +310,8 @@ class NodeSums(CompressedSums):
         handle.wait()
         inside, group, size = self._inside, self._between, out.numel()
         mine = self._places(inside.rank, size)
-        sums = torch.empty(group.world_size, size, device=x.device)
-        parts = torch.empty(inside.world_size, size, device=x.device)
+        sums = torch.empty(group.world_size, size, device=x.device, dtype=torch.float32)
+        parts = torch.empty(inside.world_size, size, device=x.device, dtype=torch.float32)
         for node, at in enumerate(mine):
             self._decode(received[:, node], parts, inside.rank, x[at])
             if (error := self._error(at)) is not None:
@@ -401,7 +401,7 @@ class CodeGathers(_Gathers):
     def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
         n = x.numel()
         own, first = torch.zeros(n, dtype=torch.uint8, device=x.device), self.rank * n
-        scales = torch.zeros(out.numel() // _RUN, device=x.device)
+        scales = torch.zeros(out.numel() // _RUN, device=x.device, dtype=torch.float32)
         for place, how in self._weights:
             scale = self._scales.scale(how.layer, WEIGHT, x.device)
             if scale is None:  # products do not round yet

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastpar.config.axes import parse_grid, sizes_of_grid
 from fastpar.config.model import GPTConfig
@@ -19,16 +19,43 @@ from fastpar.config.options import (
 )
 from fastpar.config.settings import option, parse_seconds
 
-# Settings that only say how something works, and what that is.
-_HOW = {
-    **dict.fromkeys(("schedule", "chunks", "pp_split"), ("pp", 2)),
-    "cp_method": ("cp", 2),
-    "sequence_parallel": ("tp", 2),
-    "wire_rank": ("wire_gradients", "powersgd"),
-    "muon_lr": ("optimizer", "muon"),
-    **dict.fromkeys(("expert_top_k", "expert_every", "expert_hidden"), ("n_expert", 8)),
-    **dict.fromkeys(("expert_capacity", "balance_loss", "router_z_loss"), ("n_expert", 8)),
-    "balance_rate": ("n_expert", 8),
+
+class _Above(NamedTuple):
+    """More than so many, and what to do to have that."""
+
+    least: int
+    advice: str
+
+
+_PP, _DP = _Above(1, "add --pp 2"), _Above(1, "add ranks to --nproc")
+_RANKS, _TEXTS = _Above(1, "add --nproc 2"), _Above(0, "add --num-samples 1")
+_EXPERTS = _Above(0, "add --n-expert 8")
+# Settings that only say how something works; of what they do, and what of it they need: more than
+# so many, one of these, or (None) that it is left out. dp: ranks that have the same weights.
+_HOW: dict[str, tuple[str, Any]] = {
+    **dict.fromkeys(("model", "n_layer", "n_head", "n_embd"), ("init_from", None)),
+    **dict.fromkeys(("schedule", "chunks", "pp_split"), ("pp", _PP)),
+    "cp_method": ("cp", _Above(1, "add --cp 2")),
+    "sequence_parallel": ("tp", _Above(1, "add --tp 2")),
+    "wire_rank": ("wire_gradients", ("powersgd",)),
+    "muon_lr": ("optimizer", ("muon",)),
+    "betas": ("optimizer", ("adamw", "muon")),
+    "lr_decay_fraction": ("lr_schedule", ("wsd",)),
+    "decay_follows_lr": ("weight_decay", _Above(0, "set --weight-decay")),
+    "outer_wire": ("replicas", _Above(1, "add --replicas 2")),
+    **dict.fromkeys(("wire_gradients", "wire_weights", "check_replicas_every"), ("dp", _DP)),
+    **dict.fromkeys(("error_feedback", "error_buffer", "node_size"), ("dp", _DP)),
+    **dict.fromkeys(("reduce_dtype", "bucket_mb", "transport", "max_restarts"), ("nproc", _RANKS)),
+    "shard_size": ("shard_size", _Above(1, "add --zero 0")),
+    "keep_every": ("save_every", _Above(0, "set --save-every")),
+    "save_overlap": ("async_save", (True,)),
+    **dict.fromkeys(
+        ("prompt", "max_new_tokens", "temperature", "top_k"),
+        ("num_samples", _Above(0, "add --num-samples 1")),
+    ),
+    **dict.fromkeys(("expert_top_k", "expert_every", "expert_hidden"), ("n_expert", _EXPERTS)),
+    **dict.fromkeys(("expert_capacity", "balance_loss", "router_z_loss"), ("n_expert", _EXPERTS)),
+    "balance_rate": ("n_expert", _EXPERTS),
 }
 
 
@@ -38,29 +65,45 @@ def check_axes(shape: ModelSettings, parallel: ParallelSettings, values: dict[st
     check_grid(parallel, values)
 
 
-def without_idle(sections: Mapping[str, Any], inherited: Container[str]) -> dict[str, Any]:
+def without_idle(
+    sections: Mapping[str, Any], inherited: Container[str], ranks: int
+) -> dict[str, Any]:
     """The settings, by section; refused are those that do nothing.
 
     Args:
         inherited: names that a run had, maybe on other ranks: they get their defaults instead.
+        ranks: in all.
     """
     values = {name: value for part in sections.values() for name, value in vars(part).items()}
     usual = {
         name: value for part in sections.values() for name, value in vars(type(part)()).items()
     }
+    grid = values["tp_grid"] != "none"  # refuses what it cannot have itself
+    splits = values["replicas"] * values["pp"] * values["tp"]
+    values |= {"nproc": ranks, "dp": ranks if grid else ranks // max(1, splits)}
+    # Weights that are read can have experts.
+    elsewhere = {"n_expert": values["init_from"], "tp": grid}
     changes = {}
     for name, (of, needed) in _HOW.items():
-        found, least = values[of], usual[of]
-        here = found == needed if isinstance(needed, str) else found > least
-        # Weights that are read can have experts; a grid refuses what it cannot have itself.
-        elsewhere = {"n_expert": values["init_from"], "tp": values["tp_grid"] != "none"}
+        found = values[of]
+        if isinstance(needed, _Above):
+            here, rule, advice = (
+                (found or 0) > needed.least,
+                f"{of} > {needed.least}",
+                needed.advice,
+            )
+        elif needed is None:
+            here, rule, advice = found is None, f"no {of}", f"leave {option(of)} out"
+        else:
+            here, rule = found in needed, f"{of}={' or '.join(map(str, needed))}"
+            advice = f"add {option(of)}" + f" {needed[0]}" * (needed[0] is not True)
         if here or values[name] == usual[name] or elsewhere.get(of):
             continue
         if name not in inherited:
-            rule = f"{of}={needed}" if isinstance(needed, str) else f"{of} > {least}"
+            beside = f" with {name}={values[name]}" * (of != name)
             raise ValueError(
-                f"train: expected {rule} with {name}={values[name]}, got {of}={found}, where it "
-                f"does nothing; add {option(of)} {needed}, or leave {option(name)} out"
+                f"train: expected {rule}{beside}, got {of}={found}, where it does nothing; "
+                f"{advice}, or leave {option(name, values[name])} out"
             )
         changes[name] = usual[name]
     return {

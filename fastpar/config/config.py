@@ -228,6 +228,11 @@ def check_storage(optim: OptimSettings, dtype: str) -> None:
             f"{optim.optimizer}, got {name}={getattr(optim, name)}; use --optimizer adamw, or "
             f"leave {option(name)} out"
         )
+    if masters != "auto" and dtype == "fp32":
+        raise ValueError(
+            f"train: expected 16-bit weights with master_weights={masters}, got dtype=fp32, where "
+            "it does nothing; add --dtype bf16, or leave --master-weights out"
+        )
     if rounding and masters != "auto":
         raise ValueError(
             "train: expected stochastic_rounding or master_weights, got both: master_weights="

@@ -69,7 +69,7 @@ class TextSettings:
     """Text, and how much of it is a step."""
 
     data: str = "bible"
-    """bible, stdlib, path of text or .bin tokens, hf:NAME."""
+    """bible, stdlib, path of text, .jsonl or .bin, hf:NAME."""
     tokenizer: str = "auto"
     """bytes, chars, bpe-N (N tokens, learned from the text), gpt2, or a folder; auto: bpe-4096."""
     batch_size: int = 8
@@ -80,6 +80,10 @@ class TextSettings:
 class DataSettings(TextSettings):
     """Text and batches."""
 
+    data_field: str = "text"
+    """Where .jsonl, parquet and datasets have the text."""
+    token_bits: Literal[16, 32, 64] = 16
+    """Of an id in nanoGPT's train.bin and val.bin."""
     micro_batch_size: int | None = None
     """Sequences computed at once; unset: up to 16384 tokens."""
     grad_accum_steps: int | None = None

@@ -23,9 +23,9 @@ WRONG_PATH = {
 }
 
 
-def option(name: str) -> str:
-    """The flag of a setting: max_steps -> --max-steps."""
-    return "--" + name.replace("_", "-")
+def option(name: str, value: Any = None) -> str:
+    """The flag of a setting, which may set it to False: max_steps -> --max-steps."""
+    return ("--no-" if value is False else "--") + name.replace("_", "-")
 
 
 def check_at_least(

@@ -92,6 +92,48 @@ def _of_documents(
         yield Piece(rows, slice(stop + at, end + at), slice(stop, end), 0, opened + 1, lengths)
 
 
+class Planned(NamedTuple):
+    """A Piece, and what it gives attention from the device: cu_seqlens of its documents, and what
+    makes the key of a batch that of its first document."""
+
+    piece: Piece
+    cu_seqlens: Tensor | None = None
+    further: Tensor | None = None
+
+
+def planned(cp: ContextParallel, batch: int, time: int, documents: Tensor | None) -> list[Planned]:
+    """All pieces. Documents are read once a batch, not in each layer and direction: what follows
+    from them stays with the tensor until it is written."""
+    if documents is None:
+        return [Planned(piece) for piece in pieces(cp, batch, time, None)]
+    version = None if documents.is_inference() else documents._version
+    of = (cp.number, batch, time, version)
+    kept = getattr(documents, "fastpar_planned", None)
+    if kept is None or kept[0] != of:
+        found = list(pieces(cp, batch, time, documents.tolist()))
+        kept = (of, _plan(found, documents.device))
+        documents.fastpar_planned = kept  # type: ignore[attr-defined]
+    return kept[1]
+
+
+def _plan(found: list[Piece], device: torch.device) -> list[Planned]:
+    """What it takes on the device is copied at once, in rows that begin at multiples of 16 bytes:
+    kernels are compiled for those."""
+    rows = [(0, piece.sample, 0, 0, *(piece.bounds or ())) for piece in found]
+    width = -(-max(map(len, rows)) // 4) * 4
+    host = torch.tensor([row + (0,) * (width - len(row)) for row in rows], dtype=torch.int32)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return [
+        Planned(
+            piece,
+            None if piece.bounds is None else row[4 : 4 + len(piece.bounds)],
+            row[:2] if piece.sample else None,
+        )
+        for piece, row in zip(found, host.to(device, non_blocking=True))
+    ]
+
+
 class _Calls:
     """What forward and backward share: the pieces, groups of heads, and arguments of each call."""
 
@@ -109,9 +151,7 @@ class _Calls:
         self.cp, self.batch, self.qkv, self.scale = context_of(number), batch, qkv, scale
         self.key, self.site_head, self.threshold = key, site_head, threshold
         n, _, self.heads, _ = qkv.shape
-        bounds = None if cu_seqlens is None else cu_seqlens.tolist()
-        time = n // batch * self.cp.size
-        self.pieces = list(pieces(self.cp, batch, time, bounds))
+        self.planned = planned(self.cp, batch, n // batch * self.cp.size, cu_seqlens)
         self.step = -(-self.heads // self.cp.size)
 
     def groups(self) -> Iterator[tuple[slice, Tensor]]:
@@ -123,14 +163,10 @@ class _Calls:
                 self.cp.in_order(self.cp.group.gathered(self.qkv[:, 1:, heads]), self.batch),
             )
 
-    def settings(self, piece: Piece, heads: slice) -> tuple:
+    def settings(self, planned: Planned, heads: slice) -> tuple:
         """Arguments of attention and its backward behind the tensors."""
-        key = self.key
-        if key is not None and piece.sample:
-            key = key + key.new_tensor([0, piece.sample])
-        cu = None
-        if piece.bounds is not None:
-            cu = torch.tensor(piece.bounds, dtype=torch.int32, device=self.qkv.device)
+        piece, cu, further = planned
+        key = self.key if self.key is None or further is None else self.key + further
         first_row = piece.first_row or None if self.threshold else None
         site = self.site_head + heads.start
         return True, self.scale, key, site, self.threshold, cu, None, first_row
@@ -144,10 +180,10 @@ def _attend(qkv: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     calls = _Calls(qkv, *settings)
     o, stats = qkv.new_empty(qkv[:, 0].shape), []
     for heads, kv in calls.groups():
-        for piece in calls.pieces:
-            inputs = calls.inputs(piece, heads, kv)
-            part, kept = torch.ops.fastpar.attention(*inputs, *calls.settings(piece, heads))
-            piece.of_queries(o[:, heads], calls.batch).copy_(part)
+        for one in calls.planned:
+            inputs = calls.inputs(one.piece, heads, kv)
+            part, kept = torch.ops.fastpar.attention(*inputs, *calls.settings(one, heads))
+            one.piece.of_queries(o[:, heads], calls.batch).copy_(part)
             stats.append(kept.flatten())
     return o, torch.cat(stats)
 
@@ -168,7 +204,8 @@ def _attend_bwd(do: Tensor, qkv: Tensor, o: Tensor, stats: Tensor, *settings: An
     cp, of_row = calls.cp, stats.numel() // (qkv.shape[0] * calls.heads)
     for heads, kv in calls.groups():
         total = torch.zeros_like(kv, dtype=_WIDE.get(kv.dtype, kv.dtype))
-        for piece in calls.pieces:
+        for one in calls.planned:
+            piece = one.piece
             inputs = calls.inputs(piece, heads, kv)
             given, made, to = (
                 piece.of_queries(x, calls.batch)
@@ -179,7 +216,7 @@ def _attend_bwd(do: Tensor, qkv: Tensor, o: Tensor, stats: Tensor, *settings: An
             shape = (*given.shape[:-3], given.shape[-2], given.shape[-3])
             kept = kept.view(*shape, *[of_row] * (of_row == 2)) if of_row else kept
             dq, *dkv = torch.ops.fastpar.attention_bwd(
-                given, *inputs, made.contiguous(), kept, *calls.settings(piece, heads)
+                given, *inputs, made.contiguous(), kept, *calls.settings(one, heads)
             )
             to.copy_(dq)
             for sums, part in zip(total.unbind(1), dkv):
@@ -247,7 +284,7 @@ def attend_keys(
         batch: rows of the N tokens.
         dropout_p, rng, softmax_scale: as in kernels.attention, of the whole batch.
         documents: cu_seqlens of the whole batch, row behind row; each row begins with one. On a GPU
-            the host waits to read them.
+            the host waits to read them, once for all calls with this tensor.
     Returns:
         o: [N/cp, H, D].
     Ranks: all of cp. Wire: forward 2 (cp - 1) / cp of N*H*D elements, backward twice that.

@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 GIB = 2**30
 
@@ -143,10 +144,10 @@ def find_link(name: str) -> Link:
 
 
 def _unknown(
-    what: str, name: str, plain: str, known: Mapping[str, object], listed: list[str]
+    what: str, name: str, plain: str, known: Mapping[str, Any], listed: list[str]
 ) -> ValueError:
     close = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.3)
-    hint = f"did you mean {close[0]}? " if close else ""
+    hint = f"did you mean {known[close[0]].name}? " if close else ""
     return ValueError(
         f"find_{what}: expected a {what} of the table, got name={name!r}; "
         f"{hint}There are {', '.join(listed)}"

@@ -29,6 +29,7 @@ from fastpar.cost.devices import device_of
 from fastpar.cost.operations import CommOp, Op
 from fastpar.cost.workload import Setup, Workload
 from fastpar.doctor.table import cpu_name
+from fastpar.files.plain_files import user_cache
 
 VERSION = 1
 MOST_SPREAD = 0.3  # of the operations; rates that vary more say little of the next run
@@ -68,7 +69,7 @@ def rates_folder() -> Path:
     named = os.environ.get(FOLDER)
     if named:
         return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpar" / "rates"
+    return user_cache() / "rates"
 
 
 def overhead_key(setup: Setup) -> str:

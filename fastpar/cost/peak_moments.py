@@ -128,6 +128,11 @@ class Peak:
         self.weight = 0.0 if in_bucket else 4 * self.width**2 / tp * self.item
         self.rows = vocabulary_rows(shape, tp)
         self.table = self.rows * self.width
+        # Beside the buckets: none on a GPU where they keep gradients of 16-bit weights in fp32. The
+        # loss writes it into its bucket, which is open all the time at stages 2 and 3.
+        wide = self.on_gpu and self.item == 2 and setup.grad_bytes == 4 and tp == setup.pp == 1
+        self.table_made = 0.0 if wide else self.item * self.table
+        self.table_waits = 4.0 * self.table * (setup.stage >= 2) if wide else self.table_made
         self.batch = 16 * self.n * setup.cp  # idx and targets
         self.chunk, self.splits = held.chunk, setup.schedule in SPLIT and setup.pp > 1
         self.flow = self._gradient_flow()
@@ -286,13 +291,13 @@ class Peak:
         if self.setup.tp > 1:
             loss += self.whole  # the sum of dx; both are scaled where they are
         if self.item == 2:
-            loss += self.item * self.table
+            loss += self.table_waits
         return Moment(kept + self.others, loss, self.flow.at_loss + self._gathered(1))
 
     def _waiting(self) -> float:
         """The head's gradient and workspace, until the embedding's gradient is there."""
         waits = self.parts.first and self.parts.last
-        return self.item * self.table * waits + self._standing
+        return self.table_waits * waits + self._standing
 
     def _block(self) -> tuple[float, ...]:
         """The most that a block's backward has on top of what is kept up to it, at each moment."""
@@ -328,8 +333,7 @@ class Peak:
         rest = again - 8 * split - heads - a + whole + c_attn + arriving
         rest += self._product(3 * heads / (n * self.item), width, n, transposed=True)
         if self.setup.fp8 != "none":  # values of gelu's output; codes of c_fc's gradient
-            copies = 2 if self.setup.fp8_scaling == "tensor" else 1  # the transpose, too
-            codes = copies * self.width * (self.n + 4 * self.width // self.setup.tp)  # dy's and w's
+            codes = self.width * (self.n + 4 * self.width // self.setup.tp)  # dy's and w's
             start, c_proj = start + 4 * split + codes, c_proj + 4 * split
             c_fc += whole + 4 * split / self.item
         return start, c_proj, c_fc, rest, rest
@@ -366,7 +370,7 @@ class Peak:
 
     def _embedding(self) -> Iterator[Moment]:
         """Its backward; its gradient is copied into the bucket; the bucket is sent."""
-        table, gathered = self.item * self.table, self._gathered(0)
+        table, gathered = self.table_made, self._gathered(0)
         activations = self.res + self.batch + (self.whole if self.sp else 0.0)
         activations += self.others
         made, sums = self.flow.at_embedding + gathered, 0.0

@@ -126,7 +126,7 @@ def alive_bytes() -> int:
 def _use_up_warning() -> None:
     """torch says on stderr that it does not know the size of what is freed but was allocated before
     the profile; the first time and every 1000th. That is known here, so nobody needs to read it."""
-    x = torch.empty(1)
+    x = torch.empty(1, dtype=torch.float32, device="cpu")
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

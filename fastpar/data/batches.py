@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,21 +36,23 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: splitmix64's increment
 
 def load_data(
     source: str = "bible",
-    tokenizer: str = "auto",
+    tokenizer: str | None = "auto",
     *,
     cache_dir: str | Path | None = None,
     val_fraction: float = 0.05,
     text_column: str = "text",
+    token_bits: int = 16,
     block_size: int | None = None,
     progress: bool = True,
 ) -> TextData:
     """Tokens of the source, tokenized now or taken from the cache.
 
     Args:
-        source: see `fastpar.data.sources.open_source`.
+        source, text_column, token_bits: see `fastpar.data.sources.open_source`.
         tokenizer: see `fastpar.data.tokenizer.make_tokenizer`; auto is bpe-4096 for text, gpt2 for
             .bin files, or the characters of nanoGPT's meta.pkl beside them. ids, for .bin only,
-            leaves them numbers; the vocabulary then ends at the largest.
+            leaves them numbers; the vocabulary then ends at the largest. None is auto that does
+            not learn from the text.
         cache_dir: default $XDG_CACHE_HOME/fastpar or ~/.cache/fastpar.
         val_fraction: share of the text that is held out: whole documents spread over the text, or
             its end where there are too few documents for that. Files and datasets that bring a
@@ -57,8 +60,9 @@ def load_data(
         block_size: when given, both parts must hold one sequence of it.
         progress: this process shows a bar and notes on stderr.
     Raises:
-        ValueError: see `open_source` and `make_tokenizer`; val_fraction outside (0, 1); token ids
-            that the tokenizer does not have; text too short for block_size.
+        ValueError: see `open_source` and `make_tokenizer`; text with tokenizer=None;
+            val_fraction outside (0, 1); token ids that the tokenizer does not have; text too short
+            for block_size.
         ImportError: a package is missing.
         RuntimeError: the cache folder cannot be written.
     Ranks: any number may call it at once; one tokenizes, the others wait for it.
@@ -69,13 +73,18 @@ def load_data(
             f"load_data: expected 0 < val_fraction < 1, got val_fraction={val_fraction}; "
             "0.05 holds out a twentieth"
         )
-    opened = open_source(source, text_column=text_column)
+    opened = open_source(source, text_column=text_column, token_bits=token_bits)
     for note in opened.notes:
         token_cache.say(note, progress)
     cache = token_cache.cache_folder(cache_dir)
     if isinstance(opened, TokenSource):
-        data = _load_tokens(opened, tokenizer, val_fraction, cache, progress)
+        data = _load_tokens(opened, tokenizer or "auto", val_fraction, cache, progress)
     else:
+        if tokenizer is None:
+            raise ValueError(
+                "load_data: expected the tokenizer that the weights were trained with, got none "
+                f"for the text {opened.name}; name it: gpt2, bytes or a folder"
+            )
         name = _DEFAULT_TOKENIZER if tokenizer == "auto" else tokenizer
         check_name(name)
         data = token_cache.tokenized(opened, name, val_fraction, cache=cache, progress=progress)
@@ -181,7 +190,7 @@ def _gather(
     """Windows of block_size + 1 tokens as inputs and targets."""
     device = torch.device(device)
     pinned = device.type == "cuda"
-    xy = torch.empty(2, len(starts), block_size, dtype=torch.int64, pin_memory=pinned)
+    xy = torch.empty(2, len(starts), block_size, dtype=torch.int64, pin_memory=pinned, device="cpu")
     x, y = xy.numpy()
     source = tokens if isinstance(tokens, Shards) else np.asarray(tokens)
     for row, start in enumerate(starts.tolist()):
@@ -199,7 +208,9 @@ def _filled(
     """Packed rows as inputs, targets and positions."""
     device = torch.device(device)
     pinned = device.type == "cuda"
-    found = torch.empty(3, len(rows), packed.block_size, dtype=torch.int64, pin_memory=pinned)
+    found = torch.empty(
+        3, len(rows), packed.block_size, dtype=torch.int64, pin_memory=pinned, device="cpu"
+    )
     for i, row in enumerate(rows):
         packed.fill(row, *found[:, i].numpy())
     if pinned:
@@ -258,6 +269,12 @@ def _load_tokens(
         )
     max_id, where = _max_id(source, cache, progress)
     chosen = IdTokenizer(max_id + 1) if name == "ids" else make_tokenizer(name)
+    if chosen.vocab_size > 1 << 8 * source.train.dtype.itemsize:
+        raise ValueError(
+            f"load_data: expected a tokenizer of at most 65536 tokens for 16-bit ids, got "
+            f"tokenizer={chosen.name} with {chosen.vocab_size}; set --token-bits, or name the one "
+            f"that wrote {source.name}"
+        )
     if max_id >= chosen.vocab_size:
         raise ValueError(
             f"load_data: expected token ids below {chosen.vocab_size}, the vocabulary of tokenizer "
@@ -275,7 +292,8 @@ def _load_tokens(
 
 def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]:
     """Largest id of all files and the part that has it; remembered while the files are the same."""
-    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
+    stats: list[Any] = [source.train.dtype.str]
+    stats += [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
     memo = cache / f"max-id-{token_cache.digest_of(stats)}.json"
     try:
         known = json.loads(memo.read_text(encoding="utf-8"))

@@ -77,7 +77,7 @@ def pack_documents(tokens: Tokens, end_of_text: int | None, block_size: int) -> 
         raise ValueError(
             "pack_documents: expected tokens with an end-of-text token between documents, got "
             f"end_of_text={end_of_text} in {len(tokens)} tokens; use a tokenizer that has one "
-            "(gpt2, bpe-N, bytes), or --pack stream"
+            "(gpt2, bpe-N), or --pack stream"
         )
     parts = [
         np.flatnonzero(np.asarray(tokens[at : at + _SCAN]) == end_of_text) + at

@@ -13,10 +13,11 @@ import mmap
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,16 +26,28 @@ from fastpar.files.packages import import_package, package_file
 from fastpar.models.nanogpt_meta import META, read_chars
 
 Document = bytes | memoryview
-SOURCES = "bible, stdlib, a file or folder of text or .bin tokens, or hf:NAME"
+SOURCES = "bible, stdlib, a file or folder of text, .jsonl, parquet or .bin tokens, or hf:NAME"
 _BLOCK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
 _HEADER_INTS = 256
+_NUMPY = b"\x93NUMPY"  # what .npy files begin with
 _SHARD_DTYPE: dict[tuple[int, int], np.dtype] = {
     (20240520, 1): np.dtype("<u2"),
     (20240801, 7): np.dtype("<u4"),
 }
-_DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.txt)(?<!\.bin)")
+# How the text of a file is stored, by the end of its name; others are text.
+_KINDS = {
+    **dict.fromkeys(("jsonl", "ndjson"), "records"),
+    "parquet": "parquet",
+    **dict.fromkeys(("json", "csv", "tsv", "arrow", "feather", "orc", "avro", "tfrecord"), "other"),
+    **dict.fromkeys(("gz", "bz2", "xz", "zst", "lz4", "zip", "7z", "rar", "tar", "tgz"), "other"),
+    **dict.fromkeys(("npy", "npz", "pkl", "pickle", "pt", "pth", "safetensors", "bin"), "other"),
+    **dict.fromkeys(("h5", "hdf5", "db", "sqlite", "mdb", "mds", "idx", "pdf", "docx"), "other"),
+    **dict.fromkeys(("xlsx", "epub"), "other"),
+}
+_DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.txt)(?<!\.bin)(?<!\.jsonl)(?<!\.parquet)")
 _PART_OF_NAME = re.compile(r"(?:^|[_.-])(train|val)(?:[_.-]|$)")
+_HELD_OUT = re.compile(r"(?:^|[_.-])(?:(val|valid|validation|dev|eval)|test)(?:[_.-]|$)")
 
 
 @dataclass
@@ -100,18 +113,22 @@ class Shards:
 Tokens = np.ndarray | Shards
 
 
-def open_source(source: str, *, text_column: str = "text") -> TextSource | TokenSource:
+def open_source(
+    source: str, *, text_column: str = "text", token_bits: int = 16
+) -> TextSource | TokenSource:
     """What `source` names, opened but not read.
 
     Args:
-        source: bible | stdlib | path of a text file, a folder of text files, nanoGPT's folder with
-            train.bin and val.bin, llm.c's .bin shards (file, folder or glob) | hf:NAME or
-            hf:NAME:CONFIG, or ORG/NAME where no such path exists: a Hugging Face dataset. The two
-            words win over paths of the same name; ./bible is a path.
-        text_column: the dataset's column that holds the text.
+        source: bible | stdlib | file, folder or glob of text, of .jsonl, of parquet or of llm.c's
+            .bin shards | nanoGPT's folder with train.bin and val.bin | a folder that save_to_disk
+            wrote | hf:NAME or hf:NAME:CONFIG, or ORG/NAME where no such path exists: a Hugging Face
+            dataset. The two words win over paths of the same name; ./bible is a path. Of a folder
+            with files of several kinds the kind with most bytes is read.
+        text_column: of a dataset or of the objects in .jsonl, the one that holds the text.
+        token_bits: of an id in nanoGPT's train.bin and val.bin; other .bin files say it.
     Raises:
-        ValueError: missing path; empty file or folder; not UTF-8; truncated or foreign .bin;
-            unknown column.
+        ValueError: missing path; empty file or folder; not UTF-8, or a container of text;
+            truncated or foreign .bin, or one of other token_bits; unknown column.
         ImportError: a package is missing.
         RuntimeError: the dataset cannot be had.
     """
@@ -121,18 +138,25 @@ def open_source(source: str, *, text_column: str = "text") -> TextSource | Token
         return _open_stdlib()
     if source.startswith("hf:"):
         return _open_dataset(source.removeprefix("hf:"), text_column)
+    read = partial(_open_files, text_column=text_column, token_bits=token_bits)
     path = Path(source).expanduser()
     if source and path.is_dir():
-        return _open_folder(path)
+        bins = sorted(file for file in path.glob("*.bin") if _PART_OF_NAME.search(file.stem))
+        if _is_saved(path):
+            return _open_dataset(str(path), text_column)
+        return read(bins or _files_below(path), path.resolve().name or "root", folder=path)
     if path.is_file():
-        return _open_files([path], path.stem)
+        return read([path], path.stem)
     if glob.has_magic(source):
         files = [Path(file) for file in sorted(glob.glob(str(path))) if Path(file).is_file()]
         if files:
-            return _open_files(files, path.parent.name or "files")
+            return read(files, path.parent.name or "files")
     elif _DATASET_NAME.fullmatch(source) and not path.parent.exists():
         return _open_dataset(source, text_column)
-    raise ValueError(f"load_data: expected an existing path, got source={source}; give {SOURCES}")
+    where = "" if path.is_absolute() else f" in {Path.cwd()}"
+    raise ValueError(
+        f"load_data: expected an existing path, got source={source}{where}; give {SOURCES}"
+    )
 
 
 def pieces(document: Document, piece_chars: int = _PIECE_CHARS) -> Iterator[str]:
@@ -140,13 +164,16 @@ def pieces(document: Document, piece_chars: int = _PIECE_CHARS) -> Iterator[str]
 
     A piece ends before a blank or line end that follows a visible character. GPT-2's
     pre-tokenizer never joins characters across such a place, so the pieces' tokens together are
-    the tokens of the whole; a text without such places is one piece.
+    the tokens of the whole. Without such places it ends after 16 times the size.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     carry = ""
     for start in range(0, len(document), piece_chars):
         carry += decoder.decode(bytes(document[start : start + piece_chars]))
-        if start + piece_chars < len(document) and (cut := _last_cut(carry)):
+        cut = _last_cut(carry)
+        if not cut and len(carry) > 16 * piece_chars:
+            cut = len(carry) - 1 - carry.endswith("\r\n")  # of a line end none or both
+        if start + piece_chars < len(document) and cut:
             yield carry[:cut].replace("\r\n", "\n")
             carry = carry[cut:]
     carry += decoder.decode(b"", final=True)
@@ -197,25 +224,43 @@ def _open_stdlib() -> TextSource:
     return _text_source("stdlib", files, skip_others=True)
 
 
-def _open_folder(folder: Path) -> TextSource | TokenSource:
-    name = folder.resolve().name or "root"
-    bins = sorted(file for file in folder.glob("*.bin") if _PART_OF_NAME.search(file.stem))
-    if bins:
-        return _open_bins(bins, name, folder)
-    return _text_source(name, _files_below(folder), skip_others=True, where=str(folder))
-
-
-def _open_files(files: list[Path], name: str) -> TextSource | TokenSource:
+def _open_files(
+    files: list[Path],
+    name: str,
+    *,
+    text_column: str,
+    token_bits: int,
+    folder: Path | None = None,
+) -> TextSource | TokenSource:
+    """What the files hold, of a folder where it is one; the kind with most bytes decides."""
     n_bins = sum(file.suffix == ".bin" for file in files)
-    if n_bins == 0:
-        return _text_source(name, files, skip_others=len(files) > 1, where=str(files[0]))
-    if n_bins < len(files):
+    if n_bins == len(files) and n_bins:
+        return _open_bins(files, name, files[0].parent, token_bits)
+    if n_bins and folder is None:
         other = next(file for file in files if file.suffix != ".bin")
         raise ValueError(
             f"load_data: expected only text files or only .bin files, got {n_bins} .bin files and "
             f"file={other}; give a pattern that matches one kind"
         )
-    return _open_bins(files, name, files[0].parent)
+    by_kind: dict[str, list[Path]] = {}
+    for file in files:
+        by_kind.setdefault(_KINDS.get(file.suffix[1:].lower(), "text"), []).append(file)
+    sizes = {kind: sum(f.stat().st_size for f in found) for kind, found in by_kind.items()}
+    most = max(sizes, key=lambda kind: sizes[kind], default="text")
+    found, where = by_kind.get(most, []), str(folder or (files[0] if files else name))
+    if most == "other":
+        raise ValueError(
+            f"load_data: expected text, got file={max(found, key=lambda f: f.stat().st_size)}, "
+            "which has its text inside of something else; make text files of it, or .jsonl"
+        )
+    if most == "records":
+        return _open_records(found, name, text_column, sorted({*files} - {*found}))
+    if most == "parquet":
+        return _open_dataset(where, text_column, None if folder else found)
+    texts = [*found, *by_kind.get("other", [])]  # a table of a few lines is text, too
+    if folder is not None:
+        texts.sort(key=lambda file: file.parts)
+    return _text_source(name, texts, skip_others=len(files) > 1 or bool(folder), where=where)
 
 
 def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
@@ -278,8 +323,12 @@ def _documents_of(file: Path) -> Iterator[Document]:
     """The file, cut where it says <|endoftext|>; parts that are only white space are left out."""
     if file.stat().st_size == 0:
         return
+    content: Any
     with file.open("rb") as stream:
-        content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError:  # a file system that maps no files
+            content = stream.read()
     view = memoryview(content)
     mark = END_OF_TEXT.encode()
     start = len(codecs.BOM_UTF8) if view[:3] == codecs.BOM_UTF8 else 0
@@ -295,30 +344,85 @@ def _documents_of(file: Path) -> Iterator[Document]:
                 break
 
 
-def _open_dataset(name: str, text_column: str) -> TextSource:
-    """A dataset of the Hugging Face hub; its own validation part where it has one."""
+def _open_records(files: list[Path], name: str, text_column: str, others: list[Path]) -> TextSource:
+    """Files of one JSON object a line; those that are called so are held out, or for tests."""
+    held_out = {file: match for file in files if (match := _HELD_OUT.search(file.stem))}
+    train = [file for file in files if file not in held_out] or files
+    val = [file for file, match in held_out.items() if match[1] and file not in train]
+    rest = sorted({*files, *others} - {*train, *val})
+    for file in (*train, *val):
+        next(_texts_in(file, text_column), None)  # a wrong field is known before all is read
+    names = ", ".join(file.name for file in rest[:5]) + (", ..." if len(rest) > 5 else "")
+    notes = [f"{name}: skipped {len(rest)} files beside its .jsonl: {names}"] if rest else []
+
+    def documents(part: list[Path]) -> Iterator[Document]:
+        return (text for file in part for text in _texts_in(file, text_column))
+
+    val_documents = partial(documents, val) if val else None
+    return TextSource(name, partial(documents, train), val_documents, notes=notes)
+
+
+def _texts_in(file: Path, field: str) -> Iterator[Document]:
+    with file.open("rb") as lines:
+        for n, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                got = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+                text = record[field]
+                got = type(text).__name__
+                text = "" if text is None else text.encode("utf-8", "replace")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                got = f"JSONDecodeError: {error}" if isinstance(error, ValueError) else got
+                raise ValueError(
+                    f"load_data: expected an object with a text under data_field={field}, got "
+                    f"{got} in line {n} of {file}; set --data-field, or correct the line"
+                ) from None
+            if text.strip():
+                yield text
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether save_to_disk of the package datasets wrote it."""
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
+    )
+
+
+def _open_dataset(name: str, text_column: str, parquet: list[Path] | None = None) -> TextSource:
+    """A dataset of the Hugging Face hub or of the disk; its own validation part if it has one."""
     need = f" (or an existing path) for source={name}"
     library = import_package("datasets", "load_data", need, ", or give a path")
     path, _, config = name.partition(":")
+    source, shown = f"hf:{name}", f"hf-{name}"
+    if Path(name).exists():
+        source, shown = name, Path(name).stem
     try:
-        splits = library.load_dataset(path, config or None)
+        if parquet is not None:
+            splits = library.load_dataset("parquet", data_files=[str(file) for file in parquet])
+        elif _is_saved(Path(name)):
+            splits = library.load_from_disk(name)
+            splits = splits if isinstance(splits, Mapping) else {"train": splits}
+        else:
+            splits = library.load_dataset(path, config or None)
     except Exception as error:  # the library's errors share no base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise RuntimeError(
-            f"load_data: expected a Hugging Face dataset within reach, got source=hf:{name} with "
+            f"load_data: expected a Hugging Face dataset within reach, got source={source} with "
             f"{type(error).__name__}: {reason}; check name and network, or give a path"
         ) from error
     if "train" not in splits:
         raise ValueError(
-            f"load_data: expected a dataset with a train part, got source=hf:{name} with "
+            f"load_data: expected a dataset with a train part, got source={source} with "
             f"{', '.join(splits)}; choose another dataset or configuration"
         )
     parts = {part: splits[part] for part in ("train", "validation") if part in splits}
     for rows in parts.values():
         if text_column not in rows.column_names:
             raise ValueError(
-                f"load_data: expected a column of the dataset, got text_column={text_column}; "
-                f"choose one of {', '.join(rows.column_names)}"
+                f"load_data: expected a column of the dataset, got data_field={text_column}; set "
+                f"--data-field to one of {', '.join(rows.column_names)}"
             )
 
     def documents(part: str) -> Iterator[Document]:
@@ -327,22 +431,22 @@ def _open_dataset(name: str, text_column: str) -> TextSource:
 
     held_out = partial(documents, "validation") if "validation" in parts else None
     content = "|".join([text_column, *(str(rows._fingerprint) for rows in parts.values())])
-    return TextSource(f"hf-{name}", partial(documents, "train"), held_out, content)
+    return TextSource(shown, partial(documents, "train"), held_out, content)
 
 
-def _open_bins(files: list[Path], name: str, folder: Path) -> TokenSource:
+def _open_bins(files: list[Path], name: str, folder: Path, token_bits: int) -> TokenSource:
     parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     with_header = set()
     for file in files:
-        array, has_header = _map_bin(file)
+        array, has_header = _map_bin(file, token_bits)
         with_header.add(has_header)
         match = _PART_OF_NAME.search(file.stem)
         parts[match[1] if match else "train"].append(array)
     arrays = [*parts["train"], *parts["val"]]
-    if len({array.dtype for array in arrays}) > 1:
+    if len(widths := {f"{8 * array.itemsize}-bit" for array in arrays}) > 1:
         raise ValueError(
-            f"load_data: expected .bin files of one kind, got source={name} with 16-bit and 32-bit "
-            "ids; give the files of one tokenizer"
+            f"load_data: expected .bin files of one kind, got source={name} with "
+            f"{' and '.join(sorted(widths))} ids; give the files of one tokenizer"
         )
     if not parts["train"]:
         raise ValueError(
@@ -371,8 +475,8 @@ def _read_meta(folder: Path) -> tuple[str, str]:
         return "ids", f"{error}; {name}: the ids stay numbers unless their tokenizer is named"
 
 
-def _map_bin(file: Path) -> tuple[np.ndarray, bool]:
-    """Token ids of nanoGPT's (bare uint16) or llm.c's (header of 256 int32) file, not read yet."""
+def _map_bin(file: Path, token_bits: int) -> tuple[np.ndarray, bool]:
+    """Token ids of nanoGPT's (bare) or llm.c's (header of 256 int32) file, not read yet."""
     size = file.stat().st_size
     header = np.fromfile(file, dtype="<i4", count=_HEADER_INTS)
     is_shard = len(header) > 1 and int(header[0]) in {magic for magic, _ in _SHARD_DTYPE}
@@ -381,14 +485,9 @@ def _map_bin(file: Path) -> tuple[np.ndarray, bool]:
             got = int(header[0]) if len(header) else "nothing"
             raise ValueError(
                 f"load_data: expected llm.c's magic number 20240520 or 20240801, got magic={got} "
-                f"in file={file}; bare 16-bit ids must be called train.bin and val.bin"
+                f"in file={file}; bare ids must be called train.bin and val.bin"
             )
-        if size == 0 or size % 2:
-            raise ValueError(
-                f"load_data: expected 16-bit token ids, got file={file} with size={size} bytes; "
-                "it is empty or truncated, write it again"
-            )
-        return np.memmap(file, dtype="<u2", mode="r"), False
+        return _bare_ids(file, size, token_bits), False
     if len(header) < _HEADER_INTS:
         raise ValueError(
             f"load_data: expected a header of {4 * _HEADER_INTS} bytes, got file={file} with "
@@ -407,4 +506,37 @@ def _map_bin(file: Path) -> tuple[np.ndarray, bool]:
             f"load_data: expected {expected} bytes for the {count} tokens of its header, got "
             f"file={file} with size={size}; it is truncated or damaged, fetch it again"
         )
-    return np.memmap(file, dtype=dtype, mode="r", offset=4 * _HEADER_INTS), True
+    return map_array(file, dtype, offset=4 * _HEADER_INTS), True
+
+
+def map_array(file: Path, dtype: Any, offset: int = 0) -> np.ndarray:
+    """The numbers in a file, read where its file system maps none."""
+    try:
+        return np.memmap(file, dtype=dtype, mode="r", offset=offset)
+    except OSError:
+        return np.fromfile(file, dtype=dtype, offset=offset)
+
+
+def _bare_ids(file: Path, size: int, bits: int) -> np.ndarray:
+    """Ids without a header; refused where every second one looks like a half of its neighbour."""
+    if size == 0 or size % (bits // 8):
+        raise ValueError(
+            f"load_data: expected {bits}-bit token ids, got file={file} with size={size} bytes; "
+            "it is empty or truncated, write it again, or set --token-bits"
+        )
+    with file.open("rb") as stream:
+        if stream.read(len(_NUMPY)) == _NUMPY:
+            raise ValueError(
+                f"load_data: expected bare token ids, got file={file} with an array of numpy's "
+                "save(); write it by array.tofile()"
+            )
+    ids = map_array(file, f"<u{bits // 8}")
+    head = ids[:_BLOCK_BYTES]
+    lowest = min(int(part.max()) for part in (head[::2], head[-1::-2]))
+    if len(head) >= 32 and lowest < 16 <= int(head.max()):
+        bits64 = bits == 32 or not (head[2::4].any() or head[3::4].any())
+        raise ValueError(
+            f"load_data: expected {bits}-bit token ids, got file={file} in which every second one "
+            f"is at most {lowest}, as if they had more; set --token-bits {64 if bits64 else 32}"
+        )
+    return ids

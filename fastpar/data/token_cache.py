@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fastpar.config.settings import WRONG_PATH
-from fastpar.data.sources import Document, TextSource, Tokens, pieces
+from fastpar.data.sources import Document, TextSource, Tokens, map_array, pieces
 from fastpar.data.tokenizer import (
     Tokenizer,
     fingerprint,
@@ -37,6 +37,7 @@ from fastpar.data.tokenizer import (
     make_tokenizer,
 )
 from fastpar.files.packages import import_package
+from fastpar.files.plain_files import user_cache
 
 _CACHE_FORMAT = 1
 _BPE_TRAIN_BYTES = 128 << 20
@@ -253,7 +254,7 @@ def _write_tokens(
 def _map_tokens(file: Path, dtype: str) -> np.ndarray:
     if file.stat().st_size == 0:
         return np.empty(0, dtype=dtype)
-    return np.memmap(file, dtype=dtype, mode="r")
+    return map_array(file, dtype)
 
 
 def _why_damaged(entry: Path) -> str | None:
@@ -288,8 +289,7 @@ def digest_of(value: Any) -> str:
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
     """The folder of the cache, made if need be; ValueError or RuntimeError where it cannot be."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(cache_dir if cache_dir is not None else Path(home) / "fastpar").expanduser()
+    folder = user_cache() if cache_dir is None else Path(cache_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with temporary(folder, ".tmp-try-"):

@@ -34,6 +34,10 @@ _BPE_DEFAULT_SIZE = 4096
 GPT2_VOCABULARY = 50257
 _BPE_MIN_SIZE = 257  # every byte, and the end of text
 _BPE_MAX_SIZE = 1_000_000
+_WORD_CHARS = 500
+_LONG_WORD = re.compile(
+    r"[^\W\d_]{%d}|\d{%d}|\s{%d}|(?:[^\w\s]|_){%d}" % ((_WORD_CHARS,) * 4)  # noqa: UP031
+)
 _INSTEAD = ", or choose the tokenizer bytes"
 # The digests that tiktoken lists for OpenAI's original files.
 _GPT2_SHA256 = {
@@ -172,11 +176,13 @@ class BpeTokenizer(Tokenizer):
         backend.encode_special_tokens = True  # see [Note: end of text]
 
     def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        cut = [cut_words(text) for text in texts]
+        parts = [part for of_text in cut for part in of_text]
+        found = iter(self._backend.encode_batch_fast(parts, add_special_tokens=False))
+        return [[i for _ in of_text for i in next(found).ids] for of_text in cut]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._backend.decode(self.checked(ids), skip_special_tokens=False)
@@ -193,6 +199,20 @@ class BpeTokenizer(Tokenizer):
     def save(self, folder: str | Path) -> None:
         super().save(folder)
         self._backend.save(str(Path(folder) / _BPE_FILE), pretty=False)
+
+
+def cut_words(text: str) -> list[str]:
+    """The text, cut after each 500 letters, digits, blanks or other signs in a row.
+
+    These are a word to BPE, which takes time with the square of its length.
+    """
+    # A run of so many covers a slice of half as many.
+    half = _WORD_CHARS // 2
+    slices = (text[at : at + half] for at in range(0, len(text) - half + 1, half))
+    if all(" " in part and not part.isspace() for part in slices):
+        return [text]
+    ends = [match.end() for match in _LONG_WORD.finditer(text)]
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)]) if a < b] or [text]
 
 
 def make_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
@@ -303,9 +323,20 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return BpeTokenizer(backend, kind or folder.name, token or END_OF_TEXT)
 
 
-def has_tokenizer(folder: str | Path) -> bool:
-    """Whether load_tokenizer finds one in the folder."""
-    return bool(_files(Path(folder)))
+def tokenizer_of_weights(source: str | Path, vocab_size: int) -> str | None:
+    """The tokenizer that weights were trained with, for make_tokenizer; None where it is unknown.
+
+    Args:
+        source: a folder, with a tokenizer or without, or nanoGPT's ckpt.pt, whose meta.pkl may be
+            beside it.
+        vocab_size: of the model. GPT-2's number of tokens, also as nanoGPT pads it, means gpt2.
+    """
+    source = Path(source)
+    place = source if source.is_dir() else source.parent / META
+    if _files(place):
+        return str(place.absolute())  # gpt2 and bytes may be folders, too
+    other = any((place / name).exists() for name in ("vocab.json", "merges.txt"))
+    return "gpt2" if vocab_size in (GPT2_VOCABULARY, 50304) and not other else None
 
 
 def fingerprint(name: str) -> str:
@@ -343,7 +374,8 @@ def _train_bpe(name: str, texts: Iterable[str]) -> BpeTokenizer:
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer=trainer)
+    parts = (part for text in texts for part in cut_words(text))
+    backend.train_from_iterator(parts, trainer=trainer)
     return BpeTokenizer(backend, f"bpe-{_bpe_size(name)}")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +64,12 @@ class ErrorCase:
 
     def inputs(self, dtype: torch.dtype, device: str) -> Inputs:
         """The same ones in every call, by name; floating-point tensors ask for gradients."""
-        generator = torch.Generator().manual_seed(5)
+        generator = torch.Generator(device).manual_seed(5)
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(
+                dtype
+            )
 
         return {name: _leaf(value, device) for name, value in self.make(draw).items()}
 
@@ -92,6 +95,11 @@ def _leaf(value: Any, device: str) -> Any:
         return value
     value = value.to(device)
     return value.requires_grad_() if value.is_floating_point() else value
+
+
+def _generators_kept(x: Tensor) -> AbstractContextManager[None]:
+    """Torch's default generators give the same numbers after it as before."""
+    return torch.random.fork_rng([x.device] if x.is_cuda else [])
 
 
 def norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
@@ -191,7 +199,7 @@ def mlps(rows: int, C: int) -> Iterator[ErrorCase]:
             x = draw(N, C) * (30.0 if how == "std 30" else 1.0)
             weight2 = draw(out, H) * H**-0.5
             if how == "as it is":
-                weight2 = torch.eye(H).to(weight2)
+                weight2 = torch.eye(H, dtype=torch.float32, device="cpu").to(weight2)
             inputs = {"x": x, "weight1": draw(H, C) * C**-0.5, "bias1": draw(H)}
             inputs["weight2"] = weight2
             return inputs if how else inputs | {"bias2": draw(out)}
@@ -211,11 +219,11 @@ def losses(rows: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[Erro
 
     def targets_of(logits: Tensor, how: str) -> Tensor:
         """Drawn from the model's own distribution, so that losses and gradients differ by row."""
-        generator = torch.Generator().manual_seed(7)
-        probs = torch.softmax(logits.float().cpu(), -1)
+        generator = torch.Generator(logits.device).manual_seed(7)
+        probs = torch.softmax(logits.float(), -1)
         targets = torch.multinomial(probs, 1, generator=generator)[:, 0]
         if how == "logits 1e4":  # where the loss is not 0
-            targets = torch.arange(len(probs)) % probs.shape[1]
+            targets = torch.arange(len(probs), device=probs.device) % probs.shape[1]
         targets[::5] = -100
         return torch.full_like(targets, -100) if how == "all ignored" else targets
 
@@ -297,6 +305,13 @@ def attentions(
         settings: dict[str, Any] = {"causal": causal}
         if p:
             settings |= {"dropout_p": p, "rng": Rng(make_key(1, 0, device), 3)}
+
+        def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads = (x.transpose(1, 2) for x in (q, k, v))
+            how: dict[str, Any] = {"is_causal": causal, "dropout_p": p, "enable_gqa": Hkv != H}
+            with _generators_kept(q):
+                return F.scaled_dot_product_attention(*heads, **how).transpose(1, 2)
+
         shape = f"B={B} T={T} D={D} H={H}" + (f" Tk={Tk}" if Tk != T else "")
         shape += f" Hkv={Hkv}" if Hkv != H else ""
         shape += "" if causal else " full"
@@ -311,6 +326,7 @@ def attentions(
             formula,
             formula,  # as nanoGPT writes it without flash attention
             ("o",),
+            stock=stock,
         )
 
     def documents(T: int, H: int, D: int) -> ErrorCase:
@@ -378,7 +394,9 @@ def linears(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCas
 def experts(rows: int, C: int) -> Iterator[ErrorCase]:
     """The ops of 8 experts: their choice, tokens there and back, layers with an empty group."""
     E, K = 8, 2
-    choices = torch.rand(rows, E, generator=torch.Generator().manual_seed(3)).argsort(-1)[:, :K]
+    choices = torch.rand(
+        rows, E, generator=torch.Generator().manual_seed(3), dtype=torch.float32, device="cpu"
+    ).argsort(-1)[:, :K]
 
     def eager(x: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
         parts = zip(x.split(counts.tolist()), weight, bias)
@@ -397,6 +415,7 @@ def experts(rows: int, C: int) -> Iterator[ErrorCase]:
         counts = torch.bincount(choices.flatten(), minlength=E)
         counts[1], counts[0] = 0, counts[0] + counts[1]
         x, weight = draw(rows * K, C), draw(E, 2 * C, C) * C**-0.5
+        counts = counts.to(x.device)
         return {"x": x, "weight": weight, "bias": draw(E, 2 * C), "counts": counts}
 
     yield ErrorCase(
@@ -457,6 +476,10 @@ def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
         keep = reference.keep_mask_ref(rng, P, tuple(x.shape)).to(x.device, x.dtype)
         return x * keep * (256 / (256 - round(256 * P)))
 
+    def stock(x: Tensor) -> Tensor:
+        with _generators_kept(x):
+            return F.dropout(x, P)
+
     yield ErrorCase(
         "dropout",
         f"{list(shape)} p={P}",
@@ -464,6 +487,7 @@ def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
         lambda x: dropout(x, P, rng),
         lambda x: reference.dropout_ref(x, P, rng),
         eager,
+        stock=stock,
     )
 
 
@@ -486,7 +510,7 @@ def adamw_steps(numel: int) -> Iterator[ErrorCase]:
 
     def fused(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         p, m, v = (t.detach().clone() for t in (p, m, v))
-        step = torch.tensor(10.0, device=p.device)
+        step = torch.tensor(10.0, device=p.device, dtype=torch.float32)
         torch._fused_adamw_(
             [p], [g.detach()], [m], [v], [], [step], **hyper, amsgrad=False, maximize=False
         )

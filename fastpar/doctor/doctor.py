@@ -27,11 +27,11 @@ from torch import Tensor
 
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
-from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, prove
+from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, DeviceLost, prove
 from fastpar.doctor.warm import warm
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
-from fastpar.kernels.linear import MIXED_MM, why_no_epilogues
+from fastpar.kernels.linear import why_no_epilogues
 
 MOST_ROWS = 1 << 15  # of a timed call
 
@@ -103,7 +103,12 @@ class Prover:
             start = time.perf_counter()
             try:
                 with table.trial(case) as barred:
-                    proof = Proof(STOCK, barred) if barred else prove(case, rows, compiled)
+                    try:
+                        proof = Proof(STOCK, barred) if barred else prove(case, rows, compiled)
+                    except DeviceLost as lost:
+                        if lost.proof is not None:
+                            table.proofs[case] = lost.proof
+                        raise
                     table.proofs[case] = proof
             except torch.OutOfMemoryError:
                 _say(f"{case}: no memory is left to try it; stock PyTorch runs in this process")
@@ -212,7 +217,8 @@ def adopt(
     if cases and cases[0].device == "cuda":
         backend.check_gpu("fastpar", torch.device("cuda", torch.cuda.current_device()))
     unknown = [c for c in cases if again or not _is_known(table_of(c.device), c, compiled)]
-    if len(unknown) > 1 and unknown[0].device == "cuda":
+    compiled_later = any(case.size for case in unknown)  # by Triton; ops over flat memory are CUDA
+    if compiled_later and unknown[0].device == "cuda":
         about = torch.cuda.get_device_properties()
         gpu = 10 * about.major + about.minor, about.multi_processor_count
         _prover.warm(unknown, gpu)
@@ -245,7 +251,7 @@ def cases_of_model(
         model["embedding"] = C
         if tp == 1 and not why_no_epilogues():
             model["gelu_mlp"] = model["linear"] = C
-    wide = (C, 4 * C) if device == "cuda" and tp == 1 and MIXED_MM and dtype.itemsize == 2 else ()
+    wide = (C, 4 * C) if device == "cuda" and tp == 1 and dtype.itemsize == 2 else ()
     eight_bits = (C, 4 * C // tp) if fp8 and device == "cuda" and dtype == torch.bfloat16 else ()
     flat = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")
     return [

@@ -13,6 +13,7 @@ Only with the lock: without it another host that shares the folder may be at the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -31,7 +32,14 @@ import torch
 
 import fastpar.kernels
 from fastpar._version import __version__
-from fastpar.files.plain_files import parse_object, read_plain, reason, shown, write_text
+from fastpar.files.plain_files import (
+    parse_object,
+    read_plain,
+    reason,
+    shown,
+    user_cache,
+    write_text,
+)
 from fastpar.kernels import _C
 from fastpar.kernels.attention_peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof
@@ -48,7 +56,7 @@ def proofs_folder() -> Path:
     named = os.environ.get(FOLDER)
     if named:
         return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpar" / "proofs"
+    return user_cache() / "proofs"
 
 
 @functools.cache
@@ -81,7 +89,11 @@ def _driver() -> str:
         found = re.search(r"\s(\d+\.\d+[.\d]*)\s", Path("/proc/driver/nvidia/version").read_text())
         if found:
             return found[1]
-    return str(getattr(torch._C, "_cuda_getDriverVersion")())  # noqa: B009  no stub has it
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):  # a container without that file
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return f"of CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    return "unknown"
 
 
 def _kernels_digest() -> str:

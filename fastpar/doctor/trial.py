@@ -15,6 +15,11 @@ with a trial as without (tests/doctor/test_first_use.py).
 from __future__ import annotations
 
 import functools
+import json
+import signal
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -25,7 +30,7 @@ from torch import Tensor
 
 from fastpar.doctor.cases import ErrorCase
 from fastpar.doctor.clocks import clock_for, interleave
-from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.proof_cases import HEADS, proof_cases
 from fastpar.kernels import attention_peers
 from fastpar.kernels.attention_peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
@@ -33,13 +38,18 @@ from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
 Way = Callable[[], AbstractContextManager[None]]
 SLOWER = 1.03  # own over what runs instead: below it they are equally fast
 SECONDS = 0.6  # of timing, for a pass of one op
+HOST_ROWS = 8192  # of a timed call: with more the GPU is what a step waits for
 MUCH_SLOWER = 8.0  # than own: two calls tell
 MOST_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a timed tensor: 32 MB, 512 MB in fp32
 FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
     "layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm", "bias_gelu",
     "cross_entropy",
 })  # fmt: skip
-DEFAULT_ROWS = {"cpu": 512, "cuda": 8192}
+DEFAULT_ROWS = {"cpu": 512, "cuda": 1 << 15}  # on a GPU 32 samples of 1024 tokens
+NO_TIME = (0.0, 0.0)
+LIMIT_S, START_S = 30, 120  # of a trial in a process of its own, and until it starts
+PROGRAM, STARTED = (sys.executable, "-m", "fastpar.doctor.trial"), "started"
+MOST_LETTERS = 300  # of an error
 
 
 def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
@@ -62,7 +72,10 @@ def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
         torch.set_num_threads(threads)
         if gpu is not None:
             torch.cuda.set_device(gpu)
-        return _prove(case, rows, compiled and case.op in FUSED_BY_COMPILE)
+        proof = _prove(case, rows, compiled and case.op in FUSED_BY_COMPILE)
+        if gpu is not None:
+            torch.cuda.empty_cache()  # what the oracle had
+        return proof
 
     if strict:  # an oracle may have no deterministic form: that is no error of the kernel
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -74,25 +87,51 @@ def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
             torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
-def _prove(case: Case, rows: int, compiled: bool) -> Proof:
+def _cases(case: Case, rows: int) -> tuple[list[ErrorCase], list[ErrorCase]]:
+    """What a proof has, the timed one first, and which of them are compared."""
     most = MOST_ELEMENTS[case.device] // max(case.size, 1)
     rows = min(rows or DEFAULT_ROWS[case.device], max(64, most))
     found = proof_cases(case.op, case.size, case.device, rows)
     found = [one for one in found if case.dtype in one.dtypes]
+    return found, found[1:] + found[: _fits(case, rows)]
+
+
+def _prove(case: Case, rows: int, compiled: bool) -> Proof:
+    rows = rows or DEFAULT_ROWS[case.device]
+    found, checked = _cases(case, rows)
     if not found:
         return Proof(OWN)
-    wrong = what_is_wrong(case, found[1:])
+    wrong = what_is_wrong(case, checked)
     if wrong:
         return Proof(STOCK, wrong)
-    others = {name: what_is_wrong(case, found[1:], name) for name in _others(case, found[0])}
+    others = {}
+    for name in _others(case, found[0]):
+        if not PEERS[name].apart:
+            others[name] = what_is_wrong(case, checked, name)
+        elif (why := wrong_apart(case, rows, name)) is not None:
+            others[name] = why
     right = [name for name, why in others.items() if not why]
-    times = _times(case, found[0], compiled, right)
-    serves = _fastest(case, found[1:], {name: times[name] for name in (OWN, *right)})
+    times, failed = _times(case, found[0], compiled, right, host=rows <= HOST_ROWS)
+    if OWN in failed:
+        return Proof(STOCK, failed[OWN])
+    others |= {name: why for name, why in failed.items() if name in others}
+    able = {name: times[name] for name in (OWN, *right) if name in times}
+    serves = _fastest(case, checked, able)
     best = times[serves[0]][0] + times[serves[1]][1]
-    chosen = OWN if best <= SLOWER * sum(times["instead"]) else STOCK
-    peers = tuple(PeerProof(name, why, times.get(name, (0.0, 0.0))) for name, why in others.items())
-    own, instead, stock = (times[name] for name in (OWN, "instead", "stock"))
-    return Proof(chosen, "", own, instead, stock, times.get("compiled", (0.0, 0.0)), serves, peers)
+    slower = "instead" in times and best > SLOWER * sum(times["instead"])
+    peers = tuple(PeerProof(name, why, times.get(name, NO_TIME)) for name, why in others.items())
+    own, instead, stock, fused = (
+        times.get(name, NO_TIME) for name in (OWN, "instead", "stock", "compiled")
+    )
+    return Proof(STOCK if slower else OWN, "", own, instead, stock, fused, serves, peers)
+
+
+def _fits(case: Case, rows: int) -> bool:
+    """Whether the timed call is compared, too: attention on a GPU that has room for the oracle."""
+    if case.op != "attention" or case.device != "cuda":
+        return False
+    scores_bytes = rows * min(rows, 1024) * HEADS * torch.float64.itemsize
+    return 8 * scores_bytes < torch.cuda.mem_get_info()[0]  # an oracle keeps 5 such tensors
 
 
 def _others(case: Case, timed: ErrorCase) -> list[str]:
@@ -125,7 +164,11 @@ def _fastest(
 
 
 def what_is_wrong(case: Case, found: Sequence[ErrorCase], what: str = OWN) -> str:
-    """The first result that breaks a rule, with its numbers; "" where all keep them."""
+    """The first result that breaks a rule, with its numbers; "" where all keep them.
+
+    Raises:
+        DeviceLost: the GPU serves this process no more.
+    """
     for one in found:
         where = f"at {one.shape}: "
         try:
@@ -143,9 +186,97 @@ def what_is_wrong(case: Case, found: Sequence[ErrorCase], what: str = OWN) -> st
         except torch.OutOfMemoryError:
             raise  # it says nothing about the kernel
         except Exception as error:
-            first_line = (str(error).strip().splitlines() or ["no message"])[0]
-            return f"{where}{type(error).__name__}: {first_line}"
+            return _failure(case, one, what, error)
     return ""
+
+
+def wrong_apart(case: Case, rows: int, name: str) -> str | None:
+    """what_is_wrong of a peer, found by a process that may hang or crash; None: it did not start,
+    or had too little memory."""
+    gpu = None
+    if case.device == "cuda":
+        gpu = torch.cuda.current_device()
+        torch.cuda.empty_cache()  # for that process
+    asked = [*case, rows, name, gpu]
+    asked[2] = str(case.dtype).removeprefix("torch.")
+    process = subprocess.Popen(
+        [*PROGRAM, json.dumps(asked)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(timeout=START_S + LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+    lines, status = out.splitlines(), process.returncode
+    how = f"status {status} {_line(err, -1)}".strip()
+    if STARTED not in lines:
+        warnings.warn(
+            f"{case}: {name} was not tried, its process did not start: {how}", stacklevel=2
+        )
+        return None
+    if status == 0:
+        why: str | None = json.loads(lines[-1])
+        return why
+    if status in (-signal.SIGALRM, -signal.SIGKILL):
+        return f"its trial took more than {LIMIT_S} s"
+    return f"its trial ended with {how}"
+
+
+def main(asked: str) -> None:
+    """The process of wrong_apart: prints STARTED, then the answer."""
+    device, op, dtype, size, rows, name, gpu = json.loads(asked)
+    case = Case(device, op, getattr(torch, dtype), size)
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+        torch.cuda.synchronize()
+    print(STARTED, flush=True)
+    signal.alarm(LIMIT_S)  # ends the process whatever it is in
+    try:
+        why: str | None = what_is_wrong(case, _cases(case, rows)[1], name)
+    except torch.OutOfMemoryError:
+        why = None
+    except DeviceLost as lost:
+        why = lost.why
+    print(json.dumps(why))
+
+
+class DeviceLost(SystemExit):
+    """An error after which each CUDA call of this process fails, such as an illegal access.
+
+    Attributes:
+        why: the error in one line.
+        proof: what is known of the case that was tried; None: stock PyTorch did it.
+    """
+
+    def __init__(self, case: Case, what: str, why: str) -> None:
+        super().__init__(
+            f"fastpar: {case} by {what} {why}; the GPU is lost to this process: start again"
+        )
+        peers = tuple(PeerProof(name, why, NO_TIME) for name in what.split("/") if name in PEERS)
+        self.proof = (
+            Proof(STOCK, why) if what == OWN else Proof(OWN, peers=peers) if peers else None
+        )
+
+
+def _line(text: str, index: int) -> str:
+    """The first or last line, as a table can keep it."""
+    line = (text.strip().splitlines() or [""])[index][:MOST_LETTERS]
+    return "".join(letter if letter.isprintable() else " " for letter in line)
+
+
+def _failure(case: Case, one: ErrorCase, what: str, error: Exception) -> str:
+    """Why `what` is wrong that raised an error, in one line."""
+    why = f"at {one.shape}: {type(error).__name__}: {_line(str(error), 0) or 'no message'}"
+    if case.device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            raise DeviceLost(case, what, why) from error
+    return why
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -157,11 +288,14 @@ def _random_like(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
+Times = dict[str, tuple[float, float]]  # ms of forward and backward
+
+
 def _times(
-    case: Case, one: ErrorCase, compiled: bool, others: Sequence[str]
-) -> dict[str, tuple[float, float]]:
-    """ms of (forward, backward) of the own kernel, of what runs instead, of stock PyTorch, of that
-    under torch.compile, and of other implementations."""
+    case: Case, one: ErrorCase, compiled: bool, others: Sequence[str], *, host: bool
+) -> tuple[Times, dict[str, str]]:
+    """Of the own kernel, of what runs instead, of stock PyTorch, of that under torch.compile, and
+    of other implementations; see time_ways."""
     own, stock = (functools.partial(trying, case.op, what) for what in (OWN, STOCK))
     ways: dict[str, tuple[Way, Any]] = {OWN: (own, one.fn)}
     ways |= {name: (functools.partial(trying, case.op, name), one.fn) for name in others}
@@ -173,45 +307,66 @@ def _times(
         with config.patch(donated_buffer=False):  # backward is called repeatedly
             function(*one.inputs(case.dtype, case.device).values())
         ways["compiled"] = (stock, function)
-    return time_ways(case, one, ways)
+    return time_ways(case, one, ways, host=host)
 
 
 def time_ways(
-    case: Case, one: ErrorCase, ways: Mapping[str, tuple[Way, Any]]
-) -> dict[str, tuple[float, float]]:
-    """ms of (forward, backward) of each (way, function), which is called inside way().
+    case: Case, one: ErrorCase, ways: Mapping[str, tuple[Way, Any]], *, host: bool = False
+) -> tuple[Times, dict[str, str]]:
+    """The times of each (way, function), which is called inside way(); why others have none.
 
-    What takes MUCH_SLOWER times as long as the first one is called twice and no more.
+    host: where the host takes longer to start a call than a GPU to run it, its time counts. What
+    takes MUCH_SLOWER times as long as the first one is called twice and no more.
+
+    Raises:
+        DeviceLost: the GPU serves this process no more.
+        torch.OutOfMemoryError: the first one had too little memory; others that have are left out.
     """
     inputs = list(one.inputs(case.dtype, case.device).values())
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     calls: list[dict[str, list[Any]]] = [{}, {}]
+    first: list[dict[str, float]] = [{}, {}]
+    failed: dict[str, str] = {}
+    clock = clock_for(case.device)
     for name, (way, fn) in ways.items():
 
         def forward(fn: Any = fn, way: Way = way) -> Any:
             with way():
                 return fn(*inputs)
 
-        outputs = forward()
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        smooth = [o for o in outputs if o.requires_grad]
-        cotangents = [_random_like(o) for o in smooth]
+        try:
+            outputs = forward()
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            smooth = [o for o in outputs if o.requires_grad]
+            cotangents = [_random_like(o) for o in smooth]
 
-        def backward(smooth: Any = smooth, cotangents: Any = cotangents, way: Way = way) -> Any:
-            with way():
-                return torch.autograd.grad(
-                    smooth, leaves, cotangents, retain_graph=True, allow_unused=True
-                )
+            def backward(smooth: Any = smooth, cotangents: Any = cotangents, way: Way = way) -> Any:
+                with way():
+                    return torch.autograd.grad(
+                        smooth, leaves, cotangents, retain_graph=True, allow_unused=True
+                    )
 
-        calls[0][name] = [forward]
-        if smooth and (name not in PEERS or PEERS[name].backward is not None):
-            calls[1][name] = [backward]
-    clock = clock_for(case.device)
-    ms: list[dict[str, float]] = []
-    for direction in calls:
-        first = {n: min(clock.sample(call) for _ in range(2)) for n, (call,) in direction.items()}
-        most = MUCH_SLOWER * next(iter(first.values()), 0.0)
-        near = {name: call for name, call in direction.items() if first[name] <= most}
+            has_backward = smooth and (name not in PEERS or PEERS[name].backward is not None)
+            found = [forward, backward] if has_backward else [forward]
+            ms = [min(clock.sample(call) for _ in range(2)) for call in found]
+        except torch.OutOfMemoryError:
+            if name == next(iter(ways)):
+                raise
+            continue
+        except Exception as error:
+            failed[name] = _failure(case, one, name, error)
+            continue
+        for direction, call in enumerate(found):
+            calls[direction][name], first[direction][name] = [call], ms[direction]
+    for direction, times in enumerate(first):
+        most = MUCH_SLOWER * next(iter(times.values()), 0.0)
+        near = {name: call for name, call in calls[direction].items() if times[name] <= most}
         timed = interleave(near, clock, budget_s=SECONDS, min_runs=3) if near else {}
-        ms.append(first | {name: timing.p20_ms for name, timing in timed.items()})
-    return {name: (ms[0][name], ms[1].get(name, 0.0)) for name in ways}
+        times |= {name: timing.p20_ms for name, timing in timed.items()}
+        for name, (call,) in calls[direction].items() if host else ():
+            times[name] = max(times[name], (clock.host_us(call) or 0.0) / 1e3)
+    return {name: (ms, first[1].get(name, 0.0)) for name, ms in first[0].items()}, failed
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -9,6 +9,7 @@ so has the key that Triton's own launcher looks up (tests/ops/test_triton_launch
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -19,7 +20,8 @@ from typing import Any
 
 import torch
 
-from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.proof_cases import cases_of_many_rows, proof_cases
+from fastpar.files.packages import call_command
 from fastpar.kernels import (  # noqa: F401  the tables fill TABLES
     attention_bits,
     attention_configs,
@@ -28,10 +30,12 @@ from fastpar.kernels import (  # noqa: F401  the tables fill TABLES
     gelu_configs,
     layer_norm_configs,
 )
+from fastpar.kernels.attention_peers import left_out
 from fastpar.kernels.choice import OWN, Case, trying
 from fastpar.kernels.config_table import TABLES
 
 Forced = tuple[str, tuple[Any, ...], tuple[Any, ...]]  # name of a table, place, config
+GLUON = "triton.experimental.gluon._runtime"  # its kernels have a compiler source of their own
 ROWS = 128  # a kernel depends on the number of rows by its divisors only
 
 
@@ -58,7 +62,7 @@ def warm(
     environment.pop("TRITON_INTERPRET", None)
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "fastpar.doctor.warm", json.dumps([gpu, i, count, rows])],
+            [*call_command("fastpar.doctor.warm.main"), json.dumps([gpu, i, count, rows])],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -86,12 +90,27 @@ def launches_of(case: Case, gpu: tuple[int, int], forced: Forced | None = None) 
                 name, place, config = forced
                 table = TABLES[name]
                 stack.enter_context(table.trying(tuple(place), table.kind(*config)))
-            for one in proof_cases(case.op, case.size, "cpu", ROWS):
+            calls = proof_cases(case.op, case.size, "cpu", ROWS)
+            if case.op == "attention":  # has kernels for partial tiles
+                calls += cases_of_many_rows(case.op, case.size, "cpu")
+            for one in calls:
                 if case.dtype in one.dtypes:
                     one.results(case.dtype, "cpu")
+            if case.op == "attention" and gpu[0] == 90 and "hopper" not in left_out:
+                _call_hopper_kernels(case)
     finally:
         backend.choice, backend.recording = before
     return found
+
+
+def _call_hopper_kernels(case: Case) -> None:
+    """Those that a proof of this case tries; none where Triton is too old for them."""
+    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(case.dtype)
+    with contextlib.suppress(ImportError):
+        for module in ("attention_hopper", "attention_hopper_bwd"):
+            for name, call in backend.triton_module(module).aot_calls():
+                if name.startswith(f"D={case.size} {dtype} "):
+                    call()
 
 
 def _distinct(launches: Sequence[Any]) -> Iterator[Any]:
@@ -103,8 +122,9 @@ def _distinct(launches: Sequence[Any]) -> Iterator[Any]:
             yield launch
 
 
-def main(gpu: tuple[int, int], index: int, count: int, rows: Sequence[Sequence[Any]]) -> None:
+def main() -> None:
     """One of `count` processes: compiles its part, prints what could not be compiled."""
+    gpu, index, count, rows = json.loads(sys.argv[1])
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -119,14 +139,13 @@ def main(gpu: tuple[int, int], index: int, count: int, rows: Sequence[Sequence[A
     target = GPUTarget("cuda", gpu[0], 32)
     for i, launch in enumerate(_distinct(launches)):
         if step > 1 or i % count == index:
-            source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
+            source_of = ASTSource
+            if launch.kernel.is_gluon():
+                source_of = importlib.import_module(GLUON).GluonASTSource
+            source = source_of(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
             try:
                 with contextlib.redirect_stdout(sys.stderr):
                     triton.compile(source, target=target, options=launch.options)
             except Exception as error:
                 first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 print(f"{launch.name}: {first_line}")
-
-
-if __name__ == "__main__":
-    main(*json.loads(sys.argv[1]))

@@ -1,8 +1,9 @@
-"""Packages that may be missing: whoever needs one says what to type."""
+"""Packages that may be missing: whoever needs one says what to type. Ours, for other processes."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,15 @@ def import_package(name: str, caller: str, need: str = "", instead: str = "") ->
     Raises:
         ImportError: it is missing.
     """
+    package = name.split(".")[0]
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError as error:
-        raise _missing(name.split(".")[0], caller, need, instead, str(error)) from error
+        raise _missing(package, caller, need, instead, str(error)) from error
+    if getattr(module, "__file__", "") is None:  # Python takes any folder of the name for one
+        folder = f"the folder {next(iter(module.__path__))}"
+        raise _missing(package, caller, need, instead, folder)
+    return module
 
 
 def package_file(package: str, file: str, caller: str, need: str = "", instead: str = "") -> Path:
@@ -37,3 +43,14 @@ def _missing(package: str, caller: str, need: str, instead: str, got: str) -> Im
         f"{caller}: expected the package {package}{need}, got {got}; run pip install "
         f"{package}{instead}"
     )
+
+
+def call_command(function: str) -> list[str]:
+    """The command that calls a function of ours in a process of its own: fastpar.__main__.run.
+
+    Files of the current folder, which may be called random.py, stand in for no module there.
+    """
+    module, _, name = function.rpartition(".")
+    path = f"[*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]"
+    code = f"import sys; sys.path[:] = {path}; from {module} import {name}; sys.exit({name}())"
+    return [sys.executable, "-c", code]

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,14 @@ def write_text(path: Path, text: str) -> None:
     """A file that appears complete or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def user_cache() -> Path:
+    """This user's fastpar folder for what can be made again; of a user without a home in /tmp."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpar"
+    except RuntimeError:
+        return Path(tempfile.gettempdir(), f"fastpar-{os.getuid()}")
 
 
 def reason(error: Exception) -> str:

@@ -30,7 +30,10 @@ def measure_ceilings(device: str, quick: bool = False) -> Ceilings:
     numel = (1 << 28) if on_cuda else (1 << 20 if quick else 1 << 25)
     size = 8192 if on_cuda else (256 if quick else 1536)
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    source, target = torch.randn(numel, device=device), torch.empty(numel, device=device)
+    source, target = (
+        torch.randn(numel, device=device, dtype=torch.float32),
+        torch.empty(numel, device=device, dtype=torch.float32),
+    )
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     timings = interleave(
         {

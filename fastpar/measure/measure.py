@@ -269,7 +269,9 @@ def _run_chain(
             times[key] = [_seconds(update.optimizer.step, device)]
         for op in ops_of(workload, setup):
             if op.name == "orthogonalize":
-                call = functools.partial(orthogonalize, torch.randn(op.shape, device=device))
+                call = functools.partial(
+                    orthogonalize, torch.randn(op.shape, device=device, dtype=torch.float32)
+                )
                 times[op.name, op.shape, "forward"] = [_seconds(call, device)]
         if count:
             for key, values in times.items():

@@ -138,7 +138,7 @@ class Chain:
         self.idx, self.targets = torch.randint(self.vocab, (2, self.rows, t), device=device)
 
     def _weight(self, *shape: int) -> Tensor:
-        weight = torch.randn(*shape, device=self.device).mul_(0.02)
+        weight = torch.randn(*shape, device=self.device, dtype=torch.float32).mul_(0.02)
         self.parameters.append(weight.to(self.dtype).requires_grad_())
         return self.parameters[-1]
 

@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm.mesh import Mesh
+from fastpar.files.packages import call_command
 from fastpar.kernels import keep_freed_memory
 from fastpar.measure.machine import without_paths
 from fastpar.train.launch import follow_launcher, lost_peer, rank_environment
 
 START_S, CALL_S, END_S, GRACE_S = 120.0, 600.0, 5.0, 5.0
 TIMEOUT_S = 300.0  # of a collective
-_PROGRAM = "from fastpar.measure.rank_pool import serve; serve()"
 
 
 class RankFailed(RuntimeError):  # noqa: N818 - of a rank, not of the pool
@@ -148,7 +148,7 @@ class RankPool:
         # Set before the process starts: OpenMP reads its variables when torch is loaded.
         environment = rank_environment(rank, self.nproc, self._store.port, self.threads)
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
+            [*call_command("fastpar.measure.rank_pool.serve"), str(theirs.fileno())],
             env={
                 **os.environ,
                 **environment,

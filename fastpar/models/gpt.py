@@ -298,7 +298,7 @@ class GPT(nn.Module):
             targets = targets if targets is None else grid.batch.slice(targets, 0)
         length, behind = idx.shape[-1], self._padding(idx)
         if behind:
-            check_unpadded(idx, self._shares, self.experts)
+            check_unpadded(idx, self._shares, self.experts, self.cp)
             idx = F.pad(idx, (0, behind))
             targets = targets if targets is None else F.pad(targets, (0, behind), value=-100)
             positions = positions if positions is None else pad_positions(positions, behind)

@@ -104,9 +104,14 @@ def _checked(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
     for name, wanted, got in differences(model, {n: t.shape for n, t in given.items()}):
         if got is None:
+            near = next((n for n in tensors if n.endswith(f".{name}")), "")
+            but = (
+                f" but {near}; cut the names down to {PREFIX}{name} and so on"
+                if near
+                else ("; pass the weights of a GPT2LMHeadModel of the model's shape")
+            )
             raise ValueError(
-                f"load_hf_tensors: expected a tensor {PREFIX}{name}, got none of this name; "
-                "pass the weights of a GPT2LMHeadModel of the model's shape"
+                f"load_hf_tensors: expected a tensor {PREFIX}{name}, got none of this name{but}"
             )
         if wanted is not None:
             raise ValueError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from torch import Tensor, nn
 
 from fastpar.config.config import GPTConfig
@@ -56,13 +59,16 @@ def make_mlp(config: GPTConfig, layer: int, losses: Losses | None) -> nn.Module:
     return Experts(config, losses, layer // config.expert_every)
 
 
-def check_unpadded(idx: Tensor, shares: int, losses: Losses | None) -> None:
+def check_unpadded(idx: Tensor, shares: int, losses: Losses | None, cp: Any) -> None:
     """Refuse positions that pad a batch: a router would count them, and they would take places."""
     if losses is not None:
+        rule = f"B * T divisible by {shares}"
+        if cp is not None and cp.by_row:
+            rule = f"T divisible by {math.lcm(cp.n_chunks, shares)}"
         raise ValueError(
-            f"GPT: expected B * T divisible by the {shares} ranks that share out tokens, with "
-            f"experts, got idx={list(idx.shape)}; pass another number of tokens (by keys T "
-            "divisible by twice cp), or, with tp, sequence_parallel=False to parallelize"
+            f"GPT: expected {rule} with experts on {shares} ranks that share out tokens, got idx="
+            f"{list(idx.shape)}; pass another number of tokens, or, with tp, "
+            "sequence_parallel=False to parallelize"
         )
 
 

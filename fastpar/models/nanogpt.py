@@ -12,6 +12,7 @@ computes GELU by erf, this model by tanh as GPT-2 does; the loss differs in the 
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +25,10 @@ from fastpar.config.config import GPTConfig
 from fastpar.files.plain_files import open_plain, reason, shown
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import build_model
-from fastpar.models.nanogpt_meta import META
 from fastpar.models.weights import CONV1D, PREFIX
 
 COMPILED = "_orig_mod."
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-_GPT2_VOCABULARY = (50257, 50304)  # GPT-2's tokens, and as nanoGPT pads them
 
 
 def load_nanogpt(
@@ -97,20 +96,6 @@ def _zero_biases(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return added
 
 
-def tokenizer_of_nanogpt(path: str | os.PathLike[str], vocab_size: int) -> str | None:
-    """The name of the tokenizer of a ckpt.pt, which does not have it: by what nanoGPT itself does.
-
-    Args:
-        path: of the file; a meta.pkl beside it has its characters.
-        vocab_size: of the model; GPT-2's tokens have GPT-2's tokenizer.
-    Returns:
-        For make_tokenizer; None where it is unknown.
-    """
-    if (Path(path).parent / META).is_file():
-        return str(Path(path).parent / META)
-    return "gpt2" if vocab_size in _GPT2_VOCABULARY else None
-
-
 def _load(path: Path) -> Any:
     try:
         os.close(open_plain(path, links=True))
@@ -119,7 +104,10 @@ def _load(path: Path) -> Any:
         why: Exception = error
         problem = reason(error)
     except Exception as error:  # whatever the unpickler meets in a file that is none
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's words before it are many
         why, problem = error, shown(f"{type(error).__name__}: {error}".splitlines()[0])
+        if asked:
+            problem = f"it asks for {asked[1]}, which is not made: save plain numbers"
     raise ValueError(
         f"load_nanogpt: expected a ckpt.pt of tensors and plain values, got {path} ({problem}); "
         "nothing else is read from it, and nothing is executed"

@@ -45,6 +45,7 @@ from fastpar.nn.modules import (
     embedding_options,
     has_hooks,
     is_conv1d,
+    is_plain,
     product,
 )
 from fastpar.sharding.placements import Replicate, Shard, State
@@ -348,7 +349,9 @@ def check_generators(group: Collectives, axis: str) -> None:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     digest = hashlib.sha256(b"".join(bytes(x.tolist()) for x in states)).digest()[:8]
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
+    mine = torch.tensor(
+        [int.from_bytes(digest, "little", signed=True)], device=device, dtype=torch.int64
+    )
     theirs = group.gathered(mine)
     if not bool((theirs == theirs[0]).all()):
         raise ValueError(
@@ -389,6 +392,8 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor]:
     """The norm of x + dropout(layer(y)), and that sum; see [Note: masks of a part].
 
+    A layer that is more than its weights, as an adapter makes it, is called.
+
     Args:
         y: [B, T, C/tp]; x: [B, T, C], under sequence parallelism [B, T/tp, C].
         norm: its weight, bias and eps.
@@ -396,9 +401,12 @@ def residual_norm(
         cp: of which x is this rank's part; without tp, where there is dropout.
     """
     weight, bias, eps = norm
-    options: dict[str, Any] = {"x_bias": layer.bias, "dropout_p": p, "eps": eps}
     tp = tp_of(layer)
-    y = product(layer, y) if tp is None else layer.product(y)
+    if tp is not None:
+        y, x_bias = layer.product(y), layer.bias
+    else:
+        y, x_bias = (product(layer, y), layer.bias) if is_plain(layer) else (layer(y), None)
+    options: dict[str, Any] = {"x_bias": x_bias, "dropout_p": p, "eps": eps}
     if cp is not None and p > 0.0:
         first, rows, moved = cp.runs(len(x), x.shape[1] * cp.size)
         rng = Rng(draw_key(x.device), 0, first_row=first, rows=rows, moved=moved)

@@ -40,7 +40,7 @@ from fastpar.parallel.engine import engine_of_parameter
 
 BATCH = 1 << 20  # elements
 _PAPER_EPS = 1e-30
-_ONE = torch.ones(())
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
 
 

@@ -40,7 +40,7 @@ from fastpar.optim.state import (
 )
 from fastpar.parallel.engine import engine_of_parameter
 
-_ONE = torch.ones(())
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _HOST = torch.device("cpu")
 
 

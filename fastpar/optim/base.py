@@ -96,7 +96,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             if name in param_group:
                 raise ValueError(
                     f"{caller}: expected {name} as an option of the optimizer, got {name}="
-                    f"{param_group[name]} in a group; use one optimizer for each {name}"
+                    f"{param_group[name]} in a group; use one optimizer for each {name}, and "
+                    "parallelize(zero_stage=1) in place of ZeroRedundancyOptimizer"
                 )
         plain(torch.optim.Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
@@ -282,7 +283,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._found = known
             if loss_scale is None:
                 return None, None
-            return torch.ones((), device=device) / loss_scale, known
+            return torch.ones((), device=device, dtype=torch.float32) / loss_scale, known
         whole = [row.grad for row in rows if row.engine is None or not row.engine.steps_pieces]
         max_norm = None if limit == math.inf else limit
         norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)

@@ -111,7 +111,7 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> 
 
 
 def _fp32(number: float) -> float:
-    return torch.tensor(number, dtype=torch.float32).item()
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()
 
 
 def scheduled_lr(step: int, config: TrainConfig) -> float:

@@ -164,7 +164,7 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 def new_step() -> Tensor:
     """The count of steps before the first, on the host, of torch's dtype."""
     wide = torch.get_default_dtype() == torch.float64
-    return torch.zeros((), dtype=torch.float64 if wide else torch.float32)
+    return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
 
 
 def load_step(saved: Any) -> Tensor:

@@ -300,7 +300,7 @@ class Meeting:
         try:
             self.store.set(f"given/{name}", "yes")
             peer = Peers(dist.PrefixStore(f"copy/{name}", self.store), 0, 2, self.mesh.timeout_s)
-            peer.broadcast(torch.tensor([content.numel()]), 0)
+            peer.broadcast(torch.tensor([content.numel()], dtype=torch.int64, device="cpu"), 0)
             peer.broadcast(content, 0)
             self._sent += peer.sent
         except RuntimeError:
@@ -333,9 +333,9 @@ class Meeting:
             )
         store = dist.PrefixStore(f"copy/{self._me}", self.store)
         peer = Peers(store, 1, 2, self.mesh.timeout_s)
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         peer.broadcast(size, 0)
-        content = torch.empty(int(size), dtype=torch.uint8)
+        content = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         peer.broadcast(content, 0)
         self._beat()
         return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)

@@ -12,19 +12,67 @@ import math
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpar.comm.bucket_wires import LOW_RANK, rounded_weights
+from fastpar.comm.mesh import Mesh
 from fastpar.comm.wire_formats import CODES, OF_GRADIENTS, OF_WEIGHTS
+from fastpar.kernels.linear import depends_on_threads
 from fastpar.parallel.bucket import DTYPES
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.parallel.stages import STAGES, Settings
+
+
+class _Alone:
+    """What DistributedDataParallel reads first of a module that it wraps."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(
+            "DistributedDataParallel: expected a model without an engine, got one of "
+            "fastpar.parallelize, which averages gradients itself; leave it out"
+        )
+
+
+def refuse_ddp(model: nn.Module) -> None:
+    """From now on, wrapping this model in DistributedDataParallel raises."""
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = _Alone()
+
+
+def check_model(model: Any, mesh: Any) -> None:
+    """Refuse what is no model or no mesh of ours, and models that others have wrapped or split."""
+    for name, value, kind, advice in (
+        ("model", model, nn.Module, "pass the model"),
+        ("mesh", mesh, Mesh, "pass fastpar.Mesh()"),
+    ):
+        if not isinstance(value, kind):
+            known = "fastpar.Mesh" if kind is Mesh else "torch.nn.Module"
+            raise ValueError(
+                f"parallelize: expected a {known}, got {name}={type(value).__name__}; {advice}"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "parallelize: expected a model without DistributedDataParallel, which averages "
+                f"gradients too, got '{name or 'model'}'; pass its .module"
+            )
+    for name, p in model.named_parameters():
+        if nn.parameter.is_lazy(p):
+            raise ValueError(
+                f"parallelize: expected parameters with values, got an uninitialized '{name}'; "
+                "call the model once before"
+            )
+        if is_traceable_wrapper_subclass(p) or hasattr(p, "_is_flat_param"):
+            raise ValueError(
+                f"parallelize: expected plain parameters, got {type(p).__name__} '{name}'; leave "
+                "FSDP and fully_shard out: zero_stage=3 takes their place"
+            )
 
 
 def check_arguments(model: nn.Module, dp: int, options: Mapping[str, Any]) -> None:
@@ -249,6 +297,7 @@ _BESIDE_WIRES = {
     "offload": "leave one of them out",
     "reduce_dtype": "the format is that of wire_gradients: leave it out",
 }
+_WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
 WITHOUT_FEEDBACK = (
     "learned 3.451 bits a byte in 250 steps of a small GPT on 4 ranks where fp32 learned 3.406, "
     "one seed, and 2.343 in 2,000 steps on 2 ranks where fp32 learned 2.341, three seeds, which "
@@ -257,8 +306,13 @@ WITHOUT_FEEDBACK = (
 )
 
 
-def check_deterministic(settings: Settings, named: dict[nn.Parameter, tuple[str, ...]]) -> None:
-    """Sums that are rounded to 16 bits on the way depend on how they are split."""
+def check_deterministic(
+    settings: Settings, named: dict[nn.Parameter, tuple[str, ...]], mesh: Mesh
+) -> None:
+    """Refuse sums that are rounded to 16 bits on the way, warn of products that depend on threads.
+
+    Such sums depend on how they are split.
+    """
     if not settings.deterministic:
         return
     for p, names in named.items():
@@ -269,6 +323,17 @@ def check_deterministic(settings: Settings, named: dict[nn.Parameter, tuple[str,
                 "parallelize: expected gradients kept and sent in fp32 with deterministic=True, "
                 f"got grad_dtype={kept}, reduce_dtype={wire} for '{names[0]}'; pass "
                 "grad_dtype=torch.float32 and leave reduce_dtype out"
+            )
+    if mesh.rank or mesh.device.type != "cpu":
+        return
+    for dtype in sorted({p.dtype for p in named if p.requires_grad}, key=str):
+        if depends_on_threads(dtype):
+            setting = "MKL_CBWR=AUTO,STRICT" if dtype.itemsize > 2 else _WITHOUT_AMX
+            warnings.warn(
+                f"parallelize: with deterministic=True, products of {dtype} have other bits with "
+                "other numbers of threads here, so only runs with equally many threads a rank have "
+                f"the same bits; set {setting} before the process starts, or fix the number",
+                stacklevel=3,
             )
 
 

@@ -150,7 +150,7 @@ class Control:
             sum(1 << bit for bit, u in enumerate(used[i : i + _BITS]) if u)
             for i in range(0, self._n_params, _BITS)
         ]
-        host = torch.tensor([*words, *flags], dtype=torch.int64)
+        host = torch.tensor([*words, *flags], dtype=torch.int64, device="cpu")
         if self._device.type == "cuda":
             host = host.pin_memory().to(self._device, non_blocking=True)
         parts = [host[:_HEAD]]
@@ -222,7 +222,9 @@ class Control:
         ):
             return
         kind = BEGINS.index(what)
-        said = group.gathered(torch.tensor([kind, n_micro_batches])).tolist()
+        said = group.gathered(
+            torch.tensor([kind, n_micro_batches], dtype=torch.int64, device="cpu")
+        ).tolist()
         for rank, (theirs, count) in enumerate(said):
             if theirs != said[0][0]:
                 raise RuntimeError(
@@ -257,7 +259,7 @@ class Control:
 
 def _copied(heads: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     """The words on the host, and when they are there."""
-    host = torch.empty(heads.shape, dtype=heads.dtype, pin_memory=True)
+    host = torch.empty(heads.shape, dtype=heads.dtype, pin_memory=True, device="cpu")
     host.copy_(heads, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
@@ -353,9 +355,9 @@ def gather_errors(engine: Summing | None, mine: str | None) -> dict[int, str]:
 
 def _texts(engine: Summing, mine: str) -> dict[int, str]:
     mesh = engine.mesh
-    rows = torch.zeros(mesh.world_size, _TEXT_BYTES, dtype=torch.float64)
+    rows = torch.zeros(mesh.world_size, _TEXT_BYTES, dtype=torch.float64, device="cpu")
     raw = mine.encode()[:_TEXT_BYTES]
-    rows[mesh.rank, : len(raw)] = torch.tensor(list(raw), dtype=torch.float64)
+    rows[mesh.rank, : len(raw)] = torch.tensor(list(raw), dtype=torch.float64, device="cpu")
     sums = engine.all_reduce_scalars(rows.to(mesh.device)).to("cpu", torch.uint8).numpy()
     texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in sums]
     return {rank: text for rank, text in enumerate(texts) if text}

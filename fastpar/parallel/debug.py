@@ -161,7 +161,11 @@ class InputCheck:
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8)
         for x in raw:
             digest.update(x.numpy().data)
-        mine = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
+        mine = torch.tensor(
+            [int.from_bytes(digest.digest(), "little", signed=True)],
+            dtype=torch.int64,
+            device="cpu",
+        )
         if bool((self._gather(mine) == mine).all()):  # so it is on all ranks, or on none
             return
         found = self._unlike(lines) or self._first(named, raw)
@@ -174,8 +178,10 @@ class InputCheck:
     def _unlike(self, lines: Sequence[str]) -> str | None:
         """The first argument of another shape, dtype or name."""
         text = torch.frombuffer(bytearray("\n".join(lines).encode() or b" "), dtype=torch.uint8)
-        size = int(self._gather(torch.tensor([text.numel()])).max())
-        padded = torch.full((size,), ord(" "), dtype=torch.uint8)
+        size = int(
+            self._gather(torch.tensor([text.numel()], dtype=torch.int64, device="cpu")).max()
+        )
+        padded = torch.full((size,), ord(" "), dtype=torch.uint8, device="cpu")
         padded[: text.numel()] = text
         rows = self._gather(padded)
         texts = [bytes(row.tolist()).decode().rstrip(" ") for row in rows]
@@ -188,17 +194,26 @@ class InputCheck:
     def _first(self, named: Sequence[tuple[str, Tensor]], raw: Sequence[Tensor]) -> str:
         """The first element that differs from that of rank 0."""
         none = len(named)
-        mine = torch.tensor([none, 0])
+        mine = torch.tensor([none, 0], dtype=torch.int64, device="cpu")
         for i, x in enumerate(raw):
             theirs = self._gather(x)[0] if x.numel() else x
             unequal = (theirs != x).nonzero()
             if mine[0] == none and unequal.numel():
-                mine = torch.tensor([i, int(unequal[0]) // named[i][1].element_size()])
+                mine = torch.tensor(
+                    [i, int(unequal[0]) // named[i][1].element_size()],
+                    dtype=torch.int64,
+                    device="cpu",
+                )
         i, rank, element = min(
             (i, rank, element) for rank, (i, element) in enumerate(self._gather(mine).tolist())
         )
         name, x = named[i]
-        index = [int(n) for n in torch.unravel_index(torch.tensor(element), x.shape)]
+        index = [
+            int(n)
+            for n in torch.unravel_index(
+                torch.tensor(element, dtype=torch.int64, device="cpu"), x.shape
+            )
+        ]
         return f"'{name}' first at index {index} on {self.axis} rank {rank}"
 
     def _gather(self, x: Tensor) -> Tensor:
@@ -291,7 +306,9 @@ def check_replicas(
     zero = torch.zeros((), dtype=torch.int64, device=mesh.device)
     said = [[len(each), _key(each)] for each in classes]
     totals = [functools.reduce(lambda a, b: a * _ODD + b, each, zero) for each in sums]
-    mine = torch.cat([torch.tensor(said, device=mesh.device), torch.stack(totals)[:, None]], 1)
+    mine = torch.cat(
+        [torch.tensor(said, device=mesh.device, dtype=torch.int64), torch.stack(totals)[:, None]], 1
+    )
     found: list[tuple[int, Difference]] = []
     rows = group.gathered(mine).tolist()  # [ranks, classes, 3]
     for i in range(_CLASSES):
@@ -334,7 +351,7 @@ def _held(shards: Shards, optimizer: Any) -> Iterator[Held]:
             yield Held(f"parameter '{name}'", start, split, piece.param)
         for entry, value in sorted(optimizer.state.get(p, {}).items()) if optimizer else ():
             if not isinstance(value, Tensor):
-                value = torch.tensor(float(value), dtype=torch.float64)
+                value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
             yield Held(f"{entry} of parameter '{name}'", start, split, value)
 
 

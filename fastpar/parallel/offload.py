@@ -37,7 +37,7 @@ from torch import Tensor
 
 from fastpar.comm.bus import Bus, SlowBus
 from fastpar.comm.handles import DONE, FutureHandle, Handle, TaskThread, started
-from fastpar.comm.host import HostCores, check_host_memory
+from fastpar.comm.host import HostCores, check_host_memory, pinned_bytes
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.debug import Debug
@@ -83,7 +83,7 @@ class Offload:
         while (kept := kept + _state_bytes(order[0]) / 2**20) <= keep_mb:
             order.pop(0)
         self.order, self.grads = order, dict[BucketState, Tensor]()
-        sizes = [(_state_bytes(bucket), _host_bytes(bucket)) for bucket in order]
+        sizes = [(_state_bytes(bucket), _host_bytes(bucket, bus.pinned)) for bucket in order]
         check_host_memory(sizes, bus.n_ranks(shards.mesh.world_size))
         for bucket in order:
             bucket.stepped = bus.memory(bucket.spec.shard_numel, bucket.spec.dtype)
@@ -234,7 +234,7 @@ class Offload:
             if of[bucket] and bucket.shard is not bucket.stepped:
                 bucket.shard.fill_(float("nan"))
         # Behind all that the device was given: see [Note: who waits for whom].
-        zero = torch.zeros((), device=self._shards.mesh.device)
+        zero = torch.zeros((), device=self._shards.mesh.device, dtype=torch.float32)
         host = self._bus.memory(1, torch.float32).view(())
         sent = self._bus.down(host, zero if factor is None else factor)
         factor = None if factor is None else host
@@ -348,9 +348,9 @@ def _state_bytes(bucket: BucketState) -> int:
     return bucket.spec.shard_numel * state_bytes(bucket.spec.dtype.itemsize)
 
 
-def _host_bytes(bucket: BucketState) -> int:
-    crosses = bucket.spec.dtype.itemsize + bucket.grad_dtype.itemsize
-    return _state_bytes(bucket) + bucket.spec.shard_numel * crosses
+def _host_bytes(bucket: BucketState, pinned: bool) -> int:
+    crosses = [bucket.spec.shard_numel * d.itemsize for d in (bucket.spec.dtype, bucket.grad_dtype)]
+    return _state_bytes(bucket) + sum(map(pinned_bytes, crosses) if pinned else crosses)
 
 
 def state_bytes(weight: int) -> int:

@@ -22,10 +22,12 @@ from fastpar.parallel.checks import (
     check_arguments,
     check_deterministic,
     check_in_place_writers,
+    check_model,
     check_offload,
     check_parameters,
     check_wires,
     guard_optimizers,
+    refuse_ddp,
 )
 from fastpar.parallel.control import prove_together
 from fastpar.parallel.debug import Debug, InputCheck
@@ -185,6 +187,7 @@ def parallelize(
     """
     options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
+    check_model(model, mesh)
     check_method(cp_method)
     given, mesh = mesh, mesh_of_gradients(mesh)
     check_arguments(model, mesh.dp_size, options)
@@ -209,7 +212,7 @@ def parallelize(
     groups, control = maker.of_engine(stage, n_shards, alone=offload is not None)
     of_experts = maker.of_experts(given, stage, n_shards)
     settings = _settings(options, stage, n_shards, mesh.dp_size, groups)
-    check_deterministic(settings, parameter_names(model))
+    check_deterministic(settings, parameter_names(model), mesh)
     if materialize is not None:
         allocate_meta(model, mesh.device, declared)
     stages = None if cut is None else make_stages(cut, model, mesh, maker.make)
@@ -222,6 +225,7 @@ def parallelize(
     engine.tp_report = report
     keep_on_host(engine, options, debug)
     attach_experts(engine, model)
+    refuse_ddp(model)
     Places.offer(engine)
     guard_optimizers(engine)
     guard_state_dicts(model, shards)

@@ -17,8 +17,7 @@ from fastpar.patching.swap import SILENT, Swapped, swap_of
 HARMLESS = {
     "cache_position", "encoder_attention_mask", "encoder_hidden_states", "num_items_in_batch",
     "output_hidden_states", "position_ids", "return_dict", "use_cache", "attention_mask",
-    "layer_past", "past_key_value", "past_key_values", "head_mask", "output_attentions", MASK_HINT,
-    "shift_labels", "ignore_index",
+    "layer_past", "head_mask", "output_attentions", MASK_HINT, "shift_labels", "ignore_index",
 }  # fmt: skip
 
 
@@ -47,12 +46,17 @@ def scale_of(attn: Any) -> float:
     return scale / (attn.layer_idx + 1) if attn.scale_attn_by_inverse_layer_idx else scale
 
 
+def cache_in(given: dict[str, Any]) -> Any:
+    """The key/value cache among arguments: each version of transformers has its own name for it."""
+    return next((v for v in given.values() if hasattr(v, "get_seq_length")), None)
+
+
 class GPT2Attention(Attention):
     """transformers' GPT2Attention with sdpa or eager attention."""
 
     falls_back = (
         "an attention_mask (padding); leave it out when no token is padding",
-        "a past_key_values that holds tokens already (generation after the first step)",
+        "a key/value cache that holds tokens already (generation after the first step)",
         "output_attentions=True, head_mask, encoder_hidden_states, reorder_and_upcast_attn",
         "an attn_implementation other than sdpa and eager, or a function registered for sdpa",
         "eager attention called alone without a mask, which is not causal",
@@ -82,8 +86,9 @@ class GPT2Attention(Attention):
                 return name
         if not (getattr(self, "is_causal", True) and getattr(config, "is_causal", True)):
             return "is_causal=False"
+        cache = cache_in(given)
         for name, value in given.items():
-            if name in self.argument_names[:1] or name in HARMLESS:
+            if name in self.argument_names[:1] or name in HARMLESS or value is cache:
                 continue
             if value is not None and value is not False:
                 return f"the argument {name}"
@@ -92,26 +97,18 @@ class GPT2Attention(Attention):
         if implementation == "eager" and not masked:
             return "eager attention without a mask, which is not causal"
         x = {self.argument_names[0]: given.get(self.argument_names[0])}
-        return self.cache_refusal(given) or super().refusal(x)
-
-    def cache_refusal(self, given: dict[str, Any]) -> str | None:
         if given.get("layer_past") is not None:
             return "layer_past"
-        cache = self.given_cache(given)
-        if cache is None:
-            return None
-        if type(cache).__name__ != "DynamicCache" or not hasattr(cache, "update"):
-            return f"past_key_values of type {type(cache).__name__}"
-        return "past_key_values with tokens" if cache.get_seq_length(self.layer_idx) else None
-
-    def given_cache(self, given: dict[str, Any]) -> Any:
-        cache = given.get("past_key_values")
-        return given.get("past_key_value") if cache is None else cache
+        if cache is not None and type(cache).__name__ != "DynamicCache":
+            return f"a cache of type {type(cache).__name__}"
+        if cache is not None and cache.get_seq_length(self.layer_idx):
+            return "a cache with tokens"
+        return super().refusal(x)
 
     def fused_heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
         qkv = project(self.c_attn, x).unflatten(-1, (3, self.num_heads, self.head_dim))
         _, k, v = qkv.transpose(1, 3).unbind(2)  # [B, H, T, D]
-        cache, present = self.given_cache(given), None
+        cache, present = cache_in(given), None
         before_4_53 = "layer_past" in self.argument_names
         if cache is not None:
             cache.update(k, v, self.layer_idx)
@@ -199,8 +196,6 @@ class LMHead(Swapped):
         loss = head_loss(self.lm_head, x, shift_labels.to(x.device), **options)
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-        kept = ("past_key_values", "hidden_states", "attentions", "cross_attentions")
-        output = self.option("output")(
-            loss=loss, logits=None, **{name: getattr(outputs, name) for name in kept}
-        )
+        kept = {name: getattr(outputs, name) for name in self.option("kept")}
+        output = self.option("output")(loss=loss, logits=None, **kept)
         return output if return_dict else output.to_tuple()

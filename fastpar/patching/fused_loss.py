@@ -125,8 +125,8 @@ def prove_loss(model: nn.Module, norm: str) -> None:
 
 def _compare(twin: Any, norm: str, B: int, T: int) -> None:
     generator = torch.Generator().manual_seed(B * 10_007 + T)
-    idx = torch.randint(ROWS, (B, T), generator=generator)
-    targets = torch.randint(ROWS, (B, T), generator=generator)
+    idx = torch.randint(ROWS, (B, T), generator=generator, device="cpu")
+    targets = torch.randint(ROWS, (B, T), generator=generator, device="cpu")
     targets[:, 1::3] = IGNORED
     forward = type(twin).forward
     rows: list[torch.Size] = []

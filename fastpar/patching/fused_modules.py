@@ -207,7 +207,7 @@ class Block(Swapped):
     """x + attn(ln_1(x)), then x + mlp(ln_2(x)); ln_2 in one pass with what comes before it."""
 
     does = "c_proj's bias + dropout + residual add + LayerNorm in one pass"
-    falls_back = ("hooks on attn or its parts or on ln_2, or others in their places",)
+    falls_back = ("hooks on attn, its resid_dropout or ln_2, or others in their places",)
 
     def refusal(self, given: dict[str, Any]) -> str | None:
         x: Any = given.get(self.argument_names[0])
@@ -218,7 +218,7 @@ class Block(Swapped):
             isinstance(attn, Attention)
             and not is_observed(attn)
             and "forward" not in vars(attn)
-            and (is_plain(attn.c_proj) or gives_product(attn.c_proj))
+            and (tp_of(attn.c_proj) is None or gives_product(attn.c_proj))
             and self._dropout_fits(attn)
             and _norm_weights(self.ln_2) is not None
         ):
@@ -228,7 +228,10 @@ class Block(Swapped):
         if attn.refusal(self._for_attention(given)) is not None:
             return SILENT  # attn will say so
         # Under autocast torch's LayerNorm returns fp32 where the residual stream has 16 bits.
-        if x.dtype != torch.float32 and (autocast_dtype(x) or attn.c_proj.weight.dtype != x.dtype):
+        weight = getattr(attn.c_proj, "weight", None)
+        if weight is None:  # an adapter around a layer
+            weight = next(attn.c_proj.parameters(), x)
+        if x.dtype != torch.float32 and (autocast_dtype(x) or weight.dtype != x.dtype):
             return "a 16-bit residual stream with autocast or weights of another dtype"
         return None
 
@@ -237,9 +240,9 @@ class Block(Swapped):
         norm: Any = _norm_weights(self.ln_2)
         y, _ = attn.fused_heads(self.ln_1(x), self._for_attention(given))
         p = resid_rate(attn, attn.option("resid"))
-        y, x = with_weights(
-            lambda: residual_norm(attn.c_proj, y, x, norm, p, cp_of(attn)), attn.c_proj, self.ln_2
-        )
+        called = tp_of(attn.c_proj) is None and not is_plain(attn.c_proj)
+        used = [self.ln_2] if called else [attn.c_proj, self.ln_2]
+        y, x = with_weights(lambda: residual_norm(attn.c_proj, y, x, norm, p, cp_of(attn)), *used)
         return x + self.mlp(y)
 
     def _for_attention(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -251,5 +254,6 @@ class Block(Swapped):
         name = attn.option("resid")
         if name is None:
             return True
-        plain = _is_one_of(getattr(attn, name), nn.Dropout, TokenDropout)
+        kinds = (nn.Dropout,) if tp_of(attn.c_proj) is None else (nn.Dropout, TokenDropout)
+        plain = _is_one_of(getattr(attn, name), *kinds)
         return plain and rate_fits(resid_rate(attn, name))

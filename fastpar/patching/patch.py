@@ -14,7 +14,7 @@ from fastpar.doctor.doctor import expect
 from fastpar.nn import modules
 from fastpar.patching import fused_gpt2, fused_modules
 from fastpar.patching.fused_loss import Loss
-from fastpar.patching.proof import features, one_thread
+from fastpar.patching.proof import features, on_the_cpu
 from fastpar.patching.recognize import TORCH_CLASSES, Fused, Looks, plan, plan_losses
 from fastpar.patching.swap import Swap, restore, swap_in, swap_of, swapped_class
 
@@ -40,6 +40,8 @@ class PatchReport:
             lines[0] += f", {self.already} were before"
         for kind, names in self.replaced.items():
             lines.append(f"  {len(names):>4} {kind}: {self.does[kind]}")
+        if self.replaced and not (self.falls_back or self.already):
+            lines.append("attention, MLPs and blocks are replaced in models of GPT-2's shape only")
         if self.left:
             lines.append("left as they are:")
         for (kind, why), names in self.left.items():
@@ -97,7 +99,7 @@ def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
     return report
 
 
-@one_thread()
+@on_the_cpu()
 def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
     split = next((name for name, m in model.named_modules() if getattr(m, "tp", None)), None)
     if split is not None:
@@ -120,6 +122,8 @@ def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
             continue
         found = losses.get(module) or plan(name, module, fused_loss, looks)
         if isinstance(found, str):
+            if type(module).__name__.startswith("FSDP"):
+                found = "fully_shard has changed its class: call patch before it"
             left.append((name, module, found))
         elif found is not None:
             _swap(name, module, found, report)

@@ -59,8 +59,10 @@ class _Mixed(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = inputs, outputs
         generator = torch.Generator().manual_seed(inputs * 31 + outputs)
-        self.columns = torch.randint(inputs, (2, outputs), generator=generator)
-        self.factors = torch.randn(3, outputs, generator=generator, dtype=torch.float64) * 0.7
+        self.columns = torch.randint(inputs, (2, outputs), generator=generator, device="cpu")
+        self.factors = (
+            torch.randn(3, outputs, generator=generator, dtype=torch.float64, device="cpu") * 0.7
+        )
         # Whoever uses it directly cannot be checked.
         self.weight = nn.Parameter(torch.empty(0, inputs))
         self.register_parameter("bias", None)
@@ -96,7 +98,12 @@ class Masks(TorchFunctionMode):
             return x
         self.seen.append((x.numel(), p))
         generator = torch.Generator().manual_seed(x.numel())
-        keep = torch.rand(x.numel(), generator=generator).view(x.shape) >= p
+        keep = (
+            torch.rand(x.numel(), generator=generator, dtype=torch.float32, device="cpu").view(
+                x.shape
+            )
+            >= p
+        )
         return x * keep.to(x.dtype) / (1.0 - p)
 
     def attend(
@@ -108,7 +115,7 @@ class Masks(TorchFunctionMode):
             )
         scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
         if is_causal:
-            ones = torch.ones(scores.shape[-2:], dtype=torch.bool)
+            ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu")
             scores = scores.masked_fill(~ones.tril(), float("-inf"))
         return self.drop(scores.softmax(-1), dropout_p) @ value
 
@@ -145,12 +152,14 @@ class Draws(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Small tensors: on a machine at work, more threads would wait for each other."""
+def on_the_cpu() -> Iterator[None]:
+    """Where copies run, whatever torch's default device is. They are small: on a machine at work,
+    more threads than one would wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with torch.device("cpu"):
+            yield
     finally:
         torch.set_num_threads(threads)
 
@@ -214,10 +223,10 @@ def run(twin: Any, x: Tensor, of: Formula | None = None) -> tuple[Tensor, Tensor
     y = y[0] if isinstance(y, tuple) else y
     if not isinstance(y, Tensor) or not y.is_floating_point():
         raise UnprovenError("computes something else than its parts' names say")
-    dx = torch.zeros(())
+    dx = torch.zeros((), dtype=torch.float32, device="cpu")
     if torch.is_grad_enabled():
         generator = torch.Generator().manual_seed(1)
-        dy = torch.randn(y.shape, dtype=y.dtype, generator=generator)
+        dy = torch.randn(y.shape, dtype=y.dtype, generator=generator, device="cpu")
         # Not grad(y, x, dy), which imports sympy.
         dx = torch.autograd.grad((y * dy).sum(), x)[0]
     return y.detach(), dx, masks
@@ -240,7 +249,10 @@ def same(twin: Any, x: Tensor, formula: Formula, own: Formula | None = None) -> 
 def tokens(B: int, T: int, width: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """[B, T, width], the same in every call."""
     generator = torch.Generator().manual_seed(B * 10_007 + T)
-    return torch.randn(B, T, width, dtype=torch.float64, generator=generator).to(dtype) + 0.5
+    return (
+        torch.randn(B, T, width, dtype=torch.float64, generator=generator, device="cpu").to(dtype)
+        + 0.5
+    )
 
 
 def set_rates(twin: nn.Module) -> dict[float, str]:

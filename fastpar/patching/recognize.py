@@ -10,6 +10,7 @@ nn.RMSNorm, nn.GELU and nn.Embedding are taken where they are exactly that.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import os
@@ -230,8 +231,10 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
         except ImportError:  # up to 4.45
             ForCausalLMLoss: Any = None  # type: ignore[no-redef]
         names = inspect.unwrap(type(module).forward).__code__.co_names
+        fields = [field.name for field in dataclasses.fields(CausalLMOutputWithCrossAttentions)]
         options = {
             "output": CausalLMOutputWithCrossAttentions,
+            "kept": [name for name in fields if name not in ("loss", "logits")],
             "asks": "loss_function" in names,
             "loss": ForCausalLMLoss,
         }
@@ -250,8 +253,8 @@ def _plan_gpt2_attention(module: Any) -> Plan:
     def own(m: Any, x: Tensor) -> Tensor:
         mask = None
         if implementation == "eager":  # newer versions leave being causal to the mask
-            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-            mask = torch.zeros(causal.shape, dtype=x.dtype)
+            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device="cpu").tril()
+            mask = torch.zeros(causal.shape, dtype=x.dtype, device="cpu")
             mask = mask.masked_fill(~causal, torch.finfo(x.dtype).min)[None, None]
         return type(m).forward(m, x, attention_mask=mask)[0]
 

@@ -248,7 +248,7 @@ def _connect(
     ways = {(links[True, b > a], a, b) for a, b in steps}
     ways |= {(links[False, a > b], b, a) for a, b in steps}
     order = {link: i for i, link in enumerate(links.values())}
-    number, handles = torch.zeros(1, device=mesh.device), []
+    number, handles = torch.zeros(1, device=mesh.device, dtype=torch.float32), []
     for link, source, target in sorted(ways, key=lambda way: (order[way[0]], *way[1:])):
         if rank == source:
             handles.append(started(link.send(number, target, async_op=True)))

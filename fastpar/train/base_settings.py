@@ -78,7 +78,7 @@ def naming_saved_settings(arguments: list[str]) -> Iterator[None]:
         if "leave" not in advice:
             raise
         base = read_base(arguments)
-        flags = {setting_name(flag) for flag in re.findall(r"--([\w-]+)", advice)}
+        flags = {setting_name(flag) for flag in re.findall(r"--(?:no-)?([\w-]+)", advice)}
         named = {name: value for name, value in base.saved.items() if name in flags}
         if not named:
             raise

@@ -142,7 +142,7 @@ class _Graphs:
 
     def __init__(self, inputs: tuple, device: torch.device) -> None:
         self.inputs = [None if x is None else place_of(x, device) for x in inputs]
-        self.loss = torch.empty((), device=device)
+        self.loss = torch.empty((), device=device, dtype=torch.float32)
         self.captured: dict[bool, tuple[Callable[[], None], list]] = {}
 
 
@@ -150,7 +150,7 @@ def place_of(x: Tensor | float, device: torch.device) -> Tensor:
     """Memory on the device for an input; a number is given to the region as an fp32 tensor."""
     if isinstance(x, Tensor):
         return torch.empty_like(x, device=device)
-    return torch.empty((), device=device)
+    return torch.empty((), device=device, dtype=torch.float32)
 
 
 def check_device(device: torch.device) -> None:

@@ -280,7 +280,7 @@ def to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """The values on the host, to be read after the event."""
     if values.device.type != "cuda":
         return values, None
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
     host.copy_(values, non_blocking=True)
     ready = torch.cuda.Event()
     ready.record()

@@ -41,6 +41,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fastpar.files.packages import call_command
 from fastpar.train import reaper
 from fastpar.train.run_lock import RUNS, find_run
 
@@ -176,7 +177,8 @@ def catching_stop(*, loud: bool) -> Iterator[list[int]]:
             first = time.monotonic()
             received.append(number)
             if loud:  # not print(): the signal may have come in the middle of one
-                os.write(2, b"\nfinishing this step, then saving; once more to quit at once\n")
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nfinishing this step, then saving; once more to quit at once\n")
         elif time.monotonic() - first > REPEAT_S:
             signal.signal(number, old[number])
             signal.raise_signal(number)
@@ -346,7 +348,7 @@ def _start_rank(
     }
     with (folder / "stdout.log").open("w") as out, (folder / "stderr.log").open("w") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fastpar", *arguments],
+            [*call_command("fastpar.__main__.run"), *arguments],
             env={**os.environ, **own},
             start_new_session=True,
             stdout=out if number else None,

@@ -1,8 +1,9 @@
 """A run of replicas that train apart: which samples, folder and checkpoint each of them has.
 
-Every replica is a run of its own ranks, with the samples that data-parallel ranks of its place
-would take. The first writes the run's folder, each other one the same in replica_N inside of it. A
-replica that joins the others later goes on from where they are; see fastpar/outer/meeting.py.
+Every replica is a run of its own ranks, with samples of its own: see [Note: who takes which
+samples] in trainer.py. The first writes the run's folder, each other one the same in replica_N
+inside of it. A replica that joins the others later goes on from where they are; see
+fastpar/outer/meeting.py.
 """
 
 from __future__ import annotations
@@ -38,11 +39,6 @@ class Trainer(Protocol):
     ways: int
     micro_batch_size: int
     block_size: int
-
-
-def data_ranks(mesh: Mesh) -> tuple[int, int]:
-    """(ranks that take different samples, this one's number), over all replicas."""
-    return mesh.dp_size * mesh.replicas, mesh.replica * mesh.dp_size + mesh.dp_rank
 
 
 def leads(mesh: Mesh) -> bool:

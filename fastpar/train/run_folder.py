@@ -9,6 +9,7 @@ samples.txt      text drawn from the model              run.lock   see run_lock.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -203,26 +204,32 @@ class RunFolder:
     ) -> None:
         """The picture, a sample unless a signal stopped the run, and what to type next.
 
+        All is saved: what goes wrong with these is told, and ends no run.
+
         Args:
             stopped_by: a signal, TIME_IS_UP or 0.
         """
         data, config, tell = self.data, self.config, self.tell
-        self.log.close()
         picture = self.path / "loss.png"
-        plot_loss(read_metrics(self.path / "metrics.jsonl"), picture, title=self.path.name)
+        with self._telling("loss.png"):
+            self.log.close()
+            plot_loss(read_metrics(self.path / "metrics.jsonl"), picture, title=self.path.name)
         go_on = f"go on: fastpar train --resume --out {self.path}"
         if stopped_by > 0:
             name = signal.Signals(stopped_by).name
             tell("".join(f"{line}\n" for line in self.notes), end="")
             tell(f"stopped by {name} after step {step}, saved in {self.path}\n{go_on}", flush=True)
             return
-        with (self.path / "samples.txt").open("a", encoding="utf-8") as file:
+        tell(RULE)
+        with (
+            self._telling("samples"),
+            (self.path / "samples.txt").open("a", encoding="utf-8") as file,
+        ):
             file.write(f"== step {step}\n")
-            tell(RULE)
             for piece in sample(model, data.tokenizer, config.sample, seed=config.run.seed):
                 tell(piece, end="", flush=True)
                 file.write(piece)
-            tell(RULE)
+        tell(RULE)
         lines = [*self.notes, f"{step} steps, {duration(seconds)}; see {picture}"]
         if val_loss is not None:
             lines[-1] = f"validation loss {val_loss:.4f} after {lines[-1]}"
@@ -243,6 +250,13 @@ class RunFolder:
             + (f" --prompt {shlex.quote(prompt)}" if prompt else "")
         )
         tell("\n".join(lines), flush=True)
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.tell(f"no {what}: {error}")
 
     def _write_config(self, model: GPT, step: int, facts: dict[str, Any]) -> list[str]:
         """Writes config.json; what of an earlier one it changes, a setting an entry."""

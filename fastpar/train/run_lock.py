@@ -8,7 +8,6 @@ verify, export) need none.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -21,7 +20,6 @@ RUNS = "runs"  # where runs without --out are
 LOCK = "run.lock"
 WAIT_S = 5.0  # for a process that is dying, before a restart is refused
 _POLL_S = 0.1
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
 _held: dict[Path, int] = {}  # folder -> descriptor
 
 
@@ -72,10 +70,11 @@ def hold(folder: str | Path, *, wait_s: float | None = None) -> bool:
             if time.monotonic() > deadline:
                 raise _taken(folder)
             time.sleep(_POLL_S)
-    except (OSError, ValueError) as error:
+    except OSError:  # file systems without locks have many errors for it, 524 among them
         os.close(descriptor)
-        if getattr(error, "errno", None) in _NO_LOCKS:
-            return False
+        return False
+    except ValueError:
+        os.close(descriptor)
         raise
     holder = {
         "pid": os.getpid(),

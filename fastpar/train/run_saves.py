@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fastpar.checkpoint.saver import Result, Saver
+from fastpar.checkpoint.saver import Result, Saver, try_folder
 from fastpar.config.config import TrainConfig
 from fastpar.parallel.control import gather_numbers
 from fastpar.parallel.engine import Engine
@@ -30,13 +30,14 @@ class RunSaves:
         committed: step of the checkpoint that the run goes on from; -1: none.
     Attributes:
         committed: step of the newest checkpoint.
+        why: what made the last save fail.
         asked: a save is asked for, by SIGUSR1 on any rank; the same on every rank.
         signals: of this rank; see launch.catching_save.
     """
 
     def __init__(self, engine: Engine, journal: Journal, committed: int = -1) -> None:
         self.engine, self.journal, self.committed = engine, journal, committed
-        self.asked = False
+        self.asked, self.why = False, ""
         self.signals: list[int] = []
         self._saver: Saver | None = None
         self._prepared = False
@@ -45,6 +46,7 @@ class RunSaves:
     def open(self, folder: Path, config: TrainConfig, **saved: Any) -> None:
         """From now on it saves to the run's folder; saved: model, optimizer, tokenizer."""
         run, faults = config.run, config.faults
+        try_folder(folder, self.engine.mesh.rank)
         self._saver = Saver(
             folder,
             keep_last=run.keep_last,
@@ -110,10 +112,10 @@ class RunSaves:
 
     def _report(self, result: Result) -> None:
         if not result.ok:
-            why = "; ".join(result.errors)
+            self.why = "; ".join(result.errors)
             older = "the older ones are intact" if self.committed >= 0 else "there is no older one"
-            text = f"no checkpoint of step {result.step} ({why}); {older}"
-            self.journal.note(result.step, text, save_error=why)
+            text = f"no checkpoint of step {result.step} ({self.why}); {older}"
+            self.journal.note(result.step, text, save_error=self.why)
             return
         self.committed = result.step
         mb = result.nbytes / 1e6

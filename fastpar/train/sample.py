@@ -15,7 +15,6 @@ from fastpar.data import tokenizer as tokenizers
 from fastpar.data.tokenizer import Tokenizer
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import check_whole
-from fastpar.models.nanogpt import tokenizer_of_nanogpt
 from fastpar.models.reads import nothing_read
 
 SEPARATOR = "\n" + 40 * "-" + "\n"
@@ -114,10 +113,12 @@ def _tokens(
             logits = model.logits(model.features(new, read=read)[:, -1])
             logits = logits[:, :vocab_size].float().cpu()
             grow = [i for i, r in enumerate(rows) if len(r) <= length < len(r) + max_new_tokens]
-            token = torch.full((len(rows),), -1)
+            token = torch.full((len(rows),), -1, dtype=torch.int64, device="cpu")
             token[grow] = draw(logits[grow], grow)
             given = [int(row[length]) if length < len(row) else 0 for row in rows]
-            read_next = token.where(token >= 0, torch.tensor(given)).to(idx.device)
+            read_next = token.where(
+                token >= 0, torch.tensor(given, dtype=torch.int64, device="cpu")
+            ).to(idx.device)
             idx = torch.cat((idx, read_next[:, None]), dim=1)
             new = idx[:, -1:]
             if idx.shape[1] > size:  # every token moves to another position: read all anew
@@ -255,26 +256,22 @@ def find_tokenizer(
     named: str | None, source: Path, vocab_size: int, *, say: Callable[[str], None]
 ) -> Tokenizer:
     """The tokenizer of weights: the one that is named, or theirs."""
-    name = named
-    if name is None and source.is_file():
-        name = tokenizer_of_nanogpt(source, vocab_size)
-        if name is not None:
-            say(f"tokenizer {name}, as nanoGPT has it; --tokenizer chooses another one")
-    if name is None and (source.is_file() or not tokenizers.has_tokenizer(source)):
+    name = named or tokenizers.tokenizer_of_weights(source, vocab_size)
+    if name and not named and (source.is_file() or name == "gpt2"):
+        say(f"tokenizer {name}, as nanoGPT has it; --tokenizer chooses another one")
+    if name is None:
         raise ValueError(
             f"fastpar sample: expected --tokenizer for the {vocab_size} tokens of {source}, which "
             "has none, got none; name gpt2, bytes, or a folder with a saved one or the meta.pkl of "
             "nanoGPT's data"
         )
-    if name is None:
-        return tokenizers.load_tokenizer(source)
     if tokenizers.learns_from_text(name):
         raise ValueError(
             f"fastpar sample: expected a tokenizer that was saved, got tokenizer={name}, which "
             "learns from a text; name the folder that it was saved in"
         )
     tokenizer = tokenizers.make_tokenizer(name)
-    if tokenizer.vocab_size > vocab_size:
+    if tokenizer.vocab_size > vocab_size and (named or source.is_file()):
         raise ValueError(
             f"fastpar sample: expected a tokenizer of at most the {vocab_size} tokens of {source}, "
             f"got tokenizer={name} with {tokenizer.vocab_size}; name the one it was trained with"

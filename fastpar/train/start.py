@@ -29,11 +29,11 @@ from fastpar.data.batches import TextData, load_data
 from fastpar.data.packing import PackedTokens, pack_documents
 from fastpar.data.sources import Tokens
 from fastpar.data.token_cache import say
+from fastpar.data.tokenizer import tokenizer_of_weights
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
 from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
 from fastpar.models.fp8 import use_fp8
 from fastpar.models.gpt import GPT
-from fastpar.models.nanogpt import tokenizer_of_nanogpt
 from fastpar.models.upcycle import upcycled
 from fastpar.nn.recompute import recompute
 from fastpar.optim.adafactor import Adafactor
@@ -98,7 +98,7 @@ def load_model_and_data(
         check: raises for a model that is not to be made; weights to start from are read before.
     """
     source = config.shape.init_from
-    tokenizer = config.text.tokenizer
+    tokenizer: str | None = config.text.tokenizer
     model: GPT | None = None
     if source is None:
         block_size = config.model_config(vocab_size=1).block_size
@@ -121,11 +121,16 @@ def load_model_and_data(
                 f"train: expected block_size <= {model.config.block_size}, the context of "
                 f"{source}, got block_size={block_size}; lower --block-size"
             )
-        if tokenizer == "auto" and (Path(source) / "tokenizer.json").exists():
-            tokenizer = source
-        if tokenizer == "auto" and source.endswith(".pt"):
-            tokenizer = tokenizer_of_nanogpt(source, model.config.vocab_size) or tokenizer
-    data = load_data(config.text.data, tokenizer, block_size=block_size, progress=progress)
+        if tokenizer == "auto":
+            tokenizer = tokenizer_of_weights(source, model.config.vocab_size)
+    data = load_data(
+        config.text.data,
+        tokenizer,
+        text_column=config.text.data_field,
+        token_bits=config.text.token_bits,
+        block_size=block_size,
+        progress=progress,
+    )
     if model is None:
         shape = config.model_config(data.vocab_size)
         check(shape)

@@ -96,10 +96,12 @@ class StepGraph:
         self._compute, self._model, self._engine = compute, model, engine
         self._optimizer, self._hooks = optimizer, HookCheck(model, engine)
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.norm = torch.zeros((), device=device)
-        self._found = torch.zeros((), device=device)
-        self._scale = torch.ones((), device=device)
-        self._hypers = torch.zeros(len(optimizer.param_groups), 2, device=device)
+        self.norm = torch.zeros((), device=device, dtype=torch.float32)
+        self._found = torch.zeros((), device=device, dtype=torch.float32)
+        self._scale = torch.ones((), device=device, dtype=torch.float32)
+        self._hypers = torch.zeros(
+            len(optimizer.param_groups), 2, device=device, dtype=torch.float32
+        )
         self._batches: list[list[Tensor]] = []
         self._scaled = False  # by a loss scale
         self._steps = 0
@@ -144,7 +146,9 @@ class StepGraph:
             self._scale.fill_(scale)
             self._optimizer.grad_scale = self._scale
         numbers = [[g["lr"], g["weight_decay"]] for g in self._optimizer.param_groups]
-        self._hypers.copy_(to_device(torch.tensor(numbers), self._device))
+        self._hypers.copy_(
+            to_device(torch.tensor(numbers, dtype=torch.float32, device="cpu"), self._device)
+        )
 
     def _region(self) -> None:
         """A step, by what the host does in every step and the graph holds."""

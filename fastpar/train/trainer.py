@@ -6,7 +6,8 @@ of them from n + m*b on, and its dropout key names the first. Micro-batch j of r
 j*W + r where each is reduced when it is there (accumulate="shard"), r*A + j where a rank first adds
 up its own ("full"). So the same samples are summed, with the same masks, however W * A is split,
 and in deterministic mode they are added in the same tree: the same bits, at every stage. The ranks
-that split one model have one dp rank, so they take the same samples.
+that split one model have one dp rank, so they take the same samples. Replicas take turns: the first
+has micro-batches 0 to A*W - 1 of the step, the second the next A*W.
 
 [Note: control] A step has one small exchange, the engine's: the trainer adds its loss to it, and
 what a rank requests: to stop, because of a signal or of rank 0's clock, or to save. Every rank
@@ -97,7 +98,8 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
     Ranks: all, with the same settings; under torchrun's environment the process group is made here.
     Raises:
         ValueError: settings that do not fit together, the text, the machine or the run on disk.
-        RuntimeError: the loss is not finite; the last checkpoint could not be written.
+        RuntimeError: the loss is not finite; the last checkpoint could not be written; cuBLAS was
+            used before a deterministic run.
     """
     if int(os.environ.get("RANK", "0")) == 0:
         check_out(config)
@@ -108,7 +110,9 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
             "train: expected a GPU for device=cuda, got none that torch can use; use --device cpu"
         )
     if system.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see _check_cublas
+        # Read by oneDNN's first product. With AMX the bits of 16-bit products depend on threads.
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     timeout_s = parse_seconds(config.faults.timeout, "timeout")
     mesh = Mesh(
         **axes_of(config.parallel),
@@ -123,11 +127,29 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
         release()
 
 
+def _check_cublas(device: torch.device) -> None:
+    """cuBLAS reads its variable once, at the first product of a process."""
+    x = torch.ones(1, 1, device=device)
+    try:
+        torch.mm(x, x)
+    except RuntimeError as error:
+        if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
+            raise
+        raise RuntimeError(
+            "train: a product ran on the GPU before --deterministic was asked for; start the "
+            "process with CUBLAS_WORKSPACE_CONFIG=:4096:8"
+        ) from error
+
+
 def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> int:
     if mesh.device.type == "cpu":
         keep_freed_memory()
     else:
         torch.use_deterministic_algorithms(config.system.deterministic)
+        # Otherwise torch writes nan into all new memory then; every op fills its results.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        if config.system.deterministic:
+            _check_cublas(mesh.device)
     settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
     mesh.check_same("train", [f"{name}={value}" for name, value in settings.items()])
     return run(Trainer(config, mesh))
@@ -150,7 +172,7 @@ class Trainer:
         model, self.block_size, self.data = load_model_and_data(
             config, state, progress=replicas.leads(mesh), check=check
         )
-        self.ways, self.place = replicas.data_ranks(mesh)
+        self.ways = mesh.dp_size * mesh.replicas  # ranks that take different samples
         batch = derive_batch(
             config.text, self.block_size, self.ways, mesh.size("pp"), mesh.size("depth", "rows")
         )
@@ -239,9 +261,12 @@ class Trainer:
                 self.save()
                 self.saves.settle()
             if self.saves.committed != self.step:
+                older = f"--resume goes on from step {self.saves.committed}"
+                if self.saves.committed < 0:
+                    older = "there is none to go on from"
                 raise RuntimeError(
-                    f"train: expected a checkpoint of the last step, got none of step {self.step}; "
-                    "make room, then --resume from the one before"
+                    f"train: expected a checkpoint of the last step, got none of step {self.step} "
+                    f"({self.saves.why}); {older}"
                 )
         if self.outer is not None:
             self.outer.close()
@@ -329,7 +354,9 @@ class Trainer:
         lr = set_lr(optimizer, self.step, config)
         if scale is not None or skips:
             optimizer.grad_scale = scale or 1.0  # see guards.py: an update that is left out
-        requests = to_device(torch.tensor(self._requests(), dtype=torch.float64), mesh.device)
+        requests = to_device(
+            torch.tensor(self._requests(), dtype=torch.float64, device="cpu"), mesh.device
+        )
         loss = loss / mesh.world_size if graph is None else graph(whole, scale)
         control: Any = torch.cat((loss.reshape(1), requests))
         if graph is None:
@@ -379,9 +406,11 @@ class Trainer:
 
     def _number(self, j: int) -> int:
         """Number in the step of this rank's micro-batch j: see [Note: who takes which samples]."""
+        dp_size, dp_rank = self.mesh.dp_size, self.mesh.dp_rank
+        first = self.mesh.replica * dp_size * self.micro_batches
         if self.config.accumulate == "full":
-            return self.place * self.micro_batches + j
-        return j * self.ways + self.place
+            return first + dp_rank * self.micro_batches + j
+        return first + j * dp_size + dp_rank
 
     def validate(self) -> None:
         """Mean loss over the first eval_batches * batch_size windows of the validation tokens."""

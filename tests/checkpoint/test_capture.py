@@ -5,6 +5,7 @@ import torch
 from saved import whole_tensors
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
+from fastpar.checkpoint import capture as capture_module
 from fastpar.checkpoint.capture import Capture, piece_runs
 from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.parallel.engine import engine_of_parameter
@@ -86,6 +87,26 @@ def test_the_host_copy_is_made_once():
     assert capture.nbytes == sum(p.numel() for p in model.parameters()) * 12 + 4 * len(
         list(model.parameters())
     ) - 4 * 64 * (384 - 301)
+
+
+def test_the_host_copy_is_made_of_powers_of_two(monkeypatch):
+    """As torch rounds what it pins: of a copy in one piece up to half would be unused."""
+    model, optimizer = build(1, 0)
+    whole = Capture(model, optimizer)
+    expected = {item.key: item.host for item in whole.take().items}
+    monkeypatch.setattr(capture_module, "_BLOCK", 1 << 17)
+    zeros, capture = torch.zeros, Capture(model, optimizer)
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(torch, "zeros", lambda *size, pin_memory=False, **of: zeros(*size, **of))
+        on_a_gpu.setattr(capture, "device", torch.device("cuda"))
+        capture.allocate()
+    sizes = [block.numel() for block in capture._blocks]
+    used = sum(-(-host.nbytes // 64) * 64 for host in expected.values())
+    assert all(size.bit_count() == 1 for size in sizes)
+    assert used <= sum(sizes) < used + (1 << 17)
+    found = {item.key: item.host for item in capture.take().items}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], host) for key, host in expected.items())
 
 
 def test_what_follows_a_copy_does_not_change_it(tmp_path):

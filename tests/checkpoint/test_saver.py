@@ -189,10 +189,10 @@ def test_the_memory_can_be_made_before(tmp_path):
     rank.step()
     rank.saver.prepare()
     rank.saver.save(1, {})
-    first = rank.saver._capture._host.data_ptr()
+    first = [block.data_ptr() for block in rank.saver._capture._blocks]
     rank.step()
     rank.saver.save(2, {})
-    assert rank.saver._capture._host.data_ptr() == first
+    assert [block.data_ptr() for block in rank.saver._capture._blocks] == first
     one, two = list_checkpoints(tmp_path)
     assert bits(one) != bits(two)
 
@@ -225,11 +225,27 @@ def test_transformers_model_comes_back_with_its_own_reader(tmp_path):
     assert all(torch.equal(b, expected[name]) for name, b in again.state_dict().items())
 
 
-def test_a_save_that_raised_leaves_nothing_to_settle(tmp_path):
+def test_a_state_that_is_not_json_fails_on_all_ranks(tmp_path):
+    """One that raised on rank 0 left the others waiting."""
+
+    def rank():
+        mine = Rank(tmp_path)
+        mine.step()
+        mine.saver.save(1, {"x": torch.ones(2)})
+        return mine.saver.settle().errors
+
+    words = "rank 0: expected a state of JSON values, got Object of type Tensor is not JSON"
+    for (error,) in run_ranks(rank, 2):
+        assert error.startswith(words)
+
+
+def test_a_save_that_raised_leaves_nothing_to_settle(tmp_path, monkeypatch):
     rank = Rank(tmp_path)
     rank.step()
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        rank.saver.save(1, {"state": object()})
+    with monkeypatch.context() as patched:
+        patched.setattr(rank.saver._capture, "take", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rank.saver.save(1, {})
     assert not rank.saver.busy
     assert rank.saver.settle() is None
     assert rank.saver.save(2, {})

@@ -71,7 +71,7 @@ def test_a_copy_holds_one_bucket_beyond_the_host_copy(ranks, tp, stage):
         model, optimizer = build(tp, stage)
         capture = Capture(model, optimizer, shard_mb=0.1)
         capture.take()
-        with counting(model, optimizer, capture._host) as found:
+        with counting(model, optimizer, *capture._blocks) as found:
             capture.take()
         return found[0], largest_bucket(model)
 

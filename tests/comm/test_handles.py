@@ -64,3 +64,18 @@ def test_an_operation_lets_go_of_what_it_waited_for():
     del kept
     begun.end(0.0)
     assert found == [True]
+
+
+def test_the_thread_runs_on_the_callers_gpu(monkeypatch):
+    """Otherwise a look at an event opens a context on GPU 0 in every rank."""
+    chosen, future = [], Future()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda i: chosen.append((i, threading.get_ident()))
+    )
+    thread = TaskThread()
+    thread.put((future, lambda: None, (), ()))
+    future.result(10)
+    assert chosen == [(5, thread.thread.ident)]
+    thread.stop()

@@ -156,6 +156,7 @@ def test_events_on_a_gpu():
     timer.end_step()
     torch.cuda.synchronize()
     timer.begin()
+    torch.cuda._sleep(100_000_000)  # this step is not over when it is asked
     report = timer.end_step()
     torch.cuda.synchronize()
     assert 1.0 < report.exposed_ms <= report.step_ms

@@ -8,7 +8,8 @@ from cells import covering, slow
 
 from fastpar import GPT, GPTConfig, Mesh, parallelize
 from fastpar.comm.torch_collectives import TorchCollectives
-from fastpar.context.keys import attend_keys, pieces
+from fastpar.context import keys
+from fastpar.context.keys import attend_keys, pieces, planned
 from fastpar.context.sequences import ContextParallel
 from fastpar.kernels import Rng, attention_qkvpacked, make_key
 from fastpar.kernels.reference import attention_ref
@@ -67,6 +68,35 @@ def test_attention_has_the_bits_of_one_process(ranks, heads, p, dtype, packed):
         # A sum of 24 products in parts, each rounded once where it is sent and once where added.
         bound = (2 * ranks + 2) * torch.finfo(dtype).eps * qkv.grad.abs().max()
         assert (grad - qkv.grad).abs().max() <= bound
+
+
+def test_documents_are_read_once_a_batch(monkeypatch):
+    """On a GPU the host waits for them, and what follows from them is copied there."""
+    read = []
+    monkeypatch.setattr(keys, "pieces", lambda *args: read.append(args) or pieces(*args))
+
+    def layers(documents):
+        cp = ContextParallel(TorchCollectives(), "keys")
+        qkv = cp.of_ranks(random(2, 24, 3, 2, 8))[cp.rank].requires_grad_()
+        for _ in range(3):
+            o = attend_keys(qkv, 2, cp, dropout_p=0.3, rng=RNG, documents=documents)
+            qkv = qkv + o[:, None]
+        qkv.sum().backward()
+
+    for batch in (1, 2):
+        run_ranks(layers, 1, torch.tensor(BOUNDS, dtype=torch.int32))
+        assert len(read) == batch
+
+
+def test_documents_that_are_written_are_read_again():
+    documents = torch.tensor(BOUNDS, dtype=torch.int32)
+    first = [one.piece for one in planned(Place(0, 2), 2, 24, documents)]
+    documents[1] += 1
+    again = [one.piece for one in planned(Place(0, 2), 2, 24, documents)]
+    assert again != first
+    assert again == list(pieces(Place(0, 2), 2, 24, documents.tolist()))
+    with torch.inference_mode():
+        assert planned(Place(0, 2), 2, 24, documents.clone())
 
 
 def test_attention_is_the_oracle_s():

@@ -88,6 +88,9 @@ def test_unknown_names_list_what_there_is():
     assert device_of("Radeon") is None
     with pytest.raises(ValueError, match=r"got name='h101'; did you mean h100\? There are b200, "):
         find_device("h101")
+    with pytest.raises(ValueError, match=r"did you mean (\S+)\? There are .*\b\1\b") as e:
+        find_device("rtx9090")  # an alias is near; its name is in the list
+    assert "rtx4090" not in str(e.value)
     with pytest.raises(ValueError, match="find_device: expected a device of the table") as e:
         find_device("")
     assert "did you mean" not in str(e.value)

@@ -20,9 +20,9 @@ def rounded_rows(x, form, group):
     return Codes(torch.zeros(n, k, dtype=form), torch.ones(n, -(-k // group)), group)
 
 
-def rounded(x, form, scale):
+def rounded(x, form, scale, flip=False):
     n, k = x.shape
-    flipped = torch.zeros(k, n, dtype=form)
+    flipped = torch.zeros(k, n, dtype=form) if flip else None
     found = torch.zeros(2, dtype=torch.float64)
     return Codes(torch.zeros(n, k, dtype=form), scale, flipped=flipped), found
 

@@ -17,6 +17,7 @@ from fastpar.data.batches import (
     sample_batch,
 )
 from fastpar.data.sources import Shards
+from fastpar.data.tokenizer import IdTokenizer
 
 seeds = st.integers(-(2**70), 2**70)
 
@@ -306,6 +307,17 @@ def test_ids_outside_the_vocabulary(part, tmp_path):
     assert load_bin(folder, "ids").vocab_size == 50258
     with pytest.raises(ValueError, match=r"token ids below 256, .* bytes, got id=50257"):
         load_bin(folder, "bytes")
+
+
+def test_a_vocabulary_that_16_bits_cannot_hold(tmp_path):
+    folder = bin_folder(tmp_path / "llama", range(1000))
+    IdTokenizer(65537).save(tmp_path / "t")
+    with pytest.raises(ValueError, match=r"at most 65536 tokens for 16-bit ids, got .* with 65537"):
+        load_bin(folder, str(tmp_path / "t"))
+    np.arange(1000, dtype="<u4").tofile(tmp_path / "llama" / "train.bin")
+    assert load_bin(folder, str(tmp_path / "t"), token_bits=32).vocab_size == 65537
+    with pytest.raises(ValueError, match=r"expected token ids below 65537, .* got id=\d{8}"):
+        load_bin(folder, str(tmp_path / "t"), token_bits=64)  # the memo of 32 bits is not its own
 
 
 def test_a_changed_bin_is_checked_again(tmp_path):

@@ -118,7 +118,7 @@ def test_missing_and_empty_paths(tmp_path, monkeypatch):
     (tmp_path / "pictures" / "a.png").write_bytes(b"\xff")
     for missing in ("nothing.txt", "empty/none", "no/text.txt", "no/such/path", "no*.txt", ""):
         with pytest.raises(
-            ValueError, match=rf"an existing path, got source={re.escape(missing)};"
+            ValueError, match=rf"path, got source={re.escape(missing)} in {tmp_path};"
         ):
             open_source(missing)
     for empty in ("empty", "empty.txt"):
@@ -158,9 +158,69 @@ def gpt2():
 def test_pieces_keep_to_their_size_in_ordinary_text():
     parts = list(pieces(b"In the beginning\n" * 1000, 100))
     assert max(map(len, parts)) <= 120
-    assert len(list(pieces(b"x" * 1000, 100))) == 1  # no safe place: one piece
+    assert len(list(pieces(b"x" * 1000, 100))) == 1  # no safe place: one piece,
+    parts = list(pieces(b"x" * 4000 + b"\r\n" * 2000, 100))  # but none of any length
+    assert max(map(len, parts)) <= 1700
+    assert "".join(parts) == "x" * 4000 + "\n" * 2000
     with pytest.raises(UnicodeDecodeError):
         list(pieces(b"caf\xc3"))  # a file that was cut after it was opened
+
+
+def jsonl(file, texts, field="text", more=""):
+    rows = [json.dumps({"id": i, field: text}) for i, text in enumerate(texts)]
+    file.write_text("\n".join(rows) + "\n" + more)
+    return file
+
+
+def test_records_are_read_by_their_field(tmp_path):
+    """One JSON object a line: the documents are the texts in it, not the lines."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    jsonl(folder / "a.jsonl", ["one\n", "two \u00e9", "  ", None, "\ud800"])
+    jsonl(folder / "b.ndjson", ["three"], more="\n\n")
+    (folder / "README.md").write_text("about")
+    assert texts_of(folder) == ["one\n", "two \u00e9", "?", "three"]
+    assert "skipped 1 files beside its .jsonl" in text_source(folder).notes[0]
+    assert texts_of(folder / "a.jsonl") == texts_of(folder / "a*") == ["one\n", "two \u00e9", "?"]
+    jsonl(folder / "dev.jsonl", ["held"], "body")
+    with pytest.raises(
+        ValueError, match=r"under data_field=text, got id, body in line 1 of .*v.js"
+    ):
+        open_source(str(folder))
+    jsonl(folder / "dev.jsonl", ["held"])
+    jsonl(folder / "test-1.jsonl", ["unseen"])
+    opened = text_source(folder)
+    assert [*opened.documents()][-1] == b"three"
+    assert [*opened.val_documents()] == [b"held"]
+    assert "test-1.jsonl" in opened.notes[0]
+    opened = open_source(str(jsonl(tmp_path / "c.jsonl", ["x"], "body")), text_column="body")
+    assert [*opened.documents()] == [b"x"]
+    for bad, got in (
+        ("{", "JSONDecodeError"),
+        ("[1]", "list"),
+        ('{"text": [1]}', "list"),
+        ("7", "int"),
+    ):
+        jsonl(folder / "a.jsonl", ["one"], more=bad)
+        with pytest.raises(ValueError, match=rf"data_field=text, got {got}.* in line 2 of .*a.js"):
+            list(text_source(folder).documents())
+    (folder / "long.txt").write_text("text " * 1000)
+    assert texts_of(folder) == ["about", "text " * 1000]  # records beside a text
+
+
+def test_containers_are_refused_by_name(tmp_path):
+    """Their text is inside, and what can be read of them as it stands is not it."""
+    (tmp_path / "README.md").write_text("about the data")
+    names = ("a.json", "a.csv", "a.tsv", "a.txt.gz", "a.jsonl.zst", "a.arrow", "a.zip", "a.npy")
+    for name in names:
+        file = tmp_path / name
+        file.write_text('{"text": "one, two, three"}')
+        for source in (file, tmp_path, tmp_path / "*"):
+            with pytest.raises(ValueError, match=rf"expected text, got file=.*{name}, which has"):
+                open_source(str(source))
+        file.write_text("[]")  # less than the text beside it
+        assert len(texts_of(tmp_path)) == 2
+        file.unlink()
 
 
 def test_nanogpt_folder(tmp_path):
@@ -171,6 +231,29 @@ def test_nanogpt_folder(tmp_path):
     assert opened.val[:].tolist() == list(range(7))
     assert (opened.tokenizer, opened.notes) == ("gpt2", [])
     assert tokens_of(tmp_path / "train.bin").val is None
+
+
+def test_bare_ids_of_other_widths(tmp_path):
+    """Read as 16 bits, every second id is the upper half of the one before it."""
+    file = tmp_path / "train.bin"
+    ids = (7919 * np.arange(1, 101)) % 50257
+    for dtype, told in (("<u4", 16), ("<i8", 16), ("<i8", 32)):
+        for offset in (0, 100_000):  # the upper halves are 0, or small
+            (ids + offset).astype(dtype).tofile(file)
+            fitting = 8 * np.dtype(dtype).itemsize
+            with pytest.raises(ValueError, match=rf"expected {told}-bit token ids, .* {fitting}$"):
+                open_source(str(file), token_bits=told)
+    for bits in (16, 32, 64):
+        (ids + (bits > 16) * 100_000).astype(f"<i{bits // 8}").tofile(file)
+        opened = open_source(str(file), token_bits=bits)
+        assert opened.train[:].tolist() == (ids + (bits > 16) * 100_000).tolist()
+    np.save(tmp_path / "ids.npy", ids)
+    (tmp_path / "ids.npy").rename(file)
+    with pytest.raises(ValueError, match=r"bare token ids, got file=.*bin with an array"):
+        open_source(str(file))
+    for few in ([0, 1] * 100, [5, 40, 3, 50]):  # a small vocabulary; nothing can be said of four
+        np.array(few, "<u2").tofile(file)
+        assert open_source(str(file)).train[:].tolist() == few
 
 
 def test_meta_pkl_is_never_unpickled(tmp_path):
@@ -341,7 +424,7 @@ def test_datasets_that_cannot_be_had(hub):
         ValueError, match=r"with a train part, got source=hf:org/only-test with test"
     ):
         open_source("hf:org/only-test")
-    with pytest.raises(ValueError, match=r"got text_column=body; choose one of text, url"):
+    with pytest.raises(ValueError, match=r"got data_field=body; set --.* one of text, url"):
         open_source("hf:org/name", text_column="body")
 
 
@@ -350,6 +433,18 @@ def test_without_the_package_datasets(monkeypatch):
     for source in ("hf:org/name", "org/name"):
         with pytest.raises(ImportError, match=r"for source=org/name, .* run pip install datasets"):
             open_source(source)
+
+
+def test_a_folder_is_no_package(tmp_path, monkeypatch):
+    """Python takes ./datasets beside the text for a package without code."""
+    (tmp_path / "datasets").mkdir()
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(
+        ImportError, match=r"package datasets .*, got the folder .*datasets; run pip"
+    ):
+        open_source("hf:org/name")
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
 
 
 def test_real_datasets_library_reads_a_local_dataset(tmp_path):
@@ -361,6 +456,34 @@ def test_real_datasets_library_reads_a_local_dataset(tmp_path):
     assert list(opened.documents()) == [b"train 0", b"train 1", b"train 2"]
     assert opened.val_documents is not None
     assert list(opened.val_documents()) == [b"validation 0"]
+
+
+def test_datasets_on_disk(tmp_path):
+    """What save_to_disk wrote and parquet files need no prefix."""
+    datasets = pytest.importorskip("datasets", reason="the package datasets is optional")
+    rows = {part: datasets.Dataset.from_dict({"text": [part, None]}) for part in ("train", "test")}
+    rows["train"].save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({**rows, "validation": rows["test"]}).save_to_disk(tmp_path / "several")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "README.md").write_text("about")
+    for part, of_part in rows.items():
+        of_part.to_parquet(tmp_path / "files" / f"{part}-00000-of-00001.parquet")
+    train = tmp_path / "files" / "train-00000-of-00001.parquet"
+    for source in (tmp_path / "one", tmp_path / "several", tmp_path / "files", train):
+        for prefix in ("", "hf:") if source.is_dir() else ("",):
+            assert texts_of(f"{prefix}{source}") == ["train"]
+    assert [*text_source(tmp_path / "several").val_documents()] == [b"test"]
+
+
+def test_datasets_on_disk_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "saved").mkdir()
+    for name in ("dataset_info.json", "state.json", "data-00000-of-00001.arrow"):
+        (tmp_path / "saved" / name).write_text("{}")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for source in ("saved", "a.parquet"):
+        with pytest.raises(ImportError, match=rf"package datasets .*{source}.* pip install data"):
+            open_source(str(tmp_path / source))
 
 
 def test_missing_or_damaged_bible(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastpar.data import token_cache
-from fastpar.data.sources import TextSource
+from fastpar.data.sources import TextSource, open_source
 from fastpar.data.token_cache import cache_folder, tokenized
 from fastpar.data.tokenizer import CharTokenizer
 
@@ -326,3 +327,20 @@ def test_progress_goes_to_stderr_or_nowhere(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
     with pytest.raises(ImportError, match=r"tqdm for progress=True.* pip install tqdm, or"):
         tokens_of(source_of(DOCUMENTS), "bytes", 0.2, cache=tmp_path, progress=True)
+
+
+def test_a_file_system_that_maps_no_files(tmp_path, monkeypatch):
+    """As some of FUSE and 9p: files are read instead."""
+    (tmp_path / "c").mkdir()
+    first = tokens_of(source_of(DOCUMENTS), cache=tmp_path / "c")
+    (tmp_path / "a.txt").write_text("one<|endoftext|>two")
+    np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
+
+    def refused(*arguments, **options):
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(mmap, "mmap", refused)
+    assert same(first, tokens_of(source_of(DOCUMENTS), cache=tmp_path / "c"))
+    documents = open_source(str(tmp_path / "a.txt")).documents()
+    assert [bytes(d) for d in documents] == [b"one", b"two"]
+    assert open_source(str(tmp_path / "train.bin")).train.tolist() == list(range(100))

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from fastpar.data.tokenizer import (
     IdTokenizer,
     load_tokenizer,
     make_tokenizer,
+    tokenizer_of_weights,
 )
 
 _RANDOM = random.Random(0)
@@ -238,3 +240,30 @@ def test_missing_packages_are_named(monkeypatch):
     with pytest.raises(ImportError, match=r"package tokenizers .* pip install tokenizers, or"):
         make_tokenizer("bpe", [TEXT])
     assert make_tokenizer("bytes").encode("a") == [97]
+
+
+def test_the_tokenizer_of_nanogpts_weights(tmp_path):
+    for vocab_size, name in ((50257, "gpt2"), (50304, "gpt2"), (65, None)):
+        assert tokenizer_of_weights(tmp_path / "ckpt.pt", vocab_size) == name
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    assert tokenizer_of_weights(tmp_path / "ckpt.pt", 65) == str(tmp_path / "meta.pkl")
+
+
+def test_no_word_is_longer_than_500_characters():
+    """BPE takes time with the square of a word's length: 63 s for 200 kB of letters in one line."""
+    kinds = ("ab", "12", "-=", "\n\t", "\u4e16\u754c")
+    runs = ["".join(_RANDOM.choices(kind, k=5000)) for kind in kinds]
+    mixed = "a b" + runs[0] + "1" + runs[2] + " c " + runs[3] + runs[1]
+    for text in (*runs, mixed):
+        parts = tokenizers.cut_words(text)
+        assert "".join(parts) == text
+        words = [w for p in parts for w in re.findall(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+", p)]
+        assert max(map(len, words)) == 500
+    learned, gpt2 = make_tokenizer("bpe-300", [*runs, TEXT]), make_tokenizer("gpt2")
+    for tokenizer in (learned, gpt2):
+        ids = tokenizer.encode(mixed)
+        assert tokenizer.decode(ids) == mixed
+        assert tokenizer.encode_batch([mixed, "a", ""]) == [ids, tokenizer.encode("a"), []]
+    backend = gpt2._backend
+    for text in ("x" * 499, TEXT * 3, "word" * 124 + " " + "y" * 400):  # nothing to cut
+        assert gpt2.encode(text) == backend.encode(text, add_special_tokens=False).ids

@@ -1,6 +1,8 @@
 """Proof on first use: what is wrong or slower does not run, whoever asks and however it ends."""
 
 import json
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import fastpar
 from fastpar.config.config import GPTConfig
-from fastpar.doctor import doctor, report, trial
+from fastpar.doctor import doctor, proof_cases, report, trial
 from fastpar.doctor import table as table_module
 from fastpar.doctor.report import DoctorCommand
 from fastpar.doctor.table import ProofTable
@@ -109,6 +111,72 @@ def test_a_kernel_that_raises_is_wrong(quick, monkeypatch):
     status, printed = run_doctor()
     assert status == 1
     assert "RuntimeError: an illegal memory access was encountered" in printed
+
+
+def test_a_lost_gpu_bars_the_kernel_that_lost_it_and_ends_the_process(monkeypatch):
+    """Each later call of CUDA raises the same error, whichever kernel makes it."""
+    cuda, cases = [], [GELU._replace(device="cuda", size=n) for n in (96, 64)]
+
+    def lost():
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def measure(self, dtype, device):
+        cuda.append(self.shape)
+        lost()
+
+    monkeypatch.setattr(proof_cases.ErrorCase, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    prover = doctor.Prover()
+    start = ProofTable.__init__  # with the CPU's file
+    monkeypatch.setattr(ProofTable, "__init__", lambda table, device: start(table, "cpu"))
+    with pytest.raises(SystemExit, match=r"float32 96 by own at .* illegal .* start again"):
+        [prover.proof_of(case) for case in cases]
+    assert len(cuda) == 1
+    (kept,) = ProofTable("cpu").proofs.items()
+    assert kept[0].size == 96
+    assert "illegal memory access" in kept[1].wrong
+
+
+def test_an_error_that_leaves_the_gpu_alone_is_of_one_kernel(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("CUDA error: too many resources requested for launch")
+
+    monkeypatch.setattr(proof_cases.ErrorCase, "measure", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = proof_cases.proof_cases("linear", 96, "cpu", 64)
+    case = Case("cuda", "linear", torch.float32, 96)
+    assert "too many resources" in trial.what_is_wrong(case, found)
+    other = trial.DeviceLost(case, "own/flash", "at T=64: CUDA error").proof
+    assert (other.chosen, other.wrong, [peer.name for peer in other.peers]) == (OWN, "", ["flash"])
+
+
+def test_a_kernel_that_fails_at_the_timed_size_alone_does_not_run(quick, monkeypatch):
+    def fault(y):
+        if len(y) > 100:
+            raise RuntimeError("out of resource: shared memory")
+        return y
+
+    break_gelu(monkeypatch, fault)
+    status, printed = run_doctor()
+    assert status == 1
+    assert "WRONG  bias_gelu float32 96: at tanh N=512 F=96: RuntimeError: out of" in printed
+    assert choice.proofs[GELU].chosen == STOCK
+
+
+def test_what_has_no_memory_for_the_timed_size_is_not_timed(quick, monkeypatch):
+    found = proof_cases.proof_cases("bias_gelu", 96, "cpu", 64)[:2]
+
+    def no_memory(x, bias):
+        if len(x) > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return F.gelu(x + bias, approximate="tanh")
+
+    monkeypatch.setattr(found[0], "eager", no_memory)
+    monkeypatch.setattr(found[0], "make", lambda draw: {"x": draw(512, 96), "bias": draw(96)})
+    monkeypatch.setattr(trial, "proof_cases", lambda *args: found)
+    proof = trial.prove(GELU)
+    assert (proof.chosen, proof.stock_ms) == (OWN, (0.0, 0.0))
+    assert min(*proof.own_ms, *proof.instead_ms) > 0
 
 
 def test_an_error_without_a_message_is_named(quick, monkeypatch):
@@ -224,6 +292,13 @@ def test_a_compiled_run_proves_again_what_has_no_time_under_torch_compile(quick,
     doctor.adopt([gelu, flat], compiled=True)
     doctor.adopt([gelu, flat], compiled=True)
     assert asked == [("bias_gelu", False), ("global_norm", False), ("bias_gelu", True)]
+
+
+def test_it_can_be_called_without_the_command_line_s_package():
+    code = "import sys; sys.modules['tyro'] = None; import fastpar.doctor.report as report; "
+    code += "report.cases_of_model = lambda *a, **k: []; "
+    code += "sys.exit(report.doctor(report.DoctorCommand(device='cpu')))"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_no_gpu_is_a_mistake_with_a_way_out(monkeypatch):
@@ -398,7 +473,7 @@ def test_the_first_call_of_a_patched_model_has_all_of_it_proven_at_once(patched,
     assert asked == [[("layer_norm", 7)]]
 
 
-def test_several_proofs_have_their_kernels_compiled_before_them(monkeypatch):
+def test_proofs_have_their_kernels_compiled_before_them(monkeypatch):
     order = []
     cases = [Case("cuda", op, torch.bfloat16, 96) for op in ("layer_norm", "bias_gelu")]
     monkeypatch.setattr(doctor, "table_of", lambda device: ProofTable("cpu"))
@@ -410,8 +485,11 @@ def test_several_proofs_have_their_kernels_compiled_before_them(monkeypatch):
     monkeypatch.setattr(
         doctor.Prover, "proof_of", lambda self, case, **_: order.append(case.op) or Proof(OWN)
     )
-    doctor.adopt(cases)
-    assert order == [((90, 114), 2), "layer_norm", "bias_gelu"]
+    flat = Case("cuda", "adamw_step_", torch.float32, 0)  # no Triton
+    for asked, warmed in ((cases, [((90, 114), 2)]), (cases[:1], [((90, 114), 1)]), ([flat], [])):
+        order.clear()
+        doctor.adopt(asked)
+        assert order == [*warmed, *(case.op for case in asked)]
 
 
 def test_what_the_doctor_found_on_a_cpu_counts_in_a_patched_model(monkeypatch):

@@ -1,6 +1,7 @@
 """The file of a machine's proofs: damage, other versions, strangers, several hosts."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,23 @@ def test_hosts_that_share_a_folder_without_locks_do_not_count_each_others_trials
         with table.locked():
             trials.append(table.trial(GELU))
             assert trials[-1].__enter__() == ""  # all at it at the same time
+
+
+def test_a_driver_is_named_without_its_file(monkeypatch):
+    def version(address):
+        address._obj.value = 13_020
+        return 0
+
+    def no_file(*args):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(table_module.Path, "read_text", no_file)
+    for load, named in (
+        (lambda name: SimpleNamespace(cuDriverGetVersion=version), "of CUDA 13.2"),
+        (no_file, "unknown"),
+    ):
+        monkeypatch.setattr(table_module.ctypes, "CDLL", load)
+        assert table_module._driver() == named
 
 
 def test_hosts_that_share_a_folder_keep_each_others_proofs():

@@ -1,9 +1,14 @@
 """Who serves attention's forward and backward, by a trial of all implementations behind the op."""
 
+import contextlib
+import sys
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fastpar.doctor import doctor, report, trial
+from fastpar.doctor.proof_cases import proof_cases
 from fastpar.doctor.table import ProofTable
 from fastpar.kernels import attention_peers, choice
 from fastpar.kernels.choice import OWN, Case
@@ -26,7 +31,7 @@ TIMES = {  # forward, backward
 def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
     monkeypatch, no_proofs, cpu_ms, serves
 ):
-    monkeypatch.setattr(trial, "_times", lambda *_: TIMES | {"cpu": cpu_ms})
+    monkeypatch.setattr(trial, "_times", lambda *_: (TIMES | {"cpu": cpu_ms}, {}))
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     proof = doctor.adopt([PLAIN])[PLAIN]
     assert (proof.chosen, proof.serves) == (OWN, serves)
@@ -41,7 +46,7 @@ def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
 
 def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
     """Alone, or as a forward for the own backward."""
-    monkeypatch.setattr(trial, "_times", lambda *_: TIMES)
+    monkeypatch.setattr(trial, "_times", lambda *_: (TIMES, {}))
     for broken, serves in (("cpu", ("own", "own")), ("cpu/own", ("own", "own"))):
         monkeypatch.setattr(
             trial,
@@ -51,6 +56,51 @@ def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
         proof = trial.prove(PLAIN)
         assert proof.serves == serves
         assert [peer.wrong for peer in proof.peers] == ["dq" if broken == "cpu" else ""]
+
+
+def test_an_implementation_that_fails_at_the_timed_size_serves_nothing(monkeypatch):
+    monkeypatch.setattr(trial, "SECONDS", 0.01)
+    forward = attention_peers.PEERS["cpu"].forward
+
+    def refuse(q, *rest):
+        if q.shape[1] > 96:
+            raise RuntimeError("too many rows")
+        return forward(q, *rest)
+
+    peer = attention_peers.PEERS["cpu"]._replace(forward=refuse)
+    monkeypatch.setitem(attention_peers.PEERS, "cpu", peer)
+    proof = trial.prove(PLAIN._replace(size=64), rows=128)
+    assert proof.serves == (OWN, OWN)
+    (peer,) = proof.peers
+    assert peer.wrong == "at B=1 T=128 D=64 H=4: RuntimeError: too many rows"
+
+
+def test_of_few_rows_the_host_s_time_counts(monkeypatch):
+    """A GPU waits for the host there: who is fast on the device alone gains nothing."""
+    device = {"own": 0.02, "hopper": 0.01, "long": 7.0}  # ms
+    host = {"own": 20.0, "hopper": 100.0, "long": 9000.0}  # us
+    one = proof_cases("bias_gelu", 96, "cpu", 64)[0]
+    last = []
+
+    def called(name):
+        return lambda x, bias: last.append(name) or F.gelu(x.detach() + bias.detach())
+
+    class Clock:
+        def sample(self, call):
+            call()
+            return device[last[-1]]
+
+        def host_us(self, call):
+            call()
+            return host[last[-1]]
+
+    monkeypatch.setattr(trial, "clock_for", lambda device: Clock())
+    ways = {name: (contextlib.nullcontext, called(name)) for name in device}
+    case = Case("cpu", "bias_gelu", torch.float32, 96)
+    times, _ = trial.time_ways(case, one, ways, host=True)
+    assert times == {"own": (0.02, 0), "hopper": (0.1, 0), "long": (9.0, 0)}
+    times, _ = trial.time_ways(case, one, ways)
+    assert times == {name: (ms, 0) for name, ms in device.items()}
 
 
 def test_one_without_a_backward_serves_none(monkeypatch):
@@ -76,3 +126,49 @@ def test_a_real_trial_tries_torchs_kernel(monkeypatch):
     (peer,) = trial.prove(PLAIN._replace(size=64), rows=64).peers
     assert (peer.name, peer.wrong) == ("cpu", "")
     assert min(peer.ms) > 0
+
+
+CHILD = """
+import ctypes, sys, time
+from fastpar.doctor import trial
+from fastpar.kernels.attention_peers import PEERS
+how = sys.argv[1]
+forward = PEERS["cpu"].forward
+faults = {"hangs": lambda: time.sleep(1e6), "crashes": lambda: ctypes.string_at(0), "is right": str}
+PEERS["cpu"] = PEERS["cpu"]._replace(forward=lambda *args: (faults[how](), forward(*args))[1])
+trial.LIMIT_S = 2 if how == "hangs" else 600
+trial.main(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("hangs", "its trial took more than 600 s"),
+        ("crashes", "its trial ended with status -11"),
+        ("is right", ""),
+    ],
+)
+def test_one_that_may_hang_is_tried_in_a_process_of_its_own(monkeypatch, tmp_path, how, why):
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(trial, "PROGRAM", (sys.executable, str(tmp_path / "child.py"), how))
+    monkeypatch.setattr(trial, "LIMIT_S", 600)
+    assert trial.wrong_apart(PLAIN._replace(size=64), 64, "cpu") == why
+
+
+def test_a_process_that_does_not_start_says_nothing_about_what_it_would_have_tried(monkeypatch):
+    code = "import sys; sys.exit('no module')"
+    monkeypatch.setattr(trial, "PROGRAM", (sys.executable, "-c", code))
+    with pytest.warns(UserWarning, match="cpu was not tried, .* did not start: status 1 no module"):
+        assert trial.wrong_apart(PLAIN, 64, "cpu") is None
+
+
+def test_what_was_wrong_in_a_process_of_its_own_is_kept_and_serves_nothing(monkeypatch):
+    monkeypatch.setattr(trial, "SECONDS", 0.01)
+    apart = attention_peers.PEERS["cpu"]._replace(apart=True)
+    monkeypatch.setitem(attention_peers.PEERS, "cpu", apart)
+    for why, peers in (("it hangs", ["it hangs"]), (None, [])):
+        monkeypatch.setattr(trial, "wrong_apart", lambda *_, why=why: why)
+        proof = trial.prove(PLAIN._replace(size=64), rows=64)
+        assert [peer.wrong for peer in proof.peers] == peers
+        assert proof.serves == (OWN, OWN)

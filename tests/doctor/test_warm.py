@@ -15,6 +15,7 @@ from fastpar.kernels.choice import Case
 
 DROPOUT = Case("cuda", "dropout", torch.bfloat16, 0)
 GELU = Case("cuda", "bias_gelu", torch.bfloat16, 96)
+ATTENTION = Case("cuda", "attention", torch.bfloat16, 64)
 H100 = (90, 132)
 
 
@@ -27,11 +28,30 @@ def test_a_proof_launches_forward_and_backward_kernels_and_runs_none():
 
 
 @pytest.mark.slow
-def test_processes_fill_tritons_cache(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("case", "gpu"), [(DROPOUT, (89, 58)), (ATTENTION, H100)])
+def test_processes_fill_tritons_cache(monkeypatch, tmp_path, case, gpu):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert warm([DROPOUT], (89, 58), processes=2) == []
-    names = {launch.name for launch in launches_of(DROPOUT, (89, 58))}
+    assert warm([case], gpu, processes=2) == []
+    names = {launch.name for launch in launches_of(case, gpu)}
     assert {path.stem for path in tmp_path.rglob("*.cubin")} == names
+
+
+def test_the_hopper_kernels_are_compiled_where_they_are_tried(monkeypatch):
+    def hopper(case, gpu):
+        return [launch.name for launch in launches_of(case, gpu) if "hopper" in launch.name]
+
+    pytest.importorskip("triton.experimental.gluon", reason="needs a Triton with Gluon")
+    both = ["_attention_hopper_fwd_kernel", "_attention_hopper_bwd_dkdv_kernel"]
+    assert hopper(ATTENTION, H100) == both
+    assert hopper(ATTENTION._replace(size=128), H100) == both[:1]
+    for case, gpu in (
+        (ATTENTION, (80, 108)),
+        (ATTENTION._replace(size=96), H100),
+        (ATTENTION._replace(dtype=torch.float32), H100),
+    ):
+        assert hopper(case, gpu) == []
+    monkeypatch.setattr(warm_module, "left_out", {"hopper"})
+    assert hopper(ATTENTION, H100) == []
 
 
 def test_kernels_are_those_of_the_gpu_that_is_there():
@@ -45,6 +65,23 @@ def test_kernels_are_those_of_the_gpu_that_is_there():
 def test_a_process_that_fails_is_told(monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     assert warm([DROPOUT], H100, processes=2) == ["a process ended with status 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "size"),
+    [("residual_layer_norm", 768), ("attention", 64), ("attention_masked", 64), ("embedding", 768)],
+)
+def test_what_a_proof_calls_with_many_rows_is_compiled_too(monkeypatch, op, size):
+    def kernels():
+        found = launches_of(Case("cuda", op, torch.bfloat16, size), H100)
+        return {repr((x.name, x.signature, x.constexprs, x.attrs, x.options)) for x in found}
+
+    compiled, many = kernels(), warm_module.cases_of_many_rows
+    monkeypatch.setattr(
+        warm_module, "proof_cases", lambda op, size, device, rows: many(op, size, device)
+    )
+    assert kernels() <= compiled
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """Disks that are full, read-only or limited: a save fails visibly, and nothing older is lost."""
 
+import errno
 import os
 import resource
 import shutil
+import stat
 import subprocess
 from collections import namedtuple
 
@@ -127,3 +129,29 @@ def test_a_limit_in_the_middle_of_a_save(tmp_path, nbytes):
     assert names(tmp_path) == ["step_000001", "step_000003"]
     for path in list_checkpoints(tmp_path):
         verify_checkpoint(path)
+
+
+def refuses(number, where=lambda descriptor: True):
+    """os.fsync of a file system that refuses it."""
+    fsync = os.fsync
+
+    def refusing(descriptor):
+        if where(descriptor):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    return refusing
+
+
+def test_a_file_system_that_flushes_no_folders(tmp_path, monkeypatch):
+    """CIFS and FUSE say so in these words; names are as safe there as they can be."""
+    for number in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS):
+        of_folders = refuses(number, lambda descriptor: stat.S_ISDIR(os.fstat(descriptor).st_mode))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", of_folders)
+            assert train_and_save(tmp_path / str(number), 1) == [(True, ())]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", refuses(errno.EINVAL))
+        ((ok, errors),) = train_and_save(tmp_path / "files", 1)
+    assert not ok
+    assert "Invalid argument" in errors[0]

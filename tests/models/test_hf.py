@@ -249,7 +249,13 @@ def test_other_tensors_are_refused_and_nothing_is_copied(model):
     before = copy.deepcopy(model)
     name = "transformer.h.1.mlp.c_fc.weight"
     missing = {n: t for n, t in tensors.items() if n != name}
-    with pytest.raises(ValueError, match=f"expected a tensor {name}, got none of this name"):
+    wrapped = {
+        f"module.{n}": t for n, t in tensors.items()
+    }  # as DistributedDataParallel names them
+    first = "none of this name but module.transformer.wte.weight; cut the names down to transf"
+    with pytest.raises(ValueError, match=first):
+        load_hf_tensors(model, wrapped)
+    with pytest.raises(ValueError, match=f"expected a tensor {name}, got none of this name; pass"):
         load_hf_tensors(model, missing)
     turned = {**tensors, name: tensors[name].T}
     with pytest.raises(

@@ -20,7 +20,8 @@ from test_adamw_modes import (
     step_flat,
 )
 
-from fastpar.kernels import Hyper, adamw_step_, backend
+from fastpar.kernels import Hyper, adamw, adamw_step_, backend, choice
+from fastpar.kernels.choice import STOCK, Case, Proof
 
 CHUNK = 8192  # csrc/adamw_cuda.cu's kChunk
 ARGUMENT_WORDS = 4088  # its kWords
@@ -238,3 +239,14 @@ def test_captured_in_a_cuda_graph(mode):
         step([eager], mode, hyper, grad_scale=scale, found_inf=found)
         graph.replay()
     assert same_bits(captured, eager)
+
+
+def test_tensors_of_hyper_parameters_are_not_read_on_the_host(cuda_device, monkeypatch):
+    """Also where torch's step was the faster one: a CUDA graph could not capture it."""
+    slower = Proof(STOCK, own_ms=(2.0, 0.0), instead_ms=(1.0, 0.0))
+    monkeypatch.setitem(choice.proofs, Case(cuda_device, "adamw_step_", torch.float32, 0), slower)
+    monkeypatch.setattr(adamw, "_step_torch", lambda *_: pytest.fail("read on the host"))
+    tensors = [torch.ones(100, device=cuda_device) for _ in range(4)]
+    hyper = Hyper(torch.tensor(1e-2, device=cuda_device), 0.9, 0.95, 1e-8, 0.1, 1.0)
+    adamw_step_(*([t] for t in tensors), hyper)
+    assert not torch.equal(tensors[0], torch.ones_like(tensors[0]))

@@ -15,7 +15,7 @@ from fastpar.kernels import (
     choice,
     make_key,
 )
-from fastpar.kernels.attention_peers import PEERS, read_forced, refusal
+from fastpar.kernels.attention_peers import PEERS, read_forced, read_left_out, refusal
 from fastpar.kernels.choice import OWN, PeerProof, Proof, trying
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
@@ -172,6 +172,19 @@ def test_a_forced_name_is_not_ignored_where_torch_s_function_runs(force, monkeyp
         attention(q, q, q)
     with pytest.raises(RuntimeError, match=message):
         attention(q, q, q, dropout_p=0.5, rng=Rng(make_key(0, 0), 0))
+
+
+def test_peers_that_are_left_out_are_neither_tried_nor_served(monkeypatch):
+    q, k, v = (torch.randn(1, 64, 2, 64) for _ in range(3))
+    assert refusal("cpu", q, k, v, causal=True) == ""
+    monkeypatch.setattr(attention_peers, "wanted", lambda *_: "cpu")
+    assert attention_peers.serving("attention", q, k, v, True, 0) == "cpu"
+    monkeypatch.setattr(attention_peers, "left_out", read_left_out("-cpu,-hopper"))
+    assert refusal("cpu", q, k, v, causal=True) == "is left out by FASTPAR_PEERS"
+    assert attention_peers.serving("attention", q, k, v, True, 0) == ""
+    for wrong in ("hopper", "-own", "-cpu,flash"):
+        with pytest.raises(ValueError, match=f"each with a minus .* FASTPAR_PEERS={wrong}"):
+            read_left_out(wrong)
 
 
 def test_a_forced_backend_is_not_served_by_others(monkeypatch):

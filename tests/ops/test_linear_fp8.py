@@ -6,13 +6,12 @@ from cells import sweep
 
 from fastpar.doctor.proof_cases import proof_cases
 from fastpar.doctor.warm import launches_of
-from fastpar.kernels import DelayedScales, Fp8, backend, linear
+from fastpar.kernels import DelayedScales, Fp8, backend, linear, linear_fp8
 from fastpar.kernels.choice import Case
 from fastpar.kernels.linear_fp8 import (
     BLOCK,
     DY,
     LARGEST,
-    WEIGHT,
     Codes,
     X,
     power_of_two,
@@ -116,8 +115,10 @@ def test_products_are_those_of_the_rounded_operands(scaling):
 
 @sweep("scaling", SCALINGS)
 def test_bits_do_not_depend_on_how_tokens_are_cut(scaling):
-    x, weight, bias = make(c=256, f=256)
-    dy = torch.randn(40, 256)
+    """Integers of 6 bits times a power of two for each row: any order of 256 products is exact."""
+    x, weight, dy = (torch.randint(-63, 64, (n, 256)).float() for n in (40, 256, 40))
+    x *= 2.0 ** torch.arange(-20, 20)[:, None]
+    x, weight, bias = (t.requires_grad_() for t in (x, weight, torch.zeros(256)))
     how = layer(scaling)
     if scaling == "tensor":
         settle(how, x, weight, bias, dy)
@@ -187,8 +188,8 @@ def test_what_overflows_becomes_the_largest_code_and_is_counted():
 def test_the_largest_of_the_last_steps_counts():
     scales = DelayedScales(2)
     for step in range(18):
-        scales.note(1, X, torch.tensor([448.0 if step == 0 else 7.0, 0.0]).double())
-        scales.note(1, WEIGHT, torch.tensor([0.0, 1.0]).double())
+        top = 448.0 if step == 0 else 7.0
+        scales.note(1, torch.tensor([[top, 0.0], [0.0, 1.0], [0.0, 0.0]]).double())
         scales.update()
         assert scales.scale(1, X, torch.device("cpu")) == (1.0 if step < 16 else 2.0**-6)
     assert scales.scale(0, X, torch.device("cpu")) == 1.0
@@ -196,7 +197,7 @@ def test_the_largest_of_the_last_steps_counts():
     again = DelayedScales(2)
     again.load_state_dict(scales.state_dict())
     assert torch.equal(again.history, scales.history)
-    scales.note(1, X, torch.tensor([1.0, 1.0]).double())
+    scales.note(1, torch.ones(3, 2).double())
     scales.forget()
     scales.update()
     assert not scales.overflows.any()
@@ -288,39 +289,86 @@ def test_triton_casts_have_the_same_bits(triton_device):
     scale = torch.tensor(2.0**-5, device=triton_device)
     x = torch.where(x.abs() < 1e6, x, 0.0)[:, :144]
     x[7, 8], x[8, 9] = torch.inf, torch.nan
-    for form in (E4M3, E5M2):
-        (want, told), (got, found) = round_all(x, form, scale), kernels.round_all(x, form, scale)
-        assert torch.equal(found, told)
-        assert told[1] > 0
+    for form, values in ((E4M3, x), (E5M2, x), (E4M3, x.bfloat16().t())):
+        want, told = round_all(values, form, scale, True)
+        got, found = kernels.round_all(values, form, scale, True)
+        assert kernels.round_all(values, form, scale)[0].flipped is None
+        assert found[0].amax() == told[0]
+        assert found[1].sum() == told[1] > 0
         a, b = (c.codes.float().cpu() for c in (got, want))
         assert torch.equal(a.isnan(), b.isnan())
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
-        assert torch.equal(got.flipped.view(torch.uint8), got.codes.t().view(torch.uint8))
+        for each in (got, want):
+            assert torch.equal(each.flipped.view(torch.uint8), each.codes.t().view(torch.uint8))
+            assert each.flipped.is_contiguous()
+
+
+def test_triton_notes_are_torchs(triton_device):
+    """Parts of more tiles than a program has lanes, [2] of a first step; what was noted stays."""
+    parts = torch.randint(0, 4097, (2, 1500)).float()
+    parts[1] = 4096.0  # their sum is beyond fp32's integers
+    parts[1, 3] = 1.0
+    found = [x.to(triton_device) for x in (parts, torch.tensor([3.0, 5.0]).double(), parts[:, :7])]
+    want = torch.full((2, 3, 3), 4.0, dtype=torch.float64)
+    want[:, 1] = torch.tensor(
+        [[parts[0].max(), 4.0, parts[0, :7].max()], [4 + 4096 * 1499 + 1, 9, 4 + 4096 * 6 + 1]]
+    )
+    for notes in (linear_fp8, backend.triton_module("linear_fp8")):
+        noted = torch.full((2, 3, 3), 4.0, dtype=torch.float64, device=triton_device)
+        notes.note_(noted, 1, [x.contiguous() for x in found])
+        assert torch.equal(noted.cpu(), want)
+
+
+def on_hopper(a, b, scale_a, scale_b, **options):
+    """torch._scaled_mm, with what cublasLt asks of its operands there."""
+    assert a.stride() == (a.shape[1], 1), f"a[{list(a.shape)}] is not by rows: {a.stride()}"
+    assert b.stride() == (1, b.shape[0]), f"b[{list(b.shape)}] is not by columns: {b.stride()}"
+    assert not any(n % 16 for n in (a.shape[1], *b.shape)), (a.shape, b.shape)
+    for scale, of in ((scale_a, (a.shape[0], 1)), (scale_b, (1, b.shape[1]))):
+        assert scale.dtype == torch.float32
+        assert scale.numel() == 1 or (scale.shape == of and scale.is_contiguous())
+    return SCALED_MM(a, b, scale_a, scale_b, **options)
+
+
+SCALED_MM = torch._scaled_mm
 
 
 @pytest.mark.parametrize(
-    ("scaling", "weight_gradient"), [*((s, "bf16") for s in SCALINGS), ("tensor", "fp8")]
+    ("scaling", "weight_gradient", "casts"),
+    [
+        *((scaling, "bf16", "triton") for scaling in SCALINGS),
+        ("tensor", "fp8", "triton"),
+        ("row", "bf16", "torch"),
+        ("tensor", "bf16", "torch"),
+        ("tensor", "fp8", "torch"),
+    ],
 )
-def test_a_gpus_layer_is_the_emulated_one(scaling, weight_gradient, triton_device):
-    """Triton's casts, torch's scaled products (they run on CPUs too): all but the order of sums."""
+def test_a_gpus_layer_is_the_emulated_one(
+    scaling, weight_gradient, casts, triton_device, monkeypatch
+):
+    """torch's scaled products (they run on CPUs too): all but the order of sums, for any tokens."""
     if scaling == "row" and triton_device == "cpu" and torch.__version__ < "2.13":
         pytest.skip(f"torch {torch.__version__} has products with scales of rows on GPUs alone")
-    step = [t.detach().to(triton_device) for t in make(n=48, dtype=torch.bfloat16)]
-    dy, found = torch.randn(48, 144).bfloat16().to(triton_device), []
-    for emulate in (True, False):
-        scales = DelayedScales(1) if scaling == "tensor" else None
-        how = Fp8(scaling, emulate=emulate, scales=scales, weight_gradient=weight_gradient)
-        for _ in range(2):  # delayed scales are known in the second
-            leaves = [t.clone().requires_grad_() for t in step]
-            y = linear(*leaves, fp8=how)
-            y.backward(dy)
-            if scales is not None:
-                scales.update()
-        found.append([y.detach(), *(t.grad for t in leaves)])
-        assert scales is None or scales.overflows.sum() == 0
-    for name, want, got in zip(("y", "dx", "dweight", "dbias"), *found):
-        rows = want.float().abs().amax(-1, keepdim=True)
-        assert ((got.float() - want.float()).abs() <= rows * 2.0**-8).all(), name
+    if casts == "torch":
+        monkeypatch.setattr(backend, "triton_module", lambda name: linear_fp8)
+    monkeypatch.setattr(torch, "_scaled_mm", on_hopper)
+    for n, keeps in ((48, True), (37, False)):
+        step = [t.detach().to(triton_device) for t in make(n=n, dtype=torch.bfloat16)]
+        dy, found = torch.randn(144, n).bfloat16().to(triton_device).t(), []
+        for emulate in (True, False):
+            scales = DelayedScales(1) if scaling == "tensor" else None
+            how = Fp8(scaling, weight_gradient, emulate, scales, keeps=keeps)
+            for _ in range(2 if scales else 1):  # delayed scales are known in the second
+                leaves = [t.clone().requires_grad_() for t in step]
+                y = linear(*leaves, fp8=how)
+                y.backward(dy)
+                if scales is not None:
+                    scales.update()
+            found.append([y.detach(), *(t.grad for t in leaves)])
+            assert scales is None or scales.overflows.sum() == 0
+        for name, want, got in zip(("y", "dx", "dweight", "dbias"), *found):
+            rows = want.float().abs().amax(-1, keepdim=True)
+            assert ((got.float() - want.float()).abs() <= rows * 2.0**-8).all(), (name, n)
 
 
 def test_triton_products_with_blocks(triton_device):
@@ -336,7 +384,8 @@ def test_triton_products_with_blocks(triton_device):
 
 def test_what_a_proof_would_launch_and_multiply():
     found = launches_of(Case("cuda", "linear_fp8", torch.bfloat16, 256), (90, 132))
-    assert {x.name for x in found} == {"_round_rows_kernel", "_block_product_kernel"}
+    names = ("round_rows", "round_all", "note", "block_product")
+    assert {x.name for x in found} == {f"_{name}_kernel" for name in names}
     for case in proof_cases("linear_fp8", 256, "cpu", 40):
         assert case.stock is torch.nn.functional.linear
         for errors in case.measure(torch.bfloat16, "cpu").values():

@@ -62,7 +62,7 @@ def test_options_of_a_group_are_checked_and_the_group_is_not_kept():
     ],
 )
 def test_options_of_the_optimizer_are_none_of_a_group(name, value):
-    with pytest.raises(ValueError, match=rf"expected {name} as an option of the optimizer, got"):
+    with pytest.raises(ValueError, match=rf"expected {name} as an option .*Redundancy"):
         AdamW([{"params": [parameter(2)], name: value}])
 
 

@@ -43,14 +43,18 @@ def test_a_dense_model_has_nothing_to_share_out():
 
 
 def test_tokens_that_sequence_parallelism_would_pad_are_refused():
-    def rank():
-        model = make({"tp": 2}, sequence_parallel=True)
-        model(torch.zeros(1, 15, dtype=torch.int64))
-
-    with pytest.raises(
-        ValueError, match=r"divisible by the 2 ranks .* got idx=\[1, 15\]; pass another"
+    for ranks, mesh, shape, options, rule in (
+        (2, {"tp": 2}, (1, 15), {"sequence_parallel": True}, r"B \* T divisible by 2 with"),
+        (4, {"tp": 2, "cp": 2}, (2, 10), {"cp_method": "keys"}, "T divisible by 4 with"),
+        (4, {"cp": 4}, (2, 12), {"cp_method": "keys"}, "T divisible by 8 with"),
     ):
-        run_ranks(rank, 2)
+
+        def rank(mesh=mesh, shape=shape, options=options):
+            model = make(mesh, **options)
+            model(torch.zeros(shape, dtype=torch.int64))
+
+        with pytest.raises(ValueError, match=rf"{rule} experts .* got idx=\[{shape[0]}, "):
+            run_ranks(rank, ranks)
 
 
 def test_a_model_on_ranks_of_ep_is_saved_by_its_state_dict():

@@ -119,15 +119,15 @@ def test_a_rank_without_a_batch_tells_of_its_part():
 
 def test_parts_tell_of_the_weights_of_their_step_alone():
     scales, zero = DelayedScales(1), torch.zeros(2, dtype=torch.float64)
-    scales.note(0, WEIGHT, zero + 448.0)
+    scales.note(0, (zero, zero + 448.0, zero))
     scales.update()
     how = Fp8("tensor", emulate=True, scales=scales)
     codes = how.round_part(torch.tensor([500.0, *[1.0] * 15]), 2)
     assert codes.view(torch.float8_e4m3fn).float().tolist() == [448.0, *[1.0] * 15]
-    scales.note(0, WEIGHT, zero)  # what a product finds in the codes
+    scales.note(0, (zero, zero, zero))  # what a product finds in the codes
     scales.update()
     assert scales.history[0, 0, WEIGHT] == 500.0
     assert scales.overflows[0, WEIGHT] == 2.0
-    scales.note(0, WEIGHT, zero + 3.0)  # of weights that were not gathered so
+    scales.note(0, (zero, zero + 3.0, zero))  # of weights that were not gathered so
     scales.update()
     assert scales.history[0, 0, WEIGHT] == 3.0

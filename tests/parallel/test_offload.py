@@ -327,6 +327,11 @@ def test_a_host_that_is_too_small_says_what_would_fit(monkeypatch):
     assert "GB; share the state" in refused()
     monkeypatch.setattr(host, "free_memory", lambda: 16 * padded)
     made()
+    monkeypatch.setattr(SlowBus, "pinned", True)  # by torch, in powers of two
+    sizes = [bucket.spec.numel for bucket in engine_of(model).buckets]
+    needed = sum(8 * n + 2 * (1 << (4 * n - 1).bit_length()) for n in sizes)
+    monkeypatch.setattr(host, "free_memory", lambda: needed - 1)
+    assert f"expected {needed / 1e9:.3g} GB of free memory on the host" in refused()
 
 
 @pytest.mark.parametrize(("mode", "stage"), [("optimizer", 2), ("parameters", 3)])

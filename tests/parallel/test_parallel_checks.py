@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from cells import slow
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar.kernels import _C
 from fastpar.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +43,52 @@ def assert_all_raise(outcomes, kind, message):
     for outcome in outcomes:
         with pytest.raises(kind, match=message):
             raise outcome
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_models_and_meshes_of_others(one_process):
+    """Modules that were wrapped, split or never filled, and other things than a Mesh."""
+
+    def lazy():
+        parallelize(nn.Sequential(nn.LazyLinear(4)), Mesh())
+
+    def no_mesh():
+        parallelize(stack(), None)
+
+    def no_model():
+        parallelize(stack().parameters(), Mesh())
+
+    def split():
+        model = stack()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        parallelize(model, Mesh())
+
+    def flat():
+        parallelize(FullyShardedDataParallel(stack(), device_id=torch.device("cpu")), Mesh())
+
+    def inside():
+        parallelize(DistributedDataParallel(stack()), Mesh())
+
+    def around():
+        DistributedDataParallel(parallelize(stack(), Mesh()))
+
+    for build, message in (
+        (lazy, r"parameters with values, got an uninitialized '0.weight'; call the model once"),
+        (no_mesh, r"expected a fastpar.Mesh, got mesh=NoneType; pass fastpar.Mesh\(\)"),
+        (no_model, r"expected a torch.nn.Module, got model=generator; pass the model"),
+        (split, r"plain parameters, got DTensor '0.weight'; leave FSDP and fully_sh"),
+        (flat, r"plain parameters, got Parameter '_fsdp_wrapped_module._flat_param'"),
+        (inside, r"without DistributedDataParallel, which averages gradients too, got 'model'"),
+        (around, r"DistributedDataParallel: expected a model without an engine, got one of fastp"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build()
 
 
 @pytest.mark.parametrize(
@@ -246,6 +298,52 @@ def test_processes_that_do_different_things(case, stage, transport):
         return_exceptions=True,
     )
     assert_all_raise(outcomes, RuntimeError, r"rank \d")
+
+
+THREADS = """
+import sys, warnings
+import torch
+first, dtype = sys.argv[1:]
+if first == "product":
+    torch.ones(64, 64) @ torch.ones(64, 64)
+import fastpar
+from fastpar.kernels.linear import depends_on_threads
+model = torch.nn.Linear(4, 4).to(getattr(torch, dtype))
+with warnings.catch_warnings(record=True) as caught:
+    fastpar.parallelize(model, fastpar.Mesh(), grad_dtype=torch.float32, deterministic=True)
+print(depends_on_threads(torch.float32), depends_on_threads(torch.bfloat16))
+print(*(w.message for w in caught))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "dtype", "setting"),
+    [
+        ("import", "float32", {}),
+        ("product", "float32", {}),
+        ("import", "float32", {"MKL_CBWR": "COMPATIBLE"}),
+        slow("import", "bfloat16", {}),
+        slow("import", "bfloat16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}),
+    ],
+)
+def test_products_that_depend_on_threads_are_said(first, dtype, setting):
+    """fastpar asks MKL for the same bits with any number of threads: before the first product."""
+    unset = {k: v for k, v in os.environ.items() if not k.startswith(("MKL_", "ONEDNN_"))}
+    command = [sys.executable, "-c", THREADS, first, dtype]
+    env = {**unset, "PYTHONPATH": str(ROOT), **setting}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    products, warned = done.stdout.split("\n", 1)
+    depends = dict(zip(("float32", "bfloat16"), products.split()))[dtype] == "True"
+    assert ("have other bits with other numbers of threads here" in warned) == depends
+    if _C is not None and _C.cpu_is_intel() and torch.backends.mkl.is_available():
+        assert depends or first == "import"
+        if dtype == "float32":
+            assert depends == (first == "product" or bool(setting))
+            assert ("set MKL_CBWR=AUTO,STRICT before" in warned) == depends
+        elif depends:
+            assert "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 before the process starts" in warned
+            assert not setting
 
 
 SNIPPET = """

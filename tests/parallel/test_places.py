@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
-from fastpar.kernels import linear, make_key
+from fastpar.kernels import backend, embedding, linear, linear_cross_entropy, make_key
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.engine import Engine
-from fastpar.parallel.split_backward import LEAST_BYTES
+from fastpar.parallel.split_backward import LEAST_BYTES, LEAST_WIDE_BYTES
 from fastpar.parallel.stages import BucketPhase
 from fastpar.testing import run_ranks
 
@@ -156,6 +156,15 @@ def test_on_a_gpu_only_large_weights_are_offered_a_place(monkeypatch):
     assert not hasattr(model.scale, "fastpar_place")
 
 
+def test_on_a_gpu_layers_of_gpt2_are_offered_wide_places(monkeypatch):
+    """2 bytes of 768 x 2304 and 768 x 3072 elements; the 768 x 768 projection is too small."""
+    monkeypatch.setitem(LEAST_WIDE_BYTES, "cpu", LEAST_WIDE_BYTES["cuda"])
+    sizes = {"n_layer": 1, "n_head": 12, "n_embd": 768, "block_size": 8, "vocab_size": 30}
+    model = managed(GPT(GPTConfig(**sizes)).bfloat16(), grad_dtype=torch.float32)
+    offered = {n for n, p in model.named_parameters() if hasattr(p, "fastpar_wide_place")}
+    assert offered == {f"h.0.{name}.weight" for name in PRODUCTS - {"attn.c_proj"}}
+
+
 def wide_run(stage, how, accumulate, wide, options):
     """Gradients of a step of two micro-batches, of a bf16 model whose gradients are fp32."""
     torch.manual_seed(0)
@@ -185,6 +194,7 @@ def noting_wide(bucket, position, given=None, take=BucketState.take):
 def wide_products(monkeypatch):
     module = sys.modules["fastpar.kernels.linear"]  # the function hides it
     monkeypatch.setattr(module, "use_wide", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(backend, "cuda_on_cpu", True)  # of the table, too
     monkeypatch.setattr(BucketState, "take", noting_wide)
 
 
@@ -195,11 +205,12 @@ def test_wide_gradients_are_the_same_at_every_stage(how, accumulate):
     """Two ranks with the same batches: their mean has the bits of one."""
     stages = (0, 1) if accumulate == "full" else (2, 3)
     alone, taken = wide_run(0, how, "full", True, {})
-    assert all(names >= IN_PLACE for names in taken), taken
+    placed = IN_PLACE | {"wte.weight"}
+    assert all(names >= placed for names in taken), taken
     rounded, _ = wide_run(0, how, "full", False, {})
     for name in alone:
         same = torch.equal(alone[name], rounded[name])
-        assert same == (name not in IN_PLACE), name
+        assert same == (name not in placed), name
     for stage in stages:
         for found, _ in run_ranks(wide_run, 2, stage, how, accumulate, True, {}):
             assert found.keys() == alone.keys()
@@ -230,6 +241,58 @@ def test_a_wide_weight_that_is_used_twice_and_elsewhere_gets_the_sum():
         model(x).backward()
         error = (model.weight.main_grad - times * exact.weight.grad).abs().max()
         assert error < 0.02 * exact.weight.grad.abs().max(), error
+
+
+class Tied(nn.Module):
+    """A table that is read, and multiplied with."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte = nn.Parameter(torch.randn(30, 16).bfloat16())
+
+    def forward(self, ids, buffer=None):
+        x = embedding(ids, self.wte, wte_grad=buffer).sin()
+        return linear_cross_entropy(x, self.wte, ids, weight_grad=buffer)
+
+
+def table_run(stage, accumulate, micro_batches):
+    options = {"zero_stage": stage, "accumulate": accumulate, "grad_dtype": torch.float32}
+    model = parallelize(Tied(), Mesh(device="cpu"), **options)
+    for ids in table_ids(micro_batches):
+        model(ids).backward()
+    [bucket] = engine_of(model).buckets
+    [(_, grad)] = named_grads(engine_of(model))
+    return grad.clone(), bool(getattr(bucket, "noted", ()))
+
+
+def table_ids(micro_batches):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(30, (2, 8), generator=generator) for _ in range(micro_batches)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "micro_batches"), [(0, "full", 2), (1, "full", 2), (2, "shard", 1)]
+)
+def test_on_a_gpu_the_gradient_of_a_tied_table_is_not_rounded(
+    monkeypatch, stage, accumulate, micro_batches
+):
+    """The loss writes it where it is kept, and the embedding adds to it: the bits of an fp32 buffer
+    that is given to both."""
+    monkeypatch.setattr(BucketState, "take", noting_wide)
+    model, buffer = Tied(), torch.zeros(30, 16)
+    for ids in table_ids(micro_batches):
+        model(ids, buffer).backward()
+    given = stage, accumulate, micro_batches
+    rounded, noted = table_run(*given)
+    assert not noted  # on a CPU autograd has it, in bf16
+    assert not torch.equal(rounded.view_as(buffer), buffer)
+    monkeypatch.setattr(backend, "cuda_on_cpu", True)
+    wide, noted = table_run(*given)
+    assert noted
+    assert torch.equal(wide.view_as(buffer), buffer)
+    for found, _ in run_ranks(table_run, 2, *given):
+        assert torch.equal(found.view_as(buffer), buffer)
 
 
 def calls_hooks_without_a_gradient():

@@ -45,22 +45,37 @@ WIRES = {
 
 
 def rows(step, mesh):
-    tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(step))
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(64, (8, 17), generator=draw, device="cpu")
     n = 8 // mesh.dp_size
     mine = tokens[mesh.dp_rank * n :][:n]
     return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
 
 
+def start(layout):
+    shape = {"n_expert": 4, "top_k": 2} if "ep" in LAYOUTS[layout][1] else {}
+    n_layer = 4 if "pp" in LAYOUTS[layout][1] else 2
+    return fastpar.GPT(GPTConfig(n_layer, 2, 40, 16, 64, dropout=0.0, **shape), seed=0)
+
+
 def train(layout, stage, wire):
     """This rank's whole weights, and the bytes that were sent and announced."""
+    return train_on(start(layout), layout, stage, wire)
+
+
+def train_on(model, layout, stage, wire, dtype=torch.float32, device="cpu"):
+    """train() of this model, under other defaults of torch."""
+    torch.set_default_dtype(dtype)  # of all ranks, which are threads
+    with torch.device(device):
+        return _train(model, layout, stage, wire)
+
+
+def _train(model, layout, stage, wire):
     _, axes, options = LAYOUTS[layout]
     mesh, options = fastpar.Mesh(**axes), {**options, **wire}
     schedule, micro = options.get("pp_schedule", "1f1b"), options.get("grad_accum_steps", 1)
     if options.get("error_feedback") and stage > int(wire["wire_gradients"] != "powersgd"):
         options["error_feedback"] = "buffer"
-    shape = {"n_expert": 4, "top_k": 2} if "ep" in axes else {}
-    n_layer = 4 if "pp" in axes else 2
-    model = fastpar.GPT(GPTConfig(n_layer, 2, 40, 16, 64, dropout=0.0, **shape), seed=0)
     if layout == "recomputation":
         recompute(model, "full")
     small = {"bucket_mb": 0.02, "first_bucket_mb": 0.01}
@@ -79,12 +94,6 @@ def train(layout, stage, wire):
     engine.check_replicas(optimizer)
     found = {name: p.clone() for name, p in model.state_dict().items() if p.is_floating_point()}
     return found, engine.report.wire_bytes
-
-
-def start(layout):
-    shape = {"n_expert": 4, "top_k": 2} if "ep" in LAYOUTS[layout][1] else {}
-    n_layer = 4 if "pp" in LAYOUTS[layout][1] else 2
-    return fastpar.GPT(GPTConfig(n_layer, 2, 40, 16, 64, dropout=0.0, **shape), seed=0)
 
 
 @covering(1, ("layout", list(LAYOUTS)), ("stage", [0, 1, 2, 3]))
@@ -124,6 +133,23 @@ def test_two_runs_are_alike_and_near_the_one_without(layout, stage, wire):
         assert sent < usual
         far = 0.6 if "PowerSGD" not in wire else 1.0  # two columns of a matrix say little of it
         assert 0 < distance(a, c) < far * distance(c, begin)
+
+
+@covering(1, ("layout", ["tp", "pp, zb-v", "tp and cp", "ep", "copies"]), ("stage", [0, 1, 2, 3]))
+def test_the_defaults_of_torch_change_no_bit(layout, stage):
+    wire = {} if stage == 0 else {**WIRES["int4, fed back"], "wire_weights": "int8"}
+    ranks, arguments = LAYOUTS[layout][0], (layout, stage or int(layout == "copies"), wire)
+    plain = run_ranks(train, ranks, *arguments)
+    models = [start(layout) for _ in range(ranks)]
+    try:
+        other = run_ranks(
+            lambda *args: train_on(models.pop(), *args), ranks, *arguments, torch.bfloat16, "meta"
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for (a, sent), (b, also_sent) in zip(plain, other):
+        assert same(a, b)
+        assert sent == also_sent
 
 
 def compiled(stage, wire):

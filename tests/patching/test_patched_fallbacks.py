@@ -117,7 +117,7 @@ def test_generation_falls_back_after_its_first_step(attn):
     theirs, ours, report = fallback_pair(attn=attn)
     idx = ids_for(theirs, T=6)
     options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
-    with pytest.warns(UserWarning, match="past_key_values with tokens|attention_mask"):
+    with pytest.warns(UserWarning, match="a cache with tokens|attention_mask"):
         got = ours.generate(idx, **options)
     assert torch.equal(got, theirs.generate(idx, **options))
     assert got.shape == (2, 15)
@@ -135,6 +135,18 @@ def test_the_cache_of_the_first_step_is_theirs():
                 getattr(got.layers[layer], name), getattr(want.layers[layer], name)
             )
     assert not report.fallbacks
+
+
+def test_a_cache_may_have_any_name():
+    """Releases of transformers call it past_key_value, past_key_values and cache."""
+    _, ours, report = fallback_pair()
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    x = torch.randn(2, 5, 80)
+    for name in ("past_key_value", "past_key_values", "cache"):
+        cache = cache_utils.DynamicCache()
+        ours.transformer.h[0].attn(x, **{name: cache})
+        assert cache.get_seq_length() == 5
+        assert not report.fallbacks
 
 
 @pytest.mark.parametrize(
@@ -208,8 +220,8 @@ def test_hooks_run_in_a_patched_model(name):
         torch.testing.assert_close(seen[1][0], seen[0][0])
 
 
-def test_parts_replaced_after_the_patch_are_used():
-    """What adapters do: c_attn becomes c_attn plus something."""
+def test_adapters_are_used_and_leave_the_rest_fused():
+    """What LoRA does: c_attn becomes c_attn plus something."""
 
     class Adapter(nn.Module):
         def __init__(self, base):
@@ -222,7 +234,7 @@ def test_parts_replaced_after_the_patch_are_used():
     for name in ("transformers D40", "nanoGPT"):
         theirs = MODELS[name]()
         ours = copy.deepcopy(theirs)
-        fastpar.patch(ours)
+        report = fastpar.patch(ours)
         idx = ids_for(theirs)
         for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             for model in (theirs.double(), ours.double()):
@@ -231,6 +243,7 @@ def test_parts_replaced_after_the_patch_are_used():
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "fastpar.patch")
                 torch.testing.assert_close(logits_of(ours, idx), logits_of(theirs, idx))
+        assert not report.fallbacks or name == "nanoGPT"
 
 
 @pytest.mark.parametrize("name", ["transformers D40", "nanoGPT"])

@@ -200,6 +200,19 @@ def test_nothing_to_replace():
     assert str(fastpar.patch(nn.Sequential())) == "fastpar.patch(Sequential): 0 modules replaced"
 
 
+def test_another_model_is_told_that_only_gpt2_is_served():
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2,
+        vocab_size=50, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    report = fastpar.patch(transformers.LlamaForCausalLM(config))
+    assert report.replaced.keys() <= {"Embedding", "LayerNorm"}
+    line = "attention, MLPs and blocks are replaced in models of GPT-2's shape only"
+    assert line in str(report)
+    assert line not in str(fastpar.patch(Nano()))
+
+
 class Rotated(SelfAttention):
     """Everything as in SelfAttention by its names; but the keys are rolled."""
 

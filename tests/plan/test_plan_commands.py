@@ -26,7 +26,7 @@ SIZES = {"auto": 4096, "bytes": 256, "gpt2": 50257}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def text_of(source, tokenizer, *, block_size, progress):
+def text_of(source, tokenizer, *, block_size, **others):
     if tokenizer != "auto":
         check_name(tokenizer)
     size = SIZES.get(tokenizer) or int(tokenizer.removeprefix("bpe-"))

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from fastpar import cli
 from fastpar._version import __version__
 from fastpar.cli import main, parse_train
+from fastpar.comm.watchdog import activity, in_step
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.config.options import USUAL
 from fastpar.models.gpt import GPT
@@ -96,7 +97,7 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
     assert parse_train(["--out=r"]).run.max_steps == TrainConfig().run.max_steps
     assert parse_train(["--config=a.toml", "--betas", "0.8", "0.9"]).optim.betas == (0.8, 0.9)
     assert parse_train(["--compile", "--no-resume"]).system.compile is True
-    assert parse_train(["--bucket-mb", "2"]).parallel.bucket_mb == 2.0
+    assert parse_train(["--nproc", "2", "--bucket-mb", "2"]).parallel.bucket_mb == 2.0
     for flag in ("--zero", "--zero-stage"):
         assert parse_train([flag, "2"]).parallel.zero_stage == 2
 
@@ -204,7 +205,7 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
             "fastpar train: expected a schedule whose gradients are those of the weights that ",
         ),
         (
-            "train --wire-gradients powersgd --error-buffer --zero 3",
+            "train --nproc 2 --wire-gradients powersgd --error-buffer --zero 3",
             "train: expected zero_stage 0 or 1 with wire_gradients=powersgd, got zero_stage=3",
         ),
         (
@@ -432,9 +433,40 @@ def test_sample_from_nanogpts_file(here, capsys):
     assert fastpar(f"sample ckpt.pt {options}") == 0
     again, err = capsys.readouterr()
     assert again == out
-    assert "tokenizer meta.pkl, as nanoGPT has it" in err
+    assert "/meta.pkl, as nanoGPT has it" in err
     assert fastpar("export ckpt.pt --to hf") == 0
     assert "has no biases" in capsys.readouterr().err
+
+
+def test_a_rank_says_which_other_one_is_gone_and_when(monkeypatch, capsys):
+    error = RuntimeError("all_reduce: got the end of rank 3, that closed its group\nmore")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    in_step(7)
+    assert cli._leave(error) == 3
+    words = (
+        "rank 1 stops in step 7: another rank is gone (all_reduce: got the end of rank 3, that c"
+    )
+    assert capsys.readouterr().err.startswith(words)
+    activity().step = None
+
+
+def test_what_is_said_decides_over_no_run(here):
+    """Streams that are closed, full, left by their reader, or of another alphabet."""
+    Path("text.txt").write_text("\u4e16\u754c and more words\n" * 300, encoding="utf-8")
+    train = f"{sys.executable} -m fastpar {TRAIN} --max-new-tokens 2 --prompt \u4e16"
+    cases = {
+        "ranks": "{} --nproc 2 <&- >/dev/full 2>&-",
+        "latin": "set -o pipefail; PYTHONIOENCODING=latin-1 {} | true",
+    }
+    started = {
+        out: subprocess.Popen(["bash", "-c", line.format(f"{train} --out {out}")])
+        for out, line in cases.items()
+    }
+    assert {out: process.wait() for out, process in started.items()} == dict.fromkeys(cases, 0)
+    for out in cases:
+        assert Path(out, "samples.txt").read_text(encoding="utf-8").count("\u4e16") == 1
 
 
 def test_nobody_reads_to_the_end(here, monkeypatch, capfd):

@@ -263,6 +263,36 @@ def test_every_op_has_an_oracle_and_a_bench():
             assert f"def {stem}_ref(" in reference or f"def {name}_ref(" in reference, name
 
 
+# Factories whose dtype torch takes from its default, and those of whole numbers.
+MADE_OF_FLOATS = {
+    "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones",
+    "rand", "randn", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+MADE_OF_INTEGERS = {"arange", "randint", "randperm"}
+
+
+@pytest.mark.parametrize("package", ["kernels", "fastpar"])
+def test_no_tensor_follows_the_default_dtype_or_device(package):
+    """Except a model's own parameters and buffers, which torch's modules let follow them."""
+    found = []
+    for path in sources(package):
+        calls = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Call)]
+        model = {
+            id(inner)
+            for n in calls
+            if ast.unparse(n.func).split(".")[-1] in ("Parameter", "register_buffer")
+            for inner in ast.walk(n)
+        }
+        for n in calls:
+            module, _, name = ast.unparse(n.func).rpartition(".")
+            if module != "torch" or name not in MADE_OF_FLOATS | MADE_OF_INTEGERS:
+                continue
+            needed = {"device"} if name in MADE_OF_INTEGERS else {"device", "dtype"}
+            if id(n) not in model and (missing := needed - {k.arg for k in n.keywords}):
+                found.append(f"{path.relative_to(ROOT)}:{n.lineno} {name} {sorted(missing)}")
+    assert found == []
+
+
 def test_each_collective_has_one_home():
     """The engine's, those of a transport, and set-up in the mesh; nowhere else."""
     verbs = re.compile(

@@ -36,11 +36,15 @@ SMALL = {"n_head": 2, "n_embd": 128, "vocab_size": 512, "block_size": 64}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("epilogues", "forward", "backward"),
-    [(False, 8, 18.5), (True, 7, 15)],  # of 30, 12 copied one gradient each
+    ("options", "forward", "backward"),
+    [
+        ({}, 8, 18.5),  # of 30, 12 copied one gradient each
+        ({"epilogues": True}, 7, 15),
+        ({"fp8": "tensor-fp8"}, 16, 31.5),  # of four layers: 8 casts; 8 casts, 4 notes
+    ],
 )
-def test_a_layer_has_as_many_launches_as_it_should(epilogues, forward, backward):
-    found = row(GPTConfig(n_layer=4, **SMALL), epilogues=epilogues)
+def test_a_layer_has_as_many_launches_as_it_should(options, forward, backward):
+    found = row(GPTConfig(n_layer=4, **SMALL), **options)
     assert found["layer"]["forward"] == forward
     assert found["layer"]["backward"] <= backward
 

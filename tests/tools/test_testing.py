@@ -270,7 +270,20 @@ def test_errors_are_those_of_each_against_fp64():
     (errors,) = measure_errors(
         lambda x: ours.clone(), lambda x: x.clone(), [exact], eager=lambda x: x + 1
     ).values()
-    assert errors == (3.0, 1.5, 1.0, 1.0, 4.0 * torch.finfo(torch.float32).eps / 2, 5)
+    assert errors == (3.0, 1.5, 1.0, 1.0, 4.0 * 2.0**-24, 5, 4.0 * 2.0**-24)
+
+
+def take_away(x):
+    return x[:1] - x[1:]
+
+
+def test_a_yardstick_without_error_leaves_the_condition_of_the_inputs():
+    """A difference of sums: one rounding of 100 moves it by up to 2 * 100 * 2^-24."""
+    x = [torch.tensor([100.0, 99.0])]
+    for off, passes in ((2.0**-16, True), (2.0**-14, False)):
+        (errors,) = measure_errors(lambda x, e=off: x[:1] - x[1:] + e, take_away, x).values()
+        assert errors.eager_max == 0.0
+        assert (errors.max <= errors.bound) == passes
 
 
 def test_a_nan_is_an_infinite_error():

@@ -269,7 +269,7 @@ def test_a_tables_kernels_serve_other_ops_too(tuned, proven, table, tmp_path):
 
 
 def test_the_command_works_through_a_cpus_list(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tune, "ROWS", {"cpu": 64})
+    monkeypatch.setattr(tune, "DEFAULT_ROWS", {"cpu": 64})
     out = tmp_path / "found.json"
     assert door.main(["tune", "--device", "cpu", "--out", str(out), "bias_gelu", "layer_norm"]) == 0
     printed = capsys.readouterr().out

@@ -230,6 +230,19 @@ sys.exit(launch.launch(["--version"], 2))
 """
 
 
+def test_files_of_the_current_folder_stand_in_for_no_module(tmp_path, monkeypatch, capfd):
+    """A user's ./random.py beside the text: in ranks, and where ranks come from -m fastpar."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("random", "select", "statistics", "tokenize"):
+        Path(f"{name}.py").write_text("print('executed')\nraise SystemExit(7)\n")
+    ranks = [
+        launch._start_rank(0, ["--version"], {}, tmp_path / "rank").process,
+        subprocess.Popen([sys.executable, "-m", "fastpar", "--version"]),
+    ]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    assert "executed" not in capfd.readouterr().out
+
+
 def test_what_was_ignored_at_the_start_stays_ignored(tmp_path, monkeypatch):
     """SIGHUP under nohup, for one; in the launcher and in its ranks."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))

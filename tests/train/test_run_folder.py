@@ -1,16 +1,19 @@
 """The folder of a run: names, settings that come back, samples of any tokenizer."""
 
+import errno
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from train_runs import run
 
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.config.options import SampleSettings
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
 from fastpar.models.gpt import GPT
+from fastpar.train import run_folder
 from fastpar.train.run_folder import FILES, RunFolder, check_out, example_prompt, newest_run
 from fastpar.train.sample import sample
 
@@ -133,3 +136,17 @@ def test_a_prompt_to_try_is_of_the_runs_own_text():
     assert prompt("a\n12 34\n\n\u4e16\u754c\n") == "\u4e16\u754c"
     assert prompt("1 2 3", IdTokenizer(9)) == ""
     assert prompt("\n\n") == ""
+
+
+def test_what_a_finished_run_shows_ends_it_no_more(here, monkeypatch, capsys):
+    """The picture and the samples are made when all is saved: a full disk, a foreign prompt."""
+
+    def full(rows, path, title):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(run_folder, "plot_loss", full)
+    assert run("r", tokenizer="chars", prompt=("\u4e16",)) == 0
+    printed = capsys.readouterr().out
+    assert "no loss.png: [Errno 28] no room\n" in printed
+    assert "no samples: CharTokenizer.encode: expected characters of the text" in printed
+    assert "next: fastpar sample r" in printed

@@ -1,7 +1,9 @@
 """The saves of a run: beside training, agreed on by all ranks, reported, asked for by a signal."""
 
+import errno
 import os
 import signal
+import stat
 import threading
 import time
 from pathlib import Path
@@ -175,14 +177,34 @@ def test_without_a_checkpoint_of_the_last_step_a_run_fails(here, monkeypatch):
     full(monkeypatch, 0, (8,))
 
     def fails(changes):
-        with pytest.raises(
-            RuntimeError, match=r"a checkpoint of the last step, got none of step 8; make room, th"
-        ):
+        with pytest.raises(RuntimeError, match=r"of step 8 \(rank 0: .* No space .*; .*6$"):
             rank(changes)
 
     run_ranks(fails, 2, {"out": "r"})
     assert steps_saved("r") == [2, 4, 6]
     assert len(rows_of("r", "save_error")) == 2  # it was tried again
+    full(monkeypatch, 0, (1,))
+    with pytest.raises(RuntimeError, match=r"step 1 \(.*\); there is none to go on from"):
+        run("first", max_steps=1)
+
+
+def test_a_folder_that_takes_no_checkpoints_is_known_at_the_start(here, monkeypatch):
+    """Not after hours of training: what a save does is tried once."""
+    acts = {name: getattr(os, name) for name in ("fsync", "replace")}
+
+    def refuses(name, at):
+        folder = name == "fsync" and stat.S_ISDIR(os.fstat(at).st_mode)
+        if folder or (name == "replace" and ".try" in str(at)):
+            raise OSError(errno.EPERM, f"no {name} here")
+
+    for name, act in acts.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, lambda *at, n=name, act=act: refuses(n, at[0]) or act(*at))
+            with pytest.raises(RuntimeError, match=rf"takes checkpoints, got out=.*no {name} here"):
+                run(name)
+        assert read_metrics(Path(name) / "metrics.jsonl") == []
+    run("r")
+    assert not list(Path("r").glob(".*"))
 
 
 def test_which_checkpoints_are_kept(here):

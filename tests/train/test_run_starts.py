@@ -184,10 +184,45 @@ def test_settings_of_ranks_that_are_not_there(here, capsys):  # noqa: F811
         assert re.search(f"{rule}; add --pp 2, or leave --{name} out\n", capsys.readouterr().err)
     for flag, rule in (
         ("cp-method keys", "cp > 1 with .*; add --cp 2, or leave --cp-method out"),
-        ("no-sequence-parallel", "tp > 1 with sequence_parallel=False, got tp=1"),
+        ("no-sequence-parallel", "tp > 1 with .*, got tp=1.*, or leave --no-sequence-parallel out"),
+        (
+            "lr-decay-fraction 0.2",
+            "lr_schedule=wsd with .*got lr_schedule=cosine.*add --lr-sc",
+        ),
+        ("optimizer adafactor --betas 0.8 0.9", "optimizer=adamw or muon with betas=.*=adafactor"),
+        ("weight-decay 0 --decay-follows-lr", "weight_decay > 0 with decay_follows_lr=True"),
+        (
+            "dtype fp32 --master-weights full",
+            "16-bit weights with master_weights=full, got dty",
+        ),
+        ("outer-every 5 --outer-wire int8", "replicas > 1 with outer_wire=int8, got replicas=1"),
+        (
+            "wire-gradients int8",
+            "dp > 1 with wire_gradients=int8, got dp=1.*; add ranks to --n",
+        ),
+        ("nproc 2 --tp 2 --zero 1 --wire-weights int8", "dp > 1 with wire_weights=int8, got dp=1"),
+        ("nproc 2 --pp 2 --check-replicas-every 2", "dp > 1 with check_replicas_every=2, got dp=1"),
+        (
+            "reduce-dtype bf16",
+            "nproc > 1 with reduce_dtype=bf16, got nproc=1.*; add --nproc 2",
+        ),
+        ("bucket-mb 4", "nproc > 1 with bucket_mb=4.0, got nproc=1"),
+        ("transport torch", "nproc > 1 with transport=torch, got nproc=1"),
+        ("max-restarts 2", "nproc > 1 with max_restarts=2, got nproc=1"),
+        ("nproc 2 --zero 2 --shard-size 1", "shard_size > 1, got shard_size=1, where it does not"),
+        ("save-every 0 --keep-every 5", "save_every > 0 with keep_every=5, got save_every=0"),
+        (
+            "no-async-save --save-overlap skip",
+            "async_save=True with save_overlap=skip, got a.*; ad",
+        ),
+        ("num-samples 0 --top-k 5", "num_samples > 0 with .*, got num_samples=0, where it"),
         ("muon-lr 0.1", "optimizer=muon with .*, got optimizer=adamw.*; add --optimizer muon, or"),
         ("wire-rank 8", "wire_gradients=powersgd with wire_rank=8, got wire_gradients=fp32"),
         ("expert-top-k 1", "n_expert > 0 with .*; add --n-expert 8, or leave --expert-top-k out"),
+        (
+            "init-from w",
+            "no init_from with model=micro, got init_from=w.*; leave --init-from out",
+        ),
         ("balance-loss 0.1", "n_expert > 0 with balance_loss=0.1, got n_expert=0, where it does"),
     ):
         assert fastpar(f"{TRAIN} --out r --{flag}") == 2

@@ -1,5 +1,7 @@
 """What a run starts from: weights, context and tokens that go together."""
 
+import pickle
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -11,6 +13,7 @@ from nanogpt_cells import weights, write
 from fastpar.checkpoint import checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.data.tokenizer import GPT2_VOCABULARY, ByteTokenizer
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
 from fastpar.testing import run_ranks
@@ -64,6 +67,32 @@ def test_nanogpts_weights_to_start_from(here):
     model, block_size, _ = load(init_from="ckpt.pt", **ours)
     assert model.wpe.weight.equal(weights(sizes)["transformer.wpe.weight"])
     assert (block_size, model.config.dropout) == (16, 0.2)
+
+
+def test_weights_to_start_from_have_their_own_tokenizer(here):
+    """The vocabulary that a text would teach has other tokens under the same numbers."""
+    given = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))
+    given |= {"init_from": "w", "tokenizer": "auto", "model": "mini", "block_size": 4}
+
+    def save(vocab_size):
+        shutil.rmtree(here / "w", ignore_errors=True)
+        shape = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 16}
+        save_hf(GPT(GPTConfig(**shape, vocab_size=vocab_size)), here / "w")
+
+    save(300)
+    with pytest.raises(ValueError, match=r"tokenizer that the weights were trained with, got none"):
+        load(**given)
+    assert load(**given | {"tokenizer": "bpe-300"})[2].tokenizer.name == "bpe-300"
+    np.arange(200, dtype="<u2").tofile(here / "train.bin")
+    (here / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(map(chr, range(200))))}))
+    assert load(**given | {"data": "train.bin"})[2].tokenizer.name == "chars"  # the data's own
+    ByteTokenizer().save(here / "w")
+    assert load(**given)[2].tokenizer.name == "bytes"
+    save(GPT2_VOCABULARY)
+    assert load(**given)[2].tokenizer.name == "gpt2"
+    (here / "w" / "vocab.json").touch()  # as old tokenizers: maybe of another language
+    with pytest.raises(ValueError, match=r"got none for the text text; name it: gpt2, bytes or a"):
+        load(**given)
 
 
 def test_digest_sees_both_ends_and_the_length(here):

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import saved
@@ -463,6 +464,36 @@ def test_another_format_loses_nothing_of_what_was_trained(here):
                 assert torch.equal(p, master.bfloat16())
             else:
                 assert torch.equal(p, masters[f"{name}/master_weight"])
+
+
+def test_a_deterministic_run_after_other_products_says_how_to_start(here, monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("not deterministic: set CUBLAS_WORKSPACE_CONFIG=:4096:8")
+
+    monkeypatch.setattr(torch, "mm", refuse)
+    mesh = SimpleNamespace(device=torch.device("meta"))
+    config = TrainConfig().replace({**TINY, "out": "r", "deterministic": True})
+    try:
+        with pytest.raises(RuntimeError, match=r"ran on the GPU before .* start the process with"):
+            train_module._train(config, mesh, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_deterministic_run_on_a_gpu_does_not_fill_new_memory(monkeypatch):
+    """torch would write each output once more."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(train_module, "Trainer", lambda config, mesh: None)
+    monkeypatch.setattr(train_module, "_check_cublas", lambda device: None)
+    config = TrainConfig().replace({"device": "cuda", "deterministic": True})
+    mesh = SimpleNamespace(device=torch.device("cuda"), check_same=lambda *args: None)
+    try:
+        with torch.autograd.profiler.profile() as profile:
+            train_module._train(config, mesh, lambda trainer: len(torch.empty(7)))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [event.name for event in profile.function_events] == ["aten::empty"]
 
 
 @pytest.mark.gpu

@@ -79,6 +79,15 @@ def test_two_replicas_of_two_ranks_go_on(here, turns):
     assert alike == (not turns)  # they have just met
 
 
+def test_a_replica_has_the_same_samples_at_every_stage(here):
+    """Reduced at once or added up first: a replica's micro-batches of a step are the same ones."""
+    same = {"replicas": 2, "micro_batch_size": 1, "deterministic": True, "max_steps": 4, **EVERY}
+    for name, stage, accumulate in ("a", 0, "full"), ("b", 1, "shard"), ("c", 2, "auto"):
+        run(name, 4, **same, zero_stage=stage, accumulate=accumulate)
+    for folder in ("", "/replica_1"):
+        assert curve(f"a{folder}") == curve(f"b{folder}") == curve(f"c{folder}")
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (0, 2)])
 def test_another_number_of_replicas(here, before, after):
     """0: a run without an outer step, which ends with post-local averaging."""

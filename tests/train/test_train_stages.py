@@ -4,10 +4,13 @@ import math
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+from cells import slow
 from train_runs import STORAGE, TINY, bits, curve, forget_after
 
 from fastpar.checkpoint.checkpoint import newest_checkpoint
@@ -227,3 +230,16 @@ def test_a_step_has_one_exchange(here, monkeypatch):
         assert counted == ["exchange"] * 6
         assert one == two
         assert all(math.isfinite(x) for values in one for x in values)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", slow("bf16")])
+def test_threads_do_not_matter(here, dtype):
+    """One process with two threads is the run of two with one each, as cores are shared out."""
+    sizes = {"n_embd": 256, "block_size": 128, "batch_size": 2, "micro_batch_size": 1}
+    flags = {**FEW, **sizes, "dtype": dtype, "max_steps": 2, "save_every": 0}
+    for out, cut in (("one", ["--nproc=1", "--threads=2"]), ("two", ["--nproc=2", "--threads=1"])):
+        words = [f"--{k.replace('_', '-')}={v}" for k, v in flags.items() if k != "deterministic"]
+        words += ["--deterministic", f"--out={out}", *cut]
+        subprocess.run([sys.executable, "-m", "fastpar", "train", *words], check=True)
+    assert bits("two", 2) == bits("one", 2)
+    assert numbers("two") == numbers("one")

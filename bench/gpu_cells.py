@@ -1,0 +1,252 @@
+"""Runs cells: checks and measurements on a GPU (gpu_checks.py) that cannot spoil each other.
+
+A cell is one function. It runs in a forked child of a process that has imported torch, Triton and
+fastpar but never touched CUDA, under a limit of its own, so a hang, a segmentation fault, a CUDA
+error or a wrong result ends one cell and nothing else. Cells that check run eight at a time; those
+that time run alone. $OUT gets three files: report.json (whole after every cell), report.txt (a page
+for a person) and logs.tar.gz. `python -m bench ingest report.json` makes results of the report.
+
+[Note: order] Cells run in the order in which they stand here, which is by value. When time runs
+short, those at the end are not started; cells with must=True keep their seconds to the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from bench.records import commit, machine_line
+
+LIMIT_S = {"right": 270.0, "fast": 380.0}
+AT_ONCE = 8
+# quick: tiny shapes, does the code run? scratch: of this run, its children's files.
+RUN = SimpleNamespace(quick=False, device="cuda", scratch=Path(tempfile.gettempdir()))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One check: run() returns what its row gets; note() adds to the row at once."""
+
+    name: str
+    run: Callable[[], dict[str, Any] | None]
+    limit_s: float = 25.0
+    alone: bool = False
+    must: bool = False
+    on_cpu: bool = True  # a rehearsal without a GPU can run it
+
+
+CELLS: dict[str, list[Cell]] = {"right": [], "fast": [], "demo": []}
+_row: dict[str, Any] = {}
+_row_path: Path | None = None
+
+
+def cell(mode: str, name: str, **how: Any) -> Callable[[Any], Any]:
+    def add(run: Any) -> Any:
+        CELLS[mode].append(Cell(name, run, **how))
+        return run
+
+    return add
+
+
+def note(**found: Any) -> None:
+    """What a cell has found so far: kept if it is stopped."""
+    _row.update(found)
+    if _row_path is not None:
+        partial_path = _row_path.with_suffix(".tmp")
+        partial_path.write_text(json.dumps(_row, default=str))
+        os.replace(partial_path, _row_path)
+
+
+def _child(one: Cell, path: Path, log: Path, until: float, blocking: bool) -> None:
+    """Never returns."""
+    global _row_path
+    os.setsid()
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    if blocking:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    faulthandler.dump_traceback_later(max(1.0, until - time.time() - 1), file=sys.__stderr__)
+    _row_path, start, code = path, time.time(), 0
+    torch.set_num_threads(2 if RUN.device == "cuda" else 1)
+    note(status="stopped")
+    try:
+        found = one.run() or {}
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # an error of the last kernel is this cell's
+            found["peak_mb"] = torch.cuda.max_memory_allocated() >> 20
+        note(**{"status": "ok", **found})
+    except BaseException as error:
+        status = "wrong" if isinstance(error, AssertionError) else "error"
+        text = f"{type(error).__name__}: {error}"[:3000]
+        note(status=status, error=text, traceback=traceback.format_exc()[-12000:])
+        code = 1
+    note(seconds=round(time.time() - start, 2), blocking=blocking)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no destructors: CUDA may hang in them
+
+
+class Runner:
+    """Starts cells, ends those that are late, and keeps the report whole."""
+
+    def __init__(self, out: Path, mode: str, started: float, limit_s: float) -> None:
+        self.out, self.mode, self.started = out, mode, started
+        self.deadline = started + limit_s
+        self.rows: list[dict[str, Any]] = []
+        self.head: dict[str, Any] = {"mode": mode, "quick": RUN.quick, "commit": commit()[0]}
+        self.dead = ""  # why nothing more can run
+        self.running: list[dict[str, Any]] = []
+        out.mkdir(parents=True, exist_ok=True)
+
+    def keep(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        first = row.get("error", "").partition("\n")[0][:110]
+        print(f"{row['status']:8} {row['cell']:34} {row.get('seconds', '')} {first}", flush=True)
+        for found in ("about", "ceilings"):
+            if found in row:
+                self.head[found] = row[found]
+        self.head["seconds"] = round(time.time() - self.started, 1)
+        partial_path = self.out / "report.tmp"
+        partial_path.write_text(json.dumps({**self.head, "cells": self.rows}, indent=1))
+        os.replace(partial_path, self.out / "report.json")
+
+    def start(self, one: Cell, until: float, blocking: bool = False) -> dict[str, Any]:
+        stem = one.name.replace("/", "_").replace(" ", "_") + "_again" * blocking
+        path, log = RUN.scratch / f"{stem}.json", RUN.scratch / f"{stem}.log"
+        slow = 1 if RUN.device == "cuda" else 2  # a CPU is a rehearsal
+        limit = min(time.time() + slow * one.limit_s, until)
+        pid = os.fork()
+        if pid == 0:
+            _child(one, path, log, limit, blocking)
+        return {"cell": one, "pid": pid, "path": path, "log": log, "until": limit}
+
+    def ended(self, run: dict[str, Any]) -> dict[str, Any] | None:
+        """The row of a child that is over; None while it runs."""
+        pid, status = os.waitpid(run["pid"], os.WNOHANG)
+        late = pid == 0 and time.time() > run["until"]
+        if pid == 0 and not late:
+            return None
+        if late:
+            os.killpg(run["pid"], signal.SIGKILL)
+            give_up = time.time() + 5  # a process that is in the driver may not die at once
+            while time.time() < give_up and os.waitpid(run["pid"], os.WNOHANG)[0] == 0:
+                time.sleep(0.05)
+        row = {"cell": run["cell"].name}
+        with contextlib.suppress(OSError, ValueError):
+            row |= json.loads(run["path"].read_text())
+        if late:
+            row["status"] = "timeout"
+        elif row.get("status", "stopped") == "stopped":
+            row["status"] = "crash"
+            row["signal"] = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+            row["rc"] = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+        if row["status"] != "ok" and run["log"].exists():
+            row["stderr"] = run["log"].read_text(errors="replace")[-4000:]
+        return row
+
+    def run(self, cells: Sequence[Cell], at_once: int) -> None:
+        """Runs cells: neighbours that need not be alone together, the others one by one."""
+        todo = list(cells)
+        self.running = running = list[dict[str, Any]]()
+        while todo or running:
+            while todo and not self.dead:
+                one = todo[0]
+                reserve = sum(c.limit_s for c in todo[1:] if c.must)
+                until = self.deadline - (0 if one.must else reserve)
+                most = 1 if one.alone else at_once
+                if len(running) >= most or any(r["cell"].alone for r in running):
+                    break
+                todo.pop(0)
+                if time.time() > until - 2:
+                    self.keep({"cell": one.name, "status": "no time"})
+                else:
+                    running.append(self.start(one, until))
+            if self.dead and not running:
+                for one in todo:
+                    self.keep({"cell": one.name, "status": "no time", "error": self.dead})
+                return
+            for run in list(running):
+                row = self.ended(run)
+                if row is None:
+                    continue
+                running.remove(run)
+                sticky = "CUDA error" in row.get("error", "")
+                if sticky and not row.get("blocking") and RUN.device == "cuda":
+                    running.append(self.start(run["cell"], time.time() + 30, blocking=True))
+                self.keep(row)
+                if row["status"] in ("timeout", "crash") or sticky:
+                    self.check_health()
+            time.sleep(0.01)
+
+    def check_health(self) -> None:
+        """After a hang or a crash: does the GPU still answer? Two tries."""
+        if RUN.device != "cuda":
+            return
+        for _ in range(2):
+            run = self.start(Cell("health", lambda: (torch.zeros(1).cuda(), {})[1]), 1e18)
+            while (row := self.ended(run)) is None:
+                time.sleep(0.05)
+            if row["status"] == "ok":
+                return
+            time.sleep(2)
+        self.dead = "the GPU does not answer any more; start again on another machine"
+        print(self.dead, flush=True)
+
+    def stop(self, *_: Any) -> None:
+        """On a signal: no child outlives this process, and what was found is written."""
+        for run in self.running:
+            os.killpg(run["pid"], signal.SIGKILL)
+        self.finish()
+        os._exit(1)
+
+    def finish(self) -> int:
+        """Writes the page and the logs; 1 if a cell is not ok."""
+        with tarfile.open(self.out / "logs.tar.gz", "w:gz") as tar:
+            for path in sorted(RUN.scratch.glob("*.log")) + sorted(RUN.scratch.glob("*.gz")):
+                tar.add(path, arcname=path.name)
+        page = "\n".join(report(self.head, self.rows)) + "\n"
+        (self.out / "report.txt").write_text(page)
+        print(page)
+        return int(any(row["status"] != "ok" for row in self.rows))
+
+
+def report(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A page: what failed first, with its first line; then figures."""
+    about = head.get("about")
+    lines = [machine_line(about) if about else f"commit {head['commit']}"]
+    if "ceilings" in head:
+        copy, product, what = head["ceilings"]
+        lines.append(f"ceilings: copy {copy:.0f} GB/s, {what} {product:.0f} TFLOP/s")
+    count = {
+        s: sum(r["status"] == s for r in rows) for s in dict.fromkeys(r["status"] for r in rows)
+    }
+    lines += [f"{head['seconds']:.0f} s: " + ", ".join(f"{n} {s}" for s, n in count.items()), ""]
+    for row in rows:
+        if row["status"] not in ("ok", "no time"):
+            said = [line for line in row.get("error", "").splitlines() if line.strip()][:3]
+            said = said or [f"signal {row.get('signal')}, rc {row.get('rc')}"]
+            lines += [f"{row['status'].upper():8} {row['cell']}: {said[0][:150]}"]
+            lines += [f"         {line[:150]}" for line in said[1:]]
+    for row in rows:
+        if row["status"] == "ok":
+            lines.append(f"ok       {row['cell']}: {row.get('shown', '')}"[:170])
+    for row in rows:
+        lines += [f"  {line[:170]}" for line in row.get("lines", ())]
+    left = [row["cell"] for row in rows if row["status"] == "no time"]
+    return lines + ([f"no time was left for: {', '.join(left)}"] if left else [])

@@ -1,0 +1,780 @@
+"""What `bench/gpu.sh right`, `fast` and `pack` do: the cells of gpu_cells.py, in their order.
+
+right: every op against fp64 at small and large shapes, the engine, first times, a step of 124M.
+fast: proofs of all classes, 124M beside eager PyTorch and torch.compile, small batches, fp8, 1.5B.
+pack: on a machine without a GPU, compiles for sm_90 what these launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available() makes no context
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fastpar
+from bench.gpu_cells import AT_ONCE, CELLS, LIMIT_S, RUN, Cell, Runner, cell, note
+from bench.harness import Bench
+from bench.records import ROOT, ResultFile, Row, commit, machine, reason
+from bench.systems import bench_train
+from bench.systems.worker import Spec, Variant
+from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.doctor import doctor
+from fastpar.doctor.cases import ErrorCase, attentions, experts, orthogonals
+from fastpar.doctor.clocks import clock_for
+from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.report import row as proof_line
+from fastpar.doctor.table import VERSION, environment, row_of
+from fastpar.files.step_folders import list_checkpoints
+from fastpar.kernels import attention_peers, backend
+from fastpar.kernels.choice import OWN, Case, trying
+from fastpar.measure.ceilings import Ceilings, measure_ceilings
+from fastpar.train.metrics import read_metrics
+from fastpar.train.trainer import Trainer, train
+
+GPT2 = GPTConfig(12, 12, 768, 1024, 50304, dropout=0.0)
+SMALL = GPTConfig(2, 4, 256, block_size=128, vocab_size=1000, dropout=0.0)
+HALF, WIDE = (torch.bfloat16, torch.float16), torch.float32
+Found = dict[str, Any]
+
+
+def dtype_here() -> torch.dtype:
+    return HALF[0] if RUN.device == "cuda" else WIDE
+
+
+@cell("right", "facts", limit_s=40, alone=True, must=True)
+@cell("fast", "facts", limit_s=40, alone=True)
+def facts() -> Found:
+    if RUN.device == "cuda":
+        subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER,ECC,PERFORMANCE"])
+    note(about=machine(RUN.device), built=backend.describe())
+    host = clock_for(RUN.device).host_us(torch.zeros(1, device=RUN.device).zero_)
+    found = list(measure_ceilings(RUN.device, RUN.quick))
+    return {"ceilings": found, "shown": f"a launch takes {host or 0:.1f} us of the host"}
+
+
+@cell("right", "module", limit_s=40, alone=True)
+def module() -> Found:
+    """The compiled module, a kernel of csrc/ and a Triton launch, cold and warm."""
+    from fastpar.kernels import _C, global_norm, layer_norm
+
+    assert RUN.device != "cuda" or _C.built_with_cuda, "the module has no CUDA"
+    x, ms = torch.randn(1000, 768, device=RUN.device), []
+    torch.testing.assert_close(global_norm([x]).norm.double().cpu(), x.double().norm().cpu())
+    weight, bias = torch.ones(768, device=RUN.device), torch.zeros(768, device=RUN.device)
+    for _ in range(3):
+        start = time.perf_counter()
+        with trying("layer_norm", OWN):
+            y = layer_norm(x, weight, bias)
+        y.sum().item()
+        ms.append(f"{(time.perf_counter() - start) * 1e3:.2f} ms")
+    torch.testing.assert_close(y, F.layer_norm(x, (768,)))
+    return {"shown": f"layer_norm, first calls: {', '.join(ms)}"}
+
+
+# Every op against fp64
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[Callable[[], None]]:
+    """Memory that ops ask for is NaN, with canaries around it; yields what looks at them."""
+    pad, kept = 512, list[Tensor]()
+    real = torch.empty, torch.empty_like, Tensor.new_empty
+
+    def make(shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        flat = real[0](size + 2 * pad, dtype=torch.uint8, device=device).fill_(255)
+        kept.append(flat)
+        return flat[pad : pad + size].view(dtype).view(shape)
+
+    def empty(*size: Any, dtype: Any = None, device: Any = None, **more: Any) -> Tensor:
+        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        where = torch.device(device or "cpu")
+        if more or where.type != RUN.device or not all(shape):
+            return real[0](*size, dtype=dtype, device=device, **more)
+        return make(shape, dtype or torch.get_default_dtype(), where)
+
+    def empty_like(x: Tensor, *, dtype: Any = None, **more: Any) -> Tensor:
+        if more or x.device.type != RUN.device or not x.is_contiguous() or not x.numel():
+            return real[1](x, dtype=dtype, **more)
+        return make(x.shape, dtype or x.dtype, x.device)
+
+    def new_empty(self: Tensor, *size: Any, **more: Any) -> Tensor:
+        return torch.empty(*size, **{"dtype": self.dtype, "device": self.device, **more})
+
+    def check() -> None:
+        for flat in kept:
+            edges = torch.cat((flat[:pad], flat[-pad:]))
+            assert (edges == 255).all(), "memory beside an output was written"
+        kept.clear()
+
+    torch.empty, torch.empty_like, Tensor.new_empty = empty, empty_like, new_empty  # type: ignore
+    try:
+        yield check
+    finally:
+        torch.empty, torch.empty_like, Tensor.new_empty = real  # type: ignore
+
+
+def judge(cases: Sequence[ErrorCase], dtypes: Sequence[torch.dtype], what: str = OWN) -> Found:
+    """Every result within the 2x rule, in two calls with the same bits; all that fails."""
+    worst: dict[str, list[Any]] = {}
+    wrong: list[str] = []
+
+    def look(one: ErrorCase, dtype: torch.dtype, where: str) -> None:
+        with trying(one.op, what), guarded() as check:
+            for result, e in one.measure(dtype, RUN.device).items():
+                share = e.max / e.bound if e.bound else float(e.max > 0) * 1e9
+                if not share <= worst.get(result, [0.0])[0]:
+                    worst[result] = [share, e.max, e.bound, where]
+                if not e.max <= e.bound:
+                    wrong.append(f"{where}: error of {result} {e.max:.2e}, at most {e.bound:.2e}")
+            if what == OWN or "hopper" in what:
+                first, second = (one.results(dtype, RUN.device) for _ in range(2))
+                for name, value in first.items():
+                    bits = [
+                        x.contiguous().view(-1).view(torch.uint8) for x in (value, second[name])
+                    ]
+                    if not torch.equal(*bits):
+                        wrong.append(f"{where}: {name} differs between two calls")
+            check()
+
+    checked = [(one, dtype) for one in cases for dtype in dtypes if dtype in one.dtypes]
+    for one, dtype in checked:
+        where = f"{one.op} {one.shape} {str(dtype).removeprefix('torch.')}"
+        try:
+            look(one, dtype, where)
+        except Exception as error:
+            if "CUDA error" in str(error):
+                raise RuntimeError(f"{where}: {error}") from error
+            traceback.print_exc()
+            wrong.append(f"{where}: {type(error).__name__}: {str(error)[:400]}")
+        note(errors={name: found[1:] for name, found in worst.items()}, wrong=wrong)
+    assert not wrong, f"{len(wrong)} wrong\n" + "\n".join(wrong[:12])
+    share = max(found[0] for found in worst.values())  # of nothing: an error
+    return {"shown": f"{len(checked)} cases, the worst at {share:.2f} of what is allowed"}
+
+
+LISTED = [  # op, last dimension, rows of the plain case
+    ("layer_norm", 768, 8192), ("residual_layer_norm", 768, 8192),
+    ("linear_cross_entropy", 50304, 2048), ("cross_entropy", 50304, 1024), ("bias_gelu", 3072, 8192),
+    ("embedding", 768, 8192), ("weight_gradient", 768, 4096), ("attention_masked", 64, 256),
+    ("dropout", 0, 48), ("adamw_step_", 0, 1024), ("pack_", 0, 8192), ("unpack_", 0, 8192),
+    ("accumulate_", 0, 8192), ("sum_shards", 0, 8192), ("global_norm", 0, 8192),
+    ("linear_fp8", 768, 2048), ("linear_fp8", 3072, 512), ("grouped_linear", 768, 2048),
+    ("rms_norm", 1600, 2048), ("residual_rms_norm", 768, 2048), ("layer_norm", 1600, 2048),
+    ("attention_masked", 128, 256), ("cross_entropy", 257, 2048),
+]  # fmt: skip
+LENGTHS = (64, 2, 128, 129, 200, 320, 1000, 1024, 2048)  # of one token dq is 0, no error is
+WHO = (OWN, "hopper", f"{OWN}/hopper", f"hopper/{OWN}", "cudnn", "flash", f"cudnn/{OWN}",
+       f"{OWN}/cudnn", "efficient")  # fmt: skip
+
+
+def check_op(op: str, size: int, rows: int) -> Found:
+    small = RUN.quick and size >= 128 and not op.startswith("attention")
+    name = op.removesuffix("_masked")
+    found = proof_cases(op, 128 if small else size, RUN.device, 64 if RUN.quick else rows)
+    return judge([one for one in found if one.op == name], (*HALF, WIDE))
+
+
+def check_attention(D: int, what: str) -> Found:
+    q = torch.empty(1, 128, 4, D, dtype=HALF[0], device=RUN.device)
+    peer = next((name for name in what.split("/") if name != OWN), None)
+    why = attention_peers.refusal(peer, q, q, q, True) if peer else ""
+    if why:
+        return {"shown": f"left out: it {why}"}
+    shapes = [(2, T, T, 4, 4, D) for T in (LENGTHS[:3] if RUN.quick else LENGTHS)]
+    shapes += [] if peer else [(1, 300, 300, 6, 2, D), (2, 64, 96, 4, 4, D)]
+    cases = [one for one in attentions(tuple(shapes), RUN.device) if "documents" not in one.shape]
+    return judge([one for one in cases if not peer or "dropout" not in one.shape], HALF, what)
+
+
+def check_matrices() -> Found:
+    shapes = (768, 768), (768, 3072), (100, 257)
+    return judge(list(orthogonals(shapes)), (WIDE, HALF[0]))
+
+
+CELLS["right"] += [
+    *(Cell(f"{op} {size}".removesuffix(" 0"), partial(check_op, op, size, n), 40)
+      for op, size, n in LISTED),
+    *(Cell(f"attention {D} {what}", partial(check_attention, D, what), 40)
+      for D in (64, 128) for what in WHO),
+    Cell("experts", lambda: judge(list(experts(256, 128)), (*HALF, WIDE)), 40),
+    Cell("orthogonalize", check_matrices, 30),
+]  # fmt: skip
+
+
+# Models, engine, trainer
+
+
+def tokens() -> Tensor:
+    """[4, T + 1], of a pattern that can be learned."""
+    ids = torch.arange(4)[:, None] * 7 + 3 * torch.arange(SMALL.block_size + 1)
+    return (ids % SMALL.vocab_size).to(RUN.device)
+
+
+def within_twice(gradients: Callable[[torch.dtype, bool], dict[str, Tensor]]) -> Found:
+    """gradients(dtype, ours): norms of errors at most twice plain PyTorch's and one rounding."""
+    dtype, worst = dtype_here(), 0.0
+    exact, plain = gradients(torch.float64, False), gradients(dtype, False)
+    ours, eps = gradients(dtype, True), torch.finfo(dtype).eps
+    for name, value in exact.items():
+        error, allowed = ((g[name].double() - value).norm().item() for g in (ours, plain))
+        worst = max(worst, error / (2 * allowed + eps * value.norm().item()))
+    assert worst <= 1, f"an error of {worst:.2f} times what is allowed"
+    return {"shown": f"{len(exact)} results, the worst at {worst:.2f} of what is allowed"}
+
+
+def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+@cell("right", "GPT against fp64", limit_s=60)
+def gpt_against_fp64() -> Found:
+    def gradients(dtype: torch.dtype, ours: bool) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        model = fastpar.GPT(SMALL).to(RUN.device, dtype)
+        before, backend.choice = backend.choice, "auto" if ours else "torch"
+        try:
+            return gradients_of(model, model(tokens()[:, :-1], tokens()[:, 1:]))
+        finally:
+            backend.choice = before
+
+    return within_twice(gradients)
+
+
+@cell("right", "transformers GPT-2, patched", limit_s=60)
+def patched_gpt2() -> Found:
+    import transformers
+
+    shape = {"n_layer": 2, "n_head": 4, "n_embd": 256, "n_positions": 128, "vocab_size": 1000}
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+    def gradients(dtype: torch.dtype, ours: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(**shape, **no_dropout)
+        model = transformers.GPT2LMHeadModel(config).to(RUN.device, dtype)
+        if ours:
+            print(fastpar.patch(model))
+        x = tokens()[:, :-1]
+        return gradients_of(model, model(x, labels=x).loss)
+
+    return within_twice(gradients)
+
+
+TINY = {
+    "tokenizer": "ids", "model": "micro", "n_layer": 2, "n_head": 4, "n_embd": 256, "lr": 1e-3,
+    "block_size": 128, "batch_size": 8, "micro_batch_size": 4, "max_steps": 12, "eval_every": 6,
+    "eval_batches": 2, "save_every": 6, "keep_last": 0, "num_samples": 0, "log": "none",
+    "dropout": 0.1,
+}  # fmt: skip
+
+
+def write_ids(folder: str, vocab_size: int = 1000) -> None:
+    """train.bin and val.bin of a pattern; the largest number occurs."""
+    ids = (torch.arange(1 << 16) * 3 % vocab_size).to(torch.uint16)
+    ids[::97] = vocab_size - 1
+    for name in ("train", "val"):
+        ids.numpy().tofile(f"{folder}/{name}.bin")
+
+
+def losses_of(folder: str, name: str, **changes: Any) -> list[float]:
+    """Losses of one run of the trainer, validations too."""
+    settings = {**TINY, "data": folder, "device": RUN.device, "out": f"{folder}/{name}"}
+    settings |= {"n_embd": 32, "block_size": 16} if RUN.quick else {}
+    settings |= {"dtype": "bf16"} if RUN.device == "cuda" else {}
+    try:
+        assert train(TrainConfig().replace({**settings, **changes})) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    rows = read_metrics(Path(folder) / name / "metrics.jsonl")
+    return [row[key] for row in rows for key in ("loss", "val_loss") if key in row]
+
+
+def same_run(base: Found, changes: Found, within: float = 0.0) -> Found:
+    """A run with changes has the losses of the run without: bit for bit, or within a distance."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_ids(folder)
+        plain, changed = losses_of(folder, "a", **base), losses_of(folder, "b", **base, **changes)
+    off = max(abs(a - b) for a, b in zip(plain, changed, strict=True))
+    assert off <= within, f"losses differ by {off:.3g}: {plain} {changed}"
+    assert RUN.quick or plain[-1] < plain[0] - 0.1, f"the loss did not fall: {plain}"
+    return {"shown": f"{len(plain)} losses differ by {off:.2g}, {plain[0]:.3f} to {plain[-1]:.3f}"}
+
+
+def resumed(base: Found) -> Found:
+    """A run that lost its last checkpoint goes on from the one before, with the same losses."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_ids(folder)
+        whole = losses_of(folder, "a", **base)
+        shutil.copytree(f"{folder}/a", f"{folder}/b", symlinks=True)
+        for path in list_checkpoints(Path(folder) / "b")[1:]:
+            shutil.rmtree(path)
+        again = losses_of(folder, "b", **base, resume=True)
+    assert whole == again, f"resumed at other losses: {whole} {again}"
+    return {"shown": f"the same losses after a resume, {whole[0]:.3f} to {whole[-1]:.3f}"}
+
+
+ON_HOST = {"offload_activations": True, "activation_checkpointing": "full"}
+IN_FP8 = {"fp8": "all", "fp8_scaling": "tensor", "fp8_weight_gradient": "fp8"}
+ENGINE: list[tuple[str, Callable[[], Found], bool]] = [  # whether a CPU can run it, too
+    ("zero_stage 2", partial(same_run, {"deterministic": True}, {"zero_stage": 2}), True),
+    ("recomputation", partial(same_run, {}, {"activation_checkpointing": "full"}), True),
+    ("resume, deterministic", partial(resumed, {"deterministic": True}), True),
+    ("muon", partial(resumed, {"optimizer": "muon"}), True),
+    ("cuda_graphs", partial(same_run, {}, {"cuda_graphs": True}), False),
+    ("offload optimizer", partial(same_run, {}, {"offload": "optimizer"}), False),
+    ("offload parameters",
+     partial(same_run, {}, {"offload": "parameters", "zero_stage": 3}), False),
+    ("activations on the host", partial(same_run, {}, ON_HOST), False),
+    ("resume, fp16 with a loss scale", partial(resumed, {"dtype": "fp16"}), False),
+    ("compile", partial(same_run, {}, {"compile": True}, 0.05), False),
+    ("fp8 row", partial(same_run, {}, {"fp8": "all"}, 0.2), False),
+    ("fp8 block", partial(same_run, {}, {"fp8": "all", "fp8_scaling": "block"}, 0.2), False),
+    ("fp8 tensor", partial(same_run, {}, IN_FP8, 0.2), False),
+]  # fmt: skip
+CELLS["right"] += [Cell(name, run, 90, on_cpu=on_cpu) for name, run, on_cpu in ENGINE]
+
+
+@cell("right", "NCCL of one rank", limit_s=40, on_cpu=False)
+def nccl() -> Found:
+    import torch.distributed as dist
+
+    from fastpar.comm.torch_collectives import TorchCollectives
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    gpu = torch.device("cuda:0")
+    torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl", init_method=where, rank=0, world_size=1, device_id=gpu)
+    for ordered in (False, True):
+        comm = TorchCollectives(device=gpu, in_rank_order=ordered)
+        for dtype in (WIDE, HALF[0], torch.uint8):
+            x = torch.randn(1000, device=gpu).mul_(30).to(dtype)
+            kept, out = x.clone(), torch.empty_like(x)
+            handles = comm.all_gather(out, x, async_op=True), comm.broadcast(x, 0, async_op=True)
+            for handle in handles:
+                handle.wait()
+            if dtype.is_floating_point:
+                comm.all_reduce(x, mean=True)
+                comm.reduce_scatter(out, x, mean=True)
+            assert torch.equal(torch.cat((out, x)), torch.cat((kept, kept))), f"{dtype} {ordered}"
+    return {"shown": "all_gather, broadcast, all_reduce and reduce_scatter, synchronous and not"}
+
+
+def run_tests(files: Sequence[str], *chosen: str) -> Found:
+    """pytest here; a CUDA error ends the cell, as every later test would fail by it."""
+    import pytest
+
+    failed: list[str] = []
+    count = {"passed": 0, "failed": 0, "skipped": 0}
+
+    class Watch:
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when != "call" and report.outcome == "passed":
+                return
+            count[report.outcome] += 1
+            if report.failed:
+                failed.append(f"{report.nodeid}: {str(report.longrepr)[-300:]}")
+                if "CUDA error" in str(report.longrepr):
+                    print(report.longrepr, flush=True)
+                    raise SystemExit(f"CUDA error in {report.nodeid}")
+
+    os.chdir(ROOT)
+    how = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=60"]
+    pytest.main([*how, "--timeout-method=thread", *(chosen or ("-m", "gpu")), *files], [Watch()])
+    assert not failed, f"{len(failed)} tests failed\n" + "\n".join(failed[:10])
+    assert count["passed"] or RUN.device != "cuda", "no test ran"
+    return {"shown": ", ".join(f"{n} {what}" for what, n in count.items())}
+
+
+@cell("right", "kernels of csrc against the CPU", limit_s=60, on_cpu=False)
+def tests_of_csrc() -> Found:
+    """The tests of the CUDA kernels, which compare bits with the CPU's, on the real kernels."""
+    names = ("adamw_cuda", "bucket", "global_norm", "quantize", "philox")
+    files = [f"tests/ops/test_{name}.py" for name in names]
+    return run_tests(files, "-m", "gpu or not slow", "-k", "cuda or gpu")
+
+
+# How fast
+
+
+@cell("right", "proofs", limit_s=110, alone=True)
+@cell("fast", "proofs", limit_s=100, alone=True)
+def proofs() -> Found:
+    """Every class of a step of GPT-2 124M: own, stock and peers, as the doctor times them."""
+    torch.zeros(1, device=RUN.device)
+    cases = doctor.cases_of_model(RUN.device, dtype_here(), SMALL if RUN.quick else GPT2, fp8=True)
+    found: dict[Case, Any] = {}
+    lines: list[str] = []
+    for case in cases[:4] if RUN.quick else cases:
+        start = time.perf_counter()
+        found |= doctor.adopt([case], rows=64 if RUN.quick else 32768, again=True)
+        proof, seconds = found[case], time.perf_counter() - start
+        lines.append(f"{proof_line(case, proof)} {' / '.join(proof.serves)}, {seconds:.1f} s")
+        lines += [f"    {p.name} {p.ms[0]:.4f} {p.ms[1]:.4f} {p.wrong}" for p in proof.peers]
+        rows = [row_of(case, proof) for case, proof in found.items()]
+        about = environment(RUN.device)
+        note(proofs={"version": VERSION, "about": about, "proofs": rows}, lines=lines)
+    wrong = [f"{case}: {proof.wrong}" for case, proof in found.items() if proof.wrong]
+    assert not wrong, "\n".join(wrong)
+    own = sum(proof.chosen == OWN for proof in found.values())
+    return {"shown": f"{len(found)} classes, {own} run own kernels"}
+
+
+class NotedBench(Bench):
+    """Its rows go into the cell's row at once."""
+
+    def add(self, *rows: Row) -> None:
+        super().add(*rows)
+        note(rows=[row.to_json() for row in self.results.rows.values()])
+
+
+class DryBench(NotedBench):
+    """Compiles and judges, and times nothing: a later cell finds what torch.compile made."""
+
+    def measure(self, *_: Any) -> None:
+        pass
+
+
+def bench_of(name: str, only: str, kind: type[Bench] = NotedBench) -> Bench:
+    found = [float("inf"), float("inf"), "not measured"]
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        found = json.loads((RUN.scratch / "facts.json").read_text())["ceilings"]
+    path = RUN.scratch / f"rows_{os.getpid()}.json"
+    results = ResultFile(path, machine(RUN.device), Row)
+    only = "" if RUN.quick else only
+    return kind(name, RUN.device, RUN.quick, results, only, ceilings=Ceilings(*found))
+
+
+def run_bench(name: str, only: str, kind: type[Bench] = NotedBench) -> Found:
+    """The bench of one op at one shape."""
+    torch._dynamo.config.disable = RUN.quick
+    one = bench_of(name, only, kind)
+    importlib.import_module(f"bench.ops.bench_{name}").run(one)
+    rows = list(one.results.rows.values())
+    refused = [f"{r.variant}: {r.refused}" for r in rows if r.refused and "fastpar" in r.variant]
+    assert not refused, "\n".join(refused)
+    lines = [f"{r.case} {r.direction} {r.variant} {r.median_ms:.3f}" for r in rows if r.median_ms]
+    return {"shown": f"{len(lines)} rows", "lines": [] if RUN.quick else lines}
+
+
+class Here:
+    """A variant in this process, told as a Worker is."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self._peak, before = spec, 0, self._live()
+        self._variant: Any = Variant(spec, 0)
+        self._own = self._live() - before
+
+    def _live(self) -> int:
+        return torch.cuda.memory_allocated() if RUN.device == "cuda" else 0
+
+    def call(self, command: str, *args: Any, timeout_s: float = 0.0) -> list[Any]:
+        if command == "peak_bytes":
+            return [self._peak]
+        others = self._live() - self._own
+        if RUN.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        answer = getattr(self._variant, command)(*args)
+        if RUN.device == "cuda" and command == "steps":
+            self._own = self._live() - others
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated() - others)
+        return [answer]
+
+    def close(self) -> None:
+        self._variant = None
+        gc.collect()
+        if RUN.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def in_turns(name: str, batch_size: int, *names: str, rounds: int = 2, steps: int = 6) -> Found:
+    """Steps of several variants in this process, in turns; rows as those of `bench train`."""
+    config = SMALL if RUN.quick else bench_train.CONFIGS[name][0]
+    if RUN.quick:
+        batch_size, rounds, steps = 4, 1, 2
+        names = tuple(n for n in names if n != "torch.compile")
+    stock = Spec("stock", config, batch_size, device=RUN.device)
+    known = {"eager": stock, "torch.compile": replace(stock, compiled=True)}
+    known["fastpar"] = replace(stock, kind="fastpar")
+    specs = {n: known[n] for n in names}
+    logs = bench_train.take_turns(specs, rounds=rounds, steps=steps, warmup=4, worker=Here)
+    one = bench_of("train", "")
+    one.add(*bench_train.to_rows(one, f"{name} T=1024 B={batch_size}", specs, logs, names[0]))
+    refused = [f"{n}: {log.refused}" for n, log in logs.items() if log.refused]
+    lines = [
+        f"{r.case}: {r.variant} {r.median_ms:.2f} ms, {r.tokens_per_s:.0f} tokens/s, "
+        f"peak {(r.peak_bytes or 0) / 1e9:.1f} GB, {r.speedup or 1:.2f}x {names[0]}"
+        for r in one.results.rows.values()
+        if r.median_ms
+    ]
+    note(lines=lines)
+    assert not refused, "\n".join(refused)
+    return {"shown": lines[-1], "lines": lines}
+
+
+@cell("right", "step of 124M", limit_s=60, alone=True, must=True)
+def step_of_124m() -> Found:
+    """B = 32 beside eager, then a trace of two steps."""
+    found = in_turns("124M", 32, "eager", "fastpar")
+    config, batch_size = (SMALL, 4) if RUN.quick else (GPT2, 32)
+    variant = Variant(Spec("fastpar", config, batch_size, device=RUN.device), 0)
+    variant.steps(0, 3)
+    with torch.profiler.profile() as trace:
+        variant.steps(3, 2)
+    trace.export_chrome_trace(str(RUN.scratch / "trace.json.gz"))
+    events = [e for e in trace.key_averages() if e.self_device_time_total > 0]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    kernels = [[e.key[:90], round(e.self_device_time_total / 2e3, 3), e.count // 2] for e in events]
+    return {**found, "kernels_ms_a_step": kernels[:60]}
+
+
+TIMED = [  # those with torch.compile beside them first
+    ("cross_entropy", ""), ("linear_cross_entropy", "N=16384 C=768"),
+    ("layer_norm", "layer_norm N=32768 C=768"), ("gelu", "F=3072"),
+    ("attention", "H=12 T=1024 D=64"), ("adamw", "bf16 124M"), ("embedding", "C=768"),
+    ("global_norm", "GPT-2"), ("linear_fp8", "c_fc"), ("quantize", "int8"), ("bucket", ""),
+    ("philox", ""), ("grouped_linear", ""),
+]  # fmt: skip
+COMPILING = [
+    Cell(f"compile {name}", partial(run_bench, name, only, DryBench), 60, on_cpu=False)
+    for name, only in TIMED[:4]
+]
+CELLS["right"][2:2] = COMPILING  # behind facts and module
+CELLS["right"] += [
+    Cell(f"time {name}", partial(run_bench, name, only), 30, alone=True) for name, only in TIMED
+]
+GPU_TESTS = {
+    "graphs": ("optim/test_optim_graphs", "train/test_cuda_graphs"),
+    "engine": ("parallel/test_engine", "comm/test_step_report", "parallel/test_replicas"),
+    "hopper": ("ops/test_attention_hopper", "ops/test_attention_hopper_bwd"),
+    "ops": ("ops/test_attention", "ops/test_attention_peers", "ops/test_embedding",
+            "ops/test_layer_norm"),
+    "memory": ("cost/test_memory_model", "cost/test_capacity"),
+}  # fmt: skip
+CELLS["right"] += [
+    Cell(f"tests of {name}", partial(run_tests, [f"tests/{file}.py" for file in files]), 90)
+    for name, files in GPU_TESTS.items()
+]
+ATTEND = """
+import torch; from fastpar.kernels import attention; from fastpar.kernels.choice import trying
+for what in ("hopper", "own"):
+    x = [torch.randn({shape}, device="cuda").bfloat16().requires_grad_() for _ in "qkv"]
+    with trying("attention", what):
+        attention(*x).sum().backward()
+torch.cuda.synchronize()
+"""
+
+
+def under(*tool: str, shape: str, shows: str) -> Found:
+    """A program of attention under one of CUDA's tools, whose output has to show this."""
+    command = [*tool, sys.executable, "-c", ATTEND.format(shape=shape)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    print(run.stdout, run.stderr)
+    assert shows in run.stdout, (run.stdout + run.stderr)[-600:]
+    kept = ("Duration", "Throughput", "Registers Per", "Achieved Occupancy", "Context 1", "ERROR")
+    lines = [line.strip() for line in run.stdout.splitlines() if any(k in line for k in kept)]
+    return {"lines": lines[:60], "shown": f"{len(lines)} lines"}
+
+
+SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "WarpStateStats")
+MEMCHECK = partial(under, "compute-sanitizer", shape="1, 300, 4, 64", shows="SUMMARY: 0 errors")
+NCU = partial(
+    under, "ncu", "--clock-control", "none", *(w for s in SECTIONS for w in ("--section", s)),
+    "-k", "regex:attention", shape="16, 1024, 12, 64", shows="Duration",
+)  # fmt: skip
+CELLS["right"].append(Cell("memcheck", MEMCHECK, 40, alone=True, on_cpu=False))
+
+
+@cell("fast", "compile 124M", limit_s=100)
+def compile_124m() -> None:
+    """Fills the compiler's cache, for the headline."""
+    config, batch_size = (SMALL, 4) if RUN.quick else (GPT2, 32)
+    compiled = not RUN.quick
+    Variant(Spec("stock", config, batch_size, device=RUN.device, compiled=compiled), 0).steps(0, 1)
+
+
+@cell("fast", "124M, B=32", limit_s=100, alone=True, must=True)
+def headline() -> Found:
+    return in_turns("124M", 32, "eager", "torch.compile", "fastpar", rounds=4)
+
+
+def trainers(table: dict[str, Found], steps: int) -> Found:
+    """ms of a step of the trainer with each of these settings, its host's work included."""
+    ms: dict[str, Any] = {}
+
+    def run(trainer: Trainer) -> int:
+        for count in (6, steps):
+            torch.cuda.synchronize() if RUN.device == "cuda" else None
+            start = time.perf_counter()
+            for _ in range(2 if RUN.quick else count):
+                trainer.train_step()
+            torch.cuda.synchronize() if RUN.device == "cuda" else None
+        ms[name] = round((time.perf_counter() - start) / count * 1e3, 3)
+        trainer.mesh.close()
+        return 0
+
+    shape: Found = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "dropout": 0.0}
+    shape |= {"dtype": "bf16"}
+    if RUN.quick:
+        shape = {"n_embd": 32, "block_size": 16}
+    with tempfile.TemporaryDirectory() as folder:
+        write_ids(folder, 1000 if RUN.quick else 50257)
+        where = {"data": folder, "device": RUN.device, "max_steps": 1000}
+        for name, settings in table.items():
+            try:
+                train(TrainConfig().replace({**TINY, **where, **shape, **settings}), run)
+            except Exception as error:
+                traceback.print_exc()
+                ms[name] = reason(error)
+            gc.collect()
+            note(ms=ms, lines=[f"{name}: {value} ms a step" for name, value in ms.items()])
+    bad = {name: why for name, why in ms.items() if isinstance(why, str)}
+    assert not bad, str(bad)
+    return {"shown": ", ".join(f"{name} {value}" for name, value in ms.items())}
+
+
+@cell("fast", "small batches", limit_s=80, alone=True)
+def small_batches() -> Found:
+    """The trainer with and without graphs; eager in a loop of its own."""
+    graphs = (False, True) if RUN.device == "cuda" else (False,)
+    at = [(B, how) for B in (4, 8) for how in graphs]
+    found = trainers(
+        {
+            f"B={B}{', graphs' * how}": {"batch_size": B, "micro_batch_size": B, "cuda_graphs": how}
+            for B, how in at
+        },
+        30,
+    )
+    lines = [line for B in (4, 8) for line in in_turns("124M", B, "eager", "fastpar")["lines"]]
+    return {**found, "lines": [*found["shown"].split(", B"), *lines]}
+
+
+@cell("fast", "fp8 steps", limit_s=60, alone=True, on_cpu=False)
+def fp8_steps() -> Found:
+    at: Found = {"batch_size": 32, "micro_batch_size": 32}
+    table = {f"fp8 {s}": {**at, "fp8": "all", "fp8_scaling": s} for s in ("row", "block", "tensor")}
+    return trainers({"bf16": at, **table, "fp8 tensor, weight gradients too": {**at, **IN_FP8}}, 10)
+
+
+@cell("fast", "1.5B", limit_s=120, alone=True)
+def one_and_a_half_b() -> Found:
+    """One variant after another: both together do not fit."""
+    lines = [line for n in ("eager", "fastpar") for line in in_turns("1.5B", 4, n)["lines"]]
+    return {"lines": lines, "shown": "; ".join(lines)}
+
+
+@cell("fast", "124M, best batch", limit_s=50, alone=True)
+def best_batch() -> Found:
+    return in_turns("124M", 64, "eager", "fastpar")
+
+
+@cell("fast", "tune", limit_s=90, alone=True, on_cpu=False)
+def tune() -> Found:
+    """The places with the most to gain; all times are kept."""
+    from bench.ops import tune as tuning
+
+    listed = [e for e in tuning.entries(RUN.device, HALF[0]) if e.table is not None]
+    session = tuning.Session(RUN.device, 90, False, RUN.scratch / "tune.json", ROOT)
+    tuning.run([e for e in listed if e.gain_ms >= 0.3], session, minutes=1.2)
+    note(tuned={name: vars(one) for name, one in session.found.items()})
+    return {"lines": [f"{name}: {one.chosen}" for name, one in session.found.items()]}
+
+
+CELLS["fast"].append(Cell("ncu", NCU, 60, alone=True, on_cpu=False))
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+CELLS["demo"] = [  # what a rehearsal adds
+    Cell("demo hangs", lambda: time.sleep(1000), 2),
+    Cell("demo ends by a signal", lambda: os.kill(os.getpid(), signal.SIGSEGV)),
+    Cell("demo raises a CUDA error", lambda: fail(RuntimeError("CUDA error: a demo"))),
+    Cell("demo is wrong", lambda: fail(AssertionError("error of dq is 3e-2, at most 1e-2"))),
+]
+
+
+def pack() -> int:
+    """Compiles for an H100, without a GPU, what the cells launch: into TRITON_CACHE_DIR."""
+    from fastpar.doctor.warm import warm
+
+    cases = [Case("cuda", op, dtype, size) for op, size, _ in LISTED for dtype in (*HALF, WIDE)]
+    cases += [Case("cuda", "attention", dtype, D) for D in (64, 128) for dtype in HALF]
+    cases += doctor.cases_of_model("cuda", HALF[0], GPT2, fp8=True)
+    print("\n".join(warm(list(dict.fromkeys(cases)), (90, 132))))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the cells of a mode; 1 if one is not ok."""
+    parser = argparse.ArgumentParser(prog="bench/gpu.sh", description=__doc__.partition("\n")[0])
+    parser.add_argument("mode", choices=("right", "fast", "pack"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, and cells that go wrong")
+    parser.add_argument("--only", action="append", help="cells of both modes whose name holds this")
+    parser.add_argument("--limit", type=float, help="seconds, from --started")
+    parser.add_argument("--started", type=float, default=time.time())
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
+    args = parser.parse_args(argv)
+    RUN.quick, RUN.device = args.quick, args.device
+    if args.mode == "pack":
+        return pack()
+    if RUN.device == "cuda" and not torch.cuda.is_available():
+        print(
+            f"gpu.sh: expected a GPU that torch can use, got none from {sys.executable}; set "
+            "PYTHON, or use --device cpu --quick",
+            file=sys.stderr,
+        )
+        return 2
+    RUN.scratch = Path(tempfile.mkdtemp(prefix="fastpar_cells_"))
+    os.environ.setdefault("FASTPAR_PROOFS", str(RUN.scratch / "proofs"))
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read before a process's first product
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(RUN.scratch / "inductor")  # one for all cells
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"
+    commit()  # asks git once, for all children
+    cells = CELLS[args.mode] + CELLS["demo"] * RUN.quick
+    if args.only:  # in the order in which they are asked for
+        known = {c.name: c for c in (*CELLS["fast"], *CELLS["right"], *CELLS["demo"])}
+        cells = list({n: c for text in args.only for n, c in known.items() if text in n}.values())
+    runner = Runner(args.out, args.mode, args.started, args.limit or LIMIT_S[args.mode])
+    signal.signal(signal.SIGTERM, runner.stop)
+    signal.signal(signal.SIGINT, runner.stop)
+    able = [c for c in cells if c.on_cpu or RUN.device == "cuda"]
+    runner.run(able, 2 if RUN.device == "cpu" else AT_ONCE)
+    return runner.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

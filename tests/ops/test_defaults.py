@@ -1,0 +1,93 @@
+"""torch.set_default_dtype and torch.set_default_device change no result of an op: bits, dtypes and
+devices are those of an interpreter that nobody has set up."""
+
+import pytest
+import torch
+from cells import slow
+
+from bench.ops.errors import cases
+from fastpar import kernels
+from fastpar.doctor.errors import evaluate
+from fastpar.doctor.proof_cases import flat_ops, linears_fp8
+from fastpar.kernels import Rng, adamw_storage, backend, make_key
+
+LOGITS, TARGETS = torch.linspace(-3, 4, 5 * 70).view(5, 70), torch.tensor([0, 69, -100, 7, 31])
+KEY = make_key(3, 1)
+
+
+def shards(x):
+    top, total, hit = kernels.cross_entropy_shard(x, TARGETS, first=10)
+    lse = top + total.log()
+    dx = kernels.cross_entropy_shard_grad(x, TARGETS, lse, lse[0] * 0 + 1, first=10)
+    return top, total, hit, dx
+
+
+def codes(x):
+    found = []
+    for dtype, bits in ((torch.int8, 8), (torch.int8, 4), (torch.float8_e4m3fn, 8)):
+        q, scales = kernels.quantize_blockwise(x, dtype=dtype, bits=bits, block=16)
+        found += [q, scales, kernels.dequantize_blockwise(q, scales, block=16)]
+    return tuple(found)
+
+
+def moments(x):
+    found = []
+    for signed in (True, False):
+        q, scale = adamw_storage.encode_moment(x.abs(), signed=signed)
+        found += [q, scale, adamw_storage.decode_moment(q, scale, signed=signed)]
+    return tuple(found)
+
+
+MORE = {
+    "cross_entropy_shard": (shards, (torch.float32, torch.bfloat16)),
+    "quantize_blockwise": (codes, (torch.float32,)),
+    "encode_moment": (moments, (torch.float32,)),
+    "keep_mask": (lambda x: kernels.keep_mask(Rng(KEY, 4), 0.3, (2, 3, 40)), (torch.float32,)),
+}
+
+
+DEFAULTS = [
+    *((torch.float64, "meta"), (torch.float64, "cpu")),
+    *((torch.bfloat16, "cpu"), (torch.float16, "cpu"), (torch.float32, "meta")),
+]
+
+
+def every_case(implementation):
+    """(name, call): all that a call and its backward pass return."""
+    interpreted = implementation == "triton"
+    more = [] if interpreted else [*flat_ops(500), *linears_fp8(24, 32)]
+    for case in [*cases("cpu", interpreted=interpreted, quick=True), *more]:
+        for dtype in case.dtypes[: 1 if interpreted else None]:
+            inputs = list(case.inputs(dtype, "cpu").values())
+            yield f"{case.op} {case.shape} {dtype}", lambda f=case.fn, x=inputs: evaluate(f, x)
+    for name, (fn, dtypes) in {} if interpreted else MORE.items():
+        for dtype in dtypes:
+            inputs = [LOGITS.to(dtype)]
+            yield f"{name} {dtype}", lambda f=fn, x=inputs: evaluate(f, x)
+
+
+@pytest.mark.parametrize("implementation", ["cpp", "torch", slow("triton")])
+def test_results_do_not_follow_the_defaults(implementation, monkeypatch, request, default_dtype):
+    if implementation == "triton":
+        request.getfixturevalue("triton_device")
+    else:
+        monkeypatch.setattr(backend, "choice", implementation)
+    unlike = set()
+    for name, call in every_case(implementation):
+        default_dtype(torch.float32)
+        want = call()
+        for default in DEFAULTS[: 1 if implementation == "triton" else None]:
+            try:
+                default_dtype(default[0])
+                with torch.device(default[1]):
+                    got = call()
+                same = all(
+                    (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+                    and torch.equal(a.double().nan_to_num(7.0), b.double().nan_to_num(7.0))
+                    for a, b in zip(got.values(), want.values(), strict=True)
+                )
+            except Exception as error:
+                same, default = False, (*default, repr(error)[:200])
+            if not same:
+                unlike.add((name, *map(str, default)))
+    assert unlike == set()
