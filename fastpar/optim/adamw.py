@@ -8,12 +8,20 @@ As in torch, a parameter's counter is a tensor on the host, which the bias corre
 waiting for the device, and on the parameter's device with capturable=True. A step that is skipped
 must not count, and on a GPU only the device knows that it was: under a loss scale counters move to
 the device too, and the kernel reads them there.
+
+[Note: random bits]
+An element's random bits go by the seed, the step, its parameter's name in the model and its place
+in the whole parameter: no split into ranks, stages or experts changes them, nor does the order of
+the optimizer's list. Parameters without an engine go by the name that they were given with, else by
+their position in the list. The parts of a parameter that tensor parallelism cuts into several runs
+of elements have bits of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import math
 from collections import defaultdict
@@ -284,11 +292,26 @@ class AdamW(EngineOptimizer):
         return step
 
     def _first_indices(self, rows: Sequence[Row]) -> list[int]:
-        """Where each piece begins among the random bits, which all parameters share."""
-        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        blocks = (-(-p.numel() // MOMENT_BLOCK) for p in params)
-        before = list(itertools.accumulate(blocks, initial=0))
-        return [before[row.position] * MOMENT_BLOCK + row.start for row in rows]
+        """Where each piece begins among the random bits; see [Note: random bits]."""
+        given: dict[Tensor, str] = {}
+        for group in self.param_groups:
+            given.update(zip(group["params"], group.get("param_names", ())))
+        return [self._first_index(row, given.get(row.param, str(row.position))) for row in rows]
+
+    def _first_index(self, row: Row, name: str) -> int:
+        start = row.start
+        if row.engine is not None:
+            shards = row.engine.shards
+            name = shards.name_of(row.param)
+            if shards.declared is not None and shards.is_split(row.param):
+                runs = shards.declared.runs(row.param)
+                whole = [r.start for r in runs if len(runs) == r.count == 1 and r.start >= 0]
+                blocks = MOMENT_BLOCK if self.storage.moment_dtype == torch.uint8 else 1
+                if whole and not whole[0] % blocks:
+                    start += whole[0]
+                else:
+                    name += f" {shards.part_of(row.param)}"
+        return _random_place(name) + start
 
     def _state(self, row: Row, on_device: bool, master: str | None) -> dict[str, Any]:
         """The state of a parameter, made or completed where needed."""
@@ -396,6 +419,13 @@ class AdamW(EngineOptimizer):
             yield
         finally:
             self.state = mine
+
+
+@functools.cache
+def _random_place(name: str) -> int:
+    """Where a parameter begins among 2^62 random numbers: two hardly ever overlap."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:8], "little") // 4 // MOMENT_BLOCK * MOMENT_BLOCK
 
 
 def _count(counters: list[Tensor], by: Tensor | float = _ONE) -> None:

@@ -176,6 +176,15 @@ def test_named_parameters_keep_their_names():
     assert torch.equal(run(model, optimizer, 2), values)
 
 
+def test_random_bits_go_by_name_not_by_order():
+    values = []
+    for order in (list, lambda named: list(named)[::-1]):
+        model = build()
+        optimizer = AdamW(order(model.named_parameters()), moment_dtype=torch.bfloat16, **HYPER)
+        values.append(run(model, optimizer, 3))
+    assert torch.equal(*values)
+
+
 # Schedules and hyper-parameters
 
 

@@ -13,9 +13,13 @@ from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import train
 
 BF16 = {"dtype": "bf16"}
+RANDOM = [
+    {"moment_dtype": "bf16"},
+    {**BF16, "stochastic_rounding": True, "moment_dtype": "int8"},
+]
 STORAGE = [
     {**BF16, "master_weights": "remainder", "moment_dtype": "bf16"},
-    {**BF16, "stochastic_rounding": True, "moment_dtype": "int8"},
+    RANDOM[1],
     {**BF16, "optimizer": "adafactor"},
 ]
 TINY = {

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from train_runs import TINY, bits, curve, forget_after
+from train_runs import RANDOM, TINY, bits, curve, forget_after
 
 from bench.systems.experts import LAYOUTS, last_loss
 from fastpar.checkpoint.weight_sources import load_weights
@@ -68,6 +68,14 @@ def test_every_ep_has_the_bits_of_one_process(here, meshes):
         run(f"r{i}", ranks, **changes)
         assert curve(f"r{i}") == curve("one"), changes
         assert bits(f"r{i}", 4) == bits("one", 4), changes
+
+
+@pytest.mark.parametrize("storage", [RANDOM[0], {"dtype": "bf16", "stochastic_rounding": True}])
+def test_random_rounding_is_that_of_one_process(here, storage):
+    run("one", 1, **storage)
+    run("two", 2, ep=2, **storage)
+    assert curve("two") == curve("one")
+    assert bits("two", 4) == bits("one", 4)
 
 
 def test_a_run_goes_on_at_any_other_ep(here):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from train_runs import TINY, bits, curve, forget_after
+from train_runs import RANDOM, TINY, bits, curve, forget_after
 
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.comm.mesh import Mesh
@@ -64,6 +64,15 @@ def test_the_bits_of_one_process(here, ranks, changes):
     assert curve("stages") == curve("alone")
     for step in (2, 4):
         assert bits("stages", step) == bits("alone", step)
+
+
+@pytest.mark.parametrize("storage", RANDOM)
+def test_random_rounding_is_that_of_one_process(here, storage):
+    """Both copies of the tied table, too, which the last stage would round otherwise."""
+    run("alone", 1, **storage)
+    run("stages", 2, pp=2, **storage)
+    assert curve("stages") == curve("alone")
+    assert bits("stages", 4) == bits("alone", 4)
 
 
 @pytest.mark.parametrize(
