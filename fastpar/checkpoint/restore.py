@@ -251,11 +251,8 @@ class _Plan:
                 f"other ranks, another stage or other buckets than those that load {self.path}",
                 stacklevel=4,
             )
-        runs = weight.declared.runs(p) if weight.declared else whole_run(p.numel())
         values = {
-            entry: self._reader.gather(
-                pieces, whole_run(math.prod(pieces[0].shape)) if entry in (CALLS, FACTOR) else runs
-            )
+            entry: self._reader.gather(pieces, whole_run(math.prod(pieces[0].shape)))
             for entry, pieces in mine.items()
         }
         load_wire_state(engine, p, values)  # type: ignore[arg-type]

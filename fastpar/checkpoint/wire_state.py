@@ -2,10 +2,10 @@
 
     PARAMETER/wire_calls                  []     reductions so far: the step of the random bits
     PARAMETER/wire_factor                 [n, r] of PowerSGD: where the next step starts
-    PARAMETER/wire_error_LAYOUT_RANK      whole  what a rank has not sent of its gradients
+    PARAMETER/wire_error_LAYOUT_RANK      local  what a rank has not sent of its gradients
 
-Errors belong to a rank and to the cut into buckets, which LAYOUT is a checksum of: a run with
-others drops them, and says so.
+Errors belong to a rank of the mesh, whatever its axes, and to the cut into buckets. LAYOUT is a
+checksum of both: a run with others drops them, and says so.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PREFIX, CALLS, FACTOR = "wire_", "wire_calls", "wire_factor"
 
 def error_entry(engine: Engine) -> str:
     """The name of this rank's errors."""
-    known: list[object] = [engine.stage.number, engine.mesh.dp_size, engine.settings.n_shards]
+    known: list[object] = [engine.stage.number, engine.mesh.sizes, engine.settings.n_shards]
     known += [(b.spec.numel, b.spec.slots) for b in engine.buckets]
-    return f"wire_error_{zlib.crc32(repr(known).encode()):08x}_{engine.mesh.dp_rank}"
+    return f"wire_error_{zlib.crc32(repr(known).encode()):08x}_{engine.mesh.rank}"
 
 
 def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
