@@ -147,12 +147,16 @@ class DelayedScales:
         if not self.steps:
             return None
         if self._scales is None or self._scales.device != device:
-            tops = self.history.amax(0).to(device)
-            largest = [LARGEST[form] for form in _FORMATS]
-            tops[:, DY] *= self.averaged
-            parts = [power_of_two(top, most) for top, most in zip(tops.unbind(1), largest)]
-            self._scales = torch.stack([torch.where(p > 2.0**-126, p, 1.0) for p in parts], 1)
+            with torch.inference_mode(False):  # the first forward may be a validation's
+                self._scales = self._scales_on(device)
         return self._scales[layer, which]
+
+    def _scales_on(self, device: torch.device) -> Tensor:
+        tops = self.history.amax(0).to(device)
+        tops[:, DY] *= self.averaged
+        largest = [LARGEST[form] for form in _FORMATS]
+        parts = [power_of_two(top, most) for top, most in zip(tops.unbind(1), largest)]
+        return torch.stack([torch.where(p > 2.0**-126, p, 1.0) for p in parts], 1)
 
     def note(self, layer: int, which: int, found: Tensor) -> None:
         """Add a backward's [2] of a tensor: round_all()."""
