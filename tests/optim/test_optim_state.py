@@ -208,7 +208,7 @@ def test_every_form_loads_into_torch(dtype, options):
 
 @pytest.mark.parametrize("step", [2, torch.tensor([2.0])])
 def test_an_older_state_of_torch_loads(step):
-    """Before 1.12, step was a number, then of shape [1] too; before 2.0 groups had fewer options."""
+    """Before 1.12 step was a number, to 2.0 of shape [1] too, and groups had fewer options."""
     model = build()
     a = torch.optim.AdamW(model.parameters(), **HYPER)
     run(model, a, 2)
