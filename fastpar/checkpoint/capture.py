@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastpar.checkpoint.wire_state import CALLS, FACTOR, wire_state
+from fastpar.checkpoint.wire_state import COMMON, wire_state
 from fastpar.comm.mesh import gather_objects
 from fastpar.models.weights import Weight, cut_into_files, list_weights, weights_file
 from fastpar.optim.state import entry_block, settle
@@ -251,7 +251,7 @@ class Capture:
         stages = engine.shards.stages
         for entry, value in wire_state(engine, p):
             again = self._place or (stages is not None and stages.is_second_copy(p))
-            if entry not in (CALLS, FACTOR) or not again:
+            if entry not in COMMON or not again:
                 runs = whole_run(value.numel())
                 yield _Piece(f"{name}/{entry}", tuple(value.shape), value.reshape(-1), runs)
 

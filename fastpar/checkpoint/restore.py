@@ -33,7 +33,7 @@ from fastpar.checkpoint.capture import engine_of_model, of_stages, piece_runs
 from fastpar.checkpoint.manifest import STATE, Manifest, TensorEntry, by_key, read_manifest
 from fastpar.checkpoint.tensor_reader import DTYPES, TensorReader
 from fastpar.checkpoint.verify import verify_files
-from fastpar.checkpoint.wire_state import CALLS, FACTOR, PREFIX, error_entry, load_wire_state
+from fastpar.checkpoint.wire_state import COMMON, PREFIX, error_entry, load_wire_state
 from fastpar.config.config import GPTConfig
 from fastpar.files.plain_files import read_object, shown
 from fastpar.kernels.adamw import master_join, master_split
@@ -238,7 +238,7 @@ class _Plan:
         engine = engine_of_parameter(p)
         if engine is None or engine.settings.wire_gradients == "fp32":
             return
-        known = (CALLS, FACTOR, error_entry(engine))
+        known = (*COMMON, error_entry(engine))
         mine = {entry: pieces for entry, pieces in found.items() if entry in known}
         if (
             engine.mesh.is_main
