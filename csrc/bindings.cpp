@@ -2,14 +2,15 @@
 // runtime in bindings_<op>.cpp.
 #include "bindings.h"
 
-#include <array>
-
 #include "ops_cuda.h"
 #include "simd.h"
 
 using fastpar::Address;
 using fastpar::at;
-using fastpar::dtype_of;
+using fastpar::Dtype;
+using fastpar::Memory;
+using fastpar::Type;
+using fastpar::View;
 namespace py = pybind11;
 
 namespace {
@@ -28,47 +29,87 @@ fastpar::MaskBlock mask_block(int64_t seed, int64_t first_sample, int site, int 
 // (first_row, low, high) of a MaskBlock
 using RowPlace = std::array<int64_t, 3>;
 
-// (data_ptr, batch, row and head strides)
-using Layout = std::array<int64_t, 4>;
-
-fastpar::Strided strided(const Layout& x) {
-  return {at<void>(static_cast<Address>(x[0])), x[1], x[2], x[3]};
+// [batch, rows, heads, d], or documents without a batch: [rows, heads, d].
+fastpar::Strided strided(const View& x, Dtype dtype, int64_t batch, int64_t rows, int64_t heads,
+                         int64_t d, const char* name) {
+  const Type type = static_cast<Type>(dtype);
+  if (x.dims == 3) return {x.as(type, {rows, heads, d}, name), 0, x.stride[0], x.stride[1]};
+  return {x.as(type, {batch, rows, heads, d}, name), x.stride[0], x.stride[1], x.stride[2]};
 }
 
-// (batch, t, tk, heads, key_heads, d, address of cu_seqlens or 0)
-using AttentionSizes = std::array<int64_t, 7>;
+// q, k, v and their shape; cu_seqlens [batch + 1] or None.
+struct AttentionInputs {
+  fastpar::AttentionShape shape;
+  Dtype dtype;
+  fastpar::Strided q, k, v;
 
-fastpar::AttentionShape attention_shape(const AttentionSizes& s, bool causal, float scale) {
-  return {s[0],   s[1],  s[2],
-          s[3],   s[4],  s[5],
-          causal, scale, at<const int32_t>(static_cast<Address>(s[6]))};
-}
+  AttentionInputs(const View& q_at, const View& k_at, const View& v_at, const Memory& cu_seqlens,
+                  bool causal, float scale)
+      : dtype(q_at.dtype("q")) {
+    const int last = q_at.dims - 1;
+    FASTPAR_CHECK((last == 2 || last == 3) && k_at.dims == q_at.dims,
+                  "attention: expected q and k of 3 or 4 dimensions, got ", q_at.dims, " and ",
+                  k_at.dims, "; use kernels/attention.py");
+    const int64_t batch = cu_seqlens ? cu_seqlens.numel - 1 : last == 3 ? q_at.size[0] : 1;
+    shape = {batch,
+             q_at.size[last - 2],
+             k_at.size[last - 2],
+             q_at.size[last - 1],
+             k_at.size[last - 1],
+             q_at.size[last],
+             causal,
+             scale,
+             nullptr};
+    if (cu_seqlens) {
+      shape.cu_seqlens =
+          static_cast<const int32_t*>(cu_seqlens.of(Type::i32, batch + 1, "cu_seqlens"));
+    }
+    q = of_queries(q_at, "q");
+    k = of_keys(k_at, "k");
+    v = of_keys(v_at, "v");
+  }
+  fastpar::Strided of_queries(const View& x, const char* name) const {
+    return strided(x, dtype, shape.batch, shape.t, shape.heads, shape.d, name);
+  }
+  fastpar::Strided of_keys(const View& x, const char* name) const {
+    return strided(x, dtype, shape.batch, shape.tk, shape.key_heads, shape.d, name);
+  }
+  float* stats(const Memory& x) const {
+    return x.floats((shape.cu_seqlens ? 1 : shape.batch) * shape.heads * shape.t * 2, "stats");
+  }
+};
 
 // site_head: site << 16 | head of the model that the first head is; first_row: row of the mask that
 // the first query has.
 fastpar::MaskBlock attention_mask(int64_t seed, int64_t first_sample, int site_head, int threshold,
-                                  int64_t first_row, const AttentionSizes& s) {
-  return mask_block(seed, first_sample, site_head >> 16, threshold, s[0], s[3], s[1], s[2],
+                                  int64_t first_row, const fastpar::AttentionShape& s) {
+  return mask_block(seed, first_sample, site_head >> 16, threshold, s.batch, s.heads, s.t, s.tk,
                     site_head & 0xffff, first_row);
 }
 
-// (n, v, width, stride, grad_stride, scale_stride, ignore_index)
-using CrossEntropySizes = std::array<int64_t, 7>;
-
-fastpar::CrossEntropyRows cross_entropy_rows(const CrossEntropySizes& s, Address logits,
-                                             Address targets, Address scale, double label_smoothing,
+// Rows of logits [N, width]; grad and scale, [] or [N], may be None.
+fastpar::CrossEntropyRows cross_entropy_rows(const View& logits, const Memory& targets,
+                                             const View& grad, const View& scale, int64_t v,
+                                             int64_t ignore_index, double label_smoothing,
                                              double z_loss) {
   fastpar::CrossEntropyRows rows;
-  rows.logits = at<const void>(logits);
-  rows.targets = at<const int64_t>(targets);
-  rows.n = s[0];
-  rows.v = s[1];
-  rows.width = s[2];
-  rows.stride = s[3];
-  rows.grad_stride = s[4];
-  rows.scale = at<const float>(scale);
-  rows.scale_stride = s[5];
-  rows.ignore_index = s[6];
+  rows.n = logits.size[0];
+  rows.width = logits.size[1];
+  const Type type = static_cast<Type>(logits.dtype("logits"));
+  rows.logits = logits.as(type, {rows.n, rows.width}, "logits");
+  if (grad) grad.as(type, {rows.n, rows.width}, "grad");
+  rows.targets = static_cast<const int64_t*>(targets.of(Type::i64, rows.n, "targets"));
+  FASTPAR_CHECK(v <= rows.width, "cross_entropy: expected v <= ", rows.width, ", got v=", v,
+                "; use kernels/cross_entropy.py");
+  rows.v = v;
+  rows.stride = logits.stride[0];
+  rows.grad_stride = grad.stride[0];
+  FASTPAR_CHECK(!scale || (scale.type == Type::f32 && scale.numel == (scale.dims ? rows.n : 1)),
+                "cross_entropy: expected scale of float32, one or ", rows.n, ", got ", scale.numel,
+                " of ", type_name(scale.type), "; use kernels/cross_entropy.py");
+  rows.scale = at<const float>(scale.address);
+  rows.scale_stride = scale.stride[0];
+  rows.ignore_index = ignore_index;
   rows.label_smoothing = label_smoothing;
   rows.z_loss = z_loss;
   return rows;
@@ -112,87 +153,109 @@ PYBIND11_MODULE(_C, m) {
   fastpar::bind_eager(m);
   m.def(
       "gemm",
-      [](Address a, int64_t a_row, int64_t a_column, Address b, int64_t b_row, int64_t b_column,
-         Address c, int64_t ldc, int64_t rows, int64_t columns, int64_t k, bool accumulate,
-         Address bias, int threads) {
+      [](const View& a, const View& b, const View& c, bool accumulate, const Memory& bias,
+         int threads) {
         FASTPAR_CHECK(fastpar::isa_supported("avx512"),
                       "gemm: expected a CPU with AVX-512, got isa=", fastpar::isa_name(),
                       "; use torch.mm");
-        fastpar::gemm({at<const float>(a), a_row, a_column}, {at<const float>(b), b_row, b_column},
-                      at<float>(c), ldc, rows, columns, k, accumulate, at<const float>(bias),
-                      threads);
+        const int64_t rows = a.size[0], k = a.size[1], columns = b.size[1];
+        FASTPAR_CHECK(a.dims == 2 && b.dims == 2 && a.type == Type::f32 && b.type == Type::f32 &&
+                          b.size[0] == k,
+                      "gemm: expected float32 matrices [M, K] and [K, N], got K=", k,
+                      " and K=", b.size[0], "; use torch.mm");
+        void* out = c.as(Type::f32, {rows, columns}, "c");
+        fastpar::gemm({at<const float>(a.address), a.stride[0], a.stride[1]},
+                      {at<const float>(b.address), b.stride[0], b.stride[1]},
+                      static_cast<float*>(out), c.stride[0], rows, columns, k, accumulate,
+                      bias.floats_or_null(columns, "bias"), threads);
       },
       unlocked);
   m.def("open_lt", &fastpar::open_lt);
   m.def(
       "matmul_lt",
-      [](const std::array<int64_t, 3>& a, const std::array<int64_t, 3>& b, Address d, Address bias,
-         Address aux, const std::array<int64_t, 3>& sizes, int dtype, int epilogue, int device,
-         Address workspace, int64_t workspace_bytes, Address stream) {
-        const auto matrix = [](const std::array<int64_t, 3>& x) {
-          return fastpar::LtMatrix{at<void>(static_cast<Address>(x[0])), x[1], x[2]};
+      [](const View& a, const View& b, const Memory& d, const Memory& vector, const Memory& aux,
+         int epilogue, int device, const Memory& workspace, Address stream) {
+        const int64_t rows = a.size[0], k = a.size[1], columns = b.size[1];
+        const Dtype dtype = a.dtype("a");
+        FASTPAR_CHECK(a.dims == 2 && b.dims == 2 && b.type == a.type && b.size[0] == k,
+                      "matmul_lt: expected matrices [M, K] and [K, N] of one dtype, got K=", k,
+                      " and K=", b.size[0], "; use kernels/linear.py");
+        const auto matrix = [](const View& x) {
+          return fastpar::LtMatrix{at<void>(x.address), x.stride[0], x.stride[1]};
         };
-        fastpar::matmul_lt(
-            {matrix(a), matrix(b), at<void>(d), at<void>(bias), at<void>(aux), sizes[0], sizes[1],
-             sizes[2], dtype_of(dtype), epilogue, device, at<void>(workspace), workspace_bytes},
-            at<void>(stream));
+        fastpar::matmul_lt({matrix(a), matrix(b), d.of(dtype, rows * columns, "d"),
+                            vector.of(dtype, vector.numel, "vector"),
+                            aux ? aux.of(dtype, rows * columns, "aux") : nullptr, rows, columns, k,
+                            dtype, epilogue, device, at<void>(workspace.address), workspace.numel},
+                           at<void>(stream));
       },
       unlocked);
   m.def(
       "bias_gelu_fwd",
-      [](Address x, Address bias, Address y, int dtype, int64_t n, int64_t c, int threads) {
-        fastpar::bias_gelu_fwd(at<const void>(x), at<const float>(bias), at<void>(y),
-                               dtype_of(dtype), n, c, threads);
+      [](const Memory& x, const Memory& bias, const Memory& y, int64_t c, int threads) {
+        const Dtype dtype = x.dtype("x");
+        fastpar::bias_gelu_fwd(x.of(dtype, x.numel, "x"), bias.floats_or_null(c, "bias"),
+                               y.of(dtype, x.numel, "y"), dtype, x.numel / c, c, threads);
       },
       unlocked);
   m.def(
       "bias_gelu_bwd",
-      [](Address dy, Address x, Address bias, Address dx, Address dbias, int dtype, int64_t n,
-         int64_t c, int threads) {
-        fastpar::bias_gelu_bwd(at<const void>(dy), at<const void>(x), at<const float>(bias),
-                               at<void>(dx), at<float>(dbias), dtype_of(dtype), n, c, threads);
+      [](const Memory& dy, const Memory& x, const Memory& bias, const Memory& dx,
+         const Memory& dbias, int64_t c, int threads) {
+        const Dtype dtype = x.dtype("x");
+        fastpar::bias_gelu_bwd(dy.of(dtype, x.numel, "dy"), x.of(dtype, x.numel, "x"),
+                               bias.floats_or_null(c, "bias"), dx.of(dtype, x.numel, "dx"),
+                               dbias.floats_or_null(c, "dbias"), dtype, x.numel / c, c, threads);
       },
       unlocked);
   m.def(
       "count_targets",
-      [](Address targets, int64_t n, int64_t v, int64_t ignore_index) {
-        return fastpar::count_targets(at<const int64_t>(targets), n, v, ignore_index);
+      [](const Memory& targets, int64_t v, int64_t ignore_index) {
+        const void* at = targets.of(Type::i64, targets.numel, "targets");
+        return fastpar::count_targets(static_cast<const int64_t*>(at), targets.numel, v,
+                                      ignore_index);
       },
       unlocked);
   m.def(
       "cross_entropy_rows",
-      [](const CrossEntropySizes& sizes, Address logits, Address targets, Address scale,
-         double label_smoothing, double z_loss, Address grad, Address loss, int dtype,
+      [](const View& logits, const Memory& targets, const View& scale, const View& grad,
+         const Memory& loss, int64_t v, int64_t ignore_index, double label_smoothing, double z_loss,
          int threads) {
-        fastpar::cross_entropy_rows(
-            cross_entropy_rows(sizes, logits, targets, scale, label_smoothing, z_loss),
-            at<void>(grad), at<float>(loss), dtype_of(dtype), threads);
+        const auto rows = cross_entropy_rows(logits, targets, grad, scale, v, ignore_index,
+                                             label_smoothing, z_loss);
+        fastpar::cross_entropy_rows(rows, at<void>(grad.address), loss.floats(rows.n, "loss"),
+                                    logits.dtype("logits"), threads);
       },
       unlocked);
   m.def(
       "cross_entropy_shard",
-      [](const CrossEntropySizes& sizes, Address logits, Address targets, int64_t first,
-         Address max, Address sum, Address target_logit, int dtype, int threads) {
-        fastpar::cross_entropy_shard(cross_entropy_rows(sizes, logits, targets, 0, 0.0, 0.0), first,
-                                     at<float>(max), at<float>(sum), at<float>(target_logit),
-                                     dtype_of(dtype), threads);
+      [](const View& logits, const Memory& targets, const Memory& max, const Memory& sum,
+         const Memory& target_logit, int64_t first, int64_t v, int64_t ignore_index, int threads) {
+        const auto rows = cross_entropy_rows(logits, targets, {}, {}, v, ignore_index, 0.0, 0.0);
+        fastpar::cross_entropy_shard(
+            rows, first, max.floats(rows.n, "max"), sum.floats(rows.n, "sum"),
+            target_logit.floats(rows.n, "target_logit"), logits.dtype("logits"), threads);
       },
       unlocked);
   m.def(
       "cross_entropy_shard_grad",
-      [](const CrossEntropySizes& sizes, Address logits, Address targets, int64_t first,
-         Address lse, Address scale, double z_loss, Address grad, int dtype, int threads) {
-        fastpar::cross_entropy_shard_grad(
-            cross_entropy_rows(sizes, logits, targets, scale, 0.0, z_loss), first,
-            at<const float>(lse), at<void>(grad), dtype_of(dtype), threads);
+      [](const View& logits, const Memory& targets, const Memory& lse, const View& scale,
+         const View& grad, int64_t first, int64_t v, int64_t ignore_index, double z_loss,
+         int threads) {
+        const auto rows =
+            cross_entropy_rows(logits, targets, grad, scale, v, ignore_index, 0.0, z_loss);
+        fastpar::cross_entropy_shard_grad(rows, first, lse.floats(rows.n, "lse"),
+                                          at<void>(grad.address), logits.dtype("logits"), threads);
       },
       unlocked);
   m.def(
       "dropout",
-      [](Address x, Address y, int dtype, int64_t seed, int64_t first_sample, int site,
+      [](const Memory& x, const Memory& y, int64_t seed, int64_t first_sample, int site,
          int threshold, int64_t samples, int64_t heads, int64_t rows, int64_t cols,
          int64_t first_head, int64_t first_row, int threads) {
-        fastpar::dropout(at<const void>(x), at<void>(y), dtype_of(dtype),
+        const Dtype dtype = x.dtype("x");
+        const int64_t n = samples * heads * rows * cols;
+        fastpar::dropout(x.of(dtype, n, "x"), y.of(dtype, n, "y"), dtype,
                          mask_block(seed, first_sample, site, threshold, samples, heads, rows, cols,
                                     first_head, first_row),
                          threads);
@@ -200,82 +263,95 @@ PYBIND11_MODULE(_C, m) {
       unlocked);
   m.def(
       "keep_mask",
-      [](Address keep, int64_t seed, int64_t first_sample, int site, int threshold, int64_t samples,
-         int64_t heads, int64_t rows, int64_t cols, int64_t first_head, int64_t first_row,
-         int threads) {
-        fastpar::keep_mask(at<uint8_t>(keep),
-                           mask_block(seed, first_sample, site, threshold, samples, heads, rows,
-                                      cols, first_head, first_row),
-                           threads);
+      [](const Memory& keep, int64_t seed, int64_t first_sample, int site, int threshold,
+         int64_t samples, int64_t heads, int64_t rows, int64_t cols, int64_t first_head,
+         int64_t first_row, int threads) {
+        const auto block = mask_block(seed, first_sample, site, threshold, samples, heads, rows,
+                                      cols, first_head, first_row);
+        void* to = keep.of(Type::boolean, samples * heads * rows * cols, "keep");
+        fastpar::keep_mask(static_cast<uint8_t*>(to), block, threads);
       },
       unlocked);
+  // stats: mean and rstd [2, N], with rms rstd alone [1, N].
   m.def(
       "layer_norm_fwd",
-      [](Address x, Address residual, Address x_bias, Address weight, Address bias, Address sum,
-         Address y, Address mean, Address rstd, int dtype, int64_t n, int64_t c, float eps,
+      [](const Memory& x, const Memory& residual, const Memory& x_bias, const Memory& weight,
+         const Memory& bias, const Memory& sum, const Memory& y, const Memory& stats, float eps,
          bool rms, int64_t seed, int64_t first_sample, int site, int threshold, int64_t samples,
          int64_t heads, int64_t rows, const RowPlace& place, int threads) {
-        fastpar::layer_norm_fwd(at<const void>(x), at<const void>(residual),
-                                at<const float>(x_bias), at<const float>(weight),
-                                at<const float>(bias), at<void>(sum), at<void>(y), at<float>(mean),
-                                at<float>(rstd), dtype_of(dtype), n, c, eps, rms,
-                                mask_block(seed, first_sample, site, threshold, samples, heads,
-                                           rows, c, 0, place[0], place[1], place[2]),
-                                threads);
+        const Dtype dtype = x.dtype("x");
+        const int64_t size = x.numel, c = weight.numel, n = size / c;
+        float* rstd = stats.floats(rms ? n : 2 * n, "stats");
+        fastpar::layer_norm_fwd(
+            x.of(dtype, n * c, "x"), residual ? residual.of(dtype, size, "residual") : nullptr,
+            x_bias.floats(c, "x_bias"), weight.floats(c, "weight"), bias.floats(c, "bias"),
+            sum ? sum.of(dtype, size, "sum") : nullptr, y.of(dtype, size, "y"),
+            rms ? nullptr : rstd, rms ? rstd : rstd + n, dtype, n, c, eps, rms,
+            mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, place[0],
+                       place[1], place[2]),
+            threads);
       },
       unlocked);
   m.def(
       "layer_norm_bwd",
-      [](Address dy, Address dsum_out, Address x, Address weight, Address mean, Address rstd,
-         Address dsum, Address dx, Address dweight, Address dbias, Address dx_bias, int dtype,
-         int64_t n, int64_t c, bool rms, int64_t seed, int64_t first_sample, int site,
-         int threshold, int64_t samples, int64_t heads, int64_t rows, const RowPlace& place,
-         int threads) {
-        fastpar::layer_norm_bwd(at<const void>(dy), at<const void>(dsum_out), at<const void>(x),
-                                at<const float>(weight), at<const float>(mean),
-                                at<const float>(rstd), at<void>(dsum), at<void>(dx),
-                                at<float>(dweight), at<float>(dbias), at<float>(dx_bias),
-                                dtype_of(dtype), n, c, rms,
-                                mask_block(seed, first_sample, site, threshold, samples, heads,
-                                           rows, c, 0, place[0], place[1], place[2]),
-                                threads);
+      [](const Memory& dy, const Memory& dsum_out, const Memory& x, const Memory& weight,
+         const Memory& stats, const Memory& dsum, const Memory& dx, const Memory& dweight,
+         const Memory& dbias, const Memory& dx_bias, bool rms, int64_t seed, int64_t first_sample,
+         int site, int threshold, int64_t samples, int64_t heads, int64_t rows,
+         const RowPlace& place, int threads) {
+        const Dtype dtype = x.dtype("x");
+        const int64_t size = x.numel, c = weight.numel, n = size / c;
+        const float* rstd = stats.floats(rms ? n : 2 * n, "stats");
+        fastpar::layer_norm_bwd(
+            dy.of(dtype, size, "dy"), dsum_out ? dsum_out.of(dtype, size, "dsum_out") : nullptr,
+            x.of(dtype, n * c, "x"), weight.floats(c, "weight"), rms ? nullptr : rstd,
+            rms ? rstd : rstd + n, dsum.of(dtype, size, "dsum"),
+            dx ? dx.of(dtype, size, "dx") : nullptr, dweight.floats(c, "dweight"),
+            dbias.floats_or_null(c, "dbias"), dx_bias.floats_or_null(c, "dx_bias"), dtype, n, c,
+            rms,
+            mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, place[0],
+                       place[1], place[2]),
+            threads);
       },
       unlocked);
   m.def(
       "attention_fwd",
-      [](const Layout& q, const Layout& k, const Layout& v, const Layout& o, Address stats,
-         int dtype, const AttentionSizes& s, bool causal, float scale, int64_t seed,
-         int64_t first_sample, int site_head, int threshold, int64_t first_row, int threads) {
+      [](const View& q, const View& k, const View& v, const View& o, const Memory& stats,
+         const Memory& cu_seqlens, bool causal, float scale, int64_t seed, int64_t first_sample,
+         int site_head, int threshold, int64_t first_row, int threads) {
+        const AttentionInputs x(q, k, v, cu_seqlens, causal, scale);
         fastpar::attention_fwd(
-            strided(q), strided(k), strided(v), strided(o), at<float>(stats), dtype_of(dtype),
-            attention_shape(s, causal, scale),
-            attention_mask(seed, first_sample, site_head, threshold, first_row, s), threads);
+            x.q, x.k, x.v, x.of_queries(o, "o"), x.stats(stats), x.dtype, x.shape,
+            attention_mask(seed, first_sample, site_head, threshold, first_row, x.shape), threads);
       },
       unlocked);
   m.def(
       "attention_bwd",
-      [](const Layout& d_o, const Layout& q, const Layout& k, const Layout& v, Address stats,
-         const Layout& dq, const Layout& dk, const Layout& dv, int dtype, const AttentionSizes& s,
-         bool causal, float scale, int64_t seed, int64_t first_sample, int site_head, int threshold,
+      [](const View& d_o, const View& q, const View& k, const View& v, const Memory& stats,
+         const View& dq, const View& dk, const View& dv, const Memory& cu_seqlens, bool causal,
+         float scale, int64_t seed, int64_t first_sample, int site_head, int threshold,
          int64_t first_row, int threads) {
+        const AttentionInputs x(q, k, v, cu_seqlens, causal, scale);
         fastpar::attention_bwd(
-            strided(d_o), strided(q), strided(k), strided(v), at<const float>(stats), strided(dq),
-            strided(dk), strided(dv), dtype_of(dtype), attention_shape(s, causal, scale),
-            attention_mask(seed, first_sample, site_head, threshold, first_row, s), threads);
+            x.of_queries(d_o, "do"), x.q, x.k, x.v, x.stats(stats), x.of_queries(dq, "dq"),
+            x.of_keys(dk, "dk"), x.of_keys(dv, "dv"), x.dtype, x.shape,
+            attention_mask(seed, first_sample, site_head, threshold, first_row, x.shape), threads);
       },
       unlocked);
   m.def(
       "exp_array",
-      [](Address x, Address y, int64_t n) {
-        fastpar::dispatch<ExpArray>(fastpar::isa(), at<const float>(x), at<float>(y), n);
+      [](const Memory& x, const Memory& y) {
+        const float* from = x.floats(x.numel, "x");
+        fastpar::dispatch<ExpArray>(fastpar::isa(), from, y.floats(x.numel, "y"), x.numel);
       },
       unlocked);
   m.def(
       "round_array",
-      [](Address x, Address y, int64_t n, int dtype) {
-        fastpar::with_dtype(dtype_of(dtype), [&](auto tag) {
-          fastpar::dispatch<RoundArray<decltype(tag)>>(fastpar::isa(), at<const float>(x),
-                                                       at<float>(y), n);
+      [](const Memory& x, const Memory& y, int dtype) {
+        const float* from = x.floats(x.numel, "x");
+        float* to = y.floats(x.numel, "y");
+        fastpar::with_dtype(fastpar::dtype_of(dtype), [&](auto tag) {
+          fastpar::dispatch<RoundArray<decltype(tag)>>(fastpar::isa(), from, to, x.numel);
         });
       },
       unlocked);

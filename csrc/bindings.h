@@ -1,9 +1,12 @@
-// What the binding files share. Pointers travel as integers (tensor.data_ptr()); every op releases
-// the GIL, because ranks may be threads of one process.
+// What the binding files share. Python passes tensors, and their dtypes, sizes and layouts are
+// checked here, where memory is written. Every op releases the GIL, because ranks may be threads of
+// one process.
 #pragma once
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+
+#include <array>
 
 #include "checks.h"
 #include "ops.h"
@@ -26,6 +29,59 @@ inline Dtype dtype_of(int code) {
   return static_cast<Dtype>(code);
 }
 
+// dtypes of tensors; the first three are those of Dtype.
+enum class Type : int { f32, bf16, f16, f64, i64, i32, i16, i8, u8, boolean, e4m3, e5m2, other };
+constexpr int kTypes = static_cast<int>(Type::other);
+const char* type_name(Type type);
+
+// A tensor that Python passes; None is false.
+struct Memory {
+  Address address = 0;
+  int64_t numel = 0;
+  Type type = Type::other;
+  bool given = false, contiguous = false;
+  bool dense = false;  // its elements fill one block of memory, in any order
+
+  explicit operator bool() const { return given; }
+
+  // Its memory, which holds n contiguous elements.
+  void* of(Type wanted, int64_t n, const char* name) const {
+    FASTPAR_CHECK(type == wanted && numel == n && contiguous && (n == 0 || address != 0),
+                  "_C: expected ", name, " of ", n, " contiguous elements of ", type_name(wanted),
+                  ", got ", numel, " of ", type_name(type), contiguous ? "" : ", strided",
+                  "; allocate it with this dtype and size");
+    return at<void>(address);
+  }
+  void* of(Dtype wanted, int64_t n, const char* name) const {
+    return of(static_cast<Type>(wanted), n, name);
+  }
+  float* floats(int64_t n, const char* name) const {
+    return static_cast<float*>(of(Type::f32, n, name));
+  }
+  float* floats_or_null(int64_t n, const char* name) const {
+    return given ? floats(n, name) : nullptr;
+  }
+
+  // Of numbers that kernels compute with.
+  Dtype dtype(const char* name) const {
+    FASTPAR_CHECK(type <= Type::f16, "_C: expected ", name,
+                  " of float32, bfloat16 or float16, got ", type_name(type), "; cast it");
+    return static_cast<Dtype>(type);
+  }
+};
+
+// A tensor of at most four dimensions and any strides.
+struct View : Memory {
+  int dims = 0;
+  std::array<int64_t, 4> size{}, stride{};
+
+  // Its memory, which holds these sizes of the type with the last dimension contiguous.
+  void* as(Type wanted, std::initializer_list<int64_t> sizes, const char* name) const;
+};
+
+bool read(PyObject* x, Memory& memory);
+bool read(PyObject* x, View& view);
+
 // One for each file bindings_<name>.cpp.
 void bind_adamw(py::module_& m);
 void bind_bucket(py::module_& m);
@@ -35,3 +91,19 @@ void bind_launch(py::module_& m);
 void bind_eager(py::module_& m);
 
 }  // namespace fastpar
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<fastpar::Memory> {
+  PYBIND11_TYPE_CASTER(fastpar::Memory, const_name("Tensor | None"));
+  bool load(handle x, bool) { return fastpar::read(x.ptr(), value); }
+};
+
+template <>
+struct type_caster<fastpar::View> {
+  PYBIND11_TYPE_CASTER(fastpar::View, const_name("Tensor | None"));
+  bool load(handle x, bool) { return fastpar::read(x.ptr(), value); }
+};
+
+}  // namespace pybind11::detail

@@ -2,13 +2,11 @@
 #include <optional>
 
 #include "bindings.h"
+#include "norm_math.h"
 #include "ops_cuda.h"
 
 namespace fastpar {
 namespace {
-
-// (to, from, size, to_dtype, from_dtype)
-using Range = std::tuple<Address, Address, int64_t, int, int>;
 
 int64_t element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
@@ -50,47 +48,85 @@ void refuse_overlap(const std::string& op, const std::vector<BucketRange>& range
   }
 }
 
-std::vector<BucketRange> checked_ranges(const std::string& op, const std::vector<Range>& entries) {
+// from[i] to to[i]. Where a list has offsets it is one buffer, in which entry i starts at offset i.
+std::vector<BucketRange> checked_ranges(const std::string& op, const std::vector<Memory>& to,
+                                        const std::vector<Memory>& from,
+                                        const std::vector<int64_t>& to_offsets,
+                                        const std::vector<int64_t>& from_offsets) {
+  const bool pack = !to_offsets.empty(), unpack = !from_offsets.empty();
+  const size_t count = pack ? from.size() : to.size();
+  FASTPAR_CHECK(
+      (pack ? to.size() == 1 && to_offsets.size() == count : to.size() == count) &&
+          (unpack ? from.size() == 1 && from_offsets.size() == count : from.size() == count),
+      op, ": expected lists of one length, got ", to.size(), " and ", from.size(),
+      "; use kernels/bucket.py");
   std::vector<BucketRange> ranges;
-  ranges.reserve(entries.size());
-  for (const auto& [to, from, size, to_dtype, from_dtype] : entries) {
-    ranges.push_back(
-        {at<void>(to), at<const void>(from), size, dtype_of(to_dtype), dtype_of(from_dtype)});
+  ranges.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    const Memory &x = to[pack ? 0 : i], &y = from[unpack ? 0 : i];
+    const Dtype to_dtype = x.dtype("destinations"), from_dtype = y.dtype("sources");
+    const int64_t first = pack ? to_offsets[i] : 0, second = unpack ? from_offsets[i] : 0;
+    const int64_t size = pack ? y.numel : x.numel;
+    FASTPAR_CHECK(x.dense && y.dense && first >= 0 && first + size <= x.numel && second >= 0 &&
+                      second + size <= y.numel && (pack || unpack || x.numel == y.numel),
+                  op, ": expected entry ", i, " to fit, got ", size, " elements, sizes of ",
+                  x.numel, " and ", y.numel, " and offsets of ", first, " and ", second,
+                  "; use kernels/bucket.py");
+    ranges.push_back({at<void>(x.address + first * element_size(to_dtype)),
+                      at<const void>(y.address + second * element_size(from_dtype)), size, to_dtype,
+                      from_dtype});
   }
   refuse_overlap(op, ranges);
   return ranges;
 }
 
-// Every shard lies apart from out or is out itself.
-void check_shards(const Addresses& shards, Address out, int64_t n, Dtype shard_dtype,
-                  Dtype out_dtype) {
+// The shards' memory; each lies apart from out or is out itself.
+std::vector<const void*> checked_shards(const std::vector<Memory>& shards, const Memory& out) {
   FASTPAR_CHECK(!shards.empty(), "sum_shards: expected at least one shard, got 0; pass one a rank");
-  const Address last = out + static_cast<Address>(n * element_size(out_dtype));
+  const int64_t n = out.numel;
+  const Dtype dtype = shards[0].dtype("shards");
+  const Address end = out.address + static_cast<Address>(n * element_size(out.dtype("out")));
+  std::vector<const void*> found;
+  found.reserve(shards.size());
   for (size_t w = 0; w < shards.size(); ++w) {
+    const Address start = shards[w].address;
     const bool apart =
-        shards[w] >= last || shards[w] + static_cast<Address>(n * element_size(shard_dtype)) <= out;
-    const bool same = shards[w] == out && shard_dtype == out_dtype;
+        start >= end || start + static_cast<Address>(n * element_size(dtype)) <= out.address;
+    const bool same = start == out.address && shards[w].type == out.type;
     FASTPAR_CHECK(n == 0 || apart || same,
                   "sum_shards: expected out apart from every shard, or one of them, got shard ", w,
                   " partly over out; pass another out");
+    found.push_back(shards[w].of(dtype, n, "shards"));
   }
+  return found;
 }
 
-std::vector<const void*> pointers(const Addresses& addresses) {
-  std::vector<const void*> result;
-  result.reserve(addresses.size());
-  for (const Address a : addresses) result.push_back(at<const void>(a));
-  return result;
+int64_t* words_of(const Memory& words) {
+  return words ? static_cast<int64_t*>(words.of(Type::i64, kNormWords, "words")) : nullptr;
 }
 
-QuantizeBlocks blocks_of(Address codes, Address scales, int64_t block, int code) {
+// Of n elements.
+QuantizeBlocks blocks_of(const Memory& codes, const Memory& scales, int64_t block, int code,
+                         int64_t n) {
   FASTPAR_CHECK(code >= 0 && code <= 3, "_C: expected code 0, 1, 2 or 3, got code=", code,
                 "; use kernels/quantize.py");
   FASTPAR_CHECK(block >= 16 && block <= kMaxQuantizeBlock && (block & (block - 1)) == 0,
                 "_C: expected a power of two from 16 to ", kMaxQuantizeBlock, ", got block=", block,
                 "; use 256");
-  return {at<void>(codes), at<float>(scales), block, static_cast<Code>(code)};
+  constexpr Type types[4] = {Type::i8, Type::e4m3, Type::e5m2, Type::i8};
+  return {codes.of(types[code], n, "codes"), scales.floats((n + block - 1) / block, "scales"),
+          block, static_cast<Code>(code)};
 }
+
+// error [n], float32 or bfloat16, or None.
+Dtype error_dtype(const Memory& error) { return error ? error.dtype("error") : Dtype::float32; }
+
+void* error_of(const Memory& error, int64_t n) {
+  return error ? error.of(error_dtype(error), n, "error") : nullptr;
+}
+
+using Offsets = std::vector<int64_t>;
+using Tensors = std::vector<Memory>;
 
 }  // namespace
 
@@ -98,77 +134,85 @@ void bind_bucket(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   m.def(
       "bucket_copy",
-      [](const std::string& op, const std::vector<Range>& entries, bool add, float scale,
-         Address scale_at, int threads) {
-        const auto ranges = checked_ranges(op, entries);
+      [](const std::string& op, const Tensors& to, const Tensors& from, const Offsets& to_offsets,
+         const Offsets& from_offsets, bool add, float scale, const Memory& scale_at, int threads) {
+        const auto ranges = checked_ranges(op, to, from, to_offsets, from_offsets);
         bucket_copy(ranges.data(), static_cast<int64_t>(ranges.size()), add,
-                    {scale, at<const float>(scale_at)}, threads);
+                    {scale, scale_at.floats_or_null(1, "scale")}, threads);
       },
       unlocked);
   m.def(
       "sum_shards",
-      [](const Addresses& shards, Address out, int64_t n, int shard_dtype, int out_dtype,
-         float scale, Address scale_at, Address words, int threads) {
-        check_shards(shards, out, n, dtype_of(shard_dtype), dtype_of(out_dtype));
-        sum_shards(pointers(shards).data(), static_cast<int64_t>(shards.size()), at<void>(out), n,
-                   dtype_of(shard_dtype), dtype_of(out_dtype), {scale, at<const float>(scale_at)},
-                   at<int64_t>(words), threads);
+      [](const Tensors& shards, const Memory& out, float scale, const Memory& scale_at,
+         const Memory& words, int threads) {
+        const auto found = checked_shards(shards, out);
+        const Dtype dtype = out.dtype("out");
+        sum_shards(found.data(), static_cast<int64_t>(found.size()),
+                   out.of(dtype, out.numel, "out"), out.numel, shards[0].dtype("shards"), dtype,
+                   {scale, scale_at.floats_or_null(1, "scale")}, words_of(words), threads);
       },
       unlocked);
   m.def(
       "quantize_blockwise",
-      [](Address x, int x_dtype, Address error, int error_dtype, Address codes, Address scales,
-         int64_t block, int code, int64_t n, std::optional<uint64_t> seed, uint64_t first_index,
-         int threads) {
-        quantize_blockwise(at<const void>(x), dtype_of(x_dtype), at<void>(error),
-                           dtype_of(error_dtype), blocks_of(codes, scales, block, code), n,
-                           seed ? &*seed : nullptr, first_index, threads);
+      [](const Memory& x, const Memory& error, const Memory& codes, const Memory& scales,
+         int64_t block, int code, std::optional<uint64_t> seed, uint64_t first_index, int threads) {
+        const Dtype dtype = x.dtype("x");
+        quantize_blockwise(x.of(dtype, x.numel, "x"), dtype, error_of(error, x.numel),
+                           error_dtype(error), blocks_of(codes, scales, block, code, x.numel),
+                           x.numel, seed ? &*seed : nullptr, first_index, threads);
       },
       unlocked);
   m.def(
       "dequantize_blockwise",
-      [](Address codes, Address scales, int64_t block, int code, Address out, int out_dtype,
-         int64_t n, int threads) {
-        dequantize_blockwise(blocks_of(codes, scales, block, code), at<void>(out),
-                             dtype_of(out_dtype), n, threads);
+      [](const Memory& codes, const Memory& scales, int64_t block, int code, const Memory& out,
+         int threads) {
+        const Dtype dtype = out.dtype("out");
+        dequantize_blockwise(blocks_of(codes, scales, block, code, codes.numel),
+                             out.of(dtype, codes.numel, "out"), dtype, codes.numel, threads);
       },
       unlocked);
 #if FASTPAR_CUDA
   m.def(
       "quantize_blockwise_cuda",
-      [](Address x, int x_dtype, Address error, int error_dtype, Address codes, Address scales,
-         int64_t block, int code, int64_t n, std::optional<uint64_t> seed, uint64_t first_index,
+      [](const Memory& x, const Memory& error, const Memory& codes, const Memory& scales,
+         int64_t block, int code, std::optional<uint64_t> seed, uint64_t first_index,
          Address stream) {
-        quantize_blockwise_cuda(at<const void>(x), dtype_of(x_dtype), at<void>(error),
-                                dtype_of(error_dtype), blocks_of(codes, scales, block, code), n,
-                                seed ? &*seed : nullptr, first_index, at<void>(stream));
+        const Dtype dtype = x.dtype("x");
+        quantize_blockwise_cuda(x.of(dtype, x.numel, "x"), dtype, error_of(error, x.numel),
+                                error_dtype(error), blocks_of(codes, scales, block, code, x.numel),
+                                x.numel, seed ? &*seed : nullptr, first_index, at<void>(stream));
       },
       unlocked);
   m.def(
       "dequantize_blockwise_cuda",
-      [](Address codes, Address scales, int64_t block, int code, Address out, int out_dtype,
-         int64_t n, Address stream) {
-        dequantize_blockwise_cuda(blocks_of(codes, scales, block, code), at<void>(out),
-                                  dtype_of(out_dtype), n, at<void>(stream));
+      [](const Memory& codes, const Memory& scales, int64_t block, int code, const Memory& out,
+         Address stream) {
+        const Dtype dtype = out.dtype("out");
+        dequantize_blockwise_cuda(blocks_of(codes, scales, block, code, codes.numel),
+                                  out.of(dtype, codes.numel, "out"), dtype, codes.numel,
+                                  at<void>(stream));
       },
       unlocked);
   m.def(
       "bucket_copy_cuda",
-      [](const std::string& op, const std::vector<Range>& entries, bool add, float scale,
-         Address scale_at, Address stream) {
-        const auto ranges = checked_ranges(op, entries);
+      [](const std::string& op, const Tensors& to, const Tensors& from, const Offsets& to_offsets,
+         const Offsets& from_offsets, bool add, float scale, const Memory& scale_at,
+         Address stream) {
+        const auto ranges = checked_ranges(op, to, from, to_offsets, from_offsets);
         bucket_copy_cuda(ranges.data(), static_cast<int64_t>(ranges.size()), add,
-                         {scale, at<const float>(scale_at)}, at<void>(stream));
+                         {scale, scale_at.floats_or_null(1, "scale")}, at<void>(stream));
       },
       unlocked);
   m.def(
       "sum_shards_cuda",
-      [](const Addresses& shards, Address out, int64_t n, int shard_dtype, int out_dtype,
-         float scale, Address scale_at, Address words, Address stream) {
-        check_shards(shards, out, n, dtype_of(shard_dtype), dtype_of(out_dtype));
-        sum_shards_cuda(pointers(shards).data(), static_cast<int64_t>(shards.size()), at<void>(out),
-                        n, dtype_of(shard_dtype), dtype_of(out_dtype),
-                        {scale, at<const float>(scale_at)}, at<int64_t>(words), at<void>(stream));
+      [](const Tensors& shards, const Memory& out, float scale, const Memory& scale_at,
+         const Memory& words, Address stream) {
+        const auto found = checked_shards(shards, out);
+        const Dtype dtype = out.dtype("out");
+        sum_shards_cuda(found.data(), static_cast<int64_t>(found.size()),
+                        out.of(dtype, out.numel, "out"), out.numel, shards[0].dtype("shards"),
+                        dtype, {scale, scale_at.floats_or_null(1, "scale")}, words_of(words),
+                        at<void>(stream));
       },
       unlocked);
 #endif

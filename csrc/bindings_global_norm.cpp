@@ -5,20 +5,24 @@
 namespace fastpar {
 namespace {
 
-// (data, size, dtype, counted)
-using Range = std::tuple<Address, int64_t, int, bool>;
-
-std::vector<NormRange> norm_ranges(const std::vector<Range>& entries) {
+std::vector<NormRange> norm_ranges(const std::vector<Memory>& tensors,
+                                   const std::vector<bool>& counted) {
   std::vector<NormRange> ranges;
-  ranges.reserve(entries.size());
-  for (const auto& [data, size, dtype, counted] : entries) {
-    ranges.push_back({at<const void>(data), size, dtype_of(dtype), counted});
+  ranges.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Memory& x = tensors[i];
+    const Dtype dtype = x.dtype("tensors");
+    ranges.push_back({x.of(dtype, x.numel, "tensors"), x.numel, dtype, counted.at(i)});
   }
   return ranges;
 }
 
-NormClip norm_clip(double max_norm, double eps, float loss_scale, Address loss_scale_at) {
-  return {max_norm, eps, {loss_scale, at<const float>(loss_scale_at)}};
+NormClip norm_clip(double max_norm, double eps, float loss_scale, const Memory& loss_scale_at) {
+  return {max_norm, eps, {loss_scale, loss_scale_at.floats_or_null(1, "loss_scale")}};
+}
+
+int64_t* words_of(const Memory& words) {
+  return static_cast<int64_t*>(words.of(Type::i64, kNormWords, "words"));
 }
 
 }  // namespace
@@ -28,36 +32,44 @@ void bind_global_norm(py::module_& m) {
   m.attr("norm_words") = kNormWords;
   m.def(
       "norm_bins",
-      [](const std::vector<Range>& entries, Address words, int threads) {
-        const auto ranges = norm_ranges(entries);
-        norm_bins(ranges.data(), static_cast<int64_t>(ranges.size()), at<int64_t>(words), threads);
+      [](const std::vector<Memory>& tensors, const std::vector<bool>& counted, const Memory& words,
+         int threads) {
+        const auto ranges = norm_ranges(tensors, counted);
+        norm_bins(ranges.data(), static_cast<int64_t>(ranges.size()), words_of(words), threads);
       },
       unlocked);
   m.def(
       "norm_from_bins",
-      [](Address words, double max_norm, double eps, float loss_scale, Address loss_scale_at,
-         Address result) {
-        norm_from_bins(at<const int64_t>(words),
-                       norm_clip(max_norm, eps, loss_scale, loss_scale_at), at<float>(result));
+      [](const Memory& words, double max_norm, double eps, float loss_scale,
+         const Memory& loss_scale_at, const Memory& result) {
+        norm_from_bins(words_of(words), norm_clip(max_norm, eps, loss_scale, loss_scale_at),
+                       result.floats(3, "result"));
       },
       unlocked);
 #if FASTPAR_CUDA
   m.def("norm_rows_cuda", &norm_rows_cuda);
   m.def(
       "norm_partials_cuda",
-      [](const std::vector<Range>& entries, Address rows, Address stream) {
-        const auto ranges = norm_ranges(entries);
-        return norm_partials_cuda(ranges.data(), static_cast<int64_t>(ranges.size()),
-                                  at<int64_t>(rows), at<void>(stream));
+      [](const std::vector<Memory>& tensors, const std::vector<bool>& counted, const Memory& rows,
+         Address stream) {
+        const auto ranges = norm_ranges(tensors, counted);
+        const int64_t count = static_cast<int64_t>(ranges.size());
+        void* to = rows.of(Type::i64, norm_rows_cuda(count) * kNormWords, "rows");
+        return norm_partials_cuda(ranges.data(), count, static_cast<int64_t*>(to),
+                                  at<void>(stream));
       },
       unlocked);
   m.def(
       "norm_finish_cuda",
-      [](Address rows, int64_t count, double max_norm, double eps, float loss_scale,
-         Address loss_scale_at, Address words, Address result, Address stream) {
-        norm_finish_cuda(at<const int64_t>(rows), count,
-                         norm_clip(max_norm, eps, loss_scale, loss_scale_at), at<int64_t>(words),
-                         at<float>(result), at<void>(stream));
+      [](const Memory& rows, int64_t count, double max_norm, double eps, float loss_scale,
+         const Memory& loss_scale_at, const Memory& words, const Memory& result, Address stream) {
+        FASTPAR_CHECK(rows.type == Type::i64 && rows.contiguous && rows.numel >= count * kNormWords,
+                      "norm_finish: expected ", count, " rows of int64, got ", rows.numel,
+                      " elements of ", type_name(rows.type), "; use kernels/global_norm.py");
+        norm_finish_cuda(at<const int64_t>(rows.address), count,
+                         norm_clip(max_norm, eps, loss_scale, loss_scale_at),
+                         words ? words_of(words) : nullptr, result.floats_or_null(3, "result"),
+                         at<void>(stream));
       },
       unlocked);
 #endif

@@ -1,13 +1,17 @@
+#include <algorithm>
+
 #include "bindings.h"
 #include "shm.h"
 
 namespace fastpar {
 namespace {
 
-ShmType shm_type(int code) {
-  FASTPAR_CHECK(code >= 0 && code <= 4, "ShmGroup: expected type code 0 to 4, got code=", code,
-                "; use fastpar/comm/shm.py");
-  return static_cast<ShmType>(code);
+ShmType shm_type(Type type) {
+  constexpr Type types[] = {Type::f32, Type::bf16, Type::f16, Type::f64, Type::i64};
+  const auto found = std::find(std::begin(types), std::end(types), type);
+  FASTPAR_CHECK(found != std::end(types), "ShmGroup: expected numbers that can be summed, got ",
+                type_name(type), "; cast them");
+  return static_cast<ShmType>(found - std::begin(types));
 }
 
 }  // namespace
@@ -23,29 +27,36 @@ void bind_shm(py::module_& m) {
       .def_static("block_bytes", &ShmGroup::block_bytes)
       .def(
           "all_reduce",
-          [](ShmGroup& group, Address x, int64_t n, int type, bool mean, int64_t tag) {
-            group.all_reduce(at<void>(x), n, shm_type(type), mean, tag);
+          [](ShmGroup& group, const Memory& x, bool mean, int64_t tag) {
+            group.all_reduce(x.of(x.type, x.numel, "x"), x.numel, shm_type(x.type), mean, tag);
           },
           unlocked)
       .def(
           "reduce_scatter",
-          [](ShmGroup& group, Address out, Address x, int64_t n, int type, bool mean, bool widened,
-             int64_t tag) {
-            group.reduce_scatter(at<void>(out), at<void>(x), n, shm_type(type), mean, widened, tag);
+          [](ShmGroup& group, const Memory& out, const Memory& x, bool mean, int64_t tag) {
+            const bool widened = out.type != x.type;
+            const int64_t n = out.numel;
+            group.reduce_scatter(out.of(widened ? Type::f32 : x.type, n, "out"),
+                                 x.of(x.type, n * group.world(), "x"), n, shm_type(x.type), mean,
+                                 widened, tag);
           },
           unlocked)
       .def(
           "all_gather",
-          [](ShmGroup& group, Address out, Address x, int64_t n, const std::string& name,
+          [](ShmGroup& group, const Memory& out, const Memory& x, const std::string& name,
              int64_t bytes, int64_t tag) {
-            group.all_gather(at<void>(out), at<const void>(x), n, {name.c_str(), bytes}, tag);
+            const int64_t n = x.numel;
+            group.all_gather(out.of(x.type, n * group.world(), "out"), x.of(x.type, n, "x"), n,
+                             {name.c_str(), bytes}, tag);
           },
           unlocked)
       .def(
           "broadcast",
-          [](ShmGroup& group, Address x, int64_t n, const std::string& name, int64_t bytes,
-             int source,
-             int64_t tag) { group.broadcast(at<void>(x), n, {name.c_str(), bytes}, source, tag); },
+          [](ShmGroup& group, const Memory& x, const std::string& name, int64_t bytes, int source,
+             int64_t tag) {
+            group.broadcast(x.of(x.type, x.numel, "x"), x.numel, {name.c_str(), bytes}, source,
+                            tag);
+          },
           unlocked)
       .def("barrier", &ShmGroup::barrier, unlocked)
       .def("stop", &ShmGroup::stop, unlocked)

@@ -47,6 +47,8 @@ class ShmGroup {
   // under way on this rank fails, and so do those of the others that need this rank.
   void stop();
 
+  int world() const { return world_; }
+
   // This rank's heap: tensors at the same place in the heap of every rank are exchanged without a
   // copy in or out.
   char* heap() const;

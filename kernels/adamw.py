@@ -89,20 +89,19 @@ def _step_compiled(
 ) -> None:
     params, grads = columns[0], columns[1]
     ordered = [in_order(g, p) for p, g in zip(params, grads)]
-    addresses = [[t.data_ptr() for t in column] for column in (params, ordered, *columns[2:])]
-    hypers_at = [0] * len(hypers)
+    hypers_at: list[Tensor | None] = [None] * len(hypers)
     for slot, t in zip(hyper_slots, hyper_tensors):
-        hypers_at[slot] = t.data_ptr()
+        hypers_at[slot] = t
     call = (
-        addresses,
+        [params, ordered, *columns[2:]],
         ranges,
         hypers,
         hypers_at,
         _storage(params[0], grads[0], columns[2][0], columns[5]),
         maximize,
         zero_grad,
-        0 if grad_scale is None else grad_scale.data_ptr(),
-        0 if found_inf is None else found_inf.data_ptr(),
+        grad_scale,
+        found_inf,
         seed,
     )
     if on_cuda:

@@ -48,7 +48,7 @@ from fastpar.kernels.attention_composed import (
     composed_fwd,
     sdpa,
 )
-from fastpar.kernels.backend import DTYPE_CODES, triton_module, use_cpp, use_triton
+from fastpar.kernels.backend import triton_module, use_cpp, use_triton
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p
 
@@ -63,28 +63,11 @@ def _split(q: Tensor, k: Tensor | None, v: Tensor | None) -> Triple:
     return q, k, v
 
 
-def _layout(x: Tensor) -> tuple[int, int, int, int]:
-    """(address, batch, row and head strides), as _C takes [B, T, H, D] and [total, H, D]."""
-    *batch, row, head, _ = x.stride()
-    return x.data_ptr(), batch[0] if batch else 0, row, head
-
-
-def _arguments(
-    q: Tensor, k: Tensor, causal: bool, scale: float, drop: Dropout, cu_seqlens: Tensor | None
-) -> tuple:
+def _arguments(causal: bool, scale: float, drop: Dropout) -> tuple:
     """The arguments of the two compiled functions after the tensors."""
     seed, first_sample = (0, 0) if drop.key is None else drop.key.tolist()
-    T, H, D = q.shape[-3:]
-    if cu_seqlens is None:
-        B, address = q.shape[0], 0
-    else:
-        B, address = cu_seqlens.shape[0] - 1, cu_seqlens.data_ptr()
-    sizes = (B, T, k.shape[-3], H, k.shape[-2], D, address)
-    threads = torch.get_num_threads()
-    return (
-        *(sizes, causal, scale, seed, first_sample),
-        *(drop.site_head, drop.threshold, drop.first_row, threads),
-    )
+    place = drop.site_head, drop.threshold, drop.first_row
+    return causal, scale, seed, first_sample, *place, torch.get_num_threads()
 
 
 def _case(threshold: int, cu_seqlens: Tensor | None) -> str:
@@ -115,12 +98,7 @@ def attention_fwd(
     """o, shape of q, and the two statistics of each row by the compiled kernel."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     stats = q.new_empty(*_stats_shape(q), 2, dtype=torch.float32)
-    _C.attention_fwd(
-        *(_layout(x) for x in (q, k, v, o)),
-        stats.data_ptr(),
-        DTYPE_CODES[q.dtype],
-        *_arguments(q, k, causal, scale, drop, cu_seqlens),
-    )
+    _C.attention_fwd(q, k, v, o, stats, cu_seqlens, *_arguments(causal, scale, drop))
     return o, stats
 
 
@@ -135,14 +113,8 @@ def attention_bwd(
     cu_seqlens: Tensor | None,
 ) -> None:
     """Writes the gradients, which may be parts of one packed tensor, by the compiled kernel."""
-    q, k, _ = inputs
-    _C.attention_bwd(
-        *(_layout(x) for x in (do, *inputs)),
-        stats.data_ptr(),
-        *(_layout(x) for x in grads),
-        DTYPE_CODES[q.dtype],
-        *_arguments(q, k, causal, scale, drop, cu_seqlens),
-    )
+    rest = _arguments(causal, scale, drop)
+    _C.attention_bwd(do, *inputs, stats, *grads, cu_seqlens, *rest)
 
 
 def _attention_run(

@@ -14,6 +14,7 @@ chunks across the whole list; on CUDA one launch, whatever the mixture of dtypes
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,19 +25,22 @@ from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
 from fastpar.kernels.op import define_op
 
-# (destination, source, elements, code of the destination's dtype, of the source's)
-_Range = tuple[int, int, int, int, int]
 
-
-def _copy(op: str, x: Tensor, ranges: list[_Range], add: bool, scale: float, at: Tensor | None):
-    """Runs csrc's bucket_copy on x's device."""
-    address = 0 if at is None else at.data_ptr()
+def _copy(
+    op: str,
+    to: list[Tensor],
+    source: list[Tensor],
+    to_offsets: list[int],
+    offsets: list[int],
+    *how: Any,
+) -> None:
+    """Runs the compiled copy; a list with offsets is one buffer. how: add, scale, its tensor."""
+    x, arguments = to[0], (op, to, source, to_offsets, offsets, *how)
     if use_cuda(op, x):
         with torch.cuda.device_of(x):
-            stream = backend.cuda_stream(x)
-            backend.cuda_kernels.bucket_copy_cuda(op, ranges, add, scale, address, stream)
+            backend.cuda_kernels.bucket_copy_cuda(*arguments, backend.cuda_stream(x))
     else:
-        _C.bucket_copy(op, ranges, add, scale, address, torch.get_num_threads())
+        _C.bucket_copy(*arguments, torch.get_num_threads())
 
 
 def _is_compiled(op: str, x: Tensor) -> bool:
@@ -67,13 +71,7 @@ def _pack(
         for t, o in zip(tensors, offsets):
             flat[o : o + t.numel()].copy_(_scaled(t, scale, at).reshape(-1))
         return
-    tensors = [t.contiguous() for t in tensors]
-    start, size, code = flat.data_ptr(), flat.element_size(), DTYPE_CODES[flat.dtype]
-    ranges = [
-        (start + o * size, t.data_ptr(), t.numel(), code, DTYPE_CODES[t.dtype])
-        for t, o in zip(tensors, offsets)
-    ]
-    _copy("pack_", flat, ranges, False, scale, at)
+    _copy("pack_", [flat], [t.contiguous() for t in tensors], offsets, [], False, scale, at)
     _bump([flat])
 
 
@@ -85,12 +83,7 @@ def _unpack(
             t.copy_(_scaled(flat[o : o + t.numel()], scale, at).view(t.shape))
         return
     outputs = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-    start, size, code = flat.data_ptr(), flat.element_size(), DTYPE_CODES[flat.dtype]
-    ranges = [
-        (t.data_ptr(), start + o * size, t.numel(), DTYPE_CODES[t.dtype], code)
-        for t, o in zip(outputs, offsets)
-    ]
-    _copy("unpack_", flat, ranges, False, scale, at)
+    _copy("unpack_", outputs, [flat], [], offsets, False, scale, at)
     for t, output in zip(tensors, outputs):
         if t is not output:
             t.copy_(output)
@@ -106,11 +99,7 @@ def _accumulate(
         return
     outputs = [t if is_dense(t) else t.contiguous() for t in totals]
     values = [_same_order(v, t) for v, t in zip(values, outputs)]
-    ranges = [
-        (t.data_ptr(), v.data_ptr(), t.numel(), DTYPE_CODES[t.dtype], DTYPE_CODES[v.dtype])
-        for t, v in zip(outputs, values)
-    ]
-    _copy("accumulate_", totals[0], ranges, True, scale, at)
+    _copy("accumulate_", outputs, values, [], [], True, scale, at)
     for total, output in zip(totals, outputs):
         if total is not output:
             total.copy_(output)
@@ -133,16 +122,7 @@ def _sum_shards(
         if bins is not None:
             norm_bins([out], out=bins)
         return
-    args = (
-        [s.data_ptr() for s in shards],
-        out.data_ptr(),
-        out.numel(),
-        DTYPE_CODES[shards[0].dtype],
-        DTYPE_CODES[out.dtype],
-        scale,
-        0 if at is None else at.data_ptr(),
-        0 if bins is None else bins.data_ptr(),
-    )
+    args = (shards, out, scale, at, bins)
     if use_cuda("sum_shards", out):
         with torch.cuda.device_of(out):
             backend.cuda_kernels.sum_shards_cuda(*args, backend.cuda_stream(out))

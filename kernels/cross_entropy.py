@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, FLOATS, triton_module, use_cpp, use_triton, wide
+from fastpar.kernels.backend import FLOATS, triton_module, use_cpp, use_triton, wide
 from fastpar.kernels.op import (
     check_dense,
     define_autograd,
@@ -92,7 +92,7 @@ def count_targets(op: str, targets: Tensor, vocab_size: int, ignore_index: int) 
     if targets.device.type != "cpu":
         return (targets != ignore_index).sum().float()
     if _C is not None:
-        valid = _C.count_targets(targets.data_ptr(), targets.numel(), vocab_size, ignore_index)
+        valid = _C.count_targets(targets, vocab_size, ignore_index)
     else:
         used = targets != ignore_index
         wrong = (used & ((targets < 0) | (targets >= vocab_size))).nonzero()
@@ -174,18 +174,6 @@ def _rows_torch(
     return losses
 
 
-def _sizes(logits: Tensor, v: int, grad: Tensor | None, scale: Tensor | None, ignore: int):
-    return (
-        logits.shape[0],
-        v,
-        logits.shape[1],
-        logits.stride(0),
-        0 if grad is None else grad.stride(0),
-        0 if scale is None or scale.dim() == 0 else scale.stride(0),
-        ignore,
-    )
-
-
 def cross_entropy_rows(
     op: str,
     logits: Tensor,
@@ -213,18 +201,8 @@ def cross_entropy_rows(
             logits, targets, grad, vocab_size, ignore_index, label_smoothing, z_loss, scale
         )
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device="cpu")
-    _C.cross_entropy_rows(
-        _sizes(logits, vocab_size, grad, scale, ignore_index),
-        logits.data_ptr(),
-        targets.data_ptr(),
-        scale.data_ptr(),
-        label_smoothing,
-        z_loss,
-        0 if grad is None else grad.data_ptr(),
-        losses.data_ptr(),
-        DTYPE_CODES[logits.dtype],
-        torch.get_num_threads(),
-    )
+    options = (vocab_size, ignore_index, label_smoothing, z_loss)
+    _C.cross_entropy_rows(logits, targets, scale, grad, losses, *options, torch.get_num_threads())
     return losses
 
 

@@ -16,22 +16,8 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, FLOATS, use_cpp, use_triton, wide
+from fastpar.kernels.backend import FLOATS, use_cpp, use_triton, wide
 from fastpar.kernels.op import check_dense, define_op
-
-
-def _sizes(
-    logits: Tensor,
-    v: int,
-    ignore_index: int,
-    grad: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> tuple:
-    """csrc's (n, v, width, stride, grad_stride, scale_stride, ignore_index)."""
-    n, width = logits.shape
-    grad_stride = 0 if grad is None else grad.stride(0)
-    scale_stride = 0 if scale is None or scale.dim() == 0 else scale.stride(0)
-    return n, v, width, logits.stride(0), grad_stride, scale_stride, ignore_index
 
 
 def cross_entropy_shard_fwd(
@@ -48,17 +34,8 @@ def cross_entropy_shard_fwd(
         top, total, target_logit = (
             torch.empty(logits.shape[0], dtype=torch.float32, device="cpu") for _ in range(3)
         )
-        _C.cross_entropy_shard(
-            _sizes(logits, v, ignore_index),
-            logits.data_ptr(),
-            targets.data_ptr(),
-            first,
-            top.data_ptr(),
-            total.data_ptr(),
-            target_logit.data_ptr(),
-            DTYPE_CODES[logits.dtype],
-            torch.get_num_threads(),
-        )
+        options = (first, v, ignore_index, torch.get_num_threads())
+        _C.cross_entropy_shard(logits, targets, top, total, target_logit, *options)
         return top, total, target_logit
     valid, local = targets != ignore_index, targets - first
     here = valid & (local >= 0) & (local < v)
@@ -95,18 +72,8 @@ def _write_gradient(
             logits, targets, lse, scale, grad, first, v, ignore_index, z_loss
         )
     elif use_cpp("cross_entropy_shard_grad", logits):
-        _C.cross_entropy_shard_grad(
-            _sizes(logits, v, ignore_index, grad, scale),
-            logits.data_ptr(),
-            targets.data_ptr(),
-            first,
-            lse.data_ptr(),
-            scale.data_ptr(),
-            z_loss,
-            grad.data_ptr(),
-            DTYPE_CODES[logits.dtype],
-            torch.get_num_threads(),
-        )
+        options = (first, v, ignore_index, z_loss, torch.get_num_threads())
+        _C.cross_entropy_shard_grad(logits, targets, lse, scale, grad, *options)
     else:
         valid, local = targets != ignore_index, targets - first
         x = (logits[:, :v] - lse[:, None]).exp() * (1.0 + 2.0 * z_loss * lse[:, None])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, triton_module, use_cpp, use_triton
+from fastpar.kernels.backend import triton_module, use_cpp, use_triton
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
 
 _FORMS = ("none", "tanh")  # torch's names, by whether it is the tanh form
@@ -35,15 +35,7 @@ def _bias_gelu_cpp(x: Tensor, bias: Tensor | None) -> Tensor:
     if x.numel():
         b = _float_bias(bias)
         c = x.shape[-1] if x.dim() else 1
-        _C.bias_gelu_fwd(
-            x.data_ptr(),
-            0 if b is None else b.data_ptr(),
-            y.data_ptr(),
-            DTYPE_CODES[x.dtype],
-            x.numel() // c,
-            c,
-            torch.get_num_threads(),
-        )
+        _C.bias_gelu_fwd(x, b, y, c, torch.get_num_threads())
     return y
 
 
@@ -52,21 +44,13 @@ def _bias_gelu_bwd_cpp(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tens
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     b = _float_bias(bias)
-    dbias = x.new_zeros(0 if b is None else b.shape[0], dtype=torch.float32)
+    dbias = None if b is None else x.new_zeros(b.shape[0], dtype=torch.float32)
     if x.numel():
         c = x.shape[-1] if x.dim() else 1
-        _C.bias_gelu_bwd(
-            dy.data_ptr(),
-            x.data_ptr(),
-            0 if b is None else b.data_ptr(),
-            dx.data_ptr(),
-            dbias.data_ptr(),
-            DTYPE_CODES[x.dtype],
-            x.numel() // c,
-            c,
-            torch.get_num_threads(),
-        )
-    return dx, dbias if bias is None else dbias.to(bias.dtype)
+        _C.bias_gelu_bwd(dy, x, b, dx, dbias, c, torch.get_num_threads())
+    if bias is None or dbias is None:
+        return dx, x.new_zeros(0, dtype=torch.float32)
+    return dx, dbias.to(bias.dtype)
 
 
 def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -35,20 +35,13 @@ class GlobalNorm(NamedTuple):
     found_inf: Tensor
 
 
-_Range = tuple[int, int, int, bool]  # address, elements, code of the dtype, counted
-
-
-def _ranges(tensors: list[Tensor], counted: list[bool]) -> list[_Range]:
-    return [(t.data_ptr(), t.numel(), DTYPE_CODES[t.dtype], c) for t, c in zip(tensors, counted)]
-
-
 def _partials(tensors: list[Tensor], counted: list[bool]) -> tuple[Tensor, int]:
     """CUDA's rows of bins, and how many of them are filled."""
     kernels, device = backend.cuda_kernels, tensors[0].device
     size = kernels.norm_rows_cuda(len(tensors))
     rows = torch.empty(size, NORM_WORDS, dtype=torch.int64, device=device)
     stream = backend.cuda_stream(tensors[0])
-    return rows, kernels.norm_partials_cuda(_ranges(tensors, counted), rows.data_ptr(), stream)
+    return rows, kernels.norm_partials_cuda(tensors, counted, rows, stream)
 
 
 def _finish(
@@ -59,12 +52,8 @@ def _finish(
     bins: Tensor | None,
     result: Tensor | None,
 ) -> None:
-    at, to_bins, to_result = (
-        0 if t is None else t.data_ptr() for t in (loss_scale_at, bins, result)
-    )
-    backend.cuda_kernels.norm_finish_cuda(
-        rows.data_ptr(), count, *clip, at, to_bins, to_result, backend.cuda_stream(rows)
-    )
+    tensors = (loss_scale_at, bins, result)
+    backend.cuda_kernels.norm_finish_cuda(rows, count, *clip, *tensors, backend.cuda_stream(rows))
 
 
 def _composed_bins(tensors: list[Tensor], counted: list[bool]) -> Tensor:
@@ -128,7 +117,7 @@ def _norm_bins(tensors: list[Tensor], counted: list[bool]) -> Tensor:
     if not use_cpp("norm_bins", first):
         return _composed_bins(tensors, counted)
     bins = torch.zeros(NORM_WORDS, dtype=torch.int64, device="cpu")
-    _C.norm_bins(_ranges(tensors, counted), bins.data_ptr(), torch.get_num_threads())
+    _C.norm_bins(tensors, counted, bins, torch.get_num_threads())
     return bins
 
 
@@ -144,8 +133,7 @@ def _norm_from_bins(
     if bins.device.type != "cpu" or backend.choice == "torch":
         return _composed_result(bins, *clip, loss_scale_at)
     result = torch.empty(3, dtype=torch.float32, device="cpu")
-    at = 0 if loss_scale_at is None else loss_scale_at.data_ptr()
-    _C.norm_from_bins(bins.data_ptr(), *clip, at, result.data_ptr())
+    _C.norm_from_bins(bins, *clip, loss_scale_at, result)
     return result
 
 

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from fastpar.kernels import _C
 from fastpar.kernels.backend import (
-    DTYPE_CODES,
     runs_triton,
     triton_module,
     use_cpp,
@@ -60,12 +59,6 @@ def _float(vector: Tensor | None, like: Tensor) -> Tensor:
     if vector is None:
         return like.new_zeros(like.shape[-1], dtype=torch.float32)
     return vector.float().contiguous()
-
-
-def _addresses(stats: Tensor) -> tuple[int, int]:
-    """Of mean, 0 where there is none, and rstd."""
-    rstd, (kinds, n) = stats.data_ptr(), stats.shape
-    return rstd + 4 * n if kinds == 2 else 0, rstd
 
 
 def _mask(
@@ -108,21 +101,11 @@ def layer_norm_fwd(
     n = x.numel() // x.shape[-1]
     stats = x.new_empty((1 if rms else 2, n), dtype=torch.float32)
     if n:
-        # Named, so that the copies live until the call returns.
-        r = None if residual is None else residual.contiguous()
-        w, b, xb = _float(weight, x), _float(bias, x), _float(x_bias, x)
         _C.layer_norm_fwd(
-            x.data_ptr(),
-            0 if r is None else r.data_ptr(),
-            xb.data_ptr(),
-            w.data_ptr(),
-            b.data_ptr(),
-            0 if total is None else total.data_ptr(),
-            y.data_ptr(),
-            *_addresses(stats),
-            DTYPE_CODES[x.dtype],
-            n,
-            x.shape[-1],
+            x,
+            None if residual is None else residual.contiguous(),
+            *(_float(vector, x) for vector in (x_bias, weight, bias)),
+            *(total, y, stats),
             eps,
             rms,
             *_mask(x, key, site, threshold, rows, place),
@@ -181,21 +164,12 @@ def layer_norm_bwd(
         for dtype in (bias_dtype, x_bias_dtype)
     )
     if n:
-        given, w = None if dtotal is None else dtotal.contiguous(), _float(weight, x)
         _C.layer_norm_bwd(
-            dy.data_ptr(),
-            0 if given is None else given.data_ptr(),
-            x.data_ptr(),
-            w.data_ptr(),
-            *_addresses(stats),
-            dsum.data_ptr(),
-            0 if dx is None else dx.data_ptr(),
-            dweight.data_ptr(),
-            0 if dbias is None else dbias.data_ptr(),
-            0 if dx_bias is None else dx_bias.data_ptr(),
-            DTYPE_CODES[x.dtype],
-            n,
-            C,
+            dy,
+            None if dtotal is None else dtotal.contiguous(),
+            x,
+            _float(weight, x),
+            *(stats, dsum, dx, dweight, dbias, dx_bias),
             rms,
             *_mask(x, key, site, threshold, rows, place),
             torch.get_num_threads(),

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C, backend
-from fastpar.kernels.backend import DTYPE_CODES, has_gemm
+from fastpar.kernels.backend import has_gemm
 from fastpar.kernels.choice import is_proven, is_real, is_trying, may_run
 from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_double_backward
 from fastpar.kernels.weight_gradients import place_for, queue_for
@@ -64,19 +64,7 @@ def use_gemm(x: Tensor, m: int, n: int, k: int) -> bool:
 def _gemm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
     if bias is not None:
         bias = bias.contiguous()
-    _C.gemm(
-        a.data_ptr(),
-        *a.stride(),
-        b.data_ptr(),
-        *b.stride(),
-        out.data_ptr(),
-        out.stride(0),
-        *out.shape,
-        a.shape[1],
-        accumulate,
-        0 if bias is None else bias.data_ptr(),
-        torch.get_num_threads(),
-    )
+    _C.gemm(a, b, out, accumulate, bias, torch.get_num_threads())
 
 
 def matmul(
@@ -185,7 +173,8 @@ def use_epilogues(op: str, x: Tensor, *others: Tensor | None) -> bool:
 @functools.cache
 def _kept_workspace(device: torch.device, stream: int) -> Tensor:
     """32 MiB that the products of a stream share: they run one after another."""
-    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    with torch.inference_mode(False):
+        return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 def _workspace(x: Tensor, stream: int) -> Tensor:
@@ -207,20 +196,7 @@ def matmul_lt(
         with torch.cuda.device_of(a):
             stream = backend.cuda_stream(a)
             workspace = _workspace(a, stream)
-            _C.matmul_lt(
-                (a.data_ptr(), *a.stride()),
-                (b.data_ptr(), *b.stride()),
-                out.data_ptr(),
-                vector.data_ptr(),
-                0 if aux is None else aux.data_ptr(),
-                (*out.shape, a.shape[1]),
-                DTYPE_CODES[a.dtype],
-                epilogue,
-                a.get_device(),
-                workspace.data_ptr(),
-                _WORKSPACE_BYTES,
-                stream,
-            )
+            _C.matmul_lt(a, b, out, vector, aux, epilogue, a.get_device(), workspace, stream)
     except RuntimeError as error:  # a size or an address that the proof did not meet
         if is_trying():
             raise

@@ -79,7 +79,8 @@ def workspace(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
     buffers = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get((name, like.dtype))
     if buffer is None or buffer.numel() < rows * columns:
-        buffer = buffers[name, like.dtype] = like.new_empty(rows * columns)
+        with torch.inference_mode(False):  # later calls may be in another mode than the first
+            buffer = buffers[name, like.dtype] = like.new_empty(rows * columns)
     return buffer[: rows * columns].view(rows, columns)
 
 

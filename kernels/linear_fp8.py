@@ -168,14 +168,18 @@ class DelayedScales:
         if not self.steps:
             return None
         if self._scales is None or self._scales.device != device:
-            tops = self.history.amax(0).to(device)
-            e4m3, e5m2 = LARGEST.values()
-            tops[:, DY] *= self.averaged * e4m3 / e5m2  # the ratio is a power of two
-            scales = power_of_two(tops, e4m3)
-            scales = torch.where(scales > 2.0**-126, scales, 1.0)
-            # cublasLt reads a scale at a multiple of 16 bytes.
-            self._scales = torch.nn.functional.pad(scales[..., None], (0, 3))
+            with torch.inference_mode(False):  # the first forward may be a validation's
+                self._scales = self._scales_on(device)
         return self._scales[layer, which, 0]
+
+    def _scales_on(self, device: torch.device) -> Tensor:
+        tops = self.history.amax(0).to(device)
+        e4m3, e5m2 = LARGEST.values()
+        tops[:, DY] *= self.averaged * e4m3 / e5m2  # the ratio is a power of two
+        scales = power_of_two(tops, e4m3)
+        scales = torch.where(scales > 2.0**-126, scales, 1.0)
+        # cublasLt reads a scale at a multiple of 16 bytes.
+        return torch.nn.functional.pad(scales[..., None], (0, 3))
 
     def note(self, layer: int, found: Sequence[Tensor], *, own: bool = False) -> None:
         """Add what a backward's round_all() found of x, weight and dy; own: by Triton."""

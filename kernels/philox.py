@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton
+from fastpar.kernels.backend import use_cpp, use_triton
 from fastpar.kernels.op import check_float, define_autograd, define_op
 
 MAX_SITES = 1 << 15
@@ -285,9 +285,8 @@ def dropout_block(
     if x.numel():
         seed, first_sample = key.tolist()
         _C.dropout(
-            x.data_ptr(),
-            y.data_ptr(),
-            DTYPE_CODES[x.dtype],
+            x,
+            y,
             seed,
             first_sample + at.first_sample,
             site,
@@ -355,7 +354,7 @@ def _keep_block(
     if keep.numel():
         seed, first_sample = key.tolist()
         _C.keep_mask(
-            keep.data_ptr(),
+            keep,
             seed,
             first_sample + at.first_sample,
             site,

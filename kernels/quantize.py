@@ -73,15 +73,9 @@ def _quantize(
     x = x.contiguous()  # error, which may be x, is
     codes, scales = _outputs(x, code, block)
     args = (
-        x.data_ptr(),
-        DTYPE_CODES[x.dtype],
-        0 if error is None else error.data_ptr(),
-        0 if error is None else DTYPE_CODES[error.dtype],
-        codes.data_ptr(),
-        scales.data_ptr(),
+        *(x, error, codes, scales),
         block,
         code,
-        x.numel(),
         None if seed is None else seed % 2**64,
         first_index,
     )
@@ -109,15 +103,7 @@ def _dequantize(codes: Tensor, scales: Tensor, dtype: int, block: int) -> Tensor
         return (codes.float() * each).to(out_dtype)
     codes, scales = codes.contiguous(), scales.contiguous()
     out = torch.empty(codes.shape, dtype=out_dtype, device=codes.device)
-    args = (
-        codes.data_ptr(),
-        scales.data_ptr(),
-        block,
-        _CODES[codes.dtype],
-        out.data_ptr(),
-        dtype,
-        codes.numel(),
-    )
+    args = (codes, scales, block, _CODES[codes.dtype], out)
     if cuda:
         with torch.cuda.device_of(codes):
             backend.cuda_kernels.dequantize_blockwise_cuda(*args, backend.cuda_stream(codes))

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastpar.checkpoint.wire_state import CALLS, FACTOR, wire_state
+from fastpar.checkpoint.wire_state import COMMON, wire_state
 from fastpar.comm.host import pinned_bytes
 from fastpar.comm.mesh import gather_objects
 from fastpar.models.weights import Weight, cut_into_files, list_weights, weights_file
@@ -250,19 +250,18 @@ class Capture:
                 )
                 if numel_of(piece.written) or (self._place == 0 and not math.prod(shape)):
                     yield piece
-            if engine is not None:
-                yield from self._on_wires(engine, p, names[p])
+        if self.engine is not None and self.optimizer is not None:
+            for p in self.engine.shards.places:
+                yield from self._on_wires(self.engine, p, names[p])
 
     def _on_wires(self, engine: Engine, p: nn.Parameter, name: str) -> Iterator[_Piece]:
         """What compressed gradients go on from; errors are a rank's own."""
-        for entry, value in wire_state(engine, p) if engine.shards.counts(p) else ():
-            shape, runs = value.shape, whole_run(value.numel())
-            if entry not in (CALLS, FACTOR):
-                shape = engine.shards.whole_shape(p)
-                runs = engine.declared.runs(p) if engine.declared is not None else runs
-            elif engine.mesh.dp_rank or engine.mesh.tp_rank:
-                continue
-            yield _Piece(f"{name}/{entry}", tuple(shape), value.reshape(-1), runs)
+        stages = engine.shards.stages
+        for entry, value in wire_state(engine, p):
+            again = self._place or (stages is not None and stages.is_second_copy(p))
+            if entry not in COMMON or not again:
+                runs = whole_run(value.numel())
+                yield _Piece(f"{name}/{entry}", tuple(value.shape), value.reshape(-1), runs)
 
     def _optimizer(self) -> Iterator[Item]:
         for piece in self._pieces():

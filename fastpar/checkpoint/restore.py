@@ -33,7 +33,7 @@ from fastpar.checkpoint.capture import engine_of_model, of_stages, piece_runs
 from fastpar.checkpoint.manifest import STATE, Manifest, TensorEntry, by_key, read_manifest
 from fastpar.checkpoint.tensor_reader import DTYPES, TensorReader
 from fastpar.checkpoint.verify import verify_files
-from fastpar.checkpoint.wire_state import CALLS, FACTOR, PREFIX, error_entry, load_wire_state
+from fastpar.checkpoint.wire_state import COMMON, PREFIX, error_entry, load_wire_state
 from fastpar.config.config import GPTConfig
 from fastpar.files.plain_files import read_object, shown
 from fastpar.kernels.adamw import master_join, master_split
@@ -238,7 +238,7 @@ class _Plan:
         engine = engine_of_parameter(p)
         if engine is None or engine.settings.wire_gradients == "fp32":
             return
-        known = (CALLS, FACTOR, error_entry(engine))
+        known = (*COMMON, error_entry(engine))
         mine = {entry: pieces for entry, pieces in found.items() if entry in known}
         if (
             engine.mesh.is_main
@@ -251,11 +251,8 @@ class _Plan:
                 f"other ranks, another stage or other buckets than those that load {self.path}",
                 stacklevel=4,
             )
-        runs = weight.declared.runs(p) if weight.declared else whole_run(p.numel())
         values = {
-            entry: self._reader.gather(
-                pieces, whole_run(math.prod(pieces[0].shape)) if entry in (CALLS, FACTOR) else runs
-            )
+            entry: self._reader.gather(pieces, whole_run(math.prod(pieces[0].shape)))
             for entry, pieces in mine.items()
         }
         load_wire_state(engine, p, values)  # type: ignore[arg-type]

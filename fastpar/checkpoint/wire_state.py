@@ -1,11 +1,12 @@
 """What compressed gradients go on from: entries beside the optimizer's, see comm/wires.py.
 
     PARAMETER/wire_calls                  []     reductions so far: the step of the random bits
+    PARAMETER/wire_copy_calls             []     those of ranks that have copies of a shard
     PARAMETER/wire_factor                 [n, r] of PowerSGD: where the next step starts
-    PARAMETER/wire_error_LAYOUT_RANK      whole  what a rank has not sent of its gradients
+    PARAMETER/wire_error_LAYOUT_RANK      local  what a rank has not sent of its gradients
 
-Errors belong to a rank and to the cut into buckets, which LAYOUT is a checksum of: a run with
-others drops them, and says so.
+Errors belong to a rank of the mesh, whatever its axes, and to the cut into buckets. LAYOUT is a
+checksum of both: a run with others drops them, and says so.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from torch import Tensor, nn
 from fastpar.comm.low_rank import LowRankSums
 from fastpar.parallel.engine import Engine
 
-PREFIX, CALLS, FACTOR = "wire_", "wire_calls", "wire_factor"
+PREFIX, CALLS, COPY_CALLS, FACTOR = "wire_", "wire_calls", "wire_copy_calls", "wire_factor"
+COMMON = (CALLS, COPY_CALLS, FACTOR)  # of all ranks; errors are a rank's own
 
 
 def error_entry(engine: Engine) -> str:
     """The name of this rank's errors."""
-    known: list[object] = [engine.stage.number, engine.mesh.dp_size, engine.settings.n_shards]
+    known: list[object] = [engine.stage.number, engine.mesh.sizes, engine.settings.n_shards]
     known += [(b.spec.numel, b.spec.slots) for b in engine.buckets]
-    return f"wire_error_{zlib.crc32(repr(known).encode()):08x}_{engine.mesh.dp_rank}"
+    return f"wire_error_{zlib.crc32(repr(known).encode()):08x}_{engine.mesh.rank}"
 
 
 def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
@@ -35,7 +37,9 @@ def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     group, slot = bucket.groups.reduce, bucket.slots[position]
     if group is None or engine.settings.wire_gradients == "fp32":
         return
-    yield CALLS, torch.tensor(float(group.calls), dtype=torch.float32, device="cpu")
+    for name, counted in ((CALLS, group), (COPY_CALLS, bucket.groups.copies)):
+        if counted is not None:
+            yield name, torch.tensor(float(counted.calls), dtype=torch.float32, device="cpu")
     if isinstance(group, LowRankSums) and slot.start in group.factors:
         yield FACTOR, group.factors[slot.start]
     lost = bucket.unsent.of(bucket.grad, slice(slot.start, slot.stop))
@@ -47,8 +51,9 @@ def load_wire_state(engine: Engine, p: nn.Parameter, entries: Mapping[str, Tenso
     """Go on from what wire_state() had; entries of others are not looked at."""
     bucket, position = engine.shards.places[p]
     group, slot = bucket.groups.reduce, bucket.slots[position]
-    if group is not None and CALLS in entries:
-        group.calls = int(entries[CALLS])
+    for name, counted in ((CALLS, group), (COPY_CALLS, bucket.groups.copies)):
+        if counted is not None and name in entries:
+            counted.calls = int(entries[name])
     if isinstance(group, LowRankSums) and FACTOR in entries:
         mine = group.factors.get(slot.start)
         if mine is not None and mine.numel() == entries[FACTOR].numel():

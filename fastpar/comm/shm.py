@@ -41,7 +41,6 @@ from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.comm.watchdog import waiting
 from fastpar.kernels import _C
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int64: 4}
 _groups: weakref.WeakSet[ShmCollectives] = weakref.WeakSet()  # of this process
 _PAGE = 4096
 _ALIGNMENT = 4096  # of tensors in the heap
@@ -117,7 +116,7 @@ class ShmCollectives(Collectives):
     def close(self) -> None:
         self._stop()
 
-    def _submit(self, op: str, call: Callable[..., Any], *args: Any, of: Any = ()) -> Handle:
+    def _submit(self, op: str, call: Callable[..., Any], *args: Any) -> Handle:
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"ShmCollectives.{op}: expected process {self._pid}, got its fork {os.getpid()}; "
@@ -129,42 +128,41 @@ class ShmCollectives(Collectives):
                 "make a new one"
             )
         future: Future = Future()
-        self._thread.put((future, call, args, of))
+        self._thread.put((future, call, args, ()))
         return FutureHandle(op, future, self)
 
     def _barrier(self, x: Tensor, tag: int) -> Handle:
         return self._submit("barrier", self._group.barrier, tag)
 
     def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
-        args = (x.data_ptr(), x.numel(), _CODES[x.dtype], mean, tag)
-        return self._submit("all_reduce", self._group.all_reduce, *args, of=[x])
+        return self._submit("all_reduce", self._group.all_reduce, x, mean, tag)
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
-        widened = out.dtype != x.dtype
-        args = (out.data_ptr(), x.data_ptr(), out.numel(), _CODES[x.dtype], mean, widened, tag)
-        return self._submit("reduce_scatter", self._group.reduce_scatter, *args, of=[out, x])
+        return self._submit("reduce_scatter", self._group.reduce_scatter, out, x, mean, tag)
 
     def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
-        args = (out.data_ptr(), x.data_ptr(), x.numel(), *_element(x), tag)
-        return self._submit("all_gather", self._group.all_gather, *args, of=[out, x])
+        args = (out, x, *_element(x), tag)
+        return self._submit("all_gather", self._group.all_gather, *args)
 
     def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
-        args = (x.data_ptr(), x.numel(), *_element(x), src, tag)
-        return self._submit("broadcast", self._group.broadcast, *args, of=[x])
+        args = (x, *_element(x), src, tag)
+        return self._submit("broadcast", self._group.broadcast, *args)
 
     def _all_to_all(
         self, out: Tensor, x: Tensor, out_sizes: list[int], x_sizes: list[int], tag: int
     ) -> Handle:
-        args = (out.view(-1), x.view(-1), [x_sizes, out_sizes], tag)
-        return self._submit("all_to_all", self._exchange, *args, of=[out, x])
+        inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
+        args = (out.view(-1), x.view(-1), [x_sizes, out_sizes], tag, inference)
+        return self._submit("all_to_all", self._exchange, *args)
 
-    def _exchange(self, out: Tensor, x: Tensor, sizes: list[list[int]], tag: int) -> None:
+    def _exchange(
+        self, out: Tensor, x: Tensor, sizes: list[list[int]], tag: int, inference: bool
+    ) -> None:
         """Every rank reads what all send, and takes its own: W times the least traffic."""
 
         def gather(mine: Tensor) -> Tensor:
             rows = mine.new_empty(self.world_size, mine.numel())
-            places = rows.data_ptr(), mine.data_ptr()
-            self._group.all_gather(*places, mine.numel(), *_element(mine), tag)
+            self._group.all_gather(rows, mine, *_element(mine), tag)
             return rows
 
         table = gather(torch.tensor(sizes, dtype=torch.int64, device="cpu").view(-1)).view(
@@ -182,7 +180,8 @@ class ShmCollectives(Collectives):
         padded[: x.numel()] = x
         starts = (sent.cumsum(1) - sent)[:, self.rank].tolist()
         rows, parts = gather(padded), sent[:, self.rank].tolist()
-        torch.cat([row[a : a + n] for row, a, n in zip(rows, starts, parts)], out=out)
+        with torch.inference_mode(inference):
+            torch.cat([row[a : a + n] for row, a, n in zip(rows, starts, parts)], out=out)
 
     @functools.cached_property
     def _messages(self) -> TorchCollectives:

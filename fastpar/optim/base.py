@@ -102,7 +102,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         plain(torch.optim.Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         try:
-            check_plain(caller, group, len(self.param_groups) - 1)
+            pieces = self.steps_on_host and self.max_grad_norm is None  # element by element
+            check_plain(caller, group, len(self.param_groups) - 1, pieces=pieces)
             self._check_options(group, caller)
             for p in group["params"]:
                 check_host(self, engine_of_parameter(p))
@@ -390,7 +391,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                 )
         for name, shape in self.entry_shapes(p).items():
             got = getattr(saved.get(name), "shape", torch.Size())
-            if name in saved and got != shape:
+            one = name == "step" and got.numel() == 1  # [1] up to torch 2.0
+            if name in saved and got != shape and not one:
                 raise ValueError(
                     f"{caller}: expected {name} of shape {list(shape)} for {where}, got shape="
                     f"{list(got)}; {advice}"

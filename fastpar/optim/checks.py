@@ -61,14 +61,22 @@ def check_ranges(caller: str, options: dict[str, tuple[Any, float, float]]) -> N
             )
 
 
-def check_plain(caller: str, group: dict[str, Any], i: int) -> None:
-    """Refuse parameters whose elements are not their own memory: DTensors, sparse tensors."""
+def check_plain(caller: str, group: dict[str, Any], i: int, *, pieces: bool) -> None:
+    """Refuse parameters whose elements are not their own memory: DTensors, sparse tensors; and
+    without pieces those of FSDP, of which each rank has one."""
     for position, p in enumerate(group["params"]):
         if is_traceable_wrapper_subclass(p):
             raise ValueError(
                 f"{caller}: expected plain tensors, got {where(group, i, position)} of "
                 f"type={type(p).__name__}; for FSDP2's DTensors use fastpar.parallelize(model, "
                 "mesh, zero_stage=3) in place of fully_shard, or torch.optim with it"
+            )
+        if not pieces and (getattr(p, "_is_flat_param", 0) or getattr(p, "_fsdp_flattened", 0)):
+            clips = ", or clip with the FSDP model's clip_grad_norm_()" if caller == "AdamW" else ""
+            raise ValueError(
+                f"{caller}: expected whole parameters{' with max_grad_norm' if clips else ''}, got "
+                f"{where(group, i, position)}, of which FSDP gives each rank a piece; use "
+                f"fastpar.parallelize(model, mesh, zero_stage=3) in place of FSDP{clips}"
             )
         if p.layout is not torch.strided:
             raise ValueError(

@@ -168,11 +168,11 @@ def new_step() -> Tensor:
 
 
 def load_step(saved: Any) -> Tensor:
-    """A copy of a saved count on the host, at least fp32; a number gets the dtype of a new one."""
+    """A copy of a saved count on the host, [], at least fp32; a number gets a new one's dtype."""
     if not isinstance(saved, Tensor):
         return new_step() + saved
     dtype = torch.promote_types(saved.dtype, torch.float32)
-    return saved.detach().to("cpu", dtype, copy=True)
+    return saved.detach().reshape(()).to("cpu", dtype, copy=True)
 
 
 def kept_entries(saved: dict[str, Any], p: Tensor) -> dict[str, Tensor]:

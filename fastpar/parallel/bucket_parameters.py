@@ -9,8 +9,9 @@ crash. Tensors that autograd saved keep the storage, which is resized and filled
 [Note: absent tensors]
 A placeholder, of a parameter or of a gradient that was reduced into a shard, refuses to be changed:
 what is written there would be lost, copies and files would hold nan without a word, and torch's own
-words are about memory. A parameter is absent by its class, which costs nothing while it is there;
-only its methods refuse: torch's functions on lists (torch._foreach_mul_) still fail in their way.
+words are about memory. A parameter is absent by its class, which costs nothing while it is there.
+What a forward or a backward computes with an absent parameter has it gathered; elsewhere autograd
+would follow nan, and that is refused.
 
 [Note: secondary shards]
 The ranks of a node together keep what the first gather of a step, over all ranks, has brought: as
@@ -21,6 +22,7 @@ the same gather, because it depends on gathers, steps and writes alone, which al
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -411,6 +413,49 @@ class AbsentParameter(nn.Parameter):
     def detach(self) -> Tensor:
         """torch's, absent too."""
         return self.data
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, outside = kwargs or {}, []
+        if _reads_values(func):
+            used = [x for x in _tensors([args, *kwargs.values()]) if type(x) is AbsentParameter]
+            outside = [p for p in used if not _gather(p)]
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        if outside and any(x.grad_fn is not None for x in _tensors(out)):
+            raise RuntimeError(
+                f"parameter '{_name_of(outside[0])}' is used outside of the model's forward, where "
+                "this rank has only its slice; use it in the forward, or inside "
+                "`with fastpar.engine_of(model).gathered():`, on all ranks"
+            )
+        return out
+
+
+def _gather(p: AbsentParameter) -> bool:
+    """Whether a pass that runs has it gathered now."""
+    link = getattr(p, "_fastpar_engine", None)
+    gathers = None if link is None or link.target is None else link.target.gathers
+    return gathers is not None and gathers.use(p)
+
+
+# What a parameter is asked for that is not its values.
+_ABOUT = {
+    "__format__", "__hash__", "__len__", "__repr__", "data_ptr", "dim", "element_size",
+    "get_device", "is_contiguous", "is_complex", "is_floating_point", "ndimension", "nelement",
+    "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+    "retain_grad", "size", "storage_offset", "stride", "type", "untyped_storage",
+}  # fmt: skip
+
+
+@functools.cache
+def _reads_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return func.__self__.__name__ in ("H", "T", "imag", "mH", "mT", "real")  # type: ignore[attr-defined]
+    no_value = name in ("__set__", "__delete__") or name.startswith("new_")
+    return not (no_value or name in _ABOUT or name.endswith("_like"))
 
 
 def _refusing(action: str) -> Callable[..., NoReturn]:

@@ -20,10 +20,12 @@ Stage 3: after its forward, except the last one's, which backward needs next; in
 bucket, when all of its parameters have their gradients. Hooks in a recomputation (activation
 checkpointing) gather but do not free: the backward of the unit is about to begin. Gates tell that:
 hooks on the autograd nodes of a unit's outputs, which stay where they are when an output is changed
-in place. A unit whose outputs show no node, or are parameters, stays until the end of backward. A
-part of a unit that is called from outside of it counts as the unit; inside of it, it waits for its
-parameters and gathers nothing. A backward that makes a graph (create_graph=True) uses parameters
-again in the backward of that graph, which has no gates: from then on to the step nothing is freed.
+in place. A unit whose outputs show no node, or are parameters, stays until the end of backward; so
+does one of which a parameter was used while it was not there (absent tensors, in
+bucket_parameters.py). A part of a unit that is called from outside of it counts as the unit; inside
+of it, it waits for its parameters and gathers nothing. A backward that makes a graph
+(create_graph=True) uses parameters again in the backward of that graph, which has no gates: from
+then on to the step nothing is freed.
 
 [Note: hooks of others]
 Parameters are whole in the hooks of a unit and of all modules inside of it, because ours run first
@@ -114,6 +116,7 @@ class Gathers:
         self._opened: list[nn.Module] = []  # parts called while their unit was not there
         self._keep = False  # everything that is there, see [Note: when a unit is freed]
         self._shown: set[int] = set()  # units that returned parameters without gradients
+        self._stay: set[int] = set()  # units with parameters that were used, not called
         self._owners: dict[nn.Parameter, list[int]] = {}  # ids of parts: no cycle with the model
         self._early: list[list[weakref.ref[nn.Module]]] = []  # their hooks run before parts wait
         me = weakref.ref(self)
@@ -182,6 +185,7 @@ class Gathers:
 
     def end_backward(self) -> None:
         """A backward is over: nothing stays where whole parameters are freed."""
+        self._stay.clear()
         if self.frees:
             self.end()
             for index in range(len(self.buckets)):
@@ -212,6 +216,21 @@ class Gathers:
                 self._shards.finish_gather(bucket)
         if self.frees:
             self._prefetch(index)
+
+    def use(self, p: nn.Parameter) -> bool:
+        """Its values are used, and are not there: gather them, for the rest of the pass and of its
+        backward. False: no pass runs."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not self._depth and not in_backward:
+            return False
+        bucket = self._shards.bucket_of(p)
+        index = bucket.spec.unit
+        self._done.discard(bucket)
+        self.need(index)
+        if not in_backward:
+            self._enter(index)
+            (self._stay if torch.is_grad_enabled() else self._shown).add(index)
+        return True
 
     def replay_forward(self) -> None:
         """Stages 1 and 2: a forward of all units, without hooks, begins behind all gathers."""
@@ -249,7 +268,7 @@ class Gathers:
         """The unit is not needed for now."""
         for bucket in self.buckets[index] if self.frees else ():
             self._shards.finish_gather(bucket)
-            if not self._keep:
+            if not self._keep and index not in self._stay:
                 bucket.make_stale()
 
     def release_bucket(self, bucket: BucketState) -> None:
@@ -262,6 +281,7 @@ class Gathers:
     def after_step(self) -> None:
         """All parameters are stale."""
         self._keep = False
+        self._stay.clear()
         for bucket in self._shards.buckets:
             bucket.kept = False
         self.passes_since_step.clear()

@@ -112,8 +112,8 @@ def parallelize(
     Between a step and the next forward, at stage 3 always outside of forward and backward,
     parameters of stages 1 to 3 read as nan: engine_of(model).gathered() makes them whole.
     state_dict() and load_state_dict() do so themselves, and are called by all ranks.
-    A forward that uses a weight directly before it calls the weight's own module, where the last
-    forward called it, reads nan too: call the module first, or not at all.
+    A forward may use a weight without a call of its module; at stage 3, where that is outside of
+    the weight's block, the block then stays whole until the end of backward.
 
     Args:
         model: on mesh.device (or on the meta device, see materialize); its parameters become views

@@ -291,6 +291,30 @@ class Lists(nn.Module):
         return self.head(x)
 
 
+class Beside(Net):
+    """Weights that are used without a call of their module: of blocks before, after and without
+    their forward, in a part's, in a recomputation, and without gradients."""
+
+    def forward(self, idx):
+        first, second, third = self.blocks
+        x = self.wte(idx)
+        x = x + (x @ second.up.weight.T).tanh() @ second.up.weight
+        with torch.no_grad():
+            scale = 1 + second.down.weight.square().mean()
+        x = second(first(x)) * scale
+        x = x + F.linear(F.linear(x, first.up.weight), first.down.weight, first.down.bias)
+        x = checkpoint(
+            lambda x: x + x @ first.up.weight.t() @ third.up.weight, x, use_reentrant=False
+        )
+        return self.head(self.norm(first(x))) + first.norm.weight.sum() + third.norm.bias.sum()
+
+
+def backward_beside(model, i):
+    with torch.no_grad():
+        model(batch(i))
+    backward(model, i)
+
+
 class NoList(nn.Module):
     def __init__(self):
         super().__init__()
@@ -312,6 +336,7 @@ MODELS = {
     "dtypes": Case(Dtypes),
     "small": Case(Small, backward_small),
     "lists in lists": Case(Lists),
+    "used without a call": Case(Beside, backward_beside),
     "no list": Case(NoList),
     "sequential": Case(lambda: nn.Sequential(nn.Embedding(V, C), Block(), nn.Linear(C, V))),
     "units of a class": Case(NoList, options={"units": Block}),
@@ -324,6 +349,33 @@ def test_models(name, stage, world_size):
     expected = plain(case, world_size)
     for result in on_ranks(case, world_size, stage):
         assert_same(result, expected)
+
+
+@sharded
+def test_a_loss_that_uses_an_absent_weight_is_refused_by_name(stage):
+    def ranks():
+        model = parallelize(fill(Net()), Mesh(), zero_stage=stage, **SMALL)
+        optimizer, p = AdamW(model.parameters(), **OPTIMIZER), model.blocks[0].up.weight
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        match = r"parameter 'blocks\.0\.up\.weight' is used outside of the model's forward"
+        with pytest.raises(RuntimeError, match=match):
+            p.square().sum()
+        with torch.no_grad():
+            assert p.square().sum().isnan()
+        with fastpar.engine_of(model).gathered():
+            assert p.square().sum().isfinite()
+        loss = loss_of(model, 1)
+        if stage == 3:
+            with pytest.raises(RuntimeError, match=match):
+                loss + torch.stack([p.sum(), p.T.sum()]).sum()
+        else:
+            loss = loss + p.sum()
+        loss.backward()
+        optimizer.step()
+
+    run_ranks(ranks, 2)
 
 
 @stages

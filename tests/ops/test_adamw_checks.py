@@ -211,15 +211,22 @@ def test_modes_that_torchs_kernel_has_not(monkeypatch):
 
 
 def test_compiled_module_checks_its_lists():
-    def call(columns, ranges=(), hypers=(0.0,) * 6, hypers_at=(0,) * 6, storage=(0, 0, 0, 0)):
-        scalars = (False, False, 0, 0, 0, 1)
+    def call(columns, ranges=(), hypers=(0.0,) * 6, hypers_at=(None,) * 6, storage=(0, 0, 0, 0)):
+        scalars = (False, False, None, None, 0, 1)
         _C.adamw_step(columns, list(ranges), list(hypers), list(hypers_at), storage, *scalars)
 
-    columns = [[0], [0], [0], [0], [], [], [], []]
+    x = torch.zeros(3)
+    columns = [[x], [x], [x], [x], [], [], [], []]
     call(columns)
+    for wrong in (x[:2], x.bfloat16(), torch.zeros(6)[::2]):
+        for i in range(1, 4):
+            with pytest.raises(ValueError, match=r"expected \w+\[0\] of 3 elements of float32"):
+                call([*columns[:i], [wrong], *columns[i + 1 :]])
+    with pytest.raises(ValueError, match="expected ranges within their lists, got range 0"):
+        call(columns, ranges=(0, 0, 4, 0, 0))
     with pytest.raises(ValueError, match="expected lists of equal length, got params=1 grads=0"):
-        call([[0], [], *columns[2:]])
-    with pytest.raises(ValueError, match="expected 6 numbers and addresses per hyper and 5 per"):
+        call([[x], [], *columns[2:]])
+    with pytest.raises(ValueError, match="expected 6 numbers and tensors per hyper and 5 per"):
         call(columns, ranges=(0, 0, 0))
     with pytest.raises(ValueError, match="expected ranges within their lists, got range 0"):
         call(columns, ranges=(1, 0, 0, 0, 0))

@@ -197,9 +197,35 @@ def test_isa_that_the_machine_lacks():
         _C.set_isa(missing[0])
 
 
-def test_bad_dtype_code():
+def test_the_compiled_module_checks_what_it_writes():
+    """A wrong dtype, size or layout would reach memory that is another's."""
+    x, y = torch.zeros(6, 4), torch.zeros(6, 4)
+    written = "expected y of 24 contiguous elements of float32, got "
+    for wrong, got in (
+        (y.double(), "24 of float64"),
+        (y.bfloat16(), "24 of bfloat16"),
+        (y[:5], "20 of float32"),
+        (y.t(), "24 of float32, strided"),
+        (None, "0 of another dtype, strided"),
+    ):
+        with pytest.raises(ValueError, match=written + got):
+            _C.bias_gelu_fwd(x, None, wrong, 4, 1)
+    with pytest.raises(ValueError, match="expected x of float32, bfloat16 or float16, got int64"):
+        _C.bias_gelu_fwd(x.long(), None, y, 4, 1)
+    with pytest.raises(TypeError, match=r"Tensor \| None"):
+        _C.bias_gelu_fwd(x.data_ptr(), None, y, 4, 1)
+    targets, one, rows = torch.zeros(6, dtype=torch.int64), torch.ones(()), (4, -100, 0.0, 0.0, 1)
+    with pytest.raises(ValueError, match=r"expected loss of 6 .* float32, got 6 of bfloat16"):
+        _C.cross_entropy_rows(x, targets, one, None, torch.zeros(6).bfloat16(), *rows)
+    for grad in (y.t(), y[:, :3], y.half(), torch.zeros(6, 8)[:, ::2]):
+        with pytest.raises(ValueError, match=r"expected grad of 2 dimensions that fit .* float32"):
+            _C.cross_entropy_rows(x, targets, one, grad, torch.zeros(6), *rows)
+    q = torch.zeros(1, 3, 2, 16)
+    grads, stats = (q.clone(), q.clone()[:, :2], q.clone()), torch.zeros(1, 2, 3, 2)
+    with pytest.raises(ValueError, match="expected dk of 4 dimensions that fit"):
+        _C.attention_bwd(q, q, q, q, stats, *grads, None, True, 1.0, 0, 0, 0, 0, 0, 1)
     with pytest.raises(ValueError, match="expected dtype code 0, 1 or 2, got code=7"):
-        _C.bias_gelu_fwd(0, 0, 0, 7, 0, 0, 1)
+        _C.round_array(x, y, 7)
 
 
 def test_name_guard():
@@ -235,7 +261,7 @@ def test_one_openmp_library():
 def test_exp_is_within_rounding(isa):
     x = torch.cat([torch.linspace(-86.5, 88.7, 200_001), torch.linspace(-1, 1, 100_003)])
     y = torch.empty_like(x)
-    _C.exp_array(x.data_ptr(), y.data_ptr(), x.numel())
+    _C.exp_array(x, y)
     exact = x.double().exp()
     ulp = torch.nextafter(y, torch.full_like(y, torch.inf)).double() - y.double()
     assert ((y.double() - exact) / ulp).abs().max() < 1.5
@@ -244,7 +270,7 @@ def test_exp_is_within_rounding(isa):
 def test_exp_at_the_ends(isa):
     x = torch.tensor([-torch.inf, -1e30, -87.0, 0.0, 88.8, 1e30, torch.inf, torch.nan])
     y = torch.empty_like(x)
-    _C.exp_array(x.data_ptr(), y.data_ptr(), x.numel())
+    _C.exp_array(x, y)
     expected = torch.tensor([0, 0, 0, 1, torch.inf, torch.inf, torch.inf, torch.nan])
     assert torch.equal(y.nan_to_num(7.0), expected.nan_to_num(7.0))
 
@@ -257,7 +283,7 @@ def test_storage_types_round_like_torch(isa, dtype):
     edges = torch.tensor([65519.9, 65520.0, 2.0**-25, 2.0**-24 * 1.5, 0.0, -0.0])
     x = torch.cat([bits.view(torch.float32), every, between, edges])
     y = torch.empty_like(x)
-    _C.round_array(x.data_ptr(), y.data_ptr(), x.numel(), backend.DTYPE_CODES[dtype])
+    _C.round_array(x, y, backend.DTYPE_CODES[dtype])
     expected = x.to(dtype).float()
     nan = expected.isnan()
     assert torch.equal(y.isnan(), nan)

@@ -424,7 +424,12 @@ def test_errors():
             "sum_shards: expected contiguous int64 bins", sum_shards, [x], low.float(), bins=bad
         )
     with pytest.raises(ValueError, match="sum_shards: expected at least one shard, got 0"):
-        _C.sum_shards([], 0, 0, 0, 0, 1.0, 0, 0, 1)
+        _C.sum_shards([], x, 1.0, None, None, 1)
+    with pytest.raises(ValueError, match="_C: expected shards of 3 contiguous elements of float32"):
+        _C.sum_shards([x[:3], x[:2]], x.new_zeros(3), 1.0, None, None, 1)
+    for to, offsets in (([flat], [-1]), ([flat], [flat.numel() - 3]), ([flat[::2]], [0])):
+        with pytest.raises(ValueError, match="pack_: expected entry 0 to fit, got 4 elements"):
+            _C.bucket_copy("pack_", to, [x], offsets, [], False, 1.0, None, 1)
 
 
 def test_overlap_is_refused(cuda_device, monkeypatch):

@@ -1,5 +1,7 @@
-"""torch.set_default_dtype and torch.set_default_device change no result of an op: bits, dtypes and
-devices are those of an interpreter that nobody has set up."""
+"""torch's defaults and modes change no result of an op: with another default dtype or device, and
+after a first call under inference_mode, bits, dtypes and devices are those of a fresh process."""
+
+import threading
 
 import pytest
 import torch
@@ -53,17 +55,24 @@ DEFAULTS = [
 
 
 def every_case(implementation):
-    """(name, call): all that a call and its backward pass return."""
+    """(name, op, inputs)"""
     interpreted = implementation == "triton"
     more = [] if interpreted else [*flat_ops(500), *linears_fp8(24, 32)]
     for case in [*cases("cpu", interpreted=interpreted, quick=True), *more]:
         for dtype in case.dtypes[: 1 if interpreted else None]:
             inputs = list(case.inputs(dtype, "cpu").values())
-            yield f"{case.op} {case.shape} {dtype}", lambda f=case.fn, x=inputs: evaluate(f, x)
+            yield f"{case.op} {case.shape} {dtype}", case.fn, inputs
     for name, (fn, dtypes) in {} if interpreted else MORE.items():
         for dtype in dtypes:
-            inputs = [LOGITS.to(dtype)]
-            yield f"{name} {dtype}", lambda f=fn, x=inputs: evaluate(f, x)
+            yield f"{name} {dtype}", fn, [LOGITS.to(dtype)]
+
+
+def same(got, want):
+    return all(
+        (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+        and torch.equal(a.double().nan_to_num(7.0), b.double().nan_to_num(7.0))
+        for a, b in zip(got.values(), want.values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("implementation", ["cpp", "torch", slow("triton")])
@@ -73,21 +82,40 @@ def test_results_do_not_follow_the_defaults(implementation, monkeypatch, request
     else:
         monkeypatch.setattr(backend, "choice", implementation)
     unlike = set()
-    for name, call in every_case(implementation):
+    for name, fn, inputs in every_case(implementation):
         default_dtype(torch.float32)
-        want = call()
+        want = evaluate(fn, inputs)
         for default in DEFAULTS[: 1 if implementation == "triton" else None]:
             try:
                 default_dtype(default[0])
                 with torch.device(default[1]):
-                    got = call()
-                same = all(
-                    (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
-                    and torch.equal(a.double().nan_to_num(7.0), b.double().nan_to_num(7.0))
-                    for a, b in zip(got.values(), want.values(), strict=True)
-                )
+                    alike = same(evaluate(fn, inputs), want)
             except Exception as error:
-                same, default = False, (*default, repr(error)[:200])
-            if not same:
+                alike, default = False, (*default, repr(error)[:200])
+            if not alike:
                 unlike.add((name, *map(str, default)))
+    assert unlike == set()
+
+
+@pytest.mark.parametrize("implementation", ["cpp", "torch"])
+def test_a_first_call_under_inference_mode_changes_nothing(implementation, monkeypatch):
+    monkeypatch.setattr(backend, "choice", implementation)
+    unlike = set()
+
+    def judge(name, fn, inputs):
+        try:
+            with torch.inference_mode():
+                fn(*inputs)
+            if not same(evaluate(fn, inputs), want):
+                unlike.add(name)
+        except Exception as error:
+            unlike.add((name, repr(error)[:200]))
+
+    for name, fn, inputs in every_case(implementation):
+        want = evaluate(fn, inputs)
+        thread = threading.Thread(
+            target=judge, args=(name, fn, inputs)
+        )  # has workspaces of its own
+        thread.start()
+        thread.join()
     assert unlike == set()

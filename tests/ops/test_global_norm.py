@@ -469,9 +469,14 @@ def test_errors():
         refuses(r"expected contiguous bins of shape \[26\] int64", norm_bins, x, out=bins)
 
 
-def test_compiled_module_checks_codes():
-    with pytest.raises(ValueError, match="expected dtype code 0, 1 or 2, got code=3"):
-        _C.norm_bins([(0, 0, 3, True)], 0, 1)
+def test_compiled_module_checks_its_tensors():
+    x, words = torch.ones(3), torch.zeros(NORM_WORDS, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"expected tensors of float32, .* got float64"):
+        _C.norm_bins([x.double()], [True], words, 1)
+    with pytest.raises(ValueError, match=f"expected words of {NORM_WORDS} .* int64, got 3 of int6"):
+        _C.norm_bins([x], [True], words[:3], 1)
+    with pytest.raises(ValueError, match=r"expected result of 3 .* float32, got 3 of float64"):
+        _C.norm_from_bins(words, -1.0, 0.0, 1.0, None, x.double())
 
 
 def test_cuda_without_cuda_says_how_to_build(monkeypatch):

@@ -93,10 +93,7 @@ def need_gemm():
 
 
 def gemm(a, b, out, bias=None, accumulate=False, threads=1):
-    address = 0 if bias is None else bias.data_ptr()
-    inputs = (a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride())
-    shape = (out.stride(0), *out.shape, a.shape[1])
-    _C.gemm(*inputs, out.data_ptr(), *shape, accumulate, address, threads)
+    _C.gemm(a, b, out, accumulate, bias, threads)
     return out
 
 

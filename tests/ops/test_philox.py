@@ -298,7 +298,7 @@ def test_bad_numbers_are_refused():
     with pytest.raises(ValueError, match=r"make_key: expected 0 <= first_sample < 2\*\*63, got"):
         make_key(0, 2**63)
     with pytest.raises(ValueError, match=r"dropout: expected 0 <= threshold <= 255, got thresh"):
-        _C.keep_mask(0, 0, 0, 0, 256, 1, 1, 1, 1, 0, 0, 1)
+        _C.keep_mask(torch.empty(1, dtype=torch.bool), 0, 0, 0, 256, 1, 1, 1, 1, 0, 0, 1)
 
 
 def test_registration():

@@ -453,9 +453,12 @@ def test_errors():
     refuses("got scales=.* torch.float64", dequantize_blockwise, codes, scales.double())
     refuses("got scales=.* on meta", dequantize_blockwise, codes, scales.to("meta"))
     with pytest.raises(ValueError, match="expected code 0, 1, 2 or 3, got code=4"):
-        _C.dequantize_blockwise(0, 0, 256, 4, 0, 0, 0, 1)
+        _C.dequantize_blockwise(codes, scales, 256, 4, x, 1)
     with pytest.raises(ValueError, match="a power of two from 16 to 4096, got block=100"):
-        _C.dequantize_blockwise(0, 0, 100, 0, 0, 0, 0, 1)
+        _C.dequantize_blockwise(codes, scales, 100, 0, x, 1)
+    for wrong in (x[:-1], x.double(), x.new_zeros(2 * x.numel())[::2]):
+        with pytest.raises(ValueError, match="_C: expected out of"):
+            _C.dequantize_blockwise(codes, scales, 256, 0, wrong, 1)
 
 
 @pytest.mark.slow

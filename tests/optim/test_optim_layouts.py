@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastpar import Adafactor, AdamW
+from fastpar import Adafactor, AdamW, Muon
 from fastpar.kernels import adamw_step_, backend, global_norm
 from fastpar.kernels.adamw import Hyper
 from fastpar.optim.loss_scale import DynamicLossScale
@@ -240,6 +240,34 @@ def test_options_that_are_no_numbers_are_refused_by_name():
         AdamW([p]).load_state_dict(group)
     with pytest.raises(ValueError, match="expected an integer growth_interval"):
         DynamicLossScale(growth_interval=math.nan)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_pieces_of_fsdp_are_refused_where_they_are_not_enough(use_orig_params):
+    """Its flat parameters are plain tensors; a norm or a matrix needs those of all ranks."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        device = torch.device("cpu")
+        model = FullyShardedDataParallel(
+            torch.nn.Linear(3, 4), use_orig_params=use_orig_params, device_id=device
+        )
+        got = "got parameter 0 of group 0.*, of which FSDP gives each rank a piece"
+        for make, words in (
+            (lambda p: AdamW(p, max_grad_norm=1.0), "AdamW: expected whole .* with max_grad_norm"),
+            (Adafactor, "Adafactor: expected whole parameters"),
+            (Muon, "Muon: expected whole parameters"),
+        ):
+            with pytest.raises(ValueError, match=f"{words}, {got}"):
+                make(model.parameters())
+        optimizer = AdamW(model.parameters())
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_parameters_of_fully_shard_are_refused_by_name():

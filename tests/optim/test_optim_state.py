@@ -206,14 +206,15 @@ def test_every_form_loads_into_torch(dtype, options):
     assert vector(eager).isfinite().all()
 
 
-def test_an_older_state_of_torch_loads():
-    """Before 1.12, step was a number; before 2.0 groups had fewer options."""
+@pytest.mark.parametrize("step", [2, torch.tensor([2.0])])
+def test_an_older_state_of_torch_loads(step):
+    """Before 1.12 step was a number, to 2.0 of shape [1] too, and groups had fewer options."""
     model = build()
     a = torch.optim.AdamW(model.parameters(), **HYPER)
     run(model, a, 2)
     saved = copy.deepcopy(a.state_dict())
     for state in saved["state"].values():
-        state["step"] = 2
+        state["step"] = step
     for name in ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"):
         del saved["param_groups"][0][name]
     b = AdamW(model.parameters())

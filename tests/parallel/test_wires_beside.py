@@ -10,6 +10,8 @@ from cells import covering, slow, sweep
 from test_wired_engine import distance, same
 
 import fastpar
+from fastpar.checkpoint.checkpoint import save_checkpoint
+from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.comm.wire_formats import FORMATS, WireFormat
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.nn.recompute import recompute
@@ -36,6 +38,25 @@ LAYOUTS = {
     "accumulation, whole": (2, {}, {"grad_accum_steps": 2, "accumulate": "full"}),
     "copies": (4, {"replicas": 2}, {"shard_size": 2}),
 }
+# Two axes that have ranks beside each other.
+PAIRS = {
+    "dp and tp": (4, {"tp": 2}, {}),
+    "dp and cp": (4, {"cp": 2}, {}),
+    "dp and ep": (4, {"ep": 2}, {}),
+    "dp and pp": (4, {"pp": 2}, {}),
+    "tp and cp": (4, {"tp": 2, "cp": 2}, {"cp_method": "keys"}),
+    "tp and ep": (4, {"tp": 2, "ep": 2}, {}),
+    "tp and pp": (4, {"tp": 2, "pp": 2}, {}),
+    "cp and ep": (4, {"cp": 2, "ep": 2}, {}),
+    "cp and pp": (4, {"cp": 2, "pp": 2}, {}),
+    "ep and pp": (4, {"ep": 2, "pp": 2}, {}),
+    "dp and rows": (4, {"tp_grid": (2, 1)}, {}),
+    "rows and tp": (4, {"tp_grid": (2, 2)}, {}),
+    "depth and tp": (4, {"tp_grid": (1, 2, 2)}, {}),
+    "partial sums": (4, {"tp": 2}, {"sequence_parallel": True}),
+    "dp and copies": (4, {}, {"shard_size": 2}),
+}
+OF = {**LAYOUTS, **PAIRS}
 WIRES = {
     "int8": {"wire_gradients": "int8"},
     "int4, fed back": {"wire_gradients": "int4", "error_feedback": True},
@@ -53,8 +74,8 @@ def rows(step, mesh):
 
 
 def start(layout):
-    shape = {"n_expert": 4, "top_k": 2} if "ep" in LAYOUTS[layout][1] else {}
-    n_layer = 4 if "pp" in LAYOUTS[layout][1] else 2
+    shape = {"n_expert": 4, "top_k": 2} if "ep" in OF[layout][1] else {}
+    n_layer = 4 if "pp" in OF[layout][1] else 2
     return fastpar.GPT(GPTConfig(n_layer, 2, 40, 16, 64, dropout=0.0, **shape), seed=0)
 
 
@@ -71,29 +92,38 @@ def train_on(model, layout, stage, wire, dtype=torch.float32, device="cpu"):
 
 
 def _train(model, layout, stage, wire):
-    _, axes, options = LAYOUTS[layout]
-    mesh, options = fastpar.Mesh(**axes), {**options, **wire}
-    schedule, micro = options.get("pp_schedule", "1f1b"), options.get("grad_accum_steps", 1)
+    model, optimizer = parallel(model, layout, stage, wire)
+    return steps(model, optimizer, layout, 0, STEPS), fastpar.engine_of(model).report.wire_bytes
+
+
+def parallel(model, layout, stage, wire):
+    _, axes, options = OF[layout]
+    options = {**options, **wire}
     if options.get("error_feedback") and stage > int(wire["wire_gradients"] != "powersgd"):
         options["error_feedback"] = "buffer"
     if layout == "recomputation":
         recompute(model, "full")
     small = {"bucket_mb": 0.02, "first_bucket_mb": 0.01}
+    mesh = fastpar.Mesh(**axes)
     model = fastpar.parallelize(model, mesh, zero_stage=stage, **small, **options)
-    optimizer = fastpar.AdamW(model.parameters(), lr=1e-2, eps=1e-3, max_grad_norm=1.0)
-    engine = fastpar.engine_of(model)
-    for step in range(STEPS):
+    return model, fastpar.AdamW(model.parameters(), lr=1e-2, eps=1e-3, max_grad_norm=1.0)
+
+
+def steps(model, optimizer, layout, first, last):
+    """Steps first to last; this rank's whole weights."""
+    options, engine = OF[layout][2], fastpar.engine_of(model)
+    schedule, micro = options.get("pp_schedule", "1f1b"), options.get("grad_accum_steps", 1)
+    for step in range(first, last):
         for part in range(micro):
-            x, y = rows(step * micro + part, mesh)
-            if "pp" in axes:
+            x, y = rows(step * micro + part, engine.mesh)
+            if engine.mesh.size("pp") > 1:
                 fastpar.pipeline_step(model, x, y, micro_batches=2, schedule=schedule)
             else:
                 model(x, y).backward()
         optimizer.step()
         optimizer.zero_grad()
     engine.check_replicas(optimizer)
-    found = {name: p.clone() for name, p in model.state_dict().items() if p.is_floating_point()}
-    return found, engine.report.wire_bytes
+    return {name: p.clone() for name, p in model.state_dict().items() if p.is_floating_point()}
 
 
 @covering(1, ("layout", list(LAYOUTS)), ("stage", [0, 1, 2, 3]))
@@ -109,7 +139,7 @@ def test_what_loses_nothing_changes_no_bit(layout, stage, monkeypatch):
 @covering(1, ("layout", list(LAYOUTS)), ("stage", [0, 1]))
 def test_factors_of_full_rank_are_the_gradients(layout, stage):
     """Matrices that are not larger than their factors travel whole, beside the others' errors."""
-    ranks, _, options = LAYOUTS[layout]
+    ranks, _, options = OF[layout]
     if (stage == 0 and "shard_size" in options) or "grad_accum_steps" in options:
         stage = 1
     full = {**WIRES["PowerSGD"], "wire_rank": 64}
@@ -150,6 +180,27 @@ def test_the_defaults_of_torch_change_no_bit(layout, stage):
     for (a, sent), (b, also_sent) in zip(plain, other):
         assert same(a, b)
         assert sent == also_sent
+
+
+def resumed(layout, stage, wire, folder, load):
+    """Two steps behind a checkpoint: it is written after two steps, or loaded."""
+    model, optimizer = parallel(start(layout), layout, stage, wire)
+    if load:
+        load_checkpoint(folder / "latest", model=model, optimizer=optimizer)
+    else:
+        steps(model, optimizer, layout, 0, 2)
+        save_checkpoint(folder, step=2, model=model, optimizer=optimizer)
+    return steps(model, optimizer, layout, 2, 4)
+
+
+@covering(1, ("layout", list(PAIRS)), ("stage", [0, 1, 2, 3]))
+def test_a_checkpoint_of_every_pair_of_axes_goes_on_with_the_same_bits(layout, stage, tmp_path):
+    stage, ranks = stage or int("copies" in layout), OF[layout][0]
+    wire = {**WIRES["int4, fed back"], **({"wire_weights": "int8"} if stage else {})}
+    whole, again = (
+        run_ranks(resumed, ranks, layout, stage, wire, tmp_path, load) for load in (False, True)
+    )
+    assert all(map(same, whole, again))
 
 
 def compiled(stage, wire):
