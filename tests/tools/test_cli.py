@@ -452,6 +452,13 @@ def test_a_rank_says_which_other_one_is_gone_and_when(monkeypatch, capsys):
     activity().step = None
 
 
+def test_a_terminal_of_another_alphabet_shows_escapes():
+    code = "from fastpar import cli; cli.main(['--version']); print('\\u4e16')"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    out = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert out == f"{__version__}\n\\u4e16\n"
+
+
 def test_what_is_said_decides_over_no_run(here):
     """Streams that are closed, full, left by their reader, or of another alphabet."""
     Path("text.txt").write_text("\u4e16\u754c and more words\n" * 300, encoding="utf-8")
