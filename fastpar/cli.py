@@ -126,7 +126,7 @@ def _open_streams(unfailing: bool) -> None:
             continue
         stream.reconfigure(errors="backslashreplace")
         if unfailing:
-            raw = io.BufferedWriter(_Unfailing(descriptor))  # type: ignore[type-var]
+            raw = io.BufferedWriter(_Unfailing(descriptor))
             lines = descriptor == 2 or stream.isatty()
             fresh = io.TextIOWrapper(raw, stream.encoding, stream.errors, None, lines)
             setattr(sys, name, fresh)
