@@ -149,7 +149,7 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
         ),
         ("train --config none.toml", "read_settings: expected a file of settings, got path=none.t"),
         ("train --config bad.toml", "train: expected a setting of `fastpar train --help-all` in b"),
-        ("train --data none.txt", "load_data: expected an existing path, got source=none.txt; gi"),
+        ("train --data none.txt", "load_data: expected an existing path, got source=none.txt in "),
         (
             "sample --out a",
             "fastpar sample: expected FOLDER without a flag, got --out; write `fastp",
