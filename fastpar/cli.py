@@ -107,8 +107,10 @@ class _Unfailing(io.RawIOBase):
 def _open_streams(unfailing: bool) -> None:
     """Descriptors 0 to 2 that are closed lead nowhere: a file would take their numbers.
 
+    Characters that the output does not have become escapes.
+
     Args:
-        unfailing: neither they nor characters that they do not have raise an error.
+        unfailing: what cannot be written raises no error.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -120,11 +122,13 @@ def _open_streams(unfailing: bool) -> None:
             stream = open(descriptor, "w" if descriptor else "r")  # noqa: SIM115
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-        if unfailing and descriptor and stream is getattr(sys, f"__{name}__"):
-            stream.flush()
-            raw = io.BufferedWriter(_Unfailing(descriptor))  # type: ignore[type-var]
+        if not descriptor or stream is not getattr(sys, f"__{name}__"):
+            continue
+        stream.reconfigure(errors="backslashreplace")
+        if unfailing:
+            raw = io.BufferedWriter(_Unfailing(descriptor))
             lines = descriptor == 2 or stream.isatty()
-            fresh = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", None, lines)
+            fresh = io.TextIOWrapper(raw, stream.encoding, stream.errors, None, lines)
             setattr(sys, name, fresh)
 
 

@@ -372,15 +372,15 @@ def _texts_in(file: Path, field: str) -> Iterator[Document]:
                 got = ", ".join(record) if isinstance(record, dict) else type(record).__name__
                 text = record[field]
                 got = type(text).__name__
-                text = "" if text is None else text.encode("utf-8", "replace")
+                encoded = b"" if text is None else text.encode("utf-8", "replace")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 got = f"JSONDecodeError: {error}" if isinstance(error, ValueError) else got
                 raise ValueError(
                     f"load_data: expected an object with a text under data_field={field}, got "
                     f"{got} in line {n} of {file}; set --data-field, or correct the line"
                 ) from None
-            if text.strip():
-                yield text
+            if encoded.strip():
+                yield encoded
 
 
 def _is_saved(folder: Path) -> bool:

@@ -44,6 +44,7 @@ from fastpar.train.sample import sample
 RULE = "=" * 60
 _EXAMPLE_TOKENS = 400
 TIME_IS_UP = -1  # why a run stopped early, beside the numbers of signals
+_WORDS = ("bible", "stdlib", "bytes", "chars", "gpt2", "bpe", "auto")  # no paths
 FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "loss.png", "latest")
 
 
@@ -261,8 +262,12 @@ class RunFolder:
     def _write_config(self, model: GPT, step: int, facts: dict[str, Any]) -> list[str]:
         """Writes config.json; what of an earlier one it changes, a setting an entry."""
         file = self.path / "config.json"
-        here = {"resume": False, "auto_resume": False, "out": str(self.path)}
-        settings = {**self.config.settings(), **here}
+        settings = self.config.settings()
+        settings |= {"resume": False, "auto_resume": False, "out": str(self.path)}
+        for name in ("data", "tokenizer", "init_from"):  # it may go on from another folder
+            value = settings[name]
+            if value and value not in _WORDS and os.path.exists(value):
+                settings[name] = os.path.abspath(value)
         old: dict[str, Any] = {"settings": settings, "starts": []}
         if file.exists() and (step or self.config.run.resume):
             old = json.loads(file.read_text(encoding="utf-8"))

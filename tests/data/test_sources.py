@@ -444,7 +444,7 @@ def test_a_folder_is_no_package(tmp_path, monkeypatch):
         ImportError, match=r"package datasets .*, got the folder .*datasets; run pip"
     ):
         open_source("hf:org/name")
-    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    del sys.modules["datasets"]
 
 
 def test_real_datasets_library_reads_a_local_dataset(tmp_path):

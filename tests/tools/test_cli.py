@@ -149,7 +149,7 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
         ),
         ("train --config none.toml", "read_settings: expected a file of settings, got path=none.t"),
         ("train --config bad.toml", "train: expected a setting of `fastpar train --help-all` in b"),
-        ("train --data none.txt", "load_data: expected an existing path, got source=none.txt; gi"),
+        ("train --data none.txt", "load_data: expected an existing path, got source=none.txt in "),
         (
             "sample --out a",
             "fastpar sample: expected FOLDER without a flag, got --out; write `fastp",
@@ -450,6 +450,13 @@ def test_a_rank_says_which_other_one_is_gone_and_when(monkeypatch, capsys):
     )
     assert capsys.readouterr().err.startswith(words)
     activity().step = None
+
+
+def test_a_terminal_of_another_alphabet_shows_escapes():
+    code = "from fastpar import cli; cli.main(['--version']); print('\\u4e16')"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    out = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert out == f"{__version__}\n\\u4e16\n"
 
 
 def test_what_is_said_decides_over_no_run(here):

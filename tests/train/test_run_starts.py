@@ -12,6 +12,7 @@ import pytest
 from test_cli import TRAIN, fastpar, here  # noqa: F401
 
 from fastpar.config.config import TrainConfig
+from fastpar.data.tokenizer import ByteTokenizer
 from fastpar.train.metrics import read_metrics
 from fastpar.train.run_folder import check_out
 from fastpar.train.run_lock import check_free, hold, release
@@ -173,6 +174,18 @@ def test_unset_takes_the_default_of_what_a_run_or_a_file_has_set(here):  # noqa:
     assert (config.parallel.zero_stage, config.run.seed, config.optim.lr) == (0, 1, 0.5)
     config = parse_train(["--config", "a.toml", "--unset=seed", "--lr", "0.25"])
     assert (config.run.seed, config.optim.lr) == (1, 0.25)
+
+
+def test_a_run_goes_on_from_another_folder(here, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """Its text and tokenizer are named by where they are, not from where it was started."""
+    ByteTokenizer().save("t")
+    train = TRAIN.replace("--tokenizer bytes", "--tokenizer t")
+    assert fastpar(f"{train} --out r") == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert fastpar(f"train --resume --out {tmp_path}/r --max-steps 3") == 0
+    assert set(re.findall(r"changed  (\w+)", capsys.readouterr().out)) == {"out", "max_steps"}
 
 
 def test_settings_of_ranks_that_are_not_there(here, capsys):  # noqa: F811
