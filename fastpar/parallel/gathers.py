@@ -12,8 +12,8 @@ modules. What is launched goes into a hash, which the control exchange compares.
 A module waits for its own parameters, not for the rest of its unit, if the last pass of this kind
 called it inside of the unit's forward; the unit waits at once for all others, which it may use
 without a call. After its forward all are there. What is compiled runs without the modules' hooks:
-where something is or was, units wait for all; so they do where modules that contain others have
-hooks of somebody else.
+once anybody has called torch.compile, units wait for all; so they do where modules that contain
+others have hooks of somebody else.
 
 [Note: when a unit is freed]
 Stage 3: after its forward, except the last one's, which backward needs next; in backward bucket by
@@ -359,7 +359,7 @@ class Gathers:
             self._inside.add(index)
         self._stay_last(module)
         looked_at = self._has_foreign_hooks(index)
-        calls = not (in_backward or looked_at or _may_be_compiled(module))
+        calls = not (in_backward or looked_at or _may_be_compiled())
         self.need(index, calls=calls)
         if looked_at and index == ROOT and not self.frees:
             self.launch_stale()
@@ -478,19 +478,12 @@ def _tensors(output: Any) -> Iterator[Tensor]:
                 yield from _tensors(getattr(x, field.name, None))
 
 
-def _may_be_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has seen any code, or will see this; see the note on waiting."""
-    # None also while another thread imports it.
-    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    return counters is not None and (
-        counters["frames"]["total"] > 0
-        or any(
-            m._compiled_call_impl is not None
-            or type(m).__name__ == "OptimizedModule"
-            or hasattr(m.__dict__.get("forward"), "_torchdynamo_orig_callable")
-            for m in module.modules()
-        )
-    )
+def _may_be_compiled() -> bool:
+    """Whether anybody has called torch.compile; see the note on waiting."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    patch = getattr(getattr(dynamo, "TorchPatcher", None), "patch", None)  # its first call does
+    calls = getattr(patch, "cache_info", None)
+    return dynamo is not None and (calls is None or calls().misses > 0)
 
 
 class _PartHook(Hook):

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from test_zero_awkward import SMALL, Net, backward, fill, gradients, set_mean
+from test_zero_awkward import SMALL, Net, backward, fill, gradients, loss_of, set_mean
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize, patch
@@ -15,6 +15,14 @@ from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 STEPS = 2
+
+
+def two_batches(model, i):
+    """Batches of two shapes, then a validation of a third one."""
+    backward(model, i)
+    loss_of(model, i, n=5).backward()
+    with torch.no_grad():
+        loss_of(model, i, n=2)
 
 
 def train(how, backend, stage, eager_steps):
@@ -34,7 +42,7 @@ def train(how, backend, stage, eager_steps):
                     block.forward = torch.compile(block.forward, backend=backend)
             if how == "model":
                 called = torch.compile(model, backend=backend)
-        backward(called, step * mesh.dp_size + mesh.dp_rank)
+        two_batches(called, step * mesh.dp_size + mesh.dp_rank)
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.state_dict())
@@ -47,7 +55,7 @@ def plain(world_size):
         parts = []
         for rank in range(world_size):
             model.zero_grad()
-            backward(model, step * world_size + rank)
+            two_batches(model, step * world_size + rank)
             parts.append(gradients(model))
         set_mean(model, parts)
         optimizer.step()
@@ -61,6 +69,7 @@ def plain(world_size):
         ("block", "eager", 3, 0),
         pytest.param("forward", "aot_eager", 3, 0, marks=pytest.mark.slow),
         pytest.param("model", "aot_eager", 3, 0, marks=pytest.mark.slow),
+        ("model", "eager", 1, 1),
         # A forward has learned which modules it calls.
         pytest.param("part", "eager", 1, 1, marks=pytest.mark.slow),
         pytest.param("forward", "eager", 1, 1, marks=pytest.mark.slow),
@@ -163,6 +172,6 @@ def while_it_is_imported():
 
 def test_another_thread_may_be_importing_the_compiler(monkeypatch):
     """Its modules are there, and have nothing in them yet."""
-    name = "torch._dynamo.utils"
+    name = "torch._dynamo.eval_frame"
     monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     run_ranks(while_it_is_imported, 2)
