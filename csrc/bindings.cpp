@@ -4,7 +4,6 @@
 
 #include <array>
 
-#include "ops_cuda.h"
 #include "simd.h"
 
 using fastpar::Address;
@@ -121,21 +120,6 @@ PYBIND11_MODULE(_C, m) {
         fastpar::gemm({at<const float>(a), a_row, a_column}, {at<const float>(b), b_row, b_column},
                       at<float>(c), ldc, rows, columns, k, accumulate, at<const float>(bias),
                       threads);
-      },
-      unlocked);
-  m.def("open_lt", &fastpar::open_lt);
-  m.def(
-      "matmul_lt",
-      [](const std::array<int64_t, 3>& a, const std::array<int64_t, 3>& b, Address d, Address bias,
-         Address aux, const std::array<int64_t, 3>& sizes, int dtype, int epilogue, int device,
-         Address workspace, int64_t workspace_bytes, Address stream) {
-        const auto matrix = [](const std::array<int64_t, 3>& x) {
-          return fastpar::LtMatrix{at<void>(static_cast<Address>(x[0])), x[1], x[2]};
-        };
-        fastpar::matmul_lt(
-            {matrix(a), matrix(b), at<void>(d), at<void>(bias), at<void>(aux), sizes[0], sizes[1],
-             sizes[2], dtype_of(dtype), epilogue, device, at<void>(workspace), workspace_bytes},
-            at<void>(stream));
       },
       unlocked);
   m.def(

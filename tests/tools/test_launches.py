@@ -35,14 +35,10 @@ SMALL = {"n_head": 2, "n_embd": 128, "vocab_size": 512, "block_size": 64}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("epilogues", "forward", "backward"),
-    [(False, 8, 18.5), (True, 7, 15)],  # of 30, 12 copied one gradient each
-)
-def test_a_layer_has_as_many_launches_as_it_should(epilogues, forward, backward):
-    found = row(GPTConfig(n_layer=4, **SMALL), epilogues=epilogues)
-    assert found["layer"]["forward"] == forward
-    assert found["layer"]["backward"] <= backward
+def test_a_layer_has_as_many_launches_as_it_should():
+    found = row(GPTConfig(n_layer=4, **SMALL))
+    assert found["layer"]["forward"] == 8
+    assert found["layer"]["backward"] <= 18.5  # of 30, 12 copied one gradient each
 
 
 @pytest.mark.slow
