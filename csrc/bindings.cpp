@@ -2,6 +2,8 @@
 // runtime in bindings_<op>.cpp.
 #include "bindings.h"
 
+#include <array>
+
 #include "ops_cuda.h"
 #include "simd.h"
 
@@ -168,26 +170,6 @@ PYBIND11_MODULE(_C, m) {
                       {at<const float>(b.address), b.stride[0], b.stride[1]},
                       static_cast<float*>(out), c.stride[0], rows, columns, k, accumulate,
                       bias.floats_or_null(columns, "bias"), threads);
-      },
-      unlocked);
-  m.def("open_lt", &fastpar::open_lt);
-  m.def(
-      "matmul_lt",
-      [](const View& a, const View& b, const Memory& d, const Memory& vector, const Memory& aux,
-         int epilogue, int device, const Memory& workspace, Address stream) {
-        const int64_t rows = a.size[0], k = a.size[1], columns = b.size[1];
-        const Dtype dtype = a.dtype("a");
-        FASTPAR_CHECK(a.dims == 2 && b.dims == 2 && b.type == a.type && b.size[0] == k,
-                      "matmul_lt: expected matrices [M, K] and [K, N] of one dtype, got K=", k,
-                      " and K=", b.size[0], "; use kernels/linear.py");
-        const auto matrix = [](const View& x) {
-          return fastpar::LtMatrix{at<void>(x.address), x.stride[0], x.stride[1]};
-        };
-        fastpar::matmul_lt({matrix(a), matrix(b), d.of(dtype, rows * columns, "d"),
-                            vector.of(dtype, vector.numel, "vector"),
-                            aux ? aux.of(dtype, rows * columns, "aux") : nullptr, rows, columns, k,
-                            dtype, epilogue, device, at<void>(workspace.address), workspace.numel},
-                           at<void>(stream));
       },
       unlocked);
   m.def(

@@ -3,8 +3,6 @@
 // `stream` of the current device and never waited for. The results have the bits of the CPU's.
 #pragma once
 
-#include <string>
-
 #include "ops.h"
 
 namespace fastpar {
@@ -45,29 +43,5 @@ void quantize_blockwise_cuda(const void* x, Dtype x_dtype, void* error, Dtype er
                              uint64_t first_index, Stream stream);
 void dequantize_blockwise_cuda(const QuantizeBlocks& from, void* out, Dtype out_dtype, int64_t n,
                                Stream stream);
-
-// A matrix of 16-bit elements and its strides, one of which is 1.
-struct LtMatrix {
-  void* data;
-  int64_t row, column;
-};
-
-// d[m, n] = epilogue(a[m, k] @ b[k, n]), d and aux contiguous. epilogue is cublasLt's number; bias
-// and aux are what it reads or writes (kernels/linear.py).
-struct LtProduct {
-  LtMatrix a, b;
-  void *d, *bias, *aux;
-  int64_t m, n, k;
-  Dtype dtype;
-  int epilogue, device;
-  void* workspace;
-  int64_t workspace_bytes;
-};
-
-// Opens cublasLt by the name of its file; why it cannot be, "" where it is open.
-std::string open_lt(const std::string& name);
-
-// One or two launches by cublasLt, on the current device, which is p.device.
-void matmul_lt(const LtProduct& p, Stream stream);
 
 }  // namespace fastpar

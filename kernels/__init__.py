@@ -50,8 +50,7 @@ else:
         cross_entropy_shard_grad,
     )
     from fastpar.kernels.embedding import embedding
-    from fastpar.kernels.gelu import bias_gelu
-    from fastpar.kernels.gelu_mlp import gelu_mlp
+    from fastpar.kernels.gelu import bias_gelu, gelu_mlp
     from fastpar.kernels.global_norm import global_norm
     from fastpar.kernels.grouped_linear import grouped_linear
     from fastpar.kernels.layer_norm import (

@@ -55,15 +55,8 @@ OPS = {
     "residual_layer_norm": ("cpp: layer_norm_cpu.cpp", "triton: layer_norm_triton.py"),
     "residual_rms_norm": ("cpp: layer_norm_cpu.cpp", "triton: layer_norm_triton.py"),
     "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "triton: gelu_triton.py"),
-    "gelu_mlp": (
-        "{gemm} (fp32) or torch (16 bits), cpp: gelu_cpu.cpp between",
-        "torch, triton: gelu_triton.py between; cublasLt's epilogues where proven faster",
-    ),
     "embedding": ("torch; cpp: dropout_cpu.cpp", "triton: embedding_triton.py"),
-    "linear": (
-        "{gemm} (fp32); torch (16 bits)",
-        "torch; dbias by cublasLt's epilogue where proven faster",
-    ),
+    "linear": ("{gemm} (fp32); torch (16 bits)", "torch"),
     "linear_fp8": (
         "products by {gemm}, of values rounded by torch (emulate)",
         "triton: linear_fp8_triton.py (casts, products with blocks); torch's scaled products",

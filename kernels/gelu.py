@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastpar.kernels import _C
 from fastpar.kernels.backend import triton_module, use_cpp, use_triton
+from fastpar.kernels.linear import linear
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
 
 _FORMS = ("none", "tanh")  # torch's names, by whether it is the tanh form
@@ -164,3 +165,25 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
                 "move one of them"
             )
     return _bias_gelu(x, bias, approximate == "tanh")
+
+
+def gelu_mlp(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None = None,
+) -> Tensor:
+    """gelu(x @ weight1.T + bias1) @ weight2.T + bias2 by linear, bias_gelu (tanh form) and linear.
+
+    Args:
+        x: [..., C]; weight1: [F, C]; bias1: [F] or None.
+        weight2: [G, F]; bias2: [G] or None.
+    Returns:
+        y: [..., G]. x, the weights and two tensors [..., F] are kept for backward.
+    Raises:
+        ValueError, RuntimeError: of these ops.
+    Deterministic: yes, bitwise.
+    Oracle: fastpar.kernels.reference.gelu_mlp_ref
+    """
+    return linear(bias_gelu(linear(x, weight1), bias1), weight2, bias2)

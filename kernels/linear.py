@@ -3,19 +3,14 @@
     y = x @ weight.T + bias
     dx = dy @ weight,  dweight = dy.T @ x,  dbias = sum of dy over the rows
 
-On CUDA, and in 16 bits, these are torch's own GEMMs; on CUDA dbias comes out of dweight's product
-where a proof allows it, [Note: epilogues]. In fp32 on CPU torch calls MKL, which uses
-AVX-512 on Intel machines only. On other makers' AVX-512 machines the products are our own
-(csrc/gemm_cpu.cpp): on one EPYC 9005 core, at GPT-2's shapes, 190 to 220 Gflop/s against MKL's 100.
+On CUDA, and in 16 bits, these are torch's own GEMMs: with GELU or sums over rows in cublasLt's
+epilogues forward and backward took longer together (an H200, C=768). In fp32 on CPU torch calls
+MKL, which uses AVX-512 on Intel machines only. On other makers' AVX-512 machines the products are
+our own (csrc/gemm_cpu.cpp): on one EPYC 9005 core, at GPT-2's shapes, 190 to 220 Gflop/s against
+MKL's 100.
 oneDNN, which torch also has, is as fast but allocates every result and sums in one long chain, so
 that its error is 2 to 3 times MKL's; ours is below MKL's. They read any strides.
 Saved for backward: x and weight, the inputs.
-
-[Note: epilogues] cublasLt can change a product before it is stored, which saves a pass over it.
-Used where a proof allows it (use_epilogues), with 16-bit tensors on CUDA, by csrc/linear_lt.cpp:
-    GELU_AUX_BIAS  aux = a @ b + vector, result gelu(aux), in the tanh form
-    DGELU_BGRAD    result (a @ b) * gelu'(aux), vector = its sums over the rows
-    BGRADB         result a @ b, vector = the sums of a over its columns
 
 [Note: wide gradients] A 16-bit product is summed in fp32. Where gradients are kept in fp32 the one
 that gives dweight is stored, or added, as it is, instead of being rounded to 16 bits and copied:
@@ -25,8 +20,6 @@ it (use_wide), so not under torch.use_deterministic_algorithms: results would de
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -36,15 +29,12 @@ from torch import Tensor
 
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import has_gemm
-from fastpar.kernels.choice import is_proven, is_real, is_trying, may_run
+from fastpar.kernels.choice import is_proven, is_real, may_run
 from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_double_backward
 from fastpar.kernels.weight_gradients import place_for, queue_for
 
 if TYPE_CHECKING:
     from fastpar.kernels.linear_fp8 import Fp8
-
-GELU_AUX_BIAS, DGELU_BGRAD, BGRADB = 164, 208, 512  # cublasLtEpilogue_t
-_WORKSPACE_BYTES = 32 << 20  # as NVIDIA recommends for sm_90
 
 # Multiply-adds of a product from which ours is faster than MKL's: measured equal at 64^3.
 _OURS_FROM = 1 << 18
@@ -136,88 +126,6 @@ def use_wide(x: Tensor) -> bool:
     return is_real(x) and is_plain(x) and is_proven("weight_gradient", x)
 
 
-@functools.cache
-def why_no_epilogues() -> str:
-    """Why cublasLt cannot be opened here, "" where it is open."""
-    if _C is None or torch.version.cuda is None:
-        return "no compiled module" if _C is None else "this torch has no CUDA"
-    return str(_C.open_lt(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}"))
-
-
-def use_epilogues(op: str, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether op is served by cublasLt's epilogues, for these operands and vectors; see the note.
-
-    Not while a graph is traced, where torch.compile fuses what it is given; not with a backend that
-    is forced.
-    """
-    if x.dtype not in (torch.bfloat16, torch.float16) or backend.choice != "auto":
-        return False
-    if not (x.is_cuda or backend.cuda_on_cpu):
-        return False
-    for t in (x, *others):
-        if t is None:
-            continue
-        if (
-            not t.numel()
-            or t.dtype != x.dtype
-            or t.device != x.device
-            or not (is_real(t) and is_plain(t))
-        ):
-            return False
-        widths = t.shape[-1:] if t is x else t.shape
-        if not t.is_contiguous() or any(n % 8 for n in widths) or t.data_ptr() % 16:
-            return False
-    return not why_no_epilogues() and is_proven(op, x)
-
-
-@functools.cache
-def _kept_workspace(device: torch.device, stream: int) -> Tensor:
-    """32 MiB that the products of a stream share: they run one after another."""
-    with torch.inference_mode(False):
-        return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-
-
-def _workspace(x: Tensor, stream: int) -> Tensor:
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        # The graph's own: it may be replayed on another stream, beside this one's products.
-        return x.new_empty(_WORKSPACE_BYTES, dtype=torch.uint8)
-    return _kept_workspace(x.device, stream)
-
-
-def matmul_lt(
-    a: Tensor, b: Tensor, epilogue: int, vector: Tensor, aux: Tensor | None = None
-) -> Tensor:
-    """a [M, K] @ b [K, N] with an epilogue, outside autograd; see the note for vector and aux.
-
-    a and b have a stride of 1 in one dimension, aux is [M, N] and contiguous.
-    """
-    out = a.new_empty(a.shape[0], b.shape[1])
-    try:
-        with torch.cuda.device_of(a):
-            stream = backend.cuda_stream(a)
-            workspace = _workspace(a, stream)
-            _C.matmul_lt(a, b, out, vector, aux, epilogue, a.get_device(), workspace, stream)
-    except RuntimeError as error:  # a size or an address that the proof did not meet
-        if is_trying():
-            raise
-        warnings.warn(f"{error}; computed by torch", stacklevel=2)
-        return _without_epilogue(a, b, epilogue, vector, aux)
-    return out
-
-
-def _without_epilogue(
-    a: Tensor, b: Tensor, epilogue: int, vector: Tensor, aux: Tensor | None
-) -> Tensor:
-    """What matmul_lt computes, by torch's functions."""
-    if epilogue == GELU_AUX_BIAS:
-        return F.gelu(torch.addmm(vector, a, b, out=aux), approximate="tanh")
-    out = a @ b
-    if epilogue == DGELU_BGRAD:
-        out = torch.ops.aten.gelu_backward(out, aux, approximate="tanh")
-    vector.copy_(a.sum(1) if epilogue == BGRADB else out.sum(0))
-    return out
-
-
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [..., F] of x [..., C] and weight [F, C]."""
     y = matmul(x.reshape(-1, x.shape[-1]), weight.t(), bias=bias)
@@ -278,13 +186,12 @@ define_autograd(_linear, _setup_context, _backward)
 
 
 class _OwnBackward(torch.autograd.Function):
-    """The same layer, whose weight's gradient waits, has a place (weight_gradients.py), or comes
-    with the bias's out of one product (fused; [Note: epilogues])."""
+    """The same layer, whose weight's gradient waits or has a place (weight_gradients.py)."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, queue, place, fused):
+    def forward(ctx, x, weight, bias, queue, place):
         ctx.save_for_backward(x, weight)
-        ctx.queue, ctx.place, ctx.weight, ctx.fused = queue, place, weight, fused
+        ctx.queue, ctx.place, ctx.weight = queue, place, weight
         ctx.wide = queue is not None and use_wide(x)
         return _at_once(x, weight, bias)
 
@@ -292,24 +199,22 @@ class _OwnBackward(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
-        found, fused = None, False
+        found = None
         if ctx.queue is None and need_dweight and is_plain(dy) and not torch.is_grad_enabled():
-            fused = ctx.fused and need_dbias
-            found = None if fused or ctx.place is None else ctx.place(ctx.weight)
-        at_once = need_dweight and ctx.queue is None and found is None and not fused
-        needed = (need_dx, at_once, need_dbias and not fused)
+            found = ctx.place(ctx.weight)
+        needed = (need_dx, need_dweight and ctx.queue is None and found is None, need_dbias)
         if _is_ours(x, weight):  # may be asked for what only the op knows: batches of dy
             refuse_double_backward("linear")
             grads = _linear_bwd(dy, x, weight, *needed)
         else:
             grads = linear_bwd(dy, x, weight, *needed)
         dx, dweight, dbias = (grad if need else None for grad, need in zip(grads, needed))
-        if ctx.queue is None and found is None and not fused:
-            return dx, dweight, dbias, None, None, None
+        if ctx.queue is None and found is None:
+            return dx, dweight, dbias, None, None
         rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         if ctx.queue is not None:
             ctx.queue.later(ctx.weight, _product_later(rows.t(), x_rows, ctx.wide))
-        elif found is not None:
+        else:
             out, add = found
             if out.dtype != weight.dtype:
                 wide_product(rows.t(), x_rows, out, add=add)
@@ -317,10 +222,7 @@ class _OwnBackward(torch.autograd.Function):
                 add_matmul_(out, rows.t(), x_rows)
             else:
                 dweight = matmul(rows.t(), x_rows, out=out)
-        else:
-            dbias = x.new_empty(weight.shape[0])
-            dweight = matmul_lt(rows.contiguous().t(), x_rows, BGRADB, dbias)
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None, None
 
 
 def _product_later(a: Tensor, b: Tensor, wide: bool) -> Callable[[Tensor | None], Tensor]:
@@ -365,18 +267,10 @@ def linear(
     queue, place = queue_for(weight), place_for(weight)
     if place is None and queue is None and use_wide(x):
         place = place_for(weight, "fastpar_wide_place")
-    fused = bias is not None and _is_fused(x, weight, bias)
-    if queue is not None or place is not None or fused:
-        y: Tensor = _OwnBackward.apply(x, weight, bias, queue, place, fused)
+    if queue is not None or place is not None:
+        y: Tensor = _OwnBackward.apply(x, weight, bias, queue, place)
         return y
     return _at_once(x, weight, bias)
-
-
-def _is_fused(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether the gradients of weight and bias come out of one product."""
-    if not (bias.requires_grad and weight.requires_grad and torch.is_grad_enabled()):
-        return False
-    return not torch.is_autocast_enabled(x.device.type) and use_epilogues("linear", x, weight, bias)
 
 
 def _is_ours(x: Tensor, weight: Tensor) -> bool:

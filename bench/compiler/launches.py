@@ -2,7 +2,6 @@
 
     python -m bench launches                    a table, for 124M in bf16 with fp32 master weights
     python -m bench launches --write LABEL      and its rows: bench/results/launches/LABEL.json
-    python -m bench launches --epilogues        where cublasLt's epilogues are proven (linear.py)
     python -m bench launches --fp8 tensor       with products in 8 bits (row, block, tensor), and
                              --fp8 tensor-fp8   with weight gradients in 8 bits, too
 
@@ -24,8 +23,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -115,25 +113,13 @@ def _launches(func: Any, name: str, args: Any, result: Any) -> int:
     return int(not (name in NO_KERNEL or is_view or empty))
 
 
-def _product(a: Tensor, b: Tensor, *epilogue: Any) -> Tensor:
-    """In matmul_lt's place: one launch, whatever its epilogue computes."""
-    return a @ b
-
-
 @contextmanager
-def as_on_a_gpu(epilogues: bool = False) -> Iterator[None]:
-    """Triton's kernels are recorded, and gradients brought into buckets, as on a GPU; epilogues:
-    one on which cublasLt's are proven."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.multiple(backend, choice="triton", recording=True))
-        stack.enter_context(patch.dict(WAIT_BYTES, cpu=WAIT_BYTES["cuda"]))
-        names: dict[str, Any] = {"matmul_lt": _product, "use_epilogues": lambda *call: True}
-        for name in ("linear", "gelu_mlp") if epilogues else ():
-            module = import_module(f"fastpar.kernels.{name}")  # the function hides it
-            stack.enter_context(patch.multiple(module, **names))
-        if epilogues:  # the mode that counts watches all tensors
-            linear = import_module("fastpar.kernels.linear")
-            stack.enter_context(patch.object(linear, "is_plain", lambda x: True))
+def as_on_a_gpu() -> Iterator[None]:
+    """Triton's kernels are recorded, and gradients brought into buckets, as on a GPU."""
+    with (
+        patch.multiple(backend, choice="triton", recording=True),
+        patch.dict(WAIT_BYTES, cpu=WAIT_BYTES["cuda"]),
+    ):
         yield
 
 
@@ -160,20 +146,18 @@ def fp8_counted(mode: Launches) -> Iterator[None]:
         yield
 
 
-def count(
-    config: GPTConfig, tokens: int = 64, *, epilogues: bool = False, fp8: str = ""
-) -> Counter[tuple[str, str]]:
+def count(config: GPTConfig, tokens: int = 64, *, fp8: str = "") -> Counter[tuple[str, str]]:
     """The launches of one step in its steady state, by part and kernel."""
     model = GPT(config).to(torch.bfloat16)
     if fp8:
         scaling, _, of_weight = fp8.partition("-")
         use_fp8(model, "all", scaling=scaling, weight_gradient=of_weight or "bf16")
-    with as_on_a_gpu(epilogues):
+    with as_on_a_gpu():
         parallelize(model, Mesh(device="cpu"), grad_dtype=torch.float32)
     opt = AdamW(model.parameters(), lr=1e-4, master_weights=True, max_grad_norm=1.0)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     for counted in (False, True):
-        with as_on_a_gpu(epilogues), Launches() as mode, fp8_counted(mode):
+        with as_on_a_gpu(), Launches() as mode, fp8_counted(mode):
             loss = model(ids, ids)
             mode.part = "backward"
             loss.backward()
@@ -207,12 +191,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", default="gpt2", help="a preset of GPTConfig")
     parser.add_argument("--write", metavar="LABEL", help="the name of a result file")
-    parser.add_argument("--epilogues", action="store_true", help="as if they were proven")
     parser.add_argument(
         "--fp8", default="", help="products in 8 bits: row, block, tensor or tensor-fp8"
     )
     args = parser.parse_args(argv)
-    found = row(GPTConfig.preset(args.model), epilogues=args.epilogues, fp8=args.fp8)
+    found = row(GPTConfig.preset(args.model), fp8=args.fp8)
     print(f"{found['launches']} launches a step of {args.model}, bf16 with fp32 master weights")
     for part in PARTS:
         print(f"{part:<9} {found['parts'][part]:>4}, a layer {found['layer'][part]:g}")

@@ -41,7 +41,6 @@ from fastpar.doctor.cases import (
     gelus,
     linears,
     losses,
-    mlps,
     norms,
     orthogonals,
 )
@@ -124,7 +123,6 @@ def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> lis
                 *found,
                 *linears(16, ((32, 48),)),
                 *weight_gradients(16, ((32, 48),)),
-                *mlps(16, 32),
                 *experts(16, 24),
                 *orthogonals(((24, 32),)),
                 *adamw_steps(1003),
@@ -143,7 +141,6 @@ def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> lis
         *dropouts((2, 32, 768), device),
         *linears(256, ((768, 2304), (768, 3072), (3072, 768), (127, 1))),
         *weight_gradients(256, ((768, 3072), (3072, 768))),
-        *mlps(256, 768),
         *experts(256, 384),
         *orthogonals(((768, 768), (3072, 768), (63, 127))),
         *adamw_steps(100_003),

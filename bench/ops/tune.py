@@ -1,10 +1,10 @@
 """`python -m bench tune`: the tuning list, which a GPU decides: alternatives of ops, as data.
 
 Alternatives of two kinds: configs of a table of kernels/ (tiles, warps, stages, L2 sections), and
-implementations of an op (own, torch's, others' attention, cublasLt's epilogues), which proofs
-choose. The list is worked through longest expected gain first, as long as --minutes allow. An
-alternative that breaks the 2x rule or gives other bits in a second call is refused, by the doctor's
-trial; those that are right are timed in turn at GPT-2's shapes, and the fastest is chosen.
+implementations of an op (own, torch's, others' attention), which proofs choose. The list is worked
+through longest expected gain first, as long as --minutes allow. An alternative that breaks the 2x
+rule or gives other bits in a second call is refused, by the doctor's trial; those that are right
+are timed in turn at GPT-2's shapes, and the fastest is chosen.
 
     python -m bench tune --minutes 10                   the whole list
     python -m bench tune "bwd_dq" gelu                  places whose name holds one of these
@@ -105,8 +105,6 @@ class Outcome:
 GAINS = {
     "attention": 6.0,
     "attention_masked": 1.0,
-    "gelu_mlp": 3.5,
-    "linear": 0.3,
     "weight_gradient": 0.1,
     "layer_norm": 0.1,
 }
@@ -294,7 +292,7 @@ class Session:
             elif config != entry.table.get(self.arch, *entry.place):
                 entry.table.write(self.arch, entry.place, config)
                 environment.cache_clear()  # proofs are of kernels with their tables
-                # Of the ops that run the same kernels: all norms, both losses, GELU and gelu_mlp.
+                # Of the ops that run the same kernels: all norms, both losses, GELU.
                 kind = entry.case.op.removesuffix("_masked").rpartition("_")[2]
                 self.proofs = {c: p for c, p in self.proofs.items() if kind not in c.op}
         rows = [row_of(case, proof) for case, proof in self.proofs.items()]

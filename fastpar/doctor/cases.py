@@ -25,7 +25,6 @@ from fastpar.kernels import (
     cross_entropy,
     dropout,
     embedding,
-    gelu_mlp,
     grouped_linear,
     layer_norm,
     linear,
@@ -183,29 +182,6 @@ def gelus(rows: int, widths: tuple[int, ...]) -> Iterator[ErrorCase]:
                 functools.partial(reference.bias_gelu_ref, approximate=approximate),
                 lambda x, b, kind=approximate: F.gelu(x + b, approximate=kind),
             )
-
-
-def mlps(rows: int, C: int) -> Iterator[ErrorCase]:
-    """A GPT's MLP; then values beyond GELU's bend; then GELU as it is, by a second layer that
-    changes nothing: in sums over hidden values its errors would not be seen."""
-
-    def eager(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor | None = None) -> Tensor:
-        return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
-
-    kinds = (("", rows, 4 * C, C), ("std 30", 63, 72, 16), ("as it is", 63, 64, 64))
-    for how, N, hidden, out in kinds:
-
-        def make(draw: Draw, how: str = how, N: int = N, H: int = hidden, out: int = out) -> Inputs:
-            x = draw(N, C) * (30.0 if how == "std 30" else 1.0)
-            weight2 = draw(out, H) * H**-0.5
-            if how == "as it is":
-                weight2 = torch.eye(H, dtype=torch.float32, device="cpu").to(weight2)
-            inputs = {"x": x, "weight1": draw(H, C) * C**-0.5, "bias1": draw(H)}
-            inputs["weight2"] = weight2
-            return inputs if how else inputs | {"bias2": draw(out)}
-
-        shape = f"N={N} {C}->{hidden}->{out} {how}".strip()
-        yield ErrorCase("gelu_mlp", shape, make, gelu_mlp, reference.gelu_mlp_ref, eager)
 
 
 def losses(rows: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[ErrorCase]:

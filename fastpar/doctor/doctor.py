@@ -31,7 +31,6 @@ from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, DeviceLost, prove
 from fastpar.doctor.warm import warm
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
-from fastpar.kernels.linear import why_no_epilogues
 
 MOST_ROWS = 1 << 15  # of a timed call
 
@@ -249,8 +248,6 @@ def cases_of_model(
     }  # fmt: skip
     if device == "cuda":  # on a CPU it is torch's
         model["embedding"] = C
-        if tp == 1 and not why_no_epilogues():
-            model["gelu_mlp"] = model["linear"] = C
     wide = (C, 4 * C) if device == "cuda" and tp == 1 and dtype.itemsize == 2 else ()
     eight_bits = (C, 4 * C // tp) if fp8 and device == "cuda" and dtype == torch.bfloat16 else ()
     flat = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")

@@ -22,9 +22,7 @@ from fastpar.doctor.cases import (
     embeddings,
     experts,
     gelus,
-    linears,
     losses,
-    mlps,
     norms,
 )
 from fastpar.kernels import (
@@ -194,8 +192,6 @@ def _builders(size: int, device: str) -> dict[str, Callable[[int], Iterator[Erro
             lambda n: norms(n, (size,), device),
         ),
         "bias_gelu": lambda n: gelus(n, (size,)),
-        "gelu_mlp": lambda n: mlps(n, size),
-        "linear": lambda n: linears(n, ((size, 3 * size), (size, 8))),
         "linear_fp8": lambda n: linears_fp8(n, size),
         "grouped_linear": lambda n: experts(n, size),
         "weight_gradient": lambda n: weight_gradients(n, ((size, 3 * size), (size, 8))),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastpar.config.config import GPTConfig
 from fastpar.experts.balance import Losses
 from fastpar.experts.mixture import Experts
-from fastpar.kernels import bias_gelu, gelu_mlp
+from fastpar.kernels import bias_gelu
 from fastpar.models.parts import Weights
 from fastpar.sharding.placements import Shard, State
 from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
@@ -37,8 +37,6 @@ class MLP(nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         fc, proj = self.c_fc, self.c_proj
-        if self.tp is None and fc.fp8 is None:
-            return gelu_mlp(y, fc.weight, fc.bias, proj.weight, proj.bias)
         y = column_linear(y, fc.weight, tp=self.tp, fp8=fc.fp8)
         y = bias_gelu(y, fc.bias)  # [..., F/tp]
         return row_linear(y, proj.weight, proj.bias, self.tp, fp8=proj.fp8)  # [..., C]

@@ -143,8 +143,8 @@ def test_an_error_that_leaves_the_gpu_alone_is_of_one_kernel(monkeypatch):
 
     monkeypatch.setattr(proof_cases.ErrorCase, "measure", refuse)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = proof_cases.proof_cases("linear", 96, "cpu", 64)
-    case = Case("cuda", "linear", torch.float32, 96)
+    found = proof_cases.proof_cases("weight_gradient", 96, "cpu", 64)
+    case = Case("cuda", "weight_gradient", torch.bfloat16, 96)
     assert "too many resources" in trial.what_is_wrong(case, found)
     other = trial.DeviceLost(case, "own/flash", "at T=64: CUDA error").proof
     assert (other.chosen, other.wrong, [peer.name for peer in other.peers]) == (OWN, "", ["flash"])

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from cells import sweep
 from same_bits import same_bits_everywhere
 
-from fastpar.kernels import backend, bias_gelu
-from fastpar.kernels.reference import bias_gelu_ref
+from fastpar.kernels import backend, bias_gelu, gelu_mlp
+from fastpar.kernels.reference import bias_gelu_ref, gelu_mlp_ref
 from fastpar.testing import assert_matches_oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -139,3 +139,16 @@ def test_errors():
         bias_gelu(x, torch.ones(3, device="meta"))
     with pytest.raises(ValueError, match=r"expected a floating dtype, got x=torch.int64"):
         bias_gelu(x.long())
+
+
+@sweep("dtype", [torch.float32, torch.bfloat16])
+def test_an_mlp_matches_its_oracle(dtype):
+    x, weight1, weight2 = torch.randn(5, 7, 24), torch.randn(40, 24), torch.randn(16, 40)
+    inputs = [x, weight1, torch.randn(40), weight2, torch.randn(16)]
+    inputs = [t.to(dtype).requires_grad_() for t in inputs]
+
+    def plain(x, weight1, bias1, weight2, bias2=None):
+        return F.linear(F.gelu(F.linear(x, weight1, bias1), approximate="tanh"), weight2, bias2)
+
+    assert_matches_oracle(gelu_mlp, gelu_mlp_ref, inputs, eager=plain)
+    assert_matches_oracle(gelu_mlp, gelu_mlp_ref, inputs[:4], eager=plain)

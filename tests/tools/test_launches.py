@@ -39,7 +39,6 @@ SMALL = {"n_head": 2, "n_embd": 128, "vocab_size": 512, "block_size": 64}
     ("options", "forward", "backward"),
     [
         ({}, 8, 18.5),  # of 30, 12 copied one gradient each
-        ({"epilogues": True}, 7, 15),
         ({"fp8": "tensor-fp8"}, 16, 31.5),  # of four layers: 8 casts; 8 casts, 4 notes
     ],
 )
