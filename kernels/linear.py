@@ -20,6 +20,7 @@ it (use_wide), so not under torch.use_deterministic_algorithms: results would de
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 

@@ -130,7 +130,9 @@ def parallelize(
         accumulate: "shard" reduces every backward into the shard; "full" keeps whole gradients
             until backward number grad_accum_steps since the last step, or step() if fewer come.
         units: modules, or their types, whose parameters are gathered together; None: the elements
-            of ModuleLists and Sequentials.
+            of ModuleLists and Sequentials except torch's RNN cells. At stage 3 all ranks call a
+            unit equally often in a forward, or some not at all: leave out what runs once a time
+            step over lengths that differ between ranks.
         prefetch: units gathered ahead of use.
         deterministic: sums over ranks and micro-batches in a fixed tree, so that the same bits come
             out at every stage and for any split of equal micro-batches into ranks and accumulation

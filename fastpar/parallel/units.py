@@ -1,8 +1,8 @@
 """Which modules of a model are gathered together, and what hangs on modules and parameters.
 
 A unit is a block of the model: an element of a ModuleList or Sequential. Parameters outside of all
-blocks, and those that several blocks share, belong to the root unit, which is needed from the
-beginning of a forward to the end of its backward.
+blocks, those that several blocks share, and torch's RNN cells belong to the root unit, which is
+needed from the beginning of a forward to the end of its backward.
 
 Links and hooks are empty in copies and pickles: a model can be copied and saved with them on it,
 and the copy has no engine.
@@ -151,7 +151,8 @@ def _elements(module: nn.Module) -> list[nn.Module]:
     found = []
     for child in module.children():
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+        # Cells are called once a time step, perhaps more often on one rank than on another.
+        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.RNNCellBase):
             found.append(child)
         else:
             found.extend(_elements(child))

@@ -227,3 +227,37 @@ def test_what_a_failed_forward_says_is_not_drowned():
                 model(torch.zeros(1, C), path)
 
     run_ranks(run, 2)
+
+
+def test_cells_that_ranks_call_differently_often():
+    """Recurrent layers over sequences of a rank's own length: every stage is stage 0."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells = nn.ModuleList((nn.GRUCell(C, C), nn.RNNCell(C, C)))
+
+        def forward(self, x):
+            first = second = torch.zeros(1, C)
+            for row in x:
+                first = self.cells[0](row[None], first)
+                second = self.cells[1](first, second)
+            return second.square().sum()
+
+    def rank(stage):
+        mesh, model = Mesh(), Recurrent()
+        with torch.no_grad():  # not drawn: ranks are threads, and share the generator
+            for i, p in enumerate(model.parameters()):
+                p.copy_(torch.linspace(-0.5, 0.5, p.numel()).roll(i).view(p.shape))
+        parallelize(model, mesh, zero_stage=stage, first_bucket_mb=1e-4)
+        losses = []
+        for lengths in ((2, 3), (3, 1), (1, 4)):
+            loss = model(torch.ones(lengths[mesh.rank], C) / 3)
+            loss.backward()
+            sgd_step(engine_of(model))
+            losses.append(loss.item())
+        return losses
+
+    expected = run_ranks(rank, 2, 0)
+    for stage in (1, 2, 3):
+        assert run_ranks(rank, 2, stage, timeout_s=20) == expected
