@@ -318,7 +318,10 @@ def same_run(base: Found, changes: Found, within: float = 0.0) -> Found:
     """A run with changes has the losses of the run without: bit for bit, or within a distance."""
     with tempfile.TemporaryDirectory() as folder:
         write_ids(folder)
-        plain, changed = losses_of(folder, "a", **base), losses_of(folder, "b", **base, **changes)
+        plain, changed = (
+            losses_of(folder, "a", **base),
+            losses_of(folder, "b", **{**base, **changes}),
+        )
     off = max(abs(a - b) for a, b in zip(plain, changed, strict=True))
     assert off <= within, f"losses differ by {off:.3g}: {plain} {changed}"
     assert RUN.quick or plain[-1] < plain[0] - 0.1, f"the loss did not fall: {plain}"
@@ -345,7 +348,8 @@ ENGINE: list[tuple[str, Callable[[], Found], bool]] = [  # whether a CPU can run
     ("recomputation", partial(same_run, {}, {"activation_checkpointing": "full"}), True),
     ("resume, deterministic", partial(resumed, {"deterministic": True}), True),
     ("muon", partial(resumed, {"optimizer": "muon"}), True),
-    ("cuda_graphs", partial(same_run, {}, {"cuda_graphs": True}), False),
+    ("cuda_graphs",
+     partial(same_run, {"cuda_graphs": False}, {"cuda_graphs": True}), False),
     ("offload optimizer", partial(same_run, {}, {"offload": "optimizer"}), False),
     ("offload parameters",
      partial(same_run, {}, {"offload": "parameters", "zero_stage": 3}), False),

@@ -119,10 +119,9 @@ def check_grid(parallel: ParallelSettings, values: dict[str, Any]) -> None:
         return
     sizes_of_grid(grid, values)
     for name, usual in (
-        *(("n_expert", 0), ("optimizer", "adamw"), ("compile", False), ("cuda_graphs", False)),
+        *(("n_expert", 0), ("optimizer", "adamw"), ("compile", False), ("fp8", "none")),
         *(("sequence_parallel", True), ("offload", "none"), ("offload_activations", False)),
-        *(("pack", "stream"), ("fp8", "none"), ("replicas", 1), ("node_size", None)),
-        *(("secondary_shards", False),),
+        *(("pack", "stream"), ("replicas", 1), ("node_size", None), ("secondary_shards", False)),
     ):
         if values[name] != usual:
             raise ValueError(
@@ -221,7 +220,6 @@ def check_fp8(system: SystemSettings, shape: ModelSettings, parallel: ParallelSe
     beside: dict[str, tuple[bool, Any]] = {
         "n_expert": (shape.n_expert > 0, shape.n_expert),
         "compile": (system.compile, True),
-        "cuda_graphs": (system.cuda_graphs, True),
         "activation_checkpointing": (parallel.activation_checkpointing == "selective", "selective"),
         "schedule": (parallel.pp > 1 and parallel.schedule.startswith("zb"), parallel.schedule),
     }

@@ -125,13 +125,20 @@ class TrainConfig(TrainFlags):
         check_fp8(self.system, self.shape, self.parallel)
         if self.system.fp8 != "none" and self.shape.init_from is None:
             check_fp8_widths(self.system, self.parallel.tp, self.model_config(vocab_size=1))
-        for name, allowed, why in _GRAPHED if self.system.cuda_graphs else ():
-            value = self.settings()[name]
-            if value not in allowed:
-                raise ValueError(
-                    f"train: expected {name} {' or '.join(map(str, allowed))} with cuda_graphs: "
-                    f"{why}, got {name}={value}; change {option(name)}, or leave --cuda-graphs out"
+        why = self.why_no_graphs()
+        if self.system.cuda_graphs and why:
+            raise ValueError(f"train: expected {why}")
+
+    def why_no_graphs(self) -> str:
+        """What CUDA graphs would need in the place of a setting; "" where all settings fit."""
+        values = self.settings()
+        for name, allowed, why in _GRAPHED:
+            if values[name] not in allowed:
+                return (
+                    f"{name} {' or '.join(map(str, allowed))} with cuda_graphs: {why}, got "
+                    f"{name}={values[name]}; change {option(name)}, or leave --cuda-graphs out"
                 )
+        return ""
 
     def settings(self) -> dict[str, Any]:
         """Every setting by its own name, without the groups: what config.json holds."""
@@ -375,10 +382,12 @@ _GRAPHED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("outer_every", (None,), "the outer step is no part of them"),
     ("offload", ("none",), "a forward waits for the host's step"),
     ("tp", (1,), "the host takes part in collectives inside of layers"),
+    ("tp_grid", ("none",), "the host takes part in collectives inside of layers"),
     ("cp", (1,), "the host takes part in the exchanges of attention"),
     ("n_expert", (0,), "the host reads how many rows each expert has"),
     ("pp", (1,), "the host sends and receives between stages"),
     ("compile", (False,), "compiled code may be compiled anew"),
+    ("fp8", ("none",), "these products were not tried with them"),
     ("activation_checkpointing", ("none",), "the host reads the state of random generators"),
 )
 AUTO_MICRO_BATCH_TOKENS = 16384

@@ -198,8 +198,9 @@ class SystemSettings:
     """CPU threads a rank; unset: cores / ranks."""
     compile: bool = False
     """torch.compile the model: a slow start, then faster."""
-    cuda_graphs: bool = False
-    """CUDA graphs of the whole step (one rank, AdamW), or of micro-batches: pays for small ones."""
+    cuda_graphs: bool | None = None
+    """CUDA graphs of the whole step, or of micro-batches; unset: of whole steps where they can be.
+    """
     deterministic: bool = False
     """The same bits at every stage and split of a step into dp ranks and micro-batches."""
 

@@ -51,7 +51,11 @@ def _host(m: Measured) -> Iterator[str]:
     yield from _small_operations(m)
     waits = m.shares[HOST] >= HOST_SHARE and m.setup.device_type == "cuda"
     if waits and not m.situation.compiled:
-        yield "The GPU waits for the host: --compile joins small operations, after a slow start."
+        yield (
+            "The GPU waits for the host, here without CUDA graphs: a run whose first lines name "
+            "graphs does not; elsewhere --cuda-graphs replays micro-batches, or --compile joins "
+            "small operations, after a slow start."
+        )
     if m.situation.idle_cores and m.shares[COMPUTE] >= 0.5:
         yield (
             f"{m.situation.idle_cores} cores of this machine belong to no rank: leave --threads "

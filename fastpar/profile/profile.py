@@ -95,6 +95,7 @@ def run_profile(options: ProfileOptions, config: TrainConfig, flags: Sequence[st
         return launch(["profile", *flags, *own], nproc, threads=config.system.threads)
     n_steps = WARM_UP + 2 * options.steps + 1
     config = config.replace({"max_steps": max(config.run.max_steps, n_steps), "out": None})
+    config = config.replace({"cuda_graphs": False})  # a replay has no phases that a host sees
     return train(config, lambda trainer: _run(trainer, options))
 
 

@@ -153,9 +153,14 @@ def place_of(x: Tensor | float, device: torch.device) -> Tensor:
     return torch.empty((), device=device, dtype=torch.float32)
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Whether a device can replay CUDA graphs."""
+    return device.type == "cuda"
+
+
 def check_device(device: torch.device) -> None:
     """Raises ValueError where there are no graphs."""
-    if device.type != "cuda":
+    if not has_graphs(device):
         raise ValueError(
             f"train: expected a GPU with cuda_graphs, got device={device}; leave --cuda-graphs out"
         )

@@ -36,6 +36,7 @@ from fastpar.train.cuda_graphs import (
     MicroBatchGraphs,
     capture,
     check_device,
+    has_graphs,
     place_of,
     recording,
 )
@@ -58,14 +59,22 @@ def why_micro_batches(model: nn.Module, engine: Engine, optimizer: EngineOptimiz
 
 
 def captured(
-    compute: Callable[..., Tensor], model: nn.Module, engine: Engine, optimizer: EngineOptimizer
+    compute: Callable[..., Tensor],
+    model: nn.Module,
+    engine: Engine,
+    optimizer: EngineOptimizer,
+    asked: bool | None,
 ) -> tuple[Callable[..., Tensor], StepGraph | None, str]:
-    """(what computes a micro-batch, the graph of whole steps if they can be captured, in words)."""
+    """(what computes a micro-batch, the graph of whole steps, in words what is captured, or "").
+
+    asked: whether to capture; None: whole steps, where that can be.
+    """
     why = why_micro_batches(model, engine, optimizer)
+    if not asked and (asked is False or why or not has_graphs(engine.mesh.device)):
+        return compute, None, ""
     if why:
         return MicroBatchGraphs(compute, model, engine), None, f"of a micro-batch, as {why}"
-    graph = StepGraph(compute, model, engine, optimizer)
-    return compute, graph, "of a whole step"
+    return compute, StepGraph(compute, model, engine, optimizer), "of a whole step"
 
 
 class StepGraph:
@@ -107,10 +116,26 @@ class StepGraph:
         self._steps = 0
         self._replay: Callable[[], None] | None = None
 
+    def why_not(self, batches: Sequence[tuple[Tensor, ...]], scale: float | None) -> str:
+        """Why this step cannot be the graph's, before anything has changed; "" where it can."""
+        try:
+            self.fill(batches, scale)
+            if self._steps == _CHECKED - 1:
+                with CaptureCheck(self._static()):
+                    self._forwards()
+        except (ValueError, RuntimeError) as error:
+            return str(error).partition("; ")[0]
+        return ""
+
     def __call__(self, batches: Sequence[tuple[Tensor, ...]], scale: float | None) -> Tensor:
         """The loss, valid until the next call, as grad_norm of the optimizer is."""
-        self._hooks.refuse()
-        self._fill(batches, scale)
+        self.fill(batches, scale)
+        return self.run()
+
+    def run(self) -> Tensor:
+        """A step of what fill() was given."""
+        if self._scaled:
+            self._optimizer.grad_scale = self._scale
         log = self._engine.log
         log.timer.begin()
         self._steps += 1
@@ -127,7 +152,9 @@ class StepGraph:
         self._engine.report = log.timer.end_step()
         return self.loss
 
-    def _fill(self, batches: Sequence[tuple[Tensor, ...]], scale: float | None) -> None:
+    def fill(self, batches: Sequence[tuple[Tensor, ...]], scale: float | None) -> None:
+        """Take the inputs of a step over; raises ValueError where they are no step of the graph."""
+        self._hooks.refuse()
         if not self._batches:
             self._batches = [[place_of(x, self._device) for x in batch] for batch in batches]
             self._scaled = scale is not None
@@ -144,7 +171,6 @@ class StepGraph:
                 place.copy_(x)
         if scale is not None:
             self._scale.fill_(scale)
-            self._optimizer.grad_scale = self._scale
         numbers = [[g["lr"], g["weight_decay"]] for g in self._optimizer.param_groups]
         self._hypers.copy_(
             to_device(torch.tensor(numbers, dtype=torch.float32, device="cpu"), self._device)

@@ -201,9 +201,11 @@ class Trainer:
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
         self.micro_batch: Callable[..., torch.Tensor] = self._micro_batch
         self.step_graph: StepGraph | None = None
-        if config.system.cuda_graphs:
-            parts = self._micro_batch, self.model, self.engine, self.optimizer
-            self.micro_batch, self.step_graph, self._facts["graphs"] = captured(*parts)
+        parts = self._micro_batch, self.model, self.engine, self.optimizer
+        asked = False if config.why_no_graphs() else config.system.cuda_graphs
+        self.micro_batch, self.step_graph, graphs = captured(*parts, asked)
+        if graphs:
+            self._facts["graphs"] = graphs
         self.step = self.next_sample = self.tokens = self.rollbacks = 0
         self.samples = samples_of(config, self.data, self.block_size)
         self.changed = getattr(self.samples, "told", "")  # what config.json does not tell
@@ -349,15 +351,19 @@ class Trainer:
                 loss += self.micro_batch(x, y, key, scale, *documents)
             else:
                 whole.append((x, y, key, *documents))
-        if whole and graph is None:
-            loss += self._through_stages(whole, scale)
         lr = set_lr(optimizer, self.step, config)
+        if graph is not None and not self._takes(graph, whole, scale):
+            graph = None
+            for x, y, key in whole:
+                loss += self.micro_batch(x, y, key, scale)
+        elif whole and graph is None:
+            loss += self._through_stages(whole, scale)
         if scale is not None or skips:
             optimizer.grad_scale = scale or 1.0  # see guards.py: an update that is left out
         requests = to_device(
             torch.tensor(self._requests(), dtype=torch.float64, device="cpu"), mesh.device
         )
-        loss = loss / mesh.world_size if graph is None else graph(whole, scale)
+        loss = loss / mesh.world_size if graph is None else graph.run()
         control: Any = torch.cat((loss.reshape(1), requests))
         if graph is None:
             self.engine.contribute(control)
@@ -374,6 +380,17 @@ class Trainer:
         counts = numbers_of(self.model, control)
         values = to_host(torch.cat((control[:1], norm.double().reshape(1), control[1:], counts)))
         return Step(self.step, lr, taken, self.tokens, *values, scale, counts.numel())
+
+    def _takes(self, graph: StepGraph, batches: list[Any], scale: float | None) -> bool:
+        """Whether it can run this step; where nobody asked for graphs the run goes on without."""
+        if self.config.system.cuda_graphs:
+            graph.fill(batches, scale)
+            return True
+        why = graph.why_not(batches, scale)
+        if why:
+            self.step_graph = None
+            self.journal.say(f"graphs   none from step {self.step + 1} on: {why}")
+        return not why
 
     def _micro_batch(
         self, x: torch.Tensor, y: torch.Tensor, key: torch.Tensor, scale: Any, *at: torch.Tensor

@@ -167,6 +167,15 @@ def test_ranks_are_started_with_the_first_free_folder(here, monkeypatch):
         assert started.pop() == ["profile", *TINY.split(), *own]
 
 
+def test_profiled_steps_are_no_replays(here, monkeypatch):
+    """Which would have no phases."""
+    seen = []
+    monkeypatch.setattr(profiling, "train", lambda config, run: seen.append(config) or 0)
+    for flags in (["--cuda-graphs"], []):
+        assert main(["profile", "--device", "auto", *flags]) == 0
+    assert [config.system.cuda_graphs for config in seen] == [False, False]
+
+
 def test_only_lanes_with_something_are_shown():
     panels = [[Span(COMPUTE, FORWARD, 0, 1), Span(WAIT, "nccl", 0, 1)], [Span(GATHER, "", 0, 1)]]
     assert profiling._rows(panels) == [COMPUTE, GATHER]

@@ -130,7 +130,7 @@ CASES = {
     ),
     "compile": (
         measured(on_host(0.4), device_type="cuda", dtype="bf16"),
-        "The GPU waits for the host: --compile joins",
+        "The GPU waits for the host, here without CUDA graphs: a run whose",
     ),
     "threads": (measured(idle_cores=3), "3 cores of this machine belong to no rank: leave --thr"),
     "gloo": (exposed(REDUCE, transport="gloo"), "--transport auto uses shared memory"),

@@ -1,6 +1,7 @@
 """--cuda-graphs: the same run, bit for bit; what it refuses. A GPU's graphs, and stand-ins."""
 
 import contextlib
+import json
 import sys
 from unittest.mock import Mock
 
@@ -9,6 +10,7 @@ import torch
 from train_runs import TINY, curve, make_text
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.cli import parse_train
 from fastpar.config.config import TrainConfig
 from fastpar.kernels import make_key
 from fastpar.testing import run_ranks
@@ -38,16 +40,18 @@ def graphs_on_cpu(monkeypatch):
 
     for module in (cuda_graphs, step_graph):
         monkeypatch.setattr(module, "capture", capture)
-        monkeypatch.setattr(module, "check_device", lambda device: None)
+        monkeypatch.setattr(module, "has_graphs", lambda device: True, raising=False)
     # A CPU's model looks at token ids; test_capture_check.py has the check, on a GPU's way.
     monkeypatch.setattr(step_graph, "CaptureCheck", contextlib.nullcontext)
     return captured
 
 
-def rank(out, changes, graphs):
+def rank(out, changes, graphs, met=None):
     changes = {**TINY, **changes, "device": "auto", "out": out, "cuda_graphs": graphs}
     changes |= {"max_steps": 5, "eval_every": 2, "save_every": 0}
     trainer = Trainer(TrainConfig().replace(changes), Mesh(device="cpu"))
+    if met is not None:
+        met(trainer)
     assert trainer.run() == 0
     return [p.detach().clone() for p in trainer.model.parameters()]
 
@@ -147,8 +151,7 @@ def test_a_run_goes_on_with_and_without_graphs(tmp_path, monkeypatch, graphs_on_
 def test_a_run_says_what_is_captured(tmp_path, monkeypatch, capfd, ranks, changes, said):
     monkeypatch.chdir(tmp_path)
     make_text(tmp_path)
-    for module in (cuda_graphs, step_graph):
-        monkeypatch.setattr(module, "check_device", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "has_graphs", lambda device: True)
 
     def start():
         settings = {**TINY, **changes, "device": "auto", "out": "run", "cuda_graphs": True}
@@ -199,7 +202,7 @@ def test_gradients_of_some_parameters_are_refused(graphs_on_cpu):
 def test_no_gpu_and_freed_memory_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"expected a GPU with cuda_graphs, got device=cpu"):
         graphed(GPT(SMALL))
-    monkeypatch.setattr(cuda_graphs, "check_device", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "has_graphs", lambda device: True)
     run_ranks(refuse_stage, 2)
 
 
@@ -219,11 +222,103 @@ def refuse_stage():
         ({"activation_checkpointing": "full"}, "activation_checkpointing none with cuda_graphs"),
         ({"offload": "optimizer", "zero_stage": 1}, "offload none with cuda_graphs: .* --offload"),
         ({"pack": "documents"}, "pack stream with cuda_graphs: rows have any .* --pack"),
+        ({"fp8": "all", "deterministic": False}, "fp8 none with cuda_graphs: .* change --fp8"),
+        ({"tp_grid": "2x2"}, "tp_grid none with cuda_graphs: .* change --tp-grid"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, why):
     with pytest.raises(ValueError, match=f"train: expected {why}"):
         TrainConfig().replace({"cuda_graphs": True, **changes})
+    assert TrainConfig().replace(changes).why_no_graphs()
+
+
+def test_the_setting_has_three_values(tmp_path):
+    for flags, value in (([], None), (["--cuda-graphs"], True), (["--no-cuda-graphs"], False)):
+        assert parse_train(flags).system.cuda_graphs is value
+    file = tmp_path / "config.json"
+    for value in (None, True, False):  # runs before there were three have the last two
+        file.write_text(json.dumps({"settings": {"cuda_graphs": value}}))
+        assert parse_train(["--config", str(file)]).system.cuda_graphs is value
+        assert parse_train(["--config", str(file), "--unset", "cuda-graphs"]) == TrainConfig()
+
+
+def test_graphs_run_by_default_where_they_can(tmp_path, monkeypatch, graphs_on_cpu):
+    monkeypatch.chdir(tmp_path)
+    make_text(tmp_path)
+
+    def graphs(changes):
+        settings = {**TINY, "device": "auto", "out": "none", **changes}
+        trainer = Trainer(TrainConfig().replace(settings), Mesh(device="cpu"))
+        return trainer.step_graph is not None, "graphs" in trainer._facts
+
+    for ranks, changes, found in (
+        (1, {}, True),
+        (1, {"cuda_graphs": False}, False),
+        (1, {"device": "cpu"}, False),
+        (1, {"optimizer": "muon"}, False),
+        (1, {"activation_checkpointing": "full"}, False),
+        (2, {}, False),
+    ):
+        assert run_ranks(graphs, ranks, changes)[0] == (found, found), changes
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert graphs({}) == (False, False)  # no GPU
+
+
+def before_third_step(what):
+    """Has a trainer call what(trainer) then."""
+
+    def met(trainer):
+        step = trainer.train_step
+
+        def train_step():
+            if trainer.step == 2:
+                what(trainer)
+            return step()
+
+        trainer.train_step = train_step
+
+    return met
+
+
+@pytest.mark.parametrize("case", ["nothing", "hook", "shape", "check"])
+def test_a_run_goes_on_without_graphs_that_nobody_asked_for(
+    tmp_path, monkeypatch, capfd, graphs_on_cpu, case
+):
+    """From the step that they cannot do, with the same bits."""
+    monkeypatch.chdir(tmp_path)
+    make_text(tmp_path)
+
+    @contextlib.contextmanager
+    def finds(known):
+        raise RuntimeError("CaptureCheck: expected what a CUDA graph can hold, got x; keep it out")
+        yield
+
+    def hook(trainer):
+        trainer.model.wte.weight.register_hook(lambda grad: None)
+
+    def shape(trainer):
+        trainer.micro_batch_size //= 2
+
+    def check(trainer):
+        monkeypatch.setattr(step_graph, "CaptureCheck", finds)
+
+    what, settings, said = {
+        "nothing": (id, {"dtype": "bf16", "moment_dtype": "int8"}, "of a whole step"),
+        "hook": (hook, {"dtype": "bf16", "on_nonfinite": "skip"}, "expected no hooks"),
+        "shape": (shape, {"ema": 0.9}, "expected every step like the first one"),
+        "check": (check, {}, "CaptureCheck: expected what a CUDA graph can hold"),
+    }[case]
+    settings = {"micro_batch_size": 2, **settings}
+    expected = rank("plain", settings, False, before_third_step(what))
+    assert "graphs  " not in capfd.readouterr().out
+    found = rank("graphs", settings, None, before_third_step(what))
+    out = capfd.readouterr().out
+    assert said in out
+    assert ("graphs   none from step 3 on: " in out) == (case != "nothing")
+    assert len(graphs_on_cpu) == (case == "nothing")
+    assert curve("graphs") == curve("plain")
+    assert all(map(torch.equal, found, expected))
 
 
 def train(device, graphs, dtype=torch.float32):

@@ -85,7 +85,6 @@ def test_a_validation_of_any_number_of_windows(grid):
         ("--tp-grid 2x2 --ep 2 --n-expert 2 --nproc 8", "expected no ep beside tp_grid"),
         ("--tp-grid 2x2 --nproc 4 --optimizer muon", "expected optimizer=adamw with tp_grid=2x2"),
         ("--tp-grid 2x2 --nproc 4 --compile", "expected compile=False with tp_grid=2x2, got comp"),
-        ("--tp-grid 2x2 --nproc 4 --cuda-graphs", "expected cuda_graphs=False with tp_grid=2x2"),
         ("--tp-grid 2x2 --nproc 4 --offload optimizer --zero 2", "expected offload=none with tp_g"),
         ("--tp-grid 2x2 --nproc 4 --fp8 mlp", "expected fp8=none with tp_grid=2x2, got fp8=mlp"),
         ("--tp-grid 2x2 --nproc 4 --n-expert 4", "expected n_expert=0 with tp_grid=2x2, got n_e"),
