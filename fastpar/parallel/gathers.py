@@ -11,9 +11,9 @@ modules. What is launched goes into a hash, which the control exchange compares.
 [Note: what a forward waits for]
 A module waits for its own parameters, not for the rest of its unit, if the last pass of this kind
 called it inside of the unit's forward; the unit waits at once for all others, which it may use
-without a call. After its forward all are there. What is compiled runs without the modules' hooks:
-once anybody has called torch.compile, units wait for all; so they do where modules that contain
-others have hooks of somebody else.
+without a call. After its forward all are there. What is compiled inside of a unit runs without the
+hooks of its modules: once anybody has called torch.compile, units wait for all; so they do where
+modules that contain others have hooks of somebody else. Outside of it the hooks break the graph.
 
 [Note: when a unit is freed]
 Stage 3: after its forward, except the last one's, which backward needs next; in backward bucket by
@@ -120,6 +120,7 @@ class Gathers:
         self._owners: dict[nn.Parameter, list[int]] = {}  # ids of parts: no cycle with the model
         self._early: list[list[weakref.ref[nn.Module]]] = []  # their hooks run before parts wait
         me = weakref.ref(self)
+        _all.add(self)
         self._gates = [Hook(me, "before_backward", index) for index in range(len(units))]
         inner = {part for modules in units[1:] for module in modules for part in module.modules()}
         for index, modules in enumerate(units):
@@ -136,9 +137,9 @@ class Gathers:
             for part in dict.fromkeys(p for m in modules for p in m.modules() if p not in modules):
                 owned = [p for p in part._parameters.values() if p in mine]
                 if owned:
-                    before = _PartHook(me, "before_part", index)
-                    part.register_forward_pre_hook(before, prepend=True)
-                    part.register_forward_hook(_PartHook(me, "after_part", index))
+                    kind = _PartHook if index else _RootPartHook
+                    part.register_forward_pre_hook(kind(me, "before_part", index), prepend=True)
+                    part.register_forward_hook(kind(me, "after_part", index))
                 for p in owned:
                     self._owners.setdefault(p, []).append(id(part))
 
@@ -486,11 +487,31 @@ def _may_be_compiled() -> bool:
     return dynamo is not None and (calls is None or calls().misses > 0)
 
 
+_all: weakref.WeakSet[Gathers] = weakref.WeakSet()
+
+
+def _inside_a_unit() -> bool:
+    """While torch.compile traces: whether the code is that of a unit's forward."""
+    return any(gathers._inside - {ROOT} for gathers in _all)
+
+
+_inside_a_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class _PartHook(Hook):
     """A hook of a module inside of a unit, compiled with it."""
 
     gathers_weights = True  # see fastpar.nn.modules.has_hooks
     _torchdynamo_disable = False
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() and _inside_a_unit():
+            return None
+        return super().__call__(*args)
+
+
+class _RootPartHook(_PartHook):
+    """That of a module outside of all units, whose parameters are there in a forward."""
 
     def __call__(self, *args: Any) -> Any:
         return None if torch.compiler.is_compiling() else super().__call__(*args)

@@ -17,6 +17,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 STEPS = 2
 
 
+class Outside(Net):
+    """Uses parts of its blocks outside of these, too."""
+
+    def forward(self, idx):
+        x = self.blocks[1].norm(self.wte(idx))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) + self.blocks[0].down(self.blocks[0].up(x)))
+
+
 def two_batches(model, i):
     """Batches of two shapes, then a validation of a third one."""
     backward(model, i)
@@ -29,7 +39,8 @@ def train(how, backend, stage, eager_steps):
     """In processes: dynamo's state belongs to a process."""
     torch._dynamo.reset()
     mesh = Mesh()
-    called = model = parallelize(fill(Net()), mesh, zero_stage=stage, **SMALL)
+    build = Outside if how == "outside" else Net
+    called = model = parallelize(fill(build()), mesh, zero_stage=stage, **SMALL)
     optimizer = AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):
         if step == eager_steps:
@@ -40,7 +51,7 @@ def train(how, backend, stage, eager_steps):
                     next(block.children()).compile(backend=backend)
                 elif how == "forward":
                     block.forward = torch.compile(block.forward, backend=backend)
-            if how == "model":
+            if how in ("model", "outside"):
                 called = torch.compile(model, backend=backend)
         two_batches(called, step * mesh.dp_size + mesh.dp_rank)
         optimizer.step()
@@ -48,8 +59,8 @@ def train(how, backend, stage, eager_steps):
     return dict(model.state_dict())
 
 
-def plain(world_size):
-    model = fill(Net())
+def plain(world_size, build):
+    model = fill(build())
     optimizer = AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):
         parts = []
@@ -70,6 +81,8 @@ def plain(world_size):
         pytest.param("forward", "aot_eager", 3, 0, marks=pytest.mark.slow),
         pytest.param("model", "aot_eager", 3, 0, marks=pytest.mark.slow),
         ("model", "eager", 1, 1),
+        ("outside", "eager", 3, 0),
+        pytest.param("outside", "eager", 1, 1, marks=pytest.mark.slow),
         # A forward has learned which modules it calls.
         pytest.param("part", "eager", 1, 1, marks=pytest.mark.slow),
         pytest.param("forward", "eager", 1, 1, marks=pytest.mark.slow),
@@ -77,7 +90,7 @@ def plain(world_size):
 )
 def test_compiled_models_match_one_process(how, backend, stage, eager_steps):
     results = run_ranks(train, 2, how, backend, stage, eager_steps, backend="gloo", timeout_s=180)
-    expected = plain(2)
+    expected = plain(2, Outside if how == "outside" else Net)
     for result in results:
         for name, value in results[0].items():
             assert torch.equal(result[name], value), name
