@@ -215,7 +215,7 @@ class _OwnBackward(torch.autograd.Function):
         rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         if ctx.queue is not None:
             ctx.queue.later(ctx.weight, _product_later(rows.t(), x_rows, ctx.wide))
-        else:
+        elif found is not None:
             out, add = found
             if out.dtype != weight.dtype:
                 wide_product(rows.t(), x_rows, out, add=add)
