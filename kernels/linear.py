@@ -86,8 +86,8 @@ def depends_on_threads(dtype: torch.dtype) -> bool:
     take the libraries' paths for remainders.
     """
     random = torch.Generator().manual_seed(0)
-    own = {"generator": random, "dtype": torch.float32, "device": "cpu"}
-    x, weight = torch.randn(97, 512, **own), torch.randn(100, 512, **own)
+    drawn = torch.randn(197, 512, generator=random, dtype=torch.float32, device="cpu")
+    x, weight = drawn.split((97, 100))
     order = torch.randperm(1024, generator=random, device="cpu")
     x = torch.cat([x, -x], 1)[:, order].to(dtype)
     weight = torch.cat([weight, weight], 1)[:, order].to(dtype)
