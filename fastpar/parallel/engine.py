@@ -114,7 +114,8 @@ class Engine:
         bucket, position = self.shards.places[p]
         if p.data_ptr() != bucket.views[position].data_ptr():
             self.shards.check()
-        self.before_unit_backward(fired=p)
+        if torch._C._current_graph_task_id() != self.graph_task:
+            self.before_unit_backward(fired=p)
         if bucket.take(position):
             if self.gathers is not None:
                 self.gathers.release_bucket(bucket)

@@ -78,6 +78,8 @@ class Shards:
             for attribute, p in module._parameters.items()
             if p is not None and p.requires_grad
         ]
+        self._modules = [weakref.ref(module) for module in model.modules()]
+        self._checked: list[int] | None = None  # the parts that check() has found right
 
     # Gathers
 
@@ -388,6 +390,29 @@ class Shards:
         """Parameters must still be those that the model uses, in the memory of their buckets."""
         for bucket in self.buckets:
             bucket.check()
+        for p, name in self.frozen.items():
+            if p.requires_grad:
+                raise RuntimeError(
+                    f"Engine: expected parameter '{name}' to stay frozen, got requires_grad=True; "
+                    "set requires_grad before fastpar.parallelize"
+                )
+        parts = self._parts()
+        if parts is None or parts != self._checked:
+            known = self._check_parts()
+            self._checked = parts if known else None
+
+    def _parts(self) -> list[int] | None:
+        """Identities of all modules and parameters below the model's; None if one is gone."""
+        found: list[int] = []
+        for module in (ref() for ref in self._modules):
+            if module is None:
+                return None
+            found.extend(map(id, module._modules.values()))
+            found.extend(map(id, module._parameters.values()))
+        return found
+
+    def _check_parts(self) -> bool:
+        """check(), of the model's modules; whether it has the parameters of parallelize() alone."""
         for module_ref, attribute, p in self._homes:
             module = module_ref()
             if module is not None and module._parameters.get(attribute) is not p:
@@ -397,19 +422,16 @@ class Shards:
                     "got another object in its place; load with load_state_dict(assign=False), and "
                     "tie or replace parameters before fastpar.parallelize"
                 )
-        model = self.model()
+        model, known = self.model(), True
         for name, p in model.named_parameters() if model is not None else ():
-            if p.requires_grad and p not in self.places and p not in self.frozen:
+            stranger = p not in self.places and p not in self.frozen
+            if stranger and p.requires_grad:
                 raise RuntimeError(
                     f"Engine: expected the model's parameters of fastpar.parallelize, got '{name}' "
                     "beside them; add parameters before fastpar.parallelize"
                 )
-        for p, name in self.frozen.items():
-            if p.requires_grad:
-                raise RuntimeError(
-                    f"Engine: expected parameter '{name}' to stay frozen, got requires_grad=True; "
-                    "set requires_grad before fastpar.parallelize"
-                )
+            known = known and not stranger
+        return known
 
 
 def guard_state_dicts(model: nn.Module, shards: Shards) -> None:

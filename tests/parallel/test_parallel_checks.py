@@ -189,6 +189,40 @@ def test_a_parameter_beside_the_others(stage):
 
 
 @stages
+def test_a_part_that_comes_after_some_steps(stage):
+    """Wherever it is put, and though check() has found the others right."""
+
+    def ranks(change):
+        model = parallelize(stack(), Mesh(), zero_stage=stage, **SMALL)
+        for _ in range(2):
+            model(torch.ones(2, 16)).sum().backward()
+        change(model)
+        engine_of(model).shards.check()
+
+    def parameter(model):
+        model[1].scale = nn.Parameter(torch.ones(16))
+
+    def module(model):
+        model[1].more = nn.Linear(2, 2)
+
+    def in_place_of(model):
+        model[1] = nn.Linear(16, 16)
+
+    def at_the_same_address(model):
+        del model[1]
+        model.append(nn.Linear(16, 16))
+
+    def frozen_at_first(model):
+        model[1].scale = nn.Parameter(torch.ones(16), requires_grad=False)
+        engine_of(model).shards.check()
+        model[1].scale.requires_grad_(True)
+
+    for change in (parameter, module, in_place_of, at_the_same_address, frozen_at_first):
+        message = "expected the model's parameters of fastpar.parallelize, got '.*' beside them"
+        assert_all_raise(on_ranks(lambda change=change: ranks(change)), RuntimeError, message)
+
+
+@stages
 def test_backward_twice_without_need(stage):
     """torch's own error, and the ranks go on."""
 
