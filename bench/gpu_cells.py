@@ -81,7 +81,7 @@ def _child(one: Cell, path: Path, log: Path, until: float, blocking: bool) -> No
     os.dup2(fd, 2)
     if blocking:
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
-    faulthandler.dump_traceback_later(max(1.0, until - time.time() - 1), file=sys.__stderr__)
+    faulthandler.dump_traceback_later(max(1.0, until - time.time() - 1), file=2)
     _row_path, start, code = path, time.time(), 0
     torch.set_num_threads(2 if RUN.device == "cuda" else 1)
     note(status="stopped")

@@ -270,8 +270,14 @@ def gpt_against_fp64() -> Found:
 def patched_gpt2() -> Found:
     import transformers
 
-    shape = {"n_layer": 2, "n_head": 4, "n_embd": 256, "n_positions": 128, "vocab_size": 1000}
-    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    shape: Found = {
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 256,
+        "n_positions": 128,
+        "vocab_size": 1000,
+    }
+    no_dropout: Found = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
     def gradients(dtype: torch.dtype, ours: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -382,6 +388,7 @@ def nccl() -> Found:
             kept, out = x.clone(), torch.empty_like(x)
             handles = comm.all_gather(out, x, async_op=True), comm.broadcast(x, 0, async_op=True)
             for handle in handles:
+                assert handle is not None
                 handle.wait()
             if dtype.is_floating_point:
                 comm.all_reduce(x, mean=True)
@@ -466,7 +473,7 @@ class DryBench(NotedBench):
 
 
 def bench_of(name: str, only: str, kind: type[Bench] = NotedBench) -> Bench:
-    found = [float("inf"), float("inf"), "not measured"]
+    found: Any = [float("inf"), float("inf"), "not measured"]
     with contextlib.suppress(OSError, ValueError, KeyError):
         found = json.loads((RUN.scratch / "facts.json").read_text())["ceilings"]
     path = RUN.scratch / f"rows_{os.getpid()}.json"

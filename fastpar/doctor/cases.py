@@ -283,10 +283,10 @@ def attentions(
             settings |= {"dropout_p": p, "rng": Rng(make_key(1, 0, device), 3)}
 
         def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            heads = (x.transpose(1, 2) for x in (q, k, v))
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             how: dict[str, Any] = {"is_causal": causal, "dropout_p": p, "enable_gqa": Hkv != H}
             with _generators_kept(q):
-                return F.scaled_dot_product_attention(*heads, **how).transpose(1, 2)
+                return F.scaled_dot_product_attention(q, k, v, **how).transpose(1, 2)
 
         shape = f"B={B} T={T} D={D} H={H}" + (f" Tk={Tk}" if Tk != T else "")
         shape += f" Hkv={Hkv}" if Hkv != H else ""

@@ -229,7 +229,8 @@ def cases_of_many_rows(op: str, size: int, device: str) -> list[ErrorCase]:
 
     All sizes are multiples of 16, as FEW_ROWS is, so that these launch the same compiled kernels.
     """
-    build, rows = _builders(size, device)[op], (208, 1024)
+    build = _builders(size, device)[op]
+    rows: tuple[int, ...] = (208, 1024)
     if op == "attention":
         rows = 320, 4096  # five tiles of 64, and 4 x 1024: more pairs of tiles than a GPU has SMs
     elif op == "attention_masked":

@@ -256,6 +256,7 @@ class DeviceLost(SystemExit):
         super().__init__(
             f"fastpar: {case} by {what} {why}; the GPU is lost to this process: start again"
         )
+        self.why = why
         peers = tuple(PeerProof(name, why, NO_TIME) for name in what.split("/") if name in PEERS)
         self.proof = (
             Proof(STOCK, why) if what == OWN else Proof(OWN, peers=peers) if peers else None
@@ -347,7 +348,7 @@ def time_ways(
                     )
 
             has_backward = smooth and (name not in PEERS or PEERS[name].backward is not None)
-            found = [forward, backward] if has_backward else [forward]
+            found: list[Any] = [forward, backward] if has_backward else [forward]
             ms = [min(clock.sample(call) for _ in range(2)) for call in found]
         except torch.OutOfMemoryError:
             if name == next(iter(ways)):

@@ -71,7 +71,7 @@ def check_plain(caller: str, group: dict[str, Any], i: int, *, pieces: bool) -> 
                 f"type={type(p).__name__}; for FSDP2's DTensors use fastpar.parallelize(model, "
                 "mesh, zero_stage=3) in place of fully_shard, or torch.optim with it"
             )
-        if not pieces and (getattr(p, "_is_flat_param", 0) or getattr(p, "_fsdp_flattened", 0)):
+        if not pieces and (hasattr(p, "_is_flat_param") or getattr(p, "_fsdp_flattened", False)):
             clips = ", or clip with the FSDP model's clip_grad_norm_()" if caller == "AdamW" else ""
             raise ValueError(
                 f"{caller}: expected whole parameters{' with max_grad_norm' if clips else ''}, got "

@@ -341,7 +341,7 @@ class Absent(Tensor):
     @staticmethod
     def of(nans: Tensor, what: str, name: str) -> Absent:
         """nans as such a tensor, of the parameter or gradient with this name."""
-        made: Absent = torch.Tensor._make_subclass(Absent, nans)  # type: ignore[assignment]
+        made: Absent = torch.Tensor._make_subclass(Absent, nans)
         made._what, made._name = what, name
         return made
 
