@@ -87,6 +87,8 @@ class Launches(TorchDispatchMode):
         from fastpar.kernels.triton_launch import record
 
         def to_meta(a: Any) -> Any:
+            if isinstance(a, torch.device):  # of what the op makes
+                return torch.device("meta")
             return torch.empty_like(a, device="meta") if isinstance(a, Tensor) else a
 
         def back(a: Any) -> Any:
