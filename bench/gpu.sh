@@ -41,13 +41,14 @@ build_module() {
   cp -rpu setup.py csrc "$copy/"
   (cd "$copy" && "$PYTHON" setup.py -q build_ext --build-lib lib) && cp "$copy"/lib/fastpar/kernels/_C*.so "$1/"
 }
+digest() { cat setup.py csrc/* | sha256sum | cut -c 1-16; }
 loads() { (cd build && "$PYTHON" -m fastpar.kernels.backend); }
 
 make_shim
 if [[ ${1:-} == pack ]]; then
   rm -rf "$PACK"
   mkdir -p "$PACK"
-  FASTPAR_CUDA=1 build_module "$PACK" || exit 1
+  FASTPAR_CUDA=1 build_module "$PACK" && digest >"$PACK/digest" || exit 1
   cp "$PACK"/_C*.so build/shim/fastpar/kernels/
   TRITON_CACHE_DIR=$PWD/build/pack_cache "$PYTHON" -m bench.gpu_checks pack || exit 1
   tar -C build/pack_cache -czf "$PACK/triton.tar.gz" .
@@ -55,7 +56,8 @@ if [[ ${1:-} == pack ]]; then
   exit
 fi
 how=carried
-if cp "$PACK"/_C*.so build/shim/fastpar/kernels/ 2>/dev/null && loads >build/gpu_build.log 2>&1; then
+if [[ $(cat "$PACK/digest" 2>/dev/null) == "$(digest)" ]] && cp "$PACK"/_C*.so build/shim/fastpar/kernels/ &&
+  loads >build/gpu_build.log 2>&1; then
   export TRITON_CACHE_DIR=$PWD/build/triton_cache
   mkdir -p "$TRITON_CACHE_DIR"
   tar -C "$TRITON_CACHE_DIR" -xzf "$PACK/triton.tar.gz" || true
