@@ -121,7 +121,8 @@ def _plan(found: list[Piece], device: torch.device) -> list[Planned]:
     kernels are compiled for those."""
     rows = [(0, piece.sample, 0, 0, *(piece.bounds or ())) for piece in found]
     width = -(-max(map(len, rows)) // 4) * 4
-    host = torch.tensor([row + (0,) * (width - len(row)) for row in rows], dtype=torch.int32)
+    rows = [row + (0,) * (width - len(row)) for row in rows]
+    host = torch.tensor(rows, dtype=torch.int32, device="cpu")
     if device.type == "cuda":
         host = host.pin_memory()
     return [

@@ -254,6 +254,7 @@ class Block(Swapped):
         name = attn.option("resid")
         if name is None:
             return True
-        kinds = (nn.Dropout,) if tp_of(attn.c_proj) is None else (nn.Dropout, TokenDropout)
+        split = tp_of(attn.c_proj) is not None or cp_of(attn) is not None
+        kinds = (nn.Dropout, TokenDropout) if split else (nn.Dropout,)
         plain = _is_one_of(getattr(attn, name), *kinds)
         return plain and rate_fits(resid_rate(attn, name))

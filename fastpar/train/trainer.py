@@ -129,7 +129,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
 
 def _check_cublas(device: torch.device) -> None:
     """cuBLAS reads its variable once, at the first product of a process."""
-    x = torch.ones(1, 1, device=device)
+    x = torch.ones(1, 1, device=device, dtype=torch.float32)
     try:
         torch.mm(x, x)
     except RuntimeError as error:

@@ -31,7 +31,7 @@ TIMES = {  # forward, backward
 def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
     monkeypatch, no_proofs, cpu_ms, serves
 ):
-    monkeypatch.setattr(trial, "_times", lambda *_: (TIMES | {"cpu": cpu_ms}, {}))
+    monkeypatch.setattr(trial, "_times", lambda *_, host: (TIMES | {"cpu": cpu_ms}, {}))
     monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     proof = doctor.adopt([PLAIN])[PLAIN]
     assert (proof.chosen, proof.serves) == (OWN, serves)
@@ -46,7 +46,7 @@ def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
 
 def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
     """Alone, or as a forward for the own backward."""
-    monkeypatch.setattr(trial, "_times", lambda *_: (TIMES, {}))
+    monkeypatch.setattr(trial, "_times", lambda *_, host: (TIMES, {}))
     for broken, serves in (("cpu", ("own", "own")), ("cpu/own", ("own", "own"))):
         monkeypatch.setattr(
             trial,

@@ -70,7 +70,7 @@ def test_measured_errors_are_named_by_input_and_judged(monkeypatch):
     right, off, raised = errors.measure("cpp", "cpu")
     assert list(right.results) == ["y", "dx", "dbias"]
     assert all(
-        len(r) == 6 and r[5] == (16 if n == "dbias" else 128) for n, r in right.results.items()
+        len(r) == 7 and r[5] == (16 if n == "dbias" else 128) for n, r in right.results.items()
     )
     assert not right.fails
     assert off.fails

@@ -50,9 +50,14 @@ def test_the_loop_runs_as_it_stands(tmp_path, monkeypatch):
     assert "replaced" in str(names["report"])
 
 
-def no_gpu_figure():
-    for path in (ROOT / "bench/results").glob("*.json"):
-        assert json.loads(path.read_text())["machine"]["device"] == "cpu"
+def gpu_figures():
+    """Those of the step are the ones that were measured."""
+    (path,) = (ROOT / "bench/results").glob("nvidia-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    steps = [row for row in rows if row["case"] == "124M T=1024 B=32"]
+    assert len(steps) == 3
+    for row in steps:
+        assert f"{row['median_ms']:.1f}" in LIMITS, row["variant"]
 
 
 def layouts():
@@ -109,7 +114,7 @@ def same_bits():
 
 
 CHECKS = {
-    "GPU figures": no_gpu_figure,
+    "GPU figures": gpu_figures,
     "Layouts": layouts,
     "Optimizers": optimizers,
     "Attention on GPUs": attention_on_gpus,
