@@ -84,7 +84,7 @@ class ErrorRow(Record):
     @property
     def fails(self) -> bool:
         """Whether a result is beyond its bound, or nothing could be measured."""
-        measured = (Errors(*result) for result in self.results.values())
+        measured = (Errors(*result) for result in self.results.values())  # type: ignore[arg-type]
         return bool(self.refused) or any(errors.max > errors.bound for errors in measured)
 
 
