@@ -157,7 +157,9 @@ class Runner:
             row["signal"] = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
             row["rc"] = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         if row["status"] != "ok" and run["log"].exists():
-            row["stderr"] = run["log"].read_text(errors="replace")[-4000:]
+            text = run["log"].read_text(errors="replace")
+            hung = text.rfind("Timeout (")  # its stacks begin with the innermost call
+            row["stderr"] = text[hung:][:4000] if hung >= 0 else text[-4000:]
         return row
 
     def run(self, cells: Sequence[Cell], at_once: int) -> None:
