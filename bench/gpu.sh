@@ -60,7 +60,8 @@ if [[ $(cat "$PACK/digest" 2>/dev/null) == "$(digest)" ]] && cp "$PACK"/_C*.so b
   loads >build/gpu_build.log 2>&1; then
   export TRITON_CACHE_DIR=$PWD/build/triton_cache
   mkdir -p "$TRITON_CACHE_DIR"
-  tar -C "$TRITON_CACHE_DIR" -xzf "$PACK/triton.tar.gz" || true
+  tar -C "$TRITON_CACHE_DIR" -xzf "$PACK/triton.tar.gz" ||
+    echo "gpu.sh: no cache of Triton in $PACK; kernels are compiled here" >&2
 elif compgen -G "kernels/_C*.so" >/dev/null && rm -f build/shim/fastpar/kernels/_C* &&
   ln -s "$PWD"/kernels/_C*.so build/shim/fastpar/kernels/ && loads >build/gpu_build.log 2>&1; then
   how=installed
