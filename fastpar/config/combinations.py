@@ -1,5 +1,4 @@
-"""What is refused of settings that contradict others: ramps, packing, offload, fp8, wires,
-experts."""
+"""What is refused of settings that contradict others: packing, offload, fp8, wires, experts."""
 
 from __future__ import annotations
 
@@ -148,22 +147,6 @@ def check_grid_widths(parallel: ParallelSettings, shape: GPTConfig) -> None:
         raise ValueError(
             f"train: expected at most n_head={shape.n_head} columns, which split the heads, got "
             f"tp_grid={parallel.tp_grid}; change --tp-grid"
-        )
-
-
-def check_ramp(settings: DataSettings) -> None:
-    """Refuse a first batch that does not become batch_size."""
-    rows, first = settings.batch_size, settings.batch_ramp
-    if first is None and settings.ramp_steps is not None:
-        raise ValueError(
-            "train: expected batch_ramp with ramp_steps, got ramp_steps="
-            f"{settings.ramp_steps} alone; set --batch-ramp"
-        )
-    if first is not None and (rows % first or (rows // first).bit_count() != 1):
-        fit = ", ".join(str(rows >> k) for k in range(rows.bit_length()) if rows % (1 << k) == 0)
-        raise ValueError(
-            f"train: expected batch_ramp to become batch_size={rows} by doubling, got batch_ramp="
-            f"{first}; use one of {fit}"
         )
 
 

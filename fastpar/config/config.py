@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
 from fastpar.config.combinations import (
@@ -20,7 +20,6 @@ from fastpar.config.combinations import (
     check_offload,
     check_outer_settings,
     check_packing,
-    check_ramp,
     check_wires,
 )
 from fastpar.config.model import PRESETS as PRESETS
@@ -72,7 +71,6 @@ class TrainConfig(TrainFlags):
                 "lower --warmup-steps or raise --max-steps"
             )
         stage, tp, pp = self.parallel.zero_stage, self.parallel.tp, self.parallel.pp
-        check_ramp(self.text)
         check_packing(self.text, compiled=self.system.compile)
         if self.optim.optimizer == "adafactor" and (stage or tp > 1):
             raise ValueError(
@@ -196,17 +194,6 @@ class TrainConfig(TrainFlags):
     def warmup_steps(self) -> int:
         given = self.optim.warmup_steps
         return min(self.run.max_steps // 10, 1000) if given is None else given
-
-    def micro_batches(self, step: int, most: int) -> int:
-        """How many a rank has in this step, of the most that a step has; see batch_ramp."""
-        text = self.text
-        if text.batch_ramp is None:
-            return most
-        given = text.ramp_steps
-        doublings = (text.batch_size // text.batch_ramp).bit_length() - 1
-        ramp = self.run.max_steps // 5 if given is None else given
-        done = min(doublings, step * doublings // ramp) if ramp else doublings
-        return most >> (doublings - done)
 
     @property
     def accumulate(self) -> str:
@@ -367,8 +354,8 @@ _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
     **dict.fromkeys(("temperature", "top_k", "keep_every", "loss_spike", "max_rollbacks"), 0),
-    **dict.fromkeys(("check_replicas_every", "max_restarts", "ramp_steps", "offload_keep_mb"), 0),
-    **dict.fromkeys(("batch_ramp", "wire_rank", "replicas"), 1),
+    **dict.fromkeys(("check_replicas_every", "max_restarts", "offload_keep_mb"), 0),
+    **dict.fromkeys(("wire_rank", "replicas"), 1),
     "node_size": 2,
 }
 
@@ -377,7 +364,6 @@ _AT_LEAST: dict[str, float] = {
 _GRAPHED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("device", ("auto", "cuda"), "a CPU has no graphs"),
     ("pack", ("stream",), "rows have any number of documents"),
-    ("batch_ramp", (None,), "they hold a micro-batch's part of the step"),
     ("zero_stage", (0, 1), "gradients or weights that are freed come back at other addresses"),
     ("outer_every", (None,), "the outer step is no part of them"),
     ("offload", ("none",), "a forward waits for the host's step"),
@@ -409,17 +395,6 @@ def derive_batch(
         ValueError: batch_size has fewer sequences than these, or does not divide.
     """
     rows, micro, accum = settings.batch_size, settings.micro_batch_size, settings.grad_accum_steps
-    if settings.batch_ramp is not None:  # the first steps' micro-batches, then more of them
-        more = rows // settings.batch_ramp
-        if accum is not None and accum % more:
-            raise ValueError(
-                f"train: expected grad_accum_steps to be a multiple of batch_size / batch_ramp = "
-                f"{more}, got grad_accum_steps={accum}; leave --grad-accum-steps out"
-            )
-        first = replace(settings, batch_size=settings.batch_ramp, batch_ramp=None)
-        first = replace(first, grad_accum_steps=accum and accum // more)
-        micro, accum = derive_batch(first, block_size, dp_size, pp, share)
-        return micro, accum * more
     if rows < dp_size:
         raise ValueError(
             f"train: expected at least one sequence for each of dp={dp_size} (ranks / tp / cp / "

@@ -90,10 +90,6 @@ class DataSettings(TextSettings):
     """Micro-batches a rank and step; unset: as many as needed."""
     pack: Literal["stream", "documents"] = "stream"
     """documents: from their beginnings, best fit, blind to each other."""
-    batch_ramp: int | None = None
-    """Sequences of the first steps; doubled up to batch-size."""
-    ramp_steps: int | None = None
-    """Steps before all have batch-size; unset: max-steps / 5."""
 
 
 @dataclass(frozen=True)

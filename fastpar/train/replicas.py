@@ -35,7 +35,7 @@ class Trainer(Protocol):
     step: int
     next_sample: int
     tokens: int
-    micro_batches: int
+    grad_accum_steps: int
     ways: int
     micro_batch_size: int
     block_size: int
@@ -107,6 +107,6 @@ def meet(trainer: Trainer) -> None:
 
 def _progress(trainer: Trainer) -> list[int]:
     """In a step: steps, samples and tokens after it."""
-    samples = trainer.micro_batches * trainer.ways * trainer.micro_batch_size
+    samples = trainer.grad_accum_steps * trainer.ways * trainer.micro_batch_size
     tokens = trainer.tokens + samples * trainer.block_size
     return [trainer.step + 1, trainer.next_sample + samples, tokens]

@@ -329,14 +329,13 @@ class Trainer:
         graph, rows, seed = self.step_graph, self.micro_batch_size, config.run.seed
         scale = self.loss_scale.scale if self.loss_scale is not None else None
         skips = config.faults.on_nonfinite == "skip"
-        self.micro_batches = config.micro_batches(self.step, self.grad_accum_steps)
-        samples = self.micro_batches * self.ways * rows
+        samples = self.grad_accum_steps * self.ways * rows
         self.next_sample = past(self.next_sample, samples, self.skipped_samples)
         in_step(self.step + 1)
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         whole: list[tuple[torch.Tensor, ...]] = []  # for what takes all at once
-        for j in range(self.micro_batches):
+        for j in range(self.grad_accum_steps):
             first = self.next_sample + self._number(j) * rows
             x, y, *documents = sample_batch(
                 self.samples,
@@ -397,7 +396,7 @@ class Trainer:
     ) -> torch.Tensor:
         """Forward and backward; its part of the step's loss. In a CUDA graph scale is a tensor."""
         positions = dict(zip(("positions",), at))
-        part = self.forward(x, y, rng_key=key, **positions) / self.micro_batches
+        part = self.forward(x, y, rng_key=key, **positions) / self.grad_accum_steps
         self._target(part, scale).backward()
         return part.detach()
 
@@ -424,9 +423,9 @@ class Trainer:
     def _number(self, j: int) -> int:
         """Number in the step of this rank's micro-batch j: see [Note: who takes which samples]."""
         dp_size, dp_rank = self.mesh.dp_size, self.mesh.dp_rank
-        first = self.mesh.replica * dp_size * self.micro_batches
+        first = self.mesh.replica * dp_size * self.grad_accum_steps
         if self.config.accumulate == "full":
-            return first + dp_rank * self.micro_batches + j
+            return first + dp_rank * self.grad_accum_steps + j
         return first + j * dp_size + dp_rank
 
     def validate(self) -> None:

@@ -39,8 +39,6 @@ def small(line):
             words[words.index(flag) + 1] = value
     if words[1] == "train" and not {"--model", "--init-from", "--resume"} & set(words):
         words += ["--model", "micro"]
-    if "--batch-ramp" in line:
-        words[words.index("--batch-ramp") + 1] = "2"
     return " ".join([*words, COMMON.get(words[1], "")])
 
 
