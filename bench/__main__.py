@@ -5,7 +5,6 @@
     python -m bench --commit-results         rows go to bench/results, which the README shows
     python -m bench tune                     alternatives that a GPU decides (bench/ops/tune.py)
     python -m bench errors                   errors against fp64 (bench/ops/errors.py)
-    python -m bench launches                 kernel launches of a step (bench/compiler/launches.py)
     python -m bench matrix fastpar           one run on every layout (bench/systems/matrix.py)
     python -m bench report                   tables and pictures from results
     (bench/report/report.py)
@@ -46,7 +45,6 @@ FIRST, LAST = ("ceilings",), ("train",)
 COMMANDS = {  # which are no benches: module with a main()
     "errors": "bench.ops.errors",
     "ingest": "bench.ingest",
-    "launches": "bench.compiler.launches",
     "matrix": "bench.systems.matrix",
     "report": "bench.report.report",
     "tune": "bench.ops.tune",

@@ -4,7 +4,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
 
-from fastpar.plan.check_picture import LOOKS, _panel, draw_check
+from fastpar.plan.check_picture import _panel, draw_check
 
 POINTS = [(1, 10.0, 11.0, 5.0, 4.0), (2, 100.0, 90.0, 50.0, 55.0), (4, 300.0, 310.0, 90.0, 85.0)]
 
@@ -25,7 +25,3 @@ def test_every_point_and_both_bands_are_drawn(tmp_path):
     low, high = axes.get_xlim()
     assert low < 10.0
     assert high > 310.0
-
-
-def test_numbers_of_ranks_differ_in_colour_and_shape():
-    assert len({colour for colour, _ in LOOKS}) == len({shape for _, shape in LOOKS}) == len(LOOKS)

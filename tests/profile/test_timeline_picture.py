@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastpar.comm.recorder import COMPUTE, GATHER, HOST, REDUCE, TP, WAIT, Span
+from fastpar.comm.recorder import COMPUTE, GATHER, REDUCE, WAIT, Span
 from fastpar.profile import timeline_picture
 
 PANELS = {
@@ -39,18 +39,3 @@ def test_titles_say_what_a_panel_shows(monkeypatch, tmp_path):
     assert lines[0] == "a line"
     assert len(lines) == 3
     assert max(map(len, lines)) <= timeline_picture.LINE_LENGTH
-
-
-def test_a_step_of_a_gpu_has_a_lane_for_the_host_and_keys_of_what_it_shows(monkeypatch, tmp_path):
-    shown = watched(monkeypatch)
-    spans = [Span(HOST, "forward", 0, 4), Span(COMPUTE, "backward", 2, 9), Span(TP, "sum", 3, 4)]
-    rows = (HOST, COMPUTE, TP)
-    timeline_picture.draw({"rank 0": spans}, [], tmp_path / "x.png", rows)
-    (figure,) = shown
-    axes = figure.axes[0]
-    assert tuple(label.get_text() for label in axes.get_yticklabels()) == rows
-    assert axes.get_title(loc="left") == (
-        "rank 0: step 9 ms; collectives under way 1 ms, waited for 0 ms"
-    )
-    keys = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert keys == ["forward", "backward", "tp or cp exchange", "queued (pale)"]
