@@ -42,7 +42,6 @@ _PUBLIC = {
     "parallel.parallelize": ("parallelize",),
     "parallel.pipeline": ("pipeline_step",),
     "patching.patch": ("patch", "unpatch"),
-    "patching.sdpa": ("register_sdpa",),
     "sharding.placements": ("Partial", "Replicate", "Shard"),
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -28,7 +28,6 @@ from fastpar.parallel.parallelize import parallelize as parallelize
 from fastpar.parallel.pipeline import pipeline_step as pipeline_step
 from fastpar.patching.patch import patch as patch
 from fastpar.patching.patch import unpatch as unpatch
-from fastpar.patching.sdpa import register_sdpa as register_sdpa
 from fastpar.sharding.placements import Partial as Partial
 from fastpar.sharding.placements import Replicate as Replicate
 from fastpar.sharding.placements import Shard as Shard
