@@ -144,7 +144,7 @@ def describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
 
 def _tp(tp: TensorParallel) -> str:
     group = tp.group
-    return f"{tp.label}: {group.transport} ({group.why}), {tp.tokens}, {tp.overlap}"
+    return f"{tp.label}: {group.transport} ({group.why}), {tp.tokens}"
 
 
 def _experts(shards: Shards) -> str:

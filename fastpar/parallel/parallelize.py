@@ -57,7 +57,6 @@ from fastpar.sharding.layout import (
 from fastpar.tensor.declared import Declared, find_states, split_parameters
 from fastpar.tensor.functional import TensorParallel
 from fastpar.tensor.grid import make_grid
-from fastpar.tensor.overlap import check_overlap, choose_overlap
 from fastpar.tensor.report import tp_report
 
 Factory = Callable[[Any, str], Collectives]
@@ -86,7 +85,6 @@ def parallelize(
     collectives: Factory | None = None,
     tp_plan: Plan | str | None = None,
     sequence_parallel: bool | None = None,
-    tp_overlap: int | str | None = None,
     pp_split: Sequence[int] | None = None,
     pp_schedule: str = "1f1b",
     pp_chunks: int | None = None,
@@ -147,8 +145,6 @@ def parallelize(
             (fastpar/patching/tp_plan.py); "gpt2", "nanogpt"; None: one of these where it fits.
         sequence_parallel: tp ranks also share out the tokens between split layers; None: where the
             model or its plan can. engine_of(model).tp_report says what was chosen.
-        tp_overlap: chunks in which their tokens are gathered and scattered beside products, or
-            "symmetric": through symmetric memory; None: one (see fastpar/tensor/overlap.py).
         pp_split: layers on each pipeline stage; None: so that the slowest stage has as little to do
             as possible, by the model's pipeline_costs(), or equal numbers. Training steps are those
             of fastpar.pipeline_step.
@@ -196,7 +192,6 @@ def parallelize(
     check_experts(model, given, options)
     check_offload(options, given.device, debug or Debug())
     transport = check_wires(model, options, mesh.dp_size, given.size("ep"))
-    check_overlap(tp_overlap, sequence_parallel is not False)
     check_parameters(parameter_names(model), mesh.device, materialize is not None)
     check_in_place_writers(model, mesh.dp_size)
     mesh.check_same("parallelize", [*(f"{k}={v}" for k, v in options.items()), *inventory(model)])
@@ -315,9 +310,7 @@ def _split_along_tp(
     if mesh.tp_grid is not None:
         tp: TensorParallel = make_grid(model, mesh, maker.make, options)
     else:
-        group = maker.of_tp()
-        overlap = choose_overlap(options["tp_overlap"], group, sequence_parallel=tokens)
-        tp = TensorParallel(group, sequence_parallel=tokens, overlap=overlap)
+        tp = TensorParallel(maker.of_tp(), sequence_parallel=tokens)
     declared = _split(model, mesh, tp, planned)
     by = "declared by its modules" if planned is None else planned.why
     return declared, tp_report(

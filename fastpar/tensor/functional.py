@@ -19,8 +19,7 @@ first (modules of other people, patching/tp_plan.py).
 
 [Note: under way] The sum of a column layer's input gradient is under way while the weight's
 gradient is computed. Under sequence parallelism its input is kept as N/tp tokens; it is gathered
-once more in backward, under the product that gives the input's gradient. overlap.py can put
-more under way then.
+once more in backward, under the product that gives the input's gradient.
 
 [Note: handles] The layers are ops of torch.library, so that torch.compile and selective
 recomputation see them as one each; an op's arguments are tensors and numbers, so it is given the
@@ -46,7 +45,6 @@ from fastpar.kernels.linear import matmul
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.weight_gradients import queue_for
 from fastpar.sharding.placements import Partial, Replicate, State
-from fastpar.tensor.overlap import Overlap
 
 _numbers = itertools.count(1)
 _handles: weakref.WeakValueDictionary[int, TensorParallel] = weakref.WeakValueDictionary()
@@ -58,7 +56,6 @@ class TensorParallel:
     Args:
         group: of the ranks along tp.
         sequence_parallel: whether a rank has N/tp tokens between blocks, see above.
-        overlap: of the products under sequence parallelism; None: nothing.
     Attributes:
         rank, size: along tp.
         number: names it in calls of ops.
@@ -71,12 +68,9 @@ class TensorParallel:
     shared_dim: int | None
     on_grid: Callable[..., Tensor] | None = None  # Grid's split layers
 
-    def __init__(
-        self, group: Collectives, *, sequence_parallel: bool = True, overlap: Overlap | None = None
-    ) -> None:
+    def __init__(self, group: Collectives, *, sequence_parallel: bool = True) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
         self.shared_dim = 0 if sequence_parallel else None
-        self.overlap = overlap or Overlap(group)
         self.rank, self.size = group.rank, group.world_size
         self.groups, self.label = {"tp": group}, f"tp={self.size}"
         self.tokens = "sequence parallel" if sequence_parallel else "whole sequences"
@@ -260,11 +254,6 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _flat(x: Tensor) -> bool:
-    """Whether the tokens are all in one dimension; see [Note: tokens]."""
-    return x.shape[:-2].numel() == 1
-
-
 class Needed(NamedTuple):
     """Which gradients a backward is asked for."""
 
@@ -278,9 +267,6 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, weight and b
 
 def column_linear_fwd(tp: TensorParallel, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [..., F/tp] of x [..., C], or of its slice of the tokens."""
-    if tp.sequence_parallel and _flat(x):
-        y, _ = tp.overlap.gather_matmul(rows_of(x), weight.t(), bias)
-        return y.view(*x.shape[:-2], *y.shape)
     if tp.sequence_parallel:
         x = tp.all_gather(x, -2)
     y = matmul(rows_of(x), weight.t(), bias=bias)
@@ -292,11 +278,8 @@ def column_linear_bwd(
 ) -> Grads:
     """See [Note: under way]."""
     gathering = tp.begin_all_gather(x) if tp.sequence_parallel and need.dweight else None
-    shape = x.shape
-    dx, dweight, summing, scattering = None, None, None, None
-    if need.dx and tp.sequence_parallel and _flat(x):
-        scattering = tp.overlap.begin_matmul_scatter(rows_of(dy), weight)
-    elif need.dx:
+    dx, dweight, summing = None, None, None
+    if need.dx:
         dx = matmul(rows_of(dy), weight).view(*dy.shape[:-1], x.shape[-1])
         if tp.sequence_parallel:
             dx, summing = tp.begin_reduce_scatter(dx, -2)
@@ -309,22 +292,16 @@ def column_linear_bwd(
     dbias = rows_of(dy).sum(0) if need.dbias else None
     if summing is not None:
         summing.wait()
-    if scattering is not None:
-        dx = scattering.wait().view(shape)
     return dx, dweight, dbias
 
 
 def row_linear_fwd(tp: TensorParallel, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [..., C], or this rank's slice of its tokens, of x [..., F/tp]."""
-    if tp.sequence_parallel and _flat(x):
-        y = tp.overlap.matmul_scatter(rows_of(x), weight.t())
-        y = y.view(*x.shape[:-2], *y.shape)
+    y = matmul(rows_of(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
+    if tp.sequence_parallel:
+        y = tp.reduce_scatter(y, -2)
     else:
-        y = matmul(rows_of(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
-        if tp.sequence_parallel:
-            y = tp.reduce_scatter(y, -2)
-        else:
-            tp.group.all_reduce(y)
+        tp.group.all_reduce(y)
     return y if bias is None else y.add_(bias)
 
 
@@ -332,14 +309,10 @@ def row_linear_bwd(
     tp: TensorParallel, need: Needed, dy: Tensor, x: Tensor, weight: Tensor
 ) -> Grads:
     """The bias' gradient is of this rank's tokens."""
-    dx, dbias = None, rows_of(dy).sum(0) if need.dbias else None
-    if tp.sequence_parallel and need.dx and _flat(x):
-        product, whole = tp.overlap.gather_matmul(rows_of(dy), weight, keep=need.dweight)
-        dx, dy = product.view(x.shape), dy if whole is None else whole
-    else:
-        if tp.sequence_parallel:
-            dy = tp.all_gather(dy, -2)
-        dx = matmul(rows_of(dy), weight).view(x.shape) if need.dx else None
+    dbias = rows_of(dy).sum(0) if need.dbias else None
+    if tp.sequence_parallel:
+        dy = tp.all_gather(dy, -2)
+    dx = matmul(rows_of(dy), weight).view(x.shape) if need.dx else None
     return dx, matmul(rows_of(dy).t(), rows_of(x)) if need.dweight else None, dbias
 
 

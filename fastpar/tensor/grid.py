@@ -136,7 +136,7 @@ class Grid(TensorParallel):
         return reduce_from(_Times.apply(x, self.depth), self.batch)
 
 
-_NOT_WITH = ("sequence_parallel", "tp_overlap", "tp_plan", "offload")  # None is what there is
+_NOT_WITH = ("sequence_parallel", "tp_plan", "offload")  # None is what there is
 
 
 def make_grid(

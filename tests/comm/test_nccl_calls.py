@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fastpar.comm import handles, mesh, torch_collectives, watchdog
 from fastpar.comm.start import initialize
 from fastpar.comm.torch_collectives import TorchCollectives
-from fastpar.tensor.functional import TensorParallel
+from fastpar.tensor.functional import TensorParallel, column_linear_fwd, row_linear_fwd
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -238,8 +238,8 @@ def test_tensor_parallel_waits_for_nothing_by_handle(nccl):
     tp.all_reduce(x)
     tp.all_gather(x, 0)
     tp.reduce_scatter(x, 0)
-    tp.overlap.gather_matmul(x, torch.ones(3, 2))
-    tp.overlap.matmul_scatter(x, torch.ones(3, 2))
+    column_linear_fwd(tp, x, torch.ones(2, 3), None)
+    row_linear_fwd(tp, x, torch.ones(2, 3), None)
     names = ["all_reduce", "all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
     assert [name for name, _, _ in calls] == names
     assert Event.made == 0

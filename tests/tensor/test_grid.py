@@ -260,7 +260,6 @@ EXPERTS = {"n_expert": 2, "top_k": 1}
             (build, {name: value}, rf"no {name} with tp_grid=2x1, got {name}={value!r}; leave it")
             for name, value in (
                 ("sequence_parallel", False),
-                ("tp_overlap", 2),
                 ("offload", "optimizer"),  # with a stand-in for the bus
             )
         ),
