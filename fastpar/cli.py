@@ -20,7 +20,7 @@ from fastpar.config.axes import ranks_of_batch, ranks_of_samples
 from fastpar.config.combinations import check_synchronous, without_idle
 from fastpar.config.config import TrainConfig, derive_batch
 from fastpar.config.options import USUAL, SampleSettings, TrainFlags, for_tyro
-from fastpar.config.settings import WRONG_PATH, option, parse_seconds
+from fastpar.config.settings import WRONG_PATH, option
 from fastpar.files.packages import import_package
 from fastpar.train import launch
 from fastpar.train.base_settings import naming_saved_settings, read_base
@@ -151,8 +151,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    if launch.launched_here():
-        launch.follow_launcher()
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print(USAGE, end="")
@@ -288,7 +286,6 @@ def _train(arguments: list[str]) -> int:
                 threads=config.system.threads,
                 max_restarts=config.faults.max_restarts,
                 out=config.run.out,
-                timeout_s=parse_seconds(config.faults.timeout, "timeout"),
                 replicas=config.parallel.replicas,
             )
         with launch.interrupt_kills():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from torch import Tensor
 from fastpar.doctor.cases import ErrorCase
 from fastpar.doctor.clocks import clock_for, interleave
 from fastpar.doctor.proof_cases import HEADS, proof_cases
+from fastpar.files.packages import end_with
 from fastpar.kernels import attention_peers
 from fastpar.kernels.attention_peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
@@ -197,7 +199,7 @@ def wrong_apart(case: Case, rows: int, name: str) -> str | None:
     if case.device == "cuda":
         gpu = torch.cuda.current_device()
         torch.cuda.empty_cache()  # for that process
-    asked = [*case, rows, name, gpu]
+    asked = [*case, rows, name, gpu, os.getpid()]
     asked[2] = str(case.dtype).removeprefix("torch.")
     process = subprocess.Popen(
         [*PROGRAM, json.dumps(asked)],
@@ -228,7 +230,8 @@ def wrong_apart(case: Case, rows: int, name: str) -> str | None:
 
 def main(asked: str) -> None:
     """The process of wrong_apart: prints STARTED, then the answer."""
-    device, op, dtype, size, rows, name, gpu = json.loads(asked)
+    device, op, dtype, size, rows, name, gpu, parent = json.loads(asked)
+    end_with(parent)
     case = Case(device, op, getattr(torch, dtype), size)
     if gpu is not None:
         torch.cuda.set_device(gpu)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,9 +51,24 @@ def _missing(package: str, caller: str, need: str, instead: str, got: str) -> Im
 def call_command(function: str) -> list[str]:
     """The command that calls a function of ours in a process of its own: fastpar.__main__.run.
 
-    Files of the current folder, which may be called random.py, stand in for no module there.
+    That process ends with this one. Files of the current folder, which may be called random.py,
+    stand in for no module there.
     """
     module, _, name = function.rpartition(".")
     path = f"[*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]"
-    code = f"import sys; sys.path[:] = {path}; from {module} import {name}; sys.exit({name}())"
-    return [sys.executable, "-c", code]
+    ends = f"from fastpar.files.packages import end_with; end_with({os.getpid()})"
+    call = f"from {module} import {name}; sys.exit({name}())"
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {path}; {ends}; {call}"]
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends. Linux only."""
+    import ctypes  # takes long
+
+    with contextlib.suppress(AttributeError):  # no prctl
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -35,7 +35,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.files.packages import call_command
 from fastpar.kernels import keep_freed_memory
 from fastpar.measure.machine import without_paths
-from fastpar.train.launch import follow_launcher, lost_peer, rank_environment
+from fastpar.train.launch import lost_peer, rank_environment
 
 START_S, CALL_S, END_S, GRACE_S = 120.0, 600.0, 5.0, 5.0
 TIMEOUT_S = 300.0  # of a collective
@@ -241,7 +241,6 @@ class RankPool:
 
 def serve() -> None:
     """A rank's life: do what comes through the pipe, until it ends."""
-    follow_launcher()
     pipe = Connection(int(sys.argv[1]))
     number, world_size, threads, device = pipe.recv()
     torch.set_num_threads(threads)

@@ -4,17 +4,15 @@ Rank 0 keeps the terminal, so its progress bar stays whole; the other ranks writ
 are shown when one of them fails. Under torchrun this file has nothing to do.
 
 [Note: who stops whom] The ranks run in sessions of their own, so Ctrl-C reaches the launcher alone,
-which passes it on: every rank learns of the stop in the same step (see train.py), saves and ends. A
-second Ctrl-C kills, but not within REPEAT_S: a batch system signals launcher and ranks at once, and
-the kernel tells a rank of its launcher's death once for every thread that this had. Neither may cut
-off the save (test_ranks_do_not_outlive_their_launcher).
+which passes it on: every rank learns of the stop in the same step (see trainer.py), saves and ends.
+A second Ctrl-C kills, but not within REPEAT_S: a batch system signals launcher and ranks at once,
+which must not cut off the save.
 When a rank dies, its peers fail in their next collective by themselves (gloo), or wait for ever
 (NCCL on one machine): after GRACE_S they are killed. Without that a run hangs until the time-out of
 its process group (test_killed_rank_stops_the_others).
-A rank that does not answer (reaper.py says how that is seen) is killed SILENT_S after a stop, by
-the launcher or, when that is dead, by its reaper; without a stop, after the run's --timeout: if all
-ranks stand still, no watchdog speaks. What was ignored at the start (SIGHUP under nohup) stays
-ignored in launcher and ranks.
+A rank that hangs is found by the watchdogs of the others (comm/watchdog.py). When the launcher
+dies, the kernel kills its ranks (files/packages.py). What was ignored at the start (SIGHUP under
+nohup) stays ignored in launcher and ranks.
 A replica (--replicas) that lost a rank is killed and started again alone, as often as
 --max-restarts says, then left out; the others go on. All start again if none of them is left.
 torchrun kills ranks 30 s after it told them to stop; when it is killed itself, its ranks go on. It
@@ -42,7 +40,6 @@ from types import FrameType
 from typing import Any
 
 from fastpar.files.packages import call_command
-from fastpar.train import reaper
 from fastpar.train.run_lock import RUNS, find_run
 
 GRACE_S = 5.0
@@ -55,8 +52,7 @@ LOST_PEER = 3  # exit status of a rank that failed because another one was gone
 ALONE = 4  # of a rank whose replica found no other one that lives: all start again
 NOBODY_LIVES = "got none of them lives"  # in its error
 FAILED, USER_MISTAKE = 1, 2
-_LAUNCHER = "FASTPAR_LAUNCHER"  # in the ranks' environment: pid of the launcher
-_HEARTBEAT = "FASTPAR_HEARTBEAT"  # file that a rank touches as long as it answers
+_LAUNCHER = "FASTPAR_LAUNCHER"  # in the ranks' environment
 _LOST_PEER_TEXTS = (
     *("Connection closed by peer", "Connection reset by peer", "Connection refused"),
     *("Broken pipe", "Socket closed", "NCCL communicator was aborted", "remote process exited"),
@@ -64,7 +60,6 @@ _LOST_PEER_TEXTS = (
     *("got the end of rank", "that closed its group", "that gave up waiting for rank"),
     "; its own message says why",
 )
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def available_cores() -> int:
@@ -93,18 +88,6 @@ def launched_here() -> bool:
     return _LAUNCHER in os.environ
 
 
-def follow_launcher() -> None:
-    """In a rank: begin the heartbeat; if the launcher is killed, stop as on SIGTERM."""
-    if _HEARTBEAT in os.environ:
-        reaper.begin_heartbeat(os.environ[_HEARTBEAT])
-    import ctypes  # not at the top: it would take 1 % of the time of `fastpar train --help`
-
-    with contextlib.suppress(AttributeError, OSError):  # Linux only
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(os.environ[_LAUNCHER]):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def lost_peer(error: BaseException) -> bool:
     """Whether an error says that another rank is gone: then the cause is over there."""
     return any(text in str(error) for text in _LOST_PEER_TEXTS)
@@ -112,7 +95,7 @@ def lost_peer(error: BaseException) -> bool:
 
 @dataclass
 class _Rank:
-    """One process and how it ended; its folder holds heartbeat, output and error.json."""
+    """One process and how it ended; its folder holds output and error.json."""
 
     number: int
     process: subprocess.Popen
@@ -121,7 +104,6 @@ class _Rank:
     code: int | None = None
     ended: float = 0.0
     killed: bool = False  # by the launcher, because another rank had failed
-    silent_s: float = 0.0  # it did not answer for so long, so the launcher has killed it
 
     @property
     def failed(self) -> bool:
@@ -224,7 +206,6 @@ def launch(
     threads: int | None = None,
     max_restarts: int = 0,
     out: str | None = None,
-    timeout_s: float = float("inf"),
     replicas: int = 1,
 ) -> int:
     """Runs `python -m fastpar ARGUMENTS` as nproc ranks of one process group on this machine.
@@ -233,7 +214,6 @@ def launch(
         threads: CPU threads a rank; None shares the cores.
         max_restarts: times that all ranks are started again after one failed.
         out: folder of the run, None if rank 0 chooses it.
-        timeout_s: of the ranks' watchdogs; one that does not answer for longer is killed.
         replicas: parts of the ranks; a failed one is started again alone.
     Returns:
         The exit status: 0, 2 for a user's mistake, 128 + signal when stopped by one, 1 when a rank
@@ -243,7 +223,7 @@ def launch(
     for restart in range(max_restarts + 1):
         start = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": str(restart)}
         alone = (replicas, max_restarts) if replicas > 1 else ()
-        status, cause = _run_ranks(arguments, nproc, threads, start, timeout_s, *alone)
+        status, cause = _run_ranks(arguments, nproc, threads, start, *alone)
         if cause and status != FAILED:
             where = f"{_run_of(out, name)}/{cause}"
             print(f"fastpar: the first replica is gone; the run is in {where}", file=sys.stderr)
@@ -274,7 +254,6 @@ def _run_ranks(
     nproc: int,
     threads: int | None,
     start: Mapping[str, str],
-    timeout_s: float,
     replicas: int = 1,
     restarts: int = 0,
 ) -> tuple[int, str]:
@@ -300,7 +279,6 @@ def _run_ranks(
         folder = logs / (f"{number}.{count}" if count else str(number))
         rank = _start_rank(number, arguments, {**own, **start, **again}, folder)
         rank.replica = number * replicas // nproc
-        tell(f"{rank.process.pid} {rank.folder / 'heartbeat'}\n")
         return rank
 
     def start_again(mine: list[_Rank]) -> list[_Rank]:
@@ -318,21 +296,21 @@ def _run_ranks(
         return [started(rank.number, count) for rank in mine]
 
     # SAVE_SIGNAL is ignored by the ranks, too, until they can save.
-    with _handlers({SAVE_SIGNAL: signal.SIG_IGN}), _reaper(logs) as tell:
+    with _handlers({SAVE_SIGNAL: signal.SIG_IGN}):
         try:
             for number in range(nproc):
                 ranks.append(started(number, 0))
             with _forwarding_signals(ranks) as signals:
-                _watch(ranks, signals, timeout_s, start_again if replicas > 1 else None)
+                _watch(ranks, signals, start_again if replicas > 1 else None)
                 ended = _that_ended(ranks)
                 status, cause = _report(ended, signals)
                 number = ended[0].replica
                 return status, cause or (f"replica_{number}" if number else "")
         finally:
             for rank in ranks:
-                if rank.process.poll() is None:
-                    reaper.kill(rank.process.pid)
-                    rank.process.wait()
+                rank.process.kill()
+                rank.process.wait()
+            shutil.rmtree(logs, ignore_errors=True)
 
 
 def _start_rank(
@@ -340,12 +318,7 @@ def _start_rank(
 ) -> _Rank:
     """A rank in a session of its own; all but rank 0 write to files of the folder."""
     folder.mkdir()
-    (folder / "heartbeat").touch()
-    own = {
-        **environment,
-        _HEARTBEAT: str(folder / "heartbeat"),
-        "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
-    }
+    own = {**environment, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
     with (folder / "stdout.log").open("w") as out, (folder / "stderr.log").open("w") as err:
         process = subprocess.Popen(
             [*call_command("fastpar.__main__.run"), *arguments],
@@ -355,28 +328,6 @@ def _start_rank(
             stderr=err if number else None,
         )
     return _Rank(number, process, folder)
-
-
-@contextlib.contextmanager
-def _reaper(folder: Path) -> Iterator[Callable[[str], int]]:
-    """The reaper of this launcher, which removes the folder; what is yielded writes to it."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(reaper.SILENT_S)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        text=True,
-        bufsize=1,
-    )
-    assert process.stdin is not None
-    try:
-        yield process.stdin.write
-    finally:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        process.wait()
-        shutil.rmtree(folder, ignore_errors=True)  # if somebody has killed the reaper
 
 
 def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, str]:
@@ -390,7 +341,7 @@ def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to the launcher's store too
         "OMP_NUM_THREADS": str(threads),
-        _LAUNCHER: str(os.getpid()),
+        _LAUNCHER: "1",
     }
     # By default gloo resolves the host's name, which many containers and laptops do not know.
     if any(name == "lo" for _, name in socket.if_nameindex()):
@@ -401,7 +352,6 @@ def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str
 def _watch(
     ranks: list[_Rank],
     signals: Sequence[int],
-    timeout_s: float = float("inf"),
     start_again: Callable[[list[_Rank]], list[_Rank]] | None = None,
 ) -> None:
     """Until every rank has ended; see [Note: who stops whom].
@@ -409,16 +359,10 @@ def _watch(
     Args:
         start_again: new ranks in the place of those of a replica that failed, or none.
     """
-    from fastpar.comm.watchdog import MARGIN_S
-
     deadlines = dict.fromkeys((rank.replica for rank in ranks), float("inf"))
-    silences = {rank.number: reaper.Silence(rank.folder / "heartbeat") for rank in ranks}
     while running := [rank for rank in ranks if rank.code is None]:
-        # The watchdogs of other ranks speak first: they know more.
-        limit = reaper.SILENT_S if signals else max(reaper.SILENT_S, timeout_s + 2 * MARGIN_S)
         for rank in running:
             rank.code, rank.ended = rank.process.poll(), time.monotonic()
-            silent_s = silences[rank.number].seconds()
             if rank.failed:
                 of_all = rank.code in (USER_MISTAKE, ALONE)
                 for replica in deadlines if of_all else [rank.replica]:
@@ -427,10 +371,7 @@ def _watch(
                 continue
             elif time.monotonic() > deadlines[rank.replica] or len(signals) > 1:
                 rank.killed = True
-                reaper.kill(rank.process.pid)
-            elif silent_s > limit:
-                rank.silent_s = silent_s
-                reaper.kill(rank.process.pid)
+                rank.process.kill()
         for replica in list(deadlines) if start_again is not None and not signals else ():
             mine = [rank for rank in ranks if rank.replica == replica]
             others = [rank for rank in ranks if rank.replica != replica and not rank.failed]
@@ -444,7 +385,6 @@ def _watch(
             deadlines[replica] = float("inf")
             for rank in fresh:
                 ranks[rank.number] = rank
-                silences[rank.number] = reaper.Silence(rank.folder / "heartbeat")
             if not fresh:
                 del deadlines[replica]
         time.sleep(POLL_S)
@@ -469,9 +409,6 @@ def _report(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str]:
     if not failed:
         return max(r.code or 0 for r in ranks), ""
     if signals:  # a rank died of it: before the first step, after the last one, or the second time
-        for rank in failed:
-            if rank.silent_s:
-                print(f"fastpar: {_describe(rank)}", file=sys.stderr)
         print("fastpar: stopped at once; this stop has saved nothing", file=sys.stderr)
         return 128 + signals[0], ""
     words = failed[0].read("stderr.log").rstrip()
@@ -487,9 +424,7 @@ def _report(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str]:
 def _describe(rank: _Rank) -> str:
     """A rank that failed, and why."""
     code = rank.code or 0
-    if rank.silent_s:
-        reason = f"did not answer for {rank.silent_s:.0f} s and was killed"
-    elif code < 0:
+    if code < 0:
         reason = f"died of {signal.Signals(-code).name}"
         reason += " (out of memory?)" if code == -signal.SIGKILL else ""
     else:

@@ -23,7 +23,6 @@ from fault_runs import (
 from saved import bits
 
 from fastpar.files.step_folders import list_checkpoints
-from fastpar.train import reaper
 from fastpar.train.metrics import read_metrics
 
 
@@ -117,23 +116,18 @@ def test_a_mistake_found_by_the_ranks_is_one_line(here, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stands_still", [False, True])
-def test_ranks_do_not_outlive_their_launcher(here, start, stands_still):
-    """Nor does its folder. A rank that answers no signal any more is killed by the reaper."""
-    Path("tmp").mkdir()
+def test_ranks_do_not_outlive_their_launcher(here, start):
+    """One that computes, and one that answers no signal any more."""
     command = (*FASTPAR, *TRAIN, "--nproc=2", "--max-steps=1000000", "--out=r")
-    launcher = start(*command, env={"TMPDIR": "tmp"})
+    launcher = start(*command, env={"TMPDIR": "."})
     wait_for_steps(launcher, "r", 3)
     ranks = ranks_of(launcher.pid)
-    assert len(list(Path("tmp").glob("fastpar_*"))) == 1
-    if stands_still:
-        os.kill(ranks[1], signal.SIGSTOP)
+    os.kill(ranks[1], signal.SIGSTOP)
     launcher.kill()
-    deadline = time.monotonic() + 15 + stands_still * reaper.SILENT_S
-    while any(is_alive(pid) for pid in ranks.values()) or list(Path("tmp").glob("fastpar_*")):
+    deadline = time.monotonic() + 5
+    while any(is_alive(pid) for pid in ranks.values()):
         assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert len(list_checkpoints("r")) == (not stands_still)  # they have saved
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

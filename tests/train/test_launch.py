@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fastpar.comm import watchdog
 from fastpar.comm.watchdog import HUNG
-from fastpar.train import launch, reaper
+from fastpar.train import launch
 from fastpar.train.launch import (
     FAILED,
     LOST_PEER,
@@ -189,29 +187,6 @@ def test_a_second_signal_kills_unless_it_is_the_same_again(start, capfd, monkeyp
     assert "stopped at once; this stop has saved nothing" in capfd.readouterr().err
 
 
-def test_who_does_not_answer_is_killed(start, tmp_path, capfd, monkeypatch):
-    """After a stop; without one when the watchdogs of all ranks must have spoken."""
-    monkeypatch.setattr(reaper, "SILENT_S", 0.5)
-    monkeypatch.setattr(watchdog, "MARGIN_S", 0.1)
-    stuck = "signal.signal(15, signal.SIG_IGN); time.sleep(60)"
-    beats = "[(os.utime({!r}), time.sleep(0.1)) for _ in range(20)]"
-    for signals, timeout_s in (([15], float("inf")), ([], 1.0)):
-        file = tmp_path / "1" / "heartbeat"
-        file.touch()
-        ranks = start(stuck, beats.format(str(file)))[-2:]
-        for number in (0, 1):
-            ranks[number].number, ranks[number].folder = number, tmp_path / str(number)
-        _watch(ranks, signals, timeout_s)
-        assert [rank.code for rank in ranks] == [-9, 0]
-        status, cause = _report(ranks, signals)
-        assert status == (143 if signals else FAILED)
-        said = capfd.readouterr().err if signals else f"fastpar: {cause}"
-        pid = ranks[0].process.pid
-        line = rf"fastpar: rank 0 \(pid {pid}\) did not answer for [12] s and was killed"
-        last = "\nfastpar: stopped at once; this stop has saved nothing\n" if signals else ""
-        assert re.fullmatch(line + last, said)
-
-
 IGNORED = """
 import os, re, signal, sys
 from pathlib import Path
@@ -279,7 +254,7 @@ def test_all_ranks_are_started_again_unless_nobody_failed(
     (tmp_path / "run/checkpoints/step_000040").mkdir(parents=True)
     starts = []
 
-    def one(arguments, nproc, threads, start, timeout_s):
+    def one(arguments, nproc, threads, start):
         starts.append(start)
         status = statuses[len(starts) - 1]
         return status, "rank 1 died" if status == FAILED else ""
