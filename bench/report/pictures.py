@@ -14,9 +14,8 @@ from typing import Any
 from bench.records import Row, machine_line
 from bench.report import plan_table, roofline
 from bench.report.cells import ASIDE, by_case, is_ours, number
-from bench.report.report import NoResultsError, newest, op_benches
-from bench.report.tables import tp_rows, zero_rows
-from bench.systems import bench_emulated, bench_nodes
+from bench.report.report import NoResultsError, newest
+from bench.report.tables import OPS, tp_rows, zero_rows
 
 # Okabe and Ito's colours first, which the colour-blind can tell apart; fastpar's are warm ones, and
 # others never get them.
@@ -185,8 +184,7 @@ def draw_steps(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
 def draw_all(folder: Path) -> list[Path]:
     """<folder>/<op>.png for every op with rows there, of the newest machine of each device.
 
-    And roofline.png; zero.png and tp_<ranks>.png, of the first machine that has such rows; of
-    emulated links one for each device, of nodes one.
+    And roofline.png; zero.png and tp_<ranks>.png, of the first machine that has such rows.
     """
     machines = []
     for device in ("cuda", "cpu"):
@@ -199,25 +197,17 @@ def draw_all(folder: Path) -> list[Path]:
     if with_ops:
         drawn.append(folder / "roofline.png")
         roofline.draw(with_ops, drawn[-1])
-    for bench in op_benches():
+    for bench in sorted(OPS):
         parts = [(about, [r for r in rows if r.bench == bench]) for about, rows in machines]
         parts = [part for part in parts if part[1]]
         if parts:
             draw(bench, parts, folder / f"{bench}.png")
             drawn.append(folder / f"{bench}.png")
     for about, rows in machines:
-        own = [r for r in rows if r.bench == "emulated"]
-        if own:
-            drawn.append(folder / f"emulated_{about['device']}.png")
-            bench_emulated.draw(about, own, drawn[-1])
         own = [r for r in rows if r.bench == "plan"]
         if own:
             drawn.append(folder / "plan" / f"check_{about['device']}.png")
             plan_table.draw(own, drawn[-1])
-        own = [r for r in rows if r.bench == "nodes"]
-        if own and folder / "nodes.png" not in drawn:
-            drawn.append(folder / "nodes.png")
-            bench_nodes.draw(about, own, drawn[-1])
     for name, choose in (("zero", zero_rows), ("tp", tp_rows)):
         for about, rows in machines:
             for own in by_case(choose(rows)).values():

@@ -9,7 +9,7 @@
 
 The documents are README.md, bench/results/README.md, errors/table.md and plan/published.md beside
 it; each has the markers it wants. NAME is headline, or <table>-<device>: train, char, zero, tp,
-overlap, checkpoint, emulated, ops, ceilings, targets, errors, published, recipes, steps, muon or
+overlap, checkpoint, ops, ceilings, targets, errors, published, recipes, steps, muon or
 one bench (attention, ...), and cpu or cuda. Rows come from the newest machine of that device; where
 several of its files hold a key, the newest row counts.
 """
@@ -36,7 +36,7 @@ from bench.records import (
 )
 from bench.report import learning
 from bench.report.headline import headline_table
-from bench.report.tables import NOT_OPS, TABLES, errors_table, ops_table
+from bench.report.tables import OPS, TABLES, errors_table, ops_table
 
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 DOCUMENTS = [
@@ -47,12 +47,6 @@ DOCUMENTS = [
     ),
 ]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
-
-
-def op_benches() -> list[str]:
-    """Benches that have a table and a picture of their own."""
-    found = {p.stem.removeprefix("bench_") for p in Path(__file__).parents[1].glob("*/bench_*.py")}
-    return sorted(found - NOT_OPS)
 
 
 def of_newest(about: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
@@ -92,7 +86,7 @@ def render(name: str, folder: Path) -> str:
     if name == "headline":
         return _headline(folder)
     kind, _, device = name.rpartition("-")
-    known = [*TABLES, "errors", "published", *learning.TABLES, *op_benches()]
+    known = [*TABLES, "errors", "published", *learning.TABLES, *sorted(OPS)]
     if kind not in known or device not in ("cpu", "cuda"):
         raise ValueError(
             f"render: expected one of {', '.join(known)} with -cpu or -cuda, or headline, got "
@@ -108,7 +102,7 @@ def render(name: str, folder: Path) -> str:
     else:
         about, rows = newest(device, folder, Row)
         own = [row for row in rows if row.bench == kind.removesuffix("-link")]
-        shown = own or [row for row in rows if row.bench not in NOT_OPS] or rows
+        shown = own or [row for row in rows if row.bench in OPS] or rows
         about = of_newest(about, shown)
         text = TABLES[kind](rows) if kind in TABLES else ops_table(own)
     if text.count("\n") < 2:

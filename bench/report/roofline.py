@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from bench.records import Row, machine_line
 from bench.report.cells import by_case
 from bench.report.report import of_newest
-from bench.report.tables import NOT_OPS
+from bench.report.tables import OPS
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 # FLOPs of an element, by direction. Of layer_norm: mean 1, variance 3, normalized 2, affine 2;
@@ -110,7 +110,7 @@ def dots_of(rows: Iterable[Row]) -> tuple[list[tuple[Dot, Dot | None]], list[str
     """(fastpar, the fastest other one) of every case, and the benches of cases without a place."""
     pairs: list[tuple[Dot, Dot | None]] = []
     left: list[tuple[str, str]] = []
-    for (case, _), group in by_case([r for r in rows if r.bench not in NOT_OPS]).items():
+    for (case, _), group in by_case([r for r in rows if r.bench in OPS]).items():
         ours = next((r for r in group if r.variant == "fastpar" and r.median_ms), None)
         if ours is None or ours.bench == "shm":
             continue
@@ -257,7 +257,7 @@ def draw(results: Sequence[tuple[dict[str, Any], Sequence[Row]]], path: Path) ->
             handles=keys, loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=7.5,
             frameon=False, handlelength=1.2,
         )  # fmt: skip
-        lines.append(machine_line(of_newest(about, [r for r in rows if r.bench not in NOT_OPS])))
+        lines.append(machine_line(of_newest(about, [r for r in rows if r.bench in OPS])))
         if left:
             lines.append("left out, no sizes in their names or no arithmetic: " + _counted(left))
     lines.append(

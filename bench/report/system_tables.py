@@ -74,63 +74,6 @@ def ps_table(rows: Sequence[Row]) -> str:
     return table([*head, "bits a byte"], lines)
 
 
-def emulated_table(rows: Sequence[Row], bench: str = "emulated") -> str:
-    """Steps behind emulated links: what communication takes, and what of it a step waits for."""
-    lines = []
-    for (case, _), group in by_case([r for r in rows if r.bench == bench]).items():
-        base = next((r.median_ms for r in group if r.variant == r.baseline), None)
-        for row in group:
-            if row.refused:
-                lines.append([case, row.variant, f"refused: {row.refused}", "", "", "", "", "", ""])
-            elif row.variant != row.baseline:
-                notes = row.notes
-                lines.append(
-                    [
-                        case,
-                        row.variant,
-                        number(row.median_ms),
-                        number(base),
-                        number(notes["comm_ms"]),
-                        number(notes["exposed_ms"]),
-                        f"{100 * notes['exposed']:.0f} %",
-                        number(notes["wire_mb"]),
-                        number(notes.get("nic_mb")),
-                    ]
-                )
-    head = ["one rank of many", "link", "step ms", "without link", "communication ms"]
-    return table(
-        [*head, "exposed ms", "exposed, of communication", "MB sent", "MB through each NIC"], lines
-    )
-
-
-def nodes_table(rows: Sequence[Row]) -> str:
-    """Bytes through each adapter of 8 nodes of 8 ranks, counted and planned; then planned steps."""
-    own = [row for row in rows if row.bench == "nodes"]
-    lines = []
-    for row in (row for row in own if row.direction == "bytes"):
-        notes = row.notes
-        if row.refused:
-            lines.append([row.case, row.variant, f"refused: {row.refused}", "", "", ""])
-            continue
-        cells = [number(notes[name], 4) for name in ("nic_mb", "planned_mb")]
-        part = f"{notes['nic_mb'] / notes['tensor_mb']:.3f}"
-        lines.append([row.case, row.variant, *cells, part, number(notes["planned_ms"])])
-    size = next((f"{row.notes['tensor_mb']:.2f} MB" for row in own if "tensor_mb" in row.notes), "")
-    head = [f"reduce-scatter of {size}", "as", "counted MB through each NIC", "planned MB"]
-    text = table([*head, "of the tensor", "planned ms"], lines)
-    steps = [
-        [
-            f"{row.case}, {row.variant}",
-            row.notes["layout"],
-            *(number(row.notes[name]) for name in ("nic_mb", "exposed_ms", "planned_ms")),
-        ]
-        for row in own
-        if row.direction == "step"
-    ]
-    head = ["64 x h100, links", "planned layout", "MB through each NIC", "exposed ms", "step ms"]
-    return f"{text}\n\n{table(head, steps)}"
-
-
 def bubble_table(rows: Sequence[Row]) -> str:
     """The part of all ranks' time in which they wait, by schedule: measured and simulated."""
     lines = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from bench.ops.errors import ErrorRow
 from bench.records import Row
@@ -12,9 +13,7 @@ from bench.report.plan_table import plan_table
 from bench.report.system_tables import (
     bubble_table,
     checkpoint_table,
-    emulated_table,
     first_step_table,
-    nodes_table,
     offload_table,
     overlap_table,
     pp_link_table,
@@ -24,25 +23,8 @@ from bench.report.system_tables import (
 )
 from bench.targets import targets_of
 
-NOT_OPS = {
-    "train",
-    "ceilings",
-    "build",
-    "zero",
-    "tp",
-    "emulated",
-    "overlap",
-    "checkpoint",
-    "plan",
-    "nodes",
-    "bubble",
-    "first_step",
-    "offload",
-    "cp",
-    "pp",
-    "wires",
-    "ps",
-}
+OPS = {p.stem.removeprefix("bench_") for p in Path(__file__).parents[1].glob("ops/bench_*.py")}
+OPS |= {"shm"}
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 
 
@@ -157,18 +139,15 @@ def zero_table(rows: Sequence[Row]) -> str:
 
 
 def tp_rows(rows: Sequence[Row]) -> list[Row]:
-    """Side by side, torch's first; not those behind emulated links."""
-    own = [r for r in rows if r.bench == "tp" and not r.notes.get("emulated")]
-    return sorted(own, key=lambda r: (len(r.case), is_ours(r)))
+    """Side by side, torch's first."""
+    return sorted((r for r in rows if r.bench == "tp"), key=lambda r: (len(r.case), is_ours(r)))
 
 
 def tp_table(rows: Sequence[Row]) -> str:
-    """fastpar's tensor parallelism beside the fastest way of torch; or one rank behind links.
+    """fastpar's tensor parallelism beside the fastest way of torch.
 
     Rates are compared by their speed-up over one way of torch, which took turns with all others.
     """
-    if not tp_rows(rows):
-        return emulated_table(rows, "tp")
     lines = []
     for (case, _), group in by_case(tp_rows(rows)).items():
         best = max((r.speedup for r in group if not is_ours(r) and r.speedup), default=None)
@@ -190,7 +169,7 @@ def ops_table(rows: Sequence[Row]) -> str:
 
     A row that is slower than the fastest other one says so.
     """
-    rows = [r for r in rows if r.bench not in NOT_OPS]
+    rows = [r for r in rows if r.bench in OPS]
     with_peak = any(r.peak_bytes is not None for r in rows)
     with_host = any(r.host_us is not None for r in rows)
     extra = ["peak MB", "stock peak MB"] * with_peak + ["host us"] * with_host
@@ -302,14 +281,12 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "tp": tp_table,
     "ops": ops_table,
     "ceilings": ceilings_table,
-    "emulated": emulated_table,
     "targets": targets_table,
     "overlap": overlap_table,
     "wires": wires_table,
     "ps": ps_table,
     "checkpoint": checkpoint_table,
     "plan": plan_table,
-    "nodes": nodes_table,
     "bubble": bubble_table,
     "first_step": first_step_table,
     "pp": pp_table,

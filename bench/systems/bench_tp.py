@@ -9,8 +9,6 @@ is compared: the same model with the layers of either, and fastpar.GPT.
 torch's fastest stays for a whole case, others come a few at a time, and steps take turns. `speedup`
 is its median over the row's, both of the same group. The gate is bench_zero.py's: weights and loss
 after two steps against one process in fp64.
-
-On a GPU, of which one is not enough for that: steps of one rank of many behind emulated links.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from bench.harness import Bench
 from bench.peers import tensor_parallel
 from bench.peers.engines import SINGLE, Contender
 from bench.peers.tensor_parallel import OWN, STOCK, TORCH, Way
-from bench.systems import bench_emulated, bench_zero
+from bench.systems import bench_zero
 from bench.systems.bench_zero import Entry, Reference, Trial, batch, run_group
 from bench.systems.worker import Worker
 from fastpar.config.config import GPTConfig
@@ -110,8 +108,7 @@ def title_of(case: Case, config: GPTConfig, quick: bool) -> str:
 def run(bench: Bench) -> None:
     """Case after case; a group's rows are kept as soon as it is done."""
     if bench.device == "cuda":
-        bench_emulated.run_settings(bench, bench_emulated.tp_settings(bench.device, bench.quick))
-        return
+        return  # ranks on a CPU
     config = QUICK if bench.quick else CONFIG
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(SINGLE, config, folder, world_size=1, threads=2)

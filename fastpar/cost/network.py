@@ -16,7 +16,7 @@ enters and leaves each node once: there is one through each device's adapter, wi
 tensor, and inside of a node each goes as fast as its slowest link. In pairs every rank sends to
 every other: that is an all-to-all, and the deterministic reduce-scatter, which adds up what it
 received. Nothing is added up before it leaves a node, so that each adapter carries almost `local`
-times the bytes of a ring. bench/systems/nodes.py sends all of these messages and counts them.
+times the bytes of a ring.
 
 An operation lasts as long as its slower link, or as both where one waits for the other
 (hierarchy). Of several ways the fastest counts, as NCCL chooses. Its own halves of an all-reduce go

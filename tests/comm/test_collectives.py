@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 from cells import slow
+from lone_rank import LoneMesh, heard
 
-from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar.comm.collectives import SUMMABLE
 from fastpar.comm.fixed_sum import sum_rows_in_tree
 from fastpar.comm.shm import ShmCollectives
@@ -190,11 +190,6 @@ def test_ranks_that_hold_trees_of_their_own():
 # Every operation, with a handle and without, on every transport
 
 
-def make_emulated():
-    mesh = EmulatedMesh(3, 1)
-    return emulated(Link(None))(mesh.dp_group, "reduce"), mesh
-
-
 def each_once(c, alike, async_op, wrong):
     """alike: every rank has what this one has."""
     n, rank = c.world_size, c.rank
@@ -250,15 +245,11 @@ def each_once(c, alike, async_op, wrong):
 
 def every_operation(kind):
     """Names of what went wrong."""
-    c, mesh = make_emulated() if kind == "emulated" else (TRANSPORTS[kind](), None)
-    wrong = []
+    c, wrong = TRANSPORTS[kind](), []
     for async_op in (False, True):
-        each_once(c, mesh is not None, async_op, wrong)
-    if mesh is not None:
-        mesh.close()
-    else:
-        c.barrier()
-        c.close()
+        each_once(c, False, async_op, wrong)
+    c.barrier()
+    c.close()
     return wrong
 
 
@@ -271,8 +262,12 @@ def test_every_operation(kind, backend):
     assert run_ranks(every_operation, 3, kind, backend=backend) == [[]] * 3
 
 
-def test_every_operation_of_the_emulator():
-    assert every_operation("emulated") == []
+def test_every_operation_of_a_lone_rank():
+    wrong = []
+    with LoneMesh(3, 1) as mesh:
+        for async_op in (False, True):
+            each_once(heard([])(mesh.dp_group, "reduce"), True, async_op, wrong)
+    assert wrong == []
 
 
 def bad_calls(kind):

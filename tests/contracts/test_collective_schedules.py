@@ -1,6 +1,6 @@
 """Which collectives a step issues, literally: kind, bucket, bytes, group and order, at 64 ranks.
 
-One real rank of an emulated mesh: the other 63 do not exist, so that the schedule is that of a
+One real rank of a lone mesh: the other 63 do not exist, so that the schedule is that of a
 large run at the cost of a small one.
 """
 

@@ -1,6 +1,6 @@
 """What a rank of a grid says in a step, literally: kind, bytes and order; and what it keeps.
 
-One real rank of an emulated mesh, as in test_tp_schedules.py. On r x c ranks a layer's products
+One real rank of a lone mesh, as in test_tp_schedules.py. On r x c ranks a layer's products
 gather or scatter [N/r, C] along the row, twice forward and three times backward of each pair of
 layers, as tensor parallelism with sequence parallelism does with [N, C]; each gathers its weight
 along the column forward and backward, and sums its gradient there. A norm exchanges two numbers
@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 from cells import covering, slow
-from emulated_run import EmulatedRun, of_tp
+from lone_rank import LoneRun, of_tp
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.comm.recorder import WireMeter
@@ -25,10 +25,10 @@ grids = pytest.mark.parametrize("grid", [(2, 2), (1, 4), (4, 1), slow((2, 2, 2))
 
 
 def run_of(grid, *, dp=1, **options):
-    """A rank that trains, see EmulatedRun."""
+    """A rank that trains, see LoneRun."""
     config, idx = GPTConfig(**SIZES, dropout=0.0), torch.arange(N).view(B, T) % 100
     world_size = math.prod(grid) * dp
-    return EmulatedRun(config, idx, world_size, 1, {"tp_grid": grid}, **options)
+    return LoneRun(config, idx, world_size, 1, {"tp_grid": grid}, **options)
 
 
 def expected(grid, mode):
@@ -118,11 +118,11 @@ def test_counters_of_real_ranks_are_the_schedule(grid):
     with run_of(grid) as run:
         run.train()
         idx = torch.arange(N).view(B, T) % 100
-        run.link.ops.clear()
+        run.ops.clear()
         run.model(idx, idx).backward()
-        wire = sum(op.wire_bytes for op in run.link.ops)
+        wire = sum(op.wire_bytes for op in run.ops)
     forward, backward, partial = expected(grid, "none")
     n_said = len(forward) + len(backward) + len(partial)
-    assert n_said == len([op for op in run.link.ops if op.role == "tp"])
+    assert n_said == len([op for op in run.ops if op.role == "tp"])
     found = run_ranks(counted, r * c, grid, backend="gloo", timeout_s=120)
     assert found == [wire] * (r * c)

@@ -22,8 +22,8 @@ import gc
 
 import torch
 from cells import covering
+from lone_rank import LoneMesh, heard
 
-from bench.systems.emulated import EmulatedMesh, InlineCollectives, Link, emulated
 from fastpar import GPT, GPTConfig, Mesh, parallelize
 from fastpar.kernels import make_key
 from fastpar.nn.recompute import recompute
@@ -81,9 +81,8 @@ def saved_bytes(n_layer, tp, sp, dropout):
 
 def allocated_bytes(n_layer, tp, mode, sp):
     """What a forward leaves allocated, by torch's allocator; the graph is alive meanwhile."""
-    with EmulatedMesh(tp, 0, tp=tp) as mesh:
-        alone = emulated(Link(None), InlineCollectives)
-        model = build(mesh, n_layer, mode, sp, collectives=alone)
+    with LoneMesh(tp, 0, tp=tp) as mesh:
+        model = build(mesh, n_layer, mode, sp, collectives=heard([]))
         loss_of(model)
         gc.collect()
         gc.disable()  # what another test left in cycles must not be freed in the measurement

@@ -1,6 +1,6 @@
 """What a rank of a tp group says in a step, literally: kind, bytes and order.
 
-One real rank of an emulated mesh, as in test_collective_schedules.py. Between blocks of n tokens of
+One real rank of a lone mesh, as in test_collective_schedules.py. Between blocks of n tokens of
 C features a layer without sequence parallelism sums [n, C] twice forward and twice backward; with
 it each of these sums is a gather and a reduce-scatter, which together are as many bytes, and the
 inputs of the two column layers are gathered once more in backward (Korthikanti et al. 2022, arXiv
@@ -10,7 +10,7 @@ inputs of the two column layers are gathered once more in backward (Korthikanti 
 import pytest
 import torch
 from cells import covering
-from emulated_run import EmulatedRun, of_tp
+from lone_rank import LoneRun, of_tp
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.kernels import make_key
@@ -26,9 +26,9 @@ PARTIAL = T * C + (4 * LAYERS + 2) * C + 2 * LAYERS * C  # positions, norms, bia
 
 
 def run_of(*, world_size=DP * TP, tp=TP, rank=5, dropout=0.0, **options):
-    """A rank that trains, see EmulatedRun."""
+    """A rank that trains, see LoneRun."""
     config, idx = GPTConfig(**SIZES, dropout=dropout), torch.arange(N).view(B, T)
-    return EmulatedRun(config, idx, world_size, rank, {"tp": tp}, **options)
+    return LoneRun(config, idx, world_size, rank, {"tp": tp}, **options)
 
 
 SUM, GATHER, SCATTER = (

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 from cells import covering
+from lone_rank import LoneMesh, heard
 
-from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.config.config import TrainConfig
 from fastpar.cost.memory_model import predict_states
@@ -37,18 +37,17 @@ def setup_of(grid, dp, **options):
 def test_what_a_grid_sends(grid, stage, mode):
     """Kind and bytes of every exchange inside of layers, and how often."""
     setup = setup_of(grid, 2, zero_stage=stage, activation_checkpointing=mode)
-    with EmulatedMesh(setup.world_size, 0, tp_grid=grid) as mesh:
-        link = Link(None)
+    with LoneMesh(setup.world_size, 0, tp_grid=grid) as mesh:
+        ops = []
         model = GPT(SHAPE)
-        parallelize(model, mesh, collectives=emulated(link), zero_stage=stage)
+        parallelize(model, mesh, collectives=heard(ops), zero_stage=stage)
         recompute(model, mode)
         optimizer = AdamW(model.parameters())
         idx = torch.arange(B * 32).view(B, 32) % 200
-        link.ops.clear()
+        ops.clear()
         model(idx, idx).backward()
         optimizer.step()
-        said = Counter((op.kind, op.tensor_bytes) for op in link.ops if op.role == "tp")
-        link.close()
+        said = Counter((op.kind, op.tensor_bytes) for op in ops if op.role == "tp")
     found = Counter()
     for comm in comm_ops_of(Workload(SHAPE, B * setup.dp), setup):
         if comm.axis == "tp":

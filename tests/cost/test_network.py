@@ -1,9 +1,14 @@
 """What textbooks say of rings, trees and hierarchies, and where ranks are."""
 
 import pytest
+import torch
+from lone_rank import LoneRun
 
+from fastpar.config.config import GPTConfig
 from fastpar.cost.devices import Cluster, find_link
 from fastpar.cost.network import WAYS, Group, Network, hierarchy, pairs, place, ring, tree
+from fastpar.cost.operations import comm_ops_of
+from fastpar.cost.workload import Setup, Workload
 
 MIB = 2**20
 
@@ -138,3 +143,24 @@ def test_pairs_bring_each_adapter_seven_times_the_bytes_of_a_ring():
     assert 3 < slower < 7.2  # inside of an A100's node a ring goes no faster than NVLink
     one_a_node = place(8, 8, 8)
     assert pairs(one_a_node, 64.0).adapter == ring(one_a_node, 64.0).adapter == 56
+
+
+@pytest.mark.parametrize(("tp", "stage"), [(1, 0), (1, 2), (2, 3), (2, 1)])
+def test_an_engine_s_step_sends_what_the_planner_says(tp, stage):
+    """The collectives of a real step, as one of 16 ranks on 4 nodes, and those of comm_ops_of."""
+    shape = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
+    idx = torch.arange(64).view(2, 32)
+    with LoneRun(shape, idx, 16, 0, {"tp": tp}, zero_stage=stage) as run:
+        run.train()
+        said = [op for phase in run.train() for op in phase]
+    setup = Setup(
+        world_size=16, tp=tp, zero_stage=stage, micro_batch_size=2, dtype="fp32",
+        master_weights="none", device_type="cpu", transport="gloo",
+        accumulate="shard" if stage > 1 else "full",
+    )  # fmt: skip
+    network = Network(Cluster.of("h100", 16, 4, inter="ib-ndr"))
+    sent = [network.traffic(op.kind, op.tensor_bytes, op.world_size, op.stride) for op in said]
+    comms = comm_ops_of(Workload(shape, 2 * 16 // tp), setup)
+    assert sum(map(network.nic_bytes, sent)) == pytest.approx(
+        network.step_nic_bytes(comms), rel=0.02
+    )

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from lone_rank import LoneMesh, heard
 
-from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar import GPT, AdamW, engine_of, parallelize
 from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import buckets_of
@@ -27,34 +27,30 @@ def wire(send: CommOp) -> float:
 
 
 class Run:
-    """A real rank of an emulated mesh, trained for two steps; what it sent in the second."""
+    """A real rank of a lone mesh, trained for two steps; what it sent in the second."""
 
     def __init__(
         self, shape, *, world_size, tp=1, cp=1, micro=2, n_micro=1, mode="none", fp8="none",
         **options,
     ):  # fmt: skip
-        link = Link(None)
-        try:
-            with EmulatedMesh(world_size, 0, tp=tp, cp=cp) as mesh:
-                model = GPT(shape)
-                use_fp8(model, fp8, scaling="tensor", emulate=True)
-                parallelize(model, mesh, collectives=emulated(link), **options)
-                recompute(model, mode)
-                optimizer = AdamW(model.parameters())
-                for _ in range(2):
-                    link.ops.clear()
-                    for _ in range(n_micro):
-                        idx = torch.arange(micro * T).view(micro, T) % shape.vocab_size
-                        model(idx, idx).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                self.ops = list(link.ops)
-                self.engine = engine_of(model)
-                self.described = self.engine.wire_bytes()
-                self.buckets = [b.spec.numel for b in self.engine.buckets]
-                self.local = sum(p.numel() for p in model.parameters())
-        finally:
-            link.close()
+        self.ops = []
+        with LoneMesh(world_size, 0, tp=tp, cp=cp) as mesh:
+            model = GPT(shape)
+            use_fp8(model, fp8, scaling="tensor", emulate=True)
+            parallelize(model, mesh, collectives=heard(self.ops), **options)
+            recompute(model, mode)
+            optimizer = AdamW(model.parameters())
+            for _ in range(2):
+                self.ops.clear()
+                for _ in range(n_micro):
+                    idx = torch.arange(micro * T).view(micro, T) % shape.vocab_size
+                    model(idx, idx).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            self.engine = engine_of(model)
+            self.described = self.engine.wire_bytes()
+            self.buckets = [b.spec.numel for b in self.engine.buckets]
+            self.local = sum(p.numel() for p in model.parameters())
 
 
 def setup_of(*, world_size, micro=2, n_micro=1, mode="none", **options):

@@ -6,9 +6,9 @@ import shlex
 from dataclasses import replace
 
 import pytest
+from lone_rank import LoneMesh, heard
 
 from bench.peers.published import predict, published
-from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar import GPT, engine_of, parallelize
 from fastpar.cli import main, parse_train
 from fastpar.comm.wire_formats import FORMATS
@@ -255,20 +255,19 @@ SMALL = "--n-layer 2 --n-embd 96 --n-head 12 --seq-len 24 --vocab-size 300 --bat
 
 @pytest.mark.parametrize("gpus", [2, 6, 16])
 def test_parallelize_takes_every_layout(gpus, tmp_path, capsys):
-    """All that was compared, not just the winner: on one real rank of an emulated mesh."""
+    """All that was compared, not just the winner: on one real rank of a lone mesh."""
     where = ["--gpus", f"{gpus}", "--gpus-per-node", f"{min(gpus, 8)}", "--dtype", "fp32"]
     run(capsys, *SMALL.split(), *where, "--json", f"{tmp_path}/p.json")
     stored = json.loads((tmp_path / "p.json").read_text())
     seen = {(r["tp"], r["zero_stage"], r["shard_size"]): r for r in stored["layouts"]}
     assert len({tp for tp, _, _ in seen}) > 1
     for row in seen.values():
-        link = Link(None)
-        with EmulatedMesh(gpus, 0, tp=row["tp"]) as mesh:
+        with LoneMesh(gpus, 0, tp=row["tp"]) as mesh:
             model = GPT(GPTConfig(**stored["shape"]))
             parallelize(
                 model,
                 mesh,
-                collectives=emulated(link),
+                collectives=heard([]),
                 zero_stage=row["zero_stage"],
                 shard_size=row["shard_size"],
                 sequence_parallel=row["sequence_parallel"],
@@ -279,7 +278,6 @@ def test_parallelize_takes_every_layout(gpus, tmp_path, capsys):
                 engine_of(model).settings.n_shards == (row["shard_size"] or mesh.dp_size)
                 or not row["zero_stage"]
             )
-        link.close()
 
 
 def test_a_layout_that_the_trainer_would_refuse_is_never_printed(monkeypatch):

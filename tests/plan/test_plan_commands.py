@@ -1,6 +1,6 @@
 """Every command that `fastpar plan` prints is parsed and built by the trainer, over odd shapes.
 
-Built is what Trainer.__init__ builds: model, engine and optimizer, on one real rank of an emulated
+Built is what Trainer.__init__ builds: model, engine and optimizer, on one real rank of a lone
 mesh. Only the text is made up: its tokenizer has as many tokens as the command's has.
 """
 
@@ -10,8 +10,8 @@ import shlex
 
 import pytest
 import torch
+from lone_rank import LoneMesh, heard
 
-from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar.cli import main, parse_train
 from fastpar.config.axes import parse_grid
 from fastpar.data.batches import TextData
@@ -35,7 +35,7 @@ def text_of(source, tokenizer, *, block_size, **others):
 
 
 def built(words, monkeypatch):
-    """The trainer of a printed command; its world is emulated."""
+    """The trainer of a printed command; the other ranks are not there."""
     config = parse_train(shlex.split(words)[shlex.split(words).index("train") + 1 :])
     ranks = config.system.nproc
     found = re.search(r"--nnodes (\d+) --nproc-per-node (\d+)", words)
@@ -43,20 +43,16 @@ def built(words, monkeypatch):
     changes = {"device": "cpu", "nproc": 1}
     if config.system.dtype == "fp16":  # which no CPU trains: as many bytes, the same paths
         changes["dtype"] = "bf16"
-    link = Link(None)
 
-    def emulating(model, mesh, *, transport, **more):
-        return parallelize(model, mesh, collectives=emulated(link), **more)
+    def alone(model, mesh, *, transport, **more):
+        return parallelize(model, mesh, collectives=heard([]), **more)
 
-    monkeypatch.setattr(start, "parallelize", emulating)
+    monkeypatch.setattr(start, "parallelize", alone)
     monkeypatch.setattr(start, "load_data", text_of)
-    try:
-        axes = {axis: getattr(config.parallel, axis) for axis in ("tp", "cp", "pp")}
-        axes["tp_grid"] = parse_grid(config.parallel.tp_grid)
-        with EmulatedMesh(ranks, 0, **axes) as mesh:
-            return config, train.Trainer(config.replace(changes), mesh)
-    finally:
-        link.close()
+    axes = {axis: getattr(config.parallel, axis) for axis in ("tp", "cp", "pp")}
+    axes["tp_grid"] = parse_grid(config.parallel.tp_grid)
+    with LoneMesh(ranks, 0, **axes) as mesh:
+        return config, train.Trainer(config.replace(changes), mesh)
 
 
 def planned(monkeypatch, capsys, *words):

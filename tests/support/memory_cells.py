@@ -6,8 +6,8 @@ from unittest import mock
 
 import torch
 from alive import Alive
+from lone_rank import LoneMesh, heard
 
-from bench.systems.emulated import EmulatedMesh, InlineCollectives, Link, emulated
 from fastpar.comm.mesh import Mesh
 from fastpar.config.axes import parse_grid
 from fastpar.config.config import GPTConfig
@@ -88,11 +88,10 @@ def measure_first_rank(workload, setup):
     """The peak of the second step on the first rank, of a grid too; no other rank is there."""
     torch.set_num_threads(1)
     release_workspaces()
-    collectives = emulated(Link(None), InlineCollectives)
-    make = partial(start.parallelize, collectives=collectives)
+    make = partial(start.parallelize, collectives=heard([]))
     alone = mock.patch.object(start, "parallelize", make)
     grid = parse_grid(setup.tp_grid)
-    with alone, EmulatedMesh(setup.world_size, 0, tp_grid=grid) as mesh:
+    with alone, LoneMesh(setup.world_size, 0, tp_grid=grid) as mesh:
         run = ShortRun(workload, setup, mesh)
         run.step()
         while gc.collect():  # models of earlier cells

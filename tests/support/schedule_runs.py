@@ -1,11 +1,11 @@
-"""One real rank of an emulated mesh that trains a small model, and what it says to whom."""
+"""One real rank of a lone mesh that trains a small model, and what it says to whom."""
 
 import contextlib
 
 import torch
+from lone_rank import LoneMesh, heard
 from torch import nn
 
-from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
@@ -78,13 +78,10 @@ class Run:
         self.n_micro = n_micro
         self.log = []  # of ops, and of what the blocks say
         with contextlib.ExitStack() as stack:
-            mesh = stack.enter_context(EmulatedMesh(world_size, rank))
-            self.link = Link(None)
-            stack.callback(self.link.close)
-            self.link.ops = self.log
+            mesh = stack.enter_context(LoneMesh(world_size, rank))
             self.model = Model(self.log)
             kwargs = {"bucket_mb": 1 / 4, "first_bucket_mb": 1 / 16, **kwargs}
-            parallelize(self.model, mesh, collectives=emulated(self.link), **kwargs)
+            parallelize(self.model, mesh, collectives=heard(self.log), **kwargs)
             self.engine = engine_of(self.model)
             self.optimizer = Sgd(self.engine)
             self._stack = stack.pop_all()

@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 from cells import slow
+from lone_rank import LoneMesh, heard
 from saved import bits
 from torch import nn
 
-from bench.systems.emulated import EmulatedMesh, InlineCollectives, Link, emulated
 from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, engine_of, parallelize
 from fastpar.checkpoint.checkpoint import save_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
@@ -172,9 +172,8 @@ def test_gathered_blocks_are_let_go_of_within_an_op(op, forward, backward):
     x, dy = (narrow, wide) if op == "column" else (wide, narrow)
     shape = (F // 2, C // 2) if op == "column" else (C // 2, F // 2)
     x, w = x.requires_grad_(), torch.randn(*shape).requires_grad_()
-    with EmulatedMesh(4, 0, tp_grid=(2, 2)) as mesh:
-        make = emulated(Link(None), InlineCollectives)
-        model = parallelize(build(torch.float32), mesh, collectives=make)
+    with LoneMesh(4, 0, tp_grid=(2, 2)) as mesh:
+        model = parallelize(build(torch.float32), mesh, collectives=heard([]))
         number = model.h[0].attn.tp.number
         with StepMemory(mesh.device, alive_bytes=0) as memory:
             y = getattr(torch.ops.fastpar, f"grid_{op}")(x, w, None, number)

@@ -13,7 +13,7 @@ from bench.peers.engines import SINGLE
 from bench.peers.tensor_parallel import OWN, STOCK, TORCH, Way
 from bench.records import ResultFile, load
 from bench.report import pictures, tables
-from bench.systems import bench_emulated, bench_tp, bench_zero
+from bench.systems import bench_tp, bench_zero
 from bench.systems.bench_zero import GATE_STEPS, Reference, Trial, judge
 from bench.systems.worker import WorkerError
 from fastpar.compare.strategies import Settings
@@ -164,37 +164,3 @@ def test_pictures_are_drawn_of_each_case(tmp_path, rows):
     drawn = pictures.draw_all(tmp_path)
     assert [path.name for path in drawn] == ["tp_2.png", "tp_4.png"]
     assert all(path.stat().st_size > 5000 for path in drawn)
-
-
-# Behind emulated links
-
-
-def test_emulated_settings_split_heads_evenly():
-    found = list(bench_emulated.tp_settings("cuda", False))
-    assert {s.tp for s in found} == {2, 4, 8}
-    assert all(s.config.n_head % s.tp == 0 and s.ranks % s.tp == 0 for s in found)
-    assert str(found[1]) == "350M T=1024 B=8, 8 ranks, stage 0, tp 8, whole sequences"
-    assert len({str(s) for s in found}) == len(found)
-
-
-def test_one_rank_of_a_split_model_sends_what_it_says(tmp_path):
-    """Without a GPU the same code on the CPU: bytes of a step by the textbook."""
-    setting = next(bench_emulated.tp_settings("cpu", True))
-    rank = bench_emulated.Rank(setting, "cpu")
-    try:
-        rank.step()
-        rank.link.clear()
-        rank.step()
-        c, n = setting.config, setting.batch_size * setting.config.block_size
-        activations = [op for op in rank.link.ops if op.tensor_bytes == 4 * n * c.n_embd]
-        # A layer gathers and scatters 2 + 2 tensors [N, C] forward, 2 + 2 backward, and gathers
-        # its two inputs again; the embedding scatters and gathers, the head gathers and scatters.
-        assert len(activations) == 10 * c.n_layer + 4
-        assert {op.wire_bytes for op in activations} == {4 * n * c.n_embd / 2}
-    finally:
-        rank.close()
-    bench = make_bench(tmp_path, "tp")
-    bench_emulated.run_settings(bench, [setting])
-    _, rows = load(tmp_path / "rows.json")
-    assert [row.refused for row in rows] == [None] * 3
-    assert tables.tp_table(rows).count("tp 2") == 2

@@ -11,13 +11,13 @@ from test_records import ABOUT
 from bench.__main__ import homes
 from bench.harness import Bench
 from bench.records import ResultFile
-from bench.report.report import op_benches
+from bench.report.tables import OPS
 from fastpar.doctor.clocks import CpuClock
 from fastpar.kernels import make_key
 from fastpar.measure.ceilings import Ceilings
 
 # These make calls of their own.
-BY_CASE = [name for name in op_benches() if name not in ("adamw", "shm")]
+BY_CASE = [name for name in sorted(OPS) if name not in ("adamw", "shm")]
 # Each library draws masks of its own; and torch's flash kernel for CPUs has no dropout.
 WITHOUT_CPU_DROPOUT = "sdpa-flash"
 
@@ -49,7 +49,7 @@ def gpu_cases(monkeypatch):
     return cases
 
 
-@pytest.mark.parametrize("name", [n if n == "layer_norm" else slow(n) for n in op_benches()])
+@pytest.mark.parametrize("name", [n if n == "layer_norm" else slow(n) for n in sorted(OPS)])
 def test_quick_run_on_the_cpu(name, tmp_path, monkeypatch):
     """Without torch.compile, whose part test_bench.py covers: it takes most of the time."""
     results = ResultFile(tmp_path / "rows.json", ABOUT)

@@ -1,0 +1,193 @@
+"""One rank of a mesh whose other ranks do not exist; what it says to them is written down.
+
+LoneMesh makes a mesh of any number of ranks. parallelize(collectives=heard(ops)) does the
+arithmetic of an operation here, as if every rank had this rank's data, and appends it to ops.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fastpar import GPT, AdamW, parallelize
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.handles import DONE
+from fastpar.comm.mesh import Mesh
+from fastpar.nn.recompute import recompute
+
+
+class Op(NamedTuple):
+    """One operation as it was called."""
+
+    role: str
+    kind: str
+    tensor_bytes: int  # of the whole tensor
+    world_size: int
+    tag: int
+    stride: int  # between neighbours of the group, in ranks of the mesh
+
+    @property
+    def wire_bytes(self):
+        """What this rank of a ring sends."""
+        part = self.tensor_bytes * (self.world_size - 1) / self.world_size
+        return {"all_reduce": 2 * part, "send": self.tensor_bytes, "recv": 0}.get(self.kind, part)
+
+
+class LoneCollectives(Collectives):
+    """Sums are W * x, means are x, and what is gathered are W copies of x; in an all-to-all every
+    rank sends what this rank sends to itself. What is received is what this rank sent before, in
+    the order of its sends; without any, out stays as it is.
+    """
+
+    in_caller, transport, why = True, "lone", "no other rank is there"
+
+    def __init__(self, ops, role, group):
+        ranks = dist.get_process_group_ranks(group)
+        self.ops, self.role, self.rank, self.world_size = (
+            ops,
+            role,
+            dist.get_rank(group),
+            len(ranks),
+        )
+        self.stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        self.device = torch.device("cpu")
+        self._sent = deque()
+
+    def barrier(self, *, tag=0):
+        pass
+
+    def _said(self, kind, whole, tag):
+        self.ops.append(Op(self.role, kind, whole.nbytes, self.world_size, tag, self.stride))
+        return DONE
+
+    @torch.no_grad()
+    def _all_reduce(self, x, mean, tag=0):
+        if not mean:
+            x.mul_(self.world_size)
+        return self._said("all_reduce", x, tag)
+
+    @torch.no_grad()
+    def _reduce_scatter(self, out, x, mean, tag=0):
+        own = x.view(-1).view(self.world_size, -1)[self.rank]
+        if own.data_ptr() != out.data_ptr():
+            out.view(-1).copy_(own)
+        if not mean:
+            out.mul_(self.world_size)
+        return self._said("reduce_scatter", x, tag)
+
+    @torch.no_grad()
+    def _all_gather(self, out, x, tag=0):
+        rows, mine = out.view(-1).view(self.world_size, -1), x.view(-1)
+        if rows[self.rank].data_ptr() != mine.data_ptr():
+            rows[self.rank].copy_(mine)
+        for others in (rows[: self.rank], rows[self.rank + 1 :]):
+            others.copy_(rows[self.rank])
+        return self._said("all_gather", out, tag)
+
+    def _broadcast(self, x, src, tag=0):
+        return self._said("broadcast", x, tag)
+
+    @torch.no_grad()
+    def _all_to_all(self, out, x, out_sizes, x_sizes, tag=0):
+        mine = x.view(-1).split(x_sizes)[self.rank]
+        for part in out.view(-1).split(out_sizes):
+            part.copy_(mine[: part.numel()])
+        return self._said("all_to_all", x, tag)
+
+    def _send(self, x, dst, tag=0):
+        self._sent.append(x.clone())
+        return self._said("send", x, tag)
+
+    @torch.no_grad()
+    def _recv(self, out, src, tag=0):
+        if self._sent:
+            out.copy_(self._sent.popleft())
+        return self._said("recv", out, tag)
+
+
+def heard(ops):
+    """For parallelize(collectives=...): what every group of a LoneMesh does is appended to ops."""
+    return lambda group, role: LoneCollectives(ops, role, group or dist.group.WORLD)
+
+
+class LoneMesh(Mesh):
+    """world_size ranks of which only this one exists, over torch's fake process group.
+
+    It replaces the process group of this process until close().
+    """
+
+    def __init__(self, world_size, rank=0, **axes):
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        assert not dist.is_initialized(), "close the other mesh first"
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        super().__init__(device="cpu", **axes)
+
+    def check_same(self, caller, lines):
+        """Nobody to differ from."""
+
+    def broadcast_(self, tensors, *axes):
+        """Everybody has these values."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if dist.is_initialized():  # a test may have closed it
+            dist.destroy_process_group()
+
+
+class LoneRun:
+    """A rank that trains a GPT, and what it said: forward, backward, step.
+
+    Args:
+        idx: tokens and targets of every step.
+        axes: of the mesh.
+        mode: of recomputation; options: of parallelize().
+    """
+
+    def __init__(self, config, idx, world_size, rank, axes, mode="none", **options):
+        self.idx, self.ops = idx, []
+        self.mesh = LoneMesh(world_size, rank, **axes)
+        try:
+            self.model = parallelize(GPT(config), self.mesh, collectives=heard(self.ops), **options)
+            recompute(self.model, mode)
+            self.optimizer = AdamW(self.model.parameters())
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.mesh.__exit__()
+
+    def train(self, n_micro=1):
+        """What was said in each phase, and by zero_grad() at the end."""
+        phases = []
+        for _ in range(n_micro):
+            loss = self.model(self.idx, self.idx)
+            phases.append(self.said())
+            loss.backward()
+            phases.append(self.said())
+        self.optimizer.step()
+        phases.append(self.said())
+        self.optimizer.zero_grad()
+        return [*phases, self.said()]
+
+    @torch.no_grad()
+    def evaluate(self):
+        self.model(self.idx)
+        return self.said()
+
+    def said(self):
+        ops = list(self.ops)
+        self.ops.clear()
+        return ops
+
+
+def of_tp(ops):
+    """Kind and bytes of those inside of layers."""
+    return [f"{op.kind} {op.tensor_bytes}" for op in ops if op.role == "tp"]
