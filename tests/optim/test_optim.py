@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from adamw_bound import ExactAdamW
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -40,26 +41,19 @@ def run(model, optimizer, steps, scale=1.0, start=0):
     return vector(model)
 
 
-def assert_two_x(ours, eager, exact):
-    """Error against fp64 at most twice torch's in fp32, plus one rounding of the largest value."""
-    floor = 2.0**-24 * exact.abs().max()
-    assert (ours - exact).abs().max() <= 2 * (eager - exact).abs().max() + floor
-
-
 def assert_like_torch(drive, groups=None, **options):
-    """drive(model, optimizer) with torch in fp64 and fp32, and here: see assert_two_x."""
-    results = []
-    for cls, dtype in (
-        (torch.optim.AdamW, torch.float64),
-        (torch.optim.AdamW, torch.float32),
-        (AdamW, torch.float32),
-    ):
-        model = build().to(dtype)
-        params = groups(model) if groups else model.parameters()
-        optimizer = cls(params, **{**HYPER, **options})
-        drive(model, optimizer)
-        results.append(vector(model))
-    assert_two_x(results[2], results[1], results[0])
+    """drive(model, optimizer) with torch in fp64 and fp32, and here: the bound of ExactAdamW."""
+    models, optimizers = [], []
+    for cls in (ExactAdamW, torch.optim.AdamW, AdamW):
+        models.append(build(torch.float64 if cls is ExactAdamW else torch.float32))
+        params = groups(models[-1]) if groups else models[-1].parameters()
+        optimizers.append(cls(params, **{**HYPER, **options}))
+        drive(models[-1], optimizers[-1])
+    optimizers[0].holds(*(parameters_of(o) for o in optimizers[1:]))
+
+
+def parameters_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def two_groups(model):
