@@ -3,11 +3,12 @@
 The other tests say that layouts agree with each other and with plain torch. This one says that they
 agree with an earlier commit: losses, final weights and optimizer state of every cell, as digests.
 
-[Note: recording] `python tests/contracts/test_recorded_bits.py FILE` in a checkout writes its
-record. torch's matrix products have other bits on other processors and versions, so the record
-holds the digest of a run of plain torch too. Where that one differs, the stored record says
-nothing: the slow tests then build the commit that last changed it, in build/recorded, and let it
-write its record here (three core minutes, once). The others find that record or skip.
+[Note: recording] `PYTHONPATH=tests/support python tests/contracts/test_recorded_bits.py FILE` in a
+checkout writes its record. torch's matrix products have other bits on other processors and
+versions, so the record holds the digest of a run of plain torch too. Where that one differs, the
+stored record says nothing: the slow tests then build the commit that last changed it, in
+build/recorded, and let it write its record here (three core minutes, once). The others find that
+record or skip.
 """
 
 from __future__ import annotations

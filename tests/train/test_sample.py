@@ -1,5 +1,7 @@
 """fastpar.train.sample: which tokens may come out, with which probability, and as which text."""
 
+import copy
+
 import pytest
 import torch
 
@@ -77,7 +79,7 @@ def test_the_generator_rules_what_is_drawn(model):
 
 
 def test_what_was_read_gives_the_features_of_the_whole_text(model):
-    """In fp64 to 1e-12; in fp32 with at most twice the error that the whole forward makes."""
+    """In fp64 to 1e-12; in fp32 no further off than the whole forward or rounded weights."""
     idx = torch.randint(67, (3, 8), generator=seeded())
     model.eval()
 
@@ -91,7 +93,13 @@ def test_what_was_read_gives_the_features_of_the_whole_text(model):
     model.double()
     got, expected = both()
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    assert (single - expected).abs().max() <= 2 * (single_whole - expected).abs().max()
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in moved.parameters():
+            p *= 1 + 2.0**-24 * torch.randint(-1, 2, p.shape, generator=seeded())
+        condition = (moved.features(idx) - expected).abs().max()
+    error = (single_whole - expected).abs().max()
+    assert (single - expected).abs().max() <= 2 * (error + condition)
 
 
 def test_reading_more_than_there_is_room_for():
