@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 import triton
 import triton.language as tl
-from test_aot_rules import GOOD, MATRIX, rules_broken
+from test_aot_rules import GOOD, rules_broken
 
 from bench.compiler import aot, aot_table
 from bench.compiler.aot_rules import GPUS
@@ -129,41 +128,6 @@ def test_real_kernels_are_judged(real_rows, call, arch, broken):
     assert rules_broken(real_rows[call, arch]) == broken
 
 
-@pytest.mark.slow
-def test_what_is_read_from_real_kernels(real_rows):
-    for arch in (80, 90):
-        copied = real_rows["copy", arch]
-        assert (copied["wide_loads"], copied["narrow_loads"]) == (1, 0)
-        assert (copied["wide_stores"], copied["narrow_stores"]) == (1, 0)
-        assert (copied["kind"], copied["types"], copied["grid"]) == ("memory", "bf16", [4])
-        assert copied["config"] == "BLOCK=1024 w4 s3"
-        assert copied["loop_instructions"] == 0
-        matrix = real_rows["product", arch]
-        assert (matrix["kind"], matrix["dots"]) == ("matrix", ["bf16"])
-        assert 0 < matrix["loop_instructions"] < matrix["instructions"]
-        assert matrix["ldgsts"] > 0
-        assert matrix["shared_bytes"] >= 2 * 64 * 64 * 2
-        assert real_rows["product fp32", arch]["dots"] == ["f32"]
-        assert real_rows["product spilled", arch]["registers"] <= 24
-        wrong = real_rows["wrong", arch]["error"]
-        assert re.match(r"\w+Error: at 2:\d+: \.\.\. .*undefined_name", wrong), wrong
-    assert real_rows["product", 80]["hmma"] > 0 == real_rows["product", 80]["hgmma"]
-    assert real_rows["product", 90]["hgmma"] > 0 == real_rows["product", 90]["hmma"]
-
-
-def test_a_tile_has_an_element_for_every_thread():
-    ttir = """
-    %a = tt.load %p, %m : tensor<8x16x!tt.ptr<bf16>> loc(#loc1)
-    %b = tt.load %p : tensor<64x!tt.ptr<f32>> loc(#loc1)
-    %c = tt.load %p : !tt.ptr<i64> loc(#loc1)
-    tt.store %p, %a, %m : tensor<1x256x!tt.ptr<f16>> loc(#loc1)
-    tt.store %p, %a, %m : tensor<4x!tt.ptr<f32>> loc(#loc1)
-    tt.descriptor_store %d[%i], %a : !tt.tensordesc<tensor<64x64xbf16>>, tensor<64x64xbf16>
-    """
-    assert [aot._tiles(ttir, "load", threads) for threads in (32, 128, 256)] == [2, 1, 0]
-    assert aot._tiles(ttir, "store", 128) == 2
-
-
 WGMMA = """\
 .version 8.0
 .target sm_90a
@@ -202,19 +166,6 @@ def test_what_the_assembler_says_of_serialized_products():
 
 
 # Collecting and compiling
-
-
-def test_equal_launches_are_compiled_once():
-    calls = [("a", copy), ("b", lambda: copy(rows=9)), ("c", lambda: copy(dtype=torch.float16))]
-    jobs = aot.distinct(aot.collect([*calls, ("a", copy)]))
-    assert [(j.arch, j.calls, j.launch.grid) for j in jobs] == [
-        (80, ["a", "b"], (9,)),
-        (80, ["c"], (4,)),
-        (90, ["a", "b"], (9,)),
-        (90, ["c"], (4,)),
-    ]
-    assert {j.module for j in jobs} == {"test_aot"}
-    assert len({j.row()["launch"] for j in jobs}) == 2  # the same on both GPUs
 
 
 def test_alignment_tells_launches_apart():
@@ -266,52 +217,6 @@ def test_a_compiler_that_dies_hangs_or_raises_fails_alone(monkeypatch):
 # The table
 
 
-def test_the_table_keeps_every_number(tmp_path):
-    rows = [{**GOOD, "seconds": 1.5, "exempt": {}}, {**MATRIX, "exempt": {"spills": "few"}}]
-    aot_table.write(tmp_path, rows, "abc", False)
-    stored = aot_table.load(tmp_path)
-    assert (stored["commit"], stored["triton"]) == ("abc", ["3.9.0"])
-    for row, back in zip(rows, stored["rows"]):
-        row.pop("seconds", None)
-        assert back == row
-
-
-def test_one_line_for_both_versions(tmp_path):
-    older = {**MATRIX, "triton": "3.6.0", "registers": 60, "exempt": {"spills": "few"}}
-    aot_table.write(tmp_path, [MATRIX, older], "abc", True)
-    text = (tmp_path / "table.md").read_text()
-    (line,) = (line for line in text.splitlines() if line.startswith("| toy_kernel"))
-    assert "| 60 / 64 | 0 | 1024 | 8 | 0 + 2 | 1 + 0 | 4 HGMMA |" in line
-    assert "Triton 3.6.0 and 3.9.0; commit abc + changes" in text
-    assert "* toy _toy_kernel: spills: few" in text
-
-
-def test_differences_between_the_table_and_the_kernels(tmp_path):
-    old, new = {**GOOD, "launch": "old"}, {**GOOD, "launch": "new"}
-    aot_table.write(tmp_path, [GOOD, old], "abc", False)
-    assert aot_table.differences(tmp_path, [old, {**GOOD, "registers": 99}]) == []
-    lacks, still = aot_table.differences(tmp_path, [GOOD, new])
-    assert lacks.startswith("toy: table: lacks 1 launches, such as _toy_kernel 90 bf16 BLOCK=64")
-    assert still.startswith("toy: table: still has 1 launches")
-    assert still.endswith("w4 s2 old; run `make aot` and commit it")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, r"load: expected the table of `make aot`, got path=table.json \(FileNotFound"),
-        ("{", r"load: expected the table of `make aot`, got path=table.json \(JSONDecodeErr"),
-        ('{"schema": 7}', r"load: expected schema=1, got schema=7 in table.json; run `make aot`"),
-    ],
-)
-def test_a_table_that_cannot_be_read(tmp_path, text, message):
-    if text is not None:
-        (tmp_path / "table.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        aot_table.load(tmp_path)
-    assert len(aot_table.differences(tmp_path, [GOOD])) == 1
-
-
 @pytest.fixture(scope="module")
 def committed():
     return aot_table.load(aot.TABLE)
@@ -327,10 +232,6 @@ def test_the_committed_table_covers_every_module(committed):
             assert {row["module"] for row in rows if row["arch"] == arch} == wanted
     for row in committed["rows"]:
         assert set(rules_broken(row)) <= set(row["exempt"]), row
-
-
-def test_the_committed_table_reads_as_its_numbers_say(committed):
-    assert aot_table.markdown(committed["rows"]) in (aot.TABLE / "table.md").read_text()
 
 
 # The command
@@ -388,18 +289,6 @@ def test_other_gpus_name_every_spill(fake, capsys):
     assert "[sm_89 triton 3.9.0]" in named
 
 
-def test_the_command_fails_for_a_module_that_cannot_be_recorded(fake, capsys):
-    fake["errors"] = ["toy triton 3.9.0: records: TypeError: no"]
-    assert aot.main(["--check"]) == 1
-    assert "broken: toy triton 3.9.0: records: TypeError: no" in capsys.readouterr().out
-
-
-def test_one_module_is_printed_and_not_written(fake, capsys):
-    assert aot.main(["toy", "--installed"]) == 0
-    assert "| toy_kernel | fwd bf16 (+1) | bf16 | BLOCK=64 w4 s2 | 90 |" in capsys.readouterr().out
-    assert not aot.TABLE.exists()
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -411,10 +300,3 @@ def test_one_module_is_printed_and_not_written(fake, capsys):
 def test_wrong_arguments(fake, capsys, argv, message):
     assert aot.main(argv) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_older_triton_is_missing(fake, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(aot, "MINIMUM_FOLDER", tmp_path / "none")
-    assert aot.main([]) == 2
-    expected = "aot: expected Triton 3.6.0 in build/none, got folder=missing; run `make aot`"
-    assert expected in capsys.readouterr().err

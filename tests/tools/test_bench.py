@@ -12,11 +12,10 @@ import torch
 from test_records import ABOUT
 
 from bench import __main__ as door
-from bench.harness import Bench, Case, bind, short
+from bench.harness import Bench, Case
 from bench.ops import bench_adamw, bench_quantize
 from bench.peers import packages
 from bench.records import ResultFile, load
-from bench.systems import bench_shm
 from bench.targets import faster
 from fastpar.doctor.clocks import CpuClock
 from fastpar.kernels.reference import bias_gelu_ref
@@ -29,29 +28,6 @@ def make_bench(tmp_path, name="gelu", **kwargs):
     results = ResultFile(tmp_path / "rows.json", ABOUT)
     ceilings = Ceilings(100.0, 1.0, "fp32 64^3")
     return Bench(name, "cpu", True, results, clock=CpuClock(), ceilings=ceilings, **kwargs)
-
-
-def test_bind_forward_has_no_graph_and_backward_gives_every_gradient():
-    w = torch.randn(3, requires_grad=True)
-    x = torch.randn(4, 3)
-    (call,) = bind(lambda x, w: x * w, [(x, w)], "forward")
-    assert not call().requires_grad
-    (call,) = bind(lambda x, w: (x * w).sum(), [(x, w)], "forward+backward")
-    (dw,) = call()
-    torch.testing.assert_close(dw, x.sum(0))  # the cotangent of a loss is 1
-
-
-def test_bind_backward_runs_the_forward_once():
-    w, forwards = torch.randn(3, requires_grad=True), []
-
-    def function(w):
-        forwards.append(w)
-        return (w * w).sum()
-
-    (call,) = bind(function, [(w,)], "backward")
-    for _ in range(3):
-        torch.testing.assert_close(call(), (2 * w.detach(),))
-    assert len(forwards) == 1
 
 
 # The gate
@@ -98,19 +74,6 @@ def test_right_variant_gets_a_row_with_rates(tmp_path):
         assert row.threads == torch.get_num_threads()
 
 
-def test_the_console_says_what_a_percentage_is_of(tmp_path, capsys):
-    bench = make_bench(tmp_path)
-    case = gelu_case(bias_gelu_ref, directions=("forward",))
-    bench.quick = False
-    bench.run([case])
-    for line in capsys.readouterr().out.splitlines():
-        assert re.search(r"ms \[.* GB/s  \d+ % of copy 100 GB/s  \d.\d\dx eager$", line), line
-    bench.quick = True
-    bench.run([case])
-    for line in capsys.readouterr().out.splitlines():
-        assert re.fullmatch(r"bias_gelu +forward +(eager|fastpar) +ran", line), line
-
-
 def test_wrong_output_is_refused_and_said(tmp_path, capsys):
     make_bench(tmp_path).run([gelu_case(lambda x, b: bias_gelu_ref(x, b) * 1.001)])
     _, rows = load(tmp_path / "rows.json")
@@ -132,16 +95,6 @@ def test_wrong_gradient_is_refused_in_the_direction_that_shows_it(tmp_path):
     refused = {r.direction: r.refused for r in rows if r.variant == "fastpar"}
     assert refused["forward"] is None
     assert "results: expected" in refused["forward+backward"]
-
-
-def test_exception_refuses_one_variant_only(tmp_path):
-    def ours(x, b):
-        raise RuntimeError("no kernel image at /some/where/lib.so")
-
-    make_bench(tmp_path).run([gelu_case(ours, directions=("forward",))])
-    _, rows = load(tmp_path / "rows.json")
-    assert rows[1].refused == "RuntimeError: no kernel image at <path>"
-    assert rows[0].median_ms > 0
 
 
 def test_peers_may_round_worse_but_not_compute_something_else(tmp_path):
@@ -214,21 +167,6 @@ def test_a_peer_that_is_not_installed_is_a_visible_row(tmp_path):
     assert packages.installed("math", "sqrt")(9.0) == 3.0
 
 
-def test_peers_of_a_missing_package_are_all_refused():
-    found = [packages.layer_norms(), packages.rms_norms(), packages.cross_entropies()]
-    found += [packages.linear_cross_entropies(), packages.attentions(0.0), packages.attentions(0.1)]
-    assert [list(f) for f in found] == [["liger"]] * 4 + [
-        ["flash-attn 2", "flash-attn 3"],
-        ["flash-attn 2"],
-    ]
-
-
-def test_only_runs_the_named_cases(tmp_path):
-    bench = make_bench(tmp_path, only="N=7")
-    bench.run([gelu_case(bias_gelu_ref)])
-    assert not bench.results.rows
-
-
 @pytest.mark.parametrize("variant", [*bench_adamw.STORAGE, "fp32"])
 @pytest.mark.parametrize("wrong", [{"lr": 1.2e-3}, {"beta1": 0.8}, {"beta2": 0.8}])
 def test_adamw_check_sees_a_wrong_step(variant, wrong, monkeypatch):
@@ -243,27 +181,6 @@ def test_adamw_check_sees_a_wrong_step(variant, wrong, monkeypatch):
     monkeypatch.setattr(bench_adamw, "adamw_step_", step)
     with pytest.raises(AssertionError, match="expected error"):
         bench_adamw.check("fastpar", mode, "cpu")
-
-
-def test_adamw_check_sees_a_wrong_optimizer(monkeypatch):
-    bench_adamw.check("fastpar AdamW", bench_adamw.FP32, "cpu")
-    monkeypatch.setattr(bench_adamw, "AdamW", lambda params, **k: torch.optim.Adam(params, **k))
-    with pytest.raises(AssertionError, match="output 0: expected error"):
-        bench_adamw.check("fastpar AdamW", bench_adamw.FP32, "cpu")
-
-
-def test_shm_rows_are_of_the_slowest_rank_and_say_who_cannot(tmp_path):
-    bench = make_bench(tmp_path, name="shm")
-    ranks = [
-        {"fastpar": [1.0, 2.0, 3.0], "gloo": [8.0, 8.0, 8.0], "fastpar copied": "RuntimeError: x"},
-        {"fastpar": [4.0, 4.0, 1.0], "gloo": [8.0, 6.0, 8.0], "fastpar copied": "RuntimeError: x"},
-    ]
-    bench.add(*bench_shm.rows_of(bench, "all_gather", 2, 1000, ranks))
-    rows = {row.variant: row for row in bench.results.rows.values()}
-    assert rows["fastpar"].median_ms == 4.0
-    assert rows["fastpar"].speedup == 2.0
-    assert rows["fastpar"].gb_per_s == pytest.approx(3 * 4000 / 4.0 / 1e6)
-    assert rows["fastpar copied"].refused == "RuntimeError: x"
 
 
 @pytest.mark.parametrize("way", bench_quantize.WAYS)
@@ -298,26 +215,6 @@ def test_in_place_variants_are_judged_on_copies(tmp_path):
     refused = {row.variant: row.refused for row in bench.results.rows.values()}
     assert refused.pop("fastpar wrong").startswith("AssertionError: output 0")
     assert set(refused.values()) == {None}
-
-
-def test_rows_count_the_bytes_of_their_own_variant(tmp_path):
-    case = gelu_case(bias_gelu_ref, directions=("forward",))
-    case = replace(case, bytes_moved={"forward": 1e6}, own_bytes={"fastpar": 2e6})
-    bench = make_bench(tmp_path)
-    bench.run([case])
-    for row in bench.results.rows.values():
-        moved = 2e6 if row.variant == "fastpar" else 1e6
-        assert row.gb_per_s == pytest.approx(moved / row.median_ms / 1e6)
-
-
-def test_short_counts():
-    assert [short(n) for n in (999, 1000, 50_000_000, 124_439_808, 1_500_000_000)] == [
-        "999",
-        "1k",
-        "50M",
-        "124.4M",
-        "1.5B",
-    ]
 
 
 def test_every_op_has_a_bench_that_can_be_run():

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,6 @@ from fastpar._version import __version__
 from fastpar.cli import main, parse_train
 from fastpar.comm.watchdog import activity, in_step
 from fastpar.config.config import GPTConfig, TrainConfig
-from fastpar.config.options import USUAL
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
 
@@ -65,20 +63,6 @@ def test_help_fits_a_reader(capsys, monkeypatch):
         flag = "--" + name.replace("_", "-")
         line = next(n for n, row in enumerate(text) if f" {flag} " in row or f" {flag}," in row)
         assert any(c.islower() for c in text[line].split(flag, 1)[1] + text[line + 1]), flag
-
-
-def test_the_short_help_has_what_most_runs_need(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main(["train", "--help"]) == 0
-    text = capsys.readouterr().out
-    flags = re.findall(r"^ +--([\w-]+)", text, re.MULTILINE)
-    assert flags == sorted(set(flags), key=flags.index)
-    assert set(flags) == set(USUAL)
-    assert len(text.splitlines()) < 90
-    for words in ("of a cosine", "outer optimizer", "Experts"):  # texts of others
-        assert words not in text
-    for words in ("ckpt.pt); no --model.", "3: and weights", "--config FILE.toml", "--help-all"):
-        assert words in text.replace("\n" + 26 * " ", " ")
 
 
 def test_version(capsys):

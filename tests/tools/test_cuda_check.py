@@ -37,10 +37,6 @@ def test_broken_rules(opcodes, message):
     assert problem.startswith(f"op_kernel sm_90a: {message}")
 
 
-def test_stack_is_a_spill():
-    assert "24 bytes of stack" in cuda_check.judge([row(stack_bytes=24)], {})[0]
-
-
 def test_exemptions_are_shown_and_must_be_needed():
     narrow = row(wide_load_bytes=0, wide_loads=0, narrow_loads=1, narrow_load_bytes=4)
     exempt = {"op_*": {"16-byte loads": "reads one number"}, "other": {"spills": "never"}}
@@ -64,22 +60,6 @@ def test_main_path_is_the_loop_with_the_wide_accesses():
     whole = [*tail, *wide, Instruction("EXIT")]
     assert cuda_check.main_path(whole) == wide
     assert cuda_check.main_path(tail) == tail
-
-
-@pytest.mark.parametrize(
-    ("demangled", "short"),
-    [
-        (
-            "void fastpar::(anonymous namespace)::sum_shards_kernel<fastpar::BFloat16, float>"
-            "(fastpar::(anonymous namespace)::Shards, float*, long, int)",
-            "sum_shards_kernel<BFloat16, float>",
-        ),
-        ("fastpar::(anonymous namespace)::finish_kernel(long*)", "finish_kernel"),
-        ("void k<fastpar::Float8<2, 15, true>, (bool)0>(int)", "k<Float8<2, 15, true>, (bool)0>"),
-    ],
-)
-def test_short_name(demangled, short):
-    assert cuda_check.short_name(demangled) == short
 
 
 def test_without_nvcc_it_says_so(monkeypatch, capsys):

@@ -38,11 +38,6 @@ def close(got, want):
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), **CLOSE)
 
 
-def test_no_example_is_longer_than_a_page():
-    for path in EXAMPLES.glob("*.py"):
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 40, path.name
-
-
 @pytest.mark.parametrize(
     "settings",
     [{}, {"label_smoothing_factor": 0.1}, {"gradient_accumulation_steps": 4, "max_grad_norm": 0.1}],

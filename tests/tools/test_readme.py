@@ -24,8 +24,7 @@ def code(number):
     return re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number]
 
 
-def test_it_is_short_and_its_links_lead_to_files():
-    assert len(README.splitlines()) <= 250
+def test_links_lead_to_files():
     documents = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",

@@ -56,19 +56,6 @@ def test_rows_merge_by_key_and_survive_a_round_trip(tmp_path):
     assert not list(path.parent.glob("*.tmp"))
 
 
-def test_result_file_schema(tmp_path):
-    path = tmp_path / "rows.json"
-    ResultFile(path, ABOUT).add(make_row(refused="why"))
-    stored = json.loads(path.read_text())
-    assert set(stored) == {"schema", "machine", "rows"}
-    assert stored["schema"] == 1
-    (row,) = stored["rows"]
-    assert row["key"] == "gelu/bias_gelu N=1 F=2/forward/eager/cpu"
-    assert "host_us" not in row  # not measured
-    assert {"bench", "case", "direction", "variant", "device", "dtype", "threads"} <= set(row)
-    assert {"commit", "dirty", "date", "refused"} <= set(row)
-
-
 def test_rows_of_another_machine_are_refused(tmp_path):
     ResultFile(tmp_path / "rows.json", ABOUT).add(make_row())
     with pytest.raises(ValueError, match="ResultFile: expected rows of cpu-other-2-cores, got"):

@@ -17,7 +17,7 @@ from fastpar.doctor.proof_cases import proof_cases
 from fastpar.doctor.table import parse_proofs
 from fastpar.kernels import attention_configs, attention_peers, backend, choice, gelu, gelu_configs
 from fastpar.kernels.attention_peers import Peer
-from fastpar.kernels.choice import OWN, STOCK, Case, Proof
+from fastpar.kernels.choice import OWN, STOCK, Case
 from fastpar.kernels.config_table import TABLES
 from fastpar.kernels.gelu_configs import TABLE, Config
 
@@ -116,61 +116,6 @@ def test_a_wrong_config_is_refused_with_its_numbers_however_fast(
     assert "programs_per_sm 4 refused: at tanh" in capsys.readouterr().out
 
 
-def test_a_slow_config_is_not_chosen_and_less_than_a_percent_changes_nothing(table, tmp_path):
-    path, clock = table
-    before = path.read_text()
-    for ms in (900.0, 2.995):
-        clock.ms |= {GOOD: ms, OTHER: ms}
-        found = tune.run([GELU], session(tmp_path, write=True), **SMALL)
-        assert found[GELU.name].chosen == tune.shown(PRESENT)
-    assert path.read_text() == before
-
-
-def test_what_was_measured_is_kept_when_time_runs_out(table, monkeypatch, tmp_path, capsys):
-    judge = tune.what_is_wrong
-
-    def slow(*args):
-        time.sleep(0.05)
-        return judge(*args)
-
-    monkeypatch.setattr(tune, "what_is_wrong", slow)
-    later = Entry(PROOF.case, 0.1, TABLE)
-    found = tune.run([GELU], session(tmp_path), **SMALL | {"minutes": 0.01 / 60})
-    assert list(found[GELU.name].ms) == [tune.shown(PRESENT)]
-    assert "out of time, 2 configs are left out" in capsys.readouterr().out
-    found = tune.run([later], session(tmp_path), **SMALL | {"minutes": -1.0})
-    assert found[later.name].chosen == "not tuned: out of time"
-
-
-def test_an_interrupted_run_keeps_the_places_before(table, monkeypatch, tmp_path):
-    path, _ = table
-
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tune, "tune_implementations", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        tune.run([PROOF, GELU], session(tmp_path, write=True), **SMALL)
-    assert written(path) == OTHER
-    assert list(json.loads((tmp_path / "tune.json").read_text())["places"]) == [GELU.name]
-
-
-def test_a_place_where_nothing_is_right_fails_alone(table, monkeypatch, tmp_path):
-    monkeypatch.setattr(tune, "what_is_wrong", lambda *args: "no")
-    found = tune.run([GELU], session(tmp_path, write=True), **SMALL)
-    assert "tune: expected a right config of bias_gelu" in found[GELU.name].chosen
-
-
-def test_a_gpu_without_a_part_of_its_own_overwrites_no_others(table, tmp_path, capsys):
-    path, _ = table
-    before = path.read_text()
-    one = session(tmp_path, write=True)
-    one.arch = 100
-    tune.run([GELU], one, **SMALL)
-    assert path.read_text() == before
-    assert "not written: gelu_configs.json has no part for sm_100" in capsys.readouterr().out
-
-
 def test_forced_reaches_the_launch_and_is_undone(triton_device, monkeypatch):
     from fastpar.kernels import attention, attention_bwd_triton, attention_triton
 
@@ -242,32 +187,6 @@ def test_a_wrong_own_kernel_is_refused_with_its_numbers(monkeypatch, tmp_path):
     assert "error of y is" in outcome.refused[OWN]
 
 
-def test_proofs_of_a_kernel_that_got_another_config_are_made_again(monkeypatch, table, tmp_path):
-    proof = Proof(OWN, own_ms=(1.0, 1.0))
-    made = []
-    monkeypatch.setattr(
-        tune, "tune_implementations", lambda e, rows: made.append(e) or (tune.Outcome(OWN), proof)
-    )
-    first = Entry(PROOF.case, 9.0)
-    other = Entry(PROOF.case._replace(op="layer_norm"), 8.0)
-    one = session(tmp_path, write=True)
-    tune.run([first, other, GELU], one, **SMALL)
-    assert [entry.case.op for entry in made] == ["bias_gelu", "layer_norm", "bias_gelu"]
-    assert set(one.proofs) == {first.case, other.case}
-
-
-@pytest.mark.parametrize(
-    ("tuned", "proven"),
-    [("cross_entropy", "linear_cross_entropy"), ("residual_layer_norm", "layer_norm")],
-)
-def test_a_tables_kernels_serve_other_ops_too(tuned, proven, table, tmp_path):
-    one = session(tmp_path, write=True)
-    one.proofs = {Case("cpu", op, FP32, 16): Proof(OWN) for op in (proven, "embedding")}
-    entry = Entry(Case("cpu", tuned, FP32, 16), 0.3, TABLE)
-    one.keep(entry, tune.Outcome(tune.shown(OTHER), {tune.shown(OTHER): (1.0, 1.0)}))
-    assert {case.op for case in one.proofs} == {"embedding"}
-
-
 def test_the_command_works_through_a_cpus_list(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tune, "DEFAULT_ROWS", {"cpu": 64})
     out = tmp_path / "found.json"
@@ -307,12 +226,6 @@ def test_all_configs_are_compiled_without_a_gpu(monkeypatch, tmp_path, capsys):
     assert warps == {config.num_warps for config in gelu_configs.candidates(90)}
 
 
-def test_a_config_that_is_not_compiled_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(tune, "warm", lambda *args, **kwargs: ["_kernel: out of registers"])
-    assert door.main(["tune", "--compile", "90", "gelu"]) == 1
-    assert "not compiled: _kernel: out of registers" in capsys.readouterr().out
-
-
 def test_a_forced_alternative_that_cannot_run_is_refused_by_name():
     listed = tune.entries("cuda", torch.bfloat16)
     tiles = [entry for entry in listed if entry.table is attention_configs.TABLE]
@@ -341,9 +254,3 @@ def test_bad_calls_are_one_line(argv, said, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(said, error), error
-
-
-def test_a_gpu_that_is_not_there_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert door.main(["tune", "--device", "cuda"]) == 2
-    assert "tune: expected a GPU, got device=cuda without one" in capsys.readouterr().err
