@@ -269,37 +269,6 @@ def test_autograd_notices_the_change():
         y.backward()
 
 
-def test_opcheck():
-    op = torch.ops.fastpar.adamw_step_.default
-    numbers = [*HYPER.values(), 1.0]
-    sizes = (7, 3)
-    ranges = [0, 0, 7, 0, 0, 1, 0, 3, 0, 256]
-    one = torch.tensor(1.0)
-    plain = make(sizes)
-    torch.library.opcheck(
-        op,
-        (*plain, [], [], [], [], one / 2, None, ranges, numbers, [], [], False, False, 0, 1),
-    )
-    low = make(sizes, torch.bfloat16)
-    moments = [[torch.zeros(n, dtype=torch.uint8) for n in sizes] for _ in range(2)]
-    scales = [[torch.zeros(1) for _ in sizes] for _ in range(2)]
-    masters = [p.float() for p in low[0]]
-    everything = (*low[:2], *moments, [], masters, *scales, one, torch.zeros(()), ranges)
-    torch.library.opcheck(op, (*everything, numbers, [one / 8], [0], True, True, 5, 1))
-
-
-def test_compiles_without_graph_breaks():
-    state = make((40, 9))
-    expected = clone(state)
-    adamw_step_(*expected, Hyper(**HYPER, step=1), grad_scale=torch.tensor(0.5))
-
-    def step(params, grads, exp_avgs, exp_avg_sqs, scale):
-        adamw_step_(params, grads, exp_avgs, exp_avg_sqs, Hyper(**HYPER, step=1), grad_scale=scale)
-
-    torch.compile(step, fullgraph=True, backend="aot_eager")(*state, torch.tensor(0.5))
-    assert_same(state, expected)
-
-
 @sweep("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_torchs_kernel_skips_zeroes_scales_and_takes_tensors(dtype, monkeypatch):
     """Where torch's fused AdamW serves, the keywords mean the same."""

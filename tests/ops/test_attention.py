@@ -2,7 +2,6 @@
 
 import importlib
 import math
-import warnings
 
 import pytest
 import torch
@@ -225,37 +224,6 @@ def test_equals_torch():
     torch.testing.assert_close(attention(q, k, v), want)
 
 
-def opcheck_both(inputs, settings, do, *, o_kept):
-    """The op with gradients, and its backward op on what the forward returned."""
-    torch.library.opcheck(torch.ops.fastpar.attention.default, (*inputs, *settings))
-    plain = [x if x is None else x.detach() for x in inputs]
-    o, stats = torch.ops.fastpar.attention(*plain, *settings)
-    arguments = (do, *plain, o if o_kept else None, stats, *settings)
-    torch.library.opcheck(torch.ops.fastpar.attention_bwd.default, arguments)
-
-
-def test_registration(form):
-    do, separate = torch.randn(1, 3, 2, 4), [draw(1, 3, 2, 4) for _ in range(3)]
-    opcheck_both((draw(1, 3, 3, 2, 4), None, None), (True, 0.5, None, 0, 0, None), do, o_kept=False)
-    opcheck_both(separate, (True, 0.5, RNG.key, 0, 77, None), do, o_kept=False)
-
-
-@sweep("p", [0.0, 0.3])
-def test_compiles_into_one_graph(form, p):
-    qkv = draw(1, 6, 3, 2, 4)
-
-    def f(qkv):
-        q, k, v = qkv.unbind(2)
-        packed = attention_qkvpacked(qkv, dropout_p=p, rng=RNG)
-        return packed + attention(q, k, v, dropout_p=p, rng=RNG)
-
-    torch._dynamo.reset()
-    o, want = torch.compile(f, fullgraph=True, backend="aot_eager")(qkv), f(qkv)
-    torch.testing.assert_close(o, want)
-    grads = [torch.autograd.grad(x.square().sum(), qkv)[0] for x in (o, want)]
-    torch.testing.assert_close(*grads)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_compiles_for_any_length(form, p):
@@ -270,13 +238,6 @@ def test_compiles_for_any_length(form, p):
         torch.testing.assert_close(o, want)
         grads = [torch.autograd.grad(x.square().sum(), qkv)[0] for x in (o, want)]
         torch.testing.assert_close(*grads)
-
-
-def test_no_second_derivative():
-    q, k, v = (draw(1, 3, 2, 4) for _ in range(3))
-    o = attention(q, k, v)
-    with pytest.raises(RuntimeError, match=r"attention: expected one backward, got create_graph"):
-        torch.autograd.grad(o.square().sum(), q, create_graph=True)
 
 
 def ones(*shape, **kwargs):
@@ -413,32 +374,6 @@ def test_triton_reads_and_writes_the_packed_tensor_in_place(triton_device, monke
     torch.testing.assert_close(o, want)
     for got, grad in zip(dqkv.unbind(2), torch.autograd.grad(want.sum(), separate)):
         torch.testing.assert_close(got, grad)
-
-
-@pytest.mark.slow
-def test_triton_registration(triton_device):
-    (qkv,) = on(triton_device, [draw(1, 3, 3, 2, 16)])
-    do = torch.randn(1, 3, 2, 16, device=triton_device)
-    opcheck_both((qkv, None, None), (True, 0.5, None, 0, 0, None), do, o_kept=True)
-    separate = on(triton_device, qkv.unbind(2))
-    opcheck_both(separate, (True, 0.5, RNG.key, 0, 77, None), do, o_kept=True)
-
-
-@pytest.mark.slow
-def test_triton_compiles_into_one_graph(triton_device):
-    (qkv,) = on(triton_device, [draw(1, 6, 3, 2, 16)])
-
-    def f(qkv):
-        return attention_qkvpacked(qkv, dropout_p=0.3, rng=RNG)
-
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        o = torch.compile(f, fullgraph=True, backend="aot_eager")(qkv)
-    want = f(qkv)
-    torch.testing.assert_close(o, want)
-    grads = [torch.autograd.grad(x.square().sum(), qkv)[0] for x in (o, want)]
-    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.gpu

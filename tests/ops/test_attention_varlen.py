@@ -4,7 +4,6 @@ import pytest
 import torch
 from cells import cells, covering, sweep
 from same_bits import same_bits_everywhere
-from test_attention import opcheck_both
 
 from fastpar.kernels import Rng, attention, attention_qkvpacked, backend, make_key
 from fastpar.kernels.reference import attention_ref
@@ -174,33 +173,6 @@ def test_float64():
         torch.autograd.gradcheck(lambda q, k, v, s=settings: attention(q, k, v, **s), inputs)
 
 
-@pytest.mark.slow
-def test_registration(form):
-    cu_seqlens, qkv = cumulate([2, 3]), draw(5, 3, 2, 4)
-    settings = (True, 0.5, None, 0, 0, cu_seqlens)
-    opcheck_both((qkv, None, None), settings, torch.randn(5, 2, 4), o_kept=False)
-    settings = (True, 0.5, RNG.key, 0, 77, cu_seqlens)
-    opcheck_both(draw_qkv(5, D=4), settings, torch.randn(5, 4, 4), o_kept=False)
-
-
-@pytest.mark.slow
-@sweep("p", [0.0, 0.3])
-def test_compiles_into_one_graph(form, p):
-    qkv, cu_seqlens = draw(6, 3, 2, 4), cumulate([4, 2])
-
-    def f(qkv, cu_seqlens):
-        settings = {"dropout_p": p, "rng": RNG, "cu_seqlens": cu_seqlens}
-        return attention_qkvpacked(qkv, **settings) + attention(*qkv.unbind(1), **settings)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    o, want = compiled(qkv, cu_seqlens), f(qkv, cu_seqlens)
-    torch.testing.assert_close(o, want)
-    torch.testing.assert_close(grads_of(o, [qkv]), grads_of(want, [qkv]))
-    with pytest.raises(ValueError, match=r"expected cu_seqlens to end at q's total"):
-        compiled(qkv, cumulate([4, 1]))
-
-
 def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
@@ -295,11 +267,3 @@ def test_triton_packed(triton_device):
     (dqkv,) = torch.autograd.grad(o.sum(), qkv)
     for got, grad in zip(dqkv.unbind(1), torch.autograd.grad(want.sum(), inputs)):
         torch.testing.assert_close(got, grad)
-
-
-@pytest.mark.slow
-def test_triton_registration(triton_device):
-    inputs = on(triton_device, draw_qkv(5))
-    do = torch.randn(5, 4, 16, device=triton_device)
-    settings = (True, 0.5, None, 0, 0, cumulate([2, 3], triton_device))
-    opcheck_both(inputs, settings, do, o_kept=True)

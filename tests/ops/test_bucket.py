@@ -359,37 +359,6 @@ def test_inference_mode():
     assert flat.sum() == 5
 
 
-def test_opcheck():
-    ops, at = torch.ops.fastpar, torch.tensor(0.5)
-    lists = [torch.randn(3), torch.randn(2, 2)], [torch.randn(3).bfloat16(), torch.randn(2, 2)]
-    torch.library.opcheck(ops.pack_.default, (torch.randn(7), lists[0], [0, 3], 1.0, at))
-    torch.library.opcheck(ops.unpack_.default, (lists[0], torch.randn(7), [0, 3], 2.0, None))
-    torch.library.opcheck(ops.accumulate_.default, (*lists, 1.0, at))
-    bins = torch.zeros(NORM_WORDS, dtype=torch.int64)
-    for given_bins in (None, bins):
-        args = ([torch.randn(3)] * 2, torch.randn(3), 1.0, None, given_bins)
-        torch.library.opcheck(ops.sum_shards.default, args)
-
-
-def test_compiles_without_graph_breaks():
-    def run(tensors, received, scale):
-        flat = torch.empty(7)
-        pack_(flat, tensors, scale=scale)
-        out = torch.empty(7)
-        sum_shards(received, out)
-        accumulate_([flat], [out])
-        unpack_(tensors, flat)
-        return flat
-
-    start = [torch.randn(3), torch.randn(2, 2)], torch.randn(2, 7), torch.tensor(0.5)
-    a = [t.clone() for t in start[0]]
-    want = run(a, *start[1:])
-    b = [t.clone() for t in start[0]]
-    got = torch.compile(run, fullgraph=True, backend="aot_eager")(b, *start[1:])
-    for x, y in zip([got, *b], [want, *a]):
-        assert_same(x, y)
-
-
 def test_errors():
     x, low, flat = torch.ones(4), torch.ones(4).bfloat16(), torch.zeros(8)
 

@@ -316,44 +316,6 @@ def test_two_runs_have_the_same_bits():
         assert torch.equal(a, b)
 
 
-def test_opcheck():
-    logits, targets = make(6, 20, pad=4)
-    ops = torch.ops.fastpar
-    options = (20, -100, "mean", 0.1, 0.01)
-    torch.library.opcheck(ops.cross_entropy.default, (logits, targets, *options, True))
-    rows = logits.detach()
-    none = (20, -100, "none", 0.0, 0.0)
-    torch.library.opcheck(ops.cross_entropy.default, (rows, targets, *none, False))
-    torch.library.opcheck(ops.cross_entropy_.default, (rows.clone(), targets, *options))
-    torch.library.opcheck(ops.cross_entropy_bwd.default, (rows, torch.randn(6)))
-    torch.library.opcheck(ops.cross_entropy_bwd.default, (rows, torch.tensor(2.0)))
-    loss = torch.tensor(1.0)
-    torch.library.opcheck(ops.cross_entropy_attach.default, (logits, loss, torch.tensor(0.5)))
-
-
-@sweep("inplace", [False, True])
-@sweep("reduction", REDUCTIONS)
-def test_compiles_without_graph_breaks(reduction, inplace):
-    logits, targets = make(30, 100, pad=4)
-    options = {"reduction": reduction, "vocab_size": 100, "label_smoothing": 0.1}
-    expected = gradients(logits, targets, 0.5, **options)
-
-    def loss(leaf, targets):
-        return cross_entropy(leaf * 1.0, targets, inplace=inplace, **options) * 0.5
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    compiled(logits, targets).sum().backward()
-    torch.testing.assert_close(logits.grad, expected[1])
-
-
-@sweep("inplace", [False, True])
-def test_double_backward_is_refused(inplace):
-    logits, targets = make(6, 20)
-    loss = cross_entropy(logits * 1.0, targets, inplace=inplace)
-    with pytest.raises(RuntimeError, match=r"cross_entropy: expected one backward"):
-        torch.autograd.grad(loss, logits, create_graph=True)
-
-
 def test_errors():
     logits, targets = make(6, 20)
 

@@ -252,33 +252,6 @@ def test_two_runs_have_the_same_bits(triton_device):
         assert torch.equal(a, b)
 
 
-@pytest.mark.slow
-def test_opcheck(triton_device):
-    logits, targets = make(3, 20, triton_device, pad=4)
-    ops = torch.ops.fastpar
-    options = (20, -100, "mean", 0.1, 0.01)
-    torch.library.opcheck(ops.cross_entropy.default, (logits, targets, *options, True))
-    rows = logits.detach()
-    torch.library.opcheck(ops.cross_entropy_.default, (rows.clone(), targets, *options))
-    by = torch.randn(3, device=triton_device)
-    torch.library.opcheck(ops.cross_entropy_bwd.default, (rows, by))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inplace", [False, True])
-def test_compiles_without_graph_breaks(inplace, triton_device):
-    logits, targets = make(6, 100, triton_device, pad=4)
-    options = {"vocab_size": 100, "label_smoothing": 0.1}
-    expected = gradients(logits, targets, 0.5, **options)
-
-    def loss(leaf, targets):
-        return cross_entropy(leaf * 1.0, targets, inplace=inplace, **options) * 0.5
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    compiled(logits, targets).backward()
-    torch.testing.assert_close(logits.grad, expected[1])
-
-
 def test_launches_are_recorded():
     """Every call of aot_calls() launches a kernel for each architecture, and computes nothing."""
     for arch in (80, 90):

@@ -173,56 +173,6 @@ def test_frozen_wte_leaves_wte_grad_alone():
     assert torch.equal(wpe.grad[:, 0], torch.tensor([1.0, 1, 0]))
 
 
-def test_compiles_into_one_graph_with_wte_grad():
-    wte, wpe = tables(5, 3, 4)
-    idx = torch.tensor([[4, 0], [4, 4]])
-
-    def f(idx, wte, wpe, total):
-        return embedding(idx, wte, wpe, dropout_p=0.3, rng=RNG, wte_grad=total)
-
-    totals = [torch.ones(5, 4) for _ in "ab"]
-    for g, total in zip((f, torch.compile(f, fullgraph=True, backend="aot_eager")), totals):
-        wpe.grad = None
-        g(idx, wte, wpe, total).square().sum().backward()
-        assert wte.grad is None
-    assert torch.equal(*totals)
-    assert not torch.equal(totals[0], torch.ones(5, 4))
-
-
-def test_registration():
-    wte, wpe = tables(5, 3, 4)
-    idx = torch.tensor([[4, 0]])
-    ops, mask, dx = torch.ops.fastpar, (make_key(3, 5), 1, 77), torch.randn(1, 2, 4)
-    for table in (wpe, None):
-        torch.library.opcheck(ops.embedding.default, (idx, wte, table, 1, None, 0, 0, None))
-    torch.library.opcheck(ops.embedding.default, (idx, wte, wpe, 1, *mask, None))
-    for rows, positions in ((5, 3), (0, 3), (5, 0)):
-        torch.library.opcheck(ops.embedding_bwd.default, (dx, idx, *mask, rows, positions, 0))
-    for positions in (0, 3):
-        args = (torch.randn(5, 4), dx, idx, *mask, positions, 0)
-        torch.library.opcheck(ops.embedding_bwd_.default, args)
-
-
-def test_compiles_into_one_graph():
-    wte, wpe = tables(5, 3, 4)
-    idx = torch.tensor([[4, 0], [4, 4]])
-    f = torch.compile(embedding, fullgraph=True, backend="aot_eager")
-    x = f(idx, wte, wpe, first_position=1)
-    want = embedding(idx, wte, wpe, first_position=1)
-    assert torch.equal(x, want)
-    for a, b in zip(*(torch.autograd.grad(z.square().sum(), (wte, wpe)) for z in (x, want))):
-        assert torch.equal(a, b)
-    with pytest.raises(ValueError, match=r"expected token ids in \[0, 5\), got id=5"):
-        f(idx + 1, wte, wpe, first_position=1)
-
-
-def test_no_second_derivative():
-    wte, _ = tables(5, 3, 4)
-    x = embedding(torch.tensor([[4, 0]]), wte)
-    with pytest.raises(RuntimeError, match=r"embedding: expected one backward, got create_graph"):
-        torch.autograd.grad(x.square().sum(), wte, create_graph=True)
-
-
 IDX = torch.tensor([[4, 0]])
 
 

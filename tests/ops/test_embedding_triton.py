@@ -230,34 +230,3 @@ def test_dropout_has_the_samples_of_the_batch(triton_device):
         rng = Rng(make_key(7, 2**33 - 2 + start), 3)
         part = embedding(idx[start : start + n], wte, wpe, dropout_p=0.5, rng=rng)
         assert torch.equal(part, whole[start : start + n])
-
-
-@pytest.mark.slow
-def test_registration(triton_device):
-    wte, wpe = on(triton_device, *tables(5, 3, 4))
-    idx, dx = torch.tensor([[4, 0]]).to(triton_device), torch.randn(1, 2, 4).to(triton_device)
-    ops, mask = torch.ops.fastpar, (make_key(3, 5, triton_device), 1, 77)
-    torch.library.opcheck(ops.embedding.default, (idx, wte, wpe, 1, *mask, None))
-    torch.library.opcheck(ops.embedding_bwd.default, (dx, idx, *mask, 5, 3, 0))
-    total = torch.randn(5, 4).to(triton_device)
-    torch.library.opcheck(ops.embedding_bwd_.default, (total, dx, idx, *mask, 3, 0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("add", [False, True])
-def test_compiles_into_one_graph(triton_device, add):
-    wte, wpe = on(triton_device, *tables(5, 3, 4))
-    idx = torch.tensor([[4, 0], [4, 4]]).to(triton_device)
-
-    def f(idx, wte, wpe, total):
-        return embedding(idx, wte, wpe, dropout_p=0.3, rng=RNG, wte_grad=total)
-
-    results = []
-    for g in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
-        wte.grad = wpe.grad = None
-        total = torch.ones(5, 4, device=triton_device) if add else None
-        x = g(idx, wte, wpe, total)
-        x.square().sum().backward()
-        results.append([x, wpe.grad, total if add else wte.grad])
-    for a, b in zip(*results):
-        assert torch.equal(a, b)

@@ -165,18 +165,3 @@ def test_fp32_parameters_of_fp64_rows():
     assert_exact(kernels.layer_norm(x, w, b), reference.layer_norm_ref(x, w.double(), b.double()))
     want = F.gelu(x + b.double(), approximate="tanh")
     assert_exact(kernels.bias_gelu(x, b), want)
-
-
-def test_registration():
-    check, ops = torch.library.opcheck, torch.ops.fastpar
-    x, w, targets = draw(6, 8).requires_grad_(), draw(20, 8).requires_grad_(), torch.arange(6)
-    logits = draw(6, 20).requires_grad_()
-    for reduction in ("mean", "none"):
-        options = (targets, 18, -100, reduction, 0.1, 0.1)
-        check(ops.cross_entropy.default, (logits, *options, True))
-        check(ops.linear_cross_entropy.default, (x, w, *options, 0, True, True, None))
-    rows = (logits.detach(), targets)
-    check(ops.cross_entropy_shard.default, (*rows, 20, 18, -100))
-    options = (draw(6), draw(6), 20, 18, -100, 0.1)
-    check(ops.cross_entropy_shard_grad.default, (*rows, *options))
-    check(ops.cross_entropy_shard_grad_.default, (torch.empty_like(rows[0]), *rows, *options))

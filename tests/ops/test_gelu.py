@@ -96,35 +96,6 @@ def test_same_bits_for_any_threads_and_isa(dtype):
     same_bits_everywhere(lambda: gradients(x, bias, dy))
 
 
-def test_opcheck():
-    x, bias = make((5, 12), torch.float32)
-    for tanh in (True, False):
-        torch.library.opcheck(torch.ops.fastpar.bias_gelu.default, (x, bias, tanh))
-        torch.library.opcheck(torch.ops.fastpar.bias_gelu.default, (x, None, tanh))
-        args = (x.detach(), x.detach(), bias.detach(), tanh)
-        torch.library.opcheck(torch.ops.fastpar.bias_gelu_bwd.default, args)
-
-
-def test_compiles_without_graph_breaks():
-    x, bias = make((5, 12), torch.float32)
-    compiled = torch.compile(
-        lambda x, b: bias_gelu(x * 2, b) + 1, fullgraph=True, backend="aot_eager"
-    )
-    y = compiled(x, bias)
-    y.sum().backward()
-    torch.testing.assert_close(y, eager(x * 2, bias) + 1)
-    grad = bias.grad.clone()
-    bias.grad = None
-    eager(x * 2, bias).sum().backward()
-    torch.testing.assert_close(grad, bias.grad)
-
-
-def test_double_backward_is_refused():
-    x, bias = make((5, 12), torch.float32)
-    with pytest.raises(RuntimeError, match=r"bias_gelu: expected one backward, got create_graph=T"):
-        torch.autograd.grad(bias_gelu(x, bias).sum(), x, create_graph=True)
-
-
 def test_errors():
     x = torch.ones(2, 3)
     with pytest.raises(ValueError, match="expected tanh or none, got approximate=erf"):

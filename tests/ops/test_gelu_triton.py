@@ -160,24 +160,3 @@ def test_every_candidate_matches_oracle(triton_device, monkeypatch):
     for config in TABLE.candidates(90):
         with TABLE.trying((), config):
             assert torch.equal(bias_gelu(x, bias), want)
-
-
-def test_opcheck(triton_device):
-    x, bias = (t.detach().to(triton_device) for t in make((5, 12), torch.float32))
-    for tanh in (True, False):
-        args = (x.clone().requires_grad_(), bias.clone().requires_grad_(), tanh)
-        torch.library.opcheck(torch.ops.fastpar.bias_gelu.default, args)
-    torch.library.opcheck(torch.ops.fastpar.bias_gelu_bwd.default, (x, x, bias, True))
-    torch.library.opcheck(torch.ops.fastpar.bias_gelu_bwd.default, (x, x, None, True))
-
-
-def test_compiles_without_graph_breaks(triton_device):
-    x, bias = (t.detach().to(triton_device).requires_grad_() for t in make((5, 12), torch.float32))
-
-    def f(x, b):
-        return bias_gelu(x * 2, b) + bias_gelu(x, approximate="none")
-
-    y = torch.compile(f, fullgraph=True, backend="aot_eager")(x, bias)
-    assert torch.equal(y, f(x, bias))
-    for a, b in zip(*(torch.autograd.grad(z.sum(), (x, bias)) for z in (y, f(x, bias)))):
-        assert torch.equal(a, b)

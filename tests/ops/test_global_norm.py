@@ -423,26 +423,6 @@ def test_gradients_that_require_grad_and_autograd():
         assert bits(global_norm([x.detach()])) == bits(result)
 
 
-def test_opcheck(device):
-    x = [rand(70).to(device), rand(9, torch.bfloat16).to(device)]
-    ops = torch.ops.fastpar
-    scale = torch.ones((), device=device)
-    torch.library.opcheck(ops.global_norm.default, (x, [True, False], 1.0, 1e-6, 1.0, scale))
-    torch.library.opcheck(ops.norm_bins.default, (x, [True, True]))
-    torch.library.opcheck(ops.norm_from_bins.default, (norm_bins(x), -1.0, 1e-6, 1.0, None))
-
-
-def test_compiles_without_graph_breaks(device):
-    x = [rand(70).to(device), rand(9, torch.bfloat16).to(device)]
-
-    def step(tensors):
-        bins = norm_bins(tensors)
-        return *global_norm(tensors, max_norm=1.0), *norm_from_bins(bins, max_norm=1.0)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert bits(compiled(x)) == bits(step(x))
-
-
 def test_errors():
     x = [torch.ones(3), torch.ones(2)]
 

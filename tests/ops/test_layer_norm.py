@@ -220,50 +220,6 @@ def test_a_batch_is_its_samples():
         assert torch.equal(whole[1][part], one[1])
 
 
-def test_registration():
-    x, r, w = draw(2, 3, 8), draw(2, 3, 8), draw(8)
-    narrow = draw(2, 3, 8, dtype=torch.bfloat16)
-    check = torch.library.opcheck
-    key = make_key(1, 2)
-    fwd = torch.ops.fastpar.layer_norm.default
-    check(fwd, (x, None, w, None, None, None, 0, 0, None, (0, 0, 0), 1e-5, False))
-    check(fwd, (x, None, w, None, None, None, 0, 0, None, (0, 0, 0), 1e-5, True))
-    check(fwd, (x, r, w, w, w, key, 3, 26, None, (0, 0, 0), 1e-5, False))
-    check(fwd, (narrow, r, w, None, w, key, 3, 26, None, (0, 0, 0), 1e-5, True))
-    rows = [t.detach() for t in (x, r, x, w)]
-    f32 = torch.float32
-    for options in (
-        (None, 3, 0, None, (0, 0, 0), f32, f32, None, False),
-        (key, 3, 26, None, (0, 0, 0), f32, f32, f32, False),
-        (None, 3, 0, None, (0, 0, 0), torch.bfloat16, None, torch.bfloat16, True),
-    ):
-        stats = torch.ones(1 if options[-1] else 2, 6)
-        check(torch.ops.fastpar.layer_norm_bwd.default, (*rows, stats, *options))
-
-
-def test_no_second_derivative():
-    x, w = draw(2, 8), draw(8)
-    with pytest.raises(RuntimeError, match=r"layer_norm: expected one backward, got create_graph"):
-        torch.autograd.grad(layer_norm(x, w).sin().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"rms_norm: expected one backward, got create_graph"):
-        torch.autograd.grad(rms_norm(x, w).sin().sum(), x, create_graph=True)
-
-
-def test_compiles_into_one_graph():
-    inputs = [draw(2, 3, 16), draw(2, 3, 16), draw(16), draw(16), draw(16)]
-
-    def f(x, r, w, b, xb):
-        y, out = residual_layer_norm(x, r, w, b, x_bias=xb, dropout_p=0.3, rng=RNG)
-        z, out = residual_rms_norm(x, out, w, x_bias=xb, dropout_p=0.3, rng=RNG)
-        return layer_norm(y, w, b) + rms_norm(z, w) + out
-
-    y = torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs)
-    want = f(*inputs)
-    torch.testing.assert_close(y, want)
-    for a, b in zip(*(torch.autograd.grad(z.square().sum(), inputs) for z in (y, want))):
-        torch.testing.assert_close(a, b)
-
-
 def ones(*shape, **kwargs):
     return torch.ones(shape, **kwargs)
 

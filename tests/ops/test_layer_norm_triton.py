@@ -169,43 +169,6 @@ def test_no_rows(draw, key):
         assert (grad == 0).all()
 
 
-@pytest.mark.slow
-def test_registration(draw, triton_device):
-    x, r, w = draw(2, 3, 8), draw(2, 3, 8), draw(8)
-    narrow = draw(2, 3, 8, dtype=torch.bfloat16)
-    check = torch.library.opcheck
-    key = make_key(1, 2)
-    op = torch.ops.fastpar.layer_norm.default
-    check(op, (x, None, w, None, None, None, 0, 0, None, (0, 0, 0), 1e-5, False))
-    check(op, (x, r, w, w, w, key, 3, 26, None, (0, 0, 0), 1e-5, False))
-    check(op, (narrow, r, w, None, w, key, 3, 26, None, (0, 0, 0), 1e-5, True))
-    rows = [t.detach() for t in (x, r, x, w)]
-    f32 = torch.float32
-    for options in (
-        (None, 3, 0, None, (0, 0, 0), f32, f32, None, False),
-        (key, 3, 26, None, (0, 0, 0), f32, f32, f32, False),
-        (None, 3, 0, None, (0, 0, 0), torch.bfloat16, None, torch.bfloat16, True),
-    ):
-        stats = torch.ones(1 if options[-1] else 2, 6, device=triton_device)
-        check(torch.ops.fastpar.layer_norm_bwd.default, (*rows, stats, *options))
-
-
-@pytest.mark.slow
-def test_compiles_into_one_graph(draw):
-    inputs = [draw(2, 3, 16), draw(2, 3, 16), draw(16), draw(16), draw(16)]
-
-    def f(x, r, w, b, xb):
-        y, out = residual_layer_norm(x, r, w, b, x_bias=xb, dropout_p=0.3, rng=RNG)
-        z, out = residual_rms_norm(y, out, w)
-        return layer_norm(z, w, b) + rms_norm(y, w) + out
-
-    y = torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs)
-    want = f(*inputs)
-    torch.testing.assert_close(y, want)
-    for a, b in zip(*(torch.autograd.grad(z.square().sum(), inputs) for z in (y, want))):
-        torch.testing.assert_close(a, b)
-
-
 @sweep("itemsize", [2, 4])
 @sweep("c", [1, 16, 63, 768, 1024, 1280, 1600, 4096, 16384])
 def test_tiles(c, itemsize):

@@ -374,58 +374,6 @@ def test_workspaces_stay_until_they_are_released():
     assert workspace("logits", 2, 2, x).untyped_storage().nbytes() == 16
 
 
-def test_opcheck():
-    x, weight, targets = make(6, 8, 20)
-    op = torch.ops.fastpar.linear_cross_entropy.default
-    torch.library.opcheck(op, (x, weight, targets, 20, -100, "mean", 0.0, 0.0, 4, True, True, None))
-    detached = (x.detach(), weight.detach(), targets)
-    torch.library.opcheck(
-        op, (*detached, 20, -100, "none", 0.1, 0.01, 0, False, False, torch.zeros(20, 8))
-    )
-    bwd = torch.ops.fastpar.linear_cross_entropy_bwd.default
-    for needs in ((True, True), (False, True), (True, False)):
-        torch.library.opcheck(bwd, (torch.ones(6), *detached, 20, -100, 0.1, 0.01, 4, *needs))
-
-
-@sweep("reduction", REDUCTIONS)
-def test_compiles_without_graph_breaks(reduction):
-    x, weight, targets = make(30, 16, 100)
-    expected = gradients(x, weight, targets, dloss=0.5, reduction=reduction)
-    compiled = torch.compile(
-        lambda *a: linear_cross_entropy(*a, reduction=reduction) * 0.5,
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    loss = compiled(x, weight, targets)
-    loss.backward(torch.ones_like(loss))
-    torch.testing.assert_close(x.grad, expected[1])
-    torch.testing.assert_close(weight.grad, expected[2])
-
-
-@sweep("reduction", ["mean", "none"])
-def test_weight_grad_compiles(reduction):
-    x, weight, targets = make(30, 16, 100)
-    buffers = torch.zeros(100, 16), torch.zeros(100, 16)
-    options = {"reduction": reduction}
-    linear_cross_entropy(x, weight, targets, weight_grad=buffers[0], **options).sum().backward()
-
-    def loss(x, weight, targets, weight_grad):
-        return linear_cross_entropy(x, weight, targets, weight_grad=weight_grad, **options).sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    compiled(x, weight, targets, buffers[1]).backward()
-    assert torch.equal(*buffers)
-    assert weight.grad is None
-
-
-def test_double_backward_is_refused():
-    x, weight, targets = make(6, 8, 20)
-    for reduction in REDUCTIONS:
-        loss = linear_cross_entropy(x, weight, targets, reduction=reduction)
-        with pytest.raises(RuntimeError, match=r"linear_cross_entropy: expected one backward"):
-            torch.autograd.grad(loss.sum(), x, create_graph=True)
-
-
 def test_errors():
     x, weight, targets = make(6, 8, 20)
 

@@ -5,7 +5,6 @@ import torch
 from cells import sweep
 
 from fastpar.kernels import combine, permute, route
-from fastpar.kernels.permute import _combine, _combine_bwd, _permute, _permute_bwd
 from fastpar.kernels.reference import combine_ref, permute_ref
 from fastpar.testing import assert_matches_oracle
 
@@ -112,19 +111,6 @@ def test_two_runs():
         y = combine(rows, weights, order)
         runs.append((y, *torch.autograd.grad(y.square().sum(), (x, weights))))
     assert all(map(torch.equal, *runs))
-
-
-def test_opcheck():
-    x, experts = torch.randn(8, 6, requires_grad=True), route(torch.randn(8, 3), 2)[1]
-    torch.library.opcheck(_permute.overload, (x, experts, 3, None))
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_permute.overload, (x, experts, 3, 4), test_utils=tests)
-    _, order, _ = permute(x, experts, 3)
-    torch.library.opcheck(_permute_bwd.overload, (torch.randn(16, 6), order, 8, 2))
-    rows, weights = torch.randn(16, 6, requires_grad=True), torch.rand(8, 2, requires_grad=True)
-    torch.library.opcheck(_combine.overload, (rows, weights, order))
-    plain = (rows.detach(), weights.detach(), order, True, True)
-    torch.library.opcheck(_combine_bwd.overload, (torch.randn(8, 6), *plain))
 
 
 def test_errors():

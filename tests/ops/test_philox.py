@@ -301,28 +301,6 @@ def test_bad_numbers_are_refused():
         _C.keep_mask(torch.empty(1, dtype=torch.bool), 0, 0, 0, 256, 1, 1, 1, 1, 0, 0, 1)
 
 
-def test_registration():
-    x = torch.randn(2, 3, 5, requires_grad=True)
-    torch.library.opcheck(
-        torch.ops.fastpar.dropout.default, (x, make_key(1, 2), 3, 26, None, (0, 0, 0))
-    )
-    torch.library.opcheck(
-        torch.ops.fastpar.keep_mask.default,
-        (make_key(1, 2), 3, 26, None, (0, 0, 0), [2, 5], torch.device("cpu")),
-    )
-
-
-def test_compiles_into_one_graph():
-    x = torch.randn(2, 3, 5, requires_grad=True)
-
-    def f(x, key):
-        return dropout(x, 0.3, Rng(key, 2)) * keep_mask(Rng(key, 1), 0.3, x.shape)
-
-    y = torch.compile(f, fullgraph=True, backend="aot_eager")(x, make_key(1, 2))
-    assert torch.equal(y, f(x, make_key(1, 2)))
-    assert torch.equal(*(torch.autograd.grad(z.sum(), x)[0] for z in (y, f(x, make_key(1, 2)))))
-
-
 @pytest.mark.gpu
 def test_mask_on_a_gpu_equals_the_cpu():
     for key in (make_key(2**62 + 1, 2**33 - 1), make_key(2**62 + 1, 2**33 - 1, device="cuda")):

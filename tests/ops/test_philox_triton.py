@@ -160,27 +160,3 @@ def test_key_on_either_device(triton_device):
     assert torch.equal(dropout(x, 0.3, Rng(key.to(triton_device), site)), first)
     at = mask_shape(x.shape)
     assert torch.equal(dropout_fwd(x, key, site, quantize_p(0.3), at), first)
-
-
-@pytest.mark.slow
-def test_registration(triton_device):
-    x = torch.randn(2, 3, 5, device=triton_device, requires_grad=True)
-    key = make_key(1, 2, triton_device)
-    torch.library.opcheck(torch.ops.fastpar.dropout.default, (x, key, 3, 26, None, (0, 0, 0)))
-    torch.library.opcheck(
-        torch.ops.fastpar.keep_mask.default,
-        (key, 3, 26, None, (0, 0, 0), [2, 5], torch.device(triton_device)),
-    )
-
-
-@pytest.mark.slow
-def test_compiles_into_one_graph(triton_device):
-    x = torch.randn(2, 3, 5, device=triton_device, requires_grad=True)
-
-    def f(x, key):
-        return dropout(x, 0.3, Rng(key, 2)) * keep_mask(Rng(key, 1), 0.3, x.shape, device=x.device)
-
-    key = make_key(1, 2)
-    y = torch.compile(f, fullgraph=True, backend="aot_eager")(x, key)
-    assert torch.equal(y, f(x, key))
-    assert torch.equal(*(torch.autograd.grad(z.sum(), x)[0] for z in (y, f(x, key))))

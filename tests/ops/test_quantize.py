@@ -396,29 +396,6 @@ def test_autograd_notices_the_change():
         y.backward()
 
 
-def test_opcheck():
-    ops, x = torch.ops.fastpar, torch.randn(70)
-    for code in range(3):
-        torch.library.opcheck(ops.quantize_blockwise.default, (x, code, 32, 5, 0))
-    args = (x, torch.zeros(70), 0, 32, None, 64)
-    torch.library.opcheck(ops.quantize_blockwise_feedback.default, args)
-    codes, scales = quantize_blockwise(x, block=32)
-    torch.library.opcheck(ops.dequantize_blockwise.default, (codes, scales, 1, 32))
-
-
-def test_compiles_without_graph_breaks():
-    def run(x, error):
-        codes, scales = quantize_blockwise(x, seed=1, error=error, dtype=torch.float8_e4m3fn)
-        return dequantize_blockwise(codes, scales, out_dtype=torch.bfloat16) * 2
-
-    x, error = torch.randn(700), torch.randn(700)
-    other = error.clone()
-    want = run(x, error)
-    got = torch.compile(run, fullgraph=True, backend="aot_eager")(x, other)
-    assert_same(got, want)
-    assert_same(other, error)
-
-
 def test_errors():
     x = torch.ones(300)
     codes, scales = quantize_blockwise(x)
