@@ -40,7 +40,6 @@ _HOW: dict[str, tuple[str, Any]] = {
     "muon_lr": ("optimizer", ("muon",)),
     "betas": ("optimizer", ("adamw", "muon")),
     "lr_decay_fraction": ("lr_schedule", ("wsd",)),
-    "decay_follows_lr": ("weight_decay", _Above(0, "set --weight-decay")),
     "outer_wire": ("replicas", _Above(1, "add --replicas 2")),
     **dict.fromkeys(("wire_gradients", "wire_weights", "check_replicas_every"), ("dp", _DP)),
     **dict.fromkeys(("error_feedback", "error_buffer", "node_size"), ("dp", _DP)),

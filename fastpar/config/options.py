@@ -118,8 +118,6 @@ class OptimSettings:
     """Steps of warm-up; unset: max-steps / 10, at most 1000."""
     weight_decay: float = 0.1
     """Decay of matrices; biases and norms have none."""
-    decay_follows_lr: bool = False
-    """Weight decay rises and falls with the learning rate, once more."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of adamw's two moments."""
     ema: float | None = None

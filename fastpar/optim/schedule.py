@@ -101,12 +101,12 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> 
     """
     settings, peak = config.optim, config.optim.lr
     lr = scheduled_lr(step, config)
-    decay = settings.weight_decay * (lr / peak if settings.decay_follows_lr else 1.0)
     for group in optimizer.param_groups:
         is_muon = not group.get("adamw", True)
         group["lr"] = _fp32(settings.muon_lr * (lr / peak) if is_muon else lr)
-        # Not from the group: a checkpoint's may have fallen to 0.
-        group["weight_decay"] = _fp32(decay) if group["params"][0].dim() >= 2 else 0.0
+        # Not from the group: a checkpoint has that of the run before.
+        decays = group["params"][0].dim() >= 2
+        group["weight_decay"] = _fp32(settings.weight_decay) if decays else 0.0
     return lr
 
 

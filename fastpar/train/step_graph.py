@@ -108,9 +108,7 @@ class StepGraph:
         self.norm = torch.zeros((), device=device, dtype=torch.float32)
         self._found = torch.zeros((), device=device, dtype=torch.float32)
         self._scale = torch.ones((), device=device, dtype=torch.float32)
-        self._hypers = torch.zeros(
-            len(optimizer.param_groups), 2, device=device, dtype=torch.float32
-        )
+        self._lrs = torch.zeros(len(optimizer.param_groups), device=device, dtype=torch.float32)
         self._batches: list[list[Tensor]] = []
         self._scaled = False  # by a loss scale
         self._steps = 0
@@ -171,9 +169,9 @@ class StepGraph:
                 place.copy_(x)
         if scale is not None:
             self._scale.fill_(scale)
-        numbers = [[g["lr"], g["weight_decay"]] for g in self._optimizer.param_groups]
-        self._hypers.copy_(
-            to_device(torch.tensor(numbers, dtype=torch.float32, device="cpu"), self._device)
+        lrs = [group["lr"] for group in self._optimizer.param_groups]
+        self._lrs.copy_(
+            to_device(torch.tensor(lrs, dtype=torch.float32, device="cpu"), self._device)
         )
 
     def _region(self) -> None:
@@ -220,9 +218,9 @@ class StepGraph:
     def _on_device(self) -> Iterator[None]:
         """The kernel reads what changes from step to step."""
         kept: list[dict[str, Any]] = []
-        for group, (lr, weight_decay) in zip(self._optimizer.param_groups, self._hypers):
-            kept.append({n: group[n] for n in ("lr", "weight_decay", "capturable")})
-            group.update(lr=lr, weight_decay=weight_decay, capturable=True)
+        for group, lr in zip(self._optimizer.param_groups, self._lrs):
+            kept.append({n: group[n] for n in ("lr", "capturable")})
+            group.update(lr=lr, capturable=True)
         try:
             yield
         finally:
@@ -231,7 +229,7 @@ class StepGraph:
 
     def _static(self) -> list[Tensor]:
         state = [x for s in self._optimizer.state.values() for x in s.values()]
-        mine = [self.loss, self.norm, self._found, self._scale, self._hypers]
+        mine = [self.loss, self.norm, self._found, self._scale, self._lrs]
         grads = [bucket.grad for bucket in self._engine.buckets]
         inputs = [x for batch in self._batches for x in batch]
         known = [*self._model.parameters(), *self._model.buffers(), *mine, *inputs]

@@ -203,7 +203,6 @@ def test_settings_of_ranks_that_are_not_there(here, capsys):  # noqa: F811
             "lr_schedule=wsd with .*got lr_schedule=cosine.*add --lr-sc",
         ),
         ("optimizer adafactor --betas 0.8 0.9", "optimizer=adamw or muon with betas=.*=adafactor"),
-        ("weight-decay 0 --decay-follows-lr", "weight_decay > 0 with decay_follows_lr=True"),
         (
             "dtype fp32 --master-weights full",
             "16-bit weights with master_weights=full, got dty",
