@@ -346,17 +346,11 @@ def check_outer_settings(
         return
     numbers = optim.outer_lr, optim.outer_momentum, optim.outer_fragments, optim.outer_delay
     check_outer("train", "outer_", every, *numbers)
-    for name, allowed, beside in (
-        ("on_nonfinite", ("stop", "skip"), replicas > 1),
-        ("loss_spike", (0,), replicas > 1),
-        ("deterministic", (False,), optim.outer_wire != "fp32"),
-    ):
-        if beside and values[name] not in allowed:
-            raise ValueError(
-                f"train: expected {name} {' or '.join(map(str, allowed))} with replicas={replicas}"
-                f" and outer_wire={optim.outer_wire}, got {name}={values[name]}; leave one of them "
-                "out"
-            )
+    if values["deterministic"] and optim.outer_wire != "fp32":
+        raise ValueError(
+            f"train: expected deterministic False with outer_wire={optim.outer_wire}, got "
+            "deterministic=True; leave one of them out"
+        )
 
 
 def check_outer(

@@ -107,13 +107,6 @@ class TrainConfig(TrainFlags):
         if self.run.max_time is not None:
             parse_seconds(self.run.max_time)
         parse_seconds(self.faults.timeout, "timeout")
-        goes_back = self.faults.on_nonfinite == "rollback" or self.faults.loss_spike > 0
-        if goes_back and not self.run.save_every:
-            name = "loss_spike" if self.faults.loss_spike > 0 else "on_nonfinite"
-            raise ValueError(
-                f"train: expected save_every >= 1 with {name}={values[name]}, which goes back to "
-                "the last checkpoint, got save_every=0; set --save-every"
-            )
         if self.shape.init_from is None:
             # Sizes are refused before the text is read.
             check_split(self.parallel, self.model_config(vocab_size=1))
@@ -353,7 +346,7 @@ _AT_LEAST: dict[str, float] = {
     ),
     **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
-    **dict.fromkeys(("temperature", "top_k", "keep_every", "loss_spike", "max_rollbacks"), 0),
+    **dict.fromkeys(("temperature", "top_k", "keep_every"), 0),
     **dict.fromkeys(("check_replicas_every", "max_restarts", "offload_keep_mb"), 0),
     **dict.fromkeys(("wire_rank", "replicas"), 1),
     "node_size": 2,

@@ -274,12 +274,8 @@ class FaultSettings:
     """Copy the state aside and train on while it is written."""
     save_overlap: Literal["wait", "skip"] = "wait"
     """A save due while one is written waits, or is left out."""
-    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """NaN or inf as loss or gradient: stop, leave the update out, or go back (see loss-spike)."""
-    loss_spike: float = 0.0
-    """A loss so many spreads over the median goes back to the last checkpoint; 0: never."""
-    max_rollbacks: int = 3
-    """Times to go back before giving up."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """NaN or inf as loss or gradient: stop, or leave the update out."""
     check_replicas_every: int = 0
     """Steps between bitwise comparisons of ranks; 0: never."""
     timeout: str = "30m"

@@ -47,7 +47,6 @@ class Step:
 
     step: int
     lr: float
-    samples: tuple[int, int]  # the first one, and the first that was not taken
     tokens: int
     values: Tensor  # fp64 on the host: loss, grad_norm, then what the loop asked of all ranks
     ready: torch.cuda.Event | None
@@ -121,11 +120,6 @@ class Journal:
         number = self.mesh.replica
         self._progress.say(f"replica {number}  {text}" if number else text)
 
-    def rewind(self, step: int) -> None:
-        """The run went back to a step: what was written of later ones goes."""
-        if self.folder is not None:
-            self._on_disk(self.folder.log.rewind, step)
-
     def note(self, step: int, text: str, **row: Any) -> None:
         """Something happened after a step: a line, and a row of metrics.jsonl."""
         self._write({"step": step, **row, "time_s": self.seconds})
@@ -145,8 +139,8 @@ class Journal:
         seconds, self._clock = now - self._clock, now
         if self.folder is None:
             return
-        first, stop = done.samples
-        rate = (stop - first) * self._facts["block_size"] / max(seconds, 1e-9)
+        tokens = self.config.text.batch_size * self._facts["block_size"]
+        rate = tokens / max(seconds, 1e-9)
         self._rate = 0.9 * self._rate + 0.1 * rate if self._rate else rate
         rss, peak = memory_mb()
         row: dict[str, Any] = {

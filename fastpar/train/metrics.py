@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import math
@@ -116,24 +115,17 @@ class MetricsLog:
         log: str = "none",
         settings: dict[str, Any] | None = None,
     ) -> None:
-        self.path, self._settings = Path(path), settings or {}
+        self.path = Path(path)
         if log == "auto":
             log = "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
-        self._log = log
-        self._drop_after(resume_step)
-        self._open(resume_step)
-
-    def _drop_after(self, step: int) -> None:
-        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
+        kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
-
-    def _open(self, resume_step: int) -> None:
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
         self._board: _TensorBoard | _Wandb | None = None
-        if self._log == "tensorboard":
+        if log == "tensorboard":
             self._board = _TensorBoard(self.path.parent, resume_step)
-        elif self._log == "wandb":
-            self._board = _Wandb(self.path.parent, resume_step, self._settings)
+        elif log == "wandb":
+            self._board = _Wandb(self.path.parent, resume_step, settings or {})
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row that has "step"; a value that is not finite is written as null."""
@@ -147,15 +139,6 @@ class MetricsLog:
             numbers = {key: v for key, v in row.items() if isinstance(v, (int, float))}
             del numbers["step"]
             self._board.write(row["step"], numbers)
-
-    def rewind(self, step: int) -> None:
-        """Drop the rows of later steps: they come again. After an OSError they are still there."""
-        with contextlib.suppress(OSError):  # rows that found no room
-            self.close()
-        try:
-            self._drop_after(step)
-        finally:
-            self._open(step)
 
     def close(self) -> None:
         self._file.close()

@@ -35,9 +35,6 @@ class Trainer(Protocol):
     step: int
     next_sample: int
     tokens: int
-    grad_accum_steps: int
-    ways: int
-    micro_batch_size: int
     block_size: int
 
 
@@ -68,7 +65,7 @@ def checkpoint_of(config: TrainConfig, mesh: Mesh) -> Path | None:
     if mesh.is_main:
         own.mkdir(parents=True, exist_ok=True)
         hold(own)
-    first, mine = (newest_of_all(run, mesh, lambda line: None) for run in (own.parent, own))
+    first, mine = (newest_of_all(run, mesh) for run in (own.parent, own))
     return mine if mine is not None and (first is None or first.name == mine.name) else first
 
 
@@ -107,6 +104,6 @@ def meet(trainer: Trainer) -> None:
 
 def _progress(trainer: Trainer) -> list[int]:
     """In a step: steps, samples and tokens after it."""
-    samples = trainer.grad_accum_steps * trainer.ways * trainer.micro_batch_size
+    samples = trainer.config.text.batch_size
     tokens = trainer.tokens + samples * trainer.block_size
     return [trainer.step + 1, trainer.next_sample + samples, tokens]

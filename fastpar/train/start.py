@@ -44,7 +44,7 @@ from fastpar.parallel.parallelize import parallelize
 from fastpar.train.run_lock import hold
 
 
-def newest_of_all(run: Path | None, mesh: Mesh, say: Callable[[str], None]) -> Path | None:
+def newest_of_all(run: Path, mesh: Mesh) -> Path | None:
     """The newest checkpoint that verifies, the same on every rank; None where there is none.
 
     Args:
@@ -52,17 +52,17 @@ def newest_of_all(run: Path | None, mesh: Mesh, say: Callable[[str], None]) -> P
     Ranks: all. Rank 0 reads all of it; the others follow.
     """
     step = -1
-    if mesh.is_main and run is not None and list_checkpoints(run):
-        with contextlib.suppress(ValueError):  # all of them are damaged, which was said
-            step = step_of(newest_checkpoint(run, say))
+    if mesh.is_main and list_checkpoints(run):
+        with contextlib.suppress(ValueError):  # all of them are damaged
+            step = step_of(newest_checkpoint(run, lambda line: None))
     return _found_by_main(run, step, mesh)
 
 
-def _found_by_main(run: Path | None, step: int, mesh: Mesh) -> Path | None:
+def _found_by_main(run: Path, step: int, mesh: Mesh) -> Path | None:
     """The checkpoint of the step that rank 0 has found, -1 for none. Ranks: all."""
     found = torch.full((), step, dtype=torch.int64, device=mesh.device)
     mesh.broadcast_([found], *AXES)
-    return checkpoint_folder(run, int(found)) if run is not None and found >= 0 else None
+    return checkpoint_folder(run, int(found)) if found >= 0 else None
 
 
 def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:

@@ -19,12 +19,12 @@ the device. With a loss scale they are read at once, because the next step's sca
 [Note: the sample at the end] is rank 0's alone, which may have a part of the weights: there the
 model of the last checkpoint draws.
 
-[Note: going back] is a resume in the middle of the run: on all ranks after the same step the newest
-checkpoint that verifies is loaded, with all that the loop itself remembers. The samples of the step
-that was condemned are not taken again: a step that would need one of them begins behind them. They
-stand in every later checkpoint, so a resume has them too, and in deterministic mode the run is the
-one that never had them (test_a_run_that_went_back_never_had_those_samples). On a GPU the next step
-has run when the verdict comes; nothing of it is kept.
+[Note: everyone decides alike] Whether a step's loss and gradient are finite is judged by its agreed
+numbers, the same bits on every rank: all ranks reach the same verdict without talking about it.
+
+[Note: an update that is left out] has to be left out on the device: when the host learns that a
+gradient was not finite, the step is over. The optimizer does so as soon as it has a loss scale, be
+it 1. A loss that is not finite makes the gradients so (poison), which tells all ranks at once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ from fastpar.parallel.engine import engine_of
 from fastpar.parallel.pipeline import pipeline_step
 from fastpar.train import replicas
 from fastpar.train.evaluate import validation_loss
-from fastpar.train.guards import Guards, merged, past, poison
 from fastpar.train.journal import Journal, Predictions, Step, to_device, to_host
 from fastpar.train.launch import SIGNALS, catching_save, catching_stop, threads_per_rank
 from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
@@ -78,7 +77,6 @@ from fastpar.train.start import (
     digest,
     facts_of,
     load_model_and_data,
-    newest_of_all,
     pick_dtype,
     samples_of,
     set_up,
@@ -86,6 +84,7 @@ from fastpar.train.start import (
 from fastpar.train.step_graph import StepGraph, captured
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
+IN_A_ROW = 10  # updates that may be left out
 
 
 def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> int:
@@ -196,8 +195,7 @@ class Trainer:
         self._facts = facts_of(config, self.engine, model.config, dtype, self.block_size, batch)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
         self.predictions = Predictions(self.engine, self.optimizer)
-        self.guards = Guards(config.faults, scaled=self.loss_scale is not None)
-        self.skipped_samples: list[tuple[int, int]] = []  # ranges that are never taken again
+        self.guards = Guards(config.faults.on_nonfinite, scaled=self.loss_scale is not None)
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
         self.micro_batch: Callable[..., torch.Tensor] = self._micro_batch
         self.step_graph: StepGraph | None = None
@@ -206,7 +204,7 @@ class Trainer:
         self.micro_batch, self.step_graph, graphs = captured(*parts, asked)
         if graphs:
             self._facts["graphs"] = graphs
-        self.step = self.next_sample = self.tokens = self.rollbacks = 0
+        self.step = self.next_sample = self.tokens = 0
         self.samples = samples_of(config, self.data, self.block_size)
         self.changed = getattr(self.samples, "told", "")  # what config.json does not tell
         self.folder: Path | None = None  # of the run, once rank 0 has made it
@@ -226,19 +224,14 @@ class Trainer:
             self.changed += f"\nchanged  format of weights {state['dtype']} -> {self.dtype_name}"
         check_samples(state, checkpoint, self.config, self.data)
         with naming_damaged_file(checkpoint / STATE):
-            self._restore(state)
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        """What the loop remembered when a checkpoint was written."""
-        self.step = state["step"]
-        self.next_sample, self.tokens = state["next_sample"], state["tokens"]
-        set_rng_state(state["rng"])
-        restore_scales(self.model, state)
-        if self.loss_scale is not None and state["loss_scale"] is not None:
-            self.loss_scale.load_state_dict(state["loss_scale"])
-        if "guards" in state:  # earlier versions had none
-            self.guards.load_state_dict(state["guards"])
-        self.skipped_samples = merged([*self.skipped_samples, *state.get("skipped_samples", ())])
+            self.step = state["step"]
+            self.next_sample, self.tokens = state["next_sample"], state["tokens"]
+            set_rng_state(state["rng"])
+            restore_scales(self.model, state)
+            if self.loss_scale is not None and state["loss_scale"] is not None:
+                self.loss_scale.load_state_dict(state["loss_scale"])
+            if "guards" in state:  # earlier versions had none
+                self.guards.skipped = int(state["guards"]["skipped"])
 
     def run(self) -> int:
         """Trains to the end or until something stops it; the exit status. Closes the mesh."""
@@ -310,8 +303,6 @@ class Trainer:
             stop = self._read(0 if last else self.keep_pending)
             if self.saves.asked:
                 stop = self._read(0) or stop
-            if self.step != step:  # it went back
-                continue
             if compares:
                 with self._on_all_ranks():
                     self.engine.check_replicas(self.optimizer, step=step)
@@ -329,8 +320,6 @@ class Trainer:
         graph, rows, seed = self.step_graph, self.micro_batch_size, config.run.seed
         scale = self.loss_scale.scale if self.loss_scale is not None else None
         skips = config.faults.on_nonfinite == "skip"
-        samples = self.grad_accum_steps * self.ways * rows
-        self.next_sample = past(self.next_sample, samples, self.skipped_samples)
         in_step(self.step + 1)
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -358,7 +347,7 @@ class Trainer:
         elif whole and graph is None:
             loss += self._through_stages(whole, scale)
         if scale is not None or skips:
-            optimizer.grad_scale = scale or 1.0  # see guards.py: an update that is left out
+            optimizer.grad_scale = scale or 1.0  # see [Note: an update that is left out]
         requests = to_device(
             torch.tensor(self._requests(), dtype=torch.float64, device="cpu"), mesh.device
         )
@@ -371,14 +360,13 @@ class Trainer:
         if self.average is not None:
             self.average.update(self.step)
         optimizer.zero_grad()
-        taken = self.next_sample, self.next_sample + samples
         self.step += 1
-        self.next_sample += samples
-        self.tokens += samples * self.block_size
+        self.next_sample += config.text.batch_size
+        self.tokens += config.text.batch_size * self.block_size
         norm: Any = optimizer.grad_norm
         counts = numbers_of(self.model, control)
         values = to_host(torch.cat((control[:1], norm.double().reshape(1), control[1:], counts)))
-        return Step(self.step, lr, taken, self.tokens, *values, scale, counts.numel())
+        return Step(self.step, lr, self.tokens, *values, scale, counts.numel())
 
     def _takes(self, graph: StepGraph, batches: list[Any], scale: float | None) -> bool:
         """Whether it can run this step; where nobody asked for graphs the run goes on without."""
@@ -462,9 +450,8 @@ class Trainer:
             "data": digest(self.data),
             "pack": self.config.text.pack,
             "world_size": self.mesh.world_size,
-            "guards": self.guards.state_dict(),
+            "guards": {"skipped": self.guards.skipped},
             "fp8": saved_scales(self.model),
-            "skipped_samples": self.skipped_samples,
             "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
         }
         self.saves.save(self.step, state)
@@ -485,18 +472,14 @@ class Trainer:
             stop = next((reason for reason, n in zip(STOPS, requests) if n), stop)
             self.saves.take_requests(*requests[len(STOPS) :])
             with self._on_all_ranks():
-                verdict = self.guards.judge(done.step, loss, norm)
-            if verdict.action == "go back":
-                self.pending.clear()
-                self._go_back(done, verdict.reason)
-                break
+                left_out = self.guards.judge(done.step, loss, norm)
             if self.loss_scale is not None:
                 self.loss_scale.update(not math.isfinite(norm))
-            more = {"skipped": self.guards.skipped} if verdict.action == "skip" else {}
+            more = {"skipped": self.guards.skipped} if left_out else {}
             row = {"loss": loss, "norm": norm, **more, **report_of(self.model, done.experts())}
             self.journal.write_step(done, engine=self.engine, **row)
-            if more:
-                self.journal.say(f"step {done.step}  {verdict.reason}")
+            if left_out:
+                self.journal.say(f"step {done.step}  {left_out}")
         return stop
 
     @contextlib.contextmanager
@@ -508,37 +491,48 @@ class Trainer:
             self.saves.settle()
             raise
 
-    def _go_back(self, done: Step, reason: str) -> None:
-        """To the newest checkpoint, past the samples of a step; see [Note: going back]."""
-        self.saves.settle()
-        limit = self.config.faults.max_rollbacks
-        first, stop = done.samples
-        why = f"{reason} in step {done.step} (samples {first} to {stop - 1})"
-        if self.rollbacks >= limit:
+
+class Guards:
+    """The rule of --on-nonfinite.
+
+    Args:
+        policy: stop or skip.
+        scaled: there is a loss scale: then gradients that are not finite are its business.
+    Attributes:
+        skipped: updates that were left out so far.
+    """
+
+    def __init__(self, policy: str, *, scaled: bool) -> None:
+        self.policy, self.scaled = policy, scaled
+        self.skipped = self._in_a_row = 0
+
+    def judge(self, step: int, loss: float, norm: float) -> str:
+        """What to say of an update that was left out; "" of a step that is fine.
+
+        Raises:
+            RuntimeError: the run cannot go on.
+        """
+        if math.isfinite(loss if self.scaled else loss + norm):
+            self._in_a_row = 0
+            return ""
+        reason = f"loss={loss}, grad_norm={norm}"
+        if self.policy == "skip":
+            self.skipped += 1
+            self._in_a_row += 1
+            if self._in_a_row < IN_A_ROW:
+                return f"{reason}; the update is left out, {self.skipped} by now"
             raise RuntimeError(
-                f"train: expected at most max_rollbacks={limit} rollbacks, got one more reason: "
-                f"{why}; look at these samples, lower --lr, or raise --max-rollbacks"
+                f"train: expected a finite step among {IN_A_ROW}, got {reason} in step {step} as "
+                "in those before it; lower --lr, then --resume from the last checkpoint"
             )
-        path = newest_of_all(self.folder, self.mesh, self.journal.say)
-        if path is None:
-            raise RuntimeError(
-                f"train: expected a checkpoint to go back to, got none: {why}; lower --lr or "
-                "--save-every"
-            )
-        state = load_checkpoint(path, model=self.model, optimizer=self.optimizer)
-        self.rollbacks += 1
-        self.skipped_samples = merged([*self.skipped_samples, done.samples])
-        self._restore(state)
-        self.saves.committed = self.step
-        if self.val is not None and self.val[0] > self.step:
-            self.val = None
-        self.journal.rewind(self.step)
-        self.journal.note(
-            self.step,
-            f"went back to here from step {done.step}: {reason}; its samples {first} to {stop - 1} "
-            f"are skipped (rollback {self.rollbacks} of {limit})",
-            rollback_from=done.step,
-            skipped_samples=[first, stop],
-            reason=reason,
+        if self.scaled:
+            return ""
+        raise RuntimeError(
+            f"train: expected finite numbers, got {reason} in step {step}; lower --lr, then "
+            "--resume from the last checkpoint, or see --on-nonfinite"
         )
-        self.journal.start_clock()
+
+
+def poison(loss: torch.Tensor) -> torch.Tensor:
+    """1 for a finite loss, else NaN; a factor that hands this on to all gradients."""
+    return loss.detach() * 0 + 1

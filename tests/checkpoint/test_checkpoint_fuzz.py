@@ -20,10 +20,8 @@ from fastpar.checkpoint.manifest import CONFIG, MANIFEST, STATE, FileEntry, read
 from fastpar.checkpoint.restore import naming_damaged_file, read_run_state
 from fastpar.checkpoint.verify import find_damage
 from fastpar.checkpoint.weight_sources import load_weights
-from fastpar.config.options import FaultSettings
 from fastpar.files.tensor_header import read_header
 from fastpar.models.hf import load_hf, read_config
-from fastpar.train.guards import Guards, merged
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -304,7 +302,7 @@ def test_any_bytes_as_metadata_of_weights(plain, content, name):
 RUN = {
     "step": 5, "model": {"n_layer": 1, "n_head": 1, "n_embd": 4}, "dtype": "fp32", "data": "0",
     "next_sample": 3, "tokens": 4, "rng": rng_state(), "loss_scale": {"scale": 2.0},
-    "guards": {"losses": [1.0, 2.0], "skipped": 0}, "skipped_samples": [[1, 2]],
+    "guards": {"skipped": 0},
 }  # fmt: skip
 
 
@@ -322,9 +320,7 @@ def test_a_run_s_state_with_anything_in_it(folder, data, value, how):
         state = read_run_state(folder)
         with naming_damaged_file(file):
             set_rng_state(state["rng"])
-            guards = Guards(FaultSettings(), scaled=False)
-            guards.load_state_dict(state["guards"])
-            merged(state["skipped_samples"])
+            int(state["guards"]["skipped"])
 
     try:
         refused_or_right(use, folder)

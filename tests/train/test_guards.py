@@ -1,21 +1,29 @@
-"""guards.py: verdicts on a step's numbers, what is usual, samples that are never taken again."""
+"""Numbers that are not finite: verdicts, updates left out, the same on every rank."""
 
-import json
 import math
-import random
+import threading
+from pathlib import Path
 
 import pytest
 import torch
+from train_runs import STORAGE, TINY, bits, curve
 
-from fastpar.config.options import FaultSettings
-from fastpar.train.guards import ENOUGH, IN_A_ROW, WINDOW, Guards, Verdict, merged, past, poison
+from fastpar.checkpoint.restore import read_state
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import TrainConfig
+from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
+from fastpar.parallel import engine
+from fastpar.testing import run_ranks
+from fastpar.train import trainer as train_module
+from fastpar.train.metrics import read_metrics
+from fastpar.train.trainer import IN_A_ROW, Guards, Trainer, poison
 
-GO_ON = Verdict()
+FEW = {**TINY, "micro_batch_size": 2, "eval_every": 0, "save_every": 4, "num_samples": 0}
 BAD = [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf), (1.0, math.nan), (-math.inf, math.nan)]
 
 
-def guards(scaled=False, **settings):
-    return Guards(FaultSettings(**settings), scaled=scaled)
+def guards(policy="stop", scaled=False):
+    return Guards(policy, scaled=scaled)
 
 
 @pytest.mark.parametrize(("loss", "norm"), BAD)
@@ -24,92 +32,29 @@ def test_policies_of_what_is_not_finite(loss, norm):
         RuntimeError, match=rf"expected finite numbers, got loss={loss}, grad_norm={norm} in step 7"
     ):
         guards().judge(7, loss, norm)
-    verdict = guards(on_nonfinite="skip").judge(7, loss, norm)
-    assert (verdict.action, verdict.reason) == (
-        "skip", f"loss={loss}, grad_norm={norm}; the update is left out, 1 by now",
-    )  # fmt: skip
-    verdict = guards(on_nonfinite="rollback").judge(7, loss, norm)
-    assert (verdict.action, verdict.reason) == ("go back", f"loss={loss}, grad_norm={norm}")
+    said = guards("skip").judge(7, loss, norm)
+    assert said == f"loss={loss}, grad_norm={norm}; the update is left out, 1 by now"
 
 
 def test_with_a_loss_scale_gradients_may_overflow_but_not_the_loss():
-    for policy in ("stop", "skip", "rollback"):
-        assert guards(True, on_nonfinite=policy).judge(1, 1.0, math.inf) == GO_ON
-    assert guards(True).judge(1, math.nan, math.nan) == GO_ON
-    assert guards(True, on_nonfinite="skip").judge(1, math.nan, 1.0).action == "skip"
-    assert guards(True, on_nonfinite="rollback").judge(1, math.inf, 1.0).action == "go back"
+    for policy in ("stop", "skip"):
+        assert not guards(policy, True).judge(1, 1.0, math.inf)
+    assert not guards("stop", True).judge(1, math.nan, math.nan)
+    assert guards("skip", True).judge(1, math.nan, 1.0)
 
 
 def test_too_many_in_a_row_are_an_error():
-    g = guards(on_nonfinite="skip")
+    g = guards("skip")
     for step in range(IN_A_ROW - 1):
-        assert g.judge(step, math.nan, 1.0).action == "skip"
-    assert g.judge(20, 1.0, 1.0) == GO_ON
+        assert g.judge(step, math.nan, 1.0)
+    assert not g.judge(20, 1.0, 1.0)
     for step in range(IN_A_ROW - 1):
-        assert g.judge(30 + step, math.nan, 1.0).action == "skip"
+        assert g.judge(30 + step, math.nan, 1.0)
     with pytest.raises(
         RuntimeError, match=r"a finite step among 10, got loss=nan, grad_norm=1.0 in step 40 as in"
     ):
         g.judge(40, math.nan, 1.0)
     assert g.skipped == 2 * IN_A_ROW - 1
-
-
-def fed(losses, **settings):
-    g = guards(**settings)
-    for step, loss in enumerate(losses):
-        assert g.judge(step, loss, 1.0) == GO_ON
-    return g
-
-
-def test_a_spike_is_so_many_spreads_over_the_median():
-    # Median 3, half of the distances to it at most 1: a spread of 1.4826.
-    losses = [1.0, 2.0, 3.0, 4.0, 5.0] * 6
-    limit = 3 + 4 * 1.4826
-    assert fed(losses, loss_spike=4.0).judge(30, limit - 1e-9, 1.0) == GO_ON
-    verdict = fed(losses, loss_spike=4.0).judge(30, limit + 1e-3, 1.0)
-    assert verdict.action == "go back"
-    assert verdict.reason == (
-        "loss=8.9314, 4.0 spreads of 1.4826 over the median 3.0000 of 30 steps"
-    )
-    assert fed(losses).judge(30, 1e9, 1.0) == GO_ON  # by default nothing is unusual
-    assert fed(losses, loss_spike=4.0).judge(30, -1e9, 1.0) == GO_ON
-
-
-def test_losses_that_hardly_differ_have_a_spread_all_the_same():
-    assert fed([2.0] * 50, loss_spike=5.0).judge(50, 2.0999, 1.0) == GO_ON
-    assert fed([2.0] * 50, loss_spike=5.0).judge(50, 2.1001, 1.0).action == "go back"
-    assert fed([0.0] * 50, loss_spike=5.0).judge(50, 1e-9, 1.0).action == "go back"
-
-
-def test_nothing_is_unusual_before_enough_steps():
-    assert fed([2.0] * (ENOUGH - 1), loss_spike=5.0).judge(24, 1e9, 1.0) == GO_ON
-    assert fed([2.0] * ENOUGH, loss_spike=5.0).judge(25, 1e9, 1.0).action == "go back"
-
-
-def test_what_is_usual_follows_the_run_and_ignores_what_it_condemned():
-    g = fed([2.0] * 50, loss_spike=5.0)
-    for _ in range(60):
-        assert g.judge(50, 9.0, 1.0).action == "go back"
-    g = fed([9.0] * 50 + [2.0] * WINDOW, loss_spike=5.0)
-    assert g.judge(200, 9.0, 1.0).action == "go back"
-
-
-def test_noise_is_no_spike():
-    rng = random.Random(1)
-    fed([3.0 + rng.gauss(0, 0.2) + 4 * math.exp(-i / 300) for i in range(3000)], loss_spike=8.0)
-
-
-def test_verdicts_go_on_from_a_checkpoint():
-    rng = random.Random(2)
-    losses = [3 + rng.random() for _ in range(130)]
-    one = fed(losses, loss_spike=3.0, on_nonfinite="skip")
-    one.judge(130, math.nan, 1.0)
-    two = guards(loss_spike=3.0, on_nonfinite="skip")
-    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert two.state_dict() == one.state_dict()
-    assert len(two.state_dict()["losses"]) == WINDOW
-    for loss in (3.0, 9.0, math.nan):
-        assert one.judge(131, loss, 1.0) == two.judge(131, loss, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,20 +68,169 @@ def test_a_loss_that_is_not_finite_reaches_every_gradient(dtype):
         assert torch.equal(x.grad, plain.grad) if finite else x.grad.isnan().all()
 
 
-def test_ranges_of_samples():
-    assert merged([(40, 48), [8, 16], (16, 24), (42, 44), (60, 61)]) == [
-        (8, 24), (40, 48), (60, 61),
-    ]  # fmt: skip
-    skipped = [(8, 16), (20, 24), (40, 48)]
-    taken = range(0, 60)
-    for first in taken:
-        for count in (1, 3, 8):
-            start = past(first, count, skipped)
-            assert start >= first
-            assert not any(a < start + count and start < b for a, b in skipped)
-            # And never further than needed: the jump ends where a skipped range does.
-            assert start == first or start in (16, 24, 48)
-    assert past(5, 3, skipped) == 5
-    assert past(5, 4, skipped) == 16
-    assert past(5, 5, skipped) == 24
-    assert past(48, 8, skipped) == 48
+def rank(changes):
+    """One rank of a run; its exit status."""
+    config = TrainConfig().replace({**FEW, **changes})
+    return Trainer(config, Mesh(tp=config.parallel.tp, device="cpu")).run()
+
+
+def run(out, ranks=1, **changes):
+    """All ranks, as threads."""
+    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+
+
+def nan_loss(loss):
+    return loss * math.nan
+
+
+def inf_loss(loss):
+    """Not finite itself, but all its gradients are."""
+    return loss + math.inf
+
+
+def nan_grad(loss):
+    """Finite itself, but none of its gradients is."""
+    loss.register_hook(lambda g: g * math.nan)
+    return loss * 1.0
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """spoil(how, *samples): the losses of these samples are spoiled from now on, on any rank."""
+    now, plan = threading.local(), {}
+    batch, real = train_module.sample_batch, Trainer.__init__
+
+    def sample_batch(tokens, *, first_sample, n_samples, **rest):
+        now.samples = range(first_sample, first_sample + n_samples)
+        return batch(tokens, first_sample=first_sample, n_samples=n_samples, **rest)
+
+    def init(self, config, mesh):
+        real(self, config, mesh)
+        forward = self.forward
+
+        def spoiled(*args, **rest):
+            loss = forward(*args, **rest)
+            return plan["how"](loss) if plan["samples"] & set(now.samples) else loss
+
+        self.forward = spoiled
+
+    def change(how, *samples):
+        plan.update(how=how, samples=set(samples))
+
+    monkeypatch.setattr(train_module, "sample_batch", sample_batch)
+    monkeypatch.setattr(Trainer, "__init__", init)
+    change(nan_loss)
+    return change
+
+
+def steps(out):
+    return [row for row in read_metrics(Path(out) / "metrics.jsonl") if "grad_norm" in row]
+
+
+MESHES = [
+    (1, {}),
+    (2, {"zero_stage": 0}),
+    (2, {"zero_stage": 3}),
+    (2, {"tp": 2}),
+    (4, {"tp": 2, "zero_stage": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "changes"),
+    [
+        (inf_loss, *MESHES[0]),
+        (nan_grad, *MESHES[1]),
+        (nan_grad, 2, {"zero_stage": 2, "optimizer": "muon"}),
+        *(
+            pytest.param(how, *MESHES[i], marks=pytest.mark.slow)
+            for how in (inf_loss, nan_grad)
+            for i in range(len(MESHES))
+            if (how, i) not in ((inf_loss, 0), (nan_grad, 1))
+        ),
+    ],
+)
+def test_an_update_is_left_out_on_all_ranks(here, spoil, capsys, how, ranks, changes):
+    """Sample 47 is the last of step 6: one micro-batch of one rank sees it."""
+    spoil(how, 47)
+    run("r", ranks, on_nonfinite="skip", save_every=1, **changes)
+    assert bits("r", 6) == bits("r", 5)
+    assert bits("r", 5) != bits("r", 4)
+    assert bits("r", 7) != bits("r", 6)
+    assert [r.get("skipped") for r in steps("r")] == [None] * 5 + [1, None, None]
+    assert math.isfinite(steps("r")[-1]["loss"])
+    out = capsys.readouterr().out
+    assert "step 6  loss=" in out
+    assert "the update is left out, 1 by now" in out
+    state = read_state(checkpoint_folder("r", 8))
+    assert (state["next_sample"], state["guards"]["skipped"]) == (64, 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, *(pytest.param(c, marks=pytest.mark.slow) for c in ({"dtype": "bf16"}, *STORAGE))],
+)
+def test_the_rule_alone_changes_no_bit(here, changes):
+    run("stop", **changes)
+    run("skip", on_nonfinite="skip", **changes)
+    assert bits("skip") == bits("stop")
+    assert curve("skip") == curve("stop")
+
+
+def test_the_count_goes_on_after_a_resume(here, spoil):
+    spoil(nan_loss, 3, 35)
+    run("r", on_nonfinite="skip", max_steps=4)
+    run("r", on_nonfinite="skip", max_steps=5, resume=True)
+    assert [row.get("skipped") for row in steps("r")] == [1, None, None, None, 2]
+
+
+def test_ten_updates_left_out_in_a_row_stop_the_run(here, spoil):
+    spoil(nan_loss, *range(16, 200))
+    with pytest.raises(RuntimeError, match=r"finite step among 10, got .* in step 12 as in those"):
+        rank({"out": "r", "on_nonfinite": "skip", "max_steps": 20})
+
+
+def test_a_loss_scale_keeps_its_own_overflows(here, spoil, monkeypatch):
+    """fp16 is refused on the CPU; the loop's part of it is run there all the same."""
+    monkeypatch.setattr("fastpar.train.trainer.pick_dtype", lambda *given: "fp16")
+    spoil(nan_grad, 45)
+    run("r", on_nonfinite="skip")
+    scales = [row["loss_scale"] for row in steps("r")]
+    assert scales == [2.0**16] * 6 + [2.0**15] * 2
+    assert not any("skipped" in row for row in steps("r"))
+
+
+def test_a_rank_that_drifts_is_named_before_its_state_is_saved(here, monkeypatch):
+    real = Trainer.train_step
+
+    def step(self):
+        done = real(self)
+        if self.step == 3 and self.mesh.rank == 2:
+            with torch.no_grad():
+                self.model.ln_f.bias[1] += 1e-9
+        return done
+
+    def fails(changes):
+        with pytest.raises(
+            RuntimeError, match=r"a difference on rank 2 in parameter 'ln_f.bias' after step 4, wh"
+        ):
+            rank(changes)
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+    changes = {"batch_size": 6, "check_replicas_every": 2, "save_every": 1, "async_save": False}
+    run_ranks(fails, 3, {"out": "r", **changes})
+    assert [p.name for p in list_checkpoints("r")] == [f"step_00000{i}" for i in (1, 2, 3)]
+
+
+def test_ranks_that_are_well_are_compared_without_a_trace(here, monkeypatch):
+    run("plain", 2, zero_stage=2)
+    steps, check = [], engine.check_replicas
+
+    def counted(shards, group, optimizer, *, step):
+        steps.append(step)
+        check(shards, group, optimizer, step=step)
+
+    monkeypatch.setattr(engine, "check_replicas", counted)
+    run("r", 2, zero_stage=2, check_replicas_every=3)
+    assert sorted(steps) == [3, 3, 6, 6]
+    assert bits("r") == bits("plain")

@@ -39,7 +39,7 @@ def journal_of(out, mesh, step=0):
 
 
 def step_of(step, *values, scale=None):
-    return Step(step, 0.5, (0, 8), 64 * step, torch.tensor(values).double(), None, scale)
+    return Step(step, 0.5, 64 * step, torch.tensor(values).double(), None, scale)
 
 
 def test_rows_and_lines(tmp_path, capsys):
@@ -91,25 +91,6 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, capsys):
     log._file = open("/dev/full", "a")  # noqa: SIM115
     journal.note(5, "and none")
     assert capsys.readouterr().out.count("cannot be written") == 1
-    journal.rewind(3)  # what cannot be flushed is given up
-    journal.note(3, "went back")
-    assert [row["step"] for row in read_metrics(metrics)] == [1, 3]
-
-
-def test_rows_stay_where_the_disk_is_too_full_to_drop_them(tmp_path, capsys, monkeypatch):
-    journal, _ = journal_of(tmp_path / "r", Mesh(device="cpu"))
-    journal.note(5, "later")
-    with monkeypatch.context() as patch:
-
-        def full(*args, **rest):
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(Path, "write_text", full)
-        journal.rewind(3)
-    assert "cannot be written" in capsys.readouterr().out
-    journal.note(4, "again")
-    rows = read_metrics(tmp_path / "r" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [5, 4]
 
 
 def test_only_rank_0_writes(tmp_path, capsys):
@@ -156,5 +137,5 @@ def test_other_replicas_tell_only_what_is_unusual(tmp_path, capsys):
 def test_numbers_travel_there_and_back(device):
     values = torch.tensor([1.5, 2.5], dtype=torch.float64)
     there, ready = to_host(to_device(values, torch.device(device)) * 2)
-    assert Step(1, 0.0, (0, 1), 1, there, ready, None).numbers() == [3.0, 5.0]
+    assert Step(1, 0.0, 1, there, ready, None).numbers() == [3.0, 5.0]
     assert (ready is None) == (device == "cpu")

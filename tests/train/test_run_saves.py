@@ -272,20 +272,6 @@ def test_a_run_that_fails_waits_for_its_save(here, gate, before, monkeypatch, ra
     assert steps_saved("r") == [2]
 
 
-def test_a_rollback_waits_for_the_save_that_is_running(here, gate, before):
-    def spoil(trainer):
-        if not trainer.rollbacks:
-            hook = trainer.model.register_forward_hook(lambda module, args, out: out * torch.nan)
-            before(4, lambda trainer: None)
-            soon(gate.set)
-            before(3, lambda trainer: hook.remove())
-
-    before(3, spoil)
-    run("r", on_nonfinite="rollback")
-    assert rows_of("r", "rollback_from")[0]["step"] == 2
-    assert steps_saved("r") == [2, 4, 6, 8]
-
-
 @pytest.mark.parametrize("comes", [True, False])
 def test_an_error_of_one_rank_gives_a_save_a_moment(here, gate, before, monkeypatch, comes):
     monkeypatch.setattr(run_saves, "_LAST_WAIT_S", 10.0 if comes else 0.2)
