@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import Row, machine_line
-from bench.report import plan_table, roofline
+from bench.report import roofline
 from bench.report.cells import ASIDE, by_case, is_ours, number
 from bench.report.report import NoResultsError, newest
 from bench.report.tables import OPS, tp_rows, zero_rows
@@ -203,11 +203,6 @@ def draw_all(folder: Path) -> list[Path]:
         if parts:
             draw(bench, parts, folder / f"{bench}.png")
             drawn.append(folder / f"{bench}.png")
-    for about, rows in machines:
-        own = [r for r in rows if r.bench == "plan"]
-        if own:
-            drawn.append(folder / "plan" / f"check_{about['device']}.png")
-            plan_table.draw(own, drawn[-1])
     for name, choose in (("zero", zero_rows), ("tp", tp_rows)):
         for about, rows in machines:
             for own in by_case(choose(rows)).values():

@@ -1,47 +1,154 @@
-"""`fastpar plan --check` as a bench: every layout of the grid, predicted and measured.
+"""How far `fastpar plan` is off here: small layouts are predicted, trained and compared.
 
-A row's time and memory are the measured ones; the predicted ones stand in its notes. Rates are
-measured for each number of ranks right before its layouts run (fastpar/plan/check.py).
+For every number of ranks one group of processes measures a layout's rates and trains it for a few
+steps, by turns: what a machine does drifts by tens of percent within minutes where others use it
+too. A row's time is the median over steps of the slowest rank's, its memory the peak of a further
+step of the fullest rank; the predicted ones stand in its notes.
 """
 
 from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from bench.harness import Bench
 from bench.records import Row
-from bench.report.plan_table import draw
-from fastpar.cost.measured_rates import MeasuredRates
-from fastpar.plan import check
-from fastpar.plan.check import run_all
+from fastpar.config.config import PRESETS, GPTConfig
+from fastpar.cost.memory_model import predict_memory
+from fastpar.cost.step_memory import StepMemory, held_bytes
+from fastpar.cost.step_time import predict_step
+from fastpar.cost.workload import Setup, Workload, default_accumulate
+from fastpar.doctor.clocks import Timing
+from fastpar.kernels.linear_cross_entropy import release_workspaces
+from fastpar.measure.measure import Cell, measure_cells
+from fastpar.measure.rank_pool import Rank, RankPool
+from fastpar.measure.short_run import ShortRun, slowest
+from fastpar.train.launch import threads_per_rank
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 500}
+WARM_UP, FEWEST, MOST, TURNS = 2, 4, 20, 3  # steps, and turns of a layout
+RATES_S, STEPS_S = 60.0, 4.0  # of measuring the rates of all layouts, of the steps of one
+S = GPTConfig(4, 4, 256, 128, 1024, dropout=0.0)
+EVERY = (
+    GPTConfig(4, 4, 128, 64, 512, dropout=0.0),
+    S,
+    GPTConfig(6, 6, 384, 128, 2048, dropout=0.0),
+)
+# Ranks, sizes, tp, stage, checkpointing, micro-batch, accumulation.
+CPU_GRID: tuple[tuple[int, Sequence[GPTConfig], int, int, str, int, int], ...] = (
+    (1, EVERY, 1, 0, "none", 2, 1),
+    (1, EVERY, 1, 0, "full", 4, 1),
+    (1, EVERY, 1, 0, "selective", 2, 2),
+    (2, EVERY, 1, 0, "none", 2, 1),
+    (2, EVERY, 1, 1, "none", 1, 4),
+    (2, EVERY, 1, 2, "full", 2, 2),
+    (2, EVERY, 1, 3, "none", 4, 1),
+    (2, EVERY, 2, 0, "none", 2, 1),
+    (2, EVERY, 2, 0, "selective", 4, 2),
+    (4, [S], 1, 0, "none", 1, 1),
+    (4, [S], 1, 3, "full", 2, 1),
+    (4, [S], 2, 1, "none", 2, 2),
+)
+GPU_GRID = tuple(
+    (1, [PRESETS[size]], 1, 0, mode, max(1, int(most * part)), accum)
+    for size, most in (("gpt2", 16), ("gpt2-medium", 8), ("gpt2-large", 4), ("gpt2-xl", 2))
+    for mode, part, accum in (("none", 1, 1), ("none", 0.5, 2), ("selective", 1, 1), ("full", 2, 1))
+)
+QUICK = ((2, [GPTConfig(2, 2, 32, 16, 128, dropout=0.0)], 1, 3, "none", 2, 1),)
 
 
-def to_row(bench: Bench, cell: check.Row, rates: MeasuredRates) -> Row:
-    dtype = torch.float32 if bench.device == "cpu" else torch.bfloat16
-    row = bench.row(cell.title, "step", "fastpar", dtype)
-    row.threads, row.runs = cell.threads, cell.steps
-    row.median_ms, row.p20_ms, row.p80_ms = (
-        1e3 * seconds for seconds in (cell.measured_s, cell.p20_s, cell.p80_s)
+def cell_of(shape: GPTConfig, device: str, layout: tuple[int, int, int, str, int, int]) -> Cell:
+    """A workload with the batch that its setup makes of it."""
+    ranks, tp, stage, mode, micro, accum = layout
+    cpu: Any = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "shm"}
+    setup = Setup(
+        world_size=ranks,
+        tp=tp,
+        zero_stage=stage,
+        micro_batch_size=micro,
+        grad_accum_steps=accum,
+        activation_checkpointing=mode,
+        accumulate=default_accumulate(stage),
+        **(cpu if device == "cpu" else {}),
     )
-    row.peak_bytes = cell.measured_bytes
+    return Workload(shape, setup.dp * micro * accum), setup
+
+
+def title_of(workload: Workload, setup: Setup) -> str:
+    shape, s = workload.shape, setup
+    parts = [f"tp {s.tp}"] * (s.tp > 1) + [f"ZeRO-{s.zero_stage}"] * (s.dp > 1)
+    return (
+        f"{shape.n_layer}x{shape.n_embd} T={shape.block_size}, "
+        f"{s.world_size} rank{'s' * (s.world_size > 1)}{': ' * bool(parts)}{' x '.join(parts)}, "
+        f"micro-batch {s.micro_batch_size} x {s.grad_accum_steps}, "
+        f"checkpointing {s.activation_checkpointing}"
+    )
+
+
+def train(rank: Rank, workload: Workload, setup: Setup, seconds: float) -> tuple[list[float], int]:
+    """On a rank: seconds of steps, and the peak of bytes in a further one."""
+    release_workspaces()  # those of a larger model before
+    run = ShortRun(workload, setup, rank.mesh(setup.tp, setup.cp))
+    run.seconds(WARM_UP)
+    rank.barrier()
+    start = time.perf_counter()
+    run.seconds(1)
+    count = rank.of_first(seconds / (time.perf_counter() - start))
+    times = run.seconds(max(FEWEST, min(MOST, int(count))))
+    gc.collect()
+    rank.barrier()
+    held = held_bytes(run.engine, run.optimizer)
+    with StepMemory(rank.mesh(setup.tp, setup.cp).device, alive_bytes=held) as memory:
+        run.step()
+    del run
+    gc.collect()
+    return times, memory.peak_bytes
+
+
+def measure(bench: Bench, pool: RankPool, cell: Cell, rates_s: float) -> Row:
+    """A row of one layout; rates_s: for each turn."""
+    times: list[float] = []
+    predicted, spreads, busy, peak = [], [], "", 0
+    for _ in range(1 if bench.quick else TURNS):
+        rates = measure_cells(pool, [cell], seconds=rates_s)
+        answers = pool.call(train, *cell, STEPS_S / TURNS if not bench.quick else 0.1)
+        times += slowest([seconds for seconds, _ in answers])
+        peak = max(peak, *(peak for _, peak in answers))
+        predicted.append(predict_step(*cell, rates).step_s)
+        spreads.append(rates.about["spread"])
+        busy = busy or rates.about["busy"]
+    dtype = torch.float32 if bench.device == "cpu" else torch.bfloat16
+    row = bench.row(title_of(*cell), "step", "fastpar", dtype)
+    row.threads, row.peak_bytes = pool.threads, peak
+    row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of([1e3 * s for s in times])
     row.notes = {
-        "ranks": cell.world_size,
-        "predicted_ms": 1e3 * cell.predicted_s,
-        "predicted_bytes": cell.predicted_bytes,
-        "spread": rates.about["spread"],
-        "busy": rates.about["busy"],
+        "ranks": cell[1].world_size,
+        "predicted_ms": 1e3 * statistics.median_low(predicted),
+        "predicted_bytes": predict_memory(*cell).total,
+        "spread": statistics.median(spreads),
+        "busy": busy,
     }
     return row
 
 
 def run(bench: Bench) -> None:
-    """The grid, and its picture beside the file of rows."""
-    rows = []
-    for cells, rates in run_all(device=bench.device, quick=bench.quick):
-        rows += [to_row(bench, cell, rates) for cell in cells]
-        bench.add(*rows[-len(cells) :])
-    folder = bench.results.path.parent / "plan"
-    folder.mkdir(parents=True, exist_ok=True)
-    draw(rows, folder / f"check_{bench.device}.png")
+    grid = QUICK if bench.quick else CPU_GRID if bench.device == "cpu" else GPU_GRID
+    for ranks in dict.fromkeys(n for n, *_ in grid):
+        cells = [
+            cell_of(shape, bench.device, (n, *layout))
+            for n, shapes, *layout in grid
+            if n == ranks
+            for shape in shapes
+        ]
+        cells = [cell for cell in cells if bench.only in title_of(*cell)]
+        threads = 1 if bench.device == "cpu" else threads_per_rank(None, ranks)
+        rates_s = 1.0 if bench.quick else RATES_S / max(1, len(cells)) / TURNS
+        if cells:
+            with RankPool(ranks, threads=threads, device=bench.device) as pool:
+                for cell in cells:
+                    bench.add(measure(bench, pool, cell, rates_s))

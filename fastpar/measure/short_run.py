@@ -1,7 +1,7 @@
 """A few of the trainer's steps on random tokens, without a run folder.
 
-plan/check.py measures it beside a prediction; measure.py takes a step's fixed costs from it. The
-step is the trainer's without its journal, guards and signals.
+measure.py takes a step's fixed costs from it, `python -m bench plan` measures it beside a
+prediction. The step is the trainer's without its journal, guards and signals.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""`fastpar plan`: layouts searched and checked."""
+"""`fastpar plan`: layouts searched."""

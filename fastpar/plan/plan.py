@@ -114,10 +114,8 @@ class PlanCommand:
     """Write everything to this file, too."""
     measure: bool = False
     """Measure this machine for half a minute instead of taking data sheets; sets --gpu."""
-    check: bool = False
-    """Run small layouts here and compare them with what is predicted."""
     quick: bool = False
-    """Measure and check less."""
+    """Measure less."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +147,6 @@ def run(command: PlanCommand) -> int:
     if command.gpu == "list":
         print(device_table())
         return 0
-    if command.check:
-        from fastpar.plan.check import run_check
-
-        return run_check(quick=command.quick)
     if command.n_expert:
         check_counts(command)
         device = find_device(command.gpu)
