@@ -43,9 +43,7 @@ CONFIG, QUICK = (
 )
 RATES, FREE = (1000, 100), 40_000  # Mbit/s
 LOSS_BOUND, WIDE_BOUND = 1e-3, 0.2
-EXACT_STEPS = 2  # the fewest before torch's PowerSGD hook begins; they are not timed
 INT8 = {"wire_gradients": "int8", "wire_weights": "int8"}
-THIN = "fastpar ZeRO-0, PowerSGD rank 4"
 OURS: dict[str, tuple[int, dict[str, Any]]] = {
     "fastpar ZeRO-2": (2, {}),
     "fastpar ZeRO-2, bf16 both": (2, {"wire_gradients": "bf16", "wire_weights": "bf16"}),
@@ -56,10 +54,6 @@ OURS: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {**INT8, "wire_gradients": "int4", "error_feedback": True},
     ),
-    THIN: (
-        0,
-        {"wire_gradients": "powersgd", "error_feedback": True},
-    ),
     "fastpar ZeRO-0, int8 fed back": (0, {"wire_gradients": "int8", "error_feedback": True}),
 }
 # Products in 8 bits, emulated here; weights of blocks are gathered in fp32, and as the codes.
@@ -69,10 +63,8 @@ CODED: dict[str, tuple[int, dict[str, Any]]] = {
     "fastpar ZeRO-3, fp8 products, their codes": (3, {"fp8": "all", "wire_weights": "fp8"}),
 }
 OURS |= CODED
-# torch refuses its bf16 hook on gloo. Its PowerSGD hook starts the second message of a bucket in a
-# callback: with several buckets ranks start them in different orders, and gloo mixes them up.
+# torch refuses its bf16 hook on gloo.
 DDP, FP16, BF16 = "DDP", "DDP, fp16 hook", "DDP, bf16 hook"
-LOW_RANK = "DDP, PowerSGD hook, rank 4, one bucket"
 ZERO_PP = "DeepSpeed ZeRO++, weights and gradients quantized"
 DEEPSPEED = ("DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3", ZERO_PP)
 FSDP2 = ("FSDP2", "FSDP2, no reshard")
@@ -88,11 +80,10 @@ LATE = {
 }
 RARE |= LATE
 GROUPS = {
-    "torch": (ALONE, DDP, FP16, BF16, LOW_RANK, *FSDP2),
+    "torch": (ALONE, DDP, FP16, BF16, *FSDP2),
     "DeepSpeed": (ALONE, DDP, FSDP2[0], *DEEPSPEED),
     "fastpar": (ALONE, DDP, FSDP2[0], *(variant for variant in OURS if variant not in CODED)),
     "fp8": (ALONE, DDP, FSDP2[0], *CODED),
-    "low rank": (ALONE, DDP, LOW_RANK, THIN),
     "replicas": (ALONE, DDP, *(variant for variant in RARE if variant not in LATE)),
     "late replicas": (ALONE, DDP, *LATE),
 }
@@ -103,17 +94,17 @@ class Trainer(overlap.Trainer):
     """One rank of one variant."""
 
     def __init__(self, variant: str, config: GPTConfig, batch_size: int) -> None:
-        self._options: dict[str, Any] = {"bucket_mb": 1000.0} if variant == LOW_RANK else {}
+        self._options: dict[str, Any] = {}
         if variant not in OURS:
             if variant in DEEPSPEED:
                 overlap.without_shared_memory()
             if variant == ZERO_PP:
                 names = "zero_quantized_weights", "zero_quantized_gradients"
                 self._options = {"deepspeed": dict.fromkeys(names, True)}
-            known = dict.fromkeys((DDP, FP16, BF16, LOW_RANK), overlap.DDP)
+            known = dict.fromkeys((DDP, FP16, BF16), overlap.DDP)
             known[ZERO_PP] = DEEPSPEED[1]
             super().__init__(known.get(variant, variant), config, batch_size)
-            if variant in (FP16, BF16, LOW_RANK):
+            if variant in (FP16, BF16):
                 self._hook(variant)
             return
         stage, options = OURS[variant]
@@ -126,22 +117,16 @@ class Trainer(overlap.Trainer):
         extra = dict(self._options)
         if layers := extra.pop("fp8", None):
             model = functools.partial(in_8_bits, model, layers)
-        given = {name: extra.pop(name) for name in ("bucket_mb", "deepspeed") if name in extra}
+        given = {name: extra.pop(name) for name in ("deepspeed",) if name in extra}
         settings = replace(settings, fastpar={**settings.fastpar, **extra}, **given)
         return super()._build(name, settings, model)
 
     def _hook(self, variant: str) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         model: Any = self.contender.model
         hooks = {FP16: default_hooks.fp16_compress_hook, BF16: default_hooks.bf16_compress_hook}
-        if variant in hooks:
-            model.register_comm_hook(dist.group.WORLD, hooks[variant])
-        if variant == LOW_RANK:
-            state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=4, start_powerSGD_iter=EXACT_STEPS
-            )
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        model.register_comm_hook(dist.group.WORLD, hooks[variant])
 
 
 def in_8_bits(model: Any, layers: str) -> Any:
@@ -174,7 +159,7 @@ class Plan:
         """So many are timed."""
         if variant in RARE:
             return 2 * RARE[variant]["every"]
-        return max(5, self.steps) if variant in (ALONE, LOW_RANK, THIN) else self.steps
+        return max(5, self.steps) if variant == ALONE else self.steps
 
 
 def measure(plan: Plan, link: Link) -> dict[str, Any]:
@@ -185,13 +170,8 @@ def measure(plan: Plan, link: Link) -> dict[str, Any]:
         args = "bench.systems.bench_wires:Trainer", variant, plan.config, 1
         try:
             with Ranks(link, *args, timeout_s=TIMEOUT_S) as ranks:
-                n, first = plan.steps_of(variant), 0
-                if variant == LOW_RANK:
-                    first = EXACT_STEPS
-                    log.extend(ranks.call("steps", 0, first - 1, timeout_s=TIMEOUT_S), 0)
-                    log.ms, log.sent_bytes = [], []
-                before = settled_bytes(link)
-                answers = ranks.call("steps", first, n, timeout_s=TIMEOUT_S)
+                n, before = plan.steps_of(variant), settled_bytes(link)
+                answers = ranks.call("steps", 0, n, timeout_s=TIMEOUT_S)
                 sent = max(now - then for now, then in zip(settled_bytes(link), before))
                 log.extend(answers, sent / (n + 1))
                 if (every := RARE.get(variant, {}).get("every")) is not None:

@@ -93,7 +93,6 @@ BY_DESIGN: tuple[Layout, ...] = (
     *((4, {**_INT8, "zero_stage": stage}) for stage in (0, 2)),
     (4, {**_INT8, "zero_stage": 3, "wire_weights": "int8"}),
     (4, {"wire_gradients": "int4", **_FED_BACK}),
-    (4, {"wire_gradients": "powersgd", **_FED_BACK, "error_buffer": True}),
     *((2, {"replicas": 2, "outer_every": every}) for every in (1, 5)),
 )
 ANOTHER_RUN = {"optimizer", "lr", *EXPERTS}  # settings that a run of one process has, too

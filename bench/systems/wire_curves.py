@@ -40,7 +40,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": INT4,
     "int4, fed back": {**INT4, "error_feedback": True},
     "fp8": {"wire_gradients": "fp8"},
-    "PowerSGD, rank 4": {"wire_gradients": "powersgd", "error_feedback": "buffer"},
     "int8, weights too": {"wire_gradients": "int8", "wire_weights": "int8"},
     "DiLoCo, every 10": {"outer": {"every": 10}},
     "DiLoCo, every 50": {"outer": {"every": 50}},

@@ -2,7 +2,6 @@
 
     PARAMETER/wire_calls                  []     reductions so far: the step of the random bits
     PARAMETER/wire_copy_calls             []     those of ranks that have copies of a shard
-    PARAMETER/wire_factor                 [n, r] of PowerSGD: where the next step starts
     PARAMETER/wire_error_LAYOUT_RANK      local  what a rank has not sent of its gradients
 
 Errors belong to a rank of the mesh, whatever its axes, and to the cut into buckets. LAYOUT is a
@@ -17,11 +16,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.low_rank import LowRankSums
 from fastpar.parallel.engine import Engine
 
-PREFIX, CALLS, COPY_CALLS, FACTOR = "wire_", "wire_calls", "wire_copy_calls", "wire_factor"
-COMMON = (CALLS, COPY_CALLS, FACTOR)  # of all ranks; errors are a rank's own
+PREFIX, CALLS, COPY_CALLS = "wire_", "wire_calls", "wire_copy_calls"
+COMMON = (CALLS, COPY_CALLS)  # of all ranks; errors are a rank's own
 
 
 def error_entry(engine: Engine) -> str:
@@ -40,8 +38,6 @@ def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     for name, counted in ((CALLS, group), (COPY_CALLS, bucket.groups.copies)):
         if counted is not None:
             yield name, torch.tensor(float(counted.calls), dtype=torch.float32, device="cpu")
-    if isinstance(group, LowRankSums) and slot.start in group.factors:
-        yield FACTOR, group.factors[slot.start]
     lost = bucket.unsent.of(bucket.grad, slice(slot.start, slot.stop))
     if lost is not None:
         yield error_entry(engine), lost.view(p.shape)
@@ -54,10 +50,6 @@ def load_wire_state(engine: Engine, p: nn.Parameter, entries: Mapping[str, Tenso
     for name, counted in ((CALLS, group), (COPY_CALLS, bucket.groups.copies)):
         if counted is not None and name in entries:
             counted.calls = int(entries[name])
-    if isinstance(group, LowRankSums) and FACTOR in entries:
-        mine = group.factors.get(slot.start)
-        if mine is not None and mine.numel() == entries[FACTOR].numel():
-            mine.copy_(entries[FACTOR].view_as(mine))
     lost = entries.get(error_entry(engine))
     if lost is not None:
         bucket.unsent.restore(bucket.grad, slice(slot.start, slot.stop), lost.view(-1))

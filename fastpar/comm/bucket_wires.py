@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives
-from fastpar.comm.low_rank import LowRankSums, Matrix, Messages
 from fastpar.comm.wire_formats import CODES, FORMATS
 from fastpar.comm.wires import CodeGathers, CompressedGathers, CompressedSums, NodeSums, Worker
 from fastpar.kernels.linear_fp8 import Fp8
-
-LOW_RANK = "powersgd"
 
 
 def rounded_weights(model: nn.Module) -> dict[nn.Parameter, Fp8]:
@@ -89,8 +86,8 @@ class Wires:
     """In which formats the buckets of one model travel.
 
     Args:
-        gradients: one of OF_GRADIENTS, or LOW_RANK; weights: of OF_WEIGHTS, None: as they are.
-        feedback: errors of gradients are kept. low_rank: r of LOW_RANK.
+        gradients: one of OF_GRADIENTS; weights: of OF_WEIGHTS, None: as they are.
+        feedback: errors of gradients are kept.
         rank: for the random bits: among all that have the same parameters.
         codes: how products round the parameters that are gathered as their codes, by number.
     """
@@ -100,16 +97,13 @@ class Wires:
         gradients: str,
         weights: str | None,
         feedback: object,
-        low_rank: int,
         rank: int,
         codes: Mapping[int, Fp8],
     ) -> None:
         self._gradients, self.codes = FORMATS.get(gradients), codes
         self._weights = None if weights in (None, CODES) else FORMATS[weights]
         self._feedback, self._rank = bool(feedback), rank
-        self._low_rank = low_rank if gradients == LOW_RANK else 0
         self._workers: dict[int, Worker] = {}
-        self._messages: dict[int, Messages] = {}
 
     def _worker(self, inner: Collectives) -> Worker:
         return self._workers.setdefault(id(inner), Worker(inner))
@@ -123,21 +117,14 @@ class Wires:
         exact: int = 0,
         numel: int = 0,
         in_place: bool = False,
-        matrices: Sequence[Matrix] = (),
         nodes: tuple[Collectives, Collectives] | None = None,
     ) -> Collectives | None:
         """For the gradients of bucket `index`; further arguments as in CompressedSums.
 
-        numel: of a buffer for errors, in_place: they need none. matrices: of the bucket. nodes: as
-        in NodeSums, where each of these has several ranks.
+        numel: of a buffer for errors, in_place: they need none. nodes: as in NodeSums, where each
+        of these has several ranks.
         """
-        if inner is None or inner.world_size == 1:
-            return inner
-        if self._low_rank and numel:
-            messages = self._messages.setdefault(id(inner), Messages(inner))
-            zeros = torch.zeros(numel, device=inner.device, dtype=torch.float32)
-            return LowRankSums(messages, matrices, self._low_rank, error=zeros, key=index)
-        if self._gradients is None:
+        if inner is None or inner.world_size == 1 or self._gradients is None:
             return inner
         keep, error = self._feedback, None
         if keep and not in_place and numel:

@@ -36,7 +36,6 @@ _HOW: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(("schedule", "chunks", "pp_split"), ("pp", _PP)),
     "cp_method": ("cp", _Above(1, "add --cp 2")),
     "sequence_parallel": ("tp", _Above(1, "add --tp 2")),
-    "wire_rank": ("wire_gradients", ("powersgd",)),
     "muon_lr": ("optimizer", ("muon",)),
     "betas": ("optimizer", ("adamw", "muon")),
     "lr_decay_fraction": ("lr_schedule", ("wsd",)),
@@ -250,14 +249,6 @@ def check_wires(parallel: ParallelSettings, system: SystemSettings) -> None:
             f"{stage}, which frees the gradients that would keep errors; use --zero 1, where they "
             "cost nothing, or add --error-buffer, 4 bytes a parameter on every rank"
         )
-    asked = parallel.error_buffer if stage else keeps
-    if gradients == "powersgd" and (stage > 1 or not asked):
-        needs = "zero_stage 0 or 1" if stage > 1 else "error_buffer" if stage else "error_feedback"
-        raise ValueError(
-            f"train: expected {needs} with wire_gradients=powersgd, got zero_stage={stage}, "
-            f"error_feedback={parallel.error_feedback}, error_buffer={parallel.error_buffer}; it "
-            "needs whole gradients, and 4 bytes a parameter on every rank"
-        )
     if weights != "none" and stage == 0:
         raise ValueError(
             "train: expected zero_stage 1, 2 or 3 with wire_weights, got zero_stage=0, where no "
@@ -287,7 +278,7 @@ def check_wires(parallel: ParallelSettings, system: SystemSettings) -> None:
 def _check_nodes(parallel: ParallelSettings) -> None:
     """Refuse nodes that nothing asks for."""
     size, second, stage = parallel.node_size, parallel.secondary_shards, parallel.zero_stage
-    sends = parallel.wire_gradients not in ("fp32", "powersgd") and stage > 0
+    sends = parallel.wire_gradients != "fp32" and stage > 0
     if second and (stage != 3 or size is None):
         raise ValueError(
             "train: expected zero_stage=3 and node_size with secondary_shards, got zero_stage="

@@ -348,7 +348,7 @@ _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
     **dict.fromkeys(("temperature", "top_k", "keep_every"), 0),
     **dict.fromkeys(("check_replicas_every", "max_restarts", "offload_keep_mb"), 0),
-    **dict.fromkeys(("wire_rank", "replicas"), 1),
+    "replicas": 1,
     "node_size": 2,
 }
 

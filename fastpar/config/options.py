@@ -236,10 +236,8 @@ class ParallelSettings:
     """Format in which gradients are summed; auto: fp32."""
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Format of gradients on the wire; auto: grad-dtype's."""
-    wire_gradients: Literal["fp32", "bf16", "int8", "int4", "fp8", "powersgd"] = "fp32"
+    wire_gradients: Literal["fp32", "bf16", "int8", "int4", "fp8"] = "fp32"
     """Send gradients so, rounded without bias, for slow links; fp32: in reduce-dtype."""
-    wire_rank: int = 4
-    """Columns of powersgd's factors of each matrix, at stages 0 and 1."""
     wire_weights: Literal["none", "bf16", "int8", "fp8"] = "none"
     """Gather weights so at stages 1 to 3; fp8, at 3 with fp8-scaling tensor, keeps all bits."""
     error_feedback: bool = False

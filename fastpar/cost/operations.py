@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-from fastpar.comm.bucket_wires import LOW_RANK
 from fastpar.comm.wire_formats import FORMATS
 from fastpar.config.config import GPTConfig
-from fastpar.cost.buckets import GPTBuckets, bucket_mb_of, buckets_of
+from fastpar.cost.buckets import bucket_mb_of, buckets_of
 from fastpar.cost.grid import along_grid
 from fastpar.cost.matrix_updates import (
     STEPS,
@@ -333,9 +332,6 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
             again[kept, "" if kind.root else "forward"] += passes - count
         if stage == 3 and not (kind.root or kind.last_unit):
             (again if inside else gathered)[kept if inside else sent, "backward"] += passes
-    if setup.wire_gradients == LOW_RANK:
-        yield from _factors(buckets_of(workload, setup), setup, reductions)
-        reduced.clear()
     for (numel, under), count in reduced.items():
         n_bytes = float(numel * setup.wire_bytes)
         if stage:
@@ -374,14 +370,6 @@ def _of_experts(setup: Setup, numel: int, reductions: int) -> Iterator[CommOp]:
     for under in ("forward", "backward") if stage == 3 else ("forward",):
         passes = many * (setup.grad_accum_steps if stage == 3 else 1)
         yield CommOp("all_gather", "shard", weights, shards, stride, passes, under)
-
-
-def _factors(buckets: GPTBuckets, setup: Setup, reductions: int) -> Iterator[CommOp]:
-    """Two messages of all buckets after the backward, as if alike; see comm/low_rank.py."""
-    r = setup.wire_rank
-    sides = [(m * n, r * (m + n)) for m, n in buckets.matrices]
-    sent = buckets.elements - sum(whole - min(whole, thin) for whole, thin in sides)
-    yield CommOp("all_reduce", "dp", 4.0 * sent / 2, setup.data, setup.tp, 2 * reductions, "")
 
 
 def _sums(setup: Setup, axis: str, *of: Any) -> Iterator[CommOp]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fastpar.comm.bucket_wires import LOW_RANK
 from fastpar.comm.wire_formats import CODES, FORMATS
 from fastpar.config.axes import parse_grid
 from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_chunks, pp_split
@@ -113,7 +112,6 @@ class Setup:
     wire_weights: str = "none"
     error_feedback: bool = False
     error_buffer: bool = False
-    wire_rank: int = 4
     node_size: int | None = None
     secondary_shards: bool = False
     fp8: str = "none"
@@ -205,8 +203,6 @@ class Setup:
         gradients = self.grad_bytes + 2 * self.wire_bytes + 8  # decoded, then added up
         sent = self.gathered_bytes(self.gathers_codes)
         weights = (2 * self.weight_bytes + 2 * sent) * (sent < self.weight_bytes)
-        if self.wire_gradients == LOW_RANK:  # three products of v, its mean, its error
-            return 28.0, weights
         return (gradients if self.wire_gradients in FORMATS else 0.0), weights
 
     @property

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from fastpar.comm.bucket_wires import Wires
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
-from fastpar.comm.low_rank import as_matrix
 from fastpar.parallel.stages import Settings, Stage
 from fastpar.pipeline.stages import Stages
 from fastpar.sharding.layout import Bucket, Layout, Slot, parameter_names
@@ -68,18 +67,12 @@ class BucketGroups:
         self, wires: Wires, spec: Bucket, slots: Sequence[Slot], stage: Stage
     ) -> BucketGroups:
         """The same for one bucket, in its formats; slots: of its parameters."""
-        matrices = [
-            as_matrix(slice(s.start, s.stop), s.spec.shape)
-            for s in slots
-            if len(s.spec.shape) > 1 and s.spec.numel
-        ]
         index, flags = spec.index, spec.numel - spec.used_start
         exact, in_place = (0, not stage.frees_gradients) if stage.shards else (flags, False)
         how: dict[str, Any] = {"again": self.again, "exact": exact, "in_place": in_place}
-        how |= {"matrices": matrices, "nodes": self.nodes}
         codes = [(slice(s.start, s.stop), wires.codes[s.registered]) for s in slots if spec.rounded]
         return BucketGroups(
-            wires.sums(self.reduce, index, numel=spec.numel, **how),
+            wires.sums(self.reduce, index, numel=spec.numel, nodes=self.nodes, **how),
             wires.gathers(self.gather, spec.dtype, codes),
             wires.sums(self.copies, index),
             node=self.node,

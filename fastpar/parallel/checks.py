@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastpar.comm.bucket_wires import LOW_RANK, rounded_weights
+from fastpar.comm.bucket_wires import rounded_weights
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.wire_formats import CODES, OF_GRADIENTS, OF_WEIGHTS
 from fastpar.kernels.linear import depends_on_threads
@@ -169,7 +169,7 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) 
         for n in ("wire_gradients", "wire_weights", "zero_stage", "error_feedback", "transport")
     )
     for name, value, known in (
-        ("wire_gradients", gradients, (*OF_GRADIENTS, LOW_RANK)),
+        ("wire_gradients", gradients, OF_GRADIENTS),
         ("wire_weights", weights, (None, *OF_WEIGHTS)),
         ("error_feedback", feedback, (False, True, "buffer")),
     ):
@@ -195,18 +195,6 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) 
                 f"{gradients!r}, wire_weights={weights!r}), got {name}={options[name]!r}; "
                 + _BESIDE_WIRES[name]
             )
-    if gradients == LOW_RANK and (stage > 1 or feedback != (True, "buffer")[stage]):
-        needs = "stages 0 and 1" if stage > 1 else f"error_feedback={(True, 'buffer')[stage]!r}"
-        raise ValueError(
-            f"parallelize: expected {needs} with wire_gradients='powersgd', got zero_stage={stage} "
-            f"and error_feedback={feedback!r}; it needs whole gradients and, for what its factors "
-            "leave out, 4 bytes a parameter on every rank, which error_feedback asks for"
-        )
-    rank = options["wire_rank"]
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(
-            f"parallelize: expected an integer wire_rank >= 1, got wire_rank={rank!r}; 4 is usual"
-        )
     if feedback is True and stage > 1:
         raise ValueError(
             "parallelize: expected error_feedback='buffer' at stages 2 and 3, got error_feedback="
@@ -255,7 +243,7 @@ def _check_weights(model: nn.Module, weights: str | None, stage: int) -> None:
 def _check_nodes(options: Mapping[str, Any], dp: int, ep: int) -> None:
     """Refuse nodes that are no part of a copy, and nodes or secondary shards without a use."""
     size, second, stage = (options[n] for n in ("node_size", "secondary_shards", "zero_stage"))
-    compressed = options["wire_gradients"] not in ("fp32", LOW_RANK)
+    compressed = options["wire_gradients"] != "fp32"
     if size is None and not second:
         return
     shards = options["shard_size"] or dp

@@ -95,7 +95,6 @@ def parallelize(
     wire_gradients: str = "fp32",
     wire_weights: str | None = None,
     error_feedback: bool | str = False,
-    wire_rank: int = 4,
     node_size: int | None = None,
     secondary_shards: bool = False,
 ) -> nn.Module:
@@ -162,7 +161,6 @@ def parallelize(
             where it refuses to, at about half of the speed.
         wire_gradients: "bf16", "int8", "int4" or "fp8": sent so, rounded at random without bias
             (bf16: to nearest), added up in fp32; see comm/README.md. "fp32": in reduce_dtype;
-            "powersgd": matrices at stages 0 and 1 as two factors of wire_rank columns.
         wire_weights: "bf16" or "int8": gathered so; all ranks compute with what is sent. "fp8": at
             stage 3, weights of a use_fp8(scaling="tensor") model as its products' codes.
         error_feedback: True adds what a gradient lost to the next; "buffer" in memory of its own.
@@ -271,7 +269,7 @@ def _make_shards(
         flags=not stage.shards,
     )
     buckets, how = [], (settings.wire_gradients, settings.wire_weights, settings.error_feedback)
-    wires = Wires(*how, settings.wire_rank, mesh.dp_rank, codes)
+    wires = Wires(*how, mesh.dp_rank, codes)
     for spec in layout.buckets:  # one after another: little extra memory
         params = [trained[layout.slots[i].registered] for i in spec.slots]
         bucket = travel.bucket(layout, spec, params, wires)

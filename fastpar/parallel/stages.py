@@ -120,7 +120,6 @@ class Settings:
     wire_gradients: str = "fp32"
     wire_weights: str | None = None
     error_feedback: bool | str = False
-    wire_rank: int = 4
 
     @property
     def reduces_each(self) -> bool:

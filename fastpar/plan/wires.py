@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastpar.comm.bucket_wires import LOW_RANK
 from fastpar.comm.recorder import ring_bytes
 from fastpar.comm.wire_formats import CODES, FORMATS, OF_WEIGHTS
 from fastpar.cost.operations import Rates, comm_ops_of, ops_of
@@ -18,10 +17,6 @@ _AXES = ("dp", "shard", "copies")
 def candidates(setup: Setup) -> dict[str, Setup]:
     """The layout with other formats, by their flags."""
     found = {f"--wire-gradients {n}": replace(setup, wire_gradients=n) for n in FORMATS}
-    if setup.stage < 2:
-        keeps = {"error_feedback": True, "error_buffer": setup.stage == 1}
-        flag = f"--wire-gradients {LOW_RANK}"
-        found[flag] = replace(setup, wire_gradients=LOW_RANK, **keeps)  # type: ignore[arg-type]
     for name in OF_WEIGHTS if setup.stage else ():
         if name != CODES:
             found[f"--wire-weights {name}"] = replace(setup, wire_weights=name)

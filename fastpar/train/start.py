@@ -215,7 +215,6 @@ def set_up(
         wire_gradients=parallel.wire_gradients,
         wire_weights=None if parallel.wire_weights == "none" else parallel.wire_weights,
         error_feedback="buffer" if parallel.error_buffer else parallel.error_feedback,
-        wire_rank=parallel.wire_rank,
         node_size=parallel.node_size,
         secondary_shards=parallel.secondary_shards,
         accumulate=config.accumulate,

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from cells import covering, sweep
 
 from fastpar.comm.bucket_wires import Unsent
-from fastpar.comm.low_rank import LowRankSums, Matrix, Messages, as_matrix
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.comm.wire_formats import FORMATS
 from fastpar.comm.wires import CompressedGathers, CompressedSums, NodeSums, Worker
@@ -242,47 +241,3 @@ def test_bytes_are_those_that_are_sent():
     for seen, announced in run_ranks(functools.partial(sent, "int8", ["reduce_scatter"]), 2):
         assert announced == [528]  # codes, two scales, padding
         assert seen == [("all_to_all", 528)]
-
-
-def test_experts_are_one_matrix_of_all_their_rows():
-    """Cut between the dimensions where factors are smallest, or three dimensions would not pay."""
-    for shape, sides in (
-        ((2, 160, 40), (320, 40)),
-        ((20, 30), (20, 30)),
-        ((64, 8, 3, 3), (64, 72)),
-    ):
-        found = as_matrix(slice(0, math.prod(shape)), shape)
-        assert (found.rows, found.columns) == sides
-        assert found.pays(2)
-
-
-def factors():
-    """Two buckets of a matrix and ten more numbers each, reduced together."""
-    inner, seen, rank = TorchCollectives(), [], dist.get_rank()
-    inner.observers += (lambda c, op, n, begin: (seen.append((op, n)), begin())[1],)
-    messages = Messages(inner)
-    matrix = Matrix(slice(0, 600), 20, 30)
-    sums = [LowRankSums(messages, [matrix], 2, error=torch.zeros(610), key=k) for k in (0, 1)]
-    found = [values(rank, 610, k) for k in (0, 1)]
-    handles = [c.all_reduce(x, mean=True, async_op=True) for c, x in zip(sums, found, strict=True)]
-    assert not seen
-    assert not any(h.is_completed() for h in handles)
-    handles[0].wait()
-    assert all(h.is_completed() for h in handles)
-    return seen, [c.sent_bytes("all_reduce", 0, 0) for c in sums], found, [c.error for c in sums]
-
-
-def test_factors_of_all_buckets_are_two_messages():
-    """What was sent and the mean of what is left are the mean gradient; vectors travel whole."""
-    results = run_ranks(factors, 2)
-    for seen, announced, found, _ in results:
-        assert seen == [("all_reduce", 4 * 2 * (2 * 20 + 10)), ("all_reduce", 4 * 2 * 2 * 30)]
-        assert sum(announced) == sum(n for _, n in seen)
-        assert all(torch.equal(a, b) for a, b in zip(found, results[0][2], strict=True))
-    for k in (0, 1):
-        mean = (values(0, 610, k) + values(1, 610, k)) / 2
-        left = (results[0][3][k] + results[1][3][k]) / 2
-        assert torch.equal(results[0][2][k][600:], mean[600:])
-        assert (results[0][2][k] + left - mean).abs().max() < 1e-6 * mean.abs().max()
-        assert left[:600].norm() > 0.1 * mean[:600].norm()
-        assert not left[600:].any()

@@ -178,10 +178,6 @@ BAD = [
         {"node_size": 2},
         "expected secondary_shards at stage 3, or wire_gradients 'bf16', .* got zero",
     ),
-    (
-        {"node_size": 2, "wire_gradients": "powersgd", "error_feedback": True, "zero_stage": 0},
-        "expected secondary_shards at stage 3, .* got zero_stage=0 and wire_gradients='powersgd'",
-    ),
     ({"node_size": 2, **INT8, "zero_stage": 0}, "expected secondary_shards at .* got zero_stage=0"),
     (
         {"node_size": 1, **INT8, "shard_size": 2},

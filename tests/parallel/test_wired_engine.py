@@ -82,24 +82,6 @@ def test_ranks_stay_alike_and_near_the_run_in_fp32(stage, name, ranks, plain):
         assert 0 < distance(a, plain) < 0.6 * distance(plain, start)
 
 
-@sweep("ranks", [2, 3])
-def test_factors_of_full_rank_are_the_gradients(ranks):
-    """Where factors would be larger matrices travel whole; thin ones are the same on all ranks."""
-    options = {"wire_gradients": "powersgd", "wire_rank": 64, "error_feedback": True}
-    whole, plain = (run_ranks(weights, ranks, 0, o)[0] for o in (options, {}))
-    assert distance(whole[0], plain[0]) < 1e-6 * distance(plain[0], fastpar.GPT(SHAPE).state_dict())
-    thin = {**options, "wire_rank": 2}
-    zero, one = (
-        run_ranks(weights, 2, s, {**thin, "error_feedback": "buffer"} if s else thin)
-        for s in (0, 1)
-    )
-    for found in (zero, one):
-        for a, sent, announced, _ in found:
-            assert same(a, found[0][0])
-            assert sent == sum(announced.values())
-    assert zero[0][1] < whole[1] / 3
-
-
 @sweep("name", ["int8", "int4"])
 def test_errors_in_the_memory_of_gradients_are_those_of_a_buffer(name):
     """Stage 1 keeps them in place: the bits of stage 2 with a buffer, without any memory; with
@@ -209,25 +191,6 @@ def test_an_overflow_on_one_rank_is_seen_by_all(stage, name):
         assert (bad, good) == (False, True)
 
 
-def test_factors_survive_an_overflow():
-    """Neither errors nor factors keep what was not finite."""
-    options = {"wire_gradients": "powersgd", "error_feedback": True}
-    for bad, good in run_ranks(overflow, 2, 0, options):
-        assert (bad, good) == (False, True)
-    for finite in run_ranks(after_an_overflow, 2, options):
-        assert finite
-
-
-def after_an_overflow(options):
-    model, optimizer = start(0, options)
-    found = []
-    for step, scale in enumerate((1.0, torch.inf if dist.get_rank() else 1.0, 1.0)):
-        (model(*batch(step)) * scale).backward()
-        found += [p.grad.isfinite().all() for p in model.parameters()] if step == 2 else []
-        optimizer.zero_grad()
-    return all(found)
-
-
 @pytest.mark.parametrize("stage", [1, slow(2), 3])
 def test_looking_at_weights_changes_nothing(stage):
     """Forwards have rounded weights, the optimizer and whoever asks for them the exact ones."""
@@ -258,13 +221,6 @@ def resumed(folder, stage, options, load, save):
     if save:
         save_checkpoint(folder, step=2, model=model, optimizer=optimizer)
     return train(stage, options, 4, 2, started=(model, optimizer))[0]
-
-
-def test_a_checkpoint_has_factors(tmp_path):
-    options = {"wire_gradients": "powersgd", "error_feedback": True}
-    whole = run_ranks(resumed, 2, str(tmp_path), 0, options, False, True)
-    again = run_ranks(resumed, 2, str(tmp_path), 0, options, True, False)
-    assert same(whole[0], again[0])
 
 
 @covering(1, ("stage", [0, 1, 2, 3]), ("name", ["int8", "int4"]), ("feedback", [True, False]))
@@ -307,11 +263,6 @@ BAD = [
     (2, {"wire_gradients": "int8", "error_feedback": True}, "expected error_feedback='buffer' at"),
     (1, {"wire_gradients": "int8", "deterministic": True}, "deterministic=False with wire formats"),
     (1, {"wire_weights": "int8", "reduce_dtype": torch.float32}, "reduce_dtype=None with wire for"),
-    (2, {"wire_gradients": "powersgd", "error_feedback": "buffer"}, "expected stages 0 and 1 with"),
-    (3, {"wire_gradients": "powersgd"}, "expected stages 0 and 1 with wire_gradients='powersgd'"),
-    (1, {"wire_gradients": "powersgd", "error_feedback": True}, "expected error_feedback='buffer'"),
-    (0, {"wire_gradients": "powersgd"}, "expected error_feedback=True with wire_gradients='power"),
-    (0, {"wire_gradients": "int8", "wire_rank": 0}, "integer wire_rank >= 1, got wire_rank=0"),
     (1, {"wire_gradients": "int8", "transport": "shm"}, "transport 'auto' or 'torch' with wire"),
 ]
 
@@ -357,14 +308,6 @@ def test_settings_of_a_run():
         (
             {"wire_gradients": "int8", "error_feedback": True, "zero_stage": 2},
             "expected error_buffer with error_feedback at stages 2 and 3, got zero_stage=2",
-        ),
-        (
-            {"wire_gradients": "powersgd", "error_feedback": True, "zero_stage": 1},
-            "expected error_buffer with wire_gradients=powersgd, got zero_stage=1, error_fee",
-        ),
-        (
-            {"wire_gradients": "powersgd", "error_buffer": True, "zero_stage": 3},
-            "expected zero_stage 0 or 1 with wire_gradients=powersgd, got zero_stage=3",
         ),
         (
             {"wire_gradients": "int8", "deterministic": True},

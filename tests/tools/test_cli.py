@@ -189,10 +189,6 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
             "fastpar train: expected a schedule whose gradients are those of the weights that ",
         ),
         (
-            "train --nproc 2 --wire-gradients powersgd --error-buffer --zero 3",
-            "train: expected zero_stage 0 or 1 with wire_gradients=powersgd, got zero_stage=3",
-        ),
-        (
             "train --nproc 2 --zero 3 --node-size 2",
             "train: expected secondary_shards at stage 3, or wire_gradients bf16",
         ),

@@ -229,7 +229,6 @@ def test_settings_of_ranks_that_are_not_there(here, capsys):  # noqa: F811
         ),
         ("num-samples 0 --top-k 5", "num_samples > 0 with .*, got num_samples=0, where it"),
         ("muon-lr 0.1", "optimizer=muon with .*, got optimizer=adamw.*; add --optimizer muon, or"),
-        ("wire-rank 8", "wire_gradients=powersgd with wire_rank=8, got wire_gradients=fp32"),
         ("expert-top-k 1", "n_expert > 0 with .*; add --n-expert 8, or leave --expert-top-k out"),
         (
             "init-from w",
