@@ -10,10 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastpar.compare.pictures import draw_all
-from fastpar.compare.report import PAGE, TABLE, markdown, page
+from fastpar.compare.report import TABLE, markdown, summary
 from fastpar.compare.results import RESULTS, Comparison, Run
 from fastpar.compare.schedule import CompareCommand, Schedule, check
-from fastpar.compare.summary import summary
 from fastpar.compare.worker import measure
 from fastpar.measure.rank_pool import RankFailed
 from fastpar.train.metrics import Progress
@@ -46,7 +45,7 @@ def compare(command: CompareCommand) -> int:
         progress.close()
     if comparison.names:
         write_report(comparison, folder)
-    print("", *summary(comparison), "", folder / TABLE, folder / PAGE, sep="\n", flush=True)
+    print("", *summary(comparison), "", folder / TABLE, sep="\n", flush=True)
     return 130 if stopped else int(bool(comparison.failed))
 
 
@@ -77,11 +76,9 @@ def _measure_one(
 
 
 def write_report(comparison: Comparison, folder: Path) -> None:
-    """Table, pictures and page from the results; without matplotlib a line and no pictures."""
-    pictures: list[tuple[Path, str]] = []
+    """Table and pictures from the results; without matplotlib a line and no pictures."""
     try:
-        pictures = draw_all(comparison, folder)
+        draw_all(comparison, folder)
     except ImportError as error:
         print(f"no pictures: {error}", flush=True)
     (folder / TABLE).write_text(markdown(comparison))
-    (folder / PAGE).write_text(page(comparison, pictures))

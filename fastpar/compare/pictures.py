@@ -58,19 +58,16 @@ _OWNERS = {
 }
 
 
-def draw_all(comparison: Comparison, folder: Path) -> list[tuple[Path, str]]:
-    """Writes the pictures; each file and, in words, what it shows.
+def draw_all(comparison: Comparison, folder: Path) -> None:
+    """Writes the pictures.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    made = []
-    for name, (draw, words) in _PICTURES.items():
+    for name, draw in PICTURES.items():
         figure = _figure()
         draw(comparison, figure)
         figure.savefig(str(folder / name))
-        made.append((folder / name, words))
-    return made
 
 
 def _figure() -> Any:
@@ -214,7 +211,7 @@ def _bars(
 def draw_memory(comparison: Comparison, figure: Any) -> None:
     """Peak memory of the rank that has most."""
     title, unit = f"Peak memory per rank ({_repeats(comparison)})", f"MB: {comparison.memory_label}"
-    _bars(comparison, figure.subplots(), lambda run: comparison.memory(run) / 1e6, title, unit)
+    _bars(comparison, figure.subplots(), comparison.memory_mb, title, unit)
     _explain_bars(comparison, figure)
 
 
@@ -272,14 +269,11 @@ def draw_loss(comparison: Comparison, figure: Any) -> None:
     _curves(comparison, figure, lambda run: run.losses, "Loss", "nats per token", limit)
 
 
-_PICTURES: dict[str, tuple[Callable[[Comparison, Any], None], str]] = {
-    "throughput.png": (draw_throughput, "Throughput of each epoch."),
-    "epoch_time.png": (draw_time, "Training time of each epoch."),
-    "memory.png": (draw_memory, "Peak memory of the rank that has most."),
-    "grad_norm.png": (draw_grad_norm, "Norm of the gradient, and how far strategies lie apart."),
-    "loss.png": (
-        draw_loss,
-        "Training loss, and how far strategies lie apart; grey: what rounding alone does.",
-    ),
-    "communication.png": (draw_communication, "Exposed communication and bytes on the wire."),
+PICTURES: dict[str, Callable[[Comparison, Any], None]] = {
+    "throughput.png": draw_throughput,
+    "epoch_time.png": draw_time,
+    "memory.png": draw_memory,
+    "grad_norm.png": draw_grad_norm,
+    "loss.png": draw_loss,
+    "communication.png": draw_communication,
 }

@@ -195,14 +195,14 @@ class Comparison:
 
     @property
     def memory_label(self) -> str:
-        """What memory() is."""
+        """What memory_mb() is."""
         if self.counts_steps:
             return "peak memory allocated in a step, per rank"
         return "peak resident memory above that before the model was made, per rank"
 
-    def memory(self, run: Run) -> float:
-        """Bytes of the rank that has most."""
-        return float(max(run.step_bytes if self.counts_steps else run.rss_bytes))
+    def memory_mb(self, run: Run) -> float:
+        """Of the rank that has most."""
+        return max(run.step_bytes if self.counts_steps else run.rss_bytes) / 1e6
 
     def stat(self, name: str, value: Callable[[Run], float | None]) -> Stat | None:
         """A number over the repeats of a strategy; None where a run does not know it."""
@@ -215,13 +215,6 @@ class Comparison:
         """Whose numbers are 1 in ratios: torch's plain data parallelism, else a single rank, else
         the first; None: no run ended well."""
         return next((name for name in (BASELINE, SINGLE, *self.names) if self.of(name)), None)
-
-    def ratio(self, name: str, value: Callable[[Run], float]) -> float | None:
-        """The median of a strategy in medians of the baseline; None: not known."""
-        found, base = (self.stat(n, value) for n in (name, self.baseline or name))
-        if found is None or base is None or not base.median:
-            return None
-        return found.median / base.median
 
     def ranking(
         self, value: Callable[[Run], float | None], *, most: bool

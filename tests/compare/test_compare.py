@@ -13,7 +13,7 @@ from fastpar.measure.rank_pool import RankFailed
 
 TEXT = "In the beginning was the word, and the word was short.\n" * 40
 FILES = {
-    *("results.json", "table.md", "report.html", "throughput.png", "epoch_time.png"),
+    *("results.json", "table.md", "throughput.png", "epoch_time.png"),
     *("memory.png", "grad_norm.png", "loss.png", "communication.png"),
 }
 
@@ -82,7 +82,7 @@ def fake_measure(monkeypatch, failing=(), interrupted_at=None):
         run.seconds = 1.0
 
     monkeypatch.setattr(compare, "measure", measure)
-    monkeypatch.setattr(compare, "draw_all", lambda comparison, folder: [])  # tested by itself
+    monkeypatch.setattr(compare, "draw_all", lambda comparison, folder: None)  # tested by itself
 
 
 def test_one_that_fails_ends_no_other(arguments, tmp_path, capfd, monkeypatch):
@@ -93,8 +93,8 @@ def test_one_that_fails_ends_no_other(arguments, tmp_path, capfd, monkeypatch):
     assert found.failed == {"ddp": "rank 1: RuntimeError: no room"}
     said = capfd.readouterr().out
     assert "ddp: failed: rank 1: RuntimeError: no room" in said
-    for name in ("table.md", "report.html"):
-        assert "failed: rank 1: RuntimeError: no room" in (tmp_path / "out" / name).read_text()
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "failed: rank 1: RuntimeError: no room" in table
 
 
 def test_nothing_that_ends_well_makes_no_pictures(arguments, tmp_path, monkeypatch, capfd):
@@ -122,13 +122,13 @@ def test_without_out_the_first_free_folder_is_taken(arguments, tmp_path, monkeyp
         assert (tmp_path / "runs" / name / RESULTS).exists()
 
 
-def test_without_matplotlib_there_are_table_and_page(tmp_path, monkeypatch, capfd):
+def test_without_matplotlib_there_is_the_table(tmp_path, monkeypatch, capfd):
     def missing(*args):
         raise ImportError("draw_all: expected matplotlib, got none")
 
     monkeypatch.setattr(compare, "draw_all", missing)
     write_report(make_comparison(make_run("dp")), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"table.md", "report.html"}
+    assert {path.name for path in tmp_path.iterdir()} == {"table.md"}
     assert "no pictures: draw_all: expected matplotlib" in capfd.readouterr().out
 
 

@@ -117,10 +117,10 @@ def test_ranges_that_touch_prove_nothing():
 def test_memory_is_of_one_kind_for_all():
     counted = make_run("dp", step_bytes=[7, 9])
     both = make_comparison(counted, make_run("zero1", step_bytes=[5, 5]))
-    assert both.memory(counted) == 9
+    assert both.memory_mb(counted) == 9e-6
     assert "allocated in a step" in both.memory_label
     mixed = make_comparison(counted, make_run("zero1"))
-    assert mixed.memory(counted) == 50e6
+    assert mixed.memory_mb(counted) == 50
     assert "resident" in mixed.memory_label
 
 

@@ -3,8 +3,8 @@
 import pytest
 from test_compare_results import make_comparison, make_run, orders
 
+from fastpar.compare.report import listed, number, summary
 from fastpar.compare.results import Run
-from fastpar.compare.summary import listed, number, summary
 
 
 def repeats(name, *step_s, **more):
