@@ -39,7 +39,7 @@ CUDA_ARCHS = [
 NVCC_FLAGS = "-std=c++17 -O3 --fmad=false"
 
 
-# Seconds of one core, measured; bench/systems/bench_build.py measures a whole build.
+# Seconds of one core, measured.
 CORE_SECONDS = {"C++": 180, "CUDA": 80}
 # What stands in the module's place where it was left out on request; kernels/__init__.py reads it.
 STAND_IN = (

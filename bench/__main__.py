@@ -41,7 +41,6 @@ from bench.records import (
 )
 from bench.report.tables import summary
 
-FIRST, LAST = ("ceilings",), ("train",)
 COMMANDS = {  # which are no benches: module with a main()
     "errors": "bench.ops.errors",
     "ingest": "bench.ingest",
@@ -53,8 +52,7 @@ COMMANDS = {  # which are no benches: module with a main()
 
 def names() -> list[str]:
     """Benches in the order they run."""
-    middle = sorted({*homes()} - {*FIRST, *LAST})
-    return [*FIRST, *middle, *LAST]
+    return sorted(homes(), key=lambda name: (name == "train", name))
 
 
 def homes() -> dict[str, str]:

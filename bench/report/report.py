@@ -9,7 +9,7 @@
 
 The documents are README.md, bench/results/README.md, errors/table.md and plan/published.md beside
 it; each has the markers it wants. NAME is headline, or <table>-<device>: train, char, zero, tp,
-overlap, checkpoint, ops, ceilings, targets, errors, published, recipes, steps, muon or
+overlap, checkpoint, ops, targets, errors, published, recipes, steps, muon or
 one bench (attention, ...), and cpu or cuda. Rows come from the newest machine of that device; where
 several of its files hold a key, the newest row counts.
 """

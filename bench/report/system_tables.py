@@ -74,20 +74,6 @@ def ps_table(rows: Sequence[Row]) -> str:
     return table([*head, "bits a byte"], lines)
 
 
-def bubble_table(rows: Sequence[Row]) -> str:
-    """The part of all ranks' time in which they wait, by schedule: measured and simulated."""
-    lines = []
-    for row in (row for row in rows if row.bench == "bubble" and not row.refused):
-        notes = row.notes
-        parts = [f"{100 * notes[name]:.1f} %" for name in ("bubble", "simulated")]
-        times_ms = [number(notes[name], 4) for name in ("step_ms", "simulated_ms")]
-        lines.append(
-            [f"{row.case}, {row.variant}", *parts, times(notes["of_simulated"]), *times_ms]
-        )
-    head = ["four processes that sleep", "waiting", "simulated", "ratio", "step ms", "simulated ms"]
-    return table(head, lines)
-
-
 def offload_table(rows: Sequence[Row]) -> str:
     """What a step waits for the host, measured and by the formula; steps beside DeepSpeed's."""
     grid, lines = [], []

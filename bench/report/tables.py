@@ -11,7 +11,6 @@ from bench.records import Row
 from bench.report.cells import by_case, is_ours, megabytes, number, rate, table, times
 from bench.report.plan_table import plan_table
 from bench.report.system_tables import (
-    bubble_table,
     checkpoint_table,
     first_step_table,
     offload_table,
@@ -244,14 +243,6 @@ def errors_table(rows: Sequence[ErrorRow]) -> str:
     return table([*head, "RMS error / PyTorch's, worst", "2x rule holds"], lines)
 
 
-def ceilings_table(rows: Sequence[Row]) -> str:
-    lines = []
-    for row in rows:
-        if row.bench == "ceilings" and row.median_ms is not None:
-            lines.append([row.case, row.dtype, number(row.median_ms), rate(row)])
-    return table(["ceiling", "dtype", "ms", "rate"], lines)
-
-
 def summary(rows: Sequence[Row]) -> str:
     """For the console: a line for each case and direction with all its variants that took time."""
     rows, lines = [row for row in rows if row.refused or row.median_ms is not None], []
@@ -280,14 +271,12 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "zero": zero_table,
     "tp": tp_table,
     "ops": ops_table,
-    "ceilings": ceilings_table,
     "targets": targets_table,
     "overlap": overlap_table,
     "wires": wires_table,
     "ps": ps_table,
     "checkpoint": checkpoint_table,
     "plan": plan_table,
-    "bubble": bubble_table,
     "first_step": first_step_table,
     "pp": pp_table,
     "pp-link": pp_link_table,

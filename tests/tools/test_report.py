@@ -126,8 +126,8 @@ def test_report_refuses_what_it_cannot_fill(results):
         report.update("<!-- bench:ops-cpu -->\n", results)
     with pytest.raises(ValueError, match="newest: expected results of device cuda, got none"):
         report.update("<!-- bench:ops-cuda -->\n<!-- /bench:ops-cuda -->\n", results)
-    with pytest.raises(ValueError, match="render: expected rows for the table ceilings-cpu"):
-        report.update("<!-- bench:ceilings-cpu -->\n<!-- /bench:ceilings-cpu -->\n", results)
+    with pytest.raises(ValueError, match="render: expected rows for the table checkpoint-cpu"):
+        report.update("<!-- bench:checkpoint-cpu -->\n<!-- /bench:checkpoint-cpu -->\n", results)
 
 
 def test_report_check_tells_a_stale_file(results, tmp_path, monkeypatch, capsys):
