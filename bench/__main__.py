@@ -6,6 +6,7 @@
     python -m bench tune                     alternatives that a GPU decides (bench/ops/tune.py)
     python -m bench errors                   errors against fp64 (bench/ops/errors.py)
     python -m bench matrix fastpar           one run on every layout (bench/systems/matrix.py)
+    python -m bench study wires              what settings do to a loss (bench/systems/study.py)
     python -m bench report                   tables and pictures from results
     (bench/report/report.py)
     python -m bench ingest ARCHIVE           what make gpu brought back (bench/ingest.py)
@@ -46,6 +47,7 @@ COMMANDS = {  # which are no benches: module with a main()
     "ingest": "bench.ingest",
     "matrix": "bench.systems.matrix",
     "report": "bench.report.report",
+    "study": "bench.systems.study",
     "tune": "bench.ops.tune",
 }
 

@@ -1,5 +1,4 @@
-"""Tables of rows.jsonl files: recipes of the main job, steps to AdamW's loss, Muon's shared step,
-formats on the wire.
+"""Tables of the rows of studies (bench/systems/study.py).
 
 [Note: steps to a loss] A learning rate that falls to 0 makes the loss of an unfinished run say
 nothing. So AdamW, at the best learning rate of those that were tried, is compared with runs of Muon
@@ -17,6 +16,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def time_table(rows: Sequence[Line], steps: Sequence[Row]) -> str:
         for name, some in curves.items()
     }
     if not means:
-        return "No curves of formats yet: `python -m bench.systems.wire_curves`."
+        return "No curves of formats yet: `python -m bench study wires`."
     goal = max(min(bits for _, bits in mean) for mean in means.values())
     ms = {
         (row.variant, row.notes["link_mbit"]): row.median_ms
@@ -198,6 +198,27 @@ def _reached(mean: Sequence[tuple[int, float]], goal: float) -> float:
     raise AssertionError("every curve reaches the goal")
 
 
+def beside_table(rows: Sequence[Line], word: str, loss: str, what: str) -> str:
+    """Every cell of a study beside the first one, on the same seeds."""
+    cells: dict[str, dict[int, Line]] = defaultdict(dict)
+    for row in rows:
+        cells[row[word]][row["seed"]] = row
+    first = next(iter(cells))
+    base = {seed: row[loss] for seed, row in cells[first].items()}
+    spread, lines = max(base.values()) - min(base.values()), []
+    more = {"cpu_s": "CPU s", "overflows": "values that overflowed"}
+    more = {name: head for name, head in more.items() if all(name in row for row in rows)}
+    for name, own in cells.items():
+        apart = [row[loss] - base[seed] for seed, row in sorted(own.items())]
+        mean, each = statistics.fmean(apart), ", ".join(f"{x:+.4f}" for x in apart)
+        numbers = [str(len(own)), f"{_mean([*own.values()], loss):.4f}", f"{mean:+.4f} ({each})"]
+        numbers += ["yes" if mean <= spread else "**no**"]
+        lines.append([name, *numbers, *(f"{_mean([*own.values()], n):,.0f}" for n in more)])
+    head = [what, "seeds", "bits a byte" if loss == "bits_per_byte" else "validation loss"]
+    head += [f"from {first}, mean (each)", "within the spread", *more.values()]
+    return f"{_table(head, lines)}\n\nSpread of {first} over its seeds: {spread:.4f}."
+
+
 # Name of a table -> the folder of its rows, what makes it.
 TABLES: dict[str, tuple[str, Callable[[Sequence[Line]], str]]] = {
     "recipes": ("main_job", recipes_table),
@@ -205,6 +226,9 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Line]], str]]] = {
     "muon": ("muon", muon_table),
     "formats": ("wires", curves_table),
     "time": ("wires", curves_table),
+    "products": ("fp8", partial(beside_table, word="products", loss="bits_per_byte", what="fp8")),
+    "storage": ("storage", partial(beside_table, word="recipe", loss="val_loss", what="storage")),
+    "experts": ("experts", partial(beside_table, word="recipe", loss="val_loss", what="layers")),
 }
 
 

@@ -40,7 +40,7 @@ from bench.harness import Bench
 from bench.records import Row, reason
 from bench.systems.bench_overlap import busy_cores, priority, settled_bytes
 from bench.systems.links import ADDRESSES, Link, NoLinkError, RankError, Ranks
-from bench.systems.wire_curves import read_bytes
+from bench.systems.study import read_bytes
 from fastpar import GPT, AdamW, Mesh, engine_of, parallelize
 from fastpar.comm.handles import Handle
 from fastpar.comm.torch_collectives import TorchCollectives
