@@ -278,11 +278,11 @@ def column_linear_bwd(
 ) -> Grads:
     """See [Note: under way]."""
     gathering = tp.begin_all_gather(x) if tp.sequence_parallel and need.dweight else None
-    dx, dweight, summing = None, None, None
+    dx, part, dweight, summing = None, None, None, None
     if need.dx:
-        dx = matmul(rows_of(dy), weight).view(*dy.shape[:-1], x.shape[-1])
-        if tp.sequence_parallel:
-            dx, summing = tp.begin_reduce_scatter(dx, -2)
+        dx = part = matmul(rows_of(dy), weight).view(*dy.shape[:-1], x.shape[-1])
+        if tp.sequence_parallel:  # part stays: this thread frees it, and sees that (step_memory.py)
+            dx, summing = tp.begin_reduce_scatter(part, -2)
         else:
             summing = tp.group.all_reduce(dx, async_op=True)
     if need.dweight:
