@@ -25,6 +25,16 @@ numbers, the same bits on every rank: all ranks reach the same verdict without t
 [Note: an update that is left out] has to be left out on the device: when the host learns that a
 gradient was not finite, the step is over. The optimizer does so as soon as it has a loss scale, be
 it 1. A loss that is not finite makes the gradients so (poison), which tells all ranks at once.
+
+[Note: who settles] In the control exchange of every step each rank tells whether its part of the
+last save failed, and whether it is still being written. All read the same sums, so all settle after
+the same step, and mostly when there is nothing left to wait for; a save that is due before that
+waits for the one before, or is left out (--save-overlap). A disk that is full ends no run: the save
+is reported, and the next one tries again.
+
+[Note: who forwards] At stage 3 a forward gathers weights, so all ranks forward together: a rank
+whose share of the windows is used up goes through the model once more for nothing. Rows and depth
+of a grid share out each batch, which is filled up with windows that do not count.
 """
 
 from __future__ import annotations
@@ -34,6 +44,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -41,10 +52,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fastpar.checkpoint.checkpoint import rng_state, set_rng_state
 from fastpar.checkpoint.manifest import STATE
 from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state
+from fastpar.checkpoint.saver import Result, Saver, try_folder
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
 from fastpar.config.axes import axes_of
@@ -52,7 +65,8 @@ from fastpar.config.config import TrainConfig, derive_batch
 from fastpar.config.settings import parse_seconds
 from fastpar.cost.buckets import DTYPES
 from fastpar.cost.capacity import check_ranks
-from fastpar.data.batches import sample_batch
+from fastpar.data.batches import eval_batches, sample_batch
+from fastpar.data.sources import Tokens
 from fastpar.doctor.doctor import prove_before_training
 from fastpar.files.step_folders import checkpoint_folder
 from fastpar.kernels import keep_freed_memory, make_key
@@ -62,16 +76,14 @@ from fastpar.models.hf import load_hf
 from fastpar.optim.average import AveragedWeights, forget_average
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import set_lr
-from fastpar.parallel.control import broadcast_text, prove_together
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.pipeline import pipeline_step
+from fastpar.parallel.control import broadcast_text, gather_numbers, prove_together
+from fastpar.parallel.engine import Engine, engine_of
+from fastpar.parallel.pipeline import pipeline_loss, pipeline_step
 from fastpar.train import replicas
-from fastpar.train.evaluate import validation_loss
 from fastpar.train.journal import Journal, Predictions, Step, to_device, to_host
 from fastpar.train.launch import SIGNALS, catching_save, catching_stop, threads_per_rank
 from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
 from fastpar.train.run_lock import release
-from fastpar.train.run_saves import RunSaves, is_due
 from fastpar.train.start import (
     check_samples,
     digest,
@@ -85,6 +97,8 @@ from fastpar.train.step_graph import StepGraph, captured
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
 IN_A_ROW = 10  # updates that may be left out
+_LAST_WAIT_S = 3.0  # for a save when a run fails; below launch.GRACE_S
+_POLL_S = 0.05
 
 
 def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> int:
@@ -536,3 +550,163 @@ class Guards:
 def poison(loss: torch.Tensor) -> torch.Tensor:
     """1 for a finite loss, else NaN; a factor that hands this on to all gradients."""
     return loss.detach() * 0 + 1
+
+
+class RunSaves:
+    """The Saver of a run, made by open(), and its reports.
+
+    Args:
+        committed: step of the checkpoint that the run goes on from; -1: none.
+    Attributes:
+        committed: step of the newest checkpoint.
+        why: what made the last save fail.
+        asked: a save is asked for, by SIGUSR1 on any rank; the same on every rank.
+        signals: of this rank; see launch.catching_save.
+    """
+
+    def __init__(self, engine: Engine, journal: Journal, committed: int = -1) -> None:
+        self.engine, self.journal, self.committed = engine, journal, committed
+        self.asked, self.why = False, ""
+        self.signals: list[int] = []
+        self._saver: Saver | None = None
+        self._prepared = False
+        self._waited_ms = self._pause_ms = 0.0
+
+    def open(self, folder: Path, config: TrainConfig, **saved: Any) -> None:
+        """From now on it saves to the run's folder; saved: model, optimizer, tokenizer."""
+        run, faults = config.run, config.faults
+        try_folder(folder, self.engine.mesh.rank)
+        self._saver = Saver(
+            folder,
+            keep_last=run.keep_last,
+            keep_every=run.keep_every,
+            asynchronous=faults.async_save,
+            overlap=faults.save_overlap,
+            **saved,
+        )
+
+    def prepare(self) -> None:
+        """Memory for the host copy, in the background; best after the first step."""
+        if self._saver is not None and not self._prepared:
+            self._prepared = True
+            self._saver.prepare()
+
+    def requests(self) -> list[float]:
+        """What this rank tells all others in a step: the arguments of take_requests."""
+        saver = self._saver
+        failed, busy = (False, False) if saver is None else (saver.failed, saver.busy)
+        return [float(failed), float(busy), float(bool(self.signals))]
+
+    def take_requests(self, failed: float, busy: float, asked: float) -> None:
+        """Sums over all ranks of what they told in a step. Ranks: all, after that step."""
+        self.asked = self.asked or asked > 0
+        if failed or not busy:
+            self.settle()
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Begin a checkpoint of this step. Ranks: all, the numbers of all earlier steps read."""
+        saver = self._saver
+        assert saver is not None
+        self.asked = False
+        self.signals.clear()
+        began = time.perf_counter()
+        if saver.unsettled:
+            if saver.overlap == "skip" and any(gather_numbers(self.engine, float(saver.busy))):
+                self.journal.note(
+                    step,
+                    "no checkpoint: the one before is still being written (--save-overlap skip)",
+                    save_skipped=1,
+                )
+                return
+            self.settle()
+        waited = time.perf_counter()
+        saver.save(step, state)
+        self._waited_ms = (waited - began) * 1e3
+        self._pause_ms = (time.perf_counter() - waited) * 1e3
+        if not saver.unsettled and saver.last is not None:  # not asynchronous
+            self._report(saver.last)
+        self.journal.start_clock()
+
+    def settle(self) -> None:
+        """Wait for the last save, if it is not settled, and say how it ended. Ranks: all."""
+        result = None if self._saver is None else self._saver.settle()
+        if result is not None:
+            self._report(result)
+
+    def wait_briefly(self) -> None:
+        """The run fails: give a save that is nearly there a moment. For one rank."""
+        deadline = time.monotonic() + _LAST_WAIT_S
+        while self._saver is not None and self._saver.busy and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def _report(self, result: Result) -> None:
+        if not result.ok:
+            self.why = "; ".join(result.errors)
+            older = "the older ones are intact" if self.committed >= 0 else "there is no older one"
+            text = f"no checkpoint of step {result.step} ({self.why}); {older}"
+            self.journal.note(result.step, text, save_error=self.why)
+            return
+        self.committed = result.step
+        mb = result.nbytes / 1e6
+        stood = f"training stood for {self._pause_ms:,.0f} ms"
+        if self._waited_ms >= 1:
+            stood += f" and {self._waited_ms:,.0f} ms for the save before"
+        rate = mb / max(result.seconds, 1e-9)
+        self.journal.note(
+            result.step,
+            f"saved: {mb:,.1f} MB in {result.seconds:.2f} s ({rate:,.0f} MB/s), {stood}",
+            save_mb=mb,
+            save_s=result.seconds,
+            save_mb_per_s=rate,
+            save_pause_ms=self._pause_ms,
+            save_wait_ms=self._waited_ms,
+        )
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether something is done after this step; every 0: never."""
+    return every > 0 and step % every == 0
+
+
+def validation_loss(
+    model: GPT, engine: Engine, tokens: Tokens, *, rows: int, block_size: int, n_batches: int
+) -> float:
+    """Mean loss over the first n_batches batches of windows of the tokens, or as many as there are.
+
+    Args:
+        engine: of the model.
+        rows: windows of a batch; each dp rank takes every dp_size-th batch.
+    Ranks: all of the model's.
+    """
+    mesh = engine.mesh
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    batches = eval_batches(
+        tokens,
+        batch_size=rows,
+        block_size=block_size,
+        n_batches=n_batches,
+        rank=mesh.dp_rank,
+        world_size=mesh.dp_size,
+        device=mesh.device,
+    )
+    windows = min((len(tokens) - 1) // block_size, n_batches * rows)
+    sharing = mesh.size("depth", "rows")
+    nothing = torch.zeros(sharing, block_size, dtype=torch.int64, device=mesh.device)
+    with torch.no_grad():
+        for _ in range(math.ceil(windows / (rows * mesh.dp_size))):
+            x, y = next(batches, (nothing, None))  # see [Note: who forwards]
+            missing = -len(x) % sharing
+            if missing and y is not None:
+                total[1] -= missing * block_size
+                x, y = F.pad(x, (0, 0, 0, missing)), F.pad(y, (0, 0, 0, missing), value=-100)
+            if engine.shards.stages is not None:
+                loss = pipeline_loss(model, x, x if y is None else y, reduction="sum")
+            else:
+                loss = model(x, x if y is None else y, reduction="sum")
+            if y is None:
+                continue
+            total[0] += loss
+            total[1] += y.numel()
+    loss, count = engine.all_reduce_scalars(total).tolist()
+    return loss / count

@@ -6,7 +6,7 @@ import torch
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.testing import run_ranks
-from fastpar.train.evaluate import validation_loss
+from fastpar.train.trainer import validation_loss
 
 SHAPE = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=130, dropout=0.5)
 TOKENS = np.random.default_rng(0).integers(0, 130, 7 * 8 + 1).astype(np.uint16)  # seven windows

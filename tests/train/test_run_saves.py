@@ -18,10 +18,9 @@ from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
 from fastpar.testing import run_ranks
-from fastpar.train import run_saves
+from fastpar.train import trainer as train_module
 from fastpar.train.metrics import read_metrics
-from fastpar.train.run_saves import RunSaves
-from fastpar.train.trainer import Trainer
+from fastpar.train.trainer import RunSaves, Trainer
 
 FEW = {**TINY, "eval_every": 0, "save_every": 2, "num_samples": 0, "micro_batch_size": 4}
 
@@ -266,7 +265,7 @@ def test_a_run_that_fails_waits_for_its_save(here, gate, before, monkeypatch, ra
         with pytest.raises(RuntimeError, match=r"expected finite numbers, got .* in step 3; lower"):
             rank(changes)
 
-    monkeypatch.setattr(run_saves, "_LAST_WAIT_S", 0.0)
+    monkeypatch.setattr(train_module, "_LAST_WAIT_S", 0.0)
     before(3, spoil)
     run_ranks(fails, ranks, {"out": "r"})
     assert steps_saved("r") == [2]
@@ -274,7 +273,7 @@ def test_a_run_that_fails_waits_for_its_save(here, gate, before, monkeypatch, ra
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_an_error_of_one_rank_gives_a_save_a_moment(here, gate, before, monkeypatch, comes):
-    monkeypatch.setattr(run_saves, "_LAST_WAIT_S", 10.0 if comes else 0.2)
+    monkeypatch.setattr(train_module, "_LAST_WAIT_S", 10.0 if comes else 0.2)
 
     def fail(trainer):
         if comes:

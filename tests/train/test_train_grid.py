@@ -13,8 +13,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.config.axes import axes_of
 from fastpar.config.config import TrainConfig
 from fastpar.testing import run_ranks
-from fastpar.train.evaluate import validation_loss
-from fastpar.train.trainer import Trainer
+from fastpar.train.trainer import Trainer, validation_loss
 
 FEW = {**TINY, "n_head": 4, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
 ROUNDING = 2.0 ** -(24 - 5)  # as in test_train_tp.py

@@ -22,7 +22,6 @@ from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.parallel.control import Control
 from fastpar.parallel.engine import Engine
 from fastpar.testing import run_ranks
-from fastpar.train import run_saves
 from fastpar.train import trainer as train_module
 from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import Trainer
@@ -187,7 +186,7 @@ def _dies_in_a_save(folder, changes):
                 os.kill(os.getpid(), signal.SIGKILL)
         return real(self, name, tensor)
 
-    run_saves._LAST_WAIT_S = 0.0  # run_ranks waits less for an answer than a launcher
+    train_module._LAST_WAIT_S = 0.0  # run_ranks waits less for an answer than a launcher
     TensorFile.write = write
     return Trainer(TrainConfig().replace({**FEW, **changes}), mesh).run()
 
