@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpar.checkpoint.manifest import Manifest, read_manifest
+from fastpar.checkpoint.manifest import Manifest, VersionError, read_manifest
 from fastpar.checkpoint.saver import Saver
 from fastpar.checkpoint.verify import verify_files
 from fastpar.files.step_folders import list_checkpoints
@@ -60,12 +60,14 @@ def newest_checkpoint(run: str | Path, say: Callable[[str], None] = print) -> Pa
     """The newest checkpoint of a run that verifies; each damaged one on the way is named by `say`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none; VersionError: another fastpar reads it.
     """
     problems = []
     for path in reversed(list_checkpoints(run)):
         try:
             verify_checkpoint(path)
+        except VersionError:
+            raise
         except ValueError as error:
             problems.append(str(error))
             say(f"damaged, trying the one before: {error}")
@@ -81,7 +83,7 @@ def verify_checkpoint(path: str | Path) -> Manifest:
     """Reads every byte of a checkpoint and compares it with the manifest, which is returned.
 
     Raises:
-        ValueError: not a checkpoint, one of a later version, or a file that is missing, truncated
+        ValueError: not a checkpoint, one of another version, or a file that is missing, truncated
             or changed; names the file.
     """
     manifest = read_manifest(path)

@@ -13,14 +13,12 @@ itself.
 [Note: models]
 The weights of a GPT have transformers' names and layouts, and config.json describes the model. The
 weights and state of any other module (one of transformers' or nanoGPT's too) have its own names and
-layouts: whoever loads it builds the module first. Version 2 had no field for this: such a manifest
-is a GPT's if it has config.json and a GPT's names, and no others.
+layouts: whoever loads it builds the module first.
 
-[Note: trust]
-The digest finds damage; it does not stop anybody from writing a manifest. So everything is checked
-before a file is opened or memory allocated: types, names without a path, sizes that are bounded and
-add up to those of the files, every element of every tensor in exactly one piece. test_manifest.py
-holds this with manifests that were changed and sealed again.
+[Note: checks]
+The digest finds every change of a manifest. What stands behind it is checked, by a saver before it
+commits and by each reader: no file lies outside of the folder, tensors fill their files, every
+element of every tensor is in exactly one piece.
 """
 
 from __future__ import annotations
@@ -29,11 +27,10 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastpar.files.plain_files import (
     JSON_BYTES,
@@ -45,29 +42,16 @@ from fastpar.files.plain_files import (
 )
 from fastpar.files.step_folders import is_step_name, step_of
 from fastpar.files.tensor_header import ITEM_BYTES
-from fastpar.sharding.ranges import HOLE, Run, check_cover, numel_of, whole_run
+from fastpar.sharding.ranges import Run, check_cover, numel_of
 
 FORMAT = "fastpar-checkpoint"
 VERSION = 3
-_READS = (2, 3)
+_LAST_READERS = {1: "0.1", 2: "0.3"}  # the last fastpar that reads a version
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 CONFIG = "config.json"
 GPT_MODEL, ANY_MODULE = "gpt", "module"
-_PREFIX = "transformer."  # of a GPT's weights, not of its optimizer's state
-_GPT_WEIGHT = re.compile(
-    r"transformer\.(wte|wpe|ln_f|h\.\d+\.(ln_[12]|attn\.c_(attn|proj)|mlp\.c_(fc|proj)))"
-    r"\.(weight|bias)"
-)
-_HUGE = 1 << 48  # no size, index or shape reaches this
-_ROWS = 1 << 22  # contiguous parts of one tensor, which are listed in memory
-_ALL_ROWS = 1 << 26  # and of all
-_NAME = 512  # characters of a tensor's name
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _END = re.compile(rb', "digest": "([0-9a-f]{64})"}\n\Z')
-_T = TypeVar("_T")
-_DICT: type[dict[str, Any]] = dict
-_LIST: type[list[Any]] = list
 
 
 @dataclass(frozen=True)
@@ -142,234 +126,92 @@ class Manifest:
         return f'{text[:-1]}, "digest": "{digest}"}}\n'.encode()
 
 
+class VersionError(ValueError):
+    """A checkpoint that another version of fastpar has written."""
+
+
 def read_manifest(folder: str | Path, name: str = MANIFEST, *, complete: bool = True) -> Manifest:
     """The manifest of a checkpoint; checked for sense, not against the files beside it.
 
     Args:
         folder: of the checkpoint.
         name: of the manifest's file.
-        complete: whether it has to describe a whole checkpoint; a rank's part need not: its pieces
-            cover nothing, and their files are listed by another part.
+        complete: whether it has to describe a whole checkpoint; a rank's part need not.
     Raises:
-        ValueError: there is none, it is of another version, it is damaged, or it makes no sense.
+        VersionError: says which fastpar reads it.
+        ValueError: there is none, or it is damaged.
     """
     file = Path(folder) / name
     try:
-        manifest = parse_manifest(read_plain(file, JSON_BYTES), complete=complete)
+        manifest = _parse(file, read_plain(file, JSON_BYTES))
+        if complete:
+            check_complete(manifest)
         real = file.parent.resolve()
-        if not is_step_name(real.name) or step_of(real) == manifest.step:
-            return manifest
-        problem = ManifestError(f"of step {manifest.step}, in a folder of another one")
-    except OSError as error:
-        problem = ManifestError(reason(error))
-    except ManifestError as error:
-        problem = error
-    raise ValueError(
-        f"read_manifest: expected a checkpoint's manifest, got {file} ({problem}); {problem.advice}"
-    ) from problem
+        if is_step_name(real.name) and step_of(real) != manifest.step:
+            raise ValueError(f"of step {manifest.step}, in a folder of another one")
+        return manifest
+    except VersionError:
+        raise
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"read_manifest: expected a checkpoint's manifest, got {file} ({reason(error)}); the "
+            "folder is no checkpoint of fastpar, or it is damaged: use another one"
+        ) from error
 
 
-class ManifestError(ValueError):
-    """What is wrong with a manifest: text to be put behind its name."""
-
-    advice = "the folder is no checkpoint of fastpar, or it is damaged: use another one"
-
-
-def parse_manifest(content: bytes, *, complete: bool = True) -> Manifest:
-    """The manifest that sealed() wrote.
-
-    Args:
-        content: of the file.
-        complete: as in read_manifest.
-    Raises:
-        ManifestError: it did not write this.
-    """
-    try:
-        raw = parse_object(content)
-    except ValueError as error:
-        raise ManifestError(str(error)) from error
-    version = _check_version(raw.get("format"), raw.get("version"))
-    end = _END.search(content)
-    if end is None or hashlib.sha256(content[: end.start()] + b"}").hexdigest().encode() != end[1]:
-        raise ManifestError("its digest does not match")
-    names = [f.name for f in fields(Manifest) if version > 2 or f.name != "model"]
-    _names("manifest", raw, ["format", "version", *names, "digest"])
-    files = {}
-    for name, entry in _of(_DICT, "files", raw["files"]).items():
-        if not is_plain_name(name) or name == MANIFEST:
-            raise ManifestError(f"a file name that is none of ours: {shown(name)}")
-        files[name] = _file(name, entry)
-    kinds = (raw["weights"], raw["optimizer"])
-    weights, optimizer = (
-        tuple(_tensor(entry) for entry in _of(_LIST, kind, tensors))
-        for kind, tensors in zip(("weights", "optimizer"), kinds)
-    )
-    for piece in optimizer:
-        if not all(piece.key.rpartition("/")):
-            raise ManifestError(f"no PARAMETER/ENTRY: {shown(piece.key)}")
-    model = raw["model"] if version > 2 else _model_of_version_2(files, weights, optimizer)
-    if model not in (GPT_MODEL, ANY_MODULE):
-        raise ManifestError(f"an unknown model: {shown(model)}")
-    manifest = Manifest(_int("step", raw["step"]), files, weights, optimizer, model)
-    _check_unique(manifest)
-    if complete:
-        _check_files(manifest)
-        _check_complete(manifest)
-    return manifest
-
-
-def _model_of_version_2(
-    files: dict[str, FileEntry],
-    weights: tuple[TensorEntry, ...],
-    optimizer: tuple[TensorEntry, ...],
-) -> str:
-    named = all(_GPT_WEIGHT.fullmatch(tensor.key) for tensor in weights)
-    own = any(tensor.key.startswith(_PREFIX) for tensor in optimizer)
-    return GPT_MODEL if CONFIG in files and named and not own else ANY_MODULE
-
-
-def _check_version(format: object, version: object) -> int:
+def _parse(file: Path, content: bytes) -> Manifest:
+    raw = parse_object(content)
+    format, version = raw.pop("format", None), raw.pop("version", None)
     if format != FORMAT:
-        raise ManifestError(f"another format: {shown(format)}")
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ManifestError(f"no version: {shown(version)}")
-    if version in _READS:
-        return version
-    known = " and ".join(map(str, _READS))
-    problem = ManifestError(f"version {version}; this fastpar reads {known}")
-    if version > VERSION:
-        problem.advice = "update fastpar"
-    else:
-        problem.advice = (
-            "go on with the fastpar that wrote it, or train on from its weights with --init-from"
+        raise ValueError(f"another format: {shown(format)}")
+    end = _END.search(content)  # version 1 had none
+    if end and hashlib.sha256(content[: end.start()] + b"}").hexdigest().encode() != end[1]:
+        raise ValueError("its digest does not match")
+    if version != VERSION:
+        reads = _LAST_READERS.get(version)
+        raise VersionError(
+            f"read_manifest: expected a checkpoint of version {VERSION}, got {file} of version "
+            f"{shown(version)}; " + (f"fastpar {reads} reads it" if reads else "update fastpar")
         )
-    raise problem
+    if end is None:
+        raise ValueError("no digest")
+    del raw["digest"]
+    raw["files"] = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
+    for kind in ("weights", "optimizer"):
+        raw[kind] = tuple(_tensor(entry) for entry in raw[kind])
+    return Manifest(**raw)
 
 
-def _check_unique(manifest: Manifest) -> None:
-    weights: list[object] = [t.key for t in manifest.weights]
-    pieces: list[object] = [(t.file, t.key) for t in manifest.optimizer]
-    for names in (weights, pieces):
-        twice = next((name for name, n in Counter(names).items() if n > 1), None)
-        if twice is not None:
-            raise ManifestError(f"{shown(twice)} twice")
+def _tensor(raw: dict[str, Any]) -> TensorEntry:
+    runs = tuple(Run(*run) for run in raw["runs"])
+    return TensorEntry(**{**raw, "shape": tuple(raw["shape"]), "runs": runs})
 
 
-def _check_files(manifest: Manifest) -> None:
-    """Every tensor in a listed file, and the files' data made up of them."""
-    nbytes: Counter[str] = Counter()
+def check_complete(manifest: Manifest) -> None:
+    """See [Note: checks].
+
+    Raises:
+        ValueError: the ranks' parts do not go together.
+    """
+    nbytes = {name: entry.head for name, entry in manifest.files.items()}
     for tensor in manifest.weights + manifest.optimizer:
-        if tensor.file not in manifest.files:
-            raise ManifestError(f"{shown(tensor.key)} in a file not listed, {shown(tensor.file)}")
+        if tensor.file not in nbytes:
+            raise ValueError(f"{shown(tensor.key)} in a file not listed, {shown(tensor.file)}")
         nbytes[tensor.file] += tensor.nbytes
-    mixed = {t.file for t in manifest.weights} & {t.file for t in manifest.optimizer}
-    if mixed:
-        raise ManifestError(f"weights and optimizer both in {min(mixed)}")
     for name, entry in manifest.files.items():
-        if entry.size - entry.head != nbytes[name]:
-            raise ManifestError(
-                f"{name} with {entry.size - entry.head} bytes of data and tensors of {nbytes[name]}"
-            )
-
-
-def _check_complete(manifest: Manifest) -> None:
-    """Every element of every entry in one piece, and the files that every checkpoint has."""
-    for name in (CONFIG, STATE) if manifest.model == GPT_MODEL else (STATE,):
-        if name not in manifest.files:
-            raise ManifestError(f"no {name} in its list")
-    if not manifest.weights:
-        raise ManifestError("no weights in its list")
-    for tensor in manifest.weights:
-        if list(tensor.runs) != whole_run(math.prod(tensor.shape)):
-            raise ManifestError(f"a part only of {shown(tensor.key)}")
-    pieces = by_key(manifest.optimizer)
-    rows = {key: sum(run.count for p in found for run in p.runs) for key, found in pieces.items()}
-    total = sum(rows.values())
-    for key, n in rows.items():
-        if n > _ROWS or total > _ALL_ROWS:
-            raise ManifestError(f"{shown(key)} in {n} of {total} rows, more than a model has")
-    for key, found in pieces.items():
+        if not is_plain_name(name):
+            raise ValueError(f"a file name that is none of ours: {shown(name)}")
+        if entry.size != nbytes[name]:
+            raise ValueError(f"{name} of {entry.size} bytes, its tensors of {nbytes[name]}")
+    tensors = (*by_key(manifest.weights).items(), *by_key(manifest.optimizer).items())
+    for key, found in tensors:
         first = found[0]
         for other in found[1:]:
             if (other.shape, other.dtype) != (first.shape, first.dtype):
-                raise ManifestError(
+                raise ValueError(
                     f"pieces of {shown(key)} of {first.dtype}{list(first.shape)} in {first.file} "
                     f"and of {other.dtype}{list(other.shape)} in {other.file}"
                 )
         problem = check_cover([piece.runs for piece in found], math.prod(first.shape))
         if problem is not None:
-            raise ManifestError(f"pieces of {shown(key)} with {problem}")
-
-
-def _file(name: str, raw: object) -> FileEntry:
-    entry = _names(name, raw, [f.name for f in fields(FileEntry)])
-    size, head = _int(f"size of {name}", entry["size"]), _int(f"head of {name}", entry["head"])
-    if head > size:
-        raise ManifestError(f"{name} with a head of {head} bytes in {size}")
-    return FileEntry(size, _digest(name, entry["sha256"]), head)
-
-
-def _tensor(raw: object) -> TensorEntry:
-    entry = _names("tensor", raw, [f.name for f in fields(TensorEntry)])
-    key, dtype = entry["key"], entry["dtype"]
-    if not isinstance(key, str) or not key.isprintable() or not 0 < len(key) <= _NAME:
-        raise ManifestError(f"no name of a tensor: {shown(key)}")
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise ManifestError(f"{shown(key)} of an unknown dtype, {shown(dtype)}")
-    shape = tuple(_int(f"shape of {key}", n) for n in _of(_LIST, f"shape of {key}", entry["shape"]))
-    if len(shape) > 16 or math.prod(shape) >= _HUGE:
-        raise ManifestError(f"{shown(key)} of an absurd shape")
-    runs = tuple(_run(key, run) for run in _of(_LIST, f"runs of {key}", entry["runs"]))
-    numel = math.prod(shape)
-    if any(run.start != HOLE and run.stop > numel for run in runs) or numel_of(runs) >= _HUGE:
-        raise ManifestError(f"{shown(key)} of {numel} elements with indices beyond")
-    if not is_plain_name(entry["file"]):
-        raise ManifestError(f"file of {shown(key)} that is none of ours: {shown(entry['file'])}")
-    return TensorEntry(
-        file=entry["file"],
-        key=key,
-        dtype=dtype,
-        shape=shape,
-        runs=runs,
-        sha256=_digest(key, entry["sha256"]),
-    )
-
-
-def _run(key: str, raw: object) -> Run:
-    numbers = _of(_LIST, f"runs of {key}", raw)
-    if len(numbers) != len(Run._fields):
-        raise ManifestError(f"runs of {shown(key)} with {shown(raw)}")
-    run = Run(*(_int(f"runs of {key}", n, HOLE) for n in numbers))
-    if run.start == HOLE:
-        sound = run == Run(HOLE, run.length)
-    else:
-        sound = run.stride >= run.length if run.count > 1 else run.stride == 0
-    if run.length < 1 or run.count < 1 or not sound:
-        raise ManifestError(f"runs of {shown(key)} with {shown(raw)}")
-    return run
-
-
-def _names(what: str, raw: object, names: Sequence[str]) -> dict[str, Any]:
-    given = _of(_DICT, what, raw)
-    for name in sorted(given.keys() ^ set(names)):
-        kind = "no" if name in names else "an unknown"
-        raise ManifestError(f"{kind} field {shown(name)} of {shown(what)}")
-    return given
-
-
-def _of(kind: type[_T], what: str, value: object) -> _T:
-    if isinstance(value, kind):
-        return value
-    raise ManifestError(f"{shown(what)} is no {kind.__name__} but {shown(value)}")
-
-
-def _int(what: str, value: object, low: int = 0) -> int:
-    if type(value) is not int or not low <= value < _HUGE:
-        raise ManifestError(f"{shown(what)} is no number that can be: {shown(value)}")
-    return value
-
-
-def _digest(what: str, value: object) -> str:
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise ManifestError(f"no SHA-256 of {shown(what)}: {shown(value)}")
-    return value
+            raise ValueError(f"pieces of {shown(key)} with {problem}")

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from fastpar.checkpoint.manifest import (
     STATE,
     Manifest,
     TensorEntry,
+    VersionError,
     by_key,
     read_manifest,
 )
@@ -119,6 +120,8 @@ def examine(folder: Path) -> Report:
         if damage:
             return Report(folder, [], list(map(str, damage)))
         facts, problems = _facts(folder, manifest)
+    except VersionError:
+        raise
     except ValueError as error:
         return Report(folder, [], [str(error)])
     if not manifest.files:
@@ -135,18 +138,15 @@ def examine(folder: Path) -> Report:
 
 def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
     """What is there; and what of it does not go together."""
-    facts, damage = [], []
+    facts: list[str] = []
+    damage: list[str] = []
     if manifest.files:
-        state = _state(folder / STATE)
-        if state.get("step", manifest.step) != manifest.step:
-            damage.append(f"{STATE} (step {shown(state['step'])}, {manifest.step} in {MANIFEST})")
-        tokens = state.get("tokens")
+        tokens = read_object(folder / STATE).get("tokens")
         facts.append(
             f"step {manifest.step:,}" + (f", {tokens:,} tokens" if type(tokens) is int else "")
         )
     weights, states = manifest.weights, by_key(manifest.optimizer)
     own = bool(manifest.files) and manifest.model == ANY_MODULE
-    names: Collection[str] = {t.key for t in weights}  # that the optimizer's states may be of
     if os.path.lexists(folder / CONFIG):
         foreign = "of another module" if own else None
         if not manifest.files:
@@ -154,11 +154,8 @@ def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
         if foreign:
             facts.append(f"{CONFIG} {foreign}, which was not compared")
         else:
-            model, problems, names = _compare(folder, weights)
+            model, damage = _compare(folder, weights)
             facts.append(model)
-            damage += problems
-    strange = sorted(key for key in states if key.rpartition("/")[0] not in names)
-    damage += [f"state of {key} for a model without this parameter" for key in strange]
     numel = sum(math.prod(t.shape) for t in weights)
     dtypes = ", ".join(sorted({str(DTYPES[t.dtype]).removeprefix("torch.") for t in weights}))
     facts.append(
@@ -176,13 +173,6 @@ def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
     return facts, damage
 
 
-def _state(path: Path) -> dict[str, object]:
-    try:
-        return read_object(path)
-    except ValueError as error:
-        raise ValueError(f"{path.name} ({error})") from error
-
-
 def _foreign(raw: dict[str, object]) -> str | None:
     """What makes a config.json of transformers that of another model than ours."""
     name = unsupported_field(raw)
@@ -191,28 +181,20 @@ def _foreign(raw: dict[str, object]) -> str | None:
     return None if name is None else f"with {name}={shown(raw.get(name))}"
 
 
-def _compare(
-    folder: Path, weights: tuple[TensorEntry, ...]
-) -> tuple[str, list[str], Collection[str]]:
-    """The GPT-2 that config.json describes, where the tensors differ, and its parameters' names."""
+def _compare(folder: Path, weights: tuple[TensorEntry, ...]) -> tuple[str, list[str]]:
+    """The GPT-2 that config.json describes, and where the tensors differ."""
     config = read_config(folder, dropout=0.0)
     line = (
         f"GPT-2 with {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
         f"context {config.block_size}, vocabulary {config.vocab_size}"
     )
-    if config.n_layer > len(weights):
-        return (
-            line,
-            [f"{CONFIG} with {config.n_layer} layers for {len(weights)} weights"],
-            {t.key.removeprefix(PREFIX) for t in weights},
-        )
     with torch.device("meta"):
         model = GPT(config)
     problems = [
         f"{PREFIX}{name} of shape {got and list(got)} where {CONFIG} has {wanted and list(wanted)}"
         for name, wanted, got in differences(model, {t.key: t.shape for t in weights})
     ]
-    return line, problems, dict(model.named_parameters()).keys()
+    return line, problems
 
 
 def _mb(tensors: tuple[TensorEntry, ...]) -> str:

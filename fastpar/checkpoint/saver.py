@@ -52,7 +52,7 @@ from fastpar.checkpoint.manifest import (
     FileEntry,
     Manifest,
     TensorEntry,
-    parse_manifest,
+    check_complete,
     read_manifest,
 )
 from fastpar.comm.watchdog import on_this_gpu
@@ -460,14 +460,14 @@ def _joined(folder: Path, names: list[str]) -> bytes:
     """The file of the manifest of all parts, which the code that reads checkpoints accepts."""
     try:
         parts = [read_manifest(folder, name, complete=False) for name in names]
-        sealed = Manifest.join(parts).sealed()
-        parse_manifest(sealed)  # all ranks together have every element once
+        whole = Manifest.join(parts)
+        check_complete(whole)  # all ranks together have every element once
+        return whole.sealed()
     except ValueError as error:
         raise RuntimeError(
             f"Saver: expected a checkpoint that can be read back, got {error.__cause__ or error}; "
             "nothing is kept of this save"
         ) from error
-    return sealed
 
 
 def _write_flushed(path: Path, content: bytes) -> None:

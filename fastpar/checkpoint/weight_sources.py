@@ -72,9 +72,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _is_another(file: Path) -> bool:
-    """Whether this is another program's file, or of version 1, which was a transformers folder."""
+    """Whether this is another program's file."""
     try:
-        raw = read_object(file)
+        return read_object(file).get("format") != FORMAT
     except ValueError:
         return False
-    return raw.get("format") != FORMAT or raw.get("version") == 1

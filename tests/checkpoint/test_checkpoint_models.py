@@ -209,23 +209,12 @@ def test_weights_of_another_module_are_named(tmp_path):
 
 
 def test_what_could_not_be_read_back_is_no_checkpoint(tmp_path):
-    """The manifest and the state are parsed by the reader's code before the commit."""
-    strange = nn.ModuleDict({"a\nb": nn.Linear(2, 2)})
-    for model, state, problem in (
-        (
-            strange,
-            {},
-            r"Saver: expected a checkpoint that can be read back, got no name of a tensor: 'a",
-        ),
-        (
-            nn.Linear(2, 2),
-            {"step": 7},
-            "a state without 'step', which save.. adds, got one; rename",
-        ),
-        (nn.Linear(2, 2), {"model": "x"}, "a state without 'model'"),
-        (nn.Linear(2, 2), {"n": 10**50}, "can be read back, got a number of 51 digits; keep large"),
+    for state, problem in (
+        ({"step": 7}, "a state without 'step', which save.. adds, got one; rename"),
+        ({"model": "x"}, "a state without 'model'"),
+        ({"n": 10**50}, "can be read back, got a number of 51 digits; keep large"),
     ):
-        saver = Saver(tmp_path, model=model)
+        saver = Saver(tmp_path, model=nn.Linear(2, 2))
         saver.save(1, state)
         result = saver.settle()
         assert not result.ok

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from manifest_cells import content_of, seal
+from manifest_cells import reseal
 from safetensors.torch import load_file, save_file
 
 from fastpar.checkpoint import tensor_reader
 from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.export import export_weights
-from fastpar.checkpoint.manifest import MANIFEST, read_manifest
+from fastpar.checkpoint.manifest import MANIFEST
 from fastpar.checkpoint.report import examine, find_folders, inspect, stats_of, verify
 from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
 from fastpar.config.config import GPTConfig
@@ -100,45 +100,16 @@ def test_damage_is_named_and_another_checkpoint_offered(run):
     assert said(verify, run)[1][-1] == "there is no sound checkpoint beside it"
 
 
-def reseal(folder, change):
-    content = content_of(read_manifest(folder))
-    change(content)
-    (folder / MANIFEST).write_bytes(seal(content))
-
-
-def test_sealed_states_and_shapes_that_make_no_sense(run):
-    """Behind every digest: what does not go together is still said."""
+def test_a_config_of_another_model_is_said(run):
     folder = find_folders("f", run)[0]
-    good = read_manifest(folder)
-
-    def rewrite(name, edit):
-        value = json.loads((folder / name).read_text())
-        raw = edit(value)
-        raw = json.dumps(value).encode() if raw is None else raw
-        (folder / name).write_bytes(raw)
-        entry = {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest(), "head": len(raw)}
-        reseal(folder, lambda content: content["files"].__setitem__(name, entry))
-
-    whole = {name: (folder / name).read_bytes() for name in good.files}
-    rewrite("trainer_state.json", lambda v: v.__setitem__("step", "7"))
-    assert examine(folder).damage == ["trainer_state.json (step '7', 1 in manifest.json)"]
-    rewrite("trainer_state.json", lambda v: b"[]")
-    assert examine(folder).damage == ["trainer_state.json (no JSON object but list)"]
-    (folder / "trainer_state.json").write_bytes(whole["trainer_state.json"])
-    (folder / MANIFEST).write_bytes(good.sealed())
-    rewrite("config.json", lambda v: v.__setitem__("vocab_size", 130))
-    assert examine(folder).damage == [
-        "transformer.wte.weight of shape [131, 16] where config.json has [130, 16]"
-    ]
-    rewrite("config.json", lambda v: v.update(vocab_size=131, n_layer=3))
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 130, "n_layer": 3}
+    raw = json.dumps(config).encode()
+    (folder / "config.json").write_bytes(raw)
+    entry = {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest(), "head": len(raw)}
+    reseal(folder, lambda content: content["files"].__setitem__("config.json", entry))
     damage = examine(folder).damage
+    assert "transformer.wte.weight of shape [131, 16] where config.json has [130, 16]" in damage
     assert "transformer.h.2.ln_1.weight of shape None where config.json has [16]" in damage
-    rewrite("config.json", lambda v: v.update(n_layer=10**9))
-    assert examine(folder).damage == ["config.json with 1000000000 layers for 28 weights"]
-    rewrite("config.json", lambda v: v.update(n_layer=1))
-    damage = examine(folder).damage
-    assert "transformer.h.1.ln_1.weight of shape [16] where config.json has None" in damage
-    assert "state of h.1.ln_1.weight/step for a model without this parameter" in damage
 
 
 def test_folders_of_transformers(tmp_path):

@@ -31,8 +31,8 @@ def with_header(folder, manifest, change, name=OPTIMIZER):
     raw = (folder / name).read_bytes()
     old = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:old])
-    text = change(header)
-    text = json.dumps(header).encode() if text is None else text
+    change(header)
+    text = json.dumps(header).encode()
     head = len(text).to_bytes(8, "little") + text
     (folder / name).write_bytes(head + raw[old:])
     entry = FileEntry(len(head) + len(raw) - old, hashlib.sha256(head).hexdigest(), head=len(head))
@@ -132,14 +132,10 @@ def change(key, field, value):
 
 KEY = "wte.weight/exp_avg"
 HEADERS = {
-    "not JSON": (lambda h: b"{", "its header is not JSON"),
-    "less": (lambda h: h.__delitem__(KEY), "tensor 'wte.weight/exp_avg_sq' at .* is due"),
-    "more": (lambda h: h.__setitem__("x", {**h[KEY], "shape": [0], "data_offsets": [0, 0]}),
-             "an unlisted tensor 'x'"),
-    "renamed": (lambda h: h.__setitem__("wte.weight/exp_avg_", h.pop(KEY)), f"no tensor '{KEY}'"),
+    "missing": (lambda h: h.__setitem__("wte.weight/exp_avg_", h.pop(KEY)), f"no tensor '{KEY}'"),
     "dtype": (change(KEY, "dtype", "I32"), f"tensor '{KEY}' of I32 instead of F32"),
-    "exchanged": (exchange, f"'{KEY}' of shape .14. instead of 16 elements"),
-}  # fmt: skip
+    "shape": (exchange, f"'{KEY}' of shape .14. instead of 16 elements"),
+}
 
 
 @pytest.mark.parametrize("case", HEADERS)
@@ -163,18 +159,6 @@ def test_a_weight_has_its_own_shape(made):
     edit = change("transformer.wte.weight", "shape", [4, 7])
     manifest = with_header(folder, manifest, edit, WEIGHTS)
     with pytest.raises(ValueError, match=r"of shape \[4, 7\] instead of \[7, 4\]"):
-        verify_files(folder, manifest)
-
-
-def test_a_header_s_length(made):
-    folder, manifest = made
-    raw = bytearray((folder / OPTIMIZER).read_bytes())
-    raw[:8] = (1 << 60).to_bytes(8, "little")
-    (folder / OPTIMIZER).write_bytes(raw)
-    entry = manifest.files[OPTIMIZER]
-    digest = hashlib.sha256(raw[: entry.head]).hexdigest()
-    manifest.files[OPTIMIZER] = FileEntry(entry.size, digest, entry.head)
-    with pytest.raises(ValueError, match=f"a header of {1 << 60} bytes where {entry.head} - 8"):
         verify_files(folder, manifest)
 
 
@@ -215,13 +199,6 @@ def test_files_are_hashed_in_blocks(made, monkeypatch):
     verify_files(folder, manifest)
     (folder / "config.json").write_bytes((folder / "config.json").read_bytes()[::-1])
     with pytest.raises(ValueError, match=r"config.json \(other content\)"):
-        verify_files(folder, manifest)
-
-
-def test_a_header_that_would_fill_the_memory(made, monkeypatch):
-    folder, manifest = made
-    monkeypatch.setattr(tensor_reader, "JSON_BYTES", 100)
-    with pytest.raises(ValueError, match=r"got model.safetensors \(a header of \d+ bytes\), and"):
         verify_files(folder, manifest)
 
 

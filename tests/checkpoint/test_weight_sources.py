@@ -109,10 +109,9 @@ def test_a_checkpoint_without_its_manifest(checkpoint):
 
 def test_other_manifests(checkpoint):
     folder, _ = checkpoint
-    for text in ('{"name": "a web page"}', '{"format": "fastpar-checkpoint", "version": 1}'):
-        (folder / MANIFEST).write_text(text)
-        assert verify_weights(folder) is None
-        assert same(load_weights(folder), GPT(CONFIG, seed=3))
-    (folder / MANIFEST).write_text('{"format": "fastpar-checkpoint", "version": 4}')
-    with pytest.raises(ValueError, match="version 4; this fastpar reads 2"):
+    (folder / MANIFEST).write_text('{"name": "a web page"}')
+    assert verify_weights(folder) is None
+    assert same(load_weights(folder), GPT(CONFIG, seed=3))
+    (folder / MANIFEST).write_text('{"format": "fastpar-checkpoint", "version": 1}')
+    with pytest.raises(ValueError, match=r"of version 1; fastpar 0\.1 reads it"):
         load_weights(folder)

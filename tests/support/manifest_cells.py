@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-from dataclasses import asdict
 
 import torch
 
@@ -63,14 +62,11 @@ def make_folder(folder, step=5, seed=0):
     return manifest
 
 
-def content_of(manifest):
-    """What the file of a manifest says, without its digest."""
-    content = {"format": "fastpar-checkpoint", "version": 3, **asdict(manifest)}
-    return json.loads(json.dumps(content))
-
-
-def seal(content):
-    """The file of any content, with a digest that matches."""
+def reseal(folder, change):
+    """Changes what a manifest says, and makes its digest right again."""
+    content = json.loads((folder / MANIFEST).read_bytes())
+    del content["digest"]
+    change(content)
     text = json.dumps(content)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return f'{text[:-1]}, "digest": "{digest}"}}\n'.encode()
+    (folder / MANIFEST).write_text(f'{text[:-1]}, "digest": "{digest}"}}\n')
