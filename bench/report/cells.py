@@ -1,10 +1,16 @@
-"""How tables and pictures of results write numbers, and group rows."""
+"""The rows that tables and pictures show, how they group them, and how they write numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from bench.records import Row
+from bench.ops.errors import ErrorRow
+from bench.records import AnyRecord, Row, load, slug
+
+OPS = {p.stem.removeprefix("bench_") for p in Path(__file__).parents[1].glob("ops/bench_*.py")}
+OPS |= {"shm"}
 
 ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
 
@@ -48,3 +54,35 @@ def rate(row: Row) -> str:
 
 def megabytes(row: Row | None) -> str:
     return "" if row is None or row.peak_bytes is None else number(row.peak_bytes / 1e6)
+
+
+def of_newest(about: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """The machine with the commit of its newest row here: its file can be of another one."""
+    last = max(rows, key=lambda row: row.date)
+    return {**about, "commit": last.commit, "dirty": last.dirty, "date": last.date}
+
+
+class NoResultsError(ValueError):
+    """There is no result file of a device, or no row for a table."""
+
+
+def newest(
+    device: str,
+    folder: Path,
+    kind: type[AnyRecord] = Row,  # type: ignore[assignment]
+) -> tuple[dict[str, Any], list[AnyRecord]]:
+    """The newest machine of this device and its newest row of every key."""
+    files = [load(path, kind) for path in sorted(folder.glob("*.json"))]
+    files = [(about, rows) for about, rows in files if about["device"] == device]
+    if not files:
+        how = "make gpu" if device == "cuda" else "python -m bench --commit-results"
+        if kind is ErrorRow:
+            how = f"python -m bench errors --device {device} --commit-results"
+        raise NoResultsError(
+            f"newest: expected results of device {device}, got none in {folder.name}; "
+            f"run `{how}` first"
+        )
+    files.sort(key=lambda file: file[0]["date"])
+    about = files[-1][0]
+    rows = {row.key: row for other, part in files if slug(other) == slug(about) for row in part}
+    return about, list(rows.values())

@@ -21,15 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import Row, machine_line
+from bench.report.cells import table as markdown
 from fastpar.config.config import TrainConfig
 
 Line = dict[str, Any]  # of a rows.jsonl
 _COMPARED = {"seed", "optimizer", "lr", "muon_lr", "max_steps"}  # all else is the task
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [head, ["---"] + ["---:"] * (len(head) - 1), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _grouped(rows: Sequence[Line], without: set[str]) -> list[list[Line]]:
@@ -61,7 +57,7 @@ def recipes_table(rows: Sequence[Line]) -> str:
         steps, seconds = f"{settings['max_steps']}", f"{_mean(some, 'cpu_s'):.0f}"
         words = [w for w in some[0]["recipe"].split(", ") if not w.startswith("max_steps=")]
         lines.append([", ".join(words), steps, *_bits(some), seconds])
-    return _table(["recipe", "steps", "seeds", "bits a byte", "CPU s"], lines)
+    return markdown(["recipe", "steps", "seeds", "bits a byte", "CPU s"], lines)
 
 
 def steps_table(rows: Sequence[Line]) -> str:
@@ -95,7 +91,7 @@ def steps_table(rows: Sequence[Line]) -> str:
                 ]
             )
     head = ["model, batch", "optimizer", "steps", "of AdamW's", "seeds", "bits a byte"]
-    return _table([*head, "seeds that reach AdamW's best", "CPU time"], lines)
+    return markdown([*head, "seeds that reach AdamW's best", "CPU time"], lines)
 
 
 def _config(row: Line) -> TrainConfig:
@@ -125,7 +121,7 @@ def muon_table(rows: Sequence[Line]) -> str:
             ]
         )
     head = ["Muon's step", "ranks", "shared out, ms", "repeated, ms", "ratio", "of the least"]
-    return _table([*head, "MB sent by the busiest rank, and the formula", "commit"], lines)
+    return markdown([*head, "MB sent by the busiest rank, and the formula", "commit"], lines)
 
 
 def curves_table(rows: Sequence[Line]) -> str:
@@ -135,7 +131,7 @@ def curves_table(rows: Sequence[Line]) -> str:
         for run in dict.fromkeys((row["steps"], row["ranks"]) for row in some):
             alike = [row for row in some if (row["steps"], row["ranks"]) == run]
             lines.append([alike[0]["format"], f"{run[0]} on {run[1]} ranks", *_bits(alike)])
-    return _table(["gradients on the wire", "steps", "seeds", "bits a byte"], lines)
+    return markdown(["gradients on the wire", "steps", "seeds", "bits a byte"], lines)
 
 
 STEP_OF = {  # format of a curve -> variant of bench_wires
@@ -184,7 +180,7 @@ def time_table(rows: Sequence[Line], steps: Sequence[Row]) -> str:
         seeds = str(len(curves[name]))
         lines.append([name, seeds, f"{needed:.0f}", STEP_OF[name], *cells])
     head = ["gradients on the wire", "seeds", f"steps to {goal:.3f} bits a byte", "step measured"]
-    return _table([*head, "ms, 1 Gbit/s", "s", "ms, 100 Mbit/s", "s"], lines)
+    return markdown([*head, "ms, 1 Gbit/s", "s", "ms, 100 Mbit/s", "s"], lines)
 
 
 def _reached(mean: Sequence[tuple[int, float]], goal: float) -> float:
@@ -216,7 +212,7 @@ def beside_table(rows: Sequence[Line], word: str, loss: str, what: str) -> str:
         lines.append([name, *numbers, *(f"{_mean([*own.values()], n):,.0f}" for n in more)])
     head = [what, "seeds", "bits a byte" if loss == "bits_per_byte" else "validation loss"]
     head += [f"from {first}, mean (each)", "within the spread", *more.values()]
-    return f"{_table(head, lines)}\n\nSpread of {first} over its seeds: {spread:.4f}."
+    return f"{markdown(head, lines)}\n\nSpread of {first} over its seeds: {spread:.4f}."
 
 
 # Name of a table -> the folder of its rows, what makes it.

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import Row, machine_line
-from bench.report import roofline
-from bench.report.cells import ASIDE, by_case, is_ours, number
-from bench.report.report import NoResultsError, newest
-from bench.report.tables import OPS, tp_rows, zero_rows
+from bench.report import roofline, timeline
+from bench.report.cells import ASIDE, OPS, NoResultsError, by_case, is_ours, newest, number
+from bench.report.tables import tp_rows, zero_rows
 
 # Okabe and Ito's colours first, which the colour-blind can tell apart; fastpar's are warm ones, and
 # others never get them.
@@ -184,7 +183,8 @@ def draw_steps(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
 def draw_all(folder: Path) -> list[Path]:
     """<folder>/<op>.png for every op with rows there, of the newest machine of each device.
 
-    And roofline.png; zero.png and tp_<ranks>.png, of the first machine that has such rows.
+    And roofline.png; zero.png and tp_<ranks>.png, of the first machine that has such rows; the
+    timeline of the overlap bench.
     """
     machines = []
     for device in ("cuda", "cpu"):
@@ -210,4 +210,6 @@ def draw_all(folder: Path) -> list[Path]:
                 if folder / f"{file}.png" not in drawn:
                     drawn.append(folder / f"{file}.png")
                     draw_steps(about, own, drawn[-1])
+    if (folder / "overlap" / "timeline.json").exists():
+        drawn.append(timeline.redraw(folder / "overlap"))
     return drawn

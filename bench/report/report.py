@@ -19,24 +19,17 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.ops.errors import ErrorRow
 from bench.peers import published
-from bench.records import (
-    RESULTS,
-    ROOT,
-    AnyRecord,
-    Row,
-    load,
-    machine_line,
-    slug,
-)
-from bench.report import learning
+from bench.records import RESULTS, ROOT, Row, machine_line
+from bench.report import history, learning
+from bench.report.cells import OPS, NoResultsError, newest, of_newest
 from bench.report.headline import headline_table
-from bench.report.tables import OPS, TABLES, errors_table, ops_table
+from bench.report.pictures import draw_all
+from bench.report.tables import TABLES, errors_table, ops_table
 
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 DOCUMENTS = [
@@ -47,38 +40,6 @@ DOCUMENTS = [
     ),
 ]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
-
-
-def of_newest(about: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """The machine with the commit of its newest row here: its file can be of another one."""
-    last = max(rows, key=lambda row: row.date)
-    return {**about, "commit": last.commit, "dirty": last.dirty, "date": last.date}
-
-
-class NoResultsError(ValueError):
-    """There is no result file of a device, or no row for a table."""
-
-
-def newest(
-    device: str,
-    folder: Path,
-    kind: type[AnyRecord] = Row,  # type: ignore[assignment]
-) -> tuple[dict[str, Any], list[AnyRecord]]:
-    """The newest machine of this device and its newest row of every key."""
-    files = [load(path, kind) for path in sorted(folder.glob("*.json"))]
-    files = [(about, rows) for about, rows in files if about["device"] == device]
-    if not files:
-        how = "make gpu" if device == "cuda" else "python -m bench --commit-results"
-        if kind is ErrorRow:
-            how = f"python -m bench errors --device {device} --commit-results"
-        raise NoResultsError(
-            f"newest: expected results of device {device}, got none in {folder.name}; "
-            f"run `{how}` first"
-        )
-    files.sort(key=lambda file: file[0]["date"])
-    about = files[-1][0]
-    rows = {row.key: row for other, part in files if slug(other) == slug(about) for row in part}
-    return about, list(rows.values())
 
 
 def render(name: str, folder: Path) -> str:
@@ -171,8 +132,6 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         return 0
     if args.history:
-        from bench.report import history
-
         print(f"{history.write().name}: written")
         return 0
     if not (args.check or args.tables or args.files is not DOCUMENTS):
@@ -201,12 +160,8 @@ def write_own(folder: Path) -> None:
 
 def draw_pictures(folder: Path = RESULTS) -> None:
     """Every picture that comes from the results in folder."""
-    from bench.report import pictures, timeline
-
-    for path in pictures.draw_all(folder):
+    for path in draw_all(folder):
         print(f"{path.name}: drawn")
-    if (folder / "overlap" / "timeline.json").exists():
-        print(f"{timeline.redraw(folder / 'overlap').name}: drawn")
 
 
 def _tables(files: list[Path], *, check: bool) -> int:

@@ -5,9 +5,8 @@ the sizes in the case's name: FLOPs of the formula for each element (transcenden
 one), bytes that must move at least. A case that does not name its sizes is left out, and said.
 
 [Note: the roof] Each bench measures its ceilings in its own process (fastpar/measure/ceilings.py),
-on a
-machine that others use too: the roof is a band between the lowest and the highest of them. A dot
-above the slope belongs to tensors that stay in a cache.
+on a machine that others use too: the roof is a band between the lowest and the highest of them. A
+dot above the slope belongs to tensors that stay in a cache.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.records import Row, machine_line
-from bench.report.cells import by_case
-from bench.report.report import of_newest
-from bench.report.tables import OPS
+from bench.report.cells import OPS, by_case, of_newest
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 # FLOPs of an element, by direction. Of layer_norm: mean 1, variance 3, normalized 2, affine 2;

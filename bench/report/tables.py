@@ -1,90 +1,128 @@
-"""Rows as Markdown: one function for each table of a document, and a summary for the console."""
+"""Rows as Markdown: the columns of each table of a document, and a summary for the console."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 
 from bench.ops.errors import ErrorRow
 from bench.records import Row
-from bench.report.cells import by_case, is_ours, megabytes, number, rate, table, times
-from bench.report.plan_table import plan_table
-from bench.report.system_tables import (
-    checkpoint_table,
-    first_step_table,
-    offload_table,
-    overlap_table,
-    pp_link_table,
-    pp_table,
-    ps_table,
-    wires_table,
-)
+from bench.report.cells import OPS, by_case, is_ours, megabytes, number, rate, table, times
 from bench.targets import targets_of
 
-OPS = {p.stem.removeprefix("bench_") for p in Path(__file__).parents[1].glob("ops/bench_*.py")}
-OPS |= {"shm"}
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
+PLAN_LIMITS = {"peak memory": 0.05, "step time": 0.15}  # of a layout's error
+Cell = Callable[[Row, Sequence[Row]], str]  # what a row says, beside the others of its table
 
 
-def train_table(rows: Sequence[Row]) -> str:
-    lines = []
-    for row in rows:
-        if row.bench != "train" or row.case.startswith("char"):
-            continue
-        what = [row.case, row.variant, f"{row.notes.get('ranks', 1)} x {row.threads}"]
-        if row.refused:
-            lines.append([*what, f"refused: {row.refused}", "", "", "", ""])
-            continue
-        peak = row.peak_bytes and row.peak_bytes / 1e6
-        ratio = row.notes.get("memory_ratio")
-        lines.append(
-            [
-                *what,
-                number(row.median_ms),
-                number(row.tokens_per_s),
-                times(row.speedup),
-                number(peak),
-                times(ratio),
-            ]
-        )
-    head = ["training step", "variant", "ranks x threads", "ms", "tokens/s", "speed-up"]
-    return table([*head, "peak MB", "memory"], lines)
+def note(name: str, scale: float = 1.0, form: str = "") -> Cell:
+    """A number of the row's notes in a format, else with three digits; empty without one."""
+
+    def cell(row: Row, rows: Sequence[Row]) -> str:
+        value = row.notes.get(name)
+        if value is None:
+            return ""
+        return form.format(scale * value) if form else number(scale * value)
+
+    return cell
 
 
-def char_table(rows: Sequence[Row]) -> str:
-    lines = []
-    for row in rows:
-        if row.bench != "train" or not row.case.startswith("char"):
-            continue
-        if row.refused:
-            refusal = f"refused: {row.refused}"
-            lines.append([row.case, row.variant, refusal, "", "", "", "", ""])
-            continue
-        notes = row.notes
-        alike = notes.get("max_loss_difference")
-        lines.append(
-            [
-                row.case,
-                row.variant,
-                number(notes["total_s"]),
-                number(row.median_ms),
-                times(row.speedup),
-                times(notes.get("time_ratio")),
-                f"{notes['val_loss']:.4f}",
-                f"{alike:.1e}" if alike is not None else "",
-            ]
-        )
-    head = [
-        "run",
-        "variant",
-        "seconds",
-        "ms a step",
-        "speed-up of a step",
-        "time",
-        "validation loss",
-    ]
-    return table([*head, "largest loss difference in 200 steps"], lines)
+def of(cell: Callable[[Row], str]) -> Cell:
+    return lambda row, rows: cell(row)
+
+
+def peers(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """The rows of the same case and direction, this one too."""
+    return [r for r in rows if (r.case, r.direction) == (row.case, row.direction)]
+
+
+def against(family: str, target: float) -> Cell:
+    """Over the fastest of a family, by speed-ups over DDP, which took turns with each of them."""
+
+    def cell(row: Row, rows: Sequence[Row]) -> str:
+        found = (r.speedup for r in rows if r.variant.startswith(family) and r.speedup)
+        best = max(found, default=None)
+        ratio = row.speedup / best if row.speedup and best else None
+        short = row.variant.startswith("fastpar") and ratio is not None and ratio < target
+        return times(ratio) + f", short of {target}x" * short
+
+    return cell
+
+
+def against_dtensor(row: Row, rows: Sequence[Row]) -> str:
+    """By their speed-up over one way of torch, which took turns with all others."""
+    found = (r.speedup for r in peers(row, rows) if not is_ours(r) and r.speedup)
+    best = max(found, default=None)
+    ratio = row.speedup / best if row.speedup and best else None
+    return times(ratio) + ", loses" * (is_ours(row) and ratio is not None and ratio < 1)
+
+
+def against_fsdp2(row: Row, rows: Sequence[Row]) -> str:
+    fsdp2 = next((r.median_ms for r in peers(row, rows) if r.variant == "FSDP2"), None)
+    return times(fsdp2 / row.median_ms if fsdp2 and row.median_ms else None)
+
+
+def waited(row: Row, rows: Sequence[Row]) -> str:
+    ms = row.notes.get("engine_exposed_ms")
+    return "" if ms is None else f"{100 * ms / row.notes['comm_ms']:.0f} %"
+
+
+def missed(row: Row, rows: Sequence[Row]) -> str:
+    found = [(t, t.reached(row, peers(row, rows))) for t in targets_of(row)]
+    short = [t for t, reached in found if reached is not None and not t.met(reached)]
+    return "; ".join(f"not {target}" for target in short)
+
+
+SPEEDUP = of(lambda row: times(row.speedup))
+CONTENDER = of(lambda row: f"{row.case}: {row.variant}")
+CELLS: dict[str, Cell] = {  # heading -> cell, in every table that says nothing else
+    "case": of(lambda row: row.case),
+    "variant": of(lambda row: row.variant),
+    "case, variant": of(lambda row: f"{row.case}, {row.variant}"),
+    "case: variant": CONTENDER,
+    "ranks x threads": of(lambda row: f"{row.notes.get('ranks', 1)} x {row.threads}"),
+    "ms": of(lambda row: number(row.median_ms)),
+    "s": of(lambda row: number((row.median_ms or 0.0) / 1e3)),
+    "tokens/s": of(lambda row: number(row.tokens_per_s or row.notes.get("tokens_per_s"))),
+    "rate": of(lambda row: rate(row) if row.gb_per_s or row.tflop_per_s else ""),
+    "peak MB": of(megabytes),
+    "extra MB": of(megabytes),
+    "live MB": note("live_bytes", 1e-6),
+    "wire MB": note("wire_bytes", 1e-6),
+    "MB sent": note("sent_bytes", 1e-6),
+    "MB sent by the busiest": note("sent_bytes", 1e-6),
+    "MB sent a step": note("sent_mb"),
+    "by a worker": note("worker_bytes", 1e-6),
+    "communication ms": note("comm_ms"),
+    "exposed ms": note("exposed_ms"),
+    "formula ms": note("formula_ms"),
+    "exposed, of communication": note("exposed_percent", form="{:.0f} %"),
+    "waited, of communication": waited,
+    "speed-up": SPEEDUP,
+    "speed-up of a step": SPEEDUP,
+    "against the case's first": SPEEDUP,
+    "against torch.compile": SPEEDUP,
+    "speed-up over": of(lambda row: f"{times(row.speedup)} {row.baseline}" * bool(row.baseline)),
+    "memory": of(lambda row: times(row.notes.get("memory_ratio"))),
+    "time": of(lambda row: times(row.notes.get("time_ratio"))),
+    "seconds": note("total_s"),
+    "validation loss": note("val_loss", form="{:.4f}"),
+    "largest loss difference in 200 steps": note("max_loss_difference", form="{:.1e}"),
+    "loss differs by": note("loss_difference", form="{:.0e}"),
+    "bits a byte": note("bits_per_byte", form="{:.3f}"),
+    "staleness": note("staleness", form="{:.1f}"),
+    "import": note("import_s"),
+    "build": note("build_s"),
+    "first step": note("first_step_s"),
+    "second step": note("second_step_s"),
+    "against the fastest DTensor": against_dtensor,
+    "target missed": missed,
+    **{
+        f"against {'the fastest ' * (family != 'DDP')}{family}": against(family, target)
+        for family, target in ZERO_TARGETS.items()
+    },
+}
 
 
 def zero_rows(rows: Sequence[Row]) -> list[Row]:
@@ -98,69 +136,122 @@ def zero_rows(rows: Sequence[Row]) -> list[Row]:
     return sorted((row for row in rows if row.bench == "zero"), key=place)
 
 
-def zero_table(rows: Sequence[Row]) -> str:
-    """fastpar's stages beside DDP and the fastest FSDP2 and DeepSpeed; what falls short says so.
-
-    Rates are compared by their speed-up over DDP, which took turns with each of them.
-    """
-    rows = zero_rows(rows)
-    best = {
-        family: max(
-            (r.speedup for r in rows if r.variant.startswith(family) and r.speedup), default=None
-        )
-        for family in ZERO_TARGETS
-    }
-    lines = []
-    for row in rows:
-        what = [row.variant, f"{row.notes.get('ranks', 1)} x {row.threads}"]
-        if row.refused:
-            lines.append([*what, f"refused: {row.refused}", *[""] * 8])
-            continue
-        cells = [*what, number(row.median_ms), number(row.tokens_per_s)]
-        for family, target in ZERO_TARGETS.items():
-            peer = best[family]
-            ratio = row.speedup / peer if row.speedup and peer else None
-            short = row.variant.startswith("fastpar") and ratio is not None and ratio < target
-            cells.append(times(ratio) + f", short of {target}x" * short)
-        notes = row.notes
-        wire = notes.get("wire_bytes")
-        live = notes.get("live_bytes")
-        cells += [
-            megabytes(row),
-            "" if live is None else number(live / 1e6),
-            number(notes.get("exposed_ms")),
-            "" if wire is None else number(wire / 1e6),
-        ]
-        lines.append(cells)
-    head = ["contender", "ranks x threads", "ms", "tokens/s"]
-    head += [f"against {'the fastest ' * (f != 'DDP')}{f}" for f in ZERO_TARGETS]
-    return table([*head, "peak MB", "live MB", "exposed ms", "wire MB"], lines)
-
-
 def tp_rows(rows: Sequence[Row]) -> list[Row]:
     """Side by side, torch's first."""
     return sorted((r for r in rows if r.bench == "tp"), key=lambda r: (len(r.case), is_ours(r)))
 
 
-def tp_table(rows: Sequence[Row]) -> str:
-    """fastpar's tensor parallelism beside the fastest way of torch.
+def grouped(rows: Sequence[Row]) -> list[Row]:
+    return [row for group in by_case(rows).values() for row in group]
 
-    Rates are compared by their speed-up over one way of torch, which took turns with all others.
+
+def by_cases(bench: str) -> Callable[[Sequence[Row]], list[Row]]:
+    """The rows of a bench, those of a case together."""
+    return lambda rows: grouped([r for r in rows if r.bench == bench])
+
+
+def only(
+    bench: str, keep: Callable[[Row], bool] = lambda row: True
+) -> Callable[[Sequence[Row]], list[Row]]:
+    return lambda rows: [row for row in rows if row.bench == bench and keep(row)]
+
+
+def spec(
+    choose: Callable[[Sequence[Row]], Sequence[Row]],
+    names: str,
+    values: str,
+    own: Mapping[str, Cell] | None = None,
+) -> Callable[[Sequence[Row]], str]:
+    """A table: its rows, the headings of what names a row, and those of what it says.
+
+    A heading "text = case" shows CELLS["case"] under another text; own: cells of this table alone.
     """
+    headings = [h.partition(" = ") for h in f"{names} | {values}".split(" | ")]
+    cells = [{**CELLS, **(own or {})}[key or text] for text, _, key in headings]
+    count = names.count(" | ") + 1
+
+    def make(every: Sequence[Row]) -> str:
+        rows, lines = choose(every), []
+        for row in rows:
+            line = [cell(row, rows) for cell in (cells[:count] if row.refused else cells)]
+            line += [f"refused: {row.refused}"] * bool(row.refused)
+            lines.append(line + [""] * (len(cells) - len(line)))
+        return table([text for text, _, _ in headings], lines)
+
+    return make
+
+
+PP = "case: contender = case: variant | ranks x threads"
+PP_SAYS = "ms | tokens/s | against the case's first | peak MB | loss differs by | MB sent a step"
+WAITS = spec(
+    only("offload", lambda row: row.variant == "exposed"),
+    "a rank that sleeps = case",
+    "exposed ms | formula ms",
+)
+STEPS = spec(
+    only("offload", lambda row: row.variant != "exposed"),
+    "case: contender = case: variant",
+    "ms | tokens/s | against the case's first | exposed ms",
+)
+
+
+def pp_link_table(rows: Sequence[Row], base: str = "fastpar ZeRO-0") -> str:
+    """Steps behind a link by their tokens: milliseconds, and how much faster than dp in turn."""
+    found: dict[tuple[int, int], dict[str, str]] = {}
+    for row in only("pp")(rows):
+        shape = re.search(r"T=(\d+) B=(\d+), .* Mbit/s", row.case)
+        if shape and row.median_ms:
+            n_rows, length = int(shape[2]), int(shape[1])
+            faster = f" ({times(row.speedup)})" if row.baseline == base != row.variant else ""
+            of_tokens = found.setdefault((n_rows * length, n_rows), {})
+            of_tokens[row.variant] = f"{number(row.median_ms)}{faster}"
+    names = sorted({name for each in found.values() for name in each}, key=lambda n: (n != base, n))
+    lines = [
+        [f"{tokens} in {n_rows} rows", *(each.get(name, "") for name in names)]
+        for (tokens, n_rows), each in sorted(found.items())
+    ]
+    return table(["tokens a step", *names], lines)
+
+
+def plan_table(rows: Sequence[Row]) -> str:
+    """Errors of memory and step time, of all layouts and of those of each number of ranks."""
+    own = [row for row in only("plan")(rows) if row.median_ms is not None]
+    ranks = sorted({row.notes["ranks"] for row in own})
     lines = []
-    for (case, _), group in by_case(tp_rows(rows)).items():
-        best = max((r.speedup for r in group if not is_ours(r) and r.speedup), default=None)
-        for row in group:
-            what = [f"{case}: {row.variant}", f"{row.notes.get('ranks', 1)} x {row.threads}"]
-            if row.refused:
-                lines.append([*what, f"refused: {row.refused}", "", "", ""])
-                continue
-            ratio = row.speedup / best if row.speedup and best else None
-            lost = ", loses" * (is_ours(row) and ratio is not None and ratio < 1)
-            cells = [number(row.median_ms), number(row.tokens_per_s), times(ratio) + lost]
-            lines.append([*what, *cells, megabytes(row)])
-    head = ["training step", "ranks x threads", "ms", "tokens/s", "against the fastest DTensor"]
-    return table([*head, "peak MB"], lines)
+    for kind, limit in PLAN_LIMITS.items():
+        for n in (None, *ranks) if len(ranks) > 1 else (None,) * bool(own):
+            errors = [_error(kind, row) for row in own if n in (None, row.notes["ranks"])]
+            sizes = sorted(map(abs, errors))
+            ninth = sizes[-(-9 * len(sizes) // 10) - 1]  # nine tenths are no larger
+            which = "all layouts" if n is None else f"{n} rank{'s' * (n > 1)}"
+            within = sum(size <= limit for size in sizes)
+            spread = [f"{value:.1%}" for value in (statistics.median(sizes), ninth, sizes[-1])]
+            bias = f"{statistics.median(errors):+.1%}"
+            target = f"{within} of {len(sizes)} within {limit:.0%}"
+            lines.append([f"{kind}, {which}", str(len(sizes)), *spread, bias, target])
+    head = ["predicted against measured", "layouts", "median error", "nine tenths within"]
+    text = table([*head, "worst", "bias", "target"], lines)
+    busy = sorted({row.notes["busy"] for row in own if row.notes.get("busy")})
+    return text + (f"\n\nMeasured on a busy machine ({'; '.join(busy)})." if busy else "")
+
+
+def _error(kind: str, row: Row) -> float:
+    if kind == "peak memory":
+        return row.notes["predicted_bytes"] / (row.peak_bytes or 1) - 1
+    return row.notes["predicted_ms"] / (row.median_ms or 1.0) - 1
+
+
+def _base(row: Row, rows: Sequence[Row]) -> Row | None:
+    return next((r for r in _stock(row, rows) if r.variant == r.baseline), None)
+
+
+def _best(row: Row, rows: Sequence[Row]) -> Row | None:
+    return min(_stock(row, rows), key=lambda r: r.median_ms or 0.0, default=None)
+
+
+def _stock(row: Row, rows: Sequence[Row]) -> list[Row]:
+    timed = [r for r in peers(row, rows) if r.median_ms is not None]
+    return [r for r in timed if not r.variant.startswith("fastpar")]
 
 
 def ops_table(rows: Sequence[Row]) -> str:
@@ -168,35 +259,41 @@ def ops_table(rows: Sequence[Row]) -> str:
 
     A row that is slower than the fastest other one says so.
     """
-    rows = [r for r in rows if r.bench in OPS]
-    with_peak = any(r.peak_bytes is not None for r in rows)
-    with_host = any(r.host_us is not None for r in rows)
-    extra = ["peak MB", "stock peak MB"] * with_peak + ["host us"] * with_host
-    lines = []
-    for (case, direction), group in by_case(rows).items():
-        timed = [r for r in group if r.median_ms is not None]
-        peers = [r for r in timed if not r.variant.startswith("fastpar")]
-        best = min(peers, key=lambda r: r.median_ms or 0.0, default=None)
-        base = next((r for r in peers if r.variant == r.baseline), None)
-        for row in filter(is_ours, group):
-            name = case if row.variant == "fastpar" else f"{case} ({row.variant})"
-            cells = [f"{name}, {direction}"]
-            cells.append(f"{number(base.median_ms)} ({base.variant})" if base else "")
-            cells.append(f"{number(best.median_ms)} ({best.variant})" if best else "")
-            if row.median_ms is None:
-                lines.append([*cells, f"refused: {row.refused}", "", "", "", *([""] * len(extra))])
-                continue
-            against = best.median_ms / row.median_ms if best and best.median_ms else None
-            lost = ", loses" if against is not None and against < 1 else ""
-            cells += [number(row.median_ms), times(against) + lost, rate(row)]
-            cells.append(f"{number(row.percent_of_ceiling)} %")
-            if with_peak:
-                cells += [megabytes(row), megabytes(base)]
-            if with_host:
-                cells.append(number(row.host_us))
-            lines.append(cells)
-    head = ["op", "stock ms", "fastest stock ms", "fastpar ms", "against fastest", "rate"]
-    return table([*head, "of the ceiling", *extra], lines)
+    every = [r for r in rows if r.bench in OPS]
+    own = list(filter(is_ours, grouped(every)))
+
+    def shown(find: Callable[[Row, Sequence[Row]], Row | None]) -> Cell:
+        def cell(row: Row, _: Sequence[Row]) -> str:
+            peer = find(row, every)
+            return f"{number(peer.median_ms)} ({peer.variant})" if peer else ""
+
+        return cell
+
+    def fastest(row: Row, _: Sequence[Row]) -> str:
+        best = _best(row, every)
+        ratio = (
+            best.median_ms / row.median_ms if best and best.median_ms and row.median_ms else None
+        )
+        return times(ratio) + ", loses" * (ratio is not None and ratio < 1)
+
+    def name(row: Row) -> str:
+        aside = "" if row.variant == "fastpar" else f" ({row.variant})"
+        return f"{row.case}{aside}, {row.direction}"
+
+    values = "fastpar ms = ms | against fastest | rate | of the ceiling"
+    values += " | peak MB | stock peak MB" * any(r.peak_bytes is not None for r in every)
+    values += " | host us" * any(r.host_us is not None for r in every)
+    cells = {
+        "op": of(name),
+        "stock ms": shown(_base),
+        "fastest stock ms": shown(_best),
+        "against fastest": fastest,
+        "rate": of(rate),
+        "of the ceiling": of(lambda row: f"{number(row.percent_of_ceiling)} %"),
+        "stock peak MB": of(lambda row: megabytes(_base(row, every))),
+        "host us": of(lambda row: number(row.host_us)),
+    }
+    return spec(lambda rows: own, "op | stock ms | fastest stock ms", values, cells)(rows)
 
 
 def targets_table(rows: Sequence[Row]) -> str:
@@ -225,20 +322,18 @@ def errors_table(rows: Sequence[ErrorRow]) -> str:
         name = "triton, interpreted" if interpreted else row.implementation
         groups.setdefault((row.op, name, row.dtype), []).append(row)
     lines = []
-    for (op, implementation, dtype), group in groups.items():
+    for names, group in groups.items():
         ratios = [
             (worst, rms, f"{result}, {row.shape}")
             for row in group
             for result, (worst, rms) in row.ratios().items()
         ]
-        cells = [op, implementation, dtype]
+        cells = ["", "", ""]
         if ratios:
             worst, _, where = max(ratios)
-            cells += [f"{worst:.2f}x", where, f"{max(rms for _, rms, _ in ratios):.2f}x"]
-        else:
-            cells += ["", "", ""]
+            cells = [f"{worst:.2f}x", where, f"{max(rms for _, rms, _ in ratios):.2f}x"]
         held = sum(not row.fails for row in group)
-        lines.append([*cells, f"{held} of {len(group)} shapes"])
+        lines.append([*names, *cells, f"{held} of {len(group)} shapes"])
     head = ["op", "implementation", "dtype", "largest error / PyTorch's, worst", "where"]
     return table([*head, "RMS error / PyTorch's, worst", "2x rule holds"], lines)
 
@@ -266,20 +361,67 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
-    "train": train_table,
-    "char": char_table,
-    "zero": zero_table,
-    "tp": tp_table,
+    "train": spec(
+        only("train", lambda row: not row.case.startswith("char")),
+        "training step = case | variant | ranks x threads",
+        "ms | tokens/s | speed-up | peak MB | memory",
+    ),
+    "char": spec(
+        only("train", lambda row: row.case.startswith("char")),
+        "run = case | variant",
+        "seconds | ms a step = ms | speed-up of a step | time | validation loss"
+        " | largest loss difference in 200 steps",
+    ),
+    "zero": spec(
+        zero_rows,
+        "contender = variant | ranks x threads",
+        "ms | tokens/s | against DDP | against the fastest FSDP2 | against the fastest DeepSpeed"
+        " | peak MB | live MB | exposed ms | wire MB",
+    ),
+    "tp": spec(
+        lambda rows: grouped(tp_rows(rows)),
+        "training step = case: variant | ranks x threads",
+        "ms | tokens/s | against the fastest DTensor | peak MB",
+    ),
     "ops": ops_table,
     "targets": targets_table,
-    "overlap": overlap_table,
-    "wires": wires_table,
-    "ps": ps_table,
-    "checkpoint": checkpoint_table,
+    "overlap": spec(
+        by_cases("overlap"),
+        "step on a limited link = case, variant",
+        "ms | MB sent | communication ms | exposed ms | exposed, of communication"
+        " | waited, of communication | against DDP | against FSDP2",
+        {"against DDP": SPEEDUP, "against FSDP2": against_fsdp2},
+    ),
+    "wires": spec(
+        only("wires"),
+        "step on a slow link = case, variant",
+        "ms | tokens/s | MB sent | exposed ms | against FSDP2",
+        {"against FSDP2": SPEEDUP},
+    ),
+    "ps": spec(
+        only("ps"),
+        "step = case: variant",
+        "ms | tokens/s | MB sent by the busiest | by a worker | staleness | bits a byte",
+    ),
+    "checkpoint": spec(
+        by_cases("checkpoint"),
+        "checkpoint | variant",
+        "ms | rate | speed-up over | extra MB | target missed",
+        {"checkpoint": of(lambda row: f"{row.case}: {row.direction}")},
+    ),
     "plan": plan_table,
-    "first_step": first_step_table,
-    "pp": pp_table,
+    "first_step": spec(
+        only("first_step"),
+        "until the first step is done",
+        "s | import | build | first step | second step | against torch.compile",
+        {
+            "until the first step is done": of(
+                lambda row: f"{row.case.removeprefix('first_step ')}: {row.variant}"
+            )
+        },
+    ),
+    "pp": spec(only("pp"), PP, PP_SAYS),
+    "cp": spec(only("cp"), PP, PP_SAYS),
     "pp-link": pp_link_table,
-    "offload": offload_table,
-    "cp": partial(pp_table, of_bench="cp"),
+    "offload": lambda rows: f"{WAITS(rows)}\n\n{STEPS(rows)}",
 }

@@ -1,26 +1,19 @@
 """The timeline of bench_overlap.py: a panel for each ZeRO stage, and the file it is drawn from.
 
-    python -m bench.report.timeline     draws bench/results/overlap/timeline.png again, from its
-    JSON
-
 What a bar is: fastpar/comm/recorder.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.records import RESULTS, machine_line
+from bench.records import machine_line
 from fastpar.comm.recorder import Span
 from fastpar.profile.timeline_picture import draw
-
-FOLDER = RESULTS / "overlap"
 
 
 def save(
@@ -53,27 +46,3 @@ def redraw(folder: Path) -> Path:
     path = folder / "timeline.png"
     draw(panels, [stored["line"], machine_line(stored["machine"])], path)
     return path
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.report.timeline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
-    folder = parser.parse_args(argv).folder
-    try:
-        print(f"{redraw(folder).name}: drawn")
-    except OSError as error:
-        print(
-            f"timeline: expected timeline.json in {folder.name}, got {error.strerror}; run "
-            "`python -m bench overlap` first",
-            file=sys.stderr,
-        )
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

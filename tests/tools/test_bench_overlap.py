@@ -74,7 +74,7 @@ def test_targets_are_judged_from_the_rows(tmp_path):
 
 def test_the_report_has_a_line_for_each_variant(tmp_path):
     rows = overlap.to_rows(make_bench(tmp_path, "overlap"), PLAN, logs(), ABOUT)
-    lines = tables.overlap_table(rows).splitlines()[2:]
+    lines = tables.TABLES["overlap"](rows).splitlines()[2:]
     assert (
         lines[1] == "| tiny, DDP, same buckets | 1500 | 95 | 1000 | 250 | 25 % |  | 1.00x | 1.20x |"
     )

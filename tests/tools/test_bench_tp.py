@@ -149,13 +149,13 @@ def rows():
 
 
 def test_the_table_compares_with_the_fastest_of_torch(rows):
-    text = tables.tp_table(rows[::-1])
+    text = tables.TABLES["tp"](rows[::-1])
     lines = text.splitlines()[2:]
     assert "| tp=2, tiny: fastpar, shm | 2 x 1 | 500 | 1024 | 2.00x | 1000 |" in lines
     assert "| tp=2, tiny: fastpar, gloo | 2 x 1 | 4000 | 128 | 0.25x, loses | 1000 |" in lines
     assert lines[-1].startswith("| dp=2 tp=2, tiny: torch DTensor + FSDP2 | 2 x 1 | 100 ")
     refused = [replace(rows[2], refused="gone"), *rows[:2]]
-    assert "fastpar, shm | 2 x 1 | refused: gone |" in tables.tp_table(refused)
+    assert "fastpar, shm | 2 x 1 | refused: gone |" in tables.TABLES["tp"](refused)
     assert len({line.count("|") for line in text.splitlines()}) == 1
 
 

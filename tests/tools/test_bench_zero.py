@@ -164,7 +164,7 @@ def rows():
 
 
 def test_the_table_compares_through_ddp(rows):
-    text = tables.zero_table(rows[::-1])
+    text = tables.TABLES["zero"](rows[::-1])
     assert [line.split(" | ")[0] for line in text.splitlines()[2:]] == [
         f"| {row.variant}" for row in rows
     ]

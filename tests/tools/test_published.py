@@ -10,7 +10,6 @@ from bench.records import RESULTS
 from fastpar.cost import datasheet
 from fastpar.cost.datasheet import GENERATIONS
 from fastpar.cost.devices import find_device
-from fastpar.cost.operations import comm_ops_of, ops_of
 from fastpar.cost.step_time import check
 
 ROWS = list(published.published())
@@ -68,28 +67,6 @@ def test_a_family_left_out_is_predicted_from_the_others(family, monkeypatch):
     fitted = min(grid, key=lambda reached: sum(x * x for x in off(others, reached)))
     assert 0.6 < fitted < 0.95
     assert max(map(abs, off(own, fitted))) < math.log(1 + TOLERANCE)
-
-
-def test_stacks_do_more_than_ours():
-    """Megatron's passes through memory and exchanges that nothing hides: its step is longer."""
-    for row in ROWS:
-        time, _ = predict(row)
-        assert sum(time.parts.values()) == pytest.approx(time.step_s)
-        ops, sends = ops_of(row.workload, row.setup), comm_ops_of(row.workload, row.setup)
-        if row.megatron:
-            changed = list(published._megatron_ops(row, list(ops)))
-            flops = [sum(op.flops * op.count for op in found) for found in (ops, changed)]
-            assert flops[1] > flops[0]
-            assert time.exposed_s == pytest.approx(time.comm_s)
-        elif row.setup.grad_accum_steps > 1:
-            assert time.exposed_s < time.comm_s
-        assert len(sends) > 2
-
-
-def test_recomputing_the_core_is_less_than_all():
-    times = {row.name: predict(row)[0].parts["recompute"] for row in ROWS if row.setup.dp == 1}
-    for size in ("22B", "175B", "530B", "1000B"):
-        assert 0 < times[f"{size} selective, sp"] < 0.3 * times[f"{size} full"]
 
 
 def test_table_is_current():

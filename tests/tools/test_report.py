@@ -1,11 +1,14 @@
 """The report: tables between markers and pictures, from the newest rows of one machine."""
 
+from dataclasses import replace
+
 import pytest
 from test_records import ABOUT, make_row
 
 from bench.ops.errors import ErrorRow
-from bench.records import ResultFile
-from bench.report import pictures, report, roofline, tables
+from bench.records import RESULTS, ResultFile
+from bench.report import pictures, report, tables
+from bench.report.cells import newest
 from bench.targets import Target, faster, note, targets_of
 
 
@@ -61,11 +64,6 @@ def test_report_takes_each_key_from_its_newest_file(results):
     text = report.render("train-cpu", results)  # only the older file of this machine has it
     assert "| 6x384 | eager | 1 x 2 | 2 | 600 | 1.00x |" in text
     assert "55" not in report.render("ops-cpu", results)
-
-
-def test_report_of_the_char_run(results):
-    text = report.render("char-cpu", results)
-    assert "| char 4x128 | fastpar | 90.2 | 2 | 1.00x | 0.50x | 1.2346 | 2.0e-06 |" in text
 
 
 def test_headline_shows_what_passed_beside_the_fastest_other(tmp_path):
@@ -130,6 +128,17 @@ def test_report_refuses_what_it_cannot_fill(results):
         report.update("<!-- bench:checkpoint-cpu -->\n<!-- /bench:checkpoint-cpu -->\n", results)
 
 
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_every_line_of_a_table_has_its_columns(name):
+    """Also those of rows that were refused."""
+    _, rows = newest("cpu", RESULTS)
+    refused = [replace(row, refused="why", median_ms=None) for row in rows]
+    for some in (rows, refused, []):
+        for text in tables.TABLES[name](some).split("\n\n"):
+            lines = [line for line in text.splitlines() if line.startswith("|")]
+            assert len({line.count(" |") for line in lines}) <= 1
+
+
 def test_report_check_tells_a_stale_file(results, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report.update, "__defaults__", (results,))
     readme = tmp_path / "README.md"
@@ -140,36 +149,6 @@ def test_report_check_tells_a_stale_file(results, tmp_path, monkeypatch, capsys)
     readme.write_text("<!-- bench:ops-cpu -->\n")
     assert report.main([str(readme)]) == 2
     assert "update: expected" in capsys.readouterr().err
-
-
-def test_summary_has_a_line_for_each_case():
-    text = tables.summary([make_row(), make_row(variant="fastpar", refused="x", median_ms=None)])
-    says, line = text.splitlines()
-    assert says == "%: of the rate of a plain copy or matrix product in the same process"
-    assert line == "bias_gelu N=1 F=2, fwd, ms: eager 2 (34 %) | fastpar refused"
-
-
-def test_ops_table_names_what_is_slower_and_shows_memory_and_host_time():
-    text = tables.ops_table(
-        [
-            make_row(median_ms=1.0, peak_bytes=4_000_000, host_us=9.0),
-            make_row(variant="fastpar", median_ms=1.25, peak_bytes=1_000_000, host_us=7.5),
-        ]
-    )
-    assert "| against fastest | rate | of the ceiling | peak MB | stock peak MB | host us |" in text
-    assert "| 1.25 | 0.80x, loses | 12 GB/s | 34.5 % | 1 | 4 | 7.5 |" in text
-
-
-def test_every_bench_has_a_table_of_its_own(results):
-    text = report.render("gelu-cpu", results)
-    assert "bias_gelu N=1 F=2, forward" in text
-    with pytest.raises(ValueError, match="render: expected rows for the table philox-cpu, got"):
-        report.render("philox-cpu", results)
-
-
-def test_a_row_beside_dropout_is_no_result():
-    aside = make_row(variant="fastpar without dropout")
-    assert "without" not in tables.ops_table([make_row(), aside])
 
 
 # Targets
@@ -197,19 +176,6 @@ def test_targets_survive_the_row_and_are_judged_by_the_report():
     ):
         assert line in text
     assert tables.targets_table([make_row(peak_bytes=100)]).count("\n") == 1  # no targets
-
-
-def test_targets_of_a_refused_row_are_missed_and_without_peers_they_stay_open():
-    red = make_row(variant="fastpar", median_ms=None, refused="red check", notes=note(TARGETS))
-    assert tables.targets_table([red]).count("refused: red check | no |") == 4
-    alone = make_row(variant="fastpar", notes=note(TARGETS[:1]))
-    refused_peer = make_row(median_ms=None, refused="out of memory")
-    assert "| nothing to compare with | open |" in tables.targets_table([alone, refused_peer])
-
-
-def test_target_refuses_an_unknown_measure():
-    with pytest.raises(ValueError, match=r"Target: expected measure in .*, got measure=joy"):
-        Target("joy", 1.0)
 
 
 # Errors
@@ -249,29 +215,6 @@ def test_errors_table_shows_the_worst_of_each_op_implementation_and_dtype(tmp_pa
 # Pictures
 
 
-def test_one_picture_for_each_op_with_rows(results, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        pictures, "draw", lambda name, parts, path: drawn.append((name, parts, path))
-    )
-    monkeypatch.setattr(
-        roofline, "draw", lambda parts, path: drawn.append(("roofline", parts, path))
-    )
-    assert pictures.draw_all(results) == [results / "roofline.png", results / "gelu.png"]
-    assert drawn.pop(0)[0] == "roofline"
-    ((name, parts, path),) = drawn
-    assert (name, path) == ("gelu", results / "gelu.png")
-    ((about, rows),) = parts  # one machine: the newest with a CPU; none with a GPU
-    assert about["cpu"] == ABOUT["cpu"]
-    assert {r.variant for r in rows} == {"eager", "torch.compile", "fastpar"}
-
-
-def test_a_damaged_result_file_stops_the_pictures(results):
-    (results / "c.json").write_text("{")
-    with pytest.raises(ValueError, match=r"load: expected a result file, got path=c\.json"):
-        pictures.draw_all(results)
-
-
 def test_picture_shows_every_variant_case_and_direction(tmp_path, monkeypatch):
     """Bars by rate with their times; a refused variant in words; the ceiling; the machine."""
     from matplotlib import pyplot
@@ -300,12 +243,6 @@ def test_picture_shows_every_variant_case_and_direction(tmp_path, monkeypatch):
     assert "dashed" in figure.get_supxlabel()
     monkeypatch.undo()
     pyplot.close(figure)
-
-
-def test_fastpar_has_its_own_colour():
-    colour = pictures.colours([f"peer {i}" for i in range(8)] + ["fastpar", "fastpar in place"])
-    assert len(set(colour.values())) == len(colour)
-    assert colour["fastpar"] == pictures.OURS
 
 
 def test_the_door_draws_and_writes_everything(results, monkeypatch, tmp_path, capsys):
@@ -350,11 +287,3 @@ def test_a_users_own_rows_are_drawn_beside_them(results, capsys):
     assert capsys.readouterr().err.startswith(
         "report: expected a folder with rows of `python -m bench`, got results="
     )
-
-
-@pytest.mark.slow
-def test_pictures_of_committed_results_are_drawn(results, capsys):
-    pytest.importorskip("matplotlib")
-    report.draw_pictures(results)
-    assert "gelu.png: drawn\n" in capsys.readouterr().out
-    assert (results / "gelu.png").exists()

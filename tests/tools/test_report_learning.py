@@ -1,12 +1,7 @@
 """Tables of what recipes learned: seeds and spreads, steps to AdamW's loss, Muon's shared step."""
 
-import json
-
-import pytest
-
 from bench.records import Row
-from bench.report import report
-from bench.report.learning import recipes_table, steps_table, time_table
+from bench.report.learning import steps_table, time_table
 
 MACHINE = {"device": "cpu", "cpu": "Test CPU", "cores": 2, "python": "3.11", "torch": "2.13"}
 MACHINE |= {"triton": "", "commit": "abc", "dirty": False, "date": "2026-01-01"}
@@ -51,12 +46,6 @@ def test_steps_to_adamws_loss_are_counted_by_seed():
     assert muon in lines
 
 
-def test_recipes_have_seeds_and_spreads():
-    lines = recipes_table(ROWS).splitlines()[2:]
-    assert "| tried, lr=0.02 | 75 | 3 | 1.687 (1.600 to 1.760) | 70 |" in lines
-    assert "| tried, lr=0.005 | 150 | 1 | 2.000 | 100 |" in lines
-
-
 def test_time_to_a_loss_is_steps_of_the_mean_curve_at_measured_times():
     """The loss that all reach is 2.4, by int8 at its end; by the mean of fp32 two thirds of the way
     from 3.0 at step 100 to 2.1 at step 200."""
@@ -87,21 +76,3 @@ def test_time_to_a_loss_is_steps_of_the_mean_curve_at_measured_times():
         "| int8, weights too | 1 | 200 | fastpar ZeRO-2, int8 both |  |  | 60 | 12 |",
     ]
     assert time_table([], []).startswith("No curves")
-
-
-def test_they_are_written_between_markers(tmp_path):
-    step = {"ranks": 2, "zero_stage": 1, "shape": {"n_layer": 6, "n_embd": 384}, "ratio": 0.5}
-    step |= {"least_ratio": 0.45}
-    step |= {"sharded_ms": 1.2, "repeated_ms": 2.4, "commit": "abc", "dirty": True}
-    step |= {"sent_bytes": [1_000_000, 2_000_000], "formula_bytes": [1_000_000, 2_000_001]}
-    for folder, rows in (("main_job", ROWS), ("muon", [{**step, "machine": MACHINE}])):
-        (tmp_path / folder).mkdir()
-        text = "".join(json.dumps(each) + "\n" for each in rows)
-        (tmp_path / folder / "rows.jsonl").write_text(text)
-    text = "<!-- bench:muon-cpu -->\n<!-- /bench:muon-cpu -->"
-    new = report.update(text, tmp_path)
-    expected = "| 6 x 384, stage 1 | 2 | 1 | 2 | 0.500x | 0.450x | 2.0, NOT equal | abc + changes |"
-    assert expected in new
-    assert "CPU: Test CPU, 2 cores" in report.render("steps-cpu", tmp_path)
-    with pytest.raises(ValueError, match=r"recipes, steps, muon, .* got name=stepz-cpu"):
-        report.render("stepz-cpu", tmp_path)

@@ -1,13 +1,10 @@
 """The roofline: where a dot is, what the roof is, and numbers that do not collide."""
 
-import math
-
 import pytest
-from test_records import ABOUT, make_row
+from test_records import make_row
 
-from bench.records import ResultFile
-from bench.report import pictures, roofline
-from bench.report.roofline import Ceiling, Dot, ceiling_of, dot_of, dots_of, elements, numbered
+from bench.report import roofline
+from bench.report.roofline import Ceiling, ceiling_of, dot_of, dots_of
 
 
 def attention(variant="fastpar", direction="forward", ms=2.0, **more):
@@ -57,13 +54,6 @@ def test_least_bytes(bench, case, direction, size):
     assert roofline.least_bytes(row) == size
 
 
-def test_sizes_come_from_names():
-    assert elements("cross_entropy N=512 V=50304") == 512 * 50304
-    assert elements("adamw bf16 1.5B") == 1.5e9
-    assert elements("global_norm fp32 50M") == 50e6
-    assert elements("pack 148 tensors") is None
-
-
 def test_pairs_are_of_fastpar_and_the_fastest_other_and_the_rest_is_said():
     rows = [
         norm(),
@@ -85,52 +75,3 @@ def test_the_roof_is_from_the_lowest_to_the_highest_ceiling():
     rows[1].ceiling = "copy 25.5 GB/s"
     assert ceiling_of(rows) == Ceiling((25.5, 40.0), (0.4, 0.4))
     assert ceiling_of(rows[:2]) is None
-
-
-def test_the_largest_shape_has_the_number():
-    dots = [Dot("a", f"n={n}", "forward", "fastpar", 1.0, 1.0, n) for n in (3.0, 9.0, 5.0)]
-    dots.append(Dot("b", "x", "forward", "fastpar", 0.5, 1.0, 1.0))
-    assert [d.case for d in numbered(dots)] == ["x", "n=9.0"]
-
-
-@pytest.mark.slow
-def test_the_picture_has_a_panel_for_each_machine_and_no_number_upon_another(monkeypatch, tmp_path):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    shown = []
-    monkeypatch.setattr(pyplot, "close", shown.append)
-    rows = [attention(direction=d) for d in ("forward", "backward", "forward+backward")]
-    rows += [attention("eager", direction=r.direction, ms=3.0) for r in rows]
-    rows += [norm(), norm("eager", ms=1.0), norm(n=4096)]
-    bare = [make_row(bench="gelu", case="bias_gelu N=8 F=8", variant="fastpar", gb_per_s=1.0)]
-    gpu = {**ABOUT, "device": "cuda", "gpu": "Test GPU", "driver": "1", "cuda": "13"}
-    roofline.draw([(ABOUT, rows), (gpu, bare)], tmp_path / "x.png")
-    (figure,) = shown
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles == ["Roofline of every kernel (CPU, 2 threads)",
-                      "Roofline of every kernel (Test GPU)"]  # fmt: skip
-    axes = figure.axes[0]
-    boxes = [t.get_window_extent() for t in axes.texts]
-    assert [t.get_text() for t in axes.texts] == ["1", "2", "3", "4"]
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-    legend = axes.get_legend().get_window_extent()
-    assert legend.x0 >= axes.get_window_extent().x1
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert "fastpar" in labels
-    assert "1  layer_norm N=4096 C=768, forward" in labels
-    pyplot.close("all")
-
-
-def test_places_keep_their_distance_as_long_as_there_are_some():
-    taken = [(0.0, 0.0)]
-    for _ in range(10):
-        taken.append(roofline._place(taken, 0.0, 0.0, 10.0))
-    near = [math.dist(a, b) for i, a in enumerate(taken) for b in taken[:i]]
-    assert min(near) >= 10.0 - 1e-9
-
-
-def test_it_is_drawn_with_the_others(tmp_path):
-    pytest.importorskip("matplotlib")
-    folder = tmp_path / "results"
-    ResultFile(folder / "a.json", ABOUT).add(norm(), norm("eager", ms=1.0))
-    assert folder / "roofline.png" in pictures.draw_all(folder)
-    assert (folder / "roofline.png").stat().st_size > 5000
