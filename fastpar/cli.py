@@ -10,20 +10,20 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
 from fastpar.config.axes import ranks_of_batch, ranks_of_samples
 from fastpar.config.combinations import check_synchronous, without_idle
-from fastpar.config.config import TrainConfig, derive_batch
+from fastpar.config.config import TrainConfig, derive_batch, setting_name
 from fastpar.config.options import USUAL, SampleSettings, TrainFlags, for_tyro
-from fastpar.config.settings import WRONG_PATH, option
+from fastpar.config.settings import WRONG_PATH, option, read_settings
 from fastpar.files.packages import import_package
 from fastpar.train import launch
-from fastpar.train.base_settings import naming_saved_settings, read_base
+from fastpar.train.run_lock import RUNS, find_run, is_restart, run_id
 
 _NOBODY_READS = 128 + 13  # as if by SIGPIPE
 _WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages
@@ -267,7 +267,7 @@ def _train(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         return _short_help()
     arguments = ["--help" if word == "--help-all" else word for word in arguments]
-    with naming_saved_settings(arguments):
+    with _naming_saved_settings(arguments):
         config = parse_train(arguments)
         nproc = _ranks_to_start(config)
         if not launch.is_rank():
@@ -330,13 +330,88 @@ def _compare(arguments: list[str]) -> int:
     return compare(_parse(CompareCommand, arguments, "compare"))
 
 
+class _Base(NamedTuple):
+    """What flags are laid upon."""
+
+    config: TrainConfig
+    arguments: list[str]  # the flags
+    changes: dict[str, Any]  # to what the flags set: which run to go on with
+    saved: dict[str, Any]  # settings of that run that are no defaults and that no flag sets
+    file: Path  # where these stand
+
+
+def _read_base(arguments: list[str]) -> _Base:
+    """The settings of files and of a run, and the flags that are left."""
+    first = argparse.ArgumentParser("fastpar train", add_help=False, allow_abbrev=False)
+    first.add_argument("--config", metavar="FILE")
+    first.add_argument("--unset", metavar="NAME", nargs="+", action="extend", default=[])
+    files, arguments = first.parse_known_args(arguments)
+    first.add_argument("--out")
+    for flag in ("--resume", "--auto-resume"):
+        first.add_argument(flag, action=argparse.BooleanOptionalAction, default=False)
+    known, _ = first.parse_known_args(arguments)
+    given = read_settings(files.config) if files.config is not None else {}
+    named, automatic = known.out or given.get("out"), is_restart()
+    out = named if isinstance(named, str) else None
+    if known.auto_resume or given.get("auto_resume") or given.get("auto-resume"):
+        automatic = True
+    if automatic and out is None:
+        found = find_run(RUNS, run_id())
+        out = str(found) if found is not None else None
+        if out is None and not run_id():
+            raise ValueError(
+                "train: expected --out with --auto-resume, got out=None; name the folder of the "
+                f"run, as {RUNS}/NAME"
+            )
+    file = Path(out or "") / "config.json"
+    goes_on = out is not None and file.exists() and (known.resume or automatic)
+    defaults = TrainConfig().settings()
+    base, saved = TrainConfig(), {}
+    if goes_on:
+        saved = read_settings(file)
+        base = base.replace(saved, str(file))
+    base = base.replace(given, str(files.config))
+    unset = {setting_name(name.lstrip("-")) for name in files.unset}
+    base = base.replace({name: defaults.get(name) for name in unset}, "--unset")
+    flags = re.findall(r"^--(?:no-)?([\w-]+)", "\n".join(arguments), re.MULTILINE)
+    set_anew = unset | {setting_name(name) for name in (*given, *flags)}
+    saved = {
+        name: value
+        for name, value in base.settings().items()
+        if name in saved and name not in set_anew and value != defaults[name]
+    }
+    changes = {"out": out, "resume": goes_on, "auto_resume": True} if automatic else {}
+    return _Base(base, arguments, changes, saved, file)
+
+
+@contextlib.contextmanager
+def _naming_saved_settings(arguments: list[str]) -> Iterator[None]:
+    """Advice to leave a flag out is no use where the run to go on with has set it: say so."""
+    try:
+        yield
+    except ValueError as error:
+        text, _, advice = str(error).rpartition("; ")
+        if "leave" not in advice:
+            raise
+        base = _read_base(arguments)
+        flags = {setting_name(flag) for flag in re.findall(r"--(?:no-)?([\w-]+)", advice)}
+        named = {name: value for name, value in base.saved.items() if name in flags}
+        if not named:
+            raise
+        values = ", ".join(f"{name}={value}" for name, value in named.items())
+        names = " ".join(option(name)[2:] for name in named)
+        raise ValueError(
+            f"{text}; {values} of {base.file}: set it anew, or add --unset {names}"
+        ) from None
+
+
 def parse_train(arguments: list[str]) -> TrainConfig:
     """Settings of `fastpar train`: defaults < the run to go on with < --config FILE < flags.
 
     Raises:
         ValueError: a file or a setting that is not one; SystemExit from tyro on unknown flags.
     """
-    base, arguments, changes, saved = read_base(arguments)[:4]
+    base, arguments, changes, saved = _read_base(arguments)[:4]
     flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
     nproc = flags.system.nproc
     ranks = int(os.environ["WORLD_SIZE"]) if launch.is_rank() else nproc
