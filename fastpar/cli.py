@@ -429,17 +429,6 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _refuse_old_flags(name: str, arguments: list[str]) -> None:
-    """--out and --checkpoint of earlier versions, of which one reads like an output."""
-    for flag, value in zip(arguments, [*arguments[1:], "FOLDER"]):
-        flag, _, given = flag.partition("=")
-        if flag in ("--out", "--checkpoint"):
-            raise ValueError(
-                f"fastpar {name}: expected FOLDER without a flag, got {flag}; write "
-                f"`fastpar {name} {given or value} ...`"
-            )
-
-
 def _weights(name: str, given: str | None) -> Path:
     """The folder or file that holds the weights asked for."""
     from fastpar.checkpoint.checkpoint import newest_checkpoint
@@ -463,7 +452,6 @@ def _weights(name: str, given: str | None) -> Path:
 
 
 def _sample(arguments: list[str]) -> int:
-    _refuse_old_flags("sample", arguments)
     command = _parse(SampleCommand, arguments, "sample")
     if command.sample.num_samples < 1:
         raise ValueError(
@@ -527,7 +515,6 @@ _STATUS = "Exit status: 0 all is sound; 1 something is damaged, and named; 2 no 
 
 
 def _export(arguments: list[str]) -> int:
-    _refuse_old_flags("export", arguments)
     command = _parse(ExportCommand, arguments, "export")
     import torch
 

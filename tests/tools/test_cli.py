@@ -135,14 +135,6 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
         ("train --config bad.toml", "train: expected a setting of `fastpar train --help-all` in b"),
         ("train --data none.txt", "load_data: expected an existing path, got source=none.txt in "),
         (
-            "sample --out a",
-            "fastpar sample: expected FOLDER without a flag, got --out; write `fastp",
-        ),
-        (
-            "export --checkpoint=b --to a",
-            "fastpar export: expected FOLDER without a flag, got --ch",
-        ),
-        (
             "sample",
             "fastpar sample: expected a run in runs/, got none; train one with `fastpar tra",
         ),
