@@ -186,8 +186,6 @@ def _leave(error: Exception) -> int:
         status, step, why = launch.LOST_PEER, activity().step, str(error).splitlines()[0]
         at = "" if step is None else f" in step {step}"
         line = f"rank {os.environ['RANK']} stops{at}: another rank is gone ({why})"
-    elif launch.is_rank() and launch.NOBODY_LIVES in str(error):
-        status, line = launch.ALONE, str(error)
     elif _WRITTEN_FOR_USERS.match(str(error)):
         line = str(error)
     elif missing:
@@ -286,7 +284,6 @@ def _train(arguments: list[str]) -> int:
                 threads=config.system.threads,
                 max_restarts=config.faults.max_restarts,
                 out=config.run.out,
-                replicas=config.parallel.replicas,
             )
         with launch.interrupt_kills():
             from fastpar.train.trainer import train

@@ -6,7 +6,7 @@ saver.py writes them, restore.py reads them, manifest.py describes their content
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 from fastpar.checkpoint.manifest import Manifest, VersionError, read_manifest
 from fastpar.checkpoint.saver import Saver
 from fastpar.checkpoint.verify import verify_files
-from fastpar.files.step_folders import list_checkpoints
+from fastpar.files.step_folders import list_checkpoints, step_of
 
 
 def save_checkpoint(
@@ -56,14 +56,20 @@ def save_checkpoint(
     return result.path
 
 
-def newest_checkpoint(run: str | Path, say: Callable[[str], None] = print) -> Path:
+def newest_checkpoint(
+    run: str | Path, say: Callable[[str], None] = print, steps: Collection[int] | None = None
+) -> Path:
     """The newest checkpoint of a run that verifies; each damaged one on the way is named by `say`.
 
+    Args:
+        steps: those that count; None: all.
     Raises:
         ValueError: there is none; VersionError: another fastpar reads it.
     """
     problems = []
     for path in reversed(list_checkpoints(run)):
+        if steps is not None and step_of(path) not in steps:
+            continue
         try:
             verify_checkpoint(path)
         except VersionError:

@@ -70,8 +70,9 @@ class Mesh:
         device: where this rank computes.
         world_size, rank: over all axes, in this replica.
         is_main: whether this is rank 0, the one that prints and writes.
-        replica, replicas: the number of this rank's replica, and how many there are.
-        store: which all replicas share; None without others.
+        replica, replicas: the number of this rank's replica, and how many there are: the outermost
+            dimension of the default process group.
+        outer_group: of the ranks with this rank's number in every replica; None with one replica.
         sizes: ranks along each axis, in the order of AXES.
         place: this rank's number along each axis.
         dp_size, dp_rank, dp_group: of the ranks that compute different sequences, along replicas,
@@ -101,8 +102,7 @@ class Mesh:
     start: str
     replica: int
     replicas: int
-    store: dist.Store | None
-    _together: bool  # all replicas are in the default process group
+    outer_group: dist.ProcessGroup | None
     _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks of this rank's group
 
     def __init__(
@@ -127,43 +127,44 @@ class Mesh:
                 f"Mesh: expected timeout_s > 0, got timeout_s={timeout_s}; "
                 "give the seconds after which a silent peer counts as dead"
             )
-        together = dist.is_available() and dist.is_initialized()
-        if together:
-            rank, world_size = dist.get_rank(), dist.get_world_size()
+        if dist.is_available() and dist.is_initialized():
+            rank, world_size, owns = dist.get_rank(), dist.get_world_size(), False
             picked = _pick_device(device, dist.get_backend(), rank)
         else:
             rank, world_size, local_rank = read_environment(os.environ)
-            picked = _pick_device(device, None, local_rank)
-        replica, rank, world_size = _in_replica(rank, world_size, replicas)
-        owns = not together and world_size > 1
+            picked, owns = _pick_device(device, None, local_rank), world_size > 1
         # Before any connection: wrong sizes fail at once and on every rank.
-        sizes = complete_sizes(asked, world_size)
+        if world_size % replicas:
+            raise ValueError(
+                "Mesh: expected replicas to divide the number of ranks, got replicas="
+                f"{replicas} with world_size={world_size}; start a multiple of {replicas} ranks, "
+                "as many for each"
+            )
+        size = world_size // replicas
+        sizes = complete_sizes(asked, size)
         if picked.type == "cuda":
             torch.cuda.init()  # so that threads know by is_initialized() that there is a choice
             torch.cuda.set_device(picked)
-        start, store = "", None
-        if together and replicas > 1:
-            store = dist.distributed_c10d._get_default_store()
-        elif owns or replicas > 1:
-            start, store = initialize(rank, world_size, picked, timeout_s, (replica, replicas))
         vars(self).update(
             device=picked,
-            world_size=world_size,
-            rank=rank,
+            world_size=size,
+            rank=rank % size,
             sizes=sizes,
             owns_process_group=owns,
             timeout_s=timeout_s,
             tp_grid=None if tp_grid is None else tuple(tp_grid),
-            start=start,
-            replica=replica,
+            start=initialize(rank, world_size, picked, timeout_s) if owns else "",
+            replica=rank // size,
             replicas=replicas,
-            store=store,
-            _together=together and replicas > 1,
+            outer_group=None,
             _groups={},
         )
         for axes in (AXES, DATA_AXES, TP_AXES):
             if self.size(*axes) > 1:
                 self.group(*axes)
+        if replicas > 1:
+            apart = [list(range(number, world_size, size)) for number in range(size)]
+            vars(self)["outer_group"] = self._make_group(apart, ["outer replicas"])
 
     def size(self, *axes: str) -> int:
         """Ranks along some axes together."""
@@ -194,15 +195,15 @@ class Mesh:
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The process group of the ranks along some axes; None if the mesh has one rank.
 
-        The first call makes it. All axes give the default process group.
-        Ranks: all of the mesh, with the same axes.
+        The first call makes it. All axes give the default process group, of one replica.
+        Ranks: all of all replicas, with the same axes.
         """
         if self.world_size == 1:
             return None
         ranks = ranks_along(self.sizes, axes)
         mine = next(tuple(members) for members in ranks if self.rank in members)
         if mine not in self._groups:
-            if len(mine) == self.world_size and not self._together:
+            if len(mine) == self.world_size and self.replicas == 1:
                 self._set_default_timeout()
                 self._groups[mine] = self._connect(dist.distributed_c10d._get_default_group(), axes)
             else:
@@ -212,14 +213,17 @@ class Mesh:
     def new_group(self, *axes: str) -> dist.ProcessGroup:
         """A process group as group() gives it, whose operations queue behind no others.
 
-        Ranks: all of the mesh, with the same axes.
+        Ranks: all of all replicas, with the same axes.
         """
         self.size(*axes)
+        return self._make_group(self.ranks_along(*axes), axes)
+
+    def _make_group(self, ranks: list[list[int]], axes: Sequence[str]) -> dist.ProcessGroup:
         # Small objects travel in the default group: no other one needs gloo beside NCCL.
         nccl = self.device.type == "cuda" and "nccl" in dist.get_backend_config()
         with waiting("making a group"):
             group, _ = dist.new_subgroups_by_enumeration(
-                self.ranks_along(*axes),
+                ranks,
                 timeout=timedelta(seconds=self.timeout_s),
                 backend="nccl" if nccl else None,
             )
@@ -227,9 +231,9 @@ class Mesh:
 
     def ranks_along(self, *axes: str) -> list[list[int]]:
         """All ranks of the default process group in groups: those of one differ along axes only."""
-        others = range(self.replicas) if self._together else [0]
         groups = ranks_along(self.sizes, axes)
-        return [[i * self.world_size + rank for rank in group] for i in others for group in groups]
+        firsts = range(0, self.replicas * self.world_size, self.world_size)
+        return [[first + rank for rank in group] for first in firsts for group in groups]
 
     def _connect(self, group: dist.ProcessGroup, axes: Sequence[str]) -> dist.ProcessGroup:
         """A first collective: a network that does not work shows now, and NCCL connects now.
@@ -243,9 +247,9 @@ class Mesh:
                 total.item()  # on a GPU the host has not waited yet
         except RuntimeError as error:
             raise RuntimeError(
-                f"Mesh: expected the {self.size(*axes)} ranks along {', '.join(axes)} to reach "
-                f"each other, got an error on rank {self.rank} ({error}); check that every rank "
-                "runs and the network between their hosts"
+                f"Mesh: expected the {dist.get_world_size(group)} ranks along {', '.join(axes)} to "
+                f"reach each other, got an error on rank {self.rank} ({error}); check that every "
+                "rank runs and the network between their hosts"
             ) from error
         return group
 
@@ -299,7 +303,7 @@ class Mesh:
         axes = [axis for axis in AXES if self.sizes[axis] > 1]
         if not axes:
             return None
-        first = self.replica * self.world_size * self._together
+        first = self.replica * self.world_size
         ranks = torch.arange(first, first + self.world_size, device="cpu")
         grid = ranks.view([self.sizes[axis] for axis in axes])
         groups: Any = [self.group(axis) for axis in axes]
@@ -381,17 +385,6 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[int, str, str]:
             if line != expected:
                 return rank, line, expected
     return -1, "", ""
-
-
-def _in_replica(rank: int, world_size: int, replicas: int) -> tuple[int, int, int]:
-    """(number of the replica, rank in it, ranks of it)."""
-    if world_size % replicas:
-        raise ValueError(
-            f"Mesh: expected replicas to divide the number of ranks, got replicas={replicas} with "
-            f"world_size={world_size}; start a multiple of {replicas} ranks, as many for each"
-        )
-    size = world_size // replicas
-    return rank // size, rank % size, size
 
 
 def _pick_device(

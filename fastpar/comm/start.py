@@ -44,43 +44,22 @@ def read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
     return rank, world_size, numbers["LOCAL_RANK"]
 
 
-def initialize(
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    timeout_s: float,
-    replica: tuple[int, int] = (0, 1),
-) -> tuple[str, dist.Store | None]:
-    """Make the default process group of the ranks of one replica, if they are several.
-
-    Args:
-        rank, world_size: in the replica; replica: its number, and how many there are.
-    Returns:
-        The name of this start of the ranks, and the store that all replicas share, if there are
-        several: it is not theirs to lose where a launcher keeps it.
-    """
+def initialize(rank: int, world_size: int, device: torch.device, timeout_s: float) -> str:
+    """Make the default process group from the environment; the name of this start of the ranks."""
     on_gpu = device.type == "cuda"
-    name, shared = "", None
+    name = ""
     there: dict[str, Any] = {}
-    number, replicas = replica
     try:
-        kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        if kept or replicas > 1:
-            store = _connect(timeout_s, is_master=not kept and number == rank == 0)
-            shared = store if replicas > 1 else None
-            if shared is not None:
-                store = dist.PrefixStore(f"fastpar/replica/{number}", shared)
-            if world_size > 1:
-                store, name = _meet(store, rank, world_size, timeout_s)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            store, name = _meet(rank, world_size, timeout_s)
             there = {"store": store, "rank": rank, "world_size": world_size}
-        if world_size > 1:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",  # small objects travel as CPU tensors
-                timeout=timedelta(seconds=timeout_s),
-                device_id=device if on_gpu else None,
-                **there,
-            )
-        return name, shared
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",  # small objects travel as CPU tensors
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if on_gpu else None,
+            **there,
+        )
+        return name
     except (RuntimeError, ValueError) as error:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -91,15 +70,7 @@ def initialize(
         ) from error
 
 
-def _connect(timeout_s: float, *, is_master: bool) -> dist.Store:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
-
-
-def _meet(
-    store: dist.Store, rank: int, world_size: int, timeout_s: float
-) -> tuple[dist.Store, str]:
+def _meet(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, str]:
     """The launcher's store, for this start of the ranks alone, and the name of the start.
 
     torchrun starts failed ranks again with the same store, in which they would find the addresses
@@ -107,6 +78,9 @@ def _meet(
     restarts tells starts apart on one host only. So rank 0 makes a name, and tells it to each rank
     under a number that only this process can have drawn (test_a_store_that_was_used_before).
     """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     mine, deadline = uuid.uuid4().hex, monotonic() + timeout_s
     if rank:
         store.set(f"fastpar/here/{rank}", mine)

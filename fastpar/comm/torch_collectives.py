@@ -58,6 +58,7 @@ class TorchCollectives(Collectives):
         in_rank_order: sums are the tree in rank order, see [Note: order of a sum]: an all-to-all
             and a local sum, followed by an all-gather in all_reduce. On NCCL this sends as many
             bytes, but none of them are added up inside a host.
+        in_caller: on a CPU the caller runs them: no thread, and no memory kept for the next one.
     Wire: per rank 2 * (W - 1) / W * bytes for all_reduce, (W - 1) / W for the halves of it and for
         all_to_all.
     Raises:
@@ -71,6 +72,7 @@ class TorchCollectives(Collectives):
         *,
         device: torch.device | str = "cpu",
         in_rank_order: bool = False,
+        in_caller: bool = False,
         why: str = "asked for",
     ) -> None:
         self.group = group or dist.distributed_c10d._get_default_group()
@@ -89,7 +91,7 @@ class TorchCollectives(Collectives):
         # that move bytes come next when a block of a product ends, not after its last one.
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self._on_gpu else None
         backend = dist.get_backend(self.group)
-        self.in_caller = backend in ("threaded", "fake")
+        self.in_caller = in_caller or backend in ("threaded", "fake")
         self._mailbox = _Mailbox(self.group) if backend == "threaded" else None
         self._thread = None if self._on_gpu or self.in_caller else TaskThread()
         self._under_way: deque[Begun] = deque()

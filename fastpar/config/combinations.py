@@ -16,7 +16,7 @@ from fastpar.config.options import (
     ParallelSettings,
     SystemSettings,
 )
-from fastpar.config.settings import option, parse_seconds
+from fastpar.config.settings import option
 
 
 class _Above(NamedTuple):
@@ -324,7 +324,6 @@ def check_outer_settings(
 ) -> None:
     """Refuse replicas that never meet, an outer step of nothing, and what no replica does alone."""
     every, replicas = optim.outer_every, parallel.replicas
-    parse_seconds(values["replica_timeout"], "replica_timeout")
     if every is None:
         given = [f for f in fields(optim) if f.name.startswith("outer_")]
         changed = [f.name for f in given if getattr(optim, f.name) != f.default]
@@ -335,8 +334,7 @@ def check_outer_settings(
                 "--outer-every 50, the steps after which replicas meet"
             )
         return
-    numbers = optim.outer_lr, optim.outer_momentum, optim.outer_fragments, optim.outer_delay
-    check_outer("train", "outer_", every, *numbers)
+    check_outer("train", "outer_", every, optim.outer_lr, optim.outer_momentum)
     if values["deterministic"] and optim.outer_wire != "fp32":
         raise ValueError(
             f"train: expected deterministic False with outer_wire={optim.outer_wire}, got "
@@ -344,10 +342,8 @@ def check_outer_settings(
         )
 
 
-def check_outer(
-    who: str, prefix: str, every: int, lr: float, momentum: float, fragments: int, delay: int
-) -> None:
-    """Refuse numbers of an outer optimizer that are out of range, and turns that there are not.
+def check_outer(who: str, prefix: str, every: int, lr: float, momentum: float) -> None:
+    """Refuse numbers of an outer optimizer that are out of range.
 
     Args:
         prefix: of the names in messages.
@@ -356,20 +352,6 @@ def check_outer(
         ("every", every, every >= 1, ">= 1", "these are the steps between two exchanges"),
         ("lr", lr, 0 < lr <= 2, "in (0, 2]", "1 takes the mean; 0.7 is usual with momentum"),
         ("momentum", momentum, 0 <= momentum < 1, "in [0, 1)", "0.9 is usual; 0 takes no momentum"),
-        (
-            "fragments",
-            fragments,
-            1 <= fragments <= max(every, 1),
-            f"from 1 to {prefix}every={every}",
-            "each fragment has a step of its own",
-        ),
-        (
-            "delay",
-            delay,
-            0 <= delay < max(every, 1),
-            f"from 0 to {max(every, 1) - 1}, below {prefix}every={every}",
-            "a fragment's exchange ends before its next one begins",
-        ),
     ):
         if not fine:
             raise ValueError(

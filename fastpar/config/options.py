@@ -128,10 +128,6 @@ class OptimSettings:
     """Its learning rate; 1 with outer-momentum 0 averages weights: local SGD."""
     outer_momentum: float = 0.9
     """Its Nesterov momentum."""
-    outer_fragments: int = 1
-    """Parts of the weights, each with a step of its own among outer-every."""
-    outer_delay: int = 0
-    """Steps under which replicas exchange a part, before they use it."""
     outer_wire: Literal["fp32", "bf16", "int8", "int4", "fp8"] = "fp32"
     """Exchange differences so, with what they lose added to the next; fp32: weights."""
     max_grad_norm: float = 1.0
@@ -223,7 +219,7 @@ class ParallelSettings:
     pp_split: str = "auto"
     """Layers of each stage of a pipeline, such as 8,4; auto: by cost, the output layer counted."""
     replicas: int = 1
-    """Parts of the ranks that train apart and meet every outer-every steps."""
+    """Models that train apart and meet every outer-every steps, each on nproc / replicas ranks."""
     sequence_parallel: bool = True
     """They share out tokens, too, where layers are not split."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], for_tyro(lambda c: c.arg(aliases=["--zero"]))] = 0
@@ -278,10 +274,8 @@ class FaultSettings:
     """Steps between bitwise comparisons of ranks; 0: never."""
     timeout: str = "30m"
     """Report a rank that another waits longer for: 300s, 1h."""
-    replica_timeout: str = "10s"
-    """Replicas go on without one that is silent for so long; it may come back."""
     max_restarts: int = 0
-    """Times to start --nproc ranks again after one died; of --replicas those of its own."""
+    """Times to start all --nproc ranks again after one died."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ The entries of one parameter's state, by the optimizer's options:
     master_remainder                      int16, the low half of the master of a bf16 parameter
     momentum_buffer, row_second_moment    of Muon; the second is whole on every rank
     average                               fp32, of the weights; see average.py
-    outer_weight, outer_momentum          fp32, of replicas that meet; of an exchange under way
-    outer_sent, outer_mean, outer_error   and of its wire; outer_steps, outer_due, outer_members:
-                                          counts; see fastpar/outer/outer.py
+    outer_weight, outer_momentum          fp32, of replicas that meet, and what their wire has lost;
+    outer_error                           outer_steps, outer_members: counts; see fastpar/outer
 
 Parameters of a sharded engine have the same entries of this rank's piece alone, in one dimension;
 pieces begin at multiples of 256 elements. state_dict() puts the pieces together (whole_entry) and
@@ -187,10 +186,8 @@ def moment_names(amsgrad: bool) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
 
 
-COUNTS = ("step", "outer_steps", "outer_due", "outer_members")
-OF_WEIGHTS = (
-    *("average", "outer_weight", "outer_momentum", "outer_sent", "outer_mean", "outer_error"),
-)
+COUNTS = ("step", "outer_steps", "outer_members")
+OF_WEIGHTS = ("average", "outer_weight", "outer_momentum", "outer_error")
 ENTRIES = (
     *moment_names(True),
     *(f"{name}_{part}" for name in moment_names(False) for part in ("codes", "scale")),

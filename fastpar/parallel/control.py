@@ -309,9 +309,9 @@ def _sum_rows(rows: Tensor) -> Tensor:
 def prove_together(mesh: Mesh) -> None:
     """All ranks run the same kernels from now on: one GPU of each kind proves for all (doctor/).
 
-    Ranks: all.
+    Ranks: all of all replicas.
     """
-    if mesh.device.type == "cuda" and mesh.world_size > 1:
+    if mesh.device.type == "cuda" and mesh.world_size * mesh.replicas > 1:
         kinds = gather_objects(torch.cuda.get_device_name(mesh.device))
         store = dist.distributed_c10d._get_default_store()
         share(dist.PrefixStore(f"proofs {mesh.start}", store), kinds)

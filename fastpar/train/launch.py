@@ -13,8 +13,6 @@ its process group (test_killed_rank_stops_the_others).
 A rank that hangs is found by the watchdogs of the others (comm/watchdog.py). When the launcher
 dies, the kernel kills its ranks (files/packages.py). What was ignored at the start (SIGHUP under
 nohup) stays ignored in launcher and ranks.
-A replica (--replicas) that lost a rank is killed and started again alone, as often as
---max-restarts says, then left out; the others go on. All start again if none of them is left.
 torchrun kills ranks 30 s after it told them to stop; when it is killed itself, its ranks go on. It
 dies of SIGHUP under nohup unless TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT is set.
 """
@@ -32,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +47,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to save and stop
 SAVE_SIGNAL = signal.SIGUSR1  # save now, and go on
 STOPPED = tuple(128 + number for number in SIGNALS)  # as a shell counts
 LOST_PEER = 3  # exit status of a rank that failed because another one was gone
-ALONE = 4  # of a rank whose replica found no other one that lives: all start again
-NOBODY_LIVES = "got none of them lives"  # in its error
 FAILED, USER_MISTAKE = 1, 2
 _LAUNCHER = "FASTPAR_LAUNCHER"  # in the ranks' environment
 _LOST_PEER_TEXTS = (
@@ -100,7 +96,6 @@ class _Rank:
     number: int
     process: subprocess.Popen
     folder: Path
-    replica: int = 0
     code: int | None = None
     ended: float = 0.0
     killed: bool = False  # by the launcher, because another rank had failed
@@ -148,8 +143,13 @@ def _stop_signals() -> list[int]:
 
 
 @contextlib.contextmanager
-def catching_stop(*, loud: bool) -> Iterator[list[int]]:
-    """In a rank: the first signal only enters the list; a second one does what it always does."""
+def catching_stop(*, loud: bool, last: str = "this step") -> Iterator[list[int]]:
+    """In a rank: the first signal only enters the list; a second one does what it always does.
+
+    Args:
+        last: what the run finishes before it stops, for the terminal.
+    """
+    text = f"\nfinishing {last}, then saving; once more to quit at once\n".encode()
     received: list[int] = []
     first = 0.0
 
@@ -160,7 +160,7 @@ def catching_stop(*, loud: bool) -> Iterator[list[int]]:
             received.append(number)
             if loud:  # not print(): the signal may have come in the middle of one
                 with contextlib.suppress(OSError):
-                    os.write(2, b"\nfinishing this step, then saving; once more to quit at once\n")
+                    os.write(2, text)
         elif time.monotonic() - first > REPEAT_S:
             signal.signal(number, old[number])
             signal.raise_signal(number)
@@ -206,7 +206,6 @@ def launch(
     threads: int | None = None,
     max_restarts: int = 0,
     out: str | None = None,
-    replicas: int = 1,
 ) -> int:
     """Runs `python -m fastpar ARGUMENTS` as nproc ranks of one process group on this machine.
 
@@ -214,7 +213,6 @@ def launch(
         threads: CPU threads a rank; None shares the cores.
         max_restarts: times that all ranks are started again after one failed.
         out: folder of the run, None if rank 0 chooses it.
-        replicas: parts of the ranks; a failed one is started again alone.
     Returns:
         The exit status: 0, 2 for a user's mistake, 128 + signal when stopped by one, 1 when a rank
         failed; then one line on stderr has named the rank and its reason.
@@ -222,11 +220,7 @@ def launch(
     name = f"fastpar-{os.urandom(16).hex()}"
     for restart in range(max_restarts + 1):
         start = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": str(restart)}
-        alone = (replicas, max_restarts) if replicas > 1 else ()
-        status, cause = _run_ranks(arguments, nproc, threads, start, *alone)
-        if cause and status != FAILED:
-            where = f"{_run_of(out, name)}/{cause}"
-            print(f"fastpar: the first replica is gone; the run is in {where}", file=sys.stderr)
+        status, cause = _run_ranks(arguments, nproc, threads, start)
         if status != FAILED:
             break
         after = "all ranks stopped"
@@ -236,33 +230,19 @@ def launch(
     return status
 
 
-def _run_of(out: str | None, name: str) -> Path | None:
-    return Path(out) if out is not None else find_run(RUNS, name)
-
-
 def _from_where(out: str | None, name: str) -> str:
     """Where a restart goes on; checked checksums may yet lead to an earlier checkpoint."""
     from fastpar.files.step_folders import list_checkpoints, step_of
 
-    run = _run_of(out, name)
+    run = Path(out) if out is not None else find_run(RUNS, name)
     found = list_checkpoints(run) if run is not None else []
     return f"from step {step_of(found[-1])}" if found else "from the start"
 
 
 def _run_ranks(
-    arguments: Sequence[str],
-    nproc: int,
-    threads: int | None,
-    start: Mapping[str, str],
-    replicas: int = 1,
-    restarts: int = 0,
+    arguments: Sequence[str], nproc: int, threads: int | None, start: Mapping[str, str]
 ) -> tuple[int, str]:
-    """One start of all ranks; its exit status, and if that is FAILED the cause.
-
-    If the first replica is left out and another ends, the cause is the folder of that one.
-
-    restarts: of single replicas.
-    """
+    """One start of all ranks; its exit status, and if that is FAILED the cause."""
     with interrupt_kills():
         import torch.distributed as dist
 
@@ -271,41 +251,15 @@ def _run_ranks(
     logs = Path(tempfile.mkdtemp(prefix="fastpar_"))
     ranks: list[_Rank] = []
 
-    count = 0  # of restarts
-
-    def started(number: int, count: int) -> _Rank:
-        own = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
-        again = {"TORCHELASTIC_RESTART_COUNT": str(count)} if count else {}
-        folder = logs / (f"{number}.{count}" if count else str(number))
-        rank = _start_rank(number, arguments, {**own, **start, **again}, folder)
-        rank.replica = number * replicas // nproc
-        return rank
-
-    def start_again(mine: list[_Rank]) -> list[_Rank]:
-        nonlocal count
-        from fastpar.outer.meeting import bury
-
-        bury(store, mine[0].replica, len(mine))
-        _, cause = _report(mine, [])
-        replica, left = mine[0].replica, restarts - count
-        after = f"starts again, of {left} times" if left > 0 else "is left out"
-        print(f"fastpar: {cause}; replica {replica} {after}", file=sys.stderr, flush=True)
-        if left <= 0:
-            return []
-        count += 1
-        return [started(rank.number, count) for rank in mine]
-
     # SAVE_SIGNAL is ignored by the ranks, too, until they can save.
     with _handlers({SAVE_SIGNAL: signal.SIG_IGN}):
         try:
             for number in range(nproc):
-                ranks.append(started(number, 0))
+                own = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
+                ranks.append(_start_rank(number, arguments, {**own, **start}, logs / str(number)))
             with _forwarding_signals(ranks) as signals:
-                _watch(ranks, signals, start_again if replicas > 1 else None)
-                ended = _that_ended(ranks)
-                status, cause = _report(ended, signals)
-                number = ended[0].replica
-                return status, cause or (f"replica_{number}" if number else "")
+                _watch(ranks, signals)
+                return _report(ranks, signals)
         finally:
             for rank in ranks:
                 rank.process.kill()
@@ -349,51 +303,18 @@ def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str
     return environment
 
 
-def _watch(
-    ranks: list[_Rank],
-    signals: Sequence[int],
-    start_again: Callable[[list[_Rank]], list[_Rank]] | None = None,
-) -> None:
-    """Until every rank has ended; see [Note: who stops whom].
-
-    Args:
-        start_again: new ranks in the place of those of a replica that failed, or none.
-    """
-    deadlines = dict.fromkeys((rank.replica for rank in ranks), float("inf"))
+def _watch(ranks: Sequence[_Rank], signals: Sequence[int]) -> None:
+    """Until every rank has ended; see [Note: who stops whom]."""
+    deadline = float("inf")
     while running := [rank for rank in ranks if rank.code is None]:
         for rank in running:
             rank.code, rank.ended = rank.process.poll(), time.monotonic()
             if rank.failed:
-                of_all = rank.code in (USER_MISTAKE, ALONE)
-                for replica in deadlines if of_all else [rank.replica]:
-                    deadlines[replica] = min(deadlines[replica], rank.ended + GRACE_S)
-            elif rank.code is not None:
-                continue
-            elif time.monotonic() > deadlines[rank.replica] or len(signals) > 1:
+                deadline = min(deadline, rank.ended + GRACE_S)
+            elif rank.code is None and (time.monotonic() > deadline or len(signals) > 1):
                 rank.killed = True
                 rank.process.kill()
-        for replica in list(deadlines) if start_again is not None and not signals else ():
-            mine = [rank for rank in ranks if rank.replica == replica]
-            others = [rank for rank in ranks if rank.replica != replica and not rank.failed]
-            fails = any(rank.failed for rank in mine)
-            if not fails or any(rank.code is None for rank in mine) or not others:
-                continue
-            if any(rank.code in (USER_MISTAKE, ALONE) for rank in mine):
-                continue
-            assert start_again is not None
-            fresh = start_again(mine)
-            deadlines[replica] = float("inf")
-            for rank in fresh:
-                ranks[rank.number] = rank
-            if not fresh:
-                del deadlines[replica]
         time.sleep(POLL_S)
-
-
-def _that_ended(ranks: Sequence[_Rank]) -> Sequence[_Rank]:
-    """Those of the replicas that came to the end, if there are any; else all."""
-    failed = {rank.replica for rank in ranks if rank.failed}
-    return [rank for rank in ranks if rank.replica not in failed] or ranks
 
 
 def _report(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str]:

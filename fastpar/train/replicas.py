@@ -1,41 +1,27 @@
-"""A run of replicas that train apart: which samples, folder and checkpoint each of them has.
+"""A run of replicas that train apart: which folder and checkpoint each of them has, when they stop.
 
 Every replica is a run of its own ranks, with samples of its own: see [Note: who takes which
 samples] in trainer.py. The first writes the run's folder, each other one the same in replica_N
-inside of it. A replica that joins the others later goes on from where they are; see
-fastpar/outer/meeting.py.
+inside of it.
+
+[Note: the same steps] Between two meetings replicas are in different steps. One that ended alone
+would leave the others waiting, and checkpoints of different steps do not fit together. So what
+somebody asks of a run in the middle, to stop or to save, is done after the next meeting, by all;
+saves that are due by their step are of the same steps anyhow.
 """
 
 from __future__ import annotations
 
-from datetime import timedelta
+import contextlib
+import json
 from pathlib import Path
-from typing import Any, Protocol
 
-from fastpar.comm.mesh import Mesh
+from fastpar.checkpoint.checkpoint import newest_checkpoint
+from fastpar.comm.mesh import Mesh, gather_objects
 from fastpar.config.config import TrainConfig
-from fastpar.config.settings import parse_seconds
-from fastpar.outer.outer import Outer
-from fastpar.train.journal import Journal
+from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
 from fastpar.train.run_lock import hold
-from fastpar.train.start import find_checkpoint, newest_of_all
-
-_FOLDER = "fastpar/folder"
-
-
-class Trainer(Protocol):
-    """The trainer, as far as replicas have to do with it."""
-
-    config: TrainConfig
-    mesh: Mesh
-    optimizer: Any
-    outer: Outer | None
-    journal: Journal
-    folder: Path | None
-    step: int
-    next_sample: int
-    tokens: int
-    block_size: int
+from fastpar.train.start import find_checkpoint, found_by_main
 
 
 def leads(mesh: Mesh) -> bool:
@@ -43,67 +29,69 @@ def leads(mesh: Mesh) -> bool:
     return mesh.is_main and mesh.replica == 0
 
 
-def in_own_folder(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """The settings of this rank's replica; without --out it waits until the first has a folder."""
-    if mesh.replica == 0:
-        return config
-    out, store = config.run.out, mesh.store
-    if out is None and store is not None:
-        store.wait([_FOLDER], timedelta(seconds=mesh.timeout_s))
-        out = store.get(_FOLDER).decode()
-    return config.replace({"out": str(Path(out or "") / f"replica_{mesh.replica}")})
+def folder_of(run: str | Path, replica: int) -> Path:
+    """Of a replica, in the run's folder, which is that of the first one."""
+    return Path(run, f"replica_{replica}") if replica else Path(run)
 
 
 def checkpoint_of(config: TrainConfig, mesh: Mesh) -> Path | None:
-    """The checkpoint to go on from: its own if it is of the same step as the first replica's.
+    """The checkpoint to go on from: this replica's of the step that the first one goes on from.
 
-    Ranks: all. Of a number of replicas that has grown, the new ones begin as copies of the first.
+    Ranks: all of all replicas. Of a number of replicas that has grown, the new ones begin as copies
+    of the first.
     """
-    if mesh.replica == 0 or not config.run.resume:
+    if mesh.replicas == 1 or not config.run.resume:
         return find_checkpoint(config, mesh)
-    own = Path(config.run.out or "")
-    if mesh.is_main:
-        own.mkdir(parents=True, exist_ok=True)
-        hold(own)
-    first, mine = (newest_of_all(run, mesh) for run in (own.parent, own))
-    return mine if mine is not None and (first is None or first.name == mine.name) else first
+    run = Path(config.run.out or "")
+    own, steps = folder_of(run, mesh.replica), _common_steps(run)
+    if mesh.replica == 0:
+        mine = find_checkpoint(config, mesh, steps)
+    else:
+        step = -1
+        if mesh.is_main:
+            own.mkdir(parents=True, exist_ok=True)
+            hold(own)
+            with contextlib.suppress(ValueError):  # none, or damaged ones only
+                step = step_of(newest_checkpoint(own, lambda line: None, steps))
+        mine = found_by_main(own, step, mesh)
+    step = -1 if mine is None else step_of(mine)
+    first = gather_objects(step, mesh.outer_group)[0]
+    return mine if step == first else checkpoint_folder(run, first) if first >= 0 else None
 
 
-def make_outer(trainer: Trainer) -> Outer | None:
-    """The outer optimizer of a run, None without one."""
-    optim = trainer.config.optim
-    if optim.outer_every is None:
-        return None
-    return Outer(
-        trainer.optimizer,
-        every=optim.outer_every,
-        lr=optim.outer_lr,
-        momentum=optim.outer_momentum,
-        fragments=optim.outer_fragments,
-        delay=optim.outer_delay,
-        wire=optim.outer_wire,
-        silent_s=parse_seconds(trainer.config.faults.replica_timeout, "replica_timeout"),
-        tell=lambda: {"progress": _progress(trainer)},
-    )
+def _common_steps(run: Path) -> set[int] | None:
+    """Steps of which all replicas of the last start have a checkpoint; None if there are none.
 
-
-def meet(trainer: Trainer) -> None:
-    """Replicas begin together; one that comes later goes on from where the others are.
-
-    Ranks: all of all replicas, when the first one has its folder.
+    One that was killed may not have committed the newest one.
     """
-    mesh, outer = trainer.mesh, trainer.outer
-    if mesh.store is not None and mesh.replica == 0 and mesh.is_main:
-        mesh.store.set(_FOLDER, str(trainer.folder))
-    told = None if outer is None else outer.meet()
-    if told is not None:
-        trainer.step, trainer.next_sample, trainer.tokens = map(int, told["progress"])
-        text = f"replica {mesh.replica} goes on from here, as a copy of another"
-        trainer.journal.note(trainer.step, text, joined=trainer.step)
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        last = json.loads((run / "config.json").read_text(encoding="utf-8"))["starts"][-1]
+        folders = [folder_of(run, i) for i in range(last["replicas"])]
+        found = [set(map(step_of, list_checkpoints(folder))) for folder in folders]
+        return set.intersection(*found) or None
+    return None
 
 
-def _progress(trainer: Trainer) -> list[int]:
-    """In a step: steps, samples and tokens after it."""
-    samples = trainer.config.text.batch_size
-    tokens = trainer.tokens + samples * trainer.block_size
-    return [trainer.step + 1, trainer.next_sample + samples, tokens]
+def in_own_folder(config: TrainConfig, mesh: Mesh, first: Path | None) -> TrainConfig:
+    """The settings of this rank's replica, once the first one has made its folder.
+
+    Ranks: all of all replicas. first: that folder, on rank 0 of the first replica.
+    """
+    run = gather_objects(str(first), mesh.outer_group)[0]
+    return config.replace({"out": str(folder_of(run, mesh.replica))})
+
+
+def granted(mesh: Mesh, every: int | None, step: int, stop: int, asked: bool) -> tuple[int, bool]:
+    """A reason to stop after this step, or 0, and whether to save; see [Note: the same steps].
+
+    Args:
+        every: steps between two meetings.
+        stop, asked: what this replica was asked for since the last one, the same on its ranks.
+    Ranks: all of all replicas, after each step.
+    """
+    if mesh.replicas == 1:
+        return stop, asked
+    if every is None or step % every:
+        return 0, False
+    everyone = gather_objects((stop, asked), mesh.outer_group)
+    return next((reason for reason, _ in everyone if reason), 0), any(save for _, save in everyone)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +43,16 @@ from fastpar.parallel.parallelize import parallelize
 from fastpar.train.run_lock import hold
 
 
-def newest_of_all(run: Path, mesh: Mesh) -> Path | None:
-    """The newest checkpoint that verifies, the same on every rank; None where there is none.
-
-    Args:
-        run: its folder.
-    Ranks: all. Rank 0 reads all of it; the others follow.
-    """
-    step = -1
-    if mesh.is_main and list_checkpoints(run):
-        with contextlib.suppress(ValueError):  # all of them are damaged
-            step = step_of(newest_checkpoint(run, lambda line: None))
-    return _found_by_main(run, step, mesh)
-
-
-def _found_by_main(run: Path, step: int, mesh: Mesh) -> Path | None:
+def found_by_main(run: Path, step: int, mesh: Mesh) -> Path | None:
     """The checkpoint of the step that rank 0 has found, -1 for none. Ranks: all."""
     found = torch.full((), step, dtype=torch.int64, device=mesh.device)
     mesh.broadcast_([found], *AXES)
     return checkpoint_folder(run, int(found)) if found >= 0 else None
 
 
-def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:
+def find_checkpoint(
+    config: TrainConfig, mesh: Mesh, steps: Collection[int] | None = None
+) -> Path | None:
     """The checkpoint to go on from; None to start. Ranks: all. Rank 0 reads it, the others follow.
 
     A run that began and has committed nothing yet is started again where that was asked for.
@@ -79,8 +66,8 @@ def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:
     if mesh.is_main:
         hold(run)
         if list_checkpoints(run) or not config.run.auto_resume:
-            step = step_of(newest_checkpoint(run))
-    return _found_by_main(run, step, mesh)
+            step = step_of(newest_checkpoint(run, steps=steps))
+    return found_by_main(run, step, mesh)
 
 
 def load_model_and_data(

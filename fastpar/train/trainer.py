@@ -76,6 +76,7 @@ from fastpar.models.hf import load_hf
 from fastpar.optim.average import AveragedWeights, forget_average
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import set_lr
+from fastpar.outer.outer import Outer
 from fastpar.parallel.control import broadcast_text, gather_numbers, prove_together
 from fastpar.parallel.engine import Engine, engine_of
 from fastpar.parallel.pipeline import pipeline_loss, pipeline_step
@@ -132,9 +133,10 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
         device="cpu" if system.device == "cpu" else None,
         timeout_s=timeout_s + MARGIN_S,  # the watchdog speaks first: it knows more
     )
-    watched = mesh.world_size if mesh.owns_process_group else 1
+    rank = mesh.replica * mesh.world_size + mesh.rank
+    watched = mesh.replicas * mesh.world_size if mesh.owns_process_group else 1
     try:
-        with Watchdog(mesh.rank, watched, timeout_s=timeout_s, start=mesh.start):
+        with Watchdog(rank, watched, timeout_s=timeout_s, start=mesh.start):
             return _train(config, mesh, run or Trainer.run)
     finally:
         release()
@@ -172,7 +174,7 @@ class Trainer:
     """One rank of a run: all that its settings describe, and the loop. See the notes above."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
-        self.config, self.mesh = config, mesh = replicas.in_own_folder(config, mesh), mesh
+        self.config, self.mesh = config, mesh
         self.journal = Journal(config, mesh)
         checkpoint = replicas.checkpoint_of(config, mesh)
         state = read_run_state(checkpoint) if checkpoint is not None else None
@@ -202,9 +204,11 @@ class Trainer:
             fp8=config.system.fp8 != "none" and not config.system.fp8_emulate,
         )
         self.optimizer = set_up(self.model, mesh, config, dtype=dtype, batch=batch)
-        ema = config.optim.ema
-        self.outer = replicas.make_outer(self)
-        self.average = None if ema is None else AveragedWeights(self.optimizer, ema)
+        optim = config.optim
+        if optim.outer_every is not None:
+            how = {"lr": optim.outer_lr, "momentum": optim.outer_momentum, "wire": optim.outer_wire}
+            Outer(self.optimizer, every=optim.outer_every, **how)  # the optimizer keeps it
+        self.average = None if optim.ema is None else AveragedWeights(self.optimizer, optim.ema)
         self.engine = engine_of(self.model)
         self._facts = facts_of(config, self.engine, model.config, dtype, self.block_size, batch)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
@@ -249,13 +253,13 @@ class Trainer:
 
     def run(self) -> int:
         """Trains to the end or until something stops it; the exit status. Closes the mesh."""
-        self.journal.open(model=self.model, data=self.data, step=self.step, facts=self._facts)
+        self._open_journal()
         if self.changed:
             self.journal.say(self.changed.strip())
         self._open_saves()
-        replicas.meet(self)
+        last = "this step" if self.mesh.replicas == 1 else "the steps until replicas meet"
         with (
-            catching_stop(loud=replicas.leads(self.mesh)) as self.stop_signals,
+            catching_stop(loud=replicas.leads(self.mesh), last=last) as self.stop_signals,
             catching_save() as self.saves.signals,
         ):
             try:
@@ -277,8 +281,6 @@ class Trainer:
                     f"train: expected a checkpoint of the last step, got none of step {self.step} "
                     f"({self.saves.why}); {older}"
                 )
-        if self.outer is not None:
-            self.outer.close()
         self.predictions.tell(self.journal, self.config, self.model.config, self._facts)
         self.journal.close()
         self.mesh.close()  # what follows is rank 0's alone
@@ -295,6 +297,18 @@ class Trainer:
         model = model.to(self.mesh.device)
         folder.finish(model, self.step, seconds=seconds, val_loss=val_loss, stopped_by=stop)
 
+    def _open_journal(self) -> None:
+        """The first replica makes the run's folder, then the others theirs inside of it."""
+        about: Any = {"data": self.data, "step": self.step, "facts": self._facts}
+        mesh, first = self.mesh, self.mesh.replica == 0
+        if first:
+            self.journal.open(model=self.model, **about)
+        if mesh.replicas > 1:
+            config = replicas.in_own_folder(self.config, mesh, self.journal.path)
+            self.config = self.journal.config = config
+        if not first:
+            self.journal.open(model=self.model, **about)
+
     def _open_saves(self) -> None:
         """Checkpoints go to the folder that rank 0 has made."""
         self.folder = Path(broadcast_text(self.engine, str(self.journal.path or "")))
@@ -307,22 +321,24 @@ class Trainer:
         if self.step == 0 and run.eval_every:
             self.validate()
         self.journal.start_clock()
-        stop = 0
+        stop = wish = 0  # a reason to stop, as asked of this replica and as granted
         while self.step < run.max_steps and not stop:
             self.pending.append(self.predictions.watched(self.train_step))
             step = self.step
             compares = is_due(config.faults.check_replicas_every, step)
             validates, saves = is_due(run.eval_every, step), is_due(run.save_every, step)
             last = step == run.max_steps or compares or validates or saves
-            stop = self._read(0 if last else self.keep_pending)
+            wish = self._read(0 if last else self.keep_pending) or wish
             if self.saves.asked:
-                stop = self._read(0) or stop
+                wish = self._read(0) or wish
+            every, asked = config.optim.outer_every, self.saves.asked
+            stop, save = replicas.granted(self.mesh, every, step, wish, asked)
             if compares:
                 with self._on_all_ranks():
                     self.engine.check_replicas(self.optimizer, step=step)
             if validates:
                 self.validate()
-            if saves or self.saves.asked:
+            if saves or save:
                 self.save()
             if run.save_every:
                 self.saves.prepare()
