@@ -206,8 +206,13 @@ class Trainer:
         self.optimizer = set_up(self.model, mesh, config, dtype=dtype, batch=batch)
         optim = config.optim
         if optim.outer_every is not None:
-            how = {"lr": optim.outer_lr, "momentum": optim.outer_momentum, "wire": optim.outer_wire}
-            Outer(self.optimizer, every=optim.outer_every, **how)  # the optimizer keeps it
+            Outer(  # the optimizer keeps it
+                self.optimizer,
+                every=optim.outer_every,
+                lr=optim.outer_lr,
+                momentum=optim.outer_momentum,
+                wire=optim.outer_wire,
+            )
         self.average = None if optim.ema is None else AveragedWeights(self.optimizer, optim.ema)
         self.engine = engine_of(self.model)
         self._facts = facts_of(config, self.engine, model.config, dtype, self.block_size, batch)

@@ -88,6 +88,24 @@ def test_a_killed_rank_costs_at_most_a_save_interval(whole, start, kills):
     print(f"new ranks {lost} s after the kill")
 
 
+@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_killed_replica_costs_no_bits(here, start, by_torchrun):
+    """All replicas start again, from the last step that each of them has saved."""
+    options = (*LENGTH, "--replicas=2", "--outer-every=10")
+    run_in_threads("whole", 2, *options)
+    again = ("--max-restarts=1",)
+    command = torchrun(2, *again) if by_torchrun else FASTPAR
+    more = () if by_torchrun else ("--nproc=2", *again)
+    launcher = start(*command, *TRAIN, *options, *more, "--out=r")
+    wait_for_steps(launcher, "r", 50)
+    os.kill(ranks_of(launcher.pid)[1], signal.SIGKILL)
+    code, out, err = finish(launcher)
+    assert code == 0, err
+    assert out.count("run      r, steps ") == 2
+    for folder in ("", "/replica_1"):
+        assert_same(f"r{folder}", f"whole{folder}")
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_folder_it_chose_itself(whole, start):
     """Once before anything is saved: from step 0 in the same folder; once in the middle."""
