@@ -74,18 +74,12 @@ RARE: dict[str, dict[str, Any]] = {
     "fastpar, DiLoCo every 50": {"every": 50},
     "fastpar, DiLoCo every 50, int8": {"every": 50, "wire": "int8"},
 }
-LATE = {
-    f"fastpar, DiLoCo every 50, {wire}, 25 steps late": {"every": 50, "wire": wire, "delay": 25}
-    for wire in ("int8", "int4")
-}
-RARE |= LATE
 GROUPS = {
     "torch": (ALONE, DDP, FP16, BF16, *FSDP2),
     "DeepSpeed": (ALONE, DDP, FSDP2[0], *DEEPSPEED),
     "fastpar": (ALONE, DDP, FSDP2[0], *(variant for variant in OURS if variant not in CODED)),
     "fp8": (ALONE, DDP, FSDP2[0], *CODED),
-    "replicas": (ALONE, DDP, *(variant for variant in RARE if variant not in LATE)),
-    "late replicas": (ALONE, DDP, *LATE),
+    "replicas": (ALONE, DDP, *RARE),
 }
 EXACT = (*FSDP2, *DEEPSPEED[:2], "fastpar ZeRO-2")
 
@@ -175,7 +169,7 @@ def measure(plan: Plan, link: Link) -> dict[str, Any]:
                 sent = max(now - then for now, then in zip(settled_bytes(link), before))
                 log.extend(answers, sent / (n + 1))
                 if (every := RARE.get(variant, {}).get("every")) is not None:
-                    # With a merge that is late; one replica does not wait for the other's steps.
+                    # Of the slower replica.
                     log.ms = [max(statistics.fmean(a["ms"][-every:]) for a in answers)]
         except RankError as error:
             log.refused = str(error)
@@ -226,7 +220,7 @@ def to_rows(bench: Bench, plan: Plan, about: dict[str, Any]) -> Sequence[Row]:
 def run(bench: Bench) -> None:
     if bench.device != "cpu":
         return  # the link is between CPU ranks
-    for mbit, group in [*itertools.product(RATES, GROUPS), (FREE, "late replicas")]:
+    for mbit, group in [*itertools.product(RATES, GROUPS), (FREE, "replicas")]:
         config, steps = CONFIG, 1 if mbit == RATES[1] else 5
         title = f"GPT-2 25.4M B=1 T=64 a rank, 2 ranks, {mbit} Mbit/s"
         if bench.quick:
