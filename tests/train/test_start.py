@@ -17,7 +17,7 @@ from fastpar.data.tokenizer import GPT2_VOCABULARY, ByteTokenizer
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
 from fastpar.testing import run_ranks
-from fastpar.train.start import digest, find_checkpoint, load_model_and_data, newest_of_all
+from fastpar.train.start import digest, find_checkpoint, load_model_and_data
 
 TINY = {
     "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n_layer": 1, "n_head": 1,
@@ -112,7 +112,7 @@ def test_without_resume_there_is_no_checkpoint():
     assert find_checkpoint(TrainConfig(), Mesh(device="cpu")) is None
 
 
-def test_all_ranks_learn_which_checkpoint_is_the_newest_whole_one(tmp_path, monkeypatch):
+def test_all_ranks_learn_which_checkpoint_is_the_newest_whole_one(tmp_path, monkeypatch, capsys):
     """Only rank 0 reads the folder."""
     damaged = set()
 
@@ -121,21 +121,22 @@ def test_all_ranks_learn_which_checkpoint_is_the_newest_whole_one(tmp_path, monk
             raise ValueError(f"{path.name} is damaged")
 
     monkeypatch.setattr(checkpoint, "verify_checkpoint", verify)
-    said = []
+    config = TrainConfig().replace({"out": str(tmp_path), "resume": True, "auto_resume": True})
 
-    def of_rank():
-        mesh = Mesh(tp=2, device="cpu")
-        return newest_of_all(tmp_path, mesh, said.append)
+    def of_rank(steps=None):
+        return find_checkpoint(config, Mesh(tp=2, device="cpu"), steps)
 
     assert run_ranks(of_rank, 4) == [None] * 4
     for step in (2, 4):
         (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     assert run_ranks(of_rank, 4) == [tmp_path / "checkpoints" / "step_000004"] * 4
+    assert run_ranks(of_rank, 4, {2}) == [tmp_path / "checkpoints" / "step_000002"] * 4
     damaged.add("step_000004")
     assert run_ranks(of_rank, 4) == [tmp_path / "checkpoints" / "step_000002"] * 4
-    assert "step_000004 is damaged" in said[0]
+    assert "step_000004 is damaged" in capsys.readouterr().out
     damaged.add("step_000002")
-    assert run_ranks(of_rank, 4) == [None] * 4
+    with pytest.raises(ValueError, match=r"with damaged ones only; the newest: step_000004 is"):
+        run_ranks(of_rank, 4)
 
 
 LOADED = """
