@@ -62,7 +62,7 @@ def checkpoint_of(config: TrainConfig, mesh: Mesh) -> Path | None:
 def _common_steps(run: Path) -> set[int] | None:
     """Steps of which all replicas of the last start have a checkpoint; None if there are none.
 
-    One that was killed may not have committed the newest one.
+    One that was killed may not have committed its newest one.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
         last = json.loads((run / "config.json").read_text(encoding="utf-8"))["starts"][-1]

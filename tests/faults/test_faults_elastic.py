@@ -51,17 +51,22 @@ def assert_same(run, other):
     assert curve(run) == curve(other)
 
 
+def wait_for_save(process, run, step):
+    """It is written beside the steps."""
+    until = time.monotonic() + 100
+    while not Path(run, f"checkpoints/step_{step:06d}/manifest.json").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_rank_costs_at_most_a_save_interval(whole, start, kills):
     launcher = start(*FASTPAR, *TRAIN, *LENGTH, "--nproc=2", "--max-restarts=2", "--out=r")
     lost = []
     for attempt, steps in ((1, 50), (2, 130))[:kills]:
         wait_for_steps(launcher, "r", steps)
-        due = Path(f"r/checkpoints/step_{steps // 40 * 40:06d}/manifest.json")
-        until = time.monotonic() + 30
-        while not due.exists():  # it is written beside the steps
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_for_save(launcher, "r", steps // 40 * 40)
         ranks = ranks_of(launcher.pid)
         os.kill(ranks[attempt % 2], signal.SIGKILL)
         killed = time.monotonic()
@@ -97,7 +102,8 @@ def test_a_killed_replica_costs_no_bits(here, start, by_torchrun):
     command = torchrun(2, *again) if by_torchrun else FASTPAR
     more = () if by_torchrun else ("--nproc=2", *again)
     launcher = start(*command, *TRAIN, *options, *more, "--out=r")
-    wait_for_steps(launcher, "r", 50)
+    for folder in ("r", "r/replica_1"):  # with nothing saved it would go on as a copy of the first
+        wait_for_save(launcher, folder, 40)
     os.kill(ranks_of(launcher.pid)[1], signal.SIGKILL)
     code, out, err = finish(launcher)
     assert code == 0, err
