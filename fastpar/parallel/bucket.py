@@ -20,7 +20,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -184,15 +184,15 @@ class BucketState(BucketParameters):
             self.unsent.open(self.grad)
 
     def fill_missing(self, *, flags: bool) -> list[int]:
-        """Zero the places without a gradient and set `used`; returns them. p.grad may be new."""
+        """Zero the places without a gradient and set `used`; returns them."""
         self.copies.make()
         self.open_grad()
         missing = []
         self._zeroed.clear()
-        self.take_by_hand()
         self.unsent.fill(self.grad)  # type: ignore[arg-type]
         for position in range(len(self.params)):
             if position not in self.has:
+                self.check_given(position)
                 self.unsent.skip(self.grad_view(position))
                 missing.append(position)
         if flags:
@@ -203,16 +203,17 @@ class BucketState(BucketParameters):
                 used[position] = float(self.deterministic and position in self.seen)
         return missing
 
-    def take_by_hand(self) -> None:
-        """Stage 0: p.grad was set by hand, or forgotten by zero_grad() of a module."""
-        for position, p in enumerate(() if self.stage.shards or self._main else self.params):
-            view = self.grad_views[position]
-            if p.grad is None:
-                self.has.discard(position)
-            elif position not in self.has or p.grad.data_ptr() != view.data_ptr():
-                view.copy_(p.grad)
-                p.grad = view
-                self.has.add(position)
+    def check_given(self, position: int) -> None:
+        """Refuse p.grad of a parameter to which no backward gave a gradient."""
+        if position not in self.has and self.params[position].grad is not None:
+            self._refuse_replaced(position)
+
+    def _refuse_replaced(self, position: int) -> NoReturn:
+        raise RuntimeError(
+            f"Engine: expected p.grad of '{self.name(position)}' as backward left it, got another "
+            "tensor; set p.grad to None or change it in place (where it reads as nan, clip with "
+            "fastpar.AdamW(max_grad_norm=...) or scale the loss)"
+        )
 
     def used(self) -> Tensor:
         """Stage 0: one element per parameter, see layout.py."""
@@ -415,25 +416,21 @@ class BucketState(BucketParameters):
         """What is counted from now on belongs to the gradients that there are."""
         self._version = -1 if self.grad is None else self.grad._version
 
-    def became_zero(self) -> bool:
-        """Whether somebody wrote zeros into all p.grad since remember(); reads them if written."""
-        same = self.grad is None or self.grad._version == self._version
-        return not (self._hidden or same or any(mark.any() for mark in self._marks.values()))
+    @property
+    def changed(self) -> bool:
+        """Whether somebody wrote into p.grad since remember()."""
+        return not self._hidden and self.grad is not None and self.grad._version != self._version
 
     def unmark(self) -> None:
-        """Before a backward: autograd must find no placeholder; cleared gradients are forgotten."""
-        self.forget_cleared()
+        """Before a backward: autograd must find no placeholder."""
         for position in self._marks if self._hidden else ():
             self.params[position].grad = None
         self._marks.clear()
 
-    def forget_cleared(self, fired: Tensor | None = None) -> tuple[set[int], bool]:
-        """p.grad = None, and zero_grad() of a module, are understood.
+    def forget_cleared(self, fired: Tensor | None) -> set[int]:
+        """p.grad = None, and zero_grad() of a module, are understood; returns what was cleared.
 
-        Args:
-            fired: stage 0: a parameter that autograd has given its next gradient already.
-        Returns:
-            Positions that were cleared, and whether every rank had marked them.
+        fired: stage 0: a parameter that autograd has given its next gradient already.
         """
         self.copies.make()
         cleared = set()
@@ -441,19 +438,14 @@ class BucketState(BucketParameters):
             grad = self.params[position].grad
             if grad is None or (self.params[position] is fired and grad is not mark):
                 cleared.add(position)
-            elif self._hidden and grad is not mark:
-                raise RuntimeError(
-                    f"Engine: expected p.grad of '{self.name(position)}' as backward left it, got "
-                    "another tensor, while the gradient is in a shard or in p.main_grad; clip with "
-                    "fastpar.AdamW(max_grad_norm=...), scale the loss, or set p.grad to None"
-                )
+            elif grad is not mark:
+                self._refuse_replaced(position)
             elif isinstance(mark, Absent) and mark.zeroed:
                 mark.zeroed = False
                 self._zero(position)
-        everywhere = self.reduced is not None
         if cleared:
             self._forget(cleared)
-        return cleared, everywhere
+        return cleared
 
     def _zero(self, position: int) -> None:
         """A parameter's gradient is zero from now on."""

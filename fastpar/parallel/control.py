@@ -123,12 +123,12 @@ class Control:
         backwards: int,
         used: Sequence[bool],
         cleared: Sequence[int] = (),
-        again: bool = False,
+        second: bool = False,
     ) -> Tensor | None:
         """Tell and hear everything; the bins of all shards together. Ranks: all, once per step.
 
         cleared: parameters whose gradients were set to None by hand, in order.
-        again: for one more optimizer: what is not told anew is kept.
+        second: for one more optimizer: what is told and counted belongs to the next step.
         """
         if self._doubt:
             doubt, self._doubt = self._doubt, ""
@@ -136,16 +136,21 @@ class Control:
                 f"Engine: expected count_tokens() of what the gradients are sums over, got {doubt};"
                 " call zero_grad() for all parameters first, then count_tokens(), then backward()"
             )
-        counted = self._tokens is not None
-        unknown = isinstance(self._tokens, Tensor) or not counted
+        values, tokens, tally = self._values, self._tokens, self.tally
+        if second:
+            values, tokens, tally = [], None, None
+        else:
+            self._values, self._tokens, self.token_scale = [], None, None
+        counted = tokens is not None
+        unknown = isinstance(tokens, Tensor) or not counted
         words = [
             *hashes,
             backwards,
             functools.reduce(extended_hash, cleared, 0),
             -1 if unknown else 0,
         ]
-        if counted and not isinstance(self._tokens, Tensor):
-            words[-1] = int(self._tokens)  # type: ignore[arg-type]
+        if not unknown:
+            words[-1] = int(tokens)  # type: ignore[arg-type]
         flags = [
             sum(1 << bit for bit, u in enumerate(used[i : i + _BITS]) if u)
             for i in range(0, self._n_params, _BITS)
@@ -154,17 +159,14 @@ class Control:
         if self._device.type == "cuda":
             host = host.pin_memory().to(self._device, non_blocking=True)
         parts = [host[:_HEAD]]
-        if isinstance(self._tokens, Tensor):
-            parts = [host[: _HEAD - 1], self._tokens.reshape(1).to(self._device, torch.int64)]
-        tally = None if again else self.tally
+        if isinstance(tokens, Tensor):
+            parts = [host[: _HEAD - 1], tokens.reshape(1).to(self._device, torch.int64)]
         if tally is not None:
             tallied = tally.take(self._device)
-            self._values.append(tallied)
+            values.append(tallied)
         zero = bins if bins is not None else host.new_zeros(NORM_WORDS)
-        values = torch.cat(self._values) if self._values else host.new_zeros(0).double()
-        mine = torch.cat([*parts, zero, host[_HEAD:], values.view(torch.int64)])
-        keep_values, keep_scale = again and not self._values, again and not counted
-        self._values, self._tokens = [], None
+        summed = torch.cat(values) if values else host.new_zeros(0).double()
+        mine = torch.cat([*parts, zero, host[_HEAD:], summed.view(torch.int64)])
         if self.group is None:
             rows = mine.view(1, -1)
         else:
@@ -172,7 +174,7 @@ class Control:
             self._check(self._of_peers(rows)[:, :_HEAD])
         self._rows = rows
         start = _HEAD + NORM_WORDS + len(flags)
-        if not keep_values:
+        if not second:
             given = rows[:, start:].contiguous().view(torch.float64)
             total = _sum_rows(given)
             if tally is not None:
@@ -180,11 +182,9 @@ class Control:
                 tally.give(total[-n:], given[:, -n:])
                 total = total[:-n]
             self.contributed = total
-        if not keep_scale:
-            self.token_scale = None
         if counted:
-            tokens = rows[:, _HEAD - 1].clamp(min=0).sum()
-            self.token_scale = tokens.clamp(min=1).float() / rows.shape[0]
+            n_tokens = rows[:, _HEAD - 1].clamp(min=0).sum()
+            self.token_scale = n_tokens.clamp(min=1).float() / rows.shape[0]
         if bins is None:
             return None
         by_stage = rows.unflatten(0, (self._stages, -1))

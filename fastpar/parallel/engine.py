@@ -19,6 +19,7 @@ forwards and backward passes in each: those of a pipeline's schedule, or several
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,7 +37,7 @@ from fastpar.parallel.gathers import Gathers
 from fastpar.parallel.reducer import PartialGradients, Reducer
 from fastpar.parallel.shards import Shards
 from fastpar.parallel.stages import STEP_PHASES, MicroBatches, StepPhase, checked
-from fastpar.parallel.units import Hook, Link, refuse_nested_backward
+from fastpar.parallel.units import Hook, Link
 
 
 class Engine:
@@ -92,9 +93,10 @@ class Engine:
         self.phase = StepPhase.EMPTY
         self._before_backward = StepPhase.EMPTY  # the phase that a backward found
         self.graph_task = -1
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have stepped
-        self._spent: weakref.WeakSet[Any] = weakref.WeakSet()  # those that need new gradients
-        self._again = False  # one more steps with the same gradients
+        # What autograd calls at the end of a backward, and has until it ends or fails.
+        self._running: Callable[[], object] = lambda: None
+        self._spent: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers without new gradients
+        self._second = False  # one more optimizer steps: other parameters, the same backward
         self._cleared: set[nn.Parameter] = set()  # whose gradient was, by hand, since the last step
         me = weakref.ref(self)  # parameters own the engine, not the hooks: no cycle through C++
         for p in shards.params:
@@ -121,21 +123,23 @@ class Engine:
                 self.gathers.release_bucket(bucket)
             self.reducer.launch_ready()
 
-    def before_unit_backward(
-        self, grad: Any = None, fired: Any = None, by_layer: bool = False
-    ) -> None:
-        """The backward of a unit begins, or a gradient comes: perhaps the first of a backward.
-
-        by_layer: a layer's own backward says so.
-        """
+    def before_unit_backward(self, grad: Any = None, fired: Any = None) -> None:
+        """The backward of a unit begins, or a gradient comes: perhaps the first of a backward."""
         task = torch._C._current_graph_task_id()
-        if not self.paused and task != self.graph_task:
-            self.begin_backward(task, fired, by_layer)
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        if self.paused or task == self.graph_task:
+            return
+        if self._running() is not None:
+            raise RuntimeError(
+                "Engine: expected one backward at a time, got a backward inside of a backward, as "
+                "reentrant activation checkpoints run it; use checkpoint(..., use_reentrant=False)"
+            )
+        self.begin_backward(task, fired)
+        end = functools.partial(self.end_backward)
+        self._running = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def begin_backward(self, task: int = -1, fired: Any = None, by_layer: bool = False) -> None:
+    def begin_backward(self, task: int = -1, fired: Any = None) -> None:
         """A backward begins: autograd's of this number, or one that is replayed."""
-        refuse_nested_backward(besides=int(by_layer))
         self.reducer.check_rests(self.mesh.rank)
         stopped = self.graph_task != -1  # an earlier backward, before it sent anything
         self._forget_cleared(fired)
@@ -207,7 +211,7 @@ class Engine:
     def before_forward(self, with_grad: bool) -> None:
         """A forward of the whole model begins."""
         if with_grad:
-            self._forget_zeroed()
+            self._check_told()
             self.log.timer.begin()
 
     def _say_begin(self, what: str) -> None:
@@ -219,23 +223,24 @@ class Engine:
     def before_step(self, optimizer: object = None) -> None:
         """Gradients are reduced, also those of other ranks if this one had no backward at all.
 
-        Another optimizer with parameters of this engine steps with the same gradients.
+        Raises:
+            RuntimeError: another optimizer has stepped the same parameters with these gradients.
         """
         self._forget_cleared()
-        old = bool(self._spent) and self.phase is StepPhase.STEPPED
-        self._again = old and optimizer not in self._spent
-        if not self._again:
+        if optimizer in (None, *self._spent) or self.phase is not StepPhase.STEPPED:
             self._spent.clear()
+        for other in self._spent:
+            self._refuse_shared(optimizer, other)
+        self._second = bool(self._spent)
         if optimizer is not None:
-            self._optimizers.add(optimizer)
             self._spent.add(optimizer)
-        if not self._again:
+        if not self._second:
             self.log.timer.begin()
             if self.gathers is not None:
                 self.gathers.participate()
         for bucket in () if self.stage.frees_parameters else self.buckets:
             self.shards.finish_gather(bucket)
-        if self._again:
+        if self._second:
             return
         if self.phase is not StepPhase.REDUCED:
             self._reduce()
@@ -244,6 +249,15 @@ class Engine:
         self.partials.check()
         self.partials.sum()
         self.shards.send_rest()
+
+    def _refuse_shared(self, optimizer: Any, other: Any) -> None:
+        theirs = {p for group in other.param_groups for p in group["params"]}
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p in theirs):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: expected parameters of one optimizer, got "
+                f"'{self.shards.name_of(p)}', which {type(other).__name__} has stepped with the "
+                "same gradients; give each optimizer parameters of its own"
+            )
 
     def finish(self) -> None:
         """Reduce gradients that only this rank knows, if there are any. Ranks: all."""
@@ -262,7 +276,7 @@ class Engine:
                 backwards=self.micro_batches.begun,
                 used=[i in b.seen for b in self.buckets for i in range(len(b.params))],
                 cleared=sorted(self.shards.index[p] for p in self._cleared),
-                again=self._again,
+                second=self._second,
             )
 
     def has_grad(self, p: Tensor) -> bool:
@@ -307,7 +321,6 @@ class Engine:
         gradients of its parameters; otherwise all of this engine's are zeroed.
         """
         self._resume_if_stopped()
-        only = of is None or (of in self._optimizers and len(self._optimizers) == 1)
         if of is None:
             for bucket in self.buckets:
                 bucket.zero_grad(set_to_none)
@@ -318,15 +331,11 @@ class Engine:
             for bucket, positions in self.shards.by_bucket(params).items():
                 bucket.zero_grad(set_to_none, positions)
             self.partials.changed()
-        if all(bucket.zeroed for bucket in self.buckets):
-            only = True
-            self._end_of_gradients()
-        elif only:
-            self.control.forget(early=self.micro_batches.begun == 0)
-        else:
+        if not all(bucket.zeroed for bucket in self.buckets):
             self.control.doubt()
-        between = self.phase in (StepPhase.EMPTY, StepPhase.STEPPED)
-        if between and only and self.gathers is not None:
+            return
+        self._end_of_gradients()
+        if self.gathers is not None:
             self.gathers.launch_early()
 
     def _end_of_gradients(self) -> None:
@@ -341,19 +350,28 @@ class Engine:
     def _forget_cleared(self, fired: Tensor | None = None) -> None:
         """Look for p.grad = None and zero_grad() of a module, which tell nobody."""
         self._resume_if_stopped()
-        heard, cleared = self.shards.forget_cleared(fired)
-        self._cleared.update(cleared)
+        heard = False
+        for bucket in self.buckets:
+            zeroed, everywhere = bucket.zeroed, bucket.reduced is not None
+            cleared = bucket.forget_cleared(fired)
+            heard = heard or bool(cleared) or bucket.zeroed != zeroed
+            self._cleared.update(bucket.params[i] for i in cleared if everywhere)
         if heard and all(bucket.empty for bucket in self.buckets):
             reduced, begun = self.phase is StepPhase.REDUCED, self.micro_batches.begun
             self._end_of_gradients()
             if not reduced:  # other ranks may have some left
                 self.micro_batches.begun = begun
 
-    def _forget_zeroed(self) -> None:
-        """module.zero_grad(set_to_none=False) tells nobody where p.grad is what it should be."""
+    def _check_told(self) -> None:
+        """What was told is of the gradients that there are."""
         self._forget_cleared()
-        if self.control.told and self.shards.became_zero():
-            self._end_of_gradients()
+        for bucket in self.buckets if self.control.told else ():
+            if bucket.changed:
+                raise RuntimeError(
+                    "Engine: expected gradients as backward left them after count_tokens() or "
+                    f"contribute(), got p.grad of '{bucket.name(0)}' or another changed in place "
+                    "(zero_grad(set_to_none=False) of a module?); call that of the optimizer"
+                )
 
     # The training loop's side
 
@@ -404,7 +422,7 @@ class Engine:
         self._tell(self.control.count_tokens, n)
 
     def _tell(self, how: Callable[[Any], None], what: Any) -> None:
-        self._forget_zeroed()
+        self._check_told()
         how(what)
         for bucket in self.buckets:
             bucket.remember()

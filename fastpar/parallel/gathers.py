@@ -23,9 +23,8 @@ hooks on the autograd nodes of a unit's outputs, which stay where they are when 
 in place. A unit whose outputs show no node, or are parameters, stays until the end of backward; so
 does one of which a parameter was used while it was not there (absent tensors, in
 bucket_parameters.py). A part of a unit that is called from outside of it counts as the unit; inside
-of it, it waits for its parameters and gathers nothing. A backward that makes a graph
-(create_graph=True) uses parameters again in the backward of that graph, which has no gates: from
-then on to the step nothing is freed.
+of it, it waits for its parameters and gathers nothing. The backward of a graph that a backward
+made (create_graph=True) has no gates and would use what was freed: it is refused.
 
 [Note: hooks of others]
 Parameters are whole in the hooks of a unit and of all modules inside of it, because ours run first
@@ -114,7 +113,6 @@ class Gathers:
         self._inside: set[int] = set()  # units whose forward runs
         self._done: set[BucketState] = set()  # not needed any more in this backward
         self._opened: list[nn.Module] = []  # parts called while their unit was not there
-        self._keep = False  # everything that is there, see [Note: when a unit is freed]
         self._shown: set[int] = set()  # units that returned parameters without gradients
         self._stay: set[int] = set()  # units with parameters that were used, not called
         self._owners: dict[nn.Parameter, list[int]] = {}  # ids of parts: no cycle with the model
@@ -242,15 +240,6 @@ class Gathers:
         for bucket in self._shards.buckets:
             self._shards.finish_gather(bucket)
 
-    def _refuse_transforms(self) -> None:
-        """Before anything is launched or said to other ranks."""
-        if self.frees and torch._C._functorch.peek_interpreter_stack() is not None:
-            raise RuntimeError(
-                "Engine: expected forwards outside of torch.func and vmap with zero_stage=3, got "
-                "one inside; nothing tells when its backward needs parameters: use "
-                "torch.autograd.grad, or zero_stage=2"
-            )
-
     def _enter(self, index: int) -> None:
         if torch.is_grad_enabled():
             self.entered.add(index)
@@ -269,19 +258,18 @@ class Gathers:
         """The unit is not needed for now."""
         for bucket in self.buckets[index] if self.frees else ():
             self._shards.finish_gather(bucket)
-            if not self._keep and index not in self._stay:
+            if index not in self._stay:
                 bucket.make_stale()
 
     def release_bucket(self, bucket: BucketState) -> None:
         """A part of a unit is not needed any more in this backward."""
-        if self.frees and bucket.spec.unit != ROOT and not self._keep:
+        if self.frees and bucket.spec.unit != ROOT:
             self._done.add(bucket)
             self._shards.finish_gather(bucket)
             bucket.make_stale()
 
     def after_step(self) -> None:
         """All parameters are stale."""
-        self._keep = False
         self._stay.clear()
         for bucket in self._shards.buckets:
             bucket.kept = False
@@ -348,7 +336,6 @@ class Gathers:
 
     def before_forward(self, index: int, module: nn.Module, args: tuple) -> None:
         """A module of the unit is called."""
-        self._refuse_transforms()
         in_backward = torch._C._current_graph_task_id() != -1
         if index == ROOT and not in_backward:
             self._depth += 1
@@ -441,7 +428,6 @@ class Gathers:
 
     def before_part(self, index: int, part: nn.Module, args: tuple) -> None:
         """A module inside of the unit is called; from outside of it if the unit is not there."""
-        self._refuse_transforms()
         self._stay_last(part)
         if index in self._inside:
             self._pass.called.add(id(part))
@@ -464,7 +450,11 @@ class Gathers:
 
     def before_backward(self, index: int, grads: Any) -> None:
         """The gradient of an output of the unit is there."""
-        self._keep = self._keep or torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Engine: expected backward without create_graph with zero_stage=3, got one with "
+                "it, whose graph would use parameters that are freed; use zero_stage=2"
+            )
         self._listener.before_unit_backward()
         self.need(index)
 

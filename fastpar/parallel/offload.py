@@ -148,8 +148,8 @@ class Offload:
     def send_rest(self) -> None:
         """Before a step: what was not sent when it was reduced, or was written by hand since."""
         for bucket in self.order:
-            if not bucket.stage.shards:
-                bucket.take_by_hand()
+            for position in () if bucket.stage.shards else range(len(bucket.params)):
+                bucket.check_given(position)
             self._send(bucket)
 
     def bring_back(self, bucket: BucketState) -> None:

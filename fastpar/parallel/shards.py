@@ -254,26 +254,6 @@ class Shards:
         first = self.mesh.dp_rank // n_shards * n_shards
         return range(first * tp, (first + n_shards) * tp)
 
-    def forget_cleared(self, fired: Tensor | None) -> tuple[bool, list[nn.Parameter]]:
-        """BucketState.forget_cleared of every bucket.
-
-        Returns:
-            Whether any gradient was cleared or zeroed, and parameters whose gradient was cleared
-            where every rank had one.
-        """
-        heard, found = False, []
-        for bucket in self.buckets:
-            zeroed = bucket.zeroed
-            cleared, everywhere = bucket.forget_cleared(fired)
-            heard = heard or bool(cleared) or bucket.zeroed != zeroed
-            found += [bucket.params[position] for position in cleared] if everywhere else []
-        return heard, found
-
-    def became_zero(self) -> bool:
-        """Whether somebody wrote zeros into all gradients; see BucketState.became_zero."""
-        seen = [bucket for bucket in self.buckets if bucket.seen]
-        return bool(seen) and all(bucket.became_zero() for bucket in seen)
-
     def by_bucket(self, params: Iterable[Tensor]) -> dict[BucketState, set[int]]:
         """Positions in buckets of those parameters that are in one."""
         found: dict[BucketState, set[int]] = {}

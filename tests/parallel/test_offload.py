@@ -422,7 +422,7 @@ def test_formats_of_the_state(dtype, options, ranks):
 
 
 def test_gradients_of_stage_0_may_be_changed_by_hand():
-    """p.grad is the gradient, until step(): torch's clipping, other tensors, None, GradScaler's."""
+    """p.grad is the gradient, until step(): torch's clipping, other values, None, GradScaler's."""
 
     def run(mode):
         torch.manual_seed(0)
@@ -433,7 +433,7 @@ def test_gradients_of_stage_0_may_be_changed_by_hand():
             loss_of(model, step).backward()
             norms.append(torch.nn.utils.clip_grad_norm_(params, 0.3).item())
             if step == 1:
-                params[0].grad = params[0].grad * 2.0
+                params[0].grad.mul_(2.0)
                 params[3].grad = None
             if step == 2:
                 optimizer.step()  # twice with the same gradients
