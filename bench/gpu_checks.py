@@ -495,11 +495,11 @@ def run_bench(name: str, only: str, kind: type[Bench] = NotedBench) -> Found:
 
 
 class Here:
-    """A variant in this process, told as a Worker is."""
+    """A variant in this process, told as Ranks are."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self._peak, before = spec, 0, self._live()
-        self._variant: Any = Variant(spec, 0)
+        self._variant: Any = Variant(spec)
         self._own = self._live() - before
 
     def _live(self) -> int:
@@ -560,7 +560,7 @@ def step_of_124m() -> Found:
     """B = 32 beside eager, then a trace of two steps."""
     found = in_turns("124M", 32, "eager", "fastpar")
     config, batch_size = (SMALL, 4) if RUN.quick else (GPT2, 32)
-    variant = Variant(Spec("fastpar", config, batch_size, device=RUN.device), 0)
+    variant = Variant(Spec("fastpar", config, batch_size, device=RUN.device))
     variant.steps(0, 3)
     with torch.profiler.profile() as trace:
         variant.steps(3, 2)
@@ -633,7 +633,7 @@ def compile_124m() -> None:
     """Fills the compiler's cache, for the headline."""
     config, batch_size = (SMALL, 4) if RUN.quick else (GPT2, 32)
     compiled = not RUN.quick
-    Variant(Spec("stock", config, batch_size, device=RUN.device, compiled=compiled), 0).steps(0, 1)
+    Variant(Spec("stock", config, batch_size, device=RUN.device, compiled=compiled)).steps(0, 1)
 
 
 @cell("fast", "124M, B=32", limit_s=100, alone=True, must=True)

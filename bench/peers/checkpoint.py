@@ -60,8 +60,8 @@ class Trial:
 class Rank:
     """Public methods are the worker's commands. Ranks: all, in the same order."""
 
-    def __init__(self, trial: Trial, rank: int):
-        self.trial, self.rank = trial, rank
+    def __init__(self, trial: Trial):
+        self.trial, self.rank = trial, int(os.environ.get("RANK", "0"))
         self.folder = Path(trial.folder)
         warnings.simplefilter("ignore")  # of the peers' deprecated calls
         if trial.world_size > 1:

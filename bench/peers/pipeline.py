@@ -1,13 +1,12 @@
 """Pipeline stages by torch, DeepSpeed and fastpar behind one door: build(name, ...).
 
-All train the same stock.py model, and fastpar its own too. One sequence is a micro-batch. torch and
-fastpar cut the layers alike, by the flops of their parts, DeepSpeed by its default, parameters.
+torch and DeepSpeed train stock.py's model, fastpar its own. One sequence is a micro-batch. torch
+and fastpar cut the layers alike, by the flops of their parts, DeepSpeed by its default, parameters.
 
 torch: PipelineStage with Schedule1F1B and its fused AdamW. It has no tied tables: the first and the
 last stage have a copy each, whose gradients are added up after the schedule, by hand.
-DeepSpeed: PipelineModule with a TiedLayerSpec. fastpar: pipeline_step; the stock model says by
-pipeline_parts() where it may be cut, and computes with torch's own operations, so that what differs
-is the runtime. Its table's gradients of both stages are added up by the engine.
+DeepSpeed: PipelineModule with a TiedLayerSpec. fastpar: pipeline_step; the engine adds up the
+table's gradients of both stages.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ from bench.peers import engines, stock
 from fastpar.comm.mesh import gather_objects
 from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
 from fastpar.config.config import GPTConfig
-from fastpar.kernels import backend
 from fastpar.models.gpt import GPT
 from fastpar.pipeline.split import cut
 
 TORCH, DEEPSPEED = "torch Schedule1F1B", "DeepSpeed pipeline"
-STOCK, OWN = "fastpar PP, stock model", "fastpar PP"
+OWN = "fastpar PP"
 # (schedule, sequences of a micro-batch)
 VARIANTS = {
     "fastpar PP, 2 rows": ("1f1b", 2),
@@ -70,46 +68,9 @@ class Stage(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight) if self.last else x
 
 
-class Declared(stock.GPT):
-    """A stock.GPT that tells fastpar where it may be cut."""
-
-    def pipeline_parts(self) -> list[tuple[str, ...]]:
-        return [("wte", "wpe"), *((f"h.{i}",) for i in range(len(self.h))), ("ln_f", "wte")]
-
-    def pipeline_costs(self) -> list[float]:
-        return self.config.part_flops()
-
-    def new_stream(self, idx: Tensor) -> Tensor:
-        return torch.empty(*idx.shape, self.config.n_embd)
-
-    def draw_keys(self, count: int, device: torch.device) -> None:
-        return None
-
-    def forward(
-        self,
-        idx: Tensor,
-        targets: Tensor | None = None,
-        *,
-        parts: range | None = None,
-        stream: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        n_layer = len(self.h)
-        parts = range(n_layer + 2) if parts is None else parts
-        x = stream
-        if x is None:
-            x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
-        for layer in range(max(parts.start - 1, 0), min(parts.stop - 1, n_layer)):
-            x = self.h[layer](x)
-        if n_layer + 1 not in parts:
-            return x
-        assert targets is not None
-        return loss_of(F.linear(self.ln_f(x), self.wte.weight), targets)
-
-
-def model_of(config: GPTConfig, kind: type[stock.GPT] = stock.GPT) -> stock.GPT:
+def model_of(config: GPTConfig) -> stock.GPT:
     """The weights that fastpar.GPT has with seed 0."""
-    return kind(config).load_fastpar(GPT(config, seed=0).state_dict())
+    return stock.GPT(config).load_fastpar(GPT(config, seed=0).state_dict())
 
 
 class _Pipeline(Contender):
@@ -232,9 +193,6 @@ def build(name: str, config: GPTConfig, settings: Settings) -> Contender:
         return _Torch(name, config, settings)
     if name == DEEPSPEED:
         return _DeepSpeed(name, config, settings)
-    if name == STOCK:
-        backend.choice = "torch"  # its products too
-        return engines.build(OWN, lambda: model_of(config, Declared), settings)
     if name in VARIANTS:
         schedule, rows = VARIANTS[name]
         options = {**settings.fastpar, "pp_schedule": schedule}

@@ -1,16 +1,13 @@
 """Tensor-parallel training by torch's DTensor and by fastpar behind one door: build(way, ...).
 
-Both train the same model: stock.py's GPT-2 with its tokens as [N, C] (each contender then gathers
-and scatters without a copy) and the rows of c_attn by heads, [H, 3, D] instead of [3, H, D], which
-is the layout in which a DTensor split along dim 0 is a split by heads. Parameters have stock.py's
-names; weights() yields them whole in its layout.
-
-torch: parallelize_module with ColwiseParallel, RowwiseParallel, SequenceParallel and loss_parallel,
-local tensors between the modules, FSDP2 over dp in the same mesh; its fused AdamW. Every split
-module has its one collective in each direction, none is undone; without sequence parallelism norms
-are plain modules. fastpar: the layers of tensor_parallel.py and vocab_parallel.py instead of
-nn.Linear, everything else the same modules, and torch's own matrix products, so that what differs
-is the runtime; or fastpar.GPT with its kernels.
+torch trains stock.py's GPT-2 with its tokens as [N, C] (it then gathers and scatters without a
+copy), the head as a module of its own, which its plan names, and the rows of c_attn by heads,
+[H, 3, D] instead of [3, H, D], which is the layout in which a DTensor split along dim 0 is a split
+by heads. Parameters have stock.py's names; weights() yields them whole in its layout.
+parallelize_module with ColwiseParallel, RowwiseParallel, SequenceParallel and loss_parallel, local
+tensors between the modules, FSDP2 over dp in the same mesh; its fused AdamW. Every split module has
+its one collective in each direction, none is undone; without sequence parallelism norms are plain
+modules. fastpar trains fastpar.GPT, by compare's strategies.
 
 Megatron-LM's and DeepSpeed's tensor parallelism need CUDA extensions that do not build for a CPU.
 """
@@ -19,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,23 +25,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastpar
-from fastpar.comm.mesh import Mesh
+from bench.peers import engines, stock
 from fastpar.compare.strategies import Contender, Settings, decay_groups
 from fastpar.config.config import GPTConfig
-from fastpar.kernels import backend
-from fastpar.sharding.placements import Shard, State
-from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
-from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear_cross_entropy
 
-TORCH, STOCK, OWN = "torch", "fastpar, stock model", "fastpar"
+TORCH, OWN = "torch", "fastpar"
 
 
 @dataclass(frozen=True)
 class Way:
     """A way to train on tp * dp ranks; str() is the row's variant.
 
-    kind: TORCH, STOCK or OWN; zero_stage: 3 is FSDP2 that frees after forward, 2 one that does not.
-    transport: of fastpar.
+    kind: TORCH or OWN, which has tp=2; zero_stage: 3 is FSDP2 that frees after forward, 2 one that
+    does not. transport: of fastpar.
     """
 
     kind: str
@@ -54,88 +47,21 @@ class Way:
     transport: str = "torch"
 
     def __str__(self) -> str:
-        name = self.kind
         if self.kind == TORCH:
             fsdp = {0: "", 2: " + FSDP2, no reshard", 3: " + FSDP2"}
             name = f"torch DTensor{fsdp[self.zero_stage]}"
-        elif self.zero_stage:
-            name += f", ZeRO-{self.zero_stage}"
-        name += "" if self.kind == TORCH else f", {'gloo' if self.transport == 'torch' else 'shm'}"
+        else:
+            stage = f", ZeRO-{self.zero_stage}" if self.zero_stage else ""
+            name = f"fastpar{stage}, {'gloo' if self.transport == 'torch' else 'shm'}"
         return name + ("" if self.sequence_parallel else ", whole sequences")
 
 
-class Column(nn.Linear):
-    tp: TensorParallel | None = None
-
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = tp
-        return {"weight": Shard(0), "bias": Shard(0)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, self.bias, self.tp)
-
-
-class Row(nn.Linear):
-    tp: TensorParallel | None = None
-
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = tp
-        return {"weight": Shard(1), "bias": tp.per_token}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return row_linear(x, self.weight, self.bias, self.tp)
-
-
-class Norm(nn.LayerNorm):
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        return {"weight": tp.per_token, "bias": tp.per_token}
-
-
-class Tokens(nn.Embedding):
-    tp: TensorParallel | None = None
-
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = tp
-        return {"weight": Shard(0)}
-
-    def forward(self, idx: Tensor) -> Tensor:
-        assert self.tp is not None
-        return vocab_embedding(idx[None], self.weight, self.tp).view(-1, self.embedding_dim)
-
-
-class Positions(nn.Embedding):
-    tp: TensorParallel | None = None
-
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = tp
-        return {"weight": tp.per_token}
-
-    def forward(self, idx: Tensor) -> Tensor:
-        assert self.tp is not None
-        return super().forward(self.tp.slice(idx, 0) if self.tp.sequence_parallel else idx)
-
-
-@dataclass(frozen=True)
-class Layers:
-    """The modules that a model is made of."""
-
-    column: type[nn.Linear] = nn.Linear
-    row: type[nn.Linear] = nn.Linear
-    norm: type[nn.LayerNorm] = nn.LayerNorm
-    tokens: type[nn.Embedding] = nn.Embedding
-    positions: type[nn.Embedding] = nn.Embedding
-
-
-PLAIN = Layers()
-SPLIT = Layers(Column, Row, Norm, Tokens, Positions)
-
-
 class Attention(nn.Module):
-    def __init__(self, config: GPTConfig, layers: Layers):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         self.head_dim = config.head_dim
-        self.c_attn = layers.column(config.n_embd, 3 * config.n_embd)
-        self.c_proj = layers.row(config.n_embd, config.n_embd)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, batch: int) -> Tensor:
         qkv = self.c_attn(x).unflatten(-1, (-1, 3, self.head_dim)).unflatten(0, (batch, -1))
@@ -144,65 +70,33 @@ class Attention(nn.Module):
         return self.c_proj(o.transpose(1, 2).flatten(2).flatten(0, 1))
 
 
-class MLP(nn.Module):
-    def __init__(self, config: GPTConfig, layers: Layers):
-        super().__init__()
-        self.c_fc = layers.column(config.n_embd, 4 * config.n_embd)
-        self.c_proj = layers.row(4 * config.n_embd, config.n_embd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-
-
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, layers: Layers):
+    def __init__(self, config: GPTConfig):
         super().__init__()
-        self.ln_1 = layers.norm(config.n_embd, eps=config.layer_norm_eps)
-        self.attn = Attention(config, layers)
-        self.ln_2 = layers.norm(config.n_embd, eps=config.layer_norm_eps)
-        self.mlp = MLP(config, layers)
+        plain = stock.Block(config)
+        self.ln_1, self.attn = plain.ln_1, Attention(config)
+        self.ln_2, self.mlp = plain.ln_2, plain.mlp
 
     def forward(self, x: Tensor, batch: int) -> Tensor:
         x = x + self.attn(self.ln_1(x), batch)
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
+class GPT(stock.GPT):
     """forward(idx, targets) -> the mean cross-entropy; see the top of the file."""
 
-    def __init__(self, config: GPTConfig, layers: Layers):
-        super().__init__()
-        self.config = config
-        self.wte = layers.tokens(config.vocab_size, config.n_embd)
-        self.wpe = layers.positions(config.block_size, config.n_embd)
-        self.h = nn.ModuleList(Block(config, layers) for _ in range(config.n_layer))
-        self.ln_f = layers.norm(config.n_embd, eps=config.layer_norm_eps)
+    def __init__(self, config: GPTConfig):
+        super().__init__(config)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         positions = torch.arange(idx.shape[1], device=idx.device).repeat(len(idx))
         x = self.wte(idx.flatten()) + self.wpe(positions)  # [N, C], or this rank's tokens
         for block in self.h:
             x = block(x, len(idx))
-        return self.loss(self.ln_f(x), targets.flatten())
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        tp = self.wte.tp
-        assert isinstance(tp, TensorParallel)
-        return vocab_linear_cross_entropy(
-            x, self.wte.weight, targets, tp, vocab_size=self.config.vocab_size
-        )
-
-
-class WithHead(GPT):
-    """The head as a module of its own, which torch's plan names; its weight is the embedding's."""
-
-    def __init__(self, config: GPTConfig, layers: Layers):
-        super().__init__(config, layers)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.lm_head(x), targets)
+        return F.cross_entropy(self.lm_head(self.ln_f(x)), targets.flatten())
 
 
 def by_heads(state: dict[str, Tensor], n_head: int, *, back: bool = False) -> dict[str, Tensor]:
@@ -215,18 +109,14 @@ def by_heads(state: dict[str, Tensor], n_head: int, *, back: bool = False) -> di
     return {name: move(x) if ".c_attn." in name else x for name, x in state.items()}
 
 
-def model_of(config: GPTConfig, kind: str) -> nn.Module:
-    """The weights that fastpar.GPT has with seed 0, in the model that this kind trains."""
-    own = fastpar.GPT(config, seed=0)
-    if kind == OWN:
-        return own
-    state = by_heads(own.state_dict(), config.n_head)
+def model_of(config: GPTConfig) -> GPT:
+    """The weights that fastpar.GPT has with seed 0."""
+    state = by_heads(fastpar.GPT(config, seed=0).state_dict(), config.n_head)
     state["wte.weight"] = state["wte.weight"][: config.vocab_size]
     with torch.device("meta"):
-        model = WithHead(config, PLAIN) if kind == TORCH else GPT(config, SPLIT)
+        model = GPT(config)
     model.load_state_dict(state, assign=True, strict=False)
-    if kind == TORCH:
-        model.lm_head.weight = model.wte.weight  # type: ignore[union-attr]
+    model.lm_head.weight = model.wte.weight
     return model
 
 
@@ -242,13 +132,10 @@ class _TorchTP(Contender):
         return loss.detach().to_local()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self.model.named_parameters():
+        model: Any = self.model
+        for name, p in model.named_parameters():
             whole = p.full_tensor() if hasattr(p, "full_tensor") else p
-            yield from by_heads({name: whole.detach()}, _heads(self.model), back=True).items()
-
-
-def _heads(model: nn.Module) -> int:
-    return model.config.n_head  # type: ignore[union-attr,return-value]
+            yield from by_heads({name: whole.detach()}, model.config.n_head, back=True).items()
 
 
 def _split_by_torch(model: Any, tp_mesh: Any, sequence_parallel: bool) -> None:
@@ -303,7 +190,7 @@ def _torch(way: Way, config: GPTConfig, settings: Settings) -> Contender:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     shape = (dist.get_world_size() // way.tp, way.tp)
     mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    model: Any = model_of(config, TORCH)
+    model: Any = model_of(config)
     _split_by_torch(model, mesh["tp"], way.sequence_parallel)
     if way.zero_stage:
         for block in model.h:
@@ -312,41 +199,12 @@ def _torch(way: Way, config: GPTConfig, settings: Settings) -> Contender:
     return _TorchTP(str(way), model, _adamw(model, settings))
 
 
-class _Fastpar(Contender):
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        state = dict(self.model.state_dict())
-        stock_model = isinstance(self.model, GPT)
-        yield from (
-            by_heads(state, _heads(self.model), back=True) if stock_model else state
-        ).items()
-
-    def report(self) -> dict[str, float]:
-        return {"live_bytes": float(sum(fastpar.engine_of(self.model).memory().values()))}
-
-
-def _fastpar(way: Way, config: GPTConfig, settings: Settings) -> Contender:
-    if way.kind == STOCK:
-        backend.choice = "torch"  # its products too
-    model = fastpar.parallelize(
-        model_of(config, way.kind),
-        Mesh(tp=way.tp),
-        zero_stage=way.zero_stage,
-        transport=way.transport,
-        sequence_parallel=way.sequence_parallel,
-    )
-    optimizer = fastpar.AdamW(
-        [
-            {"params": group["params"], "weight_decay": group["weight_decay"]}
-            for group in decay_groups(model, settings.weight_decay)
-        ],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-    )
-    return _Fastpar(str(way), model, optimizer)
-
-
 def build(way: Way, config: GPTConfig, settings: Settings | None = None) -> Contender:
     """The contender, on this rank. Ranks: all, with the same arguments."""
-    make = _torch if way.kind == TORCH else _fastpar
-    return make(way, config, settings or Settings())
+    settings = settings or Settings()
+    if way.kind == TORCH:
+        return _torch(way, config, settings)
+    options = {"transport": way.transport, "sequence_parallel": way.sequence_parallel}
+    title = f"fastpar TP, ZeRO-{way.zero_stage}" if way.zero_stage else "fastpar TP"
+    settings = replace(settings, fastpar=options)
+    return engines.build(title, lambda: fastpar.GPT(config, seed=0), settings)

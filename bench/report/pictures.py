@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import Row, machine_line
-from bench.report import roofline, timeline
+from bench.report import roofline
 from bench.report.cells import ASIDE, OPS, NoResultsError, by_case, is_ours, newest, number
 from bench.report.tables import tp_rows, zero_rows
 
@@ -183,8 +183,7 @@ def draw_steps(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
 def draw_all(folder: Path) -> list[Path]:
     """<folder>/<op>.png for every op with rows there, of the newest machine of each device.
 
-    And roofline.png; zero.png and tp_<ranks>.png, of the first machine that has such rows; the
-    timeline of the overlap bench.
+    And roofline.png; zero.png and tp_<ranks>.png, of the first machine that has such rows.
     """
     machines = []
     for device in ("cuda", "cpu"):
@@ -210,6 +209,4 @@ def draw_all(folder: Path) -> list[Path]:
                 if folder / f"{file}.png" not in drawn:
                     drawn.append(folder / f"{file}.png")
                     draw_steps(about, own, drawn[-1])
-    if (folder / "overlap" / "timeline.json").exists():
-        drawn.append(timeline.redraw(folder / "overlap"))
     return drawn

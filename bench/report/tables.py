@@ -96,7 +96,6 @@ CELLS: dict[str, Cell] = {  # heading -> cell, in every table that says nothing 
     "by a worker": note("worker_bytes", 1e-6),
     "communication ms": note("comm_ms"),
     "exposed ms": note("exposed_ms"),
-    "formula ms": note("formula_ms"),
     "exposed, of communication": note("exposed_percent", form="{:.0f} %"),
     "waited, of communication": waited,
     "speed-up": SPEEDUP,
@@ -183,16 +182,6 @@ def spec(
 
 PP = "case: contender = case: variant | ranks x threads"
 PP_SAYS = "ms | tokens/s | against the case's first | peak MB | loss differs by | MB sent a step"
-WAITS = spec(
-    only("offload", lambda row: row.variant == "exposed"),
-    "a rank that sleeps = case",
-    "exposed ms | formula ms",
-)
-STEPS = spec(
-    only("offload", lambda row: row.variant != "exposed"),
-    "case: contender = case: variant",
-    "ms | tokens/s | against the case's first | exposed ms",
-)
 
 
 def pp_link_table(rows: Sequence[Row], base: str = "fastpar ZeRO-0") -> str:
@@ -423,5 +412,9 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "pp": spec(only("pp"), PP, PP_SAYS),
     "cp": spec(only("cp"), PP, PP_SAYS),
     "pp-link": pp_link_table,
-    "offload": lambda rows: f"{WAITS(rows)}\n\n{STEPS(rows)}",
+    "offload": spec(
+        only("offload"),
+        "case: contender = case: variant",
+        "ms | tokens/s | against the case's first | exposed ms",
+    ),
 }

@@ -32,7 +32,8 @@ import torch
 from bench.harness import Bench
 from bench.peers.checkpoint import DCP, FLUSHED, OWN, UNFLUSHED, Rank, Trial
 from bench.records import SCRATCH, Row
-from bench.systems.worker import Worker, WorkerError
+from bench.systems.links import RankError, Ranks
+from bench.systems.worker import start
 from bench.targets import faster, note
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
@@ -80,7 +81,7 @@ class Samples:
             self.peak[key] = max(self.peak.get(key, 0), *(a["peak"] for a in answers))
 
 
-def turn(worker: Worker, way: str, found: Samples) -> None:
+def turn(worker: Ranks, way: str, found: Samples) -> None:
     """One turn of a contender: save, save asynchronously, load."""
     found.add("save", way, worker.call("save", way))
     if way == OWN:
@@ -106,7 +107,7 @@ def measure(case: Case, config: GPTConfig, rounds: int, folder: str) -> Samples:
     def trial(own: bool) -> Trial:
         return Trial(own, config, folder, case.stage, case.world_size, case.threads)
 
-    with Worker(trial(True), make=Rank) as own, Worker(trial(False), make=Rank) as torchs:
+    with start(trial(True), make=Rank) as own, start(trial(False), Rank) as torchs:
         found.add("host copy", OWN, own.call("prepare"))
         for index in range(rounds):
             for way in (OWN, FLUSHED, DCP, UNFLUSHED):
@@ -117,7 +118,7 @@ def measure(case: Case, config: GPTConfig, rounds: int, folder: str) -> Samples:
                         found.add(PAUSE, f"{OWN}, {FIRST}", own.call("begin", OWN))
                         own.call("beside", OWN)
                     turn(own if way == OWN else torchs, way, found)
-                except WorkerError as error:
+                except RankError as error:
                     found.refused[way] = str(error)
     return found
 

@@ -14,7 +14,6 @@ SDPBackend.MATH a RuntimeError, "got mixed torch.Tensor and DTensor").
 
 from __future__ import annotations
 
-import os
 import tempfile
 
 from torch import Tensor
@@ -23,9 +22,8 @@ from bench.harness import Bench
 from bench.peers.engines import SINGLE, Contender, build
 from bench.systems import bench_zero
 from bench.systems.bench_pp import MBIT, take_turns
-from bench.systems.bench_zero import Entry, Reference, Trial, batch, model_of, run_group
+from bench.systems.bench_zero import Trial, batch, model_of, run_case
 from bench.systems.links import NoLinkError
-from bench.systems.worker import Worker
 from fastpar.compare.strategies import Settings
 from fastpar.config.config import GPTConfig
 
@@ -54,13 +52,6 @@ class Rank(bench_zero.Rank):
         return batch(self.trial.config, step, made.dp_rank, made.dp_size, ROWS)
 
 
-class LinkedRank(Rank):
-    """A rank in a network namespace."""
-
-    def __init__(self, trial: Trial) -> None:
-        super().__init__(trial, int(os.environ["RANK"]))
-
-
 def run(bench: Bench) -> None:
     """On one host, then behind the link."""
     config, rounds = (QUICK, 2) if bench.quick else (CONFIG, 3)
@@ -68,18 +59,14 @@ def run(bench: Bench) -> None:
     case = f"{size} T={config.block_size} B={ROWS}, 2 ranks"
     if bench.only in case:
         with tempfile.TemporaryDirectory() as folder:
-            with Worker(trial_of(SINGLE, config, folder), make=Reference) as worker:
-                (reference,) = worker.call("write")
-            base = Entry(trial_of(BASE, config, folder), reference, Rank)
-            try:
-                others = [trial_of(name, config, folder) for name in OTHERS]
-                run_group(bench, case, base, others, reference, rounds, Rank)
-            finally:
-                base.close()
+            exact, base, *others = (
+                trial_of(name, config, folder) for name in (SINGLE, BASE, *OTHERS)
+            )
+            run_case(bench, case, exact, base, [others], rounds, Rank)
     if bench.only in f"{MBIT} Mbit/s":
         trials = [trial_of(name, config, "", transport="torch") for name in (BASE, *OTHERS)]
         try:
             title = f"{case}, {MBIT} Mbit/s"
-            take_turns(bench, title, trials, 1 if bench.quick else 2, f"{__name__}:LinkedRank")
+            take_turns(bench, title, trials, 1 if bench.quick else 2, f"{__name__}:Rank")
         except NoLinkError as error:
             print(f"no rows behind a link: {error}")

@@ -1,14 +1,8 @@
-"""Offload over a stand-in bus: how long a step waits, beside the formula; DeepSpeed's beside ours.
+"""Offload over a stand-in bus beside DeepSpeed's ZeRO-Offload (stage 2, its CPU Adam).
 
-Exposed time: a model that is too small to matter, whose blocks sleep in forward and twice as long
-in backward, as does the host in its step, so that cores do not count. The bus is a thread for each
-direction that copies at a given speed (comm/bus.py). What the step waited, by its report, beside
-cost/host_step.py's exposed_s() of the same sleeps. Where the first block's state stays on the
-device, a long forward hides all of it.
-
-Steps: one CPU rank, gradients clipped: fastpar without offload, with it over buses of PCIe's
-speeds, and DeepSpeed's ZeRO-Offload (stage 2, its CPU Adam), which finds the "device" in the same
-memory and copies nothing over a bus. Steps take turns.
+One CPU rank, gradients clipped: fastpar without offload, with it over buses of PCIe's speeds (a
+thread for each direction copies at a given speed, comm/bus.py), and DeepSpeed, which finds the
+"device" in the same memory and copies nothing over a bus. Steps take turns.
 
 - GPT-2's width, where the host's step takes cores from what would be the device. How much of a step
   that is depends on its tokens alone. Of GPT-2 XL with 16k tokens on an H100 (45 % of its peak)
@@ -16,20 +10,16 @@ memory and copies nothing over a bus. Steps take turns.
   that is so with about 32 tokens.
 - As many weights, and a device with cores of its own: its blocks sleep, forward as long as the
   host's step takes here.
-
-On a GPU: GPT-2 XL in bf16 with and without offload, one after the other, with what each takes. A
-quick run on a CPU goes that way, too, with a small model.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import statistics
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter, sleep
+from time import sleep
 from typing import Any
 
 import torch
@@ -41,30 +31,20 @@ from bench.records import Row, reason
 from fastpar.comm.mesh import Mesh
 from fastpar.compare.strategies import import_deepspeed
 from fastpar.config.config import GPTConfig
-from fastpar.cost.host_step import UnitStep, exposed_s
 from fastpar.doctor.clocks import Timing, steady_ms
 from fastpar.models.gpt import GPT
-from fastpar.nn.recompute import recompute
 from fastpar.optim.adamw import AdamW
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 
 TIME_LIMIT_S = {"cpu": 600, "cuda": 120}
-BLOCKS, WIDTH = 6, 512
-HOST_MS, BUS_MS, FORWARD_MS = 15, (3, 20, 60), (5, 20, 60)  # of a block
 BUSES = {"pcie3": 12.0, "pcie5": 47.0}  # GB/s that large copies reach
 CONFIG = GPTConfig(6, 12, 768, 128, 8192, dropout=0.0)
 TOKENS = ((4, 128), (1, 128), (1, 64), (1, 32))  # rows and their length
 ELSEWHERE = (12, 2048, 0.003)  # blocks, their width, seconds of a forward
 QUICK = GPTConfig(2, 2, 32, 16, 64, dropout=0.0)
-XL = GPTConfig.preset("gpt2-xl", dropout=0.0)
 STEPS, TURNS = 7, 5
-OPTIONS: dict[str, dict[str, Any]] = {  # of XL
-    "fastpar": {},
-    "fastpar offload": {"zero_stage": 2, "offload": "optimizer"},
-    "fastpar offload parameters": {"zero_stage": 3, "offload": "parameters"},
-}
 
 
 class _Sleep(torch.autograd.Function):
@@ -85,78 +65,12 @@ class _Sleep(torch.autograd.Function):
 class Block(nn.Module):
     """One weight, needed when forward begins; its gradient is there when backward ends."""
 
-    def __init__(self, seconds: float, width: int = WIDTH) -> None:
+    def __init__(self, seconds: float, width: int) -> None:
         super().__init__()
         self.linear, self.seconds = nn.Linear(width, width, bias=False), seconds
 
     def forward(self, x: Tensor) -> Tensor:
         return _Sleep.apply(self.linear(x), self.seconds)
-
-
-class SlowHost(AdamW):
-    """Takes so many seconds for the host's step of each bucket."""
-
-    seconds = 0.0
-
-    def prepare(self, *args: Any) -> list[Callable[[], object]]:
-        """AdamW's, and a sleep for the rest of the time."""
-        calls = super().prepare(*args)
-
-        def call() -> None:
-            end = perf_counter() + self.seconds
-            for each in calls:
-                each()
-            sleep(max(0.0, end - perf_counter()))
-
-        return [call]
-
-
-def waits(
-    bus_s: float, forward_s: float, host_s: float, steps: int, kept: bool
-) -> tuple[list[float], float]:
-    """(seconds that each step waited, what the formula says); kept: the first block's state."""
-    model = nn.Sequential(*(Block(forward_s) for _ in range(BLOCKS)))
-    n_bytes = 4 * WIDTH**2
-    parallelize(
-        model,
-        Mesh(device="cpu"),
-        zero_stage=2,
-        offload="optimizer",
-        bucket_mb=n_bytes / 2**20,
-        first_bucket_mb=1e-3,
-        offload_keep_mb=3 * n_bytes / 2**20 if kept else 0,  # a block has two moments
-        debug=Debug(bus_gb_s=n_bytes / bus_s / 1e9),
-    )
-    optimizer, x, found = SlowHost(model.parameters()), torch.randn(1, WIDTH), []
-    optimizer.seconds = host_s
-    engine = engine_of(model)
-    for _ in range(steps + 2):
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert engine.report is not None
-        found.append((engine.report.offload_ms or 0.0) / 1e3)
-    engine.shards.settle()
-    unit = UnitStep(host_s, bus_s, bus_s, forward_s, 2 * forward_s)
-    first = unit._replace(host_s=0, down_s=0, up_s=0) if kept else unit
-    return found[2:], exposed_s([first, *[unit] * (BLOCKS - 1)])
-
-
-def exposed(bench: Bench) -> None:
-    """Rows of the grid."""
-    times = [(0.001, 0.001)] if bench.quick else itertools.product(BUS_MS, FORWARD_MS)
-    for kept, (bus_ms, forward_ms) in itertools.product((False, True), list(times)):
-        case = f"{BLOCKS} blocks: bus {bus_ms} ms, forward {forward_ms} ms, host {HOST_MS} ms each"
-        case += ", the first stays on the device" if kept else ""
-        if bench.only not in case:
-            continue
-        seconds, formula = waits(bus_ms / 1e3, forward_ms / 1e3, HOST_MS / 1e3, STEPS, kept)
-        row = bench.row(case, "offload", "exposed", torch.float32)
-        measured = statistics.median(seconds)
-        row.notes = {"exposed_ms": 1e3 * measured, "formula_ms": 1e3 * formula}
-        bench.add(row)
-        if not bench.quick:
-            print(case, ", ".join(f"{k} {v:.1f}" for k, v in row.notes.items()))
 
 
 class Elsewhere(nn.Module):
@@ -246,51 +160,9 @@ def _keep(contender: Contender, losses: list[float]) -> None:
     losses.append(contender.step())
 
 
-def on_gpu(bench: Bench) -> None:
-    """Rows of XL: milliseconds and the most memory, each contender alone on the GPU."""
-    config, rows = (QUICK, 1) if bench.quick else (XL, 16)
-    on_cpu = bench.device == "cpu"
-    case = f"{config.n_layer} layers of {config.n_embd}, {rows} x {config.block_size} tokens"
-    base_ms = None
-    for name, options in OPTIONS.items() if bench.only in case else ():
-        row = bench.row(case, "step", name, torch.bfloat16)
-        if not on_cpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            with torch.device(bench.device):
-                model: Any = GPT(config, seed=0).bfloat16()
-            shared: dict[str, Any] = {"grad_dtype": torch.float32}
-            shared["debug"] = Debug(bus_gb_s=BUSES["pcie5"]) if on_cpu and options else None
-            parallelize(model, Mesh(device=bench.device), **shared, **options)
-            recompute(model, "selective")
-            optimizer = AdamW(model.parameters(), lr=1e-4, max_grad_norm=1.0, master_weights=True)
-            x = torch.randint(0, config.vocab_size, (rows, config.block_size), device=bench.device)
-            row.median_ms = steady_ms(partial(_train, model, optimizer, x), 5, bench.device)
-            row.runs, row.peak_bytes = 5, None if on_cpu else torch.cuda.max_memory_allocated()
-            row.tokens_per_s = x.numel() / row.median_ms * 1e3
-            base_ms = base_ms or row.median_ms
-            row.baseline, row.speedup = "fastpar", base_ms / row.median_ms
-            report = engine_of(model).report
-            row.notes = {"exposed_ms": report.offload_ms if report else None}
-            del model, optimizer, x
-        except Exception as error:
-            row.refused = reason(error)
-        bench.add(row)
-
-
-def _train(model: nn.Module, optimizer: AdamW, x: Tensor) -> None:
-    model(x, x).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def run(bench: Bench) -> None:
-    """The grid, then whole steps; on a GPU XL."""
-    if bench.device == "cuda":
-        on_gpu(bench)
-        return
-    exposed(bench)
+    if bench.device != "cpu":
+        return  # the stand-in bus is between threads of a CPU
     config = QUICK if bench.quick else CONFIG
     for rows, length in TOKENS[: 1 if bench.quick else None]:
         length = min(length, config.block_size)
@@ -301,5 +173,3 @@ def run(bench: Bench) -> None:
     torch.manual_seed(0)
     model = Elsewhere(blocks, width, seconds)
     steps(bench, f"{shape} in forward", partial(copy.deepcopy, model), 1, 32)
-    if bench.quick:
-        on_gpu(bench)

@@ -24,7 +24,6 @@ ranks, may differ from DDP's by rounding only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import itertools
@@ -35,7 +34,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,11 +42,10 @@ from torch import Tensor, nn
 
 from bench.harness import Bench
 from bench.peers import stock
-from bench.records import Row, machine, reason
-from bench.report import timeline
+from bench.records import Row, reason
+from bench.systems.bench_zero import available_bytes, forget_peak
 from bench.systems.links import PROBE_BYTES, Link, NoLinkError, RankError, Ranks, all_reduce_ms
 from bench.targets import Target, faster, note
-from fastpar.comm.recorder import COMPUTE, Recorder, Span, now_ms, window
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
 from fastpar.kernels import keep_freed_memory
@@ -87,15 +84,12 @@ class Trainer:
         self.variant, self.config, self.batch_size = variant, config, batch_size
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self.rank = dist.get_rank()
-        self.recorder = Recorder()
         name, settings, model = variant, Settings(bucket_mb=BUCKET_MB), self._stock
         if variant == ALONE:
             name = engines.SINGLE
         elif variant.startswith("DDP, "):
             name = engines.DDP
             settings = settings if variant == DDP else replace(settings, bucket_mb=25.0)
-        elif variant.startswith("fastpar"):
-            settings = replace(settings, fastpar={"collectives": self.recorder.factory})
         if variant == OWN:
             name, model = name.partition(",")[0], self._own
         if variant in DEEPSPEED:
@@ -131,43 +125,27 @@ class Trainer:
             reports.append(self.contender.report())
         begins.append(time.perf_counter())
         cpu = (time.process_time() - cpu) * 1e3 / len(batches)
-        _give_memory_back()
+        forget_peak()  # the other variants need freed memory while this one waits
         ms = [(b - a) * 1e3 for a, b in itertools.pairwise(begins)]
         return {"ms": ms[1:], "losses": losses, "reports": reports[1:], "cpu_ms": [cpu]}
 
     def phases(self, first: int, count: int) -> dict[str, float]:
         """Median ms of forward, backward and optimizer; the first two steps are not counted."""
-        self.recorder.on = True
-        for step in range(first, first + count + 2):
-            self._traced(step)
-        self.recorder.on = False
-        found: dict[str, list[float]] = {}
-        for span in self.recorder.spans:
-            found.setdefault(span.name, []).append(span.end_ms - span.begin_ms)
-        return {name: statistics.median(times[2:]) for name, times in found.items()}
-
-    def trace(self, first: int) -> list[Span]:
-        """Spans of one step, after one that is not shown."""
-        dist.barrier()
-        self.recorder.on = True
-        edges = []
-        for step in range(first, first + 3):  # the third: what the shown one leaves to it
-            edges.append(now_ms())
-            self._traced(step)
-        self.recorder.on = False
-        spans, self.recorder.spans = self.recorder.spans, []
-        return window(spans, edges[1], edges[2])
-
-    def _traced(self, step: int) -> None:
-        x, y = self._batch(step)
         model, optimizer = self.contender.model, self.contender.optimizer
-        with self.recorder.span(COMPUTE, "forward"):
+        marks = []
+        for step in range(first, first + count + 2):
+            x, y = self._batch(step)
+            now = [time.perf_counter()]
             loss = model(x, y)
-        with self.recorder.span(COMPUTE, "backward"):
+            now.append(time.perf_counter())
             loss.backward()
-        with self.recorder.span(COMPUTE, "optimizer"):
+            now.append(time.perf_counter())
             optimizer.step()
             optimizer.zero_grad()
+            now.append(time.perf_counter())
+            marks.append([1e3 * (b - a) for a, b in itertools.pairwise(now)])
+        names = ("forward", "backward", "optimizer")
+        return dict(zip(names, map(statistics.median, zip(*marks[2:]))))
 
 
 def without_shared_memory() -> None:
@@ -175,12 +153,6 @@ def without_shared_memory() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     with contextlib.suppress(ImportError):  # build() says that it is not installed
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def _give_memory_back() -> None:
-    """Freed memory goes to the system: the other variants need it while this one waits."""
-    with contextlib.suppress(AttributeError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass
@@ -192,7 +164,6 @@ class Log:
     reports: list[dict[str, float]] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)  # of all threads per step, of each turn
     sent_bytes: list[float] = field(default_factory=list)  # per step, of each turn
-    spans: list[Span] = field(default_factory=list)
     refused: str | None = None
 
     def extend(self, answers: Sequence[dict[str, list]], sent_bytes: float) -> None:
@@ -216,33 +187,6 @@ class Plan:
     variants: Sequence[str] = VARIANTS
 
 
-def busy_cores(seconds: float = 0.5) -> float:
-    """Cores that are busy with something while our ranks wait; nan where the system hides it."""
-
-    def busy() -> tuple[int, int]:
-        fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-        return sum(fields[:8]) - fields[3] - fields[4], sum(fields[:8])
-
-    try:
-        before = busy()
-        time.sleep(seconds)
-        after = busy()
-        cores = machine("cpu")["cores"]
-    except (OSError, ValueError):
-        return math.nan
-    return cores * (after[0] - before[0]) / max(1, after[1] - before[1])
-
-
-def priority() -> str:
-    """How the scheduler treats this process beside others."""
-    try:
-        words = Path("/proc/self/autogroup").read_text().split()
-    except OSError:
-        words = []
-    group = words[-1] if words else "none"  # empty where the kernel was started without groups
-    return f"nice {os.nice(0)}, group nice {group}"
-
-
 def settled_bytes(link: Link) -> list[int]:
     """What each end has sent, after what a step left to the next one has gone too."""
     sent = link.sent_bytes()
@@ -251,14 +195,6 @@ def settled_bytes(link: Link) -> list[int]:
         before, sent = sent, link.sent_bytes()
         if max(now - then for now, then in zip(sent, before)) < QUIET_BYTES:
             return sent
-
-
-def free_bytes() -> float:
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return math.inf
-    return 1024.0 * int(text.partition("MemAvailable:")[2].split()[0])
 
 
 def choose_rate(plan: Plan, backward_ms: float) -> float:
@@ -272,7 +208,6 @@ def measure(plan: Plan, link: Link) -> tuple[dict[str, Log], dict[str, Any]]:
     """Every variant in turn on the link; a failure stops only its own. Logs, and the conditions."""
     logs = {variant: Log() for variant in plan.variants}
     about: dict[str, Any] = {}
-    busy = [busy_cores()]
     with contextlib.ExitStack() as stack:
         ranks: dict[str, Ranks] = {}
 
@@ -287,7 +222,7 @@ def measure(plan: Plan, link: Link) -> tuple[dict[str, Log], dict[str, Any]]:
                             ranks[variant].close()
 
         def start(variant: str) -> None:
-            if free_bytes() < MEMORY_BYTES:
+            if available_bytes() < MEMORY_BYTES:
                 raise RankError(f"not started: less than {MEMORY_BYTES >> 20} MiB of memory free")
             args = ("bench.systems.bench_overlap:Trainer", variant, plan.config, plan.batch_size)
             ranks[variant] = stack.enter_context(Ranks(link, *args, timeout_s=TIMEOUT_S))
@@ -299,11 +234,6 @@ def measure(plan: Plan, link: Link) -> tuple[dict[str, Log], dict[str, Any]]:
             sent = max(now - then for now, then in zip(settled_bytes(link), before))
             # The first turn also holds what is done once.
             logs[variant].extend(answers, sent / (plan.steps + 1))
-
-        def trace(variant: str) -> None:
-            if variant in STAGES:
-                first = plan.rounds * (plan.steps + 1)
-                logs[variant].spans = ranks[variant].call("trace", first, timeout_s=TIMEOUT_S)[0]
 
         start(ALONE)
         phases = ranks[ALONE].call("phases", 1000, 3)
@@ -318,10 +248,6 @@ def measure(plan: Plan, link: Link) -> tuple[dict[str, Log], dict[str, Any]]:
         each(start, sorted(others, key=lambda v: v not in STAGES))  # while there is memory
         for index in range(plan.rounds):
             each(functools.partial(turn, index=index))
-            busy.append(busy_cores())
-        each(trace)
-    about["busy_cores"] = statistics.fmean(busy)
-    about["priority"] = priority()
     return logs, about
 
 
@@ -382,8 +308,7 @@ def describe(about: dict[str, Any]) -> str:
     return (
         f"2 ranks x 1 CPU thread, link of {about['link_mbit']:.0f} Mbit/s (all-reduce of 25 MiB: "
         f"{about['all_reduce_25MiB_ms']:.0f} ms); alone: forward {about['forward_ms']:.0f}, "
-        f"backward {about['backward_ms']:.0f}, optimizer {about['optimizer_ms']:.0f} ms; "
-        f"{about['busy_cores']:.1f} cores busy with other work between turns ({about['priority']})"
+        f"backward {about['backward_ms']:.0f}, optimizer {about['optimizer_ms']:.0f} ms"
     )
 
 
@@ -406,13 +331,8 @@ def run(bench: Bench) -> None:
 
 
 def run_on(bench: Bench, plan: Plan, link: Link) -> None:
-    """Measure, judge, write rows and the timeline."""
+    """Measure, judge, write rows."""
     logs, about = measure(plan, link)
     judge(logs)
     bench.add(*to_rows(bench, plan, logs, about))
-    line = describe(about)
-    print(line, flush=True)
-    panels = {v: log.spans for v, log in logs.items() if log.spans and log.refused is None}
-    if panels:
-        folder = bench.results.path.parent / "overlap"
-        timeline.save(panels, machine("cpu"), f"{plan.title}; {line}", folder)
+    print(describe(about), flush=True)

@@ -62,7 +62,7 @@ GPU_GRID = tuple(
 QUICK = ((2, [GPTConfig(2, 2, 32, 16, 128, dropout=0.0)], 1, 3, "none", 2, 1),)
 
 
-def cell_of(shape: GPTConfig, device: str, layout: tuple[int, int, int, str, int, int]) -> Cell:
+def cell_of(shape: GPTConfig, device: str, layout: Sequence[Any]) -> Cell:
     """A workload with the batch that its setup makes of it."""
     ranks, tp, stage, mode, micro, accum = layout
     cpu: Any = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "shm"}

@@ -15,7 +15,6 @@ bytes a step however many tokens it has. Without such namespaces these rows are 
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -27,12 +26,11 @@ from torch import Tensor
 from bench.harness import Bench
 from bench.peers import pipeline
 from bench.peers.engines import SINGLE, Contender
-from bench.peers.pipeline import DEEPSPEED, OWN, STOCK, TORCH, VARIANTS
+from bench.peers.pipeline import DEEPSPEED, OWN, TORCH, VARIANTS
 from bench.records import Row
 from bench.systems import bench_zero
-from bench.systems.bench_zero import GATE_STEPS, Entry, Reference, Trial, run_group
+from bench.systems.bench_zero import GATE_STEPS, Trial, run_case
 from bench.systems.links import Link, NoLinkError, Ranks
-from bench.systems.worker import Worker
 from fastpar.compare.strategies import Settings
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
@@ -44,7 +42,7 @@ MINI = GPTConfig.preset("mini", vocab_size=4096)
 CONFIGS = {"mini": MINI, "12 layers of 384": replace(MINI, n_layer=12, n_head=6, n_embd=384)}
 GPT2 = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
-GROUPS = ((STOCK, OWN), (DEEPSPEED, "fastpar ZeRO-0"), ("fastpar TP", SINGLE))
+GROUPS = ((OWN, DEEPSPEED), ("fastpar ZeRO-0", "fastpar TP"), (SINGLE,))
 LINKED = {2: 256, 4: 256, 8: 256, 16: 256}  # sequences a step: their length
 
 
@@ -69,13 +67,6 @@ class Rank(bench_zero.Rank):
         made = self.contender
         rows = self.trial.rows
         return bench_zero.batch(self.trial.config, step, made.dp_rank, made.dp_size, rows)
-
-
-class LinkedRank(Rank):
-    """A rank in a network namespace."""
-
-    def __init__(self, trial: Trial) -> None:
-        super().__init__(trial, int(os.environ["RANK"]))
 
 
 class Linked:
@@ -129,7 +120,7 @@ def take_turns(
     case: str,
     trials: Sequence[Trial],
     turns: int,
-    make: str = f"{__name__}:LinkedRank",
+    make: str = f"{__name__}:Rank",
 ) -> None:
     """Steps of the first trial and of each other one in turn, in namespaces that a link joins.
 
@@ -157,15 +148,9 @@ def run(bench: Bench) -> None:
             title = f"{size} T={config.block_size} B={ROWS}, 2 ranks"
             if bench.only not in title:
                 continue
-            with Worker(trial_of(SINGLE, config, folder), make=Reference) as worker:
-                (reference,) = worker.call("write")
-            base = Entry(trial_of(TORCH, config, folder), reference, Rank)
-            try:
-                for group in GROUPS:
-                    trials = [trial_of(name, config, folder) for name in group]
-                    run_group(bench, title, base, trials, reference, rounds, Rank)
-            finally:
-                base.close()
+            groups = [[trial_of(name, config, folder) for name in group] for group in GROUPS]
+            exact, base = (trial_of(name, config, folder) for name in (SINGLE, TORCH))
+            run_case(bench, title, exact, base, groups, rounds, Rank)
     linked = {2: QUICK.block_size} if bench.quick else LINKED
     try:
         for rows, length in linked.items():

@@ -2,9 +2,8 @@
 
 GPT-2 124M's widths and vocabulary with four layers, two sequences of 256 tokens a step, one thread
 a rank: two ranks at tp=2, and four ranks at dp=2 x tp=2 (of which two share a core where there are
-two). torch talks over gloo, fastpar over gloo and over shared memory.
-bench/peers/tensor_parallel.py says what
-is compared: the same model with the layers of either, and fastpar.GPT.
+two). torch talks over gloo, fastpar over gloo and over shared memory;
+bench/peers/tensor_parallel.py says what is compared.
 
 torch's fastest stays for a whole case, others come a few at a time, and steps take turns. `speedup`
 is its median over the row's, both of the same group. The gate is bench_zero.py's: weights and loss
@@ -21,10 +20,9 @@ from torch import Tensor
 from bench.harness import Bench
 from bench.peers import tensor_parallel
 from bench.peers.engines import SINGLE, Contender
-from bench.peers.tensor_parallel import OWN, STOCK, TORCH, Way
+from bench.peers.tensor_parallel import OWN, TORCH, Way
 from bench.systems import bench_zero
-from bench.systems.bench_zero import Entry, Reference, Trial, batch, run_group
-from bench.systems.worker import Worker
+from bench.systems.bench_zero import Trial, batch, run_case
 from fastpar.config.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 475, "cuda": 300}
@@ -49,13 +47,8 @@ CASES = (
         2,
         Way(TORCH),
         (
-            (Way(STOCK), Way(OWN)),
-            (Way(STOCK, transport="shm"), Way(OWN, transport="shm")),
-            (
-                Way(TORCH, sequence_parallel=False),
-                Way(STOCK, sequence_parallel=False),
-                Way(OWN, sequence_parallel=False),
-            ),
+            (Way(OWN), Way(OWN, transport="shm")),
+            (Way(TORCH, sequence_parallel=False), Way(OWN, sequence_parallel=False)),
         ),
         5,
     ),
@@ -64,7 +57,6 @@ CASES = (
         4,
         Way(TORCH, zero_stage=3),
         (
-            (Way(STOCK, zero_stage=3),),
             (Way(OWN, zero_stage=3),),
             (Way(OWN, zero_stage=2),),
             (Way(OWN, zero_stage=1),),
@@ -111,19 +103,14 @@ def run(bench: Bench) -> None:
         return  # ranks on a CPU
     config = QUICK if bench.quick else CONFIG
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(SINGLE, config, folder, world_size=1, threads=2)
-        with Worker(trial, make=Reference) as worker:
-            (reference,) = worker.call("write")
+        exact = Trial(SINGLE, config, folder, world_size=1, threads=2)
         for case in CASES:
             title = title_of(case, config, bench.quick)
             if bench.only not in title:
                 continue
-            base = Entry(trial_of(case.base, case.ranks, config, folder), reference, Rank)
-            groups = case.groups[:1] if bench.quick else case.groups
-            rounds = 2 if bench.quick else case.rounds
-            try:
-                for group in groups:
-                    trials = [trial_of(way, case.ranks, config, folder) for way in group]
-                    run_group(bench, title, base, trials, reference, rounds, Rank)
-            finally:
-                base.close()
+            groups = [
+                [trial_of(way, case.ranks, config, folder) for way in group]
+                for group in (case.groups[:1] if bench.quick else case.groups)
+            ]
+            base = trial_of(case.base, case.ranks, config, folder)
+            run_case(bench, title, exact, base, groups, 2 if bench.quick else case.rounds, Rank)

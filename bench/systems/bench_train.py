@@ -5,7 +5,7 @@ clip_grad_norm_; for two ranks it is DDP with 25 MB buckets. Same weights, batch
 Variants take turns of a few steps, so that their times are side by side; each lives in processes of
 its own, so that its peak memory is its own. Cases: 6x384 and 12x768 on a CPU, one process and two
 ranks; char, nanoGPT's CPU recipe with its loss curve; muon, fastpar.Muon beside it; on a GPU 124M
-and 1.5B at one batch size, then 124M at each variant's best batch.
+and 1.5B.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +22,8 @@ import torch
 
 from bench.harness import Bench
 from bench.records import Row
-from bench.systems.worker import Spec, Worker, WorkerError
+from bench.systems.links import RankError, Ranks
+from bench.systems.worker import Spec, Variant, start
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
 
@@ -37,8 +37,7 @@ CONFIGS = {
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 CHAR_STEPS, CHAR_BATCH, CHAR_SLICE = 2000, 12, 50
 MUON_STEPS = 520  # to at most the loss of eager's CHAR_STEPS
-GPU_CASES = ("124M", "1.5B", "best batch")
-GPU_BATCHES = (8, 16, 32, 64, 128)
+GPU_CASES = ("124M", "1.5B")
 
 
 @dataclass
@@ -60,6 +59,10 @@ class Log:
             self.exposed_comm_ms += [max(step) for step in by_step if None not in step]
 
 
+def _start(spec: Spec) -> Ranks:
+    return start(spec, Variant)
+
+
 def take_turns(
     specs: Mapping[str, Spec],
     *,
@@ -68,7 +71,7 @@ def take_turns(
     warmup: int,
     val: bool = False,
     timeout_s: float = 900.0,
-    worker: Callable[[Spec], Any] = Worker,
+    worker: Callable[[Spec], Any] = _start,
 ) -> dict[str, Log]:
     """Every variant runs `steps` steps in each of `rounds` rounds; a failure stops only its own."""
     logs = {name: Log() for name in specs}
@@ -84,15 +87,15 @@ def take_turns(
                 if logs[name].refused is None:
                     try:
                         job(name)
-                    except WorkerError as error:
+                    except RankError as error:
                         logs[name].refused = str(error)
 
-        def start(name: str) -> None:
+        def begin(name: str) -> None:
             workers[name] = stack.enter_context(worker(specs[name]))
             logs[name].extend(tell(name, "steps", 0, warmup), timed=False)
             tell(name, "reset_peak")
 
-        each(start)
+        each(begin)
         for turn in range(rounds):
 
             def some(name: str, turn: int = turn) -> None:
@@ -118,11 +121,11 @@ def take_turns(
 
 
 def judge(answers: Sequence[dict[str, float]]) -> None:
-    """The gate of worker.py's note: raises WorkerError when gradients are wrong."""
+    """The gate of worker.py's note: raises RankError when gradients are wrong."""
     for rank, answer in enumerate(answers):
         bound = 2 * answer["stock_error"] + answer["eps"]
         if not answer["error"] <= bound:
-            raise WorkerError(
+            raise RankError(
                 f"gradients: expected an error against fp64 of at most {bound:.2e}, "
                 f"got {answer['error']:.2e} on rank {rank}"
             )
@@ -134,14 +137,8 @@ def to_rows(
     specs: Mapping[str, Spec],
     logs: Mapping[str, Log],
     baseline: str,
-    *,
-    same_steps: bool = True,
 ) -> list[Row]:
-    """A row for each variant, compared with the baseline of the same run.
-
-    same_steps: all ran the same steps from the start, so that the losses of those with the
-    baseline's schedule can be compared.
-    """
+    """A row for each variant, compared with the baseline of the same run."""
     rows = []
     base = logs[baseline]
     for name, log in logs.items():
@@ -166,7 +163,7 @@ def to_rows(
             row.speedup = row.tokens_per_s / 1e3 / ratio
             if base.peak_bytes and log.peak_bytes:
                 row.notes["memory_ratio"] = log.peak_bytes / base.peak_bytes
-            if same_steps and spec.schedule == specs[baseline].schedule:
+            if spec.schedule == specs[baseline].schedule:
                 pairs = list(zip(log.losses, base.losses))[:200]
                 row.notes["max_loss_difference"] = max(abs(a - b) for a, b in pairs)
     return rows
@@ -235,31 +232,6 @@ def run_char(bench: Bench, *, muon: bool = False) -> None:
     bench.add(*to_rows(bench, title, specs, logs, "eager"))
 
 
-def search_batch(
-    bench: Bench, title: str, name: str, worker: Worker, batches: Sequence[int]
-) -> int | None:
-    """The batch size with the most tokens/s; a row for each one tried, out of memory included."""
-    rates: dict[int, float] = {}
-    for batch_size in batches:
-        row = bench.row(f"{title} B={batch_size}", "step", name, torch.bfloat16)
-        try:
-            worker.call("reset_peak")
-            worker.call("steps", 0, 3, batch_size)
-            (answer,) = worker.call("steps", 3, 2 if bench.quick else 8, batch_size)
-            (row.peak_bytes,) = worker.call("peak_bytes")
-        except WorkerError as error:
-            row.refused = str(error)
-            bench.add(row)
-            break
-        row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(answer["ms"])
-        rate = row.tokens_per_s = 1e3 * batch_size * worker.spec.config.block_size / row.median_ms
-        bench.add(row)
-        rates[batch_size] = rate
-        if rate < 0.97 * max(rates.values()):
-            break
-    return max(rates, key=lambda b: rates[b], default=None)
-
-
 def run_gpu(bench: Bench, name: str) -> None:
     """One size at one batch size, two variants at a time: so much memory is there."""
     config, batch_size = (QUICK, 4) if bench.quick else CONFIGS[name]
@@ -274,72 +246,6 @@ def run_gpu(bench: Bench, name: str) -> None:
         bench.add(*to_rows(bench, case, specs, logs, base))
 
 
-def run_best_batch(bench: Bench) -> None:
-    """124M: bf16 autocast for plain PyTorch, bf16 with fp32 master weights for fastpar.
-
-    Each variant searches its best batch; then they take turns at it in the same processes.
-    """
-    config, _ = CONFIGS["124M"]
-    batches: Sequence[int] = GPU_BATCHES
-    if bench.quick:
-        config, batches = QUICK, (2, 4)
-    title = f"{'quick' if bench.quick else '124M'} T={config.block_size}"
-    stock = Spec("stock", config, batches[0], device=bench.device)
-    specs = {
-        "eager": stock,
-        "torch.compile": replace(stock, compiled=True),
-        "fastpar": replace(stock, kind="fastpar"),
-    }
-    logs = {name: Log() for name in specs}
-    started = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        workers: dict[str, Worker] = {}
-        for name in specs:
-            tried: Sequence[int] = batches
-            if name == "torch.compile":
-                # Each batch is a compilation of its own: eager's best, then the one below it.
-                best = specs["eager"].batch_size
-                tried = [best, *[b for b in batches if b < best][-1:]]
-                tried = tried if time.monotonic() - started < 60 else tried[:1]
-            try:
-                workers[name] = stack.enter_context(Worker(specs[name]))
-                found = search_batch(bench, title, name, workers[name], tried)
-            except WorkerError as error:
-                logs[name].refused, found = str(error), None
-            if found is None:
-                logs[name].refused = logs[name].refused or "no batch size ran"
-            else:
-                specs[name] = replace(specs[name], batch_size=found)
-        for turn in range(1 if bench.quick else 4):
-            for name in specs:
-                run_slice(workers, specs, logs, name, first=16 + 8 * turn)
-        if logs["fastpar"].refused is None:
-            try:
-                judge(workers["fastpar"].call("check"))
-            except WorkerError as error:
-                logs["fastpar"].refused = str(error)
-    bench.add(*to_rows(bench, f"{title} best batch", specs, logs, "eager", same_steps=False))
-
-
-def run_slice(
-    workers: Mapping[str, Worker],
-    specs: Mapping[str, Spec],
-    logs: Mapping[str, Log],
-    name: str,
-    first: int,
-) -> None:
-    """Eight steps of one variant at its best batch."""
-    log = logs[name]
-    if log.refused is not None:
-        return
-    try:
-        workers[name].call("reset_peak")
-        log.extend(workers[name].call("steps", first, 8, specs[name].batch_size), timed=True)
-        log.peak_bytes = max(workers[name].call("peak_bytes"))
-    except WorkerError as error:
-        log.refused = str(error)
-
-
 def run(bench: Bench) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     jobs: dict[str, Callable[[], None]] = {
@@ -349,8 +255,7 @@ def run(bench: Bench) -> None:
         "muon": lambda: run_char(bench, muon=True),
     }
     if bench.device == "cuda" or (bench.quick and bench.only in GPU_CASES):
-        jobs = {name: partial(run_gpu, bench, name) for name in GPU_CASES[:2]}
-        jobs["best batch"] = lambda: run_best_batch(bench)
+        jobs = {name: partial(run_gpu, bench, name) for name in GPU_CASES}
     for name, job in jobs.items():
         if bench.only in name and not (bench.quick and name == "12x768"):  # tiny as well
             job()

@@ -27,7 +27,7 @@ import fastpar
 from bench.harness import Bench
 from bench.records import Row, reason
 from bench.systems import bench_overlap as overlap
-from bench.systems.bench_overlap import ALONE, TIMEOUT_S, Log, busy_cores, priority, settled_bytes
+from bench.systems.bench_overlap import ALONE, TIMEOUT_S, Log, settled_bytes
 from bench.systems.links import Link, NoLinkError, RankError, Ranks
 from bench.targets import faster, note
 from fastpar.compare.contender import Contender
@@ -156,9 +156,8 @@ class Plan:
         return max(5, self.steps) if variant == ALONE else self.steps
 
 
-def measure(plan: Plan, link: Link) -> dict[str, Any]:
-    """Every variant in turn; a failure stops only its own. The conditions."""
-    busy = [busy_cores()]
+def measure(plan: Plan, link: Link) -> None:
+    """Every variant in turn; a failure stops only its own."""
     link.set_rate(plan.mbit)
     for variant, log in plan.logs.items():
         args = "bench.systems.bench_wires:Trainer", variant, plan.config, 1
@@ -173,9 +172,6 @@ def measure(plan: Plan, link: Link) -> dict[str, Any]:
                     log.ms = [max(statistics.fmean(a["ms"][-every:]) for a in answers)]
         except RankError as error:
             log.refused = str(error)
-    busy.append(busy_cores())
-    about = {"busy_cores": statistics.fmean(busy), "priority": priority(), "link_mbit": plan.mbit}
-    return about
 
 
 def judge(logs: dict[str, Log]) -> None:
@@ -189,12 +185,12 @@ def judge(logs: dict[str, Log]) -> None:
             log.refused = f"losses: expected those of DDP within {bound:g}, got {off:.2e} off"
 
 
-def to_rows(bench: Bench, plan: Plan, about: dict[str, Any]) -> Sequence[Row]:
+def to_rows(bench: Bench, plan: Plan) -> Sequence[Row]:
     """A row for each variant."""
     rows, alone = [], plan.logs[ALONE].ms
     for variant, log in plan.logs.items():
         row = bench.row(plan.title, "step", variant, torch.float32, refused=log.refused)
-        row.threads, row.notes = 1, {"ranks": 2, **about}
+        row.threads, row.notes = 1, {"ranks": 2, "link_mbit": plan.mbit}
         if variant == "fastpar ZeRO-2, int8 both" and plan.mbit == RATES[0] and not bench.quick:
             row.notes |= note([faster(2.5, *FSDP2)])
         rows.append(row)
@@ -230,9 +226,9 @@ def run(bench: Bench) -> None:
         plan = Plan(title, config, mbit, steps, {v: Log() for v in GROUPS[group]})
         try:
             with Link(mbit) as link:
-                about = measure(plan, link)
+                measure(plan, link)
         except NoLinkError as error:
             bench.add(bench.row(title, "step", "link", torch.float32, refused=reason(error)))
             return
         judge(plan.logs)
-        bench.add(*to_rows(bench, plan, about))
+        bench.add(*to_rows(bench, plan))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import re
 import statistics
 import tempfile
@@ -36,7 +37,8 @@ from bench.harness import Bench
 from bench.peers import stock
 from bench.peers.engines import DDP, SINGLE, build, update_error
 from bench.records import Row
-from bench.systems.worker import Worker, WorkerError, resident_bytes
+from bench.systems.links import RankError, Ranks
+from bench.systems.worker import resident_bytes, start
 from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing, stopwatch
@@ -125,7 +127,7 @@ def model_of(trial: Trial) -> nn.Module:
 class Reference:
     """One process of plain PyTorch in fp64 and in fp32: what the gate compares with."""
 
-    def __init__(self, trial: Trial, rank: int):
+    def __init__(self, trial: Trial):
         self.trial = trial
 
     def write(self) -> dict[str, float]:
@@ -154,8 +156,8 @@ class Reference:
 class Rank:
     """One rank of one contender; public methods are the worker's commands."""
 
-    def __init__(self, trial: Trial, rank: int):
-        self.trial, self.rank = trial, rank
+    def __init__(self, trial: Trial):
+        self.trial, self.rank = trial, int(os.environ.get("RANK", "0"))
         warnings.simplefilter("ignore")  # of the peers' deprecated calls
         if trial.world_size > 1:
             dist.init_process_group("gloo")
@@ -218,18 +220,18 @@ def forget_peak() -> None:
 
 
 def judge(answers: Sequence[dict[str, float]], reference: dict[str, float]) -> float:
-    """The gate: raises WorkerError where weights or loss are wrong; the weights' error."""
+    """The gate: raises RankError where weights or loss are wrong; the weights' error."""
     eps = torch.finfo(torch.float32).eps
     error, bound = answers[0]["error"], 2 * reference["error"] + eps
     if not error <= bound:
-        raise WorkerError(
+        raise RankError(
             f"weights after {GATE_STEPS} steps: expected an error of the update of at most "
             f"{bound:.2e}, got {error:.2e}"
         )
     loss = statistics.fmean(a["first_loss"] for a in answers)
     bound = 2 * reference["loss_error"] + 2 * len(answers) * eps * reference["loss"]
     if not abs(loss - reference["loss"]) <= bound:
-        raise WorkerError(
+        raise RankError(
             f"first loss: expected {reference['loss']:.7f} within {bound:.1e}, got {loss:.7f}"
         )
     return error
@@ -245,15 +247,15 @@ class Entry:
         self.notes: dict[str, Any] = {}
         self.peak_bytes: int | None = None
         self.refused: str | None = None
-        self.worker: Worker | None = None
+        self.worker: Ranks | None = None
         try:
-            self.worker = Worker(trial, make=make)
+            self.worker = start(trial, make)
             self.peak_bytes = max(self.worker.call("peak_bytes"))
             self.notes["update_error"] = judge(self.worker.call("check"), reference)
-        except WorkerError as error:
+        except RankError as error:
             self.refuse(error)
 
-    def refuse(self, error: WorkerError) -> None:
+    def refuse(self, error: RankError) -> None:
         self.refused = str(error)
         self.close()
 
@@ -262,7 +264,7 @@ class Entry:
             return
         try:
             answers = self.worker.call("steps", first, count)
-        except WorkerError as error:
+        except RankError as error:
             self.refuse(error)
             return
         self.ms += [max(step) for step in zip(*(a["ms"] for a in answers))]
@@ -304,19 +306,32 @@ def run(bench: Bench) -> None:
     names = [n for n in (QUICK_ORDER if bench.quick else ORDER) if bench.only in n]
     size = "quick" if bench.quick else "GPT-2 124M"
     case = f"{size} T={config.block_size} B=1 a rank, {WORLD_SIZE} ranks"
-    free = available_bytes()
+    beside = BESIDE if bench.quick or available_bytes() >= ROOM_BYTES else 1
     with tempfile.TemporaryDirectory() as folder:
-        with Worker(trial_of(SINGLE, config, folder), make=Reference) as worker:
-            (reference,) = worker.call("write")
-        base = Entry(trial_of(DDP, config, folder), reference)
-        try:
-            while names:
-                beside = BESIDE if bench.quick or free >= ROOM_BYTES else 1
-                group, names = names[:beside], names[beside:]
-                trials = [trial_of(name, config, folder) for name in group]
-                run_group(bench, case, base, trials, reference, rounds)
-        finally:
-            base.close()
+        trials = [trial_of(name, config, folder) for name in names]
+        groups = [trials[i : i + beside] for i in range(0, len(trials), beside)]
+        exact, base = (trial_of(name, config, folder) for name in (SINGLE, DDP))
+        run_case(bench, case, exact, base, groups, rounds)
+
+
+def run_case(
+    bench: Bench,
+    case: str,
+    exact: Trial,
+    base: Trial,
+    groups: Sequence[Sequence[Trial]],
+    rounds: int,
+    make: type[Rank] = Rank,
+) -> None:
+    """Groups of trials beside base, judged by what `exact` computes, a trial of one process."""
+    with start(exact, Reference) as worker:
+        (reference,) = worker.call("write")
+    entry = Entry(base, reference, make)
+    try:
+        for group in groups:
+            run_group(bench, case, entry, group, reference, rounds, make)
+    finally:
+        entry.close()
 
 
 def run_group(

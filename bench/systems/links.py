@@ -25,6 +25,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -200,31 +201,47 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """One process in each namespace, holding an object each whose methods are called from here.
+    """Processes that hold an object each, whose methods are called from here.
 
     Args:
+        link: one process in each of its namespaces; None: all on this host.
         target: "module:Class"; each rank builds Class(*args) with torchrun's environment set.
+        ranks, threads: without a link, so many of so many threads each.
         timeout_s: for building it.
     """
 
-    def __init__(self, link: Link, target: str, *args: Any, timeout_s: float = 120.0) -> None:
-        port = next(_PORTS)
+    def __init__(
+        self,
+        link: Link | None,
+        target: str,
+        *args: Any,
+        ranks: int = 1,
+        threads: int = 1,
+        timeout_s: float = 300.0,
+    ) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1] if link is None else next(_PORTS)
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen] = []
         self._failed = False
-        for rank in range(link.ranks):
+        for rank in range(ranks if link is None else link.ranks):
             ours, theirs = multiprocessing.Pipe()
             fd = theirs.fileno()
-            python = (sys.executable, "-m", "bench.systems.links", "--serve", str(fd))
-            process = subprocess.Popen(
-                link.enter(rank, *python),
-                pass_fds=[fd],
-                env={**os.environ, **link.environment(rank, port)},
-                cwd=ROOT,
+            command = [sys.executable, "-m", "bench.systems.links", "--serve", str(fd)]
+            command += ["--threads", str(threads)]
+            more = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            if link is not None:
+                command, more = link.enter(rank, *command), link.environment(rank, port)
+            elif ranks == 1:
+                more = {}
+            environment = {**os.environ, **more}
+            self._processes.append(
+                subprocess.Popen(command, pass_fds=[fd], env=environment, cwd=ROOT)
             )
             theirs.close()  # so that the process's death shows as the end of the pipe
             self._pipes.append(ours)
-            self._processes.append(process)
         try:
             self._send((target, args))
             self._collect(timeout_s)
@@ -232,7 +249,7 @@ class Ranks:
             self.close()
             raise
 
-    def call(self, method: str, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def call(self, method: str, *args: Any, timeout_s: float = 600.0) -> list[Any]:
         """The answers of all ranks, which run the method at the same time."""
         self._send((method, args))
         return self._collect(timeout_s)
@@ -245,19 +262,21 @@ class Ranks:
                 raise RankError(f"rank {rank}: the process is gone") from None
 
     def _collect(self, timeout_s: float) -> list[Any]:
-        answers, deadline = [], time.monotonic() + timeout_s
+        answers, deadline, failure = [], time.monotonic() + timeout_s, None
         self._failed = True  # until all have answered
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                raise RankError(f"rank {rank}: no answer within {timeout_s:g} s")
+            if not pipe.poll(max(0.0, deadline - time.monotonic()) if failure is None else 1.0):
+                raise failure or RankError(f"rank {rank}: no answer within {timeout_s:g} s")
             try:
                 error, answer = pipe.recv()
             except (EOFError, OSError):
-                raise RankError(f"rank {rank}: the process is gone") from None
-            if error is not None:
-                raise RankError(f"rank {rank}: {error}")
+                raise failure or RankError(f"rank {rank}: the process is gone") from None
+            if error is not None and failure is None:
+                failure = RankError(f"rank {rank}: {error}")
             answers.append(answer)
         self._failed = False
+        if failure is not None:
+            raise failure
         return answers
 
     def close(self) -> None:
@@ -278,10 +297,10 @@ class Ranks:
         self.close()
 
 
-def serve(fd: int) -> None:
+def serve(fd: int, threads: int) -> None:
     """A rank's life: build the object, then answer calls until the pipe ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     pipe = Connection(fd)
     subject = None
     with contextlib.suppress(EOFError, OSError):
@@ -296,6 +315,8 @@ def serve(fd: int) -> None:
                     answer = getattr(subject, name)(*args)
             except Exception as caught:
                 error = reason(caught)
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()
             pipe.send((error, answer))
     os._exit(0)  # no orderly exit: gloo's destructor can wait for a peer that is gone
 
@@ -332,9 +353,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--mbit", type=float, default=500.0, help="rate of the link")
     parser.add_argument("--serve", type=int, metavar="FD", help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.serve is not None:
-        serve(args.serve)
+        serve(args.serve, args.threads)
     try:
         with Link(args.mbit) as link:
             samples = sorted(all_reduce_ms(link))

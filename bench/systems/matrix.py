@@ -7,8 +7,6 @@
 A layout is a number of ranks and settings of `fastpar train`; its own run of one process has the
 same optimizer and experts and nothing else. Dropout, clipping and gradient accumulation are on; a
 step is 16 sequences in micro-batches of two. Every layout runs in deterministic mode and without.
-Numbers rounded on the wire and replicas that meet rarely are another run by design: theirs run
-twice, in default mode, and must repeat themselves to the bit.
 The others train bench/peers' plain GPT-2 of the same size on the same text, each beside its own run
 of one process, without dropout and with it. Rows go to bench/results/matrix.
 """
@@ -31,8 +29,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from bench.peers import engines, pipeline, stock, tensor_parallel
-from bench.records import RESULTS, machine, machine_line, reason
+from bench.peers import engines, pipeline, tensor_parallel
+from bench.records import RESULTS, machine, machine_line, reason, version_of
+from bench.report import cells
 from fastpar.comm.mesh import Mesh
 from fastpar.compare.strategies import STRATEGIES, Contender, Settings
 from fastpar.config.axes import axes_of
@@ -86,14 +85,6 @@ LAYOUTS: tuple[Layout, ...] = (
     (8, {"tp_grid": "2x2", "zero_stage": 3}),
     (4, {"zero_stage": 3, "node_size": 2, "secondary_shards": True}),
     *((2, {**ALONE, "zero_stage": stage}) for stage in (0, 2)),
-)
-_INT8, _FED_BACK = {"wire_gradients": "int8"}, {"zero_stage": 1, "error_feedback": True}
-BY_DESIGN: tuple[Layout, ...] = (
-    (4, {"wire_gradients": "bf16", "zero_stage": 2}),
-    *((4, {**_INT8, "zero_stage": stage}) for stage in (0, 2)),
-    (4, {**_INT8, "zero_stage": 3, "wire_weights": "int8"}),
-    (4, {"wire_gradients": "int4", **_FED_BACK}),
-    *((2, {"replicas": 2, "outer_every": every}) for every in (1, 5)),
 )
 ANOTHER_RUN = {"optimizer", "lr", *EXPERTS}  # settings that a run of one process has, too
 PUBLISHED: dict[str, Any] = {
@@ -164,20 +155,6 @@ def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS) -> list[dict[str, Any]]:
     return rows
 
 
-def by_design_rows(layouts: Sequence[Layout] = BY_DESIGN) -> list[dict[str, Any]]:
-    """A row for each: losses, those of a second run, and those of one process."""
-    one_process = losses_of((1, {}), deterministic=False)
-    rows = []
-    for ranks, changes in layouts:
-        row: dict[str, Any] = {"layout": name_of(ranks, changes), "ranks": ranks}
-        run = partial(losses_of, (ranks, changes), deterministic=False)
-        _measure(row, "default", run, one_process)
-        _measure(row, "again", run, row.get("default", {}).get("losses", []))
-        print(_line(row["layout"], row.get("default"), row.get("again")), flush=True)
-        rows.append(row)
-    return rows
-
-
 def _measure(
     row: dict[str, Any], mode: str, run: Callable[[], list[float]], beside: list[float]
 ) -> None:
@@ -210,7 +187,7 @@ def _contender(title: str, config: GPTConfig, ranks: int) -> Contender:
         return made
     if title in (pipeline.TORCH, pipeline.DEEPSPEED):
         return pipeline.build(title, config, replace(settings, grad_accum_steps=BATCH))
-    return engines.build(title, lambda: pipeline.model_of(config, stock.GPT), settings)
+    return engines.build(title, lambda: pipeline.model_of(config), settings)
 
 
 def _peer_rank(title: str, dropout: float) -> list[float]:
@@ -280,63 +257,38 @@ def _difference(mode: dict[str, Any] | None) -> str:
 def table(folder: Path) -> None:
     """README.md and matrix.png of the rows in a folder."""
     own, others = (json.loads((folder / f"{n}.json").read_text()) for n in ("fastpar", "peers"))
-    lines = [
-        "# One run on every layout",
-        "",
-        "Written by `python -m bench matrix table`; how it was run: `bench/systems/matrix.py`.",
-        "The distance is that of the training loss to the run of one process with the same",
-        f"settings, the larger one of steps {AT[0]} and {AT[1]}; 0: both have the same bits.",
-        "",
-        "![Distance of the loss to one process](matrix.png)",
-        "",
-        f"## fastpar: {len(own['rows'])} layouts, dropout 0.1",
-        "",
-        _head("deterministic", "default"),
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for row in own["rows"]:
-        lines.append(_cells(row, "deterministic", "default"))
-    lines += [
-        "",
-        "Another run by design, in default mode: numbers rounded on the wire, replicas that meet",
-        "rarely. Each ran twice.",
-        "",
-        _head("default", "to its second run"),
-        "| --- | ---: | ---: | ---: | ---: |",
-        *(_cells(row, "default", "again") for row in own["by_design"]),
-    ]
-    lines += ["", machine_line(own["machine"]), "", "## torch and DeepSpeed, a plain GPT-2", ""]
-    lines += [
-        "The same size, text and learning rate, without clipping; dropout draws from torch's",
-        "generator, seeded by 1 + rank.",
-        "",
-        _head("no dropout", "dropout 0.1"),
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for row in others["rows"]:
-        lines.append(_cells(row, "no dropout", "dropout"))
     said = PUBLISHED
     losses = f"{said['lowest']} to {said['highest']}, one GPU {said['one_process']}"
-    lines += [
-        f"| {said['who']}: {said['layouts']} layouts | {losses} | - | - | {_published():.3f} |",
-        "",
-        f"{machine_line(others['machine'])}; {others['versions']}. torchtitan's row is quoted: a",
-        "larger model on GPUs; it does not say whether dropout was on.",
+    quoted = [f"{said['who']}: {said['layouts']} layouts", losses, "-", "-", f"{_published():.3f}"]
+    lines = [
+        "# One run on every layout\n",
+        "Written by `python -m bench matrix table`; how it was run: `bench/systems/matrix.py`.",
+        "The distance is that of the training loss to the run of one process with the same",
+        f"settings, the larger one of steps {AT[0]} and {AT[1]}; 0: both have the same bits.\n",
+        "![Distance of the loss to one process](matrix.png)\n",
+        f"## fastpar: {len(own['rows'])} layouts, dropout 0.1\n",
+        _table(own["rows"], "deterministic", "default"),
+        f"\n{machine_line(own['machine'])}\n\n## torch and DeepSpeed, a plain GPT-2\n",
+        "The same size, text and learning rate, without clipping; dropout draws from torch's",
+        "generator, seeded by 1 + rank.\n",
+        _table(others["rows"], "no dropout", "dropout", quoted),
+        f"\n{machine_line(others['machine'])}; {others['versions']}. torchtitan's row is quoted: a",
+        "larger model on GPUs; it does not say whether dropout was on.\n",
     ]
-    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    _draw(own, others["rows"], folder / "matrix.png")
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    _draw(own["rows"], others["rows"], folder / "matrix.png")
 
 
-def _head(*modes: str) -> str:
-    cells = ("layout", *(f"loss at step {step}" for step in AT), *(f"distance, {m}" for m in modes))
-    return f"| {' | '.join(cells)} |"
-
-
-def _cells(row: dict[str, Any], *modes: str) -> str:
-    found = row.get(modes[0])
-    losses = [f"{loss:.7g}" for loss in found["losses"]] if found else ["-", row["refused"]]
-    far = [_difference(row.get(mode)) for mode in modes]
-    return f"| {' | '.join([row['layout'], *losses, *far])} |"
+def _table(rows: Sequence[dict[str, Any]], first: str, second: str, *more: list[str]) -> str:
+    lines = []
+    for row in rows:
+        found = row.get(first)
+        losses = [f"{loss:.7g}" for loss in found["losses"]] if found else ["-", row["refused"]]
+        far = [_difference(row.get(mode)) for mode in (first, second)]
+        lines.append([row["layout"], *losses, *far])
+    titles = [first, "dropout 0.1" if second == "dropout" else second]
+    head = [*(f"loss at step {step}" for step in AT), *(f"distance, {mode}" for mode in titles)]
+    return cells.table(["layout", *head], [*lines, *more])
 
 
 def _published() -> float:
@@ -352,14 +304,12 @@ def _split_products(row: dict[str, Any]) -> bool:
 
 
 def _wrong(row: dict[str, Any]) -> bool:
-    """Whether it did not run, is another run in deterministic mode, or does not repeat itself."""
-    if "again" in row:
-        return difference(row["again"]) > 0
+    """Whether it did not run, or is another run in deterministic mode."""
     bound = 1e-5 if _split_products(row) else 0.0
     return "refused" in row or difference(row["deterministic"]) > bound
 
 
-def _draw(found: dict[str, Any], others: list[dict[str, Any]], path: Path) -> None:
+def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -367,7 +317,6 @@ def _draw(found: dict[str, Any], others: list[dict[str, Any]], path: Path) -> No
 
     from bench.report.pictures import OTHERS, OURS
 
-    own = found["rows"]
     whole = [row for row in own if not _split_products(row)]
     split = [row for row in own if _split_products(row)]
 
@@ -383,7 +332,6 @@ def _draw(found: dict[str, Any], others: list[dict[str, Any]], path: Path) -> No
         ),
         ("the same with tp, grids or cp", of(split, "deterministic")),
         ("all of them, default mode", of(own, "default")),
-        ("rounded on the wire, replicas:\nother runs by design", of(found["by_design"], "default")),
         ("torch: DDP, FSDP2, DTensor, 1F1B,\nno dropout", of(torchs, "no dropout")),
         ("DeepSpeed: ZeRO 1 to 3, pipeline,\nno dropout", of(deepspeeds, "no dropout")),
         ("torch, dropout 0.1", of(torchs, "dropout")),
@@ -396,7 +344,7 @@ def _draw(found: dict[str, Any], others: list[dict[str, Any]], path: Path) -> No
         few = len(values) == 1
         shift = [0.28 * ((i * 7) % 9 - 4) / 4 * (not few) for i in range(len(values))]
         places = [max(value, smallest) for value in values]
-        colour = OURS if at < 4 else OTHERS[1]
+        colour = OURS if at < 3 else OTHERS[1]
         axes.scatter(places, [at + s for s in shift], s=18, color=colour, alpha=0.7, linewidths=0)
         text = f"{PUBLISHED['layouts'] if few else len(values)}"
         axes.text(1.04, at, text, va="center", fontsize=9, transform=axes.get_yaxis_transform())
@@ -418,12 +366,6 @@ def _draw(found: dict[str, Any], others: list[dict[str, Any]], path: Path) -> No
     pyplot.close(figure)
 
 
-def _versions() -> str:
-    from bench.records import version_of
-
-    return ", ".join(f"{n} {version_of(n) or 'none'}" for n in ("torch", "deepspeed"))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status: 1 if a layout in deterministic mode is another run."""
     parser = argparse.ArgumentParser(prog="python -m bench matrix", description=__doc__)
@@ -434,20 +376,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.what == "table":
         table(args.into)
         return 0
-    found: dict[str, Any] = {"machine": machine("cpu"), "steps": AT, "versions": _versions()}
+    versions = ", ".join(f"{n} {version_of(n) or 'none'}" for n in ("torch", "deepspeed"))
+    found: dict[str, Any] = {"machine": machine("cpu"), "steps": AT, "versions": versions}
     if args.what == "fastpar":
         chosen = [layout for layout in LAYOUTS if args.only in name_of(*layout)]
-        designed = [layout for layout in BY_DESIGN if args.only in name_of(*layout)]
         found |= {"settings": SETTINGS, "rows": fastpar_rows(chosen)}
-        found |= {"by_design": by_design_rows(designed) if designed else []}
     else:
         chosen_peers = [peer for peer in PEERS if args.only in f"{peer[0]}, {peer[1]} ranks"]
         found |= {"rows": peer_rows(chosen_peers)}
     if not args.only:
         args.into.mkdir(parents=True, exist_ok=True)
         (args.into / f"{args.what}.json").write_text(json.dumps(found, indent=1) + "\n")
-    ours = args.what == "fastpar"
-    wrong = [r["layout"] for r in found["rows"] + found.get("by_design", []) if ours and _wrong(r)]
+    wrong = [r["layout"] for r in found["rows"] if args.what == "fastpar" and _wrong(r)]
     print(f"{len(found['rows'])} layouts" + "".join(f"\nanother run: {name}" for name in wrong))
     return int(bool(wrong))
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastpar
-from bench.peers import pipeline, stock, tensor_parallel
+from bench.peers import pipeline, tensor_parallel
 from bench.records import RESULTS, machine, machine_line, reason, version_of
 from fastpar.compare.strategies import Settings, import_deepspeed
 from fastpar.config.config import GPTConfig
@@ -256,7 +256,7 @@ def dropped(way: Way) -> Weights:
     parts = 2 // dist.get_world_size()
     config = GPTConfig(**{**vars(GPT2), "dropout": 0.2})
     start = fastpar.GPT(config, seed=0)
-    model = start if way.kind == OURS else pipeline.model_of(config, stock.GPT)
+    model = start if way.kind == OURS else pipeline.model_of(config)
     run = way.run(model, parts)
     torch.manual_seed(1 + dist.get_rank())
     x, y = _tokens_of(0)
@@ -339,7 +339,7 @@ def clipped(rank_way: str) -> float:
     """The norm that clipping sees where two ranks split the layers, relative to one process's."""
     config = GPTConfig(**{**vars(GPT2), "n_embd": 32})
     x, y = _tokens_of(0)
-    exact = pipeline.model_of(config, stock.GPT).double()
+    exact = pipeline.model_of(config).double()
     exact(x, y).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in exact.parameters() if p.grad is not None])
     if rank_way == OURS:

@@ -11,13 +11,10 @@ may be at most twice that of plain PyTorch in the same precision, plus one round
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.peers import stock
-from bench.records import reason
+from bench.systems.links import Ranks
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
 from fastpar.data.batches import eval_batches, load_data, sample_batch
@@ -64,114 +61,18 @@ class Spec:
         return self.batch_size * self.config.block_size
 
 
-class WorkerError(RuntimeError):
-    """A worker could not do as told; the text says why, in one line."""
-
-
-class Worker:
-    """The processes of one variant, seen from the one that drives them."""
-
-    def __init__(self, spec: Any, timeout_s: float = 300.0, make: Callable[..., Any] | None = None):
-        """make(spec, rank) builds what answers; the spec names at least world_size and threads."""
-        self.spec = spec
-        make = make or Variant
-        context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(spec.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=serve, args=(theirs, spec, rank, port, make), daemon=True
-            )
-            process.start()
-            theirs.close()  # so that the process's death shows as the end of the pipe
-            self._pipes.append(ours)
-            self._processes.append(process)
-        try:
-            self._collect(timeout_s)
-        except WorkerError:
-            self.close()
-            raise
-
-    def call(self, command: str, *args: Any, timeout_s: float = 600.0) -> list[Any]:
-        """The answers of all ranks."""
-        try:
-            for pipe in self._pipes:
-                pipe.send((command, args))
-        except OSError:
-            raise WorkerError(f"{command}: the process is gone") from None
-        return self._collect(timeout_s)
-
-    def _collect(self, timeout_s: float) -> list[Any]:
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(timeout_s):
-                raise WorkerError(f"rank {rank}: no answer within {timeout_s:g} s")
-            try:
-                error, answer = pipe.recv()
-            except (EOFError, OSError):
-                raise WorkerError(f"rank {rank}: the process is gone") from None
-            if error is not None:
-                raise WorkerError(f"rank {rank}: {error}" if len(self._pipes) > 1 else error)
-            answers.append(answer)
-        return answers
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()  # the end of a worker's loop
-        for process in self._processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def serve(
-    pipe: Connection, spec: Any, rank: int, port: int, make: Callable[[Any, int], Any]
-) -> None:
-    """A worker's life: build the variant, then answer commands until the pipe ends."""
-    torch.set_num_threads(spec.threads)
-    if spec.world_size > 1:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(spec.world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
-    try:
-        variant = make(spec, rank)
-        pipe.send((None, None))
-    except Exception as error:
-        pipe.send((reason(error), None))
-        return
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            command, args = pipe.recv()
-            failure, answer = None, None
-            try:
-                answer = getattr(variant, command)(*args)
-            except Exception as caught:
-                failure = reason(caught)
-                if spec.device == "cuda":
-                    torch.cuda.empty_cache()
-            pipe.send((failure, answer))
+def start(spec: Any, make: type) -> Ranks:
+    """The processes of one variant; each holds make(spec), which names at least world_size and
+    threads."""
+    target = f"{make.__module__}:{make.__name__}"
+    return Ranks(None, target, spec, ranks=spec.world_size, threads=spec.threads)
 
 
 class Variant:
     """Model, optimizer and data of one rank of one variant; public methods are the commands."""
 
-    def __init__(self, spec: Spec, rank: int):
-        self.spec, self.rank = spec, rank
+    def __init__(self, spec: Spec):
+        self.spec, self.rank = spec, int(os.environ.get("RANK", "0"))
         self.module, self.optimizer = self._build()
         self.model: Callable[..., Tensor] = self.module
         if spec.compiled:
@@ -205,13 +106,13 @@ class Variant:
         groups = param_groups(model, WEIGHT_DECAY)
         return model, AdamW(groups, lr=spec.lr, betas=BETAS, **common)
 
-    def steps(self, first: int, count: int, batch_size: int | None = None) -> dict[str, list]:
+    def steps(self, first: int, count: int) -> dict[str, list]:
         """Run steps first .. first + count - 1; ms of each (CPU) or their mean (GPU), losses.
 
         On a GPU the first two of more than four are not timed: they take the memory back that
         was handed to the other variants, and training waits for nothing between steps.
         """
-        batches = [self._batch(first + i, batch_size or self.spec.batch_size) for i in range(count)]
+        batches = [self._batch(first + i) for i in range(count)]
         on_gpu = self.spec.device == "cuda"
         losses: list[Any] = []
         exposed: list[float | None] = []
@@ -262,8 +163,9 @@ class Variant:
             return last + (self.spec.lr - last) * max(0.0, left)
         return cosine_lr(index, lr=self.spec.lr, min_lr=last, warmup_steps=warmup, max_steps=steps)
 
-    def _batch(self, step: int, batch_size: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's rows of the step's batch; the same batch for every variant."""
+        batch_size = self.spec.batch_size
         rows = batch_size // self.spec.world_size
         if self.data is not None:
             first = step * batch_size + self.rank * rows
