@@ -81,6 +81,7 @@ from fastpar.parallel.control import broadcast_text, gather_numbers, prove_toget
 from fastpar.parallel.engine import Engine, engine_of
 from fastpar.parallel.pipeline import pipeline_loss, pipeline_step
 from fastpar.train import replicas
+from fastpar.train.cuda_graphs import StepGraph, captured
 from fastpar.train.journal import Journal, Predictions, Step, to_device, to_host
 from fastpar.train.launch import SIGNALS, catching_save, catching_stop, threads_per_rank
 from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
@@ -94,7 +95,6 @@ from fastpar.train.start import (
     samples_of,
     set_up,
 )
-from fastpar.train.step_graph import StepGraph, captured
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
 IN_A_ROW = 10  # updates that may be left out

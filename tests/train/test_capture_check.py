@@ -9,10 +9,9 @@ from pretend_cuda import pretend_cuda
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.kernels import adamw, bias_gelu, make_key
-from fastpar.train import step_graph
+from fastpar.train import cuda_graphs
 from fastpar.train.capture_check import CaptureCheck
-from fastpar.train.cuda_graphs import recording
-from fastpar.train.step_graph import StepGraph
+from fastpar.train.cuda_graphs import StepGraph, recording
 
 kept = []
 outside = torch.ones(4)
@@ -113,7 +112,7 @@ SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, 
 
 def after_two_steps(monkeypatch, dtype=torch.float32, scale=None, **options):
     """The optimizer of a StepGraph, and its third step of two micro-batches, on a GPU's way."""
-    monkeypatch.setattr(step_graph, "check_device", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "check_device", lambda device: None)
     module = sys.modules["fastpar.kernels.linear_cross_entropy"]  # torch has it on CUDA alone
     monkeypatch.setattr(module, "wide_product", lambda a, b, *_, add: a.float() @ b.float())
     model = parallelize(GPT(SMALL).to(dtype).train(), Mesh(), grad_dtype=torch.float32)

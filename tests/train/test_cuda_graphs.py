@@ -14,9 +14,8 @@ from fastpar.cli import parse_train
 from fastpar.config.config import TrainConfig
 from fastpar.kernels import make_key
 from fastpar.testing import run_ranks
-from fastpar.train import cuda_graphs, step_graph
-from fastpar.train.cuda_graphs import MicroBatchGraphs
-from fastpar.train.step_graph import StepGraph, why_micro_batches
+from fastpar.train import cuda_graphs
+from fastpar.train.cuda_graphs import MicroBatchGraphs, StepGraph, why_micro_batches
 from fastpar.train.trainer import Trainer
 
 
@@ -38,11 +37,10 @@ def graphs_on_cpu(monkeypatch):
         captured.append(args)
         return Again(*args)
 
-    for module in (cuda_graphs, step_graph):
-        monkeypatch.setattr(module, "capture", capture)
-        monkeypatch.setattr(module, "has_graphs", lambda device: True, raising=False)
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
+    monkeypatch.setattr(cuda_graphs, "has_graphs", lambda device: True)
     # A CPU's model looks at token ids; test_capture_check.py has the check, on a GPU's way.
-    monkeypatch.setattr(step_graph, "CaptureCheck", contextlib.nullcontext)
+    monkeypatch.setattr(cuda_graphs, "CaptureCheck", contextlib.nullcontext)
     return captured
 
 
@@ -301,7 +299,7 @@ def test_a_run_goes_on_without_graphs_that_nobody_asked_for(
         trainer.micro_batch_size //= 2
 
     def check(trainer):
-        monkeypatch.setattr(step_graph, "CaptureCheck", finds)
+        monkeypatch.setattr(cuda_graphs, "CaptureCheck", finds)
 
     what, settings, said = {
         "nothing": (id, {"dtype": "bf16", "moment_dtype": "int8"}, "of a whole step"),
