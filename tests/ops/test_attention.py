@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cells import covering, sweep
-from same_bits import same_bits_everywhere
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastpar.kernels import Rng, attention, attention_qkvpacked, backend, make_key
@@ -132,42 +131,6 @@ def test_packed_is_the_same_attention(form, p):
         assert dqkv.is_contiguous()
         for got, grad in zip(dqkv.unbind(2), torch.autograd.grad(want, (q, k, v), do)):
             assert torch.equal(got, grad)
-
-
-@sweep("p", [0.0, 0.3])
-def test_strided_and_expanded_inputs_and_gradients(form, p):
-    settings = {"dropout_p": p, "rng": RNG}
-    layouts = [
-        lambda: torch.randn(2, 3, 40, 16).transpose(1, 2),  # [B, H, T, D] memory
-        lambda: torch.randn(40, 2, 3, 16).transpose(0, 1),  # [T, B, H, D] memory
-        lambda: torch.randn(2, 80, 3, 48)[:, ::2, :, 16:32],
-        lambda: torch.randn(3, 16).expand(2, 40, 3, 16),
-        lambda: torch.randn(2, 40, 1, 16).expand(2, 40, 3, 16),
-    ]
-    for layout in layouts:
-        inputs = [layout().requires_grad_() for _ in range(3)]
-        check(form, inputs, **settings)
-    q, k, v = (draw(2, 40, 3, 16) for _ in range(3))
-    o = attention(q, k, v, **settings)
-    grads = [layout() for layout in layouts] + [torch.randn(2, 3, 16, 40).permute(0, 3, 1, 2)]
-    for do in [*grads, torch.ones(1).expand(2, 40, 3, 16)]:
-        got = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-        want = torch.autograd.grad(o, (q, k, v), do.contiguous(), retain_graph=True)
-        for a, b in zip(got, want):
-            torch.testing.assert_close(a, b)
-
-
-@sweep("dtype", DTYPES)
-@sweep("p", [0.0, 0.3])
-def test_bits_depend_on_neither_run_nor_threads_nor_isa(dtype, p):
-    inputs = [draw(2, 75, 4, 40, dtype=dtype), *(draw(2, 75, 2, 40, dtype=dtype) for _ in "kv")]
-    do = torch.randn(2, 75, 4, 40).to(dtype)
-
-    def run():
-        o = attention(*inputs, dropout_p=p, rng=RNG)
-        return (o, *torch.autograd.grad(o, inputs, do))
-
-    same_bits_everywhere(run)
 
 
 def test_a_batch_is_its_samples(form):

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cells import sweep
-from same_bits import same_bits_everywhere
 
 from fastpar.kernels import backend, bias_gelu, gelu_mlp
 from fastpar.kernels.reference import bias_gelu_ref, gelu_mlp_ref
@@ -67,19 +66,6 @@ def test_empty_and_scalar(shape):
     assert x.grad.shape == x.shape
 
 
-def test_empty_rows_give_a_zero_dbias():
-    _, _, dbias = gradients(torch.ones(0, 5), torch.ones(5), torch.ones(0, 5))
-    assert torch.equal(dbias, torch.zeros(5))
-
-
-def test_strided_and_expanded():
-    x = torch.randn(8, 6, 10).transpose(0, 2)[:, ::2]  # [10, 3, 8]
-    bias, dy = torch.randn(8), torch.randn(1).expand(10, 3, 8)
-    expected = gradients(x.contiguous(), bias, dy.contiguous())
-    for got, want in zip(gradients(x, bias, dy), expected):
-        assert torch.equal(got, want)
-
-
 def test_far_out_values():
     x = torch.tensor([1e4, -1e4, 1e30, -torch.inf, torch.inf, torch.nan, 0.0, -0.0])
     y, dx, _ = gradients(x, None, torch.ones_like(x))
@@ -87,13 +73,6 @@ def test_far_out_values():
     assert torch.equal(y.nan_to_num(7.0, 8.0), want.nan_to_num(7.0, 8.0))
     slope = torch.tensor([1, 0, 1, 0, 1, torch.nan, 0.5, 0.5])
     torch.testing.assert_close(dx, slope, rtol=0, atol=1e-30, equal_nan=True)
-
-
-@sweep("dtype", DTYPES)
-def test_same_bits_for_any_threads_and_isa(dtype):
-    x, bias = make((1001, 173), dtype)
-    dy = torch.randn(1001, 173).to(dtype)
-    same_bits_everywhere(lambda: gradients(x, bias, dy))
 
 
 def test_errors():

@@ -38,17 +38,6 @@ def test_16_bits():
     assert_matches_oracle(linear, linear_ref, inputs, eager=F.linear)
 
 
-def test_strided_inputs_and_expanded_gradient():
-    x = torch.randn(160, 6, 50).transpose(0, 1)[::2].requires_grad_()  # [3, 160, 50]
-    weight = torch.randn(50, 200).t().requires_grad_()
-    y = linear(x, weight)
-    y.backward(torch.ones(1).expand_as(y))
-    torch.testing.assert_close(y, x @ weight.t(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x).contiguous().detach())
-    want = x.detach().sum((0, 1)).expand_as(weight)
-    torch.testing.assert_close(weight.grad, want, rtol=1e-4, atol=1e-4)
-
-
 def test_mkl_has_the_same_bits_for_any_threads_and_rows():
     """With the setting in fastpar/__init__.py."""
     if backend.has_gemm or not (torch.backends.mkl.is_available() and _C and _C.cpu_is_intel()):

@@ -10,15 +10,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cells import slow, sweep
+from same_bits import same_bits_everywhere
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastpar import kernels
 from fastpar.cost.step_memory import StepMemory
-from fastpar.kernels import Rng, make_key
+from fastpar.kernels import Rng, backend, make_key
 
 RNG = Rng(make_key(3, 0), 1)
-B, T, H, D, C, V = 2, 5, 2, 8, 16, 11
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = 2, 5, 2, 16, 16, 11  # B, T, H, D, C, V
 
 
 class Case(NamedTuple):
@@ -27,12 +30,16 @@ class Case(NamedTuple):
     batched: bool = True  # whether the first tensor may be a sample of a batch
 
 
-def cases(dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Case]]:
-    def new(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype)
+def cases(
+    dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = SIZES, device: str = "cpu"
+) -> Iterator[tuple[str, Case]]:
+    B, T, H, D, C, V = sizes
 
-    ids, targets = torch.randint(0, V, (B, T)), torch.randint(0, V, (B, T))
-    bounds = torch.tensor([0, 2, T], dtype=torch.int32)
+    def new(*shape: int) -> Tensor:
+        return torch.randn(*shape).to(device, dtype)
+
+    ids, targets = (torch.randint(0, V, (B, T)).to(device) for _ in range(2))
+    bounds = torch.tensor([0, T // 2, T], dtype=torch.int32, device=device)
     x, vector = new(B, T, C), new(C)
     heads, packed, matrix = new(B, T, H, D), new(T, H, D), new(V, C)
     table = {
@@ -133,10 +140,118 @@ def test_lazily_negated_tensors_have_their_sign(products):
         imaginary = tuple(torch.complex(t, -t).conj().imag for t in case.tensors)
         assert all(t.is_neg() for t in (*contiguous, *imaginary))
         same(name, grads_of(case, contiguous, torch._neg_view(-dy)), expected)
-        if "attention" not in name:  # which asks for a contiguous last dimension
+        if (
+            not name.startswith("attention") and "in place" not in name
+        ):  # contiguous last dimensions
             same(f"{name}, strided", grads_of(case, imaginary, dy), expected)
         with torch.no_grad():
             same(name, [case.op(*contiguous)], expected[:1])
+
+
+def relaid(t: Tensor, rows: bool) -> list[Tensor]:
+    """The same values elsewhere in memory; rows: whose last dimension stays contiguous."""
+    found = [
+        torch.cat([t, t, t], -1)[..., t.shape[-1] : 2 * t.shape[-1]],
+        torch.stack([t, t], 1)[:, 0],
+    ]
+    if t.dim() > 2:
+        found.append(t.transpose(0, 1).contiguous().transpose(0, 1))
+        found.append(t.transpose(-3, -2).contiguous().transpose(-3, -2))
+    if not rows:
+        found.append(t.movedim(0, -1).contiguous().movedim(-1, 0))
+        found.append(torch.stack([t, t], -1)[..., 0])
+    return found
+
+
+def check_layouts(calls: Iterator[tuple[str, Case]]) -> None:
+    """Inputs and gradients with strides, or expanded: other tiles add in another order."""
+    for name, case in calls:
+        if not case.batched:  # in place, which asks for rows that are evenly apart
+            continue
+        dy = torch.randn_like(case.op(*case.tensors))
+        expected = grads_of(case, case.tensors, dy)
+        ways = [relaid(t, name.startswith("attention")) for t in case.tensors]
+        of_dy = relaid(dy, False) if dy.dim() else [dy]
+        for i in range(max(map(len, (*ways, of_dy)))):
+            tensors = tuple(way[i % len(way)] for way in ways)
+            got = grads_of(case, tensors, of_dy[i % len(of_dy)])
+            torch.testing.assert_close(got, expected, msg=lambda m, n=name: f"{n}: {m}")
+        if dy.dim():
+            first = case.tensors[0]
+            row, of_row = first[:1].expand_as(first), dy[:1].expand_as(dy)
+            given = grads_of(case, (row, *case.tensors[1:]), of_row)
+            plain = grads_of(case, (row.contiguous(), *case.tensors[1:]), of_row.contiguous())
+            torch.testing.assert_close(given, plain, msg=lambda m, n=name: f"{n}, expanded: {m}")
+
+
+@pytest.mark.parametrize("choice", ["auto", "torch"])
+def test_layouts_do_not_matter(choice, monkeypatch):
+    monkeypatch.setattr(backend, "choice", choice)
+    check_layouts(cases())
+
+
+WITH_TRITON = (
+    *("layer_norm", "rms_norm", "residual", "bias_gelu", "dropout"),
+    *("attention", "cross_entropy", "embedding"),
+)
+
+
+def with_triton(calls: Iterator[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:
+    return ((name, case) for name, case in calls if name.startswith(WITH_TRITON))
+
+
+def test_layouts_do_not_matter_to_triton(triton_device):
+    check_layouts(with_triton(cases(sizes=(2, 3, 1, 16, 16, 11), device=triton_device)))
+
+
+LARGE = 4, 75, 4, 40, 390, 1003  # work for several threads, and for whole and cut vectors
+
+
+@sweep("dtype", DTYPES)
+def test_bits_depend_on_neither_run_nor_threads_nor_isa(dtype):
+    for name, case in cases(dtype, LARGE):
+        dy = torch.randn_like(case.op(*case.tensors))
+
+        def run(case=case, dy=dy):
+            return grads_of(case, case.tensors, dy)
+
+        if "linear" in name:  # products of a library
+            assert all(map(torch.equal, run(), run())), name
+        else:
+            same_bits_everywhere(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32), slow(torch.float16)])
+def test_two_runs_of_triton_have_the_same_bits(triton_device, dtype):
+    for name, case in with_triton(cases(dtype, (1, 7, 1, 16, 130, 40), triton_device)):
+        dy = torch.randn_like(case.op(*case.tensors))
+        runs = [grads_of(case, case.tensors, dy) for _ in range(2)]
+        assert all(map(torch.equal, *runs)), name
+
+
+def check_nothing(calls: Iterator[tuple[str, Case]]) -> None:
+    """No rows: outputs without elements, gradients of zeros."""
+    for name, case in calls:
+        if "documents" in name:  # which have no batch
+            continue
+        leaves = [t.detach().requires_grad_() for t in case.tensors]
+        y = case.op(*leaves)
+        if y.dim():
+            assert not y.numel(), name
+        else:
+            assert y.isnan(), name  # a mean over nothing
+        grads = torch.autograd.grad(y.sum(), leaves)
+        assert not any(g.nan_to_num(0.0).any() for g in grads), name
+
+
+@pytest.mark.parametrize("choice", ["auto", "torch"])
+def test_no_rows(choice, monkeypatch):
+    monkeypatch.setattr(backend, "choice", choice)
+    check_nothing(cases(sizes=(0, *SIZES[1:])))
+
+
+def test_no_rows_of_triton(triton_device):
+    check_nothing(with_triton(cases(sizes=(0, *SIZES[1:]), device=triton_device)))
 
 
 def test_no_gradient_is_no_gradient(products):
