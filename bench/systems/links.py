@@ -6,8 +6,6 @@ rate in both directions: what they send takes as long as between two hosts, and 
 nothing but the cores. More ranks have a link each to a bridge in a namespace of its own, as hosts
 have to a switch: each direction of each link is held to the rate.
 
-    python -m bench.systems.links --mbit 500     makes the link, measures it, removes it
-
 [Note: what is left behind] Nothing. The namespaces have no names: one exists while a process is in
 it, and takes its end of the veth pair along. A holder ends when its standard input does, which is
 when the process that started it ends, however that came about; a rank ends with its parent too.
@@ -16,7 +14,6 @@ Nothing outside of the two namespaces is touched.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import importlib
@@ -228,8 +225,7 @@ class Ranks:
         for rank in range(ranks if link is None else link.ranks):
             ours, theirs = multiprocessing.Pipe()
             fd = theirs.fileno()
-            command = [sys.executable, "-m", "bench.systems.links", "--serve", str(fd)]
-            command += ["--threads", str(threads)]
+            command = [sys.executable, "-m", "bench.systems.links", str(fd), str(threads)]
             more = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
             more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             if link is not None:
@@ -345,31 +341,5 @@ def all_reduce_ms(link: Link, rounds: int = 5, size_bytes: int = PROBE_BYTES) ->
         return [max(both) for both in zip(*ranks.call("all_reduce_ms", rounds, size_bytes))]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.systems.links",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--mbit", type=float, default=500.0, help="rate of the link")
-    parser.add_argument("--serve", type=int, metavar="FD", help=argparse.SUPPRESS)
-    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.serve is not None:
-        serve(args.serve, args.threads)
-    try:
-        with Link(args.mbit) as link:
-            samples = sorted(all_reduce_ms(link))
-    except (ValueError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    median = samples[len(samples) // 2]
-    print(
-        f"{args.mbit:g} Mbit/s: all-reduce of {PROBE_BYTES >> 20} MiB in {median:.0f} ms, "
-        f"{8e-3 * PROBE_BYTES / median:.0f} Mbit/s each way"
-    )
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(*map(int, sys.argv[1:]))

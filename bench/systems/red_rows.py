@@ -32,6 +32,7 @@ from torch import Tensor, nn
 import fastpar
 from bench.peers import pipeline, tensor_parallel
 from bench.records import RESULTS, machine, machine_line, reason, version_of
+from bench.report.cells import table as markdown
 from fastpar.compare.strategies import Settings, import_deepspeed
 from fastpar.config.config import GPTConfig
 from fastpar.kernels import make_key
@@ -454,16 +455,14 @@ def table(found: dict[str, Any]) -> str:
         "averaged over unequal targets are wrong in every package, fastpar among them; what its",
         "`count_tokens` does, a loop elsewhere does itself.",
         "",
-        "| program | way | verdict | error | reported in |",
-        "| --- | --- | --- | ---: | --- |",
     ]
+    cells = []
     for row in found["rows"]:
         figure = f"{row['error']:.1e}" if "error" in row else row["why"]
         verdict = row["verdict"] if row["verdict"] == "right" else f"**{row['verdict']}**"
-        lines.append(
-            f"| {row['program']} | {row['way']} | {verdict} | {figure} | {row['thread']} |"
-        )
-    return "\n".join([*lines, "", f"{machine_line(found['machine'])}.", ""])
+        cells.append([row["program"], row["way"], verdict, figure, row["thread"]])
+    head = ["program", "way", "verdict", "error", "reported in"]
+    return "\n".join([*lines, markdown(head, cells), "", f"{machine_line(found['machine'])}.", ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
