@@ -31,7 +31,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -251,17 +251,18 @@ def measure(plan: Plan, link: Link) -> tuple[dict[str, Log], dict[str, Any]]:
     return logs, about
 
 
-def judge(logs: Mapping[str, Log]) -> None:
-    """The gate: refuses what did not compute DDP's losses."""
-    reference = logs[DDP].losses if DDP in logs else []
+def judge(
+    logs: Mapping[str, Log], base: str = DDP, bound: Callable[[str], float] = lambda _: LOSS_BOUND
+) -> None:
+    """The gate: refuses what did not compute the losses of base."""
     for variant, log in logs.items():
-        if variant == ALONE or log.refused is not None or not reference:
+        if variant == ALONE or log.refused is not None or base not in logs:
             continue
-        errors = [abs(a - b) for a, b in zip(log.losses, reference)]
-        wrong = next((i for i, error in enumerate(errors) if not error <= LOSS_BOUND), None)
+        errors = [abs(a - b) for a, b in zip(log.losses, logs[base].losses)]
+        wrong = next((i for i, e in enumerate(errors) if not e <= bound(variant)), None)
         if wrong is not None:
             log.refused = (
-                f"losses: expected those of DDP within {LOSS_BOUND:g}, got a difference of "
+                f"losses: expected those of DDP within {bound(variant):g}, got a difference of "
                 f"{errors[wrong]:.2e} in step {wrong}"
             )
 

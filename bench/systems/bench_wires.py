@@ -174,17 +174,6 @@ def measure(plan: Plan, link: Link) -> None:
             log.refused = str(error)
 
 
-def judge(logs: dict[str, Log]) -> None:
-    """See [Note: the gate of formats]."""
-    for variant, log in logs.items():
-        if variant == ALONE or log.refused is not None or not logs[DDP].losses:
-            continue
-        bound = LOSS_BOUND if variant in EXACT else WIDE_BOUND
-        off = max(abs(a - b) for a, b in zip(log.losses, logs[DDP].losses))
-        if not off <= bound:
-            log.refused = f"losses: expected those of DDP within {bound:g}, got {off:.2e} off"
-
-
 def to_rows(bench: Bench, plan: Plan) -> Sequence[Row]:
     """A row for each variant."""
     rows, alone = [], plan.logs[ALONE].ms
@@ -230,5 +219,5 @@ def run(bench: Bench) -> None:
         except NoLinkError as error:
             bench.add(bench.row(title, "step", "link", torch.float32, refused=reason(error)))
             return
-        judge(plan.logs)
+        overlap.judge(plan.logs, DDP, lambda v: LOSS_BOUND if v in EXACT else WIDE_BOUND)
         bench.add(*to_rows(bench, plan))
