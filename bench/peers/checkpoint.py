@@ -210,7 +210,7 @@ class Rank:
     def tensors(self) -> list[Tensor]:
         """Weights and moments that this rank has: not copies."""
         engine = getattr(self.made, "engine", None)
-        sharded = engine is not None and engine.zero_stage == 3
+        sharded = engine is not None and engine.stage.number == 3
         found = []
         for p in self.made.model.parameters():
             found.append(engine.shards.piece(p).param if engine is not None and sharded else p)

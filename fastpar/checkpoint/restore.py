@@ -322,7 +322,7 @@ class _Plan:
 
 def _keeps(p: Tensor, engine: Engine | None) -> bool:
     """Whether this rank has an element of a parameter between two steps."""
-    if engine is None or engine.zero_stage < 3:
+    if engine is None or engine.stage.number < 3:
         return True
     _, start, stop = engine.shards.place(p)
     return stop > start

@@ -191,11 +191,11 @@ class AdamW(EngineOptimizer):
         if (
             self.zero_grad_in_step
             and engine is not None
-            and (engine.zero_stage or engine.settings.offload)
+            and (engine.stage.number or engine.settings.offload)
         ):
             raise ValueError(
                 "AdamW: expected zero_grad_in_step=False with zero_stage >= 1 or offload, got True "
-                f"with zero_stage={engine.zero_stage}, offload={engine.settings.offload}; the "
+                f"with zero_stage={engine.stage.number}, offload={engine.settings.offload}; the "
                 "engine frees gradients itself: leave it out"
             )
 

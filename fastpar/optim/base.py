@@ -296,7 +296,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _tokens(self, engines: list[Engine]) -> Tensor | None:
         """What the losses of this step are sums over."""
-        found = [engine.token_scale for engine in engines]
+        found = [engine.control.token_scale for engine in engines]
         if len(found) > 1 and any(t is not None for t in found):
             raise RuntimeError(
                 f"{type(self).__name__}.step: expected one engine where tokens are counted, got "

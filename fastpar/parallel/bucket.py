@@ -12,6 +12,18 @@ Autograd puts its own tensor into p.grad; take() copies it into the bucket (copi
 at the cost that zeroing the bucket beforehand would have. Nothing is zeroed: places of parameters
 without a gradient keep old bytes until fill_missing(). At stage 0 p.grad is then a view of the
 bucket (p.main_grad, where the gradient's dtype is not the parameter's); otherwise p.grad is None.
+
+[Note: stale parameters]
+After a step a rank knows only its own slice of the new parameters, at stage 3 also between uses.
+Until they are gathered, p.data is a placeholder of the right shape with one nan for all elements:
+whoever reads it sees nans instead of old values, and not the memory that was freed, which would
+crash. Tensors that autograd saved keep the storage, which is resized and filled again in place.
+
+[Note: secondary shards]
+The ranks of a node together keep what the first gather of a step, over all ranks, has brought: as
+forwards have it, rounded where wire_weights rounds. Later gathers of the step, those of backward
+and of further micro-batches, stay inside of the node. Every rank takes the one or the other way for
+the same gather, because it depends on gathers, steps and writes alone, which all ranks do alike.
 """
 
 from __future__ import annotations
@@ -19,26 +31,84 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.bucket_wires import Unsent
+from fastpar.comm.bucket_wires import Unsent, Wires
+from fastpar.comm.collectives import Collectives
 from fastpar.comm.fixed_sum import PairwiseSum
-from fastpar.parallel.bucket_parameters import Absent, BucketGroups, BucketParameters
+from fastpar.comm.handles import Handle
+from fastpar.parallel.absent import Absent, AbsentParameter, hide, show
 from fastpar.parallel.copies import WaitingCopies
-from fastpar.parallel.stages import BUCKET_PHASES, SENT, BucketPhase, Settings, checked
-from fastpar.sharding.layout import Bucket, Layout
+from fastpar.parallel.stages import (
+    BUCKET_PHASES,
+    SENT,
+    BucketPhase,
+    Settings,
+    Stage,
+    checked,
+)
+from fastpar.sharding.layout import Bucket, Layout, Slot
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class BucketState(BucketParameters):
+@dataclass(frozen=True)
+class BucketGroups:
+    """Over which ranks a bucket travels; None where there is nobody else.
+
+    They follow from the placement of its parameters: the axes along which these are replicated.
+
+    Args:
+        reduce: sums gradients: all that have the parameters, or those that share one copy.
+        gather: the same ranks as reduce, another group: neither waits for the other.
+        copies: the ranks that own the same shard of other copies.
+        again: the same ranks as reduce, for the second half of a compressed all-reduce.
+        node: of gather's ranks those of this node: [Note: secondary shards].
+        nodes: of reduce's ranks those of this node, and those at the same place in each node.
+    """
+
+    reduce: Collectives | None = None
+    gather: Collectives | None = None
+    copies: Collectives | None = None
+    again: Collectives | None = None
+    node: Collectives | None = None
+    nodes: tuple[Collectives, Collectives] | None = None
+
+    def on_wires(
+        self, wires: Wires, spec: Bucket, slots: Sequence[Slot], stage: Stage
+    ) -> BucketGroups:
+        """The same for one bucket, in its formats; slots: of its parameters."""
+        index, flags = spec.index, spec.numel - spec.used_start
+        exact, in_place = (0, not stage.frees_gradients) if stage.shards else (flags, False)
+        how: dict[str, Any] = {"again": self.again, "exact": exact, "in_place": in_place}
+        codes = [(slice(s.start, s.stop), wires.codes[s.registered]) for s in slots if spec.rounded]
+        return BucketGroups(
+            wires.sums(self.reduce, index, numel=spec.numel, nodes=self.nodes, **how),
+            wires.gathers(self.gather, spec.dtype, codes),
+            wires.sums(self.copies, index),
+            node=self.node,
+        )
+
+
+class BucketState:
     """One bucket; the engine decides when what happens.
 
     Attributes:
+        params: its parameters; the slots of the layout in order.
+        flat: [P] parameters; without memory while a bucket of stage 3 is freed.
+        shard: [S] this rank's slice of the newest parameters.
+        stepped: [S] what an optimizer changes: shard, or its twin on the host.
+        live: whether the parameters are views of flat.
+        rank: among those that share one copy.
+        apart: shard has memory of its own.
+        own: the place of shard in flat; host: see offload.py, None without it.
+        secondary: [P / ranks of a node], None without; kept: whether it holds this step's weights.
+        groups: over which it travels; device: where it lies.
         phase: of its gradients in this backward; changed by enter() only.
         wire_dtype: of gradients on the wire.
         grad: [P] gradients of this rank, None while they are freed.
@@ -52,10 +122,35 @@ class BucketState(BucketParameters):
         params: list[nn.Parameter],
         settings: Settings,
         groups: BucketGroups,
-        **where: Any,
+        *,
+        rank: int,
+        device: torch.device,
+        poison: bool = False,
     ) -> None:
-        super().__init__(layout, spec, params, settings, groups, **where)
-        stage, device = self.stage, self.device
+        self.spec, self.params, self.stage = spec, params, settings.stage
+        self.slots = [layout.slots[i] for i in spec.slots]
+        self.groups, self.device, self.poison = groups, device, poison
+        self.rank, self.own = rank, slice(*spec.shard(rank))
+        self.pieces = [layout.piece(i, rank) for i in spec.slots]
+        stage, self.grad_dtype = settings.stage, settings.grad_dtype or spec.dtype
+        # Memory that the peers read without a copy.
+        shared = groups.gather if stage.gathers_after_step else None
+        self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
+        self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
+        self.shard = self.flat[self.own] if stage.shards else self.flat
+        self.apart = stage.frees_parameters or self.rounds
+        if self.apart:
+            self.shard = self._empty(groups.gather, spec.shard_numel, spec.dtype)
+        self.stepped = self.shard
+        node, self.kept = groups.node, False
+        self.secondary: Tensor | None = None
+        if node is not None:
+            self.secondary = self._empty(node, spec.numel // node.world_size, spec.dtype)
+        self.host: Any = None
+        self._placeholders = list(self.views)
+        self._absents: dict[int, Absent] = {}  # what marks show
+        self.live = self.gathered_exact = True
+        self.gathering: Handle | None = None
         self.phase = BucketPhase.IDLE
         self._awaited = set(range(len(params)))  # positions without a gradient in this backward
         self.deterministic = settings.deterministic
@@ -85,6 +180,162 @@ class BucketState(BucketParameters):
         if self._main and not stage.shards:
             for p, view in zip(params, self.grad_views):
                 p.main_grad = view  # type: ignore[attr-defined]
+
+    # Parameters
+
+    def _empty(self, group: Collectives | None, numel: int, dtype: torch.dtype) -> Tensor:
+        if group is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return group.empty(numel, dtype)
+
+    def name(self, position: int) -> str:
+        """The first name of the parameter at a position."""
+        return self.slots[position].spec.names[0]
+
+    def slot_of(self, whole: Tensor | None, position: int) -> Tensor:
+        """A parameter's part of whole parameters or gradients, in its shape."""
+        assert whole is not None
+        slot = self.slots[position]
+        return whole[slot.start : slot.stop].view(slot.spec.shape)
+
+    def _new_shard(self) -> Tensor:
+        return torch.empty(self.spec.shard_numel, dtype=self.grad_dtype, device=self.device)
+
+    def attach(self) -> None:
+        """The values are in flat, for the first time: parameters become views."""
+        if self.apart:
+            self.shard.copy_(self.flat[self.own])
+        for p in self.params:
+            p.grad = None
+        self.make_live()
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a forward has other values than those that are stepped."""
+        return self.groups.gather is not None and self.groups.gather.rounds
+
+    @property
+    def exact(self) -> bool:
+        """Whether the values that are stepped are there."""
+        return self.live and self.gathered_exact
+
+    def allocate(self) -> None:
+        """Memory for all parameters, their values unknown."""
+        if self.stage.frees_parameters and not self.flat.untyped_storage().nbytes():
+            self.flat.untyped_storage().resize_(self.spec.numel * self.spec.dtype.itemsize)
+
+    def keep_secondary(self) -> None:
+        """All parameters were gathered over all ranks: see [Note: secondary shards]."""
+        node, mine = self.groups.node, self.secondary
+        if node is None or mine is None or self.kept or (self.rounds and self.gathered_exact):
+            return
+        mine.copy_(self.flat.view(node.world_size, -1)[node.rank])
+        self.kept = True
+
+    def make_live(self) -> None:
+        """The values are there: parameters are views of them."""
+        if not self.live and not all(type(p) is AbsentParameter for p in self.params):
+            self.check()  # those that are absent refuse other memory themselves
+        for p, view in zip(self.params, self.views):
+            show(p)
+            p.data = view
+        self.live = True
+
+    def make_stale(self) -> None:
+        """Marks parameters as out of date, at stage 3 frees them: [Note: stale parameters]."""
+        if not self.live:
+            return
+        self.check()
+        self.live = False
+        nan = self._nan(self.spec.dtype)
+        self._placeholders = [nan.expand(s.spec.shape) for s in self.slots]
+        for p, placeholder in zip(self.params, self._placeholders):
+            p.data = placeholder
+            hide(p)
+        if self.stage.frees_parameters:
+            if self.poison:
+                self.flat.fill_(float("nan"))
+            self.flat.untyped_storage().resize_(0)
+
+    def new_memory(self) -> list[tuple[int, Tensor]]:
+        """(position, copy of the values) of live parameters that somebody gave other memory."""
+        moved = [i for i in range(len(self.params)) if not self.is_in_place(i)]
+        return [(i, self.params[i].data.clone()) for i in moved]
+
+    def take_memory(self, position: int, new: Tensor) -> str | None:
+        """Keep such values in the old memory; or say why they do not fit."""
+        p, view = self.params[position], self.views[position]
+        p.data = view
+        fits = (new.shape, new.dtype, new.device) == (view.shape, view.dtype, view.device)
+        if fits and hasattr(p, "_fastpar_engine"):
+            view.copy_(new)
+            return None
+        return (
+            f"gathered: expected values for parameter '{self.name(position)}' of shape "
+            f"{list(view.shape)}, {view.dtype}, on {view.device}, got p.data={list(new.shape)}, "
+            f"{new.dtype}, on {new.device}; write them with p.copy_(), and change shapes and "
+            "dtypes before fastpar.parallelize"
+        )
+
+    def writable(self, grads: Tensor) -> Tensor:
+        """The same gradients, where they may lie on the host and be used there."""
+        if self.host is not None:
+            self.host.touch(self)
+        return grads
+
+    def save_writes(self) -> None:
+        """Somebody wrote into the whole parameters: this rank's slice of them is the truth."""
+        if self.apart:
+            self.shard.copy_(self.flat[self.own])
+        if self.host is not None:
+            self.stepped.copy_(self.shard)
+        self.kept = False
+
+    def _nan(self, dtype: torch.dtype) -> Tensor:
+        """A new one: somebody may write into that of a parameter with one element."""
+        return torch.full((), float("nan"), dtype=dtype, device=self.device)
+
+    def _absent(self, position: int) -> Absent:
+        """What stands for a parameter's gradient."""
+        if position not in self._absents:
+            nans = self._nan(self.spec.dtype).expand(self.slots[position].spec.shape)
+            self._absents[position] = Absent.of(nans, "gradient", self.name(position))
+        self._absents[position].zeroed = False
+        return self._absents[position]
+
+    def is_in_place(self, position: int) -> bool:
+        """Whether the parameter still uses the bucket's memory, in the same way."""
+        view = self.views[position] if self.live else self._placeholders[position]
+        p = self.params[position]
+        same = p.data_ptr() == view.data_ptr() and p.dtype == view.dtype
+        return same and p.shape == view.shape and p.stride() == view.stride()
+
+    def check(self) -> None:
+        """Raise RuntimeError for a parameter that somebody gave other memory."""
+        for position, p in enumerate(self.params):
+            if not self.is_in_place(position):
+                raise RuntimeError(
+                    f"Engine: expected parameter '{self.name(position)}' to stay in its flat "
+                    f"buffer, got other memory (dtype={p.dtype}, shape={list(p.shape)}, device="
+                    f"{p.device}); call module.to() before fastpar.parallelize, and write values "
+                    "inside `with fastpar.engine_of(model).gathered():`"
+                )
+
+    def check_grad(self, position: int, grad: Tensor) -> None:
+        """Refuse a gradient that no bucket can take."""
+        name = self.name(position)
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"Engine: expected a dense gradient for parameter '{name}', got "
+                f"layout={grad.layout}; build the embedding with sparse=False"
+            )
+        if grad.requires_grad:
+            raise RuntimeError(
+                "Engine: expected backward without create_graph, got a gradient with a graph for "
+                f"parameter '{name}'; use torch.autograd.grad for higher derivatives"
+            )
+
+    # Gradients
 
     def enter(self, phase: BucketPhase) -> None:
         """Change the phase; raises RuntimeError where it cannot follow the present one."""

@@ -432,7 +432,7 @@ def _refuse_sharded(optimizer: torch.optim.Optimizer) -> None:
             what, got = "with main gradients", f"grad_dtype={engine.settings.grad_dtype}"
             advice = "it reads p.grad only: use fastpar.AdamW, or parallelize without grad_dtype"
         elif engine.stage.shards:
-            what, got = "of an engine with zero_stage >= 1", f"zero_stage={engine.zero_stage}"
+            what, got = "of an engine with zero_stage >= 1", f"zero_stage={engine.stage.number}"
             advice = "their gradients exist only as shards: use fastpar.AdamW, or zero_stage=0"
         else:
             continue

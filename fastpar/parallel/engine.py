@@ -287,11 +287,6 @@ class Engine:
         index = self.shards.index[p]  # type: ignore[index]
         return position in bucket.seen or self.control.used_anywhere(index)
 
-    @property
-    def token_scale(self) -> Tensor | None:
-        """After exchange(): gradients are to be divided by it, None without count_tokens()."""
-        return self.control.token_scale
-
     def after_step(self) -> None:
         """The optimizer has used the gradients: the next backward begins a new step."""
         before = self.phase
@@ -404,14 +399,10 @@ class Engine:
     def contribute(self, values: Tensor) -> None:
         """Add numbers (loss, flags), as many on every rank, to this step's control exchange.
 
-        zero_grad() before the step drops them.
+        Afterwards control.contributed is fp64 [k], their sums over the ranks. zero_grad() before
+        the step drops them.
         """
         self._tell(self.control.contribute, values)
-
-    @property
-    def contributed(self) -> Tensor | None:
-        """fp64 [k]: the sums over the ranks of what was contributed to the last step."""
-        return self.control.contributed
 
     def count_tokens(self, n: int | Tensor) -> None:
         """This rank's losses are sums over n valid tokens: divide by the count of all ranks.
@@ -444,11 +435,6 @@ class Engine:
         """All parameters are whole inside; see Shards.gathered. Ranks: all."""
         return self.shards.gathered()
 
-    def grad_of(self, p: Tensor) -> Tensor | None:
-        """The gradient of one parameter: p.grad, or p.main_grad where it is valid; of its piece."""
-        self.shards.settle()
-        return self.shards.piece(p).grad if p in self.shards.places else p.grad
-
     def grads(self) -> list[tuple[nn.Parameter, Tensor]]:
         """(parameter, reduced gradient) in registration order. Ranks: all.
 
@@ -465,14 +451,9 @@ class Engine:
     # Reports and checks
 
     @property
-    def zero_stage(self) -> int:
-        """The stage that is run; 0 if nobody shares a copy, whatever was asked for."""
-        return self.stage.number
-
-    @property
     def sharing(self) -> str:
         """How the model is shared out, for messages."""
-        text = f"zero_stage={self.zero_stage}, tp={self.mesh.tp_size}"
+        text = f"zero_stage={self.stage.number}, tp={self.mesh.tp_size}"
         return text if self.shards.stages is None else f"{text}, pp={self.mesh.size('pp')}"
 
     def wire_bytes(self) -> dict[str, int]:

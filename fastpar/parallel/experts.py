@@ -30,8 +30,7 @@ from fastpar.experts.exchange import ExpertParallel
 from fastpar.experts.mixture import Experts
 from fastpar.kernels import DelayedScales
 from fastpar.kernels.grouped_linear import summed
-from fastpar.parallel.bucket import BucketState
-from fastpar.parallel.bucket_parameters import BucketGroups
+from fastpar.parallel.bucket import BucketGroups, BucketState
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.stages import Settings
 from fastpar.sharding.layout import Bucket, Layout, parameter_names
@@ -216,7 +215,7 @@ class Travel(NamedTuple):
         self, layout: Layout, spec: Bucket, params: list[nn.Parameter], wires: Wires
     ) -> BucketState:
         """A bucket over its ranks."""
-        where = {"device": self.mesh.device, "poison": self.poison}
+        where: dict[str, Any] = {"device": self.mesh.device, "poison": self.poison}
         stage, slots = self.settings.stage, [layout.slots[i] for i in spec.slots]
         if not spec.experts:
             rank, groups = self.mesh.dp_rank % spec.n_shards, self.groups

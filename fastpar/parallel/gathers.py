@@ -22,7 +22,7 @@ checkpointing) gather but do not free: the backward of the unit is about to begi
 hooks on the autograd nodes of a unit's outputs, which stay where they are when an output is changed
 in place. A unit whose outputs show no node, or are parameters, stays until the end of backward; so
 does one of which a parameter was used while it was not there (absent tensors, in
-bucket_parameters.py). A part of a unit that is called from outside of it counts as the unit; inside
+absent.py). A part of a unit that is called from outside of it counts as the unit; inside
 of it, it waits for its parameters and gathers nothing. The backward of a graph that a backward
 made (create_graph=True) has no gates and would use what was freed: it is refused.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastpar.comm.bucket_wires import Wires, rounded_weights
 from fastpar.comm.collectives import Collectives, OneRank
@@ -17,7 +17,7 @@ from fastpar.comm.wire_formats import CODES
 from fastpar.config.axes import AXES, TP_AXES
 from fastpar.context.sequences import check_method, mesh_of_gradients
 from fastpar.kernels import Fp8
-from fastpar.parallel.bucket_parameters import BucketGroups, Fill, Materialize, allocate_meta
+from fastpar.parallel.bucket import BucketGroups
 from fastpar.parallel.checks import (
     check_arguments,
     check_deterministic,
@@ -46,7 +46,7 @@ from fastpar.parallel.stages import STAGES, Settings, Stage
 from fastpar.parallel.units import find_units, unit_of_parameters
 from fastpar.patching.context import share_context
 from fastpar.patching.tp_plan import Plan, Planned, plan_for, use_tokens
-from fastpar.pipeline.stages import cut_stages, make_stages
+from fastpar.pipeline.stages import Stages, cut_stages, make_stages
 from fastpar.sharding.layout import (
     ParamSpec,
     build_layout,
@@ -60,6 +60,7 @@ from fastpar.tensor.grid import make_grid
 from fastpar.tensor.report import tp_report
 
 Factory = Callable[[Any, str], Collectives]
+Materialize = Callable[[str, Tensor], None]
 # Arguments of parallelize() that may differ between ranks, or are compared in another way.
 _NO_OPTIONS = {"model", "mesh", "units", "materialize", "debug", "collectives"}
 
@@ -238,6 +239,65 @@ def _settings(
         return settings
     transport = groups.reduce.transport if groups.reduce else "none"
     return dataclasses.replace(settings, bucket_mb=default_bucket_mb(dp, transport))
+
+
+class Fill:
+    """Gives parameters their first values.
+
+    Args:
+        named: all parameters with their names.
+        materialize: where the model was on the meta device; else parameters have their values.
+    """
+
+    def __init__(
+        self,
+        named: dict[nn.Parameter, tuple[str, ...]],
+        materialize: Materialize | None,
+        declared: Declared | None,
+        stages: Stages | None,
+    ) -> None:
+        self.named, self.materialize, self.declared = named, materialize, declared
+        self.stages = stages
+
+    def __call__(self, p: nn.Parameter, memory: Tensor) -> None:
+        """Write the values of p into memory."""
+        if self.materialize is None:
+            memory.copy_(p.detach())
+        elif self.declared is None or not self.declared.is_split(p):
+            self.materialize(self.named[p][0], memory)
+        else:
+            whole = memory.new_empty(self.declared.whole_shape(p))
+            self.materialize(self.named[p][0], whole)
+            memory.copy_(self.declared.cut(whole, p))
+
+    def rest(self, model: nn.Module, frozen: Iterable[nn.Parameter]) -> None:
+        """Values of what is in no bucket."""
+        if self.materialize is None:
+            return
+        for p in frozen:
+            self(p, p.data)
+        for name, buffer in model.named_buffers():
+            self.materialize(name, buffer.data)
+
+
+def allocate_meta(model: nn.Module, device: torch.device, declared: Declared | None) -> None:
+    """Parameters of the meta device -> parameters on device, trained ones without memory yet."""
+    old = parameter_names(model)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            if p not in made:
+                shape = torch.empty((), dtype=p.dtype, device=device).expand(p.shape)
+                data = shape if p.requires_grad else torch.empty_like(p, device=device)
+                made[p] = nn.Parameter(data, requires_grad=p.requires_grad)
+            module._parameters[name] = made[p]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    if declared is not None:
+        declared.rename(old, parameter_names(model))
 
 
 def _make_shards(

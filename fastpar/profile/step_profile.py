@@ -82,7 +82,7 @@ def title_of(trainer: Trainer) -> str:
     return (
         f"{size}, context {trainer.block_size}, {trainer.dtype_name}, micro-batch "
         f"{trainer.micro_batch_size} * accumulation {trainer.grad_accum_steps}, ranks "
-        f"{mesh.world_size} (tp {mesh.tp_size}), stage {trainer.engine.zero_stage}, {device}, "
+        f"{mesh.world_size} (tp {mesh.tp_size}), stage {trainer.engine.stage.number}, {device}, "
         f"threads a rank {torch.get_num_threads()}"
     )
 
@@ -309,7 +309,7 @@ def _situation(trainer: Trainer, spans: Sequence[Span], steps: int, trace: Trace
     on_gpu = mesh.device.type == "cuda"
     if on_gpu:
         moving_ms = busy_ms(trace.spans, [REDUCE, GATHER])
-        waited[GATHER if engine.zero_stage == 3 else REDUCE] = busy_ms(trace.spans, [WAIT])
+        waited[GATHER if engine.stage.number == 3 else REDUCE] = busy_ms(trace.spans, [WAIT])
     else:
         moving_ms = busy_ms(spans, [REDUCE, GATHER, TP]) / steps
         for span in spans:

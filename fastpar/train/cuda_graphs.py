@@ -102,7 +102,7 @@ class MicroBatchGraphs:
         if engine.stage.frees_gradients:
             raise ValueError(
                 "MicroBatchGraphs: expected zero_stage 0 or 1, got zero_stage="
-                f"{engine.zero_stage}, which frees memory; use zero_stage=1"
+                f"{engine.stage.number}, which frees memory; use zero_stage=1"
             )
         if engine.settings.offload is not None:
             raise ValueError(

@@ -295,7 +295,7 @@ def facts_of(
         "block_size": block_size,
         "micro_batch_size": batch[0],
         "grad_accum_steps": batch[1],
-        "zero_stage": engine.zero_stage,
+        "zero_stage": engine.stage.number,
         "n_shards": engine.settings.n_shards,
         "accumulate": config.accumulate,
         "transport": getattr(engine.control_group, "transport", "none"),

@@ -391,7 +391,7 @@ class Trainer:
         if graph is None:
             self.engine.contribute(control)
             optimizer.step()
-            control = self.engine.contributed
+            control = self.engine.control.contributed
         if self.average is not None:
             self.average.update(self.step)
         optimizer.zero_grad()

@@ -225,7 +225,7 @@ def test_a_step_that_does_not_come_leaves_nothing():
             loop.engine.contribute(torch.tensor([value]))
             loop.backward(0)
         loop.step()
-        return loop.engine.contributed.tolist()
+        return loop.engine.control.contributed.tolist()
 
     assert run_ranks(ranks, 2) == [[4.0]] * 2
 

@@ -21,7 +21,7 @@ def loss_after_steps(world_size, tp=1, **changes):
     run = ShortRun(workload, setup, Mesh(tp=tp, device="cpu"))
     assert len(run.seconds(3)) == 3
     run.step()
-    return run.engine.contributed.item() / world_size
+    return run.engine.control.contributed.item() / world_size
 
 
 def test_steps_train_the_same_model_in_every_layout():

@@ -109,7 +109,7 @@ def test_steps_are_those_of_one_process(mode, stage, world):
     def ranks():
         model = sharded(stage, dtype)
         engine = fastpar.engine_of(model)
-        assert engine.zero_stage == stage
+        assert engine.stage.number == stage
         optimizer = AdamW(groups(model), **options)
         seen = []
         for step in range(4):
@@ -305,7 +305,7 @@ def test_two_optimizers_for_one_model(stage):
             for optimizer in pair:
                 optimizer.step()
             assert engine.log.n_reductions == step + 1
-            assert engine.contributed.tolist() == [2.0 * step]
+            assert engine.control.contributed.tolist() == [2.0 * step]
             for optimizer in pair:
                 optimizer.zero_grad()
         return values(model), [o.grad_norm for o in pair]

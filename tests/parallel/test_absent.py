@@ -1,4 +1,4 @@
-"""bucket_parameters.py: nans that can be read, and refuse whatever would change or copy them."""
+"""absent.py: nans that can be read, and refuse whatever would change or copy them."""
 
 import copy
 import pickle
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastpar.parallel.bucket_parameters import Absent, AbsentParameter, hide, show
+from fastpar.parallel.absent import Absent, AbsentParameter, hide, show
 
 
 def nans(*shape):

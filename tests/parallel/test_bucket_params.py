@@ -1,4 +1,4 @@
-"""bucket_parameters.py: parameters as views of a bucket, as placeholders, and with other memory."""
+"""bucket.py: parameters as views of a bucket, as placeholders, and with other memory."""
 
 import copy
 

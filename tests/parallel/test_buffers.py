@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.parallel import copies as copies_module
-from fastpar.parallel.bucket import BucketState
-from fastpar.parallel.bucket_parameters import BucketGroups
+from fastpar.parallel.bucket import BucketGroups, BucketState
 from fastpar.parallel.stages import STAGES, BucketPhase, Settings
 from fastpar.sharding.layout import ALIGN, ParamSpec, build_layout, parameter_names
 

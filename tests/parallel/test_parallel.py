@@ -108,9 +108,9 @@ def test_gathers_and_reductions_do_not_share_a_group():
 
 
 def test_a_stage_without_anybody_to_share_with_is_stage_0():
-    assert engine_of(parallelize(Net(), Mesh(), zero_stage=3)).zero_stage == 0
+    assert engine_of(parallelize(Net(), Mesh(), zero_stage=3)).stage.number == 0
     stages = run_ranks(
-        lambda: engine_of(parallelize(Net(), Mesh(), zero_stage=2, shard_size=1)).zero_stage, 2
+        lambda: engine_of(parallelize(Net(), Mesh(), zero_stage=2, shard_size=1)).stage.number, 2
     )
     assert stages == [0, 0]
 

@@ -81,7 +81,7 @@ def check_all(monkeypatch, capsys, words, *, all_layouts):
             setup.micro_batch_size,
             setup.grad_accum_steps,
         ), line
-        assert made.engine.zero_stage == setup.zero_stage or setup.dp == 1
+        assert made.engine.stage.number == setup.zero_stage or setup.dp == 1
         assert made.engine.settings.n_shards == setup.n_shards or not setup.zero_stage, line
         assert config.parallel.activation_checkpointing == setup.activation_checkpointing
         assert config.system.dtype == setup.dtype

@@ -142,7 +142,7 @@ def train(cell):
         engine.contribute(total / cell.tp / cell.cp)
         opt.step()
         tokens = sum(int((y != -100).sum()) for _, y in data)
-        result["losses"].append(float(engine.contributed[0]) / tokens)
+        result["losses"].append(float(engine.control.contributed[0]) / tokens)
         result["norms"].append(opt.grad_norm.clone())
         result["counts"].append(model.experts.last.clone())
         opt.zero_grad()

@@ -1,0 +1,206 @@
+"""What stands for a parameter or gradient of which this rank has a slice: nans that refuse writes.
+
+[Note: absent tensors]
+A placeholder, of a parameter or of a gradient that was reduced into a shard, refuses to be changed:
+what is written there would be lost, copies and files would hold nan without a word, and torch's own
+words are about memory. A parameter is absent by its class, which costs nothing while it is there.
+What a forward or a backward computes with an absent parameter has it gathered; elsewhere autograd
+would follow nan, and that is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+_HARMLESS = {"requires_grad_", "share_memory_"}
+_WRITERS = {
+    name
+    for name in dir(Tensor)
+    if (name.endswith("_") and not name.startswith("_") and name not in _HARMLESS)
+    or (name.startswith("__i") and name[3:].strip("_") in {
+        "add", "and", "div", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub",
+        "truediv", "xor",
+    })
+} | {"__setitem__"}  # fmt: skip
+_SPOKEN = {"__deepcopy__": "copy.deepcopy", "__reduce_ex__": "pickle"}
+
+
+def _refuse(what: str, name: str, action: str) -> NoReturn:
+    if action == "data":
+        raise RuntimeError(
+            f"parallelize: expected parameter '{name}' to keep its dtype, device and memory, which "
+            "are a bucket's, got other memory for p.data; call module.to() before "
+            "fastpar.parallelize, and write values inside `with fastpar.engine_of(model)"
+            ".gathered():`"
+        )
+    if what == "gradient":
+        raise RuntimeError(
+            f"p.grad: expected to be left as it is, got {action} for '{name}', whose gradient is "
+            "not in p.grad but reduced into a shard, or waits for that; clip with "
+            "fastpar.AdamW(max_grad_norm=...), scale the loss, and read whole gradients with "
+            "fastpar.engine_of(model).grads()"
+        )
+    raise RuntimeError(
+        f"{_SPOKEN.get(action, f'p.{action}')}: expected a whole parameter, got '{name}', of which "
+        "this rank has its slice; write, copy and save parameters inside "
+        "`with fastpar.engine_of(model).gathered():`, on all ranks"
+    )
+
+
+class Absent(Tensor):
+    """nans in the place of a gradient, or of an absent parameter's data; see the note.
+
+    Attributes:
+        zeroed: somebody called zero_() on it.
+    """
+
+    _what = "parameter"
+    _name = ""
+    zeroed = False
+
+    @staticmethod
+    def of(nans: Tensor, what: str, name: str) -> Absent:
+        """nans as such a tensor, of the parameter or gradient with this name."""
+        made: Absent = torch.Tensor._make_subclass(Absent, nans)
+        made._what, made._name = what, name
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        zeroes = name in ("zero_", "_foreach_zero_")
+        listed = name.startswith(("_foreach_", "_amp_foreach_")) and name.endswith("_")
+        touched = [args[0] if args else kwargs.get("self")] if name in _WRITERS or listed else []
+        if name in _SPOKEN:
+            touched = [args[0]]
+        for x in _absent((touched, kwargs.get("out"))):
+            if not (zeroes and x._what == "gradient"):
+                _refuse(x._what, x._name, name)
+            x.zeroed = True
+        with torch._C.DisableTorchFunctionSubclass():
+            if zeroes:  # nothing is there to be written
+                rest = [x for x in _tensors(touched) if not isinstance(x, Absent)]
+                if rest:
+                    torch._foreach_zero_(rest)
+                return args[0] if name == "zero_" else None
+            out = func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, Absent) and _share(first, out):
+            return Absent.of(out, first._what, first._name)
+        return out
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for x in tree:
+            yield from _tensors(x)
+
+
+def _share(x: Tensor, y: Any) -> bool:
+    return type(y) is Tensor and y.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def _absent(tree: Any) -> Iterator[Absent]:
+    return (x for x in _tensors(tree) if isinstance(x, Absent))
+
+
+def _name_of(p: Tensor) -> str:
+    link = getattr(p, "_fastpar_engine", None)
+    return "?" if link is None or link.target is None else link.target.shards.name_of(p)
+
+
+_data: Any = nn.Parameter.data  # the descriptor that AbsentParameter hides
+
+
+class AbsentParameter(nn.Parameter):
+    """A parameter that is not there; see [Note: absent tensors]."""
+
+    @property
+    def data(self) -> Tensor:
+        return Absent.of(_data.__get__(self), "parameter", _name_of(self))
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        old = _data.__get__(self)
+        same = (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride())
+        if not same or new.data_ptr() != old.data_ptr():  # module.to() may have nothing to do
+            _refuse("parameter", _name_of(self), "data")
+
+    def detach(self) -> Tensor:
+        """torch's, absent too."""
+        return self.data
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, outside = kwargs or {}, []
+        if _reads_values(func):
+            used = [x for x in _tensors([args, *kwargs.values()]) if type(x) is AbsentParameter]
+            outside = [p for p in used if not _gather(p)]
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        if outside and any(x.grad_fn is not None for x in _tensors(out)):
+            raise RuntimeError(
+                f"parameter '{_name_of(outside[0])}' is used outside of the model's forward, where "
+                "this rank has only its slice; use it in the forward, or inside "
+                "`with fastpar.engine_of(model).gathered():`, on all ranks"
+            )
+        return out
+
+
+def _gather(p: AbsentParameter) -> bool:
+    """Whether a pass that runs has it gathered now."""
+    link = getattr(p, "_fastpar_engine", None)
+    gathers = None if link is None or link.target is None else link.target.gathers
+    return gathers is not None and gathers.use(p)
+
+
+# What a parameter is asked for that is not its values.
+_ABOUT = {
+    "__format__", "__hash__", "__len__", "__repr__", "data_ptr", "dim", "element_size",
+    "get_device", "is_contiguous", "is_complex", "is_floating_point", "ndimension", "nelement",
+    "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+    "retain_grad", "size", "storage_offset", "stride", "type", "untyped_storage",
+}  # fmt: skip
+
+
+@functools.cache
+def _reads_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return func.__self__.__name__ in ("H", "T", "imag", "mH", "mT", "real")  # type: ignore[attr-defined]
+    no_value = name in ("__set__", "__delete__") or name.startswith("new_")
+    return not (no_value or name in _ABOUT or name.endswith("_like"))
+
+
+def _refusing(action: str) -> Callable[..., NoReturn]:
+    def refuse(self: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("parameter", _name_of(self), action)
+
+    return refuse
+
+
+for _action in (*_WRITERS, *_SPOKEN):
+    setattr(AbsentParameter, _action, _refusing(_action))
+
+
+def hide(p: nn.Parameter) -> None:
+    """The parameter is absent from now on; its data are nans."""
+    if type(p) is nn.Parameter:
+        p.__class__ = AbsentParameter
+
+
+def show(p: nn.Parameter) -> None:
+    """The parameter is about to be there."""
+    if type(p) is AbsentParameter:
+        p.__class__ = nn.Parameter  # type: ignore[assignment]
