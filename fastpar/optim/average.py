@@ -50,11 +50,11 @@ class AveragedWeights:
         Memory: a copy of what this rank steps, and one whole parameter.
         """
         kept = {p: piece.detach().clone() for p, piece, _, _ in self._pieces()}
-        write_pieces(self.optimizer, {p: state[AVERAGE] for p, _, state, _ in self._pieces()})
+        _write_pieces(self.optimizer, {p: state[AVERAGE] for p, _, state, _ in self._pieces()})
         try:
             yield
         finally:
-            write_pieces(self.optimizer, kept)
+            _write_pieces(self.optimizer, kept)
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], Engine | None]]:
         """Each parameter that has been stepped, and this rank's elements of it."""
@@ -66,7 +66,7 @@ class AveragedWeights:
 
 
 @torch.no_grad()
-def write_pieces(optimizer: torch.optim.Optimizer, values: dict[Tensor, Tensor]) -> None:
+def _write_pieces(optimizer: torch.optim.Optimizer, values: dict[Tensor, Tensor]) -> None:
     """Replace parameters by what the ranks have of them, each its piece. Ranks: all.
 
     Memory: one whole parameter.

@@ -434,6 +434,21 @@ def test_what_is_no_grid(options, message):
         run_ranks(lambda: Mesh(**options), 2)
 
 
+def test_replicas_that_train_apart_are_the_outermost_dimension():
+    def rank():
+        mesh = Mesh(tp=2, replicas=2, device="cpu")
+        groups = mesh.group("dp", "tp"), mesh.tp_group, mesh.outer_group
+        found = [dist.get_process_group_ranks(group) for group in groups]
+        return (mesh.replica, mesh.rank, mesh.world_size), *found
+
+    for number, (place, whole, tp, outer) in enumerate(run_ranks(rank, 8)):
+        replica, mine = divmod(number, 4)
+        assert place == (replica, mine, 4)
+        assert whole == list(range(4 * replica, 4 * replica + 4))
+        assert tp == [number - number % 2, number - number % 2 + 1]
+        assert outer == [mine, mine + 4]
+
+
 def test_ep_needs_a_model_with_experts():
     def rank():
         parallelize(torch.nn.Linear(2, 2), Mesh(ep=2))
