@@ -7,10 +7,13 @@ from pathlib import Path
 import saved
 
 from fastpar.checkpoint.checkpoint import verify_checkpoint
+from fastpar.comm.mesh import Mesh
+from fastpar.config.axes import axes_of
 from fastpar.config.config import TrainConfig
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
+from fastpar.testing import run_ranks
 from fastpar.train.metrics import read_metrics
-from fastpar.train.trainer import train
+from fastpar.train.trainer import Trainer, train
 
 BF16 = {"dtype": "bf16"}
 RANDOM = [
@@ -56,6 +59,27 @@ def make_text(folder: Path) -> None:
 def run(out, **changes):
     """One run in this process; its exit status."""
     return train(TrainConfig().replace({**TINY, "out": str(out), **changes}))
+
+
+class Runs:
+    """Runs of several ranks, from settings that they share."""
+
+    def __init__(self, shared):
+        self.shared = shared
+
+    def trainer(self, changes):
+        config = TrainConfig().replace({**self.shared, **changes})
+        return Trainer(config, Mesh(**axes_of(config.parallel), device="cpu"))
+
+    def rank(self, changes):
+        """One rank; its exit status."""
+        return self.trainer(changes).run()
+
+    def __call__(self, out, ranks=1, **changes):
+        """All ranks, as threads; one in this thread, which gets signals."""
+        changes = {"out": out, **changes}
+        found = [self.rank(changes)] if ranks == 1 else run_ranks(self.rank, ranks, changes)
+        assert found == [0] * ranks
 
 
 def curve(out):

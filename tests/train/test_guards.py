@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_runs import STORAGE, TINY, bits, curve
+from train_runs import STORAGE, TINY, Runs, bits, curve
 
 from fastpar.checkpoint.restore import read_state
-from fastpar.comm.mesh import Mesh
-from fastpar.config.config import TrainConfig
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
 from fastpar.parallel import engine
 from fastpar.testing import run_ranks
@@ -68,15 +66,7 @@ def test_a_loss_that_is_not_finite_reaches_every_gradient(dtype):
         assert torch.equal(x.grad, plain.grad) if finite else x.grad.isnan().all()
 
 
-def rank(changes):
-    """One rank of a run; its exit status."""
-    config = TrainConfig().replace({**FEW, **changes})
-    return Trainer(config, Mesh(tp=config.parallel.tp, device="cpu")).run()
-
-
-def run(out, ranks=1, **changes):
-    """All ranks, as threads."""
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+run = Runs(FEW)
 
 
 def nan_loss(loss):
@@ -187,7 +177,7 @@ def test_the_count_goes_on_after_a_resume(here, spoil):
 def test_ten_updates_left_out_in_a_row_stop_the_run(here, spoil):
     spoil(nan_loss, *range(16, 200))
     with pytest.raises(RuntimeError, match=r"finite step among 10, got .* in step 12 as in those"):
-        rank({"out": "r", "on_nonfinite": "skip", "max_steps": 20})
+        run.rank({"out": "r", "on_nonfinite": "skip", "max_steps": 20})
 
 
 def test_a_loss_scale_keeps_its_own_overflows(here, spoil, monkeypatch):
@@ -214,7 +204,7 @@ def test_a_rank_that_drifts_is_named_before_its_state_is_saved(here, monkeypatch
         with pytest.raises(
             RuntimeError, match=r"a difference on rank 2 in parameter 'ln_f.bias' after step 4, wh"
         ):
-            rank(changes)
+            run.rank(changes)
 
     monkeypatch.setattr(Trainer, "train_step", step)
     changes = {"batch_size": 6, "check_replicas_every": 2, "save_every": 1, "async_save": False}

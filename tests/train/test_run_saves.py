@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_runs import TINY, bits, curve, forget_after
+from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.checkpoint import verify_checkpoint
 from fastpar.checkpoint.saver import Saver
-from fastpar.comm.mesh import Mesh
-from fastpar.config.config import TrainConfig
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module
@@ -25,16 +23,7 @@ from fastpar.train.trainer import RunSaves, Trainer
 FEW = {**TINY, "eval_every": 0, "save_every": 2, "num_samples": 0, "micro_batch_size": 4}
 
 
-def rank(changes):
-    """One rank of a run; its exit status."""
-    return Trainer(TrainConfig().replace({**FEW, **changes}), Mesh(device="cpu")).run()
-
-
-def run(out, ranks=1, **changes):
-    """All ranks, as threads; one in this thread, which gets signals."""
-    changes = {"out": out, **changes}
-    found = [rank(changes)] if ranks == 1 else run_ranks(rank, ranks, changes)
-    assert found == [0] * ranks
+run = Runs(FEW)
 
 
 def steps_saved(out):
@@ -177,7 +166,7 @@ def test_without_a_checkpoint_of_the_last_step_a_run_fails(here, monkeypatch):
 
     def fails(changes):
         with pytest.raises(RuntimeError, match=r"of step 8 \(rank 0: .* No space .*; .*6$"):
-            rank(changes)
+            run.rank(changes)
 
     run_ranks(fails, 2, {"out": "r"})
     assert steps_saved("r") == [2, 4, 6]
@@ -247,7 +236,7 @@ def test_a_stop_waits_for_the_save_that_is_running(here, gate, before):
         signal.raise_signal(signal.SIGTERM)
 
     before(3, stop)
-    assert rank({"out": "r"}) == 128 + signal.SIGTERM
+    assert run.rank({"out": "r"}) == 128 + signal.SIGTERM
     assert steps_saved("r") == [2, 3]
 
 
@@ -263,7 +252,7 @@ def test_a_run_that_fails_waits_for_its_save(here, gate, before, monkeypatch, ra
 
     def fails(changes):
         with pytest.raises(RuntimeError, match=r"expected finite numbers, got .* in step 3; lower"):
-            rank(changes)
+            run.rank(changes)
 
     monkeypatch.setattr(train_module, "_LAST_WAIT_S", 0.0)
     before(3, spoil)
@@ -283,7 +272,7 @@ def test_an_error_of_one_rank_gives_a_save_a_moment(here, gate, before, monkeypa
     before(3, fail)
     began = time.monotonic()
     with pytest.raises(OSError, match="the text is gone"):
-        rank({"out": "r"})
+        run.rank({"out": "r"})
     assert time.monotonic() - began < 9.0
     assert steps_saved("r") == ([2] if comes else [])
     gate.set()

@@ -2,32 +2,20 @@
 
 import pytest
 import torch
-from train_runs import TINY, bits, curve, forget_after
+from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.export import export_weights
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.cli import main
-from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
 from fastpar.files.step_folders import checkpoint_folder
-from fastpar.testing import run_ranks
 from fastpar.train.metrics import read_metrics
-from fastpar.train.trainer import Trainer
 
 RUN = {**TINY, "n_layer": 3, "micro_batch_size": 2, "max_steps": 4, "eval_every": 4}
 RUN |= {"save_every": 1, "deterministic": True, "ema": 0.3}
 
 
-def rank(changes):
-    """One rank of a run; its exit status."""
-    config = TrainConfig().replace({**RUN, **changes})
-    parallel = config.parallel
-    return Trainer(config, Mesh(tp=parallel.tp, pp=parallel.pp, device="cpu")).run()
-
-
-def run(out, ranks=1, **changes):
-    """All ranks, as threads."""
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+run = Runs(RUN)
 
 
 def exported(step, **options):

@@ -5,14 +5,11 @@ import sys
 
 import pytest
 import torch
-from train_runs import TINY, bits, curve, forget_after
+from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.cli import main
-from fastpar.comm.mesh import Mesh
-from fastpar.config.config import TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train import start
-from fastpar.train.trainer import Trainer
 
 FEW = {**TINY, "n_head": 4, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
 ROUNDING = 2.0 ** -(24 - 5)  # see test_train_tp.py
@@ -30,20 +27,7 @@ MORE_MESHES = [
 ]
 
 
-def make(changes):
-    config = TrainConfig().replace({**FEW, **changes})
-    parallel = config.parallel
-    return Trainer(config, Mesh(tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, device="cpu"))
-
-
-def rank(changes):
-    """One rank of a run; its exit status."""
-    return make(changes).run()
-
-
-def run(out, ranks, **changes):
-    """All ranks, as threads."""
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+run = Runs(FEW)
 
 
 @pytest.fixture
@@ -56,7 +40,7 @@ def double(monkeypatch):
 
 def numbers(changes):
     """(step, loss) of validations and (loss, norm, requests) of steps, on one rank."""
-    trainer, found = make(changes), []
+    trainer, found = run.trainer(changes), []
     for _ in range(3):
         trainer.validate()
         found += [torch.tensor(trainer.val).double(), trainer.train_step().values]

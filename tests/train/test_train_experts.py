@@ -6,19 +6,16 @@ import sys
 
 import pytest
 import torch
-from train_runs import RANDOM, TINY, bits, curve, forget_after
+from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.cli import main
-from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.config.config import GPTConfig
 from fastpar.files.step_folders import checkpoint_folder
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
 from fastpar.models.upcycle import upcycled
-from fastpar.testing import run_ranks
 from fastpar.train.metrics import read_metrics
-from fastpar.train.trainer import Trainer
 
 FEW = {
     **TINY, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2, "n_expert": 4,
@@ -26,16 +23,7 @@ FEW = {
 }  # fmt: skip
 
 
-def rank(changes):
-    config = TrainConfig().replace({**FEW, **changes})
-    parallel = config.parallel
-    mesh = Mesh(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, device="cpu")
-    return Trainer(config, mesh).run()
-
-
-def run(out, ranks, **changes):
-    """All ranks, as threads."""
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+run = Runs(FEW)
 
 
 MORE = [

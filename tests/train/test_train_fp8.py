@@ -4,17 +4,14 @@ import json
 
 import pytest
 import torch
-from train_runs import TINY, bits, curve, forget_after
+from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.restore import read_run_state
 from fastpar.cli import main
-from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
 from fastpar.files.step_folders import checkpoint_folder
-from fastpar.testing import run_ranks
 from fastpar.train.metrics import read_metrics
 from fastpar.train.start import pick_dtype
-from fastpar.train.trainer import Trainer
 
 FEW = {
     **TINY, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2,
@@ -23,15 +20,7 @@ FEW = {
 DELAYED = {"fp8_scaling": "tensor", "fp8_weight_gradient": "fp8"}
 
 
-def rank(changes):
-    config = TrainConfig().replace({**FEW, **changes})
-    parallel = config.parallel
-    return Trainer(config, Mesh(pp=parallel.pp, cp=parallel.cp, device="cpu")).run()
-
-
-def run(out, ranks, **changes):
-    """All ranks, as threads."""
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+run = Runs(FEW)
 
 
 LAYOUTS = [

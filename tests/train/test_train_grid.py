@@ -5,27 +5,19 @@ import math
 import numpy as np
 import pytest
 from cells import slow
-from train_runs import TINY, curve, forget_after
+from train_runs import TINY, Runs, curve, forget_after
 
 from fastpar import GPT, GPTConfig, engine_of, parallelize
 from fastpar.cli import main
 from fastpar.comm.mesh import Mesh
-from fastpar.config.axes import axes_of
-from fastpar.config.config import TrainConfig
 from fastpar.testing import run_ranks
-from fastpar.train.trainer import Trainer, validation_loss
+from fastpar.train.trainer import validation_loss
 
 FEW = {**TINY, "n_head": 4, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
 ROUNDING = 2.0 ** -(24 - 5)  # as in test_train_tp.py
 
 
-def rank(changes):
-    config = TrainConfig().replace({**FEW, **changes})
-    return Trainer(config, Mesh(**axes_of(config.parallel), device="cpu")).run()
-
-
-def run(out, ranks, **changes):
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+run = Runs(FEW)
 
 
 def losses(out):

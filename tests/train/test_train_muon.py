@@ -1,27 +1,13 @@
 """The trainer with Muon: the bits of one process at every layout, resume across layouts."""
 
 import pytest
-from train_runs import TINY, bits, curve, forget_after
-
-from fastpar.comm.mesh import Mesh
-from fastpar.config.config import TrainConfig
-from fastpar.testing import run_ranks
-from fastpar.train.trainer import Trainer
+from train_runs import TINY, Runs, bits, curve, forget_after
 
 RUN = {**TINY, "n_layer": 3, "micro_batch_size": 2, "max_steps": 4, "eval_every": 4}
 RUN |= {"save_every": 2, "deterministic": True, "optimizer": "muon"}
 
 
-def rank(changes):
-    """One rank of a run; its exit status."""
-    config = TrainConfig().replace({**RUN, **changes})
-    parallel = config.parallel
-    return Trainer(config, Mesh(tp=parallel.tp, pp=parallel.pp, device="cpu")).run()
-
-
-def run(out, ranks, **changes):
-    """All ranks, as threads."""
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+run = Runs(RUN)
 
 
 def losses(out):
@@ -89,4 +75,4 @@ def test_another_optimizers_checkpoint_is_refused(here):
     run("cut", 1, optimizer="adamw")
     forget_after("cut", 2)
     with pytest.raises(ValueError, match="momentum_buffer"):
-        rank({"out": "cut", "resume": True})
+        run.rank({"out": "cut", "resume": True})

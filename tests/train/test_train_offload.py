@@ -6,10 +6,8 @@ import re
 import pytest
 from cells import slow
 from nan_bus import NanBus
-from train_runs import TINY, bits, curve, forget_after
+from train_runs import TINY, Runs, bits, curve, forget_after
 
-from fastpar.comm.mesh import Mesh
-from fastpar.config.config import TrainConfig
 from fastpar.cost import capacity
 from fastpar.cost.memory_model import activations_on_host
 from fastpar.cost.workload import Setup, Workload
@@ -18,7 +16,6 @@ from fastpar.parallel.debug import Debug
 from fastpar.testing import run_ranks
 from fastpar.train import start
 from fastpar.train.metrics import read_metrics
-from fastpar.train.trainer import Trainer
 
 FEW = {
     **TINY,
@@ -67,14 +64,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(start, "bus_of", lambda device, pinned: NanBus(1.0))
 
 
-def rank(changes):
-    config = TrainConfig().replace({**FEW, **changes})
-    mesh = Mesh(tp=config.parallel.tp, pp=config.parallel.pp, device="cpu")
-    return Trainer(config, mesh).run()
-
-
-def run(out, ranks, **changes):
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+run = Runs(FEW)
 
 
 @pytest.mark.parametrize(("ranks", "changes"), CASES)
@@ -101,9 +91,7 @@ def test_bytes_of_blocks_inputs_on_the_host(here, ranks, changes):
     """What was pinned is what the plan says; a host with less is refused before the first step."""
 
     def one(changes):
-        config = TrainConfig().replace({**FEW, **changes, "max_steps": 1, "save_every": 0})
-        mesh = Mesh(tp=config.parallel.tp, pp=config.parallel.pp, device="cpu")
-        trainer = Trainer(config, mesh)
+        trainer = run.trainer({**changes, "max_steps": 1, "save_every": 0})
         trainer.run()
         pinned = {
             keeper: keeper.host_bytes
@@ -125,7 +113,7 @@ def test_a_host_too_small_for_blocks_inputs_is_refused(here, monkeypatch):
     monkeypatch.setattr(capacity, "free_memory", lambda: 1000)
     match = r"of free memory on the host for offload_activations by 1 rank, got 0.0 MB; lower"
     with pytest.raises(ValueError, match=match):
-        rank({**ON_THE_HOST, "out": "run"})
+        run.rank({**ON_THE_HOST, "out": "run"})
 
 
 def test_what_a_run_says_of_the_host(here, capsys):

@@ -2,29 +2,19 @@
 
 import pytest
 import torch
-from train_runs import TINY, bits, curve, forget_after
+from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar import AdamW, parallelize, pipeline_step
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.models.gpt import GPT
 from fastpar.testing import run_ranks
-from fastpar.train.trainer import Trainer
 
 RUN = {**TINY, "data": "texts", "pack": "documents", "micro_batch_size": 2, "max_steps": 4}
 RUN |= {"eval_every": 4, "save_every": 2, "deterministic": True, "tokenizer": "bpe-300"}
 
 
-def rank(changes):
-    config = TrainConfig().replace({**RUN, **changes})
-    of = config.parallel
-    mesh = Mesh(tp=of.tp, cp=of.cp, pp=of.pp, device="cpu")
-    return Trainer(config, mesh).run()
-
-
-def run(out, ranks, **changes):
-    """All ranks, as threads."""
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+run = Runs(RUN)
 
 
 def test_the_bits_of_one_process_and_after_a_resume(texts, capsys):
@@ -40,7 +30,7 @@ def test_the_bits_of_one_process_and_after_a_resume(texts, capsys):
     run("alone", 2, zero_stage=1, resume=True)
     assert bits("alone", 4) == expected
     with pytest.raises(ValueError, match=r"pack=documents, by which .*, got pack=stream; leave"):
-        rank({"out": "alone", "resume": True, "pack": "stream", "max_steps": 6})
+        run.rank({"out": "alone", "resume": True, "pack": "stream", "max_steps": 6})
     run("stream", 1, pack="stream")
     assert bits("stream", 4) != expected
     assert len([row for row in curve("alone") if "loss" in row]) == 4
@@ -162,4 +152,4 @@ def test_refused_settings(name):
 
 def test_a_tokenizer_without_an_end(here):
     with pytest.raises(ValueError, match="end-of-text token between documents, got end_of_text=N"):
-        rank({"out": "none", "data": "text.txt", "tokenizer": "chars"})
+        run.rank({"out": "none", "data": "text.txt", "tokenizer": "chars"})

@@ -5,29 +5,17 @@ import sys
 
 import pytest
 import torch
-from train_runs import RANDOM, TINY, bits, curve, forget_after
+from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.weight_sources import load_weights
-from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.buckets import stages_of
-from fastpar.testing import run_ranks
-from fastpar.train.trainer import Trainer
 
 RUN = {**TINY, "n_layer": 3, "grad_accum_steps": 4, "max_steps": 4, "eval_every": 2}
 RUN |= {"save_every": 2, "deterministic": True}
 
 
-def rank(changes):
-    """One rank of a run; its exit status."""
-    config = TrainConfig().replace({**RUN, **changes})
-    parallel = config.parallel
-    return Trainer(config, Mesh(tp=parallel.tp, pp=parallel.pp, device="cpu")).run()
-
-
-def run(out, ranks, **changes):
-    """All ranks, as threads."""
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+run = Runs(RUN)
 
 
 @pytest.mark.parametrize(

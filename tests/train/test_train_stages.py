@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cells import slow
-from train_runs import STORAGE, TINY, bits, curve, forget_after
+from train_runs import STORAGE, TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.comm.mesh import Mesh
@@ -29,15 +29,7 @@ from fastpar.train.trainer import Trainer
 FEW = {**TINY, "deterministic": True, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
 
 
-def rank(changes):
-    """One rank of a run; its exit status."""
-    return Trainer(TrainConfig().replace({**FEW, **changes}), Mesh(device="cpu")).run()
-
-
-def run(out, ranks, **changes):
-    """All ranks, as threads."""
-    changes = {"out": out, **changes}
-    assert run_ranks(rank, ranks, changes) == [0] * ranks
+run = Runs(FEW)
 
 
 def numbers(out):
@@ -217,8 +209,7 @@ def test_a_step_has_one_exchange(here, monkeypatch):
         monkeypatch.setattr(cls, name, call)
 
     def steps(stage):
-        config = TrainConfig().replace({**FEW, "zero_stage": stage})
-        trainer = Trainer(config, Mesh(device="cpu"))
+        trainer = run.trainer({"zero_stage": stage})
         counted.clear()
         run_steps = [trainer.train_step() for _ in range(3)]
         return [step.values.tolist() for step in run_steps]

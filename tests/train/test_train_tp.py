@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_runs import TINY, bits, curve, forget_after
+from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.cli import main
-from fastpar.comm.mesh import Mesh
-from fastpar.config.config import TrainConfig
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.testing import run_ranks
 from fastpar.train import start
 from fastpar.train import trainer as train_module
 from fastpar.train.metrics import read_metrics
-from fastpar.train.trainer import Trainer
 
 FEW = {**TINY, "n_head": 4, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
 MESHES = [
@@ -39,15 +36,7 @@ MORE_MESHES = [
 ROUNDING = 2.0 ** -(24 - 5)
 
 
-def rank(changes):
-    """One rank of a run; its exit status."""
-    config = TrainConfig().replace({**FEW, **changes})
-    return Trainer(config, Mesh(tp=config.parallel.tp, device="cpu")).run()
-
-
-def run(out, ranks, **changes):
-    """All ranks, as threads."""
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+run = Runs(FEW)
 
 
 def values(out, *names):
@@ -65,10 +54,9 @@ def double(monkeypatch):
 
 def numbers(changes):
     """(step, loss) of validations and (loss, norm, requests) of steps, on one rank."""
-    config = TrainConfig().replace({**FEW, **changes})
-    trainer = Trainer(config, Mesh(tp=config.parallel.tp, device="cpu"))
+    trainer = run.trainer(changes)
     tp, found = trainer.model.tp, []
-    assert tp is None or tp.sequence_parallel == config.parallel.sequence_parallel
+    assert tp is None or tp.sequence_parallel == trainer.config.parallel.sequence_parallel
     for _ in range(3):
         trainer.validate()
         found += [torch.tensor(trainer.val).double(), trainer.train_step().values]
