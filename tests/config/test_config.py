@@ -61,6 +61,9 @@ def test_splits_that_go_together():
         {"model": "micro", "tp": 4, "block_size": 66, "sequence-parallel": False},
         {"model": "gpt2-xl", "tp": 5, "block_size": 1000},
         {"init_from": "a folder whose heads are not known yet", "tp": 3},
+        {**FP8, "tp": 2, "fp8_scaling": "block", "n_embd": 256},
+        {**FP8, "tp": 2, "fp8_scaling": "tensor"},
+        {**FP8, "tp": 2, "fp8_scaling": "block", "fp8": "mlp", "n_embd": 64},
     ):
         TrainConfig().replace(changes)
 
@@ -231,6 +234,11 @@ def test_settings_have_one_name_each_and_go_there_and_back():
 def test_refused_settings(changes, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig().replace(changes, "f.toml")
+
+
+def test_why_there_are_no_graphs_is_known_where_nobody_asked_for_them():
+    assert not TrainConfig().why_no_graphs()
+    assert TrainConfig().replace({"tp": 2}).why_no_graphs().startswith("tp 1 with cuda_graphs")
 
 
 def batch(rows, micro=None, accum=None):

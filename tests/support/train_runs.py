@@ -82,6 +82,10 @@ class Runs:
         assert found == [0] * ranks
 
 
+def losses(out):
+    return [row["loss"] for row in curve(out) if "loss" in row]
+
+
 def curve(out):
     """Rows of steps and validations; rows of saves come when they are over."""
     rows = read_metrics(Path(out) / "metrics.jsonl")

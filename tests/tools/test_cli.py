@@ -118,6 +118,18 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
             "train: expected nproc to be a multiple of tp * pp = 2 * 2, got nproc=3; use --nproc 4",
         ),
         (
+            "train --tp-grid 2x2 --nproc 2",
+            "train: expected nproc to be a multiple of tp_grid=4, got nproc=2",
+        ),
+        (
+            "train --tp-grid 2x1 --nproc 2 --micro-batch-size 3 --batch-size 6",
+            "train: expected micro_batch_size as a multiple of the 2 rows and depth of tp_grid",
+        ),
+        (
+            "train --nproc 3 --n-expert 4 --ep 2",
+            "train: expected ep to divide the 3 data-parallel ranks of nproc=3, got ep=2; use --n",
+        ),
+        (
             "train --tp 2",
             "train: expected nproc to be a multiple of tp=2, got nproc=1; use --nproc 2",
         ),

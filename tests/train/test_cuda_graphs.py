@@ -210,26 +210,6 @@ def refuse_stage():
             graphed(GPT(SMALL), zero_stage=stage)
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"device": "cpu"}, r"device auto or cuda with cuda_graphs: .* change --device"),
-        ({"zero_stage": 3}, r"zero_stage 0 or 1 with cuda_graphs: .* change --zero"),
-        ({"tp": 2}, "tp 1 with cuda_graphs"),
-        ({"compile": True}, r"compile False .* leave --cuda-graphs out"),
-        ({"activation_checkpointing": "full"}, "activation_checkpointing none with cuda_graphs"),
-        ({"offload": "optimizer", "zero_stage": 1}, "offload none with cuda_graphs: .* --offload"),
-        ({"pack": "documents"}, "pack stream with cuda_graphs: rows have any .* --pack"),
-        ({"fp8": "all", "deterministic": False}, "fp8 none with cuda_graphs: .* change --fp8"),
-        ({"tp_grid": "2x2"}, "tp_grid none with cuda_graphs: .* change --tp-grid"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(changes, why):
-    with pytest.raises(ValueError, match=f"train: expected {why}"):
-        TrainConfig().replace({"cuda_graphs": True, **changes})
-    assert TrainConfig().replace(changes).why_no_graphs()
-
-
 def test_the_setting_has_three_values(tmp_path):
     for flags, value in (([], None), (["--cuda-graphs"], True), (["--no-cuda-graphs"], False)):
         assert parse_train(flags).system.cuda_graphs is value

@@ -17,6 +17,7 @@ from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import IN_A_ROW, Guards, Trainer, poison
 
 FEW = {**TINY, "micro_batch_size": 2, "eval_every": 0, "save_every": 4, "num_samples": 0}
+run = Runs(FEW)
 BAD = [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf), (1.0, math.nan), (-math.inf, math.nan)]
 
 
@@ -64,9 +65,6 @@ def test_a_loss_that_is_not_finite_reaches_every_gradient(dtype):
         plain = torch.ones(3, dtype=dtype, requires_grad=True)
         (plain.sum() / 3).backward()
         assert torch.equal(x.grad, plain.grad) if finite else x.grad.isnan().all()
-
-
-run = Runs(FEW)
 
 
 def nan_loss(loss):

@@ -21,8 +21,6 @@ from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import RunSaves, Trainer
 
 FEW = {**TINY, "eval_every": 0, "save_every": 2, "num_samples": 0, "micro_batch_size": 4}
-
-
 run = Runs(FEW)
 
 

@@ -12,6 +12,7 @@ from fastpar.testing import run_ranks
 from fastpar.train import start
 
 FEW = {**TINY, "n_head": 4, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
+run = Runs(FEW)
 ROUNDING = 2.0 ** -(24 - 5)  # see test_train_tp.py
 MESHES = [
     (2, {"cp": 2, "zero_stage": 3, "activation_checkpointing": "selective"}),
@@ -25,9 +26,6 @@ MORE_MESHES = [
     *((4, {"cp": 2, "zero_stage": stage}) for stage in (2, 3)),
     (4, {"cp": 2, "tp": 2, "sequence_parallel": False, "activation_checkpointing": "full"}),
 ]
-
-
-run = Runs(FEW)
 
 
 @pytest.fixture

@@ -17,10 +17,8 @@ FEW = {
     **TINY, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2,
     "deterministic": True, "fp8": "all", "fp8_emulate": True,
 }  # fmt: skip
-DELAYED = {"fp8_scaling": "tensor", "fp8_weight_gradient": "fp8"}
-
-
 run = Runs(FEW)
+DELAYED = {"fp8_scaling": "tensor", "fp8_weight_gradient": "fp8"}
 
 
 LAYOUTS = [
@@ -104,36 +102,6 @@ def test_metrics_say_how_much_overflowed(here):
     rows = [row for row in read_metrics("r/metrics.jsonl") if "loss" in row]
     assert rows[0]["fp8_overflows"] == 0  # nothing is rounded yet
     assert sum(row["fp8_overflows"] for row in rows) > 0  # such a rate makes weights grow
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"fp8": "none"}, "expected fp8 with fp8_emulate, got fp8=none fp8_emulate=True"),
-        ({"fp8_weight_gradient": "fp8"}, "expected fp8_scaling=tensor with fp8_weight_gradient"),
-        ({"n_expert": 2}, "expected n_expert left out or another with fp8=all, got n_expert=2"),
-        ({"compile": True}, "expected compile left out .* with fp8=all, got compile=True"),
-        ({"activation_checkpointing": "selective"}, "expected activation_checkpointing left out"),
-        ({"pp": 2, "schedule": "zb-h1"}, "expected schedule left out .*, got schedule=zb-h1"),
-        ({"n_embd": 24}, "expected n_embd to be a multiple of 16 with fp8, got n_embd=24"),
-        ({"wire_weights": "fp8", "zero_stage": 3}, "expected zero_stage=3, .*got .*scaling=row"),
-        ({"wire_weights": "fp8", **DELAYED}, "expected zero_stage 1, 2 or 3 with wire_weights"),
-        ({"wire_weights": "fp8", **DELAYED, "zero_stage": 2}, "with wire_weights=fp8, .*stage=2"),
-        ({"tp": 2}, "expected fp8_scaling=tensor, or block with 256 dividing the 16 features"),
-        ({"tp": 2, "fp8_scaling": "block"}, "got fp8_scaling=block; scales would depend on tp"),
-    ],
-)
-def test_settings_that_are_refused(changes, said):
-    changes = {"deterministic": False, **changes}
-    with pytest.raises(ValueError, match=f"train: .*{said}"):
-        TrainConfig().replace({**FEW, **changes})
-
-
-def test_tp_with_whole_blocks_is_taken():
-    for changes in ({"fp8_scaling": "block", "n_embd": 256}, {"fp8_scaling": "tensor"}):
-        TrainConfig().replace({**FEW, "tp": 2, **changes})
-    changes = {"fp8": "mlp", "fp8_scaling": "block", "n_embd": 64, "tp": 2}
-    TrainConfig().replace({**FEW, **changes})
 
 
 def test_devices_that_are_refused(here, capsys, monkeypatch):

@@ -1,17 +1,11 @@
 """The trainer with Muon: the bits of one process at every layout, resume across layouts."""
 
 import pytest
-from train_runs import TINY, Runs, bits, curve, forget_after
+from train_runs import TINY, Runs, bits, curve, forget_after, losses
 
 RUN = {**TINY, "n_layer": 3, "micro_batch_size": 2, "max_steps": 4, "eval_every": 4}
 RUN |= {"save_every": 2, "deterministic": True, "optimizer": "muon"}
-
-
 run = Runs(RUN)
-
-
-def losses(out):
-    return [row["loss"] for row in curve(out) if "loss" in row]
 
 
 def test_the_bits_of_one_process(here):

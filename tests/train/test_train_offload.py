@@ -25,6 +25,7 @@ FEW = {
     "micro_batch_size": 2,
     "deterministic": True,
 }
+run = Runs(FEW)
 ON_THE_HOST = {"offload_activations": True, "activation_checkpointing": "full"}
 CASES = [
     (1, {"offload": "optimizer", "zero_stage": 2}),
@@ -62,9 +63,6 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(start, "parallelize", made)
     monkeypatch.setattr(host_activations, "_LEAST_BYTES", 1024)
     monkeypatch.setattr(start, "bus_of", lambda device, pinned: NanBus(1.0))
-
-
-run = Runs(FEW)
 
 
 @pytest.mark.parametrize(("ranks", "changes"), CASES)

@@ -6,14 +6,12 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar import AdamW, parallelize, pipeline_step
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
 from fastpar.testing import run_ranks
 
 RUN = {**TINY, "data": "texts", "pack": "documents", "micro_batch_size": 2, "max_steps": 4}
 RUN |= {"eval_every": 4, "save_every": 2, "deterministic": True, "tokenizer": "bpe-300"}
-
-
 run = Runs(RUN)
 
 
@@ -141,13 +139,6 @@ def test_ranks_that_share_rows_of_documents(texts, method, tp, pp):
     assert len(expected) == len(found) == 4
     for a, b in zip(expected, found):
         assert b["loss"] == pytest.approx(a["loss"], rel=2e-6)
-
-
-@pytest.mark.parametrize("name", ["compile", "cuda_graphs"])
-def test_refused_settings(name):
-    changes = {name: True, "pack": "documents"}
-    with pytest.raises(ValueError, match="pack"):
-        TrainConfig().replace({**changes, "device": "cuda" if name == "cuda_graphs" else "cpu"})
 
 
 def test_a_tokenizer_without_an_end(here):

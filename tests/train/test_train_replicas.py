@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_runs import TINY, bits, curve, forget_after
+from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.comm.mesh import Mesh
@@ -17,19 +17,9 @@ from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import Trainer
 
 RUN = {**TINY, "micro_batch_size": 2, "max_steps": 6, "eval_every": 6, "save_every": 1}
+run = Runs(RUN)
 MEAN = {"outer_lr": 1.0, "outer_momentum": 0.0}
 EVERY = {"outer_every": 3}
-
-
-def rank(changes):
-    """One rank of a run; its exit status."""
-    config = TrainConfig().replace({**RUN, **changes})
-    return Trainer(config, Mesh(replicas=config.parallel.replicas, device="cpu")).run()
-
-
-def run(out, ranks=1, **changes):
-    """All ranks, as threads."""
-    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
 
 
 def test_one_replica_with_the_mean_alone(here):
@@ -126,35 +116,3 @@ def test_another_number_of_replicas(here, before, after):
     assert losses[8] < losses[0]
     for i in range(1, after):
         assert bits(f"run/replica_{i}", 9)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"outer_every": 0}, r"train: expected outer_every >= 1, got outer_every=0; these are"),
-        (
-            {"outer_momentum": 0.5},
-            r"expected outer_every with outer_momentum, got outer_momentum=0.5",
-        ),
-        (
-            {"replicas": 2},
-            r"expected outer_every with replicas, got replicas=2 alone; add --outer-e",
-        ),
-        (
-            {"outer_every": 4, "outer_lr": 3.0},
-            r"expected outer_lr in \(0, 2\], got outer_lr=3.0; 1",
-        ),
-        (
-            {"outer_every": 4, "outer_wire": "int8", "deterministic": True},
-            r"expected deterministic False with outer_wire=int8, got deterministic=",
-        ),
-        (
-            {"outer_every": 4, "cuda_graphs": True, "device": "cuda"},
-            r"expected outer_every None with cuda_graphs: the outer step is no part of them, got o",
-        ),
-        ({"replicas": 0, "outer_every": 4}, r"expected replicas >= 1, got replicas=0"),
-    ],
-)
-def test_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        TrainConfig().replace(changes)

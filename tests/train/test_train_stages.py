@@ -27,8 +27,6 @@ from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import Trainer
 
 FEW = {**TINY, "deterministic": True, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
-
-
 run = Runs(FEW)
 
 

@@ -17,6 +17,7 @@ from fastpar.train import trainer as train_module
 from fastpar.train.metrics import read_metrics
 
 FEW = {**TINY, "n_head": 4, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
+run = Runs(FEW)
 MESHES = [
     (4, {"tp": 4, "sequence_parallel": False}),
     (4, {"tp": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
@@ -34,9 +35,6 @@ MORE_MESHES = [
 # before clipping and dividing by sqrt(exp_avg_sq) a step hands on what its sums of some hundred
 # products were rounded by: less than 2**5 units in the last place.
 ROUNDING = 2.0 ** -(24 - 5)
-
-
-run = Runs(FEW)
 
 
 def values(out, *names):
