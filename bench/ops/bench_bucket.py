@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,116 +20,81 @@ TIME_LIMIT_S = {"cpu": 200, "cuda": 40}
 SMALL = [torch.Size(shape) for shape in ((37,), (5, 9), (1,), (300,))]
 NARROW = torch.bfloat16
 WORLD = 4
+INTO = "bf16 into fp32"
 
 
-def parts(flat: Tensor, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+def parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Where in flat the tensors go."""
     pieces = flat.split([t.numel() for t in tensors])
     return [piece.view(t.shape) for piece, t in zip(pieces, tensors)]
 
 
+def one_by_one(op: Callable[..., Any], to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for t, value in zip(to, values):
+        op(t, value)
+
+
+# Of a flat buffer or a list, and a list of tensors.
+WAYS: dict[str, dict[str, Callable[..., Any]]] = {
+    "pack": {
+        "eager": lambda flat, ts: one_by_one(Tensor.copy_, parts(flat, ts), ts),
+        "foreach": lambda flat, ts: torch._foreach_copy_(parts(flat, ts), ts),
+        "fastpar": pack_,
+        "oracle": pack_ref,
+    },
+    "unpack": {
+        "eager": lambda flat, ts: one_by_one(Tensor.copy_, ts, parts(flat, ts)),
+        "foreach": lambda flat, ts: torch._foreach_copy_(ts, parts(flat, ts)),
+        "fastpar": lambda flat, ts: unpack_(ts, flat),
+        "oracle": lambda flat, ts: unpack_ref(ts, flat),
+    },
+    "accumulate": {
+        "eager": lambda totals, ts: one_by_one(Tensor.add_, totals, ts),
+        "foreach": torch._foreach_add_,
+        "fastpar": accumulate_,
+        "oracle": accumulate_ref,
+    },
+}
+
+
 def list_case(
-    name: str,
-    shapes: list[torch.Size],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    device: str,
+    name: str, shapes: list[torch.Size], dtypes: tuple[torch.dtype, torch.dtype], device: str
 ) -> Case:
-    """pack and unpack: a flat buffer of dtypes[0] and tensors of dtypes[1]."""
+    """dtypes: of the flat buffer or of the totals, and of the tensors."""
+    flat = name != "accumulate"
 
     def make_inputs(generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
         wanted = SMALL if small else shapes
-        tensors = [
-            torch.randn(shape, generator=generator, device=device, dtype=dtypes[1])
-            for shape in wanted
-        ]
-        numel = sum(t.numel() for t in tensors)
-        flat = torch.randn(numel, generator=generator, device=device, dtype=dtypes[0])
-        return flat, *tensors
-
-    def pack(how: str):
-        def call(flat: Tensor, *tensors: Tensor) -> Tensor:
-            if how == "eager":
-                for place, t in zip(parts(flat, tensors), tensors):
-                    place.copy_(t)
-            elif how == "foreach":
-                torch._foreach_copy_(parts(flat, tensors), list(tensors))
-            else:
-                (pack_ if how == "fastpar" else pack_ref)(flat, list(tensors))
-            return flat
-
-        return call
-
-    def unpack(how: str):
-        def call(flat: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-            if how == "eager":
-                for t, place in zip(tensors, parts(flat, tensors)):
-                    t.copy_(place)
-            elif how == "foreach":
-                torch._foreach_copy_(list(tensors), parts(flat, tensors))
-            else:
-                (unpack_ if how == "fastpar" else unpack_ref)(list(tensors), flat)
-            return tensors
-
-        return call
-
-    make = pack if name == "pack" else unpack
-    numel = sum(shape.numel() for shape in shapes)
-    return Case(
-        f"{name} {len(shapes)} tensors",
-        make_inputs,
-        {how: make(how) for how in ("eager", "foreach", "fastpar")},
-        make("oracle"),
-        dtypes[0] if name == "pack" else dtypes[1],
-        bytes_moved={"call": float(numel * sum(d.itemsize for d in dtypes))},
-        directions=("call",),
-        compiled=False,
-    )
-
-
-def accumulate_case(shapes: list[torch.Size], device: str) -> Case:
-    def make_inputs(generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
-        wanted = SMALL if small else shapes
+        first = [torch.Size([sum(shape.numel() for shape in wanted)])] if flat else wanted
         return tuple(
             torch.randn(shape, generator=generator, device=device, dtype=dtype)
-            for dtype in (torch.float32, NARROW)
-            for shape in wanted
+            for dtype, some in zip(dtypes, (first, wanted))
+            for shape in some
         )
 
-    def halves(tensors: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        return list(tensors[: len(tensors) // 2]), list(tensors[len(tensors) // 2 :])
+    def by(op: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*tensors: Tensor) -> Any:
+            half = 1 if flat else len(tensors) // 2
+            first, rest = list(tensors[:half]), list(tensors[half:])
+            op(first[0] if flat else first, rest)
+            return rest if name == "unpack" else first
 
-    def eager(*tensors: Tensor) -> list[Tensor]:
-        totals, values = halves(tensors)
-        for total, value in zip(totals, values):
-            total.add_(value)
-        return totals
+        return call
 
-    def foreach(*tensors: Tensor) -> list[Tensor]:
-        totals, values = halves(tensors)
-        torch._foreach_add_(totals, values)
-        return totals
-
-    def fastpar(*tensors: Tensor) -> list[Tensor]:
-        totals, values = halves(tensors)
-        accumulate_(totals, values)
-        return totals
-
-    def oracle(*tensors: Tensor) -> list[Tensor]:
-        totals, values = halves(tensors)
-        accumulate_ref(totals, values)
-        return totals
-
+    calls = {way: by(op) for way, op in WAYS[name].items()}
+    oracle = calls.pop("oracle")
     numel = sum(shape.numel() for shape in shapes)
+    moved = sum(d.itemsize for d in dtypes) + (0 if flat else dtypes[0].itemsize)  # totals: twice
     return Case(
-        f"accumulate bf16 into fp32, {len(shapes)} tensors",
+        f"{name} {len(shapes)} tensors" if flat else f"{name} {INTO}, {len(shapes)} tensors",
         make_inputs,
-        {"eager": eager, "foreach": foreach, "fastpar": fastpar},
+        calls,
         oracle,
-        torch.float32,
-        bytes_moved={"call": 10.0 * numel},
+        dtypes[1] if name == "unpack" else dtypes[0],
+        bytes_moved={"call": float(numel * moved)},
         directions=("call",),
         compiled=False,
-        in_place=("eager", "foreach", "fastpar"),
+        in_place=() if flat else tuple(calls),
     )
 
 
@@ -166,7 +134,7 @@ def run(bench: Bench) -> None:
         [
             list_case("pack", shapes, (NARROW, torch.float32), bench.device),
             list_case("unpack", shapes, (NARROW, torch.float32), bench.device),
-            accumulate_case(shapes, bench.device),
+            list_case("accumulate", shapes, (torch.float32, NARROW), bench.device),
             shards_case(shard, torch.float32, bench.device),
             shards_case(shard, NARROW, bench.device),
         ]

@@ -13,9 +13,8 @@ from manifest_cells import make_folder
 from fastpar.checkpoint import tensor_reader
 from fastpar.checkpoint import verify as module
 from fastpar.checkpoint.manifest import FileEntry
-from fastpar.checkpoint.tensor_reader import TensorReader, describe
+from fastpar.checkpoint.tensor_reader import TensorReader
 from fastpar.checkpoint.verify import find_damage, verify_files
-from fastpar.sharding.ranges import HOLE, Run
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer-00001-of-00002.safetensors"
@@ -200,15 +199,6 @@ def test_files_are_hashed_in_blocks(made, monkeypatch):
     (folder / "config.json").write_bytes((folder / "config.json").read_bytes()[::-1])
     with pytest.raises(ValueError, match=r"config.json \(other content\)"):
         verify_files(folder, manifest)
-
-
-def test_a_piece_in_words(made):
-    _, manifest = made
-    piece = manifest.optimizer[0]
-    assert describe(piece) == "wte.weight/exp_avg, elements 0 to 15"
-    holes = replace(piece, runs=(Run(HOLE, 2), Run(4, 2, 4, 2)))
-    assert describe(holes) == "wte.weight/exp_avg, elements 4 to 9"
-    assert describe(replace(piece, runs=())) == "wte.weight/exp_avg, no elements"
 
 
 def test_a_look_before_anything_is_read(made):

@@ -10,10 +10,8 @@ from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster, find_device
 from fastpar.cost.matrix_updates import (
     STEPS,
-    product_bytes,
     product_flops,
     updates_of,
-    updates_text,
 )
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.operations import comm_ops_of, ops_of
@@ -102,7 +100,7 @@ def test_products_are_done_once():
     assert not [op for op in ops_of(one, Setup(micro_batch_size=8)) if op.name == "orthogonalize"]
 
 
-def test_time_and_words():
+def test_time():
     one = Workload(GPTConfig.preset("gpt2"), 64)
     cluster = Cluster.of(find_device("h100"), 8)
     times = {}
@@ -113,7 +111,3 @@ def test_time_and_words():
     assert times["muon"].comm_s > times["adamw"].comm_s
     for name in ("forward", "backward"):
         assert times["muon"].parts[name] == times["adamw"].parts[name]
-    text = updates_text(one.shape, buckets_of(one, s), s)
-    most = product_bytes(s) * max(sent.dp for sent in of(one, s).sent) / 1e6
-    assert f"sends {most:.3g} MB along dp" in text
-    assert "of 72 matrices" in text

@@ -9,7 +9,7 @@ from memory_cells import SHAPES, measure, measure_alive, measure_all, setup, wor
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
-from fastpar.cost.memory_model import Memory, predict_memory, predict_ranks, predict_states
+from fastpar.cost.memory_model import predict_memory, predict_ranks, predict_states
 from fastpar.cost.workload import Setup, Workload
 from fastpar.testing import run_ranks
 
@@ -373,9 +373,3 @@ def test_a_stage_is_predicted_within_three_percent(cell):
     predicted = [memory.total for memory in predict_ranks(one, s)]
     assert max(predicted) == pytest.approx(max(found), rel=0.03)
     assert predicted == pytest.approx(found, rel=0.06)
-
-
-def test_shown_in_a_line():
-    small = Memory(2_000_000, 1_000_000, 0, activations=500_000)
-    assert str(small) == "3.5 MB (parameters 2.0 MB, gradients 1.0 MB, activations 0.5 MB)"
-    assert str(Memory(2_000_000_000, 0, 0)) == "2.0 GB (parameters 2.0 GB)"

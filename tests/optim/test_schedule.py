@@ -12,7 +12,6 @@ from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import (
     cosine_lr,
-    describe_storage,
     make_optimizer,
     param_groups,
     scheduled_lr,
@@ -126,29 +125,6 @@ def test_no_limit_still_measures_the_norm():
         model = nn.Sequential(nn.Linear(2, 2))
         optimizer = make_optimizer(model, settings, dtype=torch.float32, seed=0)
         assert optimizer.max_grad_norm == math.inf
-
-
-@pytest.mark.parametrize(
-    ("dtype", "settings", "words"),
-    [
-        (torch.float32, {}, "adamw, master weights none, moments fp32"),
-        (torch.bfloat16, {}, "adamw, master weights full, moments fp32"),
-        (
-            torch.bfloat16,
-            {"master_weights": "remainder", "moment_dtype": "int8"},
-            "adamw, master weights remainder, moments int8",
-        ),
-        (
-            torch.bfloat16,
-            {"stochastic_rounding": True, "moment_dtype": "bf16"},
-            "adamw, master weights none, rounded stochastically, moments bf16",
-        ),
-        (torch.float32, {"optimizer": "adafactor"}, "adafactor, master weights none, moments row"),
-        (torch.float32, {"optimizer": "muon"}, "muon, master weights none, moments fp32, of mat"),
-    ],
-)
-def test_storage_in_words(dtype, settings, words):
-    assert describe_storage(OptimSettings(**settings), dtype).startswith(words)
 
 
 def test_cosine_lr():

@@ -13,13 +13,10 @@ from fastpar import GPT, engine_of, parallelize
 from fastpar.cli import main, parse_train
 from fastpar.comm.wire_formats import FORMATS
 from fastpar.config.config import GPTConfig, derive_batch
-from fastpar.cost.datasheet import DatasheetRates
-from fastpar.cost.devices import Cluster
 from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Setup, Workload
+from fastpar.cost.workload import Setup
 from fastpar.plan import plan
-from fastpar.plan.estimate import layout_text
-from fastpar.plan.plan import Plan, PlanCommand, peak_text
+from fastpar.plan.plan import PlanCommand
 from fastpar.plan.wires import candidates, codes_s, sent_bytes, wires_text
 
 
@@ -149,29 +146,6 @@ def test_a_model_that_only_the_headroom_refuses_is_told_so(capsys):
     said = refused(capsys, *words.split(), "0.97")
     assert "GB less a headroom of 97%), got 774,090,240 parameters" in said
     assert "; use --headroom 0 (nothing stays free), or " in said
-
-
-def test_efficiency_says_of_which_peak(capsys):
-    out = run(capsys, "--gpus", "1")
-    assert re.search(
-        r"\nMFU      .* in percent of 989 TFLOP/s a rank, the bf16 peak of h100 \(", out
-    )
-    out = run(capsys, "--gpus", "1", "--gpu", "a100", "--dtype", "fp32")
-    assert "in percent of 19.5 TFLOP/s a rank, the fp32 peak of a100 (NVIDIA A100 data" in out
-    workload, template = Workload(GPTConfig(), 1), Setup(dtype="fp32")
-    rates = DatasheetRates(Cluster.of("cpu", 1), template)
-    made = Plan(PlanCommand(measure=True), workload, template, rates.cluster, 0.0, rates, "")
-    text = peak_text(made, 5e9)
-    assert text.endswith(
-        "in percent of 5 GFLOP/s a rank, of the fastest matrix product measured here"
-    )
-
-
-def test_words_for_layouts():
-    assert layout_text(Setup()) == "one GPU"
-    assert layout_text(Setup(device_type="cpu")) == "one rank"
-    setup = Setup(world_size=16, tp=2, zero_stage=3, shard_size=4)
-    assert layout_text(setup) == "dp 8 x tp 2, ZeRO-3 in groups of 4"
 
 
 @pytest.mark.parametrize(

@@ -140,14 +140,6 @@ def test_the_picture_needs_matplotlib(here, monkeypatch, capsys):
     assert "Traceback" not in error
 
 
-def test_help_shows_its_own_options_and_those_of_train(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["profile", "--help"])
-    out = capsys.readouterr().out
-    assert "--steps STEPS" in out
-    assert "--micro-batch-size" in out
-
-
 def test_other_flags_are_trains(here):
     options, left = parse_profile(["--steps", "3", "--nproc", "2", "--out", "x"])
     assert options == ProfileOptions(3, "x")

@@ -12,7 +12,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import COMPUTE, GATHER, REDUCE, TP, WAIT, Span, window
 from fastpar.config.config import TrainConfig
 from fastpar.profile import step_profile
-from fastpar.profile.step_profile import Marks, layer_bytes, marked, title_of
+from fastpar.profile.step_profile import Marks, layer_bytes, marked
 from fastpar.profile.trace import BACKWARD, FORWARD, INPUT, OPTIMIZER, PHASES, TraceTimes
 from fastpar.train import trainer as trainer_module
 from fastpar.train.trainer import Trainer
@@ -59,12 +59,6 @@ def test_the_trainer_is_as_before_and_trains_the_same(trainer):
     for (name, p), q in zip(trainer.model.named_parameters(), other.model.parameters()):
         assert torch.equal(p, q), name
         assert not torch.equal(p, weights[name]) or "bias" in name
-
-
-def test_the_title_says_what_was_run(trainer):
-    title = title_of(trainer)
-    assert title.startswith("micro, context 16, fp32, micro-batch 2 * accumulation 2, ranks 1 (tp ")
-    assert ", stage 0, CPU, threads a rank " in title
 
 
 def test_phases_of_a_cpu_have_the_times_of_the_median_step():
