@@ -104,10 +104,6 @@ class _Rank:
     def failed(self) -> bool:
         return self.code not in (None, 0, *STOPPED)
 
-    @property
-    def is_cause(self) -> bool:
-        return self.failed and self.code != LOST_PEER and not self.killed
-
     def read(self, name: str) -> str:
         file = self.folder / name
         return file.read_text(errors="replace") if file.is_file() else ""
@@ -185,8 +181,7 @@ def _forwarding_signals(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
 
     def forward(number: int, frame: FrameType | None) -> None:
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, number)
+            rank.process.send_signal(number)
 
     def forward_stop(number: int, frame: FrameType | None) -> None:
         nonlocal last
@@ -325,8 +320,10 @@ def _report(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str]:
     from fastpar.comm.watchdog import HUNG
 
     # A rank that tells of a hang has killed the one that hung.
-    order = sorted(ranks, key=lambda r: (r.code != HUNG, not r.is_cause, r.ended))
-    failed = [rank for rank in order if rank.failed]
+    failed = sorted(
+        (rank for rank in ranks if rank.failed),
+        key=lambda r: (r.code != HUNG, r.code == LOST_PEER or r.killed, r.ended),
+    )
     if not failed:
         return max(r.code or 0 for r in ranks), ""
     if signals:  # a rank died of it: before the first step, after the last one, or the second time
