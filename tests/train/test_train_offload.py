@@ -97,7 +97,7 @@ def test_bytes_of_blocks_inputs_on_the_host(here, ranks, changes):
             if (keeper := getattr(vars(m).get("forward"), "keeper", None)) is not None
         }
         batch = trainer.micro_batch_size, trainer.grad_accum_steps
-        return sum(pinned.values()), config, trainer.model.config, batch
+        return sum(pinned.values()), trainer.config, trainer.model.config, batch
 
     found = run_ranks(one, ranks, {**ON_THE_HOST, **changes, "out": "run"})
     pinned, config, shape, (rows, many) = max(found, key=lambda rank: rank[0])
