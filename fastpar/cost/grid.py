@@ -68,13 +68,6 @@ class GridPeak(Peak):
         # Of the gradient's own size: the copy in which it is cut, and the part.
         self.cut = several * (1 + self.share)
 
-    def moments(self) -> Iterator[Moment]:
-        yield from super().moments()
-        # The last norm's backward: x, dy, and in fp32 three of their size; in 16 bits dy once more.
-        wide = 4 * self.a / self.item * (3 + (self.item == 2))
-        kept = self.kept(self.layers) + 2 * self.a + 2 * self.statistics + self.batch
-        yield Moment(kept + wide, self._waiting(), self.flow.at_loss + self._gathered(2))
-
     def _loss(self) -> Moment:
         found = super()._loss()
         return found._replace(loss=found.loss + self.gathered * self.item * self.table)
@@ -86,53 +79,40 @@ class GridPeak(Peak):
         sums = self._standing + kept + self.whole + self.joined + self.a
         cuts = self._standing + table * (1 + self.cut) + self.a
         scaled = found._replace(loss=max(found.loss - self.whole + self.a, sums))
-        ahead = self.flow.at_loss + self._gathered(2)  # backward has begun
+        ahead = self.at_loss + self._gathered(2)  # backward has begun
         return max(scaled, found._replace(loss=cuts, buckets=ahead), key=sum)
 
     def _waiting(self) -> float:
         return self.item * self.table * self.share + self._standing
 
-    def _block(self) -> tuple[float, ...]:
+    def _block(self) -> tuple[float, float]:
         a, whole, split, heads = self.a, self.whole, self.split, self.heads
-        joined, weight, cut = self.joined, self.weight, self.cut
-        n, width, wide = self.n, self.width, 4 * self.width // self.setup.tp  # of the MLP
+        joined, weight = self.joined, self.weight
         again = last = 0.0
         if self.mode == "full":
             again = 4 * (a + heads) + 8 * split + 2 * self.statistics + self.lse
-            gathered = self.gathered * weight + self._product(n, width, wide)
-            last = self.res + again + a + whole + max(gathered, joined + a)
+            last = self.res + again + a + whole + max(self.gathered * weight, joined + a)
         elif self.mode == "selective":
             again = 4 * a + 4 * split + 2 * self.statistics
             last = self.res + again
             again -= 2 * a
         part = self.gathered * self.share * weight
-        part = max(part, self._product(width, wide, n, transposed=True))
         start = max(last, self.res + again + joined + 4 * split + weight + part)
         c_proj = again + a + max(4 * split, weight * self.share)
-
-        def column(features: float) -> float:
-            """Backward of a column layer: dx on its way, w joined, dweight cut."""
-            weight = self.width * features * self.item
-            gathered = self.gathered * weight
-            dx = joined + max(whole + joined + a, 2 * gathered)
-            dx = max(dx, joined + gathered + whole + self._product(n, width, features))
-            product = self._product(features, width, n, transposed=True)
-            return max(dx, joined + a + weight + product, joined + a + weight * (1 + cut))
-
-        rest, c_attn = again - 8 * split - heads - a, 3 * heads / (n * self.item)
-        copied = rest + a + c_attn * width * self.item * self.share
-        return start, c_proj, again - 4 * split + a + column(wide), rest + column(c_attn), copied
+        # c_fc's: dx on its way, w joined, dweight cut.
+        dx = joined + max(whole + joined + a, 2 * self.gathered * weight)
+        dx = max(dx, joined + self.gathered * weight + whole)
+        c_fc = again - 4 * split + a + max(dx, joined + a + weight * (1 + self.cut))
+        return start, max(c_proj, c_fc)
 
     def _embedding(self) -> Iterator[Moment]:
         table, gathered = self.item * self.table, self._gathered(0)
-        made, sums = self.flow.at_embedding + gathered, 0.0
+        made = self._alive(self.blocks, self.waiting, self.opened) + gathered
+        sums = 0.0
         if self.item == 2 and not self.on_gpu:
-            sums = 4 * min(self.n, self.rows) * self.width
-            wide = self.whole + 4 * self.n * self.width
-            yield Moment(self.batch + wide, self._waiting(), made + sums)
-            sums += sums / 2
+            sums = 6 * min(self.n, self.rows) * self.width
         yield Moment(self.batch + self.whole, self._waiting(), made + sums + table)
         yield Moment(self.batch, self._waiting(), made + table * (1 + self.cut))
         part = table * self.share
-        yield Moment(self.batch, self._standing, self.flow.at_table + part + gathered)
-        yield Moment(self.batch, self._standing, self.flow.at_end + gathered)
+        yield Moment(self.batch, self._standing, self._at_table + part + gathered)
+        yield Moment(self.batch, self._standing, self._at_table + self._sent + gathered)

@@ -14,8 +14,8 @@ goes. The peak of the latter is at one of six moments, and the largest of them i
     between     nothing: what stays
 
 On a GPU the same holds, but a chunk's logits go, and attention keeps one number of a row instead of
-two; on a CPU a product of bf16 needs what oneDNN packs its factors in, of one thread. Not
-predicted: what StepMemory does not measure either (transports' own buffers).
+two. Not predicted: what StepMemory does not measure either (transports' own buffers), and what
+oneDNN packs factors of 16-bit products in on a CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,14 @@
 """The moments of a training step where its memory can be at its peak; see memory_model.py.
 
 Which block it is depends on what shrinks faster towards the first one: activations, or the room for
-gradients on their way (gradient_flow.py).
+gradients on their way.
+
+[Note: gradients under way] At stages 2 and 3 a bucket has memory from the first gradient that is
+copied into it until its reduction is waited for; the engine waits for the oldest one when
+reducer.too_many_in_flight() says so. So the whole gradients that are alive grow with the blocks
+behind backward, bucket by bucket, up to those that wait and the one that is filled; the bucket that
+the last norm opens stays. At stages 0 and 1 gradients have their place, but messages in another
+format are copies until the end of backward. At stage 3 the parameters of two units are there.
 
 [Note: units] a: the features of this rank's tokens between blocks, [N, C] ([N/tp, C] under sequence
 parallelism); whole: of all tokens; split: [N, C/tp]; heads: [N, H*D] of this rank's heads, which is
@@ -25,27 +32,27 @@ the norm's output and dweight; besides the gradient that the running backward wa
 message that is received ahead. A backward in two halves brings nothing into the buckets in the
 first, whose gradients of norms, biases and tables are set aside; in the second bucket after bucket
 is filled while what waits becomes less.
+
+Left out is what does not grow with the model: what oneDNN packs factors of products in (0.1 to 0.7
+MB of a thread, in 16 bits), the random state of recomputed blocks.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fastpar.cost.buckets import GPTBuckets, RankParts, bucket_mb_of, buckets_of
-from fastpar.cost.gradient_flow import GradientFlow, gradient_flow
+from fastpar.cost.buckets import ROOT, GPTBuckets, RankParts, bucket_mb_of, buckets_of
 from fastpar.cost.matrix_updates import product_bytes, updates_of
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.kernels.linear_fp8 import BLOCK
 from fastpar.optim.adafactor import BATCH
 from fastpar.parallel.offload import IN_FLIGHT
+from fastpar.parallel.reducer import IN_FLIGHT as IN_REDUCTION
 from fastpar.pipeline.schedules import SPLIT
 from fastpar.pipeline.simulator import Held
-
-_RNG_STATE = 5056  # torch's generator on the CPU, saved with each recomputed block
 
 
 def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
@@ -53,33 +60,8 @@ def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
     each, rounded = 4, 0  # bytes of an element of the batch, and of its largest matrix
     if setup.dtype == "bf16" and setup.master_weights != "none":
         each, rounded = (8, 8) if setup.master_weights == "remainder" else (4, 6)
-    most = batch = largest = 0
-    for n in map(math.prod, buckets.matrices):
-        if batch + n > BATCH:
-            batch = largest = 0
-        batch, largest = batch + n, max(largest, n)
-        most = max(most, each * batch + rounded * largest)
-    return float(most)
-
-
-@functools.lru_cache(4096)
-def product_scratch(rows: int, columns: int, summed: int, *, transposed: bool = False) -> int:
-    """Bytes that oneDNN takes for a bf16 product [rows, summed] @ [summed, columns]; of a thread.
-
-    With AVX-512: 64 columns of the right factor are packed at a time, in blocks of up to 512 rows
-    (1,024 of longer ones), and added up in fp32 for up to 256 rows of the result. A left factor
-    that is transposed, as in a weight's gradient, is packed too, for up to 16 such groups of
-    columns; the sums of all are there between its blocks.
-    """
-    block = max((n for n in range(32, 257) if rows % n == 0), default=min(rows, 256))
-    width, blocks = min(columns, 64), -(-columns // 64)
-    depth = min(-(-summed // 32) * 32, 1024 if summed > 1024 and not transposed else 512)
-    taken = 2 * depth * 64
-    if not transposed:
-        return taken + 4 * block * width
-    side_by_side = max(n for n in range(1, 17) if blocks % n == 0) if summed > depth else 1
-    pitch = depth + 32 * (depth == 512)  # off a power of two
-    return taken + 4 * block * width * side_by_side + 2 * block * pitch
+    sizes = [math.prod(shape) for shape in buckets.matrices]
+    return float(each * max(*sizes, min(sum(sizes), BATCH)) + rounded * max(sizes))
 
 
 class Moment(NamedTuple):
@@ -121,11 +103,7 @@ class Peak:
         # Of a row and head of attention: lse; on the CPU two numbers.
         self.lse = (4 if self.on_gpu else 8) * self.n * attended
         self.res = self.a * (2 if shape.dropout else 1)  # gradients of x and delta: one or two
-        # The gradient of a block's largest weight; a linear layer's own backward on a CPU computes
-        # it in its bucket (parallel/split_backward.py).
-        in_bucket = not self.on_gpu and tp == 1 and setup.grad_bytes == setup.weight_bytes
-        in_bucket = in_bucket and setup.fp8 == "none"
-        self.weight = 0.0 if in_bucket else 4 * self.width**2 / tp * self.item
+        self.weight = 4 * self.width**2 / tp * self.item  # the gradient of a block's largest weight
         self.rows = vocabulary_rows(shape, tp)
         self.table = self.rows * self.width
         # Beside the buckets: none on a GPU where they keep gradients of 16-bit weights in fp32. The
@@ -135,7 +113,25 @@ class Peak:
         self.table_waits = 4.0 * self.table * (setup.stage >= 2) if wide else self.table_made
         self.batch = 16 * self.n * setup.cp  # idx and targets
         self.chunk, self.splits = held.chunk, setup.schedule in SPLIT and setup.pp > 1
-        self.flow = self._gradient_flow()
+        # In elements, see [Note: gradients under way]: of a block; of a bucket; of those that wait.
+        first = parts.first and held.chunk == 0
+        last = parts.last and held.chunk == len(parts.layers) - 1
+        before, buckets = parts.first + (parts.first or parts.last), self.buckets.layout.buckets
+        self.block = sum(map(math.prod, self.buckets.shapes[before : before + 12])) or 1
+        self.bucket = max([b.numel for b in buckets if b.unit != ROOT], default=1)
+        cap = bucket_mb_of(setup) * 2**20 / setup.grad_bytes
+        self.waiting = max(2, IN_REDUCTION * cap // self.bucket) * self.bucket
+        self.blocks = parts.layers[held.chunk] * self.block
+        # The embedding's and positions' bucket, that which the last norm opens, and the head's
+        # table where it waits for no embedding.
+        self.root = self.table + shape.block_size * self.width if first else 0
+        self.opened = buckets[self.buckets.arrival[0]].numel if last else 0
+        self.early = self.table if last and not first else 0
+        # Bytes of an element: of its messages, of the shard that its sum is added to.
+        self.messages = self._message_bytes
+        again = setup.accumulate == "shard" and setup.grad_accum_steps > 1 and setup.stage > 0
+        self.sums = setup.grad_bytes / setup.n_shards if again else 0.0
+        self.at_loss = self._alive(0.0, 0.0)
         # What the other micro-batches of a pipeline keep meanwhile.
         self.others = self._others(held)
 
@@ -157,31 +153,47 @@ class Peak:
         layers = parts.layers[now.chunk]
         return kept - (self._waits(layers) if self.splits else self.kept(layers))
 
-    def _gradient_flow(self) -> GradientFlow:
-        setup, stage = self.setup, self.setup.stage
-        again = setup.accumulate == "shard" and setup.grad_accum_steps > 1  # adds to a shard
-        whole = stage < 2 and setup.grad_accum_steps > 2 if again else setup.grad_accum_steps > 1
-        buckets, parts = self.buckets, self.parts
-        if not whole and len(parts.layers) > 1:  # a backward is one chunk's
-            first, last = self.chunk == 0, self.chunk == len(parts.layers) - 1
-            one = (parts.layers[self.chunk],), first and parts.first, last and parts.last
-            buckets = buckets_of(self.workload, setup, RankParts(*one))
-        return gradient_flow(
-            buckets,
-            stage=stage,
-            reduces=setup.data > 1 or setup.offload != "none",
-            bucket_mb=bucket_mb_of(setup),
-            wire_bytes=self._message_bytes,
-            sum_bytes=setup.grad_bytes / setup.n_shards if again and stage else 0.0,
-            copies=setup.n_shards < setup.data,
-            whole=whole,
-            gathered_bytes=self.item if stage == 3 else 0,
-        )
+    def _alive(self, made: float, limit: float, opened: float = 0.0) -> float:
+        """Bytes of whole gradients and their messages, when backward has made so many elements.
+
+        Args:
+            limit: of the buckets under way; opened: elements of one that stays.
+        """
+        setup, everything = self.setup, self.buckets.padded(1)
+        if setup.stage < 2:
+            sums = everything if setup.grad_accum_steps > 2 else made
+            return self.messages * (made + self.early) + self.sums * sums
+        some = min(math.ceil(made / self.bucket) * self.bucket, limit, self.blocks)
+        whole = setup.grad_accum_steps > 1 and not self.sums  # of earlier micro-batches
+        added = made if setup.n_shards < setup.data else some
+        grads = everything if whole else some + opened
+        return setup.grad_bytes * grads + self.messages * some + self.sums * added
+
+    def _lefts(self) -> Iterator[tuple[int, float]]:
+        """Blocks that backward has before it where the peak can be, and the elements that it made:
+        all blocks; as the last bucket that may wait is filled; three whose inputs are on the device
+        with offload_activations; one."""
+        mine, filled = self.parts.layers[self.chunk], int(self.waiting // self.block)
+        for left in {mine, mine - filled, mine - filled - 1, 3, 1}:
+            if 0 < left <= mine:
+                yield left, (mine - left) * self.block
+
+    @property
+    def _at_table(self) -> float:
+        """When the embedding's gradient is copied into its bucket."""
+        return self._alive(self.blocks, self.waiting, self.root)
+
+    @property
+    def _sent(self) -> float:
+        """Messages of that bucket, and its sum."""
+        return (self.messages + self.sums) * self.root
 
     @property
     def _message_bytes(self) -> float:
         """Of an element of a bucket on its way, beside the gradient: messages, decoded ones."""
         setup = self.setup
+        if setup.data == 1 and setup.offload == "none":
+            return 0.0
         if setup.code_bytes[0]:
             return 2 * setup.wire_bytes + 4
         return setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0
@@ -235,8 +247,6 @@ class Peak:
             "full": 2 * self.a,
         }[self.mode]
         one -= self._eight_bits() if self.mode == "none" else 0.0
-        if self.mode != "none" and not self.on_gpu:
-            one += _RNG_STATE
         if self.setup.offload_activations:  # the block in backward, the one before it, the last
             layers = min(layers, 3)
         return one * layers - (self.a if self.mode == "full" else 0)
@@ -253,12 +263,6 @@ class Peak:
         product = self.item * self.table if self.item == 2 and not self.on_gpu else 0
         return rows * self.rows * self.item + product
 
-    def _product(self, rows: float, columns: float, summed: float, **how: bool) -> int:
-        """What a product needs beside its factors and its result."""
-        if self.on_gpu or self.setup.dtype != "bf16":
-            return 0
-        return product_scratch(round(rows), round(columns), round(summed), **how)
-
     @property
     def _standing(self) -> float:
         """What of the head's workspace is there all the time."""
@@ -274,16 +278,14 @@ class Peak:
     def _loss(self) -> Moment:
         # The last norm's sum and output and statistics.
         kept = self.kept(self.parts.layers[-1]) + 2 * self.a + self.statistics + self.batch
-        dweight = widened = 4 * self.table
+        dweight = 4 * self.table
         rows = min(self.n, default_chunk_rows(self.n, self.width, self.rows, "cpu"))
-        product = self._product(self.rows, self.width, rows, transposed=True)
-        if rows < self.n:  # the next one is added
-            widened = max(product, dweight if self.item == 2 and not self.on_gpu else 0)
-            widened += dweight
-        loss = self._workspace + self.whole + max(product, widened) + 4 * self.n
+        if rows < self.n and self.item == 2 and not self.on_gpu:  # the next one is added
+            dweight *= 2
+        loss = self._workspace + self.whole + dweight + 4 * self.n
         if self.sp:
             loss += self.whole  # x of all tokens
-        return Moment(kept + self.others, loss, self.flow.at_loss + self._gathered(1))
+        return Moment(kept + self.others, loss, self.at_loss + self._gathered(1))
 
     def _dweight(self) -> Moment:
         kept = self.kept(self.parts.layers[-1]) + self.a + self.statistics + self.batch
@@ -292,51 +294,44 @@ class Peak:
             loss += self.whole  # the sum of dx; both are scaled where they are
         if self.item == 2:
             loss += self.table_waits
-        return Moment(kept + self.others, loss, self.flow.at_loss + self._gathered(1))
+        return Moment(kept + self.others, loss, self.at_loss + self._gathered(1))
 
     def _waiting(self) -> float:
         """The head's gradient and workspace, until the embedding's gradient is there."""
         waits = self.parts.first and self.parts.last
         return self.table_waits * waits + self._standing
 
-    def _block(self) -> tuple[float, ...]:
-        """The most that a block's backward has on top of what is kept up to it, at each moment."""
+    def _block(self) -> tuple[float, float]:
+        """The most that a block's backward has on top of what is kept up to it: as it begins, and
+        while it fills the next bucket."""
         a, whole, split, weight = self.a, self.whole, self.split, self.weight
         heads = self.heads
         tokens = whole if self.sp else 0.0  # gathered
         arriving = whole + a if self.sp else 0.0  # and scattered
-        n, width, wide = self.n, self.width, 4 * self.width // self.setup.tp  # of the MLP
         again = last = 0.0
         if self.mode == "full":  # the block's forward; its last product is thrown away
             again = 4 * (a + heads) + 8 * split + 2 * self.statistics + self.lse
             again -= self._eight_bits()
-            product = self._product(n, width, wide)
-            last = self.res + again + a + whole + max(product, a if self.sp else 0.0)
+            last = self.res + again + a + whole + (a if self.sp else 0.0)
         elif self.mode == "selective":
             again = 4 * a + 4 * split + 2 * self.statistics
             last = self.res + again
             again -= 2 * a  # what was kept of c_proj has been used
-        product = self._product(width, wide, n, transposed=True)
-        start = max(last, self.res + again + 4 * split + weight + tokens + product)
+        start = max(last, self.res + again + 4 * split + weight + tokens)
         # gelu's output is gone. Its backward, or c_proj's gradient on its way into the bucket.
         c_proj = again + a + max(4 * split, weight)
         # As c_fc's backward runs, and when its input and gelu's are gone.
         c_fc = again - 4 * split + a + whole + weight + arriving
-        c_fc += self._product(wide, width, n, transposed=True)
         if self.setup.by_keys:  # attention's backward, in units of heads: see context/keys.py
             sums = 2 if self.item == 2 else 1  # in fp32
             gathered = 2 + 2 * sums + 2  # k and v; the sums of their gradients; those of a piece
             attention = again - 8 * split - a + (1 + 3 + gathered) * heads
             c_fc = max(c_fc, attention)
-        # Backward of c_attn: the second norm, the MLP and attention's output are gone.
-        c_attn = 3 / 4 * weight * heads / split
-        rest = again - 8 * split - heads - a + whole + c_attn + arriving
-        rest += self._product(3 * heads / (n * self.item), width, n, transposed=True)
         if self.setup.fp8 != "none":  # values of gelu's output; codes of c_fc's gradient
             codes = self.width * (self.n + 4 * self.width // self.setup.tp)  # dy's and w's
             start, c_proj = start + 4 * split + codes, c_proj + 4 * split
             c_fc += whole + 4 * split / self.item
-        return start, c_proj, c_fc, rest, rest
+        return start, max(c_proj, c_fc)
 
     def _halves(self) -> Iterator[Moment]:
         """A backward in two halves: gradients reach the buckets in the second one only."""
@@ -348,39 +343,41 @@ class Peak:
         for layers in {1, mine}:  # as gelu's backward runs: both sides of it, and their gradients
             kept = self.kept(layers) + self._waits(mine - layers) + self.others + self.batch
             kept += again + self.res + 8 * self.split + (self.whole if self.sp else 0.0)
-            yield Moment(kept, set_aside, self.flow.at_loss + self._gathered(2))
+            yield Moment(kept, set_aside, self.at_loss + self._gathered(2))
         first = self.item * self.table * (self.parts.first and self.chunk == 0)
-        for layers, alive in self.flow.in_blocks[0]:
-            kept = self._waits(min(layers, mine)) + self.others + self.batch
-            yield Moment(kept, max(set_aside, first), self.weight + alive)
-        table = first + self.flow.at_table
+        for layers, made in self._lefts():
+            kept = self._waits(layers) + self.others + self.batch
+            filled = self._alive(made + self.block / 2, self.waiting + self.bucket, self.opened)
+            buckets = self.weight + filled + self._gathered(2)
+            yield Moment(kept, max(set_aside, first), buckets)
+        table = first + self._at_table
         yield Moment(self.others + self.batch, self._standing, table)
 
     def _blocks(self) -> Iterator[Moment]:
         if self.splits:
             yield from self._halves()
             return
-        for backward, pairs in zip(self._block(), self.flow.in_blocks):
-            for layers, alive in pairs:
-                layers = min(layers, self.parts.layers[self.chunk])
-                kept = self.kept(layers) + backward - self.weight + self.batch
-                kept += self.others
-                buckets = self.weight + alive + self._gathered(0)
-                yield Moment(kept, self._waiting(), buckets)
+        start, rest = self._block()
+        for layers, made in self._lefts():
+            kept = self.kept(layers) + self.batch + self.others - self.weight
+            gathered = self.weight + self._gathered(min(2, layers))
+            alive = self._alive(made, self.waiting, self.opened * (made > 0))
+            yield Moment(kept + start, self._waiting(), gathered + alive)
+            alive = self._alive(made + self.block / 2, self.waiting + self.bucket, self.opened)
+            yield Moment(kept + rest, self._waiting(), gathered + alive)
 
     def _embedding(self) -> Iterator[Moment]:
         """Its backward; its gradient is copied into the bucket; the bucket is sent."""
         table, gathered = self.table_made, self._gathered(0)
         activations = self.res + self.batch + (self.whole if self.sp else 0.0)
         activations += self.others
-        made, sums = self.flow.at_embedding + gathered, 0.0
+        made = self._alive(self.blocks, self.waiting, self.opened) + gathered
+        sums = 0.0
         if self.splits:  # the weights' gradients are still to come
             activations += self._waits(self.parts.layers[0])
-            made = self.flow.at_loss + gathered
+            made = self.at_loss + gathered
         if self.item == 2 and not self.on_gpu:  # rows that occur are added up in fp32
-            sums = 4 * min(self.n, self.rows) * self.width
-            yield Moment(activations + 4 * self.n * self.width, self._waiting(), made + sums)
-            sums += sums / 2
+            sums = 6 * min(self.n, self.rows) * self.width
         yield Moment(activations, self._waiting(), made + sums + table)
-        yield Moment(self.batch, self._standing, self.flow.at_table + table + gathered)
-        yield Moment(self.batch, self._standing, self.flow.at_end + gathered)
+        yield Moment(self.batch, self._standing, self._at_table + table + gathered)
+        yield Moment(self.batch, self._standing, self._at_table + self._sent + gathered)

@@ -1,4 +1,4 @@
-"""Muon's homes on paper: what really travels, memory within 3 %, products by hand."""
+"""Muon's homes on paper: what really travels, memory within 5 %, products by hand."""
 
 import pytest
 from memory_cells import measure_all, setup, workload
@@ -75,7 +75,7 @@ def test_bytes_are_what_ranks_send(cell):
 
 
 @pytest.mark.parametrize("cell", [(1, 0, 1, 4, None), (2, 0, 1, 4, None), *CELLS[1:]])
-def test_memory_within_three_percent(cell):
+def test_memory_within_five_percent(cell):
     """So few tokens that the update is the peak, where gradients are whole."""
     ranks, stage, tp, layers, shard_size = cell
     one = workload(n_layer=layers, width=128, tokens=8, batch=ranks // tp, vocab=256)
@@ -84,7 +84,7 @@ def test_memory_within_three_percent(cell):
     assert predicted.update or stage > 1, str(predicted)
     # Not measure_alive, whose mode keeps weights' gradients out of their places in buckets.
     measured = run_ranks(measure_all, ranks, [(one, s)], backend="gloo", timeout_s=300)
-    assert predicted.total == pytest.approx(max(measured)[0], rel=0.03), str(predicted)
+    assert predicted.total == pytest.approx(max(measured)[0], rel=0.05), str(predicted)
 
 
 def test_products_are_done_once():

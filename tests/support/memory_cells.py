@@ -23,7 +23,6 @@ SHAPES = {
     "deep": {"n_layer": 10, "width": 128, "tokens": 64, "vocab": 1000},
     "split": {"n_layer": 4, "width": 256, "tokens": 64, "vocab": 18000},  # wte above a bucket's cap
     "wide": {"n_layer": 2, "width": 192, "tokens": 128, "vocab": 5000, "dropout": 0.1},
-    "narrow": {"n_layer": 2, "width": 64, "tokens": 256, "vocab": 500, "dropout": 0.1},
     "short": {"n_layer": 3, "width": 256, "tokens": 32, "vocab": 3000},  # units of 2 layers and 1
 }
 
