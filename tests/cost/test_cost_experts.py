@@ -99,7 +99,8 @@ def test_activations_are_those_of_a_forward(mode, dtype, ep, tp, shared):
         want = predict_experts(Workload(shape, 8 * ep), setup).activations
         sizes.append((max(run_ranks(kept_bytes, ep * tp, shape, setup)), want))
     (three, want_three), (one, want_one) = sizes
-    assert three - one == pytest.approx(want_three - want_one, rel=0.03)
+    generator = torch.get_rng_state().nbytes * (mode != "none")  # torch's, for each block
+    assert three - one - 2 * generator == pytest.approx(want_three - want_one, rel=0.03)
 
 
 def of(ep=1, tp=1, stage=0, shape=SHAPE, **more):
