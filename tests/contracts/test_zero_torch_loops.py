@@ -326,26 +326,6 @@ def test_two_optimizers_clear_their_own_gradients():
         check(body, split=halves)
 
 
-def test_two_optimizers_do_not_step_the_same_parameters():
-    def ranks(stage):
-        loop = Loop(1, mesh=Mesh(), stage=stage, split=lambda name: 0)
-        other = AdamW([loop.model.norm.weight])
-        for i in range(2):
-            loop.backward(i)
-            (loop.first if i else other).step()  # each with gradients of its own
-            clear_model(loop)
-        loop.backward(2)
-        loop.step()
-        other.step()
-
-    message = (
-        r"AdamW\.step: expected parameters of one .*, got 'norm\.weight', which AdamW has stepped"
-    )
-    for stage in (0, 3):
-        with pytest.raises(RuntimeError, match=message):
-            run_ranks(ranks, 2, stage)
-
-
 def test_partial_gradients_are_cleared_by_their_optimizer():
     config = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=5, vocab_size=13, dropout=0.0)
     options = {"tp": 2, "sequence_parallel": False}
@@ -410,34 +390,51 @@ def test_every_loop_at_every_stage():
         check(body, [*FEW, *MORE])
 
 
-def test_gradients_that_one_rank_sets_to_none_are_refused():
-    def ranks(stage):
-        mesh = Mesh()
-        loop = Loop(2, mesh=mesh, stage=stage)
-        loop.backward(0)
-        if mesh.dp_rank == 1:
-            loop.model.norm.weight.grad = None
-        loop.step()
+def one_rank_clears(loop):
+    loop.backward(0)
+    if loop.rank == 1:
+        loop.model.norm.weight.grad = None
+    loop.step()
 
+
+def replaces(loop):
+    loop.backward(0)
+    loop.model.norm.weight.grad = torch.zeros_like(loop.model.norm.weight)
+    loop.step()
+
+
+def steps_twice(loop):
+    other = AdamW([loop.model.norm.weight])
+    for i in range(2):
+        loop.backward(i)
+        (loop.first if i else other).step()  # each with gradients of its own
+        clear_model(loop)
+    loop.backward(2)
+    loop.step()
+    other.step()
+
+
+REFUSED = [
+    (
+        one_rank_clears,
+        r"same gradients set to None on every rank .*, got others on rank 1 than .*; do",
+    ),
+    (
+        replaces,
+        r"p\.grad of 'norm\.weight' as backward left it, got another .*; set p\.grad to None",
+    ),
+    (
+        steps_twice,
+        r"AdamW\.step: expected parameters of one .*, got 'norm\.weight', which AdamW has stepped",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSED)
+def test_loops_that_are_refused(body, message):
     for stage in range(4):
-        with pytest.raises(
-            RuntimeError,
-            match=r"same gradients set to None on every rank .*, got others on rank 1 than .*; do",
-        ):
-            run_ranks(ranks, 2, stage)
-
-
-def test_gradients_cannot_be_replaced():
-    def ranks(stage):
-        loop = Loop(2, mesh=Mesh(), stage=stage)
-        loop.backward(0)
-        loop.model.norm.weight.grad = torch.zeros_like(loop.model.norm.weight)
-        loop.step()
-
-    match = r"p\.grad of 'norm\.weight' as backward left it, got another .*; set p\.grad to None"
-    for stage in range(4):
-        with pytest.raises(RuntimeError, match=match):
-            run_ranks(ranks, 2, stage)
+        with pytest.raises(RuntimeError, match=message):
+            run_ranks(lambda stage=stage: body(Loop(2, mesh=Mesh(), stage=stage)), 2)
 
 
 def test_main_gradients_are_cleared_by_hand():

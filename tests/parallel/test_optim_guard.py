@@ -13,8 +13,6 @@ from fastpar.optim.adamw import AdamW
 from fastpar.parallel import checks
 from fastpar.testing import run_ranks
 
-stages = pytest.mark.parametrize("stage", [1, 2, 3])
-
 
 def step_with(stage, build, drive=lambda optimizer: optimizer.step()):
     """A backward and a step on two ranks, with the optimizer that build(model) makes."""
@@ -30,15 +28,58 @@ def step_with(stage, build, drive=lambda optimizer: optimizer.step()):
     return run_ranks(ranks, 2)
 
 
-@stages
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_stock_optimizers_are_refused(stage, cls):
-    message = (
-        rf"{cls.__name__}\.step: expected fastpar\.AdamW for parameters of an engine with "
-        rf"zero_stage >= 1, got {cls.__name__} with zero_stage={stage}; .* use fastpar\.AdamW"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        step_with(stage, lambda model: cls(model.parameters(), lr=0.1))
+def step(optimizer):
+    optimizer.step()
+
+
+def scaled(optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+def told_of_overflows(optimizer):
+    optimizer.found_inf = torch.zeros(1)
+    optimizer.step()
+
+
+def captured(optimizer):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim, "capturing", lambda device: True)
+        optimizer.step()
+
+
+STOCK = (
+    r"step: expected fastpar\.AdamW for parameters of an engine with zero_stage >= 1, got \w+ with "
+    r"zero_stage={stage}; .* use fastpar\.AdamW"
+)
+SCALER = (  # it would find the nans of placeholders
+    r"AdamW\.step: expected neither GradScaler nor found_inf with zero_stage >= 1 or tp > 1, got "
+    r"one with zero_stage={stage}, .* set grad_scale from a fastpar\.optim\.loss_scale\.Dyn"
+)
+FACTORED = (
+    r"Adafactor: expected parameters of an engine with zero_stage=0 and tp=1, got zero_stage="
+    r"{stage}, tp=1; its row and column means need whole matrices of the whole model: use fastpar\.Ad"
+)
+ZEROING = r"zero_stage >= 1 or offload, got True with zero_stage={stage}, "
+CAPTURE = r"zero_stage=0 and tp=1 while a CUDA graph .*, got zero_stage={stage},"
+REFUSED = [
+    (torch.optim.SGD, {}, step, RuntimeError, r"SGD\." + STOCK),
+    (torch.optim.AdamW, {}, step, RuntimeError, r"AdamW\." + STOCK),
+    (torch.optim.Adagrad, {}, step, RuntimeError, r"Adagrad\." + STOCK),
+    (Adafactor, {}, step, ValueError, FACTORED),
+    (AdamW, {"zero_grad_in_step": True}, step, ValueError, ZEROING),
+    (AdamW, {}, scaled, RuntimeError, SCALER),
+    (AdamW, {}, told_of_overflows, RuntimeError, SCALER),
+    (AdamW, {"capturable": True}, captured, RuntimeError, CAPTURE),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "drive", "error", "message"), REFUSED)
+def test_what_no_rank_can_step_is_refused(cls, options, drive, error, message):
+    for stage in (1, 2, 3):
+        with pytest.raises(error, match=message.format(stage=stage)):
+            step_with(stage, lambda model: cls(model.parameters(), **options), drive)
 
 
 def test_stock_optimizers_step_at_stage_0_and_beside_engines():
@@ -105,12 +146,10 @@ def test_main_gradients_need_an_optimizer_that_knows_them():
         match=r"SGD\.step: expected fastpar\.AdamW for .* main gradients, got SGD with",
     ):
         torch.optim.SGD(model.parameters()).step()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
     with pytest.raises(
         RuntimeError, match=r"p\.grad under GradScaler, got main gradients; paralleli"
     ):
-        scaler.step(AdamW(model.parameters(), master_weights=True))
+        scaled(AdamW(model.parameters(), master_weights=True))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -144,58 +183,8 @@ def test_a_group_that_was_refused_may_come_again_after_parallelize():
     assert not torch.equal(model.bias, before)
 
 
-@stages
-def test_adafactor_is_refused(stage):
-    with pytest.raises(
-        ValueError,
-        match=r"Adafactor: expected parameters of an engine with zero_stage=0 and tp=1, got "
-        rf"zero_stage={stage}, tp=1; its row and column means need whole matrices of the whole "
-        r"model: use fastpar\.Ad",
-    ):
-        step_with(stage, lambda model: Adafactor(model.parameters()))
-
-
-@stages
-def test_zeroing_gradients_in_the_step_is_refused(stage):
-    with pytest.raises(
-        ValueError, match=rf"zero_stage >= 1 or offload, got True with zero_stage={stage}, "
-    ):
-        step_with(stage, lambda model: AdamW(model.parameters(), zero_grad_in_step=True))
-
-
 def test_zeroing_gradients_in_the_step_works_at_stage_0():
     step_with(0, lambda model: AdamW(model.parameters(), zero_grad_in_step=True))
-
-
-@stages
-@pytest.mark.parametrize("how", ["scaler", "found_inf"])
-def test_grad_scaler_is_refused(stage, how):
-    """It would find the nans of placeholders."""
-
-    def drive(optimizer):
-        if how == "found_inf":
-            optimizer.found_inf = torch.zeros(1)
-            optimizer.step()
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-
-    with pytest.raises(
-        RuntimeError,
-        match=r"AdamW\.step: expected neither GradScaler nor found_inf with zero_stage >= 1 or tp "
-        rf"> 1, got one with zero_stage={stage}, .* "
-        r"set grad_scale from a fastpar\.optim\.loss_scale\.Dyn",
-    ):
-        step_with(stage, lambda model: AdamW(model.parameters()), drive)
-
-
-@stages
-def test_a_capture_is_refused(stage, monkeypatch):
-    monkeypatch.setattr(optim, "capturing", lambda device: True)
-    with pytest.raises(
-        RuntimeError, match=rf"zero_stage=0 and tp=1 while a CUDA graph .*, got zero_stage={stage},"
-    ):
-        step_with(stage, lambda model: AdamW(model.parameters(), capturable=True))
 
 
 def test_placeholders_are_no_overlap():
