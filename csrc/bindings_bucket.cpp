@@ -106,16 +106,20 @@ int64_t* words_of(const Memory& words) {
 }
 
 // Of n elements.
-QuantizeBlocks blocks_of(const Memory& codes, const Memory& scales, int64_t block, int code,
+QuantizeBlocks blocks_of(const Memory& codes, Type type, const Memory& scales, int64_t block,
                          int64_t n) {
-  FASTPAR_CHECK(code >= 0 && code <= 3, "_C: expected code 0, 1, 2 or 3, got code=", code,
-                "; use kernels/quantize.py");
   FASTPAR_CHECK(block >= 16 && block <= kMaxQuantizeBlock && (block & (block - 1)) == 0,
                 "_C: expected a power of two from 16 to ", kMaxQuantizeBlock, ", got block=", block,
                 "; use 256");
-  constexpr Type types[4] = {Type::i8, Type::e4m3, Type::e5m2, Type::i8};
-  return {codes.of(types[code], n, "codes"), scales.floats((n + block - 1) / block, "scales"),
-          block, static_cast<Code>(code)};
+  return {codes.of(type, n, "codes"), scales.floats((n + block - 1) / block, "scales"), block};
+}
+
+Code code_of(const Memory& codes) {
+  const Type type = codes.type;
+  FASTPAR_CHECK(type == Type::i8 || type == Type::e4m3 || type == Type::e5m2,
+                "_C: expected codes of int8, float8_e4m3fn or float8_e5m2, got ", type_name(type),
+                "; use kernels/quantize.py");
+  return type == Type::i8 ? Code::int8 : type == Type::e4m3 ? Code::e4m3 : Code::e5m2;
 }
 
 // error [n], float32 or bfloat16, or None.
@@ -155,42 +159,43 @@ void bind_bucket(py::module_& m) {
   m.def(
       "quantize_blockwise",
       [](const Memory& x, const Memory& error, const Memory& codes, const Memory& scales,
-         int64_t block, int code, std::optional<uint64_t> seed, uint64_t first_index, int threads) {
+         int64_t block, int bits, std::optional<uint64_t> seed, uint64_t first_index, int threads) {
         const Dtype dtype = x.dtype("x");
         quantize_blockwise(x.of(dtype, x.numel, "x"), dtype, error_of(error, x.numel),
-                           error_dtype(error), blocks_of(codes, scales, block, code, x.numel),
-                           x.numel, seed ? &*seed : nullptr, first_index, threads);
+                           error_dtype(error), blocks_of(codes, Type::i8, scales, block, x.numel),
+                           bits, x.numel, seed ? &*seed : nullptr, first_index, threads);
       },
       unlocked);
   m.def(
       "dequantize_blockwise",
-      [](const Memory& codes, const Memory& scales, int64_t block, int code, const Memory& out,
-         int threads) {
+      [](const Memory& codes, const Memory& scales, int64_t block, const Memory& out, int threads) {
         const Dtype dtype = out.dtype("out");
-        dequantize_blockwise(blocks_of(codes, scales, block, code, codes.numel),
-                             out.of(dtype, codes.numel, "out"), dtype, codes.numel, threads);
+        dequantize_blockwise(blocks_of(codes, codes.type, scales, block, codes.numel),
+                             code_of(codes), out.of(dtype, codes.numel, "out"), dtype, codes.numel,
+                             threads);
       },
       unlocked);
 #if FASTPAR_CUDA
   m.def(
       "quantize_blockwise_cuda",
       [](const Memory& x, const Memory& error, const Memory& codes, const Memory& scales,
-         int64_t block, int code, std::optional<uint64_t> seed, uint64_t first_index,
+         int64_t block, int bits, std::optional<uint64_t> seed, uint64_t first_index,
          Address stream) {
         const Dtype dtype = x.dtype("x");
         quantize_blockwise_cuda(x.of(dtype, x.numel, "x"), dtype, error_of(error, x.numel),
-                                error_dtype(error), blocks_of(codes, scales, block, code, x.numel),
-                                x.numel, seed ? &*seed : nullptr, first_index, at<void>(stream));
+                                error_dtype(error),
+                                blocks_of(codes, Type::i8, scales, block, x.numel), bits, x.numel,
+                                seed ? &*seed : nullptr, first_index, at<void>(stream));
       },
       unlocked);
   m.def(
       "dequantize_blockwise_cuda",
-      [](const Memory& codes, const Memory& scales, int64_t block, int code, const Memory& out,
+      [](const Memory& codes, const Memory& scales, int64_t block, const Memory& out,
          Address stream) {
         const Dtype dtype = out.dtype("out");
-        dequantize_blockwise_cuda(blocks_of(codes, scales, block, code, codes.numel),
-                                  out.of(dtype, codes.numel, "out"), dtype, codes.numel,
-                                  at<void>(stream));
+        dequantize_blockwise_cuda(blocks_of(codes, codes.type, scales, block, codes.numel),
+                                  code_of(codes), out.of(dtype, codes.numel, "out"), dtype,
+                                  codes.numel, at<void>(stream));
       },
       unlocked);
   m.def(

@@ -219,8 +219,8 @@ struct NormClip {
 // result[3]: norm, factor for gradients, 1 where the norm is not finite and else 0.
 void norm_from_bins(const int64_t* words, const NormClip& clip, float* result);
 
-// Codes of one byte (int4 too: from -7 to 7); the numbers are those of kernels/quantize.py.
-enum class Code : int { int8 = 0, e4m3 = 1, e5m2 = 2, int4 = 3 };
+// Codes of one byte.
+enum class Code : int { int8, e4m3, e5m2 };
 
 constexpr int64_t kMaxQuantizeBlock = 4096;
 
@@ -230,20 +230,19 @@ struct QuantizeBlocks {
   void* codes;
   float* scales;
   int64_t block;
-  Code code;
 };
 
-// to = blocks of x[n] + error[n]; error (float32 or bfloat16, or null) then holds what the codes
-// lost, except in blocks with an inf or nan. error == x: to = blocks of x[n], which then holds what
-// the codes lost, 0 in blocks with an inf or nan. seed null: to nearest even; else stochastic with
-// the random bits of (*seed, first_index + i).
+// to = blocks of x[n] + error[n], whole numbers of 8 bits, or of 4 in a byte each; error (float32
+// or bfloat16, or null) then holds what the codes lost, except in blocks with an inf or nan. error
+// == x: to = blocks of x[n], which then holds what the codes lost, 0 in blocks with an inf or nan.
+// seed null: to nearest even; else stochastic with the random bits of (*seed, first_index + i).
 void quantize_blockwise(const void* x, Dtype x_dtype, void* error, Dtype error_dtype,
-                        const QuantizeBlocks& to, int64_t n, const uint64_t* seed,
+                        const QuantizeBlocks& to, int bits, int64_t n, const uint64_t* seed,
                         uint64_t first_index, int threads);
 
 // out[n] = code * scale.
-void dequantize_blockwise(const QuantizeBlocks& from, void* out, Dtype out_dtype, int64_t n,
-                          int threads);
+void dequantize_blockwise(const QuantizeBlocks& from, Code code, void* out, Dtype out_dtype,
+                          int64_t n, int threads);
 
 // Asks the allocator to keep freed memory mapped, so that large buffers cause page faults once and
 // not in every step. False where the C library has no such setting.

@@ -28,11 +28,11 @@ struct Load {
   }
 };
 
-template <class C, bool seeded>
+template <bool seeded>
 struct Encode {
   static FASTPAR_INLINE void run(const float* __restrict v, uint8_t* __restrict codes,
-                                 float* __restrict scales, int64_t n, int64_t block, uint64_t key,
-                                 uint64_t index) {
+                                 float* __restrict scales, int64_t n, int64_t block, float top,
+                                 uint64_t key, uint64_t index) {
     for (int64_t first = 0; first < n; first += block) {
       const int64_t size = std::min(block, n - first);
       const float* in = v + first;
@@ -41,7 +41,7 @@ struct Encode {
       for (int64_t i = 0; i < size; ++i) {
         largest = std::max(largest, static_cast<int32_t>(magnitude_bits(in[i])));
       }
-      const float scale = block_scale<C>(static_cast<uint32_t>(largest));
+      const float scale = block_scale(static_cast<uint32_t>(largest), top);
       const float inverse = block_inverse(scale);
       scales[first / block] = scale;
       if (inverse == 0.0f) {
@@ -50,14 +50,14 @@ struct Encode {
       }
       const uint64_t at = index + static_cast<uint64_t>(first);
       for (int64_t i = 0; i < size; ++i) {
-        out[i] = encode<C, seeded>(in[i], inverse, key, at + static_cast<uint64_t>(i));
+        out[i] = encode<seeded>(in[i], inverse, top, key, at + static_cast<uint64_t>(i));
       }
     }
   }
 };
 
 // error = what v lost; that of a block with an inf or nan stays as it was, or is 0.
-template <class C, class E>
+template <class E>
 struct Feedback {
   static FASTPAR_INLINE void run(const float* __restrict v, const uint8_t* __restrict codes,
                                  const float* __restrict scales, E* __restrict error, int64_t n,
@@ -70,7 +70,7 @@ struct Feedback {
         continue;
       }
       for (int64_t i = first; i < last; ++i) {
-        error[i] = from_float<E>(v[i] - C::decode(codes[i]) * scale);
+        error[i] = from_float<E>(v[i] - Int8::decode(codes[i]) * scale);
       }
     }
   }
@@ -88,9 +88,9 @@ struct Decode {
   }
 };
 
-template <class X, class E, class C>
-void quantize_all(const X* x, E* error, const QuantizeBlocks& to, int64_t n, const uint64_t* seed,
-                  uint64_t first_index, int threads) {
+template <class X, class E>
+void quantize_all(const X* x, E* error, const QuantizeBlocks& to, float top, int64_t n,
+                  const uint64_t* seed, uint64_t first_index, int threads) {
   const Isa target = isa();
   const uint64_t key = seed ? random_key(*seed, 0, 0) : 0;
   const int64_t chunks = (n + kChunk - 1) / kChunk;
@@ -116,13 +116,13 @@ void quantize_all(const X* x, E* error, const QuantizeBlocks& to, int64_t n, con
                            size);
     }
     if (seed) {
-      dispatch<Encode<C, true>>(target, in, codes, scales, size, to.block, key, index);
+      dispatch<Encode<true>>(target, in, codes, scales, size, to.block, top, key, index);
     } else {
-      dispatch<Encode<C, false>>(target, in, codes, scales, size, to.block, key, index);
+      dispatch<Encode<false>>(target, in, codes, scales, size, to.block, top, key, index);
     }
     if constexpr (!std::is_same_v<E, Nothing>) {
-      dispatch<Feedback<C, E>>(target, in, static_cast<const uint8_t*>(codes),
-                               static_cast<const float*>(scales), lost, size, to.block, !in_place);
+      dispatch<Feedback<E>>(target, in, static_cast<const uint8_t*>(codes),
+                            static_cast<const float*>(scales), lost, size, to.block, !in_place);
     }
   }
 }
@@ -130,38 +130,36 @@ void quantize_all(const X* x, E* error, const QuantizeBlocks& to, int64_t n, con
 }  // namespace
 
 void quantize_blockwise(const void* x, Dtype x_dtype, void* error, Dtype error_dtype,
-                        const QuantizeBlocks& to, int64_t n, const uint64_t* seed,
+                        const QuantizeBlocks& to, int bits, int64_t n, const uint64_t* seed,
                         uint64_t first_index, int threads) {
+  const float top = largest_code(bits);
   with_dtype(x_dtype, [&](auto x_tag) {
     using X = decltype(x_tag);
-    with_code(to.code, [&](auto code) {
-      using C = decltype(code);
-      const X* in = static_cast<const X*>(x);
-      if (!error) {
-        quantize_all<X, Nothing, C>(in, nullptr, to, n, seed, first_index, threads);
-      } else if (error_dtype == Dtype::float32) {
-        quantize_all<X, float, C>(in, static_cast<float*>(error), to, n, seed, first_index,
-                                  threads);
-      } else {
-        quantize_all<X, BFloat16, C>(in, static_cast<BFloat16*>(error), to, n, seed, first_index,
-                                     threads);
-      }
-    });
+    const X* in = static_cast<const X*>(x);
+    if (!error) {
+      quantize_all<X, Nothing>(in, nullptr, to, top, n, seed, first_index, threads);
+    } else if (error_dtype == Dtype::float32) {
+      quantize_all<X, float>(in, static_cast<float*>(error), to, top, n, seed, first_index,
+                             threads);
+    } else {
+      quantize_all<X, BFloat16>(in, static_cast<BFloat16*>(error), to, top, n, seed, first_index,
+                                threads);
+    }
   });
 }
 
-void dequantize_blockwise(const QuantizeBlocks& from, void* out, Dtype out_dtype, int64_t n,
-                          int threads) {
+void dequantize_blockwise(const QuantizeBlocks& from, Code code, void* out, Dtype out_dtype,
+                          int64_t n, int threads) {
   const Isa target = isa();
   const int64_t chunks = (n + kChunk - 1) / kChunk;
   threads = useful_threads(chunks, kChunksOfThread, threads);
   with_dtype(out_dtype, [&](auto out_tag) {
-    with_code(from.code, [&](auto code) {
+    with_code(code, [&](auto decoder) {
       using Out = decltype(out_tag);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t start = chunk * kChunk;
-        dispatch<Decode<decltype(code), Out>>(
+        dispatch<Decode<decltype(decoder), Out>>(
             target, static_cast<const uint8_t*>(from.codes) + start,
             static_cast<const float*>(from.scales) + start / from.block,
             static_cast<Out*>(out) + start, std::min(kChunk, n - start), from.block);

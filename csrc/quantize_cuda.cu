@@ -15,6 +15,7 @@ struct Source {
   bool error_is_float, seeded, aligned;  // aligned: x, error and codes, to 16 bytes
   int64_t n;
   uint64_t key, first_index;
+  float top;
 };
 
 // v = kElements elements from p on, 0 from `size` on.
@@ -83,7 +84,7 @@ __device__ FASTPAR_INLINE void load_sum(const Source& from, int64_t start, int s
   for (int i = 0; i < kElements; ++i) v[i] += error[i];
 }
 
-template <class X, class C, bool seeded>
+template <class X, bool seeded>
 __global__ void __launch_bounds__(kThreads, 2)
     quantize_kernel(const Source from, const QuantizeBlocks to) {
   const int steps = static_cast<int>(to.block / kElements);  // of threads, in a block
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const uint32_t other = __shfl_xor_sync(0xffffffffu, largest, step);
     largest = other > largest ? other : largest;
   }
-  const float scale = block_scale<C>(largest);
+  const float scale = block_scale(largest, from.top);
   const float inverse = block_inverse(scale);
   const bool finite = largest < 0x7f800000u;
   if (thread % lanes == 0 && size_at(own) > 0) to.scales[block] = scale;
@@ -124,10 +125,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int i = 0; i < kElements; ++i) {
       const uint64_t index = from.first_index + static_cast<uint64_t>(start + i);
       const uint32_t code =
-          inverse != 0.0f ? encode<C, seeded>(v[i], inverse, from.key, index) : 0u;
+          inverse != 0.0f ? encode<seeded>(v[i], inverse, from.top, from.key, index) : 0u;
       uint32_t& word = codes.word[i / 4];
       word = i % 4 == 0 ? code : word | code << (8 * (i % 4));
-      v[i] -= C::decode(static_cast<uint8_t>(code)) * scale;
+      v[i] -= Int8::decode(static_cast<uint8_t>(code)) * scale;
     }
     uint8_t* out = static_cast<uint8_t*>(to.codes) + start;
     if (size == kElements) {
@@ -176,22 +177,22 @@ __global__ void __launch_bounds__(kThreads)
 
 bool aligned16(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % sizeof(Words16) == 0; }
 
-template <class X, class C>
+template <class X>
 void quantize_all(const Source& from, const QuantizeBlocks& to, Stream stream) {
   const int64_t blocks = (from.n + to.block - 1) / to.block;
   const int64_t lanes = std::min<int64_t>(kWarp, to.block / kElements);
   const int64_t grid = (blocks * lanes + kThreads - 1) / kThreads;
   if (from.seeded) {
-    launch(quantize_kernel<X, C, true>, grid, kThreads, stream, from, to);
+    launch(quantize_kernel<X, true>, grid, kThreads, stream, from, to);
   } else {
-    launch(quantize_kernel<X, C, false>, grid, kThreads, stream, from, to);
+    launch(quantize_kernel<X, false>, grid, kThreads, stream, from, to);
   }
 }
 
 }  // namespace
 
 void quantize_blockwise_cuda(const void* x, Dtype x_dtype, void* error, Dtype error_dtype,
-                             const QuantizeBlocks& to, int64_t n, const uint64_t* seed,
+                             const QuantizeBlocks& to, int bits, int64_t n, const uint64_t* seed,
                              uint64_t first_index, Stream stream) {
   const Source from = {x,
                        error,
@@ -200,20 +201,18 @@ void quantize_blockwise_cuda(const void* x, Dtype x_dtype, void* error, Dtype er
                        aligned16(x) && aligned16(error),
                        n,
                        seed ? random_key(*seed, 0, 0) : 0,
-                       first_index};
-  with_dtype(x_dtype, [&](auto x_tag) {
-    with_code(to.code,
-              [&](auto code) { quantize_all<decltype(x_tag), decltype(code)>(from, to, stream); });
-  });
+                       first_index,
+                       largest_code(bits)};
+  with_dtype(x_dtype, [&](auto x_tag) { quantize_all<decltype(x_tag)>(from, to, stream); });
 }
 
-void dequantize_blockwise_cuda(const QuantizeBlocks& from, void* out, Dtype out_dtype, int64_t n,
-                               Stream stream) {
+void dequantize_blockwise_cuda(const QuantizeBlocks& from, Code code, void* out, Dtype out_dtype,
+                               int64_t n, Stream stream) {
   const int64_t grid = (n + kThreads * kElements - 1) / (kThreads * kElements);
   with_dtype(out_dtype, [&](auto out_tag) {
-    with_code(from.code, [&](auto code) {
+    with_code(code, [&](auto decoder) {
       using Out = decltype(out_tag);
-      launch(dequantize_kernel<decltype(code), Out>, grid, kThreads, stream, from,
+      launch(dequantize_kernel<decltype(decoder), Out>, grid, kThreads, stream, from,
              static_cast<Out*>(out), n, aligned16(from.codes));
     });
   });

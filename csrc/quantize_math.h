@@ -1,8 +1,8 @@
-// Blockwise 8-bit codes, for host and device: scale, rounding and decoding, the same bits on both.
+// Blockwise codes, for host and device: scale, rounding and decoding, the same bits on both.
 //
-// A block of elements v shares scale = max|v| / Code::kMax, and element v is the code of
-// v * (1 / scale): to nearest even, or seeded to one of the two neighbouring levels, the upper one
-// with probability (distance from the lower one) / (distance of the two).
+// A block of elements v shares scale = max|v| / top, and element v is the whole number of
+// v * (1 / scale): to nearest even, or seeded to one of its two neighbours, the upper one with the
+// probability of the distance from the lower one. 8-bit floats are decoded only.
 #pragma once
 
 #include "ops.h"
@@ -20,22 +20,23 @@ FASTPAR_HOST_DEVICE uint32_t stochastic_whole(float a, uint32_t random) {
   return static_cast<uint32_t>(whole) + (static_cast<int32_t>(random >> 1) < threshold ? 1u : 0u);
 }
 
-// Whole numbers up to kLargest, one in a byte.
-template <int kLargest>
-struct Whole {
-  static constexpr float kMax = static_cast<float>(kLargest);
+// Of whole numbers of so many bits, which are as far on both sides of 0.
+FASTPAR_HOST_DEVICE float largest_code(int bits) {
+  return static_cast<float>((1 << (bits - 1)) - 1);
+}
 
-  // |x| <= kMax
-  static FASTPAR_HOST_DEVICE uint8_t nearest(float x) {
-    // 1.5 * 2^23 leaves the whole number, rounded to nearest even, in the last bits.
-    return static_cast<uint8_t>(bit_cast<uint32_t>(x + 12582912.0f));
-  }
+// |x| < 2^22: a whole number, to nearest even.
+FASTPAR_HOST_DEVICE uint8_t nearest_code(float x) {
+  // 1.5 * 2^23 leaves the whole number, rounded to nearest even, in the last bits.
+  return static_cast<uint8_t>(bit_cast<uint32_t>(x + 12582912.0f));
+}
 
-  static FASTPAR_HOST_DEVICE uint8_t stochastic(float x, uint32_t random) {
-    const uint32_t magnitude = stochastic_whole(bit_cast<float>(magnitude_bits(x)), random);
-    return static_cast<uint8_t>(x < 0.0f ? 0u - magnitude : magnitude);
-  }
+FASTPAR_HOST_DEVICE uint8_t stochastic_code(float x, uint32_t random) {
+  const uint32_t magnitude = stochastic_whole(bit_cast<float>(magnitude_bits(x)), random);
+  return static_cast<uint8_t>(x < 0.0f ? 0u - magnitude : magnitude);
+}
 
+struct Int8 {
   static FASTPAR_HOST_DEVICE float decode(uint8_t code) {
     return static_cast<float>(static_cast<int8_t>(code));
   }
@@ -47,61 +48,26 @@ template <int kMantissa, int kBias, bool ieee>
 struct Float8 {
   static constexpr int kShift = 23 - kMantissa;
   static constexpr uint32_t kInfinity = ieee ? 0x7cu : 0x7fu;
-  static constexpr float kMax = ieee ? 57344.0f : 448.0f;
-  static constexpr uint32_t kMinNormal = static_cast<uint32_t>(128 - kBias) << 23;  // a float's
-
-  // The distance of subnormal codes is 2^(1 - kBias - kMantissa).
-  static FASTPAR_HOST_DEVICE float step() {
-    return bit_cast<float>(static_cast<uint32_t>(128 - kBias - kMantissa) << 23);
-  }
-
-  // |x| <= kMax
-  static FASTPAR_HOST_DEVICE uint8_t nearest(float x) {
-    const uint32_t body = magnitude_bits(x);
-    // A float whose last place is step() makes the adder round subnormal results.
-    const uint32_t magic = static_cast<uint32_t>(151 - kBias - kMantissa) << 23;
-    const uint32_t small = bit_cast<uint32_t>(bit_cast<float>(body) + bit_cast<float>(magic));
-    const uint32_t odd = (body >> kShift) & 1u;
-    const uint32_t normal = (body + (1u << (kShift - 1)) - 1u + odd) >> kShift;
-    return join(x, body < kMinNormal ? small - magic : normal - offset());
-  }
-
-  static FASTPAR_HOST_DEVICE uint8_t stochastic(float x, uint32_t random) {
-    // In units of the distance of the codes around x: that of its binade, but at least step().
-    const uint32_t body = magnitude_bits(x);
-    const uint32_t low = kMinNormal >> 23, own = body >> 23;
-    const uint32_t exponent = own > low ? own : low;
-    const float per_unit = bit_cast<float>((254u + kMantissa - exponent) << 23);
-    const uint32_t units = stochastic_whole(bit_cast<float>(body) * per_unit, random);
-    return join(x, units + ((exponent - low) << kMantissa));
-  }
 
   static FASTPAR_HOST_DEVICE float decode(uint8_t code) {
+    // The distance of subnormal codes is 2^(1 - kBias - kMantissa).
+    const float step = bit_cast<float>(static_cast<uint32_t>(128 - kBias - kMantissa) << 23);
+    // Difference of a float's exponent and mantissa, shifted, and the code's.
+    const uint32_t offset = static_cast<uint32_t>(127 - kBias) << kMantissa;
     const uint32_t body = code & 0x7fu;
-    const float normal = bit_cast<float>((body + offset()) << kShift);
+    const float normal = bit_cast<float>((body + offset) << kShift);
     const float finite =
-        body < (1u << kMantissa) ? static_cast<float>(static_cast<int32_t>(body)) * step() : normal;
+        body < (1u << kMantissa) ? static_cast<float>(static_cast<int32_t>(body)) * step : normal;
     const uint32_t special = ieee ? bit_cast<uint32_t>(normal) | 0x7f800000u : 0x7fc00000u;
     const uint32_t bits = body >= kInfinity ? special : bit_cast<uint32_t>(finite);
     return bit_cast<float>(bits | static_cast<uint32_t>(code & 0x80u) << 24);
   }
-
- private:
-  // Difference of a float's exponent and mantissa, shifted, and the code's.
-  static constexpr FASTPAR_HOST_DEVICE uint32_t offset() {
-    return static_cast<uint32_t>(127 - kBias) << kMantissa;
-  }
-  static FASTPAR_HOST_DEVICE uint8_t join(float sign, uint32_t magnitude) {
-    return static_cast<uint8_t>((bit_cast<uint32_t>(sign) >> 24 & 0x80u) | magnitude);
-  }
 };
 
-using Int8 = Whole<127>;
-using Int4 = Whole<7>;
 using E4m3 = Float8<3, 7, false>;
 using E5m2 = Float8<2, 15, true>;
 
-// Calls body(C{}) with the codec C that `code` names.
+// Calls body(C{}) with the decoder C that `code` names.
 template <class Body>
 inline void with_code(Code code, Body body) {
   switch (code) {
@@ -111,8 +77,6 @@ inline void with_code(Code code, Body body) {
       return body(E4m3{});
     case Code::e5m2:
       return body(E5m2{});
-    case Code::int4:
-      return body(Int4{});
   }
 }
 
@@ -120,11 +84,10 @@ inline void with_code(Code code, Body body) {
 // with an inf or nan has the scale inf or nan (and codes 0), so that all of it decodes to nan. A
 // scale is no subnormal number, whose inverse could overflow, and its largest code decodes to no
 // infinity.
-template <class C>
-FASTPAR_HOST_DEVICE float block_scale(uint32_t largest) {
+FASTPAR_HOST_DEVICE float block_scale(uint32_t largest, float top) {
   if (largest >= 0x7f800000u) return bit_cast<float>(largest > 0x7f800000u ? 0x7fc00000u : largest);
-  const float scale = bit_cast<float>(largest) / C::kMax;
-  if (scale * C::kMax > 0x1.fffffep127f) return bit_cast<float>(bit_cast<uint32_t>(scale) - 1u);
+  const float scale = bit_cast<float>(largest) / top;
+  if (scale * top > 0x1.fffffep127f) return bit_cast<float>(bit_cast<uint32_t>(scale) - 1u);
   return largest != 0 && scale < 0x1p-126f ? 0x1p-126f : scale;
 }
 
@@ -134,12 +97,13 @@ FASTPAR_HOST_DEVICE float block_inverse(float scale) {
 }
 
 // The code of v in a finite block.
-template <class C, bool seeded>
-FASTPAR_HOST_DEVICE uint8_t encode(float v, float inverse, uint64_t key, uint64_t index) {
+template <bool seeded>
+FASTPAR_HOST_DEVICE uint8_t encode(float v, float inverse, float top, uint64_t key,
+                                   uint64_t index) {
   const float x = v * inverse;
-  const float low = x < -C::kMax ? -C::kMax : x;
-  const float scaled = low > C::kMax ? C::kMax : low;
-  return seeded ? C::stochastic(scaled, random_bits(key, index)) : C::nearest(scaled);
+  const float low = x < -top ? -top : x;
+  const float scaled = low > top ? top : low;
+  return seeded ? stochastic_code(scaled, random_bits(key, index)) : nearest_code(scaled);
 }
 
 }  // namespace fastpar

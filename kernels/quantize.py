@@ -1,19 +1,18 @@
 """Blockwise codes of 8 or 4 bits for compressed collectives.
 
-Each block of v = x (+ error) has scale = max|v| / q, q = 127 (int8), 7 (int8 with bits=4), 448
-(float8_e4m3fn) or 57344 (float8_e5m2), and an element becomes the code of v * (1 / scale), to
-nearest even or, unbiased, to one of its two neighbours at random: the upper one with probability
-(distance from the lower one) / (distance of the two). The random bits are a function of (seed,
-index) alone, so that a cut at a multiple of the block changes nothing. With error feedback the
-buffer takes what the codes lost and gives it back in the next call: sums over calls are those of
-the inputs.
+Each block of v = x (+ error) has scale = max|v| / q, q = 127 (7 for 4 bits), and an element becomes
+the whole number of v * (1 / scale), to nearest even or, unbiased, to one of its two neighbours at
+random: the upper one with the probability of the distance from the lower one. The random bits are a
+function of (seed, index) alone, so that a cut at a multiple of the block changes nothing. With
+error feedback the buffer takes what the codes lost and gives it back in the next call: sums over
+calls are those of the inputs.
 
 Scales are at least 2^-126 (smaller blocks lose what lies below that), but that of a block of zeros
 is 0. A block with an inf or nan has that scale and decodes to nan as a whole, so that an overflow
 is seen after the collective too; its error stays as it was, because such a step is skipped (in
 place it becomes 0).
 The bits are the same for any number of threads, instruction set and device (csrc/quantize_math.h).
-Source: Seide et al. 2014 (error feedback), Interspeech; Micikevicius et al. 2022, arXiv 2209.05433.
+Source: Seide et al. 2014 (error feedback), Interspeech.
 """
 
 import torch
@@ -23,16 +22,12 @@ from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
 from fastpar.kernels.op import define_op
 
-# The codes' numbers are csrc/quantize_math.h's; then the largest magnitude.
-_CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-_INT4 = 3
-_DTYPES = (*_CODES, torch.int8)
-_LARGEST = (127.0, 448.0, 57344.0, 7.0)
+_CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # those that are decoded
 _MIN_BLOCK, _MAX_BLOCK = 16, 4096
 
 
 def _quantize_torch(
-    x: Tensor, error: Tensor | None, code: int, block: int, seed: int | None
+    x: Tensor, error: Tensor | None, bits: int, block: int, seed: int | None
 ) -> tuple[Tensor, Tensor]:
     """The composed path, to nearest."""
     if seed is not None:
@@ -41,7 +36,7 @@ def _quantize_torch(
             f"device={x.device} FASTPAR_BACKEND={backend.choice} seed={seed}; "
             f"{backend.way_to_cpp()}, or pass seed=None"
         )
-    n, largest = x.numel(), _LARGEST[code]
+    n, largest = x.numel(), float(2 ** (bits - 1) - 1)
     v = x.flatten().float()
     if error is not None and error is not x:
         v = v + error.flatten().float()
@@ -54,8 +49,7 @@ def _quantize_torch(
     usable = scales.isfinite() & (scales > 0)
     inverse = torch.where(usable, 1 / scales, torch.zeros_like(scales))
     scaled = torch.where(usable[:, None], rows * inverse[:, None], torch.zeros_like(rows))
-    scaled = scaled.clamp(-largest, largest)
-    codes = (scaled.round() if code in (0, _INT4) else scaled).to(_DTYPES[code])
+    codes = scaled.clamp(-largest, largest).round().to(torch.int8)
     if error is not None:
         lost = (rows - codes.float() * scales[:, None]).view(-1)[:n].view_as(error)
         keep = (~scales.isfinite()).repeat_interleave(block)[:n].view_as(error)
@@ -65,17 +59,17 @@ def _quantize_torch(
 
 
 def _quantize(
-    x: Tensor, error: Tensor | None, code: int, block: int, seed: int | None, first_index: int
+    x: Tensor, error: Tensor | None, bits: int, block: int, seed: int | None, first_index: int
 ) -> tuple[Tensor, Tensor]:
     cuda = use_cuda("quantize_blockwise", x)
     if not (cuda or use_cpp("quantize_blockwise", x)):
-        return _quantize_torch(x, error, code, block, seed)
+        return _quantize_torch(x, error, bits, block, seed)
     x = x.contiguous()  # error, which may be x, is
-    codes, scales = _outputs(x, code, block)
+    codes, scales = _outputs(x, block)
     args = (
         *(x, error, codes, scales),
         block,
-        code,
+        bits,
         None if seed is None else seed % 2**64,
         first_index,
     )
@@ -89,8 +83,8 @@ def _quantize(
     return codes, scales
 
 
-def _outputs(x: Tensor, code: int, block: int) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(x.shape, dtype=_DTYPES[code], device=x.device)
+def _outputs(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     return codes, x.new_empty((x.numel() + block - 1) // block, dtype=torch.float32)
 
 
@@ -103,7 +97,7 @@ def _dequantize(codes: Tensor, scales: Tensor, dtype: int, block: int) -> Tensor
         return (codes.float() * each).to(out_dtype)
     codes, scales = codes.contiguous(), scales.contiguous()
     out = torch.empty(codes.shape, dtype=out_dtype, device=codes.device)
-    args = (codes, scales, block, _CODES[codes.dtype], out)
+    args = (codes, scales, block, out)
     if cuda:
         with torch.cuda.device_of(codes):
             backend.cuda_kernels.dequantize_blockwise_cuda(*args, backend.cuda_stream(codes))
@@ -118,24 +112,24 @@ def _dequantize_fake(codes: Tensor, scales: Tensor, dtype: int, block: int) -> T
 
 _DEVICES = ("CPU", "CUDA")
 _quantize_op = define_op(
-    "quantize_blockwise(Tensor x, int code, int block, int? seed, int first_index) "
+    "quantize_blockwise(Tensor x, int bits, int block, int? seed, int first_index) "
     "-> (Tensor, Tensor)",
     lambda x, *args: _quantize(x, None, *args),
-    lambda x, code, block, *args: _outputs(x, code, block),
+    lambda x, bits, block, *args: _outputs(x, block),
     _DEVICES,
 )
 _feedback_op = define_op(
-    "quantize_blockwise_feedback(Tensor x, Tensor(a!) error, int code, int block, int? seed, "
+    "quantize_blockwise_feedback(Tensor x, Tensor(a!) error, int bits, int block, int? seed, "
     "int first_index) -> (Tensor, Tensor)",
     _quantize,
-    lambda x, error, code, block, *args: _outputs(x, code, block),
+    lambda x, error, bits, block, *args: _outputs(x, block),
     _DEVICES,
 )
 _in_place_op = define_op(
-    "quantize_blockwise_in_place(Tensor(a!) x, int code, int block, int? seed, int first_index) "
+    "quantize_blockwise_in_place(Tensor(a!) x, int bits, int block, int? seed, int first_index) "
     "-> (Tensor, Tensor)",
     lambda x, *args: _quantize(x, x, *args),
-    lambda x, code, block, *args: _outputs(x, code, block),
+    lambda x, bits, block, *args: _outputs(x, block),
     _DEVICES,
 )
 _dequantize_op = define_op(
@@ -158,19 +152,17 @@ def _check_block(op: str, block: int) -> None:
 def quantize_blockwise(
     x: Tensor,
     *,
-    dtype: torch.dtype = torch.int8,
     bits: int = 8,
     block: int = 256,
     seed: int | None = None,
     first_index: int = 0,
     error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """8-bit codes of x, one fp32 scale for each block of consecutive elements.
+    """Codes of x in 8 or 4 bits, one fp32 scale for each block of consecutive elements.
 
     Args:
         x: fp32 | bf16 | fp16, any shape; blocks go through x.flatten(), the last may be shorter.
-        dtype: torch.int8 | torch.float8_e4m3fn | torch.float8_e5m2.
-        bits: 8; 4 with int8: codes from -7 to 7, which pack_int4 puts two in a byte.
+        bits: 8, or 4: codes from -7 to 7, which pack_int4 puts two in a byte.
         block: elements that share a scale, a power of two from 16 to 4096.
         seed: None rounds to nearest even; a number from 0 to 2^64 - 1 rounds stochastically with
             the random bits of (seed, first_index + i). Use another one for each step and rank.
@@ -178,9 +170,9 @@ def quantize_blockwise(
         error: shape of x, fp32 | bf16, contiguous: added to x, then takes what the codes lost. x
             itself (fp32 or bf16): x then is what the codes lost of it.
     Returns:
-        codes: [shape of x] of dtype, and scales: [ceil(x.numel() / block)] fp32.
+        codes: [shape of x] int8, and scales: [ceil(x.numel() / block)] fp32.
     Raises:
-        ValueError: another dtype, bits, block, seed or first_index; an error that does not fit x.
+        ValueError: other bits, block, seed or first_index; an error that does not fit x.
         RuntimeError: seed with FASTPAR_BACKEND=torch.
     Traffic: bytes of x (and twice of error) read and written, 1 + 4 / block bytes per element.
     Deterministic: yes, bitwise, for any number of threads, device, instruction set and any cut at
@@ -190,15 +182,8 @@ def quantize_blockwise(
     op = "quantize_blockwise"
     if x.dtype not in DTYPE_CODES:
         raise ValueError(f"{op}: expected fp32, bf16 or fp16, got x={x.dtype}; cast it")
-    if dtype not in _CODES:
-        raise ValueError(
-            f"{op}: expected int8, float8_e4m3fn or float8_e5m2, got dtype={dtype}; choose one"
-        )
-    if bits not in (8, 4) or (bits == 4 and dtype != torch.int8):
-        raise ValueError(
-            f"{op}: expected bits=8, or 4 with dtype=torch.int8, got bits={bits} with dtype="
-            f"{dtype}; leave it out"
-        )
+    if bits not in (8, 4):
+        raise ValueError(f"{op}: expected bits=8 or 4, got bits={bits}; leave it out")
     _check_block(op, block)
     if seed is not None and not 0 <= seed < 2**64:
         raise ValueError(f"{op}: expected 0 <= seed < 2**64, got seed={seed}; reduce it")
@@ -209,9 +194,8 @@ def quantize_blockwise(
         )
     if seed is not None and seed >= 2**63:
         seed -= 2**64  # the op's integers are signed
-    code = _INT4 if bits == 4 else _CODES[dtype]
     if error is None:
-        return _quantize_op(x, code, block, seed, first_index)
+        return _quantize_op(x, bits, block, seed, first_index)
     fits = error.shape == x.shape and error.device == x.device and error.is_contiguous()
     if not fits or error.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
@@ -220,8 +204,8 @@ def quantize_blockwise(
             f"{error.device}; make it with torch.zeros"
         )
     if error is x:
-        return _in_place_op(x, code, block, seed, first_index)
-    return _feedback_op(x, error, code, block, seed, first_index)
+        return _in_place_op(x, bits, block, seed, first_index)
+    return _feedback_op(x, error, bits, block, seed, first_index)
 
 
 def pack_int4(codes: Tensor) -> Tensor:
@@ -241,10 +225,11 @@ def unpack_int4(packed: Tensor) -> Tensor:
 def dequantize_blockwise(
     codes: Tensor, scales: Tensor, *, out_dtype: torch.dtype = torch.float32, block: int = 256
 ) -> Tensor:
-    """Values of quantize_blockwise's codes: code * scale, rounded to out_dtype.
+    """Values of codes: code * scale, rounded to out_dtype.
 
     Args:
-        codes, scales, block: of quantize_blockwise.
+        codes: int8, as quantize_blockwise has them, or float8_e4m3fn | float8_e5m2.
+        scales: [ceil(codes.numel() / block)] fp32, of blocks of codes.flatten().
         out_dtype: fp32 | bf16 | fp16.
     Returns:
         x: [shape of codes] of out_dtype, on the codes' device.
@@ -258,8 +243,7 @@ def dequantize_blockwise(
     if codes.dtype not in _CODES or out_dtype not in DTYPE_CODES:
         raise ValueError(
             f"{op}: expected codes of int8, float8_e4m3fn or float8_e5m2 and out_dtype fp32, bf16 "
-            f"or fp16, got codes={codes.dtype} out_dtype={out_dtype}; pass what "
-            "quantize_blockwise returned"
+            f"or fp16, got codes={codes.dtype} out_dtype={out_dtype}; cast them"
         )
     _check_block(op, block)
     count = (codes.numel() + block - 1) // block
@@ -267,6 +251,6 @@ def dequantize_blockwise(
         raise ValueError(
             f"{op}: expected {count} fp32 scales on {codes.device} for {codes.numel()} codes in "
             f"blocks of {block}, got scales={list(scales.shape)} {scales.dtype} on "
-            f"{scales.device}; pass what quantize_blockwise returned"
+            f"{scales.device}; pass a scale for each block"
         )
     return _dequantize_op(codes, scales, DTYPE_CODES[out_dtype], block)

@@ -460,26 +460,21 @@ def _random_bits_ref(seed: int, index: Tensor) -> Tensor:
 def quantize_blockwise_ref(
     x: Tensor,
     *,
-    dtype: torch.dtype,
     bits: int = 8,
     block: int = 256,
     seed: int | None = None,
     first_index: int = 0,
     error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """codes and scales of an fp32 x, block by block, by the codes' values; error is updated."""
-    if dtype == torch.int8:
-        levels = torch.arange(2 ** (bits - 1), dtype=torch.float32, device="cpu")
-    else:
-        levels = torch.arange(128, dtype=torch.uint8, device="cpu").view(dtype).float()
-        levels = levels[levels.isfinite()]
-    codes, scales = torch.zeros(x.numel(), dtype=torch.uint8, device="cpu"), []
+    """codes and scales of an fp32 x, block by block; error is updated."""
+    largest = torch.tensor(2.0 ** (bits - 1) - 1, dtype=torch.float32, device="cpu")
+    codes, scales = torch.zeros(x.numel(), dtype=torch.int8, device="cpu"), []
     flat = x.flatten() if error is None else x.flatten() + error.flatten().float()
     for start in range(0, x.numel(), block):
         v = flat[start : start + block]
         top = v.abs().max()
-        scale = top / levels[-1]
-        if torch.isfinite(scale) and torch.isinf(scale * levels[-1]):
+        scale = top / largest
+        if torch.isfinite(scale) and torch.isinf(scale * largest):
             scale = torch.nextafter(scale, torch.zeros((), dtype=torch.float32, device="cpu"))
         if top > 0:
             scale = scale.clamp(min=2.0**-126)
@@ -488,28 +483,21 @@ def quantize_blockwise_ref(
             continue
         values = torch.zeros_like(v)
         if scale > 0:
-            scaled = (v * (1 / scale)).clamp(-levels[-1], levels[-1])
+            scaled = (v * (1 / scale)).clamp(-largest, largest)
             if seed is None:
-                code = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+                code = scaled.round().to(torch.int8)
             else:
-                magnitude = scaled.abs()
-                low = torch.searchsorted(levels, magnitude, right=True) - 1
-                high = (low + 1).clamp(max=len(levels) - 1)
-                gap = (levels[high] - levels[low]).double().clamp(min=2.0**-149)
-                part = ((magnitude - levels[low]).double() / gap * 2**31).floor()
+                low = scaled.abs().double().floor()
+                part = ((scaled.abs().double() - low) * 2**31).floor()
                 index = torch.arange(start, start + v.numel(), device="cpu") + first_index
                 up = (_random_bits_ref(seed, index) >> 1) < part
-                code = torch.where(up, high, low)
-                if dtype == torch.int8:
-                    code = torch.where(scaled < 0, -code, code).to(torch.int8)
-                else:
-                    code = (code + 128 * scaled.signbit()).to(torch.uint8).view(dtype)
-            codes[start : start + block] = code.view(torch.uint8)
+                code = ((low + up) * scaled.sign()).to(torch.int8)
+            codes[start : start + block] = code
             values = code.float() * scale
         if error is not None:
             error.view(-1)[start : start + block] = (v - values).to(error.dtype)
     result = torch.stack(scales) if scales else x.new_empty(0)
-    return codes.view(dtype).view(x.shape), result
+    return codes.view(x.shape), result
 
 
 def dequantize_blockwise_ref(codes: Tensor, scales: Tensor, *, block: int = 256) -> Tensor:

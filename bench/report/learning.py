@@ -140,7 +140,6 @@ STEP_OF = {  # format of a curve -> variant of bench_wires
     "int8, weights too": "fastpar ZeRO-2, int8 both",
     "int8, fed back": "fastpar ZeRO-0, int8 fed back",
     "int4, fed back": "fastpar ZeRO-1, int4 fed back, int8 weights",
-    "fp8": "fastpar ZeRO-2, fp8, int8 weights",
     "DiLoCo, every 10": "fastpar, DiLoCo every 10",
     "DiLoCo, every 50": "fastpar, DiLoCo every 50",
     "local SGD, every 50": "fastpar, DiLoCo every 50",

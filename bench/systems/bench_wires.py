@@ -49,7 +49,6 @@ OURS: dict[str, tuple[int, dict[str, Any]]] = {
     "fastpar ZeRO-2, bf16 both": (2, {"wire_gradients": "bf16", "wire_weights": "bf16"}),
     "fastpar ZeRO-2, int8 both": (2, INT8),
     "fastpar ZeRO-3, int8 both": (3, INT8),
-    "fastpar ZeRO-2, fp8, int8 weights": (2, {**INT8, "wire_gradients": "fp8"}),
     "fastpar ZeRO-1, int4 fed back, int8 weights": (
         1,
         {**INT8, "wire_gradients": "int4", "error_feedback": True},

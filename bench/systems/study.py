@@ -226,7 +226,6 @@ FORMATS: dict[str, Settings] = {
     "int8, fed back": {**INT8, "error_feedback": True},
     "int4": INT4,
     "int4, fed back": {**INT4, "error_feedback": True},
-    "fp8": {"wire_gradients": "fp8"},
     "int8, weights too": {**INT8, "wire_weights": "int8"},
     "DiLoCo, every 10": {"outer": {"every": 10}},
     "DiLoCo, every 50": {"outer": {"every": 50}},

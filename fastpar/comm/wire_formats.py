@@ -11,6 +11,7 @@ the random bits of (step, bucket, rank) and the element's place; bf16 to nearest
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,8 +59,8 @@ class WireFormat:
         if not self.block:
             self._round(x, message, error)
             return
-        how = {"dtype": self.dtype, "bits": self.bits, "block": self.block}
-        codes, scales = quantize_blockwise(x, **how, seed=seed, first_index=index, error=error)  # type: ignore[arg-type]
+        how: Any = {"bits": self.bits, "block": self.block, "seed": seed, "error": error}
+        codes, scales = quantize_blockwise(x, first_index=index, **how)
         start = scales.nbytes
         message[:start].view(torch.float32).copy_(scales)
         if self.bits == 4:
@@ -92,7 +93,6 @@ FORMATS = {
         WireFormat("bf16", torch.bfloat16, 16),
         WireFormat("int8", torch.int8, 8, 256),
         WireFormat("int4", torch.int8, 4, 128),
-        WireFormat("fp8", torch.float8_e4m3fn, 8, 256),
     )
 }
 CODES = "fp8"  # of weights: the codes of 8-bit products; see wires.py

@@ -287,8 +287,8 @@ def _check_nodes(parallel: ParallelSettings) -> None:
         )
     if size is not None and not (second or sends):
         raise ValueError(
-            "train: expected secondary_shards at stage 3, or wire_gradients bf16, int8, int4 or "
-            f"fp8 at stages 1 to 3, with node_size={size}, got zero_stage={stage} and "
+            "train: expected secondary_shards at stage 3, or wire_gradients bf16, int8 or int4 "
+            f"at stages 1 to 3, with node_size={size}, got zero_stage={stage} and "
             f"wire_gradients={parallel.wire_gradients}; nothing else asks for nodes: leave it out"
         )
 

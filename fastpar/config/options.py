@@ -128,7 +128,7 @@ class OptimSettings:
     """Its learning rate; 1 with outer-momentum 0 averages weights: local SGD."""
     outer_momentum: float = 0.9
     """Its Nesterov momentum."""
-    outer_wire: Literal["fp32", "bf16", "int8", "int4", "fp8"] = "fp32"
+    outer_wire: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     """Exchange differences so, with what they lose added to the next; fp32: weights."""
     max_grad_norm: float = 1.0
     """Clip the gradient's global norm to this; 0: no clipping."""
@@ -232,7 +232,7 @@ class ParallelSettings:
     """Format in which gradients are summed; auto: fp32."""
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Format of gradients on the wire; auto: grad-dtype's."""
-    wire_gradients: Literal["fp32", "bf16", "int8", "int4", "fp8"] = "fp32"
+    wire_gradients: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     """Send gradients so, rounded without bias, for slow links; fp32: in reduce-dtype."""
     wire_weights: Literal["none", "bf16", "int8", "fp8"] = "none"
     """Gather weights so at stages 1 to 3; fp8, at 3 with fp8-scaling tensor, keeps all bits."""

@@ -57,7 +57,7 @@ class Outer:
             one replica.
         every: inner steps between two exchanges.
         lr, momentum: of the outer step.
-        wire: "bf16", "int8", "int4", "fp8": differences are sent so, with what they lose added to
+        wire: "bf16", "int8", "int4": differences are sent so, with what they lose added to
             the next ones; "fp32": weights are sent, and none of them rounded.
     Attributes:
         steps: inner steps so far, of checkpoints too.

@@ -265,8 +265,8 @@ def _check_nodes(options: Mapping[str, Any], dp: int, ep: int) -> None:
         )
     if not second and (stage == 0 or not compressed):
         raise ValueError(
-            "parallelize: expected secondary_shards at stage 3, or wire_gradients 'bf16', 'int8', "
-            f"'int4' or 'fp8' at stages 1 to 3, with node_size={size}, got zero_stage={stage} and "
+            "parallelize: expected secondary_shards at stage 3, or wire_gradients 'bf16', 'int8' "
+            f"or 'int4' at stages 1 to 3, with node_size={size}, got zero_stage={stage} and "
             f"wire_gradients={options['wire_gradients']!r}; nothing else asks for nodes"
         )
     beside = {"offload": options["offload"], "ep": ep if ep > 1 else None}

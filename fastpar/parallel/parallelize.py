@@ -160,7 +160,7 @@ def parallelize(
         offload_keep_mb: MiB of that state that stay on the GPU: of what a forward needs first.
         offload_pinned: False takes memory that the system does not lock for what crosses the bus:
             where it refuses to, at about half of the speed.
-        wire_gradients: "bf16", "int8", "int4" or "fp8": sent so, rounded at random without bias
+        wire_gradients: "bf16", "int8" or "int4": sent so, rounded at random without bias
             (bf16: to nearest), added up in fp32; see comm/README.md. "fp32": in reduce_dtype;
         wire_weights: "bf16" or "int8": gathered so; all ranks compute with what is sent. "fp8": at
             stage 3, weights of a use_fp8(scaling="tensor") model as its products' codes.

@@ -138,9 +138,9 @@ def lists(d: Draw) -> Calls:
     yield OPS.norm_bins, (x, [True, True])
     yield OPS.norm_from_bins, (norm_bins(x), -1.0, 1e-6, 1.0, None)
     flat = torch.randn(70)
-    for code in range(3):
-        yield OPS.quantize_blockwise, (flat, code, 32, 5, 0)
-    yield OPS.quantize_blockwise_feedback, (flat, torch.zeros(70), 0, 32, None, 64)
+    for bits in (8, 4):
+        yield OPS.quantize_blockwise, (flat, bits, 32, 5, 0)
+    yield OPS.quantize_blockwise_feedback, (flat, torch.zeros(70), 8, 32, None, 64)
     codes, scales = kernels.quantize_blockwise(flat, block=32)
     yield OPS.dequantize_blockwise, (codes, scales, 1, 32)
     numbers, ranges = [1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0], [0, 0, 7, 0, 0, 1, 0, 3, 0, 256]
@@ -311,8 +311,7 @@ def more_graphs(d: Draw) -> dict[str, tuple]:
         return packed, *norms
 
     def coded(x, error):
-        how = {"seed": 1, "error": error, "dtype": torch.float8_e4m3fn}
-        codes, scales = kernels.quantize_blockwise(x, **how)
+        codes, scales = kernels.quantize_blockwise(x, seed=1, error=error, bits=4)
         return kernels.dequantize_blockwise(codes, scales, out_dtype=BF16) * 2
 
     def stepped(scale, p, g, m, v):

@@ -1,6 +1,7 @@
 // Runs the ops of csrc/ops.h on memory whose ends the sanitizers watch: odd sizes, odd offsets, one
 // thread and several, every instruction set of the machine; and the shared-memory collectives by
-// threads in place of ranks. tests/tools/test_sanitizers.py builds it with ASan and UBSan, and with TSan.
+// threads in place of ranks. tests/tools/test_sanitizers.py builds it with ASan and UBSan, and with
+// TSan.
 
 #include <cstdio>
 #include <cstdlib>
@@ -152,18 +153,20 @@ void run_norm(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
 
 void run_quantize(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
   const uint64_t seed = 5;
-  for (Code code : {Code::int8, Code::e4m3, Code::e5m2}) {
-    for (int64_t block : {16, 256}) {
-      for (int64_t n : sizes) {
-        for (Dtype dtype : kDtypes) {
-          Memory x(n, bytes_of(dtype), offset), error(n, 4, offset), codes(n, 1, offset);
-          Memory scales((n + block - 1) / block, 4);
-          const QuantizeBlocks blocks = {codes.at(), scales.floats(), block, code};
-          for (const uint64_t* at : {static_cast<const uint64_t*>(nullptr), &seed}) {
-            quantize_blockwise(x.at(), dtype, at ? error.at() : nullptr, Dtype::float32, blocks, n,
-                               at, 3, threads);
+  for (int64_t block : {16, 256}) {
+    for (int64_t n : sizes) {
+      for (Dtype dtype : kDtypes) {
+        Memory x(n, bytes_of(dtype), offset), error(n, 4, offset), codes(n, 1, offset);
+        Memory scales((n + block - 1) / block, 4);
+        const QuantizeBlocks blocks = {codes.at(), scales.floats(), block};
+        for (const uint64_t* at : {static_cast<const uint64_t*>(nullptr), &seed}) {
+          for (int bits : {8, 4}) {
+            quantize_blockwise(x.at(), dtype, at ? error.at() : nullptr, Dtype::float32, blocks,
+                               bits, n, at, 3, threads);
           }
-          dequantize_blockwise(blocks, x.at(), dtype, n, threads);
+        }
+        for (Code code : {Code::int8, Code::e4m3, Code::e5m2}) {
+          dequantize_blockwise(blocks, code, x.at(), dtype, n, threads);
         }
       }
     }
