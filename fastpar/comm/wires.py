@@ -1,4 +1,4 @@
-"""Collectives that send less: another transport's, with messages of wire_formats.py.
+"""Collectives that send less: another transport's, with numbers as messages of fewer bytes.
 
     reduce_scatter   each slice for a peer is encoded once; all-to-all; decoded, and added up in
                      fp32 by the fixed tree (collectives.py, [Note: order of a sum])
@@ -24,17 +24,26 @@ to that (parallel/bucket.py).
 thread itself sends, the second half of an all_reduce, goes over a group of its own, so that ranks
 need not agree on how fast their threads are; where there is none the thread does all of it. On a
 GPU both are enqueued on a stream of their own.
+
+[Note: messages] A message holds n elements: an fp32 scale for each block of them, then their codes
+(of 4 bits two in a byte), padded to 16 bytes; or n numbers of bf16. Blocks begin with the message,
+and slices of a bucket are multiples of a block, as its parameters are (ALIGN, sharding/layout.py):
+no two parameters share a scale.
+
+[Note: rounding] Codes of gradients are rounded at random, without bias (kernels/quantize.py), by
+the random bits of (step, bucket, rank) and the element's place; bf16 to nearest, as are weights.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.fixed_sum import sum_rows_in_tree
@@ -50,9 +59,88 @@ from fastpar.comm.handles import (
     started,
     through,
 )
-from fastpar.comm.wire_formats import WireFormat
-from fastpar.kernels import dequantize_blockwise
+from fastpar.kernels import dequantize_blockwise, quantize_blockwise
 from fastpar.kernels.linear_fp8 import WEIGHT, Fp8
+from fastpar.kernels.quantize import pack_int4, unpack_int4
+
+_PAD = 16
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """What a number becomes; block: elements that share a scale, 0 without scales."""
+
+    name: str
+    dtype: torch.dtype
+    bits: int
+    block: int = 0
+
+    def nbytes(self, n: int) -> int:
+        """Of the message of n elements."""
+        scales = -(-n // self.block) * 4 if self.block else 0
+        return -(-(scales + -(-n * self.bits // 8)) // _PAD) * _PAD
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Of long messages."""
+        return self.bits / 8 + (4 / self.block if self.block else 0)
+
+    def encode(
+        self,
+        x: Tensor,
+        message: Tensor,
+        *,
+        seed: int | None = None,
+        index: int = 0,
+        error: Tensor | None = None,
+    ) -> None:
+        """Write x[n] into message[nbytes].
+
+        Args:
+            seed: None rounds to nearest; index: of x's first element in its bucket.
+            error: fp32 [n], or x itself: see quantize_blockwise.
+        """
+        if not self.block:
+            self._round(x, message, error)
+            return
+        how: Any = {"bits": self.bits, "block": self.block, "seed": seed, "error": error}
+        codes, scales = quantize_blockwise(x, first_index=index, **how)
+        start = scales.nbytes
+        message[:start].view(torch.float32).copy_(scales)
+        if self.bits == 4:
+            codes = pack_int4(torch.nn.functional.pad(codes, (0, codes.numel() % 2)))
+        message[start : start + codes.numel()].copy_(codes.view(torch.uint8))
+
+    def _round(self, x: Tensor, message: Tensor, error: Tensor | None) -> None:
+        v = x.float() if error is None or error is x else x + error
+        sent = message[: self.dtype.itemsize * x.numel()].view(self.dtype)
+        sent.copy_(v)
+        if error is not None:
+            lost = v - sent
+            kept = torch.zeros((), device=x.device, dtype=torch.float32) if error is x else error
+            error.copy_(torch.where(lost.isfinite(), lost, kept))
+
+    def decode(self, message: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The n elements that a message holds, as another reads them."""
+        if not self.block:
+            return message[: self.dtype.itemsize * n].view(self.dtype).to(dtype)
+        start = -(-n // self.block) * 4
+        scales = message[:start].view(torch.float32)
+        codes = message[start : start + -(-n * self.bits // 8)]
+        codes = unpack_int4(codes)[:n] if self.bits == 4 else codes.view(self.dtype)
+        return dequantize_blockwise(codes, scales, out_dtype=dtype, block=self.block)
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        WireFormat("bf16", torch.bfloat16, 16),
+        WireFormat("int8", torch.int8, 8, 256),
+        WireFormat("int4", torch.int8, 4, 128),
+    )
+}
+CODES = "fp8"  # of weights: the codes of 8-bit products; see CodeGathers
+OF_GRADIENTS, OF_WEIGHTS = ("fp32", *FORMATS), ("bf16", "int8", CODES)
 
 
 class Wire(Collectives):
@@ -421,3 +509,146 @@ class CodeGathers(_Gathers):
                 part.copy_(dequantize_blockwise(numbers, scale, out_dtype=exact, block=_RUN))
 
         return rest
+
+
+def rounded_weights(model: nn.Module) -> dict[nn.Parameter, Fp8]:
+    """Weights that products of 8 bits round with delayed scales, and how."""
+    layers = [m for m in model.modules() if isinstance(getattr(m, "fp8", None), Fp8)]
+    found: dict[Any, Any] = {m.weight: m.fp8 for m in layers}
+    return {p: how for p, how in found.items() if how.scales is not None}
+
+
+class Unsent:
+    """What is left of a bucket's compressed gradients; see [Note: errors that are kept].
+
+    Args:
+        group: reduces them; own: this rank's slice of [P].
+        places: of the parameters; a block reaches from one's end to the next one's start.
+    Attributes:
+        inside: it lies in the memory of the gradients, and new ones are added to it.
+    """
+
+    def __init__(
+        self, group: Collectives | None, own: slice, numel: int, places: Sequence[slice]
+    ) -> None:
+        self._group, self._own, self.inside = group, own, False
+        starts = [*(place.start for place in places[1:]), numel]
+        pads = [(p.stop, start) for p, start in zip(places, starts) if p.stop < start]
+        self._pads = pads if isinstance(group, CompressedSums) else []
+
+    def open(self, grad: Tensor) -> None:
+        """The first of new gradients is about to come."""
+        if self.inside:
+            grad[self._own].zero_()
+
+    def fill(self, grad: Tensor) -> None:
+        """The last has come."""
+        for start, stop in self._pads:
+            grad[start:stop].zero_()
+
+    def close(self) -> None:
+        """They were sent."""
+        self.inside = self._group is not None and self._group.leaves_rest
+
+    def skip(self, view: Tensor) -> None:
+        """A parameter has no gradient: what is left of it alone is sent."""
+        if not self.inside:
+            view.zero_()
+
+    def drop(self, views: Iterable[Tensor]) -> None:
+        """Gradients that were added are dropped, and what they were added to with them."""
+        for view in views if self.inside else ():
+            view.zero_()
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """[P] where it has memory of its own."""
+        return None if self._group is None else self._group.error
+
+    def of(self, grad: Tensor | None, place: slice) -> Tensor | None:
+        """What is left of a parameter, for a checkpoint; None: nothing is kept."""
+        kept = grad if self.inside else self.buffer
+        return None if kept is None else kept[place]
+
+    def restore(self, grad: Tensor | None, place: slice, values: Tensor) -> None:
+        """Go on from what of() returned."""
+        self.inside = self._group is not None and self._group.leaves_rest
+        kept = grad if self.inside else self.buffer
+        if kept is not None:
+            kept[place].copy_(values)
+
+
+class Wires:
+    """In which formats the buckets of one model travel.
+
+    Args:
+        gradients: one of OF_GRADIENTS; weights: of OF_WEIGHTS, None: as they are.
+        feedback: errors of gradients are kept.
+        rank: for the random bits: among all that have the same parameters.
+        codes: how products round the parameters that are gathered as their codes, by number.
+    """
+
+    def __init__(
+        self,
+        gradients: str,
+        weights: str | None,
+        feedback: object,
+        rank: int,
+        codes: Mapping[int, Fp8],
+    ) -> None:
+        self._gradients, self.codes = FORMATS.get(gradients), codes
+        self._weights = FORMATS.get(weights or "")
+        self._feedback, self._rank = bool(feedback), rank
+        self._workers: dict[int, Worker] = {}
+
+    def _worker(self, inner: Collectives) -> Worker:
+        return self._workers.setdefault(id(inner), Worker(inner))
+
+    def sums(
+        self,
+        inner: Collectives | None,
+        index: int,
+        *,
+        again: Collectives | None = None,
+        exact: int = 0,
+        numel: int = 0,
+        in_place: bool = False,
+        nodes: tuple[Collectives, Collectives] | None = None,
+    ) -> Collectives | None:
+        """For the gradients of bucket `index`; further arguments as in CompressedSums.
+
+        numel: of a buffer for errors, in_place: they need none. nodes: as in NodeSums, where each
+        of these has several ranks.
+        """
+        if inner is None or inner.world_size == 1 or self._gradients is None:
+            return inner
+        keep, error = self._feedback, None
+        if keep and not in_place and numel:
+            error = torch.zeros(numel, device=inner.device, dtype=torch.float32)
+        make = CompressedSums if nodes is None else functools.partial(NodeSums, nodes=nodes)
+        return make(
+            inner,
+            self._gradients,
+            self._worker(inner),
+            again=again,
+            exact=exact,
+            error=error,
+            leaves_rest=keep and in_place,
+            key=(index, self._rank),
+        )
+
+    def gathers(
+        self,
+        inner: Collectives | None,
+        dtype: torch.dtype,
+        codes: Sequence[tuple[slice, Fp8]] = (),
+    ) -> Collectives | None:
+        """For the weights of a bucket of that dtype; codes: as in CodeGathers, of all of them."""
+        form = self._weights
+        if inner is None or inner.world_size == 1:
+            return inner
+        if codes:
+            return CodeGathers(inner, self._worker(inner), codes)
+        if form is None or form.dtype == dtype:
+            return inner
+        return CompressedGathers(inner, self._worker(inner), form)

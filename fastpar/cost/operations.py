@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-from fastpar.comm.wire_formats import FORMATS
+from fastpar.comm.wires import FORMATS
 from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import bucket_mb_of, buckets_of
 from fastpar.cost.grid import along_grid

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fastpar.comm.wire_formats import CODES, FORMATS
+from fastpar.comm.wires import CODES, FORMATS
 from fastpar.config.axes import parse_grid
 from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_chunks, pp_split
 

@@ -33,8 +33,7 @@ from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import first_difference, gather_objects
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.comm.watchdog import waiting
-from fastpar.comm.wire_formats import FORMATS, OF_GRADIENTS
-from fastpar.comm.wires import CompressedSums, Worker
+from fastpar.comm.wires import FORMATS, OF_GRADIENTS, CompressedSums, Worker
 from fastpar.config.combinations import check_outer
 from fastpar.optim.state import new_step, store_values, values_of
 from fastpar.parallel.engine import Engine, engine_of_parameter

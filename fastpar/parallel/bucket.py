@@ -38,10 +38,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.bucket_wires import Unsent, Wires
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.comm.handles import Handle
+from fastpar.comm.wires import Unsent, Wires
 from fastpar.parallel.absent import Absent, AbsentParameter, hide, show
 from fastpar.parallel.copies import WaitingCopies
 from fastpar.parallel.stages import (
@@ -85,10 +85,17 @@ class BucketGroups:
         """The same for one bucket, in its formats; slots: of its parameters."""
         index, flags = spec.index, spec.numel - spec.used_start
         exact, in_place = (0, not stage.frees_gradients) if stage.shards else (flags, False)
-        how: dict[str, Any] = {"again": self.again, "exact": exact, "in_place": in_place}
         codes = [(slice(s.start, s.stop), wires.codes[s.registered]) for s in slots if spec.rounded]
         return BucketGroups(
-            wires.sums(self.reduce, index, numel=spec.numel, nodes=self.nodes, **how),
+            wires.sums(
+                self.reduce,
+                index,
+                again=self.again,
+                exact=exact,
+                numel=spec.numel,
+                in_place=in_place,
+                nodes=self.nodes,
+            ),
             wires.gathers(self.gather, spec.dtype, codes),
             wires.sums(self.copies, index),
             node=self.node,

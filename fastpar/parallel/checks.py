@@ -20,9 +20,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastpar.comm.bucket_wires import rounded_weights
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.wire_formats import CODES, OF_GRADIENTS, OF_WEIGHTS
+from fastpar.comm.wires import CODES, OF_GRADIENTS, OF_WEIGHTS, rounded_weights
 from fastpar.kernels.linear import depends_on_threads
 from fastpar.parallel.bucket import DTYPES
 from fastpar.parallel.debug import Debug

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.bucket_wires import Wires
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.comm.mesh import Mesh
+from fastpar.comm.wires import Wires
 from fastpar.experts.balance import Losses
 from fastpar.experts.exchange import ExpertParallel
 from fastpar.experts.mixture import Experts

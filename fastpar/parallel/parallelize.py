@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.bucket_wires import Wires, rounded_weights
 from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transport import make_collectives
-from fastpar.comm.wire_formats import CODES
+from fastpar.comm.wires import CODES, Wires, rounded_weights
 from fastpar.config.axes import AXES, TP_AXES
 from fastpar.context.sequences import check_method, mesh_of_gradients
 from fastpar.kernels import Fp8

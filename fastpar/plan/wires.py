@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastpar.comm.recorder import ring_bytes
-from fastpar.comm.wire_formats import CODES, FORMATS, OF_WEIGHTS
+from fastpar.comm.wires import CODES, FORMATS, OF_WEIGHTS
 from fastpar.cost.operations import Rates, comm_ops_of, ops_of
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload

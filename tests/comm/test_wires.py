@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 from cells import covering, sweep
 
-from fastpar.comm.bucket_wires import Unsent
 from fastpar.comm.torch_collectives import TorchCollectives
-from fastpar.comm.wire_formats import FORMATS
-from fastpar.comm.wires import CompressedGathers, CompressedSums, NodeSums, Worker
+from fastpar.comm.wires import FORMATS, CompressedGathers, CompressedSums, NodeSums, Unsent, Worker
 from fastpar.testing import run_ranks
 
 SIZES = (0, 1, 63, 127, 128, 255, 256, 257, 1000)

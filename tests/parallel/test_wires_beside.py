@@ -12,7 +12,7 @@ from test_wired_engine import distance, same
 import fastpar
 from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
-from fastpar.comm.wire_formats import FORMATS, WireFormat
+from fastpar.comm.wires import FORMATS, WireFormat
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.debug import Debug

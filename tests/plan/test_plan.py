@@ -11,7 +11,7 @@ from lone_rank import LoneMesh, heard
 from bench.peers.published import predict, published
 from fastpar import GPT, engine_of, parallelize
 from fastpar.cli import main, parse_train
-from fastpar.comm.wire_formats import FORMATS
+from fastpar.comm.wires import FORMATS
 from fastpar.config.config import GPTConfig, derive_batch
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup
