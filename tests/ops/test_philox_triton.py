@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cells import covering, slow
+from cells import slow
 
 pytest.importorskip("triton", reason="needs triton")
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from test_philox import KNOWN
 
 from fastpar.kernels import Rng, dropout, keep_mask, make_key, quantize_p
-from fastpar.kernels.philox import MaskBlock, dropout_block, mask_shape
+from fastpar.kernels.philox import MaskBlock, mask_shape
 from fastpar.kernels.philox_triton import dropout_fwd, keep_mask_fwd, keep_tile, philox_words
 from fastpar.kernels.reference import dropout_ref, keep_mask_ref
 from fastpar.testing import assert_matches_oracle
@@ -70,23 +70,6 @@ def test_tiles_of_any_shape_hold_the_same_bits(triton_device, rows, block_c):
         assert torch.equal(out.cpu().view(B, T, C), expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_mask_equals_the_oracle(triton_device, shape):
-    for rng in RNGS:
-        got = keep_mask(rng, 0.3, shape, device=triton_device)
-        assert got.dtype == torch.bool
-        assert torch.equal(got.cpu(), keep_mask_ref(rng, 0.3, shape))
-
-
-@covering(1, ("shape", SHAPES), ("dtype", [torch.float32, torch.bfloat16, torch.float16]))
-def test_dropout_is_the_mask_times_the_scale(triton_device, shape, dtype):
-    x = torch.randn(shape).to(dtype)
-    y = dropout(x.to(triton_device), 0.3, RNGS[1])
-    assert y.dtype == dtype
-    expected = torch.where(keep_mask_ref(RNGS[1], 0.3, shape), x * (256 / (256 - 77)), 0.0)
-    assert torch.equal(y.cpu(), expected)
-
-
 def test_every_element_is_written(triton_device, monkeypatch):
     def poisoned(x):
         return torch.full_like(x, math.nan)
@@ -94,30 +77,6 @@ def test_every_element_is_written(triton_device, monkeypatch):
     monkeypatch.setattr(torch, "empty_like", poisoned)
     for shape in SHAPES:
         assert dropout(torch.ones(shape, device=triton_device), 0.3, RNGS[0]).isfinite().all()
-
-
-def test_infinite_and_nan_elements_are_dropped_like_others(triton_device):
-    x = torch.full((2, 4, 64), math.inf, device=triton_device)
-    x[1] = math.nan
-    keep = keep_mask(RNGS[0], 0.5, x.shape, device=triton_device)
-    y = dropout(x, 0.5, RNGS[0])
-    assert (y[~keep] == 0).all()
-    assert (y[0][keep[0]] == math.inf).all()
-    assert y[1][keep[1]].isnan().all()
-
-
-def test_blocks_are_slices_of_the_mask(triton_device):
-    x = torch.randn(3, 4, 20, 40, device=triton_device)
-    key, site, *_ = RNGS[0]
-    whole = dropout(x, 0.4, RNGS[0])
-    for b, h, r, (n, m, k) in [(1, 0, 0, (2, 4, 20)), (0, 2, 7, (1, 2, 5)), (2, 3, 19, (1, 1, 1))]:
-        part = x[b : b + n, h : h + m, r : r + k].clone(memory_format=torch.contiguous_format)
-        at = MaskBlock(n, m, k, 40, b, h, r)
-        expected = whole[b : b + n, h : h + m, r : r + k]
-        assert torch.equal(dropout_block(part, key, site, quantize_p(0.4), at), expected)
-        got = dropout_block(part, key, site, quantize_p(0.4), at, out=part)
-        assert got is part
-        assert torch.equal(part, expected)
 
 
 def test_blocks_of_the_mask_alone(triton_device):
@@ -141,13 +100,7 @@ def test_matches_oracle_and_draws_the_same_mask_backward(triton_device):
     assert torch.equal(dx, dropout(dy.to(x.dtype).contiguous(), 0.1, RNGS[0]))
 
 
-def test_strided_and_empty_inputs(triton_device):
-    for x in (
-        torch.randn(2, 33, 5, device=triton_device).mT,
-        torch.randn(33, device=triton_device).expand(2, 5, 33),
-        torch.randn(2, 5, 66, device=triton_device)[..., ::2],
-    ):
-        assert torch.equal(dropout(x, 0.3, RNGS[0]), dropout(x.contiguous(), 0.3, RNGS[0]))
+def test_empty_inputs(triton_device):
     for shape in ((0, 5), (2, 0, 7), (3, 0)):
         assert dropout(torch.empty(shape, device=triton_device), 0.5, RNGS[0]).shape == shape
         assert keep_mask(RNGS[0], 0.5, shape, device=triton_device).shape == shape
