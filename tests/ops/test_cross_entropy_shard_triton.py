@@ -1,12 +1,12 @@
 """The Triton kernels of the vocabulary shards: on a GPU, or in Triton's interpreter."""
 
-import itertools
-
 import pytest
 import torch
 from cells import covering
 
 pytest.importorskip("triton", reason="needs triton")
+
+from test_cross_entropy_shard import combine
 
 from fastpar.kernels import (
     cross_entropy_shard,
@@ -93,24 +93,10 @@ def test_gradient_over_the_logits(v, dtype, triton_device):
 def test_shards_make_the_whole_loss(cuts, z_loss, triton_device):
     """Two and three shards, the last with padding, against the oracle of the whole."""
     logits, targets = make(9, 130, 90, triton_device)
-    edges = [0, *cuts, 130]
+    one = torch.ones((), device=triton_device)
 
     def shards(x, t):
-        parts = [
-            cross_entropy_shard(x[:, a:b], t, first=a, vocab_size=97)
-            for a, b in itertools.pairwise(edges)
-        ]
-        tops, sums, hits = (torch.stack(p) for p in zip(*parts))
-        top = tops.amax(0)
-        lse = top + (sums * (tops - top).exp()).sum(0).log()
-        one = torch.ones((), device=x.device)
-        options = {"vocab_size": 97, "z_loss": z_loss}
-        grads = [
-            cross_entropy_shard_grad(x[:, a:b], t, lse, one, first=a, **options)
-            for a, b in itertools.pairwise(edges)
-        ]
-        losses = lse - hits.sum(0) + z_loss * lse**2
-        return torch.where(t == -100, 0.0, losses), torch.cat(grads, 1)
+        return combine(x, t, cuts, one.to(x.device), z_loss=z_loss, vocab_size=97)
 
     def whole(x, t):
         leaf = x.detach().requires_grad_()
