@@ -28,7 +28,7 @@ class Form(NamedTuple):
     block: int
 
     @property
-    def how(self) -> dict[str, int]:
+    def how(self) -> dict[str, Any]:
         return {"bits": self.bits, "block": self.block}
 
 
