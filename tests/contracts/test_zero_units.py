@@ -327,6 +327,25 @@ def test_what_stage_3_has_freed_is_not_used_again():
         run_ranks(ranks, 2, slope)
 
 
+def test_transforms_of_torch_func():
+    """As in plain torch at stages 1 and 2, which keep weights whole."""
+
+    def slopes(model):
+        new = {name: p.detach() * 0.5 for name, p in fill(Stack(Block)).named_parameters()}
+        by = torch.func.grad(lambda q: torch.func.functional_call(model, q, (x_of(0),)).sum())(new)
+        return [*by.values(), torch.func.grad(lambda x: model(x).sum())(x_of(0))]
+
+    expected = slopes(fill(Stack(Block)))
+    for stage in (1, 2):
+        ranks = run_ranks(
+            lambda stage=stage: slopes(
+                parallelize(fill(Stack(Block)), Mesh(), zero_stage=stage, **SMALL)
+            ),
+            2,
+        )
+        assert all(map(torch.equal, ranks[0], expected))
+
+
 def test_hessian_vector_products():
     assert_as_plain_torch(
         lambda: nn.Sequential(nn.Linear(C, C), nn.Tanh(), nn.Linear(C, C)),
