@@ -347,9 +347,8 @@ class Peak:
         first = self.item * self.table * (self.parts.first and self.chunk == 0)
         for layers, made in self._lefts():
             kept = self._waits(layers) + self.others + self.batch
-            filled = self._alive(made + self.block / 2, self.waiting + self.bucket, self.opened)
-            buckets = self.weight + filled + self._gathered(2)
-            yield Moment(kept, max(set_aside, first), buckets)
+            alive = self.weight + self._alive(made, self.waiting, self.opened)
+            yield Moment(kept, max(set_aside, first), alive + self._gathered(2))
         table = first + self._at_table
         yield Moment(self.others + self.batch, self._standing, table)
 
