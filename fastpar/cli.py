@@ -366,6 +366,9 @@ def _read_base(arguments: list[str]) -> _Base:
     base, saved = TrainConfig(), {}
     if goes_on:
         saved = read_settings(file)
+        gone = [f"{name}={saved.pop(name)}" for name in saved.keys() - defaults.keys()]
+        if gone and os.environ.get("RANK", "0") == "0" and not launch.launched_here():
+            _note(f"train: settings of another version are left out: {', '.join(sorted(gone))}")
         base = base.replace(saved, str(file))
     base = base.replace(given, str(files.config))
     unset = {setting_name(name.lstrip("-")) for name in files.unset}

@@ -176,6 +176,19 @@ def test_unset_takes_the_default_of_what_a_run_or_a_file_has_set(here):  # noqa:
     assert (config.run.seed, config.optim.lr) == (1, 0.25)
 
 
+def test_a_run_of_another_version_goes_on_without_settings_that_are_gone(here, capsys):  # noqa: F811
+    assert fastpar(f"{TRAIN} --out r") == 0
+    content = json.loads(Path("r/config.json").read_text())
+    content["settings"] |= {"batch_ramp": 4, "wire_rank": 4}
+    Path("r/config.json").write_text(json.dumps(content))
+    capsys.readouterr()
+    assert fastpar("train --resume --out r --max-steps 3") == 0
+    found = capsys.readouterr()
+    said = "train: settings of another version are left out: batch_ramp=4, wire_rank=4"
+    assert said in found.err.splitlines()
+    assert "batch_ramp" not in json.loads(Path("r/config.json").read_text())["settings"]
+
+
 def test_a_run_goes_on_from_another_folder(here, tmp_path, monkeypatch, capsys):  # noqa: F811
     """Its text and tokenizer are named by where they are, not from where it was started."""
     ByteTokenizer().save("t")
