@@ -215,7 +215,7 @@ def test_bits_depend_on_neither_run_nor_threads_nor_isa(dtype):
         def run(case=case, dy=dy):
             return grads_of(case, case.tensors, dy)
 
-        if "linear" in name:  # products of a library
+        if "linear" in name or "erf" in name:  # a library's, which may depend on threads
             assert all(map(torch.equal, run(), run())), name
         else:
             same_bits_everywhere(run)
