@@ -222,14 +222,23 @@ def check_fp8_widths(system: SystemSettings, tp: int, shape: GPTConfig) -> None:
             f"train: expected n_embd to be a multiple of 16 with fp8, got n_embd={width}; drop "
             "--fp8, or change --n-embd"
         )
-    if tp == 1 or system.fp8_scaling == "tensor":
+    if tp == 1:
         return
     least = width if system.fp8 == "all" else 4 * width
-    if system.fp8_scaling == "row" or least % (128 * tp):
+    by_tensor = system.fp8_scaling == "tensor"
+    if system.fp8_scaling == "row" or (not by_tensor and least % (128 * tp)):
         raise ValueError(
             f"train: expected fp8_scaling=tensor, or block with {128 * tp} dividing the {least} "
             f"features that tp={tp} splits, got fp8_scaling={system.fp8_scaling}; scales would "
             "depend on tp"
+        )
+    of_rank = [shape.hidden // tp]
+    if system.fp8 == "all":
+        of_rank.append(shape.heads_of_rank(tp) * width // shape.n_head)
+    if any(features % 16 for features in of_rank):
+        raise ValueError(
+            f"train: expected a rank's features to be multiples of 16 with fp8={system.fp8}, got "
+            f"{' and '.join(map(str, of_rank))} with tp={tp}; lower --tp, or drop --fp8"
         )
 
 

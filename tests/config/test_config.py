@@ -62,7 +62,7 @@ def test_splits_that_go_together():
         {"model": "gpt2-xl", "tp": 5, "block_size": 1000},
         {"init_from": "a folder whose heads are not known yet", "tp": 3},
         {**FP8, "tp": 2, "fp8_scaling": "block", "n_embd": 256},
-        {**FP8, "tp": 2, "fp8_scaling": "tensor"},
+        {**FP8, "tp": 2, "fp8_scaling": "tensor", "n_embd": 32},
         {**FP8, "tp": 2, "fp8_scaling": "block", "fp8": "mlp", "n_embd": 64},
     ):
         TrainConfig().replace(changes)
@@ -177,6 +177,7 @@ def test_settings_have_one_name_each_and_go_there_and_back():
         ({**GRAPHS, "n_expert": 4}, r"n_expert 0 with cuda_graphs"),
         ({**GRAPHS, "outer_every": 4}, r"outer_every None with cuda_graphs: the outer step is no"),
         ({"fp8_emulate": True}, r"expected fp8 with fp8_emulate, got fp8=none fp8_emulate=True"),
+        ({**DELAYED, "tp": 2}, r"multiples of 16 with fp8=all, got 32 and 8 with tp=2; lower --tp"),
         ({**FP8, "fp8_weight_gradient": "fp8"}, r"fp8_scaling=tensor with fp8_weight_gradient"),
         ({**FP8, "n_expert": 2}, r"n_expert left out or another with fp8=all, got n_expert=2"),
         ({**FP8, "compile": True}, r"expected compile left out .* with fp8=all, got compile=True"),

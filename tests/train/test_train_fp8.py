@@ -56,7 +56,7 @@ def test_every_layout_has_the_bits_of_one_process(here, how):
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
-        (4, {"tp": 2}),
+        (4, {"tp": 2, "n_embd": 32}),
         (4, {"cp": 2}),
         (4, {"shard_size": 2}),
         (2, {"optimizer": "muon"}),
