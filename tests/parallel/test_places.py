@@ -247,8 +247,8 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.wte = nn.Parameter(torch.randn(30, 16).bfloat16())
+        generator = torch.Generator().manual_seed(0)  # ranks may be threads
+        self.wte = nn.Parameter(torch.randn(30, 16, generator=generator).bfloat16())
 
     def forward(self, ids, buffer=None):
         x = embedding(ids, self.wte, wte_grad=buffer).sin()
