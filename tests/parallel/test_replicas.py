@@ -94,11 +94,11 @@ def trained(options, adamw):
     parallelize(model, mesh, **SMALL, **options)
     optimizer = AdamW(model.parameters(), lr=0.01, **adamw)
     for step in range(2):
-        torch.manual_seed(100 * step + mesh.dp_rank)
+        generator = torch.Generator().manual_seed(100 * step + mesh.dp_rank)  # ranks are threads
         if tp == 1:
-            model(torch.randn(4, 37).to(dtype)).square().mean().backward()
+            model(torch.randn(4, 37, generator=generator).to(dtype)).square().mean().backward()
         else:
-            idx = torch.randint(0, 130, (2, 8))
+            idx = torch.randint(0, 130, (2, 8), generator=generator)
             model(idx, idx).backward()
         optimizer.step()
         optimizer.zero_grad()
