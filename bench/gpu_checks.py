@@ -39,7 +39,6 @@ from bench.harness import Bench
 from bench.records import ROOT, ResultFile, Row, commit, machine, reason
 from bench.systems import bench_train
 from bench.systems.worker import Spec, Variant
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.doctor import doctor
 from fastpar.doctor.cases import ErrorCase, attentions, experts, orthogonals
 from fastpar.doctor.clocks import clock_for
@@ -50,6 +49,7 @@ from fastpar.files.step_folders import list_checkpoints
 from fastpar.kernels import attention_peers, backend
 from fastpar.kernels.choice import OWN, Case, trying
 from fastpar.measure.ceilings import Ceilings, measure_ceilings
+from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import Trainer, train
 

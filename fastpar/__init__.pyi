@@ -5,7 +5,6 @@ from fastpar.checkpoint.checkpoint import save_checkpoint as save_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint as load_checkpoint
 from fastpar.checkpoint.saver import Saver as Saver
 from fastpar.comm.mesh import Mesh as Mesh
-from fastpar.config.config import GPTConfig as GPTConfig
 from fastpar.models.gpt import GPT as GPT
 from fastpar.nn.modules import GELU as GELU
 from fastpar.nn.modules import MLP as MLP
@@ -28,6 +27,7 @@ from fastpar.parallel.parallelize import parallelize as parallelize
 from fastpar.parallel.pipeline import pipeline_step as pipeline_step
 from fastpar.patching.patch import patch as patch
 from fastpar.patching.patch import unpatch as unpatch
+from fastpar.settings.config import GPTConfig as GPTConfig
 from fastpar.sharding.placements import Partial as Partial
 from fastpar.sharding.placements import Replicate as Replicate
 from fastpar.sharding.placements import Shard as Shard

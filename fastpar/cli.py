@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
-from fastpar.config.axes import ranks_of_batch, ranks_of_samples
-from fastpar.config.combinations import check_synchronous, without_idle
-from fastpar.config.config import TrainConfig, derive_batch, setting_name
-from fastpar.config.options import USUAL, SampleSettings, TrainFlags, for_tyro
-from fastpar.config.settings import WRONG_PATH, option, read_settings
 from fastpar.files.packages import import_package
+from fastpar.settings.axes import ranks_of_batch, ranks_of_samples
+from fastpar.settings.combinations import check_synchronous, without_idle
+from fastpar.settings.config import TrainConfig, derive_batch, setting_name
+from fastpar.settings.files import WRONG_PATH, option, read_settings
+from fastpar.settings.options import USUAL, SampleSettings, TrainFlags, for_tyro
 from fastpar.train import launch
 from fastpar.train.run_lock import RUNS, find_run, is_restart, run_id
 

@@ -42,7 +42,6 @@ from bench.records import (
     parser_with_device,
     reason,
 )
-from fastpar.config.config import GPTConfig
 from fastpar.doctor import doctor, report
 from fastpar.doctor.proof_cases import proof_cases
 from fastpar.doctor.table import VERSION, environment, row_of
@@ -59,6 +58,7 @@ from fastpar.kernels import (
 )
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
 from fastpar.kernels.config_table import ConfigTable
+from fastpar.settings.config import GPTConfig
 
 CHECKED_ROWS = 200  # a multiple of no tile, and more than one
 FINALISTS = 4

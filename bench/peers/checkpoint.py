@@ -31,9 +31,9 @@ from bench.systems.bench_zero import batch, forget_peak, stock_model
 from bench.systems.worker import resident_bytes
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
-from fastpar.config.config import GPTConfig
 from fastpar.files.step_folders import list_checkpoints
 from fastpar.models.gpt import GPT
+from fastpar.settings.config import GPTConfig
 
 OWN, FLUSHED, UNFLUSHED, DCP = "fastpar", "torch.save, flushed", "torch.save", "torch DCP"
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from bench.peers import engines, stock
 from fastpar.comm.mesh import gather_objects
 from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
-from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
 from fastpar.pipeline.split import cut
+from fastpar.settings.config import GPTConfig
 
 TORCH, DEEPSPEED = "torch Schedule1F1B", "DeepSpeed pipeline"
 OWN = "fastpar PP"

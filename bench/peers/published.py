@@ -32,12 +32,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastpar.config.config import GPTConfig
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
 from fastpar.cost.operations import CommOp, Op, comm_ops_of, ops_of
 from fastpar.cost.step_time import StepTime, predict_step, time_of
 from fastpar.cost.workload import Setup, Workload
+from fastpar.settings.config import GPTConfig
 
 TOLERANCE = 0.2  # of a predicted fraction of peak, relative to the reported
 

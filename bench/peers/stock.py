@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.compare.strategies import decay_groups
-from fastpar.config.config import GPTConfig
+from fastpar.settings.config import GPTConfig
 
 
 def gpt2_shapes(quick: bool) -> list[torch.Size]:

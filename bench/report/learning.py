@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.records import Row, machine_line
 from bench.report.cells import table as markdown
-from fastpar.config.config import TrainConfig
+from fastpar.settings.config import TrainConfig
 
 Line = dict[str, Any]  # of a rows.jsonl
 _COMPARED = {"seed", "optimizer", "lr", "muon_lr", "max_steps"}  # all else is the task

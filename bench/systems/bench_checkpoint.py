@@ -35,8 +35,8 @@ from bench.records import SCRATCH, Row
 from bench.systems.links import RankError, Ranks
 from bench.systems.worker import start
 from bench.targets import faster, note
-from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
+from fastpar.settings.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 10}
 CONFIG = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)

@@ -54,7 +54,7 @@ def _torch(device: str, compiled: bool = False) -> Callable[..., Any]:
     import torch
 
     from bench.peers import stock
-    from fastpar.config.config import GPTConfig
+    from fastpar.settings.config import GPTConfig
 
     def make(shape: dict[str, int]) -> Callable[..., Any]:
         model = stock.GPT(GPTConfig(vocab_size=VOCAB, **shape)).to(device)
@@ -67,7 +67,7 @@ def _torch(device: str, compiled: bool = False) -> Callable[..., Any]:
 def _deepspeed(device: str) -> Callable[..., Any]:
     from bench.peers import engines, stock
     from fastpar.compare.strategies import Settings, import_deepspeed
-    from fastpar.config.config import GPTConfig
+    from fastpar.settings.config import GPTConfig
 
     deepspeed = import_deepspeed(device)
 

@@ -30,13 +30,13 @@ from bench.harness import Bench
 from bench.records import Row, reason
 from fastpar.comm.mesh import Mesh
 from fastpar.compare.strategies import import_deepspeed
-from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing, steady_ms
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 600, "cuda": 120}
 BUSES = {"pcie3": 12.0, "pcie5": 47.0}  # GB/s that large copies reach

@@ -46,10 +46,10 @@ from bench.records import Row, reason
 from bench.systems.bench_zero import available_bytes, forget_peak
 from bench.systems.links import PROBE_BYTES, Link, NoLinkError, RankError, Ranks, all_reduce_ms
 from bench.targets import Target, faster, note
-from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
+from fastpar.settings.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 720, "cuda": 30}
 CONFIG = GPTConfig(8, 8, 512, 256, 512, dropout=0.0)

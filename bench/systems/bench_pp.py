@@ -32,8 +32,8 @@ from bench.systems import bench_zero
 from bench.systems.bench_zero import GATE_STEPS, Trial, run_case
 from bench.systems.links import Link, NoLinkError, Ranks
 from fastpar.compare.strategies import Settings
-from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
+from fastpar.settings.config import GPTConfig
 
 LOSS_BOUND = 1e-5
 TIME_LIMIT_S = {"cpu": 3600, "cuda": 10}

@@ -24,8 +24,8 @@ from bench.harness import Bench
 from bench.records import Row
 from bench.systems.links import RankError, Ranks
 from bench.systems.worker import Spec, Variant, start
-from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
+from fastpar.settings.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 3600, "cuda": 280}
 CONFIGS = {

@@ -32,9 +32,9 @@ from bench.systems.links import Link, NoLinkError, RankError, Ranks
 from bench.targets import faster, note
 from fastpar.compare.contender import Contender
 from fastpar.compare.strategies import Settings
-from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
 from fastpar.models.fp8 import use_fp8
+from fastpar.settings.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 600, "cuda": 30}
 CONFIG, QUICK = (

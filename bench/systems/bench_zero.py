@@ -40,9 +40,9 @@ from bench.records import Row
 from bench.systems.links import RankError, Ranks
 from bench.systems.worker import resident_bytes, start
 from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
-from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing, stopwatch
 from fastpar.models.gpt import GPT
+from fastpar.settings.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1800, "cuda": 10}
 CONFIG = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)

@@ -25,8 +25,6 @@ from bench.records import RESULTS, machine, machine_line
 from bench.report.cells import table
 from bench.systems import links
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.config.axes import parse_grid
-from fastpar.config.model import PRESETS
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
 from fastpar.cost.memory_model import predict_memory, predict_states
@@ -34,6 +32,8 @@ from fastpar.cost.operations import CommOp, comm_ops_of
 from fastpar.cost.workload import Setup, Workload
 from fastpar.plan.grids import grids_text
 from fastpar.plan.search import search
+from fastpar.settings.axes import parse_grid
+from fastpar.settings.model import PRESETS
 
 SHAPE, B = GPTConfig(4, 8, 256, 128, 4096, dropout=0.0), 8  # sequences of a step
 XL = PRESETS["gpt2-xl"]

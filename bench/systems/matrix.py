@@ -34,10 +34,10 @@ from bench.records import RESULTS, machine, machine_line, reason, version_of
 from bench.report import cells
 from fastpar.comm.mesh import Mesh
 from fastpar.compare.strategies import STRATEGIES, Contender, Settings
-from fastpar.config.axes import axes_of
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.data.batches import load_data, sample_batch
 from fastpar.parallel.debug import Debug
+from fastpar.settings.axes import axes_of
+from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train import start
 from fastpar.train.metrics import read_metrics

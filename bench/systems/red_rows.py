@@ -34,8 +34,8 @@ from bench.peers import pipeline, tensor_parallel
 from bench.records import RESULTS, machine, machine_line, reason, version_of
 from bench.report.cells import table as markdown
 from fastpar.compare.strategies import Settings, import_deepspeed
-from fastpar.config.config import GPTConfig
 from fastpar.kernels import make_key
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05}

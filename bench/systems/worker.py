@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from bench.peers import stock
 from bench.systems.links import Ranks
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig
 from fastpar.data.batches import eval_batches, load_data, sample_batch
 from fastpar.doctor.clocks import stopwatch
 from fastpar.kernels import keep_freed_memory
@@ -34,6 +33,7 @@ from fastpar.optim.muon import Muon, muon_groups
 from fastpar.optim.schedule import cosine_lr, param_groups
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.config import GPTConfig
 
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0
 CHECK_TOKENS = 32

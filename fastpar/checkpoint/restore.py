@@ -34,7 +34,6 @@ from fastpar.checkpoint.manifest import STATE, Manifest, TensorEntry, by_key, re
 from fastpar.checkpoint.tensor_reader import DTYPES, TensorReader
 from fastpar.checkpoint.verify import verify_files
 from fastpar.checkpoint.wire_state import COMMON, PREFIX, error_entry, load_wire_state
-from fastpar.config.config import GPTConfig
 from fastpar.files.plain_files import read_object, shown
 from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
@@ -42,6 +41,7 @@ from fastpar.models.weights import Weight, list_weights
 from fastpar.optim.state import entry_block
 from fastpar.parallel.control import gather_errors
 from fastpar.parallel.engine import Engine, engine_of_parameter
+from fastpar.settings.config import GPTConfig
 from fastpar.sharding.ranges import whole_run
 
 

@@ -17,13 +17,13 @@ from typing import Literal
 from fastpar.compare.results import Comparison, Run
 from fastpar.compare.strategies import SINGLE, STRATEGIES
 from fastpar.compare.worker import Spec
-from fastpar.config.combinations import check_synchronous
-from fastpar.config.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
-from fastpar.config.options import DataSettings, ModelSize, TextSettings
-from fastpar.config.settings import check_at_least, option
 from fastpar.cost.workload import count_parameters
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
 from fastpar.measure.machine import about_machine
+from fastpar.settings.combinations import check_synchronous
+from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
+from fastpar.settings.files import check_at_least, option
+from fastpar.settings.options import DataSettings, ModelSize, TextSettings
 from fastpar.train.launch import threads_per_rank
 from fastpar.train.metrics import duration
 

@@ -29,7 +29,6 @@ from fastpar.compare.strategies import (
     build,
     import_deepspeed,
 )
-from fastpar.config.config import GPTConfig
 from fastpar.cost.step_memory import StepMemory
 from fastpar.data.batches import TextData, load_data, sample_batch
 from fastpar.doctor.clocks import synchronize
@@ -38,6 +37,7 @@ from fastpar.measure import rank_pool
 from fastpar.measure.rank_pool import RankPool
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import cosine_lr
+from fastpar.settings.config import GPTConfig
 from fastpar.train.metrics import memory_mb
 
 SILENCE_S = 300.0  # without a step: then a run is stopped

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from fastpar.config.config import GPTConfig, pp_chunks, pp_split
-from fastpar.config.options import ParallelSettings
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.pipeline.schedules import stage_of
 from fastpar.pipeline.split import cut
+from fastpar.settings.config import GPTConfig, pp_chunks, pp_split
+from fastpar.settings.options import ParallelSettings
 from fastpar.sharding.layout import ALIGN, Layout, ParamSpec, build_layout, default_bucket_mb
 
 FIRST_BUCKET_MB = 1.0  # parallelize()'s default

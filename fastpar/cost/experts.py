@@ -25,11 +25,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.memory_model import kept_by_blocks
 from fastpar.cost.operations import elements_of, expert_elements
 from fastpar.cost.workload import Setup, Workload
+from fastpar.settings.config import GPTConfig
 
 
 @dataclass(frozen=True)

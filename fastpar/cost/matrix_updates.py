@@ -11,11 +11,11 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import BucketKind, GPTBuckets
 from fastpar.cost.workload import Setup
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
 from fastpar.optim.homes import Home, assign
+from fastpar.settings.config import GPTConfig
 
 STEPS = len(POLAR_EXPRESS)
 _WIDE = 4  # bytes of an element of the momentum's arithmetic

@@ -33,9 +33,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
-from fastpar.config.settings import check_at_least
 from fastpar.cost.devices import Cluster, Link
 from fastpar.cost.operations import CommOp
+from fastpar.settings.files import check_at_least
 
 # Of a collective before its first byte moves: a kernel's launch and its ranks' arrival (NCCL's
 # base latencies are 7 to 14 us); between CPU ranks threads wake up.

@@ -18,7 +18,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from fastpar.comm.wires import FORMATS
-from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import bucket_mb_of, buckets_of
 from fastpar.cost.grid import along_grid
 from fastpar.cost.matrix_updates import (
@@ -31,6 +30,7 @@ from fastpar.cost.matrix_updates import (
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
+from fastpar.settings.config import GPTConfig
 
 _CONTROL_WORDS = 5 + NORM_WORDS  # see control.py
 _BITS = 62  # of a word, for what parameters took part

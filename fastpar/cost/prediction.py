@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster, device_of
 from fastpar.cost.measured_rates import MeasuredRates, find_rates
@@ -19,6 +18,7 @@ from fastpar.cost.memory_model import format_bytes, predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload
+from fastpar.settings.config import GPTConfig, TrainConfig
 
 
 def predict(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> dict[str, Any]:

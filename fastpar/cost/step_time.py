@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fastpar.config.config import GPTConfig
-from fastpar.config.settings import check_at_least
 from fastpar.cost.buckets import stage_layers
 from fastpar.cost.devices import Cluster
 from fastpar.cost.host_step import host_step_s
@@ -27,6 +25,8 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.pipeline.schedules import Kind
 from fastpar.pipeline.simulator import ENOUGH, Costs
 from fastpar.pipeline.simulator import time_of as simulated
+from fastpar.settings.config import GPTConfig
+from fastpar.settings.files import check_at_least
 
 _COLUMN_SHARE = 7 / 12  # of a layer's products: 3 + 4 of 12 C**2 are in column layers
 F, I, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fastpar.comm.wires import CODES, FORMATS
-from fastpar.config.axes import parse_grid
-from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_chunks, pp_split
+from fastpar.settings.axes import parse_grid
+from fastpar.settings.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_chunks, pp_split
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp64": 8}
 

@@ -27,7 +27,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from fastpar.config.settings import WRONG_PATH
 from fastpar.data.sources import Document, TextSource, Tokens, map_array, pieces
 from fastpar.data.tokenizer import (
     Tokenizer,
@@ -38,6 +37,7 @@ from fastpar.data.tokenizer import (
 )
 from fastpar.files.packages import import_package
 from fastpar.files.plain_files import user_cache
+from fastpar.settings.files import WRONG_PATH
 
 _CACHE_FORMAT = 1
 _BPE_TRAIN_BYTES = 128 << 20

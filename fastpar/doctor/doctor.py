@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.config.config import GPTConfig
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
 from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, DeviceLost, prove
 from fastpar.doctor.warm import warm
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
+from fastpar.settings.config import GPTConfig
 
 MOST_ROWS = 1 << 15  # of a timed call
 

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.config.config import GPTConfig
 from fastpar.experts.balance import Choice, Losses, with_losses
 from fastpar.experts.exchange import Dispatch, ExpertParallel
 from fastpar.kernels import bias_gelu, combine, grouped_linear, permute, route
+from fastpar.settings.config import GPTConfig
 from fastpar.sharding.placements import Partial, Shard, State
 from fastpar.tensor.functional import TensorParallel, copy_to, gather, reduce_from, scatter
 

@@ -38,7 +38,6 @@ import torch.distributed as dist
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.transport import make_collectives
-from fastpar.config.config import GPTConfig
 from fastpar.cost.measured_rates import (
     MeasuredRates,
     OpKey,
@@ -57,6 +56,7 @@ from fastpar.measure.op_chain import Chain
 from fastpar.measure.rank_pool import Rank, RankPool
 from fastpar.measure.short_run import ShortRun, slowest
 from fastpar.optim.adamw import AdamW
+from fastpar.settings.config import GPTConfig
 from fastpar.train.launch import available_cores, threads_per_rank
 
 SECONDS, QUICK_SECONDS = 30.0, 6.0

@@ -46,7 +46,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig
 from fastpar.context.keys import attend_keys
 from fastpar.context.sequences import (
     ContextParallel,
@@ -80,6 +79,7 @@ from fastpar.models.parts import (
     take_over,
 )
 from fastpar.models.reads import LayerRead
+from fastpar.settings.config import VOCAB_MULTIPLE, GPTConfig
 from fastpar.sharding.placements import Shard, State
 from fastpar.tensor.functional import TensorParallel, column_linear, gather, row_linear
 from fastpar.tensor.grid import Grid, grid_dropout

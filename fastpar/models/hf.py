@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.config.config import GPTConfig
 from fastpar.files.packages import import_package
 from fastpar.files.plain_files import (
     is_plain_name,
@@ -31,6 +30,7 @@ from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.weights import DTYPES, PREFIX, WEIGHTS_FILE, cut_into_files, list_weights
 from fastpar.pipeline.stages import Absent
+from fastpar.settings.config import GPTConfig
 
 INDEX_FILE = "model.safetensors.index.json"
 EXPERTS = "fastpar-gpt2-experts"  # the model_type of GPTs that transformers does not have

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastpar.config.config import GPTConfig
 from fastpar.experts.balance import Losses
 from fastpar.experts.mixture import Experts
 from fastpar.kernels import bias_gelu
 from fastpar.models.parts import Weights
+from fastpar.settings.config import GPTConfig
 from fastpar.sharding.placements import Shard, State
 from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.config.config import GPTConfig
 from fastpar.files.plain_files import open_plain, reason, shown
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import build_model
 from fastpar.models.weights import CONV1D, PREFIX
+from fastpar.settings.config import GPTConfig
 
 COMPILED = "_orig_mod."
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.config.config import GPTConfig
 from fastpar.kernels import Fp8, Rng, layer_norm, residual_layer_norm
+from fastpar.settings.config import GPTConfig
 from fastpar.sharding.placements import State
 from fastpar.tensor.functional import TensorParallel
 from fastpar.tensor.grid import Grid, grid_norm

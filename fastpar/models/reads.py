@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastpar.config.config import GPTConfig
+from fastpar.settings.config import GPTConfig
 
 
 class LayerRead:

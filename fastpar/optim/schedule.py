@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpar.config.config import TrainConfig
-from fastpar.config.options import OptimSettings
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.muon import Muon, muon_groups
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.options import OptimSettings
 from fastpar.sharding.layout import parameter_names
 
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}

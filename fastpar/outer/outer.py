@@ -34,9 +34,9 @@ from fastpar.comm.mesh import first_difference, gather_objects
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.comm.watchdog import waiting
 from fastpar.comm.wires import FORMATS, OF_GRADIENTS, CompressedSums, Worker
-from fastpar.config.combinations import check_outer
 from fastpar.optim.state import new_step, store_values, values_of
 from fastpar.parallel.engine import Engine, engine_of_parameter
+from fastpar.settings.combinations import check_outer
 
 WEIGHT, MOMENTUM, ERROR = "outer_weight", "outer_momentum", "outer_error"
 STEPS, MEMBERS = "outer_steps", "outer_members"

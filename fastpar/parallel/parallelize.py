@@ -13,7 +13,6 @@ from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transport import make_collectives
 from fastpar.comm.wires import CODES, Wires, rounded_weights
-from fastpar.config.axes import AXES, TP_AXES
 from fastpar.context.sequences import check_method, mesh_of_gradients
 from fastpar.kernels import Fp8
 from fastpar.parallel.bucket import BucketGroups
@@ -46,6 +45,7 @@ from fastpar.parallel.units import find_units, unit_of_parameters
 from fastpar.patching.context import share_context
 from fastpar.patching.tp_plan import Plan, Planned, plan_for, use_tokens
 from fastpar.pipeline.stages import Stages, cut_stages, make_stages
+from fastpar.settings.axes import AXES, TP_AXES
 from fastpar.sharding.layout import (
     ParamSpec,
     build_layout,

@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from fastpar.config.combinations import check_synchronous
+from fastpar.settings.combinations import check_synchronous
 
 
 class Kind(enum.Enum):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from fastpar.config.config import PRESETS
-from fastpar.config.settings import check_at_least
 from fastpar.data.tokenizer import name_for
+from fastpar.settings.config import PRESETS
+from fastpar.settings.files import check_at_least
 
 _AT_LEAST = {
     **dict.fromkeys(("n_layer", "n_head", "n_embd", "vocab_size", "seq_len", "batch_size"), 1),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from fastpar.config.config import derive_batch
-from fastpar.config.options import DataSettings
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
 from fastpar.cost.experts import ExpertCosts, count_experts, predict_experts
@@ -16,6 +14,8 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.models.mlp import parameters_of
 from fastpar.plan.estimate import tp_sizes
 from fastpar.plan.search import CHECKPOINTING
+from fastpar.settings.config import derive_batch
+from fastpar.settings.options import DataSettings
 
 
 class ExpertLayout(NamedTuple):

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastpar.config import combinations
-from fastpar.config.axes import parse_grid
-from fastpar.config.config import TrainConfig
-from fastpar.config.options import ParallelSettings
 from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.plan.estimate import Estimate, divisors, layout_text, tp_sizes
+from fastpar.settings import combinations
+from fastpar.settings.axes import parse_grid
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.options import ParallelSettings
 
 MOST_ROWS = 16
 

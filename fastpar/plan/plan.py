@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
-from fastpar.config.settings import option
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.capacity import host_memory
 from fastpar.cost.datasheet import DatasheetRates
@@ -45,6 +43,8 @@ from fastpar.plan.search import (
     why_not,
 )
 from fastpar.plan.wires import wires_text
+from fastpar.settings.config import PRESETS, GPTConfig, TrainConfig
+from fastpar.settings.files import option
 
 PUBLISHED_ERROR = 0.12  # of the time of a step, see bench/results/plan/published.md
 TOKENS_PER_STEP = 524288  # of GPT-2's published batch, on GPUs

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.data.batches import TextData
 from fastpar.models.gpt import GPT
 from fastpar.parallel.control import gather_numbers
 from fastpar.parallel.engine import Engine
+from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.train.metrics import Progress, memory_mb, mfu
 from fastpar.train.run_folder import RunFolder
 

@@ -28,8 +28,6 @@ import numpy as np
 import torch
 
 from fastpar._version import __version__
-from fastpar.config.axes import parse_grid
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import IdTokenizer
 from fastpar.files.plain_files import write_text
@@ -37,6 +35,8 @@ from fastpar.files.step_folders import LATEST, list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.pipeline.schedules import make_schedule
 from fastpar.pipeline.simulator import Costs, simulate
+from fastpar.settings.axes import parse_grid
+from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.train.metrics import MetricsLog, check_log, duration, plot_loss, read_metrics
 from fastpar.train.run_lock import RUNS, check_free, hold
 from fastpar.train.sample import sample

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastpar.config.options import SampleSettings
 from fastpar.data import tokenizer as tokenizers
 from fastpar.data.tokenizer import Tokenizer
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import check_whole
 from fastpar.models.reads import nothing_read
+from fastpar.settings.options import SampleSettings
 
 SEPARATOR = "\n" + 40 * "-" + "\n"
 

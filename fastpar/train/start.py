@@ -14,14 +14,6 @@ from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.comm.bus import bus_of
 from fastpar.comm.mesh import AXES, Mesh
-from fastpar.config.config import (
-    GPTConfig,
-    TrainConfig,
-    check_fp8_widths,
-    check_parallel,
-    check_split,
-    check_storage,
-)
 from fastpar.cost.buckets import DTYPES, stages_of
 from fastpar.cost.capacity import check_host_activations
 from fastpar.data.batches import TextData, load_data
@@ -40,6 +32,14 @@ from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import describe_storage, make_optimizer
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.config import (
+    GPTConfig,
+    TrainConfig,
+    check_fp8_widths,
+    check_parallel,
+    check_split,
+    check_storage,
+)
 from fastpar.train.run_lock import hold
 
 

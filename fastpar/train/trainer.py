@@ -60,9 +60,6 @@ from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, rea
 from fastpar.checkpoint.saver import Result, Saver, try_folder
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
-from fastpar.config.axes import axes_of
-from fastpar.config.config import TrainConfig, derive_batch
-from fastpar.config.settings import parse_seconds
 from fastpar.cost.buckets import DTYPES
 from fastpar.cost.capacity import check_ranks
 from fastpar.data.batches import eval_batches, sample_batch
@@ -80,6 +77,9 @@ from fastpar.outer.outer import Outer
 from fastpar.parallel.control import broadcast_text, gather_numbers, prove_together
 from fastpar.parallel.engine import Engine, engine_of
 from fastpar.parallel.pipeline import pipeline_loss, pipeline_step
+from fastpar.settings.axes import axes_of
+from fastpar.settings.config import TrainConfig, derive_batch
+from fastpar.settings.files import parse_seconds
 from fastpar.train import replicas
 from fastpar.train.cuda_graphs import StepGraph, captured
 from fastpar.train.journal import Journal, Predictions, Step, to_device, to_host

@@ -18,13 +18,13 @@ from fastpar.checkpoint.checkpoint import (
 )
 from fastpar.checkpoint.restore import load_checkpoint, read_state
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig
 from fastpar.data.tokenizer import make_tokenizer
 from fastpar.files.step_folders import list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import param_groups
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131, dropout=0.1)

@@ -19,11 +19,11 @@ from fastpar.checkpoint.export import export_weights
 from fastpar.checkpoint.manifest import MANIFEST
 from fastpar.checkpoint.report import examine, find_folders, inspect, stats_of, verify
 from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
-from fastpar.config.config import GPTConfig
 from fastpar.kernels.adamw_storage import master_join
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
 from fastpar.optim.adamw import AdamW
+from fastpar.settings.config import GPTConfig
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131, dropout=0.0)
 

@@ -16,10 +16,10 @@ from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.manifest import FileEntry, Manifest, TensorEntry, by_key, read_manifest
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.tensor_reader import DTYPES, TensorReader, list_plain_tensors
-from fastpar.config.config import GPTConfig
 from fastpar.files.tensor_file import DTYPE_NAMES
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
+from fastpar.settings.config import GPTConfig
 from fastpar.sharding.ranges import HOLE, Run
 
 OPTIMIZER = "optimizer-00001-of-00002.safetensors"

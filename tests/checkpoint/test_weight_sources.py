@@ -10,9 +10,9 @@ from nanogpt_cells import write
 
 from fastpar.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
 from fastpar.checkpoint.weight_sources import load_weights, verify_weights
-from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
+from fastpar.settings.config import GPTConfig
 from fastpar.sharding.ranges import whole_run
 
 CONFIG = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=9, dropout=0.0)

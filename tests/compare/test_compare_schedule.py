@@ -8,8 +8,8 @@ import torch
 from fastpar.compare import strategies
 from fastpar.compare.schedule import DEFAULT, CompareCommand, Schedule, check, chosen, why_not
 from fastpar.compare.strategies import STRATEGIES
-from fastpar.config.config import GPTConfig
-from fastpar.config.options import ModelSize, TextSettings
+from fastpar.settings.config import GPTConfig
+from fastpar.settings.options import ModelSize, TextSettings
 
 TEXT = "In the beginning was the word, and the word was short.\n" * 40
 MICRO = GPTConfig.preset("micro")

@@ -8,11 +8,11 @@ import torch
 from fastpar.compare.results import Run
 from fastpar.compare.strategies import SINGLE, Settings, build
 from fastpar.compare.worker import EPS, Rank, Spec, measure
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.data.batches import load_data, sample_batch
 from fastpar.measure.rank_pool import RankFailed
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import cosine_lr
+from fastpar.settings.config import GPTConfig, TrainConfig
 
 SHAPE = asdict(GPTConfig(1, 2, 32, 16, 256, dropout=0.0))
 TEXT = "In the beginning was the word, and the word was short.\n" * 40

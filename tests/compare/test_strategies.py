@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from fastpar.compare import strategies
 from fastpar.compare.strategies import STRATEGIES, Settings, build, decay_groups
-from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 TINY = GPTConfig(2, 2, 32, 16, 200, dropout=0.0)

@@ -21,7 +21,6 @@ import torch
 from cells import covering, slow
 
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig
 from fastpar.kernels import make_key
 from fastpar.kernels import make_key as make_key_of
 from fastpar.models.gpt import GPT
@@ -30,6 +29,7 @@ from fastpar.optim.schedule import cosine_lr, param_groups
 from fastpar.parallel import copies
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 STEPS, T, SEED = 10, 12, 5

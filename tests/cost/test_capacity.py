@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fastpar import Mesh, engine_of, parallelize
-from fastpar.config.config import PRESETS, VOCAB_MULTIPLE, GPTConfig, TrainConfig
 from fastpar.cost.capacity import (
     bytes_per_rank,
     check_building,
@@ -17,6 +16,7 @@ from fastpar.cost.capacity import (
 from fastpar.cost.workload import Setup
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import make_optimizer
+from fastpar.settings.config import PRESETS, VOCAB_MULTIPLE, GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
 
 GPT2 = PRESETS["gpt2"]

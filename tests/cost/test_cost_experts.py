@@ -10,7 +10,6 @@ import torch
 
 import fastpar
 from fastpar.cli import main
-from fastpar.config.config import GPTConfig
 from fastpar.cost.devices import Cluster, find_device
 from fastpar.cost.experts import count_experts, predict_experts
 from fastpar.cost.operations import comm_ops_of, ops_of
@@ -19,6 +18,7 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
 from fastpar.plan.experts import expert_layouts
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 SHAPE = GPTConfig(2, 2, 128, 16, 256, dropout=0.0, n_expert=4, top_k=4, expert_hidden=256)

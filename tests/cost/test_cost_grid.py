@@ -8,12 +8,12 @@ from cells import covering
 from lone_rank import LoneMesh, heard
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.config.config import TrainConfig
 from fastpar.cost.memory_model import predict_states
 from fastpar.cost.operations import comm_ops_of
 from fastpar.cost.prediction import predict
 from fastpar.cost.workload import Setup, Workload
 from fastpar.nn.recompute import recompute
+from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks
 
 SHAPE = GPTConfig(2, 4, 64, 32, 200, dropout=0.0)

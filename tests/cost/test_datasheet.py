@@ -2,11 +2,11 @@
 
 import pytest
 
-from fastpar.config.config import GPTConfig
 from fastpar.cost.datasheet import GENERATIONS, LAUNCH_S, DatasheetRates
 from fastpar.cost.devices import DEVICES, Cluster, find_device
 from fastpar.cost.operations import CommOp, Op, comm_ops_of, ops_of
 from fastpar.cost.workload import Setup, Workload
+from fastpar.settings.config import GPTConfig
 
 WORKLOAD = Workload(GPTConfig.preset("gpt2-xl", dropout=0.0), 64)
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.config.config import PRESETS
 from fastpar.cost.host_step import UnitStep, exposed_s, host_bytes, host_step_s, stepped_elements
 from fastpar.cost.memory_model import predict_memory, predict_states
 from fastpar.cost.workload import Setup, Workload
 from fastpar.parallel.debug import Debug
 from fastpar.plan.plan import PlanCommand, flags, make_plan, report
+from fastpar.settings.config import PRESETS
 from fastpar.testing import run_ranks
 
 XL = Workload(PRESETS["gpt2-xl"], 8)

@@ -4,7 +4,6 @@ import pytest
 from memory_cells import measure_all, setup, workload
 
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster, find_device
@@ -18,6 +17,7 @@ from fastpar.cost.operations import comm_ops_of, ops_of
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.short_run import ShortRun
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 

@@ -8,9 +8,9 @@ import pytest
 from memory_cells import SHAPES, measure, measure_alive, measure_all, setup, workload
 
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig
 from fastpar.cost.memory_model import predict_memory, predict_ranks, predict_states
 from fastpar.cost.workload import Setup, Workload
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from lone_rank import LoneRun
 
-from fastpar.config.config import GPTConfig
 from fastpar.cost.devices import Cluster, find_link
 from fastpar.cost.network import WAYS, Group, Network, hierarchy, pairs, place, ring, tree
 from fastpar.cost.operations import comm_ops_of
 from fastpar.cost.workload import Setup, Workload
+from fastpar.settings.config import GPTConfig
 
 MIB = 2**20
 

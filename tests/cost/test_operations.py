@@ -5,13 +5,13 @@ import torch
 from lone_rank import LoneMesh, heard
 
 from fastpar import GPT, AdamW, engine_of, parallelize
-from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.operations import CommOp, Op, comm_ops_of, ops_of
 from fastpar.cost.workload import Setup, Workload, count_parameters
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.models.fp8 import use_fp8
 from fastpar.nn.recompute import recompute
+from fastpar.settings.config import GPTConfig
 
 C, T, LAYERS = 64, 32, 3
 SHAPE = GPTConfig(n_layer=LAYERS, n_head=4, n_embd=C, block_size=T, vocab_size=500, dropout=0.0)

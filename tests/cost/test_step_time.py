@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from fastpar.config.config import GPTConfig
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
 from fastpar.cost.operations import CommOp, comm_ops_of, ops_of
@@ -12,6 +11,7 @@ from fastpar.cost.step_time import cost_per_billion_tokens, makespan_of, predict
 from fastpar.cost.workload import Setup, Workload
 from fastpar.pipeline.schedules import make_schedule
 from fastpar.pipeline.simulator import Costs, simulate
+from fastpar.settings.config import GPTConfig
 
 SHAPE = GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, dropout=0.0)
 

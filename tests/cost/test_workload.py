@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fastpar import GPT
-from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
 from fastpar.cost.workload import Setup, Workload, count_parameters
+from fastpar.settings.config import PRESETS, GPTConfig, TrainConfig
 
 MICRO = GPTConfig.preset("micro", vocab_size=300)
 

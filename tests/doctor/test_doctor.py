@@ -14,13 +14,13 @@ from proofs import GELU, table_with
 from torch._subclasses import FakeTensorMode
 
 import fastpar
-from fastpar.config.config import GPTConfig
 from fastpar.doctor import doctor, proof_cases, report, trial
 from fastpar.doctor import table as table_module
 from fastpar.doctor.report import DoctorCommand
 from fastpar.doctor.table import ProofTable
 from fastpar.kernels import backend, bias_gelu, choice, gelu
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
+from fastpar.settings.config import GPTConfig
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import fastpar
-from fastpar.config.config import GPTConfig
 from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 SIZES = {

@@ -9,10 +9,10 @@ from dense_experts import step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpar
-from fastpar.config.config import GPTConfig
 from fastpar.experts.balance import Losses
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 V, T = 41, 8

@@ -19,9 +19,9 @@ import fastpar
 from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
-from fastpar.config.config import GPTConfig
 from fastpar.files.step_folders import list_checkpoints, step_of
 from fastpar.models.gpt import GPT
+from fastpar.settings.config import GPTConfig
 
 DRIVER = str(Path(__file__).parents[1] / "support" / "fault_driver.py")
 

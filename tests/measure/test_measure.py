@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from fastpar.config.config import GPTConfig
 from fastpar.cost.measured_rates import FOLDER, MeasuredRates, Overhead, find_rates
 from fastpar.cost.operations import comm_ops_of, ops_of
 from fastpar.cost.step_time import predict_step
@@ -21,6 +20,7 @@ from fastpar.measure.measure import (
     spaced,
     waited_for,
 )
+from fastpar.settings.config import GPTConfig
 
 SETUP = Setup(world_size=2, dtype="fp32", master_weights="none", device_type="cpu", transport="shm")
 WORKLOAD = Workload(GPTConfig(2, 2, 32, 16, 128, dropout=0.0), 4)

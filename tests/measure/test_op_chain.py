@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from fastpar.config.config import GPTConfig
 from fastpar.cost.operations import ops_of
 from fastpar.cost.step_memory import alive_bytes
 from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.op_chain import Chain, Clock, fitted
+from fastpar.settings.config import GPTConfig
 
 WORKLOAD = Workload(GPTConfig(2, 4, 32, 16, 200, dropout=0.0), 4)
 

@@ -1,7 +1,7 @@
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig
 from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.short_run import ShortRun, slowest
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 SHAPE = GPTConfig(2, 2, 32, 16, 128, dropout=0.1)

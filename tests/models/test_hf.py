@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 import fastpar.models.hf as hf
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig
 from fastpar.files.tensor_file import TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, load_hf_tensors, save_hf
 from fastpar.models.weights import CONV1D, list_weights
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=67, dropout=0.0)

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 import fastpar
 from fastpar import Mesh, parallelize
-from fastpar.config.config import PRESETS, GPTConfig
 from fastpar.kernels import keep_mask, make_key, quantize_p
 from fastpar.kernels.philox import Rng
 from fastpar.models.gpt import GPT
+from fastpar.settings.config import PRESETS, GPTConfig
 from fastpar.testing import run_ranks
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=80, block_size=37, vocab_size=211, dropout=0.2)

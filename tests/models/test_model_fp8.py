@@ -5,9 +5,9 @@ import torch
 from cells import slow
 
 from fastpar import GPT, AdamW, Mesh, engine_of, parallelize
-from fastpar.config.config import GPTConfig
 from fastpar.kernels import DelayedScales, Fp8
 from fastpar.models.fp8 import use_fp8
+from fastpar.settings.config import GPTConfig
 from fastpar.tensor.functional import column_linear, row_linear
 from fastpar.testing import run_ranks
 

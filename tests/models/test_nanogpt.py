@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from nanogpt_cells import ARGS, weights, write
 
 from fastpar.checkpoint.weight_sources import load_weights
-from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
 from fastpar.models.nanogpt import load_nanogpt
+from fastpar.settings.config import GPTConfig
 
 
 def loss_of(weights, idx, targets, gelu):

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from fastpar.config.config import TrainConfig
-from fastpar.config.options import OptimSettings
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import (
@@ -17,6 +15,8 @@ from fastpar.optim.schedule import (
     scheduled_lr,
     set_lr,
 )
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.options import OptimSettings
 
 
 def test_param_groups_decay_matrices_only_and_tied_ones_once():

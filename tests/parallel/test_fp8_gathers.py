@@ -5,9 +5,9 @@ import torch
 from cells import slow
 
 from fastpar import GPT, AdamW, Mesh, engine_of, parallelize
-from fastpar.config.config import GPTConfig
 from fastpar.kernels.linear_fp8 import WEIGHT, DelayedScales, Fp8
 from fastpar.models.fp8 import use_fp8
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=8, vocab_size=40, dropout=0.0)

@@ -6,10 +6,10 @@ from test_wired_engine import same
 from test_wires_beside import OF, WIRES, parallel, rows, start, steps
 
 import fastpar
-from fastpar.config.config import GPTConfig
 from fastpar.models.fp8 import use_fp8
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.pipeline import pipeline_loss
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

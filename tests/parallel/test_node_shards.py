@@ -10,13 +10,13 @@ from test_wired_engine import SHAPE, distance, same
 
 import fastpar
 from fastpar.comm.torch_collectives import TorchCollectives
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.memory_model import predict_states
 from fastpar.cost.operations import comm_ops_of
 from fastpar.cost.workload import Setup, Workload
 from fastpar.nn.recompute import recompute
 from fastpar.optim.average import AveragedWeights
 from fastpar.parallel.debug import Debug
+from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
 
 SECOND = {"node_size": 2, "secondary_shards": True}

@@ -9,11 +9,11 @@ from cells import slow
 from torch import nn
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
-from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
 from fastpar.optim.adafactor import Adafactor
 from fastpar.parallel import debug
 from fastpar.parallel.debug import Difference, checksum, differences
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.002, "first_bucket_mb": 0.001}

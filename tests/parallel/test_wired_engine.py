@@ -10,8 +10,8 @@ from cells import covering, slow, sweep
 import fastpar
 from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.parallel.checks import WITHOUT_FEEDBACK
+from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:parallelize. wire_gradients=.int4.")

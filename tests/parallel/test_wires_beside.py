@@ -13,9 +13,9 @@ import fastpar
 from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.comm.wires import FORMATS, WireFormat
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.debug import Debug
+from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpar
-from fastpar.config.config import GPTConfig
 from fastpar.patching import fused_modules
 from fastpar.patching.swap import swap_of
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import assert_matches_oracle
 
 # Head dims 40 and 8; odd vocabularies and lengths.

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import fastpar
-from fastpar.config.config import GPTConfig
 from fastpar.kernels import backend
 from fastpar.nn import modules
 from fastpar.patching import fused_modules, recognize
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 MODELS = {"transformers": gpt2, "nanoGPT": Nano}

@@ -12,12 +12,12 @@ from bench.peers.published import predict, published
 from fastpar import GPT, engine_of, parallelize
 from fastpar.cli import main, parse_train
 from fastpar.comm.wires import FORMATS
-from fastpar.config.config import GPTConfig, derive_batch
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup
 from fastpar.plan import plan
 from fastpar.plan.plan import PlanCommand
 from fastpar.plan.wires import candidates, codes_s, sent_bytes, wires_text
+from fastpar.settings.config import GPTConfig, derive_batch
 
 
 def run(capsys, *words):

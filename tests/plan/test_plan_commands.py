@@ -13,12 +13,12 @@ import torch
 from lone_rank import LoneMesh, heard
 
 from fastpar.cli import main, parse_train
-from fastpar.config.axes import parse_grid
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import ByteTokenizer, check_name, name_for
 from fastpar.parallel.parallelize import parallelize
 from fastpar.plan import plan
 from fastpar.plan.plan import command_lines
+from fastpar.settings.axes import parse_grid
 from fastpar.train import start
 from fastpar.train import trainer as train
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from cells import sweep
 
-from fastpar.config.config import GPTConfig
 from fastpar.cost.datasheet import FP8_SPEED, LAUNCH_S, DatasheetRates
 from fastpar.cost.devices import Cluster, find_device
 from fastpar.cost.memory_model import predict_memory
@@ -15,6 +14,7 @@ from fastpar.models.fp8 import use_fp8
 from fastpar.models.gpt import GPT
 from fastpar.plan.fp8 import LEAST_GAIN, fp8_text, pays_from, saved_s
 from fastpar.plan.plan import PlanCommand, make_plan, report
+from fastpar.settings.config import GPTConfig
 
 # The vocabulary is such that the loss is the fullest moment, when all layers keep what they keep.
 SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=256, block_size=64, vocab_size=50000, dropout=0.0)

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from fastpar.cli import main
-from fastpar.config.config import PRESETS
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
 from fastpar.cost.workload import Setup, Workload
 from fastpar.plan.grids import grid_splits, grids_of, grids_text
 from fastpar.plan.search import refused, search
+from fastpar.settings.config import PRESETS
 
 XL = Workload(PRESETS["gpt2-xl"], 256)
 

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 
-from fastpar.config.config import GPTConfig
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
 from fastpar.cost.memory_model import predict_memory
@@ -17,6 +16,7 @@ from fastpar.plan import pipelines
 from fastpar.plan.estimate import divisors
 from fastpar.plan.pipelines import SCHEDULES, least_bubble_s, pipeline_splits, search_pipelines
 from fastpar.plan.plan import PlanCommand, make_plan, refused, report
+from fastpar.settings.config import GPTConfig
 
 INF = float("inf")
 MODES = ("none", "full")

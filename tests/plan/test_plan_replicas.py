@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from cells import sweep
 
-from fastpar.config.model import GPTConfig
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
 from fastpar.cost.workload import Setup, Workload
 from fastpar.plan.replicas import apart, replicas_of, replicas_text
+from fastpar.settings.model import GPTConfig
 
 SHAPE = GPTConfig.preset("gpt2")
 

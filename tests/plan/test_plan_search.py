@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from fastpar.config.config import PRESETS, GPTConfig, derive_batch
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.workload import Setup, Workload
 from fastpar.plan.search import (
@@ -19,6 +18,7 @@ from fastpar.plan.search import (
     splits,
     why_not,
 )
+from fastpar.settings.config import PRESETS, GPTConfig, derive_batch
 
 GPT2 = Workload(PRESETS["gpt2"], 64)
 

@@ -10,10 +10,10 @@ import torch
 
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import COMPUTE, GATHER, REDUCE, TP, WAIT, Span, window
-from fastpar.config.config import TrainConfig
 from fastpar.profile import step_profile
 from fastpar.profile.step_profile import Marks, layer_bytes, marked
 from fastpar.profile.trace import BACKWARD, FORWARD, INPUT, OPTIMIZER, PHASES, TraceTimes
+from fastpar.settings.config import TrainConfig
 from fastpar.train import trainer as trainer_module
 from fastpar.train.trainer import Trainer
 

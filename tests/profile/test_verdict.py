@@ -6,7 +6,6 @@ from dataclasses import fields
 import pytest
 
 from fastpar.comm.recorder import COMPUTE, CONTROL, GATHER, HOST, PP, REDUCE, TP
-from fastpar.config.config import GPTConfig
 from fastpar.cost.operations import Op
 from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.ceilings import Ceilings
@@ -21,6 +20,7 @@ from fastpar.profile.verdict import (
     verdict,
     work_of,
 )
+from fastpar.settings.config import GPTConfig
 
 CEILINGS = Ceilings(10.0, 0.1, "fp32 1536^3")
 # 100 ms: products at 80 % of 0.1 TFLOP/s, the rest at half of the copy.

@@ -15,11 +15,11 @@ import torch
 from dense_experts import step
 
 import fastpar
-from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.pipeline import pipeline_step
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 STEPS, MICRO, ROWS, T, V = 3, 4, 2, 8, 41  # MICRO micro-batches a step, over all ranks

@@ -9,12 +9,12 @@ from alive import Alive
 from lone_rank import LoneMesh, heard
 
 from fastpar.comm.mesh import Mesh
-from fastpar.config.axes import parse_grid
-from fastpar.config.config import GPTConfig
 from fastpar.cost.step_memory import StepMemory, alive_bytes, held_bytes
 from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import release_workspaces, workspace_bytes
 from fastpar.measure.short_run import ShortRun
+from fastpar.settings.axes import parse_grid
+from fastpar.settings.config import GPTConfig
 from fastpar.train import start
 
 SHAPES = {

@@ -35,7 +35,6 @@ from packed_rows import positions_of
 from torch import Tensor, nn
 
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig
 from fastpar.kernels import Rng, dropout, make_key
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
@@ -44,6 +43,7 @@ from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import param_groups
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.config import GPTConfig
 from fastpar.sharding.placements import Partial, Shard, State
 from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
 from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear_cross_entropy

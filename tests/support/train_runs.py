@@ -8,9 +8,9 @@ import saved
 
 from fastpar.checkpoint.checkpoint import verify_checkpoint
 from fastpar.comm.mesh import Mesh
-from fastpar.config.axes import axes_of
-from fastpar.config.config import TrainConfig
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
+from fastpar.settings.axes import axes_of
+from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import Trainer, train

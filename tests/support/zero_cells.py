@@ -27,7 +27,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig
 from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
@@ -35,6 +34,7 @@ from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import param_groups
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 STEPS, T, V, C = 6, 6, 37, 16

@@ -210,12 +210,12 @@ def keys() -> dict[str, Any]:
 
 
 def predictions() -> dict[str, Any]:
-    from fastpar.config.config import GPTConfig
     from fastpar.cost.datasheet import DatasheetRates
     from fastpar.cost.devices import Cluster
     from fastpar.cost.memory_model import predict_memory
     from fastpar.cost.step_time import predict_step
     from fastpar.cost.workload import Setup, Workload
+    from fastpar.settings.config import GPTConfig
 
     draw = random.Random(20261126)
     known = {field.name for field in fields(Setup)}

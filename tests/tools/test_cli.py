@@ -20,9 +20,9 @@ from fastpar import cli
 from fastpar._version import __version__
 from fastpar.cli import main, parse_train
 from fastpar.comm.watchdog import activity, in_step
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
+from fastpar.settings.config import GPTConfig, TrainConfig
 
 TINY = {
     "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n-layer": 1, "n-embd": 16,

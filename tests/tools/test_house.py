@@ -18,7 +18,7 @@ TOP_LEVEL = {
 }  # fmt: skip
 # The rooms of fastpar/ from the bottom up: a file imports from its own room and those before it.
 ROOMS = [
-    "config", "files", "doctor", "comm", "sharding", "pipeline", "tensor", "context", "experts",
+    "settings", "files", "doctor", "comm", "sharding", "pipeline", "tensor", "context", "experts",
     "nn", "patching", "parallel", "optim", "outer", "models", "checkpoint", "data", "cost", "train",
     "measure", "plan", "compare", "profile",
 ]  # fmt: skip

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import fastpar
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.kernels import attention, backend, embedding
 from fastpar.kernels.attention import TRITON_HEAD_DIM
 from fastpar.kernels.philox import quantize_p
+from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,8 @@ from bench.records import load
 from bench.report import tables
 from bench.systems import bench_overlap, bench_train, bench_zero, matrix, red_rows, worker
 from bench.systems.links import RankError
-from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
+from fastpar.settings.config import GPTConfig
 
 TINY = GPTConfig(2, 2, 32, 16, 200, dropout=0.0)
 SYSTEMS = ("zero", "tp", "pp", "cp", "checkpoint", "train", "offload", "plan", "shm", "first_step")

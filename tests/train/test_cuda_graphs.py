@@ -11,8 +11,8 @@ from train_runs import TINY, curve, make_text
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.cli import parse_train
-from fastpar.config.config import TrainConfig
 from fastpar.kernels import make_key
+from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train import cuda_graphs
 from fastpar.train.cuda_graphs import MicroBatchGraphs, StepGraph, why_micro_batches

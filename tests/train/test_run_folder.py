@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from train_runs import run
 
-from fastpar.config.config import GPTConfig, TrainConfig
-from fastpar.config.options import SampleSettings
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
 from fastpar.models.gpt import GPT
+from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.options import SampleSettings
 from fastpar.train import run_folder
 from fastpar.train.run_folder import FILES, RunFolder, check_out, example_prompt, newest_run
 from fastpar.train.sample import sample

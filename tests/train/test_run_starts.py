@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from test_cli import TRAIN, fastpar, here  # noqa: F401
 
-from fastpar.config.config import TrainConfig
 from fastpar.data.tokenizer import ByteTokenizer
+from fastpar.settings.config import TrainConfig
 from fastpar.train.metrics import read_metrics
 from fastpar.train.run_folder import check_out
 from fastpar.train.run_lock import check_free, hold, release

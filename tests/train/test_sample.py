@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig
-from fastpar.config.options import SampleSettings
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer
 from fastpar.models.gpt import GPT
 from fastpar.models.reads import nothing_read
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.config import GPTConfig
+from fastpar.settings.options import SampleSettings
 from fastpar.testing import run_ranks
 from fastpar.train.sample import SEPARATOR, _draw, generate, sample, stream_text
 

@@ -12,10 +12,10 @@ from nanogpt_cells import weights, write
 
 from fastpar.checkpoint import checkpoint
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.data.tokenizer import GPT2_VOCABULARY, ByteTokenizer
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
+from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train.start import digest, find_checkpoint, load_model_and_data
 
@@ -141,7 +141,7 @@ def test_all_ranks_learn_which_checkpoint_is_the_newest_whole_one(tmp_path, monk
 
 LOADED = """
 import sys
-from fastpar.config.config import TrainConfig
+from fastpar.settings.config import TrainConfig
 from fastpar.train.trainer import train
 
 def one_step(trainer):

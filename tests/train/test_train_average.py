@@ -7,8 +7,8 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 from fastpar.checkpoint.export import export_weights
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.cli import main
-from fastpar.config.config import TrainConfig
 from fastpar.files.step_folders import checkpoint_folder
+from fastpar.settings.config import TrainConfig
 from fastpar.train.metrics import read_metrics
 
 RUN = {**TINY, "n_layer": 3, "micro_batch_size": 2, "max_steps": 4, "eval_every": 4}

@@ -10,11 +10,11 @@ from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after, losses
 
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.cli import main
-from fastpar.config.config import GPTConfig
 from fastpar.files.step_folders import checkpoint_folder
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
 from fastpar.models.upcycle import upcycled
+from fastpar.settings.config import GPTConfig
 from fastpar.train.metrics import read_metrics
 
 FEW = {

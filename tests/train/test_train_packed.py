@@ -6,8 +6,8 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar import AdamW, parallelize, pipeline_step
 from fastpar.comm.mesh import Mesh
-from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 RUN = {**TINY, "data": "texts", "pack": "documents", "micro_batch_size": 2, "max_steps": 4}

@@ -8,8 +8,8 @@ import torch
 from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after, losses
 
 from fastpar.checkpoint.weight_sources import load_weights
-from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.buckets import stages_of
+from fastpar.settings.config import GPTConfig, TrainConfig
 
 RUN = {**TINY, "n_layer": 3, "grad_accum_steps": 4, "max_steps": 4, "eval_every": 2}
 RUN |= {"save_every": 2, "deterministic": True}

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastpar.config.options import ParallelSettings
+from fastpar.settings.options import ParallelSettings
 
 # See mesh.py, [Note: order of the axes].
 AXES = ("pp", "replicas", "dp", "cp", "ep", "depth", "rows", "tp")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
-from fastpar.config.combinations import (
+from fastpar.settings.combinations import (
     check_axes,
     check_fp8,
     check_fp8_widths,
@@ -22,11 +22,11 @@ from fastpar.config.combinations import (
     check_packing,
     check_wires,
 )
-from fastpar.config.model import PRESETS as PRESETS
-from fastpar.config.model import VOCAB_MULTIPLE as VOCAB_MULTIPLE
-from fastpar.config.model import GPTConfig as GPTConfig
-from fastpar.config.options import DataSettings, OptimSettings, ParallelSettings, TrainFlags
-from fastpar.config.settings import check_at_least, describe, fits, option, parse_seconds
+from fastpar.settings.files import check_at_least, describe, fits, option, parse_seconds
+from fastpar.settings.model import PRESETS as PRESETS
+from fastpar.settings.model import VOCAB_MULTIPLE as VOCAB_MULTIPLE
+from fastpar.settings.model import GPTConfig as GPTConfig
+from fastpar.settings.options import DataSettings, OptimSettings, ParallelSettings, TrainFlags
 
 
 @dataclass(frozen=True)

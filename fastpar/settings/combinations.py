@@ -7,16 +7,16 @@ from collections.abc import Container, Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from fastpar.config.axes import parse_grid, sizes_of_grid
-from fastpar.config.model import GPTConfig
-from fastpar.config.options import (
+from fastpar.settings.axes import parse_grid, sizes_of_grid
+from fastpar.settings.files import option
+from fastpar.settings.model import GPTConfig
+from fastpar.settings.options import (
     DataSettings,
     ModelSettings,
     OptimSettings,
     ParallelSettings,
     SystemSettings,
 )
-from fastpar.config.settings import option
 
 
 class _Above(NamedTuple):

@@ -5,9 +5,9 @@ from typing import get_type_hints
 
 import pytest
 
-from fastpar.config.config import PRESETS, GPTConfig, TrainConfig, derive_batch
-from fastpar.config.options import DataSettings
-from fastpar.config.settings import option
+from fastpar.settings.config import PRESETS, GPTConfig, TrainConfig, derive_batch
+from fastpar.settings.files import option
+from fastpar.settings.options import DataSettings
 
 NAN = float("nan")
 GRAPHS = {"cuda_graphs": True, "device": "cuda"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fastpar.config.config import TrainConfig
-from fastpar.config.settings import parse_seconds, read_settings
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.files import parse_seconds, read_settings
 
 
 def test_times():

@@ -5,8 +5,8 @@ import re
 from dataclasses import fields
 from typing import get_type_hints
 
-from fastpar.config.config import TrainConfig
-from fastpar.config.options import FaultSettings, TrainFlags
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.options import FaultSettings, TrainFlags
 
 
 def test_every_setting_has_a_default_and_help():
