@@ -24,7 +24,7 @@ _PUBLIC = {
     "checkpoint.restore": ("load_checkpoint",),
     "checkpoint.saver": ("Saver",),
     "comm.mesh": ("Mesh",),
-    "config.config": ("GPTConfig",),
+    "settings.config": ("GPTConfig",),
     "models.gpt": ("GPT",),
     "nn.modules": (
         *("GELU", "MLP", "CausalSelfAttention", "Embedding", "LayerNorm"),
