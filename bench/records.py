@@ -21,9 +21,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from fastpar.comm.host import available_cores
 from fastpar.doctor.table import cpu_name
 from fastpar.measure.machine import version_of, without_paths
-from fastpar.train.launch import available_cores
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
+from fastpar.comm.host import available_cores, threads_per_rank
 from fastpar.files.packages import import_package
+from fastpar.files.runs import RUNS, find_run, is_restart, newest_run, run_id
 from fastpar.settings.axes import ranks_of_batch, ranks_of_samples
 from fastpar.settings.combinations import check_synchronous, without_idle
 from fastpar.settings.config import TrainConfig, derive_batch, setting_name
 from fastpar.settings.files import WRONG_PATH, option, read_settings
 from fastpar.settings.options import USUAL, SampleSettings, TrainFlags, for_tyro
 from fastpar.train import launch
-from fastpar.train.run_lock import RUNS, find_run, is_restart, run_id
 
 _NOBODY_READS = 128 + 13  # as if by SIGPIPE
 _WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages
@@ -434,7 +435,6 @@ def _weights(name: str, given: str | None) -> Path:
     from fastpar.checkpoint.checkpoint import newest_checkpoint
     from fastpar.checkpoint.report import find_folders
     from fastpar.files.step_folders import list_checkpoints
-    from fastpar.train.run_folder import newest_run
 
     run = given or newest_run()
     if run is None:
@@ -467,7 +467,7 @@ def _sample(arguments: list[str]) -> int:
     from fastpar.checkpoint.weight_sources import load_weights
     from fastpar.train.sample import find_tokenizer, sample, typed_prompts
 
-    torch.set_num_threads(launch.threads_per_rank(None, 1))
+    torch.set_num_threads(threads_per_rank(None, 1))
     device = command.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -552,7 +552,7 @@ def _info(arguments: list[str]) -> int:
     from fastpar.kernels import attention_peers
     from fastpar.kernels.backend import describe
 
-    print(f"fastpar   {__version__}, {launch.available_cores()} cores, {platform.platform()}")
+    print(f"fastpar   {__version__}, {available_cores()} cores, {platform.platform()}")
     print(describe())
     print("\n".join([*attention_peers.table(), *known_choices()]))
     return 0

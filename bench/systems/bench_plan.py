@@ -18,6 +18,7 @@ import torch
 
 from bench.harness import Bench
 from bench.records import Row
+from fastpar.comm.host import threads_per_rank
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.cost.step_time import predict_step
@@ -28,7 +29,6 @@ from fastpar.measure.measure import Cell, measure_cells
 from fastpar.measure.rank_pool import Rank, RankPool
 from fastpar.measure.short_run import ShortRun, slowest
 from fastpar.settings.config import PRESETS, GPTConfig
-from fastpar.train.launch import threads_per_rank
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 500}
 WARM_UP, FEWEST, MOST, TURNS = 2, 4, 20, 3  # steps, and turns of a layout

@@ -1,4 +1,4 @@
-"""The host of a rank: the cores that its own thread steps with, and the memory that is free.
+"""The host of a rank: its cores, and memory that is taken and that is free.
 
 [Note: cores of a rank] Cores are put in the order of their NUMA nodes and shared out in equal parts
 among the ranks of the machine, in the order of these: on servers with as many GPUs at each socket
@@ -7,11 +7,12 @@ that is a part of the GPU's own socket. One core of the part is left to the rank
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import torch
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -19,6 +20,22 @@ _NODES = Path("/sys/devices/system/node")
 def local_ranks(world_size: int) -> int:
     """Ranks of this machine."""
     return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def available_cores() -> int:
+    """Cores that this process may use: affinity and the container's quota."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2; "max"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def threads_per_rank(asked: int | None, ranks_here: int) -> int:
+    """CPU threads of a rank: what was asked for, or this machine's cores shared by its ranks."""
+    return asked or max(1, available_cores() // ranks_here)
 
 
 def nodes_of_cores() -> dict[int, int]:
@@ -48,6 +65,8 @@ class HostCores:
 
     def take(self) -> None:
         """The calling thread, and those that its kernels start, run there from now on."""
+        import torch
+
         if not self._mine:
             rank, ranks = (
                 int(os.environ.get(f"LOCAL_{name}", default))
@@ -59,11 +78,28 @@ class HostCores:
 
     def describe(self) -> str:
         """How many, and where."""
+        import torch
+
         nodes = nodes_of_cores()
         mine = self._mine or os.sched_getaffinity(0)
         names = sorted({nodes[core] for core in mine if core in nodes})
         where = f" on NUMA node {', '.join(map(str, names))}" if names else ""
         return f"{len(self._mine) or torch.get_num_threads()} threads{where}"
+
+
+def memory_mb() -> tuple[float, float]:
+    """Resident memory of this process in MB: (now, highest so far)."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not getrusage: its peak starts from the parent's at the time of fork.
+        found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status.read_text(), re.M))
+        if len(found) == 2:
+            return int(found["VmRSS"]) * 1024 / 1e6, int(found["VmHWM"]) * 1024 / 1e6
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_mb = peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+    return peak_mb, peak_mb
 
 
 def free_memory() -> int:

@@ -14,10 +14,9 @@ from fastpar.compare.report import TABLE, markdown, summary
 from fastpar.compare.results import RESULTS, Comparison, Run
 from fastpar.compare.schedule import CompareCommand, Schedule, check
 from fastpar.compare.worker import measure
+from fastpar.files.progress import Progress
+from fastpar.files.runs import RUNS, make_next_free
 from fastpar.measure.rank_pool import RankFailed
-from fastpar.train.metrics import Progress
-from fastpar.train.run_folder import make_next_free
-from fastpar.train.run_lock import RUNS
 
 
 def compare(command: CompareCommand) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from fastpar.compare.results import Comparison, Run, allowed
 from fastpar.compare.strategies import SINGLE, STRATEGIES
 from fastpar.files.packages import import_package
-from fastpar.train.metrics import smoothed
+from fastpar.files.progress import smoothed
 
 _COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8B4513"),

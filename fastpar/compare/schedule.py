@@ -14,18 +14,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from fastpar.comm.host import threads_per_rank
 from fastpar.compare.results import Comparison, Run
 from fastpar.compare.strategies import SINGLE, STRATEGIES
 from fastpar.compare.worker import Spec
 from fastpar.cost.workload import count_parameters
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
+from fastpar.files.progress import duration
 from fastpar.measure.machine import about_machine
 from fastpar.settings.combinations import check_synchronous
 from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
 from fastpar.settings.files import check_at_least, option
 from fastpar.settings.options import DataSettings, ModelSize, TextSettings
-from fastpar.train.launch import threads_per_rank
-from fastpar.train.metrics import duration
 
 DEFAULT = (  # side by side what does the same: torch's, then fastpar's
     *(SINGLE, "ddp", "dp", "zero1", "fsdp2-no-reshard", "zero2", "fsdp2", "zero3"),

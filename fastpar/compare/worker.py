@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastpar.comm.host import memory_mb
 from fastpar.comm.recorder import WireMeter
 from fastpar.compare.results import Run
 from fastpar.compare.strategies import (
@@ -38,7 +39,6 @@ from fastpar.measure.rank_pool import RankPool
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import cosine_lr
 from fastpar.settings.config import GPTConfig
-from fastpar.train.metrics import memory_mb
 
 SILENCE_S = 300.0  # without a step: then a run is stopped
 EPS = 1e-8  # as `fastpar train` has it

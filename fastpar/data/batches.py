@@ -171,6 +171,11 @@ def eval_batches(
     )
 
 
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without waiting for the device: a copy from pageable memory would."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
 def _check_length(function: str, tokens: Tokens, block_size: int, what: str) -> None:
     if block_size < 1:
         raise ValueError(

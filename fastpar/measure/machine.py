@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fastpar._version import __version__
+from fastpar.comm.host import available_cores
 from fastpar.doctor.table import cpu_name
-from fastpar.train.launch import available_cores
 
 _REASON_LENGTH = 300  # characters of an error
 

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm.collectives import Collectives
+from fastpar.comm.host import available_cores, threads_per_rank
 from fastpar.comm.transport import make_collectives
 from fastpar.cost.measured_rates import (
     MeasuredRates,
@@ -57,7 +58,6 @@ from fastpar.measure.rank_pool import Rank, RankPool
 from fastpar.measure.short_run import ShortRun, slowest
 from fastpar.optim.adamw import AdamW
 from fastpar.settings.config import GPTConfig
-from fastpar.train.launch import available_cores, threads_per_rank
 
 SECONDS, QUICK_SECONDS = 30.0, 6.0
 LEAST_ROUNDS = 3

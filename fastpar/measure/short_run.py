@@ -15,12 +15,11 @@ import torch
 from fastpar.comm.mesh import Mesh
 from fastpar.cost.buckets import DTYPES
 from fastpar.cost.workload import Setup, Workload
-from fastpar.data.batches import sample_batch
+from fastpar.data.batches import sample_batch, to_device
 from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.pipeline import pipeline_step
-from fastpar.train.journal import to_device
 from fastpar.train.start import set_up
 
 SEED = 1

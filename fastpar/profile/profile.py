@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from fastpar.comm.mesh import gather_objects, ranks_along
 from fastpar.comm.recorder import COMPUTE, GATHER, HOST, PP, REDUCE, TP, WAIT, Span, busy_ms, window
+from fastpar.files.runs import RUNS
 from fastpar.profile.step_profile import WARM_UP, measure, title_of
 from fastpar.profile.timeline_picture import draw
 from fastpar.profile.verdict import Measured, percent
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import check_at_least
 from fastpar.train.launch import is_rank, launch
-from fastpar.train.run_lock import RUNS
 from fastpar.train.trainer import Trainer, train
 
 _SHOWN_RANKS = 4

@@ -31,6 +31,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fastpar._version import __version__
+from fastpar.comm.host import available_cores
 from fastpar.comm.recorder import (
     COMPUTE,
     CONTROL,
@@ -66,7 +67,6 @@ from fastpar.profile.trace import (
 )
 from fastpar.profile.verdict import Measured, Phase, Situation, fitted, work_of
 from fastpar.train import trainer as trainer_module
-from fastpar.train.launch import available_cores
 from fastpar.train.trainer import Trainer
 
 WARM_UP = 2  # steps

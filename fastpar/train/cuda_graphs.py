@@ -43,12 +43,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.data.batches import to_device
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.base import EngineOptimizer, Row
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.units import Hook
 from fastpar.train.capture_check import CaptureCheck
-from fastpar.train.journal import to_device
 
 _MOST_SHAPES = 4
 _CHECKED = 3  # the step that runs under the capture check

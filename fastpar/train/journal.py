@@ -24,14 +24,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.data.batches import TextData
+from fastpar.files.progress import Progress
 from fastpar.models.gpt import GPT
 from fastpar.parallel.control import gather_numbers
 from fastpar.parallel.engine import Engine
 from fastpar.settings.config import GPTConfig, TrainConfig
-from fastpar.train.metrics import Progress, memory_mb, mfu
+from fastpar.train.metrics import mfu
 from fastpar.train.run_folder import RunFolder
 
 T = TypeVar("T")
@@ -263,11 +265,6 @@ def _costs(engine: Engine) -> dict[str, float | None]:
     names += ["offload_ms"] * (engine.shards.offload is not None)
     costs = {name: None if report is None else getattr(report, name) for name in names}
     return {**costs, "wire_mb": None if report is None else report.wire_bytes / 1e6}
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for the device: a copy from pageable memory would."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -37,8 +37,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fastpar.comm.host import threads_per_rank
 from fastpar.files.packages import call_command
-from fastpar.train.run_lock import RUNS, find_run
+from fastpar.files.runs import RUNS, find_run
 
 GRACE_S = 5.0
 REPEAT_S = 1.0
@@ -56,22 +57,6 @@ _LOST_PEER_TEXTS = (
     *("got the end of rank", "that closed its group", "that gave up waiting for rank"),
     "; its own message says why",
 )
-
-
-def available_cores() -> int:
-    """Cores that this process may use: affinity and the container's quota."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    with contextlib.suppress(OSError, ValueError):  # no cgroup v2; "max"
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
-
-
-def threads_per_rank(asked: int | None, ranks_here: int) -> int:
-    """CPU threads of a rank: what was asked for, or this machine's cores shared by its ranks."""
-    return asked or max(1, available_cores() // ranks_here)
 
 
 def is_rank() -> bool:

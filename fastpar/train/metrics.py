@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, TensorBoard, W&B, the progress bar, loss.png, memory, MFU."""
+"""What a run tells: metrics.jsonl, TensorBoard, W&B, loss.png, MFU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import importlib.util
 import json
 import math
 import os
-import re
-import sys
-import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
 from fastpar.files.packages import import_package
 from fastpar.files.plain_files import write_text
+from fastpar.files.progress import smoothed
 
 
 def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float | None:
@@ -31,21 +28,6 @@ def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float 
     if device is None or device.kind != "cuda":
         return None
     return tokens_per_s * flops_per_token / device.peak_flops
-
-
-def memory_mb() -> tuple[float, float]:
-    """Resident memory of this process in MB: (now, highest so far)."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Not getrusage: its peak starts from the parent's at the time of fork.
-        found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status.read_text(), re.M))
-        if len(found) == 2:
-            return int(found["VmRSS"]) * 1024 / 1e6, int(found["VmHWM"]) * 1024 / 1e6
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak_mb = peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
-    return peak_mb, peak_mb
 
 
 def check_log(log: str) -> None:
@@ -160,16 +142,6 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def smoothed(values: Iterable[float], weight: float) -> list[float]:
-    """Exponential moving average without the pull towards zero at its start."""
-    average, norm, out = 0.0, 0.0, []
-    for value in values:
-        average = weight * average + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        out.append(average / norm)
-    return out
-
-
 def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> None:
     """Draws training loss (each step faint, smoothed bold) and validation loss against steps.
 
@@ -207,86 +179,3 @@ def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> No
     if train or val:
         axes.legend()
     figure.savefig(str(path))
-
-
-def duration(seconds: float) -> str:
-    """4:05 or 1:02:03."""
-    minutes, s = divmod(round(max(seconds, 0.0)), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
-
-
-def _has_room_for_a_bar() -> bool:
-    """Whether stderr is a terminal that knows its size; tqdm draws nothing on one of 0 rows."""
-    try:
-        return sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno()))
-    except (OSError, ValueError):
-        return False
-
-
-class Progress:
-    """The bar on a terminal; a line every few seconds where there is none; nothing when disabled.
-
-    Args:
-        total: steps in all.
-        initial: steps done before.
-        enabled: on rank 0 alone.
-        bar: None decides by whether stderr is a terminal.
-        interval_s: between two lines, where there is no bar.
-    """
-
-    def __init__(
-        self,
-        total: int,
-        initial: int = 0,
-        *,
-        enabled: bool = True,
-        bar: bool | None = None,
-        interval_s: float = 5.0,
-    ) -> None:
-        self.total, self.enabled, self.interval_s = total, enabled, interval_s
-        self._first_step, self._started = initial, time.monotonic()
-        self._last_line = -math.inf
-        self._bar: Any = None
-        bar = _has_room_for_a_bar() if bar is None else bar
-        if enabled and bar and importlib.util.find_spec("tqdm") is not None:
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=total,
-                initial=initial,
-                unit="step",
-                dynamic_ncols=True,
-                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
-                "[{elapsed}<{remaining}{postfix}]",
-            )
-
-    def update(self, step: int, text: str) -> None:
-        """`step` steps are done; `text` says how it stands: loss, tokens/s."""
-        if not self.enabled:
-            return
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-            return
-        now = time.monotonic()
-        if now - self._last_line < self.interval_s and step != self.total:
-            return
-        self._last_line = now
-        done = step - self._first_step
-        left = (now - self._started) / done * (self.total - step) if done else 0.0
-        print(f"step {step}/{self.total}  {text}  eta {duration(left)}", flush=True)
-
-    def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
-        if not self.enabled:
-            return
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
-        else:
-            print(text, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -4,7 +4,7 @@ config.json      settings (fastpar train --resume reads them), model, and each s
 metrics.jsonl    one object a step or validation        loss.png   drawn from it
 checkpoints/     see checkpoint.py                      latest     link to the newest
 tensorboard/     the same numbers, where tensorboard is installed; wandb/ with --log wandb
-samples.txt      text drawn from the model              run.lock   see run_lock.py
+samples.txt      text drawn from the model              run.lock   see runs.py
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from fastpar._version import __version__
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import IdTokenizer
 from fastpar.files.plain_files import write_text
+from fastpar.files.progress import duration
+from fastpar.files.runs import RUNS, check_free, hold, make_next_free, newest_run
 from fastpar.files.step_folders import LATEST, list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.pipeline.schedules import make_schedule
 from fastpar.pipeline.simulator import Costs, simulate
 from fastpar.settings.axes import parse_grid
 from fastpar.settings.config import GPTConfig, TrainConfig
-from fastpar.train.metrics import MetricsLog, check_log, duration, plot_loss, read_metrics
-from fastpar.train.run_lock import RUNS, check_free, hold
+from fastpar.train.metrics import MetricsLog, check_log, plot_loss, read_metrics
 from fastpar.train.sample import sample
 
 RULE = "=" * 60
@@ -102,12 +103,6 @@ def never_began(run: str | Path) -> bool:
         return ours and not any(row["step"] > 0 for row in read_metrics(run / "metrics.jsonl"))
     except (OSError, ValueError, TypeError, KeyError):  # nothing of ours
         return False
-
-
-def newest_run(runs: str | Path = RUNS) -> Path | None:
-    """The run with the newest metrics, of those in a folder."""
-    found = [(p.stat().st_mtime, p.parent) for p in Path(runs).glob("*/metrics.jsonl")]
-    return max(found)[1] if found else None
 
 
 class RunFolder:
@@ -299,19 +294,6 @@ def example_prompt(data: TextData) -> str:
         if prompt.isprintable() and "\ufffd" not in prompt and any(map(str.isalpha, prompt)):
             return prompt
     return ""
-
-
-def make_next_free(path: Path) -> Path:
-    """Makes the first folder of path, path-2, path-3, ... that is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    candidate, n = path, 1
-    while True:
-        try:
-            candidate.mkdir()  # exclusive: of two runs that start at once, one takes the next
-            return candidate
-        except FileExistsError:
-            n += 1
-            candidate = path.with_name(f"{path.name}-{n}")
 
 
 def _pipeline(facts: dict[str, Any], shape: GPTConfig) -> str:

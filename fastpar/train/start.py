@@ -21,6 +21,7 @@ from fastpar.data.packing import PackedTokens, pack_documents
 from fastpar.data.sources import Tokens
 from fastpar.data.token_cache import say
 from fastpar.data.tokenizer import tokenizer_of_weights
+from fastpar.files.runs import hold
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
 from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
 from fastpar.models.fp8 import use_fp8
@@ -40,7 +41,6 @@ from fastpar.settings.config import (
     check_split,
     check_storage,
 )
-from fastpar.train.run_lock import hold
 
 
 def found_by_main(run: Path, step: int, mesh: Mesh) -> Path | None:

@@ -58,13 +58,15 @@ from fastpar.checkpoint.checkpoint import rng_state, set_rng_state
 from fastpar.checkpoint.manifest import STATE
 from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state
 from fastpar.checkpoint.saver import Result, Saver, try_folder
+from fastpar.comm.host import threads_per_rank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
 from fastpar.cost.buckets import DTYPES
 from fastpar.cost.capacity import check_ranks
-from fastpar.data.batches import eval_batches, sample_batch
+from fastpar.data.batches import eval_batches, sample_batch, to_device
 from fastpar.data.sources import Tokens
 from fastpar.doctor.doctor import prove_before_training
+from fastpar.files.runs import release
 from fastpar.files.step_folders import checkpoint_folder
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.fp8 import numbers_of, report_of, restore_scales, saved_scales
@@ -82,10 +84,9 @@ from fastpar.settings.config import TrainConfig, derive_batch
 from fastpar.settings.files import parse_seconds
 from fastpar.train import replicas
 from fastpar.train.cuda_graphs import StepGraph, captured
-from fastpar.train.journal import Journal, Predictions, Step, to_device, to_host
-from fastpar.train.launch import SIGNALS, catching_save, catching_stop, threads_per_rank
+from fastpar.train.journal import Journal, Predictions, Step, to_host
+from fastpar.train.launch import SIGNALS, catching_save, catching_stop
 from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
-from fastpar.train.run_lock import release
 from fastpar.train.start import (
     check_samples,
     digest,

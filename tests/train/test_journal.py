@@ -9,13 +9,13 @@ import torch
 
 from fastpar import parallelize
 from fastpar.comm.mesh import Mesh
-from fastpar.data.batches import TextData
+from fastpar.data.batches import TextData, to_device
 from fastpar.data.tokenizer import make_tokenizer
 from fastpar.models.gpt import GPT
 from fastpar.parallel.engine import engine_of
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
-from fastpar.train.journal import Journal, Step, to_device, to_host
+from fastpar.train.journal import Journal, Step, to_host
 from fastpar.train.metrics import read_metrics
 
 FACTS = {

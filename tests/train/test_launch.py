@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fastpar.comm.watchdog import HUNG
+from fastpar.files.runs import hold, release
 from fastpar.train import launch
 from fastpar.train.launch import (
     FAILED,
@@ -22,15 +23,12 @@ from fastpar.train.launch import (
     _Rank,
     _report,
     _watch,
-    available_cores,
     catching_save,
     catching_stop,
     is_rank,
     launched_here,
     lost_peer,
-    threads_per_rank,
 )
-from fastpar.train.run_lock import hold, release
 
 
 @pytest.fixture
@@ -56,13 +54,6 @@ def start(tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-def test_threads_share_the_cores():
-    assert 1 <= available_cores() <= os.cpu_count()
-    assert threads_per_rank(3, 100) == 3
-    assert threads_per_rank(None, 1) == available_cores()
-    assert threads_per_rank(None, 10_000) == 1
 
 
 def test_who_is_a_rank(monkeypatch):

@@ -10,11 +10,12 @@ from train_runs import run
 
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
+from fastpar.files.runs import newest_run
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.options import SampleSettings
 from fastpar.train import run_folder
-from fastpar.train.run_folder import FILES, RunFolder, check_out, example_prompt, newest_run
+from fastpar.train.run_folder import FILES, RunFolder, check_out, example_prompt
 from fastpar.train.sample import sample
 
 FACTS = {

@@ -12,10 +12,10 @@ import pytest
 from test_cli import TRAIN, fastpar, here  # noqa: F401
 
 from fastpar.data.tokenizer import ByteTokenizer
+from fastpar.files.runs import check_free, hold, release
 from fastpar.settings.config import TrainConfig
 from fastpar.train.metrics import read_metrics
 from fastpar.train.run_folder import check_out
-from fastpar.train.run_lock import check_free, hold, release
 from fastpar.train.trainer import Trainer
 
 
@@ -87,7 +87,7 @@ def test_a_warm_up_longer_than_the_run_is_refused_at_once(here, capsys):  # noqa
 
 HOLD = """
 import sys
-from fastpar.train.run_lock import hold
+from fastpar.files.runs import hold
 hold("r")
 print("held", flush=True)
 sys.stdin.read()

@@ -1,8 +1,8 @@
-"""Run lock: one process at a time writes a run's folder, and which run a restart belongs to.
+"""The folders of runs: where they are, which one a restart belongs to, and who may write it.
 
-run.lock holds who has the folder, and the kernel's lock on it (flock), which is gone as soon as
-that process is, however it ended: a file without its lock is a run that is over. Readers (sample,
-verify, export) need none.
+One process at a time writes a folder. run.lock holds who has it, and the kernel's lock on it
+(flock), which is gone as soon as that process is, however it ended: a file without its lock is a
+run that is over. Readers (sample, verify, export) need none.
 """
 
 from __future__ import annotations
@@ -21,6 +21,25 @@ LOCK = "run.lock"
 WAIT_S = 5.0  # for a process that is dying, before a restart is refused
 _POLL_S = 0.1
 _held: dict[Path, int] = {}  # folder -> descriptor
+
+
+def newest_run(runs: str | Path = RUNS) -> Path | None:
+    """The run with the newest metrics, of those in a folder."""
+    found = [(p.stat().st_mtime, p.parent) for p in Path(runs).glob("*/metrics.jsonl")]
+    return max(found)[1] if found else None
+
+
+def make_next_free(path: Path) -> Path:
+    """Makes the first folder of path, path-2, path-3, ... that is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    candidate, n = path, 1
+    while True:
+        try:
+            candidate.mkdir()  # exclusive: of two runs that start at once, one takes the next
+            return candidate
+        except FileExistsError:
+            n += 1
+            candidate = path.with_name(f"{path.name}-{n}")
 
 
 def is_restart() -> bool:

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from fastpar.train import run_lock
-from fastpar.train.run_lock import LOCK, find_run, hold, is_restart, release, run_id
+from fastpar.files import runs
+from fastpar.files.runs import LOCK, find_run, hold, is_restart, release, run_id
 
 HOLD = """
 import sys, time
-from fastpar.train.run_lock import hold
+from fastpar.files.runs import hold
 hold({folder!r}, wait_s=0.0)
 print("held", flush=True)
 time.sleep(100)
@@ -111,9 +111,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         def flock(descriptor, how, number=number):
             raise OSError(number, "no locks")
 
-        monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+        monkeypatch.setattr(runs.fcntl, "flock", flock)
         assert not hold(tmp_path)
-        run_lock.check_free(tmp_path)
+        runs.check_free(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -145,7 +145,7 @@ def test_the_name_of_a_run(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     ours = run_id()
     assert f"-{os.getppid()}-" in ours
-    code = "from fastpar.train.run_lock import run_id; print(run_id())"
+    code = "from fastpar.files.runs import run_id; print(run_id())"
     theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert theirs.stdout.strip() not in ("", "none", ours)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
