@@ -516,13 +516,11 @@ _STATUS = "Exit status: 0 all is sound; 1 something is damaged, and named; 2 no 
 
 def _export(arguments: list[str]) -> int:
     command = _parse(ExportCommand, arguments, "export")
-    import torch
-
     from fastpar.checkpoint.export import export_weights
+    from fastpar.files.dtypes import DTYPES
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     source, to = _weights("export", command.folder), Path(command.to)
-    names = export_weights(source, to, dtypes[command.dtype], say=_note, average=command.ema)
+    names = export_weights(source, to, DTYPES.get(command.dtype), say=_note, average=command.ema)
     print(f"{command.to}: {', '.join(names)}")
     return 0
 

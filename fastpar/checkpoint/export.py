@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from fastpar.checkpoint.manifest import CONFIG, GPT_MODEL, STATE, Manifest, TensorEntry, by_key
-from fastpar.checkpoint.tensor_reader import DTYPES as STORED
 from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
 from fastpar.checkpoint.weight_sources import verify_weights
+from fastpar.files.dtypes import HF_NAMES, STORED
 from fastpar.files.plain_files import read_object
 from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.kernels.adamw_storage import master_join
 from fastpar.models.hf import EXPERTS, INDEX_FILE, MASKS, check_dense, index_json, save_hf
 from fastpar.models.nanogpt import load_nanogpt
-from fastpar.models.weights import CONV1D, DTYPES, PREFIX
+from fastpar.models.weights import CONV1D, PREFIX
 
 # What transformers' from_pretrained reads besides weights; all of it is text.
 _TEXTS = (
@@ -105,7 +105,7 @@ def _export_folder(source: Path, to: Path, dtype: torch.dtype | None, average: b
                     file.write(tensor.key, _converted(reader, tensor, states, dtype, average))
     if config and dtype is not None:
         config.pop("dtype", None)  # how newer versions of transformers call it
-        _write(to / CONFIG, {**config, "torch_dtype": DTYPES[dtype]})
+        _write(to / CONFIG, {**config, "torch_dtype": HF_NAMES[dtype]})
     if len(files) > 1:
         nbytes = [math.prod(t.shape) * _target(t, dtype).itemsize for t in manifest.weights]
         weight_map = {t.key: t.file for t in manifest.weights}
@@ -151,7 +151,7 @@ def _converted(
     converted = value.to(target)
     if not bool((converted.isfinite() | ~value.isfinite()).all()):
         raise ValueError(
-            f"fastpar export: expected values that {DTYPES[target]} holds, got "
+            f"fastpar export: expected values that {HF_NAMES[target]} holds, got "
             f"{tensor.key} with {float(value.abs().max()):.4g}; use --dtype bf16 or fp32"
         )
     return converted

@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import (
     JSON_BYTES,
     is_plain_name,
@@ -41,7 +42,6 @@ from fastpar.files.plain_files import (
     shown,
 )
 from fastpar.files.step_folders import is_step_name, step_of
-from fastpar.files.tensor_header import ITEM_BYTES
 from fastpar.sharding.ranges import Run, check_cover, numel_of
 
 FORMAT = "fastpar-checkpoint"
@@ -77,7 +77,7 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         """What the file has of it."""
-        return numel_of(self.runs) * ITEM_BYTES[self.dtype]
+        return numel_of(self.runs) * STORED[self.dtype].itemsize
 
 
 def by_key(entries: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]:

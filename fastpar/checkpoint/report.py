@@ -25,9 +25,10 @@ from fastpar.checkpoint.manifest import (
     by_key,
     read_manifest,
 )
-from fastpar.checkpoint.tensor_reader import DTYPES, TensorReader, list_plain_tensors
+from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
 from fastpar.checkpoint.verify import find_damage
 from fastpar.checkpoint.weight_sources import is_checkpoint
+from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import read_object, reason, shown
 from fastpar.files.step_folders import is_step_name, list_checkpoints
 from fastpar.models.gpt import GPT
@@ -157,7 +158,7 @@ def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
             model, damage = _compare(folder, weights)
             facts.append(model)
     numel = sum(math.prod(t.shape) for t in weights)
-    dtypes = ", ".join(sorted({str(DTYPES[t.dtype]).removeprefix("torch.") for t in weights}))
+    dtypes = ", ".join(sorted({str(STORED[t.dtype]).removeprefix("torch.") for t in weights}))
     facts.append(
         f"weights: {len(weights)} tensors, {numel:,} elements of {dtypes}, {_mb(weights)} in "
         f"{_files(weights)}, whole, by "
@@ -272,7 +273,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _table(reader: TensorReader, tensors: list[tuple[str, list[TensorEntry]]]) -> Iterator[str]:
     rows = [
-        (key, str(list(t[0].shape)), str(DTYPES[t[0].dtype]).removeprefix("torch."))
+        (key, str(list(t[0].shape)), str(STORED[t[0].dtype]).removeprefix("torch."))
         for key, t in tensors
     ]
     a, b, c = (max(map(len, column)) for column in zip(("", "shape", "dtype"), *rows))

@@ -31,9 +31,10 @@ from torch import Tensor, nn
 
 from fastpar.checkpoint.capture import engine_of_model, of_stages, piece_runs
 from fastpar.checkpoint.manifest import STATE, Manifest, TensorEntry, by_key, read_manifest
-from fastpar.checkpoint.tensor_reader import DTYPES, TensorReader
+from fastpar.checkpoint.tensor_reader import TensorReader
 from fastpar.checkpoint.verify import verify_files
 from fastpar.checkpoint.wire_state import COMMON, PREFIX, error_entry, load_wire_state
+from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import read_object, shown
 from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
@@ -293,7 +294,7 @@ class _Plan:
         if not _keeps(p, engine_of_parameter(p)):  # nothing is read
             fp32 = exact and not {"master_weight", "master_remainder"}.isdisjoint(entries)
             return torch.empty(
-                0, dtype=torch.float32 if fp32 else DTYPES[entry.dtype], device="cpu"
+                0, dtype=torch.float32 if fp32 else STORED[entry.dtype], device="cpu"
             )
         local = weight.local(self._reader.whole(entry))
         runs = weight.declared.runs(p) if weight.declared else whole_run(weight.whole.numel())

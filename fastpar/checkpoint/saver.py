@@ -56,6 +56,7 @@ from fastpar.checkpoint.manifest import (
     read_manifest,
 )
 from fastpar.comm.watchdog import on_this_gpu
+from fastpar.files.dtypes import DTYPE_NAMES
 from fastpar.files.plain_files import JSON_BYTES, parse_object
 from fastpar.files.step_folders import (
     checkpoint_folder,
@@ -64,7 +65,7 @@ from fastpar.files.step_folders import (
     put_folder,
     step_of,
 )
-from fastpar.files.tensor_file import DTYPE_NAMES, Spec, TensorFile
+from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import INDEX_FILE, config_json, index_json
 from fastpar.parallel.control import gather_errors, gather_numbers

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from fastpar.checkpoint.manifest import Manifest, TensorEntry
+from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import open_plain, read_into, reason, shown
-from fastpar.files.tensor_file import DTYPE_NAMES
 from fastpar.files.tensor_header import Place, Stored, parse_header, read_header
 from fastpar.models.hf import weight_files
 from fastpar.sharding.ranges import HOLE, Run, cut_runs, intervals, numel_of, overlaps, whole_run
 
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 BLOCK_BYTES = 1 << 20  # of a tensor, hashed at once
 _SPAN_BYTES = 1 << 22  # read at once where elements are picked out of it
 _DIRECT_BYTES = 1 << 16  # a row of elements from which on it is read by itself
@@ -172,7 +171,7 @@ class TensorReader:
             at, holes = 0, any(run.start == HOLE for run in entry.runs)
             with self._named(entry):
                 for block in self._blocks(entry):
-                    chunk = torch.frombuffer(block, dtype=DTYPES[entry.dtype])
+                    chunk = torch.frombuffer(block, dtype=STORED[entry.dtype])
                     runs = cut_runs(entry.runs, at, at + len(chunk)) if holes else []
                     parts = chunk.split([run.numel for run in runs]) if holes else [chunk]
                     for i, part in enumerate(parts):
@@ -201,7 +200,7 @@ class TensorReader:
         if self._scratch.numel() < entry.nbytes:
             self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one first
             self._scratch = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-        out = self._scratch[: entry.nbytes].view(DTYPES[entry.dtype])
+        out = self._scratch[: entry.nbytes].view(STORED[entry.dtype])
         return self.gather([entry], list(entry.runs), out).view(entry.shape)
 
     def gather(
@@ -218,7 +217,7 @@ class TensorReader:
         Raises:
             ValueError: a file cannot be read; names it and the tensor.
         """
-        dtype, numel = DTYPES[found[0].dtype], numel_of(runs)
+        dtype, numel = STORED[found[0].dtype], numel_of(runs)
         mine = intervals(runs)
         if out is None or out.dtype != dtype or out.numel() != numel:
             out = torch.empty(numel, dtype=dtype, device="cpu")

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
+from fastpar.files.dtypes import DTYPES
 from fastpar.pipeline.schedules import stage_of
 from fastpar.pipeline.split import cut
 from fastpar.settings.config import GPTConfig, pp_chunks, pp_split
@@ -22,12 +21,6 @@ from fastpar.settings.options import ParallelSettings
 from fastpar.sharding.layout import ALIGN, Layout, ParamSpec, build_layout, default_bucket_mb
 
 FIRST_BUCKET_MB = 1.0  # parallelize()'s default
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
 ROOT = 0  # the unit of what is in no block
 _PRODUCTS = (2, 4, 8, 10)  # the matrices of a block among its parameters
 

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from fastpar.comm.host import free_memory, local_ranks
-from fastpar.cost.buckets import DTYPES, stages_of
+from fastpar.cost.buckets import stages_of
 from fastpar.cost.memory_model import activations_on_host, format_bytes, predict_states
 from fastpar.cost.workload import Setup, Workload, count_parameters
+from fastpar.files.dtypes import DTYPES
 from fastpar.settings.config import GPTConfig, TrainConfig
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

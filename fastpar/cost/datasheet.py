@@ -26,7 +26,8 @@ from fastpar.cost.devices import Cluster
 from fastpar.cost.matrix_updates import STEPS
 from fastpar.cost.network import Network
 from fastpar.cost.operations import CommOp, Op
-from fastpar.cost.workload import BYTES, Setup, Workload
+from fastpar.cost.workload import Setup, Workload
+from fastpar.files.dtypes import DTYPES
 
 # Output tiles of a multiprocessor, and the part of the best tile's speed that they have.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 64, 0.66))
@@ -80,7 +81,7 @@ class DatasheetRates:
         device = cluster.device
         self.cluster, self.network = cluster, Network(cluster)
         self._kind, self._generation = device.kind, GENERATIONS[device.generation]
-        self._item = BYTES[setup.dtype]
+        self._item = DTYPES[setup.dtype].itemsize
         self._peak = device.peak_flops if self._item == 2 else device.peak_flops_fp32
         self._stream = device.bytes_per_s * self._generation.streamed
         self._known: dict[Any, float] = {}  # a search asks for the same things again and again

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fastpar.comm.wires import CODES, FORMATS
+from fastpar.files.dtypes import DTYPES
 from fastpar.settings.axes import parse_grid
 from fastpar.settings.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_chunks, pp_split
-
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp64": 8}
 
 
 def count_parameters(shape: GPTConfig) -> int:
@@ -173,17 +172,17 @@ class Setup:
     @property
     def weight_bytes(self) -> int:
         """Bytes of an element of the weights, and of activations."""
-        return BYTES[self.dtype]
+        return DTYPES[self.dtype].itemsize
 
     @property
     def grad_bytes(self) -> int:
-        return BYTES[self.grad_dtype]
+        return DTYPES[self.grad_dtype].itemsize
 
     @property
     def wire_bytes(self) -> float:
         """Bytes of an element of a gradient that is sent."""
         form = FORMATS.get(self.wire_gradients)
-        return BYTES[self.reduce_dtype] if form is None else form.bytes_per_element
+        return DTYPES[self.reduce_dtype].itemsize if form is None else form.bytes_per_element
 
     @property
     def gathers_codes(self) -> bool:
@@ -217,7 +216,7 @@ class Setup:
 
         Of muon's matrices 4 less: see predict_states().
         """
-        moments = 2 * BYTES[self.moment_dtype] if self.optimizer != "adafactor" else 0
+        moments = 2 * DTYPES[self.moment_dtype].itemsize if self.optimizer != "adafactor" else 0
         moments += 4 if self.ema else 0
         return moments + {"none": 0, "full": 4, "remainder": 2}[self.master_weights]
 
@@ -231,7 +230,7 @@ class Setup:
         """
         names, grid = {field.name for field in fields(cls)}, parse_grid(config.parallel.tp_grid)
         values = {name: value for name, value in config.settings().items() if name in names}
-        if BYTES[dtype] > 2 or config.optim.stochastic_rounding:
+        if DTYPES[dtype].itemsize > 2 or config.optim.stochastic_rounding:
             values["master_weights"] = "none"
         elif values["master_weights"] == "auto":
             values["master_weights"] = "full"

@@ -13,12 +13,11 @@ import torch
 
 from fastpar.doctor.doctor import adopt, cases_of_model, table_of
 from fastpar.doctor.table import VERSION, row_of
+from fastpar.files.dtypes import DTYPES
 from fastpar.kernels import backend
 from fastpar.kernels.choice import OWN, Case, Proof
 from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
 from fastpar.settings.config import GPTConfig
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)

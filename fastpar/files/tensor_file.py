@@ -18,19 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# safetensors' names, in the order in which it stores tensors: by alignment, then by name.
-DTYPE_NAMES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from fastpar.files.dtypes import DTYPE_NAMES
 
 
 class Spec(NamedTuple):

@@ -6,10 +6,8 @@ import math
 import os
 from typing import NamedTuple
 
+from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import JSON_BYTES, parse_object, read_into, shown
-from fastpar.files.tensor_file import DTYPE_NAMES
-
-ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
 
 class Place(NamedTuple):
@@ -78,12 +76,12 @@ def _stored(key: str, raw: object, first: int) -> Stored:
     if not isinstance(raw, dict) or raw.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {key} without dtype, shape and place")
     dtype, shape, place = raw["dtype"], raw["shape"], raw["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in STORED:
         raise ValueError(f"tensor {key} of an unknown dtype, {shown(dtype)}")
     for numbers in (shape, place):
         if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError(f"tensor {key} with {shown(numbers)}")
-    nbytes = math.prod(shape) * ITEM_BYTES[dtype] if len(shape) <= 16 else -1
+    nbytes = math.prod(shape) * STORED[dtype].itemsize if len(shape) <= 16 else -1
     if len(place) != 2 or place[1] - place[0] != nbytes:
         raise ValueError(f"tensor {key} of {dtype}{shown(shape)} at {shown(place)}")
     return Stored(dtype, tuple(shape), Place(first + place[0], first + place[1]))

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.cost.buckets import DTYPES
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
+from fastpar.files.dtypes import DTYPES
 from fastpar.kernels import (
     Rng,
     attention_qkvpacked,

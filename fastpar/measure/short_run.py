@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from fastpar.comm.mesh import Mesh
-from fastpar.cost.buckets import DTYPES
 from fastpar.cost.workload import Setup, Workload
 from fastpar.data.batches import sample_batch, to_device
+from fastpar.files.dtypes import DTYPES
 from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT
 from fastpar.parallel.engine import engine_of

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.files.dtypes import HF_NAMES
 from fastpar.files.packages import import_package
 from fastpar.files.plain_files import (
     is_plain_name,
@@ -28,7 +29,7 @@ from fastpar.files.plain_files import (
 )
 from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.models.gpt import GPT
-from fastpar.models.weights import DTYPES, PREFIX, WEIGHTS_FILE, cut_into_files, list_weights
+from fastpar.models.weights import PREFIX, WEIGHTS_FILE, cut_into_files, list_weights
 from fastpar.pipeline.stages import Absent
 from fastpar.settings.config import GPTConfig
 
@@ -183,11 +184,11 @@ def build_model(
     """
     weights = (t for name, t in tensors.items() if not name.endswith(MASKS))
     found = {t.dtype for t in weights if not (config.n_expert and t.dtype == torch.int64)}
-    unknown = [d for d in found if d not in DTYPES]
+    unknown = [d for d in found if d not in HF_NAMES]
     if unknown or (dtype is None and len(found) != 1):
         raise ValueError(
-            f"{caller}: expected weights of one dtype of {', '.join(DTYPES.values())}, got dtypes="
-            f"{', '.join(sorted(map(str, found))) or 'none'} in {source}; "
+            f"{caller}: expected weights of one dtype of {', '.join(HF_NAMES.values())}, got "
+            f"dtypes={', '.join(sorted(map(str, found))) or 'none'} in {source}; "
             + ("convert them first" if unknown else "choose one with dtype=")
         )
     if config.n_layer > len(tensors):  # a damaged number, for which no model is built
@@ -278,9 +279,9 @@ def config_json(
         ValueError: parameters of a dtype that transformers would not keep.
     """
     c, dtype = model.config, next(model.parameters()).dtype
-    if dtype not in DTYPES:
+    if dtype not in HF_NAMES:
         raise ValueError(
-            f"{caller}: expected parameters of {', '.join(DTYPES.values())}, got "
+            f"{caller}: expected parameters of {', '.join(HF_NAMES.values())}, got "
             f"dtype={dtype}; convert the model with .float() first"
         )
     experts = {n: getattr(c, n) for n in _EXPERT_FIELDS} if c.n_expert else {}
@@ -303,7 +304,7 @@ def config_json(
         "tie_word_embeddings": True,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
-        "torch_dtype": DTYPES[dtype],
+        "torch_dtype": HF_NAMES[dtype],
     }
 
 

@@ -21,7 +21,6 @@ from fastpar.tensor.declared import Declared
 PREFIX = "transformer."
 WEIGHTS_FILE = "model.safetensors"
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class Weight(NamedTuple):

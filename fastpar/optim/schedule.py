@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpar.files.dtypes import DTYPES
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.muon import Muon, muon_groups
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.options import OptimSettings
 from fastpar.sharding.layout import parameter_names
-
-_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -71,7 +70,7 @@ def make_optimizer(
         master_weights=masters,
         stochastic_rounding=settings.stochastic_rounding,
         seed=seed,
-        moment_dtype=_MOMENTS[settings.moment_dtype],
+        moment_dtype=DTYPES[settings.moment_dtype],
         max_grad_norm=limit,
     )
 

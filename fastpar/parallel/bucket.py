@@ -54,8 +54,6 @@ from fastpar.parallel.stages import (
 )
 from fastpar.sharding.layout import Bucket, Layout, Slot
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
 
 @dataclass(frozen=True)
 class BucketGroups:

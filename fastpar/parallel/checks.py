@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.wires import CODES, OF_GRADIENTS, OF_WEIGHTS, rounded_weights
+from fastpar.files.dtypes import FLOATS
 from fastpar.kernels.linear import depends_on_threads
-from fastpar.parallel.bucket import DTYPES
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.parallel.stages import STAGES, Settings
@@ -106,7 +106,7 @@ def check_arguments(model: nn.Module, dp: int, options: Mapping[str, Any]) -> No
         )
     for name in ("grad_dtype", "reduce_dtype"):
         value = options[name]
-        if value not in (None, *DTYPES):
+        if value not in (None, *FLOATS.values()):
             raise ValueError(
                 f"parallelize: expected a floating-point {name}, got {name}={value}; "
                 "use torch.float32 or None"
@@ -350,7 +350,7 @@ def check_parameters(
             )
         if not p.requires_grad:
             continue
-        if p.dtype not in DTYPES:
+        if p.dtype not in FLOATS.values():
             raise ValueError(
                 f"parallelize: expected fp32, bf16, fp16 or fp64 parameters, got dtype={p.dtype} "
                 f"for '{names[0]}'; convert it, or set requires_grad=False"

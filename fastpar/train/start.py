@@ -14,13 +14,14 @@ from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.comm.bus import bus_of
 from fastpar.comm.mesh import AXES, Mesh
-from fastpar.cost.buckets import DTYPES, stages_of
+from fastpar.cost.buckets import stages_of
 from fastpar.cost.capacity import check_host_activations
 from fastpar.data.batches import TextData, load_data
 from fastpar.data.packing import PackedTokens, pack_documents
 from fastpar.data.sources import Tokens
 from fastpar.data.token_cache import say
 from fastpar.data.tokenizer import tokenizer_of_weights
+from fastpar.files.dtypes import DTYPES
 from fastpar.files.runs import hold
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
 from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY

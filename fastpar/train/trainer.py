@@ -61,11 +61,11 @@ from fastpar.checkpoint.saver import Result, Saver, try_folder
 from fastpar.comm.host import threads_per_rank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
-from fastpar.cost.buckets import DTYPES
 from fastpar.cost.capacity import check_ranks
 from fastpar.data.batches import eval_batches, sample_batch, to_device
 from fastpar.data.sources import Tokens
 from fastpar.doctor.doctor import prove_before_training
+from fastpar.files.dtypes import DTYPES
 from fastpar.files.runs import release
 from fastpar.files.step_folders import checkpoint_folder
 from fastpar.kernels import keep_freed_memory, make_key

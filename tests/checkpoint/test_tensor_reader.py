@@ -15,8 +15,8 @@ from fastpar.checkpoint import tensor_reader
 from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.manifest import FileEntry, Manifest, TensorEntry, by_key, read_manifest
 from fastpar.checkpoint.restore import load_checkpoint
-from fastpar.checkpoint.tensor_reader import DTYPES, TensorReader, list_plain_tensors
-from fastpar.files.tensor_file import DTYPE_NAMES
+from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
+from fastpar.files.dtypes import DTYPE_NAMES, STORED
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
 from fastpar.settings.config import GPTConfig
@@ -71,7 +71,7 @@ def test_every_dtype(tmp_path, chunk_bytes):
     assert {t.key for t in manifest.weights} == tensors.keys()
     with TensorReader(tmp_path, manifest) as reader:
         for entry in manifest.weights:
-            assert DTYPES[entry.dtype] == tensors[entry.key].dtype
+            assert STORED[entry.dtype] == tensors[entry.key].dtype
             assert torch.equal(reader.read([entry]), tensors[entry.key])
 
 

@@ -14,6 +14,7 @@ from fastpar.cost.capacity import (
     what_would_hold,
 )
 from fastpar.cost.workload import Setup
+from fastpar.files.dtypes import DTYPES
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import make_optimizer
 from fastpar.settings.config import PRESETS, VOCAB_MULTIPLE, GPTConfig, TrainConfig
@@ -23,7 +24,6 @@ GPT2 = PRESETS["gpt2"]
 N = count_parameters(GPT2)
 HIDDEN = 12 * GPT2.n_layer * GPT2.n_embd**2  # in matrices of blocks
 MUON = {"optimizer": "muon"}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def setup_of(world_size=1, dtype="fp32", **changes):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fastpar.files import tensor_file
+from fastpar.files.dtypes import DTYPE_NAMES
 from fastpar.files.tensor_file import Spec, TensorFile
 
 
@@ -16,7 +16,7 @@ def some_tensors():
     """Tensors of every dtype, with and without dims and elements, in no order."""
     return {
         f"h.{10 - i}/\u00e9.{len(shape)}.{sum(shape)}": torch.randint(0, 9, shape).to(dtype)
-        for i, dtype in enumerate(tensor_file.DTYPE_NAMES)
+        for i, dtype in enumerate(DTYPE_NAMES)
         for shape in ((3,), (2, 5), (), (0,))
     }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fastpar.files.tensor_file import DTYPE_NAMES
+from fastpar.files.dtypes import DTYPE_NAMES
 from fastpar.files.tensor_header import Place, Stored, parse_header, read_header
 
 
