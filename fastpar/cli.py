@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -314,12 +315,18 @@ def _ranks_to_start(config: TrainConfig) -> int:
 
 def _profile(arguments: list[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's; read when torch is imported
-    from fastpar.profile.profile import parse_profile, run_profile
+    from fastpar.profile.profile import parse_profile, prepare, profile
 
     options, flags = parse_profile(arguments)
     config = parse_train(flags)
-    _ranks_to_start(config)
-    return run_profile(options, config, flags)
+    nproc = _ranks_to_start(config)
+    options, config = prepare(options, config)
+    if not launch.is_rank() and nproc > 1:
+        own = ["--steps", str(options.steps), "--out", str(options.out)]
+        return launch.launch(["profile", *flags, *own], nproc, threads=config.system.threads)
+    from fastpar.train.trainer import train
+
+    return train(config, partial(profile, options=options))
 
 
 def _compare(arguments: list[str]) -> int:

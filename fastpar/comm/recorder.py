@@ -38,6 +38,8 @@ _NAMESPACES = ("c10d", "_c10d_functional")  # of torch's collectives
 COMPUTE, REDUCE, GATHER, TP, WAIT = "compute", "reduce", "gather", "tp", "wait"
 PP = "pp"  # messages between the stages of a pipeline
 CONTROL = "control"  # exchanges of a few numbers
+# Phases of a step, as engine.on_phase names them.
+INPUT, FORWARD, BACKWARD, OPTIMIZER = PHASES = ("input", "forward", "backward", "optimizer")
 HOST = "host"  # of a GPU: what the CPU is at while it enqueues
 LOOK_S = 0.001
 

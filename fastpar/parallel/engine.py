@@ -58,6 +58,7 @@ class Engine:
     """
 
     paused = False  # its hooks do nothing; see train/cuda_graphs.py
+    on_phase: Callable[[str], None] = staticmethod(lambda name: None)  # see comm/recorder.py
     adds = False  # gradients are added to those that are there; see split_backward.py
     recorder: Callable[[Tensor], tuple[Tensor, bool] | None] | None = None  # gives places then
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm.handles import Handle, started
+from fastpar.comm.recorder import BACKWARD, FORWARD
 from fastpar.comm.watchdog import in_place
 from fastpar.parallel.engine import Engine, engine_of
 from fastpar.parallel.split_backward import SplitBackward, adding
@@ -198,6 +199,7 @@ class PipelineStep:
             for p in self._summed_each_time():
                 hooks.callback(p.register_hook(self._joined).remove)
             for op, following in zip(ops, [*ops[1:], None]):
+                self.engine.on_phase(FORWARD if op.kind is Kind.FORWARD else BACKWARD)
                 received = self.receive(op)
                 self._post(following)
                 self.do(op, received, final=op in final)
@@ -209,7 +211,7 @@ class PipelineStep:
         return self.loss
 
     def do(self, op: Op, received: Tensor | None, *, final: bool) -> None:
-        """One operation; `fastpar profile` and a bench measure it from outside."""
+        """One operation."""
         if self.engine.gathers is not None:
             self.engine.gathers.part = op.chunk
         if op.kind in FINISHES:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fastpar.comm.recorder import COMPUTE, CONTROL, GATHER, HOST, PP, REDUCE, TP
+from fastpar.comm.recorder import COMPUTE, CONTROL, GATHER, HOST, INPUT, OPTIMIZER, PP, REDUCE, TP
 from fastpar.kernels.backend import WITH_CPP
-from fastpar.profile.trace import COMMUNICATION, INPUT, OPTIMIZER
+from fastpar.profile.trace import COMMUNICATION
 from fastpar.profile.verdict import Measured, percent
 
 HOST_SHARE = 0.25  # of a step: shares from which a rule speaks

@@ -16,13 +16,11 @@ import torch.distributed as dist
 from fastpar.comm.mesh import gather_objects, ranks_along
 from fastpar.comm.recorder import COMPUTE, GATHER, HOST, PP, REDUCE, TP, WAIT, Span, busy_ms, window
 from fastpar.files.runs import RUNS
-from fastpar.profile.step_profile import WARM_UP, measure, title_of
+from fastpar.profile.step_profile import WARM_UP, Trained, measure, title_of
 from fastpar.profile.timeline_picture import draw
 from fastpar.profile.verdict import Measured, percent
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import check_at_least
-from fastpar.train.launch import is_rank, launch
-from fastpar.train.trainer import Trainer, train
 
 _SHOWN_RANKS = 4
 
@@ -61,14 +59,9 @@ def parse_profile(arguments: Sequence[str]) -> tuple[ProfileOptions, list[str]]:
     return ProfileOptions(known.steps, known.out), left
 
 
-def run_profile(options: ProfileOptions, config: TrainConfig, flags: Sequence[str]) -> int:
-    """Profiles a run of these settings; on --nproc ranks where that is asked for.
+def prepare(options: ProfileOptions, config: TrainConfig) -> tuple[ProfileOptions, TrainConfig]:
+    """The folder chosen, by rank 0, and the settings of the run that profile() takes.
 
-    Args:
-        flags: of `fastpar train`, from which config was made: what ranks are started with.
-    Returns:
-        The exit status.
-    Ranks: all, or none, which starts them.
     Raises:
         ValueError: --resume; a folder that is not new; what `fastpar train` refuses.
         ImportError: matplotlib is missing.
@@ -89,14 +82,10 @@ def run_profile(options: ProfileOptions, config: TrainConfig, flags: Sequence[st
                 f"profile: expected a new or empty folder, got out={out}; choose another --out"
             )
         options = replace(options, out=str(out))
-    nproc = config.system.nproc
-    if not is_rank() and nproc > 1:
-        own = ["--steps", str(options.steps), "--out", str(options.out)]
-        return launch(["profile", *flags, *own], nproc, threads=config.system.threads)
     n_steps = WARM_UP + 2 * options.steps + 1
     config = config.replace({"max_steps": max(config.run.max_steps, n_steps), "out": None})
     config = config.replace({"cuda_graphs": False})  # a replay has no phases that a host sees
-    return train(config, lambda trainer: _run(trainer, options))
+    return options, config
 
 
 def _free_folder(runs: Path) -> Path:
@@ -104,8 +93,8 @@ def _free_folder(runs: Path) -> Path:
     return next(p for p in itertools.chain([runs / "profile"], numbered) if not p.exists())
 
 
-def _run(trainer: Trainer, options: ProfileOptions) -> int:
-    """All of it on one rank; rank 0 writes and prints."""
+def profile(trainer: Trained, options: ProfileOptions) -> int:
+    """All of it on one rank; rank 0 writes and prints. Returns the exit status. Ranks: all."""
     mesh, out = trainer.mesh, Path(options.out or RUNS)
     if mesh.is_main:
         out.mkdir(parents=True, exist_ok=True)
@@ -136,7 +125,7 @@ def _run(trainer: Trainer, options: ProfileOptions) -> int:
     return 0
 
 
-def _lanes(trainer: Trainer, n_ranks: int) -> dict[str, int]:
+def _lanes(trainer: Trained, n_ranks: int) -> dict[str, int]:
     """What is drawn: title -> rank. Of pipelines the first one, by stages."""
     stages = trainer.engine.shards.stages
     if stages is None:

@@ -5,10 +5,10 @@ steps run twice: without it for how long phases and waits are, with it for what 
 (verdict.fitted). On a GPU nothing ends when the host is through with it: there the first run gives
 the step and the trace the rest.
 
-[Note: phases from outside] A step is cut where the trainer fetches a batch, calls its model, has
-its loss, and calls its optimizer; the trainer knows nothing of it. Backward ends where the next of
-these begins. The stage of a pipeline is cut where it turns to its next operation: what it waits for
-then is a part of that.
+[Note: phases] A step is cut where engine.on_phase is told of the next phase: the trainer fetches a
+batch, calls its model, has its loss, calls its optimizer. Backward ends where the next of these
+begins. The stage of a pipeline is cut where it turns to its next operation: what it waits for then
+is a part of that.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fastpar._version import __version__
 from fastpar.comm.host import available_cores
+from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import (
     COMPUTE,
     CONTROL,
     GATHER,
     HOST,
+    INPUT,
+    PHASES,
     PP,
     REDUCE,
     TP,
@@ -52,29 +55,35 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.doctor.clocks import synchronize
 from fastpar.kernels import backend
 from fastpar.measure.ceilings import measure_ceilings
-from fastpar.parallel.pipeline import PipelineStep
-from fastpar.pipeline.schedules import Kind, Op
+from fastpar.models.gpt import GPT
+from fastpar.parallel.engine import Engine
 from fastpar.profile.report import Report
-from fastpar.profile.trace import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    OPTIMIZER,
-    PHASES,
-    PREFIX,
-    TraceTimes,
-    times_of,
-)
+from fastpar.profile.trace import PREFIX, TraceTimes, times_of
 from fastpar.profile.verdict import Measured, Phase, Situation, fitted, work_of
-from fastpar.train import trainer as trainer_module
-from fastpar.train.trainer import Trainer
+from fastpar.settings.config import TrainConfig
 
 WARM_UP = 2  # steps
 CONTROL_BYTES = 4096  # exchanges of a few numbers tell of uneven ranks
 _COMPRESSED_FROM = 20 << 20  # bytes of a trace
 
 
-def title_of(trainer: Trainer) -> str:
+class Trained(Protocol):
+    """A run whose steps are profiled: the trainer of `fastpar train`."""
+
+    config: TrainConfig
+    mesh: Mesh
+    model: GPT
+    engine: Engine
+    block_size: int
+    dtype_name: str
+    micro_batch_size: int
+    grad_accum_steps: int
+
+    def train_step(self) -> Any:
+        """One optimizer step; its numbers() wait for the device."""
+
+
+def title_of(trainer: Trained) -> str:
     """One line: model, batch, ranks, device."""
     config, mesh = trainer.config, trainer.mesh
     size = Path(config.shape.init_from or config.shape.model).name
@@ -110,42 +119,8 @@ class Marks(Recorder):
             self._phase.enter_context(self.span(COMPUTE, name))
 
 
-@contextlib.contextmanager
-def marked(trainer: Trainer, marks: Marks) -> Iterator[None]:
-    """While inside, the trainer's steps are cut into phases; see [Note: phases from outside]."""
-    forward, update, fetch = trainer.forward, trainer.optimizer.step, trainer_module.sample_batch
-
-    def marked_fetch(*args: Any, **options: Any) -> Any:
-        marks.phase(INPUT)
-        return fetch(*args, **options)
-
-    def marked_forward(*args: Any, **options: Any) -> Any:
-        marks.phase(FORWARD)
-        loss = forward(*args, **options)
-        marks.phase(BACKWARD)
-        return loss
-
-    def marked_update(*args: Any, **options: Any) -> Any:
-        marks.phase(OPTIMIZER)
-        return update(*args, **options)
-
-    def marked_receive(step: PipelineStep, op: Op) -> Any:
-        marks.phase(FORWARD if op.kind is Kind.FORWARD else BACKWARD)
-        return receive(step, op)
-
-    receive, PipelineStep.receive = PipelineStep.receive, marked_receive  # type: ignore[assignment, method-assign]
-    trainer.forward, trainer.optimizer.step = marked_forward, marked_update  # type: ignore[method-assign]
-    trainer_module.sample_batch = marked_fetch
-    try:
-        yield
-    finally:
-        trainer.forward, trainer.optimizer.step = forward, update  # type: ignore[method-assign]
-        trainer_module.sample_batch = fetch
-        PipelineStep.receive = receive  # type: ignore[method-assign]
-
-
 def measure(
-    trainer: Trainer, steps: int, out: Path | None
+    trainer: Trained, steps: int, out: Path | None
 ) -> tuple[Report, Sequence[Sequence[Span]]]:
     """What this rank found in measured and in profiled steps, and the spans of those to show.
 
@@ -158,16 +133,16 @@ def measure(
     if device == "cuda":
         torch.cuda.empty_cache()
     _watch(trainer, marks)
-    with marked(trainer, marks):
-        _steps(trainer, marks, WARM_UP)
-        marks.on = True
-        step_ms, edges = _steps(trainer, marks, steps)
-        marks.on, spans = False, list(marks.spans)
-        marks.in_trace = True
-        with profile(activities=_activities(device)):  # its own start is slow
-            _steps(trainer, marks, 1)
-        with profile(activities=_activities(device), record_shapes=True) as profiler:
-            profiled_ms, _ = _steps(trainer, marks, steps)
+    trainer.engine.on_phase = marks.phase
+    _steps(trainer, marks, WARM_UP)
+    marks.on = True
+    step_ms, edges = _steps(trainer, marks, steps)
+    marks.on, spans = False, list(marks.spans)
+    marks.in_trace = True
+    with profile(activities=_activities(device)):  # its own start is slow
+        _steps(trainer, marks, 1)
+    with profile(activities=_activities(device), record_shapes=True) as profiler:
+        profiled_ms, _ = _steps(trainer, marks, steps)
     trace = _trace(profiler, out)
     shown = [window(spans, begin, end) for begin, end in pairwise(edges)]
     phases = _fit_to_step(trace, step_ms) if device == "cuda" else _fit_to_spans(trace, shown)
@@ -193,7 +168,7 @@ def measure(
     return report, [trace.spans] if device == "cuda" else shown
 
 
-def _watch(trainer: Trainer, marks: Marks) -> None:
+def _watch(trainer: Trained, marks: Marks) -> None:
     """Note every exchange of the engine and of layers that are split."""
     engine = trainer.engine
     split = {} if engine.declared is None else engine.declared.groups
@@ -212,7 +187,7 @@ def _watch(trainer: Trainer, marks: Marks) -> None:
             marks.watch(group.exact, row)
 
 
-def _steps(trainer: Trainer, marks: Marks, count: int) -> tuple[float, list[float]]:
+def _steps(trainer: Trained, marks: Marks, count: int) -> tuple[float, list[float]]:
     """(ms of a step, begin of each and end of the last) of so many steps as the loop does them."""
     device = trainer.mesh.device.type
     synchronize(device)
@@ -291,7 +266,7 @@ def _waited_ms(step: Sequence[Span], name: str) -> float:
     )
 
 
-def _setup(trainer: Trainer) -> Setup:
+def _setup(trainer: Trained) -> Setup:
     return Setup.of(
         trainer.config,
         dtype=trainer.dtype_name,
@@ -303,7 +278,7 @@ def _setup(trainer: Trainer) -> Setup:
     )
 
 
-def _situation(trainer: Trainer, spans: Sequence[Span], steps: int, trace: TraceTimes) -> Situation:
+def _situation(trainer: Trained, spans: Sequence[Span], steps: int, trace: TraceTimes) -> Situation:
     config, mesh, engine = trainer.config, trainer.mesh, trainer.engine
     waited = dict.fromkeys((REDUCE, GATHER, TP, PP, CONTROL), 0.0)
     on_gpu = mesh.device.type == "cuda"
@@ -344,7 +319,7 @@ def layer_bytes(spans: Sequence[Span]) -> float:
     )
 
 
-def _about(trainer: Trainer) -> dict[str, Any]:
+def _about(trainer: Trained) -> dict[str, Any]:
     settings = {k: v for k, v in trainer.config.settings().items() if k not in ("out", "max_steps")}
     return {
         "run": title_of(trainer),

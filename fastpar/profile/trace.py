@@ -21,9 +21,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastpar.comm.recorder import COMPUTE, GATHER, HOST, PP, REDUCE, WAIT, Span, window
+from fastpar.comm.recorder import (
+    COMPUTE,
+    GATHER,
+    HOST,
+    OPTIMIZER,
+    PHASES,
+    PP,
+    REDUCE,
+    WAIT,
+    Span,
+    window,
+)
 
-INPUT, FORWARD, BACKWARD, OPTIMIZER = PHASES = ("input", "forward", "backward", "optimizer")
 MEMORY, COMMUNICATION = "memory", "communication"
 KINDS = (COMPUTE, MEMORY, COMMUNICATION, HOST)
 PREFIX = "fastpar "  # of our own ranges

@@ -15,10 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fastpar.comm.recorder import BACKWARD, FORWARD, INPUT, OPTIMIZER
 from fastpar.cost.operations import UPDATES, Op
 from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.ceilings import Ceilings
-from fastpar.profile.trace import BACKWARD, COMMUNICATION, FORWARD, INPUT, KINDS, OPTIMIZER
+from fastpar.profile.trace import COMMUNICATION, KINDS
 
 PRODUCTS = ("matmul", "attention", "loss", "orthogonalize")  # of work.Op: limited by arithmetic
 

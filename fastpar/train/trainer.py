@@ -60,6 +60,7 @@ from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, rea
 from fastpar.checkpoint.saver import Result, Saver, try_folder
 from fastpar.comm.host import threads_per_rank
 from fastpar.comm.mesh import Mesh
+from fastpar.comm.recorder import BACKWARD, FORWARD, INPUT, OPTIMIZER
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
 from fastpar.cost.capacity import check_ranks
 from fastpar.data.batches import eval_batches, sample_batch, to_device
@@ -362,6 +363,7 @@ class Trainer:
         whole: list[tuple[torch.Tensor, ...]] = []  # for what takes all at once
         for j in range(self.grad_accum_steps):
             first = self.next_sample + self._number(j) * rows
+            self.engine.on_phase(INPUT)
             x, y, *documents = sample_batch(
                 self.samples,
                 seed=seed,
@@ -391,6 +393,7 @@ class Trainer:
         control: Any = torch.cat((loss.reshape(1), requests))
         if graph is None:
             self.engine.contribute(control)
+            self.engine.on_phase(OPTIMIZER)
             optimizer.step()
             control = self.engine.control.contributed
         if self.average is not None:
@@ -420,7 +423,9 @@ class Trainer:
     ) -> torch.Tensor:
         """Forward and backward; its part of the step's loss. In a CUDA graph scale is a tensor."""
         positions = dict(zip(("positions",), at))
+        self.engine.on_phase(FORWARD)
         part = self.forward(x, y, rng_key=key, **positions) / self.grad_accum_steps
+        self.engine.on_phase(BACKWARD)
         self._target(part, scale).backward()
         return part.detach()
 

@@ -5,10 +5,10 @@ import json
 import pytest
 from test_verdict import PHASES, measured
 
-from fastpar.comm.recorder import COMPUTE
+from fastpar.comm.recorder import BACKWARD, COMPUTE, FORWARD, OPTIMIZER
 from fastpar.cost.operations import Op
 from fastpar.profile.report import Report, rate_of
-from fastpar.profile.trace import BACKWARD, FORWARD, MEMORY, OPTIMIZER, OpTime
+from fastpar.profile.trace import MEMORY, OpTime
 
 WORK = (
     Op("matmul", (6, 5, 7), "forward", 420.0, 1.0, 2),

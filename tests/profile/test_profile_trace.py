@@ -2,14 +2,20 @@
 
 import pytest
 
-from fastpar.comm.recorder import COMPUTE, HOST, REDUCE, WAIT, Span
-from fastpar.profile.trace import (
+from fastpar.comm.recorder import (
     BACKWARD,
-    COMMUNICATION,
+    COMPUTE,
     FORWARD,
+    HOST,
     INPUT,
-    MEMORY,
     OPTIMIZER,
+    REDUCE,
+    WAIT,
+    Span,
+)
+from fastpar.profile.trace import (
+    COMMUNICATION,
+    MEMORY,
     OpTime,
     kind_of,
     product_flops,

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from fastpar.cli import main
-from fastpar.comm.recorder import COMPUTE, GATHER, HOST, PP, WAIT, Span
+from fastpar.comm.recorder import COMPUTE, FORWARD, GATHER, HOST, PHASES, PP, WAIT, Span
 from fastpar.measure.ceilings import Ceilings
 from fastpar.profile import profile as profiling
 from fastpar.profile import step_profile
 from fastpar.profile.profile import ProfileOptions, parse_profile
-from fastpar.profile.trace import FORWARD, PHASES
+from fastpar.train import launch, trainer
 
 TINY = (
     "--data text.txt --tokenizer bytes --model micro --n-layer 2 --n-embd 32 --n-head 2 "
@@ -149,7 +149,7 @@ def test_other_flags_are_trains(here):
 def test_ranks_are_started_with_the_first_free_folder(here, monkeypatch):
     started = []
     monkeypatch.setattr(
-        profiling, "launch", lambda arguments, nproc, threads: started.append(arguments) or 0
+        launch, "launch", lambda arguments, nproc, threads: started.append(arguments) or 0
     )
     for made, out in (("runs", "runs/profile"), ("runs/profile", "runs/profile-2"),
                       ("runs/profile-2", "runs/profile-3")):  # fmt: skip
@@ -162,7 +162,7 @@ def test_ranks_are_started_with_the_first_free_folder(here, monkeypatch):
 def test_profiled_steps_are_no_replays(here, monkeypatch):
     """Which would have no phases."""
     seen = []
-    monkeypatch.setattr(profiling, "train", lambda config, run: seen.append(config) or 0)
+    monkeypatch.setattr(trainer, "train", lambda config, run: seen.append(config) or 0)
     for flags in (["--cuda-graphs"], []):
         assert main(["profile", "--device", "auto", *flags]) == 0
     assert [config.system.cuda_graphs for config in seen] == [False, False]

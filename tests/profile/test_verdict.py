@@ -5,12 +5,24 @@ from dataclasses import fields
 
 import pytest
 
-from fastpar.comm.recorder import COMPUTE, CONTROL, GATHER, HOST, PP, REDUCE, TP
+from fastpar.comm.recorder import (
+    BACKWARD,
+    COMPUTE,
+    CONTROL,
+    FORWARD,
+    GATHER,
+    HOST,
+    INPUT,
+    OPTIMIZER,
+    PP,
+    REDUCE,
+    TP,
+)
 from fastpar.cost.operations import Op
 from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.ceilings import Ceilings
 from fastpar.profile.advice import advise
-from fastpar.profile.trace import BACKWARD, COMMUNICATION, FORWARD, INPUT, MEMORY, OPTIMIZER
+from fastpar.profile.trace import COMMUNICATION, MEMORY
 from fastpar.profile.verdict import (
     Measured,
     Phase,
