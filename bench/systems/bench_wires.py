@@ -30,8 +30,7 @@ from bench.systems import bench_overlap as overlap
 from bench.systems.bench_overlap import ALONE, TIMEOUT_S, Log, settled_bytes
 from bench.systems.links import Link, NoLinkError, RankError, Ranks
 from bench.targets import faster, note
-from fastpar.compare.contender import Contender
-from fastpar.compare.strategies import Settings
+from fastpar.compare.strategies import Contender, Settings
 from fastpar.doctor.clocks import Timing
 from fastpar.models.fp8 import use_fp8
 from fastpar.settings.config import GPTConfig
