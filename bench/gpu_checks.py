@@ -45,7 +45,7 @@ from fastpar.doctor.clocks import clock_for
 from fastpar.doctor.proof_cases import proof_cases
 from fastpar.doctor.report import row as proof_line
 from fastpar.doctor.table import VERSION, environment, row_of
-from fastpar.files.step_folders import list_checkpoints
+from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import attention_peers, backend
 from fastpar.kernels.choice import OWN, Case, trying
 from fastpar.measure.ceilings import Ceilings, measure_ceilings

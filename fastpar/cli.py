@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from fastpar._version import __version__
 from fastpar.comm.host import available_cores, threads_per_rank
 from fastpar.files.packages import import_package
-from fastpar.files.runs import RUNS, find_run, is_restart, newest_run, run_id
+from fastpar.files.runs import RUNS, find_run, is_restart, list_checkpoints, newest_run, run_id
 from fastpar.settings.axes import ranks_of_batch, ranks_of_samples
 from fastpar.settings.combinations import check_synchronous, without_idle
 from fastpar.settings.config import TrainConfig, derive_batch, setting_name
@@ -441,7 +441,6 @@ def _weights(name: str, given: str | None) -> Path:
     """The folder or file that holds the weights asked for."""
     from fastpar.checkpoint.checkpoint import newest_checkpoint
     from fastpar.checkpoint.report import find_folders
-    from fastpar.files.step_folders import list_checkpoints
 
     run = given or newest_run()
     if run is None:

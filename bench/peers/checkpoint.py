@@ -31,7 +31,7 @@ from bench.systems.bench_zero import batch, forget_peak, stock_model
 from bench.systems.worker import resident_bytes
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
-from fastpar.files.step_folders import list_checkpoints
+from fastpar.files.runs import list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig
 

@@ -16,7 +16,7 @@ from torch import nn
 from fastpar.checkpoint.manifest import Manifest, VersionError, read_manifest
 from fastpar.checkpoint.saver import Saver
 from fastpar.checkpoint.verify import verify_files
-from fastpar.files.step_folders import list_checkpoints, step_of
+from fastpar.files.runs import list_checkpoints, step_of
 
 
 def save_checkpoint(

@@ -41,7 +41,7 @@ from fastpar.files.plain_files import (
     reason,
     shown,
 )
-from fastpar.files.step_folders import is_step_name, step_of
+from fastpar.files.runs import is_step_name, step_of
 from fastpar.sharding.ranges import Run, check_cover, numel_of
 
 FORMAT = "fastpar-checkpoint"

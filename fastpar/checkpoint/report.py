@@ -30,7 +30,7 @@ from fastpar.checkpoint.verify import find_damage
 from fastpar.checkpoint.weight_sources import is_checkpoint
 from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import read_object, reason, shown
-from fastpar.files.step_folders import is_step_name, list_checkpoints
+from fastpar.files.runs import is_step_name, list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import INDEX_FILE, differences, read_config, unsupported_field
 from fastpar.models.weights import PREFIX, WEIGHTS_FILE

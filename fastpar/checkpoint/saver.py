@@ -58,7 +58,7 @@ from fastpar.checkpoint.manifest import (
 from fastpar.comm.watchdog import on_this_gpu
 from fastpar.files.dtypes import DTYPE_NAMES
 from fastpar.files.plain_files import JSON_BYTES, parse_object
-from fastpar.files.step_folders import (
+from fastpar.files.runs import (
     checkpoint_folder,
     list_checkpoints,
     point_latest,

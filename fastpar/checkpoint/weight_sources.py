@@ -12,7 +12,7 @@ import torch
 from fastpar.checkpoint.manifest import CONFIG, FORMAT, MANIFEST, Manifest, read_manifest
 from fastpar.checkpoint.verify import verify_files
 from fastpar.files.plain_files import read_object
-from fastpar.files.step_folders import is_step_name
+from fastpar.files.runs import is_step_name
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import INDEX_FILE, WEIGHTS_FILE, load_hf
 from fastpar.models.nanogpt import load_nanogpt

@@ -39,7 +39,7 @@ from typing import Any
 
 from fastpar.comm.host import threads_per_rank
 from fastpar.files.packages import call_command
-from fastpar.files.runs import RUNS, find_run
+from fastpar.files.runs import RUNS, find_run, list_checkpoints, step_of
 
 GRACE_S = 5.0
 REPEAT_S = 1.0
@@ -212,8 +212,6 @@ def launch(
 
 def _from_where(out: str | None, name: str) -> str:
     """Where a restart goes on; checked checksums may yet lead to an earlier checkpoint."""
-    from fastpar.files.step_folders import list_checkpoints, step_of
-
     run = Path(out) if out is not None else find_run(RUNS, name)
     found = list_checkpoints(run) if run is not None else []
     return f"from step {step_of(found[-1])}" if found else "from the start"

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.comm.mesh import Mesh, gather_objects
-from fastpar.files.runs import hold
-from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
+from fastpar.files.runs import checkpoint_folder, hold, list_checkpoints, step_of
 from fastpar.settings.config import TrainConfig
 from fastpar.train.start import find_checkpoint, found_by_main
 

@@ -32,8 +32,15 @@ from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import IdTokenizer
 from fastpar.files.plain_files import write_text
 from fastpar.files.progress import duration
-from fastpar.files.runs import RUNS, check_free, hold, make_next_free, newest_run
-from fastpar.files.step_folders import LATEST, list_checkpoints
+from fastpar.files.runs import (
+    LATEST,
+    RUNS,
+    check_free,
+    hold,
+    list_checkpoints,
+    make_next_free,
+    newest_run,
+)
 from fastpar.models.gpt import GPT
 from fastpar.pipeline.schedules import make_schedule
 from fastpar.pipeline.simulator import Costs, simulate

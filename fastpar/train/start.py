@@ -22,8 +22,7 @@ from fastpar.data.sources import Tokens
 from fastpar.data.token_cache import say
 from fastpar.data.tokenizer import tokenizer_of_weights
 from fastpar.files.dtypes import DTYPES
-from fastpar.files.runs import hold
-from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
+from fastpar.files.runs import checkpoint_folder, hold, list_checkpoints, step_of
 from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
 from fastpar.models.fp8 import use_fp8
 from fastpar.models.gpt import GPT

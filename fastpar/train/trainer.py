@@ -67,8 +67,7 @@ from fastpar.data.batches import eval_batches, sample_batch, to_device
 from fastpar.data.sources import Tokens
 from fastpar.doctor.doctor import prove_before_training
 from fastpar.files.dtypes import DTYPES
-from fastpar.files.runs import release
-from fastpar.files.step_folders import checkpoint_folder
+from fastpar.files.runs import checkpoint_folder, release
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.fp8 import numbers_of, report_of, restore_scales, saved_scales
 from fastpar.models.gpt import GPT

@@ -19,7 +19,7 @@ from fastpar.checkpoint.checkpoint import (
 from fastpar.checkpoint.restore import load_checkpoint, read_state
 from fastpar.comm.mesh import Mesh
 from fastpar.data.tokenizer import make_tokenizer
-from fastpar.files.step_folders import list_checkpoints
+from fastpar.files.runs import list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import param_groups

@@ -17,7 +17,7 @@ from fastpar.checkpoint.report import examine
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
 from fastpar.checkpoint.weight_sources import load_weights
-from fastpar.files.step_folders import list_checkpoints
+from fastpar.files.runs import list_checkpoints
 from fastpar.models.hf import save_hf
 from fastpar.models.weights import CONV1D
 from fastpar.testing import run_ranks

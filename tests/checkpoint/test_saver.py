@@ -16,7 +16,7 @@ from fastpar.checkpoint.checkpoint import verify_checkpoint
 from fastpar.checkpoint.report import examine
 from fastpar.checkpoint.restore import load_checkpoint, read_state
 from fastpar.checkpoint.saver import Saver
-from fastpar.files.step_folders import list_checkpoints
+from fastpar.files.runs import list_checkpoints
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=131)
@@ -163,7 +163,7 @@ def test_what_is_kept(tmp_path):
 
 @pytest.mark.parametrize("flag", [2, 1 << 20], ids=["exchanged", "in two steps"])
 def test_a_step_that_is_there_already(tmp_path, monkeypatch, flag):
-    monkeypatch.setattr("fastpar.files.step_folders._EXCHANGE", flag)
+    monkeypatch.setattr("fastpar.files.runs._EXCHANGE", flag)
     rank = Rank(tmp_path, asynchronous=False)
     rank.step()
     for number in (1, 2):

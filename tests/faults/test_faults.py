@@ -22,7 +22,7 @@ from fault_runs import (
 )
 from saved import bits
 
-from fastpar.files.step_folders import list_checkpoints
+from fastpar.files.runs import list_checkpoints
 from fastpar.train.metrics import read_metrics
 
 

@@ -22,7 +22,7 @@ from saved import whole_tensors
 
 from fastpar.checkpoint.checkpoint import verify_checkpoint
 from fastpar.cli import main
-from fastpar.files.step_folders import list_checkpoints
+from fastpar.files.runs import list_checkpoints
 
 LENGTH = ("--max-steps=240", "--save-every=40", "--batch-size=12", "--keep-last=0")
 

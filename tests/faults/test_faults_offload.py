@@ -9,7 +9,7 @@ from fault_runs import TRAIN, curve, finish, is_alive, ranks_of, run_in_threads,
 from saved import bits
 
 from fastpar.checkpoint.checkpoint import newest_checkpoint
-from fastpar.files.step_folders import step_of
+from fastpar.files.runs import step_of
 
 DRIVER = str(Path(__file__).parents[1] / "support" / "offload_driver.py")
 RUN = ("--n-layer=3", "--max-steps=8", "--save-every=2", "--keep-last=9", "--max-grad-norm=0.5")

@@ -19,7 +19,7 @@ import fastpar
 from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
-from fastpar.files.step_folders import list_checkpoints, step_of
+from fastpar.files.runs import list_checkpoints, step_of
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig
 

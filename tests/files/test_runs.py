@@ -1,4 +1,4 @@
-"""One process at a time writes a run's folder."""
+"""The folders of runs and of their checkpoints; one process at a time writes one."""
 
 import errno
 import json
@@ -11,7 +11,17 @@ import time
 import pytest
 
 from fastpar.files import runs
-from fastpar.files.runs import LOCK, find_run, hold, is_restart, release, run_id
+from fastpar.files.runs import (
+    LOCK,
+    checkpoint_folder,
+    find_run,
+    hold,
+    is_restart,
+    list_checkpoints,
+    release,
+    run_id,
+    step_of,
+)
 
 HOLD = """
 import sys, time
@@ -158,3 +168,13 @@ def test_what_is_a_restart(monkeypatch):
     for count, expected in (("0", False), ("1", True), ("", False)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         assert is_restart() == expected
+
+
+def test_folders_are_listed_by_step(tmp_path):
+    for step in (1_000_000, 3, 200):
+        checkpoint_folder(tmp_path, step).mkdir(parents=True)
+    for other in (".step_000009.1a.tmp", "step_12", "step_0000x1", "else"):
+        (tmp_path / "checkpoints" / other).mkdir()
+    (tmp_path / "checkpoints" / "step_000010").touch()
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [3, 200, 1_000_000]
+    assert list_checkpoints(tmp_path / "none") == []

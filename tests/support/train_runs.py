@@ -8,7 +8,7 @@ import saved
 
 from fastpar.checkpoint.checkpoint import verify_checkpoint
 from fastpar.comm.mesh import Mesh
-from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
+from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.settings.axes import axes_of
 from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks

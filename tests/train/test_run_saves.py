@@ -14,7 +14,7 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.checkpoint import verify_checkpoint
 from fastpar.checkpoint.saver import Saver
-from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
+from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module
 from fastpar.train.metrics import read_metrics

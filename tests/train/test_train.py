@@ -19,7 +19,7 @@ from fastpar.checkpoint.manifest import read_manifest
 from fastpar.checkpoint.restore import read_state
 from fastpar.comm.mesh import Mesh
 from fastpar.cost import capacity
-from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
+from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
 from fastpar.optim.loss_scale import DynamicLossScale

@@ -10,7 +10,7 @@ from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after, losses
 
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.cli import main
-from fastpar.files.step_folders import checkpoint_folder
+from fastpar.files.runs import checkpoint_folder
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
 from fastpar.models.upcycle import upcycled

@@ -8,7 +8,7 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.restore import read_run_state
 from fastpar.cli import main
-from fastpar.files.step_folders import checkpoint_folder
+from fastpar.files.runs import checkpoint_folder
 from fastpar.settings.config import TrainConfig
 from fastpar.train.metrics import read_metrics
 from fastpar.train.start import pick_dtype

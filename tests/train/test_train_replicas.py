@@ -10,7 +10,7 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.comm.mesh import Mesh
-from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
+from fastpar.files.runs import checkpoint_folder, list_checkpoints, step_of
 from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train.metrics import read_metrics

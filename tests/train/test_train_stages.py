@@ -15,7 +15,7 @@ from train_runs import STORAGE, TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.comm.mesh import Mesh
-from fastpar.files.step_folders import list_checkpoints
+from fastpar.files.runs import list_checkpoints
 from fastpar.files.tensor_file import TensorFile
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.parallel.control import Control
