@@ -24,7 +24,7 @@ from torch import Tensor
 from fastpar.checkpoint.manifest import Manifest, TensorEntry
 from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import open_plain, read_into, reason, shown
-from fastpar.files.tensor_header import Place, Stored, parse_header, read_header
+from fastpar.files.tensor_file import Place, Stored, parse_header, read_header
 from fastpar.models.hf import weight_files
 from fastpar.sharding.ranges import HOLE, Run, cut_runs, intervals, numel_of, overlaps, whole_run
 

@@ -146,7 +146,7 @@ def activations_on_host(workload: Workload, setup: Setup) -> int:
     """Bytes of blocks' inputs that are pinned on a rank's host; 0 where they stay.
 
     A block has two inputs, x and delta, the first one of a stage has one; the last of all never
-    leaves (nn/host_activations.py).
+    leaves (nn/recompute.py).
     """
     most = 0.0
     for parts, several in _stages(workload, setup) if setup.offload_activations else ():

@@ -11,17 +11,24 @@ generators), so that gradients have the same bits with and without.
 KEPT; the rest runs again. fastpar's own ops go past the dispatcher only while nobody watches
 (kernels/backend.py), so the mode sees them as one op each. torch frees the kept outputs at the
 first backward: a second one through the same graph (retain_graph=True) needs mode "full".
+
+[Note: inputs on the host]
+A block of mode "full" keeps its input alone. With a bus it goes down as the next block begins, and
+comes up again while the block after it is in backward: one input at a time is on its way in each
+direction, and the last one never leaves. The same bits as without.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fastpar.context.keys
@@ -29,10 +36,12 @@ import fastpar.experts.exchange
 import fastpar.kernels
 import fastpar.tensor.grid  # noqa: F401 (these define ops that KEPT names)
 from fastpar.comm.bus import Bus
+from fastpar.comm.handles import Handle
 from fastpar.kernels.weight_gradients import WeightGradients, current_queue
-from fastpar.nn.host_activations import HostActivations
 
 MODES = ("none", "full", "selective")
+_LEAST_BYTES = 1 << 16  # of an input that goes to the host: keys, scales stay
+_AHEAD = 2  # inputs that come up while a block is in backward: ours has two
 
 # Matrix products, convolutions and attention: most of a block's time, and outputs no larger than
 # what the cheap ops between them would keep. Of split layers, running again would also be sending
@@ -70,7 +79,7 @@ def recompute(
         blocks: the modules, or their class; None: the elements of the outermost nn.ModuleLists.
         every: 2 is every second block, and so on (of all blocks that are found, in their order).
         offload: of mode "full": blocks' inputs wait for backward in the host's memory, at the other
-            end of this bus; see host_activations.py.
+            end of this bus; see HostActivations.
     Returns:
         The same module; names of parameters stay. May be called again, and before or after
         fastpar.parallelize, torch's compile() of a block, and fastpar.patch (before recompute).
@@ -190,3 +199,88 @@ def _is_cache(value: Any) -> bool:
         c.__name__ == "Cache" and c.__module__ == "transformers.cache_utils"
         for c in type(value).__mro__
     )
+
+
+class _Kept:
+    """One input: on the device, on the host, or on its way. Its slot outlives a second backward."""
+
+    def __init__(self, x: Tensor, before: _Kept | None, free: list[Tensor]) -> None:
+        self.x: Tensor | None = x
+        # The one that backward needs next. Weak: its graph alone keeps it, and its slot.
+        self.before = None if before is None else weakref.ref(before)
+        self.device, self.free, self.used = x.device, free, False
+        self.host: Tensor | None = None
+        self.handle: Handle | None = None
+
+    def __del__(self) -> None:
+        if self.handle is not None:  # a backward that stopped: memory is in use until it is there
+            self.handle.wait()
+        if self.host is not None:
+            self.free.append(self.host)
+
+
+class HostActivations:
+    """Keeps inputs of blocks on the host; one for a model.
+
+    Host memory: pinned, as much as the inputs of one step, allocated in the first one.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._free: defaultdict[tuple, list[Tensor]] = defaultdict(list)
+        self._last: _Kept | None = None
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Inside, what autograd saves goes to the host."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    @property
+    def host_bytes(self) -> int:
+        """That are free now: all of them, between steps."""
+        return sum(x.nbytes for free in self._free.values() for x in free)
+
+    def _pack(self, x: Tensor) -> Tensor | _Kept:
+        if x.nbytes < _LEAST_BYTES or not x.is_contiguous() or isinstance(x, torch.nn.Parameter):
+            return x
+        before, free = self._last, self._free[x.shape, x.dtype]
+        if before is not None and before.x is not None:
+            old = before.x
+            host = before.free.pop() if before.free else None
+            if host is None:
+                host = self._bus.memory(old.numel(), old.dtype).view(old.shape)
+            before.host, before.handle = host, self._bus.down(host, old)
+            before.x = None
+        self._last = _Kept(x.detach(), before, free)
+        return self._last
+
+    def _unpack(self, kept: Tensor | _Kept) -> Tensor:
+        if not isinstance(kept, _Kept):
+            return kept
+        self._last = None
+        x = self._begin(kept)
+        if kept.handle is not None:
+            kept.handle.wait()
+            kept.handle = None
+        if kept.host is not None:  # backward is its only owner
+            kept.x = None
+        kept.used = True
+        before, n = kept.before, 0
+        while before is not None and n < _AHEAD:
+            ahead = before()
+            if ahead is None:  # of a micro-batch whose backward is over
+                break
+            if not ahead.used:
+                self._begin(ahead)
+                n += 1
+            before = ahead.before
+        return x
+
+    def _begin(self, kept: _Kept) -> Tensor:
+        """On the device, or on its way there."""
+        if kept.x is None:
+            assert kept.host is not None
+            if kept.handle is not None:
+                kept.handle.wait()  # for its way down
+            kept.x = torch.empty_like(kept.host, device=kept.device, pin_memory=False)
+            kept.handle = self._bus.up(kept.x, kept.host)
+        return kept.x

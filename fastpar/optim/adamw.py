@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
-from fastpar.optim.base import EngineOptimizer, Row
+from fastpar.optim.base import EngineOptimizer, Row, plain
 from fastpar.optim.checks import check_memory, check_overlap, check_ranges, check_seed, pair, scalar
-from fastpar.optim.compiler import plain
 from fastpar.optim.state import (
     ENTRIES,
     Storage,

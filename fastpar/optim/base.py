@@ -5,12 +5,20 @@ A rank of a sharded engine sees only its pieces of the gradients. Norm, clip fac
 made from bins that the engine's control exchange has added up over the shards; bins are integers,
 so all ranks get the same bits, and those of one process. The exchange also decides which parameters
 have a gradient: all ranks step the same ones, and count the steps of those they own no part of.
+
+[Note: torch.compile]
+A compiled training step runs step() and zero_grad() as they are, between its graphs: they are a few
+kernel calls already, and to trace their bookkeeping would only add guards. torch's own decorator
+for this imports torch._dynamo at the first call, which takes 1.4 s and over 100 MB in processes
+that never compile (test_a_step_does_not_import_the_compiler); uncompiled() checks for it first.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,9 +41,27 @@ from fastpar.optim.checks import (
     scalar,
     where,
 )
-from fastpar.optim.compiler import plain, uncompiled
 from fastpar.optim.state import add_master, cut_entry, kept_entries, master_entry
 from fastpar.parallel.engine import Engine, engine_of_parameter
+
+
+def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, never traced by torch.compile: [Note: torch.compile]."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiler = sys.modules.get("torch._dynamo")
+        if compiler is None or not hasattr(compiler, "disable"):  # absent, or being imported
+            return method(*args, **kwargs)
+        return compiler.disable(method)(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+def plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch without its decorator: see [Note: torch.compile]."""
+    return getattr(method, "__wrapped__", method)
 
 
 class Row(NamedTuple):

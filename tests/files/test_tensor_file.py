@@ -1,11 +1,14 @@
-"""safetensors files written in pieces: the same bytes, and nothing that was not announced."""
+"""safetensors files: written in pieces, the same bytes; headers of others: nonsense is refused."""
+
+import json
+import os
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from fastpar.files.dtypes import DTYPE_NAMES
-from fastpar.files.tensor_file import Spec, TensorFile
+from fastpar.files.tensor_file import Place, Spec, Stored, TensorFile, parse_header, read_header
 
 
 def specs_of(tensors):
@@ -83,3 +86,90 @@ def test_each_tensor_once(tmp_path, names, message):
 def test_a_dtype_that_the_format_lacks(tmp_path):
     with pytest.raises(ValueError, match=r"a dtype of safetensors, got dtype=torch.complex64 for"):
         TensorFile(tmp_path / "a", {"a": Spec(torch.complex64, [2])})
+
+
+def header(value):
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor(shape=(2,), place=(0, 8), dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": place}
+
+
+def test_files_of_the_library_are_read(tmp_path):
+    tensors = {f"t{i}": torch.arange(3 * i).to(dtype) for i, dtype in enumerate(DTYPE_NAMES)}
+    tensors["scalar"] = torch.tensor(2.0)
+    save_file(tensors, tmp_path / "a", {"format": "pt"})
+    with open(tmp_path / "a", "rb") as file:
+        found = read_header(file.fileno())
+    raw = (tmp_path / "a").read_bytes()
+    assert found.keys() == tensors.keys()
+    for key, (dtype, shape, (start, stop)) in found.items():
+        value = load_file(tmp_path / "a")[key]
+        assert (dtype, shape) == (DTYPE_NAMES[value.dtype], tuple(value.shape))
+        assert raw[start:stop] == value.numpy().tobytes() if value.dtype != torch.bfloat16 else True
+
+
+def test_an_empty_file_of_tensors():
+    assert parse_header(header({})) == {}
+    one = parse_header(header({"__metadata__": {"format": "pt"}, "a": tensor((0, 3), (0, 0))}))
+    at = len(header({"__metadata__": {"format": "pt"}, "a": tensor((0, 3), (0, 0))}))
+    assert one == {"a": Stored("F32", (0, 3), Place(at, at))}
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        (b"", "a header of 0 bytes where 0 - 8 are due"),
+        (header({})[:-1], "a header of 2 bytes where 9 - 8 are due"),
+        ((1 << 60).to_bytes(8, "little") + b"{}", f"a header of {1 << 60} bytes where 10 - 8"),
+        (header(b"{"), "its header is not JSON"),
+        (header(b"[]"), "its header is no JSON object but list"),
+        (header(b'{"a": 1, "a": 1}'), "its header is 'a' twice"),
+        (header(b"[" * 10**5), "its header is not JSON of ours: nested too deeply"),
+        (header({"a": []}), "tensor 'a' without dtype, shape and place"),
+        (header({"a": {**tensor(), "x": 1}}), "tensor 'a' without dtype, shape and place"),
+        (header({"a": tensor(dtype="F8")}), "tensor 'a' of an unknown dtype, 'F8'"),
+        (header({"a": tensor(dtype=["F32"])}), r"tensor 'a' of an unknown dtype, \['F32'\]"),
+        (header({"a": tensor(shape=2)}), "tensor 'a' with 2"),
+        (header({"a": tensor(shape=[2.0])}), r"tensor 'a' with \[2.0\]"),
+        (header({"a": tensor(shape=[True, 2])}), r"tensor 'a' with \[True, 2\]"),
+        (header({"a": tensor(shape=[-2])}), r"tensor 'a' with \[-2\]"),
+        (header({"a": tensor(place=[0, 7])}), r"tensor 'a' of F32\[2\] at \[0, 7\]"),
+        (header({"a": tensor(place=[0, 8, 9])}), r"tensor 'a' of F32\[2\] at \[0, 8, 9\]"),
+        (header({"a": tensor(shape=[10**30] * 16)}), r"tensor 'a' of F32\[1000.* at \[0, 8\]"),
+        (header({"a": tensor(shape=[1] * 17, place=[0, 4])}), r"tensor 'a' of F32\[1.* at \[0, 4"),
+        (header({"a": tensor(place=[4, 12])}), "tensor 'a' at 74 where 70 is due"),
+        (header({"a": tensor(), "b": tensor(place=[4, 12])}), "tensor 'b' at 135 where 139 is due"),
+    ],
+)
+def test_nonsense_is_refused(head, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse_header(head)
+
+
+def test_a_file_of_another_size_than_its_header_says(tmp_path):
+    save_file({"a": torch.zeros(4)}, tmp_path / "a")
+    whole = (tmp_path / "a").read_bytes()
+    problems = {
+        whole[:-1]: f"{len(whole) - 1} bytes instead of {len(whole)}",
+        whole + b"\0": f"{len(whole) + 1} bytes instead of {len(whole)}",
+        whole[:20]: "a header of .* bytes in a file of 20",
+        whole[:5]: "a header of .* bytes in a file of 5",
+        (1 << 40).to_bytes(8, "little") + whole[8:]: f"a header of {1 << 40} bytes in a file",
+    }
+    for content, problem in problems.items():
+        (tmp_path / "a").write_bytes(content)
+        with open(tmp_path / "a", "rb") as file, pytest.raises(ValueError, match=problem):
+            read_header(file.fileno())
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
+    save_file({"a": torch.zeros(4)}, tmp_path / "a")
+    with open(tmp_path / "a", "r+b") as file:
+        known = os.fstat(file.fileno())
+        file.truncate(20)
+        monkeypatch.setattr("fastpar.files.tensor_file.os.fstat", lambda _: known)
+        with pytest.raises(OSError, match="ends at byte 20"):
+            read_header(file.fileno())

@@ -8,8 +8,7 @@ import torch
 from fastpar import GPT, AdamW, GPTConfig
 from fastpar.comm.bus import SlowBus, bus_of
 from fastpar.kernels import make_key
-from fastpar.nn.host_activations import HostActivations
-from fastpar.nn.recompute import recompute
+from fastpar.nn.recompute import HostActivations, recompute
 
 CONFIG = GPTConfig(n_layer=6, n_head=2, n_embd=128, vocab_size=97, block_size=64, dropout=0.1)
 

@@ -11,7 +11,7 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 from fastpar.cost import capacity
 from fastpar.cost.memory_model import activations_on_host
 from fastpar.cost.workload import Setup, Workload
-from fastpar.nn import host_activations
+from fastpar.nn import recompute
 from fastpar.parallel.debug import Debug
 from fastpar.testing import run_ranks
 from fastpar.train import start
@@ -61,7 +61,7 @@ def stand_in(monkeypatch):
         return real(*args, **({**kwargs, "debug": debug} if kwargs["offload"] else kwargs))
 
     monkeypatch.setattr(start, "parallelize", made)
-    monkeypatch.setattr(host_activations, "_LEAST_BYTES", 1024)
+    monkeypatch.setattr(recompute, "_LEAST_BYTES", 1024)
     monkeypatch.setattr(start, "bus_of", lambda device, pinned: NanBus(1.0))
 
 
