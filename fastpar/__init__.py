@@ -20,11 +20,9 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 # Module -> the public names that live there: the one list. __init__.pyi is its copy for type
 # checkers; `python tests/tools/test_import.py` writes it, and a test compares the two.
 _PUBLIC = {
-    "checkpoint.checkpoint": ("save_checkpoint",),
     "checkpoint.restore": ("load_checkpoint",),
-    "checkpoint.saver": ("Saver",),
+    "checkpoint.saver": ("Saver", "save_checkpoint"),
     "comm.mesh": ("Mesh",),
-    "settings.config": ("GPTConfig",),
     "models.gpt": ("GPT",),
     "nn.modules": (
         *("GELU", "MLP", "CausalSelfAttention", "Embedding", "LayerNorm"),
@@ -42,6 +40,7 @@ _PUBLIC = {
     "parallel.parallelize": ("parallelize",),
     "parallel.pipeline": ("pipeline_step",),
     "patching.patch": ("patch", "unpatch"),
+    "settings.config": ("GPTConfig",),
     "sharding.placements": ("Partial", "Replicate", "Shard"),
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -1,9 +1,9 @@
 """Written from the table of __init__.py by `python tests/tools/test_import.py`."""
 
 from fastpar._version import __version__ as __version__
-from fastpar.checkpoint.checkpoint import save_checkpoint as save_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint as load_checkpoint
 from fastpar.checkpoint.saver import Saver as Saver
+from fastpar.checkpoint.saver import save_checkpoint as save_checkpoint
 from fastpar.comm.mesh import Mesh as Mesh
 from fastpar.models.gpt import GPT as GPT
 from fastpar.nn.modules import GELU as GELU

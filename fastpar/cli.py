@@ -439,8 +439,8 @@ def _note(line: str) -> None:
 
 def _weights(name: str, given: str | None) -> Path:
     """The folder or file that holds the weights asked for."""
-    from fastpar.checkpoint.checkpoint import newest_checkpoint
     from fastpar.checkpoint.report import find_folders
+    from fastpar.checkpoint.verify import newest_checkpoint
 
     run = given or newest_run()
     if run is None:
@@ -470,7 +470,7 @@ def _sample(arguments: list[str]) -> int:
         )
     import torch
 
-    from fastpar.checkpoint.weight_sources import load_weights
+    from fastpar.checkpoint.restore import load_weights
     from fastpar.train.sample import find_tokenizer, sample, typed_prompts
 
     torch.set_num_threads(threads_per_rank(None, 1))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastpar.checkpoint.manifest import CONFIG, GPT_MODEL, STATE, Manifest, TensorEntry, by_key
 from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
-from fastpar.checkpoint.weight_sources import verify_weights
+from fastpar.checkpoint.verify import verify_weights
 from fastpar.files.dtypes import HF_NAMES, STORED
 from fastpar.files.plain_files import read_object
 from fastpar.files.tensor_file import Spec, TensorFile

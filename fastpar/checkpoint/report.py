@@ -26,8 +26,7 @@ from fastpar.checkpoint.manifest import (
     read_manifest,
 )
 from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
-from fastpar.checkpoint.verify import find_damage
-from fastpar.checkpoint.weight_sources import is_checkpoint
+from fastpar.checkpoint.verify import find_damage, is_checkpoint
 from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import read_object, reason, shown
 from fastpar.files.runs import is_step_name, list_checkpoints

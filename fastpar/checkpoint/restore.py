@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -30,14 +31,16 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.checkpoint.capture import engine_of_model, of_stages, piece_runs
-from fastpar.checkpoint.manifest import STATE, Manifest, TensorEntry, by_key, read_manifest
+from fastpar.checkpoint.manifest import CONFIG, STATE, Manifest, TensorEntry, by_key, read_manifest
 from fastpar.checkpoint.tensor_reader import TensorReader
-from fastpar.checkpoint.verify import verify_files
+from fastpar.checkpoint.verify import verify_files, verify_weights
 from fastpar.checkpoint.wire_state import COMMON, PREFIX, error_entry, load_wire_state
 from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import read_object, shown
 from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
+from fastpar.models.hf import load_hf
+from fastpar.models.nanogpt import load_nanogpt
 from fastpar.models.weights import Weight, list_weights
 from fastpar.optim.state import entry_block
 from fastpar.parallel.control import gather_errors
@@ -340,3 +343,30 @@ def _check_config(path: Path, saved: dict[str, Any], config: dict[str, Any]) -> 
                 f"{name}={config.get(name)}; resume with the run's own settings, or start a new "
                 f"run with --init-from {path}"
             )
+
+
+def load_weights(
+    source: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    dropout: float | None = None,
+    say: Callable[[str], None] | None = None,
+) -> GPT:
+    """A GPT with the weights of a file of nanoGPT's or of a folder; see load_nanogpt and load_hf.
+
+    Args:
+        say: takes a line on what the file lacks; a warning by default.
+    Raises:
+        ValueError: it is neither, or damaged; of a checkpoint every byte of the weights is
+            compared with its manifest first.
+    """
+    path = Path(source)
+    if path.is_file():
+        return load_nanogpt(path, dtype=dtype, dropout=dropout, say=say)
+    manifest = verify_weights(path)
+    if manifest is not None and CONFIG not in manifest.files:
+        raise ValueError(
+            f"load_weights: expected a checkpoint of a GPT-2 with {CONFIG}, got path={path} of "
+            "another module; load it into that module with fastpar.load_checkpoint"
+        )
+    return load_hf(path, dtype=dtype, dropout=dropout)

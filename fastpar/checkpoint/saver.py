@@ -491,6 +491,43 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def save_checkpoint(
+    run: str | Path,
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: Any,
+    tokenizer: Any = None,
+    state: dict[str, Any] | None = None,
+    keep_last: int = 0,
+) -> Path:
+    """Writes run/checkpoints/step_NNNNNN, then points the link run/latest at it.
+
+    Args:
+        run: folder of the run, on a file system that all ranks share; the rest as in Saver.
+    Returns:
+        The checkpoint's folder. One of the same step that was there before is replaced.
+    Raises:
+        OSError: on every rank, the disk is full or not writable; older checkpoints are as before.
+    Ranks: all of the model's.
+    Wire: at stage 3 and with tp the weights.
+    """
+    saver = Saver(
+        run,
+        model=model,
+        optimizer=optimizer,
+        tokenizer=tokenizer,
+        keep_last=keep_last,
+        asynchronous=False,
+    )
+    saver.save(step, state or {})
+    result = saver.last
+    assert result is not None
+    if result.path is None:
+        raise OSError("; ".join(result.errors))
+    return result.path
+
+
 def try_folder(run: Path, rank: int) -> None:
     """Does in a run's folder what a save does there, and removes it again.
 

@@ -1,4 +1,4 @@
-"""A checkpoint's files against its manifest: sizes, headers, and the SHA-256 of every byte.
+"""Which checkpoint is whole: its files against its manifest, sizes, headers, SHA-256 of every byte.
 
 The bytes of a file are those of its head, which FileEntry has a digest of, and those of its
 tensors, each with a digest of its own; that they add up was checked by read_manifest. A rank takes
@@ -8,14 +8,24 @@ a share of them, and several threads hash it: hashlib lets go of the interpreter
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastpar.checkpoint.manifest import Manifest, TensorEntry
+from fastpar.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    TensorEntry,
+    VersionError,
+    read_manifest,
+)
 from fastpar.checkpoint.tensor_reader import TensorReader, describe
-from fastpar.files.plain_files import reason
+from fastpar.files.plain_files import read_object, reason
+from fastpar.files.runs import is_step_name, list_checkpoints, step_of
+from fastpar.models.hf import INDEX_FILE, WEIGHTS_FILE
 
 _THREADS = 4
 
@@ -44,6 +54,81 @@ def verify_files(folder: str | Path, manifest: Manifest, **options: Any) -> None
             f"verify_files: expected what its manifest has in {folder}, got {damage[0]}{more}; "
             "the checkpoint is damaged, use another one"
         )
+
+
+def newest_checkpoint(
+    run: str | Path, say: Callable[[str], None] = print, steps: Collection[int] | None = None
+) -> Path:
+    """The newest checkpoint of a run that verifies; each damaged one on the way is named by `say`.
+
+    Args:
+        steps: those that count; None: all.
+    Raises:
+        ValueError: there is none; VersionError: another fastpar reads it.
+    """
+    problems = []
+    for path in reversed(list_checkpoints(run)):
+        if steps is not None and step_of(path) not in steps:
+            continue
+        try:
+            verify_checkpoint(path)
+        except VersionError:
+            raise
+        except ValueError as error:
+            problems.append(str(error))
+            say(f"damaged, trying the one before: {error}")
+            continue
+        return path
+    raise ValueError(
+        f"newest_checkpoint: expected a run with a complete checkpoint, got run={run} with "
+        + (f"damaged ones only; the newest: {problems[0]}" if problems else "none; start a new run")
+    )
+
+
+def verify_checkpoint(path: str | Path) -> Manifest:
+    """Reads every byte of a checkpoint and compares it with the manifest, which is returned.
+
+    Raises:
+        ValueError: not a checkpoint, one of another version, or a file that is missing, truncated
+            or changed; names the file.
+    """
+    manifest = read_manifest(path)
+    verify_files(path, manifest)
+    return manifest
+
+
+def verify_weights(folder: Path) -> Manifest | None:
+    """What load_hf reads of a checkpoint against its manifest; None for other folders.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or a file that is not its own would be read.
+    """
+    if not is_checkpoint(folder) or _is_another(folder / MANIFEST):
+        return None
+    manifest = read_manifest(folder)
+    states = {tensor.file for tensor in manifest.optimizer}
+    files = {name: entry for name, entry in manifest.files.items() if name not in states}
+    verify_files(folder, replace(manifest, files=files, optimizer=()))
+    for name in (WEIGHTS_FILE, INDEX_FILE):
+        if name not in files and os.path.lexists(folder / name):
+            raise ValueError(
+                f"verify_weights: expected the weights of the checkpoint {folder}, got {name} "
+                "beside them, which its manifest does not have; delete it"
+            )
+    return manifest
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a manifest, or the name of a folder that should have one."""
+    return os.path.lexists(folder / MANIFEST) or is_step_name(folder.resolve().name)
+
+
+def _is_another(file: Path) -> bool:
+    """Whether this is another program's file."""
+    try:
+        return read_object(file).get("format") != FORMAT
+    except ValueError:
+        return False
 
 
 def find_damage(

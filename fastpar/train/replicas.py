@@ -16,7 +16,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from fastpar.checkpoint.checkpoint import newest_checkpoint
+from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.comm.mesh import Mesh, gather_objects
 from fastpar.files.runs import checkpoint_folder, hold, list_checkpoints, step_of
 from fastpar.settings.config import TrainConfig

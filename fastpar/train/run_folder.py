@@ -2,7 +2,7 @@
 
 config.json      settings (fastpar train --resume reads them), model, and each start
 metrics.jsonl    one object a step or validation        loss.png   drawn from it
-checkpoints/     see checkpoint.py                      latest     link to the newest
+checkpoints/     see saver.py                           latest     link to the newest
 tensorboard/     the same numbers, where tensorboard is installed; wandb/ with --log wandb
 samples.txt      text drawn from the model              run.lock   see runs.py
 """

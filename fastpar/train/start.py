@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastpar.checkpoint.checkpoint import newest_checkpoint
-from fastpar.checkpoint.weight_sources import load_weights
+from fastpar.checkpoint.restore import load_weights
+from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.comm.bus import bus_of
 from fastpar.comm.mesh import AXES, Mesh
 from fastpar.cost.buckets import stages_of

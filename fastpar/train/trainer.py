@@ -39,6 +39,7 @@ of a grid share out each batch, which is filled up with windows that do not coun
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -54,7 +55,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastpar.checkpoint.checkpoint import rng_state, set_rng_state
 from fastpar.checkpoint.manifest import STATE
 from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state
 from fastpar.checkpoint.saver import Result, Saver, try_folder
@@ -736,3 +736,21 @@ def validation_loss(
             total[1] += y.numel()
     loss, count = engine.all_reduce_scalars(total).tolist()
     return loss / count
+
+
+def rng_state() -> dict[str, str]:
+    """State of torch's generators on this process, as JSON values."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {k: base64.b64encode(bytes(v.tolist())).decode() for k, v in states.items()}
+
+
+def set_rng_state(state: dict[str, str]) -> None:
+    """Back to what rng_state() returned."""
+    for key, text in state.items():
+        value = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if key == "cpu":
+            torch.set_rng_state(value)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(value)

@@ -7,7 +7,7 @@ from saved import whole_tensors
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint import capture as capture_module
 from fastpar.checkpoint.capture import Capture, piece_runs
-from fastpar.checkpoint.checkpoint import save_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.parallel.engine import engine_of_parameter
 from fastpar.sharding.ranges import check_cover, cut_runs
 from fastpar.testing import run_ranks

@@ -1,6 +1,5 @@
 """Checkpoints: the same bits back, transformers reads them, and damage of any kind is named."""
 
-import json
 import os
 from dataclasses import replace
 
@@ -9,14 +8,9 @@ import torch
 from saved import bits
 
 from fastpar.checkpoint import saver
-from fastpar.checkpoint.checkpoint import (
-    newest_checkpoint,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-    verify_checkpoint,
-)
 from fastpar.checkpoint.restore import load_checkpoint, read_state
+from fastpar.checkpoint.saver import save_checkpoint
+from fastpar.checkpoint.verify import newest_checkpoint, verify_checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.data.tokenizer import make_tokenizer
 from fastpar.files.runs import list_checkpoints
@@ -311,10 +305,3 @@ def test_the_state_of_other_parameters_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"expected the optimizer's state .* got no h.0.attn"):
         load_checkpoint(path, model=model, optimizer=optimizer)
     load_checkpoint(path, model=model)
-
-
-def test_random_state_goes_there_and_back():
-    state = json.loads(json.dumps(rng_state()))
-    first = torch.rand(3)
-    set_rng_state(state)
-    assert torch.equal(first, torch.rand(3))

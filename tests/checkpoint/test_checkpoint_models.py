@@ -10,13 +10,12 @@ from saved import bits
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.checkpoint.export import export_weights
 from fastpar.checkpoint.manifest import read_manifest
 from fastpar.checkpoint.report import examine
-from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.restore import load_checkpoint, load_weights
 from fastpar.checkpoint.saver import Saver
-from fastpar.checkpoint.weight_sources import load_weights
+from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.files.runs import list_checkpoints
 from fastpar.models.hf import save_hf
 from fastpar.models.weights import CONV1D

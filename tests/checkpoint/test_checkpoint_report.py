@@ -14,10 +14,10 @@ from manifest_cells import reseal
 from safetensors.torch import load_file, save_file
 
 from fastpar.checkpoint import tensor_reader
-from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.export import export_weights
 from fastpar.checkpoint.manifest import MANIFEST
 from fastpar.checkpoint.report import examine, find_folders, inspect, stats_of, verify
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
 from fastpar.kernels.adamw_storage import master_join
 from fastpar.models.gpt import GPT

@@ -9,13 +9,13 @@ from cells import cells
 from saved import whole_tensors
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.restore import (
     load_checkpoint,
     naming_damaged_file,
     read_run_state,
     read_state,
 )
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=131)

@@ -17,8 +17,8 @@ from test_zero_memory import Alive
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint import saver as saver_module
 from fastpar.checkpoint.capture import Capture
-from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.parallel.engine import engine_of
 from fastpar.testing import run_ranks
 

@@ -12,9 +12,9 @@ from saved import whole_tensors
 
 from fastpar import AdamW
 from fastpar.checkpoint import tensor_reader
-from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.manifest import FileEntry, Manifest, TensorEntry, by_key, read_manifest
 from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
 from fastpar.files.dtypes import DTYPE_NAMES, STORED
 from fastpar.models.gpt import GPT

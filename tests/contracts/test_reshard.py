@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.optim.schedule import param_groups
 from fastpar.testing import run_ranks
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from nanogpt_cells import ARGS, weights, write
 
-from fastpar.checkpoint.weight_sources import load_weights
+from fastpar.checkpoint.restore import load_weights
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
 from fastpar.models.nanogpt import load_nanogpt

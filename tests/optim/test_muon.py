@@ -9,8 +9,8 @@ from cells import covering, sweep
 from torch import nn
 
 import fastpar
-from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS, QUINTIC
 from fastpar.kernels.reference import orthogonalize_ref

@@ -9,8 +9,8 @@ from cells import covering, sweep
 from test_engine import SMALL, Net, batch
 
 from fastpar import AdamW, Mesh, Muon, Outer, engine_of, muon_groups, parallelize
-from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.parallel.debug import Debug
 from fastpar.testing import run_ranks
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from cells import covering, slow, sweep
 
 import fastpar
-from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.parallel.checks import WITHOUT_FEEDBACK
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks

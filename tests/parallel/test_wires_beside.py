@@ -10,8 +10,8 @@ from cells import covering, slow, sweep
 from test_wired_engine import distance, same
 
 import fastpar
-from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.comm.wires import FORMATS, WireFormat
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.debug import Debug

@@ -13,8 +13,9 @@ from saved import bits
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, engine_of, parallelize
-from fastpar.checkpoint.checkpoint import save_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
+from fastpar.checkpoint.verify import verify_checkpoint
 from fastpar.comm.collectives import OneRank
 from fastpar.cost.step_memory import StepMemory
 from fastpar.kernels import make_key

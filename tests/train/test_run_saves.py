@@ -1,6 +1,7 @@
 """The saves of a run: beside training, agreed on by all ranks, reported, asked for by a signal."""
 
 import errno
+import json
 import os
 import signal
 import stat
@@ -12,13 +13,13 @@ import pytest
 import torch
 from train_runs import TINY, Runs, bits, curve, forget_after
 
-from fastpar.checkpoint.checkpoint import verify_checkpoint
 from fastpar.checkpoint.saver import Saver
+from fastpar.checkpoint.verify import verify_checkpoint
 from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module
 from fastpar.train.metrics import read_metrics
-from fastpar.train.trainer import RunSaves, Trainer
+from fastpar.train.trainer import RunSaves, Trainer, rng_state, set_rng_state
 
 FEW = {**TINY, "eval_every": 0, "save_every": 2, "num_samples": 0, "micro_batch_size": 4}
 run = Runs(FEW)
@@ -307,3 +308,10 @@ def test_a_resume_begins_with_its_checkpoint_as_the_newest(here):
     run("r", resume=True, max_steps=6)
     assert steps_saved("r") == [2, 4, 6]
     assert checkpoint_folder("r", 6).stat().st_ino == inode
+
+
+def test_random_state_goes_there_and_back():
+    state = json.loads(json.dumps(rng_state()))
+    first = torch.rand(3)
+    set_rng_state(state)
+    assert torch.equal(first, torch.rand(3))

@@ -5,7 +5,7 @@ import torch
 from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.export import export_weights
-from fastpar.checkpoint.weight_sources import load_weights
+from fastpar.checkpoint.restore import load_weights
 from fastpar.cli import main
 from fastpar.files.runs import checkpoint_folder
 from fastpar.settings.config import TrainConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after, losses
 
-from fastpar.checkpoint.weight_sources import load_weights
+from fastpar.checkpoint.restore import load_weights
 from fastpar.cli import main
 from fastpar.files.runs import checkpoint_folder
 from fastpar.models.gpt import GPT

@@ -7,7 +7,7 @@ import pytest
 import torch
 from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after, losses
 
-from fastpar.checkpoint.weight_sources import load_weights
+from fastpar.checkpoint.restore import load_weights
 from fastpar.cost.buckets import stages_of
 from fastpar.settings.config import GPTConfig, TrainConfig
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from train_runs import TINY, Runs, bits, curve, forget_after
 
-from fastpar.checkpoint.weight_sources import load_weights
+from fastpar.checkpoint.restore import load_weights
 from fastpar.comm.mesh import Mesh
 from fastpar.files.runs import checkpoint_folder, list_checkpoints, step_of
 from fastpar.settings.config import TrainConfig

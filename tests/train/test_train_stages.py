@@ -13,7 +13,7 @@ import pytest
 from cells import slow
 from train_runs import STORAGE, TINY, Runs, bits, curve, forget_after
 
-from fastpar.checkpoint.checkpoint import newest_checkpoint
+from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.files.runs import list_checkpoints
 from fastpar.files.tensor_file import TensorFile
