@@ -1,42 +1,31 @@
 """What tests and benches share: ranks without a cluster, and the rule that judges numerical error.
 
 `run_ranks` starts the same function on every rank, as threads of this process (milliseconds, for
-breadth) or as gloo processes on the loopback device (seconds, for reality).
+breadth) or as gloo processes on the loopback device (seconds, for reality; comm/ranks.py).
 `assert_matches_oracle` compares with fp64.
 
-[Note: how ranks are started]
-Threads use torch's threaded process group. It needs torch's thread isolation mode: without it
+[Note: ranks that are threads]
+They use torch's threaded process group. It needs torch's thread isolation mode: without it
 the groups of all threads share one registry. Torch's default random generator is shared by
 threads too: a function that draws numbers needs its own torch.Generator. A new thread computes with
 as many cores as whichever thread said last (fastpar.patch says 1 for a while), and bits of products
 depend on it, so each rank is given the caller's number.
-Processes come from a fork server that has only imported torch (no thread pool is running in it,
-so forking is safe): the first call pays the import, later ones a fork. A thread of each worker
-watches its parent and ends the process when the parent is gone, so that a killed test run leaves
-nobody behind (the fork server itself lives as long as its workers).
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import multiprocessing.connection
-import os
-import pickle
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fastpar.comm.ranks import GRACE_S, Failure, Rank, Ranks, culprit, late
 from fastpar.doctor.errors import measure_errors
-
-_GRACE_S = 3.0  # after the first failure the other ranks may still report theirs
 
 
 def run_ranks(
@@ -76,64 +65,67 @@ def run_ranks(
             "choose one of these"
         )
     if backend == "threads":
-        outcomes = _run_threads(fn, world_size, args, timeout_s)
+        answers, failures = _in_threads(fn, world_size, args, timeout_s)
     else:
-        outcomes = _run_processes(fn, world_size, args, timeout_s, init)
-    failures = [o for o in outcomes if o.error is not None]
+        with Ranks(world_size, fork=True) as ranks:
+            answers, failures = ranks.outcomes(
+                _in_group, fn, args, timeout_s if init else None, timeout_s=timeout_s
+            )
+    silent = [str(one.rank) for one in failures if one.error is None and one.code is None]
+    errors = {one.rank: one.error or _unsaid(one, silent, timeout_s) for one in failures}
     if failures and not return_exceptions:
-        first = min(failures, key=lambda o: (o.follows, o.at))
-        assert first.error is not None
-        raise first.error from RuntimeError(f"rank {first.rank} failed:\n{first.trace}")
-    return [o.value if o.error is None else o.error for o in outcomes]
+        first = culprit(failures)
+        raise errors[first.rank] from RuntimeError(f"rank {first.rank} failed:\n{first.trace}")
+    return [errors[rank] if rank in errors else answers[rank] for rank in range(world_size)]
 
 
-@dataclass
-class _Outcome:
-    """What one rank ended with."""
-
-    rank: int
-    value: Any = None
-    error: BaseException | None = None
-    trace: str = ""
-    at: float = float("inf")  # when it failed: the first failure is the cause, the others follow
-    follows: bool = False  # stopped by the harness because another rank failed
-    done: bool = False
-
-    def fail(self, error: BaseException, trace: str = "", *, follows: bool = False) -> None:
-        self.error, self.trace, self.follows = error, trace, follows
-        self.at, self.done = time.monotonic(), True
+def _unsaid(failure: Failure, silent: Sequence[str], timeout_s: float) -> Exception:
+    """The error of a rank that raised none."""
+    if failure.code is not None:
+        return RuntimeError(
+            f"run_ranks: expected a result from rank {failure.rank}, got exit code "
+            f"{failure.code}; the process was killed or left with os._exit"
+        )
+    return TimeoutError(
+        f"run_ranks: expected every rank to end within {timeout_s:g} s, got no answer from rank "
+        f"{', '.join(silent)}; a collective was skipped somewhere, or timeout_s is too short"
+    )
 
 
-def _run_threads(
+def _in_group(rank: Rank, fn: Callable[..., Any], args: tuple, timeout_s: float | None) -> Any:
+    """fn(*args) in a process; timeout_s: of its process group, None for no group."""
+    if timeout_s is not None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        dist.barrier()  # one that fails at once would break connections that peers still make
+    return fn(*args)
+
+
+def _in_threads(
     fn: Callable[..., Any], world_size: int, args: tuple, timeout_s: float
-) -> list[_Outcome]:
+) -> tuple[dict[int, Any], list[Failure]]:
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-    outcomes = [_Outcome(rank) for rank in range(world_size)]
+    answers: dict[int, Any] = {}
+    heard: list[Failure] = []
     c10d: Any = torch._C._distributed_c10d
     isolate = c10d._set_thread_isolation_mode
     isolate(True)
     threaded._install_threaded_pg()
     threaded.ProcessLocalGroup.reset()
     store = dist.HashStore()
-
     n_threads = torch.get_num_threads()
 
-    def worker(outcome: _Outcome) -> None:
+    def worker(rank: int) -> None:
         torch.get_num_threads()  # the first call takes the process's number, set by anybody
-        torch.set_num_threads(n_threads)  # see [Note: how ranks are started]
+        torch.set_num_threads(n_threads)  # see [Note: ranks that are threads]
         try:
+            timeout = timedelta(seconds=timeout_s)
             dist.init_process_group(
-                "threaded",
-                rank=outcome.rank,
-                world_size=world_size,
-                store=store,
-                timeout=timedelta(seconds=timeout_s),
+                "threaded", rank=rank, world_size=world_size, store=store, timeout=timeout
             )
-            outcome.value, outcome.done = fn(*args), True
+            answers[rank] = fn(*args)
         except BaseException as error:
-            follows = isinstance(error, SystemExit)  # raised inside a collective by the line below
-            outcome.fail(error, traceback.format_exc(), follows=follows)
+            heard.append(Failure.of(rank, error))
             threaded.ProcessLocalGroup.exception_handle(error)  # wakes the ranks that wait for us
         finally:
             if dist.is_initialized():
@@ -141,7 +133,7 @@ def _run_threads(
                 with contextlib.suppress(AttributeError):
                     dist.destroy_process_group()
 
-    threads = [threading.Thread(target=worker, args=(o,), daemon=True) for o in outcomes]
+    threads = [threading.Thread(target=worker, args=(n,), daemon=True) for n in range(world_size)]
     try:
         for thread in threads:
             thread.start()
@@ -149,139 +141,17 @@ def _run_threads(
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
-            late = [o for o in outcomes if not o.done]
+            told = list(heard)  # those woken below have nothing to tell
+            silent = set(range(world_size)) - answers.keys() - {one.rank for one in told}
             threaded.ProcessLocalGroup.exception_handle(TimeoutError())
             for thread in threads:
-                thread.join(_GRACE_S)
-            for outcome in late:
-                outcome.fail(_late(late, timeout_s))
+                thread.join(GRACE_S)
+            return answers, told + late(sorted(silent), timeout_s, follow=bool(told))
+        return answers, heard
     finally:
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
         isolate(False)
-    return outcomes
-
-
-def _run_processes(
-    fn: Callable[..., Any], world_size: int, args: tuple, timeout_s: float, init: bool
-) -> list[_Outcome]:
-    # The parent holds the store: its port is taken before a worker starts; it outlives any rank.
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    payload = pickle.dumps((fn, args))
-    outcomes = [_Outcome(rank) for rank in range(world_size)]
-    processes, pipes = [], {}
-    try:
-        for outcome in outcomes:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_worker,
-                args=(payload, outcome.rank, world_size, store.port, timeout_s, init, sender),
-                daemon=True,
-            )
-            process.start()
-            sender.close()  # so that the worker's death shows as the end of the pipe
-            processes.append(process)
-            pipes[receiver] = outcome
-        _collect(pipes, processes, timeout_s)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-    return outcomes
-
-
-def _collect(pipes: dict[Any, _Outcome], processes: list, timeout_s: float) -> None:
-    """Read one message per worker; after a first failure the others get a moment only."""
-    deadline = time.monotonic() + timeout_s
-    waiting: dict[Any, _Outcome] = dict(pipes)
-    while waiting:
-        ready = multiprocessing.connection.wait(
-            list(waiting), timeout=max(0.0, deadline - time.monotonic())
-        )
-        if not ready:
-            late = list(waiting.values())
-            failed = any(o.error is not None for o in pipes.values())
-            for outcome in late:
-                outcome.fail(_late(late, timeout_s), follows=failed)
-            return
-        pipe: Any
-        for pipe in ready:
-            outcome = waiting.pop(pipe)
-            try:
-                outcome.value, error, trace = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                process = processes[outcome.rank]
-                process.join(_GRACE_S)
-                trace = "(no traceback: the process is gone)"
-                error = RuntimeError(
-                    f"run_ranks: expected a result from rank {outcome.rank}, got exit code "
-                    f"{process.exitcode}; the process was killed or left with os._exit"
-                )
-            if error is not None:
-                outcome.fail(error, trace)
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
-
-
-def _late(late: Sequence[_Outcome], timeout_s: float) -> TimeoutError:
-    ranks = ", ".join(str(o.rank) for o in late)
-    return TimeoutError(
-        f"run_ranks: expected every rank to end within {timeout_s:g} s, got no answer from rank "
-        f"{ranks}; a collective was skipped somewhere, or timeout_s is too short"
-    )
-
-
-def _worker(payload, rank, world_size, port, timeout_s, init, sender) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's: rank 0 is a client too
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    error: BaseException | None = None
-    try:
-        fn, args = pickle.loads(payload)
-        if init:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-            # A rank that ends at once would break the connections its peers are still making.
-            dist.barrier()
-        message = pickle.dumps((fn(*args), None, ""))
-    except BaseException as caught:
-        error = caught
-        message = _pickle_error(error, traceback.format_exc())
-    with contextlib.suppress(BrokenPipeError):
-        sender.send_bytes(message)
-    sender.close()
-    if dist.is_initialized() and error is None:
-        dist.destroy_process_group()
-    # No orderly exit after a failure: gloo's destructor can wait for peers that will never answer.
-    os._exit(0 if error is None else 1)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)  # also out of a collective that waits for a peer
-
-
-def _pickle_error(error: BaseException, trace: str) -> bytes:
-    message = pickle.dumps((None, error, trace))
-    with contextlib.suppress(Exception):
-        pickle.loads(message)  # an exception with its own __init__ may pickle and not come back
-        return message
-    plain = RuntimeError(f"{type(error).__name__}: {error}")
-    return pickle.dumps((None, plain, trace))
 
 
 def assert_matches_oracle(
