@@ -38,9 +38,9 @@ from bench.records import (
     machine,
     machine_line,
     parser_with_device,
-    reason,
 )
 from bench.report.tables import summary
+from fastpar.comm.ranks import reason
 
 COMMANDS = {  # which are no benches: module with a main()
     "errors": "bench.ops.errors",

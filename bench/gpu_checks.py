@@ -36,9 +36,10 @@ from torch import Tensor
 import fastpar
 from bench.gpu_cells import AT_ONCE, CELLS, LIMIT_S, RUN, Cell, Runner, cell, note
 from bench.harness import Bench
-from bench.records import ROOT, ResultFile, Row, commit, machine, reason
+from bench.records import ROOT, ResultFile, Row, commit, machine
 from bench.systems import bench_train
 from bench.systems.worker import Spec, Variant
+from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor
 from fastpar.doctor.cases import ErrorCase, attentions, experts, orthogonals
 from fastpar.doctor.clocks import clock_for

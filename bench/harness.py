@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from bench.records import ResultFile, Row, reason
+from bench.records import ResultFile, Row
 from bench.targets import HOST_US, Target, note
+from fastpar.comm.ranks import reason
 from fastpar.doctor.clocks import Call, Timing, clock_for, interleave, synchronize
 from fastpar.measure.ceilings import Ceilings, measure_ceilings
 from fastpar.testing import assert_matches_oracle

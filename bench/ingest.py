@@ -16,8 +16,8 @@ from typing import Any
 
 from bench.gpu_cells import report as page
 from bench.records import RESULTS, ROOT, ResultFile, Row, default_path, slug
+from fastpar.comm.ranks import without_paths
 from fastpar.doctor.table import SHIPPED, file_name
-from fastpar.measure.machine import without_paths
 
 
 def ingest(path: Path, results: Path = RESULTS, package: Path = ROOT) -> list[str]:

@@ -23,7 +23,7 @@ import torch
 
 from fastpar.comm.host import available_cores
 from fastpar.doctor.table import cpu_name
-from fastpar.measure.machine import version_of, without_paths
+from fastpar.measure.machine import version_of
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,11 +103,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(v) for v in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def reason(error: BaseException) -> str:
-    """An exception in one line that fits a table and names no path of this machine."""
-    return without_paths(f"{type(error).__name__}: {error}")
 
 
 def _output(*command: str) -> str | None:

@@ -18,7 +18,7 @@ def run() -> int:
     if handler == signal.default_int_handler:  # as launch.interrupt_kills, which is not there yet
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from fastpar.cli import main
-    from fastpar.train.launch import is_rank
+    from fastpar.comm.ranks import is_rank
 
     signal.signal(signal.SIGINT, handler)
     status = main()

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
 from fastpar.comm.host import available_cores, threads_per_rank
+from fastpar.comm.ranks import LOST_PEER, USER_MISTAKE, is_rank, launched_here, lost_peer
 from fastpar.files.packages import import_package
 from fastpar.files.runs import RUNS, find_run, is_restart, list_checkpoints, newest_run, run_id
 from fastpar.settings.axes import ranks_of_batch, ranks_of_samples
@@ -170,7 +171,7 @@ def _main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and not launch.is_rank():
+        if isinstance(error, BrokenPipeError) and not is_rank():
             if name in ("profile", "compare") and "--help" not in arguments:
                 print(f"fastpar {name}: stops: what reads its output is gone", file=sys.stderr)
             raise
@@ -179,13 +180,13 @@ def _main(arguments: list[str]) -> int:
 
 def _leave(error: Exception) -> int:
     """Says what went wrong: one line, or a traceback where it is a defect. The exit status."""
-    status = launch.USER_MISTAKE if isinstance(error, ValueError) else 1
+    status = USER_MISTAKE if isinstance(error, ValueError) else 1
     file = error.filename if isinstance(error, OSError) else None
     missing = _missing_memory(error)
-    if launch.is_rank() and launch.lost_peer(error):
+    if is_rank() and lost_peer(error):
         from fastpar.comm.watchdog import activity
 
-        status, step, why = launch.LOST_PEER, activity().step, str(error).splitlines()[0]
+        status, step, why = LOST_PEER, activity().step, str(error).splitlines()[0]
         at = "" if step is None else f" in step {step}"
         line = f"rank {os.environ['RANK']} stops{at}: another rank is gone ({why})"
     elif _WRITTEN_FOR_USERS.match(str(error)):
@@ -196,14 +197,14 @@ def _leave(error: Exception) -> int:
     elif file is not None:
         assert isinstance(error, OSError)
         line = f"fastpar: {error}"
-        status = launch.USER_MISTAKE if error.errno in WRONG_PATH else 1
+        status = USER_MISTAKE if error.errno in WRONG_PATH else 1
     else:
         import traceback
 
         line, status = "".join(traceback.format_exception(error)).rstrip(), 1
     sys.stdout.flush()
     print(line, file=sys.stderr, flush=True)
-    if launch.is_rank():
+    if is_rank():
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
@@ -270,12 +271,12 @@ def _train(arguments: list[str]) -> int:
     with _naming_saved_settings(arguments):
         config = parse_train(arguments)
         nproc = _ranks_to_start(config)
-        if not launch.is_rank():
+        if not is_rank():
             parallel = config.parallel
             together = math.prod(ranks_of_batch(parallel).values())  # replicas have other samples
             share = ranks_of_samples(parallel)
             derive_batch(config.text, 1, nproc // together, parallel.pp, share)
-        if not launch.is_rank() and nproc > 1:
+        if not is_rank() and nproc > 1:
             with launch.interrupt_kills():
                 from fastpar.train.run_folder import check_out
 
@@ -296,7 +297,7 @@ def _ranks_to_start(config: TrainConfig) -> int:
     nproc, parallel = config.system.nproc, config.parallel
     sizes = {"replicas": parallel.replicas, **ranks_of_batch(parallel)}
     together = math.prod(sizes.values())
-    if not launch.is_rank() and nproc % together:
+    if not is_rank() and nproc % together:
         used = {axis: size for axis, size in sizes.items() if size > 1}
         equal = "=" if len(used) == 1 else " = "
         axes = " * ".join(used) + equal + " * ".join(map(str, used.values()))
@@ -305,7 +306,7 @@ def _ranks_to_start(config: TrainConfig) -> int:
             f"train: expected nproc to be a multiple of {axes}, got nproc={nproc}; use --nproc "
             f"{-(-nproc // together) * together}, or change {flags}"
         )
-    if not launch.is_rank() and nproc // together % parallel.ep:
+    if not is_rank() and nproc // together % parallel.ep:
         raise ValueError(
             f"train: expected ep to divide the {nproc // together} data-parallel ranks of nproc="
             f"{nproc}, got ep={parallel.ep}; use --nproc {together * parallel.ep}, or change --ep"
@@ -321,7 +322,7 @@ def _profile(arguments: list[str]) -> int:
     config = parse_train(flags)
     nproc = _ranks_to_start(config)
     options, config = prepare(options, config)
-    if not launch.is_rank() and nproc > 1:
+    if not is_rank() and nproc > 1:
         own = ["--steps", str(options.steps), "--out", str(options.out)]
         return launch.launch(["profile", *flags, *own], nproc, threads=config.system.threads)
     from fastpar.train.trainer import train
@@ -375,7 +376,7 @@ def _read_base(arguments: list[str]) -> _Base:
     if goes_on:
         saved = read_settings(file)
         gone = [f"{name}={saved.pop(name)}" for name in saved.keys() - defaults.keys()]
-        if gone and os.environ.get("RANK", "0") == "0" and not launch.launched_here():
+        if gone and os.environ.get("RANK", "0") == "0" and not launched_here():
             _note(f"train: settings of another version are left out: {', '.join(sorted(gone))}")
         base = base.replace(saved, str(file))
     base = base.replace(given, str(files.config))
@@ -422,9 +423,9 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     base, arguments, changes, saved = _read_base(arguments)[:4]
     flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
     nproc = flags.system.nproc
-    ranks = int(os.environ["WORLD_SIZE"]) if launch.is_rank() else nproc
+    ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else nproc
     config = TrainConfig(**without_idle(vars(flags), saved, ranks)).replace(changes)
-    by_torchrun = launch.is_rank() and not launch.launched_here()
+    by_torchrun = is_rank() and not launched_here()
     if by_torchrun and nproc not in (base.system.nproc, ranks):
         raise ValueError(
             f"train: expected no --nproc under torchrun, which has started {ranks} ranks, got "

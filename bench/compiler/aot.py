@@ -45,7 +45,8 @@ from bench.compiler.aot_rules import (
     judge,
     stale_exemptions,
 )
-from bench.records import ROOT, commit, reason
+from bench.records import ROOT, commit
+from fastpar.comm.ranks import reason
 
 MINIMUM = "3.6.0"  # what torch 2.11 comes with
 MINIMUM_FOLDER = ROOT / "build" / "triton-3.6"

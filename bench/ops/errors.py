@@ -29,8 +29,8 @@ from bench.records import (
     device_of,
     machine,
     parser_with_device,
-    reason,
 )
+from fastpar.comm.ranks import reason
 from fastpar.doctor.cases import (
     ErrorCase,
     adamw_steps,

@@ -40,8 +40,8 @@ from bench.records import (
     machine,
     machine_line,
     parser_with_device,
-    reason,
 )
+from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor, report
 from fastpar.doctor.proof_cases import proof_cases
 from fastpar.doctor.table import VERSION, environment, row_of

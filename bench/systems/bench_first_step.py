@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import Bench
-from bench.records import ROOT, reason
+from bench.records import ROOT
+from fastpar.comm.ranks import reason
 
 TIME_LIMIT_S = {"cpu": 1500, "cuda": 900}
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256}

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.harness import Bench
-from bench.records import Row, reason
+from bench.records import Row
 from fastpar.comm.mesh import Mesh
+from fastpar.comm.ranks import reason
 from fastpar.compare.strategies import import_deepspeed
 from fastpar.doctor.clocks import Timing, steady_ms
 from fastpar.models.gpt import GPT

@@ -42,10 +42,11 @@ from torch import Tensor, nn
 
 from bench.harness import Bench
 from bench.peers import stock
-from bench.records import Row, reason
+from bench.records import Row
 from bench.systems.bench_zero import available_bytes, forget_peak
 from bench.systems.links import PROBE_BYTES, Link, NoLinkError, RankError, Ranks, all_reduce_ms
 from bench.targets import Target, faster, note
+from fastpar.comm.ranks import reason
 from fastpar.doctor.clocks import Timing
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT

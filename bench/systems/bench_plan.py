@@ -19,6 +19,7 @@ import torch
 from bench.harness import Bench
 from bench.records import Row
 from fastpar.comm.host import threads_per_rank
+from fastpar.comm.ranks import Rank, Ranks
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.cost.step_time import predict_step
@@ -26,7 +27,6 @@ from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.doctor.clocks import Timing
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.measure.measure import Cell, measure_cells
-from fastpar.measure.rank_pool import Rank, RankPool
 from fastpar.measure.short_run import ShortRun, slowest
 from fastpar.settings.config import PRESETS, GPTConfig
 
@@ -110,7 +110,7 @@ def train(rank: Rank, workload: Workload, setup: Setup, seconds: float) -> tuple
     return times, memory.peak_bytes
 
 
-def measure(bench: Bench, pool: RankPool, cell: Cell, rates_s: float) -> Row:
+def measure(bench: Bench, pool: Ranks, cell: Cell, rates_s: float) -> Row:
     """A row of one layout; rates_s: for each turn."""
     times: list[float] = []
     predicted, spreads, busy, peak = [], [], "", 0
@@ -149,6 +149,6 @@ def run(bench: Bench) -> None:
         threads = 1 if bench.device == "cpu" else threads_per_rank(None, ranks)
         rates_s = 1.0 if bench.quick else RATES_S / max(1, len(cells)) / TURNS
         if cells:
-            with RankPool(ranks, threads=threads, device=bench.device) as pool:
+            with Ranks(ranks, threads=threads, device=bench.device) as pool:
                 for cell in cells:
                     bench.add(measure(bench, pool, cell, rates_s))

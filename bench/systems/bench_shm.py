@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.harness import Bench
-from bench.records import Row, reason
+from bench.records import Row
 from bench.targets import faster, note
 from fastpar.comm.collectives import Collectives
+from fastpar.comm.ranks import reason
 from fastpar.comm.transport import make_collectives
 from fastpar.doctor.clocks import Call, Timing
 from fastpar.testing import run_ranks

@@ -25,11 +25,12 @@ import torch.distributed as dist
 
 import fastpar
 from bench.harness import Bench
-from bench.records import Row, reason
+from bench.records import Row
 from bench.systems import bench_overlap as overlap
 from bench.systems.bench_overlap import ALONE, TIMEOUT_S, Log, settled_bytes
 from bench.systems.links import Link, NoLinkError, RankError, Ranks
 from bench.targets import faster, note
+from fastpar.comm.ranks import reason
 from fastpar.compare.strategies import Contender, Settings
 from fastpar.doctor.clocks import Timing
 from fastpar.models.fp8 import use_fp8

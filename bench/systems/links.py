@@ -15,31 +15,23 @@ Nothing outside of the two namespaces is touched.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib
 import itertools
-import multiprocessing
-import os
+import pkgutil
 import shutil
-import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bench.records import ROOT, reason
+from fastpar.comm import ranks as comm
 
 DEVICE, ADDRESSES = "fastpar0", tuple(f"10.211.7.{i}" for i in range(1, 17))
 TOOLS = ("unshare", "nsenter", "ip", "tc", "cat")
 PROBE_BYTES = 25 << 20
 _PORTS = itertools.count(29500)  # of the ranks' stores; a fresh namespace has all of them free
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class NoLinkError(RuntimeError):
@@ -134,17 +126,15 @@ class Link:
             counts.append(int(line.partition(":")[2].split()[8]))
         return counts
 
-    def environment(self, rank: int, port: int) -> dict[str, str]:
-        """torchrun's variables for one rank, and the interface that gloo shall use."""
+    def environment(self, port: int) -> dict[str, str]:
+        """What differs for ranks of several hosts: rank 0 has the store, gloo another interface."""
         return {
-            "RANK": str(rank),
             "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(self.ranks),
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": ADDRESSES[0],
             "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
             "GLOO_SOCKET_IFNAME": DEVICE,
-            "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # the addresses have no names: no warning for each
         }
 
@@ -198,7 +188,7 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """Processes that hold an object each, whose methods are called from here.
+    """Ranks (fastpar/comm/ranks.py) that hold an object each, whose methods are called from here.
 
     Args:
         link: one process in each of its namespaces; None: all on this host.
@@ -216,105 +206,51 @@ class Ranks:
         threads: int = 1,
         timeout_s: float = 300.0,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1] if link is None else next(_PORTS)
-        self._pipes: list[Connection] = []
-        self._processes: list[subprocess.Popen] = []
-        self._failed = False
-        for rank in range(ranks if link is None else link.ranks):
-            ours, theirs = multiprocessing.Pipe()
-            fd = theirs.fileno()
-            command = [sys.executable, "-m", "bench.systems.links", str(fd), str(threads)]
-            more = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            if link is not None:
-                command, more = link.enter(rank, *command), link.environment(rank, port)
-            elif ranks == 1:
-                more = {}
-            environment = {**os.environ, **more}
-            self._processes.append(
-                subprocess.Popen(command, pass_fds=[fd], env=environment, cwd=ROOT)
-            )
-            theirs.close()  # so that the process's death shows as the end of the pipe
-            self._pipes.append(ours)
-        try:
-            self._send((target, args))
-            self._collect(timeout_s)
-        except RankError:
-            self.close()
-            raise
+        place, port = None, next(_PORTS)
+        if link is not None:
+            ranks = link.ranks
+
+            def place(rank: int, command: list[str]) -> tuple[list[str], dict[str, str]]:
+                return link.enter(rank, *command), link.environment(port)
+
+        with _naming_the_rank():
+            self._ranks = comm.Ranks(ranks, threads=threads, place=place)
+            self._ranks.call(_build, target, args, timeout_s=timeout_s)
 
     def call(self, method: str, *args: Any, timeout_s: float = 600.0) -> list[Any]:
-        """The answers of all ranks, which run the method at the same time."""
-        self._send((method, args))
-        return self._collect(timeout_s)
+        """The answers of all ranks, which run the method at the same time. One that fails ends all.
 
-    def _send(self, message: tuple) -> None:
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                pipe.send(message)
-            except OSError:
-                raise RankError(f"rank {rank}: the process is gone") from None
-
-    def _collect(self, timeout_s: float) -> list[Any]:
-        answers, deadline, failure = [], time.monotonic() + timeout_s, None
-        self._failed = True  # until all have answered
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(max(0.0, deadline - time.monotonic()) if failure is None else 1.0):
-                raise failure or RankError(f"rank {rank}: no answer within {timeout_s:g} s")
-            try:
-                error, answer = pipe.recv()
-            except (EOFError, OSError):
-                raise failure or RankError(f"rank {rank}: the process is gone") from None
-            if error is not None and failure is None:
-                failure = RankError(f"rank {rank}: {error}")
-            answers.append(answer)
-        self._failed = False
-        if failure is not None:
-            raise failure
-        return answers
+        Raises:
+            RankError: a rank failed.
+        """
+        with _naming_the_rank():
+            return self._ranks.call(_ask, method, args, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """End the processes; after a failure they may be stuck, and are killed."""
-        for pipe in self._pipes:
-            pipe.close()  # the end of a rank's loop
-        for process in self._processes:
-            try:
-                process.wait(0.1 if self._failed else 5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        """End the processes."""
+        self._ranks.close()
 
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._ranks.close(at_once=kind is not None)
 
 
-def serve(fd: int, threads: int) -> None:
-    """A rank's life: build the object, then answer calls until the pipe ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    torch.set_num_threads(threads)
-    pipe = Connection(fd)
-    subject = None
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            name, args = pipe.recv()
-            error, answer = None, None
-            try:
-                if subject is None:
-                    module, _, kind = name.partition(":")
-                    subject = getattr(importlib.import_module(module), kind)(*args)
-                else:
-                    answer = getattr(subject, name)(*args)
-            except Exception as caught:
-                error = reason(caught)
-                if torch.cuda.is_initialized():
-                    torch.cuda.empty_cache()
-            pipe.send((error, answer))
-    os._exit(0)  # no orderly exit: gloo's destructor can wait for a peer that is gone
+@contextlib.contextmanager
+def _naming_the_rank() -> Iterator[None]:
+    try:
+        yield
+    except comm.RankFailed as error:
+        raise RankError(f"rank {error.rank}: {error.reason}") from None
+
+
+def _build(rank: comm.Rank, target: str, args: tuple) -> None:
+    rank.kept["held"] = pkgutil.resolve_name(target)(*args)
+
+
+def _ask(rank: comm.Rank, method: str, args: tuple) -> Any:
+    return getattr(rank.kept["held"], method)(*args)
 
 
 class Probe:
@@ -339,7 +275,3 @@ def all_reduce_ms(link: Link, rounds: int = 5, size_bytes: int = PROBE_BYTES) ->
     """The slower rank's time of each bare all-reduce; 2 ranks send size_bytes each."""
     with Ranks(link, "bench.systems.links:Probe") as ranks:
         return [max(both) for both in zip(*ranks.call("all_reduce_ms", rounds, size_bytes))]
-
-
-if __name__ == "__main__":
-    serve(*map(int, sys.argv[1:]))

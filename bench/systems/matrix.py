@@ -30,9 +30,10 @@ import torch
 import torch.distributed as dist
 
 from bench.peers import engines, pipeline, tensor_parallel
-from bench.records import RESULTS, machine, machine_line, reason, version_of
+from bench.records import RESULTS, machine, machine_line, version_of
 from bench.report import cells
 from fastpar.comm.mesh import Mesh
+from fastpar.comm.ranks import reason
 from fastpar.compare.strategies import STRATEGIES, Contender, Settings
 from fastpar.data.batches import load_data, sample_batch
 from fastpar.parallel.debug import Debug

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 import fastpar
 from bench.peers import pipeline, tensor_parallel
-from bench.records import RESULTS, machine, machine_line, reason, version_of
+from bench.records import RESULTS, machine, machine_line, version_of
 from bench.report.cells import table as markdown
+from fastpar.comm.ranks import reason
 from fastpar.compare.strategies import Settings, import_deepspeed
 from fastpar.kernels import make_key
 from fastpar.settings.config import GPTConfig

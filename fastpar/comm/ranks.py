@@ -3,10 +3,9 @@
     with Ranks(2, threads=1) as ranks:
         answers = ranks.call(function, argument)  # function(rank, argument) in all at once
 
-Everything that starts a process group's processes does it here: `fastpar plan --measure` and
-`fastpar compare`, `run_ranks` of fastpar.testing, benches; and `fastpar train --nproc`, whose
-launcher (train/launch.py) adds signals and restarts. A function is found by its module and name.
-`rank` is the process' own Rank, which keeps what later calls need.
+Whatever starts the processes of a process group does it here: `fastpar plan --measure`, `compare`,
+`run_ranks` of fastpar.testing, benches, and the launcher of `fastpar train --nproc`, which adds
+signals and restarts (train/launch.py). A function is found by its module and name.
 
 [Note: who is stopped] Ranks have sessions of their own, so Ctrl-C reaches the starter alone, which
 kills them. When the starter dies, the kernel kills them (files/packages.py). A rank that fails
@@ -14,18 +13,17 @@ ends, and its peers fail in the collective that waits for it; those that do not 
 killed. So are all where one does not answer in time.
 
 [Note: the culprit] When one rank fails, the others fail because they have lost it. The one to name
-is who tells of a hang (it has killed the rank that hung); else the first to fail by itself.
+is who tells of a hang (it has killed the rank that hung), else the first to fail by itself.
 
 [Note: forked ranks] A fork server that has only imported torch (no thread pool is running in it, so
-forking is safe) makes a rank in milliseconds; the first one pays the import. Its ranks are no
-children of the starter, so each has a thread that waits for the starter's end. OpenMP has read its
-variables before the fork: where times or memory are measured, ranks are fresh processes.
+forking is safe) makes a rank in milliseconds; the first one pays the import. They are no children
+of the starter: in each a thread waits for its end. OpenMP has read its variables before the fork,
+so where times or memory are measured, ranks are fresh processes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
@@ -66,21 +64,25 @@ _LOST_PEER_TEXTS = (
 )
 
 
-# Who is a rank
-
-
 def is_rank() -> bool:
     """Whether this process was started as a rank, by this file or by torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launched_here() -> bool:
-    """Whether this file's environment made this process a rank, not torchrun's."""
+    """Whether this rank has the environment of this file, not torchrun's."""
     return _LAUNCHER in os.environ
 
 
+def make_store() -> dist.TCPStore:
+    """The store of ranks to come: its port is taken before they start, and it outlives them."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, str]:
-    """What torchrun sets, for one of nproc ranks on this machine; the store is the starter's."""
+    """What torchrun would set for one of nproc ranks on this machine; port: of make_store()."""
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -98,11 +100,10 @@ def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str
     return environment
 
 
-def make_store() -> dist.TCPStore:
-    """The store of ranks to come: its port is taken before they start, and it outlives them."""
-    import torch.distributed as dist
-
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def start_rank(command: Sequence[str], environment: Mapping[str, str], **how: Any) -> Any:
+    """A command in a session of its own; `how` and the result are subprocess.Popen's."""
+    env = {**os.environ, **environment}
+    return subprocess.Popen(command, env=env, start_new_session=True, **how)
 
 
 # Who has failed
@@ -124,11 +125,10 @@ def reason(error: BaseException) -> str:
     return without_paths(f"{type(error).__name__}: {error}")
 
 
-def cause_of_death(code: int) -> str | None:
-    """The signal that ended a process; None: it exited by itself."""
-    if code >= 0:
-        return None
-    return f"died of {signal.Signals(-code).name}" + " (out of memory?)" * (code == -signal.SIGKILL)
+def cause_of_death(code: int) -> str:
+    """The signal that ended a process; empty if it exited by itself."""
+    died = f"died of {signal.Signals(-code).name}" if code < 0 else ""
+    return died + " (out of memory?)" * (code == -signal.SIGKILL)
 
 
 @dataclass
@@ -136,11 +136,9 @@ class Failure:
     """How a rank failed.
 
     Attributes:
-        reason: why, in one line.
-        code: exit status of a process that ended without a word.
+        reason: why, in one line. code: exit status of a process that ended without a word.
         error, trace: what the rank raised, and where.
-        follows: the cause is another rank's failure.
-        at: when; clocks of one machine's processes agree.
+        follows: the cause is another rank's failure. at: when, by the clock of the machine.
     """
 
     rank: int
@@ -153,15 +151,27 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Of an error that is being handled. SystemExit is what ends ranks that are threads."""
+        """Of an error that is being handled. SystemExit ends ranks that are threads."""
         follows = isinstance(error, SystemExit) or lost_peer(error)
-        trace = traceback.format_exc()
-        return cls(rank, reason(error), error=error, trace=trace, follows=follows)
+        return cls(rank, reason(error), None, error, traceback.format_exc(), follows)
+
+    def dumps(self) -> bytes:
+        """Pickled; with a RuntimeError for an error that could not be made again."""
+        with contextlib.suppress(Exception):
+            pickle.loads(pickle.dumps(self.error))
+            return pickle.dumps(("failure", self))
+        self.error = RuntimeError(f"{type(self.error).__name__}: {self.error}")
+        return pickle.dumps(("failure", self))
 
 
 def culprit(failures: Sequence[Failure]) -> Failure:
     """The one to name: see [Note: the culprit]."""
     return min(failures, key=lambda one: (one.code != HUNG, one.follows, one.at))
+
+
+def late(ranks: Sequence[int], timeout_s: float, *, follow: bool) -> list[Failure]:
+    """Failures of ranks that did not answer in time; follow: another one had failed before."""
+    return [Failure(rank, f"gave no answer for {timeout_s:g} s", follows=follow) for rank in ranks]
 
 
 class RankFailed(RuntimeError):  # noqa: N818 - of a rank, not of all
@@ -262,18 +272,9 @@ def _live(pipe: Connection, device: str) -> NoReturn:
                 function, args = pickle.loads(asked)
                 message = pickle.dumps(("answer", function(rank, *args)))
             except BaseException as error:
-                message, status = _dump_failure(Failure.of(rank.rank, error)), FAILED
+                message, status = Failure.of(rank.rank, error).dumps(), FAILED
             pipe.send_bytes(message)
     os._exit(status)  # no orderly exit: gloo's destructor can wait for peers that are gone
-
-
-def _dump_failure(failure: Failure) -> bytes:
-    with contextlib.suppress(Exception):
-        message = pickle.dumps(("failure", failure))
-        pickle.loads(message)  # an exception with its own __init__ may pickle and not come back
-        return message
-    failure.error = RuntimeError(f"{type(failure.error).__name__}: {failure.error}")
-    return pickle.dumps(("failure", failure))
 
 
 # In the starter
@@ -289,12 +290,6 @@ class _Forked(multiprocessing.context.ForkServerProcess):
         return self.exitcode
 
 
-def start_rank(command: Sequence[str], environment: Mapping[str, str], **how: Any) -> Any:
-    """The process of a command, in a session of its own. how: as for subprocess.Popen, returned."""
-    env = {**os.environ, **environment}
-    return subprocess.Popen(command, env=env, start_new_session=True, **how)
-
-
 class _Started(NamedTuple):
     """A rank as the starter sees it."""
 
@@ -308,14 +303,6 @@ class _Started(NamedTuple):
             return self.process.wait(END_S)
         self.process.kill()
         return self.process.wait()
-
-    def last_words(self) -> str | None:
-        """The last line that it printed where that is not shown."""
-        if self.log is None:
-            return None
-        self.log.seek(0)
-        lines = [line for line in self.log.read().splitlines() if line.strip()]
-        return without_paths(lines[-1]) if lines else None
 
 
 Place = Callable[[int, list[str]], tuple[list[str], dict[str, str]]]
@@ -346,18 +333,12 @@ class Ranks:
         self.nproc, self.threads, self.device, self._quiet = nproc, threads, device, quiet
         self._store = make_store()
         self._ranks: list[_Started] = []
-        try:
-            for rank in range(nproc):
-                environment = rank_environment(rank, nproc, self._store.port, threads)
-                if fork:
-                    self._ranks.append(self._fork(environment))
-                else:
-                    self._ranks.append(self._start(rank, environment, place))
-            if not fork:
-                self.call(start, timeout_s=START_S)
-        except BaseException:
-            self.close(at_once=True)
-            raise
+        for rank in range(nproc):
+            environment = rank_environment(rank, nproc, self._store.port, threads)
+            started = self._fork(environment) if fork else self._start(rank, environment, place)
+            self._ranks.append(started)
+        if not fork:
+            self.call(start, timeout_s=START_S)
 
     def _start(self, rank: int, environment: dict[str, str], place: Place | None) -> _Started:
         ours, theirs = multiprocessing.Pipe()
@@ -383,20 +364,9 @@ class Ranks:
         theirs.close()
         return _Started(process, ours)
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        timeout_s: float = CALL_S,
-        heard: Callable[[Any], None] | None = None,
-    ) -> list[Any]:
-        """function(rank, *args) in every rank at once; what each returned.
-
-        Args:
-            timeout_s: for which no rank answers nor says anything.
-            heard: is called with what ranks say meanwhile.
-        """
-        answers, failures = self.outcomes(function, *args, timeout_s=timeout_s, heard=heard)
+    def call(self, function: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
+        """function(rank, *args) in every rank at once; what each returned. how: as for outcomes."""
+        answers, failures = self.outcomes(function, *args, **how)
         if failures:
             first = culprit(failures)
             if first.error is not None and not self._quiet:
@@ -408,10 +378,15 @@ class Ranks:
         self,
         function: Callable[..., Any],
         *args: Any,
-        timeout_s: float,
+        timeout_s: float = CALL_S,
         heard: Callable[[Any], None] | None = None,
     ) -> tuple[dict[int, Any], list[Failure]]:
-        """As call(): the answers by rank, and the failures. After a failure all ranks are gone."""
+        """As call(): the answers by rank, and the failures, after which all ranks are gone.
+
+        Args:
+            timeout_s: for which no rank answers nor says anything.
+            heard: is called with what ranks say meanwhile.
+        """
         if not self._ranks:
             raise RankFailed(0, function.__name__, "the processes are gone")
         asked = pickle.dumps((function, args))
@@ -450,10 +425,11 @@ class Ranks:
         return answers, failures
 
     def _gone(self, rank: int) -> Failure:
-        one = self._ranks[rank]
-        code = one.end()
-        why = cause_of_death(code) or one.last_words() or f"exit status {code}"
-        return Failure(rank, why, code=code)
+        code, log, words = self._ranks[rank].end(), self._ranks[rank].log, ""
+        if log is not None:
+            log.seek(0)
+            words = without_paths(log.read().strip().rpartition("\n")[2])
+        return Failure(rank, cause_of_death(code) or words or f"exit status {code}", code)
 
     def close(self, *, at_once: bool = False) -> None:
         """The processes end."""
@@ -476,8 +452,3 @@ class Ranks:
 
 def start(rank: Rank) -> None:
     """The first call of a fresh rank: it has come up."""
-
-
-def late(ranks: Sequence[int], timeout_s: float, *, follow: bool) -> list[Failure]:
-    """Failures of ranks that did not answer in time; follow: another one had failed before."""
-    return [Failure(rank, f"gave no answer for {timeout_s:g} s", follows=follow) for rank in ranks]

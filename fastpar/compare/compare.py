@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fastpar.comm.ranks import RankFailed
 from fastpar.compare.pictures import draw_all
 from fastpar.compare.report import TABLE, markdown, summary
 from fastpar.compare.results import RESULTS, Comparison, Run
@@ -16,7 +17,6 @@ from fastpar.compare.schedule import CompareCommand, Schedule, check
 from fastpar.compare.worker import measure
 from fastpar.files.progress import Progress
 from fastpar.files.runs import RUNS, make_next_free
-from fastpar.measure.rank_pool import RankFailed
 
 
 def compare(command: CompareCommand) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastpar.comm import ranks
 from fastpar.comm.host import memory_mb
 from fastpar.comm.recorder import WireMeter
 from fastpar.compare.results import Run
@@ -34,8 +35,6 @@ from fastpar.cost.step_memory import StepMemory
 from fastpar.data.batches import TextData, load_data, sample_batch
 from fastpar.doctor.clocks import synchronize
 from fastpar.kernels import keep_freed_memory
-from fastpar.measure import rank_pool
-from fastpar.measure.rank_pool import RankPool
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import cosine_lr
 from fastpar.settings.config import GPTConfig
@@ -255,12 +254,12 @@ def measure(spec: Spec, on_step: StepListener) -> None:
     """
     run, start = spec.run, time.monotonic()
     device = spec.settings["device"]
-    with RankPool(run.ranks, threads=run.threads, device=device, quiet=True) as pool:
+    with ranks.Ranks(run.ranks, threads=run.threads, device=device, quiet=True) as pool:
         run.merge(pool.call(_train, spec, timeout_s=SILENCE_S, heard=lambda said: on_step(*said)))
     run.seconds = round(time.monotonic() - start, 3)
 
 
-def _train(process: rank_pool.Rank, spec: Spec) -> Run:
+def _train(process: ranks.Rank, spec: Spec) -> Run:
     """The run as this rank has measured it; rank 0 tells of each step."""
     warnings.simplefilter("ignore")  # of torch and DeepSpeed, about their own calls
 

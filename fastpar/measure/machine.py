@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any
 from fastpar._version import __version__
 from fastpar.comm.host import available_cores
 from fastpar.doctor.table import cpu_name
-
-_REASON_LENGTH = 300  # characters of an error
 
 
 def commit() -> str | None:
@@ -43,12 +40,6 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def without_paths(text: str) -> str:
-    """An error in one line of ASCII that names no path of this machine."""
-    text = re.sub(r"(?<![\w.])/[\w.+-]+(?:/[\w.+-]+)+", "<path>", " ".join(text.split()))
-    return text.encode("ascii", "replace").decode()[:_REASON_LENGTH]
 
 
 def about_machine(device: str) -> dict[str, Any]:

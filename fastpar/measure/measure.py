@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.host import available_cores, threads_per_rank
+from fastpar.comm.ranks import Rank, Ranks
 from fastpar.comm.transport import make_collectives
 from fastpar.cost.measured_rates import (
     MeasuredRates,
@@ -54,7 +55,6 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.doctor.clocks import stopwatch
 from fastpar.kernels.orthogonalize import orthogonalize
 from fastpar.measure.op_chain import Chain
-from fastpar.measure.rank_pool import Rank, RankPool
 from fastpar.measure.short_run import ShortRun, slowest
 from fastpar.optim.adamw import AdamW
 from fastpar.settings.config import GPTConfig
@@ -102,7 +102,7 @@ def measure(
         )
     threads = threads_per_rank(threads, ranks)
     seconds = seconds or (QUICK_SECONDS if quick else SECONDS)
-    with RankPool(ranks, threads=threads, device=setups[0].device_type) as pool:
+    with Ranks(ranks, threads=threads, device=setups[0].device_type) as pool:
         rates = measure_cells(pool, [(workload, s) for s in setups], seconds=seconds)
     keep_rates(rates)
     return rates
@@ -123,7 +123,7 @@ def keep_rates(rates: MeasuredRates) -> None:
     kept.save()
 
 
-def measure_cells(pool: RankPool, cells: Sequence[Cell], *, seconds: float) -> MeasuredRates:
+def measure_cells(pool: Ranks, cells: Sequence[Cell], *, seconds: float) -> MeasuredRates:
     """Rates for these workloads and setups by the ranks of a pool."""
     at_work = cores_at_work()
     tiny = {overhead_key(setup): _tiny_cells(setup) for _, setup in cells}
@@ -206,7 +206,7 @@ def _distinct_chains(cells: Iterable[Cell]) -> list[list[Cell]]:
 
 
 def _time_chains(
-    pool: RankPool, chains: Sequence[list[Cell]], seconds: float, *, shared: bool
+    pool: Ranks, chains: Sequence[list[Cell]], seconds: float, *, shared: bool
 ) -> Samples:
     """Mean seconds of each operation in each step of its chain, of the rank others wait for.
 
@@ -323,7 +323,7 @@ def _rates_of_ops(
 
 
 def _time_collectives(
-    pool: RankPool, cells: Sequence[Cell], seconds: float
+    pool: Ranks, cells: Sequence[Cell], seconds: float
 ) -> dict[str, list[tuple[float, float]]]:
     """(bytes, seconds) by kind and ranks."""
     asked: dict[str, tuple[CommOp, Setup, set[float]]] = {}
@@ -433,7 +433,7 @@ def _tiny_cells(setup: Setup) -> list[Cell]:
 
 
 def _overheads(
-    pool: RankPool, tiny: dict[str, list[Cell]], rates: MeasuredRates, seconds: float
+    pool: Ranks, tiny: dict[str, list[Cell]], rates: MeasuredRates, seconds: float
 ) -> dict[str, Overhead]:
     """For each way to set up, what its tiny steps cost beyond their operations."""
     found = {}

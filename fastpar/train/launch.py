@@ -24,7 +24,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,40 +37,26 @@ from types import FrameType
 from typing import Any
 
 from fastpar.comm.host import threads_per_rank
+from fastpar.comm.ranks import (
+    FAILED,
+    GRACE_S,
+    LOST_PEER,
+    USER_MISTAKE,
+    Failure,
+    cause_of_death,
+    culprit,
+    make_store,
+    rank_environment,
+    start_rank,
+)
 from fastpar.files.packages import call_command
 from fastpar.files.runs import RUNS, find_run, list_checkpoints, step_of
 
-GRACE_S = 5.0
 REPEAT_S = 1.0
 POLL_S = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to save and stop
 SAVE_SIGNAL = signal.SIGUSR1  # save now, and go on
 STOPPED = tuple(128 + number for number in SIGNALS)  # as a shell counts
-LOST_PEER = 3  # exit status of a rank that failed because another one was gone
-FAILED, USER_MISTAKE = 1, 2
-_LAUNCHER = "FASTPAR_LAUNCHER"  # in the ranks' environment
-_LOST_PEER_TEXTS = (
-    *("Connection closed by peer", "Connection reset by peer", "Connection refused"),
-    *("Broken pipe", "Socket closed", "NCCL communicator was aborted", "remote process exited"),
-    # csrc/shm_cpu.cpp:
-    *("got the end of rank", "that closed its group", "that gave up waiting for rank"),
-    "; its own message says why",
-)
-
-
-def is_rank() -> bool:
-    """Whether this process was started as a rank, by `launch` or by torchrun."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def launched_here() -> bool:
-    """Whether `launch` started this rank, not torchrun."""
-    return _LAUNCHER in os.environ
-
-
-def lost_peer(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone: then the cause is over there."""
-    return any(text in str(error) for text in _LOST_PEER_TEXTS)
 
 
 @dataclass
@@ -222,10 +207,7 @@ def _run_ranks(
 ) -> tuple[int, str]:
     """One start of all ranks; its exit status, and if that is FAILED the cause."""
     with interrupt_kills():
-        import torch.distributed as dist
-
-    # The launcher holds the store: its port is taken before a rank starts.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = make_store()
     logs = Path(tempfile.mkdtemp(prefix="fastpar_"))
     ranks: list[_Rank] = []
 
@@ -248,37 +230,15 @@ def _run_ranks(
 def _start_rank(
     number: int, arguments: Sequence[str], environment: Mapping[str, str], folder: Path
 ) -> _Rank:
-    """A rank in a session of its own; all but rank 0 write to files of the folder."""
+    """A rank that leaves its error in the folder; rank 0 keeps the terminal."""
     folder.mkdir()
     own = {**environment, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
-    with (folder / "stdout.log").open("w") as out, (folder / "stderr.log").open("w") as err:
-        process = subprocess.Popen(
-            [*call_command("fastpar.__main__.run"), *arguments],
-            env={**os.environ, **own},
-            start_new_session=True,
-            stdout=out if number else None,
-            stderr=err if number else None,
-        )
+    command = [*call_command("fastpar.__main__.run"), *arguments]
+    if not number:
+        return _Rank(number, start_rank(command, own), folder)
+    with (folder / "stderr.log").open("w") as err:
+        process = start_rank(command, own, stdout=subprocess.DEVNULL, stderr=err)
     return _Rank(number, process, folder)
-
-
-def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, str]:
-    """What torchrun would set for one of nproc ranks on this machine; the store is the parent's."""
-    environment = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to the launcher's store too
-        "OMP_NUM_THREADS": str(threads),
-        _LAUNCHER: "1",
-    }
-    # By default gloo resolves the host's name, which many containers and laptops do not know.
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return environment
 
 
 def _watch(ranks: Sequence[_Rank], signals: Sequence[int]) -> None:
@@ -300,37 +260,30 @@ def _report(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str]:
 
     What the cause itself has written comes to stderr, unless rank 0 has written it there already.
     """
-    from fastpar.comm.watchdog import HUNG
-
-    # A rank that tells of a hang has killed the one that hung.
-    failed = sorted(
-        (rank for rank in ranks if rank.failed),
-        key=lambda r: (r.code != HUNG, r.code == LOST_PEER or r.killed, r.ended),
-    )
-    if not failed:
+    failures = [
+        Failure(r.number, _why(r), r.code, follows=r.code == LOST_PEER or r.killed, at=r.ended)
+        for r in ranks
+        if r.failed
+    ]
+    if not failures:
         return max(r.code or 0 for r in ranks), ""
     if signals:  # a rank died of it: before the first step, after the last one, or the second time
         print("fastpar: stopped at once; this stop has saved nothing", file=sys.stderr)
         return 128 + signals[0], ""
-    words = failed[0].read("stderr.log").rstrip()
-    if failed[0].code == USER_MISTAKE:
+    first = culprit(failures)
+    words = ranks[first.rank].read("stderr.log").rstrip()
+    if first.code == USER_MISTAKE:
         if ranks[0].code != USER_MISTAKE:
             print(words.rpartition("\n")[2], file=sys.stderr)
         return USER_MISTAKE, ""
     if words:
         print(words, file=sys.stderr)
-    return FAILED, _describe(failed[0])
+    return FAILED, f"rank {first.rank} (pid {ranks[first.rank].process.pid}) {first.reason}"
 
 
-def _describe(rank: _Rank) -> str:
-    """A rank that failed, and why."""
-    code = rank.code or 0
-    if code < 0:
-        reason = f"died of {signal.Signals(-code).name}"
-        reason += " (out of memory?)" if code == -signal.SIGKILL else ""
-    else:
-        reason = f"failed: exit status {code}"
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # it has recorded no exception
-            told = json.loads(rank.read("error.json"))["message"]["message"]
-            reason = f"failed: {told.splitlines()[0]}" if told else reason
-    return f"rank {rank.number} (pid {rank.process.pid}) {reason}"
+def _why(rank: _Rank) -> str:
+    """Why a rank failed, in one line."""
+    told = ""
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # it has recorded no exception
+        told = json.loads(rank.read("error.json"))["message"]["message"].partition("\n")[0]
+    return cause_of_death(rank.code or 0) or f"failed: {told or f'exit status {rank.code}'}"

@@ -6,10 +6,10 @@ import pytest
 from test_compare_results import make_comparison, make_run, read
 
 from fastpar import cli
+from fastpar.comm.ranks import RankFailed
 from fastpar.compare import compare
 from fastpar.compare.compare import write_report
 from fastpar.compare.results import RESULTS
-from fastpar.measure.rank_pool import RankFailed
 
 TEXT = "In the beginning was the word, and the word was short.\n" * 40
 FILES = {

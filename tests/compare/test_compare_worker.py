@@ -5,11 +5,11 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from fastpar.comm.ranks import RankFailed
 from fastpar.compare.results import Run
 from fastpar.compare.strategies import SINGLE, Settings, build
 from fastpar.compare.worker import EPS, Rank, Spec, measure
 from fastpar.data.batches import load_data, sample_batch
-from fastpar.measure.rank_pool import RankFailed
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import cosine_lr
 from fastpar.settings.config import GPTConfig, TrainConfig

@@ -7,7 +7,7 @@ import subprocess
 
 from fastpar.doctor.table import cpu_name
 from fastpar.measure import machine
-from fastpar.measure.machine import about_machine, commit, version_of, without_paths
+from fastpar.measure.machine import about_machine, commit, version_of
 
 
 def test_a_result_names_machine_and_versions():
@@ -41,9 +41,3 @@ def test_changes_of_the_checkout_are_marked(monkeypatch):
     answers = iter(["0123456789ab", " M fastpar/x.py"])
     monkeypatch.setattr(machine, "_output", lambda command: next(answers))
     assert commit() == "0123456789ab+"
-
-
-def test_errors_name_no_path():
-    assert without_paths("no /a/b.py\n  here, a/b stays") == "no <path> here, a/b stays"
-    assert len(without_paths("x" * 1000)) == 300
-    assert without_paths("caf\u00e9") == "caf?"

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from bench.records import ResultFile, Row, load, machine, machine_line, reason, slug
+from bench.records import ResultFile, Row, load, machine, machine_line, slug
 
 ABOUT = {
     "device": "cpu",
@@ -88,9 +88,3 @@ def test_machine_names_what_a_reader_needs():
     assert machine_line({**gpu, "dirty": True}).startswith(
         "NVIDIA H200, driver 580.1, CUDA 13.0; torch 2.13.0, triton none; commit abc + changes"
     )
-
-
-def test_reason_is_one_line_without_paths():
-    error = RuntimeError("failed in /tmp/x/y.cpp:3\n  because\n" + "z" * 999)
-    assert reason(error).startswith("RuntimeError: failed in <path>:3 because z")
-    assert len(reason(error)) <= 300

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from fastpar.comm.ranks import FAILED, LOST_PEER, USER_MISTAKE
 from fastpar.comm.watchdog import HUNG
 from fastpar.files.runs import hold, release
 from fastpar.train import launch
 from fastpar.train.launch import (
-    FAILED,
-    LOST_PEER,
-    USER_MISTAKE,
     _forwarding_signals,
     _from_where,
     _Rank,
@@ -25,9 +23,6 @@ from fastpar.train.launch import (
     _watch,
     catching_save,
     catching_stop,
-    is_rank,
-    launched_here,
-    lost_peer,
 )
 
 
@@ -56,47 +51,40 @@ def start(tmp_path):
         process.stdout.close()
 
 
-def test_who_is_a_rank(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "FASTPAR_LAUNCHER"):
-        monkeypatch.delenv(name, raising=False)
-    assert not is_rank()
-    assert not launched_here()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert is_rank()
-    assert not launched_here()
+KILLED = "os.kill(os.getpid(), 9)"
+NO_MEMORY = "Traceback ...\nRuntimeError: no memory\n"
 
 
-def test_a_killed_rank_is_named_and_the_others_are_stopped(start, capfd, monkeypatch):
-    monkeypatch.setattr(launch, "GRACE_S", 0.3)
-    ranks = start("time.sleep(60)", "os.kill(os.getpid(), 9)", "time.sleep(0.1); sys.exit(3)")
+@pytest.mark.parametrize(
+    ("codes", "told", "words", "reason"),
+    [
+        (("", ""), None, "", None),
+        # Rank 0 hangs, and rank 2 loses its peer.
+        (("time.sleep(60)", KILLED, "time.sleep(0.1); sys.exit(3)"), None, "",
+         "died of SIGKILL (out of memory?)"),
+        # Rank 0 loses its peer and ends first.
+        (("sys.exit(3)", "time.sleep(0.3); sys.exit(1)"), "RuntimeError: no memory\nx", NO_MEMORY,
+         "failed: RuntimeError: no memory"),
+        (("", "sys.exit(7)"), None, "", "failed: exit status 7"),
+        # Who tells of a hang has killed the one that hung.
+        ((KILLED, f"time.sleep(0.3); sys.exit({HUNG})"), "watchdog: got rank=0 stuck", "",
+         "failed: watchdog: got rank=0 stuck"),
+    ],
+)  # fmt: skip
+def test_rank_1_is_named_and_the_others_are_stopped(
+    start, capfd, monkeypatch, codes, told, words, reason
+):
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    ranks = start(*codes)
+    (ranks[1].folder / "stderr.log").write_text(words)
+    if told is not None:
+        (ranks[1].folder / "error.json").write_text(json.dumps({"message": {"message": told}}))
     began = time.monotonic()
     _watch(ranks, [])
     assert time.monotonic() - began < 5
-    assert [r.code for r in ranks] == [-9, -9, LOST_PEER]
-    cause = f"rank 1 (pid {ranks[1].process.pid}) died of SIGKILL (out of memory?)"
-    assert _report(ranks, []) == (FAILED, cause)
-    assert capfd.readouterr().err == ""
-
-
-def test_the_cause_is_named_though_it_is_seen_last(start, capfd):
-    """Rank 0 loses its peer and ends first; the error file says why the peer failed."""
-    ranks = start(f"sys.exit({LOST_PEER})", "time.sleep(0.3); sys.exit(1)")
-    (ranks[1].folder / "stderr.log").write_text("Traceback ...\nRuntimeError: no memory\n")
-    (ranks[1].folder / "error.json").write_text(
-        json.dumps({"message": {"message": "RuntimeError: no memory\nx"}})
-    )
-    _watch(ranks, [])
-    cause = f"rank 1 (pid {ranks[1].process.pid}) failed: RuntimeError: no memory"
-    assert _report(ranks, []) == (FAILED, cause)
-    assert capfd.readouterr().err == "Traceback ...\nRuntimeError: no memory\n"
-
-
-def test_a_failure_without_last_words(start):
-    ranks = start("", "sys.exit(7)")
-    _watch(ranks, [])
-    cause = f"rank 1 (pid {ranks[1].process.pid}) failed: exit status 7"
-    assert _report(ranks, []) == (FAILED, cause)
+    cause = f"rank 1 (pid {ranks[1].process.pid}) {reason}"
+    assert _report(ranks, []) == ((0, "") if reason is None else (FAILED, cause))
+    assert capfd.readouterr().err == words
 
 
 @pytest.mark.parametrize("rank_0_says_it", [True, False])
@@ -107,13 +95,6 @@ def test_a_users_mistake_is_said_once(start, capfd, rank_0_says_it):
     _watch(ranks, [])
     assert _report(ranks, []) == (USER_MISTAKE, "")
     assert capfd.readouterr().err == ("" if rank_0_says_it else "train: expected x, got y\n")
-
-
-def test_ranks_that_end_well(start, capfd):
-    ranks = start("", "")
-    _watch(ranks, [])
-    assert _report(ranks, []) == (0, "")
-    assert capfd.readouterr().err == ""
 
 
 # In short naps: a signal that comes just before a nap begins is answered after it.
@@ -218,16 +199,6 @@ def test_what_was_ignored_at_the_start_stays_ignored(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_of_two_that_failed_who_tells_of_a_hang_is_heard(start):
-    ranks = start("os.kill(os.getpid(), 9)", f"time.sleep(0.3); sys.exit({HUNG})")
-    (ranks[1].folder / "error.json").write_text(
-        json.dumps({"message": {"message": "watchdog: got rank=0 stuck"}})
-    )
-    _watch(ranks, [])
-    cause = f"rank 1 (pid {ranks[1].process.pid}) failed: watchdog: got rank=0 stuck"
-    assert _report(ranks, []) == (FAILED, cause)
-
-
 @pytest.mark.parametrize(
     ("statuses", "expected"),
     [
@@ -314,17 +285,3 @@ def test_signals_are_left_alone_outside_of_the_main_thread():
     thread.start()
     thread.join()
     assert seen == [[], []]
-
-
-def test_lost_peers_are_told_from_other_errors():
-    gloo = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
-    assert lost_peer(RuntimeError(f"Engine: expected every rank to take part, got ... ({gloo})"))
-    shm = "all_reduce: expected every rank to live, got the end of rank 1; restart the run"
-    assert lost_peer(RuntimeError(shm))
-    assert not lost_peer(RuntimeError("out of memory"))
-
-
-def test_shared_memory_still_says_what_is_looked_for():
-    source = (Path(__file__).parents[2] / "csrc/shm_cpu.cpp").read_text()
-    ours = [text for text in launch._LOST_PEER_TEXTS if text in source]
-    assert len(ours) == 4
