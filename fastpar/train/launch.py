@@ -31,7 +31,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,26 +56,6 @@ POLL_S = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to save and stop
 SAVE_SIGNAL = signal.SIGUSR1  # save now, and go on
 STOPPED = tuple(128 + number for number in SIGNALS)  # as a shell counts
-
-
-@dataclass
-class _Rank:
-    """One process and how it ended; its folder holds output and error.json."""
-
-    number: int
-    process: subprocess.Popen
-    folder: Path
-    code: int | None = None
-    ended: float = 0.0
-    killed: bool = False  # by the launcher, because another rank had failed
-
-    @property
-    def failed(self) -> bool:
-        return self.code not in (None, 0, *STOPPED)
-
-    def read(self, name: str) -> str:
-        file = self.folder / name
-        return file.read_text(errors="replace") if file.is_file() else ""
 
 
 @contextlib.contextmanager
@@ -144,14 +123,14 @@ def catching_save() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _forwarding_signals(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
+def _forwarding_signals(ranks: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
     """The ranks get this process's signals too; yields the list of those received."""
     received: list[int] = []
     last = -REPEAT_S
 
     def forward(number: int, frame: FrameType | None) -> None:
         for rank in ranks:
-            rank.process.send_signal(number)
+            rank.send_signal(number)
 
     def forward_stop(number: int, frame: FrameType | None) -> None:
         nonlocal last
@@ -209,7 +188,7 @@ def _run_ranks(
     with interrupt_kills():
         store = make_store()
     logs = Path(tempfile.mkdtemp(prefix="fastpar_"))
-    ranks: list[_Rank] = []
+    ranks: list[subprocess.Popen] = []
 
     # SAVE_SIGNAL is ignored by the ranks, too, until they can save.
     with _handlers({SAVE_SIGNAL: signal.SIG_IGN}):
@@ -218,72 +197,75 @@ def _run_ranks(
                 own = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
                 ranks.append(_start_rank(number, arguments, {**own, **start}, logs / str(number)))
             with _forwarding_signals(ranks) as signals:
-                _watch(ranks, signals)
-                return _report(ranks, signals)
+                failures = _watch(ranks, signals, logs)
+                return _report(ranks, signals, logs, failures)
         finally:
             for rank in ranks:
-                rank.process.kill()
-                rank.process.wait()
+                rank.kill()
+                rank.wait()
             shutil.rmtree(logs, ignore_errors=True)
 
 
 def _start_rank(
     number: int, arguments: Sequence[str], environment: Mapping[str, str], folder: Path
-) -> _Rank:
+) -> subprocess.Popen:
     """A rank that leaves its error in the folder; rank 0 keeps the terminal."""
     folder.mkdir()
     own = {**environment, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
-    command = [*call_command("fastpar.__main__.run"), *arguments]
-    if not number:
-        return _Rank(number, start_rank(command, own), folder)
     with (folder / "stderr.log").open("w") as err:
-        process = start_rank(command, own, stdout=subprocess.DEVNULL, stderr=err)
-    return _Rank(number, process, folder)
+        streams = {"stdout": subprocess.DEVNULL, "stderr": err} if number else {}
+        return start_rank([*call_command("fastpar.__main__.run"), *arguments], own, **streams)
 
 
-def _watch(ranks: Sequence[_Rank], signals: Sequence[int]) -> None:
-    """Until every rank has ended; see [Note: who stops whom]."""
-    deadline = float("inf")
-    while running := [rank for rank in ranks if rank.code is None]:
-        for rank in running:
-            rank.code, rank.ended = rank.process.poll(), time.monotonic()
-            if rank.failed:
-                deadline = min(deadline, rank.ended + GRACE_S)
-            elif rank.code is None and (time.monotonic() > deadline or len(signals) > 1):
-                rank.killed = True
-                rank.process.kill()
+def _watch(ranks: Sequence[subprocess.Popen], signals: Sequence[int], logs: Path) -> list[Failure]:
+    """Until every rank has ended; those that failed. See [Note: who stops whom]."""
+    running, killed, deadline = dict(enumerate(ranks)), set(), float("inf")
+    failures: list[Failure] = []
+    while running:
+        for number, rank in list(running.items()):
+            code = rank.poll()
+            if code is not None:
+                del running[number]
+            if code not in (None, 0, *STOPPED):
+                follows = code == LOST_PEER or number in killed
+                failures.append(
+                    Failure(number, _why(code, logs / str(number)), code, follows=follows)
+                )
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            elif code is None and (time.monotonic() > deadline or len(signals) > 1):
+                killed.add(number)
+                rank.kill()
         time.sleep(POLL_S)
+    return failures
 
 
-def _report(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str]:
+def _why(code: int, folder: Path) -> str:
+    """Why a rank failed, in one line."""
+    told = ""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it recorded no exception
+        told = json.loads((folder / "error.json").read_text())["message"]["message"]
+    told = told.partition("\n")[0] or f"exit status {code}"
+    return cause_of_death(code) or f"failed: {told}"
+
+
+def _report(
+    ranks: Sequence[subprocess.Popen], signals: Sequence[int], logs: Path, failures: list[Failure]
+) -> tuple[int, str]:
     """The exit status of all ranks together, and if that is FAILED the cause.
 
     What the cause itself has written comes to stderr, unless rank 0 has written it there already.
     """
-    failures = [
-        Failure(r.number, _why(r), r.code, follows=r.code == LOST_PEER or r.killed, at=r.ended)
-        for r in ranks
-        if r.failed
-    ]
     if not failures:
-        return max(r.code or 0 for r in ranks), ""
+        return max(rank.returncode for rank in ranks), ""
     if signals:  # a rank died of it: before the first step, after the last one, or the second time
         print("fastpar: stopped at once; this stop has saved nothing", file=sys.stderr)
         return 128 + signals[0], ""
     first = culprit(failures)
-    words = ranks[first.rank].read("stderr.log").rstrip()
+    words = (logs / str(first.rank) / "stderr.log").read_text(errors="replace").rstrip()
     if first.code == USER_MISTAKE:
-        if ranks[0].code != USER_MISTAKE:
+        if ranks[0].returncode != USER_MISTAKE:
             print(words.rpartition("\n")[2], file=sys.stderr)
         return USER_MISTAKE, ""
     if words:
         print(words, file=sys.stderr)
-    return FAILED, f"rank {first.rank} (pid {ranks[first.rank].process.pid}) {first.reason}"
-
-
-def _why(rank: _Rank) -> str:
-    """Why a rank failed, in one line."""
-    told = ""
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # it has recorded no exception
-        told = json.loads(rank.read("error.json"))["message"]["message"].partition("\n")[0]
-    return cause_of_death(rank.code or 0) or f"failed: {told or f'exit status {rank.code}'}"
+    return FAILED, f"rank {first.rank} (pid {ranks[first.rank].pid}) {first.reason}"

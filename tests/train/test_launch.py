@@ -18,7 +18,6 @@ from fastpar.train import launch
 from fastpar.train.launch import (
     _forwarding_signals,
     _from_where,
-    _Rank,
     _report,
     _watch,
     catching_save,
@@ -32,6 +31,7 @@ def start(tmp_path):
     processes = []
     for rank in range(4):
         (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "stderr.log").touch()
 
     def run(*codes):
         for code in codes:
@@ -42,7 +42,7 @@ def start(tmp_path):
                     stdout=subprocess.PIPE,
                 )
             )
-        return [_Rank(n, p, tmp_path / str(n)) for n, p in enumerate(processes)]
+        return processes
 
     yield run
     for process in processes:
@@ -72,28 +72,30 @@ NO_MEMORY = "Traceback ...\nRuntimeError: no memory\n"
     ],
 )  # fmt: skip
 def test_rank_1_is_named_and_the_others_are_stopped(
-    start, capfd, monkeypatch, codes, told, words, reason
+    start, tmp_path, capfd, monkeypatch, codes, told, words, reason
 ):
     monkeypatch.setattr(launch, "GRACE_S", 0.5)
     ranks = start(*codes)
-    (ranks[1].folder / "stderr.log").write_text(words)
+    (tmp_path / "1" / "stderr.log").write_text(words)
     if told is not None:
-        (ranks[1].folder / "error.json").write_text(json.dumps({"message": {"message": told}}))
+        (tmp_path / "1" / "error.json").write_text(json.dumps({"message": {"message": told}}))
     began = time.monotonic()
-    _watch(ranks, [])
+    failures = _watch(ranks, [], tmp_path)
     assert time.monotonic() - began < 5
-    cause = f"rank 1 (pid {ranks[1].process.pid}) {reason}"
-    assert _report(ranks, []) == ((0, "") if reason is None else (FAILED, cause))
+    cause = f"rank 1 (pid {ranks[1].pid}) {reason}"
+    assert _report(ranks, [], tmp_path, failures) == (
+        (0, "") if reason is None else (FAILED, cause)
+    )
     assert capfd.readouterr().err == words
 
 
 @pytest.mark.parametrize("rank_0_says_it", [True, False])
-def test_a_users_mistake_is_said_once(start, capfd, rank_0_says_it):
+def test_a_users_mistake_is_said_once(start, tmp_path, capfd, rank_0_says_it):
     code = f"sys.exit({USER_MISTAKE if rank_0_says_it else LOST_PEER})"
     ranks = start(code, f"sys.exit({USER_MISTAKE})")
-    (ranks[1].folder / "stderr.log").write_text("a warning\ntrain: expected x, got y\n")
-    _watch(ranks, [])
-    assert _report(ranks, []) == (USER_MISTAKE, "")
+    (tmp_path / "1" / "stderr.log").write_text("a warning\ntrain: expected x, got y\n")
+    failures = _watch(ranks, [], tmp_path)
+    assert _report(ranks, [], tmp_path, failures) == (USER_MISTAKE, "")
     assert capfd.readouterr().err == ("" if rank_0_says_it else "train: expected x, got y\n")
 
 
@@ -102,35 +104,35 @@ REST = "[time.sleep(0.05) for _ in range(1200)]"
 WAIT = f"signal.signal(15, lambda *_: sys.exit(143)); print('up', flush=True); {REST}"
 
 
-def test_a_signal_reaches_the_ranks(start):
+def test_a_signal_reaches_the_ranks(start, tmp_path):
     ranks = start(WAIT, WAIT)
     for rank in ranks:
-        assert rank.process.stdout.readline() == b"up\n"
+        assert rank.stdout.readline() == b"up\n"
     with _forwarding_signals(ranks) as signals:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        _watch(ranks, signals)
+        failures = _watch(ranks, signals, tmp_path)
     assert signals == [signal.SIGTERM]
-    assert [r.code for r in ranks] == [143, 143]
-    assert _report(ranks, signals) == (143, "")
+    assert [r.returncode for r in ranks] == [143, 143]
+    assert _report(ranks, signals, tmp_path, failures) == (143, "")
 
 
-def test_a_save_signal_reaches_the_ranks_and_ends_nothing(start):
+def test_a_save_signal_reaches_the_ranks_and_ends_nothing(start, tmp_path):
     saves = "signal.signal(10, lambda *_: print('saves', flush=True))"
     stops = "signal.signal(15, lambda *_: sys.exit(0))"
     ranks = start(*[f"{saves}; {stops}; print('up', flush=True); {REST}"] * 2)
     for rank in ranks:
-        assert rank.process.stdout.readline() == b"up\n"
+        assert rank.stdout.readline() == b"up\n"
     before = signal.getsignal(signal.SIGUSR1)
     with _forwarding_signals(ranks) as signals:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGUSR1)
             for rank in ranks:
-                assert rank.process.stdout.readline() == b"saves\n"
-        assert [rank.process.poll() for rank in ranks] == [None, None]
+                assert rank.stdout.readline() == b"saves\n"
+        assert [rank.poll() for rank in ranks] == [None, None]
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        _watch(ranks, signals)
+        failures = _watch(ranks, signals, tmp_path)
     assert signals == [signal.SIGTERM]
-    assert _report(ranks, signals) == (0, "")
+    assert _report(ranks, signals, tmp_path, failures) == (0, "")
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
@@ -144,18 +146,18 @@ def test_a_rank_notes_save_signals():
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_a_second_signal_kills_unless_it_is_the_same_again(start, capfd, monkeypatch):
+def test_a_second_signal_kills_unless_it_is_the_same_again(start, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(launch, "REPEAT_S", 0.15)
     ranks = start("signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)")
     for rank in ranks:
-        assert rank.process.stdout.readline() == b"up\n"
+        assert rank.stdout.readline() == b"up\n"
     with _forwarding_signals(ranks) as signals:
         for after in (0.1, 0.15, 0.5):
             threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        _watch(ranks, signals)
+        failures = _watch(ranks, signals, tmp_path)
     assert signals == [signal.SIGTERM] * 2
-    assert ranks[0].code == -9
-    assert _report(ranks, signals) == (143, "")
+    assert ranks[0].returncode == -9
+    assert _report(ranks, signals, tmp_path, failures) == (143, "")
     assert "stopped at once; this stop has saved nothing" in capfd.readouterr().err
 
 
@@ -168,10 +170,10 @@ for number in numbers:
 from fastpar.train import launch
 watch = launch._watch
 def look(ranks, *rest):
-    for pid in (os.getpid(), *(rank.process.pid for rank in ranks)):
+    for pid in (os.getpid(), *(rank.pid for rank in ranks)):
         mask = int(re.search(r"SigIgn:\\s*(\\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
         print(all(mask >> number - 1 & 1 for number in numbers))
-    watch(ranks, *rest)
+    return watch(ranks, *rest)
 launch._watch = look
 sys.exit(launch.launch(["--version"], 2))
 """
@@ -183,7 +185,7 @@ def test_files_of_the_current_folder_stand_in_for_no_module(tmp_path, monkeypatc
     for name in ("random", "select", "statistics", "tokenize"):
         Path(f"{name}.py").write_text("print('executed')\nraise SystemExit(7)\n")
     ranks = [
-        launch._start_rank(0, ["--version"], {}, tmp_path / "rank").process,
+        launch._start_rank(0, ["--version"], {}, tmp_path / "rank"),
         subprocess.Popen([sys.executable, "-m", "fastpar", "--version"]),
     ]
     assert [rank.wait() for rank in ranks] == [0, 0]
