@@ -283,7 +283,7 @@ def _live(pipe: Connection, device: str) -> NoReturn:
 class _Forked(multiprocessing.context.ForkServerProcess):
     """A process of the fork server that is waited for as for subprocess.Popen."""
 
-    def wait(self, timeout: float | None = None) -> int | None:
+    def wait(self, timeout: float | None = None) -> int:
         self.join(timeout)
         if self.exitcode is None:
             raise subprocess.TimeoutExpired("a rank", timeout or 0.0)

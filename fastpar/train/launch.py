@@ -224,17 +224,16 @@ def _watch(ranks: Sequence[subprocess.Popen], signals: Sequence[int], logs: Path
     while running:
         for number, rank in list(running.items()):
             code = rank.poll()
-            if code is not None:
-                del running[number]
-            if code not in (None, 0, *STOPPED):
-                follows = code == LOST_PEER or number in killed
-                failures.append(
-                    Failure(number, _why(code, logs / str(number)), code, follows=follows)
-                )
+            if code is None:
+                if time.monotonic() > deadline or len(signals) > 1:
+                    killed.add(number)
+                    rank.kill()
+                continue
+            del running[number]
+            if code not in (0, *STOPPED):
+                why, follows = _why(code, logs / str(number)), code == LOST_PEER or number in killed
+                failures.append(Failure(number, why, code, follows=follows))
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-            elif code is None and (time.monotonic() > deadline or len(signals) > 1):
-                killed.add(number)
-                rank.kill()
         time.sleep(POLL_S)
     return failures
 
