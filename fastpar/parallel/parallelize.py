@@ -47,6 +47,7 @@ from fastpar.patching.tp_plan import Plan, Planned, plan_for, use_tokens
 from fastpar.pipeline.stages import Stages, cut_stages, make_stages
 from fastpar.settings.axes import AXES, TP_AXES
 from fastpar.sharding.layout import (
+    FIRST_BUCKET_MB,
     ParamSpec,
     build_layout,
     default_bucket_mb,
@@ -71,7 +72,7 @@ def parallelize(
     zero_stage: int = 0,
     shard_size: int | None = None,
     bucket_mb: float | None = None,
-    first_bucket_mb: float = 1.0,
+    first_bucket_mb: float = FIRST_BUCKET_MB,
     grad_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     accumulate: str = "shard",

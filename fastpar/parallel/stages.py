@@ -21,6 +21,8 @@ from typing import TypeVar
 
 import torch
 
+from fastpar.sharding.layout import FIRST_BUCKET_MB
+
 PhaseT = TypeVar("PhaseT", bound=enum.Enum)
 
 
@@ -108,7 +110,7 @@ class Settings:
     stage: Stage
     n_shards: int
     bucket_mb: float
-    first_bucket_mb: float = 1.0
+    first_bucket_mb: float = FIRST_BUCKET_MB
     grad_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     accumulate: str = "shard"
