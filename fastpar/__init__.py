@@ -41,6 +41,7 @@ _PUBLIC = {
     "parallel.pipeline": ("pipeline_step",),
     "patching.patch": ("patch", "unpatch"),
     "settings.config": ("GPTConfig",),
+    "settings.parallel": ("Offload", "Parallel", "Pipeline", "Precision", "Wires"),
     "sharding.placements": ("Partial", "Replicate", "Shard"),
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}

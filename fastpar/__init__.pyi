@@ -28,6 +28,11 @@ from fastpar.parallel.pipeline import pipeline_step as pipeline_step
 from fastpar.patching.patch import patch as patch
 from fastpar.patching.patch import unpatch as unpatch
 from fastpar.settings.config import GPTConfig as GPTConfig
+from fastpar.settings.parallel import Offload as Offload
+from fastpar.settings.parallel import Parallel as Parallel
+from fastpar.settings.parallel import Pipeline as Pipeline
+from fastpar.settings.parallel import Precision as Precision
+from fastpar.settings.parallel import Wires as Wires
 from fastpar.sharding.placements import Partial as Partial
 from fastpar.sharding.placements import Replicate as Replicate
 from fastpar.sharding.placements import Shard as Shard

@@ -21,11 +21,12 @@ from fastpar.comm.host import available_cores, threads_per_rank
 from fastpar.comm.ranks import LOST_PEER, USER_MISTAKE, is_rank, launched_here, lost_peer
 from fastpar.files.packages import import_package
 from fastpar.files.runs import RUNS, find_run, is_restart, list_checkpoints, newest_run, run_id
-from fastpar.settings.axes import ranks_of_batch, ranks_of_samples
+from fastpar.settings.axes import ranks_of_batch
 from fastpar.settings.combinations import check_synchronous, without_idle
-from fastpar.settings.config import TrainConfig, derive_batch, setting_name
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.fields import for_tyro, setting_name
 from fastpar.settings.files import WRONG_PATH, option, read_settings
-from fastpar.settings.options import USUAL, SampleSettings, TrainFlags, for_tyro
+from fastpar.settings.options import USUAL, SampleSettings, TrainFlags
 from fastpar.train import launch
 
 _NOBODY_READS = 128 + 13  # as if by SIGPIPE
@@ -272,10 +273,8 @@ def _train(arguments: list[str]) -> int:
         config = parse_train(arguments)
         nproc = _ranks_to_start(config)
         if not is_rank():
-            parallel = config.parallel
-            together = math.prod(ranks_of_batch(parallel).values())  # replicas have other samples
-            share = ranks_of_samples(parallel)
-            derive_batch(config.text, 1, nproc // together, parallel.pp, share)
+            together = math.prod(ranks_of_batch(config.mesh).values())  # of a replica
+            config.batch(1, nproc // together)
         if not is_rank() and nproc > 1:
             with launch.interrupt_kills():
                 from fastpar.train.run_folder import check_out
@@ -294,8 +293,8 @@ def _train(arguments: list[str]) -> int:
 
 
 def _ranks_to_start(config: TrainConfig) -> int:
-    nproc, parallel = config.system.nproc, config.parallel
-    sizes = {"replicas": parallel.replicas, **ranks_of_batch(parallel)}
+    nproc, mesh = config.system.nproc, config.mesh
+    sizes = {"replicas": mesh.replicas, **ranks_of_batch(mesh)}
     together = math.prod(sizes.values())
     if not is_rank() and nproc % together:
         used = {axis: size for axis, size in sizes.items() if size > 1}
@@ -306,10 +305,10 @@ def _ranks_to_start(config: TrainConfig) -> int:
             f"train: expected nproc to be a multiple of {axes}, got nproc={nproc}; use --nproc "
             f"{-(-nproc // together) * together}, or change {flags}"
         )
-    if not is_rank() and nproc // together % parallel.ep:
+    if not is_rank() and nproc // together % mesh.ep:
         raise ValueError(
             f"train: expected ep to divide the {nproc // together} data-parallel ranks of nproc="
-            f"{nproc}, got ep={parallel.ep}; use --nproc {together * parallel.ep}, or change --ep"
+            f"{nproc}, got ep={mesh.ep}; use --nproc {together * mesh.ep}, or change --ep"
         )
     return nproc
 
@@ -339,7 +338,7 @@ def _compare(arguments: list[str]) -> int:
 class _Base(NamedTuple):
     """What flags are laid upon."""
 
-    config: TrainConfig
+    flags: TrainFlags
     arguments: list[str]  # the flags
     changes: dict[str, Any]  # to what the flags set: which run to go on with
     saved: dict[str, Any]  # settings of that run that are no defaults and that no flag sets
@@ -371,8 +370,8 @@ def _read_base(arguments: list[str]) -> _Base:
             )
     file = Path(out or "") / "config.json"
     goes_on = out is not None and file.exists() and (known.resume or automatic)
-    defaults = TrainConfig().settings()
-    base, saved = TrainConfig(), {}
+    base, saved = TrainFlags(), {}
+    defaults = base.settings()
     if goes_on:
         saved = read_settings(file)
         gone = [f"{name}={saved.pop(name)}" for name in saved.keys() - defaults.keys()]
@@ -421,10 +420,11 @@ def parse_train(arguments: list[str]) -> TrainConfig:
         ValueError: a file or a setting that is not one; SystemExit from tyro on unknown flags.
     """
     base, arguments, changes, saved = _read_base(arguments)[:4]
-    flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
+    flags = _parse(TrainFlags, arguments, "train", base)
     nproc = flags.system.nproc
     ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else nproc
-    config = TrainConfig(**without_idle(vars(flags), saved, ranks)).replace(changes)
+    flags = without_idle(flags, saved, ranks).replace(changes)
+    config = TrainConfig(**vars(flags))
     by_torchrun = is_rank() and not launched_here()
     if by_torchrun and nproc not in (base.system.nproc, ranks):
         raise ValueError(

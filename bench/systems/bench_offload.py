@@ -38,6 +38,7 @@ from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 
 TIME_LIMIT_S = {"cpu": 600, "cuda": 120}
 BUSES = {"pcie3": 12.0, "pcie5": 47.0}  # GB/s that large copies reach
@@ -109,7 +110,9 @@ class Contender:
             return
         bus = BUSES.get(name.rpartition(" ")[2])
         options: dict[str, Any] = {"zero_stage": 2, "offload": "optimizer"} if bus else {}
-        parallelize(self.model, Mesh(device="cpu"), debug=Debug(bus_gb_s=bus or 0), **options)
+        parallelize(
+            self.model, Mesh(device="cpu"), Parallel.of(**options), debug=Debug(bus_gb_s=bus or 0)
+        )
         self.optimizer = AdamW(self.model.parameters(), lr=1e-3, max_grad_norm=1.0)
 
     def step(self) -> float:

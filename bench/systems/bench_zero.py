@@ -38,8 +38,7 @@ from bench.peers import stock
 from bench.peers.engines import DDP, SINGLE, build, update_error
 from bench.records import Row
 from bench.systems.links import RankError, Ranks
-from bench.systems.worker import start
-from fastpar.comm.host import memory_mb
+from bench.systems.worker import resident_bytes, start
 from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
 from fastpar.doctor.clocks import Timing, stopwatch
 from fastpar.models.gpt import GPT
@@ -164,12 +163,12 @@ class Rank:
             dist.init_process_group("gloo")
         if trial.name.startswith("DeepSpeed"):
             import_deepspeed(trial.device)
-        before = memory_mb()[0]
+        before = resident_bytes("VmRSS")
         self.contender = self.build()
         gc.collect()
         forget_peak()
         self.first_losses = self.steps(0, GATE_STEPS)["losses"]
-        self.peak = round(1e6 * (memory_mb()[1] - before))
+        self.peak = resident_bytes() - before
 
     def build(self) -> Contender:
         trial = self.trial

@@ -34,6 +34,7 @@ from fastpar.plan.grids import grids_text
 from fastpar.plan.search import search
 from fastpar.settings.axes import parse_grid
 from fastpar.settings.model import PRESETS
+from fastpar.settings.parallel import Parallel
 
 SHAPE, B = GPTConfig(4, 8, 256, 128, 4096, dropout=0.0), 8  # sequences of a step
 XL = PRESETS["gpt2-xl"]
@@ -60,7 +61,7 @@ class LinkedRank:
         axes: Any = {"tp": layout["tp"]} if grid is None else {"tp_grid": grid}
         self.mesh, self.model = Mesh(**axes, device="cpu"), GPT(SHAPE)
         stage = layout.get("zero_stage", 0)
-        parallelize(self.model, self.mesh, zero_stage=stage, transport="torch")
+        parallelize(self.model, self.mesh, Parallel.of(zero_stage=stage, transport="torch"))
         self.optimizer = AdamW(self.model.parameters())
 
     def step(self, number: int) -> tuple[float, float]:

@@ -54,6 +54,7 @@ from fastpar.data.sources import TextSource, open_source
 from fastpar.doctor.clocks import stopwatch
 from fastpar.models.fp8 import use_fp8
 from fastpar.settings.config import GPTConfig, TrainConfig, option
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 Settings = dict[str, Any]
@@ -149,7 +150,7 @@ def of_wires(config: GPTConfig, seed: int, options: Settings) -> tuple[torch.nn.
         outer, ranks = options.get("outer"), dist.get_world_size()
         mesh = Mesh(replicas=ranks if outer else 1, device="cpu")
         options = {name: value for name, value in options.items() if name != "outer"}
-        model = parallelize(GPT(config, seed=seed), mesh, zero_stage=1, **options)
+        model = parallelize(GPT(config, seed=seed), mesh, Parallel.of(zero_stage=1, **options))
     optimizer = AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
     if outer:  # each rank is a replica; the loss is the first one's
         Outer(optimizer, **outer)

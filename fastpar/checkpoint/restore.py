@@ -240,7 +240,7 @@ class _Plan:
         """What compressed gradients go on from; errors of another layout are dropped, and told."""
         p, found = weight.tensor, self._on_wires.get(weight.name, {})
         engine = engine_of_parameter(p)
-        if engine is None or engine.settings.wire_gradients == "fp32":
+        if engine is None or engine.settings.asked.wires.gradients == "fp32":
             return
         known = (*COMMON, error_entry(engine))
         mine = {entry: pieces for entry, pieces in found.items() if entry in known}

@@ -33,7 +33,7 @@ def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     """(entry, this rank's values): the calls, and what is left of p where errors are kept."""
     bucket, position = engine.shards.places[p]
     group, slot = bucket.groups.reduce, bucket.slots[position]
-    if group is None or engine.settings.wire_gradients == "fp32":
+    if group is None or engine.settings.asked.wires.gradients == "fp32":
         return
     for name, counted in ((CALLS, group), (COPY_CALLS, bucket.groups.copies)):
         if counted is not None:

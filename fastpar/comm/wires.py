@@ -578,7 +578,7 @@ class Unsent:
             kept[place].copy_(values)
 
 
-class Wires:
+class Encoders:
     """In which formats the buckets of one model travel.
 
     Args:
@@ -592,13 +592,13 @@ class Wires:
         self,
         gradients: str,
         weights: str | None,
-        feedback: object,
+        feedback: bool,
         rank: int,
         codes: Mapping[int, Fp8],
     ) -> None:
         self._gradients, self.codes = FORMATS.get(gradients), codes
         self._weights = FORMATS.get(weights or "")
-        self._feedback, self._rank = bool(feedback), rank
+        self._feedback, self._rank = feedback, rank
         self._workers: dict[int, Worker] = {}
 
     def _worker(self, inner: Collectives) -> Worker:

@@ -18,14 +18,14 @@ from fastpar.comm.host import threads_per_rank
 from fastpar.compare.results import Comparison, Run
 from fastpar.compare.strategies import SINGLE, STRATEGIES
 from fastpar.compare.worker import Spec
+from fastpar.cost.workload import count_parameters
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
 from fastpar.files.progress import duration
 from fastpar.measure.machine import about_machine
-from fastpar.models.block import count_parameters
 from fastpar.settings.combinations import check_synchronous
 from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
 from fastpar.settings.files import check_at_least, option
-from fastpar.settings.options import DataSettings, ModelSize, TextSettings
+from fastpar.settings.options import ModelSize, TextSettings
 
 DEFAULT = (  # side by side what does the same: torch's, then fastpar's
     *(SINGLE, "ddp", "dp", "zero1", "fsdp2-no-reshard", "zero2", "fsdp2", "zero3"),
@@ -233,7 +233,7 @@ class Schedule:
             "nproc": command.nproc,
             "model": command.shape.model,
             "shape": asdict(shape),
-            "parameters": count_parameters(shape, padded=True),
+            "parameters": count_parameters(shape),
             "experts": experts,
             "data": data.name,
             "tokenizer": data.tokenizer.name,
@@ -270,9 +270,8 @@ class Schedule:
         """A run of a strategy; how it splits a step: [Note: one rank's share]."""
         settings, strategy = self.comparison.settings, STRATEGIES[name]
         rows, nproc = settings["batch_size"], settings["nproc"]
-        batch = DataSettings(batch_size=rows)
         dp = nproc // strategy.model_ranks(nproc)
-        micro, accum = derive_batch(batch, self.shape.block_size, dp, strategy.pp or nproc)
+        micro, accum = derive_batch(rows, self.shape.block_size, dp, pp=strategy.pp or nproc)
         if strategy.one_rank:
             return Run(name, repeat, 1, settings["threads"], micro, rows // micro)
         return Run(name, repeat, nproc, settings["threads"], micro, accum)

@@ -36,6 +36,7 @@ from fastpar.outer.outer import Outer
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.parallel.pipeline import pipeline_step
+from fastpar.settings.parallel import Parallel
 
 ModelFactory = Callable[[], nn.Module]
 Batch = tuple[Tensor, Tensor, Tensor | None]  # x, y, the key of dropout
@@ -387,7 +388,7 @@ def _fastpar(
         options["bucket_mb"] = settings.bucket_mb
     if settings.grad_accum_steps > 1:
         options["grad_accum_steps"] = settings.grad_accum_steps
-    model = parallelize(make().to(settings.device), mesh, **options)
+    model = parallelize(make().to(settings.device), mesh, Parallel.of(**options))
     optimizer: AdamW
     if settings.optimizer == "muon":
         optimizer = muon_of(model, settings, settings.max_grad_norm)

@@ -8,36 +8,20 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastpar.cost.workload import Setup, Workload
+from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.files.dtypes import DTYPES
-from fastpar.models.block import (
-    FIRST,
-    LAST,
-    block_parts,
-    parameters_of,
-    part_flops,
-    products,
-    shapes_of,
-    widths,
-)
 from fastpar.pipeline.schedules import stage_of
 from fastpar.pipeline.split import cut
-from fastpar.settings.config import GPTConfig, pp_chunks, pp_split
-from fastpar.settings.options import ParallelSettings
-from fastpar.sharding.layout import (
-    ALIGN,
-    FIRST_BUCKET_MB,
-    Layout,
-    ParamSpec,
-    build_layout,
-    default_bucket_mb,
-)
+from fastpar.settings.config import GPTConfig, TrainConfig, pp_chunks, pp_split
+from fastpar.sharding.layout import ALIGN, Layout, ParamSpec, build_layout, default_bucket_mb
 
+FIRST_BUCKET_MB = 1.0  # parallelize()'s default
 ROOT = 0  # the unit of what is in no block
+_PRODUCTS = (2, 4, 8, 10)  # the matrices of a block among its parameters
 
 
 class BucketKind(NamedTuple):
@@ -68,7 +52,6 @@ class GPTBuckets:
         shapes: of the parameters, in registration order.
         layout: with one shard; BucketKind.padded() knows others.
         first, last: whether the embedding, the head are among them.
-        block: elements of a block.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -77,7 +60,6 @@ class GPTBuckets:
     first: bool
     last: bool
     grad_bytes: int
-    block: int
 
     @functools.cached_property
     def elements(self) -> int:
@@ -135,15 +117,16 @@ def bucket_mb_of(setup: Setup) -> float:
     return default_bucket_mb(setup.data, setup.transport if setup.data > 1 else "none")
 
 
-def stages_of(parallel: ParallelSettings, shape: GPTConfig) -> list[int] | None:
+def stages_of(config: TrainConfig, shape: GPTConfig) -> list[int] | None:
     """Layers of each stage of a pipeline; None without one.
 
     By flops of a token's forward.
     """
-    given = pp_split(parallel)
-    if parallel.pp == 1 or given is not None:
-        return None if parallel.pp == 1 else given
-    return list(_cut(shape, parallel.pp * pp_chunks(parallel)))
+    pipeline, pp = config.parallel.pipeline, config.mesh.pp
+    given = pp_split(pipeline.split)
+    if pp == 1 or given is not None:
+        return None if pp == 1 else given
+    return list(_cut(shape, pp * pp_chunks(pipeline.schedule, pipeline.chunks)))
 
 
 class RankParts(NamedTuple):
@@ -161,7 +144,7 @@ def stage_layers(shape: GPTConfig, setup: Setup) -> Sequence[int]:
 
 @functools.lru_cache(4096)
 def _cut(shape: GPTConfig, n_stages: int) -> tuple[int, ...]:
-    return tuple(cut(part_flops(shape), n_stages))
+    return tuple(cut(shape.part_flops(), n_stages))
 
 
 def parts_of(workload: Workload, setup: Setup) -> tuple[RankParts, ...]:
@@ -186,8 +169,7 @@ def _rank_parts(
 def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None) -> GPTBuckets:
     """The buckets of a rank with these parts; None: of the one with most parameters."""
     if parts is None:
-        sizes = widths(workload.shape)
-        table = sizes["V"] / (12 * sizes["C"])
+        table = vocabulary_rows(workload.shape, 1) / (12 * workload.shape.n_embd)
         parts = max(
             parts_of(workload, setup), key=lambda p: sum(p.layers) + table * (p.first or p.last)
         )
@@ -196,7 +178,7 @@ def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None)
         sum(parts.layers),
         parts.first,
         parts.last,
-        (setup.tp, setup.rows if setup.tp_grid != "none" else 0),
+        (setup.tp, setup.rows if setup.tp_grid is not None else 0),
         setup.dtype,
         setup.grad_dtype,
         setup.stage > 0,
@@ -218,24 +200,40 @@ def _buckets(
     bucket_mb: float,
     rounded: str,
 ) -> GPTBuckets:
-    dtypes = DTYPES[dtype], DTYPES[grad_dtype]
-    table, positions = shapes_of(FIRST, shape, *split)
-    block, end = shapes_of(block_parts(), shape, *split), shapes_of(LAST, shape, *split)
+    dtypes, width = (DTYPES[dtype], DTYPES[grad_dtype]), shape.n_embd
+    tp, rows = split
+    least, block = width // tp if rows else width, tuple(_block_shapes(shape, tp, rows))
     # parallelize() merges neighbouring units up to the cap of the first bucket.
-    numel = sum(map(math.prod, block))
-    merged = max(1, int(FIRST_BUCKET_MB * 2**20) // (numel * dtypes[0].itemsize))
-    before = [table] * (first or last) + [positions] * first
-    shapes = (*before, *block * n_layers, *end * last)
+    block_bytes = sum(map(math.prod, block)) * dtypes[0].itemsize
+    merged = max(1, int(FIRST_BUCKET_MB * 2**20) // block_bytes)
+    embeddings = ((vocabulary_rows(shape, tp), width // (rows or 1)),) * (first or last)
+    embeddings += ((shape.block_size, least),) * first
+    norm = ((least,), (least,)) * last
+    shapes = (*embeddings, *block * n_layers, *norm)
     units = [1 + by_unit * (layer // merged) for layer in range(n_layers) for _ in block]
-    names = [name for name, _ in parameters_of(block_parts())] * n_layers
-    coded = {f"{product}.weight" for product in products(rounded)}
+    starts = range(len(embeddings), len(shapes) - len(norm), len(block))
+    coded = _PRODUCTS[4 - {"none": 0, "mlp": 2, "all": 4}[rounded] :]
     layout = build_layout(
         [ParamSpec((str(i),), s, dtypes[0]) for i, s in enumerate(shapes)],
         bucket_bytes=bucket_mb * 2**20,
         first_bucket_bytes=FIRST_BUCKET_MB * 2**20,
         grad_dtype=dtypes[1],
-        rounded=[i for i, name in enumerate(names, len(before)) if name in coded],
-        unit_of=[*[ROOT] * len(before), *units, *[ROOT] * (len(end) * last)],
+        rounded=[start + i for start in starts for i in coded],
+        unit_of=[*[ROOT] * len(embeddings), *units, *[ROOT] * len(norm)],
         flags=not by_unit,
     )
-    return GPTBuckets(shapes, layout, n_layers, first, last, dtypes[1].itemsize, numel)
+    return GPTBuckets(shapes, layout, n_layers, first, last, dtypes[1].itemsize)
+
+
+def _block_shapes(shape: GPTConfig, tp: int, rows: int) -> Iterable[tuple[int, ...]]:
+    """Shapes of a block's parameters, in registration order: norm, attention, norm, MLP.
+
+    rows: of a grid, which cut matrices too; columns cut all else. 0: there is none.
+    """
+    width = shape.n_embd
+    attention, hidden = shape.heads_of_rank(tp) * shape.head_dim, 4 * width // tp
+    one, by_row = (width // tp, width // rows) if rows else (width, width)
+    yield from ((one,), (one,))
+    yield from ((3 * attention, by_row), (3 * attention,), (by_row, attention), (one,))
+    yield from ((one,), (one,))
+    yield from ((hidden, by_row), (hidden,), (by_row, hidden), (one,))

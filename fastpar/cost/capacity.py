@@ -20,9 +20,8 @@ import torch
 from fastpar.comm.host import free_memory, local_ranks
 from fastpar.cost.buckets import stages_of
 from fastpar.cost.memory_model import activations_on_host, format_bytes, predict_states
-from fastpar.cost.workload import Setup, Workload
+from fastpar.cost.workload import Setup, Workload, count_parameters
 from fastpar.files.dtypes import DTYPES
-from fastpar.models.block import count_parameters
 from fastpar.settings.config import GPTConfig, TrainConfig
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -46,7 +45,7 @@ def check_capacity(
     Raises:
         ValueError: says the need, what there is, and what would hold the model.
     """
-    n, mine = count_parameters(shape, padded=True), limit_bytes // sharing
+    n, mine = count_parameters(shape), limit_bytes // sharing
     need = bytes_per_rank(shape, setup)
     if sum(need.values()) <= mine:
         return
@@ -68,7 +67,7 @@ def check_building(shape: GPTConfig, *, limit_bytes: int, sharing: int) -> None:
     Raises:
         ValueError: each makes the whole model in fp32 before it takes its part.
     """
-    n = count_parameters(shape, padded=True)
+    n = count_parameters(shape)
     if 4 * n * sharing <= limit_bytes:
         return
     most = limit_bytes // (4 * n)
@@ -100,7 +99,7 @@ def what_would_hold(shape: GPTConfig, setup: Setup, mine: int) -> str:
             break
     if not ways:
         per_element = setup.weight_bytes + setup.grad_bytes + setup.state_bytes
-        ranks = math.ceil(count_parameters(shape, padded=True) * per_element / max(mine, 1))
+        ranks = math.ceil(count_parameters(shape) * per_element / max(mine, 1))
         ranks = -(-ranks // setup.tp) * setup.tp
         ways.append(f"{ranks} ranks with as much memory each and --zero 3")
     return "use " + ", or ".join([*ways, "a smaller model"])
@@ -117,7 +116,7 @@ def check_ranks(
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_building(shape, limit_bytes=host_memory(), sharing=ranks_here)
     limit, whose, sharing = memory_of(device)
-    stages = stages_of(config.parallel, shape)
+    stages = stages_of(config, shape)
     split = None if stages is None else tuple(stages)
     setup = Setup.of(config, dtype=_NAMES[dtype], world_size=ranks, pp_split=split)
     check_capacity(shape, setup, limit_bytes=limit, of_what=whose, sharing=sharing)

@@ -83,7 +83,7 @@ def stepped_elements(workload: Workload, setup: Setup) -> list[float]:
 def host_bytes(workload: Workload, setup: Setup) -> int:
     """Of a rank on its host: state, what is pinned for the bus, inputs of blocks; 0 without."""
     each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
-    stepped = sum(stepped_elements(workload, setup)) if setup.offload != "none" else 0.0
+    stepped = sum(stepped_elements(workload, setup)) if setup.offload is not None else 0.0
     return round(stepped * each) + activations_on_host(workload, setup)
 
 

@@ -87,7 +87,7 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
     if setup.optimizer == "muon":  # one momentum, not two moments
         state -= 4 * sum(map(math.prod, buckets.hidden)) / (n if stage else 1)
     weights, grads = shard if stage == 3 else whole, shard if stage >= 2 else whole
-    if setup.offload != "none":  # on the host: state, gradients of a stage that frees them
+    if setup.offload is not None:  # on the host: state, gradients of a stage that frees them
         state, grads = min(state, setup.offload_keep_mb * 2**20), grads if stage < 2 else 0
         weights = 0 if setup.offload == "parameters" else weights
     if stage in (1, 2) and setup.code_bytes[1]:  # a rank's own are apart from what is gathered
@@ -139,8 +139,7 @@ def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
 def kept_by_blocks(workload: Workload, setup: Setup) -> float:
     """Bytes that a rank's blocks keep of a forward until backward; without a pipeline."""
     ((parts, (held,)),) = _stages(workload, setup)
-    shape = workload.shape
-    return Peak(workload, setup, parts, held).kept(shape.n_layer, shape.expert_layers)
+    return Peak(workload, setup, parts, held).kept(workload.shape.n_layer)
 
 
 def activations_on_host(workload: Workload, setup: Setup) -> int:
@@ -160,7 +159,7 @@ def activations_on_host(workload: Workload, setup: Setup) -> int:
 
 def _memory_of(workload: Workload, setup: Setup, parts: RankParts, held: Held) -> Memory:
     """What stays, and the largest moment."""
-    peak = (Peak if setup.tp_grid == "none" else GridPeak)(workload, setup, parts, held)
+    peak = (Peak if setup.tp_grid is None else GridPeak)(workload, setup, parts, held)
     top = max(peak.moments(), key=sum)
     return replace(
         predict_states(workload, setup, parts),

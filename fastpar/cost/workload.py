@@ -10,9 +10,20 @@ from typing import Any
 
 from fastpar.comm.wires import CODES, FORMATS
 from fastpar.files.dtypes import DTYPES
-from fastpar.models.block import count_parameters
 from fastpar.settings.axes import parse_grid
-from fastpar.settings.config import GPTConfig, TrainConfig, pp_chunks, pp_split
+from fastpar.settings.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_chunks, pp_split
+
+
+def count_parameters(shape: GPTConfig) -> int:
+    """Parameters of a GPT, without making one; the padding of the vocabulary counts."""
+    width = shape.n_embd
+    block = 12 * width * width + 13 * width  # matrices; their biases and two norms
+    return (shape.padded_vocab_size + shape.block_size + 2) * width + shape.n_layer * block
+
+
+def vocabulary_rows(shape: GPTConfig, tp: int) -> int:
+    """Rows of the embedding on a rank of tp: the padding of each rank's slice counts."""
+    return -(-shape.padded_vocab_size // (tp * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,14 @@ class Workload:
     @property
     def n_parameters(self) -> int:
         """Stored: the vocabulary's padding counts, the tied head once."""
-        return count_parameters(self.shape, padded=True)
+        return count_parameters(self.shape)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Model FLOPs of forward and backward: 6*P + 12*n_layer*T*C, like GPT.flops_per_token."""
+        s = self.shape
+        padding = (s.padded_vocab_size - s.vocab_size) * s.n_embd
+        return 6 * (self.n_parameters - padding) + 12 * s.n_layer * s.block_size * s.n_embd
 
 
 @dataclass(frozen=True)
@@ -86,11 +104,11 @@ class Setup:
     cp: int = 1
     cp_method: str = "heads"
     ep: int = 1
-    offload: str = "none"
+    offload: str | None = None
     offload_keep_mb: float = 0.0
     offload_activations: bool = False
     wire_gradients: str = "fp32"
-    wire_weights: str = "none"
+    wire_weights: str | None = None
     error_feedback: bool = False
     error_buffer: bool = False
     node_size: int | None = None
@@ -98,7 +116,7 @@ class Setup:
     fp8: str = "none"
     fp8_scaling: str = "row"
     fp8_emulate: bool = False
-    tp_grid: str = "none"
+    tp_grid: str | None = None
 
     @property
     def dp(self) -> int:
@@ -149,7 +167,7 @@ class Setup:
     @property
     def stage(self) -> int:
         """The stage in effect: with nobody to share with it is 0, but with offload."""
-        return self.zero_stage if self.n_shards > 1 or self.offload != "none" else 0
+        return self.zero_stage if self.n_shards > 1 or self.offload is not None else 0
 
     @property
     def weight_bytes(self) -> int:
@@ -210,22 +228,20 @@ class Setup:
             dtype: format of its weights: fp32, bf16 or fp16.
             in_effect: fields that are not what the settings say, or that they leave open.
         """
-        names, grid = {field.name for field in fields(cls)}, parse_grid(config.parallel.tp_grid)
+        names, grid = {field.name for field in fields(cls)}, parse_grid(config.mesh.tp_grid)
         values = {name: value for name, value in config.settings().items() if name in names}
         if DTYPES[dtype].itemsize > 2 or config.optim.stochastic_rounding:
             values["master_weights"] = "none"
         elif values["master_weights"] == "auto":
             values["master_weights"] = "full"
-        if values["accumulate"] == "auto":
-            values["accumulate"] = default_accumulate(config.parallel.zero_stage)
-        if values["grad_dtype"] == "auto":
-            values["grad_dtype"] = "fp32"
-        if values["reduce_dtype"] == "auto":
-            values["reduce_dtype"] = values["grad_dtype"]
-        values["tp"] = config.parallel.tp if grid is None else grid[1]
-        split = pp_split(config.parallel)
+        values["accumulate"] = config.accumulate
+        values["grad_dtype"] = values["grad_dtype"] or "fp32"
+        values["reduce_dtype"] = values["reduce_dtype"] or values["grad_dtype"]
+        values["sequence_parallel"] = values["sequence_parallel"] is not False
+        values["tp"] = config.mesh.tp if grid is None else grid[1]
+        split = pp_split(values["pp_split"])
         values["pp_split"] = split and tuple(split)
-        values["chunks"] = pp_chunks(config.parallel)
+        values["chunks"] = pp_chunks(values["schedule"], values["chunks"])
         values |= {"micro_batch_size": 1, "grad_accum_steps": 1}
         values |= {"device_type": "cpu", "transport": "shm"}
         return cls(**{**values, "dtype": dtype, "world_size": world_size, **in_effect})
@@ -234,8 +250,9 @@ class Setup:
         """The same as settings of `fastpar train`."""
         known = TrainConfig().settings().keys() - {"transport"}
         values = {**asdict(workload.shape), **asdict(self), "batch_size": workload.batch_size}
-        values["tp"] = self.tp if self.tp_grid == "none" else 1
-        values["pp_split"] = ",".join(map(str, self.pp_split or ())) or "auto"
+        values["tp"] = self.tp if self.tp_grid is None else 1
+        values["pp_split"] = ",".join(map(str, self.pp_split or ())) or None
+        values["sequence_parallel"] = None if self.sequence_parallel else False
         if self.master_weights != "remainder":
             values["master_weights"] = "auto"
         return {name: value for name, value in values.items() if name in known}

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.comm.handles import Handle
-from fastpar.comm.wires import Unsent, Wires
+from fastpar.comm.wires import Encoders, Unsent
 from fastpar.parallel.absent import Absent, AbsentParameter, hide, show
 from fastpar.parallel.copies import WaitingCopies
 from fastpar.parallel.stages import (
@@ -78,7 +78,7 @@ class BucketGroups:
     nodes: tuple[Collectives, Collectives] | None = None
 
     def on_wires(
-        self, wires: Wires, spec: Bucket, slots: Sequence[Slot], stage: Stage
+        self, wires: Encoders, spec: Bucket, slots: Sequence[Slot], stage: Stage
     ) -> BucketGroups:
         """The same for one bucket, in its formats; slots: of its parameters."""
         index, flags = spec.index, spec.numel - spec.used_start

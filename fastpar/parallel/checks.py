@@ -106,18 +106,18 @@ def check_arguments(model: nn.Module, dp: int, options: Mapping[str, Any]) -> No
         )
     for name in ("grad_dtype", "reduce_dtype"):
         value = options[name]
-        if value not in (None, *FLOATS.values()):
+        if value not in (None, *FLOATS):
             raise ValueError(
                 f"parallelize: expected a floating-point {name}, got {name}={value}; "
                 "use torch.float32 or None"
             )
-    if accumulate not in ("shard", "full"):
+    if accumulate not in (None, "shard", "full"):
         raise ValueError(
             f"parallelize: expected accumulate 'shard' or 'full', got accumulate={accumulate!r}; "
             "'shard' reduces every backward, 'full' the last one"
         )
     for name, least in (("grad_accum_steps", 1), ("prefetch", 0)):
-        count = options[name]
+        count = least if options[name] is None else options[name]
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
             raise ValueError(
                 f"parallelize: expected an integer {name} >= {least}, got {name}={count!r}; "
@@ -167,10 +167,11 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) 
         options[n]
         for n in ("wire_gradients", "wire_weights", "zero_stage", "error_feedback", "transport")
     )
+    buffer = options["error_buffer"]
     for name, value, known in (
         ("wire_gradients", gradients, OF_GRADIENTS),
         ("wire_weights", weights, (None, *OF_WEIGHTS)),
-        ("error_feedback", feedback, (False, True, "buffer")),
+        ("error_feedback", feedback, (False, True)),
     ):
         if value not in known:
             raise ValueError(
@@ -178,11 +179,10 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) 
                 f"{value!r}; choose one of these"
             )
     if gradients == "fp32" and weights is None:
-        if feedback:
+        if feedback or buffer:
             raise ValueError(
                 "parallelize: expected wire_gradients other than 'fp32' with error_feedback, got "
-                f"wire_gradients='fp32' and error_feedback={feedback!r}; nothing is lost: leave it "
-                "out"
+                "wire_gradients='fp32' and error_feedback=True; nothing is lost: leave it out"
             )
         return transport
     _check_weights(model, weights, stage)
@@ -194,16 +194,16 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) 
                 f"{gradients!r}, wire_weights={weights!r}), got {name}={options[name]!r}; "
                 + _BESIDE_WIRES[name]
             )
-    if feedback is True and stage > 1:
+    if feedback and not buffer and stage > 1:
         raise ValueError(
-            "parallelize: expected error_feedback='buffer' at stages 2 and 3, got error_feedback="
+            "parallelize: expected error_buffer=True at stages 2 and 3, got error_feedback="
             f"True and zero_stage={stage}, which frees the gradients that would keep the errors; "
             "a buffer costs 4 bytes a parameter on every rank: ask for it, use zero_stage=1, where "
             "it costs nothing, or leave it out"
         )
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    kept = {options["grad_dtype"] or dtype for dtype in dtypes}
-    in_place = {torch.float16} if feedback is True and stage == 1 else set()
+    kept = {FLOATS.get(options["grad_dtype"], dtype) for dtype in dtypes}
+    in_place = {torch.float16} if feedback and not buffer and stage == 1 else set()
     for dtype in (kept | dtypes) & {torch.float64} | kept & in_place if changes else ():
         raise ValueError(
             "parallelize: expected gradients in fp32 or bf16 with wire formats (fp16 without "
@@ -215,7 +215,7 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) 
             "transport='shm', whose ranks read each other's memory; nothing is sent there: leave "
             "the formats out"
         )
-    if gradients == "int4" and not feedback:
+    if gradients == "int4" and not (feedback or buffer):
         warnings.warn(
             "parallelize: wire_gradients='int4' without error_feedback " + WITHOUT_FEEDBACK,
             stacklevel=3,

@@ -61,6 +61,7 @@ class Debug:
             tp group, which must have the same.
         bus_gb_s: offload without a GPU, over a stand-in for its bus of this speed in each direction
             (see comm/bus.py); 0: none.
+        collectives: makes the collectives of (process group, role) instead of the transport.
     Raises:
         ValueError: delay_ms or bus_gb_s below 0.
     """
@@ -71,6 +72,7 @@ class Debug:
     seed: int = 0
     check_inputs: bool = False
     bus_gb_s: float = 0.0
+    collectives: Callable[[Any, str], Collectives] | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("delay_ms", self.delay_ms), ("bus_gb_s", self.bus_gb_s)):

@@ -197,7 +197,7 @@ def _schedule(shards: Shards) -> str:
         reduce += f", then all-reduce each shard with its {copies} copies"
     if not shards.stage.frees_parameters:
         return f"{reduce}{control}; all-gather {span} under the next forward"
-    ahead = shards.settings.prefetch
+    ahead = shards.settings.asked.prefetch
     return f"all-gather each unit before its forward and backward, {ahead} ahead; {reduce}{control}"
 
 

@@ -87,7 +87,9 @@ class Engine:
         n_params = len(shards.params) if stages is None else stages.n_params
         where = self.mesh.rank_in("pp"), self.mesh.size("pp")
         self.control = Control(control_group, n_params, copy, self.mesh.device, *where)
-        self.micro_batches = MicroBatches(self.settings.accumulate, self.settings.grad_accum_steps)
+        self.micro_batches = MicroBatches(
+            self.settings.accumulate, self.settings.asked.grad_accum_steps or 1
+        )
         self.report: StepReport | None = None
         self.tp_report = ""
         self.tree_ms = 0.0

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.wires import Wires
+from fastpar.comm.wires import Encoders
 from fastpar.experts.balance import Losses
 from fastpar.experts.exchange import ExpertParallel
 from fastpar.experts.mixture import Experts
@@ -212,7 +212,7 @@ class Travel(NamedTuple):
     poison: bool
 
     def bucket(
-        self, layout: Layout, spec: Bucket, params: list[nn.Parameter], wires: Wires
+        self, layout: Layout, spec: Bucket, params: list[nn.Parameter], wires: Encoders
     ) -> BucketState:
         """A bucket over its ranks."""
         where: dict[str, Any] = {"device": self.mesh.device, "poison": self.poison}

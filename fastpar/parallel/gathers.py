@@ -96,7 +96,7 @@ class Gathers:
     ) -> None:
         buckets = [[b for b in shards.buckets if b.spec.unit == i] for i in range(len(units))]
         self._shards, self._listener, self.buckets = shards, listener, buckets
-        self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.prefetch
+        self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.asked.prefetch
         self._waits = shards.settings.offload is not None  # a launch waits for the host's step
         self._passes: defaultdict[tuple[str, object], _Pass] = defaultdict(_Pass)
         self._pass = _Pass()  # between passes: nothing is launched ahead of use

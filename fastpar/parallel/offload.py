@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -358,13 +358,12 @@ def state_bytes(weight: int) -> int:
     return 2 * max(4, weight) + 4 * (weight == 2)
 
 
-def keep_on_host(engine: Engine, options: Mapping[str, Any], debug: Debug) -> None:
+def keep_on_host(engine: Engine, debug: Debug) -> None:
     """The optimizer's state lies on the host, where that is asked for."""
-    mode, shards = options["offload"], engine.shards
-    if mode is None or engine.gathers is None:
+    asked, shards = engine.settings.asked.offload, engine.shards
+    if asked.what is None or engine.gathers is None:
         return
-    device, pinned = shards.mesh.device, options["offload_pinned"]
-    bus = SlowBus(debug.bus_gb_s) if debug.bus_gb_s else Bus(device, pinned=pinned)
+    device = shards.mesh.device
+    bus = SlowBus(debug.bus_gb_s) if debug.bus_gb_s else Bus(device, pinned=asked.pinned)
     order = [bucket for unit in engine.gathers.buckets for bucket in reversed(unit)]
-    keep_mb = options["offload_keep_mb"]
-    shards.offload = Offload(shards, order, bus, mode, keep_mb, poison=debug.poison)
+    shards.offload = Offload(shards, order, bus, asked.what, asked.keep_mb, poison=debug.poison)

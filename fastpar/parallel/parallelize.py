@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transport import make_collectives
-from fastpar.comm.wires import CODES, Wires, rounded_weights
+from fastpar.comm.wires import CODES, Encoders, rounded_weights
 from fastpar.context.sequences import check_method, mesh_of_gradients
 from fastpar.kernels import Fp8
 from fastpar.parallel.bucket import BucketGroups
@@ -46,8 +46,10 @@ from fastpar.patching.context import share_context
 from fastpar.patching.tp_plan import Plan, Planned, plan_for, use_tokens
 from fastpar.pipeline.stages import Stages, cut_stages, make_stages
 from fastpar.settings.axes import AXES, TP_AXES
+from fastpar.settings.config import pp_split
+from fastpar.settings.fields import flat
+from fastpar.settings.parallel import Offload, Parallel, Pipeline, Precision, Wires
 from fastpar.sharding.layout import (
-    FIRST_BUCKET_MB,
     ParamSpec,
     build_layout,
     default_bucket_mb,
@@ -59,45 +61,27 @@ from fastpar.tensor.functional import TensorParallel
 from fastpar.tensor.grid import make_grid
 from fastpar.tensor.report import tp_report
 
-Factory = Callable[[Any, str], Collectives]
 Materialize = Callable[[str, Tensor], None]
-# Arguments of parallelize() that may differ between ranks, or are compared in another way.
-_NO_OPTIONS = {"model", "mesh", "units", "materialize", "debug", "collectives"}
 
 
 def parallelize(
     model: nn.Module,
     mesh: Mesh,
+    settings: Parallel | None = None,
     *,
-    zero_stage: int = 0,
+    zero_stage: int | None = None,
     shard_size: int | None = None,
-    bucket_mb: float | None = None,
-    first_bucket_mb: float = FIRST_BUCKET_MB,
-    grad_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    accumulate: str = "shard",
-    grad_accum_steps: int = 1,
+    grad_accum_steps: int | None = None,
+    grad_dtype: torch.dtype | str | None = None,
+    precision: Precision | None = None,
+    wires: Wires | None = None,
+    offload: Offload | None = None,
+    pipeline: Pipeline | None = None,
+    deterministic: bool | None = None,
     units: Sequence[nn.Module] | type | tuple[type, ...] | None = None,
-    prefetch: int = 1,
-    deterministic: bool = False,
-    transport: str = "auto",
+    tp_plan: Plan | str | None = None,
     materialize: Materialize | None = None,
     debug: Debug | None = None,
-    collectives: Factory | None = None,
-    tp_plan: Plan | str | None = None,
-    sequence_parallel: bool | None = None,
-    pp_split: Sequence[int] | None = None,
-    pp_schedule: str = "1f1b",
-    pp_chunks: int | None = None,
-    cp_method: str = "heads",
-    offload: str | None = None,
-    offload_keep_mb: float = 0.0,
-    offload_pinned: bool = True,
-    wire_gradients: str = "fp32",
-    wire_weights: str | None = None,
-    error_feedback: bool | str = False,
-    node_size: int | None = None,
-    secondary_shards: bool = False,
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
 
@@ -117,58 +101,37 @@ def parallelize(
         model: on mesh.device (or on the meta device, see materialize); its parameters become views
             of flat buckets, with the values of rank 0. Buffers and frozen parameters are copied
             from rank 0 too, once; frozen parameters stay whole on every rank.
+        settings: what ranks share out and how, with all settings of `fastpar train`'s group of that
+            name: Parallel(zero_stage=2, bucket_mb=25), or Parallel.of() by their names there. The
+            keywords up to deterministic are its fields, which they change.
         zero_stage: 0 shares nothing; 1 the optimizer's state; 2 also gradients; 3 also parameters.
-        shard_size: ranks that share one copy, a divisor of dp; None: all. Neighbours share.
-        bucket_mb: cap of the gradients that one collective sends, in MiB; None: by the number of
-            ranks and the transport (fastpar.sharding.layout.default_bucket_mb).
-        first_bucket_mb: cap of the first bucket; units below it are merged with their neighbours.
-        grad_dtype: in which gradients are kept and added up, e.g. torch.float32 under bf16
-            parameters; None: the parameter's own.
-        reduce_dtype: of gradients on the wire; None: grad_dtype. Sums are fp32 (fp64 of fp64).
-        accumulate: "shard" reduces every backward into the shard; "full" keeps whole gradients
-            until backward number grad_accum_steps since the last step, or step() if fewer come.
+        shard_size: ranks that share one copy, a divisor of dp; unset: all. Neighbours share.
+        grad_accum_steps: backward passes of a step; unset: 1. Results are right with any number.
+        grad_dtype: short for precision: in which gradients are kept and added up, such as
+            torch.float32 under bf16 parameters; unset: the parameter's own.
+        precision: Precision(grad_dtype=, reduce_dtype=); reduce_dtype is of gradients on the wire.
+        wires: Wires(gradients="int8", weights="int8"): compressed formats of what is sent, rounded
+            at random without bias (bf16: to nearest), see comm/README.md. All ranks compute with
+            the weights that are sent.
+        offload: Offload("optimizer") keeps AdamW's state in the host's memory, where it is stepped
+            under the next forward, also of one rank; "parameters" the shards of stage 3 too.
+            Gradients leave the GPU at stages 2 and 3. Parameters read as nan between a step and a
+            forward. Where backward passes add up, pass grad_accum_steps.
+        pipeline: Pipeline(schedule="1f1b", split=(8, 4)): the schedule whose placement the stages
+            have, and layers on each of them; training steps are those of fastpar.pipeline_step.
+        deterministic: sums over ranks and micro-batches in a fixed tree, so that the same bits come
+            out at every stage and for any split of equal micro-batches into ranks and accumulation
+            (sizes that are powers of two); costs a copy of the gradients at stages 0 and 1.
         units: modules, or their types, whose parameters are gathered together; None: the elements
             of ModuleLists and Sequentials except torch's RNN cells. At stage 3 all ranks call a
             unit equally often in a forward, or some not at all: leave out what runs once a time
             step over lengths that differ between ranks.
-        prefetch: units gathered ahead of use.
-        deterministic: sums over ranks and micro-batches in a fixed tree, so that the same bits come
-            out at every stage and for any split of equal micro-batches into ranks and accumulation
-            (sizes that are powers of two); costs a copy of the gradients at stages 0 and 1.
-        transport: "auto" (shared memory between CPU ranks of one host, otherwise gloo or NCCL),
-            "shm" or "torch".
+        tp_plan: what tp ranks split of a model that does not say so itself
+            (fastpar/patching/tp_plan.py); "gpt2", "nanogpt"; None: one of these where it fits.
+            engine_of(model).tp_report says what was chosen.
         materialize: fills one tensor, given its name, of a model on the meta device; parameters
             and buffers are then made bucket by bucket, so that no rank holds more than its part.
         debug: a fastpar.parallel.debug.Debug.
-        collectives: makes the collectives of (process group, role) instead of the transport.
-        tp_plan: what tp ranks split of a model that does not say so itself
-            (fastpar/patching/tp_plan.py); "gpt2", "nanogpt"; None: one of these where it fits.
-        sequence_parallel: tp ranks also share out the tokens between split layers; None: where the
-            model or its plan can. engine_of(model).tp_report says what was chosen.
-        pp_split: layers on each pipeline stage; None: so that the slowest stage has as little to do
-            as possible, by the model's pipeline_costs(), or equal numbers. Training steps are those
-            of fastpar.pipeline_step.
-        pp_schedule, pp_chunks: the schedule whose placement the stages have: "interleaved" gives
-            each rank pp_chunks of them (2), "zb-v" two in the shape of a V, any other one.
-        cp_method: how ranks of cp attend tokens of the others (fastpar/context): "heads" exchanges
-            all tokens of some heads, "keys" gathers the keys and values of all tokens. The ranks
-            get the same batches and return the same loss.
-        offload: "optimizer" keeps AdamW's state in the host's memory, where it is stepped under the
-            next forward, also of one rank; "parameters" the shards of stage 3 too. The same bits as
-            without. Gradients leave the GPU at stages 2 and 3. Parameters read as nan between a
-            step and a forward. Where backward passes add up, pass grad_accum_steps.
-        offload_keep_mb: MiB of that state that stay on the GPU: of what a forward needs first.
-        offload_pinned: False takes memory that the system does not lock for what crosses the bus:
-            where it refuses to, at about half of the speed.
-        wire_gradients: "bf16", "int8" or "int4": sent so, rounded at random without bias
-            (bf16: to nearest), added up in fp32; see comm/README.md. "fp32": in reduce_dtype;
-        wire_weights: "bf16" or "int8": gathered so; all ranks compute with what is sent. "fp8": at
-            stage 3, weights of a use_fp8(scaling="tensor") model as its products' codes.
-        error_feedback: True adds what a gradient lost to the next; "buffer" in memory of its own.
-        node_size: neighbours among the ranks that share a copy, on one machine: wire_gradients are
-            added up there first, and encoded once more for each of the other nodes.
-        secondary_shards: stage 3 keeps 1 / node_size of what its first forward in a step gathered,
-            and gathers inside of the node until weights change; the same bits.
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -182,44 +145,53 @@ def parallelize(
             twice; models that differ between ranks.
     Source: Rajbhandari et al. 2020, arXiv 1910.02054
     """
-    options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
+    short = {"zero_stage": zero_stage, "shard_size": shard_size, "deterministic": deterministic}
+    short |= {"grad_accum_steps": grad_accum_steps, "grad_dtype": grad_dtype}
+    groups = {"precision": precision, "wires": wires, "offload": offload, "pipeline": pipeline}
+    asked = _asked(settings, short, groups)
+    options, debug = flat(asked), debug or Debug()
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
     check_model(model, mesh)
-    check_method(cp_method)
+    check_method(asked.cp_method)
     given, mesh = mesh, mesh_of_gradients(mesh)
     check_arguments(model, mesh.dp_size, options)
     check_experts(model, given, options)
-    check_offload(options, given.device, debug or Debug())
+    check_offload(options, given.device, debug)
     transport = check_wires(model, options, mesh.dp_size, given.size("ep"))
     check_parameters(parameter_names(model), mesh.device, materialize is not None)
     check_in_place_writers(model, mesh.dp_size)
     mesh.check_same("parallelize", [*(f"{k}={v}" for k, v in options.items()), *inventory(model)])
     prove_together(mesh)
-    debug = debug or Debug()
-    maker = GroupMaker(mesh, transport, collectives, options, debug)
-    context, take_context = share_context(model, given, maker.make, cp_method)
-    cut = cut_stages(model, mesh, pp_split, pp_schedule, pp_chunks)
+    maker = GroupMaker(mesh, transport, asked, debug)
+    context, take_context = share_context(model, given, maker.make, asked.cp_method)
+    schedule, split = asked.pipeline, pp_split(asked.pipeline.split)
+    cut = cut_stages(model, mesh, split, schedule.schedule, schedule.chunks)
     declared, report = _split_along_tp(model, given, maker, options)
     declared = share_experts(model, given, maker.make, declared)
     if context is not None:
         take_context(context)
-    n_shards = 1 if zero_stage == 0 else shard_size or mesh.size("dp")
-    stage = STAGES[zero_stage if n_shards > 1 or offload else 0]
-    groups, control = maker.of_engine(stage, n_shards, alone=offload is not None)
+    n_shards = 1 if asked.zero_stage == 0 else asked.shard_size or mesh.size("dp")
+    stays = asked.offload.what is None
+    stage = STAGES[0 if n_shards == 1 and stays else asked.zero_stage]
+    groups_, control = maker.of_engine(stage, n_shards, alone=not stays)
     of_experts = maker.of_experts(given, stage, n_shards)
-    settings = _settings(options, stage, n_shards, mesh.dp_size, groups)
-    check_deterministic(settings, parameter_names(model), mesh)
+    transport = groups_.reduce.transport if groups_.reduce else "none"
+    bucket_mb = asked.bucket_mb
+    if bucket_mb is None:
+        bucket_mb = default_bucket_mb(mesh.dp_size, transport)
+    in_effect = Settings(asked, stage, n_shards, bucket_mb)
+    check_deterministic(in_effect, parameter_names(model), mesh)
     if materialize is not None:
         allocate_meta(model, mesh.device, declared)
     stages = None if cut is None else make_stages(cut, model, mesh, maker.make)
     apart = () if cut is None else cut.starts(model)
-    modules = find_units(model, units, merge_bytes=first_bucket_mb * 2**20, apart=apart)
+    modules = find_units(model, units, merge_bytes=asked.first_bucket_mb * 2**20, apart=apart)
     fill = Fill(parameter_names(model), materialize, declared, stages)
-    travel = Travel(mesh, given, groups, of_experts, settings, debug.poison)
+    travel = Travel(mesh, given, groups_, of_experts, in_effect, debug.poison)
     shards = _make_shards(model, travel, modules, fill)
     engine = Engine(shards, modules, control, given, debug)
     engine.tp_report = report
-    keep_on_host(engine, options, debug)
+    keep_on_host(engine, debug)
     attach_experts(engine, model)
     refuse_ddp(model)
     Places.offer(engine)
@@ -229,16 +201,25 @@ def parallelize(
     return model
 
 
-def _settings(
-    options: Mapping[str, Any], stage: Stage, n_shards: int, dp: int, groups: BucketGroups
-) -> Settings:
-    """The options, with the default of bucket_mb filled in."""
-    names = [f.name for f in dataclasses.fields(Settings) if f.name in options]
-    settings = Settings(stage=stage, n_shards=n_shards, **{name: options[name] for name in names})
-    if settings.bucket_mb is not None:
-        return settings
-    transport = groups.reduce.transport if groups.reduce else "none"
-    return dataclasses.replace(settings, bucket_mb=default_bucket_mb(dp, transport))
+def _asked(
+    settings: Parallel | None, short: Mapping[str, Any], groups: Mapping[str, Any]
+) -> Parallel:
+    """The settings with what keywords change."""
+    if not isinstance(settings, Parallel | None):
+        raise ValueError(
+            f"parallelize: expected a fastpar.Parallel, got settings={settings!r}; pass "
+            "Parallel(zero_stage=2), or zero_stage=2 alone"
+        )
+    asked = settings or Parallel()
+    for name, group in groups.items():
+        kind = type(getattr(asked, name))
+        if not isinstance(group, kind | None):
+            raise ValueError(
+                f"parallelize: expected a fastpar.{kind.__name__}, got {name}={group!r}; pass "
+                f"{name}={kind.__name__}({group!r})"
+            )
+    asked = dataclasses.replace(asked, **{n: group for n, group in groups.items() if group})
+    return asked.change(**{name: value for name, value in short.items() if value is not None})
 
 
 class Fill:
@@ -310,14 +291,14 @@ def _make_shards(
     stages, by_unit = fill.stages, stage.shards or settings.offload is not None
     chunk_of = None if stages is None else stages.chunk_of
     codes: dict[int, Fp8] = {}
-    if settings.wire_weights == CODES:
+    if settings.asked.wires.weights == CODES:
         found = rounded_weights(model)
         codes = {i: found[p] for i, p in enumerate(trained) if p in found}
     layout = build_layout(
         [ParamSpec(fill.named[p], tuple(p.shape), p.dtype) for p in trained],
         n_shards=settings.n_shards,
         bucket_bytes=settings.bucket_mb * 2**20,
-        first_bucket_bytes=settings.first_bucket_mb * 2**20,
+        first_bucket_bytes=settings.asked.first_bucket_mb * 2**20,
         grad_dtype=settings.grad_dtype,
         # Embeddings, which are ready last, let no block wait (test_tied_table.py).
         unit_of=[unit_of[p] if by_unit else min(unit_of[p], 1) for p in trained],
@@ -328,8 +309,9 @@ def _make_shards(
         ep=travel.given.size("ep"),
         flags=not stage.shards,
     )
-    buckets, how = [], (settings.wire_gradients, settings.wire_weights, settings.error_feedback)
-    wires = Wires(*how, mesh.dp_rank, codes)
+    buckets, how = [], settings.asked.wires
+    feedback = how.error_buffer or how.error_feedback
+    wires = Encoders(how.gradients, how.weights, feedback, mesh.dp_rank, codes)
     for spec in layout.buckets:  # one after another: little extra memory
         params = [trained[layout.slots[i].registered] for i in spec.slots]
         bucket = travel.bucket(layout, spec, params, wires)
@@ -407,8 +389,8 @@ class GroupMaker:
     """Makes collectives of process groups, the same way for every role.
 
     Args:
-        transport: of make_collectives; factory: makes collectives of (process group, role) instead.
-        options: of parallelize.
+        transport: of make_collectives.
+        asked: of parallelize.
     Attributes:
         again: whether to make the groups of this name, see BucketGroups.
     """
@@ -417,14 +399,13 @@ class GroupMaker:
         self,
         mesh: Mesh,
         transport: str,
-        factory: Factory | None,
-        options: Mapping[str, Any],
+        asked: Parallel,
         debug: Debug,
     ) -> None:
-        self.mesh, self.transport, self.factory = mesh, transport, factory
-        self.deterministic, self.debug = options["deterministic"], debug
-        self.node_size, self.secondary = options["node_size"], options["secondary_shards"]
-        self.again = options["wire_gradients"] != "fp32"
+        self.mesh, self.transport, self.factory = mesh, transport, debug.collectives
+        self.deterministic, self.debug = asked.deterministic, debug
+        self.node_size, self.secondary = asked.wires.node_size, asked.wires.secondary_shards
+        self.again = asked.wires.gradients != "fp32"
 
     def make(self, group: Any, role: str, transport: str | None = None) -> Collectives:
         """Collectives of a process group. Ranks: all of the group."""

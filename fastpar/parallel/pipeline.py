@@ -97,8 +97,8 @@ def _schedule(engine: Engine, micro_batches: int, name: str | None) -> Schedule:
     here, there = ([s.owner(i) for i in range(s.stages)] for s in (placed, found))
     if here != there:
         raise ValueError(
-            f"pipeline_step: expected a schedule with stages where pp_schedule={placed.name!r} has "
-            f"put them, {placed.chunks} a rank, got schedule={name!r}; pass pp_schedule={name!r} "
+            f"pipeline_step: expected a schedule with stages where schedule={placed.name!r} has "
+            f"put them, {placed.chunks} a rank, got schedule={name!r}; pass schedule={name!r} "
             "to parallelize()"
         )
     return found

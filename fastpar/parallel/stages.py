@@ -21,7 +21,8 @@ from typing import TypeVar
 
 import torch
 
-from fastpar.sharding.layout import FIRST_BUCKET_MB
+from fastpar.files.dtypes import FLOATS
+from fastpar.settings.parallel import Parallel
 
 PhaseT = TypeVar("PhaseT", bound=enum.Enum)
 
@@ -100,28 +101,41 @@ SENT = BucketPhase.IN_FLIGHT, BucketPhase.REDUCED  # its gradients of this backw
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of parallelize(), with its defaults filled in; see there.
+    """What parallelize() was asked for, and what of it is in effect.
 
     Attributes:
         stage: that is run: that of zero_stage, or 0 where nobody shares a copy.
         n_shards: ranks that share one copy.
     """
 
+    asked: Parallel
     stage: Stage
     n_shards: int
     bucket_mb: float
-    first_bucket_mb: float = FIRST_BUCKET_MB
-    grad_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    accumulate: str = "shard"
-    grad_accum_steps: int = 1
-    prefetch: int = 1
-    deterministic: bool = False
-    offload: str | None = None
-    offload_keep_mb: float = 0.0
-    wire_gradients: str = "fp32"
-    wire_weights: str | None = None
-    error_feedback: bool | str = False
+
+    @property
+    def deterministic(self) -> bool:
+        return self.asked.deterministic
+
+    @property
+    def offload(self) -> str | None:
+        """What waits on the host: "optimizer" or "parameters"."""
+        return self.asked.offload.what
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """In which gradients are kept and added up; None: each parameter's own."""
+        return FLOATS.get(self.asked.precision.grad_dtype)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Of gradients on the wire; None: as they are kept."""
+        return FLOATS.get(self.asked.precision.reduce_dtype)
+
+    @property
+    def accumulate(self) -> str:
+        """Whether each backward is reduced ("shard"), or the last one of a step ("full")."""
+        return self.asked.accumulate or "shard"
 
     @property
     def reduces_each(self) -> bool:

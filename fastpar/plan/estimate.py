@@ -30,7 +30,7 @@ class Estimate:
     def family_of(setup: Setup) -> tuple[int | str, ...]:
         """See family."""
         axes = setup.tp, setup.cp, setup.by_keys, setup.pp
-        return *axes, setup.tp_grid, setup.zero_stage, setup.n_shards, setup.offload
+        return *axes, setup.tp_grid or "", setup.zero_stage, setup.n_shards, setup.offload or ""
 
 
 def divisors(n: int) -> list[int]:
@@ -66,16 +66,16 @@ def cp_sizes(workload: Workload, template: Setup, tp: int, per_node: int) -> lis
 
 def layout_text(setup: Setup) -> str:
     """A layout in words: dp 4 x tp 2, ZeRO-3 in groups of 8."""
-    tp = ("tp", setup.tp if setup.tp_grid == "none" else 1)
+    tp = ("tp", setup.tp if setup.tp_grid is None else 1)
     sizes = (("dp", setup.dp), tp, ("cp", setup.cp), ("pp", setup.pp))
     axes = [
         f"{name} {n}" + " by keys" * (name == "cp" and setup.by_keys) for name, n in sizes if n > 1
     ]
-    axes += [f"grid {setup.tp_grid}"] * (setup.tp_grid != "none")
+    axes += [f"grid {setup.tp_grid}"] * (setup.tp_grid is not None)
     text = " x ".join(axes) or ("one GPU" if setup.device_type == "cuda" else "one rank")
     if setup.stage or setup.data > 1:
         text += f", ZeRO-{setup.zero_stage}"
-    text += "" if setup.offload == "none" else f", {setup.offload} on the host"
+    text += "" if setup.offload is None else f", {setup.offload} on the host"
     if setup.shard_size is not None:
         text += f" in groups of {setup.shard_size}"
     if setup.pp > 1:

@@ -7,16 +7,14 @@ from typing import NamedTuple
 
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
-from fastpar.cost.experts import ExpertCosts, predict_experts
+from fastpar.cost.experts import ExpertCosts, count_experts, predict_experts
 from fastpar.cost.memory_model import format_bytes
-from fastpar.cost.operations import expert_elements
 from fastpar.cost.step_time import StepTime, predict_step
 from fastpar.cost.workload import Setup, Workload
-from fastpar.models.block import count_parameters
+from fastpar.models.mlp import parameters_of
 from fastpar.plan.estimate import tp_sizes
 from fastpar.plan.search import CHECKPOINTING
 from fastpar.settings.config import derive_batch
-from fastpar.settings.options import DataSettings
 
 
 class ExpertLayout(NamedTuple):
@@ -40,8 +38,7 @@ def expert_layouts(
         dp = ranks // tp
         if workload.batch_size % dp or shape.hidden % tp:
             continue
-        batch = DataSettings(batch_size=workload.batch_size)
-        micro, accum = derive_batch(batch, shape.block_size, dp)
+        micro, accum = derive_batch(workload.batch_size, shape.block_size, dp)
         for ep in (n for n in range(1, dp + 1) if dp % n == 0 and shape.n_expert % n == 0):
             for stage in range(4) if dp > 1 else range(1):
                 setup = replace(template, tp=tp, ep=ep, zero_stage=stage)
@@ -66,11 +63,11 @@ def experts_report(
 ) -> str:
     """A table of them, those that surely do not fit named."""
     shape = workload.shape
-    whole, active = count_parameters(shape), count_parameters(shape, active=True)
-    experts, _ = expert_elements(shape, Setup())
+    whole, active = parameters_of(shape), parameters_of(shape, active=True)
     names = ("weights", "gradients", "optimizer", "activations", "all four", "all-to-all")
     lines = [
-        f"{whole:,} parameters, of experts {experts:,}; a token goes through {active:,}",
+        f"{whole:,} parameters, of experts {count_experts(shape):,}; a token goes through "
+        f"{active:,}",
         "  tp  ep  zero  recomputed  step ms     tokens/s    "
         + "".join(f"{name:12}" for name in names).rstrip(),
     ]

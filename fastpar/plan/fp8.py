@@ -42,7 +42,7 @@ def pays_from(workload: Workload, setup: Setup, rates: DatasheetRates, layers: s
 
 def fp8_text(workload: Workload, setup: Setup, rates: Rates) -> list[str]:
     """A line for MLPs and one for all layers; none for a device without such products."""
-    if not isinstance(rates, DatasheetRates) or not rates.has_fp8 or setup.tp_grid != "none":
+    if not isinstance(rates, DatasheetRates) or not rates.has_fp8 or setup.tp_grid is not None:
         return []
     lines, plain = [], replace(setup, fp8="none")
     step_s, whole = predict_step(workload, plain, rates).step_s, predict_memory(workload, plain)

@@ -15,7 +15,7 @@ from fastpar.plan.estimate import Estimate, divisors, layout_text, tp_sizes
 from fastpar.settings import combinations
 from fastpar.settings.axes import parse_grid
 from fastpar.settings.config import TrainConfig
-from fastpar.settings.options import ParallelSettings
+from fastpar.settings.parallel import MeshSettings
 
 MOST_ROWS = 16
 
@@ -29,7 +29,7 @@ def check_grid(command: Any, workload: Workload) -> None:
             f"plan: expected no measure with tp_grid={command.tp_grid}, whose exchanges it does "
             "not time, got measure=True; leave one of them out"
         )
-    parallel = ParallelSettings(tp_grid=command.tp_grid)
+    parallel = MeshSettings(tp_grid=command.tp_grid)
     asked = {name: getattr(command, name) for name in ("optimizer", "moment_dtype", "fp8")}
     values = {**TrainConfig().settings(), **asked, "pp": command.pp or 1}
     combinations.check_grid(parallel, values)
@@ -57,7 +57,7 @@ def grid_splits(
         ValueError: a grid that was asked for and does not.
     """
     beside = template.moment_dtype == "int8" or template.optimizer != "adamw"
-    if asked == "none" or template.offload != "none" or template.fp8 != "none" or beside:
+    if asked == "none" or template.offload is not None or template.fp8 != "none" or beside:
         return
     one = None if asked is None else parse_grid(asked)
     for grid in grids_of(workload, template, per_node) if one is None else [one]:
@@ -87,8 +87,8 @@ def grid_splits(
 def grids_text(estimates: Sequence[Estimate]) -> str:
     """Whether a grid of ranks is worth it, in a sentence."""
     fits = [e for e in estimates if e.time is not None]
-    grid = next((e for e in fits if e.setup.tp_grid != "none"), None)
-    other = next((e for e in fits if e.setup.tp_grid == "none"), None)
+    grid = next((e for e in fits if e.setup.tp_grid is not None), None)
+    other = next((e for e in fits if e.setup.tp_grid is None), None)
     if grid is None or grid.time is None:
         return "none: no grid fits"
     if other is None or other.time is None:

@@ -192,7 +192,7 @@ def make_plan(command: PlanCommand) -> Plan:
         f"predicted with errors up to {PUBLISHED_ERROR:.0%}"
     )
     estimates = find(rates=rates)
-    setups = [e.setup for e in estimates if e.time is not None and e.setup.tp_grid == "none"]
+    setups = [e.setup for e in estimates if e.time is not None and e.setup.tp_grid is None]
     if command.measure and setups:
         from fastpar.measure.measure import measure
 

@@ -17,7 +17,7 @@ OUTER_BYTES = 56  # moved in an outer step, of an element: four fp32 tensors, re
 
 def replicas_of(setup: Setup, nodes: int) -> int:
     """How many: the machines where they divide the data-parallel ranks, or halves; 1: none."""
-    if setup.pp > 1 or setup.ep > 1 or setup.tp_grid != "none":
+    if setup.pp > 1 or setup.ep > 1 or setup.tp_grid is not None:
         return 1
     return next((n for n in (nodes, 2) if n > 1 and setup.dp % n == 0), 1)
 

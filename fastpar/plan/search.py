@@ -35,7 +35,11 @@ def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup
 
     With offload in the template: of the stages that have it.
     """
-    stages = {"none": range(4), "optimizer": range(2, 4), "parameters": range(3, 4)}
+    stages: dict[str | None, range] = {
+        None: range(4),
+        "optimizer": range(2, 4),
+        "parameters": range(3, 4),
+    }
     pairs = (
         (t, *c)
         for t in tp_sizes(workload, template, per_node)
@@ -52,7 +56,7 @@ def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup
         base = replace(base, sequence_parallel=sequence_parallel)
         in_node = per_node // tp
         shards = {n for n in (in_node, 8 * in_node) if 1 < n < data and data % n == 0}
-        alone = data == 1 and template.offload == "none"
+        alone = data == 1 and template.offload is None
         for stage in stages[template.offload][: 1 if alone else None]:
             for shard_size in (None, *sorted(shards)) if stage else (None,):
                 accumulate = default_accumulate(stage)
@@ -92,13 +96,13 @@ def search(
     modes, alone = tuple(checkpointing), grid not in (None, "none")
     stages = 1 if alone else stages
 
-    def best_of(offload: str) -> list[Estimate]:
+    def best_of(offload: str | None) -> list[Estimate]:
         given = replace(template, offload=offload)
         ways = [] if alone else list(splits(workload, given, per_node))
         ways += grid_splits(workload, given, per_node, grid)
         return _search_splits(workload, ways, rates, limit_bytes, modes)
 
-    found = best_of("none") if stages in (None, 1) else []
+    found = best_of(None) if stages in (None, 1) else []
     found.sort(key=_rank)
     fastest_s = found[0].time.step_s if found and found[0].time else float("inf")
     for zero_stages in () if alone else ((0, 1), (2, 3)):
@@ -171,7 +175,7 @@ def _complexity(estimate: Estimate) -> tuple[Any, ...]:
     chunks = setup.pp * setup.chunks
     return (
         chunks,
-        setup.tp_grid != "none",
+        setup.tp_grid is not None,
         setup.cp,
         setup.by_keys,
         setup.tp,
@@ -247,7 +251,7 @@ def smallest_changes(
         template = replace(template, activation_checkpointing="full")
         layouts = [
             replace(split, grad_accum_steps=workload.batch_size // split.dp)
-            for offload in ("none", *offloads(template))
+            for offload in (None, *offloads(template))
             for split in splits(workload, replace(template, offload=offload), per_node)
         ]
         sizes = ((predict_memory(workload, layout).total, layout) for layout in layouts)

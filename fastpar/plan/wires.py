@@ -34,7 +34,7 @@ def sent_bytes(workload: Workload, setup: Setup) -> float:
 
 def codes_s(workload: Workload, setup: Setup, rates: Rates) -> float:
     """Seconds of a step in which messages are made and read."""
-    plain = replace(setup, wire_gradients="fp32", wire_weights="none")
+    plain = replace(setup, wire_gradients="fp32", wire_weights=None)
     both = (ops_of(workload, s) for s in (setup, plain))
     with_codes, without = (sum(rates.op_s(op) * op.count for op in ops) for ops in both)
     return with_codes - without

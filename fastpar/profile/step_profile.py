@@ -298,7 +298,7 @@ def _situation(trainer: Trained, spans: Sequence[Span], steps: int, trace: Trace
     sent = engine.report.wire_bytes if engine.report is not None else 0
     return Situation(
         compiled=config.system.compile,
-        deterministic=config.system.deterministic,
+        deterministic=config.parallel.deterministic,
         forced_backend=backend.forced(),
         idle_cores=0 if on_gpu else max(0, idle),
         n_buckets=len(sizes),

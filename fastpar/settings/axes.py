@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastpar.settings.options import ParallelSettings
+from fastpar.settings.parallel import MeshSettings
 
 # See mesh.py, [Note: order of the axes].
 AXES = ("pp", "replicas", "dp", "cp", "ep", "depth", "rows", "tp")
@@ -21,9 +21,9 @@ DATA_AXES = ("replicas", "dp", "ep")  # whose ranks compute different sequences
 TP_AXES = ("rows", "tp")  # whose ranks split each layer
 
 
-def parse_grid(text: str) -> tuple[int, ...] | None:
+def parse_grid(text: str | None) -> tuple[int, ...] | None:
     """(rows, columns), with depth if it is there, of a setting; None without a grid."""
-    if text == "none":
+    if text is None:
         return None
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text):
         raise ValueError(
@@ -33,22 +33,21 @@ def parse_grid(text: str) -> tuple[int, ...] | None:
     return tuple(map(int, text.split("x")))
 
 
-def axes_of(parallel: ParallelSettings) -> dict[str, Any]:
+def axes_of(mesh: MeshSettings) -> dict[str, Any]:
     """The arguments of Mesh that settings stand for."""
-    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "ep", "pp", "replicas")}
-    return {**sizes, "tp_grid": parse_grid(parallel.tp_grid)}
+    return {**vars(mesh), "tp_grid": parse_grid(mesh.tp_grid)}
 
 
-def ranks_of_batch(parallel: ParallelSettings) -> dict[str, int]:
+def ranks_of_batch(mesh: MeshSettings) -> dict[str, int]:
     """Ranks that are given the same batch, by the setting that says how many."""
-    grid = parse_grid(parallel.tp_grid)
-    split = {"tp": parallel.tp} if grid is None else {"tp_grid": math.prod(grid)}
-    return {**split, "cp": parallel.cp, "pp": parallel.pp}
+    grid = parse_grid(mesh.tp_grid)
+    split = {"tp": mesh.tp} if grid is None else {"tp_grid": math.prod(grid)}
+    return {**split, "cp": mesh.cp, "pp": mesh.pp}
 
 
-def ranks_of_samples(parallel: ParallelSettings) -> int:
+def ranks_of_samples(mesh: MeshSettings) -> int:
     """Ranks that share out the samples of a micro-batch."""
-    rows, _, depth = (*(parse_grid(parallel.tp_grid) or (1, 1)), 1)[:3]
+    rows, _, depth = (*(parse_grid(mesh.tp_grid) or (1, 1)), 1)[:3]
     return rows * depth
 
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
-from dataclasses import fields, replace
+from collections.abc import Container
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from fastpar.settings.axes import parse_grid, sizes_of_grid
 from fastpar.settings.files import option
 from fastpar.settings.model import GPTConfig
-from fastpar.settings.options import (
-    DataSettings,
-    ModelSettings,
-    OptimSettings,
-    ParallelSettings,
-    SystemSettings,
-)
+from fastpar.settings.options import FlagsT
 
 
 class _Above(NamedTuple):
@@ -56,26 +50,21 @@ _HOW: dict[str, tuple[str, Any]] = {
 }
 
 
-def check_axes(shape: ModelSettings, parallel: ParallelSettings, values: dict[str, Any]) -> None:
+def check_axes(shape: Any, parallel: Any, values: dict[str, Any]) -> None:
     """Refuse ranks of experts and grids that there cannot be, and what does not run beside them."""
     check_experts(shape, parallel, values)
     check_grid(parallel, values)
 
 
-def without_idle(
-    sections: Mapping[str, Any], inherited: Container[str], ranks: int
-) -> dict[str, Any]:
-    """The settings, by section; refused are those that do nothing.
+def without_idle(flags: FlagsT, inherited: Container[str], ranks: int) -> FlagsT:
+    """The settings; refused are those that do nothing.
 
     Args:
         inherited: names that a run had, maybe on other ranks: they get their defaults instead.
         ranks: in all.
     """
-    values = {name: value for part in sections.values() for name, value in vars(part).items()}
-    usual = {
-        name: value for part in sections.values() for name, value in vars(type(part)()).items()
-    }
-    grid = values["tp_grid"] != "none"  # refuses what it cannot have itself
+    values, usual = flags.settings(), type(flags)().settings()
+    grid = values["tp_grid"] is not None  # refuses what it cannot have itself
     splits = values["replicas"] * values["pp"] * values["tp"]
     values |= {"nproc": ranks, "dp": ranks if grid else ranks // max(1, splits)}
     # Weights that are read can have experts.
@@ -103,13 +92,10 @@ def without_idle(
                 f"{advice}, or leave {option(name, values[name])} out"
             )
         changes[name] = usual[name]
-    return {
-        key: replace(part, **{n: v for n, v in changes.items() if n in vars(part)})
-        for key, part in sections.items()
-    }
+    return flags.replace(changes)
 
 
-def check_grid(parallel: ParallelSettings, values: dict[str, Any]) -> None:
+def check_grid(parallel: Any, values: dict[str, Any]) -> None:
     """Refuse what does not run on a grid of ranks."""
     grid = parse_grid(parallel.tp_grid)
     if grid is None:
@@ -117,7 +103,7 @@ def check_grid(parallel: ParallelSettings, values: dict[str, Any]) -> None:
     sizes_of_grid(grid, values)
     for name, usual in (
         *(("n_expert", 0), ("optimizer", "adamw"), ("compile", False), ("fp8", "none")),
-        *(("sequence_parallel", True), ("offload", "none"), ("offload_activations", False)),
+        *(("sequence_parallel", None), ("offload", None), ("offload_activations", False)),
         *(("pack", "stream"), ("replicas", 1), ("node_size", None), ("secondary_shards", False)),
     ):
         if values[name] != usual:
@@ -133,7 +119,7 @@ def check_grid(parallel: ParallelSettings, values: dict[str, Any]) -> None:
         )
 
 
-def check_grid_widths(parallel: ParallelSettings, shape: GPTConfig) -> None:
+def check_grid_widths(parallel: Any, shape: GPTConfig) -> None:
     """Refuse a grid that does not divide a model's width, or has more columns than heads."""
     rows, columns = (parse_grid(parallel.tp_grid) or (1, 1))[:2]
     if shape.n_embd % rows or shape.n_embd % columns:
@@ -148,7 +134,7 @@ def check_grid_widths(parallel: ParallelSettings, shape: GPTConfig) -> None:
         )
 
 
-def check_packing(settings: DataSettings, *, compiled: bool) -> None:
+def check_packing(settings: Any, *, compiled: bool) -> None:
     """Refuse packed documents in compiled models."""
     if settings.pack == "documents" and compiled:
         raise ValueError(
@@ -157,7 +143,7 @@ def check_packing(settings: DataSettings, *, compiled: bool) -> None:
         )
 
 
-def check_offload(parallel: ParallelSettings, optimizer: str) -> None:
+def check_offload(parallel: Any, optimizer: str) -> None:
     """Refuse weights on the host that stay on the GPU, and an optimizer without a host's step."""
     if parallel.offload == "parameters" and parallel.zero_stage < 3:
         raise ValueError(
@@ -169,22 +155,22 @@ def check_offload(parallel: ParallelSettings, optimizer: str) -> None:
             "train: expected activation_checkpointing=full with offload_activations, got "
             f"{parallel.activation_checkpointing}; add --activation-checkpointing full"
         )
-    nothing = parallel.offload == "none" and not parallel.offload_activations
+    nothing = parallel.offload is None and not parallel.offload_activations
     for name, default in (("offload_keep_mb", 0), ("offload_pinned", True)):
-        alone = nothing or (name == "offload_keep_mb" and parallel.offload == "none")
+        alone = nothing or (name == "offload_keep_mb" and parallel.offload is None)
         if alone and getattr(parallel, name) != default:
             raise ValueError(
                 f"train: expected {name}={default} without offload, got {name}="
                 f"{getattr(parallel, name)}; leave it out, or add --offload optimizer"
             )
-    if parallel.offload != "none" and optimizer != "adamw":
+    if parallel.offload is not None and optimizer != "adamw":
         raise ValueError(
             f"train: expected optimizer=adamw with offload={parallel.offload}, got optimizer="
             f"{optimizer}, which computes on whole matrices; leave --offload out"
         )
 
 
-def check_fp8(system: SystemSettings, shape: ModelSettings, parallel: ParallelSettings) -> None:
+def check_fp8(system: Any, shape: Any, parallel: Any) -> None:
     """Refuse how fp8 is computed where it is not, and what no code runs beside it."""
     for name, default in (("scaling", "row"), ("weight_gradient", "bf16"), ("emulate", False)):
         value = getattr(system, f"fp8_{name}")
@@ -212,7 +198,7 @@ def check_fp8(system: SystemSettings, shape: ModelSettings, parallel: ParallelSe
             )
 
 
-def check_fp8_widths(system: SystemSettings, tp: int, shape: GPTConfig) -> None:
+def check_fp8_widths(system: Any, tp: int, shape: GPTConfig) -> None:
     """Refuse widths that products of 8-bit floats, or their scales on ranks of tp, do not have."""
     if system.fp8 == "none":
         return
@@ -242,7 +228,7 @@ def check_fp8_widths(system: SystemSettings, tp: int, shape: GPTConfig) -> None:
         )
 
 
-def check_wires(parallel: ParallelSettings, system: SystemSettings) -> None:
+def check_wires(parallel: Any, system: Any) -> None:
     """Refuse formats on the wire where nothing is sent in them, and beside what they contradict."""
     _check_nodes(parallel)
     gradients, weights = parallel.wire_gradients, parallel.wire_weights
@@ -258,12 +244,12 @@ def check_wires(parallel: ParallelSettings, system: SystemSettings) -> None:
             f"{stage}, which frees the gradients that would keep errors; use --zero 1, where they "
             "cost nothing, or add --error-buffer, 4 bytes a parameter on every rank"
         )
-    if weights != "none" and stage == 0:
+    if weights is not None and stage == 0:
         raise ValueError(
             "train: expected zero_stage 1, 2 or 3 with wire_weights, got zero_stage=0, where no "
             "weights are sent; add --zero, or leave --wire-weights out"
         )
-    if gradients == "fp32" and weights == "none":
+    if gradients == "fp32" and weights is None:
         return
     if weights == "fp8" and (stage < 3 or system.fp8 == "none" or system.fp8_scaling != "tensor"):
         raise ValueError(
@@ -274,8 +260,8 @@ def check_wires(parallel: ParallelSettings, system: SystemSettings) -> None:
     changes = gradients != "fp32" or weights != "fp8"  # nothing is lost that products keep
     for name, value, found in (
         ("deterministic", False, system.deterministic),
-        ("offload", "none", parallel.offload),
-        ("reduce_dtype", "auto", parallel.reduce_dtype),
+        ("offload", None, parallel.offload),
+        ("reduce_dtype", None, parallel.reduce_dtype),
     ):
         if found != value and (changes or name == "offload"):
             raise ValueError(
@@ -284,7 +270,7 @@ def check_wires(parallel: ParallelSettings, system: SystemSettings) -> None:
             )
 
 
-def _check_nodes(parallel: ParallelSettings) -> None:
+def _check_nodes(parallel: Any) -> None:
     """Refuse nodes that nothing asks for."""
     size, second, stage = parallel.node_size, parallel.secondary_shards, parallel.zero_stage
     sends = parallel.wire_gradients != "fp32" and stage > 0
@@ -302,7 +288,7 @@ def _check_nodes(parallel: ParallelSettings) -> None:
         )
 
 
-def check_experts(shape: ModelSettings, parallel: ParallelSettings, values: dict[str, Any]) -> None:
+def check_experts(shape: Any, parallel: Any, values: dict[str, Any]) -> None:
     """Refuse ranks of experts that there are not, and what no code runs beside experts."""
     ep, n_expert = parallel.ep, shape.n_expert
     if ep > 1 and shape.init_from is None and (n_expert == 0 or n_expert % ep):
@@ -328,9 +314,7 @@ def check_experts(shape: ModelSettings, parallel: ParallelSettings, values: dict
         )
 
 
-def check_outer_settings(
-    optim: OptimSettings, parallel: ParallelSettings, values: dict[str, Any]
-) -> None:
+def check_outer_settings(optim: Any, parallel: Any, values: dict[str, Any]) -> None:
     """Refuse replicas that never meet, an outer step of nothing, and what no replica does alone."""
     every, replicas = optim.outer_every, parallel.replicas
     if every is None:

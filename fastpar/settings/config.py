@@ -5,13 +5,13 @@ The command line, the settings file and a run's config.json are made from the sa
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, get_type_hints
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
+from fastpar.settings.axes import ranks_of_samples
 from fastpar.settings.combinations import (
     check_axes,
     check_fp8,
@@ -22,11 +22,11 @@ from fastpar.settings.combinations import (
     check_packing,
     check_wires,
 )
-from fastpar.settings.files import check_at_least, describe, fits, option, parse_seconds
+from fastpar.settings.files import check_at_least, option, parse_seconds
 from fastpar.settings.model import PRESETS as PRESETS
 from fastpar.settings.model import VOCAB_MULTIPLE as VOCAB_MULTIPLE
 from fastpar.settings.model import GPTConfig as GPTConfig
-from fastpar.settings.options import DataSettings, OptimSettings, ParallelSettings, TrainFlags
+from fastpar.settings.options import TrainFlags
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class TrainConfig(TrainFlags):
 
     def __post_init__(self) -> None:
         values = self.settings()
+        every = SimpleNamespace(**values)
         check_at_least("train", values, _AT_LEAST)
         for name in ("lr", "muon_lr", "bucket_mb"):
             if values[name] is not None and not 0.0 < values[name] < math.inf:
@@ -70,7 +71,7 @@ class TrainConfig(TrainFlags):
                 f"train: expected warmup_steps <= max_steps={steps}, got warmup_steps={warmup}; "
                 "lower --warmup-steps or raise --max-steps"
             )
-        stage, tp, pp = self.parallel.zero_stage, self.parallel.tp, self.parallel.pp
+        stage, tp, pp = every.zero_stage, every.tp, every.pp
         check_packing(self.text, compiled=self.system.compile)
         if self.optim.optimizer == "adafactor" and (stage or tp > 1):
             raise ValueError(
@@ -91,14 +92,12 @@ class TrainConfig(TrainFlags):
                 "use --moment-dtype bf16"
             )
         check_storage(self.optim, str(self.system.dtype))
-        check_offload(self.parallel, self.optim.optimizer)
-        check_axes(self.shape, self.parallel, values)
-        check_parallel(
-            self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
-        )
-        check_outer_settings(self.optim, self.parallel, values)
-        check_wires(self.parallel, self.system)
-        self._check_system()
+        check_offload(every, every.optimizer)
+        check_axes(every, every, values)
+        check_parallel(every, every.dtype, deterministic=every.deterministic)
+        check_outer_settings(self.optim, every, values)
+        check_wires(every, every)
+        self._check_system(every)
         if self.run.name is not None and not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.run.name):
             raise ValueError(
                 f"train: expected name of letters, digits and . _ + -, got name={self.run.name!r}; "
@@ -109,13 +108,13 @@ class TrainConfig(TrainFlags):
         parse_seconds(self.faults.timeout, "timeout")
         if self.shape.init_from is None:
             # Sizes are refused before the text is read.
-            check_split(self.parallel, self.model_config(vocab_size=1))
+            check_split(every, self.model_config(vocab_size=1))
 
-    def _check_system(self) -> None:
+    def _check_system(self, every: Any) -> None:
         """Refuse fp8 where it is not computed, and what a CUDA graph cannot hold."""
-        check_fp8(self.system, self.shape, self.parallel)
+        check_fp8(every, every, every)
         if self.system.fp8 != "none" and self.shape.init_from is None:
-            check_fp8_widths(self.system, self.parallel.tp, self.model_config(vocab_size=1))
+            check_fp8_widths(every, every.tp, self.model_config(vocab_size=1))
         why = self.why_no_graphs()
         if self.system.cuda_graphs and why:
             raise ValueError(f"train: expected {why}")
@@ -130,35 +129,6 @@ class TrainConfig(TrainFlags):
                     f"{name}={values[name]}; change {option(name)}, or leave --cuda-graphs out"
                 )
         return ""
-
-    def settings(self) -> dict[str, Any]:
-        """Every setting by its own name, without the groups: what config.json holds."""
-        return {name: value for group in asdict(self).values() for name, value in group.items()}
-
-    def replace(self, changes: Mapping[str, Any], source: str = "settings") -> TrainConfig:
-        """A copy with the named settings changed; `source` is where errors say they stand."""
-        groups: dict[str, dict[str, Any]] = {f.name: {} for f in fields(self)}
-        for key, value in changes.items():
-            name = setting_name(key)
-            known = _settings_by_name()
-            if name not in known:
-                import difflib
-
-                near = difflib.get_close_matches(name, known, n=1)
-                raise ValueError(
-                    f"train: expected a setting of `fastpar train --help-all` in {source}, got "
-                    f"key={key}; {f'did you mean {near[0]}?' if near else 'remove it'}"
-                )
-            group, hint = known[name]
-            if not fits(value, hint):
-                raise ValueError(
-                    f"train: expected {describe(hint)} for {name} in {source}, got "
-                    f"{name}={value!r}; see `fastpar train --help-all`"
-                )
-            groups[group][name] = tuple(value) if isinstance(value, list) else value
-        return TrainConfig(
-            **{name: type(old)(**{**vars(old), **groups[name]}) for name, old in vars(self).items()}
-        )
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """The GPT-2 that these settings and a vocabulary describe; not for init_from."""
@@ -177,6 +147,18 @@ class TrainConfig(TrainFlags):
         found = {n: getattr(shape, n) for n in (*names, "router_z_loss", "balance_rate")}
         return {**found, "top_k": shape.expert_top_k}
 
+    def batch(self, block_size: int, dp_size: int) -> tuple[int, int]:
+        """(micro_batch_size, grad_accum_steps) of a rank; see derive_batch()."""
+        return derive_batch(
+            self.text.batch_size,
+            block_size,
+            dp_size,
+            micro_batch_size=self.text.micro_batch_size,
+            grad_accum_steps=self.parallel.grad_accum_steps,
+            pp=self.mesh.pp,
+            share=ranks_of_samples(self.mesh),
+        )
+
     @property
     def min_lr(self) -> float:
         if self.optim.min_lr is not None:
@@ -192,16 +174,10 @@ class TrainConfig(TrainFlags):
     def accumulate(self) -> str:
         """Whether each micro-batch is reduced ("shard") or their whole sum ("full")."""
         auto = "full" if self.parallel.zero_stage < 2 else "shard"
-        return auto if self.parallel.accumulate == "auto" else self.parallel.accumulate
+        return self.parallel.accumulate or auto
 
 
-def setting_name(key: str) -> str:
-    """A setting as it is spelled in a file or, without its dashes, as a flag."""
-    name = key.replace("-", "_")
-    return {"zero": "zero_stage"}.get(name, name)
-
-
-def check_storage(optim: OptimSettings, dtype: str) -> None:
+def check_storage(optim: Any, dtype: str) -> None:
     """Refuse storage of the optimizer's numbers that contradicts itself or the weights' format.
 
     Args:
@@ -237,7 +213,7 @@ def check_storage(optim: OptimSettings, dtype: str) -> None:
         )
 
 
-def check_parallel(parallel: ParallelSettings, dtype: str, *, deterministic: bool) -> None:
+def check_parallel(parallel: Any, dtype: str, *, deterministic: bool) -> None:
     """Refuse shards of nothing, and formats of gradients that do not fit the weights'.
 
     Args:
@@ -250,13 +226,13 @@ def check_parallel(parallel: ParallelSettings, dtype: str, *, deterministic: boo
         )
     for name in ("grad_dtype", "reduce_dtype"):
         value = getattr(parallel, name)
-        if deterministic and value not in ("auto", "fp32"):
+        if deterministic and value not in (None, "fp32"):
             raise ValueError(
                 f"train: expected {name}=fp32 with deterministic, got {name}={value}; sums of 16 "
                 f"bits depend on how they are split: leave {option(name)} out"
             )
         # On the wire bf16 has fp32's range; fp16 needs gradients that a loss scale keeps in it.
-        known = ("auto", "fp32", dtype, "bf16" if name == "reduce_dtype" else "auto")
+        known = (None, "fp32", dtype, "bf16" if name == "reduce_dtype" else None)
         if dtype != "auto" and value not in known:
             raise ValueError(
                 f"train: expected {name} to be fp32 or the weights' dtype={dtype}, got "
@@ -264,34 +240,33 @@ def check_parallel(parallel: ParallelSettings, dtype: str, *, deterministic: boo
             )
 
 
-def pp_split(parallel: ParallelSettings) -> list[int] | None:
-    """Layers of each stage as the settings say; None: by cost."""
-    text = parallel.pp_split
-    if text == "auto":
+def pp_split(text: str | None) -> list[int] | None:
+    """Layers of each stage as the setting pp_split says; None: by cost."""
+    if text is None:
         return None
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise ValueError(
-            f"train: expected pp_split as numbers of layers, such as 8,4, or auto, got "
-            f"pp_split={text}; correct --pp-split"
+            f"train: expected pp_split as numbers of layers, such as 8,4, got pp_split={text}; "
+            "correct --pp-split"
         )
     return [int(number) for number in text.split(",")]
 
 
-def pp_chunks(parallel: ParallelSettings) -> int:
+def pp_chunks(schedule: str, chunks: int | None) -> int:
     """Stages on each rank of a pipeline."""
-    usual = 2 if parallel.schedule in ("interleaved", "zb-v") else 1
-    if parallel.chunks not in (None, usual) and parallel.schedule != "interleaved":
+    usual = 2 if schedule in ("interleaved", "zb-v") else 1
+    if chunks not in (None, usual) and schedule != "interleaved":
         raise ValueError(
-            f"train: expected chunks={usual} with schedule={parallel.schedule}, got chunks="
-            f"{parallel.chunks}; leave --chunks out, or choose --schedule interleaved, which takes "
-            "any"
+            f"train: expected chunks={usual} with schedule={schedule}, got chunks={chunks}; leave "
+            "--chunks out, or choose --schedule interleaved, which takes any"
         )
-    return usual if parallel.chunks is None else parallel.chunks
+    return usual if chunks is None else chunks
 
 
-def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
+def check_split(parallel: Any, shape: GPTConfig) -> None:
     """Refuse tp, cp and pp that cannot split a model; heads that they do not divide are padded."""
-    pp, split, chunks = parallel.pp, pp_split(parallel), pp_chunks(parallel)
+    pp, split = parallel.pp, pp_split(parallel.pp_split)
+    chunks = pp_chunks(parallel.schedule, parallel.chunks)
     stages = f"pp={pp}" if chunks == 1 else f"pp * chunks = {pp} * {chunks}"
     if pp > 1 and pp * chunks > shape.n_layer + 2:
         raise ValueError(
@@ -301,7 +276,7 @@ def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
     if pp > 1 and split is not None and (len(split) != pp * chunks or sum(split) != shape.n_layer):
         raise ValueError(
             f"train: expected pp_split as {stages} numbers of layers that make {shape.n_layer}, "
-            f"got pp_split={parallel.pp_split}; correct it, or use --pp-split auto"
+            f"got pp_split={parallel.pp_split}; correct it, or leave --pp-split out"
         )
     if parallel.tp > shape.n_head:
         raise ValueError(
@@ -321,22 +296,11 @@ def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
             f"train: expected tp to divide the MLP's width of {shape.hidden}, got "
             f"tp={parallel.tp}; change --tp"
         )
-    if parallel.sequence_parallel and shape.block_size % parallel.tp:
+    if parallel.sequence_parallel is not False and shape.block_size % parallel.tp:
         raise ValueError(
             f"train: expected tp to divide block_size={shape.block_size} under sequence "
             f"parallelism, got tp={parallel.tp}; change --tp, or add --no-sequence-parallel"
         )
-
-
-@functools.cache
-def _settings_by_name() -> dict[str, tuple[str, Any]]:
-    """Name of every setting -> (its group, its type)."""
-    groups = get_type_hints(TrainConfig)
-    return {
-        name: (group, hint)
-        for group, cls in groups.items()
-        for name, hint in get_type_hints(cls).items()
-    }
 
 
 _AT_LEAST: dict[str, float] = {
@@ -359,9 +323,9 @@ _GRAPHED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("pack", ("stream",), "rows have any number of documents"),
     ("zero_stage", (0, 1), "gradients or weights that are freed come back at other addresses"),
     ("outer_every", (None,), "the outer step is no part of them"),
-    ("offload", ("none",), "a forward waits for the host's step"),
+    ("offload", (None,), "a forward waits for the host's step"),
     ("tp", (1,), "the host takes part in collectives inside of layers"),
-    ("tp_grid", ("none",), "the host takes part in collectives inside of layers"),
+    ("tp_grid", (None,), "the host takes part in collectives inside of layers"),
     ("cp", (1,), "the host takes part in the exchanges of attention"),
     ("n_expert", (0,), "the host reads how many rows each expert has"),
     ("pp", (1,), "the host sends and receives between stages"),
@@ -376,18 +340,26 @@ MICRO_BATCHES_A_STAGE = 4  # where the batch allows it: then 1f1b waits for at m
 
 
 def derive_batch(
-    settings: DataSettings, block_size: int, dp_size: int, pp: int = 1, share: int = 1
+    batch_size: int,
+    block_size: int,
+    dp_size: int,
+    *,
+    micro_batch_size: int | None = None,
+    grad_accum_steps: int | None = None,
+    pp: int = 1,
+    share: int = 1,
 ) -> tuple[int, int]:
     """(micro_batch_size, grad_accum_steps) with batch_size = dp_size * both.
 
     Args:
         dp_size: ranks, or groups of tp, cp and pp ranks, that compute different sequences.
+        micro_batch_size, grad_accum_steps: None: chosen.
         pp: stages of a pipeline, which are the busier the more micro-batches there are.
         share: ranks that share out the samples of a micro-batch, the rows and depth of a grid.
     Raises:
         ValueError: batch_size has fewer sequences than these, or does not divide.
     """
-    rows, micro, accum = settings.batch_size, settings.micro_batch_size, settings.grad_accum_steps
+    rows, micro, accum = batch_size, micro_batch_size, grad_accum_steps
     if rows < dp_size:
         raise ValueError(
             f"train: expected at least one sequence for each of dp={dp_size} (ranks / tp / cp / "

@@ -11,10 +11,9 @@ import json
 import math
 import re
 import sys
-import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 # Errors of a path that a user can set right; others are the machine's.
 WRONG_PATH = {
@@ -92,33 +91,3 @@ def parse_seconds(text: str, name: str = "max_time") -> float:
             f"{option(name)}"
         )
     return seconds
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value read from a file is of a setting's type; integers do for floats."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return any(value == arg and type(value) is type(arg) for arg in args)
-    if origin in (Union, types.UnionType):
-        return any(fits(value, arg) for arg in args)
-    if origin is tuple and args[-1] is Ellipsis:
-        several = value if isinstance(value, (list, tuple)) else [value]
-        return all(fits(v, args[0]) for v in several)
-    if origin is tuple:
-        items = isinstance(value, (list, tuple)) and len(value) == len(args)
-        return items and all(fits(v, arg) for v, arg in zip(value, args))
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def describe(hint: Any) -> str:
-    """A type in words."""
-    args = [arg for arg in get_args(hint) if arg is not types.NoneType]
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, args))
-    if get_origin(hint) is tuple and Ellipsis in args:
-        return f"{describe(args[0])} or a list of them"
-    if get_origin(hint) is tuple:
-        return f"{len(args)} numbers"
-    return " or ".join(describe(arg) for arg in args) if args else hint.__name__

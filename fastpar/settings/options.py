@@ -6,19 +6,14 @@ cores; `make train` adds a recipe of its own. What the values must be is in conf
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+from fastpar.settings.fields import changed, flat, for_tyro
+from fastpar.settings.parallel import MeshSettings, Parallel
 
-def for_tyro(choose: Callable[[Any], Any]) -> Any:
-    """Something of tyro.conf, which is imported by the time that it looks at types.
-
-    Others, which may not have tyro, see nothing.
-    """
-    tyro = sys.modules.get("tyro")
-    return choose(tyro.conf) if tyro is not None else None
+FlagsT = TypeVar("FlagsT", bound="TrainFlags")
 
 
 @dataclass(frozen=True)
@@ -86,8 +81,6 @@ class DataSettings(TextSettings):
     """Of an id in nanoGPT's train.bin and val.bin."""
     micro_batch_size: int | None = None
     """Sequences computed at once; unset: up to 16384 tokens."""
-    grad_accum_steps: int | None = None
-    """Micro-batches a rank and step; unset: as many as needed."""
     pack: Literal["stream", "documents"] = "stream"
     """documents: from their beginnings, best fit, blind to each other."""
 
@@ -191,73 +184,16 @@ class SystemSettings:
     cuda_graphs: bool | None = None
     """CUDA graphs of the whole step, or of micro-batches; unset: of whole steps where they can be.
     """
-    deterministic: bool = False
-    """The same bits at every stage and split of a step into dp ranks and micro-batches."""
 
 
 @dataclass(frozen=True)
-class ParallelSettings:
-    """What ranks share out, how gradients are summed, what blocks keep for backward."""
+class RecomputeSettings:
+    """What blocks keep for backward."""
 
-    tp: int = 1
-    """Neighbouring ranks that split each layer."""
-    tp_grid: str = "none"
-    """Rows x columns (x depth) of ranks that split each layer both ways, in place of tp: 2x2."""
-    cp: int = 1
-    """Ranks that share every sequence, for long contexts."""
-    ep: int = 1
-    """Data-parallel ranks that share out the experts."""
-    cp_method: Literal["heads", "keys"] = "heads"
-    """heads: ranks of cp exchange heads; keys: they gather keys, and may be more than the heads."""
-    pp: int = 1
-    """Ranks that each have some of the layers, as a pipeline."""
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = "1f1b"
-    """Order of a pipeline's work: 1f1b holds pp micro-batches at once, gpipe all; others wait less.
-    """
-    chunks: int | None = None
-    """Stages on each rank with schedule interleaved; unset: 2."""
-    pp_split: str = "auto"
-    """Layers of each stage of a pipeline, such as 8,4; auto: by cost, the output layer counted."""
-    replicas: int = 1
-    """Models that train apart and meet every outer-every steps, each on nproc / replicas ranks."""
-    sequence_parallel: bool = True
-    """They share out tokens, too, where layers are not split."""
-    zero_stage: Annotated[Literal[0, 1, 2, 3], for_tyro(lambda c: c.arg(aliases=["--zero"]))] = 0
-    """Ranks share 0: nothing, 1: the optimizer's state, 2: and gradients, 3: and weights."""
-    shard_size: int | None = None
-    """Ranks that share one of several copies; unset: all."""
-    accumulate: Literal["auto", "shard", "full"] = "auto"
-    """Reduce each micro-batch, or once; auto: full at 0 and 1."""
-    grad_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Format in which gradients are summed; auto: fp32."""
-    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Format of gradients on the wire; auto: grad-dtype's."""
-    wire_gradients: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
-    """Send gradients so, rounded without bias, for slow links; fp32: in reduce-dtype."""
-    wire_weights: Literal["none", "bf16", "int8", "fp8"] = "none"
-    """Gather weights so at stages 1 to 3; fp8, at 3 with fp8-scaling tensor, keeps all bits."""
-    error_feedback: bool = False
-    """Add what a gradient lost on the wire to the next; free at stage 1, 4 bytes each at 0."""
-    error_buffer: bool = False
-    """The same at stages 2 and 3, for 4 bytes a parameter on every rank."""
-    node_size: int | None = None
-    """Ranks of a copy on one node: wire-gradients are added up there before they leave it."""
-    secondary_shards: bool = False
-    """Stage 3 keeps 1 / node-size of gathered weights, and gathers again inside of the node."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Compute blocks again in backward; selective: all but matrix products and attention."""
-    transport: Literal["auto", "shm", "torch"] = "auto"
-    """auto: shared memory of CPU ranks, else gloo or NCCL."""
-    bucket_mb: float | None = None
-    """MB of gradients a collective; unset: by number of ranks."""
-    offload: Literal["none", "optimizer", "parameters"] = "none"
-    """The optimizer's state on the host, or weights too."""
-    offload_keep_mb: float = 0.0
-    """MiB of that state that stay on the GPU."""
     offload_activations: bool = False
     """Inputs of recomputed blocks wait for backward on the host."""
-    offload_pinned: bool = True
-    """Lock the memory that copies use; --no-offload-pinned: half the speed."""
 
 
 @dataclass(frozen=True)
@@ -311,9 +247,19 @@ class TrainFlags:
     optim: OptimSettings = field(default_factory=OptimSettings)
     run: RunSettings = field(default_factory=RunSettings)
     system: SystemSettings = field(default_factory=SystemSettings)
-    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+    parallel: Parallel = field(default_factory=Parallel)
+    recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
     faults: FaultSettings = field(default_factory=FaultSettings)
     sample: SampleSettings = field(default_factory=SampleSettings)
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting by its own name, without the groups: what config.json holds."""
+        return flat(self)
+
+    def replace(self: FlagsT, changes: Mapping[str, Any], source: str = "settings") -> FlagsT:
+        """A copy with the named settings changed; `source` is where errors say they stand."""
+        return changed(self, changes, "train", source)
 
 
 # What `fastpar train --help` shows; --help-all shows every setting.

@@ -193,9 +193,6 @@ def build_layout(
     return Layout(tuple(slots), tuple(buckets), n_shards)
 
 
-FIRST_BUCKET_MB = 1.0  # parallelize()'s default
-
-
 def default_bucket_mb(n_ranks: int, transport: str) -> float:
     """The cap of a bucket that hides a collective's latency without a long tail.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from fastpar.settings.config import (
     check_split,
     check_storage,
 )
+from fastpar.settings.parallel import Parallel
 
 
 def found_by_main(run: Path, step: int, mesh: Mesh) -> Path | None:
@@ -100,8 +102,8 @@ def load_model_and_data(
             if config.shape.n_expert:
                 model = upcycled(model, config.expert_settings(), seed=config.run.seed)
             check(model.config)
-        check_split(config.parallel, model.config)
-        check_fp8_widths(config.system, config.parallel.tp, model.config)
+        check_split(SimpleNamespace(**config.settings()), model.config)
+        check_fp8_widths(config.system, config.mesh.tp, model.config)
         block_size = config.shape.block_size or model.config.block_size
         if block_size > model.config.block_size:
             raise ValueError(
@@ -145,7 +147,8 @@ def pick_dtype(config: TrainConfig, mesh: Mesh, state: dict[str, Any] | None) ->
     name = "fp32" if name == "auto" else name
     _check_fp8(config, mesh, name)
     check_storage(config.optim, name)
-    check_parallel(config.parallel, name, deterministic=config.system.deterministic)
+    every = SimpleNamespace(**config.settings())
+    check_parallel(every, name, deterministic=every.deterministic)
     return name
 
 
@@ -169,6 +172,19 @@ def _check_fp8(config: TrainConfig, mesh: Mesh, dtype: str) -> None:
 _DIGEST_TOKENS = 1 << 16
 
 
+def in_effect(
+    config: TrainConfig, shape: GPTConfig, dtype: torch.dtype, grad_accum_steps: int
+) -> Parallel:
+    """The run's parallel settings, with what they leave to the trainer filled in."""
+    grad_dtype = config.parallel.precision.grad_dtype or "fp32" * (dtype != torch.float32) or None
+    return config.parallel.change(
+        grad_dtype=grad_dtype,
+        accumulate=config.accumulate,
+        grad_accum_steps=grad_accum_steps,
+        pp_split=stages_of(config, shape),
+    )
+
+
 def set_up(
     model: GPT,
     mesh: Mesh,
@@ -183,7 +199,7 @@ def set_up(
         batch: rows of a micro-batch, micro-batches of a step.
     Ranks: all.
     """
-    parallel, half, system = config.parallel, dtype != torch.float32, config.system
+    system, parallel = config.system, in_effect(config, model.config, dtype, batch[1])
     use_fp8(
         model,
         system.fp8,
@@ -191,37 +207,12 @@ def set_up(
         weight_gradient=system.fp8_weight_gradient,
         emulate=system.fp8_emulate,
     )
-    parallelize(
-        model,
-        mesh,
-        zero_stage=parallel.zero_stage,
-        shard_size=parallel.shard_size,
-        bucket_mb=parallel.bucket_mb,
-        grad_dtype=DTYPES.get(parallel.grad_dtype, torch.float32 if half else None),
-        reduce_dtype=DTYPES.get(parallel.reduce_dtype),
-        wire_gradients=parallel.wire_gradients,
-        wire_weights=None if parallel.wire_weights == "none" else parallel.wire_weights,
-        error_feedback="buffer" if parallel.error_buffer else parallel.error_feedback,
-        node_size=parallel.node_size,
-        secondary_shards=parallel.secondary_shards,
-        accumulate=config.accumulate,
-        grad_accum_steps=batch[1],
-        deterministic=config.system.deterministic,
-        transport=parallel.transport,
-        sequence_parallel=parallel.sequence_parallel if mesh.tp_grid is None else None,
-        cp_method=parallel.cp_method,
-        pp_split=stages_of(parallel, model.config),
-        pp_schedule=parallel.schedule,
-        pp_chunks=parallel.chunks,
-        offload=None if parallel.offload == "none" else parallel.offload,
-        offload_keep_mb=parallel.offload_keep_mb,
-        offload_pinned=parallel.offload_pinned,
-    )
+    parallelize(model, mesh, parallel)
     bus = None
-    if parallel.offload_activations:
+    if config.recompute.offload_activations:
         check_host_activations(model.config, config, mesh.world_size, dtype=dtype, batch=batch)
-        bus = bus_of(mesh.device, pinned=parallel.offload_pinned)
-    recompute(model, parallel.activation_checkpointing, offload=bus)
+        bus = bus_of(mesh.device, pinned=parallel.offload.pinned)
+    recompute(model, config.recompute.activation_checkpointing, offload=bus)
     return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)
 
 
@@ -280,16 +271,18 @@ def facts_of(
         "dtype": next(name for name, known in DTYPES.items() if known == dtype),
         "world_size": mesh.world_size,
         "tp": mesh.tp_size,
-        "tp_grid": config.parallel.tp_grid,
+        "tp_grid": config.mesh.tp_grid,
         "cp": mesh.size("cp"),
         "ep": mesh.size("ep"),
         "cp_method": config.parallel.cp_method,
         "pp": mesh.size("pp"),
         "replicas": mesh.replicas,
-        "schedule": config.parallel.schedule,
-        "pp_split": stages_of(config.parallel, shape),
+        "schedule": config.parallel.pipeline.schedule,
+        "pp_split": stages_of(config, shape),
         "sequence_parallel": (
-            mesh.tp_size > 1 and mesh.tp_grid is None and config.parallel.sequence_parallel
+            mesh.tp_size > 1
+            and mesh.tp_grid is None
+            and config.parallel.sequence_parallel is not False
         ),
         "threads": torch.get_num_threads(),
         "block_size": block_size,

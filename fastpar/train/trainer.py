@@ -80,7 +80,7 @@ from fastpar.parallel.control import broadcast_text, gather_numbers, prove_toget
 from fastpar.parallel.engine import Engine, engine_of
 from fastpar.parallel.pipeline import pipeline_loss, pipeline_step
 from fastpar.settings.axes import axes_of
-from fastpar.settings.config import TrainConfig, derive_batch
+from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import parse_seconds
 from fastpar.train import replicas
 from fastpar.train.cuda_graphs import StepGraph, captured
@@ -124,13 +124,13 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
         raise ValueError(
             "train: expected a GPU for device=cuda, got none that torch can use; use --device cpu"
         )
-    if system.deterministic:
+    if config.parallel.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see _check_cublas
         # Read by oneDNN's first product. With AMX the bits of 16-bit products depend on threads.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     timeout_s = parse_seconds(config.faults.timeout, "timeout")
     mesh = Mesh(
-        **axes_of(config.parallel),
+        **axes_of(config.mesh),
         device="cpu" if system.device == "cpu" else None,
         timeout_s=timeout_s + MARGIN_S,  # the watchdog speaks first: it knows more
     )
@@ -161,10 +161,10 @@ def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> in
     if mesh.device.type == "cpu":
         keep_freed_memory()
     else:
-        torch.use_deterministic_algorithms(config.system.deterministic)
+        torch.use_deterministic_algorithms(config.parallel.deterministic)
         # Otherwise torch writes nan into all new memory then; every op fills its results.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        if config.system.deterministic:
+        if config.parallel.deterministic:
             _check_cublas(mesh.device)
     settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
     mesh.check_same("train", [f"{name}={value}" for name, value in settings.items()])
@@ -189,9 +189,7 @@ class Trainer:
             config, state, progress=replicas.leads(mesh), check=check
         )
         self.ways = mesh.dp_size * mesh.replicas  # ranks that take different samples
-        batch = derive_batch(
-            config.text, self.block_size, self.ways, mesh.size("pp"), mesh.size("depth", "rows")
-        )
+        batch = config.batch(self.block_size, self.ways)
         self.micro_batch_size, self.grad_accum_steps = batch
         self.model = model.to(mesh.device, dtype)
         prove_together(mesh)

@@ -9,6 +9,7 @@ from fastpar.checkpoint import capture as capture_module
 from fastpar.checkpoint.capture import Capture, piece_runs
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.parallel.engine import engine_of_parameter
+from fastpar.settings.parallel import Parallel
 from fastpar.sharding.ranges import check_cover, cut_runs
 from fastpar.testing import run_ranks
 
@@ -20,7 +21,7 @@ MESHES = [(1, 1, 0, None), (3, 1, 0, None), (4, 1, 1, None), (3, 1, 2, None), (4
 def build(tp, stage, shard_size=None, dtype=torch.float32, **options):
     model = GPT(CONFIG).to(dtype)
     mesh = Mesh(tp=tp, device="cpu")
-    parallelize(model, mesh, zero_stage=stage, shard_size=shard_size, bucket_mb=0.05)
+    parallelize(model, mesh, Parallel.of(zero_stage=stage, shard_size=shard_size, bucket_mb=0.05))
     optimizer = AdamW(model.parameters(), lr=1e-3, **options)
     x = torch.arange(8).repeat(mesh.dp_size, 1)[mesh.dp_rank][None]
     model(x, x).backward()

@@ -20,6 +20,7 @@ from fastpar.checkpoint.capture import Capture
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.parallel.engine import engine_of
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=16, vocab_size=256)
@@ -30,7 +31,7 @@ LARGEST = 4 * 4 * 64 * 64  # bytes of a projection of an MLP, as large as the em
 def build(tp, stage):
     model = GPT(CONFIG)
     mesh = Mesh(tp=tp, device="cpu")
-    parallelize(model, mesh, zero_stage=stage, bucket_mb=0.1, first_bucket_mb=0.1)
+    parallelize(model, mesh, Parallel.of(zero_stage=stage, bucket_mb=0.1, first_bucket_mb=0.1))
     optimizer = AdamW(model.parameters(), lr=1e-3)
     x = torch.arange(16)[None]
     model(x, x).backward()

@@ -5,6 +5,7 @@ import torch
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.kernels import make_key
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=3, n_embd=24, block_size=16, vocab_size=301, dropout=0.1)
@@ -15,7 +16,7 @@ def losses(cp, stage, method):
     idx = torch.randint(0, 301, (4, 16), generator=torch.Generator().manual_seed(3))
     found = []
     for compiled in (False, True):
-        model = parallelize(GPT(CONFIG), mesh, zero_stage=stage, cp_method=method)
+        model = parallelize(GPT(CONFIG), mesh, Parallel.of(zero_stage=stage, cp_method=method))
         optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
         forward = model
         if compiled:

@@ -13,6 +13,7 @@ from fastpar.context.keys import attend_keys, pieces, planned
 from fastpar.context.sequences import ContextParallel
 from fastpar.kernels import Rng, attention_qkvpacked, make_key
 from fastpar.kernels.reference import attention_ref
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 RNG = Rng(make_key(5, 3), 2)
@@ -140,8 +141,11 @@ def test_pieces_have_every_query_and_its_keys_once(size, bounds):
             assert torch.equal(queries, keys)
             for d, (a, b) in enumerate(zip(piece.bounds, piece.bounds[1:])):
                 assert of[queries[a]] == piece.sample + d
-                seen += [(queries[i].item(), keys[j].item()) for i in range(a, b)
-                         for j in range(a, i + 1)]  # fmt: skip
+                seen += [
+                    (queries[i].item(), keys[j].item())
+                    for i in range(a, b)
+                    for j in range(a, i + 1)
+                ]
     assert len(seen) == len(set(seen))
     assert set(seen) == wanted
 
@@ -223,8 +227,8 @@ SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=13, vocab_size=37, 
 def whole_logits(cp, tp, sequence):
     mesh = Mesh(cp=cp, tp=tp)
     model = parallelize(
-        GPT(SHAPE).double(), mesh, cp_method="keys", sequence_parallel=sequence
-    )  # fmt: skip
+        GPT(SHAPE).double(), mesh, Parallel.of(cp_method="keys", sequence_parallel=sequence)
+    )
     return model(torch.arange(26).view(2, 13)).detach()
 
 

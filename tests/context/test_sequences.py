@@ -20,6 +20,7 @@ from fastpar.context.sequences import (
 from fastpar.kernels import Rng, attention_qkvpacked, make_key
 from fastpar.kernels.reference import attention_ref
 from fastpar.parallel.debug import Debug
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 from fastpar.train.sample import generate
 
@@ -128,7 +129,7 @@ def batch(time=13):
 
 
 def whole_logits(cp, tp):
-    model = parallelize(gpt(), Mesh(cp=cp, tp=tp), sequence_parallel=False)
+    model = parallelize(gpt(), Mesh(cp=cp, tp=tp), Parallel.of(sequence_parallel=False))
     logits = model(batch()[0])
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch()[1].flatten()).backward()
     names = {p: n for n, p in model.named_parameters()}
@@ -245,7 +246,7 @@ def test_bad_input_changes_nothing(model, mesh, options, message):
     def rank():
         made = model()
         with pytest.raises(ValueError, match="parallelize: expected a? ?" + message):
-            parallelize(made, Mesh(**mesh), **options)
+            parallelize(made, Mesh(**mesh), Parallel.of(**options))
         assert getattr(made, "cp", None) is None
 
     run_ranks(rank, 2)

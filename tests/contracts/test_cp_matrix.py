@@ -34,6 +34,7 @@ from fastpar.optim.schedule import param_groups
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.parallel.pipeline import pipeline_step
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 AXES = {
@@ -156,7 +157,7 @@ def test_bytes_of_a_layer_by_keys(cp, heads):
 def count_bytes(cell):
     mesh = Mesh(cp=cell.cp)
     model = build(cell, 0)
-    parallelize(model, mesh, cp_method=cell.method)
+    parallelize(model, mesh, Parallel.of(cp_method=cell.method))
     sent = Counter()
 
     def observer(group, op, n_bytes, begin):
@@ -205,10 +206,9 @@ def staged(cell, pp):
     parallelize(
         model,
         mesh,
-        zero_stage=cell.stage,
-        sequence_parallel=cell.sequence,
-        cp_method=cell.method,
-        **sizes,
+        Parallel.of(
+            zero_stage=cell.stage, sequence_parallel=cell.sequence, cp_method=cell.method, **sizes
+        ),
     )
     recompute(model, cell.recompute)
     limit = 0.25 if cell.clip else float("inf")

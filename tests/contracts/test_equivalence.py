@@ -30,6 +30,7 @@ from fastpar.parallel import copies
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 STEPS, T, SEED = 10, 12, 5
@@ -66,7 +67,7 @@ def train(
     mesh = Mesh(device="cpu")
     A, W, b = grad_accum_steps, mesh.dp_size, micro_batch_size
     config = GPTConfig(**{**CONFIG.__dict__, "dropout": dropout})
-    model = parallelize(GPT(config, seed=mesh.rank).to(dtype), mesh, **options)
+    model = parallelize(GPT(config, seed=mesh.rank).to(dtype), mesh, Parallel.of(**options))
     engine = engine_of(model)
     optimizer = AdamW(
         param_groups(model, 0.1),

@@ -28,6 +28,7 @@ from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.offload import IN_FLIGHT
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 MODES = [("optimizer", 0), ("optimizer", 1), ("optimizer", 2), ("optimizer", 3), ("parameters", 3)]
@@ -42,11 +43,13 @@ def train(mode, stage):
         parallelize(
             model,
             mesh,
-            zero_stage=stage,
-            grad_dtype=torch.float32,
-            bucket_mb=2.0,
-            first_bucket_mb=0.25,
-            offload=mode,
+            Parallel.of(
+                zero_stage=stage,
+                grad_dtype=torch.float32,
+                bucket_mb=2.0,
+                first_bucket_mb=0.25,
+                offload=mode,
+            ),
             debug=Debug(bus_gb_s=0.02),
         )
         optimizer = AdamW(model.parameters(), master_weights=True, max_grad_norm=1.0)

@@ -204,14 +204,16 @@ def train(cell: Cell) -> dict[str, str]:
     fastpar.parallelize(
         model,
         mesh,
-        zero_stage=cell.stage,
-        shard_size=cell.shard_size,
-        bucket_mb=0.02,
-        first_bucket_mb=0.005,
-        grad_dtype=torch.float32 if half else None,
-        accumulate="full" if cell.accumulate == "full" else "shard",
-        grad_accum_steps=micro_batches if cell.accumulate == "full" else 1,
-        deterministic=cell.deterministic,
+        fastpar.Parallel.of(
+            zero_stage=cell.stage,
+            shard_size=cell.shard_size,
+            bucket_mb=0.02,
+            first_bucket_mb=0.005,
+            grad_dtype=torch.float32 if half else None,
+            accumulate="full" if cell.accumulate == "full" else "shard",
+            grad_accum_steps=micro_batches if cell.accumulate == "full" else 1,
+            deterministic=cell.deterministic,
+        ),
     )
     engine = fastpar.engine_of(model)
     masters = {"fp32": False, "bf16": True, "remainder": "remainder"}[cell.precision]

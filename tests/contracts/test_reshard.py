@@ -7,6 +7,7 @@ from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.optim.schedule import param_groups
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=8, vocab_size=301, dropout=0.1)
@@ -46,7 +47,11 @@ class Rank:
         self.rounds = ROWS // self.mesh.dp_size
         options = {"grad_dtype": torch.float32, "deterministic": True, "bucket_mb": 0.02}
         options |= {"accumulate": "shard", "grad_accum_steps": self.rounds}
-        parallelize(self.model, self.mesh, zero_stage=layout.stage, **{**options, **layout.options})
+        parallelize(
+            self.model,
+            self.mesh,
+            Parallel.of(zero_stage=layout.stage, **{**options, **layout.options}),
+        )
         self.optimizer = AdamW(
             param_groups(self.model, 0.1), lr=1e-2, max_grad_norm=1.0, **layout.optimizer
         )

@@ -16,6 +16,7 @@ from fastpar.kernels import make_key
 from fastpar.models import gpt, parts
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 OPS = ("attention_qkvpacked", "dropout", "embedding", "residual_layer_norm")
@@ -62,7 +63,7 @@ def forward(found, cell, samples, backward):
     """The masks of this rank's forward, and of its recomputation in backward."""
     mesh = Mesh(dp=cell.dp, tp=cell.tp)
     model = build(cell, 0)
-    parallelize(model, mesh, sequence_parallel=cell.sequence)
+    parallelize(model, mesh, Parallel.of(sequence_parallel=cell.sequence))
     recompute(model, "full" if backward else "none")
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(0, cell.vocab_size, (samples * cell.dp, cell.time), generator=generator)

@@ -26,6 +26,7 @@ from tp_cells import (
 
 from fastpar.comm.mesh import Mesh
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -120,8 +121,8 @@ def first_weights(cell, stage, meta):
         with torch.device("meta"):
             model = build(cell, 0)
         fill = lambda name, out: out.copy_(values[name])  # noqa: E731
-        parallelize(model, mesh, materialize=fill, **options)
+        parallelize(model, mesh, Parallel.of(**options), materialize=fill)
     else:
         model = build(cell, mesh.rank)
-        parallelize(model, mesh, **options)
+        parallelize(model, mesh, Parallel.of(**options))
     return whole_state(model)

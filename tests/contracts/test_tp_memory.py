@@ -27,6 +27,7 @@ from lone_rank import LoneMesh, heard
 from fastpar import GPT, GPTConfig, Mesh, parallelize
 from fastpar.kernels import make_key
 from fastpar.nn.recompute import recompute
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 B, T, C, HEADS = 2, 32, 64, 4
@@ -52,7 +53,7 @@ def build(mesh, n_layer, mode, sp, dropout=0.1, **options):
         n_layer=n_layer, n_head=HEADS, n_embd=C, block_size=T, vocab_size=100, dropout=dropout
     )
     model = GPT(config).to(torch.bfloat16)
-    parallelize(model, mesh, sequence_parallel=sp, **options)
+    parallelize(model, mesh, Parallel.of(sequence_parallel=sp, **options))
     return recompute(model, mode)
 
 

@@ -20,6 +20,7 @@ from fastpar.nn.recompute import recompute
 from fastpar.optim.adamw import AdamW
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 ACCUMULATION = [
@@ -142,7 +143,7 @@ def test_selective_recomputation_sends_nothing_again(sequence):
 def count_collectives(cell):
     mesh = Mesh(dp=cell.dp, tp=cell.tp)
     model = build(cell, 0)
-    parallelize(model, mesh, sequence_parallel=cell.sequence)
+    parallelize(model, mesh, Parallel.of(sequence_parallel=cell.sequence))
     recompute(model, cell.recompute)
     group, seen = engine_of(model).declared.tp.group, Counter()
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
@@ -217,7 +218,7 @@ def test_an_overflow_on_one_rank_skips_everywhere(name, sequence, stage):
 def overflow(cell, name):
     mesh = Mesh(dp=cell.dp, tp=cell.tp)
     model = build(cell, 0)
-    parallelize(model, mesh, zero_stage=cell.stage, sequence_parallel=cell.sequence)
+    parallelize(model, mesh, Parallel.of(zero_stage=cell.stage, sequence_parallel=cell.sequence))
     optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
     optimizer.grad_scale = 8.0
     bad = [mesh.rank == 3]  # dp rank 1, tp rank 1

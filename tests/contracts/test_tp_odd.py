@@ -11,6 +11,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.kernels import make_key
 from fastpar.optim.adamw import AdamW
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -92,7 +93,7 @@ def test_the_vocabulary_of_gpt2(tp, rows, n_head):
 def pad_and_step(cell):
     mesh = Mesh(dp=cell.dp, tp=cell.tp)
     model = build(cell, mesh.rank)
-    parallelize(model, mesh, sequence_parallel=cell.sequence)
+    parallelize(model, mesh, Parallel.of(sequence_parallel=cell.sequence))
     loss = take_steps(cell, model)
     wte = model.wte.weight
     first = mesh.tp_rank * wte.shape[0]

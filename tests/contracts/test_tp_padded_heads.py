@@ -15,6 +15,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.kernels import make_key
 from fastpar.optim.adamw import AdamW
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 FIVE = Cell(2, n_head=5, dropout=True, clip=True)
@@ -114,7 +115,7 @@ def test_a_checkpoint_is_that_of_five_heads(tmp_path, stage):
 )
 def test_what_padding_does_not_mend(tp, message):
     def one():
-        parallelize(build(FIVE, 0), Mesh(tp=tp), sequence_parallel=False)
+        parallelize(build(FIVE, 0), Mesh(tp=tp), Parallel.of(sequence_parallel=False))
 
     with pytest.raises(ValueError, match=message):
         run_ranks(one, tp)

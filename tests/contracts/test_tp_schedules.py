@@ -16,6 +16,7 @@ from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.kernels import make_key
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.nn.recompute import recompute
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 DP, TP = 2, 4
@@ -159,7 +160,7 @@ def test_bytes_on_the_wire(tp):
 
 def gradients(sp, mode, dropout):
     model = GPT(GPTConfig(**SIZES, dropout=dropout))
-    parallelize(model, Mesh(tp=2), sequence_parallel=sp)
+    parallelize(model, Mesh(tp=2), Parallel.of(sequence_parallel=sp))
     recompute(model, mode)
     idx = torch.arange(N).view(B, T)
     model(idx, idx, rng_key=make_key(1, 2)).backward()

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpar
 from fastpar import AdamW, Mesh, parallelize
 from fastpar.nn.recompute import recompute
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.004, "first_bucket_mb": 0.001}  # several buckets of a few parameters
@@ -145,8 +146,7 @@ def on_ranks(case, world_size, stage, steps=STEPS, **options):
         model = parallelize(
             fill(case.build()),
             mesh,
-            zero_stage=stage,
-            **{**SMALL, **(case.options or {}), **options},
+            Parallel.of(zero_stage=stage, **{**SMALL, **(case.options or {}), **options}),
         )
         optimizer = AdamW(case.groups(model), **OPTIMIZER)
         for step in range(steps):
@@ -354,7 +354,7 @@ def test_models(name, stage, world_size):
 @sharded
 def test_a_loss_that_uses_an_absent_weight_is_refused_by_name(stage):
     def ranks():
-        model = parallelize(fill(Net()), Mesh(), zero_stage=stage, **SMALL)
+        model = parallelize(fill(Net()), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
         optimizer, p = AdamW(model.parameters(), **OPTIMIZER), model.blocks[0].up.weight
         backward(model, 0)
         optimizer.step()

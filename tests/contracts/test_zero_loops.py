@@ -26,6 +26,7 @@ from test_zero_awkward import (
 )
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -108,7 +109,7 @@ def test_batches_of_different_sizes(stage, world_size):
 
     def ranks():
         mesh = Mesh()
-        model = parallelize(fill(Net()), mesh, zero_stage=stage, **SMALL)
+        model = parallelize(fill(Net()), mesh, Parallel.of(zero_stage=stage, **SMALL))
         engine, optimizer = engine_of(model), AdamW(model.parameters(), **OPTIMIZER)
         for step in range(STEPS):
             n = sizes(step, mesh.dp_rank)
@@ -142,7 +143,7 @@ def test_a_rank_without_a_batch(stage, world_size):
 
     def ranks():
         mesh = Mesh()
-        model = parallelize(fill(Net()), mesh, zero_stage=stage, **SMALL)
+        model = parallelize(fill(Net()), mesh, Parallel.of(zero_stage=stage, **SMALL))
         optimizer = AdamW(model.parameters(), **OPTIMIZER)
         for step in range(STEPS):
             if not (step == 1 and mesh.dp_rank == 1):
@@ -180,7 +181,7 @@ def test_two_models(stage, one_optimizer):
         mesh = Mesh()
         models = [fill(Net(n_block=n)) for n in (2, 3)]
         for model, zero_stage in zip(models, (stage, 3 - stage)):
-            parallelize(model, mesh, zero_stage=zero_stage, **SMALL)
+            parallelize(model, mesh, Parallel.of(zero_stage=zero_stage, **SMALL))
         steppers = optimizers(models)
         for step in range(STEPS):
             losses(models, step * 2 + mesh.dp_rank).backward()

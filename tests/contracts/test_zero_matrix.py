@@ -33,6 +33,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.optim.adamw import AdamW
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -175,10 +176,12 @@ def train_fp64(stage, shard_size, accumulate, n_accum, tied):
     parallelize(
         model,
         mesh,
-        **options,
-        grad_accum_steps=n_accum if accumulate == "full" else 1,
-        bucket_mb=0.02,
-        first_bucket_mb=0.005,
+        Parallel.of(
+            **options,
+            grad_accum_steps=n_accum if accumulate == "full" else 1,
+            bucket_mb=0.02,
+            first_bucket_mb=0.005,
+        ),
     )
     optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-5)
     for step in range(STEPS):
@@ -277,7 +280,9 @@ def test_no_sync_and_plain_loops_can_be_mixed():
 def train_mixed(stage, shard_size):
     mesh = Mesh(device="cpu")
     model = fp64_model(mesh.rank)
-    parallelize(model, mesh, zero_stage=stage, shard_size=shard_size, first_bucket_mb=0.01)
+    parallelize(
+        model, mesh, Parallel.of(zero_stage=stage, shard_size=shard_size, first_bucket_mb=0.01)
+    )
     optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-5)
     losses = []
     for step in range(4):

@@ -33,6 +33,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.optim.adamw import AdamW
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 C, LAYERS, V = 192, 8, 64
@@ -87,13 +88,15 @@ def train(stage, shard_size, accumulate, n_accum):
         parallelize(
             model,
             mesh,
-            zero_stage=stage,
-            shard_size=shard_size,
-            grad_dtype=torch.float32,
-            bucket_mb=BUCKET_MB,
-            first_bucket_mb=0.25,
-            accumulate=accumulate,
-            grad_accum_steps=n_accum if accumulate == "full" else 1,
+            Parallel.of(
+                zero_stage=stage,
+                shard_size=shard_size,
+                grad_dtype=torch.float32,
+                bucket_mb=BUCKET_MB,
+                first_bucket_mb=0.25,
+                accumulate=accumulate,
+                grad_accum_steps=n_accum if accumulate == "full" else 1,
+            ),
         )
         optimizer = AdamW(model.parameters(), master_weights=True)
         after, peaks = [], []
@@ -195,9 +198,7 @@ def materialized(stage):
         parallelize(
             model,
             mesh,
-            zero_stage=stage,
-            grad_dtype=torch.float32,
-            first_bucket_mb=0.25,
+            Parallel.of(zero_stage=stage, grad_dtype=torch.float32, first_bucket_mb=0.25),
             materialize=lambda name, tensor: tensor.fill_(0.01),
         )
         return alive.peak

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.001, "first_bucket_mb": 1e-4}
@@ -39,7 +40,7 @@ def step(model, optimizer, i=0):
 
 
 def sharded(stage):
-    model = parallelize(fill(Net()), Mesh(), zero_stage=stage, **SMALL)
+    model = parallelize(fill(Net()), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
     return model, AdamW(model.parameters(), lr=0.05)
 
 

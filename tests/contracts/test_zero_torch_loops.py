@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from test_zero_awkward import SMALL, Net, batch, fill
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -23,7 +24,7 @@ class Loop:
         self.engine, optimizer = None, torch.optim.AdamW
         if mesh is not None:
             self.rank = mesh.dp_rank
-            parallelize(self.model, mesh, zero_stage=stage, **{**SMALL, **options})
+            parallelize(self.model, mesh, Parallel.of(zero_stage=stage, **{**SMALL, **options}))
             self.engine, optimizer = engine_of(self.model), AdamW
         split = split or (lambda name: 0)
         sets = [[], []]

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from fastpar import AdamW, Mesh, parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.001, "first_bucket_mb": 1e-4}  # a unit per block
@@ -32,7 +33,7 @@ def train(build, stage, *, loss_of=loss_of, steps=3, watch=None, options=None):
     """Losses, then parameters after some steps; stage None: plain torch."""
     model = fill(build())
     if stage is not None:
-        parallelize(model, Mesh(), zero_stage=stage, **{**SMALL, **(options or {})})
+        parallelize(model, Mesh(), Parallel.of(zero_stage=stage, **{**SMALL, **(options or {})}))
     if watch is not None:
         watch(model)
     optimizer = AdamW(model.parameters(), lr=0.05)
@@ -318,7 +319,7 @@ def test_what_stage_3_has_freed_is_not_used_again():
         return torch.func.grad(lambda x: model(x).sum())(x_of(0))
 
     def ranks(call):
-        call(parallelize(fill(Stack(Block)), Mesh(), zero_stage=3, **SMALL))
+        call(parallelize(fill(Stack(Block)), Mesh(), Parallel.of(zero_stage=3, **SMALL)))
 
     message = r"backward without create_graph with zero_stage=3, got one .*; use zero_stage=2"
     with pytest.raises(RuntimeError, match=message):
@@ -339,7 +340,7 @@ def test_transforms_of_torch_func():
     for stage in (1, 2):
         ranks = run_ranks(
             lambda stage=stage: slopes(
-                parallelize(fill(Stack(Block)), Mesh(), zero_stage=stage, **SMALL)
+                parallelize(fill(Stack(Block)), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
             ),
             2,
         )

@@ -13,6 +13,7 @@ from fastpar.cost.operations import comm_ops_of
 from fastpar.cost.prediction import predict
 from fastpar.cost.workload import Setup, Workload
 from fastpar.nn.recompute import recompute
+from fastpar.parallel.debug import Debug
 from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks
 
@@ -40,7 +41,7 @@ def test_what_a_grid_sends(grid, stage, mode):
     with LoneMesh(setup.world_size, 0, tp_grid=grid) as mesh:
         ops = []
         model = GPT(SHAPE)
-        parallelize(model, mesh, collectives=heard(ops), zero_stage=stage)
+        parallelize(model, mesh, zero_stage=stage, debug=Debug(collectives=heard(ops)))
         recompute(model, mode)
         optimizer = AdamW(model.parameters())
         idx = torch.arange(B * 32).view(B, 32) % 200

@@ -13,6 +13,7 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.parallel.debug import Debug
 from fastpar.plan.plan import PlanCommand, flags, make_plan, report
 from fastpar.settings.config import PRESETS
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 XL = Workload(PRESETS["gpt2-xl"], 8)
@@ -103,10 +104,7 @@ def test_bytes_of_real_engines(mode, stage, ranks):
         parallelize(
             model,
             Mesh(device="cpu"),
-            zero_stage=stage,
-            offload=mode,
-            grad_dtype=torch.float32,
-            bucket_mb=0.2,
+            Parallel.of(zero_stage=stage, offload=mode, grad_dtype=torch.float32, bucket_mb=0.2),
             debug=Debug(bus_gb_s=5.0),
         )
         optimizer = AdamW(model.parameters(), master_weights=True)

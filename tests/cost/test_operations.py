@@ -7,11 +7,13 @@ from lone_rank import LoneMesh, heard
 from fastpar import GPT, AdamW, engine_of, parallelize
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.operations import CommOp, Op, comm_ops_of, ops_of
-from fastpar.cost.workload import Setup, Workload
+from fastpar.cost.workload import Setup, Workload, count_parameters
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.models.fp8 import use_fp8
 from fastpar.nn.recompute import recompute
+from fastpar.parallel.debug import Debug
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 
 C, T, LAYERS = 64, 32, 3
 SHAPE = GPTConfig(n_layer=LAYERS, n_head=4, n_embd=C, block_size=T, vocab_size=500, dropout=0.0)
@@ -37,7 +39,9 @@ class Run:
         with LoneMesh(world_size, 0, tp=tp, cp=cp) as mesh:
             model = GPT(shape)
             use_fp8(model, fp8, scaling="tensor", emulate=True)
-            parallelize(model, mesh, collectives=heard(self.ops), **options)
+            parallelize(
+                model, mesh, Parallel.of(**options), debug=Debug(collectives=heard(self.ops))
+            )
             recompute(model, mode)
             optimizer = AdamW(model.parameters())
             for _ in range(2):
@@ -134,7 +138,7 @@ def test_optimizer_has_this_ranks_elements():
 def test_local_parameters_are_those_of_a_rank(tp):
     run = Run(SHAPE, world_size=2 * tp, tp=tp)
     assert buckets_of(Workload(SHAPE, 4), Setup(tp=tp)).elements == run.local
-    assert buckets_of(LARGE, Setup()).elements == LARGE.n_parameters
+    assert buckets_of(LARGE, Setup()).elements == count_parameters(LARGE.shape)
 
 
 # Exchanges, as real engines do them

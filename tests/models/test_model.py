@@ -14,6 +14,7 @@ from fastpar.kernels import keep_mask, make_key, quantize_p
 from fastpar.kernels.philox import Rng
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import PRESETS, GPTConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=80, block_size=37, vocab_size=211, dropout=0.2)
@@ -367,7 +368,7 @@ def test_ranks_of_tp_draw_one_key_for_dropout(monkeypatch):
 
     def run():
         model = copy.deepcopy(base)
-        parallelize(model, Mesh(tp=2), sequence_parallel=False)
+        parallelize(model, Mesh(tp=2), Parallel.of(sequence_parallel=False))
         return model(idx), model(idx, rng_key=make_key(0, 0)), model(idx, rng_key=make_key(1, 0))
 
     for drawn, first, second in run_ranks(run, 2):

@@ -8,6 +8,7 @@ from fastpar import GPT, AdamW, Mesh, engine_of, parallelize
 from fastpar.kernels import DelayedScales, Fp8
 from fastpar.models.fp8 import use_fp8
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.tensor.functional import column_linear, row_linear
 from fastpar.testing import run_ranks
 
@@ -65,7 +66,7 @@ def plain_steps(steps, layers, **how):
 def rank_steps(steps, layers, tp, sequence_parallel, stage, how):
     model = make(layers, **how)
     mesh = Mesh(tp=tp, device="cpu")
-    parallelize(model, mesh, sequence_parallel=sequence_parallel, zero_stage=stage)
+    parallelize(model, mesh, Parallel.of(sequence_parallel=sequence_parallel, zero_stage=stage))
     optimizer = AdamW(model.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.0)
     losses = []
     for step in range(steps):

@@ -21,6 +21,7 @@ from fastpar import (
     parallelize,
 )
 from fastpar.nn.tp_layers import TokenDropout, VocabParallelLoss, convert
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -128,7 +129,7 @@ def test_a_whole_embedding_takes_any_shape():
 
     def run():
         mine = copy.deepcopy(base)
-        parallelize(mine, Mesh(tp=2), sequence_parallel=False)
+        parallelize(mine, Mesh(tp=2), Parallel.of(sequence_parallel=False))
         mine.words.tp.sequence_parallel = False
         return mine.words(torch.tensor(5)), mine.words(torch.zeros(1, 2, 3, dtype=torch.int64))
 

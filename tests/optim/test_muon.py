@@ -118,7 +118,9 @@ def alone(dtype=torch.float32, steps=range(4), **options):
 def test_the_bits_of_one_process(stage, dp, tp, dtype, options):
     def one():
         mesh = Mesh(dp, tp)
-        model = fastpar.parallelize(Bag(dtype), mesh, zero_stage=stage, **SMALL)
+        model = fastpar.parallelize(
+            Bag(dtype), mesh, fastpar.Parallel.of(zero_stage=stage, **SMALL)
+        )
         optimizer = muon(model, **options)
         train(model, optimizer, range(4), mesh=mesh)
         return model.state_dict(), optimizer.state_dict()
@@ -136,7 +138,9 @@ def test_three_ranks_are_one_process_in_fp64(stage):
 
     def one():
         mesh = Mesh(3)
-        model = fastpar.parallelize(Bag(torch.float64), mesh, zero_stage=stage, **SMALL)
+        model = fastpar.parallelize(
+            Bag(torch.float64), mesh, fastpar.Parallel.of(zero_stage=stage, **SMALL)
+        )
         optimizer = muon(model, **smooth)
         train(model, optimizer, range(4), ranks=6, mesh=mesh)
         return model.state_dict()
@@ -151,7 +155,9 @@ def test_three_ranks_are_one_process_in_fp64(stage):
 def test_copies_of_shards():
     def one():
         mesh = Mesh(4)
-        model = fastpar.parallelize(Bag(), mesh, zero_stage=3, shard_size=2, **SMALL)
+        model = fastpar.parallelize(
+            Bag(), mesh, fastpar.Parallel.of(zero_stage=3, shard_size=2, **SMALL)
+        )
         optimizer = muon(model)
         train(model, optimizer, range(4), mesh=mesh)
         return model.state_dict()
@@ -217,7 +223,9 @@ def test_torchs_muon_and_its_state_dict_both_ways(nesterov):
 def test_goes_on_from_a_saved_state_at_another_layout():
     def begin():
         mesh = Mesh(2, 2)
-        model = fastpar.parallelize(Bag(torch.bfloat16), mesh, zero_stage=3, **SMALL)
+        model = fastpar.parallelize(
+            Bag(torch.bfloat16), mesh, fastpar.Parallel.of(zero_stage=3, **SMALL)
+        )
         optimizer = muon(model)
         train(model, optimizer, range(2), mesh=mesh)
         return model.state_dict(), optimizer.state_dict()
@@ -226,7 +234,9 @@ def test_goes_on_from_a_saved_state_at_another_layout():
 
     def go_on():
         mesh = Mesh(4)
-        model = fastpar.parallelize(Bag(torch.bfloat16), mesh, zero_stage=1, **SMALL)
+        model = fastpar.parallelize(
+            Bag(torch.bfloat16), mesh, fastpar.Parallel.of(zero_stage=1, **SMALL)
+        )
         model.load_state_dict(weights)
         optimizer = muon(model)
         optimizer.load_state_dict(saved)
@@ -241,7 +251,7 @@ def test_goes_on_from_a_saved_state_at_another_layout():
 def test_an_overflow_is_skipped_on_every_rank():
     def one():
         mesh = Mesh(2)
-        model = fastpar.parallelize(Bag(), mesh, zero_stage=2, **SMALL)
+        model = fastpar.parallelize(Bag(), mesh, fastpar.Parallel.of(zero_stage=2, **SMALL))
         optimizer = muon(model)
         optimizer.grad_scale = 1.0
         train(model, optimizer, range(1), mesh=mesh)
@@ -273,7 +283,7 @@ def test_a_matrix_that_is_not_finite_is_lost_alone(value):
 
     def one():
         mesh = Mesh(2)
-        model = fastpar.parallelize(Bag(), mesh, zero_stage=2, **SMALL)
+        model = fastpar.parallelize(Bag(), mesh, fastpar.Parallel.of(zero_stage=2, **SMALL))
         optimizer = muon(model, max_grad_norm=None)
         grads = gradients(0, mesh.rank)
         grads["qkv"] = grads["qkv"].clone()
@@ -385,7 +395,9 @@ def test_a_checkpoint_goes_on_at_another_layout_bit_for_bit(tmp_path):
         mesh = Mesh(dp, tp)
         torch.manual_seed(0)
         model = fastpar.GPT(config)
-        fastpar.parallelize(model, mesh, zero_stage=stage, deterministic=True, **SMALL)
+        fastpar.parallelize(
+            model, mesh, fastpar.Parallel.of(zero_stage=stage, deterministic=True, **SMALL)
+        )
         options = {"row_beta": 0.9, "cautious": True, "max_grad_norm": 1.0}
         return mesh, model, fastpar.Muon(fastpar.muon_groups(model), lr=0.02, **options)
 

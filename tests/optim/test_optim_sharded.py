@@ -58,7 +58,9 @@ def groups(model):
 
 
 def sharded(stage, dtype=torch.float32, seed=0, **options):
-    return fastpar.parallelize(Bag(dtype, seed), Mesh(), zero_stage=stage, **SMALL, **options)
+    return fastpar.parallelize(
+        Bag(dtype, seed), Mesh(), fastpar.Parallel.of(zero_stage=stage, **SMALL, **options)
+    )
 
 
 def values(model):
@@ -260,8 +262,8 @@ def test_one_optimizer_for_two_models_and_a_parameter_alone(stage):
     def build(parallel):
         a, b, c = Bag(seed=1), Bag(seed=2), nn.Parameter(torch.ones(300))
         if parallel:
-            fastpar.parallelize(a, Mesh(), zero_stage=stage, **SMALL)
-            fastpar.parallelize(b, Mesh(), zero_stage=(stage + 1) % 4, **SMALL)
+            fastpar.parallelize(a, Mesh(), fastpar.Parallel.of(zero_stage=stage, **SMALL))
+            fastpar.parallelize(b, Mesh(), fastpar.Parallel.of(zero_stage=(stage + 1) % 4, **SMALL))
         return a, b, c, AdamW([*a.parameters(), c, *b.parameters()], **options)
 
     def ranks():

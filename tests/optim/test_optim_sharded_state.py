@@ -49,7 +49,7 @@ def resume(stage, world, dtype, options, model_state, state, steps):
     def run():
         model = Bag(dtype, seed=9)
         if stage is not None:
-            fastpar.parallelize(model, Mesh(), zero_stage=stage, **SMALL)
+            fastpar.parallelize(model, Mesh(), fastpar.Parallel.of(zero_stage=stage, **SMALL))
         optimizer = AdamW(groups(model), **HYPER, **options, max_grad_norm=2.0, seed=5)
         if state is None:
             model.load_state_dict(Bag(dtype).state_dict())

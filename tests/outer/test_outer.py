@@ -12,6 +12,7 @@ from fastpar import AdamW, Mesh, Muon, Outer, engine_of, muon_groups, paralleliz
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.parallel.debug import Debug
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 AS_IT_IS = {"lr": 1.0, "momentum": 0.0}
@@ -45,7 +46,7 @@ def weights(model):
 
 def run(mesh, steps, make=adamw, data=lambda i: i, dtype=None, options=None, **outer):
     """The weights of this rank after some steps with an outer optimizer, without if not given."""
-    model = parallelize(Net().to(dtype), mesh, **SMALL, **(options or {}))
+    model = parallelize(Net().to(dtype), mesh, Parallel.of(**SMALL, **options or {}))
     opt = make(model)
     listening = Outer(opt, **outer) if outer else None
     train(model, opt, steps, data=data)
@@ -205,7 +206,7 @@ def resumed(folder, stage, outer, stop, first):
     """The weights after 13 steps, of two runs if there is a stop; each replica has its folder."""
     mesh = Mesh(replicas=2)
     folder = f"{folder}/{mesh.replica}"
-    model = parallelize(Net(), mesh, zero_stage=stage, **SMALL)
+    model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
     opt = adamw(model)
     Outer(opt, **outer)
     if first:
@@ -235,7 +236,7 @@ def test_a_checkpoint_has_the_outer_state(wire, stage, stop, tmp_path):
 def test_errors_of_other_replicas_are_dropped_aloud(after, wire, why, tmp_path):
     def rank(replicas, wire, steps, load):
         mesh = Mesh(replicas=replicas)
-        model = parallelize(Net(), mesh, **SMALL)
+        model = parallelize(Net(), mesh, Parallel.of(**SMALL))
         opt = adamw(model)
         Outer(opt, every=2, wire=wire)
         path = tmp_path / "0"
@@ -315,7 +316,7 @@ def test_two_models_on_the_same_replicas():
 
     def together():
         mesh = Mesh(replicas=2)
-        models = [parallelize(Net(seed=s), mesh, **SMALL) for s in (0, 1)]
+        models = [parallelize(Net(seed=s), mesh, Parallel.of(**SMALL)) for s in (0, 1)]
         opts = [adamw(model) for model in models]
         for opt in opts:
             Outer(opt, every=2)

@@ -11,6 +11,7 @@ from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.parallel import copies as copies_module
 from fastpar.parallel.bucket import BucketGroups, BucketState
 from fastpar.parallel.stages import STAGES, BucketPhase, Settings
+from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import ALIGN, ParamSpec, build_layout, parameter_names
 
 CPU = torch.device("cpu")
@@ -45,13 +46,8 @@ def flatten(model, stage=0, *, rank=0, n_shards=2, grad_dtype=None, deterministi
         grad_dtype=grad_dtype,
         flags=stage == 0,
     )
-    settings = Settings(
-        STAGES[stage],
-        layout.n_shards,
-        grad_dtype=grad_dtype,
-        deterministic=deterministic,
-        bucket_mb=1.0,
-    )
+    asked = Parallel.of(grad_dtype=grad_dtype, deterministic=deterministic)
+    settings = Settings(asked, STAGES[stage], layout.n_shards, bucket_mb=1.0)
     params, buckets = list(named), []
     for spec in layout.buckets:
         bucket = BucketState(

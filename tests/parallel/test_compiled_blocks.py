@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize, patch
 from fastpar.nn.recompute import recompute
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -40,7 +41,7 @@ def train(how, backend, stage, eager_steps):
     torch._dynamo.reset()
     mesh = Mesh()
     build = Outside if how == "outside" else Net
-    called = model = parallelize(fill(build()), mesh, zero_stage=stage, **SMALL)
+    called = model = parallelize(fill(build()), mesh, Parallel.of(zero_stage=stage, **SMALL))
     optimizer = AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):
         if step == eager_steps:
@@ -128,7 +129,9 @@ def count_graphs(build, dropout, stage, *, tp=1, recomputed="none", backend="aot
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = recompute(build(dropout).train(), recomputed)
-        called = model = parallelize(model, Mesh(tp=tp), zero_stage=stage, first_bucket_mb=1e-4)
+        called = model = parallelize(
+            model, Mesh(tp=tp), Parallel.of(zero_stage=stage, first_bucket_mb=1e-4)
+        )
         optimizer = AdamW(model.parameters(), lr=0.05)
         if compiled:
             called = torch.compile(model, backend=counter)
@@ -179,7 +182,7 @@ def test_nothing_is_compiled_after_the_second_block():
 
 
 def while_it_is_imported():
-    model = parallelize(fill(Net()), Mesh(), zero_stage=3, **SMALL)
+    model = parallelize(fill(Net()), Mesh(), Parallel.of(zero_stage=3, **SMALL))
     backward(model, 0)
 
 

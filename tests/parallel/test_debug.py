@@ -16,6 +16,7 @@ from fastpar.comm.shm import ShmCollectives
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.parallel import debug
 from fastpar.parallel.debug import Debug
+from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Replicate
 from fastpar.testing import run_ranks
 
@@ -125,11 +126,13 @@ def trains(zero_stage, debug, backend_is_threads):
     parallelize(
         model,
         Mesh(),
-        zero_stage=zero_stage,
-        bucket_mb=0.0005,
-        first_bucket_mb=0.0001,
-        deterministic=True,
-        transport=transport,
+        Parallel.of(
+            zero_stage=zero_stage,
+            bucket_mb=0.0005,
+            first_bucket_mb=0.0001,
+            deterministic=True,
+            transport=transport,
+        ),
         debug=debug,
     )
     optimizer = AdamW(model.parameters(), lr=0.1)

@@ -6,6 +6,7 @@ from cells import covering
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.05, "first_bucket_mb": 0.01}
@@ -21,7 +22,7 @@ def model_of():
 
 
 def engine_after(steps, **options):
-    model = parallelize(model_of(), Mesh(), **SMALL, **options)
+    model = parallelize(model_of(), Mesh(), Parallel.of(**SMALL, **options))
     optimizer, engine, sent = AdamW(model.parameters()), engine_of(model), []
     for _ in range(steps):
         model(torch.ones(2, 64)).square().sum().backward()
@@ -87,7 +88,9 @@ def test_what_fixed_sums_cost_is_counted(stage, copies):
     """After one micro-batch a tree holds its reduced gradients once more."""
 
     def ranks():
-        model = parallelize(model_of(), Mesh(), zero_stage=stage, deterministic=True, **SMALL)
+        model = parallelize(
+            model_of(), Mesh(), Parallel.of(zero_stage=stage, deterministic=True, **SMALL)
+        )
         engine = engine_of(model)
         model(torch.ones(2, 64)).square().sum().backward()
         held = engine.memory()["partial sums"]
@@ -104,7 +107,9 @@ def test_what_fixed_sums_cost_is_counted(stage, copies):
 
 def gpt_after(steps, tp, dtype=torch.float32, **options):
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 8, "vocab_size": 100}
-    model = parallelize(GPT(GPTConfig(**sizes)).to(dtype), Mesh(tp=tp), **SMALL, **options)
+    model = parallelize(
+        GPT(GPTConfig(**sizes)).to(dtype), Mesh(tp=tp), Parallel.of(**SMALL, **options)
+    )
     wide = dtype == torch.float32
     optimizer = AdamW(model.parameters(), master_weights=not wide)
     engine, sent = engine_of(model), []

@@ -12,6 +12,7 @@ from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.0021, "first_bucket_mb": 0.001}  # a bucket per parameter or two
@@ -100,7 +101,7 @@ def assert_same(a, b):
 @pytest.mark.parametrize("mode", ["none", "checkpoint"])
 def test_one_rank_has_the_bits_of_plain_autograd(mode):
     plain, model = Net(mode), Net(mode)
-    parallelize(model, one_rank(), **SMALL)
+    parallelize(model, one_rank(), Parallel.of(**SMALL))
     engine = engine_of(model)
     for bucket in engine.buckets:
         bucket.grad.fill_(float("nan"))
@@ -116,7 +117,7 @@ def test_one_rank_has_the_bits_of_plain_autograd(mode):
 
 
 def test_compiled_modules_give_the_same_gradients():
-    plain, model = Net(), parallelize(Net(), one_rank(), **SMALL)
+    plain, model = Net(), parallelize(Net(), one_rank(), Parallel.of(**SMALL))
     compiled = torch.compile(model, backend="aot_eager")
     assert engine_of(compiled) is engine_of(model)
     for step in range(3):
@@ -148,7 +149,7 @@ def test_gradients_are_the_mean_over_ranks(stage, world_size, deterministic, mod
     def ranks():
         mesh = Mesh()
         options = {"zero_stage": stage, "deterministic": deterministic, **SMALL}
-        model = parallelize(Net(mode), mesh, **options)
+        model = parallelize(Net(mode), mesh, Parallel.of(**options))
         result = []
         for step in range(3):
             loss_of(model, step * world_size + mesh.dp_rank).backward()
@@ -177,7 +178,7 @@ class Reentrant(nn.Module):
 @stages
 def test_a_backward_inside_a_backward_is_refused(stage):
     def ranks():
-        model = parallelize(Reentrant(), Mesh(), zero_stage=stage, **SMALL)
+        model = parallelize(Reentrant(), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
         x = torch.ones(2, 16, requires_grad=True)
         model(x, False).backward()
         model(x, True).backward()
@@ -222,7 +223,9 @@ def test_launch_order_does_not_follow_the_hooks(monkeypatch, stage):
     def ranks():
         mesh = Mesh()
         model = parallelize(
-            start[mesh.rank], mesh, zero_stage=stage, bucket_mb=0.001, first_bucket_mb=0.001
+            start[mesh.rank],
+            mesh,
+            Parallel.of(zero_stage=stage, bucket_mb=0.001, first_bucket_mb=0.001),
         )
         fired[mesh.rank] = []
         for name, p in model.named_parameters():
@@ -247,7 +250,9 @@ def test_buckets_are_launched_while_backward_runs(stage):
         mesh = Mesh()
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
         first = 0.0025 if stage < 3 else 0.0019  # no units are merged
-        parallelize(model, mesh, zero_stage=stage, bucket_mb=0.0025, first_bucket_mb=first)
+        parallelize(
+            model, mesh, Parallel.of(zero_stage=stage, bucket_mb=0.0025, first_bucket_mb=first)
+        )
         engine, launched = engine_of(model), []
         for _ in range(3):
             x = torch.ones(2, 16, requires_grad=True)
@@ -268,7 +273,7 @@ def test_no_sync_adds_up_without_communication(monkeypatch, stage):
 
     def ranks():
         mesh = Mesh()
-        model = parallelize(Net(), mesh, zero_stage=stage, **SMALL)
+        model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
         engine = engine_of(model)
         result = []
         for step in range(2):
@@ -295,7 +300,7 @@ def test_finish_reduces_what_no_sync_left_and_nothing_twice(monkeypatch, stage):
 
     def ranks():
         mesh = Mesh()
-        model = parallelize(Net(), mesh, zero_stage=stage, **SMALL)
+        model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
         engine = engine_of(model)
         with engine.no_sync():
             loss_of(model, mesh.dp_rank).backward()
@@ -320,7 +325,7 @@ def test_a_plain_loop_with_several_backward_calls(stage, accumulate):
     def ranks():
         mesh = Mesh()
         options = {"zero_stage": stage, "accumulate": accumulate, "grad_accum_steps": 3}
-        model = parallelize(Net(), mesh, **options, **SMALL)
+        model = parallelize(Net(), mesh, Parallel.of(**options, **SMALL))
         for micro in range(3):
             loss_of(model, 2 * micro + mesh.dp_rank).backward()
         return reduced(model)
@@ -342,7 +347,9 @@ def test_unused_parameters_match_one_process(stage, grad_dtype):
 
     def ranks():
         mesh = Mesh()
-        model = parallelize(Net(), mesh, zero_stage=stage, grad_dtype=grad_dtype, **SMALL)
+        model = parallelize(
+            Net(), mesh, Parallel.of(zero_stage=stage, grad_dtype=grad_dtype, **SMALL)
+        )
         engine = engine_of(model)
         for bucket in engine.buckets:
             for flat in (bucket.grad, bucket.grad_shard):
@@ -408,7 +415,7 @@ def test_main_gradients_are_reduced():
 
 def gloo_gradients(stage, transport):
     mesh = Mesh()
-    model = parallelize(Net(), mesh, zero_stage=stage, transport=transport, **SMALL)
+    model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, transport=transport, **SMALL))
     result = []
     for step in range(3):
         loss_of(model, step * mesh.dp_size + mesh.dp_rank).backward()
@@ -443,7 +450,7 @@ def test_processes_have_the_bits_of_the_tree(world_size, stage, transport):
 def test_one_gpu_has_the_gradients_of_plain_autograd():
     mesh = Mesh(device="cuda")
     plain, model = Net().to(mesh.device), Net().to(mesh.device)
-    parallelize(model, mesh, **SMALL)
+    parallelize(model, mesh, Parallel.of(**SMALL))
     idx = batch(0).to(mesh.device)
     for m in (plain, model):
         m(idx).square().mean().backward()
@@ -452,7 +459,7 @@ def test_one_gpu_has_the_gradients_of_plain_autograd():
 
 def gloo_ranks_on_one_gpu():
     mesh = Mesh(device="cuda:0")
-    model = parallelize(Net().to(mesh.device), mesh, **SMALL)
+    model = parallelize(Net().to(mesh.device), mesh, Parallel.of(**SMALL))
     engine = engine_of(model)
     for step in range(3):
         model(batch(step * 2 + mesh.dp_rank).to(mesh.device)).square().mean().backward()

@@ -29,6 +29,7 @@ from torch import nn
 from fastpar.comm.mesh import Mesh
 from fastpar.parallel.engine import engine_of, engine_of_parameter
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -53,7 +54,7 @@ def test_models_that_differ_between_ranks_are_refused():
     def ranks(options):
         mesh = Mesh()
         model = nn.Linear(3, 2 + mesh.rank) if options is None else nn.Linear(3, 2)
-        parallelize(model, mesh, **(options or {}))
+        parallelize(model, mesh, Parallel.of(**options or {}))
 
     message = r"got 'parameter weight \[3, 3\] .* on rank 1 where rank 0 has '.* \[2, 3\] "
     with pytest.raises(ValueError, match=message):
@@ -71,7 +72,7 @@ def test_models_that_differ_between_ranks_are_refused():
 def test_two_models_in_one_process():
     def ranks():
         mesh = Mesh()
-        models = [parallelize(Net(seed=s), mesh, **SMALL) for s in range(2)]
+        models = [parallelize(Net(seed=s), mesh, Parallel.of(**SMALL)) for s in range(2)]
         for _ in range(2):
             for model in models:
                 model.zero_grad()
@@ -107,7 +108,7 @@ class Broken(torch.autograd.Function):
 
 
 def test_a_backward_that_stopped_is_forgotten_if_nothing_was_sent():
-    plain, model = Net(), parallelize(Net(), one_rank(), **SMALL)
+    plain, model = Net(), parallelize(Net(), one_rank(), Parallel.of(**SMALL))
     with pytest.raises(ArithmeticError):
         model.head(Broken.apply(model.wte(batch(0)))).sum().backward()
     for m in (plain, model):
@@ -146,7 +147,7 @@ def test_ranks_go_on_after_a_backward_that_stopped_before_sending(stage):
 def test_a_backward_that_stopped_after_sending_is_an_error():
     def ranks():
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        parallelize(model, Mesh(), bucket_mb=0.0025, first_bucket_mb=0.0025)
+        parallelize(model, Mesh(), Parallel.of(bucket_mb=0.0025, first_bucket_mb=0.0025))
         x = torch.ones(2, 16)
         model(x).sum().backward()
         with pytest.raises(ArithmeticError):
@@ -222,7 +223,7 @@ def test_grads_are_listed_in_registration_order():
 
 
 def test_describe_shows_every_bucket():
-    text = engine_of(parallelize(Net(), one_rank(), **SMALL)).describe()
+    text = engine_of(parallelize(Net(), one_rank(), Parallel.of(**SMALL))).describe()
     assert text.startswith("engine: stage 0, dp=1, 1 shards, no communication, 408 trained param")
     rows = re.findall(r"^ +(\d+) +- +float32 +(\d+) +[\d.]+ +[\d.]+  (.+)$", text, re.MULTILINE)
     assert [int(r[0]) for r in rows] == list(range(7))  # the embedding has one of its own
@@ -244,7 +245,9 @@ def test_check_replicas_names_the_first_difference(stage):
 
     def ranks():
         mesh = Mesh()
-        model = parallelize(Net(), mesh, zero_stage=stage, shard_size=2 if stage else None, **SMALL)
+        model = parallelize(
+            Net(), mesh, Parallel.of(zero_stage=stage, shard_size=2 if stage else None, **SMALL)
+        )
         engine = engine_of(model)
         engine.check_replicas()
         with engine.gathered(), torch.no_grad():
@@ -315,7 +318,7 @@ def test_exposed_communication_is_the_time_spent_waiting():
 
 def lose_a_rank(when, stage):
     mesh = Mesh()
-    model = parallelize(Net(), mesh, zero_stage=stage, **SMALL)
+    model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
     for step in range(3):
         if mesh.rank == 1 and step == 2:
             if when == "between steps":

@@ -15,7 +15,7 @@ SHAPE = GPTConfig(2, 2, 16, 16, 64, dropout=0.0, n_expert=4, top_k=2)
 
 
 def make(mesh, shape=SHAPE, **options):
-    return fastpar.parallelize(GPT(shape), fastpar.Mesh(**mesh), **options)
+    return fastpar.parallelize(GPT(shape), fastpar.Mesh(**mesh), fastpar.Parallel.of(**options))
 
 
 @pytest.mark.parametrize(

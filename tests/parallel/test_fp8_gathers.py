@@ -8,6 +8,7 @@ from fastpar import GPT, AdamW, Mesh, engine_of, parallelize
 from fastpar.kernels.linear_fp8 import WEIGHT, DelayedScales, Fp8
 from fastpar.models.fp8 import use_fp8
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=8, vocab_size=40, dropout=0.0)
@@ -31,12 +32,14 @@ def train(layers, dtype, options, idle, tp=1):
     parallelize(
         model,
         mesh,
-        zero_stage=3,
-        bucket_mb=0.02,
-        first_bucket_mb=0.005,
-        deterministic=True,
-        grad_dtype=kept,
-        **options,
+        Parallel.of(
+            zero_stage=3,
+            bucket_mb=0.02,
+            first_bucket_mb=0.005,
+            deterministic=True,
+            grad_dtype=kept,
+            **options,
+        ),
     )
     master = {"master_weights": dtype != kept}
     optimizer = AdamW(model.parameters(), lr=0.3, eps=1e-3, weight_decay=0.0, **master)
@@ -92,7 +95,7 @@ def test_codes_on_the_wire_change_nothing(layers, dtype, ranks, options, tp):
 def refused(stage, options, message):
     model = make("mlp", torch.float32)
     with pytest.raises(ValueError, match=f"parallelize: expected {message}"):
-        parallelize(model, Mesh(), zero_stage=stage, wire_weights="fp8", **options)
+        parallelize(model, Mesh(), Parallel.of(zero_stage=stage, wire_weights="fp8", **options))
 
 
 @pytest.mark.parametrize(

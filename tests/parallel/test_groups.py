@@ -1,5 +1,7 @@
 """groups.py: which ranks meet in which process group, and what runs on it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.parallel.debug import Debug, Delays
 from fastpar.parallel.parallelize import GroupMaker
 from fastpar.parallel.stages import STAGES
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -17,9 +20,8 @@ def members(collectives):
 
 
 def maker_of(mesh, transport="torch", factory=None, debug=None, deterministic=False):
-    options = {"deterministic": deterministic, "node_size": None, "secondary_shards": False}
-    options["wire_gradients"] = "fp32"
-    return GroupMaker(mesh, transport, factory, options, debug or Debug())
+    debug = replace(debug or Debug(), collectives=factory)
+    return GroupMaker(mesh, transport, Parallel(deterministic=deterministic), debug)
 
 
 def roles(maker, stage, n_shards):

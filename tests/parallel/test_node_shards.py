@@ -39,7 +39,7 @@ def train(options, micro=1, axes=None, between=None):
     model = fastpar.GPT(SHAPE, seed=0)
     if between == "recompute":
         recompute(model, "full")
-    model = fastpar.parallelize(model, mesh, grad_accum_steps=micro, **options)
+    model = fastpar.parallelize(model, mesh, fastpar.Parallel.of(grad_accum_steps=micro, **options))
     optimizer = fastpar.AdamW(model.parameters(), lr=1e-2, eps=1e-3, max_grad_norm=1.0)
     engine = fastpar.engine_of(model)
     for step in range(3):
@@ -84,7 +84,9 @@ def test_secondary_shards_change_no_bit(micro, wire, axes, between):
 
 def averaged(options):
     """Losses with the weights, with their average, and with the weights again."""
-    model = fastpar.parallelize(fastpar.GPT(SHAPE, seed=0), fastpar.Mesh(), zero_stage=3, **options)
+    model = fastpar.parallelize(
+        fastpar.GPT(SHAPE, seed=0), fastpar.Mesh(), fastpar.Parallel.of(zero_stage=3, **options)
+    )
     optimizer, losses = fastpar.AdamW(model.parameters(), lr=1e-2), []
     average = AveragedWeights(optimizer, 0.9)
     for step in range(3):
@@ -121,7 +123,12 @@ def outside(options, micro):
         return (Counting if role == "gather" else TorchCollectives)(group)
 
     options = {"zero_stage": 3, "bucket_mb": 0.01, "first_bucket_mb": 0.01, **options}
-    model = fastpar.parallelize(fastpar.GPT(SHAPE, seed=0), mesh, collectives=make, **options)
+    model = fastpar.parallelize(
+        fastpar.GPT(SHAPE, seed=0),
+        mesh,
+        fastpar.Parallel.of(**options),
+        debug=Debug(collectives=make),
+    )
     sent.clear()
     for part in range(micro):
         model(*batch(part, mesh)).backward()
@@ -139,8 +146,8 @@ def test_weights_cross_between_nodes_once_a_step(micro):
 @covering(1, ("stage", [1, 2, 3]), ("name", ["bf16", "int8", "int4"]), ("ranks", [4, 8]))
 def test_gradients_in_two_levels(stage, name, ranks):
     """Ranks stay alike, two runs too, bytes are those announced; it is near the run in fp32."""
-    keep = "buffer" if stage > 1 else True
-    options = {"zero_stage": stage, "wire_gradients": name, "error_feedback": keep, "node_size": 2}
+    keep = "error_buffer" if stage > 1 else "error_feedback"
+    options = {"zero_stage": stage, "wire_gradients": name, keep: True, "node_size": 2}
     one, two = (run_ranks(train, ranks, options) for _ in range(2))
     plain = run_ranks(train, ranks, {"zero_stage": stage})[0][0]
     flat = run_ranks(train, ranks, {**options, "node_size": None})
@@ -158,7 +165,7 @@ def test_errors_of_sums_are_kept_in_the_memory_of_gradients(name):
     """Stage 1 keeps them in place, the bits of stage 2 with a buffer."""
     options = {"wire_gradients": name, "node_size": 2}
     free = run_ranks(train, 4, {**options, "zero_stage": 1, "error_feedback": True}, 2)
-    paid = run_ranks(train, 4, {**options, "zero_stage": 2, "error_feedback": "buffer"}, 2)
+    paid = run_ranks(train, 4, {**options, "zero_stage": 2, "error_buffer": True}, 2)
     without = run_ranks(train, 4, {**options, "zero_stage": 1}, 2)
     for (a, *_), (b, *_), (c, *_) in zip(free, paid, without):
         assert same(a, b)
@@ -191,7 +198,7 @@ def refused(options, axes):
     options = {"zero_stage": 3, **options}
     config = GPTConfig(2, 2, 40, 16, 64, dropout=0.0, n_expert=2 if "ep" in axes else 0)
     debug = Debug(bus_gb_s=12) if options.get("offload") else None
-    fastpar.parallelize(fastpar.GPT(config), mesh, debug=debug, **options)
+    fastpar.parallelize(fastpar.GPT(config), mesh, fastpar.Parallel.of(**options), debug=debug)
 
 
 @sweep(("options", "message"), BAD)

@@ -31,6 +31,7 @@ from fastpar.comm.bus import Bus, SlowBus
 from fastpar.optim.average import AveragedWeights
 from fastpar.parallel import offload
 from fastpar.parallel.debug import Debug
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(vocab_size=97, n_layer=3, n_head=2, n_embd=32, block_size=16, dropout=0.1)
@@ -41,9 +42,8 @@ MIB = 2**20
 def made(mode="optimizer", stage=2, debug=BUS, dtype=torch.float32, **options):
     model = GPT(CONFIG, seed=0).to(dtype)
     kept = {"bucket_mb": 0.03, "first_bucket_mb": 0.003, **options}
-    if mode is not None:
-        kept = {**kept, "offload": mode, "debug": debug}
-    parallelize(model, Mesh(device="cpu"), zero_stage=stage, **kept)
+    asked = Parallel.of(zero_stage=stage, offload=mode, **kept)
+    parallelize(model, Mesh(device="cpu"), asked, debug=debug if mode else None)
     return model
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpar import Mesh, engine_of, parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Replicate
 from fastpar.testing import run_ranks
 
@@ -118,7 +119,9 @@ def test_a_stage_without_anybody_to_share_with_is_stage_0():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_rank_has_the_values_of_rank_0(stage):
     def ranks():
-        return values(parallelize(Net(seed=dist.get_rank()), Mesh(), zero_stage=stage, **SMALL))
+        return values(
+            parallelize(Net(seed=dist.get_rank()), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
+        )
 
     expected = values(Net())
     for got in run_ranks(ranks, 3):
@@ -128,7 +131,7 @@ def test_every_rank_has_the_values_of_rank_0(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_state_dicts_are_copies_of_whole_parameters(stage):
     def ranks():
-        model = parallelize(Net(), Mesh(), zero_stage=stage, **SMALL)
+        model = parallelize(Net(), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
         saved = model.state_dict()
         saved["h.0.weight"].zero_()
         assert model.state_dict()["h.0.weight"].any()
@@ -150,7 +153,9 @@ def test_a_model_without_memory_is_filled(stage):
     def ranks():
         with torch.device("meta"):
             model = Net()
-        parallelize(model, Mesh(device="cpu"), zero_stage=stage, materialize=fill, **SMALL)
+        parallelize(
+            model, Mesh(device="cpu"), Parallel.of(zero_stage=stage, **SMALL), materialize=fill
+        )
         assert model.head.weight is model.wte.weight
         assert isinstance(model.wte.weight, nn.Parameter)
         logits = model(torch.arange(7))
@@ -178,7 +183,7 @@ def test_writing_into_a_placeholder_spoils_no_other(stage):
 
     def ranks():
         model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1), nn.Linear(1, 4))
-        parallelize(model, Mesh(), zero_stage=stage, **SMALL)
+        parallelize(model, Mesh(), Parallel.of(zero_stage=stage, **SMALL))
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
             assert all(p.grad.isnan().all() for p in model.parameters())

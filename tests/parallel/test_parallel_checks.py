@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastpar import AdamW, Mesh, engine_of, parallelize
 from fastpar.kernels import _C
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +111,9 @@ def test_models_and_meshes_of_others(one_process):
 )
 def test_arguments(options, message):
     def ranks():
-        parallelize(stack(), Mesh(), **{"zero_stage": 1, **options})
+        given = dict(options)
+        units = given.pop("units", None)
+        parallelize(stack(), Mesh(), Parallel.of(**{"zero_stage": 1, **given}), units=units)
 
     assert_all_raise(on_ranks(ranks), ValueError, message)
 
@@ -120,7 +123,7 @@ def test_arguments(options, message):
 )
 def test_deterministic_refuses_sums_in_16_bits(options):
     def ranks():
-        parallelize(stack().bfloat16(), Mesh(), deterministic=True, **options)
+        parallelize(stack().bfloat16(), Mesh(), Parallel.of(deterministic=True, **options))
 
     message = r"expected gradients kept and sent in fp32 with deterministic=True, got .* for '0\."
     assert_all_raise(on_ranks(ranks), ValueError, message)
@@ -169,7 +172,7 @@ def test_parallelize_twice(stage):
 @stages
 def test_a_parameter_put_in_the_place_of_another(stage):
     def ranks():
-        model = parallelize(stack(), Mesh(), zero_stage=stage, **SMALL)
+        model = parallelize(stack(), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
         model[1].weight = nn.Parameter(torch.ones(16, 16))
         model(torch.ones(2, 16)).sum().backward()
 
@@ -180,7 +183,7 @@ def test_a_parameter_put_in_the_place_of_another(stage):
 @stages
 def test_a_parameter_beside_the_others(stage):
     def ranks():
-        model = parallelize(stack(), Mesh(), zero_stage=stage, **SMALL)
+        model = parallelize(stack(), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
         model[1].scale = nn.Parameter(torch.ones(16))
         (model(torch.ones(2, 16)) * model[1].scale).sum().backward()
 
@@ -193,7 +196,7 @@ def test_a_part_that_comes_after_some_steps(stage):
     """Wherever it is put, and though check() has found the others right."""
 
     def ranks(change):
-        model = parallelize(stack(), Mesh(), zero_stage=stage, **SMALL)
+        model = parallelize(stack(), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
         for _ in range(2):
             model(torch.ones(2, 16)).sum().backward()
         change(model)
@@ -227,7 +230,7 @@ def test_backward_twice_without_need(stage):
     """torch's own error, and the ranks go on."""
 
     def ranks():
-        model = parallelize(stack(), Mesh(), zero_stage=stage, **SMALL)
+        model = parallelize(stack(), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
         optimizer = AdamW(model.parameters(), lr=0.1)
         loss = model(torch.ones(2, 16)).square().sum()
         loss.backward()
@@ -270,7 +273,7 @@ class WithWrong(nn.Module):
 def test_a_gradient_of_the_wrong_shape(stage):
     def ranks():
         model = nn.Sequential(nn.Linear(16, 16), WithWrong(lambda g: g[:3]))
-        parallelize(model, Mesh(), zero_stage=stage, **SMALL)
+        parallelize(model, Mesh(), Parallel.of(zero_stage=stage, **SMALL))
         model(torch.ones(2, 16)).sum().backward()
 
     assert_all_raise(on_ranks(ranks), RuntimeError, r"invalid gradient .* got \[3, 16\]")
@@ -293,7 +296,7 @@ def test_a_gradient_of_another_dtype_is_cast_by_autograd(stage):
 def train(case, stage, transport, timeout_s=4.0):
     """Rank 1 does something else in step 1."""
     mesh = Mesh(timeout_s=timeout_s, device="cpu")
-    model = parallelize(stack(), mesh, zero_stage=stage, transport=transport, **SMALL)
+    model = parallelize(stack(), mesh, Parallel.of(zero_stage=stage, transport=transport, **SMALL))
     optimizer = AdamW(model.parameters(), lr=0.1)
     for step in range(3):
         odd = mesh.rank == 1 and step == 1

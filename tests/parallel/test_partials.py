@@ -7,6 +7,7 @@ from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, engine_of, parallelize
 from fastpar.comm.mesh import Mesh
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 30, "dropout": 0.0}
@@ -25,7 +26,7 @@ def batch(step, micro, rank):
 
 
 def split(tp, stage=0, **options):
-    return parallelize(gpt(), Mesh(tp=tp), zero_stage=stage, bucket_mb=0.01, **options)
+    return parallelize(gpt(), Mesh(tp=tp), Parallel.of(zero_stage=stage, bucket_mb=0.01, **options))
 
 
 def whole_grads(model):

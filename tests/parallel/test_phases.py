@@ -11,6 +11,7 @@ from fastpar.optim.adamw import AdamW
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.parallel.stages import BUCKET_PHASES, STAGES, STEP_PHASES, StepPhase, checked
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -33,7 +34,7 @@ def test_a_wrong_transition_names_both_phases(table):
 
 
 def test_an_engine_refuses_to_step_with_gradients_that_are_not_reduced():
-    model = parallelize(Net(), Mesh(device="cpu"), **SMALL)
+    model = parallelize(Net(), Mesh(device="cpu"), Parallel.of(**SMALL))
     engine = engine_of(model)
     message = "from 'empty' to 'backward' or 'empty' or 'reduced', got 'stepped'"
     with pytest.raises(RuntimeError, match=message):
@@ -48,7 +49,7 @@ def test_an_engine_refuses_to_step_with_gradients_that_are_not_reduced():
 @stages
 def test_phases_of_a_step(stage):
     def ranks():
-        model = parallelize(Net(), Mesh(), zero_stage=stage, **SMALL)
+        model = parallelize(Net(), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
         engine, optimizer, seen = engine_of(model), AdamW(model.parameters()), []
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: seen.append(engine.phase))
@@ -75,7 +76,7 @@ def test_a_micro_batch_of_several_forwards(stage):
 
     def ranks():
         mesh = Mesh()
-        model = parallelize(Net(), mesh, zero_stage=stage, **SMALL)
+        model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
         engine, found = engine_of(model), []
         for step in range(2):
             for micro in range(3):
@@ -103,7 +104,7 @@ def test_a_micro_batch_of_several_forwards(stage):
 
 
 def test_a_micro_batch_does_not_begin_inside_a_backward():
-    model = parallelize(Net(), Mesh(device="cpu"), **SMALL)
+    model = parallelize(Net(), Mesh(device="cpu"), Parallel.of(**SMALL))
     engine = engine_of(model)
     next(model.parameters()).register_post_accumulate_grad_hook(
         lambda p: engine.begin_micro_batch(last=True)

@@ -17,6 +17,7 @@ from fastpar.parallel import pipeline
 from fastpar.parallel.engine import Engine
 from fastpar.pipeline.schedules import chunks_of, make_schedule
 from fastpar.pipeline.simulator import held_of
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 from fastpar.train.sample import generate
 
@@ -89,15 +90,17 @@ def train(cell: Cell, deterministic: bool):
     parallelize(
         model,
         mesh,
-        zero_stage=cell.stage,
-        deterministic=deterministic,
-        grad_dtype=wide,
-        accumulate=cell.accumulate,
-        bucket_mb=0.01,
-        first_bucket_mb=0.001,
-        pp_schedule=cell.schedule,
-        pp_chunks=cell.chunks,
-        shard_size=cell.shard_size,
+        Parallel.of(
+            zero_stage=cell.stage,
+            deterministic=deterministic,
+            grad_dtype=wide,
+            accumulate=cell.accumulate,
+            bucket_mb=0.01,
+            first_bucket_mb=0.001,
+            schedule=cell.schedule,
+            chunks=cell.chunks,
+            shard_size=cell.shard_size,
+        ),
     )
     opt = adamw(cell, model)
     scaled = {}
@@ -322,7 +325,7 @@ def test_held_micro_batches_and_messages_are_those_of_the_simulator(schedule, mo
 
     def rank():
         mesh = Mesh(pp=cell.pp, device="cpu")
-        model = parallelize(gpt(cell), mesh, pp_schedule=schedule)
+        model = parallelize(gpt(cell), mesh, Parallel.of(schedule=schedule))
         stages, sent = engine_of(model).shards.stages, []
 
         def observe(group, op, nbytes, call):
@@ -364,7 +367,7 @@ def test_later_gradients_are_added_without_the_engines_hooks(schedule, stage, ca
     def rank():
         model, seen = gpt(Cell(schedule=schedule)), []
         mesh = Mesh(pp=2, dp=2, device="cpu")
-        parallelize(model, mesh, pp_schedule=schedule, zero_stage=stage)
+        parallelize(model, mesh, Parallel.of(schedule=schedule, zero_stage=stage))
         params = engine_of(model).shards.params
         matrices = [p for p in params if p.dim() == 2]
         matrices[0].register_hook(seen.append)
@@ -395,7 +398,7 @@ def test_ranks_are_connected_before_the_first_step(schedule, monkeypatch):
     def rank():
         cell = Cell(pp=3, schedule=schedule)
         model = parallelize(
-            gpt(cell), Mesh(pp=3, device="cpu"), pp_schedule=schedule, deterministic=True
+            gpt(cell), Mesh(pp=3, device="cpu"), Parallel.of(schedule=schedule, deterministic=True)
         )
         here = dist.get_rank()
         before = {p for p in peers if p[0] == here}
@@ -410,7 +413,7 @@ def test_ranks_are_connected_before_the_first_step(schedule, monkeypatch):
 def test_stages_are_cut_by_what_their_parts_cost():
     def rank(vocab_size, **options):
         model = GPT(GPTConfig(**{**vars(CONFIG), "n_layer": 4, "vocab_size": vocab_size}))
-        parallelize(model, Mesh(pp=2, device="cpu"), **options)
+        parallelize(model, Mesh(pp=2, device="cpu"), Parallel.of(**options))
         return engine_of(model).shards.stages.parts[0]
 
     assert run_ranks(rank, 2, 97) == [range(0, 3), range(3, 6)]
@@ -422,14 +425,14 @@ def test_stages_are_cut_by_what_their_parts_cost():
 def test_a_cut_that_cannot_be_is_refused():
     def build(model, **options):
         with pytest.raises(ValueError, match=r"parallelize: expected") as caught:
-            parallelize(model, Mesh(pp=2, device="cpu"), **options)
+            parallelize(model, Mesh(pp=2, device="cpu"), Parallel.of(**options))
         return str(caught.value)
 
     def rank():
         stock = build(torch.nn.Linear(2, 2))
         mixed = GPT(CONFIG)
         mixed.h[2].bfloat16()
-        many = {"pp_schedule": "interleaved", "pp_chunks": 3}
+        many = {"schedule": "interleaved", "chunks": 3}
         return stock, build(GPT(CONFIG), pp_split=[3, 1]), build(GPT(CONFIG), **many), build(mixed)
 
     for stock, split, chunks, mixed in run_ranks(rank, 2):
@@ -449,7 +452,7 @@ def test_bad_steps_are_refused_and_a_stage_alone_has_no_forward():
         with pytest.raises(ValueError, match=r"one of gpipe, 1f1b, .*, got schedule='zb-x'"):
             pipeline_step(model, idx, idx, schedule="zb-x")
         with pytest.raises(
-            ValueError, match=r"pp_schedule='1f1b' has put them, 1 a rank, .*='zb-v' to"
+            ValueError, match=r"schedule='1f1b' has put them, 1 a rank, .*='zb-v' to"
         ):
             pipeline_step(model, idx, idx, schedule="zb-v")
         with pytest.raises(ValueError, match=r"idx=\[4, 8\] targets=\[4, 7\]; pass one target"):

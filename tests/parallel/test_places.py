@@ -15,6 +15,7 @@ from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.split_backward import LEAST_BYTES, LEAST_WIDE_BYTES
 from fastpar.parallel.stages import BucketPhase
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 30, "dropout": 0.1}
@@ -45,7 +46,7 @@ def run(offered, stage, how):
     if how == "recompute":
         recompute(model, "full")
     options = {"deterministic": how == "deterministic", "bucket_mb": 0.01}
-    model = parallelize(model, Mesh(device="cpu"), zero_stage=stage, **options)
+    model = parallelize(model, Mesh(device="cpu"), Parallel.of(zero_stage=stage, **options))
     engine = engine_of(model)
     if not offered:
         withdraw(model)
@@ -97,7 +98,7 @@ class Layer(nn.Module):
 
 
 def managed(layer, **options):
-    return parallelize(copy.deepcopy(layer), Mesh(device="cpu"), **options)
+    return parallelize(copy.deepcopy(layer), Mesh(device="cpu"), Parallel.of(**options))
 
 
 def test_a_weight_that_is_used_twice_gets_the_sum():
@@ -171,7 +172,7 @@ def wide_run(stage, how, accumulate, wide, options):
     if how == "recompute":
         recompute(model, "full")
     options = {"zero_stage": stage, "bucket_mb": 0.01, "accumulate": accumulate, **options}
-    model = parallelize(model, Mesh(device="cpu"), grad_dtype=torch.float32, **options)
+    model = parallelize(model, Mesh(device="cpu"), Parallel.of(grad_dtype=torch.float32, **options))
     if not wide:
         withdraw(model)
     engine, taken = engine_of(model), []
@@ -257,7 +258,7 @@ class Tied(nn.Module):
 
 def table_run(stage, accumulate, micro_batches):
     options = {"zero_stage": stage, "accumulate": accumulate, "grad_dtype": torch.float32}
-    model = parallelize(Tied(), Mesh(device="cpu"), **options)
+    model = parallelize(Tied(), Mesh(device="cpu"), Parallel.of(**options))
     for ids in table_ids(micro_batches):
         model(ids).backward()
     [bucket] = engine_of(model).buckets
@@ -330,8 +331,8 @@ def test_buckets_of_wide_gradients_are_sent_under_the_backward(monkeypatch):
 def stages_run(schedule):
     torch.manual_seed(0)
     model = GPT(GPTConfig(**{**SIZES, "dropout": 0.0})).bfloat16()
-    options = {"grad_dtype": torch.float32, "pp_schedule": schedule}
-    model = parallelize(model, Mesh(pp=2, device="cpu"), **options)
+    options = {"grad_dtype": torch.float32, "schedule": schedule}
+    model = parallelize(model, Mesh(pp=2, device="cpu"), Parallel.of(**options))
     ids = torch.randint(30, (4, 8), generator=torch.Generator().manual_seed(0))
     pipeline_step(model, ids, ids, micro_batches=2)
     return {n: g.clone() for n, g in named_grads(engine_of(model))}

@@ -14,6 +14,7 @@ from fastpar.optim.adafactor import Adafactor
 from fastpar.parallel import debug
 from fastpar.parallel.debug import Difference, checksum, differences
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.002, "first_bucket_mb": 0.001}
@@ -91,7 +92,7 @@ def trained(options, adamw):
     tp, dtype = options.pop("tp", 1), options.pop("dtype", torch.float32)
     mesh = Mesh(tp=tp)
     model = (net() if tp == 1 else gpt()).to(dtype)
-    parallelize(model, mesh, **SMALL, **options)
+    parallelize(model, mesh, Parallel.of(**SMALL, **options))
     optimizer = AdamW(model.parameters(), lr=0.01, **adamw)
     for step in range(2):
         generator = torch.Generator().manual_seed(100 * step + mesh.dp_rank)  # ranks are threads
@@ -214,7 +215,7 @@ def test_frozen_parameters_are_compared():
     def of_rank():
         model = net()
         model[1].weight.requires_grad_(False)
-        engine = engine_of(parallelize(model, Mesh(), zero_stage=3, **SMALL))
+        engine = engine_of(parallelize(model, Mesh(), Parallel.of(zero_stage=3, **SMALL)))
         engine.check_replicas()
         if engine.mesh.rank == 0:
             flip(model[1].weight, 1)
@@ -260,7 +261,7 @@ def test_equal_pieces_of_one_parameter_are_no_copies():
 
 def test_adafactors_rows_and_columns_are_compared():
     def of_rank():
-        model = parallelize(net(), Mesh(), **SMALL)
+        model = parallelize(net(), Mesh(), Parallel.of(**SMALL))
         engine, optimizer = engine_of(model), Adafactor(model.parameters(), lr=0.01)
         model(torch.ones(2, 37)).square().mean().backward()
         optimizer.step()

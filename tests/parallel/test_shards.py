@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpar import Mesh, engine_of, parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.002, "first_bucket_mb": 0.001}
@@ -22,7 +23,7 @@ def model_of():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_pieces_make_up_each_parameter(ranks, stage):
     def of_rank():
-        engine = engine_of(parallelize(model_of(), Mesh(), zero_stage=stage, **SMALL))
+        engine = engine_of(parallelize(model_of(), Mesh(), Parallel.of(zero_stage=stage, **SMALL)))
         found = []
         for p in engine.shards.params:
             piece = engine.shards.piece(p)
@@ -47,7 +48,7 @@ def test_pieces_make_up_each_parameter(ranks, stage):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_whole_tensors_of_parts_and_back(stage, dtype, block):
     def of_rank():
-        engine = engine_of(parallelize(model_of(), Mesh(), zero_stage=stage, **SMALL))
+        engine = engine_of(parallelize(model_of(), Mesh(), Parallel.of(zero_stage=stage, **SMALL)))
         for p in engine.shards.params:
             shape = p.shape if block == 1 else (-(-p.numel() // block),)
             whole = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(1))
@@ -61,7 +62,7 @@ def test_whole_tensors_of_parts_and_back(stage, dtype, block):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_is_written_into_whole_parameters_stays(stage):
     def of_rank():
-        model = parallelize(model_of(), Mesh(), zero_stage=stage, **SMALL)
+        model = parallelize(model_of(), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
         engine = engine_of(model)
         with engine.gathered(), torch.no_grad():
             for p in model.parameters():
@@ -78,7 +79,7 @@ def test_what_is_written_into_whole_parameters_stays(stage):
 
 def test_replicas_that_differ_are_named():
     def of_rank():
-        model = parallelize(model_of(), Mesh(), zero_stage=1, shard_size=2, **SMALL)
+        model = parallelize(model_of(), Mesh(), Parallel.of(zero_stage=1, shard_size=2, **SMALL))
         engine = engine_of(model)
         engine.check_replicas()
         if dist.get_rank() == 3:
@@ -91,7 +92,7 @@ def test_replicas_that_differ_are_named():
 
 def test_scalars_are_summed_in_rank_order():
     def of_rank():
-        engine = engine_of(parallelize(model_of(), Mesh(), **SMALL))
+        engine = engine_of(parallelize(model_of(), Mesh(), Parallel.of(**SMALL)))
         with pytest.raises(ValueError, match=r"expected fp32 or fp64, got dtype=torch.int64"):
             engine.all_reduce_scalars(torch.ones(2, dtype=torch.int64))
         return engine.all_reduce_scalars(torch.tensor([0.1 * (dist.get_rank() + 1), 1.0]))

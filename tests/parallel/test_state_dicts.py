@@ -11,6 +11,7 @@ from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, engine_of, parallelize
 from fastpar.comm.mesh import Mesh
+from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Partial, Shard
 from fastpar.testing import run_ranks
 
@@ -24,7 +25,7 @@ def gpt(seed=0):
 
 
 def split(tp, stage, seed=0):
-    return parallelize(gpt(seed), Mesh(tp=tp), zero_stage=stage, bucket_mb=0.01)
+    return parallelize(gpt(seed), Mesh(tp=tp), Parallel.of(zero_stage=stage, bucket_mb=0.01))
 
 
 def same(a, b):

@@ -12,6 +12,7 @@ import torch
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.workload import Setup, Workload
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -20,7 +21,9 @@ def order_of_sends(stage):
     torch.manual_seed(0)
     config = GPTConfig(n_layer=3, n_head=2, n_embd=16, block_size=8, vocab_size=2000, dropout=0.0)
     model = GPT(config)
-    model = parallelize(model, Mesh(), zero_stage=stage, bucket_mb=0.01, first_bucket_mb=0.002)
+    model = parallelize(
+        model, Mesh(), Parallel.of(zero_stage=stage, bucket_mb=0.01, first_bucket_mb=0.002)
+    )
     seen = []
     model.h[0].register_forward_pre_hook(
         lambda _, args: args[0].register_hook(lambda _: seen.append("embedding")) and None

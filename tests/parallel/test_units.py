@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fastpar import Mesh, engine_of, parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 C = 8
@@ -48,7 +49,7 @@ def gathers_of(paths, *, prefetch=1, ranks=2, evaluate=False):
     def rank_of():
         model, mesh = Net(), Mesh()
         small = {"bucket_mb": 1e-4, "first_bucket_mb": 1e-4}
-        parallelize(model, mesh, zero_stage=3, prefetch=prefetch, **small)
+        parallelize(model, mesh, Parallel.of(zero_stage=3, prefetch=prefetch, **small))
         engine, log = engine_of(model), []
         launch = engine.gathers._launch
         engine.gathers._launch = lambda index: (log.append(index), launch(index))
@@ -167,7 +168,9 @@ def test_a_rank_that_leaves_out_a_late_weight_stops_nobody(left_out, monkeypatch
 
     def train():
         model, mesh = Branches(), Mesh()
-        model = parallelize(model, mesh, zero_stage=3, bucket_mb=1e-4, first_bucket_mb=1e-4)
+        model = parallelize(
+            model, mesh, Parallel.of(zero_stage=3, bucket_mb=1e-4, first_bucket_mb=1e-4)
+        )
         engine = engine_of(model)
         for _ in range(2):
             model(torch.ones(2, C) + mesh.rank, left_out if mesh.rank else -1).backward()
@@ -185,7 +188,9 @@ def test_a_deep_block_that_a_rank_skips_costs_no_patience(monkeypatch):
 
     def train():
         model, mesh = Net(12), Mesh()
-        model = parallelize(model, mesh, zero_stage=3, bucket_mb=1e-4, first_bucket_mb=1e-4)
+        model = parallelize(
+            model, mesh, Parallel.of(zero_stage=3, bucket_mb=1e-4, first_bucket_mb=1e-4)
+        )
         for path in (range(12), range(11) if mesh.rank else range(12)):
             model(torch.ones(2, C), path).square().sum().backward()
             sgd_step(engine_of(model))
@@ -249,7 +254,7 @@ def test_cells_that_ranks_call_differently_often():
         with torch.no_grad():  # not drawn: ranks are threads, and share the generator
             for i, p in enumerate(model.parameters()):
                 p.copy_(torch.linspace(-0.5, 0.5, p.numel()).roll(i).view(p.shape))
-        parallelize(model, mesh, zero_stage=stage, first_bucket_mb=1e-4)
+        parallelize(model, mesh, Parallel.of(zero_stage=stage, first_bucket_mb=1e-4))
         losses = []
         for lengths in ((2, 3), (3, 1), (1, 4)):
             loss = model(torch.ones(lengths[mesh.rank], C) / 3)

@@ -31,10 +31,7 @@ def start(stage, options):
     model = fastpar.parallelize(
         fastpar.GPT(SHAPE, seed=0),
         fastpar.Mesh(),
-        zero_stage=stage,
-        bucket_mb=0.05,
-        first_bucket_mb=0.01,
-        **options,
+        fastpar.Parallel.of(zero_stage=stage, bucket_mb=0.05, first_bucket_mb=0.01, **options),
     )
     return model, fastpar.AdamW(model.parameters(), lr=1e-2, eps=1e-3, max_grad_norm=1.0)
 
@@ -87,7 +84,7 @@ def test_errors_in_the_memory_of_gradients_are_those_of_a_buffer(name):
     """Stage 1 keeps them in place: the bits of stage 2 with a buffer, without any memory; with
     accumulation too, and where a parameter has no gradient."""
     free = run_ranks(weights, 2, 1, {"wire_gradients": name, "error_feedback": True})
-    paid = run_ranks(weights, 2, 2, {"wire_gradients": name, "error_feedback": "buffer"})
+    paid = run_ranks(weights, 2, 2, {"wire_gradients": name, "error_buffer": True})
     without = run_ranks(weights, 2, 1, {"wire_gradients": name})
     for (a, *_, memory), (b, *_, buffered), (c, *_, usual) in zip(free, paid, without):
         assert same(a, b)
@@ -101,8 +98,8 @@ def sent_in_all(stage, feedback):
     some of which do not reach it."""
     torch.manual_seed(dist.get_rank())
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(70, 9), "b": torch.nn.Linear(70, 9)})
-    options = {"wire_gradients": "int4", "error_feedback": feedback}
-    fastpar.parallelize(model, fastpar.Mesh(), zero_stage=stage, **options)
+    options = {"wire_gradients": "int4"} | {name: True for name in [feedback] if name}
+    fastpar.parallelize(model, fastpar.Mesh(), fastpar.Parallel.of(zero_stage=stage, **options))
     optimizer = fastpar.AdamW(model.parameters(), lr=0.0)
     engine, true, got = fastpar.engine_of(model), 0.0, 0.0
     for step in range(40):
@@ -125,7 +122,7 @@ def sent_in_all(stage, feedback):
     return true, got
 
 
-@sweep(("stage", "feedback"), [(0, True), (1, True), (2, "buffer")])
+@sweep(("stage", "feedback"), [(0, "error_feedback"), (1, "error_feedback"), (2, "error_buffer")])
 def test_what_was_lost_is_sent_later(stage, feedback):
     """Over 40 steps of two backward passes the sum of what arrived is within one error of the truth
     (the distance of two int4 codes is max / 7, of |2 randn| + an error < 12; stage 0 rounds means
@@ -134,7 +131,7 @@ def test_what_was_lost_is_sent_later(stage, feedback):
     true = (found[0][0] + found[1][0]).view(-1) / 2
     got = found[0][1] if stage == 0 else found[0][1] + found[1][1]
     assert (got - true).abs().max() < (2 if stage == 0 else 1) * 12 / 7
-    other = run_ranks(sent_in_all, 2, stage, False)
+    other = run_ranks(sent_in_all, 2, stage, None)
     wanders = (other[0][1] if stage == 0 else other[0][1] + other[1][1]) - true
     assert (got - true).norm() < 0.5 * wanders.norm()
 
@@ -225,16 +222,16 @@ def resumed(folder, stage, options, load, save):
 
 @covering(1, ("stage", [0, 1, 2, 3]), ("name", ["int8", "int4"]), ("feedback", [True, False]))
 def test_a_checkpoint_goes_on_with_the_same_bits(stage, name, feedback, tmp_path):
-    keep = feedback and (True if stage < 2 else "buffer")
-    options = {"wire_gradients": name, "error_feedback": keep}
+    keep = "error_feedback" if stage < 2 else "error_buffer"
+    options = {"wire_gradients": name, keep: feedback}
     options["wire_weights"] = "int8" if stage else None
     args = str(tmp_path), stage, options
     whole = run_ranks(resumed, 2, *args, False, True)
     again = run_ranks(resumed, 2, *args, True, False)
     assert same(whole[0], again[0])
-    other = {**options, "wire_gradients": "fp32", "error_feedback": False}
+    other = {**options, "wire_gradients": "fp32", keep: False}
     assert not same(whole[0], run_ranks(resumed, 2, str(tmp_path), stage, other, True, False)[0])
-    if keep:
+    if feedback:
         with pytest.warns(UserWarning, match="what gradients had lost on the wire is dropped"):
             run_ranks(resumed, 4, *args, True, False)
 
@@ -260,7 +257,7 @@ BAD = [
     (1, {"wire_gradients": "int8", "error_feedback": 2}, "expected error_feedback False, True"),
     (0, {"wire_weights": "int8"}, "expected zero_stage 1, 2 or 3 with wire_weights, got zero_st"),
     (1, {"error_feedback": True}, "expected wire_gradients other than 'fp32' with error_feedb"),
-    (2, {"wire_gradients": "int8", "error_feedback": True}, "expected error_feedback='buffer' at"),
+    (2, {"wire_gradients": "int8", "error_feedback": True}, "expected error_buffer=True at"),
     (1, {"wire_gradients": "int8", "deterministic": True}, "deterministic=False with wire formats"),
     (1, {"wire_weights": "int8", "reduce_dtype": torch.float32}, "reduce_dtype=None with wire for"),
     (1, {"wire_gradients": "int8", "transport": "shm"}, "transport 'auto' or 'torch' with wire"),
@@ -278,12 +275,16 @@ def test_bad_formats(stage, options, message):
 
 
 def bytes_of(stage, options):
-    return fastpar.parallelize(torch.nn.Linear(3, 3), fastpar.Mesh(), zero_stage=stage, **options)
+    return fastpar.parallelize(
+        torch.nn.Linear(3, 3), fastpar.Mesh(), fastpar.Parallel.of(zero_stage=stage, **options)
+    )
 
 
 def of_dtype(dtype):
     options = {"wire_gradients": "int8", "error_feedback": True, "zero_stage": 1}
-    fastpar.parallelize(torch.nn.Linear(3, 3, dtype=dtype), fastpar.Mesh(), **options)
+    fastpar.parallelize(
+        torch.nn.Linear(3, 3, dtype=dtype), fastpar.Mesh(), fastpar.Parallel.of(**options)
+    )
 
 
 @sweep("dtype", [torch.float64, torch.float16])

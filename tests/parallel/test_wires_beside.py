@@ -28,7 +28,7 @@ LAYOUTS = {
     "grid of rows": (8, {"tp_grid": (2, 2)}, {}),
     "tokens shared out": (4, {"tp": 2}, {"sequence_parallel": True}),
     "pp": (4, {"pp": 2}, {}),
-    "pp, zb-v": (4, {"pp": 2}, {"pp_schedule": "zb-v"}),
+    "pp, zb-v": (4, {"pp": 2}, {"schedule": "zb-v"}),
     "cp": (2, {"cp": 2}, {}),
     "cp by keys": (2, {"cp": 2}, {"cp_method": "keys"}),
     "ep": (4, {"ep": 2}, {}),
@@ -98,20 +98,23 @@ def _train(model, layout, stage, wire):
 def parallel(model, layout, stage, wire):
     _, axes, options = OF[layout]
     options = {**options, **wire}
+    debug = options.pop("debug", None)
     if options.get("error_feedback") and stage > 1:
-        options["error_feedback"] = "buffer"
+        options["error_buffer"] = options.pop("error_feedback")
     if layout == "recomputation":
         recompute(model, "full")
     small = {"bucket_mb": 0.02, "first_bucket_mb": 0.01}
     mesh = fastpar.Mesh(**axes)
-    model = fastpar.parallelize(model, mesh, zero_stage=stage, **small, **options)
+    model = fastpar.parallelize(
+        model, mesh, fastpar.Parallel.of(zero_stage=stage, **small, **options), debug=debug
+    )
     return model, fastpar.AdamW(model.parameters(), lr=1e-2, eps=1e-3, max_grad_norm=1.0)
 
 
 def steps(model, optimizer, layout, first, last):
     """Steps first to last; this rank's whole weights."""
     options, engine = OF[layout][2], fastpar.engine_of(model)
-    schedule, micro = options.get("pp_schedule", "1f1b"), options.get("grad_accum_steps", 1)
+    schedule, micro = options.get("schedule", "1f1b"), options.get("grad_accum_steps", 1)
     for step in range(first, last):
         for part in range(micro):
             x, y = rows(step * micro + part, engine.mesh)
@@ -191,7 +194,9 @@ def compiled(stage, wire):
     """A run with every block compiled; in processes, because dynamo's state belongs to one."""
     torch._dynamo.reset()
     mesh = fastpar.Mesh()
-    model = fastpar.parallelize(start("tp"), mesh, zero_stage=stage, bucket_mb=0.02, **wire)
+    model = fastpar.parallelize(
+        start("tp"), mesh, fastpar.Parallel.of(zero_stage=stage, bucket_mb=0.02, **wire)
+    )
     for block in model.h:
         block.compile(backend="aot_eager")
     optimizer = fastpar.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
@@ -223,7 +228,9 @@ def test_compiled_blocks_send_the_same(stage):
 
 def refused(options):
     debug = Debug(bus_gb_s=12)
-    fastpar.parallelize(start("tp"), fastpar.Mesh(), zero_stage=3, debug=debug, **options)
+    fastpar.parallelize(
+        start("tp"), fastpar.Mesh(), fastpar.Parallel.of(zero_stage=3, **options), debug=debug
+    )
 
 
 @sweep("mode", ["optimizer", "parameters"])

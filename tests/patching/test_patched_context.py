@@ -14,6 +14,7 @@ import fastpar
 from fastpar import AdamW, Mesh, engine_of, parallelize
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.nn.tp_layers import check_generators
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -25,7 +26,7 @@ def made(**options):
 
 def wrap(model, mesh, **options):
     torch.set_num_threads(1)
-    model = parallelize(copy.deepcopy(model), mesh, **options)
+    model = parallelize(copy.deepcopy(model), mesh, Parallel.of(**options))
     return model, AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01)
 
 
@@ -106,7 +107,7 @@ def labels_of(ids):
 def loss_run(model, cp, method, items=None):
     model = copy.deepcopy(model)
     if cp > 1:
-        model = parallelize(model, Mesh(cp=cp), cp_method=method)
+        model = parallelize(model, Mesh(cp=cp), Parallel.of(cp_method=method))
     model.loss_function = in_fp64
     ids = batch(0)
     more = {} if items is None else {"num_items_in_batch": items}

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastpar
 from fastpar import AdamW, Mesh, parallelize
 from fastpar.nn.recompute import recompute
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("error:fastpar.patch")
@@ -67,7 +68,9 @@ def run(name, stage, mode="none"):
     else:
         mesh = Mesh(dp=2)
         rank = mesh.dp_rank
-        parallelize(model, mesh, zero_stage=stage, bucket_mb=0.01, first_bucket_mb=0.005)
+        parallelize(
+            model, mesh, Parallel.of(zero_stage=stage, bucket_mb=0.01, first_bucket_mb=0.005)
+        )
     optimizer = AdamW(model.parameters(), lr=1e-2)
     seen = []
     for step in range(STEPS):
@@ -104,7 +107,7 @@ def test_a_patched_model_stays_fused_at_every_stage(name, mode):
 
 def compiled(stage):
     model = copy.deepcopy(patched("transformers"))
-    parallelize(model, Mesh(), zero_stage=stage, bucket_mb=0.01, first_bucket_mb=0.005)
+    parallelize(model, Mesh(), Parallel.of(zero_stage=stage, bucket_mb=0.01, first_bucket_mb=0.005))
     ids = torch.randint(67, (2, 11), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         want = loss_of(model, ids)

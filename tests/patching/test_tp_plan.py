@@ -14,6 +14,7 @@ from torch import nn
 import fastpar
 from fastpar import AdamW, Mesh, Replicate, Shard, engine_of, parallelize
 from fastpar.patching.tp_plan import Column, Enter, Head, Leave
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 T = 12
@@ -89,7 +90,7 @@ def one_process(model):
 def split_run(model, tp, stage, tokens, plan=None):
     torch.set_num_threads(1)
     mesh, model = Mesh(tp=tp), copy.deepcopy(model)
-    parallelize(model, mesh, zero_stage=stage, sequence_parallel=tokens, tp_plan=plan)
+    parallelize(model, mesh, Parallel.of(zero_stage=stage, sequence_parallel=tokens), tp_plan=plan)
     optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01)
     seen = train(model, optimizer, mesh.dp_rank, mesh.dp_size)
     return mesh.dp_rank, seen, model.state_dict(), engine_of(model).tp_report
@@ -226,7 +227,7 @@ def test_generators_that_differ_are_refused():
 
 def saved(model, folder):
     model = copy.deepcopy(model)
-    parallelize(model, Mesh(tp=2), sequence_parallel=False)
+    parallelize(model, Mesh(tp=2), Parallel.of(sequence_parallel=False))
     state = model.state_dict()
     model.load_state_dict({name: x * 2 for name, x in state.items()})
     twice = model.state_dict()
@@ -252,7 +253,7 @@ def test_state_dict_and_save_pretrained(tmp_path):
 
 def generated(model, tp):
     model = copy.deepcopy(model).eval()
-    parallelize(model, Mesh(tp=tp), sequence_parallel=False)
+    parallelize(model, Mesh(tp=tp), Parallel.of(sequence_parallel=False))
     return model.generate(batch(0)[:, :5], max_new_tokens=8, do_sample=False, pad_token_id=0)
 
 
@@ -290,7 +291,7 @@ def test_a_fused_loss_never_joins_logits(tp, tokens):
 
     def run():
         mine = copy.deepcopy(model)
-        parallelize(mine, Mesh(tp=tp), sequence_parallel=tokens)
+        parallelize(mine, Mesh(tp=tp), Parallel.of(sequence_parallel=tokens))
         output = mine(batch(0), labels=batch(0))
         output.loss.backward()
         grads = {id(p): grad.clone() for p, grad in engine_of(mine).grads()}

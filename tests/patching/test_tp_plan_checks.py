@@ -9,6 +9,7 @@ from test_tp_plan import PLAN, TOKENS, T, batch, hf, mine, nano, patched
 import fastpar
 from fastpar import Mesh, Partial, parallelize
 from fastpar.patching.tp_plan import GPT2, Column, Divide, Row, Tokens, Vocab
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
@@ -17,7 +18,7 @@ def refused(message, plan, model=mine, ranks=2, **options):
         target = model()
         before = {name: type(module) for name, module in target.named_modules()}
         try:
-            parallelize(target, Mesh(tp=ranks), tp_plan=plan, **options)
+            parallelize(target, Mesh(tp=ranks), Parallel.of(**options), tp_plan=plan)
         finally:
             after = {name: type(module) for name, module in target.named_modules()}
             assert before == after, "a refused plan leaves the model as it was"

@@ -14,10 +14,12 @@ from fastpar.cli import main, parse_train
 from fastpar.comm.wires import FORMATS
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup
+from fastpar.parallel.debug import Debug
 from fastpar.plan import plan
 from fastpar.plan.plan import PlanCommand
 from fastpar.plan.wires import candidates, codes_s, sent_bytes, wires_text
-from fastpar.settings.config import GPTConfig, derive_batch
+from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 
 
 def run(capsys, *words):
@@ -72,7 +74,7 @@ def test_the_command_is_the_layout_that_won(words, capsys, tmp_path):
     assert config.system.nproc == winner["world_size"]
     assert config.text.batch_size == batch
     dp = winner["world_size"] // (winner["tp"] * winner["pp"])
-    assert derive_batch(config.text, shape.block_size, dp, winner["pp"]) == (
+    assert config.batch(shape.block_size, dp) == (
         winner["micro_batch_size"],
         winner["grad_accum_steps"],
     )
@@ -241,12 +243,14 @@ def test_parallelize_takes_every_layout(gpus, tmp_path, capsys):
             parallelize(
                 model,
                 mesh,
-                collectives=heard([]),
-                zero_stage=row["zero_stage"],
-                shard_size=row["shard_size"],
-                sequence_parallel=row["sequence_parallel"],
-                accumulate=row["accumulate"],
-                grad_accum_steps=row["grad_accum_steps"],
+                Parallel.of(
+                    zero_stage=row["zero_stage"],
+                    shard_size=row["shard_size"],
+                    sequence_parallel=row["sequence_parallel"],
+                    accumulate=row["accumulate"],
+                    grad_accum_steps=row["grad_accum_steps"],
+                ),
+                debug=Debug(collectives=heard([])),
             )
             assert (
                 engine_of(model).settings.n_shards == (row["shard_size"] or mesh.dp_size)

@@ -16,10 +16,12 @@ from fastpar.cli import main, parse_train
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import ByteTokenizer, check_name, name_for
 from fastpar.files.dtypes import DTYPES
+from fastpar.parallel.debug import Debug
 from fastpar.parallel.parallelize import parallelize
 from fastpar.plan import plan
 from fastpar.plan.plan import command_lines
 from fastpar.settings.axes import parse_grid
+from fastpar.settings.parallel import Parallel
 from fastpar.train import start
 from fastpar.train import trainer as train
 
@@ -45,7 +47,7 @@ def built(words, monkeypatch):
         changes["dtype"] = "bf16"
 
     def alone(model, mesh, *, transport, **more):
-        return parallelize(model, mesh, collectives=heard([]), **more)
+        return parallelize(model, mesh, Parallel.of(**more), debug=Debug(collectives=heard([])))
 
     monkeypatch.setattr(start, "parallelize", alone)
     monkeypatch.setattr(start, "load_data", text_of)

@@ -18,7 +18,7 @@ from fastpar.plan.search import (
     splits,
     why_not,
 )
-from fastpar.settings.config import PRESETS, GPTConfig, derive_batch
+from fastpar.settings.config import PRESETS, GPTConfig
 
 GPT2 = Workload(PRESETS["gpt2"], 64)
 
@@ -129,7 +129,7 @@ def test_nothing_is_proposed_that_the_trainer_refuses(model, world, dtype):
     for e in found(workload, world, dtype=dtype, master_weights=masters):
         assert refused(workload, e.setup) is None
         config = e.setup.config(workload)
-        batch = derive_batch(config.text, workload.seq_len, e.setup.dp)
+        batch = config.batch(workload.seq_len, e.setup.dp)
         assert batch == (e.setup.micro_batch_size, e.setup.grad_accum_steps)
 
 

@@ -1,6 +1,6 @@
 """One rank of a mesh whose other ranks do not exist; what it says to them is written down.
 
-LoneMesh makes a mesh of any number of ranks. parallelize(collectives=heard(ops)) does the
+LoneMesh makes a mesh of any number of ranks. Debug(collectives=heard(ops)) does the
 arithmetic of an operation here, as if every rank had this rank's data, and appends it to ops.
 """
 
@@ -15,6 +15,8 @@ from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import DONE
 from fastpar.comm.mesh import Mesh
 from fastpar.nn.recompute import recompute
+from fastpar.parallel.debug import Debug
+from fastpar.settings.parallel import Parallel
 
 
 class Op(NamedTuple):
@@ -107,7 +109,7 @@ class LoneCollectives(Collectives):
 
 
 def heard(ops):
-    """For parallelize(collectives=...): what every group of a LoneMesh does is appended to ops."""
+    """For Debug(collectives=...): what every group of a LoneMesh does is appended to ops."""
     return lambda group, role: LoneCollectives(ops, role, group or dist.group.WORLD)
 
 
@@ -151,7 +153,12 @@ class LoneRun:
         self.idx, self.ops = idx, []
         self.mesh = LoneMesh(world_size, rank, **axes)
         try:
-            self.model = parallelize(GPT(config), self.mesh, collectives=heard(self.ops), **options)
+            self.model = parallelize(
+                GPT(config),
+                self.mesh,
+                Parallel.of(**options),
+                debug=Debug(collectives=heard(self.ops)),
+            )
             recompute(self.model, mode)
             self.optimizer = AdamW(self.model.parameters())
         except BaseException:

@@ -7,8 +7,10 @@ from lone_rank import LoneMesh, heard
 from torch import nn
 
 from fastpar.kernels.global_norm import NORM_WORDS
+from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.parallel import Parallel
 
 W, RANK = 64, 5
 KIB = 1024
@@ -81,7 +83,9 @@ class Run:
             mesh = stack.enter_context(LoneMesh(world_size, rank))
             self.model = Model(self.log)
             kwargs = {"bucket_mb": 1 / 4, "first_bucket_mb": 1 / 16, **kwargs}
-            parallelize(self.model, mesh, collectives=heard(self.log), **kwargs)
+            parallelize(
+                self.model, mesh, Parallel.of(**kwargs), debug=Debug(collectives=heard(self.log))
+            )
             self.engine = engine_of(self.model)
             self.optimizer = Sgd(self.engine)
             self._stack = stack.pop_all()

@@ -44,6 +44,7 @@ from fastpar.optim.schedule import param_groups
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Partial, Shard, State
 from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
 from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear_cross_entropy
@@ -331,19 +332,21 @@ def train(cell: Cell, options: dict[str, Any] | None = None) -> dict[str, Any]:
     parallelize(
         model,
         mesh,
-        **{
-            "zero_stage": cell.stage,
-            "shard_size": cell.shard_size,
-            "bucket_mb": 0.01,
-            "first_bucket_mb": 0.003,
-            "grad_dtype": torch.float32 if half else None,
-            "accumulate": accumulate,
-            "grad_accum_steps": grad_accum_steps,
-            "deterministic": cell.deterministic,
-            "sequence_parallel": cell.sequence if cell.grid is None else None,
-            "cp_method": cell.method,
-            **(options or {}),
-        },
+        Parallel.of(
+            **{
+                "zero_stage": cell.stage,
+                "shard_size": cell.shard_size,
+                "bucket_mb": 0.01,
+                "first_bucket_mb": 0.003,
+                "grad_dtype": torch.float32 if half else None,
+                "accumulate": accumulate,
+                "grad_accum_steps": grad_accum_steps,
+                "deterministic": cell.deterministic,
+                "sequence_parallel": cell.sequence if cell.grid is None else None,
+                "cp_method": cell.method,
+                **(options or {}),
+            }
+        ),
     )
     recompute(model, cell.recompute)
     engine = engine_of(model)

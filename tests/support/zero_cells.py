@@ -35,6 +35,7 @@ from fastpar.optim.schedule import param_groups
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 STEPS, T, V, C = 6, 6, 37, 16
@@ -261,17 +262,19 @@ def train(cell: Cell, options: dict, with_state: bool = False) -> dict:
     parallelize(
         model,
         mesh,
-        **{
-            "zero_stage": cell.stage,
-            "shard_size": cell.shard_size,
-            "bucket_mb": 0.015,
-            "first_bucket_mb": 0.003,
-            "grad_dtype": torch.float32 if half else None,
-            "accumulate": accumulate,
-            "grad_accum_steps": grad_accum_steps,
-            "deterministic": cell.deterministic,
-            **options,
-        },
+        Parallel.of(
+            **{
+                "zero_stage": cell.stage,
+                "shard_size": cell.shard_size,
+                "bucket_mb": 0.015,
+                "first_bucket_mb": 0.003,
+                "grad_dtype": torch.float32 if half else None,
+                "accumulate": accumulate,
+                "grad_accum_steps": grad_accum_steps,
+                "deterministic": cell.deterministic,
+                **options,
+            }
+        ),
     )
     engine = engine_of(model)
     optimizer = make_optimizer(cell, model, master_weights=half)

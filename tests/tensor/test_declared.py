@@ -9,6 +9,7 @@ from torch import nn
 from fastpar import GPT, GPTConfig, engine_of, parallelize
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import parameter_names
 from fastpar.sharding.placements import Partial, Replicate, Shard
 from fastpar.tensor.declared import Declared, add_state, find_states, split_parameters
@@ -258,7 +259,7 @@ def gpt(**sizes):
 def test_every_parameter_of_gpt_is_declared(sequence_parallel):
     def rank():
         model = gpt()
-        parallelize(model, Mesh(tp=4), sequence_parallel=sequence_parallel)
+        parallelize(model, Mesh(tp=4), Parallel.of(sequence_parallel=sequence_parallel))
         declared = engine_of(model).declared
         return {name: declared.states(p)["tp"] for name, p in model.named_parameters()}
 
@@ -309,7 +310,7 @@ def test_every_parameter_of_gpt_is_declared(sequence_parallel):
 def test_a_gpt_that_does_not_split(sizes, tp, options, match):
     def rank():
         with pytest.raises(ValueError, match=match):
-            parallelize(gpt(**sizes), Mesh(tp=tp), **options)
+            parallelize(gpt(**sizes), Mesh(tp=tp), Parallel.of(**options))
 
     run_ranks(rank, tp)
 

@@ -24,6 +24,7 @@ from fastpar.models.fp8 import use_fp8
 from fastpar.nn.recompute import recompute
 from fastpar.optim.muon import muon_groups
 from fastpar.parallel.debug import Debug
+from fastpar.settings.parallel import Parallel
 from fastpar.tensor.grid import Grid
 from fastpar.testing import run_ranks
 
@@ -174,7 +175,7 @@ def test_gathered_blocks_are_let_go_of_within_an_op(op, forward, backward):
     shape = (F // 2, C // 2) if op == "column" else (C // 2, F // 2)
     x, w = x.requires_grad_(), torch.randn(*shape).requires_grad_()
     with LoneMesh(4, 0, tp_grid=(2, 2)) as mesh:
-        model = parallelize(build(torch.float32), mesh, collectives=heard([]))
+        model = parallelize(build(torch.float32), mesh, debug=Debug(collectives=heard([])))
         number = model.h[0].attn.tp.number
         with StepMemory(mesh.device, alive_bytes=0) as memory:
             y = getattr(torch.ops.fastpar, f"grid_{op}")(x, w, None, number)
@@ -275,7 +276,9 @@ def test_what_a_grid_refuses(make, options, message):
     def rank():
         model = make()
         with pytest.raises(ValueError, match=message):
-            parallelize(model, Mesh(tp_grid=(2, 1)), debug=Debug(bus_gb_s=12), **options)
+            parallelize(
+                model, Mesh(tp_grid=(2, 1)), Parallel.of(**options), debug=Debug(bus_gb_s=12)
+            )
         assert all(vars(module).get("tp") is None for module in model.modules())
 
     run_ranks(rank, 2)

@@ -5,6 +5,7 @@ import torch
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.kernels import make_key
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=301, dropout=0.1)
@@ -16,7 +17,7 @@ def losses(axes, options):
     found = []
     for compiled in (False, True):
         model = GPT(CONFIG)
-        parallelize(model, mesh, **options)
+        parallelize(model, mesh, Parallel.of(**options))
         optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
         forward = model
         if compiled:

@@ -4,11 +4,12 @@ import torch
 from test_tp_plan import PLAN, mine
 
 from fastpar import Mesh, engine_of, parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
 def report(model, **options):
-    parallelize(model, Mesh(tp=options.pop("tp", 2)), **options)
+    parallelize(model, Mesh(tp=options.pop("tp", 2)), Parallel.of(**options))
     return engine_of(model).tp_report.splitlines()
 
 

@@ -159,7 +159,7 @@ def keys_of_rank(axes: dict[str, int], more: dict[str, Any], folder: str) -> dic
     mesh = fastpar.Mesh(**axes)
     shape = fastpar.GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=97)
     model = fastpar.GPT(shape, seed=0)
-    fastpar.parallelize(model, mesh, **more)
+    fastpar.parallelize(model, mesh, fastpar.Parallel.of(**more))
     optimizer = fastpar.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
     idx = torch.arange(32).reshape(2, 16)
     step = getattr(fastpar, "pipeline_step", None)
@@ -188,7 +188,7 @@ def keys() -> dict[str, Any]:
         *((2, {}, {"zero_stage": stage}) for stage in (1, 2, 3)),
         (2, {"tp": 2}, {}),
         (4, {"tp": 2, "dp": 2}, {"zero_stage": 3}),
-        (2, {}, {"zero_stage": 2, "wire_gradients": "int8", "error_feedback": "buffer"}),
+        (2, {}, {"zero_stage": 2, "wire_gradients": "int8", "error_buffer": True}),
         (2, {"cp": 2}, {}),
     ]
 

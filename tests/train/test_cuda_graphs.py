@@ -13,6 +13,7 @@ from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.cli import parse_train
 from fastpar.kernels import make_key
 from fastpar.settings.config import TrainConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 from fastpar.train import cuda_graphs
 from fastpar.train.cuda_graphs import MicroBatchGraphs, StepGraph, why_micro_batches
@@ -100,7 +101,7 @@ SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, 
 
 
 def graphed(model, **options):
-    engine = engine_of(parallelize(model.train(), Mesh(), **options))
+    engine = engine_of(parallelize(model.train(), Mesh(), Parallel.of(**options)))
 
     def compute(ids, key, scale):
         loss = model(ids, ids, rng_key=key)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 from fastpar.train.trainer import validation_loss
 
@@ -15,7 +16,7 @@ TOKENS = np.random.default_rng(0).integers(0, 130, 7 * 8 + 1).astype(np.uint16) 
 def loss_of(options, rows, n_batches):
     options = dict(options)
     mesh = Mesh(tp=options.pop("tp", 1), device="cpu")
-    model = parallelize(GPT(SHAPE).double(), mesh, **options)
+    model = parallelize(GPT(SHAPE).double(), mesh, Parallel.of(**options))
     return validation_loss(
         model, engine_of(model), TOKENS, rows=rows, block_size=8, n_batches=n_batches
     )

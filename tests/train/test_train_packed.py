@@ -8,6 +8,7 @@ from fastpar import AdamW, parallelize, pipeline_step
 from fastpar.comm.mesh import Mesh
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 RUN = {**TINY, "data": "texts", "pack": "documents", "micro_batch_size": 2, "max_steps": 4}
@@ -56,7 +57,7 @@ def test_the_bits_of_one_process_through_stages(texts, ranks, changes):
 def _on_ranks(tp, sequence_parallel):
     model = GPT(GPTConfig(2, 2, 16, 12, 50, 0.0), seed=3).double()
     mesh = Mesh(tp=tp, device="cpu")
-    parallelize(model, mesh, sequence_parallel=sequence_parallel, zero_stage=1)
+    parallelize(model, mesh, Parallel.of(sequence_parallel=sequence_parallel, zero_stage=1))
     x, y = torch.randint(50, (2, 3, 11), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(n) for n in (5, 4, 2)]).repeat(3, 1)
     loss = model(x, y, positions=positions)
