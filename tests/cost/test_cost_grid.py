@@ -96,7 +96,7 @@ def test_settings_come_back():
     assert (setup.tp, setup.rows, setup.depth, setup.data, setup.dp) == (2, 2, 2, 2, 1)
     settings = setup.settings(Workload(SHAPE, 8))
     assert (settings["tp"], settings["tp_grid"]) == (1, "2x2x2")
-    assert replace(setup, tp_grid="none", tp=2).data == 4
+    assert replace(setup, tp_grid=None, tp=2).data == 4
 
 
 def test_a_run_on_a_grid_is_predicted():

@@ -84,7 +84,7 @@ def test_gpt2_xl_fits_a_small_gpu():
     assert (states.gradients, states.optimizer) == (0, 0)
     assert states.parameters == pytest.approx(2 * XL.n_parameters, rel=1e-3)
     assert host_bytes(XL, ONE) == pytest.approx(18 * XL.n_parameters, rel=1e-3)
-    without = replace(ONE, offload="none", zero_stage=0, accumulate="full")
+    without = replace(ONE, offload=None, zero_stage=0, accumulate="full")
     once = replace(ONE, grad_accum_steps=1)
     small = replace(XL, batch_size=1)
     saved = predict_memory(small, replace(without, grad_accum_steps=1)).total

@@ -61,7 +61,7 @@ def test_a_setup_is_what_its_settings_say():
         dtype="bf16",
         world_size=4,
         micro_batch_size=config.text.micro_batch_size,
-        grad_accum_steps=config.text.grad_accum_steps,
+        grad_accum_steps=config.parallel.grad_accum_steps,
     )
     assert again == setup
     assert config.model_config(300) == MICRO

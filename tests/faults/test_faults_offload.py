@@ -35,5 +35,5 @@ def test_a_host_that_fails_in_its_step(here, start, victim, how, options):
     assert step_of(found) in (2, 4)
     run_in_threads("whole", 2, *RUN)
     assert bits(found) == bits(Path("whole/checkpoints") / found.name)
-    run_in_threads("r", 2, *RUN, "--resume", "--offload=none", "--zero=0")
+    run_in_threads("r", 2, *RUN, "--resume", "--zero=0", "--unset", "offload")
     assert curve("r") == curve("whole")

@@ -21,7 +21,6 @@ from fastpar.parallel.parallelize import parallelize
 from fastpar.plan import plan
 from fastpar.plan.plan import command_lines
 from fastpar.settings.axes import parse_grid
-from fastpar.settings.parallel import Parallel
 from fastpar.train import start
 from fastpar.train import trainer as train
 
@@ -46,13 +45,14 @@ def built(words, monkeypatch):
     if config.system.dtype == "fp16":  # which no CPU trains: as many bytes, the same paths
         changes["dtype"] = "bf16"
 
-    def alone(model, mesh, *, transport, **more):
-        return parallelize(model, mesh, Parallel.of(**more), debug=Debug(collectives=heard([])))
+    def alone(model, mesh, settings):
+        heard_only = Debug(collectives=heard([]))
+        return parallelize(model, mesh, settings.change(transport="auto"), debug=heard_only)
 
     monkeypatch.setattr(start, "parallelize", alone)
     monkeypatch.setattr(start, "load_data", text_of)
-    axes = {axis: getattr(config.parallel, axis) for axis in ("tp", "cp", "pp")}
-    axes["tp_grid"] = parse_grid(config.parallel.tp_grid)
+    axes = {axis: getattr(config.mesh, axis) for axis in ("tp", "cp", "pp")}
+    axes["tp_grid"] = parse_grid(config.mesh.tp_grid)
     with LoneMesh(ranks, 0, **axes) as mesh:
         return config, train.Trainer(config.replace(changes), mesh)
 

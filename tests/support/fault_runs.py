@@ -28,7 +28,7 @@ CURVES = {"loss", "val_loss"}  # rows without are of saves
 def run_in_threads(out, ranks, *options):
     """The run of so many ranks to which nothing happens, in this process: the bits of processes."""
     config = parse_train([*TRAIN[1:], *options, f"--out={out}", "--threads=1"])
-    replicas = config.parallel.replicas
+    replicas = config.mesh.replicas
     work = lambda: Trainer(config, Mesh(replicas=replicas, device="cpu")).run()  # noqa: E731
     assert run_ranks(work, ranks, timeout_s=200) == [0] * ranks
 

@@ -85,7 +85,7 @@ class Asked(Trainer):
 
 def ask(changes):
     config = TrainConfig().replace({**RUN, **changes})
-    return Asked(config, Mesh(replicas=config.parallel.replicas, device="cpu")).run()
+    return Asked(config, Mesh(replicas=config.mesh.replicas, device="cpu")).run()
 
 
 @pytest.mark.parametrize(("what", "seed", "status"), [("stop", 0, 143), ("save", 1, 0)])
