@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from bench.peers import engines, stock
 from fastpar.comm.mesh import gather_objects
 from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
+from fastpar.models.block import part_flops
 from fastpar.models.gpt import GPT
 from fastpar.pipeline.split import cut
 from fastpar.settings.config import GPTConfig
@@ -96,7 +97,7 @@ class _Torch(_Pipeline):
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # slow to import
 
         rank, size = dist.get_rank(), dist.get_world_size()
-        ends = [0, *accumulate(cut(config.part_flops(), size))]
+        ends = [0, *accumulate(cut(part_flops(config), size))]
         model = Stage(model_of(config), range(ends[rank], ends[rank + 1]))
         super().__init__(name, model, adamw_of(model, settings), settings)
         self.ends, _ = dist.new_subgroups_by_enumeration(

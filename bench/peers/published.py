@@ -37,6 +37,7 @@ from fastpar.cost.devices import Cluster
 from fastpar.cost.operations import CommOp, Op, comm_ops_of, ops_of
 from fastpar.cost.step_time import StepTime, predict_step, time_of
 from fastpar.cost.workload import Setup, Workload
+from fastpar.models.block import flops_per_token
 from fastpar.settings.config import GPTConfig
 
 TOLERANCE = 0.2  # of a predicted fraction of peak, relative to the reported
@@ -66,7 +67,7 @@ class Published:
     def counted_flops(self) -> float:
         """FLOPs of a step, as the source counts them."""
         if not self.megatron:
-            return float(self.workload.flops_per_token * self.workload.tokens_per_step)
+            return float(flops_per_token(self.workload.shape) * self.workload.tokens_per_step)
         shape, seq_len = self.workload.shape, self.workload.seq_len
         passes = 96 if self.family == "arXiv 2104.04473" else 72
         layers, width = shape.n_layer, shape.n_embd

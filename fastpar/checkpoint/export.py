@@ -22,7 +22,7 @@ from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.kernels.adamw_storage import master_join
 from fastpar.models.hf import EXPERTS, INDEX_FILE, MASKS, check_dense, index_json, save_hf
 from fastpar.models.nanogpt import load_nanogpt
-from fastpar.models.weights import CONV1D, PREFIX
+from fastpar.models.weights import PREFIX, is_conv1d
 
 # What transformers' from_pretrained reads besides weights; all of it is text.
 _TEXTS = (
@@ -146,7 +146,7 @@ def _converted(
         if f"{name}/{entry}" in states:
             state = reader.read(states[f"{name}/{entry}"])
             if gpt:  # as transformers stores the parameter: without padding, transposed
-                state = state.t() if name.endswith(CONV1D) else state[: tensor.shape[0]]
+                state = state.t() if is_conv1d(name) else state[: tensor.shape[0]]
             value = join(value, state.contiguous())
     converted = value.to(target)
     if not bool((converted.isfinite() | ~value.isfinite()).all()):

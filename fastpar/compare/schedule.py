@@ -18,10 +18,10 @@ from fastpar.comm.host import threads_per_rank
 from fastpar.compare.results import Comparison, Run
 from fastpar.compare.strategies import SINGLE, STRATEGIES
 from fastpar.compare.worker import Spec
-from fastpar.cost.workload import count_parameters
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
 from fastpar.files.progress import duration
 from fastpar.measure.machine import about_machine
+from fastpar.models.block import count_parameters
 from fastpar.settings.combinations import check_synchronous
 from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
 from fastpar.settings.files import check_at_least, option
@@ -233,7 +233,7 @@ class Schedule:
             "nproc": command.nproc,
             "model": command.shape.model,
             "shape": asdict(shape),
-            "parameters": count_parameters(shape),
+            "parameters": count_parameters(shape, padded=True),
             "experts": experts,
             "data": data.name,
             "tokenizer": data.tokenizer.name,

@@ -8,20 +8,35 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastpar.cost.workload import Setup, Workload, vocabulary_rows
+from fastpar.cost.workload import Setup, Workload
 from fastpar.files.dtypes import DTYPES
+from fastpar.models.block import (
+    FIRST,
+    LAST,
+    block_parts,
+    parameters_of,
+    part_flops,
+    products,
+    shapes_of,
+    widths,
+)
 from fastpar.pipeline.schedules import stage_of
 from fastpar.pipeline.split import cut
 from fastpar.settings.config import GPTConfig, TrainConfig, pp_chunks, pp_split
-from fastpar.sharding.layout import ALIGN, Layout, ParamSpec, build_layout, default_bucket_mb
+from fastpar.settings.parallel import Parallel
+from fastpar.sharding.layout import (
+    ALIGN,
+    Layout,
+    ParamSpec,
+    build_layout,
+    default_bucket_mb,
+)
 
-FIRST_BUCKET_MB = 1.0  # parallelize()'s default
 ROOT = 0  # the unit of what is in no block
-_PRODUCTS = (2, 4, 8, 10)  # the matrices of a block among its parameters
 
 
 class BucketKind(NamedTuple):
@@ -52,6 +67,7 @@ class GPTBuckets:
         shapes: of the parameters, in registration order.
         layout: with one shard; BucketKind.padded() knows others.
         first, last: whether the embedding, the head are among them.
+        block: elements of a block.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -60,6 +76,7 @@ class GPTBuckets:
     first: bool
     last: bool
     grad_bytes: int
+    block: int
 
     @functools.cached_property
     def elements(self) -> int:
@@ -144,7 +161,7 @@ def stage_layers(shape: GPTConfig, setup: Setup) -> Sequence[int]:
 
 @functools.lru_cache(4096)
 def _cut(shape: GPTConfig, n_stages: int) -> tuple[int, ...]:
-    return tuple(cut(shape.part_flops(), n_stages))
+    return tuple(cut(part_flops(shape), n_stages))
 
 
 def parts_of(workload: Workload, setup: Setup) -> tuple[RankParts, ...]:
@@ -169,7 +186,8 @@ def _rank_parts(
 def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None) -> GPTBuckets:
     """The buckets of a rank with these parts; None: of the one with most parameters."""
     if parts is None:
-        table = vocabulary_rows(workload.shape, 1) / (12 * workload.shape.n_embd)
+        sizes = widths(workload.shape)
+        table = sizes["V"] / (12 * sizes["C"])
         parts = max(
             parts_of(workload, setup), key=lambda p: sum(p.layers) + table * (p.first or p.last)
         )
@@ -200,40 +218,24 @@ def _buckets(
     bucket_mb: float,
     rounded: str,
 ) -> GPTBuckets:
-    dtypes, width = (DTYPES[dtype], DTYPES[grad_dtype]), shape.n_embd
-    tp, rows = split
-    least, block = width // tp if rows else width, tuple(_block_shapes(shape, tp, rows))
+    dtypes = DTYPES[dtype], DTYPES[grad_dtype]
+    table, positions = shapes_of(FIRST, shape, *split)
+    block, end = shapes_of(block_parts(), shape, *split), shapes_of(LAST, shape, *split)
     # parallelize() merges neighbouring units up to the cap of the first bucket.
-    block_bytes = sum(map(math.prod, block)) * dtypes[0].itemsize
-    merged = max(1, int(FIRST_BUCKET_MB * 2**20) // block_bytes)
-    embeddings = ((vocabulary_rows(shape, tp), width // (rows or 1)),) * (first or last)
-    embeddings += ((shape.block_size, least),) * first
-    norm = ((least,), (least,)) * last
-    shapes = (*embeddings, *block * n_layers, *norm)
+    numel = sum(map(math.prod, block))
+    merged = max(1, int(Parallel.first_bucket_mb * 2**20) // (numel * dtypes[0].itemsize))
+    before = [table] * (first or last) + [positions] * first
+    shapes = (*before, *block * n_layers, *end * last)
     units = [1 + by_unit * (layer // merged) for layer in range(n_layers) for _ in block]
-    starts = range(len(embeddings), len(shapes) - len(norm), len(block))
-    coded = _PRODUCTS[4 - {"none": 0, "mlp": 2, "all": 4}[rounded] :]
+    names = [name for name, _ in parameters_of(block_parts())] * n_layers
+    coded = {f"{product}.weight" for product in products(rounded)}
     layout = build_layout(
         [ParamSpec((str(i),), s, dtypes[0]) for i, s in enumerate(shapes)],
         bucket_bytes=bucket_mb * 2**20,
-        first_bucket_bytes=FIRST_BUCKET_MB * 2**20,
+        first_bucket_bytes=Parallel.first_bucket_mb * 2**20,
         grad_dtype=dtypes[1],
-        rounded=[start + i for start in starts for i in coded],
-        unit_of=[*[ROOT] * len(embeddings), *units, *[ROOT] * len(norm)],
+        rounded=[i for i, name in enumerate(names, len(before)) if name in coded],
+        unit_of=[*[ROOT] * len(before), *units, *[ROOT] * (len(end) * last)],
         flags=not by_unit,
     )
-    return GPTBuckets(shapes, layout, n_layers, first, last, dtypes[1].itemsize)
-
-
-def _block_shapes(shape: GPTConfig, tp: int, rows: int) -> Iterable[tuple[int, ...]]:
-    """Shapes of a block's parameters, in registration order: norm, attention, norm, MLP.
-
-    rows: of a grid, which cut matrices too; columns cut all else. 0: there is none.
-    """
-    width = shape.n_embd
-    attention, hidden = shape.heads_of_rank(tp) * shape.head_dim, 4 * width // tp
-    one, by_row = (width // tp, width // rows) if rows else (width, width)
-    yield from ((one,), (one,))
-    yield from ((3 * attention, by_row), (3 * attention,), (by_row, attention), (one,))
-    yield from ((one,), (one,))
-    yield from ((hidden, by_row), (hidden,), (by_row, hidden), (one,))
+    return GPTBuckets(shapes, layout, n_layers, first, last, dtypes[1].itemsize, numel)

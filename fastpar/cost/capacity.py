@@ -20,8 +20,9 @@ import torch
 from fastpar.comm.host import free_memory, local_ranks
 from fastpar.cost.buckets import stages_of
 from fastpar.cost.memory_model import activations_on_host, format_bytes, predict_states
-from fastpar.cost.workload import Setup, Workload, count_parameters
+from fastpar.cost.workload import Setup, Workload
 from fastpar.files.dtypes import DTYPES
+from fastpar.models.block import count_parameters
 from fastpar.settings.config import GPTConfig, TrainConfig
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -45,7 +46,7 @@ def check_capacity(
     Raises:
         ValueError: says the need, what there is, and what would hold the model.
     """
-    n, mine = count_parameters(shape), limit_bytes // sharing
+    n, mine = count_parameters(shape, padded=True), limit_bytes // sharing
     need = bytes_per_rank(shape, setup)
     if sum(need.values()) <= mine:
         return
@@ -67,7 +68,7 @@ def check_building(shape: GPTConfig, *, limit_bytes: int, sharing: int) -> None:
     Raises:
         ValueError: each makes the whole model in fp32 before it takes its part.
     """
-    n = count_parameters(shape)
+    n = count_parameters(shape, padded=True)
     if 4 * n * sharing <= limit_bytes:
         return
     most = limit_bytes // (4 * n)
@@ -99,7 +100,7 @@ def what_would_hold(shape: GPTConfig, setup: Setup, mine: int) -> str:
             break
     if not ways:
         per_element = setup.weight_bytes + setup.grad_bytes + setup.state_bytes
-        ranks = math.ceil(count_parameters(shape) * per_element / max(mine, 1))
+        ranks = math.ceil(count_parameters(shape, padded=True) * per_element / max(mine, 1))
         ranks = -(-ranks // setup.tp) * setup.tp
         ways.append(f"{ranks} ranks with as much memory each and --zero 3")
     return "use " + ", or ".join([*ways, "a smaller model"])

@@ -29,7 +29,6 @@ from fastpar.cost.buckets import buckets_of
 from fastpar.cost.memory_model import kept_by_blocks
 from fastpar.cost.operations import elements_of, expert_elements
 from fastpar.cost.workload import Setup, Workload
-from fastpar.settings.config import GPTConfig
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,6 @@ class ExpertCosts:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def count_experts(shape: GPTConfig) -> int:
-    """Parameters of all experts, without their routers."""
-    one = 2 * shape.n_embd * shape.hidden + shape.n_embd + shape.hidden
-    return shape.expert_layers * shape.n_expert * one
-
-
 def predict_experts(workload: Workload, setup: Setup) -> ExpertCosts:
     """Of a rank of dp, tp and ep: cp and pp are 1 in setup."""
     shape, stage, n = workload.shape, setup.stage, setup.n_shards
@@ -67,24 +60,6 @@ def predict_experts(workload: Workload, setup: Setup) -> ExpertCosts:
         parameters=setup.weight_bytes * (shard if stage == 3 else local),
         gradients=setup.grad_bytes * (shard if stage >= 2 else local),
         optimizer=setup.state_bytes * shared,
-        activations=_activations(workload, setup),
+        activations=kept_by_blocks(workload, setup),
         all_to_all=times * rows * shape.n_embd * setup.weight_bytes,
     )
-
-
-def _activations(workload: Workload, setup: Setup) -> float:
-    """See [Note: what a layer keeps]."""
-    shape, tp, k, item = workload.shape, setup.tp, workload.shape.top_k, setup.weight_bytes
-    width, hidden, n = shape.n_embd, shape.hidden / tp, setup.tokens_of_rank(workload)
-    shared = tp if setup.sequence_parallel else 1
-    choices = 8 * k
-    if setup.activation_checkpointing == "full":
-        more = float(choices)
-    elif setup.activation_checkpointing == "selective":
-        received = 2 * (setup.ep > 1)
-        rows = k * ((1 + received) * width + hidden) - 4 * width / tp
-        more = item * rows + 4 * shape.n_expert + choices
-    else:
-        rows = k * (2 * width + 2 * hidden) - 8 * width / tp - width / shared
-        more = item * rows + 4 * width + 4 * (shape.n_expert + k) + 2 * choices
-    return kept_by_blocks(workload, setup) + n * more * shape.expert_layers

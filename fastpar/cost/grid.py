@@ -7,12 +7,15 @@ made from are there at once. With one row or one column there is nothing to join
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from fastpar.cost.peak_moments import Moment, Peak
-from fastpar.cost.workload import Setup, Workload, vocabulary_rows
+from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
+from fastpar.models.block import FIRST, LAST, block_parts, shapes_of, split_products, widths
 
 Comm = tuple[str, str, float, int, int, int, str]  # the fields of operations.CommOp
 
@@ -23,6 +26,8 @@ def along_grid(workload: Workload, setup: Setup) -> Iterator[Comm]:
     n, width, item = setup.tokens_of_rank(workload), shape.n_embd, setup.weight_bytes
     layers, full = shape.n_layer, setup.activation_checkpointing == "full"
     passes, forwards = n_micro * layers, 2 if full else 1
+    parts, sizes, split = block_parts(), widths(shape, c), split_products()
+    columns, steps = sum(by_columns for _, by_columns in split), 2 * n_micro
     wide = 8.0 if item == 8 else 4.0
 
     def row(kind: str, count: int, n_bytes: float = float(n * width * item)) -> Comm:
@@ -32,21 +37,27 @@ def along_grid(workload: Workload, setup: Setup) -> Iterator[Comm]:
         return (kind, "tp", float(n_bytes), r, c, count, "")
 
     # Forward, dy of row layers, x of column layers once more; embedding and head.
-    yield row("all_gather", passes * (2 * forwards + 4) + 2 * n_micro)
-    yield row("reduce_scatter", passes * (2 * forwards + 2) + 2 * n_micro)
+    yield row("all_gather", passes * (len(split) + columns * forwards) + steps)
+    yield row(
+        "reduce_scatter", passes * ((len(split) - columns) * forwards + columns) + 2 * n_micro
+    )
     norms = forwards + 1 + (setup.activation_checkpointing == "selective")
-    yield row("all_gather", 2 * passes * norms + 2 * n_micro, 2 * wide * n * c)
-    chunks = -(-n // default_chunk_rows(n, width, vocabulary_rows(shape, c), setup.device_type))
+    many = sum(part.op == "layer_norm" for part in parts)
+    yield row("all_gather", many * passes * norms + 2 * n_micro, 2 * wide * n * c)
+    chunks = -(-n // default_chunk_rows(n, width, sizes["V"], setup.device_type))
     yield row("all_gather", n_micro * chunks, 3 * wide * n * c / chunks)
-    features, hidden = shape.heads_of_rank(c) * shape.head_dim, shape.hidden // c
-    for outputs, many in ((3 * features, 1), (features, 1), (hidden, 2)):
-        yield column("all_gather", many * passes * (forwards + 1), outputs * width * item)
-        yield column("reduce_scatter", many * passes, outputs * width * item)
-    table = vocabulary_rows(shape, c) * width * item
+    for letter, many in Counter(letter for letter, _ in split).items():
+        yield column("all_gather", many * passes * (forwards + 1), sizes[letter] * width * item)
+        yield column("reduce_scatter", many * passes, sizes[letter] * width * item)
+    table = sizes["V"] * width * item
     yield column("all_gather", 2 * n_micro, table)
     yield column("reduce_scatter", 2 * n_micro, table)
     # Positions, norms and biases, whose gradients the rows have parts of.
-    partial = (shape.block_size + 2 + 6 * layers) * (width // c) + layers * (3 * features + hidden)
+    vectors, ends, (positions,) = (
+        [math.prod(s) for s in shapes_of(some, shape, c, r) if len(s) == n]
+        for some, n in ((parts, 1), (LAST, 1), (FIRST[1:], 2))
+    )
+    partial = positions + sum(ends) + layers * sum(vectors)
     mine = partial * setup.grad_bytes / setup.n_shards
     yield column("all_reduce", n_micro if setup.stage == 0 else 1, mine)
     yield ("all_reduce", "tp", wide, r * setup.depth, c, n_micro, "")  # the loss
@@ -86,14 +97,12 @@ class GridPeak(Peak):
         return self.item * self.table * self.share + self._standing
 
     def _block(self) -> tuple[float, float]:
-        a, whole, split, heads = self.a, self.whole, self.split, self.heads
+        a, whole, split = self.a, self.whole, self.split
         joined, weight = self.joined, self.weight
-        again = last = 0.0
+        again, last = self._again, 0.0
         if self.mode == "full":
-            again = 4 * (a + heads) + 8 * split + 2 * self.statistics + self.lse
             last = self.res + again + a + whole + max(self.gathered * weight, joined + a)
         elif self.mode == "selective":
-            again = 4 * a + 4 * split + 2 * self.statistics
             last = self.res + again
             again -= 2 * a
         part = self.gathered * self.share * weight

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fastpar.cost.buckets import BucketKind, GPTBuckets
 from fastpar.cost.workload import Setup
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
+from fastpar.models.block import block_parts, widths
 from fastpar.optim.homes import Home, assign
 from fastpar.settings.config import GPTConfig
 
@@ -47,14 +48,17 @@ class MatrixUpdates:
     def __init__(
         self, shape: GPTConfig, buckets: GPTBuckets, *, dp: int, tp: int, n_shards: int
     ) -> None:
-        c, slots = shape.n_embd, {slot.registered: slot for slot in buckets.layout.slots}
+        slots = {slot.registered: slot for slot in buckets.layout.slots}
         self.sharded, self.n_tp = n_shards > 1, tp
         self.n_dp = n_shards if self.sharded else dp
         n_others = len(buckets.matrices) - len(buckets.hidden)
         hidden = [i for i, s in enumerate(buckets.shapes) if len(s) == 2][n_others:]
-        # Of a layer q, k and v, the projection, both of the MLP: how many, and their sides.
-        kinds = (3, c, c), (1, c, c), (1, c, 4 * c), (1, c, 4 * c)
-        self.what = {i: kinds[k % 4] for k, i in enumerate(hidden)}
+        sizes, kinds = widths(shape), []  # how many matrices a parameter is, and their sides
+        for part in block_parts():
+            if part.op == "matmul":
+                many = 3 if part.out == "3A" else 1
+                kinds.append((many, *sorted((sizes[part.into], sizes[part.out] // many))))
+        self.what = {i: kinds[k % len(kinds)] for k, i in enumerate(hidden)}
         order = sorted(hidden, key=lambda i: self.what[i][0] == 1)  # the groups of muon_groups()
         costs = [n * product_flops(*sides) for n, *sides in map(self.what.__getitem__, order)]
         places = assign(costs, self.n_dp * tp)

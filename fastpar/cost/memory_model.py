@@ -139,7 +139,8 @@ def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
 def kept_by_blocks(workload: Workload, setup: Setup) -> float:
     """Bytes that a rank's blocks keep of a forward until backward; without a pipeline."""
     ((parts, (held,)),) = _stages(workload, setup)
-    return Peak(workload, setup, parts, held).kept(workload.shape.n_layer)
+    shape = workload.shape
+    return Peak(workload, setup, parts, held).kept(shape.n_layer, shape.expert_layers)
 
 
 def activations_on_host(workload: Workload, setup: Setup) -> int:

@@ -27,13 +27,25 @@ from fastpar.cost.matrix_updates import (
     product_flops,
     updates_of,
 )
-from fastpar.cost.workload import Setup, Workload, vocabulary_rows
-from fastpar.kernels.global_norm import NORM_WORDS
+from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
+from fastpar.models.block import (
+    ATTENTION,
+    EXPERTS,
+    FIRST,
+    LAST,
+    MLP,
+    Part,
+    block_parts,
+    count_elements,
+    parameters_of,
+    split_products,
+    vocabulary_rows,
+    widths,
+    work_of,
+)
+from fastpar.parallel.control import count_words
 from fastpar.settings.config import GPTConfig
-
-_CONTROL_WORDS = 5 + NORM_WORDS  # see control.py
-_BITS = 62  # of a word, for what parameters took part
 
 UPDATES = ("optimizer", "orthogonalize", "matrix_update")  # once a step, after the passes
 
@@ -138,102 +150,48 @@ _decides_passes = attrgetter(
 def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     """Forward and backward."""
     micro, n_micro, t, c, by_keys, pp, sequence_parallel, mode, item, device, ep = decides
-    width, seq_len = shape.n_embd, shape.block_size
+    sizes, seq_len = widths(shape, t), shape.block_size
     rows = 2 * micro * -(-seq_len // (2 * c)) if by_keys else -(-micro * seq_len // c)
-    mine = -(-rows // t) if sequence_parallel else rows
+    sent, heads = rows * shape.top_k, shape.heads_of_rank(t)
+    on = {"tokens": rows, "own": -(-rows // t) if sequence_parallel else rows, "choices": sent}
+    if shape.n_expert:  # chosen equally often
+        on["experts"] = -(-sent * ep // shape.n_expert)
+
+    def pair(part: Part) -> tuple[Op, Op]:
+        """Its forward and its backward."""
+        size, more = (on[part.on], sizes[part.out]), sizes["V"]
+        if part.op == "attention":
+            size = (micro, heads if by_keys else -(-heads // c), seq_len, shape.head_dim)
+        elif part.op in ("matmul", "loss"):
+            size = (on[part.on], sizes[part.into], sizes[part.out])
+        if part.op == "loss":
+            more = max(1, -(-rows // default_chunk_rows(*size, device)))
+        work = work_of(part.op, size, part.item or item, more)
+        forward = Op(part.op, size, "forward", *work[:2], 1)
+        return forward, Op(part.op, size, "backward", *work[2:], 1)
+
     layers, ends = n_micro * shape.n_layer / pp, n_micro / pp
-    vocab, heads = vocabulary_rows(shape, t), shape.heads_of_rank(t)
-    features = heads * shape.head_dim
-    norm = _elementwise("layer_norm", (mine, width), 8.0, (4, 4), item)
-    gelu = _elementwise("bias_gelu", (rows, 4 * width // t), 15.0, (2, 3), item)
-    of_experts = layers * shape.expert_layers / shape.n_layer
-    dense = layers - of_experts
-    cheap = [(norm, 2 * layers), (gelu, dense)]
-    attention = _attention(
-        micro, heads if by_keys else -(-heads // c), seq_len, shape.head_dim, item
-    )
-    kept = [
-        (attention, layers / c if by_keys else layers),  # by keys 1/c of all queries
-        (_matmul(rows, width, 3 * features, item), layers),
-        (_matmul(rows, features, width, item), layers),
-        (_matmul(rows, width, 4 * width // t, item), dense),
-        (_matmul(rows, 4 * width // t, width, item), dense),
-    ]
-    for pair, count in _experts(shape, rows, t, ep, item):
-        (kept if pair[0].name == "matmul" else cheap).append((pair, count * of_experts))
-    modes = {"none": [], "selective": cheap, "full": cheap + kept}
+    sparse = layers * shape.expert_layers / shape.n_layer
+    groups = (ATTENTION, layers), (MLP, layers - sparse), (EXPERTS, sparse)
+    block = [(part, pair(part), count) for parts, count in groups if count for part in parts]
+    block.sort(key=lambda each: (not each[0].cheap, each[0].op == "matmul"))
+    again = {"none": (), "selective": (True,), "full": (True, False)}[mode]
     found = Counter[Op]()
-    for pair, count in cheap + kept:
-        for op in pair if count else ():
-            found[op] += count
-    for (forward, _), count in modes[mode]:
-        found[forward._replace(direction="recompute")] += count
-    for op in (*norm, *_loss(rows, width, vocab, item, device)):
-        found[op] += ends
-    table = float(vocab * width * item)  # of whose gradient most rows are zeros
-    moved = 3.0 * rows * width * item
-    found[Op("embedding", (rows, width), "forward", 0.0, moved, 1)] = ends
-    found[Op("embedding", (rows, width), "backward", 0.0, moved + table, 1)] = ends
+    for recomputed in (False, True):
+        for part, (forward, backward), count in block:
+            if part.op == "attention" and by_keys:
+                count /= c  # 1/c of all queries
+            if part.on == "experts":
+                count *= shape.n_expert // ep
+            if not recomputed:
+                found[forward] += count
+                found[backward] += count
+            elif part.cheap in again:
+                found[forward._replace(direction="recompute")] += count
+    for part in (*LAST, *FIRST[:1]):
+        for op in pair(part):
+            found[op] += ends
     return tuple(op._replace(count=count) for op, count in found.items())
-
-
-def _experts(
-    shape: GPTConfig, rows: int, t: int, ep: int, item: int
-) -> Iterator[tuple[tuple[Op, Op], float]]:
-    """What stands in the place of a layer's MLP, with counts; experts are chosen equally often."""
-    if not shape.n_expert:
-        return
-    width, hidden, sent = shape.n_embd, shape.hidden // t, rows * shape.top_k
-    here = shape.n_expert // ep
-    each = -(-sent * ep // shape.n_expert)
-    yield _matmul(rows, width, shape.n_expert, 4), 1  # in fp32
-    yield _elementwise("permute", (sent, width), 1.0, (2, 2), item), 2
-    yield _matmul(each, width, hidden, item), here
-    yield _elementwise("bias_gelu", (each, hidden), 15.0, (2, 3), item), here
-    yield _matmul(each, hidden, width, item), here
-
-
-def _elementwise(
-    name: str, shape: tuple[int, int], flops: float, passes: tuple[int, int], item: int
-) -> tuple[Op, Op]:
-    """Forward and backward of an op that reads and writes tensors of one size, so many each."""
-    n = math.prod(shape)
-    forward, backward = (float(n * item * k) for k in passes)
-    return (
-        Op(name, shape, "forward", flops * n, forward, 1),
-        Op(name, shape, "backward", 2 * flops * n, backward, 1),
-    )
-
-
-def _matmul(m: int, k: int, n: int, item: int) -> tuple[Op, Op]:
-    moved, flops = float(item * (m * k + n * k + m * n)), 2.0 * m * k * n
-    return (
-        Op("matmul", (m, k, n), "forward", flops, moved, 1),
-        Op("matmul", (m, k, n), "backward", 2 * flops, 2 * moved, 1),
-    )
-
-
-def _attention(batch: int, heads: int, time: int, dim: int, item: int) -> tuple[Op, Op]:
-    """Two products forward and five backward, half of the scores each: causal."""
-    shape, flops = (batch, heads, time, dim), 2.0 * batch * heads * time * time * dim
-    tensor = float(batch * heads * time * dim * item)  # q, k, v, o; and their gradients
-    return (
-        Op("attention", shape, "forward", flops, 4 * tensor, 1),
-        Op("attention", shape, "backward", 2.5 * flops, 8 * tensor, 1),
-    )
-
-
-def _loss(n: int, width: int, vocab: int, item: int, device: str) -> tuple[Op, Op]:
-    """Forward: three products, and five times through the logits; see linear_cross_entropy.py."""
-    chunks = max(1, -(-n // default_chunk_rows(n, width, vocab, device)))
-    logits, weight = float(n * vocab), float(vocab * width)
-    moved = item * (5 * logits + 3 * n * width) + chunks * weight * (2 * item + 2 * 4)
-    shape = (n, width, vocab)
-    scaled = 2.0 * n * width * item + weight * (4 + item)
-    return (
-        Op("loss", shape, "forward", 6.0 * n * width * vocab, moved, 1),
-        Op("loss", shape, "backward", n * width + weight, scaled, 1),
-    )
 
 
 def _updates(workload: Workload, setup: Setup) -> tuple[Op, ...]:
@@ -269,10 +227,10 @@ def _matrix_updates(matrices: MatrixUpdates, setup: Setup) -> Iterator[Op]:
 
 def expert_elements(shape: GPTConfig, setup: Setup) -> tuple[int, int]:
     """Parameters of the experts of a rank of tp and pp, of all ep; of routers, less their MLPs'."""
-    width, hidden, t = shape.n_embd, shape.hidden // setup.tp, setup.tp
-    layers = -(-shape.expert_layers // setup.pp)
-    experts = layers * shape.n_expert * (2 * width * hidden + hidden + width)
-    return experts, layers * (shape.n_expert * width - (8 * width + 4) * width // t - width)
+    sizes, layers = widths(shape, setup.tp), -(-shape.expert_layers // setup.pp)
+    routers = count_elements(EXPERTS, {**sizes, "S": 0})
+    experts = count_elements(EXPERTS, sizes) - routers
+    return layers * experts, layers * (routers - count_elements(MLP, sizes))
 
 
 def elements_of(workload: Workload, setup: Setup) -> tuple[int, float]:
@@ -304,8 +262,8 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
     if setup.ep > 1:
         found += _along_ep(workload, setup)
     if setup.world_size > 1:
-        n_params = 4 + 12 * -(-workload.shape.n_layer // setup.pp)
-        words = _CONTROL_WORDS + -(-n_params // _BITS)
+        ends, block = (len([*parameters_of(p)]) for p in (FIRST + LAST, block_parts()))
+        words = count_words(ends + block * -(-workload.shape.n_layer // setup.pp))
         total = 8.0 * words * setup.world_size
         found.append(CommOp("all_gather", "control", total, setup.world_size, 1, 1, ""))
     return tuple(comm for comm in found if comm.count and comm.ranks > 1)
@@ -414,24 +372,28 @@ def _along_tp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     layers = -(-shape.n_layer // setup.pp)
     passes = n_micro * layers
     forwards = 2 if setup.activation_checkpointing == "full" else 1
-    embeds = n_micro if setup.pp == 1 else 0
+    embeds, split = n_micro if setup.pp == 1 else 0, split_products()
+    columns = sum(by_columns for _, by_columns in split)
+    row_layers = len(split) - columns
 
     def comm(kind: str, count: int, under: str = "", n_bytes: float = whole) -> CommOp:
         return CommOp(kind, "tp", n_bytes, t, 1, count, under)
 
     if setup.sequence_parallel:
         # Of a layer's backward only what enters its column layers has a product beside it.
-        yield comm("all_gather", 2 * passes * (forwards + 1) + embeds + n_micro)
-        yield comm("reduce_scatter", 2 * passes * forwards + embeds + n_micro)
-        yield comm("all_gather", 2 * passes, "backward")
-        yield comm("reduce_scatter", 2 * passes, "backward")
+        yield comm("all_gather", passes * (columns * forwards + row_layers) + embeds + n_micro)
+        yield comm("reduce_scatter", row_layers * passes * forwards + embeds + n_micro)
+        yield comm("all_gather", columns * passes, "backward")
+        yield comm("reduce_scatter", columns * passes, "backward")
         # Partial sums of parameters that tokens share: positions, norms, biases of row layers.
-        partial = (6 * layers + 2 + (workload.seq_len if setup.pp == 1 else 0)) * width
+        ends, sizes = LAST + (FIRST if setup.pp == 1 else ()), widths(shape, t)
+        partial = layers * count_elements(block_parts(), sizes, whole=True)
+        partial += count_elements(ends, sizes, whole=True)
         mine = float(partial * setup.grad_bytes) / setup.n_shards
         yield comm("all_reduce", n_micro if setup.zero_stage == 0 else 1, "", mine)
     else:
-        yield comm("all_reduce", 2 * passes * forwards + embeds + n_micro)
-        yield comm("all_reduce", 2 * passes, "backward")
+        yield comm("all_reduce", row_layers * passes * forwards + embeds + n_micro)
+        yield comm("all_reduce", columns * passes, "backward")
     rows = default_chunk_rows(n, width, vocabulary_rows(shape, t), setup.device_type)
     chunks = -(-n // rows)
     yield comm("all_gather", n_micro * chunks, "", 12.0 * n * t / chunks)

@@ -39,15 +39,17 @@ MB of a thread, in 16 bits), the random state of recomputed blocks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from fastpar.cost.buckets import ROOT, GPTBuckets, RankParts, bucket_mb_of, buckets_of
 from fastpar.cost.matrix_updates import product_bytes, updates_of
-from fastpar.cost.workload import Setup, Workload, vocabulary_rows
+from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.kernels.linear_fp8 import BLOCK
+from fastpar.models.block import Part, block_parts, products, widths
 from fastpar.optim.adafactor import BATCH
 from fastpar.parallel.offload import IN_FLIGHT
 from fastpar.parallel.reducer import IN_FLIGHT as IN_REDUCTION
@@ -104,7 +106,8 @@ class Peak:
         self.lse = (4 if self.on_gpu else 8) * self.n * attended
         self.res = self.a * (2 if shape.dropout else 1)  # gradients of x and delta: one or two
         self.weight = 4 * self.width**2 / tp * self.item  # the gradient of a block's largest weight
-        self.rows = vocabulary_rows(shape, tp)
+        self.letters = widths(shape, tp)
+        self.rows = self.letters["V"]
         self.table = self.rows * self.width
         # Beside the buckets: none on a GPU where they keep gradients of 16-bit weights in fp32. The
         # loss writes it into its bucket, which is open all the time at stages 2 and 3.
@@ -116,8 +119,7 @@ class Peak:
         # In elements, see [Note: gradients under way]: of a block; of a bucket; of those that wait.
         first = parts.first and held.chunk == 0
         last = parts.last and held.chunk == len(parts.layers) - 1
-        before, buckets = parts.first + (parts.first or parts.last), self.buckets.layout.buckets
-        self.block = sum(map(math.prod, self.buckets.shapes[before : before + 12])) or 1
+        self.block, buckets = self.buckets.block, self.buckets.layout.buckets
         self.bucket = max([b.numel for b in buckets if b.unit != ROOT], default=1)
         cap = bucket_mb_of(setup) * 2**20 / setup.grad_bytes
         self.waiting = max(2, IN_REDUCTION * cap // self.bucket) * self.bucket
@@ -142,7 +144,7 @@ class Peak:
         parts, held, last = self.parts, now.held, len(now.held) - 1
         kept = 0.0
         for n, waiting, layers in zip(held, now.waiting, parts.layers):
-            kept += (n - waiting) * self.kept(layers) + waiting * self._waits(layers)
+            kept += (n - waiting) * self.kept(layers) + waiting * self._sides * layers
         for chunk, (n, waiting) in enumerate(zip(held, now.waiting)):
             ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
             kept += (n - waiting) * ends * self.a
@@ -151,7 +153,7 @@ class Peak:
         forward = held[-1] - max(now.waiting[-1], ends)
         kept += (forward * 2 * self.a + (held[-1] - ends) * 4 * self.table) * self.head
         layers = parts.layers[now.chunk]
-        return kept - (self._waits(layers) if self.splits else self.kept(layers))
+        return kept - (self._sides * layers if self.splits else self.kept(layers))
 
     def _alive(self, made: float, limit: float, opened: float = 0.0) -> float:
         """Bytes of whole gradients and their messages, when backward has made so many elements.
@@ -223,37 +225,82 @@ class Peak:
             matrices = updates_of(self.workload.shape, self.buckets, self.setup)
             yield Moment(0.0, self._standing, 0.0, matrices.room(product_bytes(self.setup)))
 
-    def _eight_bits(self) -> float:
-        """What a block keeps less with fp8."""
-        setup, c = self.setup, self.width
-        if setup.fp8 == "none":
-            return 0.0
-        per_row = {"row": lambda k: 4, "block": lambda k: 4 * -(-k // BLOCK), "tensor": lambda k: 0}
-        scale, hidden = per_row[setup.fp8_scaling], 4 * c // setup.tp
-        norms = 2 if setup.fp8 == "all" else 1
-        codes = norms * self.n * (c + scale(c)) + self.n * (hidden + scale(hidden))
-        return norms * self.a + 4 * self.split - codes
+    def _size(self, part: Part, letter: str) -> float:
+        """Bytes of these features of the rows that a part has on this rank."""
+        shape, setup = self.workload.shape, self.setup
+        if part.item:
+            return part.item * self.n * self.letters[letter]
+        if part.on in ("choices", "experts"):
+            features = {"C": self.width, "H": shape.hidden / setup.tp, "-": 0}[letter]
+            return self.item * self.n * shape.top_k * features
+        sizes = {"C": self.a, "A": self.heads, "3A": 3 * self.heads, "F": 4 * self.split}
+        return sizes[letter]
 
-    def kept(self, layers: int) -> float:
-        """Kept by so many blocks; see [Note: what a layer keeps]."""
-        one = {
-            "none": 4 * (self.a + self.heads)
-            + 8 * self.split
-            + 2 * self.statistics
-            + self.lse
-            + 3 * self.padding
-            + self.again,
-            "selective": 3 * self.a + 4 * (self.heads + self.split) + self.lse,
-            "full": 2 * self.a,
-        }[self.mode]
-        one -= self._eight_bits() if self.mode == "none" else 0.0
+    def _keeps(self, part: Part) -> float:
+        """Of a part, where nothing is recomputed; see block.py, [Note: what a part keeps]."""
+        kept, setup = self._size(part, part.into), self.setup
+        if part.op == "layer_norm":
+            kept += self.statistics
+        elif part.op == "attention":
+            kept += self._size(part, part.out) + self.lse
+        elif part.into == "A":
+            kept = 0.0
+        elif part.item:
+            kept += self._size(part, part.out)
+        elif part.name in products(setup.fp8):  # codes of all tokens, and their scales
+            k = self.letters[part.into]
+            scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[setup.fp8_scaling]
+            kept = self.n * (k + 4 * scales)
+        return kept
+
+    @functools.cached_property
+    def _cheap(self) -> float:
+        """Outputs of what "selective" recomputes in a block."""
+        return sum(self._size(part, part.out) for part in block_parts() if part.cheap)
+
+    def _one(self, *, experts: bool) -> float:
+        """Kept by a block."""
+        parts, kept = block_parts(experts=experts), 0.0
+        if experts:  # weights, choices and their order
+            of_choice = 4 + 2 * 8 if self.mode == "none" else 8
+            kept = of_choice * self.n * self.workload.shape.top_k
+        if self.mode == "none":
+            return kept + sum(map(self._keeps, parts)) + 3 * self.padding + self.again
+        kept += 2 * self.a
+        if self.mode == "selective":
+            kept += sum(self._size(p, p.out) for p in parts[:-1] if not p.cheap) + self.lse
+            if experts and self.setup.ep > 1:  # what was received
+                kept += 2 * self._size(parts[-1], "C")
+        return kept
+
+    @functools.cached_property
+    def _dense(self) -> float:
+        return self._one(experts=False)
+
+    def kept(self, layers: int, sparse: int = 0) -> float:
+        """Kept by so many blocks, so many of which have experts."""
         if self.setup.offload_activations:  # the block in backward, the one before it, the last
             layers = min(layers, 3)
-        return one * layers - (self.a if self.mode == "full" else 0)
+        kept = self._dense * (layers - sparse)
+        if sparse:
+            kept += self._one(experts=True) * sparse
+        return kept - (self.a if self.mode == "full" else 0)
 
-    def _waits(self, layers: int) -> float:
-        """Of so many blocks: inputs of products and gradients of outputs; see split_backward.py."""
-        return (4 * self.a + 4 * self.heads + 8 * self.split) * layers
+    @functools.cached_property
+    def _sides(self) -> float:
+        """Of a block: inputs of products and gradients of outputs; see split_backward.py."""
+        sides = ((p, side) for p in block_parts() for side in (p.into, p.out) if p.op == "matmul")
+        return sum(self._size(*side) for side in sides)
+
+    @functools.cached_property
+    def _again(self) -> float:
+        """What backward makes again before it begins with a block."""
+        if self.mode == "none":
+            return 0.0
+        norms = sum(part.op == "layer_norm" for part in block_parts())
+        sums = norms * (self.a + self.statistics)
+        full = self.mode == "full"
+        return sum(map(self._keeps, block_parts())) if full else self._cheap + sums
 
     @property
     def _workspace(self) -> float:
@@ -308,13 +355,10 @@ class Peak:
         heads = self.heads
         tokens = whole if self.sp else 0.0  # gathered
         arriving = whole + a if self.sp else 0.0  # and scattered
-        again = last = 0.0
+        again, last = self._again, 0.0
         if self.mode == "full":  # the block's forward; its last product is thrown away
-            again = 4 * (a + heads) + 8 * split + 2 * self.statistics + self.lse
-            again -= self._eight_bits()
             last = self.res + again + a + whole + (a if self.sp else 0.0)
         elif self.mode == "selective":
-            again = 4 * a + 4 * split + 2 * self.statistics
             last = self.res + again
             again -= 2 * a  # what was kept of c_proj has been used
         start = max(last, self.res + again + 4 * split + weight + tokens)
@@ -335,18 +379,17 @@ class Peak:
 
     def _halves(self) -> Iterator[Moment]:
         """A backward in two halves: gradients reach the buckets in the second one only."""
-        mine, a = self.parts.layers[self.chunk], self.a
-        again = 4 * (a + self.heads) + 8 * self.split + 2 * self.statistics + self.lse
-        again = {"none": 0.0, "selective": 2 * a + 4 * self.split, "full": again}[self.mode]
+        mine = self.parts.layers[self.chunk]
+        again = self._cheap if self.mode == "selective" else self._again
         waits = self.head and (self.chunk == len(self.parts.layers) - 1 or self.parts.first)
         set_aside = self.item * self.table * waits + self._standing
         for layers in {1, mine}:  # as gelu's backward runs: both sides of it, and their gradients
-            kept = self.kept(layers) + self._waits(mine - layers) + self.others + self.batch
+            kept = self.kept(layers) + self._sides * (mine - layers) + self.others + self.batch
             kept += again + self.res + 8 * self.split + (self.whole if self.sp else 0.0)
             yield Moment(kept, set_aside, self.at_loss + self._gathered(2))
         first = self.item * self.table * (self.parts.first and self.chunk == 0)
         for layers, made in self._lefts():
-            kept = self._waits(layers) + self.others + self.batch
+            kept = self._sides * layers + self.others + self.batch
             alive = self.weight + self._alive(made, self.waiting, self.opened)
             yield Moment(kept, max(set_aside, first), alive + self._gathered(2))
         table = first + self._at_table
@@ -373,7 +416,7 @@ class Peak:
         made = self._alive(self.blocks, self.waiting, self.opened) + gathered
         sums = 0.0
         if self.splits:  # the weights' gradients are still to come
-            activations += self._waits(self.parts.layers[0])
+            activations += self._sides * self.parts.layers[0]
             made = self.at_loss + gathered
         if self.item == 2 and not self.on_gpu:  # rows that occur are added up in fp32
             sums = 6 * min(self.n, self.rows) * self.width

@@ -22,13 +22,13 @@ from fastpar.cost.devices import Cluster
 from fastpar.cost.host_step import host_step_s
 from fastpar.cost.operations import UPDATES, CommOp, Op, Rates, comm_ops_of, ops_of
 from fastpar.cost.workload import Setup, Workload
+from fastpar.models.block import column_share, flops_per_token
 from fastpar.pipeline.schedules import Kind
 from fastpar.pipeline.simulator import ENOUGH, Costs
 from fastpar.pipeline.simulator import time_of as simulated
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.files import check_at_least
 
-_COLUMN_SHARE = 7 / 12  # of a layer's products: 3 + 4 of 12 C**2 are in column layers
 F, I, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
 _PARTS = ("forward", "backward", "recompute", "loss", "optimizer")
 _EXPOSED = ("dp", "tp", "cp", "ep", "pp", "control")
@@ -115,7 +115,7 @@ def time_of(
         if kinds:
             kinds.add(op, seconds)
         if op.name == "matmul" and op.direction == "backward":
-            column_s += seconds * _COLUMN_SHARE
+            column_s += seconds * column_share(workload.shape)
     offloads = setup.offload is not None
     if offloads:
         micro = setup.grad_accum_steps
@@ -140,7 +140,7 @@ def time_of(
     step_s = sum(parts.values())
     tokens_per_s, peak, mfu = workload.tokens_per_step / step_s, rates.peak_flops, None
     if peak is not None:
-        mfu = tokens_per_s * workload.flops_per_token / (setup.world_size * peak)
+        mfu = tokens_per_s * flops_per_token(workload.shape) / (setup.world_size * peak)
     exposed_s = sum(exposed.values())
     return StepTime(step_s, compute_s, comm_s, exposed_s, parts["bubble"], parts, tokens_per_s, mfu)
 

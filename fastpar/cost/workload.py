@@ -10,20 +10,9 @@ from typing import Any
 
 from fastpar.comm.wires import CODES, FORMATS
 from fastpar.files.dtypes import DTYPES
+from fastpar.models.block import count_parameters
 from fastpar.settings.axes import parse_grid
-from fastpar.settings.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_chunks, pp_split
-
-
-def count_parameters(shape: GPTConfig) -> int:
-    """Parameters of a GPT, without making one; the padding of the vocabulary counts."""
-    width = shape.n_embd
-    block = 12 * width * width + 13 * width  # matrices; their biases and two norms
-    return (shape.padded_vocab_size + shape.block_size + 2) * width + shape.n_layer * block
-
-
-def vocabulary_rows(shape: GPTConfig, tp: int) -> int:
-    """Rows of the embedding on a rank of tp: the padding of each rank's slice counts."""
-    return -(-shape.padded_vocab_size // (tp * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE
+from fastpar.settings.config import GPTConfig, TrainConfig, pp_chunks, pp_split
 
 
 @dataclass(frozen=True)
@@ -49,14 +38,7 @@ class Workload:
     @property
     def n_parameters(self) -> int:
         """Stored: the vocabulary's padding counts, the tied head once."""
-        return count_parameters(self.shape)
-
-    @property
-    def flops_per_token(self) -> int:
-        """Model FLOPs of forward and backward: 6*P + 12*n_layer*T*C, like GPT.flops_per_token."""
-        s = self.shape
-        padding = (s.padded_vocab_size - s.vocab_size) * s.n_embd
-        return 6 * (self.n_parameters - padding) + 12 * s.n_layer * s.block_size * s.n_embd
+        return count_parameters(self.shape, padded=True)
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from fastpar.tensor.functional import TensorParallel, copy_to, gather, reduce_fr
 class Stack(nn.Module):
     """The weights of one layer of all experts, [E, F, C], and biases, [E, F]."""
 
-    def __init__(self, n_expert: int, out: int, width: int) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_expert, out, width))
-        self.bias = nn.Parameter(torch.empty(n_expert, out))
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[:-1]))
 
     def extra_repr(self) -> str:
         return f"{list(self.weight.shape)}"
@@ -53,10 +53,10 @@ class Router(nn.Module):
     load: Tensor
     steps: Tensor
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.top_k, self.rate = config.top_k, config.balance_rate
-        self.weight = nn.Parameter(torch.empty(config.n_expert, config.n_embd))
+        self.weight = nn.Parameter(torch.empty(shape))
         for name in ("load", "steps"):  # integers: a model's .to(bfloat16) leaves them alone
             self.register_buffer(name, torch.zeros(config.n_expert, dtype=torch.int64))
 
@@ -91,11 +91,15 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts of one layer; see the top of the file.
+    """The experts of one layer, whose maker gives it its weights; see the top of the file.
 
     Args:
         losses: of the model; number: of this layer among those with experts.
     """
+
+    router: Router
+    c_fc: Stack
+    c_proj: Stack
 
     tp: TensorParallel | None = None
     ep: ExpertParallel | None = None
@@ -105,10 +109,6 @@ class Experts(nn.Module):
         _keep_out_of_graphs()
         self.n_expert, self.capacity = config.n_expert, config.expert_capacity
         self.losses, self.number = losses, number
-        self.router = Router(config)
-        self.c_fc = Stack(config.n_expert, config.hidden, config.n_embd)
-        self.c_proj = Stack(config.n_expert, config.n_embd, config.hidden)
-        losses.layers[number] = self.router
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         self.tp = tp

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.cost.workload import Setup, Workload, vocabulary_rows
+from fastpar.cost.workload import Setup, Workload
 from fastpar.files.dtypes import DTYPES
 from fastpar.kernels import (
     Rng,
@@ -36,6 +36,7 @@ from fastpar.kernels import (
     make_key,
     residual_layer_norm,
 )
+from fastpar.models.block import vocabulary_rows
 
 Key = tuple[str, tuple[int, ...], str]  # name, shape and direction of an operations.Op
 EMPTY = ("empty", ())  # two stamps with nothing between them: what a stamp costs

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fastpar.experts import balance
 from fastpar.kernels import DelayedScales, Fp8
+from fastpar.models.block import products
 from fastpar.models.gpt import GPT
 
-LAYERS: dict[str, tuple[str, ...]] = {"none": (), "mlp": ("mlp.c_fc", "mlp.c_proj")}
-LAYERS["all"] = ("attn.c_attn", "attn.c_proj", *LAYERS["mlp"])
+LAYERS = ("none", "mlp", "all")
 
 
 def use_fp8(
@@ -41,7 +41,7 @@ def use_fp8(
             f"use_fp8: expected a model without experts, got n_expert={model.config.n_expert}; "
             "their products are grouped: leave fp8 out"
         )
-    names, kinds = LAYERS["all"], LAYERS[layers]
+    names, kinds = products(), products(layers)
     delayed = scaling == "tensor" and bool(kinds)
     model.fp8_scales = DelayedScales(len(names) * model.config.n_layer) if delayed else None
     for i, block in enumerate(model.h):

@@ -65,8 +65,16 @@ from fastpar.kernels import (
     linear,
     linear_cross_entropy,
 )
+from fastpar.models.block import (
+    FIRST,
+    LAST,
+    block_parts,
+    count_parameters,
+    flops_per_token,
+    part_flops,
+)
 from fastpar.models.initial import init_weights
-from fastpar.models.mlp import check_unpadded, losses_of, make_mlp, parameters_of
+from fastpar.models.mlp import check_unpadded, losses_of, make_mlp
 from fastpar.models.parts import (
     LayerNorm,
     Tokens,
@@ -74,13 +82,15 @@ from fastpar.models.parts import (
     bounds_of,
     check_positions,
     dropout_at,
+    fill,
     hand_on,
     pad_positions,
+    states_of,
     take_over,
 )
 from fastpar.models.reads import LayerRead
-from fastpar.settings.config import VOCAB_MULTIPLE, GPTConfig
-from fastpar.sharding.placements import Shard, State
+from fastpar.settings.config import GPTConfig
+from fastpar.sharding.placements import State
 from fastpar.tensor.functional import TensorParallel, column_linear, gather, row_linear
 from fastpar.tensor.grid import Grid, grid_dropout
 from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
@@ -91,12 +101,13 @@ class Attention(nn.Module):
 
     tp: TensorParallel | None = None
     cp: ContextParallel | None = None
+    c_attn: Weights
+    c_proj: Weights
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.n_head, self.head_dim = config.n_head, config.head_dim
-        self.c_attn = Weights(3 * config.n_embd, config.n_embd)
-        self.c_proj = Weights(config.n_embd, config.n_embd)
+        self.config, self.n_head, self.head_dim = config, config.n_head, config.head_dim
+        fill(self, block_parts(), config, within="attn.")
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         if tp.size > self.n_head:
@@ -105,13 +116,7 @@ class Attention(nn.Module):
                 "attention is split by heads: choose a smaller tp"
             )
         self.tp = tp
-        pad_to = self.head_dim if self.n_head % tp.size else None  # see [Note: padded heads]
-        return {
-            "c_attn.weight": Shard(0, groups=3, pad_to=pad_to),
-            "c_attn.bias": Shard(0, groups=3, pad_to=pad_to),
-            "c_proj.weight": Shard(1, pad_to=pad_to),
-            "c_proj.bias": tp.per_token,
-        }
+        return states_of(block_parts(), self.config, tp, within="attn.")
 
     @property
     def first_head(self) -> int:
@@ -158,13 +163,15 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One layer; see [Note: delayed residual]."""
 
+    ln_1: LayerNorm
+    attn: Attention
+    ln_2: LayerNorm
+    mlp: nn.Module
+
     def __init__(self, config: GPTConfig, mlp: nn.Module):
         super().__init__()
         self.p = config.dropout
-        self.ln_1 = LayerNorm(config)
-        self.attn = Attention(config)
-        self.ln_2 = LayerNorm(config)
-        self.mlp = mlp
+        fill(self, block_parts(), config, attn=Attention(config), mlp=mlp)
 
     def forward(
         self,
@@ -206,16 +213,18 @@ class GPT(nn.Module):
     cp: ContextParallel | None = None
     fp8_scales: DelayedScales | None = None  # of fp8.py
     splits_on_grid = True  # what its modules say along tp is enough for tensor/grid.py
+    wte: Weights
+    wpe: Weights
+    ln_f: LayerNorm
 
     def __init__(self, config: GPTConfig, *, seed: int = 0):
         super().__init__()
         self.config = config
-        self.wte = Weights(config.padded_vocab_size, config.n_embd, bias=False)
-        self.wpe = Weights(config.block_size, config.n_embd, bias=False)
+        fill(self, FIRST, config)
         self.experts = losses_of(config)
         mlps = (make_mlp(config, layer, self.experts) for layer in range(config.n_layer))
         self.h = nn.ModuleList(Block(config, mlp) for mlp in mlps)
-        self.ln_f = LayerNorm(config)
+        fill(self, LAST, config)
         init_weights(self, seed)
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
@@ -226,10 +235,7 @@ class GPT(nn.Module):
                 "another tp"
             )
         self.tp = tp
-        states: dict[str, State] = {
-            "wte.weight": Shard(0, pad_to=VOCAB_MULTIPLE),
-            "wpe.weight": tp.per_token,
-        }
+        states = states_of(FIRST, self.config, tp)
         here = {name for name, _ in self.named_parameters()}  # of this stage of a pipeline
         return {name: state for name, state in states.items() if name in here}
 
@@ -357,7 +363,7 @@ class GPT(nn.Module):
 
     def pipeline_costs(self) -> list[float]:
         """Of each part, in flops: what stages are balanced by."""
-        return self.config.part_flops()
+        return part_flops(self.config)
 
     def new_stream(self, idx: Tensor) -> Tensor:
         """Memory for the residual stream of idx[B, T] between two parts."""
@@ -466,16 +472,11 @@ class GPT(nn.Module):
 
     def num_parameters(self) -> int:
         """Weights of the published architecture: tied head once, vocabulary padding not counted."""
-        return parameters_of(self.config)
+        return count_parameters(self.config)
 
     def flops_per_token(self) -> int:
-        """Model FLOPs of forward + backward a token at T = block_size: 6*P + 12*n_layer*T*C.
-
-        P: of experts those that a token goes to.
-        Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B (attention without its mask).
-        """
-        c = self.config
-        return 6 * parameters_of(c, active=True) + 12 * c.n_layer * c.block_size * c.n_embd
+        """Model FLOPs of forward + backward a token at T = block_size; see block.py."""
+        return flops_per_token(self.config)
 
     def _check_ids(self, idx: Tensor, longest: int) -> None:
         config = self.config

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from fastpar.experts.balance import Losses
 from fastpar.experts.mixture import Experts
 from fastpar.kernels import bias_gelu
-from fastpar.models.parts import Weights
+from fastpar.models.block import block_parts
+from fastpar.models.parts import Weights, fill, states_of
 from fastpar.settings.config import GPTConfig
-from fastpar.sharding.placements import Shard, State
+from fastpar.sharding.placements import State
 from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
 
 
@@ -20,20 +21,17 @@ class MLP(nn.Module):
     """c_proj(gelu(c_fc(y)))."""
 
     tp: TensorParallel | None = None
+    c_fc: Weights
+    c_proj: Weights
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = Weights(4 * config.n_embd, config.n_embd)
-        self.c_proj = Weights(config.n_embd, 4 * config.n_embd)
+        self.config = config
+        fill(self, block_parts(), config, within="mlp.")
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         self.tp = tp
-        return {
-            "c_fc.weight": Shard(0),
-            "c_fc.bias": Shard(0),
-            "c_proj.weight": Shard(1),
-            "c_proj.bias": tp.per_token,
-        }
+        return states_of(block_parts(), self.config, tp, within="mlp.")
 
     def forward(self, y: Tensor) -> Tensor:
         fc, proj = self.c_fc, self.c_proj
@@ -54,7 +52,10 @@ def make_mlp(config: GPTConfig, layer: int, losses: Losses | None) -> nn.Module:
     """The MLP of a layer, or its experts."""
     if losses is None or not config.has_experts(layer):
         return MLP(config)
-    return Experts(config, losses, layer // config.expert_every)
+    experts = Experts(config, losses, layer // config.expert_every)
+    fill(experts, block_parts(experts=True), config, within="mlp.")
+    losses.layers[experts.number] = experts.router
+    return experts
 
 
 def check_unpadded(idx: Tensor, shares: int, losses: Losses | None, cp: Any) -> None:
@@ -68,16 +69,3 @@ def check_unpadded(idx: Tensor, shares: int, losses: Losses | None, cp: Any) -> 
             f"{list(idx.shape)}; pass another number of tokens, or, with tp, "
             "sequence_parallel=False to parallelize"
         )
-
-
-def parameters_of(config: GPTConfig, *, active: bool = False) -> int:
-    """Weights, the tied head once and the vocabulary's padding not counted.
-
-    active: of experts those that a token goes to.
-    """
-    c, layers = config.n_embd, config.expert_layers
-    attention, mlp = 4 * c * c + 8 * c, 8 * c * c + 5 * c  # each with biases, the first with norms
-    experts = config.top_k if active else config.n_expert
-    sparse = config.n_expert * c + experts * (2 * c * config.hidden + c + config.hidden)
-    stack = config.n_layer * attention + (config.n_layer - layers) * mlp + layers * sparse
-    return (config.vocab_size + config.block_size + 2) * c + stack

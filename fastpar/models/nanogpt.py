@@ -24,7 +24,7 @@ from torch import Tensor
 from fastpar.files.plain_files import open_plain, reason, shown
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import build_model
-from fastpar.models.weights import CONV1D, PREFIX
+from fastpar.models.weights import PREFIX, is_conv1d
 from fastpar.settings.config import GPTConfig
 
 COMPILED = "_orig_mod."
@@ -74,7 +74,7 @@ def load_nanogpt(
         if tensor.dim() == 2:
             if name in cut and len(tensor) == sizes["vocab_size"]:
                 tensor = tensor[:n]
-            tensor = tensor.t() if name.endswith(CONV1D) else tensor
+            tensor = tensor.t() if is_conv1d(name) else tensor
         given[name] = tensor
     if sizes.get("bias") is False:
         added = _zero_biases(given)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastpar.experts.mixture import Router, Stack
 from fastpar.kernels import Fp8, Rng, layer_norm, residual_layer_norm
-from fastpar.settings.config import GPTConfig
-from fastpar.sharding.placements import State
+from fastpar.models.block import SPLIT, Part, parameters_of, shapes_of
+from fastpar.settings.config import VOCAB_MULTIPLE, GPTConfig
+from fastpar.sharding.placements import Shard, State
 from fastpar.tensor.functional import TensorParallel
 from fastpar.tensor.grid import Grid, grid_norm
 
@@ -63,11 +66,11 @@ class Weights(nn.Module):
 class LayerNorm(Weights):
     """The norm of x + dropout(delta + delta_bias), and that sum; see [Note: delayed residual]."""
 
-    def __init__(self, config: GPTConfig):
-        super().__init__(config.n_embd)
-        self.eps = config.layer_norm_eps
-
     tp: TensorParallel | None = None
+
+    def __init__(self, shape: tuple[int, ...], eps: float):
+        super().__init__(*shape)
+        self.eps = eps
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         self.tp = tp
@@ -84,6 +87,46 @@ class LayerNorm(Weights):
         return residual_layer_norm(
             delta, x, self.weight, self.bias, x_bias=delta_bias, eps=self.eps, **dropout
         )
+
+
+def fill(
+    module: nn.Module, parts: Iterable[Part], config: GPTConfig, *, within: str = "", **given: Any
+) -> None:
+    """Gives a model, a block or a module of it what the table (block.py) has for it, in its order.
+
+    Args:
+        within: the module's name in the block, with a dot.
+        given: modules of parts that are made already, by name.
+    """
+    for part in parts:
+        name = part.name.removeprefix(within).split(".")[0]
+        if not part.parameters or not part.name.startswith(within) or name in module._modules:
+            continue
+        shape, *biases = shapes_of([part], config)
+        made: Any = given.get(name)
+        if made is None and part.op == "layer_norm":
+            made = LayerNorm(shape, config.layer_norm_eps)
+        elif made is None and part.out == "E":
+            made = Router(config, shape)
+        elif made is None and part.on == "experts":
+            made = Stack(shape)
+        setattr(module, name, made or Weights(*shape, bias=bool(biases)))
+
+
+def states_of(
+    parts: Iterable[Part], config: GPTConfig, tp: TensorParallel, within: str = ""
+) -> dict[str, State]:
+    """How ranks of tp share out a module's parameters; see fill()."""
+    heads = config.head_dim if config.n_head % tp.size else None  # see gpt.py, [Note: padded heads]
+    pads = {"A": heads, "3A": heads, "V": VOCAB_MULTIPLE}
+    found: dict[str, State] = {}
+    for name, dims in parameters_of(parts):
+        if name.startswith(within):
+            split = [i for i, letter in enumerate(dims) if letter in SPLIT]
+            groups, pad = 3 if "3A" in dims else 1, [pads.get(dims[i]) for i in split]
+            state = Shard(*split, groups=groups, pad_to=pad[0]) if split else tp.per_token
+            found[name.removeprefix(within)] = state
+    return found
 
 
 class _Pair(torch.autograd.Function):

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastpar.models.block import products
 from fastpar.models.gpt import GPT
 from fastpar.parallel.engine import engine_of_parameter
 from fastpar.tensor.declared import Declared
 
 PREFIX = "transformer."
 WEIGHTS_FILE = "model.safetensors"
-CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 class Weight(NamedTuple):
@@ -62,6 +62,11 @@ class Weight(NamedTuple):
         return padded
 
 
+def is_conv1d(name: str) -> bool:
+    """Whether transformers stores a GPT's parameter as [in, out]."""
+    return name.endswith(tuple(f"{product}.weight" for product in products()))
+
+
 def list_weights(model: nn.Module) -> list[Weight]:
     """All that a model's files hold, tied parameters once, in the model's order."""
     engines = map(engine_of_parameter, model.parameters())
@@ -72,7 +77,7 @@ def list_weights(model: nn.Module) -> list[Weight]:
         whole = p.shape if engine is None else engine.shards.whole_shape(p)
         if declared is not None:  # frozen parameters are split too
             whole = declared.whole_shape(p)
-        transposed = gpt and name.endswith(CONV1D) and p.dim() == 2
+        transposed = gpt and is_conv1d(name) and p.dim() == 2
         shape = tuple(reversed(whole)) if transposed else tuple(whole)
         if isinstance(model, GPT) and name == "wte.weight":
             shape = (model.config.vocab_size, *shape[1:])

@@ -37,6 +37,11 @@ BEGINS = ("a step", "a forward", "a forward without gradients")
 _HEAD = 5  # hashes of two kinds of collectives, backwards, hash of cleared gradients, tokens
 
 
+def count_words(n_params: int) -> int:
+    """What a rank says in a step's exchange, without values, in words."""
+    return _HEAD + NORM_WORDS + -(-n_params // _BITS)
+
+
 class Tally(Protocol):
     """Numbers of a model, which nobody has to contribute: fp64, as many on every rank."""
 
@@ -173,7 +178,7 @@ class Control:
             rows = self.group.gathered(mine)
             self._check(self._of_peers(rows)[:, :_HEAD])
         self._rows = rows
-        start = _HEAD + NORM_WORDS + len(flags)
+        start = count_words(self._n_params)
         if not second:
             given = rows[:, start:].contiguous().view(torch.float64)
             total = _sum_rows(given)

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
-from fastpar.cost.experts import ExpertCosts, count_experts, predict_experts
+from fastpar.cost.experts import ExpertCosts, predict_experts
 from fastpar.cost.memory_model import format_bytes
+from fastpar.cost.operations import expert_elements
 from fastpar.cost.step_time import StepTime, predict_step
 from fastpar.cost.workload import Setup, Workload
-from fastpar.models.mlp import parameters_of
+from fastpar.models.block import count_parameters
 from fastpar.plan.estimate import tp_sizes
 from fastpar.plan.search import CHECKPOINTING
 from fastpar.settings.config import derive_batch
@@ -63,11 +64,11 @@ def experts_report(
 ) -> str:
     """A table of them, those that surely do not fit named."""
     shape = workload.shape
-    whole, active = parameters_of(shape), parameters_of(shape, active=True)
+    whole, active = count_parameters(shape), count_parameters(shape, active=True)
+    experts, _ = expert_elements(shape, Setup())
     names = ("weights", "gradients", "optimizer", "activations", "all four", "all-to-all")
     lines = [
-        f"{whole:,} parameters, of experts {count_experts(shape):,}; a token goes through "
-        f"{active:,}",
+        f"{whole:,} parameters, of experts {experts:,}; a token goes through {active:,}",
         "  tp  ep  zero  recomputed  step ms     tokens/s    "
         + "".join(f"{name:12}" for name in names).rstrip(),
     ]

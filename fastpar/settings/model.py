@@ -89,14 +89,6 @@ class GPTConfig:
         dense = self.expert_layers < self.n_layer and 4 * self.n_embd % tp
         return tp <= self.n_head and not dense and self.hidden % tp == 0
 
-    def part_flops(self) -> list[float]:
-        """Of a token's forward, by part that a pipeline may cut apart: embedding, layers, head."""
-        c = self.n_embd
-        attention = 8.0 * c * c + 4.0 * self.block_size * c
-        sparse = 4.0 * c * self.hidden * self.top_k + 2.0 * c * self.n_expert
-        mlps = [sparse if self.has_experts(i) else 16.0 * c * c for i in range(self.n_layer)]
-        return [0.0, *(attention + mlp for mlp in mlps), 2.0 * self.vocab_size * c]
-
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
         """The named entry of PRESETS, with single fields replaced by `overrides`."""

@@ -41,6 +41,7 @@ from fastpar.files.runs import (
     make_next_free,
     newest_run,
 )
+from fastpar.models.block import part_flops
 from fastpar.models.gpt import GPT
 from fastpar.pipeline.schedules import make_schedule
 from fastpar.pipeline.simulator import Costs, simulate
@@ -308,7 +309,7 @@ def _pipeline(facts: dict[str, Any], shape: GPTConfig) -> str:
     split, m = facts["pp_split"], facts["grad_accum_steps"]
     order = make_schedule(facts["schedule"], facts["pp"], m, len(split) // facts["pp"])
     ends = [0, *itertools.accumulate([split[0] + 1, *split[1:-1], split[-1] + 1])]
-    flops = [sum(shape.part_flops()[a:b]) for a, b in itertools.pairwise(ends)]
+    flops = [sum(part_flops(shape)[a:b]) for a, b in itertools.pairwise(ends)]
     bubble = simulate(order, Costs(flops, flops, flops)).bubble
     return (
         f"stages   {' + '.join(map(str, split))} layers, {order.name} over {m} micro-batches: "

@@ -18,7 +18,7 @@ from fastpar.checkpoint.saver import Saver
 from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.files.runs import list_checkpoints
 from fastpar.models.hf import save_hf
-from fastpar.models.weights import CONV1D
+from fastpar.models.weights import is_conv1d
 from fastpar.testing import run_ranks
 
 SIZES = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -192,7 +192,7 @@ def test_masters_of_a_module_are_exported(tmp_path):
         for key, value in load_file(tmp_path / "to" / name / "model.safetensors").items():
             if name == "GPT":
                 key = key.removeprefix("transformer.")
-                turned = key.endswith(CONV1D)
+                turned = is_conv1d(key)
                 master = masters[key].t() if turned else masters[key][: len(value)]
             else:
                 master = masters[key]

@@ -8,20 +8,20 @@ from fastpar.cost.capacity import (
     bytes_per_rank,
     check_building,
     check_capacity,
-    count_parameters,
     host_memory,
     memory_of,
     what_would_hold,
 )
 from fastpar.cost.workload import Setup
 from fastpar.files.dtypes import DTYPES
+from fastpar.models.block import count_parameters
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import make_optimizer
 from fastpar.settings.config import PRESETS, VOCAB_MULTIPLE, GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
 
 GPT2 = PRESETS["gpt2"]
-N = count_parameters(GPT2)
+N = count_parameters(GPT2, padded=True)
 HIDDEN = 12 * GPT2.n_layer * GPT2.n_embd**2  # in matrices of blocks
 MUON = {"optimizer": "muon"}
 
@@ -39,7 +39,7 @@ def setup_of(world_size=1, dtype="fp32", **changes):
     ],
 )
 def test_parameters_are_counted_without_a_model(shape):
-    assert count_parameters(shape) == sum(p.numel() for p in GPT(shape).parameters())
+    assert count_parameters(shape, padded=True) == sum(p.numel() for p in GPT(shape).parameters())
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 import fastpar
 from fastpar.cli import main
 from fastpar.cost.devices import Cluster, find_device
-from fastpar.cost.experts import count_experts, predict_experts
-from fastpar.cost.operations import comm_ops_of, ops_of
+from fastpar.cost.experts import predict_experts
+from fastpar.cost.operations import comm_ops_of, expert_elements, ops_of
 from fastpar.cost.step_memory import StepMemory
 from fastpar.cost.workload import Setup, Workload
 from fastpar.models.gpt import GPT
@@ -57,7 +57,7 @@ def test_states_and_rows_are_those_of_an_engine(ep):
             assert gradients == pytest.approx(want.gradients, rel=0.04)
             assert sent == want.all_to_all
             assert state == pytest.approx(want.optimizer, rel=0.15)  # a rank's part of small ones
-    assert count_experts(SHAPE) == sum(
+    assert expert_elements(SHAPE, Setup())[0] == sum(
         p.numel() for n, p in GPT(SHAPE).named_parameters() if "mlp.c_" in n
     )
 
@@ -128,7 +128,7 @@ def test_rows_travel_and_gradients_of_experts_do_not():
     sent = [c for c in comm_ops_of(*of(4)) if c.axis == "ep" and c.bytes > 1000]
     assert [(c.kind, c.ranks, c.count) for c in sent] == [("all_to_all", 4, 4 * SHAPE.n_layer)]
     assert sent[0].bytes == 16 * SHAPE.top_k * SHAPE.n_embd * 2
-    experts = count_experts(SHAPE)
+    experts = expert_elements(SHAPE, Setup())[0]
     reduced = Counter()
     for ep in (1, 2, 4):
         for c in comm_ops_of(*of(ep, stage=1)):

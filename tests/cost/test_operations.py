@@ -7,7 +7,7 @@ from lone_rank import LoneMesh, heard
 from fastpar import GPT, AdamW, engine_of, parallelize
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.operations import CommOp, Op, comm_ops_of, ops_of
-from fastpar.cost.workload import Setup, Workload, count_parameters
+from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.models.fp8 import use_fp8
 from fastpar.nn.recompute import recompute
@@ -138,7 +138,7 @@ def test_optimizer_has_this_ranks_elements():
 def test_local_parameters_are_those_of_a_rank(tp):
     run = Run(SHAPE, world_size=2 * tp, tp=tp)
     assert buckets_of(Workload(SHAPE, 4), Setup(tp=tp)).elements == run.local
-    assert buckets_of(LARGE, Setup()).elements == count_parameters(LARGE.shape)
+    assert buckets_of(LARGE, Setup()).elements == LARGE.n_parameters
 
 
 # Exchanges, as real engines do them

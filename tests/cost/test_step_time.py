@@ -9,6 +9,7 @@ from fastpar.cost.devices import Cluster
 from fastpar.cost.operations import CommOp, comm_ops_of, ops_of
 from fastpar.cost.step_time import cost_per_billion_tokens, makespan_of, predict_step, time_of
 from fastpar.cost.workload import Setup, Workload
+from fastpar.models.block import flops_per_token
 from fastpar.pipeline.schedules import make_schedule
 from fastpar.pipeline.simulator import Costs, simulate
 from fastpar.settings.config import GPTConfig
@@ -112,7 +113,7 @@ def test_mfu_and_cost():
     setup = Setup(8, micro_batch_size=4)
     workload = Workload(GPTConfig.preset("gpt2"), 32)
     time = predict_step(workload, setup, DatasheetRates(cluster, setup))
-    flops = time.tokens_per_s * workload.flops_per_token
+    flops = time.tokens_per_s * flops_per_token(workload.shape)
     assert time.mfu == pytest.approx(flops / (8 * 312e12))
     assert 0.2 < time.mfu < 0.65
     hours = 1e9 / time.tokens_per_s / 3600

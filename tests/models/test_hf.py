@@ -18,7 +18,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.files.tensor_file import TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, load_hf_tensors, save_hf
-from fastpar.models.weights import CONV1D, list_weights
+from fastpar.models.weights import is_conv1d, list_weights
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
@@ -118,7 +118,7 @@ def test_loss_and_every_gradient_equal_transformers(pair):
     for name, p in ours.named_parameters():
         grad = p.grad[:V] if name == "wte.weight" else p.grad
         name = f"transformer.{name}"
-        expected = exact[name].T if name.endswith(CONV1D) else exact[name]
+        expected = exact[name].T if is_conv1d(name) else exact[name]
         error = (grad - expected).abs().max().item()
         allowed = 2 * (eager[name] - exact[name]).abs().max().item()
         floor = 4 * torch.finfo(torch.float32).eps * expected.abs().max().item()

@@ -9,6 +9,7 @@ from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after, losses
 
 from fastpar.checkpoint.restore import load_weights
 from fastpar.cost.buckets import stages_of
+from fastpar.models.block import part_flops
 from fastpar.settings.config import GPTConfig, TrainConfig
 
 RUN = {**TINY, "n_layer": 3, "grad_accum_steps": 4, "max_steps": 4, "eval_every": 2}
@@ -90,7 +91,7 @@ def test_stages_beside_data_parallel_ranks_and_tp(here):
 def test_files_of_stages_are_one_model(here, capsys):
     run("stages", 2, pp=2)
     printed = capsys.readouterr().out
-    parts = GPTConfig(3, 2, 16, 16, 256).part_flops()  # RUN's, of bytes
+    parts = part_flops(GPTConfig(3, 2, 16, 16, 256))  # RUN's, of bytes
     fast, slow = sorted((sum(parts[:3]), sum(parts[3:])))
     waits = 1 - 6 * (slow + fast) / (12 * slow + 3 * fast)  # both work 12 of their own a step
     line = f"stages   2 + 1 layers, 1f1b over 4 micro-batches: ranks wait for {waits:.0%} of a step"
