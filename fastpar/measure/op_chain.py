@@ -12,12 +12,13 @@ outside of the stamps.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +37,12 @@ from fastpar.kernels import (
     make_key,
     residual_layer_norm,
 )
-from fastpar.models.block import vocabulary_rows
+from fastpar.models.block import FIRST, LAST, Part, block_parts, shapes_of, widths
 
 Key = tuple[str, tuple[int, ...], str]  # name, shape and direction of an operations.Op
 EMPTY = ("empty", ())  # two stamps with nothing between them: what a stamp costs
 COPY = ("copy", ())
-FIRST = "first layer_norm"  # without a residual: the model has one
+FIRST_NORM = "first layer_norm"  # without a residual: the model has one
 
 
 class Clock:
@@ -111,32 +112,27 @@ class Chain:
         device: torch.device,
         seed: int = 0,
     ) -> None:
-        shape, tp = workload.shape, setup.tp
-        c, hidden, t = shape.n_embd, 4 * shape.n_embd // tp, workload.seq_len
-        self.rows, self.width, self.time = setup.micro_batch_size, c, t  # B, C, T
-        self.tokens = self.rows * t
-        self.mine = -(-self.tokens // tp) if setup.sequence_parallel else self.tokens
-        self.heads, self.vocab = shape.heads_of_rank(tp), vocabulary_rows(shape, tp)
-        part = self.heads * shape.head_dim
+        shape, tp, block = workload.shape, setup.tp, block_parts()
+        self.rows, self.time = setup.micro_batch_size, workload.seq_len  # B, T
+        self.heads, self.letters = shape.heads_of_rank(tp), widths(shape, tp)
+        tokens = self.rows * self.time
+        self.on = {"tokens": tokens, "own": -(-tokens // tp) if setup.sequence_parallel else tokens}
         self.dropout, self.eps = shape.dropout, shape.layer_norm_eps
         self.clock, self.device, self.dtype = Clock(device), device, DTYPES[setup.dtype]
         torch.manual_seed(seed)
         self._key = make_key(seed, 0).to(device)
         self.parameters: list[Tensor] = []
-        self.wte, self.wpe = self._weight(self.vocab, c), self._weight(t, c)
-        shapes = {
-            **{"qkv": (3 * part, c), "qkv_bias": (3 * part,), "proj": (c, part)},
-            **{"proj_bias": (c,), "up": (hidden, c), "up_bias": (hidden,)},
-            **{"down": (c, hidden), "down_bias": (c,)},
-            **{f"norm{i}_{name}": (c,) for i in (1, 2) for name in ("weight", "bias")},
-        }
-        self.layers = [
-            {name: self._weight(*sizes) for name, sizes in shapes.items()}
-            for _ in range(shape.n_layer)
+        self.parts = [
+            (part, [self._weight(*sizes) for sizes in shapes_of([part], shape, tp)])
+            for part in (*FIRST, *block * shape.n_layer, *LAST)
         ]
-        self.last_norm = self._weight(c), self._weight(c)
+        # Products whose bias the op behind them in the block adds.
+        self.without_bias = {
+            a.name for a, b in itertools.pairwise(block) if a.op == "matmul" and b.cheap
+        }
         self._hook_gradients(DTYPES[setup.grad_dtype])
-        self.idx, self.targets = torch.randint(self.vocab, (2, self.rows, t), device=device)
+        size = 2, self.rows, self.time
+        self.idx, self.targets = torch.randint(self.letters["V"], size, device=device)
 
     def _weight(self, *shape: int) -> Tensor:
         weight = torch.randn(*shape, device=self.device, dtype=torch.float32).mul_(0.02)
@@ -186,77 +182,52 @@ class Chain:
     def _drop(self, site: int) -> dict[str, Any]:
         return {"dropout_p": self.dropout, "rng": Rng(self._key, site)} if self.dropout else {}
 
-    def _matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out, wide = weight.shape
-        x = fitted(x, (self.tokens, wide))
-        shape = (self.tokens, wide, out)
-        return self._timed("matmul", shape, lambda v: linear(v, weight, bias), x)
-
-    def _norm(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        site: int,
-        x_bias: Tensor | None = None,
-    ) -> Any:
-        """(norm of the sum, sum)."""
-        shape = (self.mine, self.width)
-        more: dict[str, Any] = {"eps": self.eps}
-        if delta is None:
-            return self._timed(FIRST, shape, lambda v: layer_norm(v, weight, bias, **more), x), x
-
-        def function(d: Tensor, r: Tensor) -> Any:
-            dropped = self._drop(site)
-            return residual_layer_norm(d, r, weight, bias, x_bias=x_bias, **more, **dropped)
-
-        return self._timed("layer_norm", shape, function, fitted(delta, shape), x)
+    def _call(
+        self, part: Part, weights: list[Tensor], bias: Tensor | None, site: int
+    ) -> tuple[tuple[int, ...], Callable[..., Any]]:
+        """The sizes of a part's Op, and what it computes; bias: of a product before it."""
+        rows, into, out = self.on[part.on], self.letters[part.into], self.letters[part.out]
+        drop = self._drop(site)
+        if part.op == "layer_norm":
+            options = {"x_bias": bias, "eps": self.eps, **drop}
+            return (rows, out), lambda y, x: residual_layer_norm(y, x, *weights, **options)
+        if part.op == "bias_gelu":
+            return (rows, out), lambda y: bias_gelu(y, bias)
+        if part.op == "loss":
+            wte, targets = self.parameters[0], self.targets.reshape(-1)
+            return (rows, into, out), lambda y: linear_cross_entropy(y, wte, targets)
+        if part.op == "matmul":
+            return (rows, into, out), lambda y: linear(y, *weights)
+        heads = self.rows, self.time, 3, self.heads, -1
+        shape = self.rows, self.heads, self.time, out // self.heads
+        return shape, lambda y: attention_qkvpacked(y.view(heads), causal=True, **drop).flatten(2)
 
     def step(self) -> Tensor:
         """Forward and backward of one micro-batch, stamped."""
-        c, drop = self.width, self._drop(0)
-        x = self._timed(
-            "embedding",
-            (self.tokens, c),
-            lambda w: embedding(self.idx, w, self.wpe, **drop),
-            self.wte,
-        )
-        x, delta = fitted(x, (self.mine, c)), None
-        for number, w in enumerate(self.layers):
-            site = 3 * number
-            y, x = self._norm(x, delta, w["norm1_weight"], w["norm1_bias"], site)
-            x = self._at(EMPTY, None, x)
-            x = self._at(None, EMPTY, x)
-            y = self._matmul(y, w["qkv"], w["qkv_bias"])
-            qkv = y.view(self.rows, self.time, 3, self.heads, -1)
-            more = self._drop(site + 1)
-            y = self._timed(
-                "attention",
-                (self.rows, self.heads, self.time, qkv.shape[-1]),
-                lambda v, more=more: attention_qkvpacked(v, causal=True, **more),
-                qkv,
-            )
-            delta = self._matmul(y.flatten(2), w["proj"])
-            norm = w["norm2_weight"], w["norm2_bias"]
-            y, x = self._norm(x, delta, *norm, site + 2, w["proj_bias"])
-            y = self._matmul(y, w["up"])
-            y = self._timed("bias_gelu", tuple(y.shape), bias_gelu, y, w["up_bias"])
-            delta = self._matmul(y, w["down"], w["down_bias"])
-        y, _ = self._norm(x, delta, *self.last_norm, 3 * len(self.layers))
-        y = fitted(y, (self.tokens, c))
-        loss = self._timed(
-            "loss",
-            (self.tokens, c, self.vocab),
-            lambda v: linear_cross_entropy(v, self.wte, self.targets.reshape(-1)),
-            y,
-        )
+        wte, wpe, *_ = self.parameters
+        drop, shape = self._drop(0), (self.on["tokens"], self.letters["C"])
+        x = self._timed("embedding", shape, lambda w: embedding(self.idx, w, wpe, **drop), wte)
+        y = bias = None
+        for site, (part, weights) in enumerate(self.parts[2:]):
+            before, bias = bias, None
+            if part.name in self.without_bias:
+                weights, bias = weights[:1], weights[1]
+            shape, call = self._call(part, weights, before, site)
+            if part.op != "layer_norm":
+                y = fitted(y, (self.on[part.on], self.letters[part.into]))
+                y = self._timed(part.op, shape, call, y)
+            elif y is None:
+                x = fitted(x, shape)
+                y = self._timed(FIRST_NORM, shape, lambda v: layer_norm(v, *weights, self.eps), x)
+            else:
+                y, x = self._timed(part.op, shape, call, fitted(y, shape), x)
+                x = self._at(None, EMPTY, self._at(EMPTY, None, x))
         found = [(k, "forward", s) for k, s in self.clock.intervals()]
-        loss.backward()
+        y.backward()
         self.clock.mark(None)
         found += [(k, "backward", s) for k, s in self.clock.intervals()]
         self.found = found
-        return loss.detach()
+        return y.detach()
 
     def times(self) -> dict[Key, list[float]]:
         """Seconds of every operation of the last step, without the stamps' own."""
@@ -269,7 +240,7 @@ class Chain:
         for key, way, seconds in self.found:
             if key == COPY:
                 copied += seconds
-            elif key != EMPTY and key[0] != FIRST:
+            elif key != EMPTY and key[0] != FIRST_NORM:
                 samples = out[key[0], key[1], way]
                 samples.append(max(seconds - empty[way], 1e-9))
                 if key[0] == "embedding":
