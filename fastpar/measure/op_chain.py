@@ -218,7 +218,8 @@ class Chain:
                 y = self._timed(part.op, shape, call, y)
             elif y is None:
                 x = fitted(x, shape)
-                y = self._timed(FIRST_NORM, shape, lambda v: layer_norm(v, *weights, self.eps), x)
+                norm = functools.partial(layer_norm, weight=weights[0], bias=weights[1])
+                y = self._timed(FIRST_NORM, shape, norm, x)
             else:
                 y, x = self._timed(part.op, shape, call, fitted(y, shape), x)
                 x = self._at(None, EMPTY, self._at(EMPTY, None, x))
