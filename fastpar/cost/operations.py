@@ -29,12 +29,10 @@ from fastpar.cost.matrix_updates import (
 )
 from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
+from fastpar.models import block
 from fastpar.models.block import (
-    ATTENTION,
-    EXPERTS,
     FIRST,
     LAST,
-    MLP,
     Part,
     block_parts,
     count_elements,
@@ -172,13 +170,13 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
 
     layers, ends = n_micro * shape.n_layer / pp, n_micro / pp
     sparse = layers * shape.expert_layers / shape.n_layer
-    groups = (ATTENTION, layers), (MLP, layers - sparse), (EXPERTS, sparse)
-    block = [(part, pair(part), count) for parts, count in groups if count for part in parts]
-    block.sort(key=lambda each: (not each[0].cheap, each[0].op == "matmul"))
+    counts = (block.ATTENTION, layers), (block.MLP, layers - sparse), (block.EXPERTS, sparse)
+    every = [(part, pair(part), count) for parts, count in counts if count for part in parts]
+    every.sort(key=lambda each: (not each[0].cheap, each[0].op == "matmul"))
     again = {"none": (), "selective": (True,), "full": (True, False)}[mode]
     found = Counter[Op]()
     for recomputed in (False, True):
-        for part, (forward, backward), count in block:
+        for part, (forward, backward), count in every:
             if part.op == "attention" and by_keys:
                 count /= c  # 1/c of all queries
             if part.on == "experts":
@@ -228,9 +226,9 @@ def _matrix_updates(matrices: MatrixUpdates, setup: Setup) -> Iterator[Op]:
 def expert_elements(shape: GPTConfig, setup: Setup) -> tuple[int, int]:
     """Parameters of the experts of a rank of tp and pp, of all ep; of routers, less their MLPs'."""
     sizes, layers = widths(shape, setup.tp), -(-shape.expert_layers // setup.pp)
-    routers = count_elements(EXPERTS, {**sizes, "S": 0})
-    experts = count_elements(EXPERTS, sizes) - routers
-    return layers * experts, layers * (routers - count_elements(MLP, sizes))
+    routers = count_elements(block.EXPERTS, {**sizes, "S": 0})
+    experts = count_elements(block.EXPERTS, sizes) - routers
+    return layers * experts, layers * (routers - count_elements(block.MLP, sizes))
 
 
 def elements_of(workload: Workload, setup: Setup) -> tuple[int, float]:
@@ -262,8 +260,8 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
     if setup.ep > 1:
         found += _along_ep(workload, setup)
     if setup.world_size > 1:
-        ends, block = (len([*parameters_of(p)]) for p in (FIRST + LAST, block_parts()))
-        words = count_words(ends + block * -(-workload.shape.n_layer // setup.pp))
+        ends, each = (len([*parameters_of(p)]) for p in (FIRST + LAST, block_parts()))
+        words = count_words(ends + each * -(-workload.shape.n_layer // setup.pp))
         total = 8.0 * words * setup.world_size
         found.append(CommOp("all_gather", "control", total, setup.world_size, 1, 1, ""))
     return tuple(comm for comm in found if comm.count and comm.ranks > 1)

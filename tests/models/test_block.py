@@ -1,0 +1,95 @@
+"""The table of the block is what the model is, and what is predicted and measured of it."""
+
+import pytest
+import torch
+from memory_cells import setup, workload
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastpar.cost import buckets, operations
+from fastpar.cost.datasheet import DatasheetRates
+from fastpar.cost.devices import Cluster
+from fastpar.cost.memory_model import predict_memory
+from fastpar.cost.step_time import predict_step
+from fastpar.measure.op_chain import Chain
+from fastpar.models import block
+from fastpar.models.gpt import GPT
+from fastpar.models.weights import list_weights
+from fastpar.settings.config import GPTConfig
+
+DENSE = GPTConfig(2, 4, 32, 16, 200, dropout=0.0)
+SPARSE = GPTConfig(3, 2, 16, 8, 50, n_expert=4, expert_every=2, expert_hidden=24)
+
+
+def listed(shape):
+    """(name, shape) of all weights, by the table."""
+    parts = [("", block.FIRST)]
+    parts += [
+        (f"h.{i}.", block.block_parts(experts=shape.has_experts(i))) for i in range(shape.n_layer)
+    ]
+    return [
+        (before + name, sizes)
+        for before, some in [*parts, ("", block.LAST)]
+        for (name, _), sizes in zip(block.parameters_of(some), block.shapes_of(some, shape))
+    ]
+
+
+@pytest.mark.parametrize("shape", [DENSE, SPARSE], ids=["dense", "experts"])
+def test_names_and_shapes_are_the_models(shape):
+    model = GPT(shape)
+    named = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    assert listed(shape) == named
+    whole = sum(p.numel() for p in model.parameters())
+    assert block.count_parameters(shape, padded=True) == whole
+    padding = (shape.padded_vocab_size - shape.vocab_size) * shape.n_embd
+    assert model.num_parameters() == whole - padding
+    experts = [p for name, p in model.named_parameters() if p.dim() == 3 or "1.mlp.c_" in name]
+    unused = sum(p.numel() // 2 for p in experts if shape.n_expert)  # half of them
+    assert block.count_parameters(shape, active=True) == whole - padding - unused
+
+
+def test_flops_are_those_that_torch_counts():
+    """Of products; attention's are not torch's own."""
+    with FlopCounterMode(display=False) as counter:
+        GPT(DENSE)(torch.zeros(3, 16, dtype=torch.int64))
+    attention = 4 * DENSE.block_size * DENSE.n_embd * DENSE.n_layer
+    assert counter.get_total_flops() == 3 * 16 * (sum(block.part_flops(DENSE)) - attention)
+
+
+def seen():
+    """What is made from the table, and what is predicted from it."""
+    for cached in (operations._passes, buckets._buckets, buckets._cut):
+        cached.cache_clear()
+    work, kind = workload(n_layer=2), setup(micro_batch_size=4)
+    model, chain = GPT(work.shape), Chain(work, kind, torch.device("cpu"))
+    chain.step()
+    memory = predict_memory(work, kind)
+    return {
+        "elements": sum(p.numel() for p in model.parameters()),
+        "stored": {weight.name: weight.shape for weight in list_weights(model)},
+        "flops": model.flops_per_token(),
+        "seconds": predict_step(work, kind, DatasheetRates(Cluster.of("h100", 1), kind)).step_s,
+        "states": memory.parameters,
+        "kept": memory.activations,
+        "buckets": buckets.buckets_of(work, kind).elements,
+        "timed": sum(len(times) for key, times in chain.times().items() if key[0] == "matmul"),
+    }
+
+
+def test_a_part_more_is_everywhere(monkeypatch):
+    before = seen()
+    part = block.Part("mlp.gate", "matmul", "C", "F")
+    monkeypatch.setattr(block, "MLP", (part, *block.MLP))
+    after = seen()
+    width, layers = 128, 2
+    gate = 4 * width * width + 4 * width
+    names = {f"h.{i}.mlp.gate.{name}" for i in range(layers) for name in ("weight", "bias")}
+    assert after["stored"].keys() - before["stored"].keys() == names
+    assert after["stored"]["h.1.mlp.gate.weight"] == (width, 4 * width), "as transformers' Conv1D"
+    for what in ("elements", "buckets"):
+        assert after[what] - before[what] == layers * gate, what
+    assert after["flops"] - before["flops"] == 6 * layers * gate
+    assert after["states"] - before["states"] >= 4 * layers * gate
+    tokens = 4 * 128
+    assert after["kept"] - before["kept"] == layers * 4 * tokens * width, "its input"
+    assert after["seconds"] > before["seconds"]
+    assert after["timed"] - before["timed"] == 2 * layers
