@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_map
 
 from bench.peers.engines import DDP, SINGLE, Contender, build
 from bench.systems.bench_zero import batch, forget_peak, stock_model
-from bench.systems.worker import resident_bytes
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
+from fastpar.comm.host import memory_mb
 from fastpar.files.runs import list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig
@@ -97,12 +97,12 @@ class Rank:
         """ms from when all ranks begin, and the most resident memory beyond that before."""
         gc.collect()
         forget_peak()
-        before = resident_bytes("VmRSS")
+        before = memory_mb()[0]
         self._barrier()
         start = time.perf_counter()
         call()
         ms = (time.perf_counter() - start) * 1e3
-        return {"ms": ms, "peak": max(0, resident_bytes() - before)}
+        return {"ms": ms, "peak": max(0, round(1e6 * (memory_mb()[1] - before)))}
 
     def _barrier(self) -> None:
         if self.trial.world_size > 1:

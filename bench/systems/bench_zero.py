@@ -38,7 +38,8 @@ from bench.peers import stock
 from bench.peers.engines import DDP, SINGLE, build, update_error
 from bench.records import Row
 from bench.systems.links import RankError, Ranks
-from bench.systems.worker import resident_bytes, start
+from bench.systems.worker import start
+from fastpar.comm.host import memory_mb
 from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
 from fastpar.doctor.clocks import Timing, stopwatch
 from fastpar.models.gpt import GPT
@@ -163,12 +164,12 @@ class Rank:
             dist.init_process_group("gloo")
         if trial.name.startswith("DeepSpeed"):
             import_deepspeed(trial.device)
-        before = resident_bytes("VmRSS")
+        before = memory_mb()[0]
         self.contender = self.build()
         gc.collect()
         forget_peak()
         self.first_losses = self.steps(0, GATE_STEPS)["losses"]
-        self.peak = resident_bytes() - before
+        self.peak = round(1e6 * (memory_mb()[1] - before))
 
     def build(self) -> Contender:
         trial = self.trial

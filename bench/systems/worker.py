@@ -10,12 +10,9 @@ may be at most twice that of plain PyTorch in the same precision, plus one round
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from torch import Tensor, nn
 
 from bench.peers import stock
 from bench.systems.links import Ranks
+from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
 from fastpar.data.batches import eval_batches, load_data, sample_batch
 from fastpar.doctor.clocks import stopwatch
@@ -213,7 +211,7 @@ class Variant:
         """Highest memory so far: of the GPU's allocator, or resident in this process."""
         if self.spec.device == "cuda":
             return torch.cuda.max_memory_allocated()
-        return resident_bytes()
+        return round(1e6 * memory_mb()[1])
 
     def check(self) -> dict[str, float]:
         """Gradient error of this variant and of plain PyTorch; see [Note: the gate ...]."""
@@ -267,17 +265,3 @@ def relative_error(value: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 def load_text() -> Any:
     """The text that ships with fastpar's dependency, as characters."""
     return load_data("bible", "chars", val_fraction=0.1, progress=False)
-
-
-def resident_bytes(which: str = "VmHWM") -> int:
-    """Peak (VmHWM) or present (VmRSS) memory of this process, shared memory included.
-
-    Unlike getrusage's, the peak is without what the process was forked from.
-    """
-    with contextlib.suppress(OSError):
-        found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        if found:
-            return int(found[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

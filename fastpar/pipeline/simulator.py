@@ -1,15 +1,8 @@
-"""What a schedule costs, and whether it can run at all: found out by going through it.
-
-[Note: no deadlock] Sends do not wait for their receivers, and what a rank sends to another, each of
-activations and gradients, is received in the order of sending (pipeline/stages.py has a group for
-each). check() demands that of a schedule: every operation once, after those that it needs, and the
-same order on both sides.
-"""
+"""What a schedule costs, and whether it can run at all: found out by going through it."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -185,57 +178,6 @@ def time_of(
         now[rank] = start + cost
         ends.append(now[rank])
     return max(now), max(busy)
-
-
-def check(schedule: Schedule) -> None:
-    """See [Note: no deadlock].
-
-    Raises:
-        ValueError: an operation missing, twice or out of order; messages of two ranks in another
-            order on the two sides; operations that wait for each other.
-    """
-    kinds = {Kind.FORWARD, Kind.BACKWARD}
-    if schedule.splits_backward:
-        kinds = {Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT}
-    for rank, ops in enumerate(schedule.ops):
-        for chunk in range(schedule.chunks):
-            for kind in kinds:
-                micros = [op.micro for op in ops if op.kind is kind and op.chunk == chunk]
-                if micros != list(range(schedule.micro_batches)):
-                    raise ValueError(
-                        f"check: expected every micro-batch once and in order, got {micros} for "
-                        f"{kind.name} of rank {rank}, chunk {chunk} of {schedule.name}; mend its "
-                        "rule"
-                    )
-        if len(ops) != len(kinds) * schedule.chunks * schedule.micro_batches:
-            raise ValueError(
-                f"check: expected only {sorted(k.name for k in kinds)}, got others on rank {rank} "
-                f"of {schedule.name}; mend its rule"
-            )
-    for sender, receiver in itertools.permutations(range(schedule.ranks), 2):
-        sent, received = _messages(schedule, sender, receiver)
-        if sent != received:
-            raise ValueError(
-                f"check: expected messages of rank {sender} to be received in the order of sending "
-                f"on rank {receiver}, got another order in {schedule.name}; mend its rule"
-            )
-    ones = [1.0] * schedule.stages
-    simulate(schedule, Costs(ones, ones, ones))
-
-
-def _messages(schedule: Schedule, sender: int, receiver: int) -> tuple[list, list]:
-    """Those of each kind as one rank sends and the other receives them: (stage, micro-batch)."""
-    sides: tuple[list, list] = [], []
-    for rank, other, side in ((sender, receiver, sides[0]), (receiver, sender, sides[1])):
-        for op in schedule.ops[rank]:
-            forward, stage = op.kind is Kind.FORWARD, schedule.stage_of(rank, op.chunk)
-            there = stage + (1 if forward == (rank == sender) else -1)
-            if op.kind is Kind.WEIGHT_GRADIENT or not 0 <= there < schedule.stages:
-                continue
-            if schedule.owner(there)[0] == other:
-                side.append((not forward, there if rank == sender else stage, op.micro))
-        side.sort(key=lambda message: message[0])
-    return sides
 
 
 class Held(NamedTuple):

@@ -5,23 +5,35 @@ is right itself is what each op's own tests show.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
 from cells import slow, sweep
-from same_bits import same_bits_everywhere
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastpar import kernels
 from fastpar.cost.step_memory import StepMemory
-from fastpar.kernels import Rng, backend, make_key
+from fastpar.kernels import Rng, backend, host, make_key
 
 RNG = Rng(make_key(3, 0), 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = 2, 5, 2, 16, 16, 11  # B, T, H, D, C, V
+
+
+def same_bits_everywhere(run: Callable[[], Sequence[Tensor]]) -> None:
+    before, first = host.isa(), run()
+    try:
+        for isa in host.supported_isas():
+            host.set_isa(isa)
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                for found, expected in zip(run(), first, strict=True):
+                    assert torch.equal(found, expected), (isa, threads)
+    finally:
+        host.set_isa(before)
 
 
 class Case(NamedTuple):
