@@ -5,6 +5,7 @@ import sys
 import pytest
 from test_compare_results import make_comparison, make_run, orders
 
+from fastpar.compare.compare import DEFAULT
 from fastpar.compare.pictures import (
     PICTURES,
     draw_all,
@@ -14,7 +15,6 @@ from fastpar.compare.pictures import (
     draw_throughput,
     look,
 )
-from fastpar.compare.schedule import DEFAULT
 from fastpar.compare.strategies import STRATEGIES
 
 pytest.importorskip("matplotlib", reason="needs matplotlib")

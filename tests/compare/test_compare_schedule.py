@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastpar.compare import strategies
-from fastpar.compare.schedule import DEFAULT, CompareCommand, Schedule, check, chosen, why_not
+from fastpar.compare.compare import DEFAULT, CompareCommand, Schedule, check, chosen, why_not
 from fastpar.compare.strategies import STRATEGIES
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.options import ModelSize, TextSettings
