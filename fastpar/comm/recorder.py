@@ -26,12 +26,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle, ObservedHandle
-from fastpar.comm.transport import make_collectives
 from fastpar.comm.watchdog import on_this_gpu
 
 _NAMESPACES = ("c10d", "_c10d_functional")  # of torch's collectives
@@ -41,6 +40,7 @@ CONTROL = "control"  # exchanges of a few numbers
 # Phases of a step, as engine.on_phase names them.
 INPUT, FORWARD, BACKWARD, OPTIMIZER = PHASES = ("input", "forward", "backward", "optimizer")
 HOST = "host"  # of a GPU: what the CPU is at while it enqueues
+PREFIX = "fastpar "  # of our own ranges in a trace
 LOOK_S = 0.001
 
 
@@ -62,24 +62,19 @@ def now_ms() -> float:
 
 
 class Recorder:
-    """Notes what happens while it is on. One for each rank."""
+    """Notes what happens while it is on. One for each rank.
+
+    Attributes:
+        in_trace: whether phases and waits are marked in the profiler's trace, too.
+    """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.on = False
+        self.on = self.in_trace = False
+        self._phase = contextlib.ExitStack()
         self._open: list[_RecordedHandle] = []
         self._changed = threading.Condition()
         threading.Thread(target=on_this_gpu(self._watch), daemon=True).start()
-
-    def factory(self, group: dist.ProcessGroup | None, role: str) -> Collectives:
-        """For parallelize(collectives=...): torch's, each role with a group of its own. Ranks: all.
-
-        One group would queue gathers behind reductions.
-        """
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        made = make_collectives(dist.new_group(members), transport="torch")
-        self.watch(made, GATHER if role == "gather" else REDUCE)
-        return made
 
     def watch(self, collectives: Collectives, row: str) -> None:
         """Note from now on what is done with collectives, as long as the recorder is on."""
@@ -96,12 +91,20 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, row: str, name: str, size_bytes: int = 0) -> Iterator[None]:
-        begin = now_ms()
-        try:
-            yield
-        finally:
-            if self.on:
-                self.spans.append(Span(row, name, begin, now_ms(), size_bytes))
+        label = PREFIX + (WAIT if row == WAIT else name)
+        with record_function(label) if self.in_trace else contextlib.nullcontext():
+            begin = now_ms()
+            try:
+                yield
+            finally:
+                if self.on:
+                    self.spans.append(Span(row, name, begin, now_ms(), size_bytes))
+
+    def phase(self, name: str) -> None:
+        """From here on it is this phase; "" ends the last one."""
+        self._phase.close()
+        if name:
+            self._phase.enter_context(self.span(COMPUTE, name))
 
     def _follow(self, handle: _RecordedHandle) -> None:
         """Note when this operation is complete."""

@@ -13,7 +13,6 @@ is a part of that.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
@@ -21,14 +20,14 @@ import platform
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from fastpar._version import __version__
 from fastpar.comm.host import available_cores
@@ -58,7 +57,7 @@ from fastpar.measure.ceilings import measure_ceilings
 from fastpar.models.gpt import GPT
 from fastpar.parallel.engine import Engine
 from fastpar.profile.report import Report
-from fastpar.profile.trace import PREFIX, TraceTimes, times_of
+from fastpar.profile.trace import TraceTimes, times_of
 from fastpar.profile.verdict import Measured, Phase, Situation, fitted, work_of
 from fastpar.settings.config import TrainConfig
 
@@ -96,29 +95,6 @@ def title_of(trainer: Trained) -> str:
     )
 
 
-class Marks(Recorder):
-    """A recorder that also marks phases and waits in the profiler's trace, where asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_trace = False
-        self._phase = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def span(self, row: str, name: str, size_bytes: int = 0) -> Iterator[None]:
-        label = PREFIX + (WAIT if row == WAIT else name)
-        mark = record_function(label) if self.in_trace else contextlib.nullcontext()
-        with mark, super().span(row, name, size_bytes):
-            yield
-
-    def phase(self, name: str) -> None:
-        """From here on it is this phase; "" ends the last one."""
-        self._phase.close()
-        self._phase = contextlib.ExitStack()
-        if name:
-            self._phase.enter_context(self.span(COMPUTE, name))
-
-
 def measure(
     trainer: Trained, steps: int, out: Path | None
 ) -> tuple[Report, Sequence[Sequence[Span]]]:
@@ -128,7 +104,7 @@ def measure(
         out: where the trace goes; None: it is looked at and thrown away.
     Ranks: all.
     """
-    device, marks = trainer.mesh.device.type, Marks()
+    device, marks = trainer.mesh.device.type, Recorder()
     ceilings = measure_ceilings(device)
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -168,7 +144,7 @@ def measure(
     return report, [trace.spans] if device == "cuda" else shown
 
 
-def _watch(trainer: Trained, marks: Marks) -> None:
+def _watch(trainer: Trained, marks: Recorder) -> None:
     """Note every exchange of the engine and of layers that are split."""
     engine = trainer.engine
     split = {} if engine.declared is None else engine.declared.groups
@@ -187,7 +163,7 @@ def _watch(trainer: Trained, marks: Marks) -> None:
             marks.watch(group.exact, row)
 
 
-def _steps(trainer: Trained, marks: Marks, count: int) -> tuple[float, list[float]]:
+def _steps(trainer: Trained, marks: Recorder, count: int) -> tuple[float, list[float]]:
     """(ms of a step, begin of each and end of the last) of so many steps as the loop does them."""
     device = trainer.mesh.device.type
     synchronize(device)

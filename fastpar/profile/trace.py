@@ -28,6 +28,7 @@ from fastpar.comm.recorder import (
     OPTIMIZER,
     PHASES,
     PP,
+    PREFIX,
     REDUCE,
     WAIT,
     Span,
@@ -36,7 +37,6 @@ from fastpar.comm.recorder import (
 
 MEMORY, COMMUNICATION = "memory", "communication"
 KINDS = (COMPUTE, MEMORY, COMMUNICATION, HOST)
-PREFIX = "fastpar "  # of our own ranges
 _PRODUCT = re.compile(
     r"linear|matmul|addmm|\bb?mm\b|attention|cross_entropy|gemm|cutlass|nvjet|xmma|flash|fmha", re.I
 )

@@ -3,6 +3,7 @@
 import threading
 
 import torch
+import torch.distributed as dist
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
@@ -18,7 +19,7 @@ from fastpar.comm.recorder import (
     now_ms,
     window,
 )
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transport import make_collectives
 from fastpar.testing import run_ranks
 
 
@@ -106,12 +107,11 @@ def test_nothing_is_noted_while_it_is_off():
 
 
 def with_recorder():
-    recorder = Recorder()
-    kinds = [recorder.factory(None, role) for role in ("reduce", "gather")]
-    assert kinds[0].group != kinds[1].group
-    assert isinstance(kinds[0], TorchCollectives)
+    recorder, x = Recorder(), torch.ones(4)
+    kinds = [make_collectives(dist.new_group([0, 1]), transport="torch") for _ in range(2)]
+    for collectives, row in zip(kinds, (REDUCE, GATHER)):
+        recorder.watch(collectives, row)
     recorder.on = True
-    x = torch.ones(4)
     kinds[0].all_reduce(x)
     out = torch.empty(8)
     kinds[1].all_gather(out, x, async_op=True).wait()

@@ -19,11 +19,12 @@ from fastpar.comm.recorder import (
     REDUCE,
     TP,
     WAIT,
+    Recorder,
     Span,
     window,
 )
 from fastpar.profile import step_profile
-from fastpar.profile.step_profile import Marks, layer_bytes
+from fastpar.profile.step_profile import layer_bytes
 from fastpar.profile.trace import TraceTimes
 from fastpar.settings.config import TrainConfig
 from fastpar.train.trainer import Trainer
@@ -47,7 +48,7 @@ def trainer(tmp_path, monkeypatch):
 
 
 def test_steps_are_cut_into_phases_without_a_gap(trainer):
-    marks = Marks()
+    marks = Recorder()
     marks.on = True
     trainer.engine.on_phase = marks.phase
     step_ms, edges = step_profile._steps(trainer, marks, 2)
