@@ -234,7 +234,7 @@ class PassCosts:
 
         Args:
             waited_s: for communication in forward and backward, half of it in each.
-            message_s: see simulate().
+            message_s: see time_of() of pipeline/simulator.py.
         """
         for kind in (F, I):
             self.seconds["layers", kind] += waited_s / 2  # type: ignore[assignment]
@@ -263,7 +263,7 @@ class PassCosts:
 def makespan_of(
     schedule: str, pp: int, micro_batches: int, chunks: int, costs: Costs, message: float
 ) -> float:
-    """See simulate(); costs are tuples."""
+    """See time_of() of pipeline/simulator.py; costs are tuples."""
     few = min(micro_batches, ENOUGH * pp + micro_batches % pp)
     makespan, busiest = simulated(schedule, pp, few, chunks, costs, message)
     return makespan + (micro_batches - few) * busiest / few

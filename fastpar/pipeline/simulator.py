@@ -17,44 +17,11 @@ FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # after it a micro-batch is no
 
 
 class Costs(NamedTuple):
-    """Seconds of one micro-batch on each stage; see simulate()."""
+    """Seconds of one micro-batch on each stage; see time_of()."""
 
     forward: Sequence[float]
     input_gradient: Sequence[float]
     weight_gradient: Sequence[float]
-
-    def of(self, op: Op, stage: int) -> float:
-        """Of one operation."""
-        match op.kind:
-            case Kind.FORWARD:
-                return self.forward[stage]
-            case Kind.INPUT_GRADIENT:
-                return self.input_gradient[stage]
-            case Kind.WEIGHT_GRADIENT:
-                return self.weight_gradient[stage]
-        return self.input_gradient[stage] + self.weight_gradient[stage]
-
-
-class Simulated(NamedTuple):
-    """What came out of simulate().
-
-    Attributes:
-        makespan: seconds from the first operation to the end of the last.
-        busy: seconds of operations of each rank.
-        peaks: the most micro-batches that each rank's chunks held at once, one number a chunk,
-            at the moment when their sum, weighted by `held`, was largest.
-        spans: of each rank, (operation, start, end) in seconds.
-    """
-
-    makespan: float
-    busy: list[float]
-    peaks: list[tuple[int, ...]]
-    spans: list[list[tuple[Op, float, float]]]
-
-    @property
-    def bubble(self) -> float:
-        """The part of all ranks' time in which they wait."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
 
 
 def needs(schedule: Schedule, rank: int, op: Op) -> list[tuple[int, Op]]:
@@ -73,59 +40,6 @@ def needs(schedule: Schedule, rank: int, op: Op) -> list[tuple[int, Op]]:
     return [of(stage, Kind.FORWARD), *behind]
 
 
-def simulate(
-    schedule: Schedule,
-    costs: Costs,
-    *,
-    message: float = 0.0,
-    held: Sequence[float] | None = None,
-) -> Simulated:
-    """Run every operation as soon as those before it are done.
-
-    Args:
-        message: seconds of a message between two ranks, which costs neither of them work.
-        held: what one micro-batch keeps on each stage, such as bytes; by default the same on each.
-    Raises:
-        ValueError: a schedule that can not run: operations wait for each other.
-    """
-    p = schedule.ranks
-    weights = [1.0] * schedule.stages if held is None else held
-    now, busy, at = [0.0] * p, [0.0] * p, [0] * p
-    ends: dict[tuple[int, Op], float] = {}
-    spans: list[list[tuple[Op, float, float]]] = [[] for _ in range(p)]
-    counts = [[0] * schedule.chunks for _ in range(p)]
-    most, peaks = [-1.0] * p, [(0,) * schedule.chunks] * p
-    moved = True
-    while moved:
-        moved = False
-        for rank, ops in enumerate(schedule.ops):
-            while at[rank] < len(ops):
-                op = ops[at[rank]]
-                before = needs(schedule, rank, op)
-                if any(key not in ends for key in before):
-                    break
-                arrivals = [ends[k] + (message if k[0] != rank else 0.0) for k in before]
-                start = max([now[rank], *arrivals])
-                cost = costs.of(op, schedule.stage_of(rank, op.chunk))
-                now[rank] = ends[rank, op] = start + cost
-                busy[rank] += cost
-                spans[rank].append((op, start, now[rank]))
-                at[rank], moved = at[rank] + 1, True
-                counts[rank][op.chunk] += op.kind is Kind.FORWARD
-                sizes = (weights[schedule.stage_of(rank, c)] for c in range(schedule.chunks))
-                kept = sum(n * size for n, size in zip(counts[rank], sizes))
-                if kept > most[rank]:
-                    most[rank], peaks[rank] = kept, tuple(counts[rank])
-                counts[rank][op.chunk] -= op.kind in FINISHES
-    waiting = [ops[i] for ops, i in zip(schedule.ops, at) if i < len(ops)]
-    if waiting:
-        raise ValueError(
-            f"simulate: expected a schedule that can run, got {schedule.name} with pp={p} where "
-            f"{waiting} wait for each other; mend its rule"
-        )
-    return Simulated(max(now), busy, peaks, spans)
-
-
 class _Step(NamedTuple):
     """An operation as the numbers that time_of() needs; after: (position, from another rank)."""
 
@@ -135,32 +49,47 @@ class _Step(NamedTuple):
     after: tuple[tuple[int, bool], ...]
 
 
-@functools.lru_cache(512)
-def _in_order(name: str, ranks: int, micro_batches: int, chunks: int) -> list[_Step]:
-    """The operations of all ranks, each behind those that it needs, whatever they cost."""
-    schedule = make_schedule(name, ranks, micro_batches, chunks)
-    ones = [1.0] * schedule.stages
-    spans = simulate(schedule, Costs(ones, ones, ones)).spans
-    begins = (
-        (start, rank, i) for rank, own in enumerate(spans) for i, (_, start, _) in enumerate(own)
-    )
-    order = [(rank, spans[rank][i][0]) for _, rank, i in sorted(begins)]
-    at = {key: i for i, key in enumerate(order)}
-    return [
-        _Step(
-            rank,
-            op.kind,
-            schedule.stage_of(rank, op.chunk),
-            tuple((at[key], key[0] != rank) for key in needs(schedule, rank, op)),
+def in_order(schedule: Schedule) -> list[_Step]:
+    """The operations of all ranks, each behind those that it needs, whatever they cost.
+
+    Raises:
+        ValueError: a schedule that can not run: operations wait for each other.
+    """
+    found: list[_Step] = []
+    at: dict[tuple[int, Op], int] = {}
+    left, before = [list(reversed(ops)) for ops in schedule.ops], -1
+    while before < len(found):
+        before = len(found)
+        for rank, ops in enumerate(left):
+            while ops and -1 not in (
+                behind := [at.get(key, -1) for key in needs(schedule, rank, ops[-1])]
+            ):
+                op = ops.pop()
+                at[rank, op] = len(found)
+                after = tuple((i, found[i].rank != rank) for i in behind)
+                found.append(_Step(rank, op.kind, schedule.stage_of(rank, op.chunk), after))
+    if any(left):
+        raise ValueError(
+            f"in_order: expected a schedule that can run, got {schedule.name} with "
+            f"pp={schedule.ranks} where {[ops[-1] for ops in left if ops]} wait for each other; "
+            "mend its rule"
         )
-        for rank, op in order
-    ]
+    return found
+
+
+@functools.lru_cache(512)
+def _steps(name: str, ranks: int, micro_batches: int, chunks: int) -> list[_Step]:
+    return in_order(make_schedule(name, ranks, micro_batches, chunks))
 
 
 def time_of(
     name: str, ranks: int, micro_batches: int, chunks: int, costs: Costs, message: float
 ) -> tuple[float, float]:
-    """(makespan, seconds of the busiest rank) as simulate() has them, many times faster."""
+    """(makespan, seconds of the busiest rank) where each operation begins as early as it can.
+
+    Args:
+        message: seconds of a message between two ranks, which costs neither of them work.
+    """
     seconds = {
         Kind.FORWARD: costs.forward,
         Kind.INPUT_GRADIENT: costs.input_gradient,
@@ -168,7 +97,7 @@ def time_of(
         Kind.BACKWARD: [a + b for a, b in zip(costs.input_gradient, costs.weight_gradient)],
     }
     now, busy, ends = [0.0] * ranks, [0.0] * ranks, list[float]()
-    for rank, kind, stage, after in _in_order(name, ranks, micro_batches, chunks):
+    for rank, kind, stage, after in _steps(name, ranks, micro_batches, chunks):
         start = now[rank]
         for before, moved in after:
             arrival = ends[before] + message if moved else ends[before]

@@ -43,8 +43,7 @@ from fastpar.files.runs import (
 )
 from fastpar.models.block import part_flops
 from fastpar.models.gpt import GPT
-from fastpar.pipeline.schedules import make_schedule
-from fastpar.pipeline.simulator import Costs, simulate
+from fastpar.pipeline.simulator import Costs, time_of
 from fastpar.settings.axes import parse_grid
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.train.metrics import MetricsLog, check_log, plot_loss, read_metrics
@@ -307,11 +306,12 @@ def example_prompt(data: TextData) -> str:
 def _pipeline(facts: dict[str, Any], shape: GPTConfig) -> str:
     """The line on a pipeline's stages, with the part of the time in which a rank waits."""
     split, m = facts["pp_split"], facts["grad_accum_steps"]
-    order = make_schedule(facts["schedule"], facts["pp"], m, len(split) // facts["pp"])
+    name, pp = facts["schedule"], facts["pp"]
     ends = [0, *itertools.accumulate([split[0] + 1, *split[1:-1], split[-1] + 1])]
     flops = [sum(part_flops(shape)[a:b]) for a, b in itertools.pairwise(ends)]
-    bubble = simulate(order, Costs(flops, flops, flops)).bubble
+    makespan, _ = time_of(name, pp, m, len(split) // pp, Costs(flops, flops, flops), 0.0)
+    bubble = 1 - 3 * m * sum(flops) / (pp * makespan)
     return (
-        f"stages   {' + '.join(map(str, split))} layers, {order.name} over {m} micro-batches: "
+        f"stages   {' + '.join(map(str, split))} layers, {name} over {m} micro-batches: "
         f"ranks wait for {bubble:.0%} of a step, by the floating-point operations of stages"
     )

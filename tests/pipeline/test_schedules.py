@@ -5,13 +5,13 @@ import itertools
 import pytest
 
 from fastpar.pipeline.schedules import CHUNKS, RULES, Kind, Op, chunks_of, make_schedule
-from fastpar.pipeline.simulator import Costs, simulate
+from fastpar.pipeline.simulator import FINISHES, Costs, in_order, time_of
 
 
-def equal_costs(schedule):
-    """F = B = W, for a rank's whole part of the model the same at any number of chunks."""
-    each = [1 / schedule.chunks] * schedule.stages
-    return Costs(each, each, each)
+def most_held(ops):
+    """Micro-batches of chunks that a rank holds at once."""
+    steps = itertools.accumulate((op.kind is Kind.FORWARD) - (op.kind in FINISHES) for op in ops)
+    return max(steps)
 
 
 def check(schedule):
@@ -29,8 +29,7 @@ def check(schedule):
     for pair in itertools.permutations(range(schedule.ranks), 2):
         sent, received = messages(schedule, *pair)
         assert sent == received, "received"
-    ones = [1.0] * schedule.stages
-    simulate(schedule, Costs(ones, ones, ones))
+    in_order(schedule)
 
 
 def messages(schedule, sender, receiver):
@@ -84,10 +83,12 @@ COLUMNS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("
 @pytest.mark.parametrize(("p", "m"), PUBLISHED)
 def test_bubbles_and_peaks(p, m):
     for (name, v), (bubble, peak) in zip([*COLUMNS, ("zb-v", 2)], PUBLISHED[p, m]):
-        schedule = make_schedule(name, p, m, v)
-        found = simulate(schedule, equal_costs(schedule))
-        assert found.makespan / (3 * m) - 1 == pytest.approx(bubble, abs=6e-4), name
-        assert max(sum(x) / v for x in found.peaks) == pytest.approx(peak, abs=0.01), name
+        each = [1 / v] * (p * v)  # F = B = W, for a rank's whole part of the model the same
+        makespan, busy = time_of(name, p, m, v, Costs(each, each, each), 0.0)
+        assert busy == pytest.approx(3 * m)
+        assert makespan / (3 * m) - 1 == pytest.approx(bubble, abs=6e-4), name
+        held = max(map(most_held, make_schedule(name, p, m, v).ops)) / v
+        assert held == pytest.approx(peak, abs=0.01), name
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
@@ -96,30 +97,20 @@ def test_formulas_of_bubble_and_peak(p, m):
     F, D, W = 1.0, 1.5, 0.75
     costs = Costs([F] * p, [D] * p, [W] * p)
     for name in ("gpipe", "1f1b"):
-        found = simulate(make_schedule(name, p, m), costs)
-        assert found.makespan == pytest.approx((m + p - 1) * (F + D + W))
+        assert time_of(name, p, m, 1, costs, 0.0)[0] == pytest.approx((m + p - 1) * (F + D + W))
         peaks = [m if name == "gpipe" else min(p - rank, m) for rank in range(p)]
-        assert [x[0] for x in found.peaks] == peaks
-    found = simulate(make_schedule("zb-h1", p, m), costs)
-    assert [x[0] for x in found.peaks] == [min(p, m)] * p
+        assert [*map(most_held, make_schedule(name, p, m).ops)] == peaks
+    assert [*map(most_held, make_schedule("zb-h1", p, m).ops)] == [min(p, m)] * p
     if m >= p:
         ideal = m * (F + D + W) + (p - 1) * (F + D - W)
-        assert found.makespan == pytest.approx(ideal)
+        assert time_of("zb-h1", p, m, 1, costs, 0.0)[0] == pytest.approx(ideal)
 
 
 def test_a_message_costs_time_between_ranks_only():
-    schedule = make_schedule("zb-v", 2, 1)
-    ones = [1.0] * 4
+    costs = Costs(*[[1.0] * 4] * 3)
     # Two boundaries are between ranks, the one at the bottom of the V is not; twice each.
-    added = simulate(schedule, Costs(ones, ones, ones), message=0.5).makespan
-    assert added - simulate(schedule, Costs(ones, ones, ones)).makespan == pytest.approx(4 * 0.5)
-
-
-def test_peaks_are_taken_where_the_weighted_sum_is_largest():
-    schedule = make_schedule("zb-v", 2, 4)
-    costs = equal_costs(schedule)
-    assert simulate(schedule, costs, held=[1, 1, 1, 100]).peaks[0] == (3, 1)
-    assert simulate(schedule, costs, held=[100, 1, 1, 1]).peaks[0] == (4, 0)
+    with_them, without = (time_of("zb-v", 2, 1, 2, costs, message)[0] for message in (0.5, 0.0))
+    assert with_them - without == pytest.approx(4 * 0.5)
 
 
 def test_stages_and_owners():

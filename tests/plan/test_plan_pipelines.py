@@ -10,8 +10,7 @@ from fastpar.cost.devices import Cluster
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload
-from fastpar.pipeline.schedules import RULES, chunks_of, make_schedule
-from fastpar.pipeline.simulator import Costs, simulate, time_of
+from fastpar.pipeline.schedules import chunks_of
 from fastpar.plan import pipelines
 from fastpar.plan.estimate import divisors
 from fastpar.plan.pipelines import SCHEDULES, least_bubble_s, pipeline_splits, search_pipelines
@@ -66,17 +65,6 @@ def test_the_bounds_leave_out_no_winner(shape, link):
         best = min(found, key=lambda e: e.time.step_s)
         assert best.time.step_s == min(seconds for seconds, *_ in fitting)
         assert all(e.memory.total <= limit for e in found)
-
-
-@pytest.mark.parametrize("name", sorted(RULES))
-@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 9), (5, 4)])
-def test_the_fast_sum_is_the_simulation(name, p, m):
-    chunks = 2 if name in ("interleaved", "zb-v") else 1
-    stages = range(p * chunks)
-    costs = Costs(*([1.0 + 0.1 * k + 0.01 * s for s in stages] for k in range(3)))
-    slow = simulate(make_schedule(name, p, m, chunks), costs, message=0.3)
-    fast = time_of(name, p, m, chunks, costs, 0.3)
-    assert fast == pytest.approx((slow.makespan, max(slow.busy)), rel=1e-12)
 
 
 def test_a_slow_link_makes_stages_and_the_report_says_why():
