@@ -146,7 +146,7 @@ def steps(bench: Bench, case: str, make: Callable[[], nn.Module], rows: int, len
     for _ in range(1 if bench.quick else TURNS):
         for contender, _, losses, times_ms in made:
             kept = partial(_keep, contender, losses)
-            times_ms.append(steady_ms(kept, 1 if bench.quick else STEPS, "cpu"))
+            times_ms.append(steady_ms(kept, 1 if bench.quick else STEPS))
     base = statistics.median(made[0][3])
     for contender, row, losses, times_ms in made:
         timing = Timing.of(times_ms)

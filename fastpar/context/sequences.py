@@ -70,7 +70,7 @@ class ContextParallel:
 
     def __init__(self, group: Collectives, method: str = "heads", *, by_row: bool = False) -> None:
         self.group, self.rank, self.size = group, group.rank, group.world_size
-        self.method, self.by_keys = method, method == "keys"
+        self.by_keys = method == "keys"
         self.by_row = by_row or self.by_keys
         self.n_chunks = 2 * self.size if self.by_row else self.size
         self.chunks = self._chunks_of(self.rank)

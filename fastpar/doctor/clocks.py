@@ -110,20 +110,12 @@ def stopwatch(call: Call, device: str) -> tuple[float, Any]:
     return (time.perf_counter() - start) * 1e3, result
 
 
-def steady_ms(step: Call, count: int, device: str) -> float:
-    """ms of a step in a row of count + 1, from start to start; the first one is not counted.
+def steady_ms(step: Call, count: int) -> float:
+    """ms of a step in a row of count + 1 on the CPU, start to start; the first is not counted.
 
     Nothing waits between steps: work that a step leaves to the next one is hidden as in training.
     """
     step()
-    if device == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / count
     begin = time.perf_counter()
     for _ in range(count):
         step()

@@ -31,7 +31,6 @@ class ProfileOptions:
 
     steps: int = 5
     out: str | None = None
-    picture: bool = True
 
     def __post_init__(self) -> None:
         check_at_least("profile", vars(self), {"steps": 1})
@@ -71,7 +70,7 @@ def prepare(options: ProfileOptions, config: TrainConfig) -> tuple[ProfileOption
             "profile: expected a new run, got resume=True; leave --resume out: nothing is saved, "
             "and --init-from takes the weights of a run"
         )
-    if options.picture and importlib.util.find_spec("matplotlib") is None:
+    if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             "fastpar profile: expected matplotlib, got no such package; pip install matplotlib"
         )
@@ -117,8 +116,7 @@ def profile(trainer: Trained, options: ProfileOptions) -> int:
             lines.append(_bubble_line(waits))
             print(f"\n{lines[-1]}")
         shown = dict(list(panels.items())[: 1 if on_gpu and not piped else _SHOWN_RANKS])
-        if options.picture:
-            draw(shown, lines, out / "timeline.png", _rows(list(shown.values())))
+        draw(shown, lines, out / "timeline.png", _rows(list(shown.values())))
         (out / "profile.json").write_text(json.dumps(report.as_json() | found, indent=1) + "\n")
         print(f"\n{out}: {', '.join(sorted(p.name for p in out.iterdir()))}", flush=True)
     mesh.close()
