@@ -33,7 +33,9 @@ def double(monkeypatch):
     """Trains in fp64, where a difference that is no rounding cannot hide."""
     real = start.parallelize
     monkeypatch.setattr("fastpar.train.trainer.pick_dtype", lambda *given: "fp64")
-    monkeypatch.setattr(start, "parallelize", lambda *a, **k: real(*a, **{**k, "grad_dtype": None}))
+    monkeypatch.setattr(
+        start, "parallelize", lambda model, mesh, s: real(model, mesh, s.change(grad_dtype=None))
+    )
 
 
 def numbers(changes):

@@ -1,6 +1,5 @@
 """The trainer with the optimizer's state on the host: the run without it, also across a resume."""
 
-import functools
 import re
 
 import pytest
@@ -56,9 +55,8 @@ def stand_in(monkeypatch):
     real = start.parallelize
     debug = Debug(bus_gb_s=1.0, poison=True)
 
-    @functools.wraps(real)
-    def made(*args, **kwargs):
-        return real(*args, **({**kwargs, "debug": debug} if kwargs["offload"] else kwargs))
+    def made(model, mesh, settings):
+        return real(model, mesh, settings, debug=debug if settings.offload.what else None)
 
     monkeypatch.setattr(start, "parallelize", made)
     monkeypatch.setattr(recompute, "_LEAST_BYTES", 1024)
