@@ -21,7 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,11 +36,11 @@ from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import reason
 from fastpar.compare.strategies import STRATEGIES, Contender, Settings
 from fastpar.data.batches import load_data, sample_batch
+from fastpar.models import set_up
 from fastpar.parallel.debug import Debug
 from fastpar.settings.axes import axes_of
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
-from fastpar.train import start
 from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import Trainer
 
@@ -108,7 +108,7 @@ def reference_of(changes: dict[str, Any]) -> dict[str, Any]:
 
 def _rank(settings: dict[str, Any]) -> int:
     config = TrainConfig().replace(settings)
-    return Trainer(config, Mesh(device="cpu", **axes_of(config.parallel))).run()
+    return Trainer(config, Mesh(device="cpu", **axes_of(config.mesh))).run()
 
 
 def losses_of(layout: Layout, **more: Any) -> list[float]:
@@ -127,14 +127,13 @@ def losses_of(layout: Layout, **more: Any) -> list[float]:
 @contextlib.contextmanager
 def _bus() -> Iterator[None]:
     """A stand-in for the bus between a GPU and its host, for runs with offload."""
-    real = start.parallelize
+    real = set_up.parallelize
 
-    @wraps(real)
-    def made(*args: Any, **options: Any) -> Any:
-        debug = {"debug": Debug(bus_gb_s=1.0, poison=True)} if options["offload"] else {}
-        return real(*args, **{**options, **debug})
+    def made(model: Any, mesh: Any, settings: Any) -> Any:
+        debug = Debug(bus_gb_s=1.0, poison=True) if settings.offload.what else None
+        return real(model, mesh, settings, debug=debug)
 
-    with mock.patch.object(start, "parallelize", made):
+    with mock.patch.object(set_up, "parallelize", made):
         yield
 
 

@@ -18,9 +18,9 @@ from fastpar.data.batches import sample_batch, to_device
 from fastpar.files.dtypes import DTYPES
 from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT
+from fastpar.models.set_up import set_up
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.pipeline import pipeline_step
-from fastpar.train.start import set_up
 
 SEED = 1
 
@@ -39,8 +39,8 @@ class ShortRun:
         if setup.transport == "gloo":
             config = config.replace({"transport": "torch"})
         self.model = GPT(workload.shape, seed=SEED).to(mesh.device, dtype)
-        batch = setup.micro_batch_size, setup.grad_accum_steps
-        self.optimizer = set_up(self.model, mesh, config, dtype=dtype, batch=batch)
+        many = setup.grad_accum_steps
+        self.optimizer = set_up(self.model, mesh, config, dtype=dtype, grad_accum_steps=many)
         self.engine = engine_of(self.model)
         n_tokens = (max(4 * workload.batch_size, 8) + 1) * workload.seq_len + 1
         vocabulary = workload.shape.vocab_size

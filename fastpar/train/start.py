@@ -13,10 +13,8 @@ import torch
 
 from fastpar.checkpoint.restore import load_weights
 from fastpar.checkpoint.verify import newest_checkpoint
-from fastpar.comm.bus import bus_of
 from fastpar.comm.mesh import AXES, Mesh
 from fastpar.cost.buckets import stages_of
-from fastpar.cost.capacity import check_host_activations
 from fastpar.data.batches import TextData, load_data
 from fastpar.data.packing import PackedTokens, pack_documents
 from fastpar.data.sources import Tokens
@@ -25,15 +23,10 @@ from fastpar.data.tokenizer import tokenizer_of_weights
 from fastpar.files.dtypes import DTYPES
 from fastpar.files.runs import checkpoint_folder, hold, list_checkpoints, step_of
 from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
-from fastpar.models.fp8 import use_fp8
 from fastpar.models.gpt import GPT
 from fastpar.models.upcycle import upcycled
-from fastpar.nn.recompute import recompute
-from fastpar.optim.adafactor import Adafactor
-from fastpar.optim.adamw import AdamW
-from fastpar.optim.schedule import describe_storage, make_optimizer
+from fastpar.optim.schedule import describe_storage
 from fastpar.parallel.engine import Engine
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import (
     GPTConfig,
     TrainConfig,
@@ -42,7 +35,6 @@ from fastpar.settings.config import (
     check_split,
     check_storage,
 )
-from fastpar.settings.parallel import Parallel
 
 
 def found_by_main(run: Path, step: int, mesh: Mesh) -> Path | None:
@@ -170,50 +162,6 @@ def _check_fp8(config: TrainConfig, mesh: Mesh, dtype: str) -> None:
 
 
 _DIGEST_TOKENS = 1 << 16
-
-
-def in_effect(
-    config: TrainConfig, shape: GPTConfig, dtype: torch.dtype, grad_accum_steps: int
-) -> Parallel:
-    """The run's parallel settings, with what they leave to the trainer filled in."""
-    grad_dtype = config.parallel.precision.grad_dtype or "fp32" * (dtype != torch.float32) or None
-    return config.parallel.change(
-        grad_dtype=grad_dtype,
-        accumulate=config.accumulate,
-        grad_accum_steps=grad_accum_steps,
-        pp_split=stages_of(config, shape),
-    )
-
-
-def set_up(
-    model: GPT,
-    mesh: Mesh,
-    config: TrainConfig,
-    *,
-    dtype: torch.dtype,
-    batch: tuple[int, int],
-) -> AdamW | Adafactor:
-    """Makes the engine of a run and recomputation on a model; returns the optimizer.
-
-    Args:
-        batch: rows of a micro-batch, micro-batches of a step.
-    Ranks: all.
-    """
-    system, parallel = config.system, in_effect(config, model.config, dtype, batch[1])
-    use_fp8(
-        model,
-        system.fp8,
-        scaling=system.fp8_scaling,
-        weight_gradient=system.fp8_weight_gradient,
-        emulate=system.fp8_emulate,
-    )
-    parallelize(model, mesh, parallel)
-    bus = None
-    if config.recompute.offload_activations:
-        check_host_activations(model.config, config, mesh.world_size, dtype=dtype, batch=batch)
-        bus = bus_of(mesh.device, pinned=parallel.offload.pinned)
-    recompute(model, config.recompute.activation_checkpointing, offload=bus)
-    return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)
 
 
 def samples_of(config: TrainConfig, data: TextData, block_size: int) -> Tokens | PackedTokens:

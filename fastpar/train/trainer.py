@@ -62,7 +62,7 @@ from fastpar.comm.host import threads_per_rank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import BACKWARD, FORWARD, INPUT, OPTIMIZER
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
-from fastpar.cost.capacity import check_ranks
+from fastpar.cost.capacity import check_host_activations, check_ranks
 from fastpar.data.batches import eval_batches, sample_batch, to_device
 from fastpar.data.sources import Tokens
 from fastpar.doctor.doctor import prove_before_training
@@ -72,6 +72,7 @@ from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.fp8 import numbers_of, report_of, restore_scales, saved_scales
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
+from fastpar.models.set_up import set_up
 from fastpar.optim.average import AveragedWeights, forget_average
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import set_lr
@@ -94,7 +95,6 @@ from fastpar.train.start import (
     load_model_and_data,
     pick_dtype,
     samples_of,
-    set_up,
 )
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
@@ -202,7 +202,10 @@ class Trainer:
             compiled=config.system.compile,
             fp8=config.system.fp8 != "none" and not config.system.fp8_emulate,
         )
-        self.optimizer = set_up(self.model, mesh, config, dtype=dtype, batch=batch)
+        if config.recompute.offload_activations:
+            check_host_activations(model.config, config, mesh.world_size, dtype=dtype, batch=batch)
+        many = self.grad_accum_steps
+        self.optimizer = set_up(self.model, mesh, config, dtype=dtype, grad_accum_steps=many)
         optim = config.optim
         if optim.outer_every is not None:
             Outer(  # the optimizer keeps it

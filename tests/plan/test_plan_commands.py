@@ -16,6 +16,7 @@ from fastpar.cli import main, parse_train
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import ByteTokenizer, check_name, name_for
 from fastpar.files.dtypes import DTYPES
+from fastpar.models import set_up
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.parallelize import parallelize
 from fastpar.plan import plan
@@ -49,7 +50,7 @@ def built(words, monkeypatch):
         heard_only = Debug(collectives=heard([]))
         return parallelize(model, mesh, settings.change(transport="auto"), debug=heard_only)
 
-    monkeypatch.setattr(start, "parallelize", alone)
+    monkeypatch.setattr(set_up, "parallelize", alone)
     monkeypatch.setattr(start, "load_data", text_of)
     axes = {axis: getattr(config.mesh, axis) for axis in ("tp", "cp", "pp")}
     axes["tp_grid"] = parse_grid(config.mesh.tp_grid)
@@ -85,7 +86,7 @@ def check_all(monkeypatch, capsys, words, *, all_layouts):
         ), line
         assert made.engine.stage.number == setup.zero_stage or setup.dp == 1
         assert made.engine.settings.n_shards == setup.n_shards or not setup.zero_stage, line
-        assert config.parallel.activation_checkpointing == setup.activation_checkpointing
+        assert config.recompute.activation_checkpointing == setup.activation_checkpointing
         assert config.system.dtype == setup.dtype
         if setup.dtype != "fp16":  # whose weights are fp32
             assert next(made.model.parameters()).dtype == DTYPES[setup.dtype]

@@ -13,10 +13,10 @@ from fastpar.cost.step_memory import StepMemory, alive_bytes, held_bytes
 from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import release_workspaces, workspace_bytes
 from fastpar.measure.short_run import ShortRun
+from fastpar.models import set_up
 from fastpar.parallel.debug import Debug
 from fastpar.settings.axes import parse_grid
 from fastpar.settings.config import GPTConfig
-from fastpar.train import start
 
 SHAPES = {
     "balanced": {"n_layer": 4, "width": 128, "tokens": 128, "vocab": 500, "dropout": 0.1},
@@ -88,8 +88,8 @@ def measure_first_rank(workload, setup):
     """The peak of the second step on the first rank, of a grid too; no other rank is there."""
     torch.set_num_threads(1)
     release_workspaces()
-    make = partial(start.parallelize, debug=Debug(collectives=heard([])))
-    alone = mock.patch.object(start, "parallelize", make)
+    make = partial(set_up.parallelize, debug=Debug(collectives=heard([])))
+    alone = mock.patch.object(set_up, "parallelize", make)
     grid = parse_grid(setup.tp_grid)
     with alone, LoneMesh(setup.world_size, 0, tp_grid=grid) as mesh:
         run = ShortRun(workload, setup, mesh)

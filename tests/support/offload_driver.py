@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-import fastpar.train.start
+import fastpar.models.set_up
 from fastpar.cli import main
 from fastpar.optim.adamw import AdamW
 from fastpar.parallel.debug import Debug
@@ -17,7 +17,7 @@ from fastpar.parallel.offload import Offload
 
 victim, how, n = json.loads(sys.argv.pop(1))
 steps, buckets = [0], [0]
-parallelize, prepare = fastpar.train.start.parallelize, AdamW.prepare
+parallelize, prepare = fastpar.models.set_up.parallelize, AdamW.prepare
 step = Offload.step
 
 
@@ -40,7 +40,7 @@ def told_prepare(self, rows, factor):
 
 
 Offload.step, AdamW.prepare = told_step, told_prepare
-fastpar.train.start.parallelize = functools.wraps(parallelize)(
+fastpar.models.set_up.parallelize = functools.wraps(parallelize)(
     functools.partial(parallelize, debug=Debug(bus_gb_s=1.0, poison=True))
 )
 sys.exit(main(sys.argv[1:]))

@@ -69,7 +69,7 @@ class Runs:
 
     def trainer(self, changes):
         config = TrainConfig().replace({**self.shared, **changes})
-        return Trainer(config, Mesh(**axes_of(config.parallel), device="cpu"))
+        return Trainer(config, Mesh(**axes_of(config.mesh), device="cpu"))
 
     def rank(self, changes):
         """One rank; its exit status."""

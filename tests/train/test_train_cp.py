@@ -8,8 +8,8 @@ import torch
 from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.cli import main
+from fastpar.models import set_up
 from fastpar.testing import run_ranks
-from fastpar.train import start
 
 FEW = {**TINY, "n_head": 4, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
 run = Runs(FEW)
@@ -31,10 +31,10 @@ MORE_MESHES = [
 @pytest.fixture
 def double(monkeypatch):
     """Trains in fp64, where a difference that is no rounding cannot hide."""
-    real = start.parallelize
+    real = set_up.parallelize
     monkeypatch.setattr("fastpar.train.trainer.pick_dtype", lambda *given: "fp64")
     monkeypatch.setattr(
-        start, "parallelize", lambda model, mesh, s: real(model, mesh, s.change(grad_dtype=None))
+        set_up, "parallelize", lambda model, mesh, s: real(model, mesh, s.change(grad_dtype=None))
     )
 
 

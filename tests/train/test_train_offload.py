@@ -10,10 +10,10 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 from fastpar.cost import capacity
 from fastpar.cost.memory_model import activations_on_host
 from fastpar.cost.workload import Setup, Workload
+from fastpar.models import set_up
 from fastpar.nn import recompute
 from fastpar.parallel.debug import Debug
 from fastpar.testing import run_ranks
-from fastpar.train import start
 from fastpar.train.metrics import read_metrics
 
 FEW = {
@@ -52,15 +52,15 @@ CASES = [
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
     """A bus on a machine without a GPU."""
-    real = start.parallelize
+    real = set_up.parallelize
     debug = Debug(bus_gb_s=1.0, poison=True)
 
     def made(model, mesh, settings):
         return real(model, mesh, settings, debug=debug if settings.offload.what else None)
 
-    monkeypatch.setattr(start, "parallelize", made)
+    monkeypatch.setattr(set_up, "parallelize", made)
     monkeypatch.setattr(recompute, "_LEAST_BYTES", 1024)
-    monkeypatch.setattr(start, "bus_of", lambda device, pinned: NanBus(1.0))
+    monkeypatch.setattr(set_up, "bus_of", lambda device, pinned: NanBus(1.0))
 
 
 @pytest.mark.parametrize(("ranks", "changes"), CASES)

@@ -106,7 +106,7 @@ def test_layers_of_stages_by_cost():
     def split(n_layer, n_embd, vocab_size, pp):
         shape = {"n_layer": n_layer, "n_embd": n_embd, "block_size": 1024}
         config = TrainConfig().replace({"pp": pp, **shape})
-        return stages_of(config.parallel, config.model_config(vocab_size))
+        return stages_of(config, config.model_config(vocab_size))
 
     # The output layer of 124M weighs 4.9 layers, so the last of two stages has fewer layers.
     assert split(12, 768, 50304, 2) == [8, 4]

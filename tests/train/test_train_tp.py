@@ -10,9 +10,9 @@ import torch
 from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.cli import main
+from fastpar.models import set_up
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.testing import run_ranks
-from fastpar.train import start
 from fastpar.train import trainer as train_module
 from fastpar.train.metrics import read_metrics
 
@@ -45,10 +45,10 @@ def values(out, *names):
 @pytest.fixture
 def double(monkeypatch):
     """Trains in fp64, where a difference that is no rounding cannot hide."""
-    real = start.parallelize
+    real = set_up.parallelize
     monkeypatch.setattr("fastpar.train.trainer.pick_dtype", lambda *given: "fp64")
     monkeypatch.setattr(
-        start, "parallelize", lambda model, mesh, s: real(model, mesh, s.change(grad_dtype=None))
+        set_up, "parallelize", lambda model, mesh, s: real(model, mesh, s.change(grad_dtype=None))
     )
 
 

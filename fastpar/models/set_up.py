@@ -1,0 +1,45 @@
+"""Engine, recomputation and optimizer of a model, made from the settings of a run."""
+
+from __future__ import annotations
+
+import torch
+
+from fastpar.comm.bus import bus_of
+from fastpar.comm.mesh import Mesh
+from fastpar.models.fp8 import use_fp8
+from fastpar.models.gpt import GPT
+from fastpar.nn.recompute import recompute
+from fastpar.optim.adafactor import Adafactor
+from fastpar.optim.adamw import AdamW
+from fastpar.optim.schedule import make_optimizer
+from fastpar.parallel.parallelize import parallelize
+from fastpar.settings.config import TrainConfig
+
+
+def set_up(
+    model: GPT, mesh: Mesh, config: TrainConfig, *, dtype: torch.dtype, grad_accum_steps: int
+) -> AdamW | Adafactor:
+    """Splits the model over the ranks of the mesh; returns the optimizer.
+
+    Args:
+        dtype: of its weights: gradients of 16-bit ones are added up in fp32 unless said otherwise.
+    Ranks: all.
+    """
+    system, kept, parallel = config.system, config.recompute, config.parallel
+    use_fp8(
+        model,
+        system.fp8,
+        scaling=system.fp8_scaling,
+        weight_gradient=system.fp8_weight_gradient,
+        emulate=system.fp8_emulate,
+    )
+    wide = "fp32" if dtype != torch.float32 else None
+    in_effect = parallel.change(
+        grad_dtype=parallel.precision.grad_dtype or wide,
+        accumulate=config.accumulate,
+        grad_accum_steps=grad_accum_steps,
+    )
+    parallelize(model, mesh, in_effect)
+    bus = bus_of(mesh.device, pinned=parallel.offload.pinned) if kept.offload_activations else None
+    recompute(model, kept.activation_checkpointing, offload=bus)
+    return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)
