@@ -348,7 +348,6 @@ def _check_config(path: Path, saved: dict[str, Any], config: dict[str, Any]) -> 
 def load_weights(
     source: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
     dropout: float | None = None,
     say: Callable[[str], None] | None = None,
 ) -> GPT:
@@ -362,11 +361,11 @@ def load_weights(
     """
     path = Path(source)
     if path.is_file():
-        return load_nanogpt(path, dtype=dtype, dropout=dropout, say=say)
+        return load_nanogpt(path, dropout=dropout, say=say)
     manifest = verify_weights(path)
     if manifest is not None and CONFIG not in manifest.files:
         raise ValueError(
             f"load_weights: expected a checkpoint of a GPT-2 with {CONFIG}, got path={path} of "
             "another module; load it into that module with fastpar.load_checkpoint"
         )
-    return load_hf(path, dtype=dtype, dropout=dropout)
+    return load_hf(path, dropout=dropout)

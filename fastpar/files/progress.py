@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+_INTERVAL_S = 5.0  # between two lines, where there is no bar
+
 
 def duration(seconds: float) -> str:
     """4:05 or 1:02:03."""
@@ -34,19 +36,12 @@ class Progress:
         initial: steps done before.
         enabled: on rank 0 alone.
         bar: None decides by whether stderr is a terminal.
-        interval_s: between two lines, where there is no bar.
     """
 
     def __init__(
-        self,
-        total: int,
-        initial: int = 0,
-        *,
-        enabled: bool = True,
-        bar: bool | None = None,
-        interval_s: float = 5.0,
+        self, total: int, initial: int = 0, *, enabled: bool = True, bar: bool | None = None
     ) -> None:
-        self.total, self.enabled, self.interval_s = total, enabled, interval_s
+        self.total, self.enabled = total, enabled
         self._first_step, self._started = initial, time.monotonic()
         self._last_line = -math.inf
         self._bar: Any = None
@@ -72,7 +67,7 @@ class Progress:
             self._bar.update(step - self._bar.n)
             return
         now = time.monotonic()
-        if now - self._last_line < self.interval_s and step != self.total:
+        if now - self._last_line < _INTERVAL_S and step != self.total:
             return
         self._last_line = now
         done = step - self._first_step

@@ -56,9 +56,8 @@ def test_folders_of_transformers_and_files_of_nanogpt(tmp_path):
     model = GPT(CONFIG, seed=3)
     save_hf(model, tmp_path / "hf")
     assert same(load_weights(tmp_path / "hf"), model)
-    half = load_weights(tmp_path / "hf", dtype=torch.float16, dropout=0.3)
-    assert (half.wpe.weight.dtype, half.config.dropout) == (torch.float16, 0.3)
-    assert load_weights(write(tmp_path / "ckpt.pt"), dropout=0.3).config.dropout == 0.3
+    for source in (tmp_path / "hf", write(tmp_path / "ckpt.pt")):
+        assert load_weights(source, dropout=0.3).config.dropout == 0.3
     with pytest.raises(ValueError, match=r"load_hf: expected a readable config.json"):
         load_weights(tmp_path / "none")
     with pytest.raises(ValueError, match=r"load_nanogpt: expected a ckpt.pt"):

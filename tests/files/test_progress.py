@@ -21,7 +21,7 @@ def test_smoothed_is_an_average_from_the_start():
 def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    progress = Progress(100, 20, bar=False, interval_s=5)
+    progress = Progress(100, 20, bar=False)
     for step in range(21, 101):
         clock[0] += 1.0
         progress.update(step, "loss 1.000")
