@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import handles, mesh, torch_collectives, watchdog
-from fastpar.comm.start import initialize
+from fastpar.comm.mesh import initialize
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.tensor.functional import TensorParallel, column_linear_fwd, row_linear_fwd
 
