@@ -148,11 +148,11 @@ def test_a_fake_group_needs_no_thread():
 
 EXITS = """
 import sys, torch, torch.distributed as dist
+from fastpar.comm.shm import ShmCollectives
 from fastpar.comm.torch_collectives import TorchCollectives
-from fastpar.comm.handles import TaskThread
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
-c = TorchCollectives()
+c = eval(sys.argv[3])
 c.barrier()
 if rank == 0:
     c.all_reduce(torch.ones(10), async_op=True)
@@ -162,12 +162,16 @@ sys.stdin.read()  # lives until the test lets go
 
 
 @pytest.mark.slow
-def test_exit_with_an_operation_under_way(tmp_path):
-    """A thread inside of torch at the end of the interpreter would abort the process."""
+@pytest.mark.parametrize(
+    "collectives", ["ShmCollectives(timeout_s=100.0, heap_gb=0.01)", "TorchCollectives()"]
+)
+def test_exit_with_an_operation_under_way(tmp_path, collectives):
+    """The interpreter must not join a thread that waits for a peer which will never come; one that
+    is inside of torch at its end would abort the process."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", EXITS, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-c", EXITS, str(rank), str(tmp_path / "store"), collectives],
             env=environment,
             stdin=subprocess.PIPE,
         )

@@ -1,14 +1,13 @@
 """start.py: how ranks find each other."""
 
-import os
-import subprocess
-import sys
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fastpar.comm.mesh import Mesh, gather_objects
+from fastpar.comm.ranks import Ranks, make_store
 from fastpar.testing import run_ranks
 
 
@@ -45,48 +44,26 @@ def test_torchruns_environment_with_tp():
     assert results == [(0, [1.0] * 3), (1, [1.0] * 3)]
 
 
-def start_over(rank, world_size, port, first):
+def start_over(rank, first):
     """A rank of one start; those of the first one leave without a word."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    if rank.rank == 0:
+        time.sleep(0.5)  # the others find what is old
     mesh = Mesh(timeout_s=60.0, device="cpu")
-    x = torch.tensor([float(rank)])
+    x = torch.tensor([float(rank.rank)])
     dist.all_reduce(x)
-    if first:
-        return mesh.start, x.item()
-    y = gather_objects(rank, dist.group.WORLD)
-    return mesh.start, y
+    return mesh.start, x.item() if first else gather_objects(rank.rank, dist.group.WORLD)
 
 
 @pytest.mark.slow
-def test_a_store_that_was_used_before():
+def test_a_store_that_was_used_before(capfd):
     """torchrun's store is so after a restart: nobody meets a rank of the start before."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    names = set()
+    store, names = make_store(), []
     for start, world_size in enumerate((2, 3)):
-        ranks = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "import sys; sys.path.insert(0, 'tests/comm'); "
-                    "from test_ranks_meet import start_over; "
-                    f"print(*start_over({rank}, {world_size}, {store.port}, {start == 0}), "
-                    "flush=True); import os; os._exit(0)",
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            )
-            for rank in reversed(range(world_size))  # the others find what is old
-        ]
-        told = []
-        for rank in ranks:
-            out, err = rank.communicate(timeout=100)
-            assert rank.returncode == 0, err
-            assert "failed to connect" not in err
-            told.append(out)
-        assert len(set(told)) == 1
-        names.add(told[0].split()[0])
-    assert len(names) == 2
+        with Ranks(
+            world_size, place=lambda rank, command: (command, {"MASTER_PORT": str(store.port)})
+        ) as ranks:
+            told = ranks.call(start_over, start == 0)
+        assert all(one == told[0] for one in told)
+        names.append(told[0][0])
+    assert names[0] != names[1]
+    assert "failed to connect" not in capfd.readouterr().err

@@ -6,7 +6,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -323,40 +322,6 @@ def closes_early(closed):
 
 def test_close_with_an_operation_under_way():
     run_ranks(closes_early, 2, threading.Event())
-
-
-EXITS = """
-import sys, torch, torch.distributed as dist
-from fastpar.comm.shm import ShmCollectives
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
-c = ShmCollectives(timeout_s=100.0, heap_gb=0.01)
-c.barrier()
-if rank == 0:
-    c.all_reduce(torch.ones(10), async_op=True)
-    sys.exit(3)
-sys.stdin.read()  # lives until the test lets go
-"""
-
-
-@pytest.mark.slow
-def test_exit_with_an_operation_under_way(tmp_path):
-    """The interpreter must not join a thread that waits for a peer which will never come."""
-    command = [sys.executable, "-c", EXITS]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], env=environment, stdin=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert ranks[0].wait(60) == 3
-        assert ranks[1].poll() is None
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
 
 
 def drops(looked):
