@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastpar.comm.ranks import GRACE_S, Failure, Rank, Ranks, culprit, late
+from fastpar.comm.ranks import GRACE_S, Rank, RankFailed, Ranks, culprit, late
 from fastpar.doctor.errors import measure_errors
 
 
@@ -79,7 +79,7 @@ def run_ranks(
     return [errors[rank] if rank in errors else answers[rank] for rank in range(world_size)]
 
 
-def _unsaid(failure: Failure, silent: Sequence[str], timeout_s: float) -> Exception:
+def _unsaid(failure: RankFailed, silent: Sequence[str], timeout_s: float) -> Exception:
     """The error of a rank that raised none."""
     if failure.code is not None:
         return RuntimeError(
@@ -102,11 +102,11 @@ def _in_group(rank: Rank, fn: Callable[..., Any], args: tuple, timeout_s: float 
 
 def _in_threads(
     fn: Callable[..., Any], world_size: int, args: tuple, timeout_s: float
-) -> tuple[dict[int, Any], list[Failure]]:
+) -> tuple[dict[int, Any], list[RankFailed]]:
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
     answers: dict[int, Any] = {}
-    heard: list[Failure] = []
+    heard: list[RankFailed] = []
     c10d: Any = torch._C._distributed_c10d
     isolate = c10d._set_thread_isolation_mode
     isolate(True)
@@ -125,7 +125,7 @@ def _in_threads(
             )
             answers[rank] = fn(*args)
         except BaseException as error:
-            heard.append(Failure.of(rank, error))
+            heard.append(RankFailed.of(rank, error))
             threaded.ProcessLocalGroup.exception_handle(error)  # wakes the ranks that wait for us
         finally:
             if dist.is_initialized():

@@ -7,10 +7,10 @@ Whatever starts the processes of a process group does it here: `fastpar plan --m
 `run_ranks` of fastpar.testing, benches, and the launcher of `fastpar train --nproc`, which adds
 signals and restarts (train/launch.py). A function is found by its module and name.
 
-[Note: who is stopped] Ranks have sessions of their own, so Ctrl-C reaches the starter alone, which
-kills them. When the starter dies, the kernel kills them (files/packages.py). A rank that fails
-ends, and its peers fail in the collective that waits for it; those that do not within GRACE_S are
-killed. So are all where one does not answer in time.
+[Note: who is stopped] Fresh ranks have sessions of their own, so Ctrl-C reaches the starter alone,
+which kills them; when it dies, the kernel does (files/packages.py). A rank that fails ends, and its
+peers fail in the collective that waits for it; those that do not within GRACE_S are killed. So are
+all where one does not answer in time.
 
 [Note: the culprit] When one rank fails, the others fail because they have lost it. The one to name
 is who tells of a hang (it has killed the rank that hung), else the first to fail by itself.
@@ -131,12 +131,13 @@ def cause_of_death(code: int) -> str:
     return died + " (out of memory?)" * (code == -signal.SIGKILL)
 
 
-@dataclass
-class Failure:
+@dataclass(eq=False)
+class RankFailed(RuntimeError):  # noqa: N818 - of a rank, not of all
     """How a rank failed.
 
     Attributes:
-        reason: why, in one line. code: exit status of a process that ended without a word.
+        reason: why, in one line that names no path.
+        code: exit status of a process that ended without a word.
         error, trace: what the rank raised, and where.
         follows: the cause is another rank's failure. at: when, by the clock of the machine.
     """
@@ -150,7 +151,7 @@ class Failure:
     at: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
+    def of(cls, rank: int, error: BaseException) -> RankFailed:
         """Of an error that is being handled. SystemExit ends ranks that are threads."""
         follows = isinstance(error, SystemExit) or lost_peer(error)
         return cls(rank, reason(error), None, error, traceback.format_exc(), follows)
@@ -163,30 +164,25 @@ class Failure:
         self.error = RuntimeError(f"{type(self.error).__name__}: {self.error}")
         return pickle.dumps(("failure", self))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RankFailed, tuple(vars(self).values())  # of what is there, not of what was given
 
-def culprit(failures: Sequence[Failure]) -> Failure:
+    def __str__(self) -> str:
+        return (
+            f"Ranks: expected an answer of every rank, got rank {self.rank}: {self.reason}; its "
+            "error says the cause"
+        )
+
+
+def culprit(failures: Sequence[RankFailed]) -> RankFailed:
     """The one to name: see [Note: the culprit]."""
     return min(failures, key=lambda one: (one.code != HUNG, one.follows, one.at))
 
 
-def late(ranks: Sequence[int], timeout_s: float, *, follow: bool) -> list[Failure]:
+def late(ranks: Sequence[int], timeout_s: float, *, follow: bool) -> list[RankFailed]:
     """Failures of ranks that did not answer in time; follow: another one had failed before."""
-    return [Failure(rank, f"gave no answer for {timeout_s:g} s", follows=follow) for rank in ranks]
-
-
-class RankFailed(RuntimeError):  # noqa: N818 - of a rank, not of all
-    """A rank did not end well.
-
-    Attributes:
-        rank: the culprit; reason: why, in one line that names no path.
-    """
-
-    def __init__(self, rank: int, what: str, reason: str) -> None:
-        super().__init__(
-            f"Ranks: expected an answer of every rank, got rank {rank} in {what}: {reason}; its "
-            "error says the cause"
-        )
-        self.rank, self.reason = rank, reason
+    why = f"gave no answer for {timeout_s:g} s"
+    return [RankFailed(rank, why, follows=follow) for rank in ranks]
 
 
 # In a rank
@@ -272,7 +268,7 @@ def _live(pipe: Connection, device: str) -> NoReturn:
                 function, args = pickle.loads(asked)
                 message = pickle.dumps(("answer", function(rank, *args)))
             except BaseException as error:
-                message, status = Failure.of(rank.rank, error).dumps(), FAILED
+                message, status = RankFailed.of(rank.rank, error).dumps(), FAILED
             pipe.send_bytes(message)
     os._exit(status)  # no orderly exit: gloo's destructor can wait for peers that are gone
 
@@ -371,7 +367,7 @@ class Ranks:
             first = culprit(failures)
             if first.error is not None and not self._quiet:
                 print(first.trace, file=sys.stderr, flush=True)
-            raise RankFailed(first.rank, function.__name__, first.reason)
+            raise first
         return [answers[rank] for rank in range(self.nproc)]
 
     def outcomes(
@@ -380,7 +376,7 @@ class Ranks:
         *args: Any,
         timeout_s: float = CALL_S,
         heard: Callable[[Any], None] | None = None,
-    ) -> tuple[dict[int, Any], list[Failure]]:
+    ) -> tuple[dict[int, Any], list[RankFailed]]:
         """As call(): the answers by rank, and the failures, after which all ranks are gone.
 
         Args:
@@ -388,13 +384,13 @@ class Ranks:
             heard: is called with what ranks say meanwhile.
         """
         if not self._ranks:
-            raise RankFailed(0, function.__name__, "the processes are gone")
+            raise RankFailed(0, "the processes are gone")
         asked = pickle.dumps((function, args))
         for one in self._ranks:
             with contextlib.suppress(OSError):  # it is gone: that is found below
                 one.pipe.send_bytes(asked)
         answers: dict[int, Any] = {}
-        failures: list[Failure] = []
+        failures: list[RankFailed] = []
         waiting: dict[Any, int] = {one.pipe: rank for rank, one in enumerate(self._ranks)}
         deadline = time.monotonic() + timeout_s
         while waiting:
@@ -424,12 +420,12 @@ class Ranks:
             self.close(at_once=True)
         return answers, failures
 
-    def _gone(self, rank: int) -> Failure:
+    def _gone(self, rank: int) -> RankFailed:
         code, log, words = self._ranks[rank].end(), self._ranks[rank].log, ""
         if log is not None:
             log.seek(0)
             words = without_paths(log.read().strip().rpartition("\n")[2])
-        return Failure(rank, cause_of_death(code) or words or f"exit status {code}", code)
+        return RankFailed(rank, cause_of_death(code) or words or f"exit status {code}", code)
 
     def close(self, *, at_once: bool = False) -> None:
         """The processes end."""

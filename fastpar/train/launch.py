@@ -41,7 +41,7 @@ from fastpar.comm.ranks import (
     GRACE_S,
     LOST_PEER,
     USER_MISTAKE,
-    Failure,
+    RankFailed,
     cause_of_death,
     culprit,
     make_store,
@@ -56,6 +56,7 @@ POLL_S = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to save and stop
 SAVE_SIGNAL = signal.SIGUSR1  # save now, and go on
 STOPPED = tuple(128 + number for number in SIGNALS)  # as a shell counts
+Processes = Sequence[subprocess.Popen]
 
 
 @contextlib.contextmanager
@@ -123,7 +124,7 @@ def catching_save() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _forwarding_signals(ranks: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
+def _forwarding_signals(ranks: Processes) -> Iterator[list[int]]:
     """The ranks get this process's signals too; yields the list of those received."""
     received: list[int] = []
     last = -REPEAT_S
@@ -217,10 +218,12 @@ def _start_rank(
         return start_rank([*call_command("fastpar.__main__.run"), *arguments], own, **streams)
 
 
-def _watch(ranks: Sequence[subprocess.Popen], signals: Sequence[int], logs: Path) -> list[Failure]:
+def _watch(
+    ranks: Sequence[subprocess.Popen], signals: Sequence[int], logs: Path
+) -> list[RankFailed]:
     """Until every rank has ended; those that failed. See [Note: who stops whom]."""
     running, killed, deadline = dict(enumerate(ranks)), set(), float("inf")
-    failures: list[Failure] = []
+    failures: list[RankFailed] = []
     while running:
         for number, rank in list(running.items()):
             code = rank.poll()
@@ -232,7 +235,7 @@ def _watch(ranks: Sequence[subprocess.Popen], signals: Sequence[int], logs: Path
             del running[number]
             if code not in (0, *STOPPED):
                 why, follows = _why(code, logs / str(number)), code == LOST_PEER or number in killed
-                failures.append(Failure(number, why, code, follows=follows))
+                failures.append(RankFailed(number, why, code, follows=follows))
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         time.sleep(POLL_S)
     return failures
@@ -248,7 +251,10 @@ def _why(code: int, folder: Path) -> str:
 
 
 def _report(
-    ranks: Sequence[subprocess.Popen], signals: Sequence[int], logs: Path, failures: list[Failure]
+    ranks: Sequence[subprocess.Popen],
+    signals: Sequence[int],
+    logs: Path,
+    failures: list[RankFailed],
 ) -> tuple[int, str]:
     """The exit status of all ranks together, and if that is FAILED the cause.
 

@@ -250,7 +250,7 @@ def test_the_rank_that_failed_is_named_and_nobody_is_left(
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     pool = Ranks(len(ways), quiet=True, fork=fork)
     processes = [one.process for one in pool._ranks]
-    with pytest.raises(RankFailed, match=rf"got rank {rank} in meet: ") as caught:
+    with pytest.raises(RankFailed, match=rf"got rank {rank}: ") as caught:
         pool.call(meet, ways)
     assert (caught.value.rank, caught.value.reason) == (rank, reason)
     assert all(process.wait(0) is not None for process in processes)
@@ -262,7 +262,7 @@ def test_the_rank_that_failed_is_named_and_nobody_is_left(
 def test_a_silent_rank_is_stopped():
     with (
         Ranks(1, fork=True) as pool,
-        pytest.raises(RankFailed, match=r"rank 0 in meet: gave no answer for 0\.2 s"),
+        pytest.raises(RankFailed, match=r"rank 0: gave no answer for 0\.2 s"),
     ):
         pool.call(meet, ("waits",), timeout_s=0.2)
 

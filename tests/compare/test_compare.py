@@ -73,7 +73,7 @@ def fake_measure(monkeypatch, failing=(), interrupted_at=None):
         if count == interrupted_at:
             raise KeyboardInterrupt
         if run.strategy in failing:
-            raise RankFailed(1, "a run", "RuntimeError: no room")
+            raise RankFailed(1, "RuntimeError: no room")
         on_step(1, 5.0, 0.1)
         made = make_run(run.strategy, run.repeat)
         steps = spec.steps
