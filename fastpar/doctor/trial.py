@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from torch import Tensor
 from fastpar.doctor.cases import ErrorCase
 from fastpar.doctor.clocks import clock_for, interleave
 from fastpar.doctor.proof_cases import HEADS, proof_cases
-from fastpar.files.packages import end_with
+from fastpar.files.packages import call_command
 from fastpar.kernels import attention_peers
 from fastpar.kernels.attention_peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
@@ -50,7 +49,7 @@ FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
 DEFAULT_ROWS = {"cpu": 512, "cuda": 1 << 15}  # on a GPU 32 samples of 1024 tokens
 NO_TIME = (0.0, 0.0)
 LIMIT_S, START_S = 30, 120  # of a trial in a process of its own, and until it starts
-PROGRAM, STARTED = (sys.executable, "-m", "fastpar.doctor.trial"), "started"
+STARTED = "started"
 MOST_LETTERS = 300  # of an error
 
 
@@ -199,10 +198,10 @@ def wrong_apart(case: Case, rows: int, name: str) -> str | None:
     if case.device == "cuda":
         gpu = torch.cuda.current_device()
         torch.cuda.empty_cache()  # for that process
-    asked = [*case, rows, name, gpu, os.getpid()]
+    asked = [*case, rows, name, gpu]
     asked[2] = str(case.dtype).removeprefix("torch.")
     process = subprocess.Popen(
-        [*PROGRAM, json.dumps(asked)],
+        [*call_command("fastpar.doctor.trial.main"), json.dumps(asked)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -228,10 +227,9 @@ def wrong_apart(case: Case, rows: int, name: str) -> str | None:
     return f"its trial ended with {how}"
 
 
-def main(asked: str) -> None:
+def main() -> None:
     """The process of wrong_apart: prints STARTED, then the answer."""
-    device, op, dtype, size, rows, name, gpu, parent = json.loads(asked)
-    end_with(parent)
+    device, op, dtype, size, rows, name, gpu = json.loads(sys.argv[1])
     case = Case(device, op, getattr(torch, dtype), size)
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -370,7 +368,3 @@ def time_ways(
         for name, (call,) in calls[direction].items() if host else ():
             times[name] = max(times[name], (clock.host_us(call) or 0.0) / 1e3)
     return {name: (ms, first[1].get(name, 0.0)) for name, ms in first[0].items()}, failed
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

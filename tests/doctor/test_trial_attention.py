@@ -132,12 +132,12 @@ CHILD = """
 import ctypes, sys, time
 from fastpar.doctor import trial
 from fastpar.kernels.attention_peers import PEERS
-how = sys.argv[1]
+how = sys.argv.pop(1)
 forward = PEERS["cpu"].forward
 faults = {"hangs": lambda: time.sleep(1e6), "crashes": lambda: ctypes.string_at(0), "is right": str}
 PEERS["cpu"] = PEERS["cpu"]._replace(forward=lambda *args: (faults[how](), forward(*args))[1])
 trial.LIMIT_S = 2 if how == "hangs" else 600
-trial.main(sys.argv[2])
+trial.main()
 """
 
 
@@ -151,14 +151,15 @@ trial.main(sys.argv[2])
 )
 def test_one_that_may_hang_is_tried_in_a_process_of_its_own(monkeypatch, tmp_path, how, why):
     (tmp_path / "child.py").write_text(CHILD)
-    monkeypatch.setattr(trial, "PROGRAM", (sys.executable, str(tmp_path / "child.py"), how))
+    command = [sys.executable, str(tmp_path / "child.py"), how]
+    monkeypatch.setattr(trial, "call_command", lambda function: command)
     monkeypatch.setattr(trial, "LIMIT_S", 600)
     assert trial.wrong_apart(PLAIN._replace(size=64), 64, "cpu") == why
 
 
 def test_a_process_that_does_not_start_says_nothing_about_what_it_would_have_tried(monkeypatch):
     code = "import sys; sys.exit('no module')"
-    monkeypatch.setattr(trial, "PROGRAM", (sys.executable, "-c", code))
+    monkeypatch.setattr(trial, "call_command", lambda function: [sys.executable, "-c", code])
     with pytest.warns(UserWarning, match="cpu was not tried, .* did not start: status 1 no module"):
         assert trial.wrong_apart(PLAIN, 64, "cpu") is None
 
