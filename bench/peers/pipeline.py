@@ -196,7 +196,7 @@ def build(name: str, config: GPTConfig, settings: Settings) -> Contender:
         return _DeepSpeed(name, config, settings)
     if name in VARIANTS:
         schedule, rows = VARIANTS[name]
-        options = {**settings.fastpar, "pp_schedule": schedule}
+        options = {**settings.fastpar, "schedule": schedule}
         settings = replace(settings, fastpar=options, micro_rows=rows)
         return engines.build(OWN, lambda: GPT(config, seed=0), settings)
     own = name.startswith("fastpar")
