@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 
 from fastpar.comm.wires import FORMATS
 from fastpar.cost.buckets import bucket_mb_of, buckets_of
-from fastpar.cost.grid import along_grid
 from fastpar.cost.matrix_updates import (
     STEPS,
     MatrixUpdates,
@@ -37,6 +36,7 @@ from fastpar.models.block import (
     block_parts,
     count_elements,
     parameters_of,
+    shapes_of,
     split_products,
     vocabulary_rows,
     widths,
@@ -164,7 +164,7 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
             size = (on[part.on], sizes[part.into], sizes[part.out])
         if part.op == "loss":
             more = max(1, -(-rows // default_chunk_rows(*size, device)))
-        work = work_of(part.op, size, part.item or item, more)
+        work = work_of(part.op, size, 4 if part.into == "X" else item, more)
         forward = Op(part.op, size, "forward", *work[:2], 1)
         return forward, Op(part.op, size, "backward", *work[2:], 1)
 
@@ -248,7 +248,7 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
     if setup.data > 1:
         found += _gradients_and_weights(workload, setup)
     if setup.tp_grid is not None:
-        found += (CommOp(*comm) for comm in along_grid(workload, setup))
+        found += _along_grid(workload, setup)
     elif setup.tp > 1:
         found += _along_tp(workload, setup)
     if setup.optimizer == "muon":
@@ -395,6 +395,49 @@ def _along_tp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     rows = default_chunk_rows(n, width, vocabulary_rows(shape, t), setup.device_type)
     chunks = -(-n // rows)
     yield comm("all_gather", n_micro * chunks, "", 12.0 * n * t / chunks)
+
+
+def _along_grid(workload: Workload, setup: Setup) -> Iterator[CommOp]:
+    """Of one optimizer step: activations along the row, weights along the column."""
+    shape, c, r, n_micro = workload.shape, setup.tp, setup.rows, setup.grad_accum_steps
+    n, width, item = setup.tokens_of_rank(workload), shape.n_embd, setup.weight_bytes
+    layers, full = shape.n_layer, setup.activation_checkpointing == "full"
+    passes, forwards = n_micro * layers, 2 if full else 1
+    parts, sizes, split = block_parts(), widths(shape, c), split_products()
+    columns, steps = sum(by_columns for _, by_columns in split), 2 * n_micro
+    wide = 8.0 if item == 8 else 4.0
+
+    def row(kind: str, count: int, n_bytes: float = float(n * width * item)) -> CommOp:
+        return CommOp(kind, "tp", n_bytes, c, 1, count, "")
+
+    def column(kind: str, count: int, n_bytes: float) -> CommOp:
+        return CommOp(kind, "tp", float(n_bytes), r, c, count, "")
+
+    # Forward, dy of row layers, x of column layers once more; embedding and head.
+    yield row("all_gather", passes * (len(split) + columns * forwards) + steps)
+    yield row(
+        "reduce_scatter", passes * ((len(split) - columns) * forwards + columns) + 2 * n_micro
+    )
+    norms = forwards + 1 + (setup.activation_checkpointing == "selective")
+    many = sum(part.op == "layer_norm" for part in parts)
+    yield row("all_gather", many * passes * norms + 2 * n_micro, 2 * wide * n * c)
+    chunks = -(-n // default_chunk_rows(n, width, sizes["V"], setup.device_type))
+    yield row("all_gather", n_micro * chunks, 3 * wide * n * c / chunks)
+    for letter, many in Counter(letter for letter, _ in split).items():
+        yield column("all_gather", many * passes * (forwards + 1), sizes[letter] * width * item)
+        yield column("reduce_scatter", many * passes, sizes[letter] * width * item)
+    table = sizes["V"] * width * item
+    yield column("all_gather", 2 * n_micro, table)
+    yield column("reduce_scatter", 2 * n_micro, table)
+    # Positions, norms and biases, whose gradients the rows have parts of.
+    vectors, ends, (positions,) = (
+        [math.prod(s) for s in shapes_of(some, shape, c, r) if len(s) == n]
+        for some, n in ((parts, 1), (LAST, 1), (FIRST[1:], 2))
+    )
+    partial = positions + sum(ends) + layers * sum(vectors)
+    mine = partial * setup.grad_bytes / setup.n_shards
+    yield column("all_reduce", n_micro if setup.stage == 0 else 1, mine)
+    yield CommOp("all_reduce", "tp", wide, r * setup.depth, c, n_micro, "")  # the loss
 
 
 def _along_cp(workload: Workload, setup: Setup) -> Iterator[CommOp]:

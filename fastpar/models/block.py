@@ -8,14 +8,8 @@ A part's features are letters, whose number on a rank of tp is in widths():
     C   n_embd, whole on every rank of tp        A   of its attention heads; 3A: query, key, value
     F   of the MLP                               H   of an expert
     V   rows of the vocabulary                   T   positions
+    X   C, in fp32                               R   C, of each row for an expert
     E   all experts                              S   experts that this rank has
-    -   none that are kept
-
-[Note: what a part keeps] from forward to backward: a product or a GELU its input (but attention
-keeps the input of the product behind it), a norm the sum that it normalizes and two numbers of a
-row, attention q, k, v, its output and numbers of a row. A router: its input and logits in fp32,
-weights and choices, and their order. Of "selective" recomputation: outputs of products and
-attention, and the block's inputs.
 """
 
 from __future__ import annotations
@@ -38,17 +32,18 @@ class Part(NamedTuple):
         name: of its module in a block, or in the model; "" without weights.
         op: the name of an Op of cost/operations.py.
         into, out: features of a row before and behind it.
+        keeps: of a row, from forward to backward where nothing is recomputed: features, numbers of
+            a norm ("stats") or of attention ("lse"), a router's weights, choices and their order.
         on: its rows: "tokens" of a rank, its "own" of them between blocks (those that sequence
             parallelism leaves it), "choices" of experts, or those of each of the "experts".
-        item: bytes of an element, None: of the weights' format.
     """
 
     name: str
     op: str
     into: str
     out: str
+    keeps: Dims = ()
     on: str = "tokens"
-    item: int | None = None
 
     @property
     def cheap(self) -> bool:
@@ -58,39 +53,39 @@ class Part(NamedTuple):
     @property
     def parameters(self) -> dict[str, Dims]:
         """Of its module, by name."""
-        stack: Dims = ("S",) if self.on == "experts" else ()
         if self.op == "layer_norm":
             return {"weight": (self.out,), "bias": (self.out,)}
         if self.op == "embedding":
             return {"weight": (self.into, self.out)}
         if self.op != "matmul":
             return {}
+        stack: Dims = ("S",) if self.on == "experts" else ()
         weight = {"weight": (*stack, self.out, self.into)}
         return weight if self.out == "E" else {**weight, "bias": (*stack, self.out)}
 
 
 ATTENTION = (
-    Part("ln_1", "layer_norm", "C", "C", "own"),
-    Part("attn.c_attn", "matmul", "C", "3A"),
-    Part("", "attention", "3A", "A"),
-    Part("attn.c_proj", "matmul", "A", "C"),
-    Part("ln_2", "layer_norm", "C", "C", "own"),
+    Part("ln_1", "layer_norm", "C", "C", ("C", "stats"), "own"),
+    Part("attn.c_attn", "matmul", "C", "3A", ("C",)),
+    Part("", "attention", "3A", "A", ("3A", "A", "lse")),
+    Part("attn.c_proj", "matmul", "A", "C"),  # attention keeps what it gets
+    Part("ln_2", "layer_norm", "C", "C", ("C", "stats"), "own"),
 )
 MLP = (
-    Part("mlp.c_fc", "matmul", "C", "F"),
-    Part("", "bias_gelu", "F", "F"),
-    Part("mlp.c_proj", "matmul", "F", "C"),
+    Part("mlp.c_fc", "matmul", "C", "F", ("C",)),
+    Part("", "bias_gelu", "F", "F", ("F",)),
+    Part("mlp.c_proj", "matmul", "F", "C", ("F",)),
 )
-EXPERTS = (
-    Part("mlp.router", "matmul", "C", "E", item=4),
-    Part("", "permute", "-", "C", "choices"),
-    Part("mlp.c_fc", "matmul", "C", "H", "experts"),
-    Part("", "bias_gelu", "H", "H", "experts"),
-    Part("mlp.c_proj", "matmul", "H", "C", "experts"),
-    Part("", "permute", "C", "C", "choices"),
+EXPERTS = (  # the router's product is in fp32
+    Part("mlp.router", "matmul", "X", "E", ("X", "E", "choices")),
+    Part("", "permute", "R", "R", (), "choices"),
+    Part("mlp.c_fc", "matmul", "R", "H", ("R",), "experts"),
+    Part("", "bias_gelu", "H", "H", ("H",), "experts"),
+    Part("mlp.c_proj", "matmul", "H", "R", ("H",), "experts"),
+    Part("", "permute", "R", "R", ("R",), "choices"),
 )
 FIRST = (Part("wte", "embedding", "V", "C"), Part("wpe", "embedding", "T", "C"))
-LAST = (Part("ln_f", "layer_norm", "C", "C", "own"), Part("", "loss", "C", "V"))
+LAST = (Part("ln_f", "layer_norm", "C", "C", ("C", "stats"), "own"), Part("", "loss", "C", "V"))
 
 
 def block_parts(*, experts: bool = False) -> tuple[Part, ...]:
@@ -131,7 +126,9 @@ def widths(shape: GPTConfig, tp: int = 1) -> dict[str, int]:
     """The number of each letter on a rank of tp that has all experts."""
     attention, experts = shape.heads_of_rank(tp) * shape.head_dim, shape.n_expert
     return {
-        **{"C": shape.n_embd, "A": attention, "3A": 3 * attention, "F": 4 * shape.n_embd // tp},
+        **dict.fromkeys(("C", "X", "R"), shape.n_embd),
+        "F": 4 * shape.n_embd // tp,
+        **{"A": attention, "3A": 3 * attention},
         **{"V": vocabulary_rows(shape, tp), "T": shape.block_size},
         **{"H": shape.hidden // tp, "E": experts, "S": experts},
     }

@@ -31,18 +31,6 @@ def setup_of(world_size=1, dtype="fp32", **changes):
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        PRESETS["micro"],
-        GPTConfig(n_layer=3, n_head=2, n_embd=24, block_size=17, vocab_size=300),
-        GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=128),
-    ],
-)
-def test_parameters_are_counted_without_a_model(shape):
-    assert count_parameters(shape, padded=True) == sum(p.numel() for p in GPT(shape).parameters())
-
-
-@pytest.mark.parametrize(
     ("ranks", "dtype", "changes", "expected"),
     [
         (1, "fp32", {}, (4, 4, 8)),

@@ -234,12 +234,7 @@ def test_buffers_keep_their_values_in_16_bits():
     assert model.bfloat16().h[0].mlp.router.steps[0] == 1001
 
 
-def test_numbers_of_parameters_and_of_flops():
-    for changes in KINDS.values():
-        model, config = make(**changes)
-        padding = (config.padded_vocab_size - V) * config.n_embd
-        count = sum(p.numel() for p in model.parameters()) - padding
-        assert model.num_parameters() == count
+def test_flops_are_those_of_active_experts():
     dense = GPT(GPTConfig(**{**BASE, "n_expert": 0}))
     sparse, config = make(expert_hidden=32)  # two experts of half the width
     router = config.n_layer * (config.n_expert * config.n_embd + config.n_embd)  # and one bias more

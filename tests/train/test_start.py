@@ -164,5 +164,5 @@ def test_a_step_loads_nothing_of_the_planner(tmp_path):
     loaded = [name.split(".")[1:] for name in done.stdout.split()]
     assert not {room for room, *_ in loaded} & {"measure", "plan", "compare", "profile"}
     cost = {file for room, *rest in loaded if room == "cost" for file in rest}
-    at_the_start = {"capacity", "memory_model", "peak_moments", "grid"}
+    at_the_start = {"capacity", "memory_model"}
     assert cost <= {*at_the_start, "buckets", "workload", "matrix_updates", "step_memory"}

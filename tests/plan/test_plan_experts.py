@@ -11,13 +11,12 @@ import torch
 import fastpar
 from fastpar.cli import main
 from fastpar.cost.devices import Cluster, find_device
-from fastpar.cost.experts import predict_experts
 from fastpar.cost.operations import comm_ops_of, expert_elements, ops_of
 from fastpar.cost.step_memory import StepMemory
 from fastpar.cost.workload import Setup, Workload
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
-from fastpar.plan.experts import expert_layouts
+from fastpar.plan.experts import expert_layouts, predict_experts
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
