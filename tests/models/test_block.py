@@ -77,7 +77,7 @@ def seen():
 
 def test_a_part_more_is_everywhere(monkeypatch):
     before = seen()
-    part = block.Part("mlp.gate", "matmul", "C", "F")
+    part = block.Part("mlp.gate", "matmul", "C", "F", ("C",))
     monkeypatch.setattr(block, "MLP", (part, *block.MLP))
     after = seen()
     width, layers = 128, 2
