@@ -225,13 +225,11 @@ def part_flops(shape: GPTConfig) -> list[float]:
     def of_token(part: Part) -> float:
         if part.op == "attention":  # without its mask
             return 4.0 * shape.block_size * sizes[part.out]
-        often = shape.top_k if part.on == "experts" else 1
-        return 2.0 * sizes[part.into] * sizes[part.out] * often * (part.op == "matmul")
+        work = work_of("matmul", (1, sizes[part.into], sizes[part.out]), 1)[0]
+        return work * (part.op == "matmul") * (shape.top_k if part.on == "experts" else 1)
 
-    layers = [
-        sum(map(of_token, block_parts(experts=shape.has_experts(layer))))
-        for layer in range(shape.n_layer)
-    ]
+    experts = map(shape.has_experts, range(shape.n_layer))
+    layers = [sum(map(of_token, block_parts(experts=each))) for each in experts]
     return [0.0, *layers, 2.0 * shape.vocab_size * shape.n_embd]
 
 

@@ -73,17 +73,20 @@ from fastpar.models.block import (
     flops_per_token,
     part_flops,
 )
-from fastpar.models.initial import init_weights
-from fastpar.models.mlp import check_unpadded, losses_of, make_mlp
 from fastpar.models.parts import (
     LayerNorm,
+    Parts,
     Tokens,
     Weights,
     bounds_of,
     check_positions,
+    check_unpadded,
     dropout_at,
     fill,
     hand_on,
+    init_weights,
+    losses_of,
+    make_mlp,
     pad_positions,
     states_of,
     take_over,
@@ -96,18 +99,17 @@ from fastpar.tensor.grid import Grid, grid_dropout
 from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
 
 
-class Attention(nn.Module):
+class Attention(Parts):
     """Causal self-attention, without c_proj's bias: the norm that follows adds it."""
 
-    tp: TensorParallel | None = None
+    within = "attn."
     cp: ContextParallel | None = None
     c_attn: Weights
     c_proj: Weights
 
     def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.config, self.n_head, self.head_dim = config, config.n_head, config.head_dim
-        fill(self, block_parts(), config, within="attn.")
+        super().__init__(config)
+        self.n_head, self.head_dim = config.n_head, config.head_dim
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         if tp.size > self.n_head:
@@ -115,8 +117,7 @@ class Attention(nn.Module):
                 f"parallelize: expected tp of at most n_head={self.n_head}, got tp={tp.size}; "
                 "attention is split by heads: choose a smaller tp"
             )
-        self.tp = tp
-        return states_of(block_parts(), self.config, tp, within="attn.")
+        return super().tensor_parallel(tp)
 
     @property
     def first_head(self) -> int:

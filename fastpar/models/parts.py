@@ -1,7 +1,10 @@
-"""What GPT's blocks share: weights, the norm, dropout's arguments, documents in a batch."""
+"""What a GPT is made of beside its attention: weights, their first values, norms, MLPs, dropout's
+arguments, documents in a batch."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -9,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.experts.mixture import Router, Stack
-from fastpar.kernels import Fp8, Rng, layer_norm, residual_layer_norm
-from fastpar.models.block import SPLIT, Part, parameters_of, shapes_of
+from fastpar.experts.balance import Losses
+from fastpar.experts.mixture import Experts, Router, Stack
+from fastpar.kernels import Fp8, Rng, bias_gelu, layer_norm, residual_layer_norm
+from fastpar.models.block import SPLIT, Part, block_parts, parameters_of, shapes_of
 from fastpar.settings.config import VOCAB_MULTIPLE, GPTConfig
 from fastpar.sharding.placements import Shard, State
-from fastpar.tensor.functional import TensorParallel
+from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
 from fastpar.tensor.grid import Grid, grid_norm
 
 
@@ -127,6 +131,92 @@ def states_of(
             state = Shard(*split, groups=groups, pad_to=pad[0]) if split else tp.per_token
             found[name.removeprefix(within)] = state
     return found
+
+
+class Parts(nn.Module):
+    """A module of a block, whose weights are those that the table has under its name."""
+
+    tp: TensorParallel | None = None
+    within: str  # the name, with a dot
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        fill(self, block_parts(), config, within=self.within)
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        self.tp = tp
+        return states_of(block_parts(), self.config, tp, within=self.within)
+
+
+class MLP(Parts):
+    """c_proj(gelu(c_fc(y)))."""
+
+    within = "mlp."
+    c_fc: Weights
+    c_proj: Weights
+
+    def forward(self, y: Tensor) -> Tensor:
+        fc, proj = self.c_fc, self.c_proj
+        y = column_linear(y, fc.weight, tp=self.tp, fp8=fc.fp8)
+        y = bias_gelu(y, fc.bias)  # [..., F/tp]
+        return row_linear(y, proj.weight, proj.bias, self.tp, fp8=proj.fp8)  # [..., C]
+
+
+def losses_of(config: GPTConfig) -> Losses | None:
+    """What the experts of one model share, None without experts."""
+    if not config.n_expert:
+        return None
+    factors = config.balance_loss, config.router_z_loss, config.balance_rate
+    return Losses(config.expert_layers, config.n_expert, *factors)
+
+
+def make_mlp(config: GPTConfig, layer: int, losses: Losses | None) -> nn.Module:
+    """The MLP of a layer, or its experts."""
+    if losses is None or not config.has_experts(layer):
+        return MLP(config)
+    experts = Experts(config, losses, layer // config.expert_every)
+    fill(experts, block_parts(experts=True), config, within="mlp.")
+    losses.layers[experts.number] = experts.router
+    return experts
+
+
+def check_unpadded(idx: Tensor, shares: int, losses: Losses | None, cp: Any) -> None:
+    """Refuse positions that pad a batch: a router would count them, and they would take places."""
+    if losses is not None:
+        rule = f"B * T divisible by {shares}"
+        if cp is not None and cp.by_row:
+            rule = f"T divisible by {math.lcm(cp.n_chunks, shares)}"
+        raise ValueError(
+            f"GPT: expected {rule} with experts on {shares} ranks that share out tokens, got idx="
+            f"{list(idx.shape)}; pass another number of tokens, or, with tp, "
+            "sequence_parallel=False to parallelize"
+        )
+
+
+@torch.no_grad()
+def init_weights(model: Any, seed: int) -> None:
+    """Normal(0, 0.02) (wpe 0.01; c_proj 0.02 / sqrt(2 * n_layer)), biases 0, norms 1.
+
+    Each weight from a generator of its own, see GPT; experts are slices of one weight.
+    """
+    if model.wte.weight.is_meta:
+        return
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            p.zero_()
+        elif ".ln_" in f".{name}":
+            p.fill_(1.0)
+        else:
+            std = 0.01 if name == "wpe.weight" else 0.02
+            if name.endswith("c_proj.weight"):
+                std /= math.sqrt(2 * model.config.n_layer)
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+            rows = model.config.vocab_size if name == "wte.weight" else p.shape[0]
+            values = torch.empty(rows, *p.shape[1:], dtype=torch.float32, device="cpu")
+            p[:rows] = values.normal_(0.0, std, generator=generator)
+            p[rows:] = 0.0
 
 
 class _Pair(torch.autograd.Function):

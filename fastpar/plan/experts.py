@@ -13,13 +13,13 @@ layer, where experts are chosen equally often; with all activations recomputed 6
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
-from fastpar.cost.memory_model import format_bytes, kept_by_blocks
+from fastpar.cost.memory_model import Memory, format_bytes, kept_by_blocks
 from fastpar.cost.operations import elements_of, expert_elements
 from fastpar.cost.step_time import StepTime, predict_step
 from fastpar.cost.workload import Setup, Workload
@@ -29,20 +29,12 @@ from fastpar.plan.search import CHECKPOINTING
 from fastpar.settings.config import derive_batch
 
 
-@dataclass(frozen=True)
-class ExpertCosts:
-    """Bytes of one rank: what stays between steps, what its blocks keep of a micro-batch until
-    backward, and what it sends to experts in a step."""
+class ExpertCosts(NamedTuple):
+    """Bytes of one rank: what stays between steps, and what its blocks keep of a micro-batch until
+    backward; what it sends to experts in a step."""
 
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
+    memory: Memory
     all_to_all: float
-
-    @property
-    def memory(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations
 
 
 def predict_experts(workload: Workload, setup: Setup) -> ExpertCosts:
@@ -54,13 +46,13 @@ def predict_experts(workload: Workload, setup: Setup) -> ExpertCosts:
     tokens = setup.tokens_of_rank(workload) * setup.grad_accum_steps
     rows = tokens * shape.top_k * shape.expert_layers * (ep - 1) / ep
     times = 6 if setup.activation_checkpointing == "full" else 4
-    return ExpertCosts(
-        parameters=setup.weight_bytes * (shard if stage == 3 else local),
-        gradients=setup.grad_bytes * (shard if stage >= 2 else local),
-        optimizer=setup.state_bytes * shared,
-        activations=kept_by_blocks(workload, setup),
-        all_to_all=times * rows * shape.n_embd * setup.weight_bytes,
+    memory = Memory(
+        round(setup.weight_bytes * (shard if stage == 3 else local)),
+        round(setup.grad_bytes * (shard if stage >= 2 else local)),
+        round(setup.state_bytes * shared),
+        round(kept_by_blocks(workload, setup)),
     )
+    return ExpertCosts(memory, times * rows * shape.n_embd * setup.weight_bytes)
 
 
 class ExpertLayout(NamedTuple):
@@ -92,7 +84,7 @@ def expert_layouts(
                 for mode in CHECKPOINTING:
                     setup = replace(setup, activation_checkpointing=mode)
                     costs = predict_experts(workload, setup)
-                    if costs.memory <= limit_bytes:
+                    if costs.memory.total <= limit_bytes:
                         break
                 time = predict_step(workload, setup, DatasheetRates(cluster, setup))
                 found.append(ExpertLayout(setup, costs, time))
@@ -118,13 +110,12 @@ def experts_report(
         + "".join(f"{name:12}" for name in names).rstrip(),
     ]
     for setup, costs, time in expert_layouts(workload, template, cluster, limit_bytes):
-        sizes = (costs.parameters, costs.gradients, costs.optimizer, costs.activations)
+        kept = costs.memory
+        sizes = kept.parameters, kept.gradients, kept.optimizer, kept.activations, kept.total
         cells = f"{1e3 * time.step_s:<12,.1f}{time.tokens_per_s:<12,.0f}"
-        cells += "".join(
-            f"{format_bytes(size):12}" for size in (*sizes, costs.memory, costs.all_to_all)
-        )
+        cells += "".join(f"{format_bytes(size):12}" for size in (*sizes, costs.all_to_all))
         mode = f"{setup.activation_checkpointing:12}"
-        fits = "" if costs.memory <= limit_bytes else " does not fit"
+        fits = "" if kept.total <= limit_bytes else " does not fit"
         lines.append(f"{setup.tp:4}{setup.ep:4}  {setup.stage:4}  {mode}{cells.rstrip()}{fits}")
     return "\n".join(
         [

@@ -12,6 +12,7 @@ from cells import few
 
 from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
 from fastpar.comm.collectives import Collectives
+from fastpar.files.dtypes import FLOATS
 from fastpar.kernels import make_key
 from fastpar.parallel import pipeline
 from fastpar.parallel.engine import Engine
@@ -59,18 +60,10 @@ def data(cell: Cell, batch):
     return x, y
 
 
-DTYPES = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
-
-
 def gpt(cell: Cell) -> GPT:
     chunks = chunks_of(cell.schedule, cell.chunks, caller="test")
     given = {"dropout": cell.dropout, "n_layer": cell.layers or max(3, cell.pp * chunks)}
-    model = GPT(GPTConfig(**{**vars(CONFIG), **given})).to(DTYPES[cell.precision])
+    model = GPT(GPTConfig(**{**vars(CONFIG), **given})).to(FLOATS[cell.precision])
     if cell.shared is not None:
         first, second = (model.h[i].attn for i in cell.shared)
         second.c_proj = first.c_proj

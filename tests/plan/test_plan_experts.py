@@ -52,10 +52,12 @@ def test_states_and_rows_are_those_of_an_engine(ep):
         )
         want = predict_experts(Workload(SHAPE, 12), setup)
         for parameters, gradients, state, sent in run_ranks(measured, 4, ep, stage):
-            assert parameters == pytest.approx(want.parameters, rel=0.04)
-            assert gradients == pytest.approx(want.gradients, rel=0.04)
+            assert parameters == pytest.approx(want.memory.parameters, rel=0.04)
+            assert gradients == pytest.approx(want.memory.gradients, rel=0.04)
             assert sent == want.all_to_all
-            assert state == pytest.approx(want.optimizer, rel=0.15)  # a rank's part of small ones
+            assert state == pytest.approx(
+                want.memory.optimizer, rel=0.15
+            )  # a rank's part of small ones
     assert expert_elements(SHAPE, Setup())[0] == sum(
         p.numel() for n, p in GPT(SHAPE).named_parameters() if "mlp.c_" in n
     )
@@ -97,7 +99,7 @@ def test_activations_are_those_of_a_forward(mode, dtype, ep, tp, shared):
     for layers in (3, 1):
         shape = GPTConfig(layers, 2, 64, 32, 256, dropout=0.0, n_expert=4, expert_hidden=96)
         shape = replace(shape, top_k=4)  # all are chosen equally often
-        want = predict_experts(Workload(shape, 8 * ep), setup).activations
+        want = predict_experts(Workload(shape, 8 * ep), setup).memory.activations
         sizes.append((max(run_ranks(kept_bytes, ep * tp, shape, setup)), want))
     (three, want_three), (one, want_one) = sizes
     generator = torch.get_rng_state().nbytes * (mode != "none")  # torch's, for each block
@@ -162,7 +164,7 @@ def test_plan_recomputes_as_little_as_fits():
     assert first.setup.activation_checkpointing == "none"
     least = replace(first.setup, activation_checkpointing="full")
     modes = []
-    for limit in (predict_experts(workload, least).memory, 1.0):
+    for limit in (predict_experts(workload, least).memory.total, 1.0):
         found = expert_layouts(workload, setup, cluster, limit)
         modes.append({layout.setup.activation_checkpointing for layout in found})
         same = [x for x in found if x.setup.tp == 1 and x.setup.ep == first.setup.ep]

@@ -35,6 +35,7 @@ from packed_rows import positions_of
 from torch import Tensor, nn
 
 from fastpar.comm.mesh import Mesh
+from fastpar.files.dtypes import FLOATS
 from fastpar.kernels import Rng, dropout, make_key
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
@@ -53,12 +54,6 @@ from fastpar.testing import run_ranks
 STEPS, T, V, C, HEADS, LAYERS = 6, 6, 37, 16, 4, 2
 OVERFLOW_STEP = 3  # fp16: gradients of the last micro-batch are infinite
 YARDSTICK = ((1, 0), (1, 1), (2, 2), (4, 3))  # micro-batches, seed of the roundings
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -242,14 +237,14 @@ def build(cell: Cell, seed: int) -> nn.Module:
     if cell.model == "tied":
         sizes = {"n_layer": LAYERS, "n_head": cell.n_head, "n_embd": cell.n_head * cell.head_dim}
         vocab = {"block_size": 12, "vocab_size": cell.vocab_size}
-        return GPT(GPTConfig(dropout=p, **sizes, **vocab), seed=seed).to(DTYPES[cell.precision])
+        return GPT(GPTConfig(dropout=p, **sizes, **vocab), seed=seed).to(FLOATS[cell.precision])
     model = Foreign(p)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
             ones = value.dim() == 1 and not name.endswith("bias")
             value.normal_(float(ones), 0.1, generator=generator)
-    return model.to(DTYPES[cell.precision])
+    return model.to(FLOATS[cell.precision])
 
 
 # A step's batch
@@ -328,7 +323,7 @@ def train(cell: Cell, options: dict[str, Any] | None = None) -> dict[str, Any]:
     mesh = Mesh(dp=cell.dp, cp=cell.cp, device="cpu", **split)
     n_accum, accumulate, grad_accum_steps, no_sync = ACCUM[cell.accum]
     model = build(cell, seed=mesh.rank)
-    half = DTYPES[cell.precision].itemsize == 2
+    half = FLOATS[cell.precision].itemsize == 2
     parallelize(
         model,
         mesh,
@@ -378,8 +373,8 @@ def _plain(cell: Cell, precision: str, parts: int, moved: int) -> dict[str, Any]
     for p in model.parameters() if moved else ():
         signs = torch.randint(0, 2, p.shape, generator=generator) * 2 - 1
         p.data.mul_(1 + signs * torch.finfo(p.dtype).eps)
-    model = model.to(DTYPES[precision])
-    half = DTYPES[precision].itemsize == 2
+    model = model.to(FLOATS[precision])
+    half = FLOATS[precision].itemsize == 2
     wide = {  # gradients of 16 bits are added up and stepped with in fp32
         n: nn.Parameter(p.detach().float()) if half else p for n, p in model.named_parameters()
     }
@@ -446,7 +441,7 @@ def _bounds(cell: Cell, precision: str) -> dict[Any, float]:
     if precision == "fp64":
         return dict.fromkeys(truth, 1e-12)
     runs = [values_of(plain(cell, precision, *draw)) for draw in YARDSTICK]
-    rounding = torch.finfo(DTYPES[precision]).eps / 2
+    rounding = torch.finfo(FLOATS[precision]).eps / 2
     return {
         key: 2 * max(error(run[key], value, precision) for run in runs)
         + rounding * largest(value).max().item()
