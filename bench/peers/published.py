@@ -123,8 +123,8 @@ def published() -> Iterator[Published]:
         micro, parts = (4, 1) if pp == 1 else (1, _smallest_divisor(layers // pp))
         setup = Setup(
             gpus,
-            tp,
-            pp,
+            tp=tp,
+            pp=pp,
             schedule=_schedule(parts),
             chunks=parts,
             sequence_parallel=False,
@@ -140,8 +140,8 @@ def published() -> Iterator[Published]:
         for core, step_s in ((False, slow), (True, fast)):
             setup = Setup(
                 gpus,
-                tp,
-                pp,
+                tp=tp,
+                pp=pp,
                 schedule=_schedule(parts),
                 chunks=parts,
                 sequence_parallel=core,
@@ -155,7 +155,7 @@ def published() -> Iterator[Published]:
             row = Published("arXiv 2205.05198", name, "a100", workload, setup, 0.0, core)
             yield _with_seconds(row, step_s)
             if billions == 530:
-                setup = replace(setup, world_size=8 * gpus)
+                setup = setup.change(world_size=8 * gpus)
                 job8 = replace(workload, batch_size=8 * batch)
                 yield replace(row, workload=job8, setup=setup, reported=_EIGHT_COPIES[core])
     for name, layers, heads, width, device, micro, tokens, step_s in _LLM_C:
@@ -251,8 +251,8 @@ def schedules() -> tuple[float, float]:
     for schedule, chunks in _TITAN:
         setup = Setup(
             512,
-            8,
-            8,
+            tp=8,
+            pp=8,
             zero_stage=2,
             accumulate="full",
             schedule=schedule,

@@ -23,7 +23,7 @@ from fastpar.comm.ranks import Rank, Ranks
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Setup, Workload, default_accumulate
+from fastpar.cost.workload import Setup, Workload
 from fastpar.doctor.clocks import Timing
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.measure.measure import Cell, measure_cells
@@ -65,7 +65,7 @@ QUICK = ((2, [GPTConfig(2, 2, 32, 16, 128, dropout=0.0)], 1, 3, "none", 2, 1),)
 def cell_of(shape: GPTConfig, device: str, layout: Sequence[Any]) -> Cell:
     """A workload with the batch that its setup makes of it."""
     ranks, tp, stage, mode, micro, accum = layout
-    cpu: Any = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "shm"}
+    cpu: Any = {"dtype": "fp32", "device_type": "cpu", "transport": "shm"}
     setup = Setup(
         world_size=ranks,
         tp=tp,
@@ -73,7 +73,6 @@ def cell_of(shape: GPTConfig, device: str, layout: Sequence[Any]) -> Cell:
         micro_batch_size=micro,
         grad_accum_steps=accum,
         activation_checkpointing=mode,
-        accumulate=default_accumulate(stage),
         **(cpu if device == "cpu" else {}),
     )
     return Workload(shape, setup.dp * micro * accum), setup

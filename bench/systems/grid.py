@@ -57,7 +57,7 @@ class LinkedRank:
     """A rank in a network namespace; public methods are called from outside."""
 
     def __init__(self, layout: dict[str, Any]) -> None:
-        grid = parse_grid(layout.get("tp_grid", "none"))
+        grid = parse_grid(layout.get("tp_grid"))
         axes: Any = {"tp": layout["tp"]} if grid is None else {"tp_grid": grid}
         self.mesh, self.model = Mesh(**axes, device="cpu"), GPT(SHAPE)
         stage = layout.get("zero_stage", 0)
@@ -110,11 +110,9 @@ def on_paper(
 
     Without a batch: 4 sequences a rank, in bf16.
     """
-    formats = {"dtype": "bf16", "master_weights": "full"}
-    if batch is not None:
-        formats = {"dtype": "fp32", "master_weights": "none"}
     workload = Workload(shape, batch or 4 * ranks)
-    made: Any = {"device_type": "cpu", "transport": "shm", **formats, **layout}
+    dtype = "bf16" if batch is None else "fp32"
+    made: Any = {"device_type": "cpu", "transport": "shm", "dtype": dtype, **layout}
     dp = Setup(world_size=ranks, **made).dp
     setup = Setup(world_size=ranks, micro_batch_size=workload.batch_size // dp, **made)
     comms = [c for c in comm_ops_of(workload, setup) if c.axis != "control"]

@@ -273,7 +273,7 @@ def muon_step(cell: Settings) -> Settings:
     slowest = [[max(each) for each in zip(*(times[i] for times in found))] for i in (0, 1)]
     sharded, repeated = map(statistics.median, slowest)
     setup = Setup(world_size=ranks, zero_stage=stage, optimizer="muon", dtype="fp32",
-                  device_type="cpu", transport="shm", master_weights="none")  # fmt: skip
+                  device_type="cpu", transport="shm")  # fmt: skip
     workload = Workload(GPTConfig(**shape, dropout=0.0), ranks)
     homes = updates_of(workload.shape, buckets_of(workload, setup), setup)
     return {

@@ -26,7 +26,7 @@ from fastpar.models.block import (
 )
 from fastpar.pipeline.schedules import stage_of
 from fastpar.pipeline.split import cut
-from fastpar.settings.config import GPTConfig, TrainConfig, pp_chunks, pp_split
+from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import (
     ALIGN,
@@ -135,15 +135,9 @@ def bucket_mb_of(setup: Setup) -> float:
 
 
 def stages_of(config: TrainConfig, shape: GPTConfig) -> list[int] | None:
-    """Layers of each stage of a pipeline; None without one.
-
-    By flops of a token's forward.
-    """
-    pipeline, pp = config.parallel.pipeline, config.mesh.pp
-    given = pp_split(pipeline.split)
-    if pp == 1 or given is not None:
-        return None if pp == 1 else given
-    return list(_cut(shape, pp * pp_chunks(pipeline.schedule, pipeline.chunks)))
+    """Layers of each stage of a pipeline; None without one."""
+    setup = Setup(flags=config)
+    return None if setup.pp == 1 else list(stage_layers(shape, setup))
 
 
 class RankParts(NamedTuple):
@@ -155,7 +149,7 @@ class RankParts(NamedTuple):
 
 
 def stage_layers(shape: GPTConfig, setup: Setup) -> Sequence[int]:
-    """Layers on each of the stages."""
+    """Layers on each of the stages: as asked for, or by flops of a token's forward."""
     return setup.pp_split or _cut(shape, setup.pp * setup.chunks)
 
 

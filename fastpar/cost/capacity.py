@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from fastpar.comm.host import free_memory, local_ranks
-from fastpar.cost.buckets import stages_of
 from fastpar.cost.memory_model import activations_on_host, format_bytes, predict_states
 from fastpar.cost.workload import Setup, Workload
 from fastpar.files.dtypes import DTYPES
@@ -85,7 +84,7 @@ def what_would_hold(shape: GPTConfig, setup: Setup, mine: int) -> str:
     ways = []
 
     def size(**changes: Any) -> int:
-        return sum(bytes_per_rank(shape, replace(setup, **changes)).values())
+        return sum(bytes_per_rank(shape, setup.change(**changes)).values())
 
     for stage in range(setup.zero_stage + 1, 4):
         if size(zero_stage=stage) <= mine:
@@ -117,9 +116,7 @@ def check_ranks(
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_building(shape, limit_bytes=host_memory(), sharing=ranks_here)
     limit, whose, sharing = memory_of(device)
-    stages = stages_of(config, shape)
-    split = None if stages is None else tuple(stages)
-    setup = Setup.of(config, dtype=_NAMES[dtype], world_size=ranks, pp_split=split)
+    setup = Setup(ranks, config, "cpu", "shm", dtype=_NAMES[dtype])
     check_capacity(shape, setup, limit_bytes=limit, of_what=whose, sharing=sharing)
 
 
@@ -139,10 +136,8 @@ def check_host_activations(
         ValueError: says the need and what there is.
     """
     rows, many = batch
-    setup = Setup.of(
-        config, dtype=_NAMES[dtype], world_size=world_size, micro_batch_size=rows,
-        grad_accum_steps=many,
-    )  # fmt: skip
+    counts = {"micro_batch_size": rows, "grad_accum_steps": many}
+    setup = Setup(world_size, config, "cpu", "shm", dtype=_NAMES[dtype], **counts)
     shape = replace(shape, block_size=config.shape.block_size or shape.block_size)
     ranks, free = local_ranks(world_size), free_memory()
     needed = ranks * activations_on_host(Workload(shape, rows), setup)

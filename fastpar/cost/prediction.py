@@ -20,6 +20,9 @@ from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload
 from fastpar.settings.config import GPTConfig, TrainConfig
 
+# Settings that a run decides when it starts.
+_OF_START = ("dtype", "micro_batch_size", "grad_accum_steps", "zero_stage")
+
 
 def predict(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """Bytes and ms of a run with these facts (see RunFolder), their parts, and whose rates."""
@@ -51,18 +54,15 @@ def workload_of(
             "plan --n-expert` has their memory and exchanges"
         )
     on_gpu = facts["device"] != "CPU"
-    setup = Setup.of(
+    setup = Setup(
+        facts["world_size"],
         config,
-        dtype=facts["dtype"],
-        world_size=facts["world_size"],
-        micro_batch_size=facts["micro_batch_size"],
-        grad_accum_steps=facts["grad_accum_steps"],
-        device_type="cuda" if on_gpu else "cpu",
-        transport=facts["transport"] if facts["transport"] != "none" else "shm",
+        "cuda" if on_gpu else "cpu",
+        facts["transport"] if facts["transport"] != "none" else "shm",
+        **{name: facts[name] for name in _OF_START},
     )
     rows = config.text.batch_size // facts.get("replicas", 1)  # a replica's
-    workload = Workload(replace(shape, block_size=facts["block_size"]), rows)
-    return workload, replace(setup, zero_stage=facts["zero_stage"])
+    return Workload(replace(shape, block_size=facts["block_size"]), rows), setup
 
 
 def rates_of(workload: Workload, setup: Setup, facts: dict[str, Any]) -> tuple[Rates, str]:

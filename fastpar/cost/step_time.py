@@ -78,7 +78,8 @@ def predict_step(
 def check(workload: Workload, setup: Setup) -> None:
     """Raise ValueError for what predict_step refuses."""
     counts = ("world_size", "tp", "cp", "pp", "micro_batch_size", "grad_accum_steps")
-    check_at_least("predict_step", vars(setup), dict.fromkeys(counts, 1), "count from 1")
+    values = {name: getattr(setup, name) for name in counts}
+    check_at_least("predict_step", values, dict.fromkeys(counts, 1), "count from 1")
     if setup.world_size % (setup.tp * setup.cp * setup.pp):
         axes = "tp * pp" if setup.cp == 1 else "tp * cp * pp"
         raise ValueError(

@@ -5,7 +5,9 @@ Arithmetic only: no tensors, no ranks. Shape legend as in gpt.py.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import functools
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from fastpar.comm.wires import CODES, FORMATS
@@ -13,6 +15,11 @@ from fastpar.files.dtypes import DTYPES
 from fastpar.models.block import count_parameters
 from fastpar.settings.axes import parse_grid
 from fastpar.settings.config import GPTConfig, TrainConfig, pp_chunks, pp_split
+from fastpar.settings.fields import changed, leaves
+from fastpar.settings.options import ModelSettings, RecomputeSettings, TrainFlags
+from fastpar.settings.parallel import MeshSettings, Parallel
+
+_DEFAULTS, _LEAVES = TrainFlags(), leaves(TrainFlags)
 
 
 @dataclass(frozen=True)
@@ -41,81 +48,143 @@ class Workload:
         return count_parameters(self.shape, padded=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Setup:
-    """One way to train a workload on world_size ranks.
+    """One way to train a workload: the settings of a run on world_size ranks, as they work out.
 
-    Fields that `fastpar train` has too are named like its settings, but hold what is in effect, so
-    none is "auto".
+    Each setting of `fastpar train` is an attribute by its own name: setup.zero_stage. Those that a
+    run decides, or leaves out, have the value that is in effect: none is "auto".
 
-    Attributes:
-        cp: ranks that share every sequence. cp_method: they exchange "heads", or gather "keys".
-        ep: of the dp ranks, those that share out experts.
-        pp: ranks of a pipeline. schedule, chunks: see pipeline/schedules.py; the micro-batches are
-            those of grad_accum_steps.
-        pp_split: layers on each of the pp * chunks stages; None: by their flops.
-        bucket_mb: None: the runtime's default.
-        master_weights: "none", "full" or "remainder".
+    Args:
+        flags: the settings; those in `settings` are changed in them.
         device_type: "cuda" or "cpu".
-        transport: "nccl", "shm" or "gloo".
+        transport: in effect: "nccl", "shm" or "gloo".
+        settings: by name; dtype is bf16 unless said otherwise, micro_batch_size and
+            grad_accum_steps are 1.
     """
 
-    world_size: int = 1
-    tp: int = 1
-    pp: int = 1
-    schedule: str = "1f1b"
-    chunks: int = 1
-    pp_split: tuple[int, ...] | None = None
-    zero_stage: int = 0
-    shard_size: int | None = None
-    sequence_parallel: bool = True
-    micro_batch_size: int = 1
-    grad_accum_steps: int = 1
-    activation_checkpointing: str = "none"
-    accumulate: str = "full"
-    bucket_mb: float | None = None
-    optimizer: str = "adamw"
-    dtype: str = "bf16"
-    grad_dtype: str = "fp32"
-    reduce_dtype: str = "fp32"
-    master_weights: str = "full"
-    moment_dtype: str = "fp32"
-    ema: float | None = None
-    device_type: str = "cuda"
-    transport: str = "nccl"
-    cp: int = 1
-    cp_method: str = "heads"
-    ep: int = 1
-    offload: str | None = None
-    offload_keep_mb: float = 0.0
-    offload_activations: bool = False
-    wire_gradients: str = "fp32"
-    wire_weights: str | None = None
-    error_feedback: bool = False
-    error_buffer: bool = False
-    node_size: int | None = None
-    secondary_shards: bool = False
-    fp8: str = "none"
-    fp8_scaling: str = "row"
-    fp8_emulate: bool = False
-    tp_grid: str | None = None
+    world_size: int
+    flags: TrainFlags
+    device_type: str
+    transport: str
 
-    @property
+    def __init__(
+        self,
+        world_size: int = 1,
+        flags: TrainFlags = _DEFAULTS,
+        device_type: str = "cuda",
+        transport: str = "nccl",
+        **settings: Any,
+    ) -> None:
+        if type(flags) is not TrainFlags:  # of a TrainConfig, which would check each change
+            flags = TrainFlags(**vars(flags))
+        flags = changed(flags, settings, "Setup") if settings else flags
+        found = {"world_size": world_size, "device_type": device_type, "transport": transport}
+        vars(self).update(found, flags=flags)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _LEAVES:
+            raise AttributeError(name)
+        value = functools.reduce(getattr, _LEAVES[name].path, self.flags)
+        vars(self)[name] = value  # found at once the next time
+        return value
+
+    def change(self, **values: Any) -> Setup:
+        """A copy with some settings, or fields, changed."""
+        return replace(self, **values)
+
+    def in_effect(self) -> dict[str, Any]:
+        """How the ranks train, by name: what `fastpar plan --json` has of a layout."""
+        groups = (MeshSettings, Parallel, RecomputeSettings)
+        names = [name for group in groups for name in leaves(group)]
+        names += ["micro_batch_size", "optimizer", "dtype", "master_weights", "moment_dtype", "ema"]
+        names += ["fp8", "fp8_scaling", "fp8_emulate", "world_size", "device_type"]
+        return {name: getattr(self, name) for name in names}
+
+    def config(self, workload: Workload) -> TrainConfig:
+        """The run's settings.
+
+        Raises:
+            ValueError: what `fastpar train` refuses for them.
+        """
+        return TrainConfig(**vars(self.with_sizes(workload)))
+
+    def with_sizes(self, workload: Workload) -> TrainFlags:
+        """The settings, and those of the workload."""
+        sizes = {n: v for n, v in vars(workload.shape).items() if n in leaves(ModelSettings)}
+        return self.flags.replace({**sizes, "batch_size": workload.batch_size})
+
+    @cached_property
+    def tp(self) -> int:
+        """Ranks that split each layer; of a grid, its columns."""
+        grid = parse_grid(self.tp_grid)
+        return self.flags.mesh.tp if grid is None else grid[1]
+
+    @cached_property
+    def chunks(self) -> int:
+        return pp_chunks(self.schedule, self.flags.parallel.pipeline.chunks)
+
+    @cached_property
+    def pp_split(self) -> tuple[int, ...] | None:
+        """Layers on each of the pp * chunks stages; None: by their flops."""
+        split = pp_split(self.flags.parallel.pipeline.split)
+        return split and tuple(split)
+
+    @cached_property
+    def micro_batch_size(self) -> int:
+        asked = self.flags.text.micro_batch_size
+        return 1 if asked is None else asked
+
+    @cached_property
+    def grad_accum_steps(self) -> int:
+        asked = self.flags.parallel.grad_accum_steps
+        return 1 if asked is None else asked
+
+    @cached_property
+    def accumulate(self) -> str:
+        return self.flags.parallel.accumulate or ("full" if self.zero_stage < 2 else "shard")
+
+    @cached_property
+    def dtype(self) -> str:
+        asked = self.flags.system.dtype
+        return "bf16" if asked == "auto" else asked
+
+    @cached_property
+    def grad_dtype(self) -> str:
+        return self.flags.parallel.precision.grad_dtype or "fp32"
+
+    @cached_property
+    def reduce_dtype(self) -> str:
+        return self.flags.parallel.precision.reduce_dtype or self.grad_dtype
+
+    @cached_property
+    def sequence_parallel(self) -> bool:
+        return self.flags.parallel.sequence_parallel is not False
+
+    @cached_property
+    def master_weights(self) -> str:
+        """none, full or remainder."""
+        if self.weight_bytes > 2 or self.stochastic_rounding:
+            return "none"
+        asked = self.flags.optim.master_weights
+        return "full" if asked == "auto" else asked
+
+    @cached_property
     def dp(self) -> int:
         """Ranks, or groups of tp * cp * pp ranks, that compute different sequences."""
         return self.data // (self.cp * self.depth)
 
-    @property
+    @cached_property
     def data(self) -> int:
         """Ranks, or groups of tp * pp ranks, that have the same weights and other tokens."""
         return self.world_size // (self.tp * self.rows * self.pp)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Of the grid of ranks, whose columns are tp; 1 without one."""
         return (parse_grid(self.tp_grid) or (1,))[0]
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Grids that share out a batch."""
         return (*(parse_grid(self.tp_grid) or (1, 1)), 1)[2]
@@ -125,7 +194,7 @@ class Setup:
         """Of a micro-batch; rows and depth of a grid share them out."""
         return max(1, self.micro_batch_size // (self.rows * self.depth))
 
-    @property
+    @cached_property
     def n_shards(self) -> int:
         """Ranks that share one copy of what the stage shares out."""
         return min(self.data, self.shard_size or self.data) if self.zero_stage else 1
@@ -136,7 +205,7 @@ class Setup:
             return 2 * self.micro_batch_size * -(-workload.seq_len // (2 * self.cp))
         return -(-self.micro_batch_size * workload.seq_len // (self.cp * self.rows * self.depth))
 
-    @property
+    @cached_property
     def by_keys(self) -> bool:
         """Whether ranks of cp attend all heads of their own tokens."""
         return self.cp > 1 and self.cp_method == "keys"
@@ -146,17 +215,17 @@ class Setup:
         heads = shape.heads_of_rank(self.tp)
         return heads if self.by_keys else -(-heads // self.cp) * self.cp
 
-    @property
+    @cached_property
     def stage(self) -> int:
         """The stage in effect: with nobody to share with it is 0, but with offload."""
         return self.zero_stage if self.n_shards > 1 or self.offload is not None else 0
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         """Bytes of an element of the weights, and of activations."""
         return DTYPES[self.dtype].itemsize
 
-    @property
+    @cached_property
     def grad_bytes(self) -> int:
         return DTYPES[self.grad_dtype].itemsize
 
@@ -201,53 +270,3 @@ class Setup:
         moments = 2 * DTYPES[self.moment_dtype].itemsize if self.optimizer != "adafactor" else 0
         moments += 4 if self.ema else 0
         return moments + {"none": 0, "full": 4, "remainder": 2}[self.master_weights]
-
-    @classmethod
-    def of(cls, config: TrainConfig, *, dtype: str, world_size: int, **in_effect: Any) -> Setup:
-        """The setup of a run, whose micro-batch is one sequence unless said otherwise.
-
-        Args:
-            dtype: format of its weights: fp32, bf16 or fp16.
-            in_effect: fields that are not what the settings say, or that they leave open.
-        """
-        names, grid = {field.name for field in fields(cls)}, parse_grid(config.mesh.tp_grid)
-        values = {name: value for name, value in config.settings().items() if name in names}
-        if DTYPES[dtype].itemsize > 2 or config.optim.stochastic_rounding:
-            values["master_weights"] = "none"
-        elif values["master_weights"] == "auto":
-            values["master_weights"] = "full"
-        values["accumulate"] = config.accumulate
-        values["grad_dtype"] = values["grad_dtype"] or "fp32"
-        values["reduce_dtype"] = values["reduce_dtype"] or values["grad_dtype"]
-        values["sequence_parallel"] = values["sequence_parallel"] is not False
-        values["tp"] = config.mesh.tp if grid is None else grid[1]
-        split = pp_split(values["pp_split"])
-        values["pp_split"] = split and tuple(split)
-        values["chunks"] = pp_chunks(values["schedule"], values["chunks"])
-        values |= {"micro_batch_size": 1, "grad_accum_steps": 1}
-        values |= {"device_type": "cpu", "transport": "shm"}
-        return cls(**{**values, "dtype": dtype, "world_size": world_size, **in_effect})
-
-    def settings(self, workload: Workload) -> dict[str, Any]:
-        """The same as settings of `fastpar train`."""
-        known = TrainConfig().settings().keys() - {"transport"}
-        values = {**asdict(workload.shape), **asdict(self), "batch_size": workload.batch_size}
-        values["tp"] = self.tp if self.tp_grid is None else 1
-        values["pp_split"] = ",".join(map(str, self.pp_split or ())) or None
-        values["sequence_parallel"] = None if self.sequence_parallel else False
-        if self.master_weights != "remainder":
-            values["master_weights"] = "auto"
-        return {name: value for name, value in values.items() if name in known}
-
-    def config(self, workload: Workload) -> TrainConfig:
-        """The run's settings.
-
-        Raises:
-            ValueError: what `fastpar train` refuses for them.
-        """
-        return TrainConfig().replace(self.settings(workload))
-
-
-def default_accumulate(zero_stage: int) -> str:
-    """What `accumulate = auto` means."""
-    return "full" if zero_stage < 2 else "shard"

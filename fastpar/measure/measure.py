@@ -29,7 +29,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -422,12 +421,12 @@ def _tiny_cells(setup: Setup) -> list[Cell]:
 
     Without stages, which so few layers do not make: a layer's overhead is that of its rank.
     """
-    setup = replace(setup, pp=1, pp_split=None, schedule="1f1b", chunks=1)
+    setup = setup.change(pp=1, pp_split=None, schedule="1f1b", chunks=None)
     heads = 2 * setup.tp
     cells = []
     for layers, micro in itertools.product((1, 3), (1, 3)):
         shape = GPTConfig(layers, heads, 8 * heads, TINY, 128, dropout=0.0)
-        tiny = replace(setup, micro_batch_size=setup.tp, grad_accum_steps=micro, bucket_mb=None)
+        tiny = setup.change(micro_batch_size=setup.tp, grad_accum_steps=micro, bucket_mb=None)
         cells.append((Workload(shape, tiny.dp * tiny.micro_batch_size * micro), tiny))
     return cells
 

@@ -13,7 +13,6 @@ layer, where experts are chosen equally often; with all activations recomputed 6
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from fastpar.cost.buckets import buckets_of
@@ -79,10 +78,10 @@ def expert_layouts(
         micro, accum = derive_batch(workload.batch_size, shape.block_size, dp)
         for ep in (n for n in range(1, dp + 1) if dp % n == 0 and shape.n_expert % n == 0):
             for stage in range(4) if dp > 1 else range(1):
-                setup = replace(template, tp=tp, ep=ep, zero_stage=stage)
-                setup = replace(setup, micro_batch_size=micro, grad_accum_steps=accum)
+                counts = {"micro_batch_size": micro, "grad_accum_steps": accum}
+                base = template.change(tp=tp, ep=ep, zero_stage=stage, **counts)
                 for mode in CHECKPOINTING:
-                    setup = replace(setup, activation_checkpointing=mode)
+                    setup = base.change(activation_checkpointing=mode)
                     costs = predict_experts(workload, setup)
                     if costs.memory.total <= limit_bytes:
                         break

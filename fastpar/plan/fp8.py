@@ -44,11 +44,11 @@ def fp8_text(workload: Workload, setup: Setup, rates: Rates) -> list[str]:
     """A line for MLPs and one for all layers; none for a device without such products."""
     if not isinstance(rates, DatasheetRates) or not rates.has_fp8 or setup.tp_grid is not None:
         return []
-    lines, plain = [], replace(setup, fp8="none")
+    lines, plain = [], setup.change(fp8="none")
     step_s, whole = predict_step(workload, plain, rates).step_s, predict_memory(workload, plain)
     for layers in ("mlp", "all"):
         gain = saved_s(workload, plain, rates, layers) / step_s
-        less = whole.total - predict_memory(workload, replace(setup, fp8=layers)).total
+        less = whole.total - predict_memory(workload, setup.change(fp8=layers)).total
         verdict = "pays" if gain >= LEAST_GAIN else f"does not pay: less than {LEAST_GAIN:.0%}"
         lines.append(
             f"  --fp8 {layers}: products less casts save {gain:.1%} of the step, memory "
@@ -72,7 +72,7 @@ def check_fp8(workload: Workload, setup: Setup, rates: Rates, device: str) -> No
             f"and bf16 with fp8={setup.fp8}, got gpu={device} dtype={setup.dtype}; leave --fp8 and "
             "--measure out, or choose another --gpu"
         )
-    plain = replace(setup, fp8="none")
+    plain = setup.change(fp8="none")
     step_s, gain_s = (
         predict_step(workload, plain, rates).step_s,
         saved_s(workload, plain, rates, setup.fp8),

@@ -7,10 +7,9 @@ ahead of their layers, so its exchanges along rows and columns are all waited fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-from fastpar.cost.workload import Setup, Workload, default_accumulate
+from fastpar.cost.workload import Setup, Workload
 from fastpar.plan.estimate import Estimate, divisors, layout_text, tp_sizes
 from fastpar.settings import combinations
 from fastpar.settings.axes import parse_grid
@@ -78,10 +77,8 @@ def grid_splits(
                 f"ranks and rows of tp_grid={asked} share, got batch_size={workload.batch_size}; "
                 "change --batch-size or --tp-grid"
             )
-        named = {"tp": columns, "tp_grid": "x".join(map(str, grid)), "sequence_parallel": True}
-        base = replace(template, **named)  # type: ignore[arg-type]
         for stage in range(4) if data > 1 else range(1):
-            yield replace(base, zero_stage=stage, accumulate=default_accumulate(stage))
+            yield template.change(tp_grid="x".join(map(str, grid)), zero_stage=stage)
 
 
 def grids_text(estimates: Sequence[Estimate]) -> str:

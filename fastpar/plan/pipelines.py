@@ -12,12 +12,11 @@ gradients of each micro-batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import StepTime, predict_step
-from fastpar.cost.workload import Setup, Workload, default_accumulate
+from fastpar.cost.workload import Setup, Workload
 from fastpar.plan.estimate import (
     ALIKE,
     MAX_MICRO_BATCH_TOKENS,
@@ -28,7 +27,13 @@ from fastpar.plan.estimate import (
 )
 
 MOST_STAGES = 64
-SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2))
+SCHEDULES = (
+    ("1f1b", None),
+    ("interleaved", None),
+    ("interleaved", 4),
+    ("zb-h1", None),
+    ("zb-v", None),
+)
 SHOWN = 1.5  # times the fastest step: slower pipelines are of no interest
 SURE = 0.9  # of a bubble's formula, which is exact for equal stages
 
@@ -67,12 +72,11 @@ def pipeline_splits(
             dp = template.world_size // (tp * pp)
             if not 1 < pp <= min(MOST_STAGES, workload.shape.n_layer) or workload.batch_size % dp:
                 continue
-            sp = workload.seq_len % tp == 0
+            sp = None if workload.seq_len % tp == 0 else False
             if stages not in (None, pp):
                 continue
-            base = replace(template, tp=tp, pp=pp, sequence_parallel=sp)
             for stage in zero_stages if dp > 1 else {0}.intersection(zero_stages):
-                yield replace(base, zero_stage=stage, accumulate=default_accumulate(stage))
+                yield template.change(tp=tp, pp=pp, sequence_parallel=sp, zero_stage=stage)
 
 
 def least_bubble_s(setup: Setup, time: StepTime) -> float:
@@ -108,17 +112,16 @@ def search_pipelines(
             if micro > 1 and micro * workload.seq_len > MAX_MICRO_BATCH_TOKENS:
                 break
             for mode in checkpointing:
-                setup = replace(
-                    split,
+                setup = split.change(
                     micro_batch_size=micro,
                     grad_accum_steps=rows // micro,
                     activation_checkpointing=mode,
                 )
                 times: dict[bool, StepTime] = {}
                 for schedule, chunks in SCHEDULES:
-                    if split.pp * chunks > min(MOST_STAGES, workload.shape.n_layer):
+                    one, in_v = setup.change(schedule=schedule, chunks=chunks), schedule == "zb-v"
+                    if split.pp * one.chunks > min(MOST_STAGES, workload.shape.n_layer):
                         continue
-                    one, in_v = replace(setup, schedule=schedule, chunks=chunks), schedule == "zb-v"
                     if in_v not in times:  # a V has one tied table, so nothing to add up
                         times[in_v] = predict_step(workload, one, rates, bubble=False)
                     bound = times[in_v].step_s + least_bubble_s(one, times[in_v])

@@ -24,9 +24,8 @@ from fastpar.cost.measured_rates import gpu_name
 from fastpar.cost.network import Network
 from fastpar.cost.operations import Rates, comm_ops_of
 from fastpar.cost.step_time import cost_per_billion_tokens
-from fastpar.cost.workload import Setup, Workload, default_accumulate
+from fastpar.cost.workload import Setup, Workload
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
-from fastpar.pipeline.schedules import chunks_of
 from fastpar.plan.counts import check_counts
 from fastpar.plan.estimate import Estimate, layout_text, size_text
 from fastpar.plan.experts import experts_report
@@ -249,13 +248,8 @@ def _template(command: PlanCommand, device: Device) -> Setup:
          "optimizer": command.optimizer, "dtype": dtype, "fp8": command.fp8},
         "plan",
     )  # fmt: skip
-    return Setup.of(
-        config,
-        dtype=dtype,
-        world_size=command.gpus,
-        device_type="cpu" if on_cpu else "cuda",
-        transport="shm" if on_cpu else "nccl",
-    )
+    device_type, transport = ("cpu", "shm") if on_cpu else ("cuda", "nccl")
+    return Setup(command.gpus, config, device_type, transport)
 
 
 def usable_bytes(cluster: Cluster) -> float:
@@ -412,15 +406,11 @@ def flags(plan: Plan, setup: Setup) -> list[str]:
     """Flags of `fastpar train` for a layout, without what is the trainer's default anyway."""
     model, vocabulary = plan.command.model, plan.workload.shape.vocab_size
     defaults = {**TrainConfig().settings(), **asdict(PRESETS[model])}
-    # Decided in the same way by the trainer itself.
-    automatic: dict[str, object] = {"accumulate": default_accumulate(setup.zero_stage)}
-    automatic |= {"grad_dtype": "fp32", "reduce_dtype": "fp32"}
-    automatic["chunks"] = chunks_of(setup.schedule, None, caller="plan")
     words = ["--model", model]
     if vocabulary != CPU_VOCABULARY:
         words += ["--tokenizer", name_for(vocabulary)]
-    for name, value in setup.settings(plan.workload).items():
-        if value == defaults[name] or value is None or automatic.get(name) == value:
+    for name, value in setup.with_sizes(plan.workload).settings().items():
+        if value == defaults[name] or value is None:
             continue
         if isinstance(value, bool):
             words.append(option(name) if value else option(f"no_{name}"))
@@ -455,7 +445,7 @@ def _write_json(plan: Plan, path: Path) -> None:
         "limit_bytes": plan.limit_bytes,
         "layouts": [
             {
-                **asdict(e.setup),
+                **e.setup.in_effect(),
                 "fits": e.time is not None,
                 "nic_bytes": nic_bytes(plan, e.setup),
                 "host_bytes": host_bytes(plan.workload, e.setup),

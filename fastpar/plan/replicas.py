@@ -27,7 +27,7 @@ def apart(workload: Workload, setup: Setup, n: int) -> tuple[Workload, Setup]:
     ranks = setup.world_size // n
     shards = setup.shard_size and min(setup.shard_size, ranks)
     rows = replace(workload, batch_size=workload.batch_size // n)
-    return rows, replace(setup, world_size=ranks, shard_size=shards)
+    return rows, setup.change(world_size=ranks, shard_size=shards)
 
 
 def replicas_text(workload: Workload, setup: Setup, rates: Rates, nodes: int) -> list[str]:

@@ -15,7 +15,7 @@ from fastpar.cost.host_step import host_bytes
 from fastpar.cost.memory_model import format_bytes, predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Setup, Workload, default_accumulate
+from fastpar.cost.workload import Setup, Workload
 from fastpar.plan.estimate import (
     ALIKE,
     MAX_MICRO_BATCH_TOKENS,
@@ -51,16 +51,14 @@ def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup
             continue
         if tp > 1 and template.moment_dtype == "int8":
             continue
-        sequence_parallel = workload.seq_len % tp == 0
-        base = replace(template, tp=tp, cp=cp, cp_method=method)
-        base = replace(base, sequence_parallel=sequence_parallel)
+        sequence_parallel = None if workload.seq_len % tp == 0 else False
+        base = template.change(tp=tp, cp=cp, cp_method=method, sequence_parallel=sequence_parallel)
         in_node = per_node // tp
         shards = {n for n in (in_node, 8 * in_node) if 1 < n < data and data % n == 0}
         alone = data == 1 and template.offload is None
         for stage in stages[template.offload][: 1 if alone else None]:
             for shard_size in (None, *sorted(shards)) if stage else (None,):
-                accumulate = default_accumulate(stage)
-                yield replace(base, zero_stage=stage, shard_size=shard_size, accumulate=accumulate)
+                yield base.change(zero_stage=stage, shard_size=shard_size)
 
 
 def offloads(template: Setup) -> tuple[str, ...]:
@@ -97,7 +95,7 @@ def search(
     stages = 1 if alone else stages
 
     def best_of(offload: str | None) -> list[Estimate]:
-        given = replace(template, offload=offload)
+        given = template.change(offload=offload)
         ways = [] if alone else list(splits(workload, given, per_node))
         ways += grid_splits(workload, given, per_node, grid)
         return _search_splits(workload, ways, rates, limit_bytes, modes)
@@ -151,8 +149,7 @@ def _search_splits(
                     break
                 if micro % sharing:
                     continue
-                setup = replace(
-                    split,
+                setup = split.change(
                     micro_batch_size=micro,
                     grad_accum_steps=rows // micro,
                     activation_checkpointing=mode,
@@ -248,11 +245,11 @@ def smallest_changes(
 
     def smallest(workload: Workload, template: Setup, per_node: int) -> tuple[float, Setup]:
         """Bytes of the layout that takes the least, with offload where there is some."""
-        template = replace(template, activation_checkpointing="full")
+        template = template.change(activation_checkpointing="full")
         layouts = [
-            replace(split, grad_accum_steps=workload.batch_size // split.dp)
+            split.change(grad_accum_steps=workload.batch_size // split.dp)
             for offload in (None, *offloads(template))
-            for split in splits(workload, replace(template, offload=offload), per_node)
+            for split in splits(workload, template.change(offload=offload), per_node)
         ]
         sizes = ((predict_memory(workload, layout).total, layout) for layout in layouts)
         return min(sizes, key=lambda found: found[0], default=(float("inf"), template))
@@ -268,10 +265,10 @@ def smallest_changes(
                 ways.append(flags)
                 break
 
-    adamw = replace(template, optimizer="adamw")
+    adamw = template.change(optimizer="adamw")
     if offloads(adamw) and not offloads(template):
         add_first([("--optimizer adamw with --offload", workload, adamw, per_node)])
-    inputs = replace(template, offload_activations=template.device_type == "cuda")
+    inputs = template.change(offload_activations=template.device_type == "cuda")
     on_host = format_bytes(host_bytes(workload, smallest(workload, inputs, per_node)[1]))
     flags = "fastpar train --activation-checkpointing full --offload-activations"
     add_first([(f"{flags}, with {on_host} of a rank's host", workload, inputs, per_node)])
@@ -281,7 +278,7 @@ def smallest_changes(
         both = {"moment_dtype": "bf16", **remainder}
         storage = {"--master-weights remainder": remainder, **storage}
         storage["--moment-dtype bf16 --master-weights remainder"] = both
-    add_first((f, workload, replace(template, **new), per_node) for f, new in storage.items())
+    add_first((f, workload, template.change(**new), per_node) for f, new in storage.items())
     lengths = takewhile(lambda length: length >= 64, (workload.seq_len >> n for n in count(1)))
     shapes = (replace(workload.shape, block_size=length) for length in lengths)
     add_first(
@@ -292,7 +289,7 @@ def smallest_changes(
     one_node = per_node == template.world_size
     nodes = [max(per_node, min(8, world)) if one_node else per_node for world in worlds]
     add_first(
-        (f"--gpus {world}", workload, replace(template, world_size=world), node)
+        (f"--gpus {world}", workload, template.change(world_size=world), node)
         for world, node in zip(worlds, nodes)
     )
     device = larger(least(workload, template, per_node))

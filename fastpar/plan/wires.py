@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fastpar.comm.recorder import ring_bytes
 from fastpar.comm.wires import CODES, FORMATS, OF_WEIGHTS
 from fastpar.cost.operations import Rates, comm_ops_of, ops_of
@@ -16,13 +14,13 @@ _AXES = ("dp", "shard", "copies")
 
 def candidates(setup: Setup) -> dict[str, Setup]:
     """The layout with other formats, by their flags."""
-    found = {f"--wire-gradients {n}": replace(setup, wire_gradients=n) for n in FORMATS}
+    found = {f"--wire-gradients {n}": setup.change(wire_gradients=n) for n in FORMATS}
     for name in OF_WEIGHTS if setup.stage else ():
         if name != CODES:
-            found[f"--wire-weights {name}"] = replace(setup, wire_weights=name)
+            found[f"--wire-weights {name}"] = setup.change(wire_weights=name)
     if setup.stage == 3 and setup.fp8 != "none":
         coded = {"fp8_scaling": "tensor", "wire_weights": CODES}
-        found[f"--fp8-scaling tensor --wire-weights {CODES}"] = replace(setup, **coded)  # type: ignore[arg-type]
+        found[f"--fp8-scaling tensor --wire-weights {CODES}"] = setup.change(**coded)
     return found
 
 
@@ -34,7 +32,7 @@ def sent_bytes(workload: Workload, setup: Setup) -> float:
 
 def codes_s(workload: Workload, setup: Setup, rates: Rates) -> float:
     """Seconds of a step in which messages are made and read."""
-    plain = replace(setup, wire_gradients="fp32", wire_weights=None)
+    plain = setup.change(wire_gradients="fp32", wire_weights=None)
     both = (ops_of(workload, s) for s in (setup, plain))
     with_codes, without = (sum(rates.op_s(op) * op.count for op in ops) for ops in both)
     return with_codes - without

@@ -243,14 +243,14 @@ def _waited_ms(step: Sequence[Span], name: str) -> float:
 
 
 def _setup(trainer: Trained) -> Setup:
-    return Setup.of(
+    return Setup(
+        trainer.mesh.world_size,
         trainer.config,
+        trainer.mesh.device.type,
+        getattr(trainer.engine.control_group, "transport", "none"),
         dtype=trainer.dtype_name,
-        world_size=trainer.mesh.world_size,
         micro_batch_size=trainer.micro_batch_size,
         grad_accum_steps=trainer.grad_accum_steps,
-        device_type=trainer.mesh.device.type,
-        transport=getattr(trainer.engine.control_group, "transport", "none"),
     )
 
 

@@ -27,7 +27,7 @@ MUON = {"optimizer": "muon"}
 
 
 def setup_of(world_size=1, dtype="fp32", **changes):
-    return Setup.of(TrainConfig().replace(changes), dtype=dtype, world_size=world_size)
+    return Setup(world_size, TrainConfig().replace(changes), "cpu", "shm", dtype=dtype)
 
 
 @pytest.mark.parametrize(

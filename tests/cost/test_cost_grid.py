@@ -24,8 +24,8 @@ GRIDS = ((1, 2), (2, 1), (2, 2), (4, 2), (2, 2, 2))
 
 def setup_of(grid, dp, **options):
     ranks = dp * torch.Size(grid).numel()
-    named = {"tp_grid": "x".join(map(str, grid)), "tp": grid[1], "world_size": ranks}
-    formats = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "shm"}
+    named = {"tp_grid": "x".join(map(str, grid)), "world_size": ranks}
+    formats = {"dtype": "fp32", "device_type": "cpu", "transport": "shm"}
     return Setup(**named, **formats, micro_batch_size=B, **options)
 
 
@@ -92,10 +92,9 @@ def test_states_of_a_grid(grid, stage):
 
 def test_settings_come_back():
     config = TrainConfig().replace({"tp_grid": "2x2x2", "nproc": 8, "n_head": 4, "n_embd": 64})
-    setup = Setup.of(config, dtype="fp32", world_size=8)
+    setup = Setup(8, config)
     assert (setup.tp, setup.rows, setup.depth, setup.data, setup.dp) == (2, 2, 2, 2, 1)
-    settings = setup.settings(Workload(SHAPE, 8))
-    assert (settings["tp"], settings["tp_grid"]) == (1, "2x2x2")
+    assert setup.config(Workload(SHAPE, 8)).mesh == config.mesh
     assert replace(setup, tp_grid=None, tp=2).data == 4
 
 

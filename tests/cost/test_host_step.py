@@ -143,4 +143,4 @@ def test_plan_takes_it_where_nothing_else_fits():
     assert "--offload optimizer" in " ".join(flags(plan, winner.setup))
     assert "--chunks" not in " ".join(flags(plan, winner.setup))
     fits = make_plan(PlanCommand(model="gpt2", gpus=1, gpu="h100"))
-    assert all(e.setup.offload == "none" for e in fits.estimates)
+    assert all(e.setup.offload is None for e in fits.estimates)

@@ -18,7 +18,7 @@ from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload
 from fastpar.settings.config import GPTConfig
 
-SETUP = Setup(world_size=2, dtype="fp32", master_weights="none", device_type="cpu", transport="shm")
+SETUP = Setup(world_size=2, dtype="fp32", device_type="cpu", transport="shm")
 WORKLOAD = Workload(GPTConfig(3, 2, 32, 16, 128, dropout=0.0), 2)
 
 

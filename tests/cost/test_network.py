@@ -155,8 +155,7 @@ def test_an_engine_s_step_sends_what_the_planner_says(tp, stage):
         said = [op for phase in run.train() for op in phase]
     setup = Setup(
         world_size=16, tp=tp, zero_stage=stage, micro_batch_size=2, dtype="fp32",
-        master_weights="none", device_type="cpu", transport="gloo",
-        accumulate="shard" if stage > 1 else "full",
+        device_type="cpu", transport="gloo",
     )  # fmt: skip
     network = Network(Cluster.of("h100", 16, 4, inter="ib-ndr"))
     sent = [network.traffic(op.kind, op.tensor_bytes, op.world_size, op.stride) for op in said]

@@ -17,7 +17,7 @@ from fastpar.settings.parallel import Parallel
 
 C, T, LAYERS = 64, 32, 3
 SHAPE = GPTConfig(n_layer=LAYERS, n_head=4, n_embd=C, block_size=T, vocab_size=500, dropout=0.0)
-FP32 = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "nccl"}
+FP32 = {"dtype": "fp32", "device_type": "cpu", "transport": "nccl"}
 CONTROL = 8 * (5 + NORM_WORDS + 1)  # bytes of a rank; fewer than 63 parameters
 LARGE = Workload(GPTConfig.preset("gpt2-xl"), 64)
 

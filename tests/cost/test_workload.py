@@ -30,7 +30,7 @@ def test_groups_of_ranks():
     ],
 )
 def test_bytes_of_an_element(changes, dtype, n_bytes):
-    setup = Setup.of(TrainConfig().replace(changes), dtype=dtype, world_size=1)
+    setup = Setup(1, TrainConfig().replace(changes), dtype=dtype)
     found = (setup.weight_bytes, setup.grad_bytes, setup.wire_bytes, setup.state_bytes)
     assert found == n_bytes
 
@@ -42,14 +42,7 @@ def test_a_setup_is_what_its_settings_say():
         master_weights="remainder", moment_dtype="bf16", device_type="cpu", transport="shm",
     )  # fmt: skip
     config = setup.config(Workload(MICRO, batch_size=16))
-    again = Setup.of(
-        config,
-        dtype="bf16",
-        world_size=4,
-        micro_batch_size=config.text.micro_batch_size,
-        grad_accum_steps=config.parallel.grad_accum_steps,
-    )
-    assert again == setup
+    assert Setup(4, config, "cpu", "shm").in_effect() == setup.in_effect()
     assert config.model_config(300) == MICRO
 
 

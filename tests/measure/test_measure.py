@@ -22,7 +22,7 @@ from fastpar.measure.measure import (
 )
 from fastpar.settings.config import GPTConfig
 
-SETUP = Setup(world_size=2, dtype="fp32", master_weights="none", device_type="cpu", transport="shm")
+SETUP = Setup(world_size=2, dtype="fp32", device_type="cpu", transport="shm")
 WORKLOAD = Workload(GPTConfig(2, 2, 32, 16, 128, dropout=0.0), 4)
 SETUPS = [
     replace(SETUP, micro_batch_size=2),

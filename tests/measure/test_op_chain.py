@@ -15,7 +15,7 @@ WORKLOAD = Workload(GPTConfig(2, 4, 32, 16, 200, dropout=0.0), 4)
 
 
 def setup(**changes):
-    values = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "shm"}
+    values = {"dtype": "fp32", "device_type": "cpu", "transport": "shm"}
     return Setup(**{**values, "micro_batch_size": 4, **changes})
 
 

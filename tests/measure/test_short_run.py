@@ -12,7 +12,6 @@ def loss_after_steps(world_size, tp=1, **changes):
         world_size=world_size,
         tp=tp,
         dtype="fp32",
-        master_weights="none",
         device_type="cpu",
         transport="shm",
         **changes,

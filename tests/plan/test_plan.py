@@ -78,20 +78,18 @@ def test_the_command_is_the_layout_that_won(words, capsys, tmp_path):
         winner["micro_batch_size"],
         winner["grad_accum_steps"],
     )
-    kinds = {"dtype": config.system.dtype}
-    again = Setup.of(
+    names = ("micro_batch_size", "grad_accum_steps")
+    again = Setup(
+        winner["world_size"],
         config,
-        dtype=winner["dtype"] if kinds["dtype"] == "auto" else kinds["dtype"],
-        world_size=winner["world_size"],
-        micro_batch_size=winner["micro_batch_size"],
-        grad_accum_steps=winner["grad_accum_steps"],
-        device_type=winner["device_type"],
-        transport=winner["transport"],
-    )
-    known = {k: v for k, v in winner.items() if k in vars(again)}
+        winner["device_type"],
+        winner["transport"],
+        **{name: winner[name] for name in names},
+    ).in_effect()
+    known = {k: v for k, v in winner.items() if k in again}
     if winner["tp"] == 1:  # of one rank nothing is shared out
-        known["sequence_parallel"] = again.sequence_parallel
-    assert vars(again) == known
+        known["sequence_parallel"] = again["sequence_parallel"]
+    assert again == known
 
 
 def test_several_machines_are_started_by_torchrun(capsys):

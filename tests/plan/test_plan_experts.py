@@ -48,7 +48,7 @@ def test_states_and_rows_are_those_of_an_engine(ep):
     for stage in range(4):
         setup = Setup(
             **{"world_size": 4, "zero_stage": stage, "micro_batch_size": 3, "dtype": "fp32"},
-            **{"master_weights": "none", "device_type": "cpu", "transport": "shm", "ep": ep},
+            **{"device_type": "cpu", "transport": "shm", "ep": ep},
         )
         want = predict_experts(Workload(SHAPE, 12), setup)
         for parameters, gradients, state, sent in run_ranks(measured, 4, ep, stage):
@@ -92,7 +92,7 @@ def test_activations_are_those_of_a_forward(mode, dtype, ep, tp, shared):
     """Of two blocks: what a model of three keeps more than one of one."""
     setup = Setup(
         **{"world_size": ep * tp, "ep": ep, "tp": tp, "sequence_parallel": shared, "dtype": dtype},
-        **{"micro_batch_size": 8, "activation_checkpointing": mode, "master_weights": "none"},
+        **{"micro_batch_size": 8, "activation_checkpointing": mode},
         **{"device_type": "cpu", "transport": "shm"},
     )
     sizes = []

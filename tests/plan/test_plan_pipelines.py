@@ -36,7 +36,7 @@ def everything(workload, template, rates, per_node):
                 grad_accum_steps=rows // micro,
                 activation_checkpointing=mode,
             )
-            if setup.pp * chunks <= workload.shape.n_layer:
+            if setup.pp * setup.chunks <= workload.shape.n_layer:
                 early = predict_step(workload, setup, rates, bubble=False)
                 bound = early.step_s + least_bubble_s(setup, early)
                 yield predict_step(workload, setup, rates).step_s, bound, setup

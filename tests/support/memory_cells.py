@@ -34,19 +34,11 @@ def workload(n_layer=4, width=128, heads=4, tokens=128, batch=4, vocab=512, drop
 
 def setup(**settings):
     """What these settings of a run on the CPU mean."""
-    half = settings.get("dtype", "fp32") != "fp32"
-    usual = {
-        "dtype": "fp32",
-        "device_type": "cpu",
-        "transport": "shm",
-        "accumulate": "shard" if settings.get("zero_stage", 0) >= 2 else "full",
-        "master_weights": "full" if half else "none",
-    }
-    return Setup(**{**usual, **settings})
+    return Setup(**{"dtype": "fp32", "device_type": "cpu", "transport": "shm", **settings})
 
 
 def mesh_of(setup):
-    if setup.tp_grid != "none":
+    if setup.tp_grid is not None:
         return Mesh(tp_grid=parse_grid(setup.tp_grid), device="cpu")
     return Mesh(tp=setup.tp, cp=setup.cp, pp=setup.pp, device="cpu")
 

@@ -227,9 +227,7 @@ def test_the_fullest_and_the_slowest_rank_count():
 
 
 def tell_on_two_ranks():
-    setup = Setup(
-        world_size=2, dtype="fp32", master_weights="none", device_type="cpu", transport="shm"
-    )
+    setup = Setup(world_size=2, dtype="fp32", device_type="cpu", transport="shm")
     run = ShortRun(Workload(SHAPE, 2), setup, Mesh(device="cpu"))
     watch = Predictions(run.engine, run.optimizer)
     for _ in range(6):
