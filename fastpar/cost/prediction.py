@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from fastpar.cost.datasheet import DatasheetRates
@@ -18,15 +18,25 @@ from fastpar.cost.memory_model import format_bytes, predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload
-from fastpar.settings.config import GPTConfig, TrainConfig
-
-# Settings that a run decides when it starts.
-_OF_START = ("dtype", "micro_batch_size", "grad_accum_steps", "zero_stage")
+from fastpar.settings.config import GPTConfig
 
 
-def predict(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    """Bytes and ms of a run with these facts (see RunFolder), their parts, and whose rates."""
-    workload, setup = workload_of(config, shape, facts)
+def predict(shape: GPTConfig, setup: Setup, facts: dict[str, Any]) -> dict[str, Any]:
+    """Bytes and ms of a run, their parts, and whose rates.
+
+    Args:
+        setup: with the run's settings; facts: device and threads, see RunFolder.
+    Raises:
+        ValueError: a model with experts.
+    """
+    if shape.n_expert:
+        raise ValueError(
+            f"predict: expected a model without experts, got n_expert={shape.n_expert}; `fastpar "
+            "plan --n-expert` has their memory and exchanges"
+        )
+    if setup.transport == "none":  # of one rank
+        setup = setup.change(transport="shm")
+    workload = setup.workload(shape)
     memory = predict_memory(workload, setup)
     rates, whose = rates_of(workload, setup, facts)
     step = predict_step(workload, setup, rates)
@@ -38,31 +48,6 @@ def predict(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> dic
         "rates": whose,
         "measured_rates": isinstance(rates, MeasuredRates),
     }
-
-
-def workload_of(
-    config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]
-) -> tuple[Workload, Setup]:
-    """What a run trains, and how.
-
-    Raises:
-        ValueError: a model with experts.
-    """
-    if shape.n_expert:
-        raise ValueError(
-            f"predict: expected a model without experts, got n_expert={shape.n_expert}; `fastpar "
-            "plan --n-expert` has their memory and exchanges"
-        )
-    on_gpu = facts["device"] != "CPU"
-    setup = Setup(
-        facts["world_size"],
-        config,
-        "cuda" if on_gpu else "cpu",
-        facts["transport"] if facts["transport"] != "none" else "shm",
-        **{name: facts[name] for name in _OF_START},
-    )
-    rows = config.text.batch_size // facts.get("replicas", 1)  # a replica's
-    return Workload(replace(shape, block_size=facts["block_size"]), rows), setup
 
 
 def rates_of(workload: Workload, setup: Setup, facts: dict[str, Any]) -> tuple[Rates, str]:

@@ -91,7 +91,8 @@ class Setup:
 
     def change(self, **values: Any) -> Setup:
         """A copy with some settings, or fields, changed."""
-        return replace(self, **values)
+        names = ("world_size", "flags", "device_type", "transport")
+        return Setup(**{**{name: getattr(self, name) for name in names}, **values})
 
     def in_effect(self) -> dict[str, Any]:
         """How the ranks train, by name: what `fastpar plan --json` has of a layout."""
@@ -100,6 +101,11 @@ class Setup:
         names += ["micro_batch_size", "optimizer", "dtype", "master_weights", "moment_dtype", "ema"]
         names += ["fp8", "fp8_scaling", "fp8_emulate", "world_size", "device_type"]
         return {name: getattr(self, name) for name in names}
+
+    def workload(self, shape: GPTConfig) -> Workload:
+        """What a run of these settings trains with a model, of replicas each."""
+        shape = replace(shape, block_size=self.block_size or shape.block_size)
+        return Workload(shape, self.batch_size // self.replicas)
 
     def config(self, workload: Workload) -> TrainConfig:
         """The run's settings.

@@ -44,6 +44,7 @@ from fastpar.plan.search import (
 from fastpar.plan.wires import wires_text
 from fastpar.settings.config import PRESETS, GPTConfig, TrainConfig
 from fastpar.settings.files import option
+from fastpar.settings.options import TrainFlags
 
 PUBLISHED_ERROR = 0.12  # of the time of a step, see bench/results/plan/published.md
 TOKENS_PER_STEP = 524288  # of GPT-2's published batch, on GPUs
@@ -405,7 +406,8 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def flags(plan: Plan, setup: Setup) -> list[str]:
     """Flags of `fastpar train` for a layout, without what is the trainer's default anyway."""
     model, vocabulary = plan.command.model, plan.workload.shape.vocab_size
-    defaults = {**TrainConfig().settings(), **asdict(PRESETS[model])}
+    usual = Workload(PRESETS[model], TrainFlags().text.batch_size)
+    defaults = Setup().with_sizes(usual).settings()
     words = ["--model", model]
     if vocabulary != CPU_VOCABULARY:
         words += ["--tokenizer", name_for(vocabulary)]

@@ -143,17 +143,14 @@ def _search_splits(
         rows, sharing = workload.batch_size // split.dp, split.rows * split.depth
         for mode in checkpointing:
             best: Estimate | None = None
+            kept = split.change(activation_checkpointing=mode)
             for micro in divisors(rows):
                 most = MAX_MICRO_BATCH_TOKENS * split.cp * sharing
                 if micro > sharing and micro * workload.seq_len > most:
                     break
                 if micro % sharing:
                     continue
-                setup = split.change(
-                    micro_batch_size=micro,
-                    grad_accum_steps=rows // micro,
-                    activation_checkpointing=mode,
-                )
+                setup = kept.change(micro_batch_size=micro, grad_accum_steps=rows // micro)
                 memory = predict_memory(workload, setup)
                 if memory.total > limit_bytes:  # and so will larger ones be
                     best = best or Estimate(setup, memory, None)

@@ -21,7 +21,6 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,7 +49,7 @@ from fastpar.comm.recorder import (
     window,
 )
 from fastpar.cost.operations import ops_of
-from fastpar.cost.workload import Setup, Workload
+from fastpar.cost.workload import Setup
 from fastpar.doctor.clocks import synchronize
 from fastpar.kernels import backend
 from fastpar.measure.ceilings import measure_ceilings
@@ -74,9 +73,7 @@ class Trained(Protocol):
     model: GPT
     engine: Engine
     block_size: int
-    dtype_name: str
-    micro_batch_size: int
-    grad_accum_steps: int
+    setup: Setup
 
     def train_step(self) -> Any:
         """One optimizer step; its numbers() wait for the device."""
@@ -88,8 +85,8 @@ def title_of(trainer: Trained) -> str:
     size = Path(config.shape.init_from or config.shape.model).name
     device = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "CPU"
     return (
-        f"{size}, context {trainer.block_size}, {trainer.dtype_name}, micro-batch "
-        f"{trainer.micro_batch_size} * accumulation {trainer.grad_accum_steps}, ranks "
+        f"{size}, context {trainer.block_size}, {trainer.setup.dtype}, micro-batch "
+        f"{trainer.setup.micro_batch_size} * accumulation {trainer.setup.grad_accum_steps}, ranks "
         f"{mesh.world_size} (tp {mesh.tp_size}), stage {trainer.engine.stage.number}, {device}, "
         f"threads a rank {torch.get_num_threads()}"
     )
@@ -122,9 +119,8 @@ def measure(
     trace = _trace(profiler, out)
     shown = [window(spans, begin, end) for begin, end in pairwise(edges)]
     phases = _fit_to_step(trace, step_ms) if device == "cuda" else _fit_to_spans(trace, shown)
-    rows = trainer.micro_batch_size * trainer.grad_accum_steps * trainer.mesh.dp_size
-    workload = Workload(replace(trainer.model.config, block_size=trainer.block_size), rows)
-    setup = _setup(trainer)
+    setup = trainer.setup
+    workload = setup.workload(trainer.model.config)
     work = ops_of(workload, setup)
     # What one stage of a pipeline has to do is not known here: that of a mean rank is.
     needed = work_of(work) if trainer.engine.shards.stages is None else {}
@@ -239,18 +235,6 @@ def _waited_ms(step: Sequence[Span], name: str) -> float:
         busy_ms(window(step, s.begin_ms, s.end_ms), [WAIT])
         for s in step
         if s.row == COMPUTE and s.name == name
-    )
-
-
-def _setup(trainer: Trained) -> Setup:
-    return Setup(
-        trainer.mesh.world_size,
-        trainer.config,
-        trainer.mesh.device.type,
-        getattr(trainer.engine.control_group, "transport", "none"),
-        dtype=trainer.dtype_name,
-        micro_batch_size=trainer.micro_batch_size,
-        grad_accum_steps=trainer.grad_accum_steps,
     )
 
 

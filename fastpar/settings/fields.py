@@ -83,8 +83,9 @@ def changed(
         ValueError: no such setting, or a value of another type.
     """
     groups: dict[str, Any] = {}
+    known = leaves(type(tree))
     for key, value in values.items():
-        name, known = setting_name(key), leaves(type(tree))
+        name = setting_name(key)
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ValueError(
@@ -102,13 +103,12 @@ def changed(
             )
         value = tuple(value) if isinstance(value, list) else value
         groups[first] = _with(groups.get(first, getattr(tree, first)), rest, value)
-    return dataclasses.replace(tree, **groups)
+    return type(tree)(**{**vars(tree), **groups})
 
 
 def setting_name(key: str) -> str:
     """A setting as it is spelled in a file or, without its dashes, as a flag."""
-    name = key.replace("-", "_")
-    return {"zero": "zero_stage"}.get(name, name)
+    return "zero_stage" if key == "zero" else key.replace("-", "_")
 
 
 def _with(tree: Any, path: Sequence[str], value: Any) -> Any:
@@ -116,7 +116,7 @@ def _with(tree: Any, path: Sequence[str], value: Any) -> Any:
     if not path:
         return value
     inner = _with(getattr(tree, path[0]), path[1:], value)
-    return dataclasses.replace(tree, **{path[0]: inner})
+    return type(tree)(**{**vars(tree), path[0]: inner})
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
 from fastpar.cost.step_memory import StepMemory, held_bytes
+from fastpar.cost.workload import Setup
 from fastpar.data.batches import TextData
 from fastpar.files.progress import Progress
 from fastpar.models.gpt import GPT
@@ -226,13 +227,11 @@ class Predictions:
         self._last = report
         return found
 
-    def tell(
-        self, journal: Journal, config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]
-    ) -> None:
+    def tell(self, journal: Journal, shape: GPTConfig, setup: Setup, facts: dict[str, Any]) -> None:
         """The two lines, for the end of the run, and the row. Ranks: all.
 
         Args:
-            shape: of the model; facts: see RunFolder.
+            shape: of the model; setup, facts: see start.py.
         """
         if not self._steps:
             return
@@ -245,7 +244,7 @@ class Predictions:
         from fastpar.cost import prediction  # many modules, which no step needs
 
         try:
-            found = prediction.predict(config, shape, facts)
+            found = prediction.predict(shape, setup, facts)
         except Exception as error:
             # The run is done and saved: what is wrong with its prediction must not fail it.
             known = isinstance(error, ValueError)

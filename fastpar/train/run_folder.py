@@ -119,9 +119,8 @@ class RunFolder:
         config: of the run; --out names the folder, otherwise the first free one of runs/NAME,
             runs/NAME-2, ... is made.
         step: steps done; metrics of later ones are dropped, they come again.
-        facts: what was chosen for this start: device, dtype, world_size, tp, sequence_parallel,
-            threads, block_size, micro_batch_size, grad_accum_steps, zero_stage, n_shards,
-            accumulate, transport, storage; graphs, with cuda_graphs.
+        facts: what was chosen for this start: Setup.in_effect(); device, threads, block_size,
+            n_shards, storage; graphs, with cuda_graphs.
     Attributes:
         path: of the folder.
         header: lines that say what runs where, every automatic choice among them.
@@ -159,22 +158,20 @@ class RunFolder:
         self.notes: tuple[str, ...] = ()
         self.tell: Callable[..., None] = print
         shape, rows = model.config, config.text.batch_size
-        tp, cp, pp = (facts[axis] for axis in ("tp", "cp", "pp"))
-        ep = facts.get("ep", 1)
+        tp, cp, pp, ep = (facts[axis] for axis in ("tp", "cp", "pp", "ep"))
         tokens, axes = rows * facts["block_size"], ""
         dp = f"ranks {facts['world_size']}"
-        grid = parse_grid(facts.get("tp_grid", "none"))
+        grid = parse_grid(facts["tp_grid"])
         if grid is not None:
             dp = f"dp {facts['world_size'] // math.prod(grid)}"
             axes = f"{dp} * grid {facts['tp_grid']} (samples by rows, features by columns), "
-            tp = grid[1]
         elif tp * cp * pp > 1:
             dp = f"dp {facts['world_size'] // (tp * cp * pp)}"
             keys = " by keys" if facts["cp_method"] == "keys" else ""
             kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
             axes = f"{dp}{f' * tp {tp} ({kind})' * (tp > 1)}{f' * cp {cp}{keys}' * (cp > 1)}"
             axes += f"{f' * pp {pp}' * (pp > 1)}, "
-        n, every = facts.get("replicas", 1), config.optim.outer_every
+        n, every = facts["replicas"], config.optim.outer_every
         if every is not None:
             axes = f"replicas {n}, which meet every {every} steps, of {axes}"
         axes += f"experts over {ep} of dp, " * (ep > 1)

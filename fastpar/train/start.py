@@ -15,6 +15,7 @@ from fastpar.checkpoint.restore import load_weights
 from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.comm.mesh import AXES, Mesh
 from fastpar.cost.buckets import stages_of
+from fastpar.cost.workload import Setup
 from fastpar.data.batches import TextData, load_data
 from fastpar.data.packing import PackedTokens, pack_documents
 from fastpar.data.sources import Tokens
@@ -200,45 +201,41 @@ def check_samples(
         )
 
 
-def facts_of(
+def setup_of(
     config: TrainConfig,
     engine: Engine,
     shape: GPTConfig,
-    dtype: torch.dtype,
+    dtype: str,
     block_size: int,
     batch: tuple[int, int],
-) -> dict[str, Any]:
-    """What was chosen for this start; see RunFolder.
+) -> Setup:
+    """The run's settings as they work out on its ranks.
 
     Args:
         batch: micro_batch_size, grad_accum_steps.
     """
-    mesh, on_gpu = engine.mesh, engine.mesh.device.type == "cuda"
+    return Setup(
+        engine.mesh.world_size,
+        config,
+        engine.mesh.device.type,
+        getattr(engine.control_group, "transport", "none"),
+        dtype=dtype,
+        block_size=block_size,
+        micro_batch_size=batch[0],
+        grad_accum_steps=batch[1],
+        zero_stage=engine.stage.number,
+        accumulate=config.accumulate,
+        pp_split=stages_of(config, shape),
+    )
+
+
+def facts_of(setup: Setup, engine: Engine) -> dict[str, Any]:
+    """What was chosen for this start; see RunFolder."""
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "dtype": next(name for name, known in DTYPES.items() if known == dtype),
-        "world_size": mesh.world_size,
-        "tp": mesh.tp_size,
-        "tp_grid": config.mesh.tp_grid,
-        "cp": mesh.size("cp"),
-        "ep": mesh.size("ep"),
-        "cp_method": config.parallel.cp_method,
-        "pp": mesh.size("pp"),
-        "replicas": mesh.replicas,
-        "schedule": config.parallel.pipeline.schedule,
-        "pp_split": stages_of(config, shape),
-        "sequence_parallel": (
-            mesh.tp_size > 1
-            and mesh.tp_grid is None
-            and config.parallel.sequence_parallel is not False
-        ),
+        **setup.in_effect(),
+        "device": torch.cuda.get_device_name() if setup.device_type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
-        "block_size": block_size,
-        "micro_batch_size": batch[0],
-        "grad_accum_steps": batch[1],
-        "zero_stage": engine.stage.number,
+        "block_size": setup.block_size,
         "n_shards": engine.settings.n_shards,
-        "accumulate": config.accumulate,
-        "transport": getattr(engine.control_group, "transport", "none"),
-        "storage": describe_storage(config.optim, dtype),
+        "storage": describe_storage(setup.flags.optim, DTYPES[setup.dtype]),
     }

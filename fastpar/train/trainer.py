@@ -95,6 +95,7 @@ from fastpar.train.start import (
     load_model_and_data,
     pick_dtype,
     samples_of,
+    setup_of,
 )
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
@@ -217,7 +218,9 @@ class Trainer:
             )
         self.average = None if optim.ema is None else AveragedWeights(self.optimizer, optim.ema)
         self.engine = engine_of(self.model)
-        self._facts = facts_of(config, self.engine, model.config, dtype, self.block_size, batch)
+        how = config, self.engine, model.config, self.dtype_name, self.block_size, batch
+        self.setup = setup_of(*how)
+        self._facts = facts_of(self.setup, self.engine)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
         self.predictions = Predictions(self.engine, self.optimizer)
         self.guards = Guards(config.faults.on_nonfinite, scaled=self.loss_scale is not None)
@@ -288,7 +291,7 @@ class Trainer:
                     f"train: expected a checkpoint of the last step, got none of step {self.step} "
                     f"({self.saves.why}); {older}"
                 )
-        self.predictions.tell(self.journal, self.config, self.model.config, self._facts)
+        self.predictions.tell(self.journal, self.model.config, self.setup, self._facts)
         self.journal.close()
         self.mesh.close()  # what follows is rank 0's alone
         if self.journal.folder is not None:

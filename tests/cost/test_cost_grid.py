@@ -100,9 +100,8 @@ def test_settings_come_back():
 
 def test_a_run_on_a_grid_is_predicted():
     config = TrainConfig().replace({"tp_grid": "2x2", "nproc": 4, "batch_size": 8})
-    facts = {"device": "CPU", "dtype": "fp32", "world_size": 4, "transport": "shm", "threads": 1}
-    facts |= {"micro_batch_size": 8, "grad_accum_steps": 1, "zero_stage": 0, "block_size": 32}
-    found = predict(config, SHAPE, facts)
+    given = Setup(4, config, "cpu", "shm", dtype="fp32", micro_batch_size=8)
+    found = predict(SHAPE, given, {"device": "CPU", "threads": 1})
     setup = setup_of((2, 2), 1)
     assert found["predicted_bytes"] > predict_states(Workload(SHAPE, 8), setup).total
     assert found["step_ms"]["tp"] > 0

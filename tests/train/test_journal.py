@@ -9,6 +9,7 @@ import torch
 
 from fastpar import parallelize
 from fastpar.comm.mesh import Mesh
+from fastpar.cost.workload import Setup
 from fastpar.data.batches import TextData, to_device
 from fastpar.data.tokenizer import make_tokenizer
 from fastpar.models.gpt import GPT
@@ -18,12 +19,11 @@ from fastpar.testing import run_ranks
 from fastpar.train.journal import Journal, Step, to_host
 from fastpar.train.metrics import read_metrics
 
+SETUP = Setup(2, device_type="cpu", transport="shm", dtype="fp32", micro_batch_size=4)
 FACTS = {
-    "device": "CPU", "dtype": "fp32", "world_size": 2, "tp": 1,
-    "cp": 1, "cp_method": "heads", "pp": 1, "sequence_parallel": False,
-    "threads": 1, "block_size": 8, "micro_batch_size": 4, "grad_accum_steps": 1, "zero_stage": 0,
-    "n_shards": 1, "accumulate": "full", "transport": "shm", "storage": "adamw",
-}  # fmt: skip
+    **SETUP.in_effect(),
+    **{"device": "CPU", "threads": 1, "block_size": 8, "n_shards": 1, "storage": "adamw"},
+}
 
 
 def journal_of(out, mesh, step=0):

@@ -8,7 +8,7 @@ import pytest
 from fastpar.comm.mesh import Mesh
 from fastpar.cost import prediction
 from fastpar.cost.measured_rates import FOLDER, MeasuredRates, Rate, machine_name
-from fastpar.cost.prediction import lines_of, predict, workload_of
+from fastpar.cost.prediction import lines_of, predict
 from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.measure.short_run import ShortRun
@@ -35,20 +35,15 @@ SETTINGS = {
     "device": "cpu",
     "out": "run",
 }
-FACTS = {
-    "device": "CPU",
-    "dtype": "fp32",
-    "world_size": 1,
-    "tp": 1,
-    "pp": 1,
-    "threads": 1,
-    "block_size": 32,
-    "micro_batch_size": 8,
-    "grad_accum_steps": 1,
-    "zero_stage": 0,
-    "transport": "none",
-}
+FACTS = {"device": "CPU", "threads": 1}
 SHAPE = GPTConfig(1, 2, 64, 32, 256, dropout=0.0)
+
+
+def setup_of(world_size=1, transport="none", **changes):
+    """The setup of a run of SETTINGS with changes, of one micro-batch of eight samples."""
+    config = TrainConfig().replace(SETTINGS)
+    counts = {"micro_batch_size": 8, "grad_accum_steps": 1, "dtype": "fp32", "block_size": 32}
+    return Setup(world_size, config, "cpu", transport, **{**counts, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -153,29 +148,26 @@ def rates(**about):
 
 
 def test_rates_of_this_machine_count_if_there_are_some():
-    config = TrainConfig().replace(SETTINGS)
-    assert predict(config, SHAPE, FACTS)["rates"].startswith("data sheet of cpu;")
+    assert predict(SHAPE, setup_of(), FACTS)["rates"].startswith("data sheet of cpu;")
     rates().save()
-    found = predict(config, SHAPE, FACTS)
+    found = predict(SHAPE, setup_of(), FACTS)
     assert found["rates"] == "measured on this machine, 1 rank x 1 thread, 2026-11-22, spread 5%"
-    assert predict(config, SHAPE, {**FACTS, "threads": 2})["rates"].startswith("data sheet")
+    assert predict(SHAPE, setup_of(), {**FACTS, "threads": 2})["rates"].startswith("data sheet")
     rates(machine="Z80").save()
     with pytest.raises(ValueError, match=r"expected rates of this machine, got path=.* of Z80"):
-        predict(config, SHAPE, FACTS)
+        predict(SHAPE, setup_of(), FACTS)
 
 
 def test_a_gpu_that_is_not_in_the_table_is_said():
-    config = TrainConfig().replace(SETTINGS)
-    facts = {**FACTS, "device": "Voodoo 2", "dtype": "bf16", "transport": "nccl"}
+    setup = setup_of(transport="nccl", dtype="bf16").change(device_type="cuda")
     text = "data sheet of h100; Voodoo 2 is not in the table; "
-    assert predict(config, SHAPE, facts)["rates"].startswith(text)
+    assert predict(SHAPE, setup, {**FACTS, "device": "Voodoo 2"})["rates"].startswith(text)
 
 
 def test_a_run_in_the_planners_words():
-    config = TrainConfig().replace({**SETTINGS, "tp": 2, "zero_stage": 2})
-    facts = {**FACTS, "world_size": 4, "zero_stage": 2, "transport": "gloo", "block_size": 16}
-    facts |= {"micro_batch_size": 2, "grad_accum_steps": 2}
-    workload, setup = workload_of(config, SHAPE, facts)
+    counts = {"micro_batch_size": 2, "grad_accum_steps": 2, "block_size": 16}
+    setup = setup_of(4, "gloo", tp=2, zero_stage=2, **counts)
+    workload = setup.workload(SHAPE)
     assert (workload.seq_len, workload.batch_size) == (16, 8)
     assert (setup.world_size, setup.tp, setup.dp, setup.zero_stage) == (4, 2, 2, 2)
     assert (setup.accumulate, setup.transport, setup.dtype) == ("shard", "gloo", "fp32")
@@ -238,7 +230,5 @@ def tell_on_two_ranks():
     watch.times_ms.clear()
     watch.times_ms.extend([1.0, 10.0 * (rank + 1), 100.0])
     journal = Journal(run.mesh.is_main)
-    facts = {**FACTS, "world_size": 2, "micro_batch_size": 1, "transport": "shm"}
-    config = TrainConfig().replace({**SETTINGS, "batch_size": 2})
-    watch.tell(journal, config, SHAPE, facts)
+    watch.tell(journal, SHAPE, setup.change(batch_size=2, block_size=32), FACTS)
     return journal.rows, journal.folder.notes if journal.folder else (), found

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from train_runs import run
 
+from fastpar.cost.workload import Setup
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
 from fastpar.files.runs import newest_run
@@ -18,23 +19,11 @@ from fastpar.train import run_folder
 from fastpar.train.run_folder import FILES, RunFolder, check_out, example_prompt
 from fastpar.train.sample import sample
 
+COUNTS = {"micro_batch_size": 4, "grad_accum_steps": 2, "zero_stage": 2}
+SETUP = Setup(2, device_type="cpu", transport="shm", dtype="fp32", **COUNTS)
 FACTS = {
-    "device": "CPU",
-    "dtype": "fp32",
-    "world_size": 2,
-    "tp": 1,
-    "cp": 1,
-    "cp_method": "heads",
-    "pp": 1,
-    "sequence_parallel": False,
-    "threads": 1,
-    "block_size": 8,
-    "micro_batch_size": 4,
-    "grad_accum_steps": 2,
-    "zero_stage": 2,
-    "n_shards": 2,
-    "accumulate": "shard",
-    "transport": "shm",
+    **SETUP.in_effect(),
+    **{"device": "CPU", "threads": 1, "block_size": 8, "n_shards": 2},
     "storage": "adamw, master weights none, moments fp32",
 }
 
