@@ -5,9 +5,9 @@ Arithmetic only: no tensors, no ranks. Shape legend as in gpt.py.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from fastpar.comm.wires import CODES, FORMATS
@@ -19,7 +19,19 @@ from fastpar.settings.fields import changed, leaves
 from fastpar.settings.options import ModelSettings, RecomputeSettings, TrainFlags
 from fastpar.settings.parallel import MeshSettings, Parallel
 
-_DEFAULTS, _LEAVES = TrainFlags(), leaves(TrainFlags)
+_DEFAULTS = TrainFlags()
+_VALUE_OF = {name: attrgetter(".".join(leaf.path)) for name, leaf in leaves(TrainFlags).items()}
+
+
+class once:  # noqa: N801  # a property, as functools.cached_property, which takes a lock
+    """A property whose value is kept."""
+
+    def __init__(self, value_of: Callable[[Any], Any]) -> None:
+        self.value_of, self.name = value_of, value_of.__name__
+
+    def __get__(self, setup: Any, owner: type) -> Any:
+        value = vars(setup)[self.name] = self.value_of(setup)
+        return value
 
 
 @dataclass(frozen=True)
@@ -83,10 +95,9 @@ class Setup:
         vars(self).update(found, flags=flags)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _LEAVES:
+        if name not in _VALUE_OF:
             raise AttributeError(name)
-        value = functools.reduce(getattr, _LEAVES[name].path, self.flags)
-        vars(self)[name] = value  # found at once the next time
+        value = vars(self)[name] = _VALUE_OF[name](self.flags)  # found at once the next time
         return value
 
     def change(self, **values: Any) -> Setup:
@@ -120,54 +131,54 @@ class Setup:
         sizes = {n: v for n, v in vars(workload.shape).items() if n in leaves(ModelSettings)}
         return self.flags.replace({**sizes, "batch_size": workload.batch_size})
 
-    @cached_property
+    @once
     def tp(self) -> int:
         """Ranks that split each layer; of a grid, its columns."""
         grid = parse_grid(self.tp_grid)
         return self.flags.mesh.tp if grid is None else grid[1]
 
-    @cached_property
+    @once
     def chunks(self) -> int:
         return pp_chunks(self.schedule, self.flags.parallel.pipeline.chunks)
 
-    @cached_property
+    @once
     def pp_split(self) -> tuple[int, ...] | None:
         """Layers on each of the pp * chunks stages; None: by their flops."""
         split = pp_split(self.flags.parallel.pipeline.split)
         return split and tuple(split)
 
-    @cached_property
+    @once
     def micro_batch_size(self) -> int:
         asked = self.flags.text.micro_batch_size
         return 1 if asked is None else asked
 
-    @cached_property
+    @once
     def grad_accum_steps(self) -> int:
         asked = self.flags.parallel.grad_accum_steps
         return 1 if asked is None else asked
 
-    @cached_property
+    @once
     def accumulate(self) -> str:
         return self.flags.parallel.accumulate or ("full" if self.zero_stage < 2 else "shard")
 
-    @cached_property
+    @once
     def dtype(self) -> str:
         asked = self.flags.system.dtype
         return "bf16" if asked == "auto" else asked
 
-    @cached_property
+    @once
     def grad_dtype(self) -> str:
         return self.flags.parallel.precision.grad_dtype or "fp32"
 
-    @cached_property
+    @once
     def reduce_dtype(self) -> str:
         return self.flags.parallel.precision.reduce_dtype or self.grad_dtype
 
-    @cached_property
+    @once
     def sequence_parallel(self) -> bool:
         return self.flags.parallel.sequence_parallel is not False
 
-    @cached_property
+    @once
     def master_weights(self) -> str:
         """none, full or remainder."""
         if self.weight_bytes > 2 or self.stochastic_rounding:
@@ -175,22 +186,22 @@ class Setup:
         asked = self.flags.optim.master_weights
         return "full" if asked == "auto" else asked
 
-    @cached_property
+    @once
     def dp(self) -> int:
         """Ranks, or groups of tp * cp * pp ranks, that compute different sequences."""
         return self.data // (self.cp * self.depth)
 
-    @cached_property
+    @once
     def data(self) -> int:
         """Ranks, or groups of tp * pp ranks, that have the same weights and other tokens."""
         return self.world_size // (self.tp * self.rows * self.pp)
 
-    @cached_property
+    @once
     def rows(self) -> int:
         """Of the grid of ranks, whose columns are tp; 1 without one."""
         return (parse_grid(self.tp_grid) or (1,))[0]
 
-    @cached_property
+    @once
     def depth(self) -> int:
         """Grids that share out a batch."""
         return (*(parse_grid(self.tp_grid) or (1, 1)), 1)[2]
@@ -200,7 +211,7 @@ class Setup:
         """Of a micro-batch; rows and depth of a grid share them out."""
         return max(1, self.micro_batch_size // (self.rows * self.depth))
 
-    @cached_property
+    @once
     def n_shards(self) -> int:
         """Ranks that share one copy of what the stage shares out."""
         return min(self.data, self.shard_size or self.data) if self.zero_stage else 1
@@ -211,7 +222,7 @@ class Setup:
             return 2 * self.micro_batch_size * -(-workload.seq_len // (2 * self.cp))
         return -(-self.micro_batch_size * workload.seq_len // (self.cp * self.rows * self.depth))
 
-    @cached_property
+    @once
     def by_keys(self) -> bool:
         """Whether ranks of cp attend all heads of their own tokens."""
         return self.cp > 1 and self.cp_method == "keys"
@@ -221,17 +232,17 @@ class Setup:
         heads = shape.heads_of_rank(self.tp)
         return heads if self.by_keys else -(-heads // self.cp) * self.cp
 
-    @cached_property
+    @once
     def stage(self) -> int:
         """The stage in effect: with nobody to share with it is 0, but with offload."""
         return self.zero_stage if self.n_shards > 1 or self.offload is not None else 0
 
-    @cached_property
+    @once
     def weight_bytes(self) -> int:
         """Bytes of an element of the weights, and of activations."""
         return DTYPES[self.dtype].itemsize
 
-    @cached_property
+    @once
     def grad_bytes(self) -> int:
         return DTYPES[self.grad_dtype].itemsize
 

@@ -9,7 +9,6 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.cost import capacity
 from fastpar.cost.memory_model import activations_on_host
-from fastpar.cost.workload import Setup, Workload
 from fastpar.models import set_up
 from fastpar.nn import recompute
 from fastpar.parallel.debug import Debug
@@ -94,15 +93,11 @@ def test_bytes_of_blocks_inputs_on_the_host(here, ranks, changes):
             for m in trainer.model.modules()
             if (keeper := getattr(vars(m).get("forward"), "keeper", None)) is not None
         }
-        batch = trainer.micro_batch_size, trainer.grad_accum_steps
-        return sum(pinned.values()), trainer.config, trainer.model.config, batch
+        return sum(pinned.values()), trainer.setup, trainer.model.config
 
     found = run_ranks(one, ranks, {**ON_THE_HOST, **changes, "out": "run"})
-    pinned, config, shape, (rows, many) = max(found, key=lambda rank: rank[0])
-    setup = Setup.of(
-        config, dtype="fp32", world_size=ranks, micro_batch_size=rows, grad_accum_steps=many
-    )
-    assert pinned == activations_on_host(Workload(shape, rows), setup) > 0
+    pinned, setup, shape = max(found, key=lambda rank: rank[0])
+    assert pinned == activations_on_host(setup.workload(shape), setup) > 0
 
 
 def test_a_host_too_small_for_blocks_inputs_is_refused(here, monkeypatch):

@@ -1,0 +1,82 @@
+"""A setting that is declared once, with its help, is there for all that reads settings."""
+
+import json
+import subprocess
+import sys
+
+LINE = "    secondary_shards: bool = False\n"
+NEW = '''    parity_bits: int = 0
+    """Bits of parity that each message carries."""
+'''
+# Imports the module with the new lines; inspect, by which tyro finds the help, sees them too.
+HOOK = f"""
+import linecache, sys
+from importlib.machinery import SourceFileLoader
+
+load = SourceFileLoader.get_data
+
+def get_data(loader, path):
+    if "/settings/__pycache__/parallel." in path:
+        raise OSError("compiled without them")
+    data = load(loader, path)
+    if path.endswith("/settings/parallel.py"):
+        before, line, after = data.decode().partition({LINE!r})
+        lines = "".join((before, {NEW!r}, line, after)).splitlines(True)
+        data = "".join(lines).encode()
+        linecache.cache[path] = len(data), None, lines, path
+    return data
+
+SourceFileLoader.get_data, sys.dont_write_bytecode = get_data, True
+"""
+
+
+def run(code, *words, cwd):
+    """What a process with the new setting prints."""
+    argv = [sys.executable, "-c", HOOK + code, *map(str, words)]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=300, cwd=cwd)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def cli(*words, cwd):
+    return run("from fastpar.cli import main\nsys.exit(main(sys.argv[1:]))\n", *words, cwd=cwd)
+
+
+def test_flags_runs_and_records_have_it(tmp_path):
+    said = cli("train", "--help-all", cwd=tmp_path)
+    assert "--parity-bits" in said
+    assert "Bits of parity that each message carries" in said
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 200)
+    sizes = "--model micro --n-layer 1 --n-head 1 --n-embd 16 --block-size 16 --batch-size 2"
+    words = f"{sizes} --data text.txt --tokenizer bytes --device cpu --max-steps 1 --num-samples 0"
+    cli("train", *words.split(), "--parity-bits", 3, "--out", "run", cwd=tmp_path)
+    content = json.loads((tmp_path / "run/config.json").read_text())
+    assert content["settings"]["parity_bits"] == 3
+    assert content["starts"][0]["parity_bits"] == 3
+    cli("train", "--resume", "--out", "run", "--max-steps", 2, cwd=tmp_path)
+    again = json.loads((tmp_path / "run/config.json").read_text())
+    assert again["settings"]["parity_bits"] == 3
+    assert [start["parity_bits"] for start in again["starts"]] == [3, 3]
+
+
+def test_parallelize_and_the_planner_have_it(tmp_path):
+    code = """
+import fastpar
+from fastpar.cost.workload import Setup, Workload
+from fastpar.parallel.engine import engine_of
+from fastpar.plan.plan import PlanCommand, flags, make_plan
+
+assert fastpar.Parallel.of(parity_bits=3).wires == fastpar.Wires(parity_bits=3)
+model = fastpar.GPT(fastpar.GPTConfig(1, 1, 16, 16, 64))
+fastpar.parallelize(model, fastpar.Mesh(device="cpu"), wires=fastpar.Wires(parity_bits=3))
+assert engine_of(model).settings.asked.wires.parity_bits == 3
+plan = make_plan(PlanCommand(gpus=1, gpu="cpu", model="micro"))
+setup = plan.estimates[0].setup.change(parity_bits=3)
+assert setup.parity_bits == 3
+print(*flags(plan, setup))
+"""
+    assert " --parity-bits 3" in run(code, cwd=tmp_path)
+    words = "plan --gpu cpu --gpus 1 --model micro --json plan.json"
+    cli(*words.split(), cwd=tmp_path)
+    layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    assert {layout["parity_bits"] for layout in layouts} == {0}
