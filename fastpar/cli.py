@@ -18,7 +18,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
 from fastpar.comm.host import available_cores, threads_per_rank
-from fastpar.comm.ranks import LOST_PEER, USER_MISTAKE, is_rank, launched_here, lost_peer
+from fastpar.comm.ranks import (
+    LOST_PEER,
+    USER_MISTAKE,
+    RankFailed,
+    is_rank,
+    launched_here,
+    lost_peer,
+)
 from fastpar.files.packages import import_package
 from fastpar.files.runs import RUNS, find_run, is_restart, list_checkpoints, newest_run, run_id
 from fastpar.settings.axes import ranks_of_batch
@@ -192,6 +199,8 @@ def _leave(error: Exception) -> int:
         line = f"rank {os.environ['RANK']} stops{at}: another rank is gone ({why})"
     elif _WRITTEN_FOR_USERS.match(str(error)):
         line = str(error)
+    elif isinstance(error, RankFailed):
+        line = f"fastpar: {error}"
     elif missing:
         line = f"fastpar: expected memory for {missing}, got none; {_SAVES_MEMORY}"
         error = MemoryError(line)  # what a launcher tells

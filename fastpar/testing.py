@@ -52,7 +52,8 @@ def run_ranks(
         ValueError: unknown backend, world_size below 1.
         RuntimeError: a process died without a word.
         TimeoutError: ranks that did not answer in time, named; processes are killed.
-        Otherwise the first exception that a rank raised, with its rank and traceback as the cause.
+        Otherwise what the rank raised that failed first, not for the loss of another one; its rank
+        and traceback are the cause.
     """
     if world_size < 1:
         raise ValueError(
@@ -71,25 +72,16 @@ def run_ranks(
             answers, failures = ranks.outcomes(
                 _in_group, fn, args, timeout_s if init else None, timeout_s=timeout_s
             )
-    silent = [str(one.rank) for one in failures if one.error is None and one.code is None]
-    errors = {one.rank: one.error or _unsaid(one, silent, timeout_s) for one in failures}
+    # A rank that raised nothing died, else it gave no answer in time.
+    late_text = "a collective was skipped somewhere, or timeout_s is too short"
+    errors: dict[int, BaseException] = {
+        one.rank: one.error or (TimeoutError(f"{one}; {late_text}") if one.code is None else one)
+        for one in failures
+    }
     if failures and not return_exceptions:
         first = culprit(failures)
         raise errors[first.rank] from RuntimeError(f"rank {first.rank} failed:\n{first.trace}")
     return [errors[rank] if rank in errors else answers[rank] for rank in range(world_size)]
-
-
-def _unsaid(failure: RankFailed, silent: Sequence[str], timeout_s: float) -> Exception:
-    """The error of a rank that raised none."""
-    if failure.code is not None:
-        return RuntimeError(
-            f"run_ranks: expected a result from rank {failure.rank}, got exit code "
-            f"{failure.code}; the process was killed or left with os._exit"
-        )
-    return TimeoutError(
-        f"run_ranks: expected every rank to end within {timeout_s:g} s, got no answer from rank "
-        f"{', '.join(silent)}; a collective was skipped somewhere, or timeout_s is too short"
-    )
 
 
 def _in_group(rank: Rank, fn: Callable[..., Any], args: tuple, timeout_s: float | None) -> Any:

@@ -32,9 +32,10 @@ import torch
 from bench.harness import Bench
 from bench.peers.checkpoint import DCP, FLUSHED, OWN, UNFLUSHED, Rank, Trial
 from bench.records import SCRATCH, Row
-from bench.systems.links import RankError, Ranks
+from bench.systems.links import Ranks
 from bench.systems.worker import start
 from bench.targets import faster, note
+from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.clocks import Timing
 from fastpar.settings.config import GPTConfig
 
@@ -83,19 +84,19 @@ class Samples:
 
 def turn(worker: Ranks, way: str, found: Samples) -> None:
     """One turn of a contender: save, save asynchronously, load."""
-    found.add("save", way, worker.call("save", way))
+    found.add("save", way, worker.ask("save", way))
     if way == OWN:
         found.ms[PAUSE, WHOLE].append(found.ms["save", OWN][-1])
     for direction, cold in ((LOAD, False), (COLD, True)):
         if way != UNFLUSHED:  # the file would be the same
             name = "torch.load" if way == FLUSHED else way
-            found.add(direction, name, worker.call("load", way, cold))
+            found.add(direction, name, worker.ask("load", way, cold))
     if way in (OWN, DCP):
         if way == OWN:
-            for steps in zip(*worker.call("steps", 3)):
+            for steps in zip(*worker.ask("steps", 3)):
                 found.ms[STEP, UNDISTURBED].append(max(steps))
-        found.add(PAUSE, way, worker.call("begin", way))
-        during = worker.call("beside", way)
+        found.add(PAUSE, way, worker.ask("begin", way))
+        during = worker.ask("beside", way)
         if way == OWN:
             for steps in zip(*(a["steps"] for a in during)):
                 found.ms[STEP, OWN].append(max(steps))
@@ -108,17 +109,17 @@ def measure(case: Case, config: GPTConfig, rounds: int, folder: str) -> Samples:
         return Trial(own, config, folder, case.stage, case.world_size, case.threads)
 
     with start(trial(True), make=Rank) as own, start(trial(False), Rank) as torchs:
-        found.add("host copy", OWN, own.call("prepare"))
+        found.add("host copy", OWN, own.ask("prepare"))
         for index in range(rounds):
             for way in (OWN, FLUSHED, DCP, UNFLUSHED):
                 if way in found.refused:
                     continue
                 try:
                     if index == 0 and way == OWN:
-                        found.add(PAUSE, f"{OWN}, {FIRST}", own.call("begin", OWN))
-                        own.call("beside", OWN)
+                        found.add(PAUSE, f"{OWN}, {FIRST}", own.ask("begin", OWN))
+                        own.ask("beside", OWN)
                     turn(own if way == OWN else torchs, way, found)
-                except RankError as error:
+                except RankFailed as error:
                     found.refused[way] = str(error)
     return found
 

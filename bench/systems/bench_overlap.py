@@ -44,9 +44,9 @@ from bench.harness import Bench
 from bench.peers import stock
 from bench.records import Row
 from bench.systems.bench_zero import available_bytes, forget_peak
-from bench.systems.links import PROBE_BYTES, Link, NoLinkError, RankError, Ranks, all_reduce_ms
+from bench.systems.links import PROBE_BYTES, Link, NoLinkError, Ranks, all_reduce_ms
 from bench.targets import Target, faster, note
-from fastpar.comm.ranks import reason
+from fastpar.comm.ranks import RankFailed, reason
 from fastpar.doctor.clocks import Timing
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
@@ -217,27 +217,29 @@ def measure(plan: Plan, link: Link) -> tuple[dict[str, Log], dict[str, Any]]:
                 if logs[variant].refused is None:
                     try:
                         job(variant)
-                    except RankError as error:
+                    except RankFailed as error:
                         logs[variant].refused = str(error)
                         if variant in ranks:
                             ranks[variant].close()
 
         def start(variant: str) -> None:
             if available_bytes() < MEMORY_BYTES:
-                raise RankError(f"not started: less than {MEMORY_BYTES >> 20} MiB of memory free")
+                raise RankFailed(
+                    0, f"not started: less than {MEMORY_BYTES >> 20} MiB of memory free"
+                )
             args = ("bench.systems.bench_overlap:Trainer", variant, plan.config, plan.batch_size)
             ranks[variant] = stack.enter_context(Ranks(link, *args, timeout_s=TIMEOUT_S))
 
         def turn(variant: str, index: int) -> None:
             before = settled_bytes(link)
             first = index * (plan.steps + 1)
-            answers = ranks[variant].call("steps", first, plan.steps, timeout_s=TIMEOUT_S)
+            answers = ranks[variant].ask("steps", first, plan.steps, timeout_s=TIMEOUT_S)
             sent = max(now - then for now, then in zip(settled_bytes(link), before))
             # The first turn also holds what is done once.
             logs[variant].extend(answers, sent / (plan.steps + 1))
 
         start(ALONE)
-        phases = ranks[ALONE].call("phases", 1000, 3)
+        phases = ranks[ALONE].ask("phases", 1000, 3)
         for name in ("forward", "backward", "optimizer"):
             about[f"{name}_ms"] = max(rank[name] for rank in phases)
         link.set_rate(choose_rate(plan, about["backward_ms"]))

@@ -82,7 +82,7 @@ class Linked:
     def step(self) -> None:
         """Batches are those of every other's steps."""
         before = self.link.sent_bytes()
-        answers = self.ranks.call("steps", GATE_STEPS + len(self.ms), 1, timeout_s=400)
+        answers = self.ranks.ask("steps", GATE_STEPS + len(self.ms), 1, timeout_s=400)
         self.sent += max(now - then for then, now in zip(before, self.link.sent_bytes()))
         self.ms.append(max(a["ms"][0] for a in answers))
         self.losses.append(statistics.fmean(a["losses"][0] for a in answers))
@@ -90,7 +90,7 @@ class Linked:
     def row(self, bench: Bench, case: str, base: Linked, base_ms: list[float]) -> Row:
         """Its times but that of its first step, beside those of base; refused if losses differ."""
         row = bench.row(case, "step", self.trial.name, torch.float32)
-        row.threads, row.peak_bytes = self.trial.threads, max(self.ranks.call("peak_bytes"))
+        row.threads, row.peak_bytes = self.trial.threads, max(self.ranks.ask("peak_bytes"))
         apart = max(abs(a - b) / b for a, b in zip(self.losses, base.losses))
         if apart > LOSS_BOUND:
             row.refused = f"losses differ from those of {base.trial.name} by {apart:.1e}"

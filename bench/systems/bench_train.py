@@ -22,8 +22,9 @@ import torch
 
 from bench.harness import Bench
 from bench.records import Row
-from bench.systems.links import RankError, Ranks
+from bench.systems.links import Ranks
 from bench.systems.worker import Spec, Variant, start
+from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.clocks import Timing
 from fastpar.settings.config import GPTConfig
 
@@ -80,14 +81,14 @@ def take_turns(
         workers: dict[str, Any] = {}
 
         def tell(name: str, command: str, *args: Any) -> list[Any]:
-            return workers[name].call(command, *args, timeout_s=timeout_s)
+            return workers[name].ask(command, *args, timeout_s=timeout_s)
 
         def each(job: Any) -> None:
             for name in specs:
                 if logs[name].refused is None:
                     try:
                         job(name)
-                    except RankError as error:
+                    except RankFailed as error:
                         logs[name].refused = str(error)
 
         def begin(name: str) -> None:
@@ -121,13 +122,14 @@ def take_turns(
 
 
 def judge(answers: Sequence[dict[str, float]]) -> None:
-    """The gate of worker.py's note: raises RankError when gradients are wrong."""
+    """The gate of worker.py's note: raises RankFailed when gradients are wrong."""
     for rank, answer in enumerate(answers):
         bound = 2 * answer["stock_error"] + answer["eps"]
         if not answer["error"] <= bound:
-            raise RankError(
+            raise RankFailed(
+                rank,
                 f"gradients: expected an error against fp64 of at most {bound:.2e}, "
-                f"got {answer['error']:.2e} on rank {rank}"
+                f"got {answer['error']:.2e}",
             )
 
 

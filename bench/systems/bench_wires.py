@@ -28,9 +28,9 @@ from bench.harness import Bench
 from bench.records import Row
 from bench.systems import bench_overlap as overlap
 from bench.systems.bench_overlap import ALONE, TIMEOUT_S, Log, settled_bytes
-from bench.systems.links import Link, NoLinkError, RankError, Ranks
+from bench.systems.links import Link, NoLinkError, Ranks
 from bench.targets import faster, note
-from fastpar.comm.ranks import reason
+from fastpar.comm.ranks import RankFailed, reason
 from fastpar.compare.strategies import Contender, Settings
 from fastpar.doctor.clocks import Timing
 from fastpar.models.fp8 import use_fp8
@@ -163,13 +163,13 @@ def measure(plan: Plan, link: Link) -> None:
         try:
             with Ranks(link, *args, timeout_s=TIMEOUT_S) as ranks:
                 n, before = plan.steps_of(variant), settled_bytes(link)
-                answers = ranks.call("steps", 0, n, timeout_s=TIMEOUT_S)
+                answers = ranks.ask("steps", 0, n, timeout_s=TIMEOUT_S)
                 sent = max(now - then for now, then in zip(settled_bytes(link), before))
                 log.extend(answers, sent / (n + 1))
                 if (every := RARE.get(variant, {}).get("every")) is not None:
                     # Of the slower replica.
                     log.ms = [max(statistics.fmean(a["ms"][-every:]) for a in answers)]
-        except RankError as error:
+        except RankFailed as error:
             log.refused = str(error)
 
 

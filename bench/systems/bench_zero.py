@@ -37,9 +37,10 @@ from bench.harness import Bench
 from bench.peers import stock
 from bench.peers.engines import DDP, SINGLE, build, update_error
 from bench.records import Row
-from bench.systems.links import RankError, Ranks
+from bench.systems.links import Ranks
 from bench.systems.worker import start
 from fastpar.comm.host import memory_mb
+from fastpar.comm.ranks import RankFailed
 from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
 from fastpar.doctor.clocks import Timing, stopwatch
 from fastpar.models.gpt import GPT
@@ -221,19 +222,20 @@ def forget_peak() -> None:
 
 
 def judge(answers: Sequence[dict[str, float]], reference: dict[str, float]) -> float:
-    """The gate: raises RankError where weights or loss are wrong; the weights' error."""
+    """The gate: raises RankFailed where weights or loss are wrong; the weights' error."""
     eps = torch.finfo(torch.float32).eps
     error, bound = answers[0]["error"], 2 * reference["error"] + eps
     if not error <= bound:
-        raise RankError(
+        raise RankFailed(
+            0,
             f"weights after {GATE_STEPS} steps: expected an error of the update of at most "
-            f"{bound:.2e}, got {error:.2e}"
+            f"{bound:.2e}, got {error:.2e}",
         )
     loss = statistics.fmean(a["first_loss"] for a in answers)
     bound = 2 * reference["loss_error"] + 2 * len(answers) * eps * reference["loss"]
     if not abs(loss - reference["loss"]) <= bound:
-        raise RankError(
-            f"first loss: expected {reference['loss']:.7f} within {bound:.1e}, got {loss:.7f}"
+        raise RankFailed(
+            0, f"first loss: expected {reference['loss']:.7f} within {bound:.1e}, got {loss:.7f}"
         )
     return error
 
@@ -251,12 +253,12 @@ class Entry:
         self.worker: Ranks | None = None
         try:
             self.worker = start(trial, make)
-            self.peak_bytes = max(self.worker.call("peak_bytes"))
-            self.notes["update_error"] = judge(self.worker.call("check"), reference)
-        except RankError as error:
+            self.peak_bytes = max(self.worker.ask("peak_bytes"))
+            self.notes["update_error"] = judge(self.worker.ask("check"), reference)
+        except RankFailed as error:
             self.refuse(error)
 
-    def refuse(self, error: RankError) -> None:
+    def refuse(self, error: RankFailed) -> None:
         self.refused = str(error)
         self.close()
 
@@ -264,8 +266,8 @@ class Entry:
         if self.worker is None:
             return
         try:
-            answers = self.worker.call("steps", first, count)
-        except RankError as error:
+            answers = self.worker.ask("steps", first, count)
+        except RankFailed as error:
             self.refuse(error)
             return
         self.ms += [max(step) for step in zip(*(a["ms"] for a in answers))]
@@ -326,7 +328,7 @@ def run_case(
 ) -> None:
     """Groups of trials beside base, judged by what `exact` computes, a trial of one process."""
     with start(exact, Reference) as worker:
-        (reference,) = worker.call("write")
+        (reference,) = worker.ask("write")
     entry = Entry(base, reference, make)
     try:
         for group in groups:

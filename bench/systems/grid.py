@@ -87,7 +87,7 @@ def on_link(mbit: float) -> dict[str, dict[str, Any]]:
             with links.Ranks(link, target, LAYOUTS[name]) as ranks:
                 for step in range(STEPS):
                     before = link.sent_bytes()
-                    answers = ranks.call("step", step)
+                    answers = ranks.ask("step", step)
                     if step:  # the first one makes the connections
                         after = link.sent_bytes()
                         row["sent"].append(max(b - a for a, b in zip(before, after)))

@@ -14,13 +14,12 @@ Nothing outside of the two namespaces is touched.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pkgutil
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -183,12 +182,8 @@ def _hold(command: Sequence[str]) -> subprocess.Popen:
     return holder
 
 
-class RankError(RuntimeError):
-    """A rank could not do as told; the text says why, in one line."""
-
-
-class Ranks:
-    """Ranks (fastpar/comm/ranks.py) that hold an object each, whose methods are called from here.
+class Ranks(comm.Ranks):
+    """Ranks that hold an object each, whose methods are called from here.
 
     Args:
         link: one process in each of its namespaces; None: all on this host.
@@ -213,36 +208,16 @@ class Ranks:
             def place(rank: int, command: list[str]) -> tuple[list[str], dict[str, str]]:
                 return link.enter(rank, *command), link.environment(port)
 
-        with _naming_the_rank():
-            self._ranks = comm.Ranks(ranks, threads=threads, place=place)
-            self._ranks.call(_build, target, args, timeout_s=timeout_s)
+        super().__init__(ranks, threads=threads, place=place)
+        self.call(_build, target, args, timeout_s=timeout_s)
 
-    def call(self, method: str, *args: Any, timeout_s: float = 600.0) -> list[Any]:
+    def ask(self, method: str, *args: Any, timeout_s: float = 600.0) -> list[Any]:
         """The answers of all ranks, which run the method at the same time. One that fails ends all.
 
         Raises:
-            RankError: a rank failed.
+            RankFailed: a rank failed.
         """
-        with _naming_the_rank():
-            return self._ranks.call(_ask, method, args, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """End the processes."""
-        self._ranks.close()
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._ranks.close(at_once=kind is not None)
-
-
-@contextlib.contextmanager
-def _naming_the_rank() -> Iterator[None]:
-    try:
-        yield
-    except comm.RankFailed as error:
-        raise RankError(f"rank {error.rank}: {error.reason}") from None
+        return self.call(_ask, method, args, timeout_s=timeout_s)
 
 
 def _build(rank: comm.Rank, target: str, args: tuple) -> None:
@@ -274,4 +249,4 @@ class Probe:
 def all_reduce_ms(link: Link, rounds: int = 5, size_bytes: int = PROBE_BYTES) -> list[float]:
     """The slower rank's time of each bare all-reduce; 2 ranks send size_bytes each."""
     with Ranks(link, "bench.systems.links:Probe") as ranks:
-        return [max(both) for both in zip(*ranks.call("all_reduce_ms", rounds, size_bytes))]
+        return [max(both) for both in zip(*ranks.ask("all_reduce_ms", rounds, size_bytes))]

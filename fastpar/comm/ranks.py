@@ -156,22 +156,8 @@ class RankFailed(RuntimeError):  # noqa: N818 - of a rank, not of all
         follows = isinstance(error, SystemExit) or lost_peer(error)
         return cls(rank, reason(error), None, error, traceback.format_exc(), follows)
 
-    def dumps(self) -> bytes:
-        """Pickled; with a RuntimeError for an error that could not be made again."""
-        with contextlib.suppress(Exception):
-            pickle.loads(pickle.dumps(self.error))
-            return pickle.dumps(("failure", self))
-        self.error = RuntimeError(f"{type(self.error).__name__}: {self.error}")
-        return pickle.dumps(("failure", self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RankFailed, tuple(vars(self).values())  # of what is there, not of what was given
-
     def __str__(self) -> str:
-        return (
-            f"Ranks: expected an answer of every rank, got rank {self.rank}: {self.reason}; its "
-            "error says the cause"
-        )
+        return f"rank {self.rank}: {self.reason}"
 
 
 def culprit(failures: Sequence[RankFailed]) -> RankFailed:
@@ -268,9 +254,18 @@ def _live(pipe: Connection, device: str) -> NoReturn:
                 function, args = pickle.loads(asked)
                 message = pickle.dumps(("answer", function(rank, *args)))
             except BaseException as error:
-                message, status = RankFailed.of(rank.rank, error).dumps(), FAILED
+                failure, status = vars(RankFailed.of(rank.rank, error)), FAILED
+                message = pickle.dumps(("failure", failure | {"error": _travels(error)}))
             pipe.send_bytes(message)
     os._exit(status)  # no orderly exit: gloo's destructor can wait for peers that are gone
+
+
+def _travels(error: BaseException) -> BaseException:
+    """The error, or a RuntimeError for one that could not be made again from what is pickled."""
+    with contextlib.suppress(Exception):
+        pickle.loads(pickle.dumps(error))
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 # In the starter
@@ -404,7 +399,7 @@ class Ranks:
                 try:
                     kind, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
-                    kind, value = "failure", self._gone(rank)
+                    kind, value = "failure", vars(self._gone(rank))
                 if kind == "said":
                     deadline = deadline if failures else time.monotonic() + timeout_s
                     if heard is not None:
@@ -414,7 +409,7 @@ class Ranks:
                 if kind == "answer":
                     answers[rank] = value
                 else:
-                    failures.append(value)
+                    failures.append(RankFailed(**value))
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if failures:
             self.close(at_once=True)

@@ -85,8 +85,7 @@ def leave():
 
 
 def test_a_process_that_dies_is_named():
-    message = r"expected a result from rank 1, got exit code 7; the process was killed or left"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r"^rank 1: exit status 7$"):
         run_ranks(leave, 2, backend="gloo")
 
 
@@ -99,8 +98,9 @@ def sleep_on_rank_1(seconds):
 @pytest.mark.parametrize(("backend", "timeout_s", "hangs_s"), [("threads", 1, 2), ("gloo", 4, 600)])
 def test_a_rank_that_hangs_is_named(backend, timeout_s, hangs_s):
     """Threads cannot be killed: that one ends by itself."""
-    message = rf"expected every rank to end within {timeout_s} s, got no answer from rank 1; a coll"
-    with pytest.raises(TimeoutError, match=message):
+    with pytest.raises(
+        TimeoutError, match=f"^run_ranks: rank 1: gave no answer for {timeout_s} s$"
+    ):
         run_ranks(sleep_on_rank_1, 2, hangs_s, backend=backend, timeout_s=timeout_s)
 
 
@@ -249,7 +249,7 @@ def test_the_rank_that_failed_is_named_and_nobody_is_left(
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     pool = Ranks(len(ways), quiet=True, fork=fork)
     processes, began = [one.process for one in pool._ranks], time.monotonic()
-    with pytest.raises(RankFailed, match=rf"got rank {rank}: ") as caught:
+    with pytest.raises(RankFailed, match=f"^rank {rank}: ") as caught:
         pool.call(meet, ways)
     assert time.monotonic() - began < 30
     assert (caught.value.rank, caught.value.reason) == (rank, reason)

@@ -337,7 +337,7 @@ def test_a_dead_rank_is_reported_with_rank_bucket_and_step(when, stage):
     message = r"error on rank 0 while (starting|waiting for|gathering) bucket \d+ of step 2 "
     with pytest.raises(RuntimeError, match=message):
         raise survivor
-    with pytest.raises(RuntimeError, match=r"rank 1, got exit code 9"):
+    with pytest.raises(RuntimeError, match=r"rank 1: exit status 9"):
         raise dead
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from fastpar import cli
 from fastpar._version import __version__
 from fastpar.cli import main, parse_train
+from fastpar.comm.ranks import RankFailed
 from fastpar.comm.watchdog import activity, in_step
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
@@ -224,12 +225,18 @@ def test_what_the_machine_refuses_is_one_line(here, capsys, monkeypatch):
     err = capsys.readouterr().err.splitlines()
     assert err[-1] == "fastpar: [Errno 20] Not a directory: 'file/r'"
 
-    def fail(arguments):
-        raise RuntimeError("train: expected finite numbers, got loss=nan; lower --lr")
+    refused = "train: expected finite numbers, got loss=nan; lower --lr"
+    for error, line in (
+        (RuntimeError(refused), refused),
+        (RankFailed(1, "exit status 7"), "fastpar: rank 1: exit status 7"),
+    ):
 
-    monkeypatch.setattr(cli, "_info", fail)
-    assert main(["info"]) == 1
-    assert capsys.readouterr().err == "train: expected finite numbers, got loss=nan; lower --lr\n"
+        def fail(arguments, error=error):
+            raise error
+
+        monkeypatch.setattr(cli, "_info", fail)
+        assert main(["info"]) == 1
+        assert capsys.readouterr().err == f"{line}\n"
 
 
 @pytest.mark.parametrize("error", [ValueError("shapes differ"), KeyError("x"), RuntimeError("?")])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.systems import links
+from fastpar.comm.ranks import RankFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -61,10 +62,10 @@ def test_bytes_take_the_time_that_the_rate_says(link):
     """4 MiB at 200 Mbit/s: 168 ms; at the rate before, or in shared memory, less than 34 ms."""
     size = 4 * MIB
     with links.Ranks(link, "bench.systems.links:Probe") as ranks:
-        ranks.call("all_reduce_ms", 1, size)
+        ranks.ask("all_reduce_ms", 1, size)
         link.set_rate(200)
         before = link.sent_bytes()
-        took = max(max(both) for both in zip(*ranks.call("all_reduce_ms", 1, size)))
+        took = max(max(both) for both in zip(*ranks.ask("all_reduce_ms", 1, size)))
         sent = [now - then for now, then in zip(link.sent_bytes(), before)]
     assert took >= 0.9 * 8e3 * size / 200e6  # the bucket lets a burst through at once
     assert all(2 * size <= count <= 2.4 * size for count in sent)  # with headers
@@ -73,11 +74,11 @@ def test_bytes_take_the_time_that_the_rate_says(link):
 @pytest.mark.slow
 def test_ranks_see_only_their_end_and_failures_are_named(link):
     with links.Ranks(link, ECHO, "a") as ranks:
-        answers = ranks.call("about", "b")
+        answers = ranks.ask("about", "b")
         assert answers == [("ab", "0", ["lo", "fastpar0"]), ("ab", "1", ["lo", "fastpar0"])]
         assert "fastpar0" not in [name for _, name in socket.if_nameindex()]
-        with pytest.raises(links.RankError, match=r"^rank \d: ValueError: on purpose$"):
-            ranks.call("fail")
+        with pytest.raises(RankFailed, match=r"^rank \d: ValueError: on purpose$"):
+            ranks.ask("fail")
 
 
 @pytest.mark.slow
@@ -85,7 +86,7 @@ def test_nothing_is_left_when_the_parent_is_killed(link):
     code = (
         "import os, signal; from bench.systems import links\n"
         "link = links.Link(100); ranks = links.Ranks(link, 'test_links:Echo', '')\n"
-        "print(*[p.pid for p in link._holders], *ranks.call('pid'), flush=True)\n"
+        "print(*[p.pid for p in link._holders], *ranks.ask('pid'), flush=True)\n"
         "signal.pause()"
     )
     command = [sys.executable, "-c", code]

@@ -14,7 +14,7 @@ from bench.peers import engines, stock
 from bench.records import load
 from bench.report import tables
 from bench.systems import bench_overlap, bench_train, bench_zero, matrix, red_rows, worker
-from bench.systems.links import RankError
+from fastpar.comm.ranks import RankFailed
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig
 
@@ -43,10 +43,10 @@ def test_weights_and_losses_of_another_run_are_refused():
     good = {"error": 7e-6, "first_loss": 5.5}
     assert bench_zero.judge([good, good], reference) == 7e-6
     for error in (1e-5, math.nan):
-        with pytest.raises(RankError, match="weights after 2 steps: expected an error of the up"):
+        with pytest.raises(RankFailed, match="weights after 2 steps: expected an error of the up"):
             bench_zero.judge([{**good, "error": error}, good], reference)
     for loss in (5.50001, math.nan):
-        with pytest.raises(RankError, match=r"first loss: expected 5\.5000000 within"):
+        with pytest.raises(RankFailed, match=r"first loss: expected 5\.5000000 within"):
             bench_zero.judge([good, {**good, "first_loss": loss}], reference)
 
 
@@ -83,7 +83,7 @@ def test_a_variant_judges_its_own_gradients():
     bench_train.judge([variant.check()])
     right = variant._gradients
     variant._gradients = lambda: {n: g * 1.001 for n, g in right().items()}
-    with pytest.raises(RankError, match="gradients: expected an error against fp64 of at most"):
+    with pytest.raises(RankFailed, match="gradients: expected an error against fp64 of at most"):
         bench_train.judge([variant.check()])
 
 
