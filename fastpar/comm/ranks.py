@@ -46,6 +46,7 @@ from fastpar.files.packages import call_command
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from typing_extensions import Self
 
     from fastpar.comm.mesh import Mesh
 
@@ -434,7 +435,7 @@ class Ranks:
                 one.log.close()
         self._ranks = []
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
