@@ -46,7 +46,8 @@ def weights(model):
 
 def run(mesh, steps, make=adamw, data=lambda i: i, dtype=None, options=None, **outer):
     """The weights of this rank after some steps with an outer optimizer, without if not given."""
-    model = parallelize(Net().to(dtype), mesh, Parallel.of(**SMALL, **options or {}))
+    asked = Parallel.of(**SMALL, **options or {})
+    model = parallelize(Net().to(dtype), mesh, asked, debug=Debug(bus_gb_s=12))
     opt = make(model)
     listening = Outer(opt, **outer) if outer else None
     train(model, opt, steps, data=data)
@@ -94,7 +95,7 @@ def test_state_on_the_host(stage, offload):
     """The outer step is one of what lies there: the bits of the run without offload."""
     kept = {"zero_stage": stage}
     offload = offload if stage == 3 else "optimizer"
-    away = {**kept, "offload": offload, "debug": Debug(bus_gb_s=12)}
+    away = {**kept, "offload": offload}
     how = {"every": 3, "lr": 0.7, "momentum": 0.9}
 
     def replicas(options):

@@ -480,7 +480,7 @@ shape = fastpar.GPTConfig(n_layer=8, n_head=8, n_embd=768, vocab_size=8192, bloc
 model = fastpar.GPT(shape)
 debug = Debug(bus_gb_s=50.0)
 mesh = fastpar.Mesh(device="cpu")
-fastpar.parallelize(model, mesh, zero_stage=2, offload="optimizer", debug=debug)
+fastpar.parallelize(model, mesh, zero_stage=2, offload=fastpar.Offload("optimizer"), debug=debug)
 optimizer = fastpar.AdamW(model.parameters(), max_grad_norm=1.0)
 x = torch.randint(0, 8192, (1, 16))
 model(x, x).backward()

@@ -312,7 +312,7 @@ def test_settings_of_a_run():
         ),
         (
             {"wire_gradients": "int8", "deterministic": True},
-            "expected deterministic=False with wire_gradients=int8 and wire_weights=none, got",
+            "expected deterministic=False with wire_gradients=int8 and wire_weights=None, got",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -239,5 +239,5 @@ def test_not_beside_offload(mode):
         ValueError, match=f"expected offload=None with wire .* got offload='{mode}'"
     ):
         run_ranks(refused, 2, {**WIRES["int8"], "offload": mode})
-    with pytest.raises(ValueError, match=f"expected offload=none with wire_g.* got offload={mode}"):
+    with pytest.raises(ValueError, match=f"expected offload=None with wire_g.* got offload={mode}"):
         TrainConfig().replace({**WIRES["int8"], "offload": mode, "zero_stage": 3})

@@ -8,8 +8,8 @@ from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 
-def report(model, **options):
-    parallelize(model, Mesh(tp=options.pop("tp", 2)), Parallel.of(**options))
+def report(model, *, tp=2, sequence_parallel=None, **options):
+    parallelize(model, Mesh(tp=tp), Parallel(sequence_parallel=sequence_parallel), **options)
     return engine_of(model).tp_report.splitlines()
 
 
