@@ -303,7 +303,7 @@ class PipelineStep:
     # Messages
 
     def _has_pair(self, part: int) -> bool:
-        """Whether the stream before this part has two gradients: models/parts.py, take_over()."""
+        """Whether the stream before this part has two gradients: models/gpt.py, take_over()."""
         return self.pairs and part > 1
 
     def receive(self, op: Op) -> Tensor | None:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fastpar.data import tokenizer as tokenizers
 from fastpar.data.tokenizer import Tokenizer
-from fastpar.models.gpt import GPT
+from fastpar.models.gpt import GPT, nothing_read
 from fastpar.models.hf import check_whole
-from fastpar.models.reads import nothing_read
 from fastpar.settings.options import SampleSettings
 
 SEPARATOR = "\n" + 40 * "-" + "\n"

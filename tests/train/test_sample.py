@@ -7,8 +7,7 @@ import torch
 
 from fastpar.comm.mesh import Mesh
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer
-from fastpar.models.gpt import GPT
-from fastpar.models.reads import nothing_read
+from fastpar.models.gpt import GPT, nothing_read
 from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.options import SampleSettings
