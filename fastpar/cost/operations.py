@@ -157,16 +157,17 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
 
     def pair(part: Part) -> tuple[Op, Op]:
         """Its forward and its backward."""
-        size, more = (on[part.on], sizes[part.out]), sizes["V"]
+        size: tuple[int, ...] = (on[part.on], sizes[part.out])
+        more = sizes["V"]
         if part.op == "attention":
             size = (micro, heads if by_keys else -(-heads // c), seq_len, shape.head_dim)
         elif part.op in ("matmul", "loss"):
             size = (on[part.on], sizes[part.into], sizes[part.out])
         if part.op == "loss":
-            more = max(1, -(-rows // default_chunk_rows(*size, device)))
-        work = work_of(part.op, size, 4 if part.into == "X" else item, more)
-        forward = Op(part.op, size, "forward", *work[:2], 1)
-        return forward, Op(part.op, size, "backward", *work[2:], 1)
+            more = max(1, -(-rows // default_chunk_rows(rows, sizes["C"], more, device)))
+        flops, moved, *back = work_of(part.op, size, 4 if part.into == "X" else item, more)
+        forward = Op(part.op, size, "forward", flops, moved, 1)
+        return forward, Op(part.op, size, "backward", back[0], back[1], 1)
 
     layers, ends = n_micro * shape.n_layer / pp, n_micro / pp
     sparse = layers * shape.expert_layers / shape.n_layer

@@ -205,21 +205,24 @@ class Chain:
     def step(self) -> Tensor:
         """Forward and backward of one micro-batch, stamped."""
         wte, wpe, *_ = self.parameters
-        drop, shape = self._drop(0), (self.on["tokens"], self.letters["C"])
-        x = self._timed("embedding", shape, lambda w: embedding(self.idx, w, wpe, **drop), wte)
-        y = bias = None
+        drop, size = self._drop(0), (self.on["tokens"], self.letters["C"])
+        x = self._timed("embedding", size, lambda w: embedding(self.idx, w, wpe, **drop), wte)
+        y: Any = None
+        before: Tensor | None = None
         for site, (part, weights) in enumerate(self.parts[2:]):
-            before, bias = bias, None
+            bias = None
             if part.name in self.without_bias:
                 weights, bias = weights[:1], weights[1]
             shape, call = self._call(part, weights, before, site)
+            before = bias
             if part.op != "layer_norm":
                 y = fitted(y, (self.on[part.on], self.letters[part.into]))
                 y = self._timed(part.op, shape, call, y)
             elif y is None:
                 x = fitted(x, shape)
-                norm = functools.partial(layer_norm, weight=weights[0], bias=weights[1])
-                y = self._timed(FIRST_NORM, shape, norm, x)
+                y = self._timed(
+                    FIRST_NORM, shape, lambda v, w=weights: layer_norm(v, *w, self.eps), x
+                )
             else:
                 y, x = self._timed(part.op, shape, call, fitted(y, shape), x)
                 x = self._at(None, EMPTY, self._at(EMPTY, None, x))

@@ -199,8 +199,10 @@ def states_of(
     for name, dims in parameters_of(parts):
         if name.startswith(within):
             split = [i for i, letter in enumerate(dims) if letter in SPLIT]
-            groups, pad = 3 if "3A" in dims else 1, [pads.get(dims[i]) for i in split]
-            state = Shard(*split, groups=groups, pad_to=pad[0]) if split else tp.per_token
+            state = tp.per_token
+            if split:
+                at = dims[split[0]]
+                state = Shard(split[0], groups=3 if at == "3A" else 1, pad_to=pads.get(at))
             found[name.removeprefix(within)] = state
     return found
 
