@@ -13,7 +13,7 @@ from tp_cells import HEADS, LAYERS, Cell, build
 
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels import make_key
-from fastpar.models import gpt, parts
+from fastpar.models import gpt
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.parallel import Parallel
@@ -46,9 +46,8 @@ def masks(monkeypatch):
     """list, for each thread: (op, where x is kept) in the order of the calls."""
     found = threading.local()
     for name, show in zip(OPS, (of_attention, of_dropout, of_embedding, of_residual)):
-        for module in (gpt, parts):
-            if op := getattr(module, name, None):
-                monkeypatch.setattr(module, name, functools.partial(watched, found, name, op, show))
+        op = getattr(gpt, name)
+        monkeypatch.setattr(gpt, name, functools.partial(watched, found, name, op, show))
     return found
 
 
