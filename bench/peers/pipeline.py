@@ -104,7 +104,7 @@ class _Torch(_Pipeline):
             [[0, size - 1], *([r] for r in range(1, size - 1))]
         )
         stage = PipelineStage(model, rank, size, torch.device(settings.device))
-        self.schedule = Schedule1F1B(stage, settings.grad_accum_steps, loss_fn=loss_of)
+        self.schedule = Schedule1F1B(stage, settings.parallel.grad_accum_steps, loss_fn=loss_of)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         model: Any = self.model
@@ -161,7 +161,7 @@ class _DeepSpeed(_Pipeline):
                 p.copy_(start[self.stock_name(own)])
         options = {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": settings.grad_accum_steps,
+            "gradient_accumulation_steps": settings.parallel.grad_accum_steps,
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,  # its default is 1.0
             "steps_per_print": 10**9,
@@ -196,8 +196,8 @@ def build(name: str, config: GPTConfig, settings: Settings) -> Contender:
         return _DeepSpeed(name, config, settings)
     if name in VARIANTS:
         schedule, rows = VARIANTS[name]
-        options = {**settings.fastpar, "schedule": schedule}
-        settings = replace(settings, fastpar=options, micro_rows=rows)
+        own = settings.parallel.change(schedule=schedule)
+        settings = replace(settings, parallel=own, micro_rows=rows)
         return engines.build(OWN, lambda: GPT(config, seed=0), settings)
     own = name.startswith("fastpar")
     return engines.build(name, lambda: GPT(config, seed=0) if own else model_of(config), settings)

@@ -206,5 +206,5 @@ def build(way: Way, config: GPTConfig, settings: Settings | None = None) -> Cont
         return _torch(way, config, settings)
     options = {"transport": way.transport, "sequence_parallel": way.sequence_parallel}
     title = f"fastpar TP, ZeRO-{way.zero_stage}" if way.zero_stage else "fastpar TP"
-    settings = replace(settings, fastpar=options)
+    settings = replace(settings, parallel=settings.parallel.change(**options))
     return engines.build(title, lambda: fastpar.GPT(config, seed=0), settings)

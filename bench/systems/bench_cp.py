@@ -26,6 +26,7 @@ from bench.systems.bench_zero import Trial, batch, model_of, run_case
 from bench.systems.links import NoLinkError
 from fastpar.compare.strategies import Settings
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 
 TIME_LIMIT_S = {"cpu": 900, "cuda": 10}
 ROWS = 2
@@ -37,7 +38,7 @@ BASE, OTHERS = "fastpar TP", ("fastpar CP", "fastpar CP, keys", "fastpar ZeRO-0"
 def trial_of(name: str, config: GPTConfig, folder: str, transport: str = "auto") -> Trial:
     """One that trains ROWS sequences a step."""
     ranks = 1 if name == SINGLE else 2
-    settings = Settings(fastpar={"transport": transport})
+    settings = Settings(parallel=Parallel.of(transport=transport))
     return Trial(name, config, folder, ranks, 2 // ranks, settings=settings, rows=ROWS)
 
 

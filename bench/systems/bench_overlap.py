@@ -32,7 +32,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +51,7 @@ from fastpar.doctor.clocks import Timing
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 
 TIME_LIMIT_S = {"cpu": 720, "cuda": 30}
 CONFIG = GPTConfig(8, 8, 512, 256, 512, dropout=0.0)
@@ -85,12 +86,13 @@ class Trainer:
         self.variant, self.config, self.batch_size = variant, config, batch_size
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self.rank = dist.get_rank()
-        name, settings, model = variant, Settings(bucket_mb=BUCKET_MB), self._stock
+        own = variant.startswith("DDP, ") and variant != DDP
+        settings = Settings(parallel=Parallel(bucket_mb=25.0 if own else BUCKET_MB))
+        name, model = variant, self._stock
         if variant == ALONE:
             name = engines.SINGLE
         elif variant.startswith("DDP, "):
             name = engines.DDP
-            settings = settings if variant == DDP else replace(settings, bucket_mb=25.0)
         if variant == OWN:
             name, model = name.partition(",")[0], self._own
         if variant in DEEPSPEED:

@@ -34,6 +34,7 @@ from bench.systems.links import Link, NoLinkError, Ranks
 from fastpar.compare.strategies import Settings
 from fastpar.doctor.clocks import Timing
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 
 LOSS_BOUND = 1e-5
 TIME_LIMIT_S = {"cpu": 3600, "cuda": 10}
@@ -52,7 +53,8 @@ def trial_of(
     """One that trains so many sequences a step."""
     own = {"transport": transport} if name.startswith("fastpar") else {}
     piped = name in (TORCH, DEEPSPEED)
-    settings = Settings(grad_accum_steps=rows if piped else 1, fastpar=own)
+    many = rows if piped else None
+    settings = Settings(parallel=Parallel.of(grad_accum_steps=many, **own))
     ranks = 1 if name == SINGLE else 2
     return Trial(name, config, folder, ranks, 2 // ranks, settings=settings, rows=rows)
 

@@ -111,7 +111,7 @@ class Trainer(overlap.Trainer):
         if layers := extra.pop("fp8", None):
             model = functools.partial(in_8_bits, model, layers)
         given = {name: extra.pop(name) for name in ("deepspeed",) if name in extra}
-        settings = replace(settings, fastpar={**settings.fastpar, **extra}, **given)
+        settings = replace(settings, parallel=settings.parallel.change(**extra), **given)
         return super()._build(name, settings, model)
 
     def _hook(self, variant: str) -> None:

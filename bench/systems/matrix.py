@@ -40,6 +40,7 @@ from fastpar.models import set_up
 from fastpar.parallel.debug import Debug
 from fastpar.settings.axes import axes_of
 from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import Trainer
@@ -179,14 +180,16 @@ _WITHOUT_DROPOUT = {DTENSOR}
 
 
 def _contender(title: str, config: GPTConfig, ranks: int) -> Contender:
-    settings = Settings(lr=SETTINGS["lr"], eps=1e-8, grad_accum_steps=1)
+    settings = Settings(lr=SETTINGS["lr"], eps=1e-8)
     if title == DTENSOR:
         way = tensor_parallel.Way(tensor_parallel.TORCH, tp=ranks)
         made = tensor_parallel.build(way, config, settings)
         made.dp_rank, made.dp_size = 0, 1  # all ranks compute the same rows
         return made
     if title in (pipeline.TORCH, pipeline.DEEPSPEED):
-        return pipeline.build(title, config, replace(settings, grad_accum_steps=BATCH))
+        return pipeline.build(
+            title, config, replace(settings, parallel=Parallel(grad_accum_steps=BATCH))
+        )
     return engines.build(title, lambda: pipeline.model_of(config), settings)
 
 

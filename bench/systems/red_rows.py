@@ -37,6 +37,7 @@ from fastpar.comm.ranks import reason
 from fastpar.compare.strategies import Settings, import_deepspeed
 from fastpar.kernels import make_key
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -365,7 +366,7 @@ def clipped(rank_way: str) -> float:
 def tied_stages(rank_way: str) -> float:
     """How far the two stages' copies of a tied table are apart after a step, over what it moved."""
     x, y = _tokens_of(0)
-    settings = Settings(lr=EPS, eps=EPS, weight_decay=0.0, grad_accum_steps=8)
+    settings = Settings(lr=EPS, eps=EPS, weight_decay=0.0, parallel=Parallel(grad_accum_steps=8))
     made: Any = pipeline.build(
         {TORCH: pipeline.TORCH, DEEPSPEED: pipeline.DEEPSPEED, OURS: pipeline.OWN}[rank_way],
         GPT2,

@@ -154,17 +154,17 @@ def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | No
     Args:
         gpus: of this machine; None: ranks are on the CPU.
     """
-    strategy = STRATEGIES[name]
+    strategy, mesh = STRATEGIES[name], STRATEGIES[name].mesh
     reason = strategy.why_not(command.nproc, command.optimizer)
-    heads = max(strategy.tp, 1 if name == "cp-keys" else strategy.cp)
-    if reason is None and (not shape.splits_by(strategy.tp) or shape.n_head < heads):
+    heads = max(mesh.tp, 1 if name == "cp-keys" else mesh.cp)
+    if reason is None and (not shape.splits_by(mesh.tp) or shape.n_head < heads):
         reason = f"needs {heads} heads or more, got {shape.n_head}"
-    if reason is None and shape.block_size % strategy.tp:
-        reason = f"needs a context that is a multiple of {strategy.tp}, got {shape.block_size}"
-    ranks, stages = 1 if strategy.one_rank else command.nproc, strategy.pp or command.nproc
+    if reason is None and shape.block_size % mesh.tp:
+        reason = f"needs a context that is a multiple of {mesh.tp}, got {shape.block_size}"
+    ranks, stages = 1 if strategy.one_rank else command.nproc, mesh.pp or command.nproc
     if reason is None and shape.n_layer < stages:
         reason = f"needs {stages} layers or more, got {shape.n_layer}"
-    if reason is None and strategy.ep != 1 and command.n_expert % command.nproc:
+    if reason is None and mesh.ep != 1 and command.n_expert % command.nproc:
         reason = f"needs a multiple of {command.nproc} experts, got {command.n_expert}"
     if reason is None and gpus is not None and command.device != "cpu" and gpus < ranks:
         reason = f"needs a GPU for each of {ranks} ranks, got {gpus}"
@@ -279,7 +279,7 @@ class Schedule:
         settings, strategy = self.comparison.settings, STRATEGIES[name]
         rows, nproc = settings["batch_size"], settings["nproc"]
         dp = nproc // strategy.model_ranks(nproc)
-        micro, accum = derive_batch(rows, self.shape.block_size, dp, pp=strategy.pp or nproc)
+        micro, accum = derive_batch(rows, self.shape.block_size, dp, pp=strategy.mesh.pp or nproc)
         if strategy.one_rank:
             return Run(name, repeat, 1, settings["threads"], micro, rows // micro)
         return Run(name, repeat, nproc, settings["threads"], micro, accum)

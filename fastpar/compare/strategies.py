@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,37 +35,33 @@ from fastpar.outer.outer import Outer
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.parallel.pipeline import pipeline_step
-from fastpar.settings.parallel import Parallel
+from fastpar.settings.axes import axes_of
+from fastpar.settings.options import OptimSettings
+from fastpar.settings.parallel import MeshSettings, Parallel
 
 ModelFactory = Callable[[], nn.Module]
 Batch = tuple[Tensor, Tensor, Tensor | None]  # x, y, the key of dropout
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What all contenders share, and what fastpar alone is given.
+class Settings(OptimSettings):
+    """What all contenders share: the optimizer's settings of `fastpar train`, and these.
 
-    bucket_mb: of DDP, of DeepSpeed's stages 1 and 2, and of fastpar; None leaves each its own.
-    optimizer: adamw or muon; muon_lr: of its matrices, where lr is that of all else.
-    max_grad_norm: the gradient's norm is clipped to it and known; None: neither.
+    max_grad_norm: 0: the gradient's norm is not measured either.
     exact_norm: torch's norm is summed in fp64: its sum in fp32 is off by some 1e-6 of it on a CPU.
-    grad_accum_steps: micro-batches of a step of train_step().
-    micro_rows: of a pipeline's micro-batch. fastpar, deepspeed: further arguments of each.
+    micro_rows: of a pipeline's micro-batch.
+    parallel: of fastpar. Its bucket_mb is also that of DDP and of DeepSpeed's stages 1 and 2, its
+        grad_accum_steps are the micro-batches of a step of train_step().
+    deepspeed: its ZeRO options.
     """
 
-    optimizer: str = "adamw"
     lr: float = 6e-4
-    muon_lr: float = 0.02
-    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 0.0
     eps: float = 1e-3  # see [Note: comparable updates]
-    weight_decay: float = 0.1
     device: str = "cpu"
-    bucket_mb: float | None = None
-    max_grad_norm: float | None = None
     exact_norm: bool = False
-    grad_accum_steps: int = 1
     micro_rows: int = 1
-    fastpar: Mapping[str, Any] = field(default_factory=dict)
+    parallel: Parallel = field(default_factory=Parallel)
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -157,7 +152,7 @@ class Contender:
 
     def _update(self) -> None:
         limit = self.settings.max_grad_norm
-        if limit is not None:
+        if limit:
             params = [p for p in self.model.parameters() if p.grad is not None]
             grads = [p.grad for p in params if p.grad is not None]
             if self.settings.exact_norm:
@@ -230,7 +225,8 @@ class _Fastpar(Contender):
         self.grad_norm = self.optimizer.grad_norm
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        if STRATEGIES[self.name].tp > 1 or STRATEGIES[self.name].ep != 1:
+        mesh = STRATEGIES[self.name].mesh
+        if mesh.tp > 1 or mesh.ep != 1:
             yield from self.model.state_dict().items()
             return
         with self.engine.gathered():
@@ -277,25 +273,25 @@ def _whole_optimizer(model: nn.Module, settings: Settings) -> Any:
     return (muon_of if settings.optimizer == "muon" else adamw_of)(model, settings)
 
 
-def _single(name: str, make: ModelFactory, settings: Settings) -> Contender:
+def _single(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
     model = make().to(settings.device)
-    made = Contender(name, model, _whole_optimizer(model, settings), settings)
+    made = Contender(strategy.name, model, _whole_optimizer(model, settings), settings)
     made.quiet = contextlib.nullcontext
     return made
 
 
-def _ddp(name: str, make: ModelFactory, settings: Settings, *, zero: bool = False) -> Contender:
+def _ddp(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
     if not dist.is_initialized():
         raise ValueError(
             "build: expected torch.distributed to be initialized, got initialized=False; "
             "start the ranks with torchrun or fastpar.testing.run_ranks"
         )
-    options: dict[str, Any] = {"bucket_cap_mb": settings.bucket_mb}
+    options: dict[str, Any] = {"bucket_cap_mb": settings.parallel.bucket_mb}
     whole = make().to(settings.device)
     model = nn.parallel.DistributedDataParallel(whole, gradient_as_bucket_view=True, **options)
-    made = Contender(name, model, None, settings)
+    made = Contender(strategy.name, model, None, settings)
     made.no_sync = model.no_sync
-    if not zero:
+    if not strategy.parallel:
         made.optimizer, made.quiet = _whole_optimizer(whole, settings), model.no_sync
         return made
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
@@ -305,31 +301,32 @@ def _ddp(name: str, make: ModelFactory, settings: Settings, *, zero: bool = Fals
     return made
 
 
-def _fsdp2(name: str, make: ModelFactory, settings: Settings, *, reshard: bool) -> Contender:
+def _fsdp2(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
     """A unit for each block; the root's holds both embeddings, the tied head and ln_f."""
     from torch.distributed.fsdp import fully_shard  # slow to import
 
     mesh = dist.device_mesh.init_device_mesh(settings.device, (dist.get_world_size(),))
-    model = make().to(settings.device)
+    model, reshard = make().to(settings.device), strategy.parallel["zero_stage"] == 3
     for unit in (*model.h, model):  # type: ignore[misc]
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
-    return Contender(name, model, adamw_of(model, settings), settings)
+    return Contender(strategy.name, model, adamw_of(model, settings), settings)
 
 
-def _deepspeed(name: str, make: ModelFactory, settings: Settings, *, stage: int) -> Contender:
+def _deepspeed(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
     deepspeed = import_deepspeed(settings.device)
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-    model = make().to(settings.device)
+    model, stage = make().to(settings.device), strategy.parallel["zero_stage"]
+    ours = settings.parallel
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, **settings.deepspeed}
-    if settings.bucket_mb is not None:
-        zero["reduce_bucket_size"] = int(settings.bucket_mb * 2**20 / 4)  # elements
+    if ours.bucket_mb is not None:
+        zero["reduce_bucket_size"] = int(ours.bucket_mb * 2**20 / 4)  # elements
     config = {
         "train_micro_batch_size_per_gpu": 1,  # names a number, moves no data
-        "gradient_accumulation_steps": settings.grad_accum_steps,
+        "gradient_accumulation_steps": ours.grad_accum_steps or 1,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        "gradient_clipping": settings.max_grad_norm or 0.0,  # its default is 1.0
+        "gradient_clipping": settings.max_grad_norm,  # its default is 1.0
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
@@ -339,7 +336,7 @@ def _deepspeed(name: str, make: ModelFactory, settings: Settings, *, stage: int)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if stage == 3:  # the tied head is used outside of its own module
         deepspeed.zero.register_external_parameter(engine.module, engine.module.wte.weight)
-    return _DeepSpeed(name, engine, engine.optimizer, settings)
+    return _DeepSpeed(strategy.name, engine, engine.optimizer, settings)
 
 
 def import_deepspeed(device: str) -> Any:
@@ -356,50 +353,30 @@ def import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def _fastpar(
-    name: str,
-    make: ModelFactory,
-    settings: Settings,
-    *,
-    stage: int,
-    tp: int = 1,
-    cp: int = 1,
-    cp_method: str = "heads",
-    ep: int = 1,
-    pp: int = 1,
-    hsdp: bool = False,
-    apart: int = 0,
-    **more: Any,
-) -> Contender:
-    """hsdp: pairs of ranks share one copy. ep, pp: see Strategy. apart: every rank is a
-    replica, which meets the others after so many steps. more: of parallelize."""
+def _fastpar(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
     world = dist.get_world_size() if dist.is_initialized() else 1
-    axes: Any = {"tp": tp, "cp": cp, "ep": ep or world, "pp": pp or world}
-    mesh = Mesh(**axes, replicas=world if apart else 1, device=settings.device)
-    options: Any = {"zero_stage": stage, "cp_method": cp_method, **more, **settings.fastpar}
-    if hsdp:
-        if mesh.dp_size < 4 or mesh.dp_size % 2:
-            raise ValueError(
-                "build: expected 4, 6, 8, ... ranks for HSDP, got "
-                f"world_size={mesh.dp_size}; start more ranks"
-            )
-        options["shard_size"] = 2
-    if settings.bucket_mb is not None:
-        options["bucket_mb"] = settings.bucket_mb
-    if settings.grad_accum_steps > 1:
-        options["grad_accum_steps"] = settings.grad_accum_steps
-    model = parallelize(make().to(settings.device), mesh, Parallel.of(**options))
+    axes = {n: world if size == 0 else size for n, size in axes_of(strategy.mesh).items()}
+    mesh = Mesh(**axes, device=settings.device)
+    parallel = settings.parallel.change(**strategy.parallel)
+    if parallel.shard_size and (mesh.dp_size < 4 or mesh.dp_size % 2):
+        raise ValueError(
+            "build: expected 4, 6, 8, ... ranks for HSDP, got "
+            f"world_size={mesh.dp_size}; start more ranks"
+        )
+    model = parallelize(make().to(settings.device), mesh, parallel)
     optimizer: AdamW
+    limit = settings.max_grad_norm or None
     if settings.optimizer == "muon":
-        optimizer = muon_of(model, settings, settings.max_grad_norm)
+        optimizer = muon_of(model, settings, limit)
     else:
         groups = decay_groups(model, settings.weight_decay)
-        optimizer = AdamW(groups, max_grad_norm=settings.max_grad_norm, **settings.adamw)
-    made = (_Fastpar if pp == 1 else _Pipeline)(name, model, optimizer, settings)
+        optimizer = AdamW(groups, max_grad_norm=limit, **settings.adamw)
+    kind = _Fastpar if strategy.mesh.pp == 1 else _Pipeline
+    made = kind(strategy.name, model, optimizer, settings)
     made.dp_rank, made.dp_size = mesh.dp_rank, mesh.dp_size
-    if apart:
+    if strategy.apart:
         made.dp_rank, made.dp_size = mesh.replica, mesh.replicas
-        made.outer = Outer(optimizer, every=apart)
+        made.outer = Outer(optimizer, every=strategy.apart)
     return made
 
 
@@ -414,36 +391,34 @@ class Strategy:
     """A way to train.
 
     name: as it is typed; title: in tables of bench. package: what it needs, beside torch.
-    ranks: it runs on multiples of these, at least `at_least`; one_rank: on one, whatever there are.
-    adamw_only: nothing in it steps whole matrices. tp: ranks that split each layer; cp: that share
-    each sequence. pp: stages of a pipeline; 0: every rank is one. sparse: it trains the model with
-    experts in the place of MLPs; ep: which so many ranks share out, 0: all. apart: each rank trains
-    weights of its own for a while.
+    parallel: settings of fastpar by name; of others, the ZeRO stage that theirs is like.
+    mesh: ranks that share what; 0: all. ranks: it runs on multiples of these, at least `at_least`;
+    one_rank: on one, whatever there are. adamw_only: nothing in it steps whole matrices. sparse: it
+    trains the model with experts in the place of MLPs. apart: steps for which each rank trains
+    weights of its own; 0: none.
     """
 
     name: str
     title: str
-    build: Callable[[str, ModelFactory, Settings], Contender]
+    build: Callable[[Strategy, ModelFactory, Settings], Contender]
     package: str = "fastpar"
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    mesh: MeshSettings = field(default_factory=MeshSettings)
     ranks: int = 1
     at_least: int = 1
     one_rank: bool = False
     adamw_only: bool = False
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
     sparse: bool = False
-    apart: bool = False
-    ep: int = 1
+    apart: int = 0
 
     @property
     def other_run(self) -> bool:
         """Whether its losses are not meant to be those of one process."""
-        return self.sparse or self.apart
+        return self.sparse or self.apart > 0
 
     def model_ranks(self, nproc: int) -> int:
         """Ranks that compute the same sequences together."""
-        return self.tp * self.cp * (self.pp or nproc)
+        return self.mesh.tp * self.mesh.cp * (self.mesh.pp or nproc)
 
     def import_all(self) -> None:
         """What else would be imported in the first step: memory that is no part of training."""
@@ -466,42 +441,44 @@ class Strategy:
 SINGLE, DDP = "single", "ddp"
 _STAGES = (1, 2, 3)
 _2: dict[str, Any] = {"at_least": 2}
+_PAIRS: dict[str, Any] = {"at_least": 2, "ranks": 2}
 _4: dict[str, Any] = {"at_least": 4, "ranks": 2}
-_INT8: Any = {"wire_gradients": "int8", "wire_weights": "int8"}
+_INT8 = {"wire_gradients": "int8", "wire_weights": "int8"}
+# Name, title, settings, ranks that share what, more.
+_OURS: tuple[Any, ...] = (
+    ("dp", "ZeRO-0", {}, {}, {}),
+    *((f"zero{n}", f"ZeRO-{n}", {"zero_stage": n}, {}, {}) for n in _STAGES),
+    ("zero2-int8", "ZeRO-2, int8 wires", {"zero_stage": 2, **_INT8}, {}, {}),
+    ("diloco", "DiLoCo", {}, {"replicas": 0}, {"apart": 20, **_2}),
+    ("hsdp", "HSDP", {"zero_stage": 3, "shard_size": 2}, {}, _4),
+    ("tp", "TP", {}, {"tp": 2}, _PAIRS),
+    *((f"tp-zero{n}", f"TP, ZeRO-{n}", {"zero_stage": n}, {"tp": 2}, _4) for n in _STAGES),
+    ("cp", "CP", {}, {"cp": 2}, _PAIRS),
+    ("cp-keys", "CP, keys", {"cp_method": "keys"}, {"cp": 2}, _PAIRS),
+    ("pp", "PP", {}, {"pp": 0}, _2),
+    ("dp-pp", "DP x PP", {}, {"pp": 2}, _4),
+    ("experts", "experts", {}, {}, {"sparse": True}),
+    ("ep", "EP", {}, {"ep": 0}, {"sparse": True, **_2}),
+)
 _ALL = (
     Strategy(SINGLE, "one process", _single, "torch", one_rank=True),
     Strategy(DDP, "DDP", _ddp, "torch"),
     *(
-        Strategy(name, title, make, package, adamw_only=True)
-        for name, title, make, package in (
-            ("ddp-zero", "DDP + ZeRO optimizer", partial(_ddp, zero=True), "torch"),
-            ("fsdp2", "FSDP2", partial(_fsdp2, reshard=True), "torch"),
-            ("fsdp2-no-reshard", "FSDP2, no reshard", partial(_fsdp2, reshard=False), "torch"),
-            ("deepspeed1", "DeepSpeed ZeRO-1", partial(_deepspeed, stage=1), "deepspeed"),
-            ("deepspeed2", "DeepSpeed ZeRO-2", partial(_deepspeed, stage=2), "deepspeed"),
-            ("deepspeed3", "DeepSpeed ZeRO-3", partial(_deepspeed, stage=3), "deepspeed"),
+        Strategy(name, title, make, package, {"zero_stage": stage}, adamw_only=True)
+        for name, title, make, package, stage in (
+            ("ddp-zero", "DDP + ZeRO optimizer", _ddp, "torch", 1),
+            ("fsdp2", "FSDP2", _fsdp2, "torch", 3),
+            ("fsdp2-no-reshard", "FSDP2, no reshard", _fsdp2, "torch", 2),
+            *(
+                (f"deepspeed{n}", f"DeepSpeed ZeRO-{n}", _deepspeed, "deepspeed", n)
+                for n in _STAGES
+            ),
         )
     ),
-    Strategy("dp", "fastpar ZeRO-0", partial(_fastpar, stage=0)),
-    *(Strategy(f"zero{n}", f"fastpar ZeRO-{n}", partial(_fastpar, stage=n)) for n in _STAGES),
-    Strategy("zero2-int8", "fastpar ZeRO-2, int8 wires", partial(_fastpar, stage=2, **_INT8)),
-    Strategy("diloco", "fastpar DiLoCo", partial(_fastpar, stage=0, apart=20), apart=True, **_2),
-    Strategy("hsdp", "fastpar HSDP", partial(_fastpar, stage=3, hsdp=True), ranks=2, at_least=4),
-    Strategy("tp", "fastpar TP", partial(_fastpar, stage=0, tp=2), at_least=2, ranks=2, tp=2),
     *(
-        Strategy(
-            f"tp-zero{n}", f"fastpar TP, ZeRO-{n}", partial(_fastpar, stage=n, tp=2), tp=2, **_4
-        )
-        for n in _STAGES
+        Strategy(name, f"fastpar {title}", _fastpar, "fastpar", own, MeshSettings(**axes), **more)
+        for name, title, own, axes, more in _OURS
     ),
-    *(
-        Strategy(n, about, partial(_fastpar, cp=2, stage=0, cp_method=m), at_least=2, ranks=2, cp=2)
-        for n, about, m in (("cp", "fastpar CP", "heads"), ("cp-keys", "fastpar CP, keys", "keys"))
-    ),
-    Strategy("pp", "fastpar PP", partial(_fastpar, stage=0, pp=0), at_least=2, pp=0),
-    Strategy("dp-pp", "fastpar DP x PP", partial(_fastpar, stage=0, pp=2), pp=2, **_4),
-    Strategy("experts", "fastpar experts", partial(_fastpar, stage=0), sparse=True),
-    Strategy("ep", "fastpar EP", partial(_fastpar, stage=0, ep=0), at_least=2, sparse=True, ep=0),
 )
 STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
 
@@ -523,4 +500,4 @@ def build(name: str, make: ModelFactory, settings: Settings | None = None) -> Co
             f"build: expected optimizer=adamw for {name}, whose ranks have parts of matrices, got "
             f"optimizer={settings.optimizer}; choose another strategy"
         )
-    return strategy.build(name, make, settings)
+    return strategy.build(strategy, make, settings)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import cosine_lr
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 
 SILENCE_S = 300.0  # without a step: then a run is stopped
 EPS = 1e-8  # as `fastpar train` has it
@@ -71,7 +72,7 @@ class Spec:
         return min(max(self.steps // 10, 20), self.steps // 2, 1000)
 
     @property
-    def accumulate(self) -> str:
+    def accumulate(self) -> Literal["shard", "full"]:
         """When gradients are reduced; chosen as `fastpar train` does."""
         return "shard" if self.run.strategy.endswith(("zero2", "zero3")) else "full"
 
@@ -132,8 +133,9 @@ class Rank:
                 device=self.device,
                 max_grad_norm=MAX_GRAD_NORM,
                 exact_norm=spec.run.exact_norm,
-                grad_accum_steps=spec.run.grad_accum_steps,
-                fastpar={"accumulate": spec.accumulate},
+                parallel=Parallel(
+                    grad_accum_steps=spec.run.grad_accum_steps, accumulate=spec.accumulate
+                ),
             ),
         )
 
@@ -168,7 +170,7 @@ class Rank:
     @property
     def _within(self) -> bool:
         """Whether ranks have one model together: then the engine does not see all that is sent."""
-        return self.strategy.model_ranks(self.world_size) > 1 or self.strategy.ep != 1
+        return self.strategy.model_ranks(self.world_size) > 1 or self.strategy.mesh.ep != 1
 
     @contextmanager
     def _counting(self) -> Iterator[None]:

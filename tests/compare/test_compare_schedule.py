@@ -140,7 +140,7 @@ def test_repeats_begin_with_another_strategy_and_orders_come_last(text):
 def test_every_strategy_has_the_same_sequences_in_a_step(text):
     schedule = schedule_of(text, nproc=4, strategies="single,dp,tp,tp-zero2", batch_size=8)
     for run in schedule.runs():
-        splits = STRATEGIES[run.strategy].tp
+        splits = STRATEGIES[run.strategy].mesh.tp
         assert run.ranks // splits * run.micro_batch_size * run.grad_accum_steps == 8
         spec = schedule.spec(run)
         assert (spec.run, spec.steps, spec.run.threads) == (run, schedule.steps, 1)

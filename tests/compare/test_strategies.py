@@ -14,6 +14,7 @@ from fastpar.compare import strategies
 from fastpar.compare.strategies import STRATEGIES, Settings, build, decay_groups
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 TINY = GPTConfig(2, 2, 32, 16, 200, dropout=0.0)
@@ -37,7 +38,8 @@ def train(name, micro_batches, optimizer="adamw"):
     """(loss, norm) of each step with so many micro-batches a rank, and rank 0's weights."""
     # What rounds the fp32 factor of clipping grows in orthogonalize, by up to its slope of 1000.
     limit = LIMIT if optimizer == "adamw" else math.inf
-    settings = Settings(optimizer, max_grad_norm=limit, grad_accum_steps=micro_batches)
+    own = Parallel(grad_accum_steps=micro_batches)
+    settings = Settings(optimizer, max_grad_norm=limit, parallel=own)
     made = build(name, make, settings)
     own = ROWS // made.dp_size
     rows = own // micro_batches
