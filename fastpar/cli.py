@@ -29,15 +29,19 @@ from fastpar.comm.ranks import (
 from fastpar.files.packages import import_package
 from fastpar.files.runs import RUNS, find_run, is_restart, list_checkpoints, newest_run, run_id
 from fastpar.settings.axes import ranks_of_batch
-from fastpar.settings.combinations import check_synchronous, without_idle
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.fields import for_tyro, setting_name
 from fastpar.settings.files import WRONG_PATH, option, read_settings
 from fastpar.settings.options import USUAL, SampleSettings, TrainFlags
+from fastpar.settings.rules import check_synchronous, rules_text, without_idle
 from fastpar.train import launch
 
 _NOBODY_READS = 128 + 13  # as if by SIGPIPE
-_WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages
+# The forms of all our messages: of a value, and of two settings (settings/rules.py).
+_WRITTEN_FOR_USERS = re.compile(
+    r"[\w.]+(?: \w+)?: expected |"
+    r"[\w-]+(?:[ =][\w.-]+)? (?:does not run with|does nothing with(?:out)?|needs) .+; "
+)
 # Each is a function of this file, with _ in front.
 COMMANDS = {
     "train": "train a GPT-2 on text (--nproc N: on N ranks of this machine)",
@@ -270,13 +274,17 @@ def _short_help() -> int:
             shown = flag is None or flag[1] in USUAL
         if shown:
             print(line)
-    print("These are the usual settings; `fastpar train --help-all` shows all.")
+    print("These are the usual settings; `fastpar train --help-all` shows all, --rules what runs")
+    print("together.")
     return 0
 
 
 def _train(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         return _short_help()
+    if "--rules" in arguments:
+        print(rules_text())
+        return 0
     arguments = ["--help" if word == "--help-all" else word for word in arguments]
     with _naming_saved_settings(arguments):
         config = parse_train(arguments)
@@ -403,15 +411,16 @@ def _read_base(arguments: list[str]) -> _Base:
 
 @contextlib.contextmanager
 def _naming_saved_settings(arguments: list[str]) -> Iterator[None]:
-    """Advice to leave a flag out is no use where the run to go on with has set it: say so."""
+    """Advice to drop a flag is no use where the run to go on with has set it: say so."""
     try:
         yield
     except ValueError as error:
         text, _, advice = str(error).rpartition("; ")
-        if "leave" not in advice:
+        if not re.search("leave|drop", advice):
             raise
         base = _read_base(arguments)
-        flags = {setting_name(flag) for flag in re.findall(r"--(?:no-)?([\w-]+)", advice)}
+        told = f"{text} {advice}" if "drop one of them" in advice else advice
+        flags = {setting_name(flag) for flag in re.findall(r"--(?:no-)?([\w-]+)", told)}
         named = {name: value for name, value in base.saved.items() if name in flags}
         if not named:
             raise

@@ -53,7 +53,8 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.data.sources import TextSource, open_source
 from fastpar.doctor.clocks import stopwatch
 from fastpar.models.fp8 import use_fp8
-from fastpar.settings.config import GPTConfig, TrainConfig, option
+from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.files import option
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -30,10 +30,10 @@ from fastpar.files.progress import Progress, duration
 from fastpar.files.runs import RUNS, make_next_free
 from fastpar.measure.machine import about_machine
 from fastpar.models.block import count_parameters
-from fastpar.settings.combinations import check_synchronous
 from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
 from fastpar.settings.files import check_at_least, option
 from fastpar.settings.options import ModelSize, TextSettings
+from fastpar.settings.rules import check_synchronous
 
 DEFAULT = (  # side by side what does the same: torch's, then fastpar's
     *(SINGLE, "ddp", "dp", "zero1", "fsdp2-no-reshard", "zero2", "fsdp2", "zero3"),

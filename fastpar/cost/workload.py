@@ -13,8 +13,8 @@ from typing import Any
 from fastpar.comm.wires import CODES, FORMATS
 from fastpar.files.dtypes import DTYPES
 from fastpar.models.block import count_parameters
-from fastpar.settings.axes import parse_grid
-from fastpar.settings.config import GPTConfig, TrainConfig, pp_chunks, pp_split
+from fastpar.settings.axes import parse_grid, pp_chunks, pp_split
+from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.fields import changed, leaves
 from fastpar.settings.options import ModelSettings, RecomputeSettings, TrainFlags
 from fastpar.settings.parallel import MeshSettings, Parallel

@@ -36,7 +36,7 @@ from fastpar.comm.watchdog import waiting
 from fastpar.comm.wires import FORMATS, OF_GRADIENTS, CompressedSums, Worker
 from fastpar.optim.state import new_step, store_values, values_of
 from fastpar.parallel.engine import Engine, engine_of_parameter
-from fastpar.settings.combinations import check_outer
+from fastpar.settings.rules import check
 
 WEIGHT, MOMENTUM, ERROR = "outer_weight", "outer_momentum", "outer_error"
 STEPS, MEMBERS = "outer_steps", "outer_members"
@@ -80,7 +80,8 @@ class Outer:
     ) -> None:
         self._params = [p for group in optimizer.param_groups for p in group["params"]]
         engines = {id(e): e for e in map(engine_of_parameter, self._params) if e is not None}
-        check_outer("Outer", "", every, lr, momentum)
+        given = {"outer_every": every, "outer_lr": lr, "outer_momentum": momentum}
+        check("Outer", given)
         if wire not in OF_GRADIENTS:
             raise ValueError(
                 f"Outer: expected wire to be one of {', '.join(OF_GRADIENTS)}, got wire={wire}; "

@@ -45,8 +45,7 @@ from fastpar.parallel.units import find_units, unit_of_parameters
 from fastpar.patching.context import share_context
 from fastpar.patching.tp_plan import Plan, Planned, plan_for, use_tokens
 from fastpar.pipeline.stages import Stages, cut_stages, make_stages
-from fastpar.settings.axes import AXES, TP_AXES
-from fastpar.settings.config import pp_split
+from fastpar.settings.axes import AXES, TP_AXES, pp_split
 from fastpar.settings.fields import flat
 from fastpar.settings.parallel import Offload, Parallel, Pipeline, Precision, Wires
 from fastpar.sharding.layout import (

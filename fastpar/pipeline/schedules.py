@@ -22,7 +22,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from fastpar.settings.combinations import check_synchronous
+from fastpar.settings.axes import pp_chunks
+from fastpar.settings.rules import check, check_synchronous
 
 
 class Kind(enum.Enum):
@@ -158,7 +159,6 @@ RULES: dict[str, Rule] = {
     "zb-v": _zb_v,
 }
 SPLIT = ("zb-h1", "zb-v")
-CHUNKS = {"interleaved": range(1, 65), "zb-v": range(2, 3)}  # of others: one
 
 
 def check_name(name: str, *, caller: str) -> None:
@@ -178,16 +178,8 @@ def chunks_of(name: str, chunks: int | None, *, caller: str) -> int:
         ValueError: an unknown schedule; chunks that it does not take.
     """
     check_name(name, caller=caller)
-    taken = CHUNKS.get(name, range(1, 2))
-    if chunks is None:
-        return 2 if 2 in taken else 1
-    if chunks not in taken:
-        expected = str(taken[0]) if len(taken) == 1 else f"{taken[0]} to {taken[-1]}"
-        raise ValueError(
-            f"{caller}: expected chunks={expected} with schedule={name!r}, got chunks={chunks}; "
-            "leave chunks out, or choose schedule='interleaved', which takes any"
-        )
-    return chunks
+    check(caller, {"schedule": name, "chunks": chunks})
+    return pp_chunks(name, chunks)
 
 
 @functools.lru_cache(16)  # a training loop asks in every step

@@ -11,10 +11,8 @@ from typing import Any
 
 from fastpar.cost.workload import Setup, Workload
 from fastpar.plan.estimate import Estimate, divisors, layout_text, tp_sizes
-from fastpar.settings import combinations
 from fastpar.settings.axes import parse_grid
-from fastpar.settings.config import TrainConfig
-from fastpar.settings.parallel import MeshSettings
+from fastpar.settings.rules import DEFAULTS, check, of_shape
 
 MOST_ROWS = 16
 
@@ -28,11 +26,9 @@ def check_grid(command: Any, workload: Workload) -> None:
             f"plan: expected no measure with tp_grid={command.tp_grid}, whose exchanges it does "
             "not time, got measure=True; leave one of them out"
         )
-    parallel = MeshSettings(tp_grid=command.tp_grid)
-    asked = {name: getattr(command, name) for name in ("optimizer", "moment_dtype", "fp8")}
-    values = {**TrainConfig().settings(), **asked, "pp": command.pp or 1}
-    combinations.check_grid(parallel, values)
-    combinations.check_grid_widths(parallel, workload.shape)
+    asked = {n: getattr(command, n) for n in ("optimizer", "moment_dtype", "fp8", "tp_grid")}
+    values = {**DEFAULTS, **asked, "pp": command.pp or 1, **of_shape(workload.shape)}
+    check("plan", values, ("tp_grid",))
 
 
 def grids_of(workload: Workload, template: Setup, per_node: int) -> list[tuple[int, ...]]:

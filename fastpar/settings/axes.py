@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,18 +18,22 @@ from fastpar.settings.parallel import MeshSettings
 AXES = ("pp", "replicas", "dp", "cp", "ep", "depth", "rows", "tp")
 DATA_AXES = ("replicas", "dp", "ep")  # whose ranks compute different sequences
 TP_AXES = ("rows", "tp")  # whose ranks split each layer
+CHUNKS = {"interleaved": range(1, 65), "zb-v": range(2, 3)}  # stages on a rank; of others: one
 
 
 def parse_grid(text: str | None) -> tuple[int, ...] | None:
     """(rows, columns), with depth if it is there, of a setting; None without a grid."""
-    if text is None:
-        return None
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text):
-        raise ValueError(
-            "train: expected tp_grid as ROWSxCOLUMNS or ROWSxCOLUMNSxDEPTH of ranks, got tp_grid="
-            f"{text}; write --tp-grid 2x2"
-        )
-    return tuple(map(int, text.split("x")))
+    return None if text is None else tuple(map(int, text.split("x")))
+
+
+def pp_split(text: str | None) -> list[int] | None:
+    """Layers of each stage as the setting pp_split says; None: by cost."""
+    return None if text is None else [int(number) for number in text.split(",")]
+
+
+def pp_chunks(schedule: str, chunks: int | None) -> int:
+    """Stages on each rank of a pipeline; None: the fewest that make a schedule differ from 1f1b."""
+    return (2 if 2 in CHUNKS.get(schedule, ()) else 1) if chunks is None else chunks
 
 
 def axes_of(mesh: MeshSettings) -> dict[str, Any]:

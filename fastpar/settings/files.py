@@ -24,6 +24,7 @@ WRONG_PATH = {
 
 def option(name: str, value: Any = None) -> str:
     """The flag of a setting, which may set it to False: max_steps -> --max-steps."""
+    name = "zero" if name == "zero_stage" else name
     return ("--no-" if value is False else "--") + name.replace("_", "-")
 
 
@@ -78,16 +79,10 @@ def _without_headings(content: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def parse_seconds(text: str, name: str = "max_time") -> float:
-    """Seconds of a time such as 300, 300s, 5m, 1h30m or 1.5h; `name` is that of the setting."""
+def parse_seconds(text: str) -> float:
+    """Seconds of a time such as 300, 300s, 5m, 1h30m or 1.5h; 0 for what is none."""
     units = {"h": 3600.0, "m": 60.0, "s": 1.0}
     parts = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
-    seconds = sum(float(number) * units[unit] for number, unit in parts)
     if "".join(number + unit for number, unit in parts) != text:
-        seconds = float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0
-    if not seconds:
-        raise ValueError(
-            f"train: expected a time such as 300s, 5m or 1h30m, got {name}={text}; set "
-            f"{option(name)}"
-        )
-    return seconds
+        return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0
+    return sum(float(number) * units[unit] for number, unit in parts)

@@ -77,7 +77,7 @@ def in_own_folder(config: TrainConfig, mesh: Mesh, first: Path | None) -> TrainC
     Ranks: all of all replicas. first: that folder, on rank 0 of the first replica.
     """
     run = gather_objects(str(first), mesh.outer_group)[0]
-    return config.replace({"out": str(folder_of(run, mesh.replica))})
+    return config.in_folder(str(folder_of(run, mesh.replica)))
 
 
 def granted(mesh: Mesh, every: int | None, step: int, stop: int, asked: bool) -> tuple[int, bool]:

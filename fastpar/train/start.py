@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,14 +27,8 @@ from fastpar.models.gpt import GPT
 from fastpar.models.upcycle import upcycled
 from fastpar.optim.schedule import describe_storage
 from fastpar.parallel.engine import Engine
-from fastpar.settings.config import (
-    GPTConfig,
-    TrainConfig,
-    check_fp8_widths,
-    check_parallel,
-    check_split,
-    check_storage,
-)
+from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.rules import of_shape
 
 
 def found_by_main(run: Path, step: int, mesh: Mesh) -> Path | None:
@@ -95,8 +88,7 @@ def load_model_and_data(
             if config.shape.n_expert:
                 model = upcycled(model, config.expert_settings(), seed=config.run.seed)
             check(model.config)
-        check_split(SimpleNamespace(**config.settings()), model.config)
-        check_fp8_widths(config.system, config.mesh.tp, model.config)
+        config.learn(**of_shape(model.config))
         block_size = config.shape.block_size or model.config.block_size
         if block_size > model.config.block_size:
             raise ValueError(
@@ -139,9 +131,7 @@ def pick_dtype(config: TrainConfig, mesh: Mesh, state: dict[str, Any] | None) ->
         )
     name = "fp32" if name == "auto" else name
     _check_fp8(config, mesh, name)
-    check_storage(config.optim, name)
-    every = SimpleNamespace(**config.settings())
-    check_parallel(every, name, deterministic=every.deterministic)
+    config.learn(dtype=name)
     return name
 
 

@@ -129,7 +129,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see _check_cublas
         # Read by oneDNN's first product. With AMX the bits of 16-bit products depend on threads.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
-    timeout_s = parse_seconds(config.faults.timeout, "timeout")
+    timeout_s = parse_seconds(config.faults.timeout)
     mesh = Mesh(
         **axes_of(config.mesh),
         device="cpu" if system.device == "cpu" else None,
@@ -228,7 +228,7 @@ class Trainer:
         self.micro_batch: Callable[..., torch.Tensor] = self._micro_batch
         self.step_graph: StepGraph | None = None
         parts = self._micro_batch, self.model, self.engine, self.optimizer
-        asked = False if config.why_no_graphs() else config.system.cuda_graphs
+        asked = config.system.cuda_graphs if config.runs_in_graphs() else False
         self.micro_batch, self.step_graph, graphs = captured(*parts, asked)
         if graphs:
             self._facts["graphs"] = graphs

@@ -280,8 +280,8 @@ def test_compressed_differences(form):
 @sweep(
     ["outer", "message"],
     [
-        ({"every": 0}, r"Outer: expected every >= 1, got every=0; these are the steps"),
-        ({"every": 4, "lr": 0.0}, r"expected lr in \(0, 2\], got lr=0.0; 1 takes the mean"),
+        ({"every": 0}, r"Outer: expected every >= 1, got every=0; set every"),
+        ({"every": 4, "lr": 0.0}, r"expected lr in \(0, 2\], got lr=0.0; 0.7 is usual"),
         ({"every": 4, "momentum": 1.0}, r"expected momentum in \[0, 1\), got momentum=1.0"),
         ({"every": 4, "wire": "int2"}, r"expected wire to be one of fp32, bf16.*got wire=int2"),
     ],

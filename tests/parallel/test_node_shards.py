@@ -16,7 +16,7 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.nn.recompute import recompute
 from fastpar.optim.average import AveragedWeights
 from fastpar.parallel.debug import Debug
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 SECOND = {"node_size": 2, "secondary_shards": True}
@@ -222,29 +222,6 @@ def test_bad_nodes(options, message):
 def test_nodes_beside_what_they_contradict(options, axes, message):
     with pytest.raises(ValueError, match=message):
         run_ranks(refused, 8, options, axes)
-
-
-def test_settings_of_nodes():
-    for changes, message in (
-        (
-            {"secondary_shards": True},
-            "expected zero_stage=3 and node_size with secondary_shards, go",
-        ),
-        ({"secondary_shards": True, "zero_stage": 3}, "got zero_stage=3 and node_size=None"),
-        (
-            {"node_size": 4, "zero_stage": 3},
-            "expected secondary_shards at stage 3, or wire_gradien",
-        ),
-        (
-            {"node_size": 4, "wire_gradients": "int8"},
-            "at stages 1 to 3, with node_size=4, got zero_",
-        ),
-        ({"node_size": 1}, "node_size >= 2, got node_size=1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TrainConfig().replace(changes)
-    TrainConfig().replace({"node_size": 4, "wire_gradients": "int8", "zero_stage": 1})
-    TrainConfig().replace({"node_size": 4, "secondary_shards": True, "zero_stage": 3})
 
 
 def test_what_they_cost_on_paper():

@@ -11,7 +11,7 @@ import fastpar
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.parallel.checks import WITHOUT_FEEDBACK
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:parallelize. wire_gradients=.int4.")
@@ -300,21 +300,3 @@ def test_int4_alone_warns_and_one_rank_sends_nothing():
         run_ranks(bytes_of, 2, 1, {"wire_gradients": "int4"})
     options = {"wire_gradients": "int8", "error_feedback": True}
     assert same(run_ranks(weights, 1, 1, options)[0][0], run_ranks(weights, 1, 1, {})[0][0])
-
-
-def test_settings_of_a_run():
-    for changes, message in (
-        ({"error_feedback": True}, "expected wire_gradients with error_feedback, got wire_gradi"),
-        ({"wire_weights": "int8"}, "expected zero_stage 1, 2 or 3 with wire_weights, got zero_st"),
-        (
-            {"wire_gradients": "int8", "error_feedback": True, "zero_stage": 2},
-            "expected error_buffer with error_feedback at stages 2 and 3, got zero_stage=2",
-        ),
-        (
-            {"wire_gradients": "int8", "deterministic": True},
-            "expected deterministic=False with wire_gradients=int8 and wire_weights=None, got",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TrainConfig().replace(changes)
-    TrainConfig().replace({"wire_gradients": "int4", "error_buffer": True, "zero_stage": 3})

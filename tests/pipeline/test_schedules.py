@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 
-from fastpar.pipeline.schedules import CHUNKS, RULES, Kind, Op, chunks_of, make_schedule
+from fastpar.pipeline.schedules import RULES, Kind, Op, chunks_of, make_schedule
 from fastpar.pipeline.simulator import FINISHES, Costs, in_order, time_of
+from fastpar.settings.axes import CHUNKS
 
 
 def most_held(ops):
@@ -144,8 +145,8 @@ def test_messages_in_another_order_on_the_two_sides_are_found():
     ("arguments", "message"),
     [
         (("1f2b", 2, 4), r"one of gpipe, 1f1b, interleaved, zb-h1, zb-v, got schedule='1f2b'"),
-        (("zb-v", 2, 4, 3), "expected chunks=2 with schedule='zb-v', got chunks=3; leave chunks"),
-        (("1f1b", 2, 4, 2), "expected chunks=1 with schedule='1f1b', got chunks=2; .*interleaved"),
+        (("zb-v", 2, 4, 3), "another chunks with schedule=zb-v: .*, got chunks=3; drop"),
+        (("1f1b", 2, 4, 2), "plan: expected another .* 1 to 64 with interleaved, .* --chunks"),
         (("1f1b", 0, 4), "at least one rank and one micro-batch, got pp=0 micro_batches=4"),
     ],
 )

@@ -101,7 +101,7 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
         ("train --lr 0", "train: expected lr > 0, got lr=0.0; set --lr"),
         (
             "train --shard-size 2",
-            "train: expected zero_stage 1, 2 or 3 with shard_size, got zero_st",
+            "--shard-size needs --zero 1, 2 or 3; add --zero 1, or drop --shard-size",
         ),
         ("train --nproc 4 --batch-size 2", "train: expected at least one sequence for each of dp="),
         (
@@ -194,8 +194,9 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
         ),
         (
             "train --nproc 2 --zero 3 --node-size 2",
-            "train: expected secondary_shards at stage 3, or wire_gradients bf16",
+            "--node-size needs --wire-gradients; add --wire-gradients, or drop",
         ),
+        ("train --fp8 mlp --n-expert 2", "--fp8 does not run with --n-expert; drop one of them"),
         ("info now", "fastpar info: expected no options, got now; leave them out"),
     ],
 )

@@ -243,7 +243,7 @@ def test_random_rounding_follows_the_seed(here):
 
 
 def test_the_format_that_auto_finds_must_fit_the_storage(here):
-    with pytest.raises(ValueError, match=r"bf16 weights with stochastic_rounding, got dtype=fp32"):
+    with pytest.raises(ValueError, match=r"--stochastic-rounding does not run with --dtype fp32"):
         run("r", stochastic_rounding=True)
 
 

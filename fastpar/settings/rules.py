@@ -1,0 +1,646 @@
+"""What settings must be, and which do not run together: rows of a table, asked in one place.
+
+A row is asked where all that it names is known. Names are those of settings and of facts: `dtype`
+without auto, sizes of the model (n_layer, n_head, n_embd, shape), `dp`, the ranks that compute
+different tokens, `delayed_scales`. What is learned later is asked then, by name.
+
+[Note: spelling] In a text <pp> is `--pp` for who starts a command, and `pp` for who calls a
+function; <pp=2> is `--pp 2` or `pp=2`, <schedule=zb-h1|zb-v> the one of these that was found; {lr}
+is a value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fastpar.settings.axes import CHUNKS, parse_grid, pp_chunks, pp_split
+from fastpar.settings.files import option, parse_seconds
+from fastpar.settings.model import GPTConfig
+from fastpar.settings.options import FlagsT, TrainFlags
+
+DEFAULTS: dict[str, Any] = TrainFlags().settings() | {"dp": 1, "delayed_scales": False}
+FACTS = {
+    "dp": "data-parallel ranks",
+    "delayed_scales": "<fp8> with <fp8_scaling=tensor>",
+}
+COMMANDS = ("train", "plan", "profile", "compare")  # who is told of flags
+
+
+class Rule(NamedTuple):
+    """What has to hold.
+
+    Args:
+        names: settings and facts; the first is the one to change.
+        holds: of their values.
+        says: what is expected, or how two settings contradict each other, see [Note: spelling].
+        way_out: what to do.
+        by: who alone asks; "": everybody.
+    """
+
+    names: tuple[str, ...]
+    holds: Callable[..., bool]
+    says: str
+    way_out: str
+    by: str = ""
+
+
+class Term(NamedTuple):
+    """A setting that is on: not at its default, one of some values, or above a number."""
+
+    name: str
+    values: tuple[str, ...]
+    above: int | None
+
+    @classmethod
+    def of(cls, text: str) -> Term:
+        """`fp8`, `schedule zb-h1 zb-v`, `num_samples >0`."""
+        name, *values = text.split()
+        above = int(values[0][1:]) if values and values[0][0] == ">" else None
+        return cls(name, () if above is not None else tuple(values), above)
+
+    def on(self, value: Any) -> bool:
+        """Whether this value switches it on."""
+        if self.above is not None:
+            return (value or 0) > self.above
+        return str(value) in self.values if self.values else bool(value != DEFAULTS[self.name])
+
+    @property
+    def text(self) -> str:
+        """See [Note: spelling]."""
+        if self.name in FACTS:
+            return FACTS[self.name]
+        values = () if self.values == ("True",) else self.values
+        above = f" above {self.above}" * (self.above is not None)
+        return f"<{self.name}{'=' * bool(values)}{'|'.join(values)}>{above}"
+
+
+class Pair(NamedTuple):
+    """Two settings that do not run together, each a Term, or several joined by `and`."""
+
+    one: str
+    other: str
+    why: str = ""
+    by: str = ""
+
+    def sides(self) -> tuple[list[Term], list[Term]]:
+        return _terms(self.one, " and "), _terms(self.other, " and ")
+
+    def rule(self) -> Rule:
+        one, other = self.sides()
+        names = tuple(term.name for term in (*one, *other))
+
+        def holds(*values: Any) -> bool:
+            return not all(term.on(value) for term, value in zip((*one, *other), values))
+
+        says = f"{one[0].text} does not run with {other[0].text}" + f": {self.why}" * bool(self.why)
+        return Rule(names, holds, says, "drop one of them", self.by)
+
+
+class Needs(NamedTuple):
+    """A setting (Terms joined by `and`) that needs another (Terms joined by `or`).
+
+    Args:
+        way_out: how else to have that.
+        idle: without it, it does nothing. Only the command line refuses that, see without_idle().
+    """
+
+    one: str
+    other: str
+    why: str = ""
+    way_out: str = ""
+    idle: bool = False
+    by: str = ""
+
+    def rule(self) -> Rule:
+        one, other = _terms(self.one, " and "), _terms(self.other, " or ")
+        names = tuple(term.name for term in (*one, *other))
+
+        def holds(*values: Any) -> bool:
+            given = all(term.on(value) for term, value in zip(one, values))
+            return not given or any(t.on(value) for t, value in zip(other, values[len(one) :]))
+
+        verb = "does nothing without" if self.idle else "needs"
+        says = f"{one[0].text} {verb} {other[0].text}" + f": {self.why}" * bool(self.why)
+        first = other[0]._replace(values=other[0].values[:1]).text
+        way_out = self.way_out or f"add {first}"
+        return Rule(names, holds, says, f"{way_out}, or drop <{one[0].name}>", self.by)
+
+
+def _terms(text: str, between: str) -> list[Term]:
+    return [Term.of(part) for part in text.split(between)]
+
+
+def _at_least(low: float, *names: str) -> list[Rule]:
+    def holds(value: Any) -> bool:
+        return value is None or low <= value < math.inf
+
+    return [Rule((name,), holds, f"{name} >= {low}", f"set <{name}>") for name in names]
+
+
+def _is_grid(text: str | None) -> bool:
+    found = text is None or re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text)
+    return bool(found) and math.prod(parse_grid(text) or (2,)) > 1
+
+
+def _grid(text: str | None) -> tuple[int, ...]:
+    return (parse_grid(text) or (1, 1))[:2]
+
+
+def _splits_layers(split: str | None, pp: int, schedule: str, chunks: int | None, n: int) -> bool:
+    layers = pp_split(split)
+    return (
+        pp == 1
+        or layers is None
+        or (len(layers), sum(layers))
+        == (
+            pp * pp_chunks(schedule, chunks),
+            n,
+        )
+    )
+
+
+def _same_scales(fp8: str, scaling: str, tp: int, shape: GPTConfig) -> bool:
+    least = shape.n_embd * (1 if fp8 == "all" else 4)
+    by_block = scaling == "block" and least % (128 * tp) == 0
+    return fp8 == "none" or tp == 1 or scaling == "tensor" or by_block
+
+
+def _whole_tiles(fp8: str, tp: int, shape: GPTConfig) -> bool:
+    heads = shape.heads_of_rank(tp) * shape.n_embd // shape.n_head
+    features = [shape.hidden // tp, *[heads] * (fp8 == "all")]
+    return fp8 == "none" or tp == 1 or not any(n % 16 for n in features)
+
+
+def _of_nodes(size: int | None, shards: int | None, dp: int) -> bool:
+    ranks = shards or dp
+    return size is None or (1 < size < ranks and ranks % size == 0)
+
+
+def _has_experts(ep: int, shape: GPTConfig) -> bool:
+    return ep == 1 or (shape.n_expert > 0 and shape.n_expert % ep == 0)
+
+
+_GRID = "the grid has the ranks of tp"
+_MEANS = "its means of rows and columns need whole matrices"
+_BLOCKS = "blocks of 8-bit numbers end with a rank's slice"
+_ADDRESSES = "freed gradients or weights come back at other addresses"
+_ROUNDED = "16-bit sums depend on how they are split"
+
+PAIRS: tuple[Pair, ...] = (
+    Pair("tp_grid", "tp", _GRID),
+    *(Pair("tp_grid", axis) for axis in ("cp", "ep", "pp", "replicas", "n_expert", "fp8")),
+    *(Pair("tp_grid", mode) for mode in ("optimizer adafactor muon", "compile", "offload")),
+    *(Pair("tp_grid", mode) for mode in ("sequence_parallel", "offload_activations", "pack")),
+    *(Pair("tp_grid", mode, by="train") for mode in ("node_size", "secondary_shards")),
+    *(Pair("moment_dtype int8", axis, _BLOCKS) for axis in ("tp", "ep", "tp_grid")),
+    *(Pair("optimizer adafactor", axis, _MEANS) for axis in ("zero_stage", "tp", "ep", "pp")),
+    Pair("optimizer adafactor muon", "moment_dtype"),
+    Pair("optimizer adafactor muon", "stochastic_rounding"),
+    Pair("optimizer adafactor muon", "offload", "it computes on whole matrices"),
+    Pair("compile", "pp"),
+    Pair("compile", "pack"),
+    *(Pair("fp8", mode) for mode in ("n_expert", "compile", "activation_checkpointing selective")),
+    Pair("fp8", "schedule zb-h1 zb-v and pp"),
+    Pair("expert_capacity", "cp and n_expert", "its ranks have parts of sequences"),
+    Pair("stochastic_rounding", "master_weights"),
+    Pair("stochastic_rounding", "dtype fp32 fp16", "it rounds bf16 weights"),
+    Pair("master_weights", "dtype fp32", "it is for 16-bit weights"),
+    Pair("master_weights remainder", "dtype fp16", "it is for bf16 weights"),
+    Pair("deterministic", "grad_dtype bf16 fp16", _ROUNDED),
+    Pair("deterministic", "reduce_dtype bf16 fp16", _ROUNDED),
+    Pair("deterministic", "outer_wire"),
+    Pair("deterministic", "wire_gradients", "codes depend on how many ranks there are"),
+    Pair("deterministic", "wire_weights bf16 int8", "codes depend on how many ranks there are"),
+    Pair("offload", "wire_gradients"),
+    Pair("offload", "wire_weights"),
+    Pair("offload", "node_size"),
+    Pair("ep", "node_size"),
+    Pair("reduce_dtype", "wire_gradients", "that is the format on the wire"),
+    Pair("reduce_dtype", "wire_weights bf16 int8"),
+    Pair("transport shm and dp >1", "wire_gradients", "ranks read each other's memory"),
+    Pair("transport shm and dp >1", "wire_weights", "ranks read each other's memory"),
+    Pair("cuda_graphs True", "device cpu", "a CPU has no graphs"),
+    Pair("cuda_graphs True", "pack", "rows have any number of documents"),
+    Pair("cuda_graphs True", "zero_stage 2 3", _ADDRESSES),
+    Pair("cuda_graphs True", "outer_every", "the outer step is no part of them"),
+    Pair("cuda_graphs True", "offload", "a forward waits for the host's step"),
+    Pair("cuda_graphs True", "tp", "the host takes part in collectives inside of layers"),
+    Pair("cuda_graphs True", "tp_grid", "the host takes part in collectives inside of layers"),
+    Pair("cuda_graphs True", "cp", "the host takes part in the exchanges of attention"),
+    Pair("cuda_graphs True", "n_expert", "the host reads how many rows each expert has"),
+    Pair("cuda_graphs True", "pp", "the host sends and receives between stages"),
+    Pair("cuda_graphs True", "compile", "compiled code may be compiled anew"),
+    Pair("cuda_graphs True", "fp8", "not tried"),
+    Pair("cuda_graphs True", "activation_checkpointing", "the host reads random generators"),
+)
+NEEDS: tuple[Needs, ...] = (
+    Needs("offload parameters", "zero_stage 3", "it keeps no whole weights on the GPU"),
+    Needs("offload_activations", "activation_checkpointing full"),
+    Needs("offload_keep_mb", "offload"),
+    Needs("offload_pinned", "offload or offload_activations"),
+    Needs("shard_size", "zero_stage 1 2 3", by="train"),
+    Needs("fp8_scaling", "fp8"),
+    Needs("fp8_weight_gradient", "fp8"),
+    Needs("fp8_emulate", "fp8"),
+    Needs("fp8_weight_gradient fp8", "fp8_scaling tensor", "one scale for all ranks"),
+    Needs("wire_weights", "zero_stage 1 2 3", "stage 0 sends no weights"),
+    Needs("wire_weights fp8", "zero_stage 3"),
+    Needs("wire_weights fp8", "delayed_scales", "it sends their codes"),
+    Needs("error_feedback", "wire_gradients", "without it nothing is lost"),
+    Needs("error_buffer", "wire_gradients", "without it nothing is lost"),
+    Needs(
+        "error_feedback and zero_stage 2 3",
+        "error_buffer",
+        "stages 2 and 3 free the gradients that would keep errors",
+        "add <error_buffer> (4 bytes a parameter), use <zero_stage=1>",
+    ),
+    Needs("node_size", "wire_gradients or secondary_shards"),
+    Needs("node_size", "zero_stage 1 2 3 or secondary_shards"),
+    Needs("secondary_shards", "zero_stage 3"),
+    Needs("secondary_shards", "node_size"),
+    Needs("replicas", "outer_every", "", "add <outer_every=50>, the steps after which they meet"),
+    *(Needs(f"outer_{name}", "outer_every") for name in ("lr", "momentum", "wire")),
+)
+# Settings that say how something works, and what of it they need.
+IDLE: tuple[Needs, ...] = (
+    *(Needs(name, "pp", idle=True) for name in ("schedule", "chunks", "pp_split")),
+    Needs("cp_method", "cp", idle=True),
+    Needs("sequence_parallel", "tp or tp_grid", idle=True),
+    Needs("muon_lr", "optimizer muon", idle=True),
+    Needs("betas", "optimizer adamw muon", idle=True),
+    Needs("lr_decay_fraction", "lr_schedule wsd", idle=True),
+    Needs("outer_wire", "replicas", idle=True),
+    *(
+        Needs(name, "dp >1", "", "add ranks to <nproc>", idle=True)
+        for name in (
+            *("wire_gradients", "wire_weights", "check_replicas_every"),
+            *("error_feedback", "error_buffer", "node_size"),
+        )
+    ),
+    *(
+        Needs(name, "nproc >1", idle=True)
+        for name in ("reduce_dtype", "bucket_mb", "transport", "max_restarts")
+    ),
+    Needs("shard_size", "shard_size >1", "", "use <zero_stage=0>", idle=True),
+    Needs("keep_every", "save_every >0", idle=True),
+    Needs("save_overlap", "async_save True", idle=True),
+    *(
+        Needs(name, "num_samples >0", idle=True)
+        for name in ("prompt", "max_new_tokens", "temperature", "top_k")
+    ),
+    *(
+        Needs(name, "n_expert or init_from", idle=True)
+        for name in (
+            *("expert_top_k", "expert_every", "expert_hidden", "expert_capacity"),
+            *("balance_loss", "router_z_loss", "balance_rate"),
+        )
+    ),
+)
+RULES: tuple[Rule, ...] = (
+    *_at_least(1, "batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"),
+    *_at_least(1, "eval_batches", "nproc", "threads", "shard_size", "tp", "cp", "ep", "pp"),
+    *_at_least(1, "chunks", "replicas", "outer_every"),
+    *_at_least(0, "eval_every", "save_every", "keep_last", "keep_every", "warmup_steps", "min_lr"),
+    *_at_least(0, "weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"),
+    *_at_least(0, "temperature", "top_k", "check_replicas_every", "max_restarts"),
+    *_at_least(0, "offload_keep_mb", "prefetch"),
+    *_at_least(2, "node_size"),
+    *(
+        Rule((name,), lambda v: v is None or 0 < v < math.inf, f"{name} > 0", f"set <{name}>")
+        for name in ("lr", "muon_lr", "bucket_mb")
+    ),
+    Rule(("betas",), lambda v: all(0 <= b < 1 for b in v), "0 <= betas < 1", "0.9 0.95 are usual"),
+    Rule(("ema",), lambda v: v is None or 0 < v < 1, "0 < ema < 1", "0.999 is usual"),
+    Rule(
+        ("lr_decay_fraction",), lambda v: 0 < v <= 1, "0 < lr_decay_fraction <= 1", "0.4 is usual"
+    ),
+    Rule(("outer_lr",), lambda v: 0 < v <= 2, "outer_lr in (0, 2]", "0.7 is usual; 1 averages"),
+    Rule(("outer_momentum",), lambda v: 0 <= v < 1, "outer_momentum in [0, 1)", "0.9 is usual"),
+    Rule(
+        ("min_lr", "lr"),
+        lambda low, lr: low is None or low <= lr,
+        "min_lr <= lr={lr}",
+        "lower <min_lr> or raise <lr>",
+    ),
+    Rule(
+        ("warmup_steps", "max_steps"),
+        lambda warmup, steps: warmup is None or warmup <= steps,
+        "warmup_steps <= max_steps={max_steps}",
+        "lower <warmup_steps> or raise <max_steps>",
+    ),
+    Rule(
+        ("name",),
+        lambda v: v is None or bool(re.fullmatch(r"[\w.+-]*\w[\w.+-]*", v)),
+        "name of letters, digits and . _ + -",
+        "use <out> for a path",
+    ),
+    *(
+        Rule((n,), _is_time, "a time such as 300s, 5m or 1h30m", f"set <{n}>")
+        for n, _is_time in (
+            ("max_time", lambda v: v is None or parse_seconds(v) > 0),
+            ("timeout", lambda v: parse_seconds(v) > 0),
+        )
+    ),
+    Rule(
+        ("tp_grid",),
+        _is_grid,
+        "tp_grid as ROWSxCOLUMNS or ROWSxCOLUMNSxDEPTH of two ranks or more",
+        "write <tp_grid=2x2>",
+    ),
+    Rule(
+        ("pp_split",),
+        lambda v: v is None or bool(re.fullmatch(r"\d+(,\d+)*", v)),
+        "pp_split as numbers of layers, such as 8,4",
+        "correct <pp_split>",
+    ),
+    Rule(
+        ("chunks", "schedule"),
+        lambda n, schedule: n is None or n in CHUNKS.get(schedule, (1,)),
+        "another chunks with schedule={schedule}: 1 to 64 with interleaved, 2 with zb-v, else 1",
+        "drop <chunks>",
+    ),
+    *(pair.rule() for pair in PAIRS),
+    *(needs.rule() for needs in NEEDS),
+    *(
+        Rule(
+            (name, "dtype"),
+            lambda v, dtype, also=also: v in (None, "fp32", dtype, also),
+            f"{name} to be fp32 or that of the weights, {{dtype}}",
+            f"drop <{name}>",
+        )
+        for name, also in (("grad_dtype", None), ("reduce_dtype", "bf16"))
+    ),
+    Rule(
+        ("pp", "schedule", "chunks", "n_layer"),
+        lambda pp, schedule, chunks, n: pp == 1 or pp * pp_chunks(schedule, chunks) <= n + 2,
+        "pp * chunks of at most the {n_layer} layers, embedding and output layer",
+        "lower <pp>, or <chunks>",
+        by="train",
+    ),
+    Rule(
+        ("pp_split", "pp", "schedule", "chunks", "n_layer"),
+        _splits_layers,
+        "pp_split as pp * chunks numbers of layers that make {n_layer}",
+        "correct it, or drop <pp_split>",
+        by="train",
+    ),
+    Rule(
+        ("tp", "shape"),
+        lambda tp, shape: tp <= shape.n_head,
+        "tp of at most n_head={shape.n_head}",
+        "lower <tp>",
+    ),
+    Rule(
+        ("cp", "cp_method", "tp", "n_head"),
+        lambda cp, method, tp, heads: cp == 1 or method == "keys" or cp <= -(-heads // tp),
+        "cp of at most the {n_head} heads / tp={tp}, which are exchanged",
+        "lower <cp>, or add <cp_method=keys>",
+    ),
+    Rule(
+        ("tp_grid", "shape"),
+        lambda grid, shape: not any(shape.n_embd % n for n in _grid(grid)),
+        "rows and columns of tp_grid to divide n_embd={shape.n_embd}",
+        "change <tp_grid>",
+    ),
+    Rule(
+        ("tp_grid", "shape"),
+        lambda grid, shape: _grid(grid)[1] <= shape.n_head,
+        "tp_grid of at most n_head={shape.n_head} columns",
+        "change <tp_grid>",
+    ),
+    Rule(
+        ("tp", "shape"),
+        lambda tp, shape: shape.splits_by(tp),
+        "tp to divide the MLP's width of {shape.hidden}",
+        "change <tp>",
+    ),
+    Rule(
+        ("tp", "sequence_parallel", "shape"),
+        lambda tp, tokens, shape: tokens is False or shape.block_size % tp == 0,
+        "tp to divide block_size={shape.block_size} under sequence parallelism",
+        "change <tp>, or add <sequence_parallel=False>",
+    ),
+    Rule(
+        ("ep", "shape"),
+        _has_experts,
+        "ep to divide n_expert={shape.n_expert}",
+        "change <n_expert> or <ep>",
+    ),
+    Rule(
+        ("fp8", "shape"),
+        lambda fp8, shape: fp8 == "none" or shape.n_embd % 16 == 0,
+        "n_embd to be a multiple of 16 with fp8, not {shape.n_embd}",
+        "drop <fp8>, or change <n_embd>",
+    ),
+    Rule(
+        ("fp8_scaling", "fp8", "tp", "shape"),
+        lambda scaling, fp8, tp, shape: _same_scales(fp8, scaling, tp, shape),
+        "fp8_scaling=tensor, or block where 128 * tp={tp} divides the features that tp splits",
+        "add <fp8_scaling=tensor>",
+    ),
+    Rule(
+        ("tp", "fp8", "shape"),
+        lambda tp, fp8, shape: _whole_tiles(fp8, tp, shape),
+        "a rank's features to be multiples of 16 with fp8={fp8}",
+        "lower <tp>, or drop <fp8>",
+    ),
+    Rule(
+        ("shard_size", "dp"),
+        lambda shards, dp: shards is None or dp % shards == 0,
+        "shard_size to divide the {dp} data-parallel ranks",
+        "drop <shard_size> to share one copy among all ranks",
+    ),
+    Rule(
+        ("shard_size", "ep", "zero_stage"),
+        lambda n, ep, stage: not stage or n in (None, 1) or n % ep == 0,
+        "shard_size to be a multiple of ep={ep}, whose ranks have all experts",
+        "drop <shard_size>",
+    ),
+    Rule(
+        ("node_size", "shard_size", "dp"),
+        _of_nodes,
+        "node_size to divide the ranks that share a copy, and be fewer",
+        "give the ranks on each node, or drop <node_size> where one node has all",
+    ),
+    Rule(
+        ("node_size", "wire_gradients", "shard_size", "dp"),
+        lambda n, wire, shards, dp: n is None or wire == "fp32" or (shards or dp) >= dp,
+        "no node_size beside copies of shard_size={shard_size}, which are averaged between nodes",
+        "drop <shard_size> or <node_size>",
+    ),
+)
+OF_IDLE = tuple(needs.rule() for needs in IDLE) + tuple(
+    Rule(
+        (name, "init_from"),
+        lambda value, source, name=name: source is None or value == DEFAULTS[name],
+        f"<{name}> does nothing with <init_from>",
+        f"drop <init_from>, or <{name}>",
+    )
+    for name in ("model", "n_layer", "n_head", "n_embd")
+)
+
+
+def check(
+    who: str,
+    values: Mapping[str, Any],
+    learned: Collection[str] | None = None,
+    rules: Iterable[Rule] = RULES,
+) -> None:
+    """Ask every rule about what is known.
+
+    Args:
+        who: a command, or the function whose arguments these are.
+        learned: only rules that name one of these: the others were asked before.
+    Raises:
+        ValueError: one does not hold.
+    """
+    for rule in broken(who, values, learned, rules):
+        raise ValueError(told(rule, who, values))
+
+
+def broken(
+    who: str,
+    values: Mapping[str, Any],
+    learned: Collection[str] | None = None,
+    rules: Iterable[Rule] = RULES,
+) -> Iterator[Rule]:
+    """The rules that do not hold, see check()."""
+    for rule in rules:
+        asked = all(name in values for name in rule.names) and rule.by in ("", who)
+        asked = asked and (learned is None or not set(learned).isdisjoint(rule.names))
+        if asked and not rule.holds(*(values[name] for name in rule.names)):
+            yield rule
+
+
+def told(rule: Rule, who: str, values: Mapping[str, Any]) -> str:
+    """What a rule that does not hold says to who asked."""
+    says, way_out = (_spelled(text, who, values) for text in (rule.says, rule.way_out))
+    if not rule.says.startswith("<"):
+        name = rule.names[0]
+        says = f"{who}: expected {says}, got {name}={values[name]}"
+    text = f"{says}; {way_out}"
+    return text.replace("outer_", "") if who == "Outer" else text  # as its arguments are named
+
+
+def _spelled(text: str, who: str, values: Mapping[str, Any] | None) -> str:
+    """The text as who asked spells it, see [Note: spelling]; without values: of any."""
+
+    def spell(match: re.Match[str]) -> str:
+        name, given = match.groups()
+        known = (given or "").split("|")
+        found = None if values is None else values.get(name)
+        value: Any = None
+        if given is None:
+            value = False if found is False and DEFAULTS.get(name) is not False else None
+        else:
+            value = (
+                str(found)
+                if str(found) in known
+                else re.sub(r", (\S+)$", r" or \1", ", ".join(known))
+            )
+        if who not in COMMANDS:
+            return name if value is None else f"{name}={value}"
+        off = str(value) == "False"
+        return option(name, not off) + f" {value}" * (value is not None and not off)
+
+    text = re.sub(r"<(\w+)(?:=([^>]*))?>", spell, text)
+    return text.format_map(_Names() if values is None else values)
+
+
+class _Name(str):
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+class _Names(dict[str, _Name]):
+    """Of values: their names."""
+
+    def __missing__(self, name: str) -> _Name:
+        return _Name(name)
+
+
+def known(flags: TrainFlags, shape: GPTConfig | None) -> dict[str, Any]:
+    """The settings of a run, and what follows from them.
+
+    Args:
+        shape: of its model; None: not known yet.
+    """
+    values = flags.settings()
+    values["delayed_scales"] = values["fp8"] != "none" and values["fp8_scaling"] == "tensor"
+    if values["dtype"] == "auto":
+        del values["dtype"]
+    for name in ("n_layer", "n_head", "n_embd", "block_size"):
+        del values[name]
+    return values if shape is None else values | of_shape(shape)
+
+
+def of_shape(shape: GPTConfig) -> dict[str, Any]:
+    """What a model's shape says."""
+    return {"shape": shape, "n_layer": shape.n_layer, "n_head": shape.n_head}
+
+
+def without_idle(flags: FlagsT, inherited: Collection[str], ranks: int) -> FlagsT:
+    """The settings; refused are those that do nothing.
+
+    Args:
+        inherited: names that a run had, maybe on other ranks: they get their defaults instead.
+        ranks: in all.
+    """
+    values = flags.settings()
+    splits = values["replicas"] * values["pp"] * values["tp"]
+    dp = ranks if values["tp_grid"] else ranks // max(1, splits)
+    values |= {"nproc": ranks, "dp": dp}
+    changes = {}
+    for rule in broken("train", values, rules=OF_IDLE):
+        name = rule.names[0]
+        if name not in inherited:
+            raise ValueError(told(rule, "train", values))
+        changes[name] = DEFAULTS[name]
+    return flags.replace(changes)
+
+
+def rules_text() -> str:
+    """The table of what runs together and the list of all rules, of 100 columns at most."""
+    pairs = [(pair, tuple(side[0].name for side in pair.sides())) for pair in PAIRS]
+    found = {frozenset(names): f"no {i}" for i, (_, names) in reversed([*enumerate(pairs, 1)])}
+    beside = dict.fromkeys((*AXES, *(n for _, names in pairs for n in names)))
+    lines = ["What runs together; `no N` is refused by rule N of the list below.", ""]
+    for axes in (AXES[: len(AXES) // 2], AXES[len(AXES) // 2 :]):
+        lines.append(" " * 25 + "".join(f"{_NARROW.get(a, a):>12}" for a in axes))
+        for name in beside:
+            cells = ["-" if name == a else found.get(frozenset((name, a)), "runs") for a in axes]
+            if name in AXES or set(cells) != {"runs"}:
+                lines.append(f"{name:25}" + "".join(f"{cell:>12}" for cell in cells))
+        lines.append("")
+    every = [pair.rule() for pair in PAIRS]
+    every += [rule for rule in (*RULES, *OF_IDLE) if rule[2:] not in {r[2:] for r in every}]
+    for i, rule in enumerate(every, 1):
+        says = _spelled(rule.says, "train", None)
+        whole = f"{says}; {_spelled(rule.way_out, 'train', None)}"
+        indent = " " * 5
+        lines += textwrap.wrap(f"{i:3}. {whole}", 100, subsequent_indent=indent)
+    return "\n".join(lines)
+
+
+# Of the table's columns.
+AXES = (
+    *("zero_stage", "tp", "tp_grid", "cp", "ep", "pp"),
+    *("replicas", "n_expert", "fp8", "offload", "compile", "cuda_graphs"),
+)
+_NARROW = {"cuda_graphs": "graphs"}
+
+_STALE = re.compile("async|hogwild|parameter.?server|ps$|pipedream", re.IGNORECASE)
+
+
+def check_synchronous(caller: str, what: str, value: str, instead: str) -> None:
+    """Refuse names of ways to train in which gradients change other weights than their own."""
+    if _STALE.match(value):
+        raise ValueError(
+            f"{caller}: expected a {what} whose gradients are those of the weights that they "
+            f"change, got {what}={value!r}; use {instead}: servers, asynchronous training and "
+            "stale pipelines were measured, see bench/results/parameter_server.md"
+        )
