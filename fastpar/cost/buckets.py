@@ -26,7 +26,7 @@ from fastpar.models.block import (
 )
 from fastpar.pipeline.schedules import stage_of
 from fastpar.pipeline.split import cut
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import (
     ALIGN,
@@ -132,12 +132,6 @@ def bucket_mb_of(setup: Setup) -> float:
     if setup.bucket_mb is not None:
         return setup.bucket_mb
     return default_bucket_mb(setup.data, setup.transport if setup.data > 1 else "none")
-
-
-def stages_of(config: TrainConfig, shape: GPTConfig) -> list[int] | None:
-    """Layers of each stage of a pipeline; None without one."""
-    setup = Setup(flags=config)
-    return None if setup.pp == 1 else list(stage_layers(shape, setup))
 
 
 class RankParts(NamedTuple):

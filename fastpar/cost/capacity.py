@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,8 @@ import torch
 from fastpar.comm.host import free_memory, local_ranks
 from fastpar.cost.memory_model import activations_on_host, format_bytes, predict_states
 from fastpar.cost.workload import Setup, Workload
-from fastpar.files.dtypes import DTYPES
 from fastpar.models.block import count_parameters
-from fastpar.settings.config import GPTConfig, TrainConfig
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from fastpar.settings.config import GPTConfig
 
 
 def bytes_per_rank(shape: GPTConfig, setup: Setup) -> dict[str, int]:
@@ -105,10 +101,8 @@ def what_would_hold(shape: GPTConfig, setup: Setup, mine: int) -> str:
     return "use " + ", or ".join([*ways, "a smaller model"])
 
 
-def check_ranks(
-    shape: GPTConfig, config: TrainConfig, *, dtype: torch.dtype, device: torch.device, ranks: int
-) -> None:
-    """Refuse a model that these ranks cannot hold; dtype is that of its weights.
+def check_ranks(shape: GPTConfig, setup: Setup, device: torch.device) -> None:
+    """Refuse a model that these ranks cannot hold.
 
     Raises:
         ValueError: see check_building and check_capacity.
@@ -116,31 +110,17 @@ def check_ranks(
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_building(shape, limit_bytes=host_memory(), sharing=ranks_here)
     limit, whose, sharing = memory_of(device)
-    setup = Setup(ranks, config, "cpu", "shm", dtype=_NAMES[dtype])
     check_capacity(shape, setup, limit_bytes=limit, of_what=whose, sharing=sharing)
 
 
-def check_host_activations(
-    shape: GPTConfig,
-    config: TrainConfig,
-    world_size: int,
-    *,
-    dtype: torch.dtype,
-    batch: tuple[int, int],
-) -> None:
+def check_host_activations(shape: GPTConfig, setup: Setup) -> None:
     """Refuse inputs of blocks that the host has no memory for.
 
-    Args:
-        batch: rows of a micro-batch, micro-batches of a step.
     Raises:
         ValueError: says the need and what there is.
     """
-    rows, many = batch
-    counts = {"micro_batch_size": rows, "grad_accum_steps": many}
-    setup = Setup(world_size, config, "cpu", "shm", dtype=_NAMES[dtype], **counts)
-    shape = replace(shape, block_size=config.shape.block_size or shape.block_size)
-    ranks, free = local_ranks(world_size), free_memory()
-    needed = ranks * activations_on_host(Workload(shape, rows), setup)
+    ranks, free = local_ranks(setup.world_size), free_memory()
+    needed = ranks * activations_on_host(setup.workload(shape), setup)
     if needed > free:
         raise ValueError(
             f"train: expected {format_bytes(needed)} of free memory on the host for "

@@ -145,7 +145,7 @@ class Setup:
     def pp_split(self) -> tuple[int, ...] | None:
         """Layers on each of the pp * chunks stages; None: by their flops."""
         split = pp_split(self.flags.parallel.pipeline.split)
-        return split and tuple(split)
+        return None if split is None else tuple(split)
 
     @once
     def micro_batch_size(self) -> int:

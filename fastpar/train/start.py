@@ -13,7 +13,6 @@ import torch
 from fastpar.checkpoint.restore import load_weights
 from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.comm.mesh import AXES, Mesh
-from fastpar.cost.buckets import stages_of
 from fastpar.cost.workload import Setup
 from fastpar.data.batches import TextData, load_data
 from fastpar.data.packing import PackedTokens, pack_documents
@@ -189,34 +188,6 @@ def check_samples(
             f"train: expected pack={before}, by which the run's samples are numbered, got pack="
             f"{pack}; leave --pack out, or {new}"
         )
-
-
-def setup_of(
-    config: TrainConfig,
-    engine: Engine,
-    shape: GPTConfig,
-    dtype: str,
-    block_size: int,
-    batch: tuple[int, int],
-) -> Setup:
-    """The run's settings as they work out on its ranks.
-
-    Args:
-        batch: micro_batch_size, grad_accum_steps.
-    """
-    return Setup(
-        engine.mesh.world_size,
-        config,
-        engine.mesh.device.type,
-        getattr(engine.control_group, "transport", "none"),
-        dtype=dtype,
-        block_size=block_size,
-        micro_batch_size=batch[0],
-        grad_accum_steps=batch[1],
-        zero_stage=engine.stage.number,
-        accumulate=config.accumulate,
-        pp_split=stages_of(config, shape),
-    )
 
 
 def facts_of(setup: Setup, engine: Engine) -> dict[str, Any]:

@@ -62,7 +62,9 @@ from fastpar.comm.host import threads_per_rank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import BACKWARD, FORWARD, INPUT, OPTIMIZER
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
+from fastpar.cost.buckets import stage_layers
 from fastpar.cost.capacity import check_host_activations, check_ranks
+from fastpar.cost.workload import Setup
 from fastpar.data.batches import eval_batches, sample_batch, to_device
 from fastpar.data.sources import Tokens
 from fastpar.doctor.doctor import prove_before_training
@@ -95,7 +97,6 @@ from fastpar.train.start import (
     load_model_and_data,
     pick_dtype,
     samples_of,
-    setup_of,
 )
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
@@ -180,18 +181,19 @@ class Trainer:
         self.journal = Journal(config, mesh)
         checkpoint = replicas.checkpoint_of(config, mesh)
         state = read_run_state(checkpoint) if checkpoint is not None else None
-        self.dtype_name = pick_dtype(config, mesh, state)
-        dtype = DTYPES[self.dtype_name]
+        kind, name = mesh.device.type, pick_dtype(config, mesh, state)
+        self.setup, dtype = Setup(mesh.world_size, config, kind, "shm", dtype=name), DTYPES[name]
         torch.manual_seed(config.run.seed)
-        check = partial(
-            check_ranks, config=config, dtype=dtype, device=mesh.device, ranks=mesh.world_size
-        )
+        check = partial(check_ranks, setup=self.setup, device=mesh.device)
         model, self.block_size, self.data = load_model_and_data(
             config, state, progress=replicas.leads(mesh), check=check
         )
         self.ways = mesh.dp_size * mesh.replicas  # ranks that take different samples
         batch = config.batch(self.block_size, self.ways)
         self.micro_batch_size, self.grad_accum_steps = batch
+        self.setup = self.setup.change(
+            block_size=self.block_size, micro_batch_size=batch[0], grad_accum_steps=batch[1]
+        )
         self.model = model.to(mesh.device, dtype)
         prove_together(mesh)
         prove_before_training(
@@ -204,7 +206,7 @@ class Trainer:
             fp8=config.system.fp8 != "none" and not config.system.fp8_emulate,
         )
         if config.recompute.offload_activations:
-            check_host_activations(model.config, config, mesh.world_size, dtype=dtype, batch=batch)
+            check_host_activations(model.config, self.setup)
         many = self.grad_accum_steps
         self.optimizer = set_up(self.model, mesh, config, dtype=dtype, grad_accum_steps=many)
         optim = config.optim
@@ -218,8 +220,12 @@ class Trainer:
             )
         self.average = None if optim.ema is None else AveragedWeights(self.optimizer, optim.ema)
         self.engine = engine_of(self.model)
-        how = config, self.engine, model.config, self.dtype_name, self.block_size, batch
-        self.setup = setup_of(*how)
+        self.setup = self.setup.change(
+            transport=getattr(self.engine.control_group, "transport", "none"),
+            zero_stage=self.engine.stage.number,
+            accumulate=config.accumulate,
+            pp_split=stage_layers(model.config, self.setup) if self.setup.pp > 1 else None,
+        )
         self._facts = facts_of(self.setup, self.engine)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
         self.predictions = Predictions(self.engine, self.optimizer)
@@ -248,8 +254,8 @@ class Trainer:
         state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
         if self.average is None:
             forget_average(self.optimizer)
-        if state["dtype"] != self.dtype_name:
-            self.changed += f"\nchanged  format of weights {state['dtype']} -> {self.dtype_name}"
+        if state["dtype"] != self.setup.dtype:
+            self.changed += f"\nchanged  format of weights {state['dtype']} -> {self.setup.dtype}"
         check_samples(state, checkpoint, self.config, self.data)
         with naming_damaged_file(checkpoint / STATE):
             self.step = state["step"]
@@ -488,7 +494,7 @@ class Trainer:
         state = {
             "next_sample": self.next_sample,
             "tokens": self.tokens,
-            "dtype": self.dtype_name,
+            "dtype": self.setup.dtype,
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
             "rng": rng_state(),
             "data": digest(self.data),

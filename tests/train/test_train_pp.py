@@ -8,7 +8,8 @@ import torch
 from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after, losses
 
 from fastpar.checkpoint.restore import load_weights
-from fastpar.cost.buckets import stages_of
+from fastpar.cost.buckets import stage_layers
+from fastpar.cost.workload import Setup
 from fastpar.models.block import part_flops
 from fastpar.settings.config import GPTConfig, TrainConfig
 
@@ -106,12 +107,12 @@ def test_layers_of_stages_by_cost():
     def split(n_layer, n_embd, vocab_size, pp):
         shape = {"n_layer": n_layer, "n_embd": n_embd, "block_size": 1024}
         config = TrainConfig().replace({"pp": pp, **shape})
-        return stages_of(config, config.model_config(vocab_size))
+        return list(stage_layers(config.model_config(vocab_size), Setup(flags=config)))
 
     # The output layer of 124M weighs 4.9 layers, so the last of two stages has fewer layers.
     assert split(12, 768, 50304, 2) == [8, 4]
     assert split(12, 768, 50304, 4) == [4, 4, 4, 0]
-    assert split(12, 768, 50304, 1) is None
+    assert split(12, 768, 50304, 1) == [12]
 
 
 @pytest.mark.slow
