@@ -89,7 +89,7 @@ class Report:
                 "batch_size": measured.workload.batch_size,
                 "block_size": measured.workload.seq_len,
                 "n_parameters": measured.workload.n_parameters,
-                **asdict(measured.setup),
+                **measured.setup.in_effect(),
                 **asdict(measured.situation),
             },
             "verdict": verdict(measured),
