@@ -1,12 +1,5 @@
 """`fastpar plan --n-expert`: memory, exchanges and step time of every tp, ep and stage.
 
-Of P parameters X are of experts. With ep ranks sharing these out, n ranks sharing the state:
-
-    stage    weights           gradients         optimizer's state
-    0        P - X + X/ep      P - X + X/ep      P - X + X/ep
-    1, 2     P - X + X/ep      ... 2: P/n        P/n
-    3        P/n               P/n               P/n
-
 A token's row goes to K experts and back, in forward and in backward: 4 K C (ep - 1) / ep elements a
 layer, where experts are chosen equally often; with all activations recomputed 6 of them.
 """

@@ -22,13 +22,11 @@ SPARSE = GPTConfig(3, 2, 16, 8, 50, n_expert=4, expert_every=2, expert_hidden=24
 
 def listed(shape):
     """(name, shape) of all weights, by the table."""
-    parts = [("", block.FIRST)]
-    parts += [
-        (f"h.{i}.", block.block_parts(experts=shape.has_experts(i))) for i in range(shape.n_layer)
-    ]
+    experts = enumerate(map(shape.has_experts, range(shape.n_layer)))
+    layers = [(f"h.{i}.", block.block_parts(experts=each)) for i, each in experts]
     return [
         (before + name, sizes)
-        for before, some in [*parts, ("", block.LAST)]
+        for before, some in [("", block.FIRST), *layers, ("", block.LAST)]
         for (name, _), sizes in zip(block.parameters_of(some), block.shapes_of(some, shape))
     ]
 
