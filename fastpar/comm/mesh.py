@@ -43,6 +43,7 @@ from fastpar.settings.axes import (
     ranks_along,
     sizes_of_grid,
 )
+from fastpar.settings.rules import check
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torch 2.13 warns about the old name.
@@ -123,7 +124,10 @@ class Mesh:
     ) -> None:
         asked = {"pp": pp, "replicas": 1, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
         check_sizes({**asked, "replicas": replicas})
-        asked |= sizes_of_grid(tp_grid, asked)
+        sizes = sizes_of_grid(tp_grid)
+        grid = "x".join(map(str, tp_grid)) if tp_grid is not None else None
+        check("Mesh", {**asked, "tp_grid": grid}, ("tp_grid",))
+        asked |= sizes
         asked = {axis: asked[axis] for axis in AXES}
         if not timeout_s > 0:
             raise ValueError(

@@ -49,7 +49,6 @@ from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 
-METHODS = ("heads", "keys")
 _DEVICES = ("CPU", "CUDA")
 _numbers = itertools.count(1)
 _handles: weakref.WeakValueDictionary[int, ContextParallel] = weakref.WeakValueDictionary()
@@ -60,7 +59,7 @@ class ContextParallel:
 
     Args:
         group: of the ranks along cp.
-        method: one of METHODS.
+        method: "heads" or "keys".
         by_row: each row is cut, whatever the method.
     Attributes:
         rank, size: along cp.
@@ -148,15 +147,6 @@ def context_of(number: int) -> ContextParallel:
     return cp
 
 
-def check_method(method: str) -> None:
-    """Refuse a way to attend that there is not."""
-    if method not in METHODS:
-        raise ValueError(
-            f"parallelize: expected cp_method of {', '.join(METHODS)}, got cp_method={method!r}; "
-            "choose one of these"
-        )
-
-
 def mesh_of_gradients(mesh: Mesh) -> Mesh:
     """The same ranks as gradients see them: those along cp, ep and depth, too, are along dp.
 
@@ -182,20 +172,9 @@ def share_sequences(
     Args:
         make: collectives of a process group for a role.
         by_row: see ContextParallel.
-    Raises:
-        ValueError: a model that has too few heads.
     """
-    size = mesh.size("cp")
-    if size == 1:
+    if mesh.size("cp") == 1:
         return None
-    shape: Any = model.config
-    most = -(-shape.n_head // mesh.tp_size)
-    if size > most and method == "heads":
-        raise ValueError(
-            f"parallelize: expected cp of at most the {most} heads that tp={mesh.tp_size} leaves a "
-            f"rank, got cp={size}; attention is exchanged by heads: choose one of cp=1 to {most}, "
-            'or cp_method="keys"'
-        )
     return ContextParallel(make(mesh.new_group("cp"), "cp"), method, by_row=by_row)
 
 

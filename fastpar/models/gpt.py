@@ -398,11 +398,6 @@ class Attention(Parts):
         self.n_head, self.head_dim = config.n_head, config.head_dim
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        if tp.size > self.n_head:
-            raise ValueError(
-                f"parallelize: expected tp of at most n_head={self.n_head}, got tp={tp.size}; "
-                "attention is split by heads: choose a smaller tp"
-            )
         return super().tensor_parallel(tp)
 
     @property
@@ -515,12 +510,6 @@ class GPT(nn.Module):
         init_weights(self, seed)
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        if tp.sequence_parallel and self.config.block_size % tp.size:
-            raise ValueError(
-                f"parallelize: expected tp to divide block_size={self.config.block_size} under "
-                f"sequence parallelism, got tp={tp.size}; pass sequence_parallel=False, or choose "
-                "another tp"
-            )
         self.tp = tp
         states = states_of(FIRST, self.config, tp)
         here = {name for name, _ in self.named_parameters()}  # of this stage of a pipeline

@@ -8,11 +8,11 @@ frozen there are none to reduce, and only the optimizer that steps it knows of i
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +21,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.wires import CODES, OF_GRADIENTS, OF_WEIGHTS, rounded_weights
+from fastpar.comm.wires import CODES, rounded_weights
 from fastpar.files.dtypes import FLOATS
 from fastpar.kernels.linear import depends_on_threads
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import Engine, engine_of_parameter
-from fastpar.parallel.stages import STAGES, Settings
+from fastpar.parallel.stages import Settings
+from fastpar.settings.fields import check_types, flat
+from fastpar.settings.model import GPTConfig
+from fastpar.settings.parallel import Parallel, Pipeline
+from fastpar.settings.rules import check, of_shape
 
 
 class _Alone:
@@ -74,216 +78,67 @@ def check_model(model: Any, mesh: Any) -> None:
             )
 
 
-def check_arguments(model: nn.Module, dp: int, options: Mapping[str, Any]) -> None:
-    """Refuse options outside their range, and a model that has an engine."""
+def check_settings(model: nn.Module, mesh: Mesh, asked: Parallel, debug: Debug, dp: int) -> str:
+    """Refuse settings that contradict each other, the mesh or the model; returns the transport.
+
+    Args:
+        dp: ranks that compute different tokens.
+    """
     for name, p in model.named_parameters():
         if engine_of_parameter(p) is not None:
             raise ValueError(
                 f"parallelize: expected a model without an engine, got parameter '{name}' of "
                 "an earlier fastpar.parallelize; call it once"
             )
-    zero_stage, shard_size = options["zero_stage"], options["shard_size"]
-    bucket_mb, accumulate = options["bucket_mb"], options["accumulate"]
-    if isinstance(zero_stage, bool) or zero_stage not in range(len(STAGES)):
+    # A schedule does nothing in one stage; cut_stages() refuses those that there are not.
+    check_types("parallelize", replace(asked, pipeline=Pipeline()))
+    values = flat(asked) | _facts(model, mesh, dp)
+    check("parallelize", {n: v for n, v in values.items() if n not in ("schedule", "chunks")})
+    if asked.offload.what is not None and mesh.device.type == "cpu" and not debug.bus_gb_s:
         raise ValueError(
-            f"parallelize: expected zero_stage 0, 1, 2 or 3, got zero_stage={zero_stage!r}; "
-            "0 shares nothing, 3 everything"
+            f"parallelize: expected a GPU with offload={asked.offload.what!r}, got device=cpu; it "
+            "moves the optimizer's state from a GPU's memory to its host's: leave it out on a CPU, "
+            "or try it there over a stand-in for the bus, debug=Debug(bus_gb_s=12)"
         )
-    if shard_size is not None and (
-        isinstance(shard_size, bool)
-        or not isinstance(shard_size, int)
-        or shard_size < 1
-        or dp % shard_size
-    ):
-        raise ValueError(
-            f"parallelize: expected shard_size to divide dp={dp}, got shard_size={shard_size}; "
-            "leave it out to share one copy among all ranks"
-        )
-    if isinstance(bucket_mb, (bool, str)):
-        raise ValueError(
-            f"parallelize: expected bucket_mb in MiB or None, got bucket_mb={bucket_mb!r}; "
-            "leave it out for a size that fits ranks and transport"
-        )
-    for name in ("grad_dtype", "reduce_dtype"):
-        value = options[name]
-        if value not in (None, *FLOATS):
-            raise ValueError(
-                f"parallelize: expected a floating-point {name}, got {name}={value}; "
-                "use torch.float32 or None"
-            )
-    if accumulate not in (None, "shard", "full"):
-        raise ValueError(
-            f"parallelize: expected accumulate 'shard' or 'full', got accumulate={accumulate!r}; "
-            "'shard' reduces every backward, 'full' the last one"
-        )
-    for name, least in (("grad_accum_steps", 1), ("prefetch", 0)):
-        count = least if options[name] is None else options[name]
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise ValueError(
-                f"parallelize: expected an integer {name} >= {least}, got {name}={count!r}; "
-                f"{least} is the least"
-            )
+    return _check_wires(model, asked, dp)
 
 
-def check_offload(options: Mapping[str, Any], device: torch.device, debug: Debug) -> None:
-    """Refuse offload where there is nothing to gain, or nothing that is shared out."""
-    mode, stage, keep = (options[n] for n in ("offload", "zero_stage", "offload_keep_mb"))
-    if mode not in (None, "optimizer", "parameters"):
-        raise ValueError(
-            "parallelize: expected offload None, 'optimizer' or 'parameters', got "
-            f"offload={mode!r}; 'optimizer' keeps AdamW's state in the host's memory"
-        )
-    known = isinstance(keep, int | float) and not isinstance(keep, bool) and 0 <= keep < math.inf
-    if not known or (keep and mode is None):
-        raise ValueError(
-            f"parallelize: expected a number offload_keep_mb >= 0 with offload, got "
-            f"offload_keep_mb={keep!r} and offload={mode!r}; leave it out"
-        )
-    if mode is None and not options["offload_pinned"]:
-        raise ValueError(
-            "parallelize: expected offload_pinned=True without offload, got offload_pinned=False; "
-            "leave it out"
-        )
-    if mode is None:
-        return
-    if mode == "parameters" and stage < 3:
-        raise ValueError(
-            "parallelize: expected zero_stage=3 with offload='parameters', got zero_stage="
-            f"{stage}, which keeps whole parameters on the GPU; pass zero_stage=3, also for one "
-            "rank, or offload='optimizer'"
-        )
-    if device.type == "cpu" and not debug.bus_gb_s:
-        raise ValueError(
-            f"parallelize: expected a GPU with offload={mode!r}, got device=cpu; it moves the "
-            "optimizer's state from a GPU's memory to its host's: leave it out on a CPU, or try it "
-            "there over a stand-in for the bus, debug=Debug(bus_gb_s=12)"
-        )
+def _facts(model: nn.Module, mesh: Mesh, dp: int) -> dict[str, Any]:
+    """What the rules of settings may ask of a model and a mesh."""
+    config, grid = getattr(model, "config", None), mesh.tp_grid
+    facts = {axis: mesh.size(axis) for axis in ("cp", "ep", "pp")}
+    facts |= {"dp": dp, "tp": mesh.size("tp") if grid is None else 1}
+    facts |= {"tp_grid": None if grid is None else "x".join(map(str, grid))}
+    facts |= {"delayed_scales": bool(rounded_weights(model)), "offload_activations": False}
+    if isinstance(config, GPTConfig):
+        capacity = {"n_expert": config.n_expert, "expert_capacity": config.expert_capacity}
+        return facts | of_shape(config) | capacity
+    return facts | {"n_head": config.n_head} if hasattr(config, "n_head") else facts
 
 
-def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) -> str:
-    """Refuse formats that are not known, or not to be had; returns the transport."""
-    _check_nodes(options, dp, ep)
-    gradients, weights, stage, feedback, transport = (
-        options[n]
-        for n in ("wire_gradients", "wire_weights", "zero_stage", "error_feedback", "transport")
-    )
-    buffer = options["error_buffer"]
-    for name, value, known in (
-        ("wire_gradients", gradients, OF_GRADIENTS),
-        ("wire_weights", weights, (None, *OF_WEIGHTS)),
-        ("error_feedback", feedback, (False, True)),
-    ):
-        if value not in known:
-            raise ValueError(
-                f"parallelize: expected {name} {', '.join(map(repr, known))}, got {name}="
-                f"{value!r}; choose one of these"
-            )
-    if gradients == "fp32" and weights is None:
-        if feedback or buffer:
-            raise ValueError(
-                "parallelize: expected wire_gradients other than 'fp32' with error_feedback, got "
-                "wire_gradients='fp32' and error_feedback=True; nothing is lost: leave it out"
-            )
+def _check_wires(model: nn.Module, asked: Parallel, dp: int) -> str:
+    """Refuse formats that gradients cannot be sent in; returns the transport."""
+    wires, stage, transport = asked.wires, asked.zero_stage, asked.transport
+    if wires.gradients == "fp32" and wires.weights is None:
         return transport
-    _check_weights(model, weights, stage)
-    changes = gradients != "fp32" or weights != CODES  # what products round anyway changes nothing
-    for name, value in (("deterministic", False), ("offload", None), ("reduce_dtype", None)):
-        if options[name] != value and (changes or name == "offload"):
-            raise ValueError(
-                f"parallelize: expected {name}={value} with wire formats (wire_gradients="
-                f"{gradients!r}, wire_weights={weights!r}), got {name}={options[name]!r}; "
-                + _BESIDE_WIRES[name]
-            )
-    if feedback and not buffer and stage > 1:
-        raise ValueError(
-            "parallelize: expected error_buffer=True at stages 2 and 3, got error_feedback="
-            f"True and zero_stage={stage}, which frees the gradients that would keep the errors; "
-            "a buffer costs 4 bytes a parameter on every rank: ask for it, use zero_stage=1, where "
-            "it costs nothing, or leave it out"
-        )
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    kept = {FLOATS.get(options["grad_dtype"], dtype) for dtype in dtypes}
-    in_place = {torch.float16} if feedback and not buffer and stage == 1 else set()
+    kept = {FLOATS.get(asked.precision.grad_dtype, dtype) for dtype in dtypes}
+    keeps = wires.error_feedback and not wires.error_buffer and stage == 1
+    in_place = {torch.float16} if keeps else set()
+    changes = wires.gradients != "fp32" or wires.weights != CODES  # products round so anyway
     for dtype in (kept | dtypes) & {torch.float64} | kept & in_place if changes else ():
         raise ValueError(
             "parallelize: expected gradients in fp32 or bf16 with wire formats (fp16 without "
             f"error_feedback), got dtype={dtype}; pass grad_dtype=torch.float32 for fp16 parameters"
         )
-    if transport == "shm" and dp > 1:
-        raise ValueError(
-            "parallelize: expected transport 'auto' or 'torch' with wire formats, got "
-            "transport='shm', whose ranks read each other's memory; nothing is sent there: leave "
-            "the formats out"
-        )
-    if gradients == "int4" and not (feedback or buffer):
+    if wires.gradients == "int4" and not (wires.error_feedback or wires.error_buffer):
         warnings.warn(
             "parallelize: wire_gradients='int4' without error_feedback " + WITHOUT_FEEDBACK,
-            stacklevel=3,
+            stacklevel=4,
         )
     return "torch" if transport == "auto" and dp > 1 else transport
 
 
-def _check_weights(model: nn.Module, weights: str | None, stage: int) -> None:
-    """Refuse formats of weights where none are sent, and codes of products that there are not."""
-    if weights is not None and stage == 0:
-        raise ValueError(
-            "parallelize: expected zero_stage 1, 2 or 3 with wire_weights, got zero_stage=0 and "
-            f"wire_weights={weights!r}, where no weights are sent; leave it out"
-        )
-    if weights == CODES and (stage < 3 or not rounded_weights(model)):
-        layers = "such layers" if rounded_weights(model) else "no such layer"
-        raise ValueError(
-            "parallelize: expected zero_stage=3 and layers with delayed scales of fp8 with "
-            f"wire_weights='fp8', got zero_stage={stage} and {layers}; call use_fp8(model, 'mlp', "
-            "scaling='tensor') before, whose codes are sent, or use wire_weights='int8'"
-        )
-
-
-def _check_nodes(options: Mapping[str, Any], dp: int, ep: int) -> None:
-    """Refuse nodes that are no part of a copy, and nodes or secondary shards without a use."""
-    size, second, stage = (options[n] for n in ("node_size", "secondary_shards", "zero_stage"))
-    compressed = options["wire_gradients"] != "fp32"
-    if size is None and not second:
-        return
-    shards = options["shard_size"] or dp
-    if (
-        isinstance(size, bool)
-        or not isinstance(size, int)
-        or not 1 < size < shards
-        or shards % size
-    ):
-        raise ValueError(
-            f"parallelize: expected node_size to divide the {shards} ranks that share a copy, "
-            f"above 1 and below {shards}, got node_size={size!r} and secondary_shards={second!r}; "
-            "give the number of these ranks on each node, or leave both out where one node has all"
-        )
-    if second and stage != 3:
-        raise ValueError(
-            f"parallelize: expected zero_stage=3 with secondary_shards, got zero_stage={stage}, "
-            "which keeps whole parameters for backward; leave it out"
-        )
-    if not second and (stage == 0 or not compressed):
-        raise ValueError(
-            "parallelize: expected secondary_shards at stage 3, or wire_gradients 'bf16', 'int8' "
-            f"or 'int4' at stages 1 to 3, with node_size={size}, got zero_stage={stage} and "
-            f"wire_gradients={options['wire_gradients']!r}; nothing else asks for nodes"
-        )
-    beside = {"offload": options["offload"], "ep": ep if ep > 1 else None}
-    if compressed and shards < dp:
-        beside["shard_size"] = shards  # copies are averaged between nodes already
-    for name, value in beside.items():
-        if value is not None:
-            raise ValueError(
-                f"parallelize: expected {name} left out with node_size={size}, got {name}="
-                f"{value!r}; leave one of them out"
-            )
-
-
-_BESIDE_WIRES = {
-    "deterministic": "codes depend on how many ranks there are: leave one of them out",
-    "offload": "leave one of them out",
-    "reduce_dtype": "the format is that of wire_gradients: leave it out",
-}
 _WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
 WITHOUT_FEEDBACK = (
     "learned 3.451 bits a byte in 250 steps of a small GPT on 4 ranks where fp32 learned 3.406, "

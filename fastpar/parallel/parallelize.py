@@ -13,17 +13,15 @@ from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transport import make_collectives
 from fastpar.comm.wires import CODES, Encoders, rounded_weights
-from fastpar.context.sequences import check_method, mesh_of_gradients
+from fastpar.context.sequences import mesh_of_gradients
 from fastpar.kernels import Fp8
 from fastpar.parallel.bucket import BucketGroups
 from fastpar.parallel.checks import (
-    check_arguments,
     check_deterministic,
     check_in_place_writers,
     check_model,
-    check_offload,
     check_parameters,
-    check_wires,
+    check_settings,
     guard_optimizers,
     refuse_ddp,
 )
@@ -151,12 +149,9 @@ def parallelize(
     options, debug = flat(asked), debug or Debug()
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
     check_model(model, mesh)
-    check_method(asked.cp_method)
     given, mesh = mesh, mesh_of_gradients(mesh)
-    check_arguments(model, mesh.dp_size, options)
-    check_experts(model, given, options)
-    check_offload(options, given.device, debug)
-    transport = check_wires(model, options, mesh.dp_size, given.size("ep"))
+    transport = check_settings(model, given, asked, debug, mesh.dp_size)
+    check_experts(model, given)
     check_parameters(parameter_names(model), mesh.device, materialize is not None)
     check_in_place_writers(model, mesh.dp_size)
     mesh.check_same("parallelize", [*(f"{k}={v}" for k, v in options.items()), *inventory(model)])
@@ -347,7 +342,7 @@ def _split_along_tp(
     if mesh.tp_grid is None and mesh.tp_size == 1:
         return None, "tensor parallelism: tp=1, nothing is split"
     if mesh.tp_grid is not None:
-        tp: TensorParallel = make_grid(model, mesh, maker.make, options)
+        tp: TensorParallel = make_grid(model, mesh, maker.make, options["tp_plan"])
     else:
         tp = TensorParallel(maker.of_tp(), sequence_parallel=tokens)
     declared = _split(model, mesh, tp, planned)

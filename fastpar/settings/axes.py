@@ -54,8 +54,8 @@ def ranks_of_samples(mesh: MeshSettings) -> int:
     return rows * depth
 
 
-def sizes_of_grid(grid: Any, asked: Mapping[str, int | None]) -> dict[str, int]:
-    """Ranks along depth, rows and tp; see [Note: grid]. Without a grid, tp as it was asked for."""
+def sizes_of_grid(grid: Any) -> dict[str, int]:
+    """Ranks along depth, rows and tp; see [Note: grid]. Without a grid, none of tp."""
     if grid is None:
         return {"depth": 1, "rows": 1}
     numbers = tuple(grid) if isinstance(grid, Sequence) and not isinstance(grid, str) else ()
@@ -65,14 +65,6 @@ def sizes_of_grid(grid: Any, asked: Mapping[str, int | None]) -> dict[str, int]:
             "Mesh: expected tp_grid of two or three positive integers, rows, columns and depth, "
             f"for two ranks or more, got tp_grid={grid!r}; pass (2, 2), or leave tp_grid out"
         )
-    for axis in ("tp", "cp", "ep", "pp"):
-        if asked[axis] != 1:
-            raise ValueError(
-                f"Mesh: expected no {axis} beside tp_grid, got tp_grid={numbers} "
-                f"{axis}={asked[axis]}; leave one of them out"
-                + " (the grid has the ranks of tp)"
-                * (axis == "tp")
-            )
     rows, columns, depth = (*numbers, 1)[:3]
     return {"depth": depth, "rows": rows, "tp": columns}
 

@@ -137,6 +137,18 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
+def check_types(who: str, tree: Any) -> None:
+    """Refuse values of another type than their setting's."""
+    known = leaves(type(tree))
+    for name, value in flat(tree).items():
+        hint = known[name].hint
+        if not fits(value, hint) and value != "fp64":  # a format that no flag offers
+            raise ValueError(
+                f"{who}: expected {describe(hint)} for {name}, got {name}={value!r}; leave it out "
+                "for what is usual"
+            )
+
+
 def describe(hint: Any) -> str:
     """A type in words."""
     args = [arg for arg in get_args(hint) if arg is not types.NoneType]

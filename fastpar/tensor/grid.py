@@ -136,25 +136,21 @@ class Grid(TensorParallel):
         return reduce_from(_Times.apply(x, self.depth), self.batch)
 
 
-_NOT_WITH = ("sequence_parallel", "tp_plan", "offload")  # None is what there is
-
-
 def make_grid(
     model: nn.Module,
     mesh: Mesh,
     make: Callable[[Any, str], Collectives],
-    options: Mapping[str, Any],
+    tp_plan: Any,
 ) -> Grid:
     """The place of this rank in the mesh's grid. Ranks: all.
 
     Args:
         make: collectives of a process group for a role.
-        options: of parallelize().
+        tp_plan: of parallelize().
     Raises:
-        ValueError: a model or an option that does not run on a grid; a width that it does not
-            divide.
+        ValueError: a model or a plan that does not run on a grid.
     """
-    _check(model, mesh, options)
+    _check(model, mesh, tp_plan)
 
     def along(*axes: str) -> Collectives:
         alone = mesh.size(*axes) == 1
@@ -163,29 +159,20 @@ def make_grid(
     return Grid(along("tp"), along("rows"), along("depth", "rows"))
 
 
-def _check(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> None:
+def _check(model: nn.Module, mesh: Mesh, tp_plan: Any) -> None:
     assert mesh.tp_grid is not None
-    config: Any = getattr(model, "config", None)
     grid = "x".join(map(str, mesh.tp_grid))
-    experts = " with experts" * bool(getattr(config, "n_expert", 0))
-    if not getattr(model, "splits_on_grid", False) or experts:
+    if not getattr(model, "splits_on_grid", False):
         raise ValueError(
             f"parallelize: expected a fastpar.GPT without experts for tp_grid={grid}, got "
-            f"{type(model).__name__}{experts}; use Mesh(tp=), or load its weights into a "
+            f"{type(model).__name__}; use Mesh(tp=), or load its weights into a "
             "fastpar.GPT"
         )
-    for name in _NOT_WITH:
-        if options[name] is not None:
-            raise ValueError(
-                f"parallelize: expected no {name} with tp_grid={grid}, got {name}="
-                f"{options[name]!r}; leave it out, or use Mesh(tp=)"
-            )
-    for axis, size in (("rows", mesh.size("rows")), ("columns", mesh.size("tp"))):
-        if config.n_embd % size:
-            raise ValueError(
-                f"parallelize: expected tp_grid={grid} to divide n_embd={config.n_embd}, got "
-                f"{size} {axis}; choose another grid"
-            )
+    if tp_plan is not None:
+        raise ValueError(
+            f"parallelize: expected no tp_plan with tp_grid={grid}, got tp_plan={tp_plan!r}; leave "
+            "it out, or use Mesh(tp=)"
+        )
 
 
 def grid_of(number: int) -> Grid:

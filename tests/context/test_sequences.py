@@ -237,9 +237,9 @@ def test_what_a_model_of_cp_refuses():
     [
         (lambda: nn.Linear(2, 2), {"cp": 2}, {}, r"model with context_parallel\(\) for cp=2, .* got"
          r" Linear; load its weights into a fastpar.GPT .*, or use tp"),
-        (lambda: gpt(n_head=1), {"cp": 2}, {}, "cp of at most the 1 heads that tp=1 leaves a rank, "
-         "got cp=2; .*: choose one of cp=1 to 1, or cp_method=.keys.$"),
-        (gpt, {"cp": 2}, {"cp_method": "ring"}, "cp_method of heads, keys, got cp_method='ring'"),
+        (lambda: gpt(n_head=1), {"cp": 2}, {}, "cp of at most the 1 heads / tp=1, .*"
+         "got cp=2; lower cp, or add cp_method=keys$"),
+        (gpt, {"cp": 2}, {"cp_method": "ring"}, "one of heads, keys for cp_method, got cp_method="),
     ],
 )  # fmt: skip
 def test_bad_input_changes_nothing(model, mesh, options, message):

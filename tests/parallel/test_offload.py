@@ -295,23 +295,21 @@ def test_whole_parameters_are_read_and_written_between_steps(ranks):
 
 
 def refused(**options):
-    with pytest.raises(ValueError, match=r"^\w+: expected") as error:
+    with pytest.raises(ValueError, match=r"expected|needs") as error:
         made(**options)
     return str(error.value)
 
 
 def test_what_is_refused(monkeypatch):
     assert "got device=cpu" in refused(debug=Debug())
-    assert "zero_stage=3 with offload='parameters', got zero_stage=2" in refused(mode="parameters")
+    assert "offload=parameters needs zero_stage=3: it keeps no" in refused(mode="parameters")
     assert "got offload='disk'" in refused(mode="disk")
     assert "offload_keep_mb below" in refused(offload_keep_mb=1e4)
-    assert "got offload_keep_mb=-1" in refused(offload_keep_mb=-1)
-    assert "a number offload_keep_mb >= 0 with offload, got offload_keep_mb='5'" in refused(
+    assert "expected float for offload_keep_mb, got offload_keep_mb='5'" in refused(
         offload_keep_mb="5"
     )
     assert "got offload_keep_mb=True" in refused(offload_keep_mb=True)
-    assert "got offload_keep_mb=1 and offload=None" in refused(mode=None, offload_keep_mb=1)
-    assert "got offload_pinned=False" in refused(mode=None, offload_pinned=False)
+    assert "offload_pinned=False needs offload; add" in refused(mode=None, offload_pinned=False)
 
 
 def test_a_host_that_is_too_small_says_what_would_fit(monkeypatch):

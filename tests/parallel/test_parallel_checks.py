@@ -95,18 +95,15 @@ def test_models_and_meshes_of_others(one_process):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"zero_stage": 4}, r"expected zero_stage 0, 1, 2 or 3, got zero_stage=4"),
-        ({"zero_stage": -1}, r"expected zero_stage 0, 1, 2 or 3, got zero_stage=-1"),
-        ({"zero_stage": True}, r"expected zero_stage 0, 1, 2 or 3, got zero_stage=True"),
-        ({"shard_size": 3}, r"expected shard_size to divide dp=2, got shard_size=3"),
-        ({"shard_size": 0}, r"expected shard_size to divide dp=2, got shard_size=0"),
-        ({"grad_dtype": torch.int32}, r"expected a floating-point grad_dtype, got .*int32"),
-        ({"reduce_dtype": torch.bool}, r"expected a floating-point reduce_dtype, got .*bool"),
-        ({"accumulate": "half"}, r"expected accumulate 'shard' or 'full', got accumulate='half'"),
-        ({"grad_accum_steps": 0}, r"expected an integer grad_accum_steps >= 1, got .*=0"),
-        ({"prefetch": -1}, r"expected an integer prefetch >= 0, got prefetch=-1"),
+        ({"zero_stage": 4}, r"expected one of 0, 1, 2, 3 for zero_stage, got zero_stage=4"),
+        ({"zero_stage": True}, r"of 0, 1, 2, 3 for zero_stage, got zero_stage=True"),
+        ({"shard_size": 3}, r"expected shard_size to divide the 2 data-.*, got shard_size=3"),
+        ({"grad_dtype": torch.int32}, r"one of fp32, bf16, fp16 for grad_dtype, got .*int32"),
+        ({"reduce_dtype": torch.bool}, r"one of fp32, bf16, fp16 for reduce_dtype, got .*bool"),
+        ({"accumulate": "half"}, r"expected one of shard, full for accumulate, got .*'half'"),
+        ({"grad_accum_steps": 0}, r"parallelize: expected grad_accum_steps >= 1, got .*=0"),
         ({"units": [nn.Linear(1, 1)]}, r"expected units inside the model, got units with a Linear"),
-        ({"bucket_mb": 0.0}, r"expected bucket_bytes > 0, got bucket_bytes=0\.0"),
+        ({"bucket_mb": 0.0}, r"expected bucket_mb > 0, got bucket_mb=0\.0"),
     ],
 )
 def test_arguments(options, message):

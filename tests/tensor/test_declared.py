@@ -289,21 +289,19 @@ def test_every_parameter_of_gpt_is_declared(sequence_parallel):
             {"n_head": 4},
             3,
             {"sequence_parallel": False},
-            r"expected tp=3 to split parameter 'h\.0\.mlp\.c_fc\.weight' .* does not divide by 3",
+            r"parallelize: expected tp to divide the MLP's width of \d+, got tp=3; change tp",
         ),
         (
             {"n_head": 2},
             4,
             {},
-            r"parallelize: expected tp of at most n_head=2, got tp=4; attention is split by heads: "
-            r"choose a smaller tp",
+            r"parallelize: expected tp of at most n_head=2, got tp=4; lower tp",
         ),
         (
             {"block_size": 9},
             2,
             {},
-            r"parallelize: expected tp to divide block_size=9 under sequence parallelism, got tp=2"
-            r"; pass sequence_parallel=False, or choose another tp",
+            r"expected tp to divide block_size=9 .*, or add sequence_parallel=False",
         ),
     ],
 )
