@@ -215,7 +215,7 @@ class Schedule:
                 "compare: expected a GPU for device=cuda, got none that torch can use; use "
                 "--device cpu"
             )
-        sizes = {k: v for k, v in vars(command.shape).items() if k != "model" and v is not None}
+        sizes = command.shape.sizes()
         shape = GPTConfig.preset(command.shape.model, vocab_size=1, dropout=0.0, **sizes)
         gpus = torch.cuda.device_count() if on_gpu else None
         reasons = {name: why_not(name, command, shape, gpus) for name in chosen(command)}

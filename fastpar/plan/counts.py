@@ -10,7 +10,7 @@ from fastpar.settings.config import PRESETS
 from fastpar.settings.files import check_at_least
 
 _AT_LEAST = {
-    **dict.fromkeys(("n_layer", "n_head", "n_embd", "vocab_size", "seq_len", "batch_size"), 1),
+    **dict.fromkeys(("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "batch_size"), 1),
     **{"gpus": 1, "gpus_per_node": 1, "top": 1, "price": 0},
 }
 

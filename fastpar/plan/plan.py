@@ -44,7 +44,7 @@ from fastpar.plan.search import (
 from fastpar.plan.wires import wires_text
 from fastpar.settings.config import PRESETS, GPTConfig, TrainConfig
 from fastpar.settings.files import option
-from fastpar.settings.options import TrainFlags
+from fastpar.settings.options import ModelSize, TrainFlags
 
 PUBLISHED_ERROR = 0.12  # of the time of a step, see bench/results/plan/published.md
 TOKENS_PER_STEP = 524288  # of GPT-2's published batch, on GPUs
@@ -57,17 +57,11 @@ MOST_MEASURED = 12  # layouts whose operations --measure measures
 
 
 @dataclass(frozen=True)
-class PlanCommand:
+class PlanCommand(ModelSize):
     """Which parallel layout for a GPT-2 on these GPUs: memory, step time, cost, and why."""
 
     model: str = "gpt2"
     """Size: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu."""
-    n_layer: int | None = None
-    """Layers, instead of the size's own."""
-    n_head: int | None = None
-    """Attention heads, instead of the size's own."""
-    n_embd: int | None = None
-    """Width, instead of the size's own."""
     n_expert: int = 0
     """Experts in the place of MLPs: memory and exchanges of each ep and stage."""
     expert_top_k: int = 2
@@ -76,8 +70,6 @@ class PlanCommand:
     """Features of an expert, instead of 4 * n-embd."""
     vocab_size: int | None = None
     """Tokens of the tokenizer; unset: 50257, on a CPU 4096. Below 256: of characters."""
-    seq_len: int | None = None
-    """Tokens of a sequence; unset: the size's own."""
     batch_size: int | None = None
     """Sequences a step, over all GPUs; unset: 524288 tokens, on a CPU 8 sequences."""
     gpu: str = "h100"
@@ -217,9 +209,7 @@ def make_plan(command: PlanCommand) -> Plan:
 def _workload(command: PlanCommand, device: Device) -> Workload:
     on_cpu = device.kind == "cpu"
     vocab = command.vocab_size or (CPU_VOCABULARY if on_cpu else GPT2_VOCABULARY)
-    given = {n: getattr(command, n) for n in ("n_layer", "n_head", "n_embd")}
-    given["block_size"] = command.seq_len
-    overrides = {name: value for name, value in given.items() if value is not None}
+    overrides = command.sizes()
     if command.n_expert:
         experts = {"top_k": command.expert_top_k, "expert_hidden": command.expert_hidden}
         overrides |= {"n_expert": command.n_expert, **experts}

@@ -279,7 +279,7 @@ def smallest_changes(
     lengths = takewhile(lambda length: length >= 64, (workload.seq_len >> n for n in count(1)))
     shapes = (replace(workload.shape, block_size=length) for length in lengths)
     add_first(
-        (f"--seq-len {shape.block_size}", replace(workload, shape=shape), template, per_node)
+        (f"--block-size {shape.block_size}", replace(workload, shape=shape), template, per_node)
         for shape in shapes
     )
     worlds = [template.world_size * factor for factor in (2, 3, 4, 6, 8, 12, 16, 32, 64)]

@@ -46,10 +46,9 @@ class TrainConfig(TrainFlags):
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """The GPT-2 that these settings and a vocabulary describe; not for init_from."""
-        names = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
-        overrides = {n: getattr(self.shape, n) for n in names}
-        given = {name: value for name, value in overrides.items() if value is not None}
-        given |= self.expert_settings()
+        given = {**self.shape.sizes(), **self.expert_settings()}
+        if self.shape.dropout is not None:
+            given["dropout"] = self.shape.dropout
         return GPTConfig.preset(self.shape.model, vocab_size=vocab_size, **given)
 
     def expert_settings(self) -> dict[str, Any]:

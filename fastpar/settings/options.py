@@ -31,6 +31,11 @@ class ModelSize:
     block_size: int | None = None
     """Context in tokens, instead of the size's own."""
 
+    def sizes(self) -> dict[str, int]:
+        """Those given instead of the size's own, as GPTConfig has them."""
+        found = {n: getattr(self, n) for n in ("n_layer", "n_head", "n_embd", "block_size")}
+        return {name: size for name, size in found.items() if size is not None}
+
 
 @dataclass(frozen=True)
 class ModelSettings(ModelSize):

@@ -60,7 +60,7 @@ def test_the_readme_example(capsys, tmp_path):
         "--model gpt2-large --gpus 4 --gpu v100 --batch-size 32",
         "--model gpt2-medium --gpus 2 --gpu a100-40 --master-weights remainder --moment-dtype bf16",
         "--model mini --gpus 2 --gpu cpu",
-        "--model gpt2 --n-layer 24 --n-embd 1536 --n-head 24 --seq-len 2048 --gpus 6",
+        "--model gpt2 --n-layer 24 --n-embd 1536 --n-head 24 --block-size 2048 --gpus 6",
     ],
 )
 def test_the_command_is_the_layout_that_won(words, capsys, tmp_path):
@@ -155,7 +155,7 @@ def test_a_model_that_only_the_headroom_refuses_is_told_so(capsys):
         ("--model gpt2-xk", r"did you mean gpt2-xl\?"),
         ("--gpus 0", r"plan: expected gpus >= 1, got gpus=0; set --gpus"),
         ("--batch-size -4", r"plan: expected batch_size >= 1, got batch_size=-4"),
-        ("--seq-len 0", r"plan: expected seq_len >= 1, got seq_len=0"),
+        ("--block-size 0", r"plan: expected block_size >= 1, got block_size=0"),
         ("--gpu h1000", r"got name=.?h1000.*h100"),
         ("--link nvlink9", r"got name=.?nvlink9"),
         (
@@ -224,7 +224,7 @@ def test_stages_of_zero_2_and_3_where_nothing_else_fits(capsys):
     assert "ZeRO-3" not in small
 
 
-SMALL = "--n-layer 2 --n-embd 96 --n-head 12 --seq-len 24 --vocab-size 300 --batch-size 48"
+SMALL = "--n-layer 2 --n-embd 96 --n-head 12 --block-size 24 --vocab-size 300 --batch-size 48"
 
 
 @pytest.mark.parametrize("gpus", [2, 6, 16])

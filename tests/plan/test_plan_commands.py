@@ -94,7 +94,7 @@ def check_all(monkeypatch, capsys, words, *, all_layouts):
 
 def shape(vocab, heads, tokens, batch=12):
     return (
-        *("--n-layer", 2, "--n-head", heads, "--n-embd", 8 * heads, "--seq-len", tokens),
+        *("--n-layer", 2, "--n-head", heads, "--n-embd", 8 * heads, "--block-size", tokens),
         *("--vocab-size", vocab, "--batch-size", batch),
     )
 

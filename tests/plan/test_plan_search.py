@@ -184,7 +184,7 @@ def test_the_smallest_changes_that_make_something_fit():
 
     ways = smallest_changes(workload, template, limit_bytes=least - 1, per_node=2, larger=larger)
     assert asked == [least]
-    assert any(way.startswith("--seq-len ") for way in ways)
+    assert any(way.startswith("--block-size ") for way in ways)
     assert "--gpus 4" in ways
     assert ways[-1] == "--gpu h200"
     ways = smallest_changes(

@@ -95,7 +95,7 @@ def plan_commands() -> list[str]:
         "--gpu v100 --gpus 8",
         "--gpu h100 --gpus 8 --n-expert 8",
         "--gpu h100 --gpus 8 --n-expert 8 --expert-top-k 1 --pp 2",
-        "--gpu h100 --gpus 8 --seq-len 8192 --batch-size 8",
+        "--gpu h100 --gpus 8 --block-size 8192 --batch-size 8",
         "--gpu h100 --gpus 8 --link pcie4",
         "--gpu h100 --gpus 32 --inter-link ethernet-100",
         "--gpu rtx9090",
