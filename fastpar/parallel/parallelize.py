@@ -142,8 +142,9 @@ def parallelize(
             twice; models that differ between ranks.
     Source: Rajbhandari et al. 2020, arXiv 1910.02054
     """
-    short = {"zero_stage": zero_stage, "shard_size": shard_size, "deterministic": deterministic}
+    short: dict[str, Any] = {"zero_stage": zero_stage, "shard_size": shard_size}
     short |= {"grad_accum_steps": grad_accum_steps, "grad_dtype": grad_dtype}
+    short["deterministic"] = deterministic
     groups = {"precision": precision, "wires": wires, "offload": offload, "pipeline": pipeline}
     asked = _asked(settings, short, groups)
     options, debug = flat(asked), debug or Debug()

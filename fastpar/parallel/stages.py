@@ -125,12 +125,12 @@ class Settings:
     @property
     def grad_dtype(self) -> torch.dtype | None:
         """In which gradients are kept and added up; None: each parameter's own."""
-        return FLOATS.get(self.asked.precision.grad_dtype)
+        return FLOATS.get(self.asked.precision.grad_dtype or "")
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """Of gradients on the wire; None: as they are kept."""
-        return FLOATS.get(self.asked.precision.reduce_dtype)
+        return FLOATS.get(self.asked.precision.reduce_dtype or "")
 
     @property
     def accumulate(self) -> str:

@@ -69,7 +69,8 @@ def leaves(tree: type) -> dict[str, Leaf]:
 
 def flat(tree: Any) -> dict[str, Any]:
     """Every setting's value by its name."""
-    return {n: functools.reduce(getattr, leaf.path, tree) for n, leaf in leaves(type(tree)).items()}
+    kind: Any = type(tree)
+    return {n: functools.reduce(getattr, leaf.path, tree) for n, leaf in leaves(kind).items()}
 
 
 def changed(
@@ -83,7 +84,8 @@ def changed(
         ValueError: no such setting, or a value of another type.
     """
     groups: dict[str, Any] = {}
-    known = leaves(type(tree))
+    kind: Any = type(tree)
+    known = leaves(kind)
     for key, value in values.items():
         name = setting_name(key)
         if name not in known:
@@ -94,8 +96,9 @@ def changed(
                 f"{f'did you mean {near[0]}?' if near else 'remove it'}"
             )
         (first, *rest), hint = known[name]
-        if value in ("auto", "none") and Literal in map(get_origin, get_args(hint)):
-            value = value if fits(value, hint) else None  # as files of earlier versions say it
+        words = any(get_origin(arg) is Literal for arg in get_args(hint))
+        if words and value in ("auto", "none") and not fits(value, hint):
+            value = None  # files of earlier versions say it so
         if source is not None and not fits(value, hint):
             raise ValueError(
                 f"{who}: expected {describe(hint)} for {name} in {source}, got {name}={value!r}; "
