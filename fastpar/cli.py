@@ -28,7 +28,7 @@ from fastpar.comm.ranks import (
 )
 from fastpar.files.packages import import_package
 from fastpar.files.runs import RUNS, find_run, is_restart, list_checkpoints, newest_run, run_id
-from fastpar.settings.axes import ranks_of_batch
+from fastpar.settings.axes import ranks_of_batch, ranks_of_depth
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.fields import for_tyro, setting_name
 from fastpar.settings.files import WRONG_PATH, option, read_settings
@@ -327,6 +327,8 @@ def _ranks_to_start(config: TrainConfig) -> int:
             f"train: expected ep to divide the {nproc // together} data-parallel ranks of nproc="
             f"{nproc}, got ep={mesh.ep}; use --nproc {together * mesh.ep}, or change --ep"
         )
+    if not is_rank():
+        config.learn(dp=nproc * mesh.cp * ranks_of_depth(mesh) // together)
     return nproc
 
 

@@ -48,10 +48,14 @@ def ranks_of_batch(mesh: MeshSettings) -> dict[str, int]:
     return {**split, "cp": mesh.cp, "pp": mesh.pp}
 
 
+def ranks_of_depth(mesh: MeshSettings) -> int:
+    """Grids that have the same weights."""
+    return (*(parse_grid(mesh.tp_grid) or (1, 1)), 1)[2]
+
+
 def ranks_of_samples(mesh: MeshSettings) -> int:
     """Ranks that share out the samples of a micro-batch."""
-    rows, _, depth = (*(parse_grid(mesh.tp_grid) or (1, 1)), 1)[:3]
-    return rows * depth
+    return (parse_grid(mesh.tp_grid) or (1,))[0] * ranks_of_depth(mesh)
 
 
 def sizes_of_grid(grid: Any) -> dict[str, int]:

@@ -196,6 +196,10 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
             "train --nproc 2 --zero 3 --node-size 2",
             "--node-size needs --wire-gradients; add --wire-gradients, or drop",
         ),
+        (
+            "train --nproc 4 --zero 1 --shard-size 3",
+            "train: expected shard_size to divide the 4 data-parallel ranks, got shard_size=3; dr",
+        ),
         ("train --fp8 mlp --n-expert 2", "--fp8 does not run with --n-expert; drop one of them"),
         ("info now", "fastpar info: expected no options, got now; leave them out"),
     ],
