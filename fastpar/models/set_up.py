@@ -38,6 +38,8 @@ def set_up(
         grad_dtype=parallel.precision.grad_dtype or wide,
         accumulate=config.accumulate,
         grad_accum_steps=grad_accum_steps,
+        # Else of activations, which parallelize() does not know.
+        offload_pinned=parallel.offload.pinned or parallel.offload.what is None,
     )
     parallelize(model, mesh, in_effect)
     bus = bus_of(mesh.device, pinned=parallel.offload.pinned) if kept.offload_activations else None

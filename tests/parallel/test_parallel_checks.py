@@ -122,9 +122,7 @@ def test_deterministic_refuses_sums_in_16_bits(options):
     def ranks():
         parallelize(stack().bfloat16(), Mesh(), Parallel.of(deterministic=True, **options))
 
-    message = (
-        r"in fp32 with deterministic=True, got .* for '0\.|^deterministic does not run"
-    )
+    message = r"in fp32 with deterministic=True, got .* for '0\.|^deterministic does not run"
     assert_all_raise(on_ranks(ranks), ValueError, message)
 
 
