@@ -94,10 +94,11 @@ def test_a_sample_of_stage_0_comes_from_the_checkpoint(here, capsys):
          "change --cp"),
         (["--cp=2", "--tp=2", "--nproc=6"], "a multiple of tp * cp = 2 * 2, got nproc=6; use "
          "--nproc 8, or change --cp, --tp"),
-        (["--cp=5", "--nproc=5"], "cp of at most the 4 heads that tp=1 leaves a rank, got cp=5; "
-         "attention is exchanged by heads: lower --cp"),
+        (["--cp=5", "--nproc=5"], "cp of at most the 4 heads / tp=1, which are exchanged, got "
+         "cp=5; lower --cp, or add --cp-method keys"),
         (["--cp=0"], "expected cp >= 1, got cp=0; set --cp"),
-        (["--cp=2", "--nproc=2", "--cuda-graphs", "--device=cuda"], "expected cp 1 with cuda_"),
+        (["--cp=2", "--nproc=2", "--cuda-graphs", "--device=cuda"], "--cuda-graphs does not"
+         " run with --cp: "),
         (["--cp=2", "--nproc=8", "--batch-size=3"], "for each of dp=4"),
     ],
 )  # fmt: skip
