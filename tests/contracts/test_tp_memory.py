@@ -27,6 +27,7 @@ from lone_rank import LoneMesh, heard
 from fastpar import GPT, GPTConfig, Mesh, parallelize
 from fastpar.kernels import make_key
 from fastpar.nn.recompute import recompute
+from fastpar.parallel.debug import Debug
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
@@ -48,12 +49,12 @@ def published(sp, tp):
     return 34 / tp if sp else 10 + 24 / tp
 
 
-def build(mesh, n_layer, mode, sp, dropout=0.1, **options):
+def build(mesh, n_layer, mode, sp, dropout=0.1, debug=None):
     config = GPTConfig(
         n_layer=n_layer, n_head=HEADS, n_embd=C, block_size=T, vocab_size=100, dropout=dropout
     )
     model = GPT(config).to(torch.bfloat16)
-    parallelize(model, mesh, Parallel.of(sequence_parallel=sp, **options))
+    parallelize(model, mesh, Parallel(sequence_parallel=sp), debug=debug)
     return recompute(model, mode)
 
 
@@ -83,7 +84,7 @@ def saved_bytes(n_layer, tp, sp, dropout):
 def allocated_bytes(n_layer, tp, mode, sp):
     """What a forward leaves allocated, by torch's allocator; the graph is alive meanwhile."""
     with LoneMesh(tp, 0, tp=tp) as mesh:
-        model = build(mesh, n_layer, mode, sp, collectives=heard([]))
+        model = build(mesh, n_layer, mode, sp, debug=Debug(collectives=heard([])))
         loss_of(model)
         gc.collect()
         gc.disable()  # what another test left in cycles must not be freed in the measurement
