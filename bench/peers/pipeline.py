@@ -104,7 +104,8 @@ class _Torch(_Pipeline):
             [[0, size - 1], *([r] for r in range(1, size - 1))]
         )
         stage = PipelineStage(model, rank, size, torch.device(settings.device))
-        self.schedule = Schedule1F1B(stage, settings.parallel.grad_accum_steps, loss_fn=loss_of)
+        many = settings.parallel.grad_accum_steps or 1
+        self.schedule = Schedule1F1B(stage, many, loss_fn=loss_of)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         model: Any = self.model
@@ -196,8 +197,8 @@ def build(name: str, config: GPTConfig, settings: Settings) -> Contender:
         return _DeepSpeed(name, config, settings)
     if name in VARIANTS:
         schedule, rows = VARIANTS[name]
-        own = settings.parallel.change(schedule=schedule)
-        settings = replace(settings, parallel=own, micro_rows=rows)
+        parallel = settings.parallel.change(schedule=schedule)
+        settings = replace(settings, parallel=parallel, micro_rows=rows)
         return engines.build(OWN, lambda: GPT(config, seed=0), settings)
     own = name.startswith("fastpar")
     return engines.build(name, lambda: GPT(config, seed=0) if own else model_of(config), settings)

@@ -221,7 +221,7 @@ class Chain:
             elif y is None:
                 x = fitted(x, shape)
                 y = self._timed(
-                    FIRST_NORM, shape, lambda v, w=weights: layer_norm(v, *w, self.eps), x
+                    FIRST_NORM, shape, lambda v, w=weights: layer_norm(v, w[0], w[1], self.eps), x
                 )
             else:
                 y, x = self._timed(part.op, shape, call, fitted(y, shape), x)

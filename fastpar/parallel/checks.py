@@ -106,14 +106,15 @@ def check_settings(model: nn.Module, mesh: Mesh, asked: Parallel, debug: Debug, 
 def _facts(model: nn.Module, mesh: Mesh, dp: int) -> dict[str, Any]:
     """What the rules of settings may ask of a model and a mesh."""
     config, grid = getattr(model, "config", None), mesh.tp_grid
-    facts = {axis: mesh.size(axis) for axis in ("cp", "ep", "pp")}
+    facts: dict[str, Any] = {axis: mesh.size(axis) for axis in ("cp", "ep", "pp")}
     facts |= {"dp": dp, "tp": mesh.size("tp") if grid is None else 1}
     facts |= {"tp_grid": None if grid is None else "x".join(map(str, grid))}
     facts |= {"delayed_scales": bool(rounded_weights(model)), "offload_activations": False}
     if isinstance(config, GPTConfig):
         capacity = {"n_expert": config.n_expert, "expert_capacity": config.expert_capacity}
         return facts | of_shape(config) | capacity
-    return facts | {"n_head": config.n_head} if hasattr(config, "n_head") else facts
+    heads = getattr(config, "n_head", None)
+    return facts if heads is None else facts | {"n_head": heads}
 
 
 def _check_wires(model: nn.Module, asked: Parallel, dp: int) -> str:
@@ -122,7 +123,7 @@ def _check_wires(model: nn.Module, asked: Parallel, dp: int) -> str:
     if wires.gradients == "fp32" and wires.weights is None:
         return transport
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    kept = {FLOATS.get(asked.precision.grad_dtype, dtype) for dtype in dtypes}
+    kept = {FLOATS.get(asked.precision.grad_dtype or "", dtype) for dtype in dtypes}
     keeps = wires.error_feedback and not wires.error_buffer and stage == 1
     in_place = {torch.float16} if keeps else set()
     changes = wires.gradients != "fp32" or wires.weights != CODES  # products round so anyway

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.capacity import host_memory
@@ -211,7 +211,8 @@ def _workload(command: PlanCommand, device: Device) -> Workload:
     vocab = command.vocab_size or (CPU_VOCABULARY if on_cpu else GPT2_VOCABULARY)
     overrides = command.sizes()
     if command.n_expert:
-        experts = {"top_k": command.expert_top_k, "expert_hidden": command.expert_hidden}
+        experts: dict[str, Any] = {"top_k": command.expert_top_k}
+        experts["expert_hidden"] = command.expert_hidden
         overrides |= {"n_expert": command.n_expert, **experts}
     shape = GPTConfig.preset(command.model, vocab_size=vocab, **overrides)
     rows = command.batch_size

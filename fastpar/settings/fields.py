@@ -142,7 +142,8 @@ def fits(value: Any, hint: Any) -> bool:
 
 def check_types(who: str, tree: Any) -> None:
     """Refuse values of another type than their setting's."""
-    known = leaves(type(tree))
+    kind: Any = type(tree)
+    known = leaves(kind)
     for name, value in flat(tree).items():
         hint = known[name].hint
         if not fits(value, hint) and value != "fp64":  # a format that no flag offers
