@@ -143,11 +143,10 @@ def plain(case, world_size, steps=STEPS):
 def on_ranks(case, world_size, stage, steps=STEPS, **options):
     def ranks():
         mesh = Mesh()
-        model = parallelize(
-            fill(case.build()),
-            mesh,
-            Parallel.of(zero_stage=stage, **{**SMALL, **(case.options or {}), **options}),
-        )
+        asked = {**SMALL, **(case.options or {}), **options}
+        units = asked.pop("units", None)
+        asked = Parallel.of(zero_stage=stage, **asked)
+        model = parallelize(fill(case.build()), mesh, asked, units=units)
         optimizer = AdamW(case.groups(model), **OPTIMIZER)
         for step in range(steps):
             case.backward(model, step * world_size + mesh.dp_rank)

@@ -259,23 +259,19 @@ def train(cell: Cell, options: dict, with_state: bool = False) -> dict:
     n_accum, accumulate, grad_accum_steps, no_sync = ACCUM[cell.accum]
     model = build(cell, seed=mesh.rank)
     half = cell.precision != "fp32"
-    parallelize(
-        model,
-        mesh,
-        Parallel.of(
-            **{
-                "zero_stage": cell.stage,
-                "shard_size": cell.shard_size,
-                "bucket_mb": 0.015,
-                "first_bucket_mb": 0.003,
-                "grad_dtype": torch.float32 if half else None,
-                "accumulate": accumulate,
-                "grad_accum_steps": grad_accum_steps,
-                "deterministic": cell.deterministic,
-                **options,
-            }
-        ),
-    )
+    options = {
+        "zero_stage": cell.stage,
+        "shard_size": cell.shard_size,
+        "bucket_mb": 0.015,
+        "first_bucket_mb": 0.003,
+        "grad_dtype": torch.float32 if half else None,
+        "accumulate": accumulate,
+        "grad_accum_steps": grad_accum_steps,
+        "deterministic": cell.deterministic,
+        **options,
+    }
+    beside = {name: options.pop(name, None) for name in ("units", "debug")}
+    parallelize(model, mesh, Parallel.of(**options), **beside)
     engine = engine_of(model)
     optimizer = make_optimizer(cell, model, master_weights=half)
     scaler = Scaler(cell, optimizer)

@@ -259,7 +259,7 @@ EXPERTS = {"n_expert": 2, "top_k": 1}
         (lambda: build(**EXPERTS), {}, r"^tp_grid does not run with n_expert; drop one of them"),
         (build, {"sequence_parallel": False}, r"^tp_grid does not run with sequence_parallel=Fal"),
         (build, {"offload": "optimizer"}, r"^tp_grid does not run with offload; drop one of them"),
-        (build, {"tp_plan": "gpt2"}, r"tp_plan"),
+        (build, {"tp_plan": "gpt2"}, r"expected no tp_plan for GPT"),
         (
             lambda: build(n_head=3, n_embd=15),
             {},
@@ -269,10 +269,11 @@ EXPERTS = {"n_expert": 2, "top_k": 1}
 )
 def test_what_a_grid_refuses(make, options, message):
     def rank():
-        model = make()
+        model, asked = make(), dict(options)
+        plan, debug = asked.pop("tp_plan", None), Debug(bus_gb_s=12)
         with pytest.raises(ValueError, match=message):
             parallelize(
-                model, Mesh(tp_grid=(2, 1)), Parallel.of(**options), debug=Debug(bus_gb_s=12)
+                model, Mesh(tp_grid=(2, 1)), Parallel.of(**asked), tp_plan=plan, debug=debug
             )
         assert all(vars(module).get("tp") is None for module in model.modules())
 
