@@ -134,19 +134,14 @@ def _check_wires(model: nn.Module, asked: Parallel, dp: int) -> str:
         )
     if wires.gradients == "int4" and not (wires.error_feedback or wires.error_buffer):
         warnings.warn(
-            "parallelize: wire_gradients='int4' without error_feedback " + WITHOUT_FEEDBACK,
+            "parallelize: int4 gradients without error_feedback train worse (Formats on the wire "
+            "in bench/results/README.md); pass error_feedback=True, or use int8",
             stacklevel=4,
         )
     return "torch" if transport == "auto" and dp > 1 else transport
 
 
 _WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
-WITHOUT_FEEDBACK = (
-    "learned 3.451 bits a byte in 250 steps of a small GPT on 4 ranks where fp32 learned 3.406, "
-    "one seed, and 2.343 in 2,000 steps on 2 ranks where fp32 learned 2.341, three seeds, which "
-    "differ by more: see Formats on the wire in bench/results/README.md; pass error_feedback, or "
-    "use 'int8'"
-)
 
 
 def check_deterministic(

@@ -145,8 +145,8 @@ def parallelize(
     short: dict[str, Any] = {"zero_stage": zero_stage, "shard_size": shard_size}
     short |= {"grad_accum_steps": grad_accum_steps, "grad_dtype": grad_dtype}
     short["deterministic"] = deterministic
-    groups = {"precision": precision, "wires": wires, "offload": offload, "pipeline": pipeline}
-    asked = _asked(settings, short, groups)
+    parts = {"precision": precision, "wires": wires, "offload": offload, "pipeline": pipeline}
+    asked = _asked(settings, short, parts)
     options, debug = flat(asked), debug or Debug()
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
     check_model(model, mesh)
@@ -168,9 +168,9 @@ def parallelize(
     n_shards = 1 if asked.zero_stage == 0 else asked.shard_size or mesh.size("dp")
     stays = asked.offload.what is None
     stage = STAGES[0 if n_shards == 1 and stays else asked.zero_stage]
-    groups_, control = maker.of_engine(stage, n_shards, alone=not stays)
+    groups, control = maker.of_engine(stage, n_shards, alone=not stays)
     of_experts = maker.of_experts(given, stage, n_shards)
-    transport = groups_.reduce.transport if groups_.reduce else "none"
+    transport = groups.reduce.transport if groups.reduce else "none"
     bucket_mb = asked.bucket_mb
     if bucket_mb is None:
         bucket_mb = default_bucket_mb(mesh.dp_size, transport)
@@ -182,7 +182,7 @@ def parallelize(
     apart = () if cut is None else cut.starts(model)
     modules = find_units(model, units, merge_bytes=asked.first_bucket_mb * 2**20, apart=apart)
     fill = Fill(parameter_names(model), materialize, declared, stages)
-    travel = Travel(mesh, given, groups_, of_experts, in_effect, debug.poison)
+    travel = Travel(mesh, given, groups, of_experts, in_effect, debug.poison)
     shards = _make_shards(model, travel, modules, fill)
     engine = Engine(shards, modules, control, given, debug)
     engine.tp_report = report
@@ -197,7 +197,7 @@ def parallelize(
 
 
 def _asked(
-    settings: Parallel | None, short: Mapping[str, Any], groups: Mapping[str, Any]
+    settings: Parallel | None, short: Mapping[str, Any], parts: Mapping[str, Any]
 ) -> Parallel:
     """The settings with what keywords change."""
     if not isinstance(settings, Parallel | None):
@@ -206,14 +206,14 @@ def _asked(
             "Parallel(zero_stage=2), or zero_stage=2 alone"
         )
     asked = settings or Parallel()
-    for name, group in groups.items():
+    for name, group in parts.items():
         kind = type(getattr(asked, name))
         if not isinstance(group, kind | None):
             raise ValueError(
                 f"parallelize: expected a fastpar.{kind.__name__}, got {name}={group!r}; pass "
                 f"{name}={kind.__name__}({group!r})"
             )
-    asked = dataclasses.replace(asked, **{n: group for n, group in groups.items() if group})
+    asked = dataclasses.replace(asked, **{n: group for n, group in parts.items() if group})
     return asked.change(**{name: value for name, value in short.items() if value is not None})
 
 

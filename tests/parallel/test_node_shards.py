@@ -21,7 +21,7 @@ from fastpar.testing import run_ranks
 
 SECOND = {"node_size": 2, "secondary_shards": True}
 INT8 = {"wire_gradients": "int8"}
-pytestmark = pytest.mark.filterwarnings("ignore:parallelize. wire_gradients=.int4.")
+pytestmark = pytest.mark.filterwarnings("ignore:parallelize. int4 gradients")
 
 
 def batch(step, mesh):
