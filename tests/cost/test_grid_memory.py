@@ -20,7 +20,6 @@ def make(shape, grid, stage, mode, dtype="fp32", steps=1):
     s = setup(
         world_size=r * c * depth * dp,
         tp_grid=grid,
-        tp=c,
         zero_stage=stage,
         activation_checkpointing=mode,
         micro_batch_size=8,

@@ -6,7 +6,7 @@ gradient that is sent arrives, at its place, once. With real ones two runs are a
 
 import pytest
 import torch
-from cells import covering, slow, sweep
+from cells import covering, slow
 from test_wired_engine import distance, same
 
 import fastpar
@@ -14,8 +14,7 @@ from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.comm.wires import FORMATS, WireFormat
 from fastpar.nn.recompute import recompute
-from fastpar.parallel.debug import Debug
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -224,20 +223,3 @@ def test_compiled_blocks_send_the_same(stage):
     one, two = (run_ranks(each, 2, stage, wire, backend="gloo") for each in (compiled, plainly))
     for a, b in zip(one, two):
         assert same(a, b)
-
-
-def refused(options):
-    debug = Debug(bus_gb_s=12)
-    fastpar.parallelize(
-        start("tp"), fastpar.Mesh(), fastpar.Parallel.of(zero_stage=3, **options), debug=debug
-    )
-
-
-@sweep("mode", ["optimizer", "parameters"])
-def test_not_beside_offload(mode):
-    with pytest.raises(
-        ValueError, match=f"expected offload=None with wire .* got offload='{mode}'"
-    ):
-        run_ranks(refused, 2, {**WIRES["int8"], "offload": mode})
-    with pytest.raises(ValueError, match=f"expected offload=None with wire_g.* got offload={mode}"):
-        TrainConfig().replace({**WIRES["int8"], "offload": mode, "zero_stage": 3})
