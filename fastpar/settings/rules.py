@@ -152,15 +152,9 @@ def _grid(text: str | None) -> tuple[int, ...]:
 
 def _splits_layers(split: str | None, pp: int, schedule: str, chunks: int | None, n: int) -> bool:
     layers = pp_split(split)
-    return (
-        pp == 1
-        or layers is None
-        or (len(layers), sum(layers))
-        == (
-            pp * pp_chunks(schedule, chunks),
-            n,
-        )
-    )
+    if pp == 1 or layers is None:
+        return True
+    return len(layers) == pp * pp_chunks(schedule, chunks) and sum(layers) == n
 
 
 def _same_scales(fp8: str, scaling: str, tp: int, shape: GPTConfig) -> bool:
@@ -537,11 +531,8 @@ def _spelled(text: str, who: str, values: Mapping[str, Any] | None) -> str:
         if given is None:
             value = False if found is False and DEFAULTS.get(name) is not False else None
         else:
-            value = (
-                str(found)
-                if str(found) in known
-                else re.sub(r", (\S+)$", r" or \1", ", ".join(known))
-            )
+            several = re.sub(r", (\S+)$", r" or \1", ", ".join(known))
+            value = str(found) if str(found) in known else several
         if who not in COMMANDS:
             return name if value is None else f"{name}={value}"
         off = str(value) == "False"
