@@ -1,7 +1,7 @@
 # Two commands do everything on a machine with Python >= 3.10 and a C++ compiler: `make train`, `make test`.
 # Each makes .venv, installs pinned versions, builds csrc/ and runs. VENV=dir, PYTHON=python3.12,
 # TORCH_INDEX=address (of PyTorch's CPU wheels, for a machine without an NVIDIA GPU), WORKERS= (tests
-# one after another) and ROOM=parallel (tests/parallel only; several in quotes) are yours to set.
+# one after another) and ROOM=engine (tests/engine only; several in quotes) are yours to set.
 
 SHELL := bash
 PYTHON ?= python3
@@ -30,11 +30,11 @@ EMULATED = @echo "== set-up: csrc/ with its CUDA kernels compiled for the CPU"; 
 train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 5 to 8 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(RECIPE) $(ARGS)
 
-test: $(VENV)/dev.done  ## the default tests, about 20 minutes on two cores; ROOM=parallel: one room's
+test: $(VENV)/dev.done  ## the default tests, about 20 minutes on two cores; ROOM=engine: one room's
 	$(EMULATED)
 	$(BIN)/python -m pytest $(WORKERS) $(addprefix tests/,$(ROOM)) $(ARGS)
 
-test-slow: $(VENV)/dev.done  ## the slow tests, hours; ROOM=parallel: one room's, less than 25 minutes
+test-slow: $(VENV)/dev.done  ## the slow tests, hours; ROOM=engine: one room's, less than 25 minutes
 	$(EMULATED)
 	$(BIN)/python -m pytest $(WORKERS) -m slow $(addprefix tests/,$(ROOM)) $(ARGS)
 

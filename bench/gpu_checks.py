@@ -49,7 +49,7 @@ from fastpar.doctor.table import VERSION, environment, row_of
 from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import attention_peers, backend
 from fastpar.kernels.choice import OWN, Case, trying
-from fastpar.measure.ceilings import Ceilings, measure_ceilings
+from fastpar.predict.ceilings import Ceilings, measure_ceilings
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import Trainer, train
@@ -589,11 +589,11 @@ CELLS["right"] += [
 ]
 GPU_TESTS = {
     "graphs": ("optim/test_optim_graphs", "train/test_cuda_graphs"),
-    "engine": ("parallel/test_engine", "comm/test_step_report", "parallel/test_replicas"),
+    "engine": ("engine/test_engine", "comm/test_step_report", "engine/test_replicas"),
     "hopper": ("ops/test_attention_hopper", "ops/test_attention_hopper_bwd"),
     "ops": ("ops/test_attention", "ops/test_attention_peers", "ops/test_embedding",
             "ops/test_layer_norm"),
-    "memory": ("cost/test_memory_model", "cost/test_capacity"),
+    "memory": ("predict/test_memory_model", "predict/test_capacity"),
 }  # fmt: skip
 CELLS["right"] += [
     Cell(f"tests of {name}", partial(run_tests, [f"tests/{file}.py" for file in files]), 90)

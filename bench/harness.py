@@ -21,7 +21,7 @@ from bench.records import ResultFile, Row
 from bench.targets import HOST_US, Target, note
 from fastpar.comm.ranks import reason
 from fastpar.doctor.clocks import Call, Timing, clock_for, interleave, synchronize
-from fastpar.measure.ceilings import Ceilings, measure_ceilings
+from fastpar.predict.ceilings import Ceilings, measure_ceilings
 from fastpar.testing import assert_matches_oracle
 
 # A peer must compute the same function; how well it rounds is not ours to judge. Sums over

@@ -23,7 +23,7 @@ import torch
 
 from fastpar.comm.host import available_cores
 from fastpar.doctor.table import cpu_name
-from fastpar.measure.machine import version_of
+from fastpar.predict.machine import version_of
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,6 +5,11 @@ from fastpar.checkpoint.restore import load_checkpoint as load_checkpoint
 from fastpar.checkpoint.saver import Saver as Saver
 from fastpar.checkpoint.saver import save_checkpoint as save_checkpoint
 from fastpar.comm.mesh import Mesh as Mesh
+from fastpar.engine.engine import engine_of as engine_of
+from fastpar.engine.parallelize import parallelize as parallelize
+from fastpar.engine.pipeline_step import pipeline_step as pipeline_step
+from fastpar.foreign.patch import patch as patch
+from fastpar.foreign.patch import unpatch as unpatch
 from fastpar.models.gpt import GPT as GPT
 from fastpar.nn.modules import GELU as GELU
 from fastpar.nn.modules import MLP as MLP
@@ -21,12 +26,7 @@ from fastpar.optim.adafactor import Adafactor as Adafactor
 from fastpar.optim.adamw import AdamW as AdamW
 from fastpar.optim.muon import Muon as Muon
 from fastpar.optim.muon import muon_groups as muon_groups
-from fastpar.outer.outer import Outer as Outer
-from fastpar.parallel.engine import engine_of as engine_of
-from fastpar.parallel.parallelize import parallelize as parallelize
-from fastpar.parallel.pipeline import pipeline_step as pipeline_step
-from fastpar.patching.patch import patch as patch
-from fastpar.patching.patch import unpatch as unpatch
+from fastpar.optim.outer import Outer as Outer
 from fastpar.settings.config import GPTConfig as GPTConfig
 from fastpar.settings.parallel import Offload as Offload
 from fastpar.settings.parallel import Parallel as Parallel

@@ -28,10 +28,10 @@ from fastpar.comm.ranks import (
 )
 from fastpar.files.packages import import_package
 from fastpar.files.runs import RUNS, find_run, is_restart, list_checkpoints, newest_run, run_id
-from fastpar.settings.axes import ranks_of_batch, ranks_of_depth
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.fields import for_tyro, setting_name
 from fastpar.settings.files import WRONG_PATH, option, read_settings
+from fastpar.settings.mesh import ranks_of_batch, ranks_of_depth
 from fastpar.settings.options import USUAL, SampleSettings, TrainFlags
 from fastpar.settings.rules import check_synchronous, rules_text, without_idle
 from fastpar.train import launch
@@ -334,7 +334,7 @@ def _ranks_to_start(config: TrainConfig) -> int:
 
 def _profile(arguments: list[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's; read when torch is imported
-    from fastpar.profile.profile import parse_profile, prepare, profile
+    from fastpar.observe.profile import parse_profile, prepare, profile
 
     options, flags = parse_profile(arguments)
     config = parse_train(flags)
@@ -349,7 +349,7 @@ def _profile(arguments: list[str]) -> int:
 
 
 def _compare(arguments: list[str]) -> int:
-    from fastpar.compare.compare import CompareCommand, compare
+    from fastpar.observe.compare import CompareCommand, compare
 
     return compare(_parse(CompareCommand, arguments, "compare"))
 
@@ -553,7 +553,7 @@ def _export(arguments: list[str]) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
-    from fastpar.plan.plan import PlanCommand, run
+    from fastpar.predict.plan import PlanCommand, run
 
     return run(_parse(PlanCommand, arguments, "plan"))
 

@@ -144,7 +144,7 @@ class DelayedScales:
 
     In the first step there are none: it computes without fp8 and notes the values. Backwards note
     them, so forwards without one (validation, recomputation) change nothing. An engine adds up the
-    notes of all ranks in the exchange of a step (take, give, forget: Tally of parallel/control.py);
+    notes of all ranks in the exchange of a step (take, give, forget: Tally of engine/control.py);
     update() is a step of one process without one.
 
     Args:

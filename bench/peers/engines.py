@@ -1,4 +1,4 @@
-"""fastpar.compare.strategies by the names of bench's rows; the error of an update."""
+"""fastpar.observe.strategies by the names of bench's rows; the error of an update."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from fastpar.compare import strategies
-from fastpar.compare.strategies import STRATEGIES, Contender, ModelFactory, Settings
+from fastpar.observe import strategies
+from fastpar.observe.strategies import STRATEGIES, Contender, ModelFactory, Settings
 
 TITLES = {strategy.title: name for name, strategy in STRATEGIES.items()}
 SINGLE, DDP = (STRATEGIES[name].title for name in (strategies.SINGLE, strategies.DDP))

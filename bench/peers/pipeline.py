@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.peers import engines, stock
+from fastpar.axes.pipeline.split import cut
 from fastpar.comm.mesh import gather_objects
-from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
-from fastpar.models.block import part_flops
 from fastpar.models.gpt import GPT
-from fastpar.pipeline.split import cut
+from fastpar.observe.strategies import Contender, Settings, adamw_of, import_deepspeed
+from fastpar.settings.block import part_flops
 from fastpar.settings.config import GPTConfig
 
 TORCH, DEEPSPEED = "torch Schedule1F1B", "DeepSpeed pipeline"

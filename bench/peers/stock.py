@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.compare.strategies import decay_groups
+from fastpar.observe.strategies import decay_groups
 from fastpar.settings.config import GPTConfig
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import fastpar
 from bench.peers import engines, stock
-from fastpar.compare.strategies import Contender, Settings, decay_groups
+from fastpar.observe.strategies import Contender, Settings, decay_groups
 from fastpar.settings.config import GPTConfig
 
 TORCH, OWN = "torch", "fastpar"

@@ -24,7 +24,7 @@ from bench.systems import bench_zero
 from bench.systems.bench_pp import MBIT, take_turns
 from bench.systems.bench_zero import Trial, batch, model_of, run_case
 from bench.systems.links import NoLinkError
-from fastpar.compare.strategies import Settings
+from fastpar.observe.strategies import Settings
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
 

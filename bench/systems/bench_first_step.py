@@ -67,7 +67,7 @@ def _torch(device: str, compiled: bool = False) -> Callable[..., Any]:
 
 def _deepspeed(device: str) -> Callable[..., Any]:
     from bench.peers import engines, stock
-    from fastpar.compare.strategies import Settings, import_deepspeed
+    from fastpar.observe.strategies import Settings, import_deepspeed
     from fastpar.settings.config import GPTConfig
 
     deepspeed = import_deepspeed(device)

@@ -30,13 +30,13 @@ from bench.harness import Bench
 from bench.records import Row
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import reason
-from fastpar.compare.strategies import import_deepspeed
 from fastpar.doctor.clocks import Timing, steady_ms
+from fastpar.engine.debug import Debug
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import parallelize
 from fastpar.models.gpt import GPT
+from fastpar.observe.strategies import import_deepspeed
 from fastpar.optim.adamw import AdamW
-from fastpar.parallel.debug import Debug
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
 

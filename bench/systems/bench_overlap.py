@@ -80,7 +80,7 @@ class Trainer:
 
     def __init__(self, variant: str, config: GPTConfig, batch_size: int) -> None:
         from bench.peers import engines
-        from fastpar.compare.strategies import Settings
+        from fastpar.observe.strategies import Settings
 
         keep_freed_memory()  # in every variant, as fastpar's trainer does
         self.variant, self.config, self.batch_size = variant, config, batch_size

@@ -18,16 +18,16 @@ import torch
 
 from bench.harness import Bench
 from bench.records import Row
+from fastpar.axes.step import Setup, Workload
 from fastpar.comm.host import threads_per_rank
 from fastpar.comm.ranks import Rank, Ranks
-from fastpar.cost.memory_model import predict_memory
-from fastpar.cost.step_memory import StepMemory, held_bytes
-from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Setup, Workload
 from fastpar.doctor.clocks import Timing
 from fastpar.kernels.linear_cross_entropy import release_workspaces
-from fastpar.measure.measure import Cell, measure_cells
-from fastpar.measure.short_run import ShortRun, slowest
+from fastpar.predict.measure import Cell, measure_cells
+from fastpar.predict.memory_model import predict_memory
+from fastpar.predict.short_run import ShortRun, slowest
+from fastpar.predict.step_memory import StepMemory, held_bytes
+from fastpar.predict.step_time import predict_step
 from fastpar.settings.config import PRESETS, GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 500}

@@ -31,9 +31,9 @@ from bench.systems.bench_overlap import ALONE, TIMEOUT_S, Log, settled_bytes
 from bench.systems.links import Link, NoLinkError, Ranks
 from bench.targets import faster, note
 from fastpar.comm.ranks import RankFailed, reason
-from fastpar.compare.strategies import Contender, Settings
 from fastpar.doctor.clocks import Timing
 from fastpar.models.fp8 import use_fp8
+from fastpar.observe.strategies import Contender, Settings
 from fastpar.settings.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 600, "cuda": 30}

@@ -41,9 +41,9 @@ from bench.systems.links import Ranks
 from bench.systems.worker import start
 from fastpar.comm.host import memory_mb
 from fastpar.comm.ranks import RankFailed
-from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
 from fastpar.doctor.clocks import Timing, stopwatch
 from fastpar.models.gpt import GPT
+from fastpar.observe.strategies import Contender, Settings, adamw_of, import_deepspeed
 from fastpar.settings.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1800, "cuda": 10}

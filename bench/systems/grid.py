@@ -3,7 +3,7 @@
     python -m bench.systems.grid                the page, from formulas and the rows of before
     python -m bench.systems.grid --mbit 1000    steps of four ranks behind links of this rate, too
 
-Bytes, messages and memory are those of fastpar/cost's formulas; tests/cost and tests/contracts
+Bytes, messages and memory are those of fastpar/cost's formulas; tests/predict and tests/contracts
 compare them with real ranks. With --mbit four ranks of one thread each train behind real links
 (bench/systems/links.py), layout after layout, there and back; their losses must agree. The ratios
 that ColossalAI's authors published are theirs: other models, other machines, 16-bit, without
@@ -25,14 +25,14 @@ from bench.records import RESULTS, machine, machine_line
 from bench.report.cells import table
 from bench.systems import links
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.cost.datasheet import DatasheetRates
-from fastpar.cost.devices import Cluster
-from fastpar.cost.memory_model import predict_memory, predict_states
-from fastpar.cost.operations import CommOp, comm_ops_of
-from fastpar.cost.workload import Setup, Workload
-from fastpar.plan.grids import grids_text
-from fastpar.plan.search import search
-from fastpar.settings.axes import parse_grid
+from fastpar.axes.step import Setup, Workload
+from fastpar.predict.datasheet import DatasheetRates
+from fastpar.predict.devices import Cluster
+from fastpar.predict.grids import grids_text
+from fastpar.predict.memory_model import predict_memory, predict_states
+from fastpar.predict.operations import CommOp, comm_ops_of
+from fastpar.predict.search import search
+from fastpar.settings.mesh import parse_grid
 from fastpar.settings.model import PRESETS
 from fastpar.settings.parallel import Parallel
 

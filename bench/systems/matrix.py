@@ -34,12 +34,12 @@ from bench.records import RESULTS, machine, machine_line, version_of
 from bench.report import cells
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import reason
-from fastpar.compare.strategies import STRATEGIES, Contender, Settings
 from fastpar.data.batches import load_data, sample_batch
+from fastpar.engine.debug import Debug
 from fastpar.models import set_up
-from fastpar.parallel.debug import Debug
-from fastpar.settings.axes import axes_of
+from fastpar.observe.strategies import STRATEGIES, Contender, Settings
 from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.mesh import axes_of
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 from fastpar.train.metrics import read_metrics

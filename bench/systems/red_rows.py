@@ -34,8 +34,8 @@ from bench.peers import pipeline, tensor_parallel
 from bench.records import RESULTS, machine, machine_line, version_of
 from bench.report.cells import table as markdown
 from fastpar.comm.ranks import reason
-from fastpar.compare.strategies import Settings, import_deepspeed
 from fastpar.kernels import make_key
+from fastpar.observe.strategies import Settings, import_deepspeed
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks

@@ -47,12 +47,12 @@ from torch import Tensor
 
 from bench.records import RESULTS, commit, machine
 from fastpar import GPT, AdamW, Mesh, Muon, Outer, engine_of, muon_groups, parallelize
-from fastpar.cost.buckets import buckets_of
-from fastpar.cost.matrix_updates import product_bytes, updates_of
-from fastpar.cost.workload import Setup, Workload
+from fastpar.axes.buckets import buckets_of
+from fastpar.axes.step import Setup, Workload
 from fastpar.data.sources import TextSource, open_source
 from fastpar.doctor.clocks import stopwatch
 from fastpar.models.fp8 import use_fp8
+from fastpar.predict.matrix_updates import product_bytes, updates_of
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.files import option
 from fastpar.settings.parallel import Parallel

@@ -24,13 +24,13 @@ from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
 from fastpar.data.batches import eval_batches, load_data, sample_batch
 from fastpar.doctor.clocks import stopwatch
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.muon import Muon, muon_groups
 from fastpar.optim.schedule import cosine_lr, param_groups
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
 
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0

@@ -35,6 +35,8 @@ from fastpar.checkpoint.manifest import CONFIG, STATE, Manifest, TensorEntry, by
 from fastpar.checkpoint.tensor_reader import TensorReader
 from fastpar.checkpoint.verify import verify_files, verify_weights
 from fastpar.checkpoint.wire_state import COMMON, PREFIX, error_entry, load_wire_state
+from fastpar.engine.control import gather_errors
+from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import read_object, shown
 from fastpar.kernels.adamw import master_join, master_split
@@ -43,8 +45,6 @@ from fastpar.models.hf import load_hf
 from fastpar.models.nanogpt import load_nanogpt
 from fastpar.models.weights import Weight, list_weights
 from fastpar.optim.state import entry_block
-from fastpar.parallel.control import gather_errors
-from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.settings.config import GPTConfig
 from fastpar.sharding.ranges import whole_run
 

@@ -56,6 +56,7 @@ from fastpar.checkpoint.manifest import (
     read_manifest,
 )
 from fastpar.comm.watchdog import on_this_gpu
+from fastpar.engine.control import gather_errors, gather_numbers
 from fastpar.files.dtypes import DTYPE_NAMES
 from fastpar.files.plain_files import JSON_BYTES, parse_object
 from fastpar.files.runs import (
@@ -68,7 +69,6 @@ from fastpar.files.runs import (
 from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import INDEX_FILE, config_json, index_json
-from fastpar.parallel.control import gather_errors, gather_numbers
 
 _POLL_S = 0.02
 _PATIENCE_S = 120.0  # for a part that its rank has written

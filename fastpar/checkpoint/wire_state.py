@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from fastpar.parallel.engine import Engine
+from fastpar.engine.engine import Engine
 
 PREFIX, CALLS, COPY_CALLS = "wire_", "wire_calls", "wire_copy_calls"
 COMMON = (CALLS, COPY_CALLS)  # of all ranks; errors are a rank's own

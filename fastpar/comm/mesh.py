@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.comm.watchdog import waiting
-from fastpar.settings.axes import (
+from fastpar.settings.mesh import (
     AXES,
     DATA_AXES,
     TP_AXES,
@@ -62,7 +62,7 @@ class Mesh:
         dp: ranks along the data-parallel axis; None takes all that the other axes leave.
         tp: ranks along the tensor-parallel axis, neighbours, which split each layer.
         tp_grid: (rows, columns) or (rows, columns, depth) of ranks that split each layer on a grid,
-            in place of tp (settings/axes.py, [Note: grid]); sizes["tp"] is then the columns.
+            in place of tp (settings/mesh.py, [Note: grid]); sizes["tp"] is then the columns.
         replicas: that train apart between the meetings of fastpar.Outer, each on as many ranks: the
             mesh is that of one replica.
         pp: stages of a pipeline; see fastpar.pipeline_step.

@@ -18,7 +18,7 @@ it would be in a ring. What is not finite makes its block nan, on every rank.
 x of the same bucket: the sums of what was sent and of what is left are those of x. `error` is a
 buffer for it, in which the own slice's place is that of the means (all_reduce). Without a buffer a
 reduce_scatter leaves it in x itself, outside of the own slice (`leaves_rest`), and the bucket adds
-to that (parallel/bucket.py).
+to that (engine/bucket.py).
 
 [Note: who does it] On a CPU x is encoded in the caller, a thread of all buckets decodes. What the
 thread itself sends, the second half of an all_reduce, goes over a group of its own, so that ranks

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fastpar.experts import balance
+from fastpar.axes.experts import balance
 from fastpar.kernels import DelayedScales, Fp8
-from fastpar.models.block import products
 from fastpar.models.gpt import GPT
+from fastpar.settings.block import products
 
 LAYERS = ("none", "mlp", "all")
 

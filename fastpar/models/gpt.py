@@ -49,8 +49,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.context.keys import attend_keys
-from fastpar.context.sequences import (
+from fastpar.axes.context.keys import attend_keys
+from fastpar.axes.context.sequences import (
     ContextParallel,
     first_of,
     gather_tokens,
@@ -58,8 +58,11 @@ from fastpar.context.sequences import (
     to_heads,
     to_tokens,
 )
-from fastpar.experts.balance import Losses
-from fastpar.experts.mixture import Experts, Router, Stack
+from fastpar.axes.experts.balance import Losses
+from fastpar.axes.experts.mixture import Experts, Router, Stack
+from fastpar.axes.grid import Grid, grid_dropout, grid_norm
+from fastpar.axes.tensor.functional import TensorParallel, column_linear, gather, row_linear
+from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
 from fastpar.kernels import (
     DelayedScales,
     Fp8,
@@ -75,7 +78,7 @@ from fastpar.kernels import (
     linear_cross_entropy,
     residual_layer_norm,
 )
-from fastpar.models.block import (
+from fastpar.settings.block import (
     FIRST,
     LAST,
     SPLIT,
@@ -89,9 +92,6 @@ from fastpar.models.block import (
 )
 from fastpar.settings.config import VOCAB_MULTIPLE, GPTConfig
 from fastpar.sharding.placements import Shard, State
-from fastpar.tensor.functional import TensorParallel, column_linear, gather, row_linear
-from fastpar.tensor.grid import Grid, grid_dropout, grid_norm
-from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
 
 
 class Tokens(NamedTuple):
@@ -494,7 +494,7 @@ class GPT(nn.Module):
     tp: TensorParallel | None = None
     cp: ContextParallel | None = None
     fp8_scales: DelayedScales | None = None  # of fp8.py
-    splits_on_grid = True  # what its modules say along tp is enough for tensor/grid.py
+    splits_on_grid = True  # what its modules say along tp is enough for axes/grid.py
     wte: Weights
     wpe: Weights
     ln_f: LayerNorm
@@ -550,7 +550,7 @@ class GPT(nn.Module):
         Returns:
             loss: [] fp32 (fp64 for fp64 parameters), or logits: [B, T, V] in the parameters' dtype
                 (no padding). Without the last part: the residual stream for the parts behind.
-            The losses of experts are in the gradients alone (fastpar/experts/balance.py).
+            The losses of experts are in the gradients alone (fastpar/axes/experts/balance.py).
         Raises:
             ValueError: a shape or dtype that differs from the above; T > block_size; on CPU also a
                 token id outside the vocabulary (on a GPU that is a device-side assert).

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.axes.pipeline.stages import Absent
 from fastpar.files.dtypes import HF_NAMES
 from fastpar.files.packages import import_package
 from fastpar.files.plain_files import (
@@ -30,7 +31,6 @@ from fastpar.files.plain_files import (
 from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.weights import PREFIX, WEIGHTS_FILE, cut_into_files, list_weights
-from fastpar.pipeline.stages import Absent
 from fastpar.settings.config import GPTConfig
 
 INDEX_FILE = "model.safetensors.index.json"

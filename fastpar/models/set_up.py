@@ -6,13 +6,13 @@ import torch
 
 from fastpar.comm.bus import bus_of
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.parallelize import parallelize
 from fastpar.models.fp8 import use_fp8
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import make_optimizer
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import TrainConfig
 
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastpar.models.block import products
+from fastpar.axes.tensor.declared import Declared
+from fastpar.engine.engine import engine_of_parameter
 from fastpar.models.gpt import GPT
-from fastpar.parallel.engine import engine_of_parameter
-from fastpar.tensor.declared import Declared
+from fastpar.settings.block import products
 
 PREFIX = "transformer."
 WEIGHTS_FILE = "model.safetensors"

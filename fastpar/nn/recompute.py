@@ -31,10 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import fastpar.context.keys
-import fastpar.experts.exchange
-import fastpar.kernels
-import fastpar.tensor.grid  # noqa: F401 (these define ops that KEPT names)
 from fastpar.comm.bus import Bus
 from fastpar.comm.handles import Handle
 from fastpar.kernels.weight_gradients import WeightGradients, current_queue

@@ -6,14 +6,14 @@
 
 Before parallelize(), and with tp=1, each is torch's layer: its constructor, its whole weights, its
 state_dict keys. parallelize() cuts the weights. Under sequence parallelism what enters a column
-layer and leaves a row layer is this rank's part of the tokens, see tensor/functional.py.
+layer and leaves a row layer is this rank's part of the tokens, see axes/tensor/functional.py.
 
 [Note: another class] convert() splits a layer of a foreign model by giving the instance another
 class. Its Parameters, hooks and names stay, and so do ties and what else refers to it.
 
 [Note: all tokens] A foreign model embeds and compares tokens as [B, T], which is not what a rank
 has under sequence parallelism. There an embedding and a head that have all_tokens work on whole
-tensors, and other modules of the plan cut and join the tokens (patching/tp_plan.py).
+tensors, and other modules of the plan cut and join the tokens (foreign/tp_plan.py).
 
 [Note: masks of a part] What a rank has of a model's tensors gets that part of the masks that one
 process would draw. Of the heads that is Rng's first_head. Of T/tp tokens of each of B samples it is
@@ -35,8 +35,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastpar.axes.context.sequences import ContextParallel
+from fastpar.axes.tensor.functional import TensorParallel, column_linear, row_linear
+from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
 from fastpar.comm.collectives import Collectives
-from fastpar.context.sequences import ContextParallel
 from fastpar.kernels import Rng, draw_key, residual_layer_norm
 from fastpar.nn.modules import (
     Embedding,
@@ -49,8 +51,6 @@ from fastpar.nn.modules import (
     product,
 )
 from fastpar.sharding.placements import Replicate, Shard, State
-from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
-from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
 
 PAD_TO = 64  # rows of a vocabulary: a GEMM's tile, and 128 bytes of logits in 16 bits
 

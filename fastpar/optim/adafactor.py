@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.engine.engine import engine_of_parameter
 from fastpar.optim.base import EngineOptimizer, Row
 from fastpar.optim.checks import check_ranges, pair
 from fastpar.optim.state import (
@@ -36,7 +37,6 @@ from fastpar.optim.state import (
     store_values,
     values_of,
 )
-from fastpar.parallel.engine import engine_of_parameter
 
 BATCH = 1 << 20  # elements
 _PAPER_EPS = 1e-30

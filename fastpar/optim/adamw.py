@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.engine.engine import engine_of_parameter
 from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
 from fastpar.optim.base import EngineOptimizer, Row, plain
 from fastpar.optim.checks import check_memory, check_overlap, check_ranges, check_seed, pair, scalar
@@ -45,7 +46,6 @@ from fastpar.optim.state import (
     torch_state,
     whole_entry,
 )
-from fastpar.parallel.engine import engine_of_parameter
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _HOST = torch.device("cpu")

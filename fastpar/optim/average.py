@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.optim.base import EngineOptimizer
 from fastpar.optim.state import values_of
-from fastpar.parallel.engine import Engine, engine_of_parameter
 
 AVERAGE = "average"
 

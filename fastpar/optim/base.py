@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.global_norm import (
     NORM_WORDS,
     GlobalNorm,
@@ -42,7 +43,6 @@ from fastpar.optim.checks import (
     where,
 )
 from fastpar.optim.state import add_master, cut_entry, kept_entries, master_entry
-from fastpar.parallel.engine import Engine, engine_of_parameter
 
 
 def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,8 +92,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             the step.
     """
 
-    steps_engines = True  # see fastpar/parallel/checks.py
-    steps_on_host = False  # prepare() has its kernel calls; see fastpar/parallel/offload.py
+    steps_engines = True  # see fastpar/engine/checks.py
+    steps_on_host = False  # prepare() has its kernel calls; see fastpar/engine/offload.py
     master_weights: bool | str = False
     grad_scale: float | Tensor = 1.0
     found_inf: Tensor | None = None

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fastpar.engine.engine import engine_of_parameter
 from fastpar.kernels.adamw_storage import is_dense
-from fastpar.parallel.engine import engine_of_parameter
 
 
 def number(caller: str, name: str, value: Any) -> float:

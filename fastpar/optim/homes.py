@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle, started
-from fastpar.parallel.engine import Engine
+from fastpar.engine.engine import Engine
 
 # (parameter, whole matrix) -> its result of the same shape, and [R] numbers for every rank.
 Compute = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

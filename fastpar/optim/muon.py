@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.experts.mixture import Router
+from fastpar.axes.experts.mixture import Router
+from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize
 from fastpar.nn.modules import is_conv1d
 from fastpar.optim.adamw import AdamW, capturing
@@ -41,7 +42,6 @@ from fastpar.optim.base import Row
 from fastpar.optim.checks import check_ranges
 from fastpar.optim.homes import Homes
 from fastpar.optim.state import add_master, store_values, values_of
-from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.sharding.layout import parameter_names
 
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -13,7 +13,7 @@ The entries of one parameter's state, by the optimizer's options:
     momentum_buffer, row_second_moment    of Muon; the second is whole on every rank
     average                               fp32, of the weights; see average.py
     outer_weight, outer_momentum          fp32, of replicas that meet, and what their wire has lost;
-    outer_error                           outer_steps, outer_members: counts; see fastpar/outer
+    outer_error                           outer_steps, outer_members: counts; see fastpar/optim/outer.py
 
 Parameters of a sharded engine have the same entries of this rank's piece alone, in one dimension;
 pieces begin at multiples of 256 elements. state_dict() puts the pieces together (whole_entry) and
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.adamw import (
     MOMENT_BLOCK,
     decode_moment,
@@ -42,7 +43,6 @@ from fastpar.kernels.adamw import (
     new_moment,
 )
 from fastpar.kernels.adamw_storage import round_to_bf16
-from fastpar.parallel.engine import Engine, engine_of_parameter
 
 MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 HALF = (torch.bfloat16, torch.float16)

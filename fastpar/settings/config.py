@@ -9,7 +9,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastpar.settings.axes import ranks_of_samples
+from fastpar.settings.mesh import ranks_of_samples
 from fastpar.settings.model import PRESETS as PRESETS
 from fastpar.settings.model import VOCAB_MULTIPLE as VOCAB_MULTIPLE
 from fastpar.settings.model import GPTConfig as GPTConfig

@@ -17,8 +17,8 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fastpar.settings.axes import CHUNKS, parse_grid, pp_chunks, pp_split
 from fastpar.settings.files import option, parse_seconds
+from fastpar.settings.mesh import CHUNKS, parse_grid, pp_chunks, pp_split
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import FlagsT, TrainFlags
 

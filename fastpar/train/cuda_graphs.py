@@ -44,10 +44,10 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.data.batches import to_device
+from fastpar.engine.engine import Engine
+from fastpar.engine.units import Hook
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.base import EngineOptimizer, Row
-from fastpar.parallel.engine import Engine
-from fastpar.parallel.units import Hook
 from fastpar.train.capture_check import CaptureCheck
 
 _MOST_SHAPES = 4

@@ -3,8 +3,8 @@
 The other ranks have a journal too, which keeps silent, so that the loop is the same on every rank.
 Of several replicas the first one tells how it goes, the others only, by name, what is unusual.
 
-[Note: the two lines at the end] compare what a step took with what cost/prediction.py says. Memory
-is measured in one early step, of every rank, by step_memory.py, which slows that step and no other;
+[Note: the two lines at the end] compare what a step took with what predict/prediction.py says.
+Memory is measured in one early step, of every rank, by step_memory.py, which slows that step and no other;
 the fullest rank counts. The step's time is the median of all but the first ones, on the rank where
 it is longest, as the engine's reports have it: from the first forward to the end of the update. The
 figures stand in metrics.jsonl, as the row that has "prediction". The lines come only where
@@ -24,15 +24,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fastpar.axes.step import Setup
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
-from fastpar.cost.step_memory import StepMemory, held_bytes
-from fastpar.cost.workload import Setup
 from fastpar.data.batches import TextData
+from fastpar.engine.control import gather_numbers
+from fastpar.engine.engine import Engine
 from fastpar.files.progress import Progress
 from fastpar.models.gpt import GPT
-from fastpar.parallel.control import gather_numbers
-from fastpar.parallel.engine import Engine
+from fastpar.predict.step_memory import StepMemory, held_bytes
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.train.metrics import mfu
 from fastpar.train.run_folder import RunFolder
@@ -241,7 +241,7 @@ class Predictions:
         )
         if journal.folder is None:
             return
-        from fastpar.cost import prediction  # many modules, which no step needs
+        from fastpar.predict import prediction  # many modules, which no step needs
 
         try:
             found = prediction.predict(shape, setup, facts)

@@ -22,7 +22,7 @@ def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float 
         tokens_per_s: of this GPU alone.
         flops_per_token: forward and backward, without recomputation.
     """
-    from fastpar.cost.devices import device_of  # needed on GPUs alone
+    from fastpar.predict.devices import device_of  # needed on GPUs alone
 
     device = device_of(device_name)
     if device is None or device.kind != "cuda":

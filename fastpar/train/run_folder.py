@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from fastpar._version import __version__
+from fastpar.axes.pipeline.simulator import Costs, time_of
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import IdTokenizer
 from fastpar.files.plain_files import write_text
@@ -41,11 +42,10 @@ from fastpar.files.runs import (
     make_next_free,
     newest_run,
 )
-from fastpar.models.block import part_flops
 from fastpar.models.gpt import GPT
-from fastpar.pipeline.simulator import Costs, time_of
-from fastpar.settings.axes import parse_grid
+from fastpar.settings.block import part_flops
 from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.mesh import parse_grid
 from fastpar.train.metrics import MetricsLog, check_log, plot_loss, read_metrics
 from fastpar.train.sample import sample
 

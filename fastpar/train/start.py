@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastpar.axes.step import Setup
 from fastpar.checkpoint.restore import load_weights
 from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.comm.mesh import AXES, Mesh
-from fastpar.cost.workload import Setup
 from fastpar.data.batches import TextData, load_data
 from fastpar.data.packing import PackedTokens, pack_documents
 from fastpar.data.sources import Tokens
 from fastpar.data.token_cache import say
 from fastpar.data.tokenizer import tokenizer_of_weights
+from fastpar.engine.engine import Engine
 from fastpar.files.dtypes import DTYPES
 from fastpar.files.runs import checkpoint_folder, hold, list_checkpoints, step_of
 from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
 from fastpar.models.gpt import GPT
 from fastpar.models.upcycle import upcycled
 from fastpar.optim.schedule import describe_storage
-from fastpar.parallel.engine import Engine
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.rules import of_shape
 

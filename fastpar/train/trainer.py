@@ -55,6 +55,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fastpar.axes.buckets import stage_layers
+from fastpar.axes.step import Setup
 from fastpar.checkpoint.manifest import STATE
 from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state
 from fastpar.checkpoint.saver import Result, Saver, try_folder
@@ -62,12 +64,12 @@ from fastpar.comm.host import threads_per_rank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import BACKWARD, FORWARD, INPUT, OPTIMIZER
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
-from fastpar.cost.buckets import stage_layers
-from fastpar.cost.capacity import check_host_activations, check_ranks
-from fastpar.cost.workload import Setup
 from fastpar.data.batches import eval_batches, sample_batch, to_device
 from fastpar.data.sources import Tokens
 from fastpar.doctor.doctor import prove_before_training
+from fastpar.engine.control import broadcast_text, gather_numbers, prove_together
+from fastpar.engine.engine import Engine, engine_of
+from fastpar.engine.pipeline_step import pipeline_loss, pipeline_step
 from fastpar.files.dtypes import DTYPES
 from fastpar.files.runs import checkpoint_folder, release
 from fastpar.kernels import keep_freed_memory, make_key
@@ -77,14 +79,12 @@ from fastpar.models.hf import load_hf
 from fastpar.models.set_up import set_up
 from fastpar.optim.average import AveragedWeights, forget_average
 from fastpar.optim.loss_scale import DynamicLossScale
+from fastpar.optim.outer import Outer
 from fastpar.optim.schedule import set_lr
-from fastpar.outer.outer import Outer
-from fastpar.parallel.control import broadcast_text, gather_numbers, prove_together
-from fastpar.parallel.engine import Engine, engine_of
-from fastpar.parallel.pipeline import pipeline_loss, pipeline_step
-from fastpar.settings.axes import axes_of
+from fastpar.predict.capacity import check_host_activations, check_ranks
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import parse_seconds
+from fastpar.settings.mesh import axes_of
 from fastpar.train import replicas
 from fastpar.train.cuda_graphs import StepGraph, captured
 from fastpar.train.journal import Journal, Predictions, Step, to_host

@@ -8,7 +8,7 @@ from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint import capture as capture_module
 from fastpar.checkpoint.capture import Capture, piece_runs
 from fastpar.checkpoint.saver import save_checkpoint
-from fastpar.parallel.engine import engine_of_parameter
+from fastpar.engine.engine import engine_of_parameter
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.ranges import check_cover, cut_runs
 from fastpar.testing import run_ranks

@@ -13,11 +13,11 @@ from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.checkpoint.verify import newest_checkpoint, verify_checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.data.tokenizer import make_tokenizer
+from fastpar.engine.parallelize import parallelize
 from fastpar.files.runs import list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import param_groups
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 

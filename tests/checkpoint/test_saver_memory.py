@@ -19,7 +19,7 @@ from fastpar.checkpoint import saver as saver_module
 from fastpar.checkpoint.capture import Capture
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
-from fastpar.parallel.engine import engine_of
+from fastpar.engine.engine import engine_of
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

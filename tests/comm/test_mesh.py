@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastpar.comm.mesh import AXES, Mesh, _pick_device, ranks_along
-from fastpar.parallel.parallelize import parallelize
+from fastpar.engine.parallelize import parallelize
 from fastpar.testing import run_ranks
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

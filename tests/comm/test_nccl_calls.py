@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fastpar.axes.tensor.functional import TensorParallel, column_linear_fwd, row_linear_fwd
 from fastpar.comm import handles, mesh, torch_collectives, watchdog
 from fastpar.comm.mesh import initialize
 from fastpar.comm.torch_collectives import TorchCollectives
-from fastpar.tensor.functional import TensorParallel, column_linear_fwd, row_linear_fwd
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 

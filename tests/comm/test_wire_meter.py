@@ -5,8 +5,8 @@ import torch
 from cells import slow
 
 from fastpar.comm.recorder import WireMeter, ring_bytes
-from fastpar.compare.strategies import STRATEGIES, Settings, build
 from fastpar.models.gpt import GPT
+from fastpar.observe.strategies import STRATEGIES, Settings, build
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 

@@ -28,12 +28,12 @@ from tp_cells import (
 )
 
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import parallelize
+from fastpar.engine.pipeline_step import pipeline_step
 from fastpar.nn.recompute import recompute
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import param_groups
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
-from fastpar.parallel.pipeline import pipeline_step
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

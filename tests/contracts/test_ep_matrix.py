@@ -20,10 +20,10 @@ from cells import few, slow
 from dense_experts import step
 
 import fastpar
+from fastpar.engine.debug import Debug
+from fastpar.engine.pipeline_step import pipeline_step
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
-from fastpar.parallel.debug import Debug
-from fastpar.parallel.pipeline import pipeline_step
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 

@@ -21,14 +21,14 @@ import torch
 from cells import covering, slow
 
 from fastpar.comm.mesh import Mesh
+from fastpar.engine import copies
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import make_key
 from fastpar.kernels import make_key as make_key_of
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import cosine_lr, param_groups
-from fastpar.parallel import copies
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks

@@ -9,7 +9,7 @@ import pytest
 from cells import few, slow
 from zero_cells import ACCUM, all_cells, assert_same_run, run
 
-from fastpar.parallel.debug import Debug
+from fastpar.engine.debug import Debug
 
 KEEP_MB = 0.02  # of 0.05 to 0.2 a rank
 

@@ -23,11 +23,11 @@ from cells import slow
 from test_zero_memory import build, in_a_row, sizes
 
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.debug import Debug
+from fastpar.engine.engine import engine_of
+from fastpar.engine.offload import IN_FLIGHT
+from fastpar.engine.parallelize import parallelize
 from fastpar.optim.adamw import AdamW
-from fastpar.parallel.debug import Debug
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.offload import IN_FLIGHT
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -12,10 +12,10 @@ import torch
 from tp_cells import HEADS, LAYERS, Cell, build
 
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import make_key
 from fastpar.models import gpt
 from fastpar.nn.recompute import recompute
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

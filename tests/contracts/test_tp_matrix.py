@@ -25,7 +25,7 @@ from tp_cells import (
 )
 
 from fastpar.comm.mesh import Mesh
-from fastpar.parallel.parallelize import parallelize
+from fastpar.engine.parallelize import parallelize
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

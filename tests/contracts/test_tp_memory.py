@@ -25,9 +25,9 @@ from cells import covering
 from lone_rank import LoneMesh, heard
 
 from fastpar import GPT, GPTConfig, Mesh, parallelize
+from fastpar.engine.debug import Debug
 from fastpar.kernels import make_key
 from fastpar.nn.recompute import recompute
-from fastpar.parallel.debug import Debug
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

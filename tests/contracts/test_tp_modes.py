@@ -15,11 +15,11 @@ from cells import covering, slow
 from tp_cells import ACCUM, OVERFLOW_STEP, Cell, assert_same_run, batch, build, run, whole_state
 
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import make_key
 from fastpar.nn.recompute import recompute
 from fastpar.optim.adamw import AdamW
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

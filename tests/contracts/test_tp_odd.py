@@ -8,9 +8,9 @@ from cells import slow
 from tp_cells import Cell, assert_same_run, batch, build, run
 
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import make_key
 from fastpar.optim.adamw import AdamW
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -12,9 +12,9 @@ from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.checkpoint.verify import verify_checkpoint
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import make_key
 from fastpar.optim.adamw import AdamW
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 from cells import slow
 from zero_cells import Cell, all_cells, assert_same_run, run
 
-from fastpar.parallel.debug import Debug
+from fastpar.engine.debug import Debug
 
 FEW = [
     Cell(0, 2, accum="shard", precision="bf16", deterministic=False),

@@ -30,9 +30,9 @@ from cells import slow
 from torch import nn
 
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import parallelize
 from fastpar.optim.adamw import AdamW
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -5,10 +5,10 @@ import pwd
 import tempfile
 from pathlib import Path
 
-from fastpar.cost.measured_rates import rates_folder
 from fastpar.data.token_cache import cache_folder
 from fastpar.doctor.table import proofs_folder
 from fastpar.files.plain_files import user_cache
+from fastpar.predict.measured_rates import rates_folder
 
 
 def test_a_user_without_a_home(tmp_path, monkeypatch):

@@ -5,15 +5,16 @@ import torch
 from memory_cells import setup, workload
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastpar.cost import buckets, operations
-from fastpar.cost.datasheet import DatasheetRates
-from fastpar.cost.devices import Cluster
-from fastpar.cost.memory_model import predict_memory
-from fastpar.cost.step_time import predict_step
-from fastpar.measure.op_chain import Chain
-from fastpar.models import block
+from fastpar.axes import buckets
 from fastpar.models.gpt import GPT
 from fastpar.models.weights import list_weights
+from fastpar.predict import operations
+from fastpar.predict.datasheet import DatasheetRates
+from fastpar.predict.devices import Cluster
+from fastpar.predict.memory_model import predict_memory
+from fastpar.predict.op_chain import Chain
+from fastpar.predict.step_time import predict_step
+from fastpar.settings import block
 from fastpar.settings.config import GPTConfig
 
 DENSE = GPTConfig(2, 4, 32, 16, 200, dropout=0.0)

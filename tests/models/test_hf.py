@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 import fastpar.models.hf as hf
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import parallelize
 from fastpar.files.tensor_file import TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, load_hf_tensors, save_hf
 from fastpar.models.weights import is_conv1d, list_weights
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 

@@ -62,9 +62,9 @@ def test_flags_runs_and_records_have_it(tmp_path):
 def test_parallelize_and_the_planner_have_it(tmp_path):
     code = """
 import fastpar
-from fastpar.cost.workload import Setup, Workload
-from fastpar.parallel.engine import engine_of
-from fastpar.plan.plan import PlanCommand, flags, make_plan
+from fastpar.axes.step import Setup, Workload
+from fastpar.engine.engine import engine_of
+from fastpar.predict.plan import PlanCommand, flags, make_plan
 
 assert fastpar.Parallel.of(parity_bits=3).wires == fastpar.Wires(parity_bits=3)
 model = fastpar.GPT(fastpar.GPTConfig(1, 1, 16, 16, 64))

@@ -14,8 +14,8 @@ from fastpar import GPT, AdamW, parallelize
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import DONE
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.debug import Debug
 from fastpar.nn.recompute import recompute
-from fastpar.parallel.debug import Debug
 from fastpar.settings.parallel import Parallel
 
 

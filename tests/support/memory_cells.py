@@ -8,15 +8,15 @@ import torch
 from alive import Alive
 from lone_rank import LoneMesh, heard
 
+from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
-from fastpar.cost.step_memory import StepMemory, alive_bytes, held_bytes
-from fastpar.cost.workload import Setup, Workload
+from fastpar.engine.debug import Debug
 from fastpar.kernels.linear_cross_entropy import release_workspaces, workspace_bytes
-from fastpar.measure.short_run import ShortRun
 from fastpar.models import set_up
-from fastpar.parallel.debug import Debug
-from fastpar.settings.axes import parse_grid
+from fastpar.predict.short_run import ShortRun
+from fastpar.predict.step_memory import StepMemory, alive_bytes, held_bytes
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.mesh import parse_grid
 
 SHAPES = {
     "balanced": {"n_layer": 4, "width": 128, "tokens": 128, "vocab": 500, "dropout": 0.1},

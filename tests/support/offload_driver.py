@@ -11,9 +11,9 @@ import sys
 
 import fastpar.models.set_up
 from fastpar.cli import main
+from fastpar.engine.debug import Debug
+from fastpar.engine.offload import Offload
 from fastpar.optim.adamw import AdamW
-from fastpar.parallel.debug import Debug
-from fastpar.parallel.offload import Offload
 
 victim, how, n = json.loads(sys.argv.pop(1))
 steps, buckets = [0], [0]

@@ -6,10 +6,10 @@ import torch
 from lone_rank import LoneMesh, heard
 from torch import nn
 
+from fastpar.engine.debug import Debug
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import parallelize
 from fastpar.kernels.global_norm import NORM_WORDS
-from fastpar.parallel.debug import Debug
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.parallel import Parallel
 
 W, RANK = 64, 5

@@ -34,7 +34,11 @@ from cells import few
 from packed_rows import positions_of
 from torch import Tensor, nn
 
+from fastpar.axes.tensor.functional import TensorParallel, column_linear, row_linear
+from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear_cross_entropy
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import parallelize
 from fastpar.files.dtypes import FLOATS
 from fastpar.kernels import Rng, dropout, make_key
 from fastpar.models.gpt import GPT
@@ -42,13 +46,9 @@ from fastpar.nn.recompute import recompute
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import param_groups
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Partial, Shard, State
-from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
-from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear_cross_entropy
 from fastpar.testing import run_ranks
 
 STEPS, T, V, C, HEADS, LAYERS = 6, 6, 37, 16, 4, 2

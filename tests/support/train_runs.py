@@ -9,8 +9,8 @@ import saved
 from fastpar.checkpoint.verify import verify_checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.files.runs import checkpoint_folder, list_checkpoints
-from fastpar.settings.axes import axes_of
 from fastpar.settings.config import TrainConfig
+from fastpar.settings.mesh import axes_of
 from fastpar.testing import run_ranks
 from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import Trainer, train

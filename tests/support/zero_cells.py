@@ -27,13 +27,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import param_groups
-from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks

@@ -210,11 +210,11 @@ def keys() -> dict[str, Any]:
 
 
 def predictions() -> dict[str, Any]:
-    from fastpar.cost.datasheet import DatasheetRates
-    from fastpar.cost.devices import Cluster
-    from fastpar.cost.memory_model import predict_memory
-    from fastpar.cost.step_time import predict_step
-    from fastpar.cost.workload import Setup, Workload
+    from fastpar.axes.step import Setup, Workload
+    from fastpar.predict.datasheet import DatasheetRates
+    from fastpar.predict.devices import Cluster
+    from fastpar.predict.memory_model import predict_memory
+    from fastpar.predict.step_time import predict_step
     from fastpar.settings.config import GPTConfig
 
     draw = random.Random(20261126)

@@ -82,7 +82,7 @@ def test_the_guides_have_commands():
 )
 def test_a_command_of_a_guide_runs(line, folder):
     if "--measure" in line:
-        pytest.skip("takes minutes: tests/plan/ runs it")
+        pytest.skip("takes minutes: tests/predict/ runs it")
     done = run(small(line), folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 

@@ -118,7 +118,7 @@ def test_nanogpts_script_as_it_is(tmp_path):
     """With a model and a script of its shape: it is not ours to ship."""
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "train.py").write_text(TRAIN)
-    paths = [p for p in sys.path if p.endswith("tests/patching")]
+    paths = [p for p in sys.path if p.endswith("tests/foreign")]
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.path += {paths!r}")
     runs = []
     for script in ("train.py", str(EXAMPLES / "nanogpt.py")):

@@ -41,7 +41,7 @@ def test_public_names_are_there():
     for name in fastpar.__all__:
         assert getattr(fastpar, name) is not None
         assert name in dir(fastpar)
-    assert fastpar.parallelize.__module__ == "fastpar.parallel.parallelize"
+    assert fastpar.parallelize.__module__ == "fastpar.engine.parallelize"
 
 
 def stub() -> str:

@@ -7,10 +7,10 @@ import pytest
 from bench.peers import published
 from bench.peers.published import TOLERANCE, predict, table
 from bench.records import RESULTS
-from fastpar.cost import datasheet
-from fastpar.cost.datasheet import GENERATIONS
-from fastpar.cost.devices import find_device
-from fastpar.cost.step_time import check
+from fastpar.predict import datasheet
+from fastpar.predict.datasheet import GENERATIONS
+from fastpar.predict.devices import find_device
+from fastpar.predict.step_time import check
 
 ROWS = list(published.published())
 FAMILIES = sorted({row.family for row in ROWS})

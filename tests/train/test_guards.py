@@ -9,8 +9,8 @@ import torch
 from train_runs import STORAGE, TINY, Runs, bits, curve
 
 from fastpar.checkpoint.restore import read_state
+from fastpar.engine import engine
 from fastpar.files.runs import checkpoint_folder, list_checkpoints
-from fastpar.parallel import engine
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module
 from fastpar.train.metrics import read_metrics

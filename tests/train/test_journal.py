@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fastpar import parallelize
+from fastpar.axes.step import Setup
 from fastpar.comm.mesh import Mesh
-from fastpar.cost.workload import Setup
 from fastpar.data.batches import TextData, to_device
 from fastpar.data.tokenizer import make_tokenizer
+from fastpar.engine.engine import engine_of
 from fastpar.models.gpt import GPT
-from fastpar.parallel.engine import engine_of
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train.journal import Journal, Step, to_host

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
-from fastpar.cost import prediction
-from fastpar.cost.measured_rates import FOLDER, MeasuredRates, Rate, machine_name
-from fastpar.cost.prediction import lines_of, predict
-from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import release_workspaces
-from fastpar.measure.short_run import ShortRun
+from fastpar.predict import prediction
+from fastpar.predict.measured_rates import FOLDER, MeasuredRates, Rate, machine_name
+from fastpar.predict.prediction import lines_of, predict
+from fastpar.predict.short_run import ShortRun
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train.journal import SKIPPED, Predictions

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from train_runs import run
 
-from fastpar.cost.workload import Setup
+from fastpar.axes.step import Setup
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
 from fastpar.files.runs import newest_run

@@ -7,8 +7,8 @@ import torch
 
 from fastpar.comm.mesh import Mesh
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer
+from fastpar.engine.parallelize import parallelize
 from fastpar.models.gpt import GPT, nothing_read
-from fastpar.parallel.parallelize import parallelize
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.options import SampleSettings
 from fastpar.testing import run_ranks

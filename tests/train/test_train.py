@@ -18,11 +18,11 @@ from train_runs import BF16, STORAGE, TINY, bits, curve, forget_after, losses, r
 from fastpar.checkpoint.manifest import read_manifest
 from fastpar.checkpoint.restore import read_state
 from fastpar.comm.mesh import Mesh
-from fastpar.cost import capacity
 from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
 from fastpar.optim.loss_scale import DynamicLossScale
+from fastpar.predict import capacity
 from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train import run_folder

@@ -7,11 +7,11 @@ from cells import slow
 from nan_bus import NanBus
 from train_runs import TINY, Runs, bits, curve, forget_after
 
-from fastpar.cost import capacity
-from fastpar.cost.memory_model import activations_on_host
+from fastpar.engine.debug import Debug
 from fastpar.models import set_up
 from fastpar.nn import recompute
-from fastpar.parallel.debug import Debug
+from fastpar.predict import capacity
+from fastpar.predict.memory_model import activations_on_host
 from fastpar.testing import run_ranks
 from fastpar.train.metrics import read_metrics
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after, losses
 
+from fastpar.axes.buckets import stage_layers
+from fastpar.axes.step import Setup
 from fastpar.checkpoint.restore import load_weights
-from fastpar.cost.buckets import stage_layers
-from fastpar.cost.workload import Setup
-from fastpar.models.block import part_flops
+from fastpar.settings.block import part_flops
 from fastpar.settings.config import GPTConfig, TrainConfig
 
 RUN = {**TINY, "n_layer": 3, "grad_accum_steps": 4, "max_steps": 4, "eval_every": 2}

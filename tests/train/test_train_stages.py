@@ -15,11 +15,11 @@ from train_runs import STORAGE, TINY, Runs, bits, curve, forget_after
 
 from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.control import Control
+from fastpar.engine.engine import Engine
 from fastpar.files.runs import list_checkpoints
 from fastpar.files.tensor_file import TensorFile
 from fastpar.optim.loss_scale import DynamicLossScale
-from fastpar.parallel.control import Control
-from fastpar.parallel.engine import Engine
 from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module

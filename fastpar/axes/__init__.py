@@ -1,0 +1,1 @@
+"""One kind of parallelism a file, or a folder."""

@@ -1,0 +1,316 @@
+"""Sequences that the ranks of the axis cp share out, and attention over all of them.
+
+Each rank has N/cp of a batch's N = B*T tokens; [Note: chunks] says which. All that works token by
+token needs nothing else. Attention does, in one of two ways. By keys: keys.py. By heads: to_heads()
+gives a rank all tokens of some of the heads, and to_tokens() takes the result back (Ulysses):
+
+    q, k, v [N/cp, 3, H, D]  -> to_heads ->  [N, 3, H/cp, D]  -> attention ->  [N, 1, H/cp, D]
+                                                      -> to_tokens ->  [N/cp, 1, H, D]
+
+Heads do not see each other, so every row of attention has the bits of one process, its dropout
+among them. Backward is the same two exchanges the other way.
+
+[Note: chunks] A sequence is cut into equal chunks, of which a rank has some, one after another. By
+heads that sequence is the whole batch, row behind row, and rank r has chunk r of cp: consecutive
+tokens. By keys each row is cut into 2 * cp, and rank r has chunks r and 2 * cp - 1 - r, the first
+that are left and the last: under a causal mask a query's work is its place, and every rank has the
+same sum of places. Models that take nothing but rows (foreign/context.py) have rows cut like that
+by heads, too, with chunks 2 * r and 2 * r + 1. All else that needs to know which tokens a rank has
+asks ContextParallel.
+
+[Note: padded exchange] cp need not divide the heads: those that pad are zeros, which attention
+turns into zeros; nobody reads them. A batch is padded behind its last position, where attention
+does not look and targets do not count.
+
+[Note: one loss] The ranks of cp are given the same batch and return the same loss, that of all its
+tokens, as the ranks of tp do. Towards parameters a rank's gradient is its own tokens' part, and cp
+belongs to the data axes, over which the engine takes the mean: so what is summed here hands back cp
+times its gradient. No loop, count of tokens or learning rate has to know of cp.
+
+[Note: handles] As in axes/tensor/functional.py, an op is given the number of the ContextParallel.
+
+Source: Jacobs et al. 2023, arXiv 2309.14509
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.mesh import Mesh
+from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
+
+_DEVICES = ("CPU", "CUDA")
+_numbers = itertools.count(1)
+_handles: weakref.WeakValueDictionary[int, ContextParallel] = weakref.WeakValueDictionary()
+
+
+class ContextParallel:
+    """One rank's place in the axis cp. Made by parallelize(), kept by the modules that use it.
+
+    Args:
+        group: of the ranks along cp.
+        method: "heads" or "keys".
+        by_row: each row is cut, whatever the method.
+    Attributes:
+        rank, size: along cp.
+        n_chunks, chunks: into so many a sequence is cut, and those of this rank.
+        number: names it in calls of ops.
+    """
+
+    def __init__(self, group: Collectives, method: str = "heads", *, by_row: bool = False) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.world_size
+        self.by_keys = method == "keys"
+        self.by_row = by_row or self.by_keys
+        self.n_chunks = 2 * self.size if self.by_row else self.size
+        self.chunks = self._chunks_of(self.rank)
+        every = [chunk for rank in range(self.size) for chunk in self._chunks_of(rank)]
+        self._of_ranks = every  # the chunks, in the order in which ranks have them
+        self._in_order = sorted(range(self.n_chunks), key=every.__getitem__)
+        self.number = next(_numbers)
+        _handles[self.number] = self
+
+    def _chunks_of(self, rank: int) -> list[int]:
+        if self.by_row:
+            return [rank, self.n_chunks - 1 - rank] if self.by_keys else [2 * rank, 2 * rank + 1]
+        return [rank]
+
+    def __deepcopy__(self, memo: dict) -> ContextParallel:
+        return self
+
+    def __reduce__(self) -> tuple:
+        raise RuntimeError(
+            "ContextParallel: expected a model's state_dict() to be saved, got the model itself on "
+            f"rank {self.rank} of {self.size}; save model.state_dict()"
+        )
+
+    def first_head(self, heads: int) -> int:
+        """The first that this rank attends, of so many."""
+        return 0 if self.by_keys else self.rank * -(-heads // self.size)
+
+    def padding(self, batch: int, time: int, shares: int) -> int:
+        """Positions to add to each row so that ranks have equal numbers of its tokens.
+
+        shares: ranks that share out tokens, those of cp among them.
+        """
+        if self.by_row:
+            return -time % math.lcm(self.n_chunks, shares)
+        return -time % shares if batch * time % shares else 0
+
+    def runs(self, batch: int, time: int) -> tuple[int, int, tuple[int, int]]:
+        """Where this rank's tokens lie: (first, rows, moved) of kernels.Rng."""
+        if not self.by_row:
+            return self.rank * (batch * time // self.size), time, (0, 0)
+        length = time // self.n_chunks
+        first, second = (chunk * length for chunk in self.chunks)
+        return 0, 2 * length, (first, second - length)
+
+    def slice(self, x: Tensor) -> Tensor:
+        """This rank's tokens of all of them, [B, T] -> [N/cp]."""
+        return self._cut(x)[:, self.chunks].flatten()
+
+    def slice_rows(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [B, T/cp, ...], where each row is cut."""
+        return self._cut(x)[:, self.chunks].flatten(1, 2)
+
+    def of_ranks(self, x: Tensor) -> Tensor:
+        """[B, T, ...] of all tokens -> [cp, N/cp, ...], those of each rank."""
+        parts = self._cut(x)[:, self._of_ranks].unflatten(1, (self.size, -1))
+        return parts.movedim(1, 0).flatten(1, 3)
+
+    def in_order(self, parts: Tensor, batch: int) -> Tensor:
+        """[cp, N/cp, ...] of each rank -> [N, ...], all tokens: of_ranks() the other way."""
+        if not self.by_row:
+            return parts.flatten(0, 1)
+        chunks = parts.unflatten(1, (batch, len(self.chunks), -1)).movedim(0, 1).flatten(1, 2)
+        return chunks[:, self._in_order].flatten(0, 2)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """[sequences, chunks, tokens, ...]; see [Note: chunks]."""
+        x = x if self.by_row else x.flatten(0, 1)[None]
+        return x.unflatten(1, (self.n_chunks, -1))
+
+
+def context_of(number: int) -> ContextParallel:
+    """The one of this number; see [Note: handles]."""
+    cp = _handles.get(number)
+    assert cp is not None, "the model keeps it"
+    return cp
+
+
+def mesh_of_gradients(mesh: Mesh) -> Mesh:
+    """The same ranks as gradients see them: those along cp, ep and depth, too, are along dp.
+
+    They have the same weights, but for experts, and compute other tokens. It shares the groups of
+    the mesh.
+    """
+    other, sizes = copy.copy(mesh), mesh.sizes
+    dp = sizes["dp"] * sizes["cp"] * sizes["ep"] * sizes["depth"]
+    vars(other)["sizes"] = {**sizes, "dp": dp, "cp": 1, "ep": 1, "depth": 1}
+    return other
+
+
+def share_sequences(
+    model: nn.Module,
+    mesh: Mesh,
+    make: Callable[[Any, str], Collectives],
+    method: str = "heads",
+    *,
+    by_row: bool = False,
+) -> ContextParallel | None:
+    """The place of this rank along cp; None with cp=1. Ranks: all.
+
+    Args:
+        make: collectives of a process group for a role.
+        by_row: see ContextParallel.
+    """
+    if mesh.size("cp") == 1:
+        return None
+    return ContextParallel(make(mesh.new_group("cp"), "cp"), method, by_row=by_row)
+
+
+# Exchanges
+
+
+def _to_heads(x: Tensor, number: int) -> Tensor:
+    """[n, K, H, D] of this rank's tokens -> [cp * n, K, H/cp, D], all tokens of its heads."""
+    cp = context_of(number)
+    mine = -(-x.shape[2] // cp.size)
+    x = F.pad(x, (0, 0, 0, mine * cp.size - x.shape[2]))
+    sent = x.unflatten(2, (cp.size, mine)).movedim(2, 0).contiguous()
+    out = torch.empty_like(sent)
+    cp.group.all_to_all(out.view(-1), sent.view(-1))
+    return out.flatten(0, 1)
+
+
+def _to_tokens(x: Tensor, heads: int, number: int) -> Tensor:
+    """The way back: [cp * n, K, H/cp, D] -> [n, K, heads, D]."""
+    cp = context_of(number)
+    sent = x.unflatten(0, (cp.size, -1)).contiguous()
+    out = torch.empty_like(sent)
+    cp.group.all_to_all(out.view(-1), sent.view(-1))
+    return out.movedim(0, 2).flatten(2, 3)[:, :, :heads].contiguous()
+
+
+def _sum(x: Tensor, number: int) -> Tensor:
+    total = x.clone()
+    context_of(number).group.all_reduce(total.view(-1))
+    return total
+
+
+def _gather(x: Tensor, batch: int, number: int) -> Tensor:
+    cp = context_of(number)
+    return cp.in_order(cp.group.gathered(x), batch)
+
+
+def _heads_fake(x: Tensor, number: int) -> Tensor:
+    size = context_of(number).size
+    return x.new_empty(x.shape[0] * size, x.shape[1], -(-x.shape[2] // size), x.shape[3])
+
+
+_to_heads_op = define_op(
+    "cp_to_heads(Tensor x, int cp) -> Tensor", _to_heads, _heads_fake, _DEVICES
+)
+_to_tokens_op = define_op(
+    "cp_to_tokens(Tensor x, SymInt heads, int cp) -> Tensor",
+    _to_tokens,
+    lambda x, heads, number: x.new_empty(
+        x.shape[0] // context_of(number).size, x.shape[1], heads, x.shape[3]
+    ),
+    _DEVICES,
+)
+_sum_op = define_op(
+    "cp_sum(Tensor x, int cp) -> Tensor", _sum, lambda x, number: torch.empty_like(x), _DEVICES
+)
+_gather_op = define_op(
+    "cp_gather(Tensor x, SymInt batch, int cp) -> Tensor",
+    _gather,
+    lambda x, batch, number: x.new_empty(x.shape[0] * context_of(number).size, *x.shape[1:]),
+    _DEVICES,
+)
+
+
+def _keep_heads(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.heads, ctx.number = inputs[0].shape[2], inputs[-1]
+
+
+def _keep_number(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.number = inputs[-1]
+
+
+def _backward(of: Callable[[Any, Tensor], Tensor], n_inputs: int) -> Callable[..., Any]:
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_double_backward("context_parallel")
+        return of(ctx, grad), *[None] * (n_inputs - 1)
+
+    return backward
+
+
+def _keep_batch(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.batch, ctx.number = inputs
+
+
+def _own_part(ctx: Any, grad: Tensor) -> Tensor:
+    cp = context_of(ctx.number)
+    return cp.of_ranks(grad.unflatten(0, (ctx.batch, -1)))[cp.rank] * cp.size
+
+
+define_autograd(
+    _to_heads_op, _keep_heads, _backward(lambda c, g: _to_tokens_op(g, c.heads, c.number), 2)
+)
+define_autograd(_to_tokens_op, _keep_number, _backward(lambda c, g: _to_heads_op(g, c.number), 3))
+define_autograd(_sum_op, _keep_number, _backward(lambda c, g: g * context_of(c.number).size, 2))
+define_autograd(_gather_op, _keep_batch, _backward(_own_part, 3))
+
+
+def to_heads(x: Tensor, cp: ContextParallel) -> Tensor:
+    """All tokens of this rank's heads, from its tokens of all heads; see the top of the file.
+
+    Args:
+        x: [N/cp, K, H, D].
+    Returns:
+        [N, K, H/cp, D], H rounded up to a multiple of cp.
+    Ranks: all of cp. Wire: (cp - 1) / cp of x, forward and backward.
+    """
+    return _to_heads_op(x, cp.number)
+
+
+def to_tokens(x: Tensor, heads: int, cp: ContextParallel) -> Tensor:
+    """All heads of this rank's tokens, from all tokens of its heads: to_heads() the other way.
+
+    Args:
+        x: [N, K, H/cp, D]; heads: H.
+    Returns:
+        [N/cp, K, H, D].
+    Ranks: all of cp. Wire: (cp - 1) / cp of x, forward and backward.
+    """
+    return _to_tokens_op(x, heads, cp.number)
+
+
+def sum_of_parts(x: Tensor, cp: ContextParallel) -> Tensor:
+    """The sum of every rank's part of a loss; see [Note: one loss]. Ranks: all of cp."""
+    return _sum_op(x, cp.number)
+
+
+def gather_tokens(x: Tensor, batch: int, cp: ContextParallel) -> Tensor:
+    """[N/cp, ...] of this rank's tokens -> [N, ...], on every rank, which all do the same with it.
+
+    batch: rows of these N tokens.
+
+    Ranks: all of cp. Wire: (cp - 1) times x.
+    """
+    return _gather_op(x, batch, cp.number)
+
+
+def first_of(x: Tensor, cp: ContextParallel) -> Tensor:
+    """The x of the first rank. Ranks: all of cp."""
+    return _sum_op(x if cp.rank == 0 else torch.zeros_like(x), cp.number)

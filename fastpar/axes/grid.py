@@ -1,0 +1,402 @@
+"""Layers split over a grid of ranks: r rows and c columns, tokens by rows, features by columns.
+
+    tokens     x[N, C]: rank (i, j) has samples i of the batch and features j: [N/r, C/c]
+    column     w[F, C]: F by columns and C by rows: [F/c, C/r]
+    row        w[C, F]: F by columns and C by rows: [C/r, F/c]
+
+A product gathers one block along each way and computes once; the transposed ones of backward end
+in a sum along the other way, a reduce-scatter. That is SUMMA with its broadcasts in one piece:
+
+                 forward                              backward
+    column       x along the row, w along the         w again, dx summed along the row; x again,
+                 column; y is complete                dw summed along the column
+    row          w along the column; y summed         dy along the row, w again: dx is complete;
+                 along the row                        dw summed along the column
+
+Of a row layer the output travels, C wide, and not the input, 4 * C wide at an MLP's second product
+as in SUMMA; a whole block sends 4 and 6 times [N/r, C/c] * (c - 1) for activations, which is what
+tensor parallelism with sequence parallelism sends, and 3 times its weights, as stage 3 does.
+
+A norm needs sums over the row: two numbers a token, exchanged forward and backward and added up in
+the order of the ranks. Attention is local, by heads along the row. The vocabulary is a column
+layer's outputs, so that the loss is that of vocabulary.py along the row.
+
+[Note: two axes] A module declares one state, as for tensor parallelism (tensor_parallel(self, tp)).
+On the grid a matrix with Shard(d) is cut along its other dimension too, by rows; all else is cut by
+columns along its last dimension, and its gradient is summed over the rows: they have other samples.
+
+[Note: depth] depth grids have the same weights, and share out a batch with the rows. Towards
+gradients depth belongs to the data axes, over which the engine takes the mean: what is summed over
+a batch hands back depth times its gradient, as in axes/context/sequences.py, [Note: one loss].
+
+Source: Xu et al. 2021, arXiv 2104.05343; Wang et al. 2021, arXiv 2105.14500; van de Geijn, Watts
+1997 (SUMMA)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.axes.tensor.functional import (
+    Grads,
+    Needed,
+    TensorParallel,
+    define_linear,
+    gather,
+    handle_of,
+    reduce_from,
+    rows_of,
+)
+from fastpar.comm.collectives import Collectives, OneRank
+from fastpar.comm.handles import Handle
+from fastpar.comm.mesh import Mesh
+from fastpar.kernels.linear import matmul
+from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
+from fastpar.kernels.philox import Rng, keep_mask, quantize_p
+from fastpar.sharding.placements import Partial, Shard, State
+
+_DEVICES = ("CPU", "CUDA")
+
+
+class Grid(TensorParallel):
+    """One rank's place in a grid; as a TensorParallel, its place in the row.
+
+    Args:
+        group: of the ranks of its row; down: of those of its column; batch: of all that share out
+            a batch, along depth and rows.
+    """
+
+    def __init__(self, group: Collectives, down: Collectives, batch: Collectives) -> None:
+        super().__init__(group, sequence_parallel=False)
+        self.shared_dim = -1
+        self.down = TensorParallel(down, sequence_parallel=False)
+        self.batch = TensorParallel(batch, sequence_parallel=False)
+        self.depth = self.batch.size // self.down.size
+        self.groups = {"rows": down, "tp": group}
+        self.label = f"tp_grid={down.world_size}x{self.size}" + f"x{self.depth}" * (self.depth > 1)
+        self.tokens = "samples by rows, features by columns"
+
+    @property
+    def per_token(self) -> State:
+        return Partial()
+
+    def states_of(self, state: State, dims: int) -> Mapping[str, State]:
+        """See [Note: two axes]."""
+        if isinstance(state, Shard) and dims == 2:
+            return {"rows": Shard(1 - state.dim), "tp": state}
+        return {"rows": Partial(), "tp": state if isinstance(state, Shard) else Shard(dims - 1)}
+
+    def table(self, weight: Tensor) -> Tensor:
+        """[V/c, C/r] -> [V/c, C]: all features of this column's rows of a vocabulary."""
+        return weight if self.down.size == 1 else gather(weight, 1, self.down, partial=True)
+
+    def on_grid(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Any, *, column: bool
+    ) -> Tensor:
+        """column_linear() and row_linear()."""
+        if fp8 is not None:
+            raise ValueError(
+                f"linear: expected no fp8 with {self.label}, got {fp8}; leave it out, or use "
+                "Mesh(tp=)"
+            )
+        return (_column if column else _row)(x, weight, bias, self.number)
+
+    # The batch
+
+    def check_batch(self, idx: Tensor, positions: Tensor | None) -> None:
+        """Refuse a batch that the rows and depth do not divide, and packed documents."""
+        if len(idx) % self.batch.size:
+            raise ValueError(
+                f"GPT: expected a batch of a multiple of {self.batch.size} samples with "
+                f"{self.label}, got B={len(idx)}; pass another micro_batch_size, or fewer rows"
+            )
+        if positions is not None:  # whose dropout masks are numbered over the whole batch
+            raise ValueError(
+                f"GPT: expected no positions with {self.label}, got positions.shape="
+                f"{list(positions.shape)}; let each row be one document, or use Mesh(tp=)"
+            )
+
+    def key(self, rng_key: Tensor, samples: int) -> Tensor:
+        """The first rank's key of a batch, for this rank's samples of it."""
+        first = self.batch.rank * (samples // self.batch.size)
+        same = gather(rng_key[None], 0, self.batch, partial=False)[:1]
+        same = gather(same, 0, self, partial=False)[0]
+        return same + same.new_tensor([0, first])
+
+    def whole_batch(self, x: Tensor) -> Tensor:
+        """[B, ...] of every rank's samples; all ranks do the same with it."""
+        return gather(_Times.apply(x, self.depth), 0, self.batch, partial=False)
+
+    def sum_of_parts(self, x: Tensor) -> Tensor:
+        """The sum of every rank's part of a loss."""
+        return reduce_from(_Times.apply(x, self.depth), self.batch)
+
+
+def make_grid(
+    model: nn.Module,
+    mesh: Mesh,
+    make: Callable[[Any, str], Collectives],
+    tp_plan: Any,
+) -> Grid:
+    """The place of this rank in the mesh's grid. Ranks: all.
+
+    Args:
+        make: collectives of a process group for a role.
+        tp_plan: of parallelize().
+    Raises:
+        ValueError: a model or a plan that does not run on a grid.
+    """
+    _check(model, mesh, tp_plan)
+
+    def along(*axes: str) -> Collectives:
+        alone = mesh.size(*axes) == 1
+        return OneRank(mesh.device) if alone else make(mesh.new_group(*axes), "tp")
+
+    return Grid(along("tp"), along("rows"), along("depth", "rows"))
+
+
+def _check(model: nn.Module, mesh: Mesh, tp_plan: Any) -> None:
+    assert mesh.tp_grid is not None
+    grid = "x".join(map(str, mesh.tp_grid))
+    if not getattr(model, "splits_on_grid", False):
+        raise ValueError(
+            f"parallelize: expected a fastpar.GPT without experts for tp_grid={grid}, got "
+            f"{type(model).__name__}; use Mesh(tp=), or load its weights into a "
+            "fastpar.GPT"
+        )
+    if tp_plan is not None:
+        raise ValueError(
+            f"parallelize: expected no tp_plan with tp_grid={grid}, got tp_plan={tp_plan!r}; leave "
+            "it out, or use Mesh(tp=)"
+        )
+
+
+def grid_of(number: int) -> Grid:
+    """The Grid that an operator's integer argument stands for."""
+    grid = handle_of(number)
+    assert isinstance(grid, Grid)
+    return grid
+
+
+class _Times(torch.autograd.Function):
+    """x, whose gradient is so many times as large; see [Note: depth]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy * ctx.factor, None
+
+
+# Linear layers
+
+
+class _Gathering:
+    """Slices on their way; what they arrive in is let go of when they are joined."""
+
+    def __init__(self, x: Tensor, dim: int, tp: TensorParallel) -> None:
+        self.dim, self.tp = dim, tp
+        alone = tp.size == 1
+        self.started: tuple[Tensor, Handle | None] | None
+        self.started = (x[None], None) if alone else tp.begin_all_gather(x)
+
+    def join(self) -> Tensor:
+        assert self.started is not None
+        started, self.started = self.started, None
+        return self.tp.finish_all_gather(*started, self.dim)
+
+
+def _sum(x: Tensor, dim: int, tp: TensorParallel) -> tuple[Tensor, Handle | None]:
+    """This rank's slice of a sum that is on its way; of one rank x itself."""
+    return (x, None) if tp.size == 1 else tp.begin_reduce_scatter(x, dim)
+
+
+def _summed(x: Tensor, dim: int, tp: TensorParallel) -> Tensor:
+    return x if tp.size == 1 else tp.reduce_scatter(x, dim)
+
+
+def grid_column_fwd(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ w.T + bias, [..., F/c]."""
+    gathering = _Gathering(weight, 1, grid.down)
+    flat = _Gathering(rows_of(x), 1, grid).join()
+    y = matmul(flat, gathering.join().t(), bias=bias)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def grid_row_fwd(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ w.T + bias, [..., C/c]."""
+    y = matmul(rows_of(x), _Gathering(weight, 0, grid.down).join().t())
+    y = _summed(y, 1, grid)
+    y = y if bias is None else y.add_(bias)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def grid_column_bwd(grid: Grid, need: Needed, dy: Tensor, x: Tensor, weight: Tensor) -> Grads:
+    """The bias' gradient is of this rank's samples."""
+    gathering = _Gathering(weight, 1, grid.down) if need.dx else None
+    moving = _Gathering(rows_of(x), 1, grid) if need.dweight else None
+    flat, dx, dweight, summing = rows_of(dy), None, None, None
+    dbias = flat.sum(0) if need.dbias else None
+    if gathering is not None:
+        dx, summing = _sum(matmul(flat, gathering.join()), 1, grid)
+        dx = dx.view(x.shape)
+    if moving is not None:
+        dweight = _summed(matmul(flat.t(), moving.join()), 1, grid.down)
+    if summing is not None:
+        summing.wait()
+    return dx, dweight, dbias
+
+
+def grid_row_bwd(grid: Grid, need: Needed, dy: Tensor, x: Tensor, weight: Tensor) -> Grads:
+    """As grid_column_bwd()."""
+    gathering = _Gathering(weight, 0, grid.down) if need.dx else None
+    flat, dx, dweight = rows_of(dy), None, None
+    dbias = flat.sum(0) if need.dbias else None
+    flat = _Gathering(flat, 1, grid).join()
+    if gathering is not None:
+        dx = matmul(flat, gathering.join()).view(x.shape)
+    if need.dweight:
+        dweight = _summed(matmul(flat.t(), rows_of(x)), 0, grid.down)
+    return dx, dweight, dbias
+
+
+def _column_fake(grid, x, weight):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _row_fake(grid, x, weight):
+    return x.new_empty(*x.shape[:-1], weight.shape[0] * grid.down.size // grid.size)
+
+
+_column = define_linear("grid_column", grid_column_fwd, grid_column_bwd, _column_fake)
+_row = define_linear("grid_row", grid_row_fwd, grid_row_bwd, _row_fake)
+
+
+# Norms
+
+
+def grid_norm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [..., C/c] of x [..., C/c], mean and rstd of the whole rows; sums in the order of ranks."""
+    grid, wide = grid_of(number), _wide(x)
+    n, mine = x.shape[-1], wide.mean(-1)
+    spread = (wide - mine[..., None]).square_().sum(-1)
+    means, spreads = grid.group.gathered(torch.stack([mine, spread])).unbind(1)
+    mean = means.sum(0) / grid.size
+    total = spreads.sum(0) + n * (means - mean).square().sum(0)
+    rstd = (total / (n * grid.size) + eps).rsqrt()
+    y = (wide - mean[..., None]).mul_(rstd[..., None]).mul_(weight).add_(bias)
+    return y.to(x.dtype), mean, rstd
+
+
+def grid_norm_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, and dweight and dbias of this rank's samples."""
+    grid, wide_dy = grid_of(number), _wide(dy)
+    normed = (_wide(x) - mean[..., None]).mul_(rstd[..., None])
+    g = wide_dy * weight
+    mine = torch.stack([g.sum(-1), (g * normed).sum(-1)])
+    by_one, by_normed = grid.group.gathered(mine).sum(0)[..., None] / (x.shape[-1] * grid.size)
+    dweight, dbias = rows_of(wide_dy * normed).sum(0), rows_of(wide_dy).sum(0)
+    dx = g.sub_(by_one).sub_(normed.mul_(by_normed)).mul_(rstd[..., None])
+    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _norm_fake(x, weight, bias, eps, number):
+    row = _wide(x.new_empty(x.shape[:-1]))
+    return torch.empty_like(x), row, torch.empty_like(row)
+
+
+_norm = define_op(
+    "grid_norm(Tensor x, Tensor weight, Tensor bias, float eps, int grid)"
+    " -> (Tensor, Tensor, Tensor)",
+    grid_norm_fwd,
+    _norm_fake,
+    _DEVICES,
+)
+_norm_bwd = define_op(
+    "grid_norm_bwd(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, int grid)"
+    " -> (Tensor, Tensor, Tensor)",
+    grid_norm_bwd,
+    lambda dy, x, w, *_: (torch.empty_like(x), torch.empty_like(w), torch.empty_like(w)),
+    _DEVICES,
+)
+
+
+def _setup_norm(ctx, inputs, output):
+    x, weight, _, _, ctx.number = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, *output[1:])
+
+
+def _backward_norm(ctx, dy, *_):
+    refuse_double_backward("grid_norm")
+    return *_norm_bwd(dy, *ctx.saved_tensors, ctx.number), None, None
+
+
+define_autograd(_norm, _setup_norm, _backward_norm)
+
+
+class _Dropped(torch.autograd.Function):
+    """x under this rank's columns of the mask, which is drawn again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rng: Rng, p: float, grid: Grid) -> Tensor:
+        ctx.mask = rng, p, grid
+        return _drop(x, rng, p, grid)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _drop(dy, *ctx.mask), None, None, None
+
+
+def _drop(x: Tensor, rng: Rng, p: float, grid: Grid) -> Tensor:
+    keep = keep_mask(rng, p, [*x.shape[:-1], x.shape[-1] * grid.size], x.device)
+    return torch.where(grid.slice(keep, -1), x * (256.0 / (256 - quantize_p(p))), 0.0)
+
+
+def grid_dropout(x: Tensor, grid: Grid, dropout_p: float = 0.0, rng: Rng | None = None) -> Tensor:
+    """dropout() of this rank's features, [..., C/c], by its part of the mask of all of them.
+
+    Every rank draws the mask of whole rows. rng None: no dropout.
+    """
+    return x if rng is None else _Dropped.apply(x, rng, dropout_p, grid)
+
+
+def grid_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    grid: Grid,
+    *,
+    x_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **dropout: Any,
+) -> tuple[Tensor, Tensor]:
+    """The norm of x + dropout(delta + x_bias), and that sum: residual_layer_norm() on a grid.
+
+    Args:
+        x, delta: [B/r, T, C/c]; delta None: nothing is added. weight, bias, x_bias: [C/c].
+    Ranks: all of a row. Wire: two numbers of 4 bytes (8 of fp64) a token, forward and backward.
+    Deterministic: yes.
+    """
+    if delta is not None:
+        delta = delta if x_bias is None else delta + x_bias
+        x = x + grid_dropout(delta, grid, **dropout)
+    assert bias is not None, "GPT's norms have one"
+    return _norm(x, weight, bias, eps, grid.number)[0], x

@@ -1,0 +1,289 @@
+"""What is predicted: a workload (what is trained) and a setup (one way to train it on ranks).
+
+Arithmetic only: no tensors, no ranks. Shape legend as in gpt.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from fastpar.comm.wires import CODES, FORMATS
+from fastpar.files.dtypes import DTYPES
+from fastpar.settings.block import count_parameters
+from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.fields import changed, leaves
+from fastpar.settings.mesh import parse_grid, pp_chunks, pp_split
+from fastpar.settings.options import ModelSettings, RecomputeSettings, TrainFlags
+from fastpar.settings.parallel import MeshSettings, Parallel
+
+_DEFAULTS = TrainFlags()
+_VALUE_OF = {name: attrgetter(".".join(leaf.path)) for name, leaf in leaves(TrainFlags).items()}
+
+
+class once:  # noqa: N801  # a property, as functools.cached_property, which takes a lock
+    """A property whose value is kept."""
+
+    def __init__(self, value_of: Callable[[Any], Any]) -> None:
+        self.value_of, self.name = value_of, value_of.__name__
+
+    def __get__(self, setup: Any, owner: type) -> Any:
+        value = vars(setup)[self.name] = self.value_of(setup)
+        return value
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained; the same whatever the ranks do.
+
+    Attributes:
+        shape: its block_size is the tokens of a sequence.
+        batch_size: sequences a step, over all ranks.
+    """
+
+    shape: GPTConfig
+    batch_size: int
+
+    @property
+    def seq_len(self) -> int:
+        return self.shape.block_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def n_parameters(self) -> int:
+        """Stored: the vocabulary's padding counts, the tied head once."""
+        return count_parameters(self.shape, padded=True)
+
+
+@dataclass(frozen=True, init=False)
+class Setup:
+    """One way to train a workload: the settings of a run on world_size ranks, as they work out.
+
+    Each setting of `fastpar train` is an attribute by its own name: setup.zero_stage. Those that a
+    run decides, or leaves out, have the value that is in effect: none is "auto".
+
+    Args:
+        flags: the settings; those in `settings` are changed in them.
+        device_type: "cuda" or "cpu".
+        transport: in effect: "nccl", "shm" or "gloo".
+        settings: by name; dtype is bf16 unless said otherwise, micro_batch_size and
+            grad_accum_steps are 1.
+    """
+
+    world_size: int
+    flags: TrainFlags
+    device_type: str
+    transport: str
+
+    def __init__(
+        self,
+        world_size: int = 1,
+        flags: TrainFlags = _DEFAULTS,
+        device_type: str = "cuda",
+        transport: str = "nccl",
+        **settings: Any,
+    ) -> None:
+        if type(flags) is not TrainFlags:  # of a TrainConfig, which would check each change
+            flags = TrainFlags(**vars(flags))
+        flags = changed(flags, settings, "Setup") if settings else flags
+        found = {"world_size": world_size, "device_type": device_type, "transport": transport}
+        vars(self).update(found, flags=flags)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _VALUE_OF:
+            raise AttributeError(name)
+        value = vars(self)[name] = _VALUE_OF[name](self.flags)  # found at once the next time
+        return value
+
+    def change(self, **values: Any) -> Setup:
+        """A copy with some settings, or fields, changed."""
+        names = ("world_size", "flags", "device_type", "transport")
+        return Setup(**{**{name: getattr(self, name) for name in names}, **values})
+
+    def in_effect(self) -> dict[str, Any]:
+        """How the ranks train, by name: what `fastpar plan --json` has of a layout."""
+        groups = (MeshSettings, Parallel, RecomputeSettings)
+        names = [name for group in groups for name in leaves(group)]
+        names += ["micro_batch_size", "optimizer", "dtype", "master_weights", "moment_dtype", "ema"]
+        names += ["fp8", "fp8_scaling", "fp8_emulate", "world_size", "device_type"]
+        return {name: getattr(self, name) for name in names}
+
+    def workload(self, shape: GPTConfig) -> Workload:
+        """What a run of these settings trains with a model, of replicas each."""
+        shape = replace(shape, block_size=self.block_size or shape.block_size)
+        return Workload(shape, self.batch_size // self.replicas)
+
+    def config(self, workload: Workload) -> TrainConfig:
+        """The run's settings.
+
+        Raises:
+            ValueError: what `fastpar train` refuses for them.
+        """
+        return TrainConfig(**vars(self.with_sizes(workload)))
+
+    def with_sizes(self, workload: Workload) -> TrainFlags:
+        """The settings, and those of the workload."""
+        sizes = {n: v for n, v in vars(workload.shape).items() if n in leaves(ModelSettings)}
+        return self.flags.replace({**sizes, "batch_size": workload.batch_size})
+
+    @once
+    def tp(self) -> int:
+        """Ranks that split each layer; of a grid, its columns."""
+        grid = parse_grid(self.tp_grid)
+        return self.flags.mesh.tp if grid is None else grid[1]
+
+    @once
+    def chunks(self) -> int:
+        return pp_chunks(self.schedule, self.flags.parallel.pipeline.chunks)
+
+    @once
+    def pp_split(self) -> tuple[int, ...] | None:
+        """Layers on each of the pp * chunks stages; None: by their flops."""
+        split = pp_split(self.flags.parallel.pipeline.split)
+        return None if split is None else tuple(split)
+
+    @once
+    def micro_batch_size(self) -> int:
+        asked = self.flags.text.micro_batch_size
+        return 1 if asked is None else asked
+
+    @once
+    def grad_accum_steps(self) -> int:
+        asked = self.flags.parallel.grad_accum_steps
+        return 1 if asked is None else asked
+
+    @once
+    def accumulate(self) -> str:
+        return self.flags.parallel.accumulate or ("full" if self.zero_stage < 2 else "shard")
+
+    @once
+    def dtype(self) -> str:
+        asked = self.flags.system.dtype
+        return "bf16" if asked == "auto" else asked
+
+    @once
+    def grad_dtype(self) -> str:
+        return self.flags.parallel.precision.grad_dtype or "fp32"
+
+    @once
+    def reduce_dtype(self) -> str:
+        return self.flags.parallel.precision.reduce_dtype or self.grad_dtype
+
+    @once
+    def sequence_parallel(self) -> bool:
+        return self.flags.parallel.sequence_parallel is not False
+
+    @once
+    def master_weights(self) -> str:
+        """none, full or remainder."""
+        if self.weight_bytes > 2 or self.stochastic_rounding:
+            return "none"
+        asked = self.flags.optim.master_weights
+        return "full" if asked == "auto" else asked
+
+    @once
+    def dp(self) -> int:
+        """Ranks, or groups of tp * cp * pp ranks, that compute different sequences."""
+        return self.data // (self.cp * self.depth)
+
+    @once
+    def data(self) -> int:
+        """Ranks, or groups of tp * pp ranks, that have the same weights and other tokens."""
+        return self.world_size // (self.tp * self.rows * self.pp)
+
+    @once
+    def rows(self) -> int:
+        """Of the grid of ranks, whose columns are tp; 1 without one."""
+        return (parse_grid(self.tp_grid) or (1,))[0]
+
+    @once
+    def depth(self) -> int:
+        """Grids that share out a batch."""
+        return (*(parse_grid(self.tp_grid) or (1, 1)), 1)[2]
+
+    @property
+    def samples_of_rank(self) -> int:
+        """Of a micro-batch; rows and depth of a grid share them out."""
+        return max(1, self.micro_batch_size // (self.rows * self.depth))
+
+    @once
+    def n_shards(self) -> int:
+        """Ranks that share one copy of what the stage shares out."""
+        return min(self.data, self.shard_size or self.data) if self.zero_stage else 1
+
+    def tokens_of_rank(self, workload: Workload) -> int:
+        """Of a micro-batch, before tp shares them out."""
+        if self.by_keys:  # two chunks of each row
+            return 2 * self.micro_batch_size * -(-workload.seq_len // (2 * self.cp))
+        return -(-self.micro_batch_size * workload.seq_len // (self.cp * self.rows * self.depth))
+
+    @once
+    def by_keys(self) -> bool:
+        """Whether ranks of cp attend all heads of their own tokens."""
+        return self.cp > 1 and self.cp_method == "keys"
+
+    def attended_heads(self, shape: GPTConfig) -> int:
+        """Heads of all tokens that a rank of tp attends with its peers along cp, padding counts."""
+        heads = shape.heads_of_rank(self.tp)
+        return heads if self.by_keys else -(-heads // self.cp) * self.cp
+
+    @once
+    def stage(self) -> int:
+        """The stage in effect: with nobody to share with it is 0, but with offload."""
+        return self.zero_stage if self.n_shards > 1 or self.offload is not None else 0
+
+    @once
+    def weight_bytes(self) -> int:
+        """Bytes of an element of the weights, and of activations."""
+        return DTYPES[self.dtype].itemsize
+
+    @once
+    def grad_bytes(self) -> int:
+        return DTYPES[self.grad_dtype].itemsize
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes of an element of a gradient that is sent."""
+        form = FORMATS.get(self.wire_gradients)
+        return DTYPES[self.reduce_dtype].itemsize if form is None else form.bytes_per_element
+
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether weights of 8-bit products are gathered as their codes."""
+        return self.wire_weights == CODES and self.stage == 3
+
+    def gathered_bytes(self, rounded: bool = False) -> float:
+        """Bytes of an element of a weight that is gathered; rounded: as such codes."""
+        if self.wire_weights == CODES:
+            return 1 if rounded else self.weight_bytes
+        form = FORMATS.get(self.wire_weights) if self.stage else None
+        return self.weight_bytes if form is None else min(form.bytes_per_element, self.weight_bytes)
+
+    @property
+    def code_bytes(self) -> tuple[float, float]:
+        """Bytes that making and reading messages moves, of an element of gradients, of weights."""
+        gradients = self.grad_bytes + 2 * self.wire_bytes + 8  # decoded, then added up
+        sent = self.gathered_bytes(self.gathers_codes)
+        weights = (2 * self.weight_bytes + 2 * sent) * (sent < self.weight_bytes)
+        return (gradients if self.wire_gradients in FORMATS else 0.0), weights
+
+    @property
+    def error_bytes(self) -> int:
+        """Bytes of an element of what gradients lost on the wire, in a buffer."""
+        keeps = self.error_buffer or (self.error_feedback and self.stage == 0)
+        return 4 if keeps and self.data > 1 else 0
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of optimizer state for an element: moments, average, what 16-bit weights lack.
+
+        Of muon's matrices 4 less: see predict_states().
+        """
+        moments = 2 * DTYPES[self.moment_dtype].itemsize if self.optimizer != "adafactor" else 0
+        moments += 4 if self.ema else 0
+        return moments + {"none": 0, "full": 4, "remainder": 2}[self.master_weights]

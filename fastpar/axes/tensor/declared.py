@@ -1,0 +1,228 @@
+"""The states that a model's parameters have along tp (and rows) and ep, and what follows from them.
+
+A module says which states its parameters have, in one of two ways. Names may have dots.
+
+    tp_states = {"scale": Partial()}                  an attribute, where nothing else depends on it
+
+    def tensor_parallel(self, tp):                    a method, called once by parallelize()
+        self.tp = tp                                  ... if its forward communicates
+        return {"c_attn.weight": Shard(0, groups=3), "c_proj.bias": tp.per_token}
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.axes.tensor.functional import TensorParallel
+from fastpar.comm.collectives import Collectives
+from fastpar.sharding.placements import Placement, Replicate, Shard, State
+from fastpar.sharding.ranges import Run, runs_of_placement
+
+
+class Declared:
+    """Every parameter's state along tp, on a grid along rows too, and along ep those of experts.
+
+    Args:
+        tp: the TensorParallel that they are states of, None with tp=1.
+        states: of all parameters, by axis but for ep; shapes: of the whole tensors.
+    Attributes:
+        groups: the ranks along each axis, outermost first.
+        experts: the states along ep of parameters that have some.
+    """
+
+    def __init__(
+        self,
+        tp: TensorParallel | None,
+        states: dict[nn.Parameter, Mapping[str, State]],
+        shapes: dict[nn.Parameter, torch.Size],
+    ) -> None:
+        self.tp, self._states, self._shapes = tp, states, shapes
+        self.groups: dict[str, Collectives] = {} if tp is None else tp.groups
+        self.experts: dict[nn.Parameter, State] = {}
+        self._placements: dict[nn.Parameter, Placement] = {}
+
+    def share_out(self, states: dict[nn.Parameter, State], group: Collectives) -> None:
+        """Make each of these this rank's part of it along ep, in place."""
+        self.groups, self.experts = {"ep": group, **self.groups}, states
+        self._placements.clear()
+        for p, state in states.items():
+            assert isinstance(state, Shard)
+            p.data = state.cut(p.detach(), group.rank, group.world_size)
+
+    def rename(
+        self,
+        old: Mapping[nn.Parameter, tuple[str, ...]],
+        new: Mapping[nn.Parameter, tuple[str, ...]],
+    ) -> None:
+        """The parameters were replaced, in the same order."""
+        pairs = list(zip(old, new))
+        self._states = {q: self._states[p] for p, q in pairs}
+        self.experts = {q: self.experts[p] for p, q in pairs if p in self.experts}
+        self._placements.clear()
+        self._shapes = {q: self._shapes[p] for p, q in pairs}
+
+    def states(self, p: Tensor) -> Mapping[str, State]:
+        """How one parameter is placed along tp, and rows."""
+        return self._states[p]  # type: ignore[index]
+
+    def whole_shape(self, p: Tensor) -> torch.Size:
+        """The shape of the tensor that the ranks share out."""
+        return self._shapes[p]  # type: ignore[index]
+
+    def placement(self, p: Any) -> Placement:
+        """The placement of one parameter along tp, and along ep if it is of experts."""
+        if p not in self._placements:
+            states = dict(self.states(p))
+            if p in self.experts:
+                states["ep"] = self.experts[p]
+            sizes = {a: g.world_size for a, g in self.groups.items() if a in states}
+            self._placements[p] = Placement(states, sizes)
+        return self._placements[p]
+
+    @property
+    def place(self) -> dict[str, int]:
+        """This rank's number along each axis."""
+        return {axis: group.rank for axis, group in self.groups.items()}
+
+    def of_experts(self, p: Any) -> bool:
+        """Whether the ranks of ep share p out."""
+        return p in self.experts
+
+    def counts(self, p: Tensor) -> bool:
+        """Whether this rank's part of p counts in sums over all elements of the model."""
+        return self.placement(p).counts(self.place)
+
+    def is_split(self, p: Tensor) -> bool:
+        """Whether the ranks have different parts of p."""
+        return bool(self.placement(p).gather_axes)
+
+    def is_partial(self, p: Tensor) -> bool:
+        """Whether p's gradient is the sum over the ranks."""
+        return bool(self.placement(p).reduce_axes)
+
+    def runs(self, p: Tensor) -> list[Run]:
+        """Which elements of the whole tensor this rank's part of p holds."""
+        return runs_of_placement(self.placement(p), self.whole_shape(p), self.place)
+
+    def cut(self, whole: Tensor, p: Tensor) -> Tensor:
+        """This rank's part of a tensor with an element for each of the whole parameter, a copy."""
+        return self.placement(p).cut(whole, self.place)
+
+    def whole(self, local: Tensor, p: Tensor) -> Tensor:
+        """The whole tensor from every rank's part of it, in p's local shape.
+
+        Ranks: all of tp, and of ep for experts. Wire: the tensor's bytes.
+        """
+        if not self.is_split(p):
+            return local.clone()
+        placement, local = self.placement(p), local.view(p.shape)
+        shapes = placement.local_shapes(self.whole_shape(p))
+        for (state, axis, _), shape in reversed([*zip(placement.shard_steps(), shapes)]):
+            raw = self.groups[axis].gathered(local.contiguous().view(-1).view(torch.uint8))
+            rows = raw.view(local.dtype).view(-1, *local.shape)
+            local = state.join(rows.unbind(0), shape)
+        return local
+
+    def along_tp(self, p: Tensor) -> tuple[Placement, torch.Size]:
+        """The placement along tp alone, and the shape that its ranks share out."""
+        placement, whole = self.placement(p), self.whole_shape(p)
+        if "ep" in placement.states:
+            whole = placement.local_shapes(whole)[1]
+        return Placement(self.states(p), {"tp": placement.sizes.get("tp", 1)}), whole
+
+
+def not_split(named: Mapping[nn.Parameter, tuple[str, ...]]) -> Declared:
+    """All parameters as they are, with tp=1."""
+    return Declared(None, {p: {"tp": Replicate()} for p in named}, {p: p.shape for p in named})
+
+
+def speaker(module: nn.Module) -> Callable[[TensorParallel], dict[str, State]] | None:
+    """A module's tensor_parallel(tp); others have methods of that name (transformers 4.46)."""
+    method = getattr(module, "tensor_parallel", None)
+    if not callable(method) or list(inspect.signature(method).parameters)[:1] != ["tp"]:
+        return None
+    return method
+
+
+def find_states(model: nn.Module, tp: TensorParallel) -> dict[nn.Parameter, State]:
+    """What the modules of a model say of their parameters.
+
+    Raises:
+        ValueError: a name that is no parameter; two states for one.
+    """
+    states: dict[nn.Parameter, State] = {}
+    for prefix, module in model.named_modules():
+        told: dict[str, State] = dict(getattr(module, "tp_states", {}))
+        method = speaker(module)
+        if method is not None:
+            told.update(method(tp))
+        own = dict(module.named_parameters(remove_duplicate=False)) if told else {}
+        for name, state in told.items():
+            where = f"{prefix}.{name}" if prefix else name
+            if name not in own:
+                raise ValueError(
+                    f"parallelize: expected states of {type(module).__name__}'s parameters, got one"
+                    f" for '{where}', which is none; correct its tensor_parallel or tp_states"
+                )
+            add_state(states, own[name], state, where)
+    return states
+
+
+def add_state(states: dict[nn.Parameter, State], p: nn.Parameter, state: State, name: str) -> None:
+    """Note a parameter's state.
+
+    Raises:
+        ValueError: it has another one.
+    """
+    if states.setdefault(p, state) != state:
+        raise ValueError(
+            f"parallelize: expected one state for parameter '{name}', got {states[p]} and {state}; "
+            "declare it once"
+        )
+
+
+def split_parameters(
+    named: Mapping[nn.Parameter, tuple[str, ...]],
+    states: dict[nn.Parameter, State],
+    tp: TensorParallel,
+    share: Callable[[list[Tensor]], None],
+) -> Declared:
+    """Make each parameter this rank's part of it, in place.
+
+    Args:
+        named: all parameters of the model with their names.
+        share: gives all ranks of tp the values of the first.
+    Raises:
+        ValueError: a parameter without a state; one that does not split as its state says. Nothing
+            is changed then.
+    """
+    placed: dict[nn.Parameter, Mapping[str, State]] = {}
+    for p, names in named.items():
+        if p not in states:
+            raise ValueError(
+                f"parallelize: expected a declared state for every parameter with {tp.label}, "
+                f"got none for '{names[0]}'; name it in tp_plan, or in its module's tp_states: "
+                "Shard, Replicate or Partial"
+            )
+        placed[p] = tp.states_of(states[p], p.dim())
+    declared = Declared(tp, placed, {p: p.shape for p in named})
+    for p, names in named.items():
+        try:
+            declared.placement(p).local_shapes(p.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"parallelize: expected {tp.label} to split parameter '{names[0]}' of shape "
+                f"{list(p.shape)} as {states[p]}, got: {error}; choose another "
+                f"{tp.label.split('=')[0]}, or Replicate()"
+            ) from None
+    for p in named:
+        if not p.is_meta:
+            share([p.detach()])
+        if declared.is_split(p):
+            p.data = declared.cut(p.detach(), p)
+    return declared

@@ -1,0 +1,738 @@
+"""One bucket on one rank: gradients are brought into it, sent, and kept as their mean.
+
+    IDLE -> COLLECTING -> READY -> IN_FLIGHT -> REDUCED -> IDLE
+
+    stage   gradients                     reduced gradients
+    0       whole, kept                   in place, on every rank
+    1       whole, kept                   own slice, in place
+    2, 3    whole, freed when reduced     own slice
+
+[Note: where gradients live]
+Autograd puts its own tensor into p.grad; take() copies it into the bucket (copies.py), or adds it,
+at the cost that zeroing the bucket beforehand would have. Nothing is zeroed: places of parameters
+without a gradient keep old bytes until fill_missing(). At stage 0 p.grad is then a view of the
+bucket (p.main_grad, where the gradient's dtype is not the parameter's); otherwise p.grad is None.
+
+[Note: stale parameters]
+After a step a rank knows only its own slice of the new parameters, at stage 3 also between uses.
+Until they are gathered, p.data is a placeholder of the right shape with one nan for all elements:
+whoever reads it sees nans instead of old values, and not the memory that was freed, which would
+crash. Tensors that autograd saved keep the storage, which is resized and filled again in place.
+
+[Note: secondary shards]
+The ranks of a node together keep what the first gather of a step, over all ranks, has brought: as
+forwards have it, rounded where wire_weights rounds. Later gathers of the step, those of backward
+and of further micro-batches, stay inside of the node. Every rank takes the one or the other way for
+the same gather, because it depends on gathers, steps and writes alone, which all ranks do alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.fixed_sum import PairwiseSum
+from fastpar.comm.handles import Handle
+from fastpar.comm.wires import Encoders, Unsent
+from fastpar.engine.absent import Absent, AbsentParameter, hide, show
+from fastpar.engine.copies import WaitingCopies
+from fastpar.engine.stages import (
+    BUCKET_PHASES,
+    SENT,
+    BucketPhase,
+    Settings,
+    Stage,
+    checked,
+)
+from fastpar.sharding.layout import Bucket, Layout, Slot
+
+
+@dataclass(frozen=True)
+class BucketGroups:
+    """Over which ranks a bucket travels; None where there is nobody else.
+
+    They follow from the placement of its parameters: the axes along which these are replicated.
+
+    Args:
+        reduce: sums gradients: all that have the parameters, or those that share one copy.
+        gather: the same ranks as reduce, another group: neither waits for the other.
+        copies: the ranks that own the same shard of other copies.
+        again: the same ranks as reduce, for the second half of a compressed all-reduce.
+        node: of gather's ranks those of this node: [Note: secondary shards].
+        nodes: of reduce's ranks those of this node, and those at the same place in each node.
+    """
+
+    reduce: Collectives | None = None
+    gather: Collectives | None = None
+    copies: Collectives | None = None
+    again: Collectives | None = None
+    node: Collectives | None = None
+    nodes: tuple[Collectives, Collectives] | None = None
+
+    def on_wires(
+        self, wires: Encoders, spec: Bucket, slots: Sequence[Slot], stage: Stage
+    ) -> BucketGroups:
+        """The same for one bucket, in its formats; slots: of its parameters."""
+        index, flags = spec.index, spec.numel - spec.used_start
+        exact, in_place = (0, not stage.frees_gradients) if stage.shards else (flags, False)
+        codes = [(slice(s.start, s.stop), wires.codes[s.registered]) for s in slots if spec.rounded]
+        return BucketGroups(
+            wires.sums(
+                self.reduce,
+                index,
+                again=self.again,
+                exact=exact,
+                numel=spec.numel,
+                in_place=in_place,
+                nodes=self.nodes,
+            ),
+            wires.gathers(self.gather, spec.dtype, codes),
+            wires.sums(self.copies, index),
+            node=self.node,
+        )
+
+
+class BucketState:
+    """One bucket; the engine decides when what happens.
+
+    Attributes:
+        params: its parameters; the slots of the layout in order.
+        flat: [P] parameters; without memory while a bucket of stage 3 is freed.
+        shard: [S] this rank's slice of the newest parameters.
+        stepped: [S] what an optimizer changes: shard, or its twin on the host.
+        live: whether the parameters are views of flat.
+        rank: among those that share one copy.
+        apart: shard has memory of its own.
+        own: the place of shard in flat; host: see offload.py, None without it.
+        secondary: [P / ranks of a node], None without; kept: whether it holds this step's weights.
+        groups: over which it travels; device: where it lies.
+        phase: of its gradients in this backward; changed by enter() only.
+        wire_dtype: of gradients on the wire.
+        grad: [P] gradients of this rank, None while they are freed.
+        reduced: [S] ([P] at stage 0) mean over the ranks, None until the first of a step.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        spec: Bucket,
+        params: list[nn.Parameter],
+        settings: Settings,
+        groups: BucketGroups,
+        *,
+        rank: int,
+        device: torch.device,
+        poison: bool = False,
+    ) -> None:
+        self.spec, self.params, self.stage = spec, params, settings.stage
+        self.slots = [layout.slots[i] for i in spec.slots]
+        self.groups, self.device, self.poison = groups, device, poison
+        self.rank, self.own = rank, slice(*spec.shard(rank))
+        self.pieces = [layout.piece(i, rank) for i in spec.slots]
+        stage, self.grad_dtype = settings.stage, settings.grad_dtype or spec.dtype
+        # Memory that the peers read without a copy.
+        shared = groups.gather if stage.gathers_after_step else None
+        self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
+        self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
+        self.shard = self.flat[self.own] if stage.shards else self.flat
+        self.apart = stage.frees_parameters or self.rounds
+        if self.apart:
+            self.shard = self._empty(groups.gather, spec.shard_numel, spec.dtype)
+        self.stepped = self.shard
+        node, self.kept = groups.node, False
+        self.secondary: Tensor | None = None
+        if node is not None:
+            self.secondary = self._empty(node, spec.numel // node.world_size, spec.dtype)
+        self.host: Any = None
+        self._placeholders = list(self.views)
+        self._absents: dict[int, Absent] = {}  # what marks show
+        self.live = self.gathered_exact = True
+        self.gathering: Handle | None = None
+        self.phase = BucketPhase.IDLE
+        self._awaited = set(range(len(params)))  # positions without a gradient in this backward
+        self.deterministic = settings.deterministic
+        self.wire_dtype = settings.reduce_dtype or self.grad_dtype
+        self._main = self.grad_dtype != spec.dtype
+        self.grad: Tensor | None = None
+        if not stage.frees_gradients:
+            self.grad = self._empty(groups.reduce, spec.numel, self.grad_dtype)
+        self.grad_shard: Tensor | None = self._new_shard() if stage.frees_gradients else None
+        self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
+        self.seen: set[int] = set()  # since zero_grad(), wherever it is by now
+        self.copies = WaitingCopies(device)  # of gradients into `grad`
+        self.unreduced: PairwiseSum | None = None  # earlier micro-batches that stayed here
+        self.reduced: Tensor | None = None
+        self._reductions: PairwiseSum | None = None
+        self._tree_ms = 0.0
+        places = [slice(s.start, s.stop) for s in self.slots]
+        self.unsent = Unsent(groups.reduce, self.own, spec.numel, places)
+        self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
+        self._aside = False
+        self._marks: dict[int, Tensor] = {}  # see [Note: marks]
+        self._hidden = False  # the marks are placeholders
+        self._version = -1  # of `grad`, when remember() was called
+        self._marked_version = -1  # of `grad`, when mark() was
+        self._zeroed = set(range(len(params)))  # positions whose gradient nobody has, on any rank
+        self._began_empty = True  # the last backward
+        if self._main and not stage.shards:
+            for p, view in zip(params, self.grad_views):
+                p.main_grad = view  # type: ignore[attr-defined]
+
+    # Parameters
+
+    def _empty(self, group: Collectives | None, numel: int, dtype: torch.dtype) -> Tensor:
+        if group is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return group.empty(numel, dtype)
+
+    def name(self, position: int) -> str:
+        """The first name of the parameter at a position."""
+        return self.slots[position].spec.names[0]
+
+    def slot_of(self, whole: Tensor | None, position: int) -> Tensor:
+        """A parameter's part of whole parameters or gradients, in its shape."""
+        assert whole is not None
+        slot = self.slots[position]
+        return whole[slot.start : slot.stop].view(slot.spec.shape)
+
+    def _new_shard(self) -> Tensor:
+        return torch.empty(self.spec.shard_numel, dtype=self.grad_dtype, device=self.device)
+
+    def attach(self) -> None:
+        """The values are in flat, for the first time: parameters become views."""
+        if self.apart:
+            self.shard.copy_(self.flat[self.own])
+        for p in self.params:
+            p.grad = None
+        self.make_live()
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a forward has other values than those that are stepped."""
+        return self.groups.gather is not None and self.groups.gather.rounds
+
+    @property
+    def exact(self) -> bool:
+        """Whether the values that are stepped are there."""
+        return self.live and self.gathered_exact
+
+    def allocate(self) -> None:
+        """Memory for all parameters, their values unknown."""
+        if self.stage.frees_parameters and not self.flat.untyped_storage().nbytes():
+            self.flat.untyped_storage().resize_(self.spec.numel * self.spec.dtype.itemsize)
+
+    def keep_secondary(self) -> None:
+        """All parameters were gathered over all ranks: see [Note: secondary shards]."""
+        node, mine = self.groups.node, self.secondary
+        if node is None or mine is None or self.kept or (self.rounds and self.gathered_exact):
+            return
+        mine.copy_(self.flat.view(node.world_size, -1)[node.rank])
+        self.kept = True
+
+    def make_live(self) -> None:
+        """The values are there: parameters are views of them."""
+        if not self.live and not all(type(p) is AbsentParameter for p in self.params):
+            self.check()  # those that are absent refuse other memory themselves
+        for p, view in zip(self.params, self.views):
+            show(p)
+            p.data = view
+        self.live = True
+
+    def make_stale(self) -> None:
+        """Marks parameters as out of date, at stage 3 frees them: [Note: stale parameters]."""
+        if not self.live:
+            return
+        self.check()
+        self.live = False
+        nan = self._nan(self.spec.dtype)
+        self._placeholders = [nan.expand(s.spec.shape) for s in self.slots]
+        for p, placeholder in zip(self.params, self._placeholders):
+            p.data = placeholder
+            hide(p)
+        if self.stage.frees_parameters:
+            if self.poison:
+                self.flat.fill_(float("nan"))
+            self.flat.untyped_storage().resize_(0)
+
+    def new_memory(self) -> list[tuple[int, Tensor]]:
+        """(position, copy of the values) of live parameters that somebody gave other memory."""
+        moved = [i for i in range(len(self.params)) if not self.is_in_place(i)]
+        return [(i, self.params[i].data.clone()) for i in moved]
+
+    def take_memory(self, position: int, new: Tensor) -> str | None:
+        """Keep such values in the old memory; or say why they do not fit."""
+        p, view = self.params[position], self.views[position]
+        p.data = view
+        fits = (new.shape, new.dtype, new.device) == (view.shape, view.dtype, view.device)
+        if fits and hasattr(p, "_fastpar_engine"):
+            view.copy_(new)
+            return None
+        return (
+            f"gathered: expected values for parameter '{self.name(position)}' of shape "
+            f"{list(view.shape)}, {view.dtype}, on {view.device}, got p.data={list(new.shape)}, "
+            f"{new.dtype}, on {new.device}; write them with p.copy_(), and change shapes and "
+            "dtypes before fastpar.parallelize"
+        )
+
+    def writable(self, grads: Tensor) -> Tensor:
+        """The same gradients, where they may lie on the host and be used there."""
+        if self.host is not None:
+            self.host.touch(self)
+        return grads
+
+    def save_writes(self) -> None:
+        """Somebody wrote into the whole parameters: this rank's slice of them is the truth."""
+        if self.apart:
+            self.shard.copy_(self.flat[self.own])
+        if self.host is not None:
+            self.stepped.copy_(self.shard)
+        self.kept = False
+
+    def _nan(self, dtype: torch.dtype) -> Tensor:
+        """A new one: somebody may write into that of a parameter with one element."""
+        return torch.full((), float("nan"), dtype=dtype, device=self.device)
+
+    def _absent(self, position: int) -> Absent:
+        """What stands for a parameter's gradient."""
+        if position not in self._absents:
+            nans = self._nan(self.spec.dtype).expand(self.slots[position].spec.shape)
+            self._absents[position] = Absent.of(nans, "gradient", self.name(position))
+        self._absents[position].zeroed = False
+        return self._absents[position]
+
+    def is_in_place(self, position: int) -> bool:
+        """Whether the parameter still uses the bucket's memory, in the same way."""
+        view = self.views[position] if self.live else self._placeholders[position]
+        p = self.params[position]
+        same = p.data_ptr() == view.data_ptr() and p.dtype == view.dtype
+        return same and p.shape == view.shape and p.stride() == view.stride()
+
+    def check(self) -> None:
+        """Raise RuntimeError for a parameter that somebody gave other memory."""
+        for position, p in enumerate(self.params):
+            if not self.is_in_place(position):
+                raise RuntimeError(
+                    f"Engine: expected parameter '{self.name(position)}' to stay in its flat "
+                    f"buffer, got other memory (dtype={p.dtype}, shape={list(p.shape)}, device="
+                    f"{p.device}); call module.to() before fastpar.parallelize, and write values "
+                    "inside `with fastpar.engine_of(model).gathered():`"
+                )
+
+    def check_grad(self, position: int, grad: Tensor) -> None:
+        """Refuse a gradient that no bucket can take."""
+        name = self.name(position)
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"Engine: expected a dense gradient for parameter '{name}', got "
+                f"layout={grad.layout}; build the embedding with sparse=False"
+            )
+        if grad.requires_grad:
+            raise RuntimeError(
+                "Engine: expected backward without create_graph, got a gradient with a graph for "
+                f"parameter '{name}'; use torch.autograd.grad for higher derivatives"
+            )
+
+    # Gradients
+
+    def enter(self, phase: BucketPhase) -> None:
+        """Change the phase; raises RuntimeError where it cannot follow the present one."""
+        self.phase = checked(f"bucket {self.spec.index}", self.phase, phase, BUCKET_PHASES)
+
+    def rest(self) -> None:
+        """The backward, or the reduction, is over."""
+        if self.phase is not BucketPhase.IDLE:
+            self.enter(BucketPhase.IDLE)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Size of the whole gradients."""
+        return self.spec.numel * self.grad_dtype.itemsize
+
+    def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
+        """(values, reduced gradient, first element) of what this rank owns of a parameter."""
+        if self._piece_views is None or self._piece_views[0] is not self.reduced:
+            views = []
+            for slot, (start, stop) in zip(self.slots, self.pieces):
+                at = slot.start + start - self.own.start
+                place = slice(at, at + stop - start)
+                grad = None if self.reduced is None else self.reduced[place]
+                views.append((self.stepped[place], grad, start))
+            self._piece_views = self.reduced, views  # of a stage >= 2, the same in every step
+        return self._piece_views[1][position]
+
+    def keep_on_host(self, grads: Tensor) -> None:
+        """Reduced gradients are there, or on their way: those on the device are let go of."""
+        self.reduced, self.grad_shard, self._piece_views = grads, None, None
+
+    @functools.cached_property
+    def grad_views(self) -> list[Tensor]:
+        """Each parameter's part of `grad`, where it is kept."""
+        return [self.slot_of(self.grad, i) for i in range(len(self.slots))]
+
+    def grad_view(self, position: int) -> Tensor:
+        """The part of `grad` that is a parameter's."""
+        if not self.stage.frees_gradients:
+            return self.grad_views[position]
+        return self.slot_of(self.grad, position)
+
+    def take(self, position: int, given: Tensor | None = None) -> bool:
+        """Bring a parameter's .grad, or a given gradient, into the bucket; returns taken()."""
+        if self.phase in SENT:
+            raise RuntimeError(
+                "Engine: expected one gradient per backward for parameter "
+                f"'{self.name(position)}', got another after bucket {self.spec.index} was sent "
+                f"('{self.phase.value}' cannot go back to 'collecting'); call the module that owns "
+                "the parameter in every forward, or in none"
+            )
+        p = self.params[position]
+        grad = p.grad if given is None else given
+        if grad is None:  # it is in its place: split_backward.py, Places
+            return position in self.has and self.taken(position)
+        self.check_grad(position, grad)
+        self.open_grad()
+        view = self.grad_view(position)
+        if not self.stage.shards and not self._main:
+            if grad.data_ptr() != view.data_ptr():
+                view.add_(grad) if given is not None and position in self.has else view.copy_(grad)
+            if p.grad is not view:
+                p.grad = view
+        else:
+            if grad.data_ptr() != view.data_ptr():
+                self.copies.take(grad, view, add=self.unsent.inside or position in self.has)
+            p.grad = None
+        return self.taken(position)
+
+    def room_for(self, position: int) -> Tensor | None:
+        """Where a gradient can be computed; None where take() has to add it, or to cast it."""
+        self.open_grad()
+        first = not self.unsent.inside and position not in self.has
+        return self.grad_view(position) if first and self.grad_dtype == self.spec.dtype else None
+
+    def taken(self, position: int) -> bool:
+        """A gradient is in the bucket; whether it was the last one that the bucket waited for."""
+        self.has.add(position)
+        self.seen.add(position)
+        self._awaited.discard(position)
+        collecting = self.phase is BucketPhase.COLLECTING
+        if collecting and self._awaited:
+            return False
+        self.copies.make()
+        if collecting:
+            self.enter(BucketPhase.READY)
+        return collecting
+
+    def open_grad(self) -> None:
+        """`grad` is about to be written: make it, or save the sum so far that its own slice has."""
+        if self.grad is None:
+            self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
+        elif self.stage.shards and self.reduced is not None and not self.has:
+            in_place = self.reduced.data_ptr() == self.grad[self.own].data_ptr()
+            self.reduced = self.reduced.clone() if in_place else self.reduced
+        if self.grad is not None and not self.has:
+            self.unsent.open(self.grad)
+
+    def fill_missing(self, *, flags: bool) -> list[int]:
+        """Zero the places without a gradient and set `used`; returns them."""
+        self.copies.make()
+        self.open_grad()
+        missing = []
+        self._zeroed.clear()
+        self.unsent.fill(self.grad)  # type: ignore[arg-type]
+        for position in range(len(self.params)):
+            if position not in self.has:
+                self.check_given(position)
+                self.unsent.skip(self.grad_view(position))
+                missing.append(position)
+        if flags:
+            used = self.used()
+            used.fill_(1.0)
+            for position in missing:
+                # Deterministic: the gradients of earlier micro-batches lie elsewhere.
+                used[position] = float(self.deterministic and position in self.seen)
+        return missing
+
+    def check_given(self, position: int) -> None:
+        """Refuse p.grad of a parameter to which no backward gave a gradient."""
+        if position not in self.has and self.params[position].grad is not None:
+            self._refuse_replaced(position)
+
+    def _refuse_replaced(self, position: int) -> NoReturn:
+        raise RuntimeError(
+            f"Engine: expected p.grad of '{self.name(position)}' as backward left it, got another "
+            "tensor; set p.grad to None or change it in place (where it reads as nan, clip with "
+            "fastpar.AdamW(max_grad_norm=...) or scale the loss)"
+        )
+
+    def used(self) -> Tensor:
+        """Stage 0: one element per parameter, see layout.py."""
+        assert self.grad is not None
+        return self.grad[self.spec.used_start :][: len(self.params)]
+
+    def keep_local(self) -> None:
+        """Deterministic: this micro-batch stays here, apart from the next, for the tree."""
+        self.fill_missing(flags=False)
+        assert self.grad is not None
+        if self.unreduced is None:
+            self.unreduced = PairwiseSum()
+        with self._summing():
+            self.unreduced.push(self.grad if self.stage.frees_gradients else self.grad.clone())
+        if self.stage.frees_gradients:
+            self.grad = None
+        self._forget_local()
+
+    def add_local(self) -> None:
+        """Deterministic: the tree over the micro-batches that stayed here, into `grad`."""
+        if self.unreduced is not None:
+            assert self.grad is not None
+            with self._summing():
+                self.unreduced.push(self.grad.clone())
+                self.grad.copy_(self.unreduced.total())
+            self.unreduced = None
+
+    @contextlib.contextmanager
+    def _summing(self) -> Iterator[None]:
+        self._tree_ms -= time.perf_counter() * 1e3
+        yield
+        self._tree_ms += time.perf_counter() * 1e3
+
+    def _forget_local(self) -> None:
+        self.has.clear()
+        for p in self.params:
+            p.grad = None
+
+    def target(self) -> Tensor:
+        """Where the next reduction puts its result."""
+        assert self.grad is not None
+        if not self.stage.shards:
+            return self.grad
+        if not self.stage.frees_gradients or (self.spec.n_shards == 1 and not self.deterministic):
+            return self.grad[self.own]
+        if self.reduced is None and not self.deterministic and self.grad_shard is not None:
+            return self.grad_shard
+        return self._new_shard()
+
+    def add_reduced(self, result: Tensor) -> None:
+        """Take in what target() was given; whole gradients are freed where the stage says so."""
+        if self.deterministic:
+            if self._reductions is None or (not self.stage.shards and not self._aside):
+                self._reductions = PairwiseSum()
+            with self._summing():
+                self._reductions.push(result if self.stage.frees_gradients else result.clone())
+                own = self.grad_shard if self.host is None else self._new_shard()
+                self.reduced = own if self.stage.frees_gradients else result
+                assert self.reduced is not None
+                if self._reductions.count > 1 or self.stage.frees_gradients:
+                    self.reduced.copy_(self._reductions.total())
+            self._aside = False
+        elif self.reduced is None or not self.stage.shards:
+            self.reduced = result
+        else:
+            self.reduced = self.reduced.add_(result)
+        if self.stage.shards:
+            self.has.clear()
+        self.unsent.close()
+        self.free_grad()
+
+    def free_grad(self) -> None:
+        """The whole gradients have been sent."""
+        if self.stage.frees_gradients:
+            if self.poison and self.grad is not None and self.spec.n_shards > 1:
+                self.grad.fill_(float("nan"))
+            self.grad = None
+
+    @property
+    def written_by_hand(self) -> bool:
+        """Stage 0: whether somebody wrote into p.grad since mark()."""
+        if self.stage.shards or self.reduced is None or self.grad is None:
+            return False
+        return self.grad._version != self._marked_version
+
+    def set_aside(self, *, anew: bool) -> None:
+        """Deterministic stage 0: a new backward must not add to the sum of the last ones.
+
+        anew: what is in p.grad is that sum.
+        """
+        if not self.stage.shards and self.reduced is not None:
+            assert self.grad is not None
+            if anew:
+                self._reductions = None
+                if self.grad.any():
+                    self._reductions = PairwiseSum()
+                    self._reductions.push(self.grad.clone())
+            self._aside = self._reductions is not None
+            self._forget_local()
+
+    def adopt(self, position: int) -> None:
+        """Stage 0: a parameter has a gradient from now on: other ranks gave its view one."""
+        self.has.add(position)
+        self.seen.add(position)
+        self.params[position].grad = None if self._main else self.grad_views[position]
+
+    def grad_of(self, position: int) -> Tensor | None:
+        """Stage 0: the gradient of a parameter, None if it has none."""
+        if not self._main:
+            return self.params[position].grad
+        return self.grad_views[position] if position in self.has else None
+
+    @property
+    def zeroed(self) -> bool:
+        """Whether all gradients were zeroed since the last backward or reduction of any rank."""
+        return len(self._zeroed) == len(self.params)
+
+    @property
+    def empty(self) -> bool:
+        """Whether this rank has no gradient, and no part of one."""
+        return self.zeroed or (not self.seen and (not self.stage.shards or self.reduced is None))
+
+    def zero_grad(self, set_to_none: bool, positions: set[int] | None = None) -> None:
+        """Forget all gradients, which writes no memory; or set those that there are to zero.
+
+        positions: those of these parameters only.
+        """
+        self.copies.make()
+        positions = set(range(len(self.params))) if positions is None else positions
+        zero = set()
+        if not set_to_none:  # but of what was cleared by hand
+            known = self._marks.keys()
+            zero = {i for i in positions if i not in known or self.params[i].grad is not None}
+        for position in positions - zero:
+            self.params[position].grad = None
+        self._forget(positions - zero)
+        for position in zero:
+            self._zero(position)
+        if self.zeroed:
+            self.unreduced = self._reductions = None  # a tree of zeros would change what follows
+
+    def _forget(self, positions: set[int]) -> None:
+        """These have no gradient any more; memory is written only where others have one."""
+        self._zeroed |= positions
+        self.unsent.drop(self.grad_view(i) for i in positions & self.has)
+        self.seen -= positions
+        self.has -= positions
+        for position in positions:
+            self._marks.pop(position, None)
+        if not self.empty:
+            for position in positions:
+                self._zero_parts(position)
+            return
+        self.unreduced = self._reductions = None
+        if self.reduced is not self.grad_shard:
+            self._piece_views = None  # they would keep it alive
+        self.reduced = None
+        if self.stage.frees_gradients:
+            self.grad = None
+
+    def begin_backward(self, *, stopped: bool, skipped: bool = False) -> None:
+        """A backward begins; skipped: the forward did not use these parameters.
+
+        stopped: the last one did. Where gradients are shared out, what it has left is dropped if it
+        was the first since zero_grad(), which does not reach it when called on the module.
+        """
+        self.rest()
+        self.enter(BucketPhase.COLLECTING)
+        self._awaited = set(range(len(self.params)))
+        if skipped:
+            self.enter(BucketPhase.READY)
+        if stopped and self._began_empty and self.stage.shards:
+            self.zero_grad(True)
+        self.unmark()
+        self._began_empty = not self.seen
+        self._zeroed.clear()
+
+    # [Note: marks] From the end of a backward to the next it is remembered what p.grad was: whoever
+    # sets it to None (zero_grad of any module) is understood. Where the gradient is elsewhere
+    # (stages >= 1, main gradients, micro-batches that wait for the tree), p.grad is a placeholder
+    # of nans: whoever reads it (clip_grad_norm_) sees that the gradient is not there. Once shards
+    # are reduced every parameter has one, as no rank knows which of them others have used.
+
+    def mark(self, *, hidden: bool = True) -> None:
+        """Puts placeholders into p.grad, [Note: marks]; not hidden: p.grad is what it should be."""
+        self.copies.make()
+        self._hidden = hidden = hidden or self._main
+        everywhere = self.stage.shards and self.reduced is not None
+        self._marks.clear()
+        for position in range(len(self.params)) if everywhere else self.seen:
+            p = self.params[position]
+            if hidden:
+                p.grad = self._absent(position)
+            if p.grad is not None:
+                self._marks[position] = p.grad
+        self.remember()
+        self._marked_version = self._version
+
+    def remember(self) -> None:
+        """What is counted from now on belongs to the gradients that there are."""
+        self._version = -1 if self.grad is None else self.grad._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody wrote into p.grad since remember()."""
+        return not self._hidden and self.grad is not None and self.grad._version != self._version
+
+    def unmark(self) -> None:
+        """Before a backward: autograd must find no placeholder."""
+        for position in self._marks if self._hidden else ():
+            self.params[position].grad = None
+        self._marks.clear()
+
+    def forget_cleared(self, fired: Tensor | None) -> set[int]:
+        """p.grad = None, and zero_grad() of a module, are understood; returns what was cleared.
+
+        fired: stage 0: a parameter that autograd has given its next gradient already.
+        """
+        self.copies.make()
+        cleared = set()
+        for position, mark in self._marks.items():
+            grad = self.params[position].grad
+            if grad is None or (self.params[position] is fired and grad is not mark):
+                cleared.add(position)
+            elif grad is not mark:
+                self._refuse_replaced(position)
+            elif isinstance(mark, Absent) and mark.zeroed:
+                mark.zeroed = False
+                self._zero(position)
+        if cleared:
+            self._forget(cleared)
+        return cleared
+
+    def _zero(self, position: int) -> None:
+        """A parameter's gradient is zero from now on."""
+        self._zeroed.add(position)
+        if self.stage.shards:
+            self.unsent.drop(self.grad_view(i) for i in {position} & self.has)
+            self.has.discard(position)
+        elif (grad := self.grad_of(position)) is not None:  # or a placeholder, which may be zero
+            grad.zero_()
+        self._zero_parts(position)
+
+    def _zero_parts(self, position: int) -> None:
+        """Zeroes one parameter's elements in what was added up so far."""
+        slot = self.slots[position]
+        whole = slice(slot.start, slot.stop)
+        start, stop = self.pieces[position]
+        first = slot.start - self.own.start
+        part = slice(first + start, first + stop) if self.stage.shards else whole
+        for tree, place in ((self.unreduced, whole), (self._reductions, part)):
+            if tree is not None:
+                tree.zero_(place)
+        if self.reduced is not None and self.stage.shards:
+            self.writable(self.reduced)[part].zero_()
+
+    def take_tree_ms(self) -> float:
+        """The host's time in fixed sums since the last call."""
+        ms, self._tree_ms = self._tree_ms, 0.0
+        return ms
+
+    @property
+    def tree_bytes(self) -> int:
+        """What fixed sums cost in memory now."""
+        trees = (self.unreduced, self._reductions)
+        return sum(tree.nbytes for tree in trees if tree is not None)

@@ -1,0 +1,502 @@
+"""The engine of a parallelized model: its hooks, and the order of what happens in a step.
+
+    hook (here) -> bucket.py -> reducer.py -> shards.py -> optimizer -> gathers.py
+
+README.md has the picture. The engine owns the parts and the phase of the step; no part knows it.
+
+[Note: several backward passes before a step]
+They add up. Each is reduced into the shard, or, under no_sync(), accumulate="full" and in a
+micro-batch that is not the last, stays in the whole gradients of this rank. In deterministic mode
+both kinds of sums are pairwise trees over the micro-batches, and the ranks' sum is one too: equal
+micro-batches, however they are split, give the same bits.
+
+[Note: micro-batches]
+The ranks must have the same number of them, and a gradient is complete with the last. A loop that
+says nothing has one for each backward. One that calls begin_micro_batch() may have any number of
+forwards and backward passes in each: those of a pipeline's schedule, or several losses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.mesh import Mesh
+from fastpar.comm.step_report import StepReport
+from fastpar.engine.control import Control
+from fastpar.engine.debug import Debug, InputCheck, check_replicas
+from fastpar.engine.describe import describe, memory, wire_bytes
+from fastpar.engine.gathers import Gathers
+from fastpar.engine.reducer import PartialGradients, Reducer
+from fastpar.engine.shards import Shards
+from fastpar.engine.stages import STEP_PHASES, MicroBatches, StepPhase, checked
+from fastpar.engine.units import Hook, Link
+
+
+class Engine:
+    """Reduces gradients and gathers parameters of one model; made by parallelize().
+
+    Args:
+        units: modules that are gathered together, the root's first; see units.py.
+        control_group: of all ranks of the mesh, None if there is one.
+        mesh: the user's; that of the shards has cp among dp.
+    Attributes:
+        shards: the buckets and parameters, as this rank has them.
+        shares: whether a rank has less than whole parameters, or gradients of less.
+        steps_pieces: whether optimizers step pieces, or what the host has, not p with p.grad.
+        phase: of the step; report: StepReport of the last one, None before it.
+        tp_report: what is split along tp, and why; print it.
+        tree_ms: the host's time in the fixed sums of the last step.
+        graph_task: autograd's number of the backward that runs, or stopped; -1: none.
+    """
+
+    paused = False  # its hooks do nothing; see train/cuda_graphs.py
+    on_phase: Callable[[str], None] = staticmethod(lambda name: None)  # see comm/recorder.py
+    adds = False  # gradients are added to those that are there; see split_backward.py
+    recorder: Callable[[Tensor], tuple[Tensor, bool] | None] | None = None  # gives places then
+
+    def __init__(
+        self,
+        shards: Shards,
+        units: list[list[nn.Module]],
+        control_group: Collectives | None,
+        mesh: Mesh,
+        debug: Debug,
+    ) -> None:
+        self.shards, self.settings, self.stage = shards, shards.settings, shards.stage
+        self.mesh, self.control_group, self.debug = mesh, control_group, debug
+        self.input_checks: list[InputCheck] = []
+        self.log, self.buckets, self.declared = shards.log, shards.buckets, shards.declared
+        self.shares, offload = shards.shares, self.settings.offload
+        self.steps_pieces = self.shares or offload is not None
+        on_cpu = self.mesh.device.type == "cpu"
+        self.reducer = Reducer(shards.buckets, self.settings, self.log, on_cpu=on_cpu)
+        self.gathers = Gathers(units, shards, self) if self.stage.shards or offload else None
+        self.partials = PartialGradients(shards)
+        self._last_bucket = shards.buckets[-1].spec.index
+        self._active = self.buckets  # those to which a backward gives gradients, or that it sends
+        copy = shards.ranks_of_copy()
+        stages = shards.stages
+        n_params = len(shards.params) if stages is None else stages.n_params
+        where = self.mesh.rank_in("pp"), self.mesh.size("pp")
+        self.control = Control(control_group, n_params, copy, self.mesh.device, *where)
+        self.micro_batches = MicroBatches(
+            self.settings.accumulate, self.settings.asked.grad_accum_steps or 1
+        )
+        self.report: StepReport | None = None
+        self.tp_report = ""
+        self.tree_ms = 0.0
+        self.phase = StepPhase.EMPTY
+        self._before_backward = StepPhase.EMPTY  # the phase that a backward found
+        self.graph_task = -1
+        # What autograd calls at the end of a backward, and has until it ends or fails.
+        self._running: Callable[[], object] = lambda: None
+        self._spent: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers without new gradients
+        self._second = False  # one more optimizer steps: other parameters, the same backward
+        self._cleared: set[nn.Parameter] = set()  # whose gradient was, by hand, since the last step
+        me = weakref.ref(self)  # parameters own the engine, not the hooks: no cycle through C++
+        for p in shards.params:
+            p._fastpar_engine = Link(self)  # type: ignore[attr-defined]
+            p.register_post_accumulate_grad_hook(Hook(me, "_on_grad"))
+            hides = self.settings.grad_dtype not in (None, p.dtype)
+            if self.shares or self.settings.deterministic or hides:  # p.grad must be None before
+                p.register_hook(Hook(me, "before_unit_backward"))
+
+    def _enter(self, phase: StepPhase) -> None:
+        self.phase = checked("the step", self.phase, phase, STEP_PHASES)
+
+    # Backward
+
+    def _on_grad(self, p: nn.Parameter) -> None:
+        """Post-accumulate hook: the gradient of p is final for this backward."""
+        bucket, position = self.shards.places[p]
+        if p.data_ptr() != bucket.views[position].data_ptr():
+            self.shards.check()
+        if torch._C._current_graph_task_id() != self.graph_task:
+            self.before_unit_backward(fired=p)
+        if bucket.take(position):
+            if self.gathers is not None:
+                self.gathers.release_bucket(bucket)
+            self.reducer.launch_ready()
+
+    def before_unit_backward(self, grad: Any = None, fired: Any = None) -> None:
+        """The backward of a unit begins, or a gradient comes: perhaps the first of a backward."""
+        task = torch._C._current_graph_task_id()
+        if self.paused or task == self.graph_task:
+            return
+        if self._running() is not None:
+            raise RuntimeError(
+                "Engine: expected one backward at a time, got a backward inside of a backward, as "
+                "reentrant activation checkpoints run it; use checkpoint(..., use_reentrant=False)"
+            )
+        self.begin_backward(task, fired)
+        end = functools.partial(self.end_backward)
+        self._running = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def begin_backward(self, task: int = -1, fired: Any = None) -> None:
+        """A backward begins: autograd's of this number, or one that is replayed."""
+        self.reducer.check_rests(self.mesh.rank)
+        stopped = self.graph_task != -1  # an earlier backward, before it sent anything
+        self._forget_cleared(fired)
+        self.reducer.reset()
+        self.graph_task = task
+        self._before_backward = self.phase
+        self._enter(StepPhase.BACKWARD)
+        self.log.timer.begin()
+        written = {bucket for bucket in self.buckets if bucket.written_by_hand}
+        self.partials.split()
+        skipped: set[int] = set()
+        if self.gathers is not None:
+            self.gathers.begin("backward")
+            skipped = self.gathers.skipped()
+        self.micro_batches.begin_backward()
+        part, last = self.micro_batches.part, self.micro_batches.last
+        if part is not None and not (last and not self.settings.reduces_each):
+            self._active = [b for b in self.buckets if b.spec.part == part]
+        for bucket in self._active:
+            others = part not in (None, bucket.spec.part)
+            bucket.begin_backward(stopped=stopped, skipped=bucket.spec.unit in skipped or others)
+            if self.settings.deterministic and not others:
+                bucket.set_aside(anew=bucket in written)
+        self.reducer.begin_backward(self._active, last=last, final=self.micro_batches.final)
+
+    def end_backward(self) -> None:
+        """All gradients of a backward are there."""
+        self.graph_task = -1
+        self._enter(StepPhase.LOCAL)
+        if self.gathers is not None:
+            self.gathers.end_backward()
+        if self.micro_batches.last:
+            self._reduce()
+            return
+        for bucket in self._active:
+            if self.settings.deterministic:
+                bucket.keep_local()
+            bucket.mark(hidden=self.stage.shards or self.settings.deterministic)
+        self.reducer.reset()
+        self._active = self.buckets
+
+    def _reduce(self) -> None:
+        """Afterwards gradients are means over the ranks."""
+        self.shards.check()
+        for bucket in self._active:  # in step() marks are still there: no gradients
+            bucket.unmark()
+        self.reducer.finish()
+        if not self.stage.shards:
+            self.partials.sum()
+            self.partials.show()
+        for bucket in self._active:
+            bucket.mark(hidden=self.stage.shards)
+        self._active = self.buckets
+        self.log.n_reductions += 1
+        self._enter(StepPhase.REDUCED)
+
+    def _resume_if_stopped(self) -> None:
+        """A backward that stopped has changed nothing: the phase before it holds."""
+        stopped = torch._C._current_graph_task_id() != self.graph_task
+        if stopped and self.phase is StepPhase.BACKWARD:
+            self.phase = self._before_backward
+
+    # Forward
+
+    def before_gathers(self, with_grad: bool) -> None:
+        """A forward of the whole model is about to gather; see control.py, [Note: what begins]."""
+        self._say_begin("a forward" if with_grad else "a forward without gradients")
+
+    def before_forward(self, with_grad: bool) -> None:
+        """A forward of the whole model begins."""
+        if with_grad:
+            self._check_told()
+            self.log.timer.begin()
+
+    def _say_begin(self, what: str) -> None:
+        with self.log.naming(f"beginning {what} after", self._last_bucket):
+            self.control.begin(what, self.micro_batches.finished)
+
+    # The optimizer's side
+
+    def before_step(self, optimizer: object = None) -> None:
+        """Gradients are reduced, also those of other ranks if this one had no backward at all.
+
+        Raises:
+            RuntimeError: another optimizer has stepped the same parameters with these gradients.
+        """
+        self._forget_cleared()
+        if optimizer in (None, *self._spent) or self.phase is not StepPhase.STEPPED:
+            self._spent.clear()
+        for other in self._spent:
+            self._refuse_shared(optimizer, other)
+        self._second = bool(self._spent)
+        if optimizer is not None:
+            self._spent.add(optimizer)
+        if not self._second:
+            self.log.timer.begin()
+            if self.gathers is not None:
+                self.gathers.participate()
+        for bucket in () if self.stage.frees_parameters else self.buckets:
+            self.shards.finish_gather(bucket)
+        if self._second:
+            return
+        if self.phase is not StepPhase.REDUCED:
+            self._reduce()
+        if self.stage.frees_parameters:
+            self._say_begin("a step")
+        self.partials.check()
+        self.partials.sum()
+        self.shards.send_rest()
+
+    def _refuse_shared(self, optimizer: Any, other: Any) -> None:
+        theirs = {p for group in other.param_groups for p in group["params"]}
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p in theirs):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: expected parameters of one optimizer, got "
+                f"'{self.shards.name_of(p)}', which {type(other).__name__} has stepped with the "
+                "same gradients; give each optimizer parameters of its own"
+            )
+
+    def finish(self) -> None:
+        """Reduce gradients that only this rank knows, if there are any. Ranks: all."""
+        self._forget_cleared()
+        if self.phase is StepPhase.LOCAL:
+            self._reduce()
+        self.partials.sum()
+
+    def exchange(self, bins: Tensor | None) -> Tensor | None:
+        """The control exchange: norm bins of this rank's pieces -> of all. Ranks: all, once."""
+        waiting = self.log.timer.waiting() if self.control_group else contextlib.nullcontext()
+        with self.log.naming("in the control exchange after", self._last_bucket), waiting:
+            return self.control.exchange(
+                bins,
+                hashes=self.log.hashes,
+                backwards=self.micro_batches.begun,
+                used=[i in b.seen for b in self.buckets for i in range(len(b.params))],
+                cleared=sorted(self.shards.index[p] for p in self._cleared),
+                second=self._second,
+            )
+
+    def has_grad(self, p: Tensor) -> bool:
+        """After exchange(): whether any rank had a gradient. Waits only if this one had none."""
+        bucket, position = self.shards.places[p]  # type: ignore[index]
+        if not self.stage.shards:
+            return bucket.grad_of(position) is not None
+        index = self.shards.index[p]  # type: ignore[index]
+        return position in bucket.seen or self.control.used_anywhere(index)
+
+    def after_step(self) -> None:
+        """The optimizer has used the gradients: the next backward begins a new step."""
+        before = self.phase
+        self._enter(StepPhase.STEPPED)
+        if self.gathers is not None:
+            for bucket in self.buckets:
+                self.shards.finish_gather(bucket)
+                bucket.make_stale()
+            self.gathers.after_step()
+        self.micro_batches.end_step()
+        self.log.hashes = [0, 0]
+        self._cleared.clear()
+        if before is not StepPhase.STEPPED:
+            self.tree_ms = sum(bucket.take_tree_ms() for bucket in self.buckets)
+            self.report = self.log.timer.end_step()
+            if self.debug.check_replicas:
+                self.check_replicas()
+
+    # What sets gradients to zero, or to None
+
+    def zero_grad(
+        self, set_to_none: bool = True, *, of: torch.optim.Optimizer | None = None
+    ) -> None:
+        """torch's, for main gradients and shards too; drops what was counted and contributed.
+
+        By default no memory is written, except where a bucket keeps other gradients. of: only the
+        gradients of its parameters; otherwise all of this engine's are zeroed.
+        """
+        self._resume_if_stopped()
+        if of is None:
+            for bucket in self.buckets:
+                bucket.zero_grad(set_to_none)
+        else:
+            if self._spent:
+                self._spent.add(of)
+            params = (p for group in of.param_groups for p in group["params"])
+            for bucket, positions in self.shards.by_bucket(params).items():
+                bucket.zero_grad(set_to_none, positions)
+            self.partials.changed()
+        if not all(bucket.zeroed for bucket in self.buckets):
+            self.control.doubt()
+            return
+        self._end_of_gradients()
+        if self.gathers is not None:
+            self.gathers.launch_early()
+
+    def _end_of_gradients(self) -> None:
+        """All were zeroed: a step that did not come is forgotten."""
+        self.control.forget(early=self.micro_batches.begun == 0)
+        self._enter(StepPhase.EMPTY)
+        self.micro_batches.forget()
+        self.partials.forget()
+        self._spent.clear()
+        self._cleared.clear()
+
+    def _forget_cleared(self, fired: Tensor | None = None) -> None:
+        """Look for p.grad = None and zero_grad() of a module, which tell nobody."""
+        self._resume_if_stopped()
+        heard = False
+        for bucket in self.buckets:
+            zeroed, everywhere = bucket.zeroed, bucket.reduced is not None
+            cleared = bucket.forget_cleared(fired)
+            heard = heard or bool(cleared) or bucket.zeroed != zeroed
+            self._cleared.update(bucket.params[i] for i in cleared if everywhere)
+        if heard and all(bucket.empty for bucket in self.buckets):
+            reduced, begun = self.phase is StepPhase.REDUCED, self.micro_batches.begun
+            self._end_of_gradients()
+            if not reduced:  # other ranks may have some left
+                self.micro_batches.begun = begun
+
+    def _check_told(self) -> None:
+        """What was told is of the gradients that there are."""
+        self._forget_cleared()
+        for bucket in self.buckets if self.control.told else ():
+            if bucket.changed:
+                raise RuntimeError(
+                    "Engine: expected gradients as backward left them after count_tokens() or "
+                    f"contribute(), got p.grad of '{bucket.name(0)}' or another changed in place "
+                    "(zero_grad(set_to_none=False) of a module?); call that of the optimizer"
+                )
+
+    # The training loop's side
+
+    def begin_micro_batch(self, *, last: bool, part: int | None = None) -> None:
+        """The forwards and backward passes up to the next call, or the step, are one micro-batch.
+
+        For loops in which a backward is not a micro-batch; see [Note: micro-batches]. Ranks: all.
+        last: of the step: its backward passes reduce gradients, those of all others stay on this
+        rank, whatever accumulate says. If none is the last, the step reduces them.
+        part: the chunk of a pipeline that gets gradients.
+        """
+        self._resume_if_stopped()
+        if self.phase is StepPhase.BACKWARD:
+            raise RuntimeError(
+                "Engine.begin_micro_batch: expected a call between backward passes, got one inside "
+                "of one; call it before the forwards of the micro-batch"
+            )
+        self.micro_batches.begin(last, part)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up locally and do not communicate gradients."""
+        micro = self.micro_batches
+        before, micro.synchronize = micro.synchronize, False
+        try:
+            yield
+        finally:
+            micro.synchronize = before
+
+    def contribute(self, values: Tensor) -> None:
+        """Add numbers (loss, flags), as many on every rank, to this step's control exchange.
+
+        Afterwards control.contributed is fp64 [k], their sums over the ranks. zero_grad() before
+        the step drops them.
+        """
+        self._tell(self.control.contribute, values)
+
+    def count_tokens(self, n: int | Tensor) -> None:
+        """This rank's losses are sums over n valid tokens: divide by the count of all ranks.
+
+        Once per micro-batch (0 for a rank without any), after zero_grad(), which drops what was
+        counted for a step that did not come; fastpar's optimizers then divide on the device.
+        """
+        self._tell(self.control.count_tokens, n)
+
+    def _tell(self, how: Callable[[Any], None], what: Any) -> None:
+        self._check_told()
+        how(what)
+        for bucket in self.buckets:
+            bucket.remember()
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        """Sum a small vector over the ranks, apart from a step (validation). Ranks: all.
+
+        Args:
+            values: fp32 or fp64, on mesh.device; loss, token count, flags.
+        Returns:
+            A new tensor, the same bits on every rank.
+        """
+        with self.log.naming("summing scalars after", self._last_bucket), self.log.timer.waiting():
+            return self.control.sum(values)
+
+    # Gradients and parameters
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """All parameters are whole inside; see Shards.gathered. Ranks: all."""
+        return self.shards.gathered()
+
+    def grads(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """(parameter, reduced gradient) in registration order. Ranks: all.
+
+        Of parameters that have one on this rank (sharded stages: of all); whole tensors.
+        """
+        self.finish()
+        shards, found, slots = self.shards, [], self.shards.layout.slots
+        for i in sorted(range(len(slots)), key=lambda i: slots[i].registered):
+            p = shards.params[i]
+            if (grad := shards.piece(p).grad) is not None:
+                found.append((p, shards.full(grad, p) if shards.shares else grad))
+        return found
+
+    # Reports and checks
+
+    @property
+    def sharing(self) -> str:
+        """How the model is shared out, for messages."""
+        text = f"zero_stage={self.stage.number}, tp={self.mesh.tp_size}"
+        return text if self.shards.stages is None else f"{text}, pp={self.mesh.size('pp')}"
+
+    def wire_bytes(self) -> dict[str, int]:
+        """Bytes that this rank sends for one backward and step, by kind; see describe.py."""
+        return wire_bytes(self.shards, self._last_unit())
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that are alive on this rank, by kind; see describe.py."""
+        return memory(self.shards)
+
+    def describe(self) -> str:
+        """Units, buckets in launch order, shards, bytes by kind, and the collectives of a step."""
+        return describe(self.shards, self._last_unit(), self.tree_ms)
+
+    def _last_unit(self) -> int:
+        return self.gathers.last_forward() if self.gathers is not None else -1
+
+    def check_replicas(self, optimizer: object = None, *, step: int | None = None) -> None:
+        """Raise unless the ranks hold the same bits in what they should have alike. Ranks: all.
+
+        optimizer: of this engine, whose state is compared too; step: for the message, None: the
+        number of reductions since parallelize().
+        """
+        step = self.log.n_reductions if step is None else step
+        check_replicas(self.shards, self.control_group, optimizer, step=step)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine that parallelize() attached to the parameters of model."""
+    for parameter in model.parameters():
+        engine = engine_of_parameter(parameter)
+        if engine is not None:
+            return engine
+    raise ValueError(
+        f"engine_of: expected a module that went through fastpar.parallelize, got "
+        f"model={type(model).__name__} without an engine; copies and loaded pickles have none"
+    )
+
+
+def engine_of_parameter(parameter: Tensor) -> Engine | None:
+    """The engine of one parameter, None if it has none."""
+    link = getattr(parameter, "_fastpar_engine", None)
+    return None if link is None else link.target

@@ -1,0 +1,507 @@
+"""When the units of a model are gathered and freed: forward hooks, backward gates, prefetch.
+
+[Note: order of gathers]
+Every rank must launch the same gathers in the same order, or one rank's block is filled with the
+values of another. A pass of a kind (forward, forward without gradients, backward) launches in the
+order of the last one, `prefetch` units ahead of use; the first in the order of the modules. A rank
+that skips a unit launches its gather all the same when it comes to a later one, or at the end of
+the pass, for the others' sake. At stages 1 and 2 all gathers follow a step, in the order of the
+modules. What is launched goes into a hash, which the control exchange compares.
+
+[Note: what a forward waits for]
+A module waits for its own parameters, not for the rest of its unit, if the last pass of this kind
+called it inside of the unit's forward; the unit waits at once for all others, which it may use
+without a call. After its forward all are there. What is compiled inside of a unit runs without the
+hooks of its modules: once anybody has called torch.compile, units wait for all; so they do where
+modules that contain others have hooks of somebody else. Outside of it the hooks break the graph.
+
+[Note: when a unit is freed]
+Stage 3: after its forward, except the last one's, which backward needs next; in backward bucket by
+bucket, when all of its parameters have their gradients. Hooks in a recomputation (activation
+checkpointing) gather but do not free: the backward of the unit is about to begin. Gates tell that:
+hooks on the autograd nodes of a unit's outputs, which stay where they are when an output is changed
+in place. A unit whose outputs show no node, or are parameters, stays until the end of backward; so
+does one of which a parameter was used while it was not there (absent tensors, in
+absent.py). A part of a unit that is called from outside of it counts as the unit; inside
+of it, it waits for its parameters and gathers nothing. The backward of a graph that a backward
+made (create_graph=True) has no gates and would use what was freed: it is refused.
+
+[Note: hooks of others]
+Parameters are whole in the hooks of a unit and of all modules inside of it, because ours run first
+before a forward and last after it; of the root, in those of modules outside of units, for the
+root's parameters (at stages 1 and 2 for all). Only a pre-hook that is registered after
+parallelize() with prepend=True runs before them, and reads nan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from fastpar.engine.bucket import BucketState
+from fastpar.engine.shards import Shards
+from fastpar.engine.units import ROOT, Hook
+
+
+class PassListener(Protocol):
+    """Who hears of the passes of a model; calls of these may raise."""
+
+    def before_gathers(self, with_grad: bool) -> None:
+        """A forward of the whole model is about to gather, where whole parameters are freed."""
+
+    def before_forward(self, with_grad: bool) -> None:
+        """A forward of the whole model begins."""
+
+    def before_unit_backward(self) -> None:
+        """The backward of a unit begins."""
+
+
+class _Pass:
+    """The order of one kind of pass, see [Note: order of gathers]."""
+
+    def __init__(self) -> None:
+        self.recorded: list[int] = []
+        self.launched: list[int] = []
+        self.next = 0  # in recorded
+        self.called: set[int] = set()  # ids of parts of units, inside of them
+        self.will_call: set[int] = set()  # by the last pass
+
+    def begin(self) -> None:
+        self.launched, self.next = [], 0
+        self.will_call, self.called = self.called, set()
+
+
+class Gathers:
+    """When the units of a model are gathered and freed.
+
+    Args:
+        units: modules of each unit, the root's first.
+        shards: starts and completes the gather of a bucket.
+        listener: hears of passes that begin.
+    """
+
+    paused = False  # its hooks do nothing; see train/cuda_graphs.py
+    part: object = 0  # of the model that runs: each has its own order of gathers
+
+    def __init__(
+        self, units: list[list[nn.Module]], shards: Shards, listener: PassListener
+    ) -> None:
+        buckets = [[b for b in shards.buckets if b.spec.unit == i] for i in range(len(units))]
+        self._shards, self._listener, self.buckets = shards, listener, buckets
+        self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.asked.prefetch
+        self._waits = shards.settings.offload is not None  # a launch waits for the host's step
+        self._passes: defaultdict[tuple[str, object], _Pass] = defaultdict(_Pass)
+        self._pass = _Pass()  # between passes: nothing is launched ahead of use
+        of_units = [{b.spec.part for b in unit} for unit in buckets]
+        for chunk in set().union(*of_units):
+            order = [n for n, its in enumerate(of_units) if its and (n == ROOT or chunk in its)]
+            for name in ("forward", "evaluation"):
+                self._passes[name, chunk].recorded = order
+            self._passes["backward", chunk].recorded = [n for n in order[-2::-1] if n != ROOT]
+        self.passes_since_step: set[str] = set()
+        self.entered: set[int] = set()  # units that a forward with gradients used, since a step
+        self._ever: set[int] = set()  # of all steps
+        self._depth = 0
+        self._inside: set[int] = set()  # units whose forward runs
+        self._done: set[BucketState] = set()  # not needed any more in this backward
+        self._opened: list[nn.Module] = []  # parts called while their unit was not there
+        self._shown: set[int] = set()  # units that returned parameters without gradients
+        self._stay: set[int] = set()  # units with parameters that were used, not called
+        self._owners: dict[nn.Parameter, list[int]] = {}  # ids of parts: no cycle with the model
+        self._early: list[list[weakref.ref[nn.Module]]] = []  # their hooks run before parts wait
+        me = weakref.ref(self)
+        _all.add(self)
+        self._gates = [Hook(me, "before_backward", index) for index in range(len(units))]
+        inner = {part for modules in units[1:] for module in modules for part in module.modules()}
+        for index, modules in enumerate(units):
+            parts = [p for m in modules for p in m.modules() if index or p not in inner]
+            early = [p for p in parts if p in modules or p._modules]
+            self._early.append([weakref.ref(p) for p in dict.fromkeys(early)])
+            for module in modules:
+                last = module is modules[-1]
+                before = Hook(me, "before_forward", index)
+                module.register_forward_pre_hook(before, prepend=True)
+                after = Hook(me, "after_module", index, last)
+                module.register_forward_hook(after, always_call=index == ROOT)
+            mine = {p for bucket in buckets[index] for p in bucket.params}
+            for part in dict.fromkeys(p for m in modules for p in m.modules() if p not in modules):
+                owned = [p for p in part._parameters.values() if p in mine]
+                if owned:
+                    kind = _PartHook if index else _RootPartHook
+                    part.register_forward_pre_hook(kind(me, "before_part", index), prepend=True)
+                    part.register_forward_hook(kind(me, "after_part", index))
+                for p in owned:
+                    self._owners.setdefault(p, []).append(id(part))
+
+    # Stages 1 and 2
+
+    def launch_early(self) -> None:
+        """Between a step and a forward: gather what may be gathered already."""
+        if not self._waits:
+            self.launch_stale()
+
+    def launch_stale(self, stop: int | None = None) -> None:
+        """Start gathering what a step has changed, in the order of use, up to a unit."""
+        for buckets in () if self.frees else self.buckets[:stop]:
+            for bucket in reversed(buckets):
+                if not bucket.live and bucket.gathering is None:
+                    self._shards.launch_gather(bucket)
+
+    # Stage 3
+
+    def begin(self, name: str) -> None:
+        """A pass begins."""
+        for index in range(len(self.buckets)):
+            if self._is_launched(index):  # by a backward that stopped
+                self.release(index)
+        if self.frees and name != "backward":
+            self._listener.before_gathers(name == "forward")
+        self._pass = self._passes[name, self.part]
+        self._pass.begin()
+        for known in (self._opened, self._inside, self._done):
+            known.clear()
+        self.passes_since_step.add(name)
+
+    def end(self) -> None:
+        """A pass is over: launch what this rank skipped, and remember the order."""
+        now = self._pass
+        self._drop_skipped(len(now.launched))
+        for index in now.recorded[now.next :]:
+            if not self._is_live(index):
+                self._launch(index)
+                self.release(index)
+        now.recorded = now.launched
+        self._pass = _Pass()
+        self._done.clear()
+
+    def end_backward(self) -> None:
+        """A backward is over: nothing stays where whole parameters are freed."""
+        self._stay.clear()
+        if self.frees:
+            self.end()
+            for index in range(len(self.buckets)):
+                self.release(index)
+
+    def need(self, index: int, *, calls: bool = False) -> None:
+        """The unit is used now: gather it if it is not there, and prefetch.
+
+        calls: wait only for what is not owned by parts that will be called.
+        """
+        if not self.frees:
+            self.launch_stale(index + 1 if self._waits else None)
+        elif not self._is_live(index) and not self._is_launched(index):
+            now = self._pass
+            rest = now.recorded[now.next :]
+            if index in rest:
+                for skipped in rest[: rest.index(index)]:
+                    if not self._is_live(skipped) and not self._is_launched(skipped):
+                        self._launch(skipped)
+                        self.release(skipped)
+                now.next += rest.index(index) + 1
+            self._launch(index)
+        if self.frees and self._is_launched(index):
+            launched = self._pass.launched
+            self._drop_skipped(len(launched) - 1 - launched[::-1].index(index))
+        for bucket in self.buckets[index]:
+            if not (calls and bucket.gathering and self._will_be_called(bucket)):
+                self._shards.finish_gather(bucket)
+        if self.frees:
+            self._prefetch(index)
+
+    def use(self, p: nn.Parameter) -> bool:
+        """Its values are used, and are not there: gather them, for the rest of the pass and of its
+        backward. False: no pass runs."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not self._depth and not in_backward:
+            return False
+        bucket = self._shards.bucket_of(p)
+        index = bucket.spec.unit
+        self._done.discard(bucket)
+        self.need(index)
+        if not in_backward:
+            self._enter(index)
+            (self._stay if torch.is_grad_enabled() else self._shown).add(index)
+        return True
+
+    def replay_forward(self) -> None:
+        """Stages 1 and 2: a forward of all units, without hooks, begins behind all gathers."""
+        self._listener.before_forward(True)
+        self.entered.update(range(len(self.buckets)))
+        self._ever |= self.entered
+        self.launch_stale()
+        for bucket in self._shards.buckets:
+            self._shards.finish_gather(bucket)
+
+    def _enter(self, index: int) -> None:
+        if torch.is_grad_enabled():
+            self.entered.add(index)
+            self._ever.add(index)
+
+    def skipped(self) -> set[int]:
+        """Units that no forward since the last step used, but one before did."""
+        return self._ever - self.entered - {ROOT}
+
+    def _will_be_called(self, bucket: BucketState) -> bool:
+        """Whether each parameter belongs to a part that will wait for it."""
+        parts = self._pass.will_call
+        return all(any(owner in parts for owner in self._owners.get(p, ())) for p in bucket.params)
+
+    def release(self, index: int) -> None:
+        """The unit is not needed for now."""
+        for bucket in self.buckets[index] if self.frees else ():
+            self._shards.finish_gather(bucket)
+            if index not in self._stay:
+                bucket.make_stale()
+
+    def release_bucket(self, bucket: BucketState) -> None:
+        """A part of a unit is not needed any more in this backward."""
+        if self.frees and bucket.spec.unit != ROOT:
+            self._done.add(bucket)
+            self._shards.finish_gather(bucket)
+            bucket.make_stale()
+
+    def after_step(self) -> None:
+        """All parameters are stale."""
+        self._stay.clear()
+        for bucket in self._shards.buckets:
+            bucket.kept = False
+        self.passes_since_step.clear()
+        self.entered.clear()
+
+    def participate(self) -> None:
+        """This rank had no batch, the others a forward and a backward: launch what they launch."""
+        if self.frees and "forward" not in self.passes_since_step:
+            for name in ("forward", "backward"):
+                self.begin(name)
+                for index in list(self._pass.recorded):
+                    if not self._is_live(index) and not self._is_launched(index):
+                        self._launch(index)
+                    if index != self.last_forward():
+                        self.release(index)
+                self._pass.next = len(self._pass.recorded)
+                self.end()
+        self.launch_stale()
+
+    def _drop_skipped(self, stop: int) -> None:
+        """Units that were launched ahead of others and not used."""
+        launched = self._pass.launched
+        for index in set(launched[:stop]) - set(launched[stop:]) - self._inside:
+            if self._is_launched(index):
+                self.release(index)
+
+    def _prefetch(self, index: int) -> None:
+        now = self._pass
+        if now.next < len(now.recorded) and now.recorded[now.next] == index:
+            now.next += 1  # it was live already
+        last = set(now.launched[-self.prefetch - 1 :]) - self._inside - {index}
+        ahead = sum(self._is_launched(i) for i in last)
+        while ahead < self.prefetch and now.next < len(now.recorded):
+            following = now.recorded[now.next]
+            if self._is_launched(following):
+                break
+            now.next += 1
+            if not self._is_live(following):
+                self._launch(following)
+                ahead += 1
+
+    def _launch(self, index: int) -> None:
+        self._pass.launched.append(index)
+        buckets = self.buckets[index]
+        for bucket in (
+            buckets if self._pass is self._passes["backward", self.part] else reversed(buckets)
+        ):
+            if not bucket.live and bucket not in self._done:
+                self._shards.launch_gather(bucket)
+
+    def _is_live(self, index: int) -> bool:
+        return all(bucket.live or bucket in self._done for bucket in self.buckets[index])
+
+    def _is_launched(self, index: int) -> bool:
+        return any(bucket.gathering is not None for bucket in self.buckets[index])
+
+    def last_forward(self) -> int:
+        """The unit that is gathered last in a forward with gradients, -1 before the first."""
+        recorded = self._passes["forward", self.part].recorded
+        return recorded[-1] if recorded else -1
+
+    # Hooks
+
+    def before_forward(self, index: int, module: nn.Module, args: tuple) -> None:
+        """A module of the unit is called."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if index == ROOT and not in_backward:
+            self._depth += 1
+            if self._depth == 1:
+                self.begin("forward" if torch.is_grad_enabled() else "evaluation")
+                self._listener.before_forward(torch.is_grad_enabled())
+        if not in_backward:
+            self._enter(index)
+            self._inside.add(index)
+        self._stay_last(module)
+        looked_at = self._has_foreign_hooks(index)
+        calls = not (in_backward or looked_at or _may_be_compiled())
+        self.need(index, calls=calls)
+        if looked_at and index == ROOT and not self.frees:
+            self.launch_stale()
+            for bucket in self._shards.buckets:
+                self._shards.finish_gather(bucket)
+
+    def _has_foreign_hooks(self, index: int) -> bool:
+        """Whether somebody may look at a unit's parameters before the parts that own them run."""
+        for module in self._early[index]:
+            for hook in getattr(module(), "_forward_pre_hooks", {}).values():
+                if not isinstance(hook, Hook):
+                    return True
+        return False
+
+    def _stay_last(self, module: nn.Module) -> None:
+        """Our hooks are those that run last after the forward that begins."""
+        hooks: Any = module._forward_hooks  # an OrderedDict
+        if hooks and not self._is_mine(next(reversed(hooks.values()))):
+            for key in [key for key, hook in hooks.items() if self._is_mine(hook)]:
+                hooks.move_to_end(key)
+
+    def _is_mine(self, hook: Any) -> bool:
+        return isinstance(hook, Hook) and hook.is_of(self)
+
+    def after_module(
+        self, index: int, last: bool, module: nn.Module, args: tuple, output: Any
+    ) -> None:
+        """A module of the unit has returned, or the root has failed."""
+        failed = output is None and sys.exc_info()[0] is not None
+        try:
+            self._after(index, last, output)
+        except RuntimeError:
+            if not failed:  # the forward's own error says more, and torch would warn of this one
+                raise
+
+    def _after(self, index: int, last: bool, output: Any) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        with_grad = torch.is_grad_enabled()
+        gated, shown = self._look_at(index, output) if self.frees else (False, False)
+        if not in_backward:
+            self._inside.discard(index)
+            for bucket in self.buckets[index]:
+                self._shards.finish_gather(bucket)
+            if self._waits and index != ROOT:
+                self.launch_stale(index + 2)  # under what the device has been given
+            if index == ROOT:
+                self._depth = max(0, self._depth - 1)  # 0: a pre-hook before ours has failed
+                if self._depth == 0:
+                    self.end()
+                    if not with_grad:
+                        for unit in (*self._shown, ROOT):
+                            self.release(unit)
+                        self._shown.clear()
+            elif shown:
+                if not with_grad:
+                    self._shown.add(index)
+            elif last and not (with_grad and (index == self.last_forward() or not gated)):
+                self.release(index)
+
+    def _look_at(self, index: int, output: Any) -> tuple[bool, bool]:
+        """Put gates on an output: whether there are any, and whether it shows parameters."""
+        gated, shown = False, False
+        flats = {b.flat.untyped_storage()._cdata for b in self.buckets[index]}
+        for x in _tensors(output):
+            shown = shown or (x.layout == torch.strided and x.untyped_storage()._cdata in flats)
+            # A view that is changed in place gets another node, and then its base's is passed.
+            for y in (x, x._base if x._is_view() else None):
+                if torch.is_grad_enabled() and y is not None and y.grad_fn is not None:
+                    y.grad_fn.register_prehook(self._gates[index])
+                    gated = True
+                    hooks = y._backward_hooks
+                    if hooks:  # of the unit's own code, which may use its parameters
+                        others = dict(hooks)
+                        hooks.clear()
+                        y.register_hook(self._gates[index])
+                        hooks.update(others)  # run after it; autograd ignores move_to_end()
+        return gated, shown
+
+    def before_part(self, index: int, part: nn.Module, args: tuple) -> None:
+        """A module inside of the unit is called; from outside of it if the unit is not there."""
+        self._stay_last(part)
+        if index in self._inside:
+            self._pass.called.add(id(part))
+            for p in part._parameters.values():
+                if p in self._owners:
+                    self._shards.finish_gather(self._shards.bucket_of(p))
+        if self._is_live(index) or (index in self._inside and self._is_launched(index)):
+            return
+        self.need(index)
+        if torch._C._current_graph_task_id() == -1:
+            self._enter(index)
+            if index != ROOT:
+                self._opened.append(part)
+
+    def after_part(self, index: int, part: nn.Module, args: tuple, output: Any) -> None:
+        """The module has returned."""
+        if self._opened and self._opened[-1] is part:
+            self._opened.pop()
+            self._after(index, True, output)
+
+    def before_backward(self, index: int, grads: Any) -> None:
+        """The gradient of an output of the unit is there."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Engine: expected backward without create_graph with zero_stage=3, got one with "
+                "it, whose graph would use parameters that are freed; use zero_stage=2"
+            )
+        self._listener.before_unit_backward()
+        self.need(index)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors of an output, whatever they are wrapped in."""
+    for x in tree_iter(output):
+        if isinstance(x, Tensor):
+            yield x
+        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+            for field in dataclasses.fields(x):
+                yield from _tensors(getattr(x, field.name, None))
+
+
+def _may_be_compiled() -> bool:
+    """Whether anybody has called torch.compile; see the note on waiting."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    patch = getattr(getattr(dynamo, "TorchPatcher", None), "patch", None)  # its first call does
+    calls = getattr(patch, "cache_info", None)
+    return dynamo is not None and (calls is None or calls().misses > 0)
+
+
+_all: weakref.WeakSet[Gathers] = weakref.WeakSet()
+
+
+def _inside_a_unit() -> bool:
+    """While torch.compile traces: whether the code is that of a unit's forward."""
+    return any(gathers._inside - {ROOT} for gathers in _all)
+
+
+_inside_a_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _PartHook(Hook):
+    """A hook of a module inside of a unit, compiled with it."""
+
+    gathers_weights = True  # see fastpar.nn.modules.has_hooks
+    _torchdynamo_disable = False
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() and _inside_a_unit():
+            return None
+        return super().__call__(*args)
+
+
+class _RootPartHook(_PartHook):
+    """That of a module outside of all units, whose parameters are there in a forward."""
+
+    def __call__(self, *args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else super().__call__(*args)

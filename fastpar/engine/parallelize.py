@@ -1,0 +1,496 @@
+"""fastpar.parallelize: makes the ranks of a mesh train one model together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.axes.context.sequences import mesh_of_gradients
+from fastpar.axes.grid import make_grid
+from fastpar.axes.pipeline.stages import Stages, cut_stages, make_stages
+from fastpar.axes.tensor.declared import Declared, find_states, split_parameters
+from fastpar.axes.tensor.functional import TensorParallel
+from fastpar.axes.tensor.report import tp_report
+from fastpar.comm.collectives import Collectives, OneRank
+from fastpar.comm.mesh import Mesh
+from fastpar.comm.transport import make_collectives
+from fastpar.comm.wires import CODES, Encoders, rounded_weights
+from fastpar.engine.bucket import BucketGroups
+from fastpar.engine.checks import (
+    check_deterministic,
+    check_in_place_writers,
+    check_model,
+    check_parameters,
+    check_settings,
+    guard_optimizers,
+    refuse_ddp,
+)
+from fastpar.engine.control import prove_together
+from fastpar.engine.debug import Debug, InputCheck
+from fastpar.engine.engine import Engine
+from fastpar.engine.experts import (
+    Travel,
+    attach_experts,
+    check_experts,
+    mesh_of_experts,
+    share_experts,
+)
+from fastpar.engine.offload import keep_on_host
+from fastpar.engine.shards import Shards, guard_state_dicts
+from fastpar.engine.split_backward import Places
+from fastpar.engine.stages import STAGES, Settings, Stage
+from fastpar.engine.units import find_units, unit_of_parameters
+from fastpar.foreign.context import share_context
+from fastpar.foreign.tp_plan import Plan, Planned, plan_for, use_tokens
+from fastpar.kernels import Fp8
+from fastpar.settings.fields import flat
+from fastpar.settings.mesh import AXES, TP_AXES, pp_split
+from fastpar.settings.parallel import Offload, Parallel, Pipeline, Precision, Wires
+from fastpar.sharding.layout import (
+    ParamSpec,
+    build_layout,
+    default_bucket_mb,
+    inventory,
+    parameter_names,
+)
+
+Materialize = Callable[[str, Tensor], None]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    settings: Parallel | None = None,
+    *,
+    zero_stage: int | None = None,
+    shard_size: int | None = None,
+    grad_accum_steps: int | None = None,
+    grad_dtype: torch.dtype | str | None = None,
+    precision: Precision | None = None,
+    wires: Wires | None = None,
+    offload: Offload | None = None,
+    pipeline: Pipeline | None = None,
+    deterministic: bool | None = None,
+    units: Sequence[nn.Module] | type | tuple[type, ...] | None = None,
+    tp_plan: Plan | str | None = None,
+    materialize: Materialize | None = None,
+    debug: Debug | None = None,
+) -> nn.Module:
+    """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
+
+    Gradients are the mean over the ranks (the convention of torch's DDP). At stage 0 they are in
+    p.grad after backward(), or in p.main_grad where grad_dtype differs from the parameter's. At
+    stages 1 to 3 each rank has a part of them, which fastpar.AdamW finds. Where it is not the
+    gradient, p.grad reads as nan; set to None, by zero_grad() of a module too, it says that the
+    parameter has no gradient. Several backward() calls before a step add up as in one process.
+
+    Between a step and the next forward, at stage 3 always outside of forward and backward,
+    parameters of stages 1 to 3 read as nan: engine_of(model).gathered() makes them whole.
+    state_dict() and load_state_dict() do so themselves, and are called by all ranks.
+    A forward may use a weight without a call of its module; at stage 3, where that is outside of
+    the weight's block, the block then stays whole until the end of backward.
+
+    Args:
+        model: on mesh.device (or on the meta device, see materialize); its parameters become views
+            of flat buckets, with the values of rank 0. Buffers and frozen parameters are copied
+            from rank 0 too, once; frozen parameters stay whole on every rank.
+        settings: what ranks share out and how, with all settings of `fastpar train`'s group of that
+            name: Parallel(zero_stage=2, bucket_mb=25), or Parallel.of() by their names there. The
+            keywords up to deterministic are its fields, which they change.
+        zero_stage: 0 shares nothing; 1 the optimizer's state; 2 also gradients; 3 also parameters.
+        shard_size: ranks that share one copy, a divisor of dp; unset: all. Neighbours share.
+        grad_accum_steps: backward passes of a step; unset: 1. Results are right with any number.
+        grad_dtype: short for precision: in which gradients are kept and added up, such as
+            torch.float32 under bf16 parameters; unset: the parameter's own.
+        precision: Precision(grad_dtype=, reduce_dtype=); reduce_dtype is of gradients on the wire.
+        wires: Wires(gradients="int8", weights="int8"): compressed formats of what is sent, rounded
+            at random without bias (bf16: to nearest), see comm/README.md. All ranks compute with
+            the weights that are sent.
+        offload: Offload("optimizer") keeps AdamW's state in the host's memory, where it is stepped
+            under the next forward, also of one rank; "parameters" the shards of stage 3 too.
+            Gradients leave the GPU at stages 2 and 3. Parameters read as nan between a step and a
+            forward. Where backward passes add up, pass grad_accum_steps.
+        pipeline: Pipeline(schedule="1f1b", split=(8, 4)): the schedule whose placement the stages
+            have, and layers on each of them; training steps are those of fastpar.pipeline_step.
+        deterministic: sums over ranks and micro-batches in a fixed tree, so that the same bits come
+            out at every stage and for any split of equal micro-batches into ranks and accumulation
+            (sizes that are powers of two); costs a copy of the gradients at stages 0 and 1.
+        units: modules, or their types, whose parameters are gathered together; None: the elements
+            of ModuleLists and Sequentials except torch's RNN cells. At stage 3 all ranks call a
+            unit equally often in a forward, or some not at all: leave out what runs once a time
+            step over lengths that differ between ranks.
+        tp_plan: what tp ranks split of a model that does not say so itself
+            (fastpar/foreign/tp_plan.py); "gpt2", "nanogpt"; None: one of these where it fits.
+            engine_of(model).tp_report says what was chosen.
+        materialize: fills one tensor, given its name, of a model on the meta device; parameters
+            and buffers are then made bucket by bucket, so that no rank holds more than its part.
+        debug: a fastpar.engine.debug.Debug.
+    Returns:
+        The same module (of a model on the meta device, with new parameters).
+    Ranks: all, with the same model and arguments.
+    Wire: per step and rank, P bytes of gradients and of parameters: 2 * (dp - 1) / dp * P at stages
+        0 to 2, 3 * at stage 3; see engine_of(model).describe().
+    Streams: collectives run beside the compute stream, which waits for them where it needs them;
+        the host does not wait (except for gloo, and where a parameter was unused).
+    Raises:
+        ValueError: a stage outside 0..3; no trainable parameter; a dtype, device or sharing of
+            memory that buckets cannot hold; an embedding with max_norm and dp above 1; parallelized
+            twice; models that differ between ranks.
+    Source: Rajbhandari et al. 2020, arXiv 1910.02054
+    """
+    short: dict[str, Any] = {"zero_stage": zero_stage, "shard_size": shard_size}
+    short |= {"grad_accum_steps": grad_accum_steps, "grad_dtype": grad_dtype}
+    short["deterministic"] = deterministic
+    parts = {"precision": precision, "wires": wires, "offload": offload, "pipeline": pipeline}
+    asked = _asked(settings, short, parts)
+    options, debug = flat(asked), debug or Debug()
+    options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
+    check_model(model, mesh)
+    given, mesh = mesh, mesh_of_gradients(mesh)
+    transport = check_settings(model, given, asked, debug, mesh.dp_size)
+    check_experts(model, given)
+    check_parameters(parameter_names(model), mesh.device, materialize is not None)
+    check_in_place_writers(model, mesh.dp_size)
+    mesh.check_same("parallelize", [*(f"{k}={v}" for k, v in options.items()), *inventory(model)])
+    prove_together(mesh)
+    maker = GroupMaker(mesh, transport, asked, debug)
+    context, take_context = share_context(model, given, maker.make, asked.cp_method)
+    schedule, split = asked.pipeline, pp_split(asked.pipeline.split)
+    cut = cut_stages(model, mesh, split, schedule.schedule, schedule.chunks)
+    declared, report = _split_along_tp(model, given, maker, options)
+    declared = share_experts(model, given, maker.make, declared)
+    if context is not None:
+        take_context(context)
+    n_shards = 1 if asked.zero_stage == 0 else asked.shard_size or mesh.size("dp")
+    stays = asked.offload.what is None
+    stage = STAGES[0 if n_shards == 1 and stays else asked.zero_stage]
+    groups, control = maker.of_engine(stage, n_shards, alone=not stays)
+    of_experts = maker.of_experts(given, stage, n_shards)
+    transport = groups.reduce.transport if groups.reduce else "none"
+    bucket_mb = asked.bucket_mb
+    if bucket_mb is None:
+        bucket_mb = default_bucket_mb(mesh.dp_size, transport)
+    in_effect = Settings(asked, stage, n_shards, bucket_mb)
+    check_deterministic(in_effect, parameter_names(model), mesh)
+    if materialize is not None:
+        allocate_meta(model, mesh.device, declared)
+    stages = None if cut is None else make_stages(cut, model, mesh, maker.make)
+    apart = () if cut is None else cut.starts(model)
+    modules = find_units(model, units, merge_bytes=asked.first_bucket_mb * 2**20, apart=apart)
+    fill = Fill(parameter_names(model), materialize, declared, stages)
+    travel = Travel(mesh, given, groups, of_experts, in_effect, debug.poison)
+    shards = _make_shards(model, travel, modules, fill)
+    engine = Engine(shards, modules, control, given, debug)
+    engine.tp_report = report
+    keep_on_host(engine, debug)
+    attach_experts(engine, model)
+    refuse_ddp(model)
+    Places.offer(engine)
+    guard_optimizers(engine)
+    guard_state_dicts(model, shards)
+    InputCheck.attach_all(engine, model, tp=declared and declared.tp, cp=context)
+    return model
+
+
+def _asked(
+    settings: Parallel | None, short: Mapping[str, Any], parts: Mapping[str, Any]
+) -> Parallel:
+    """The settings with what keywords change."""
+    if not isinstance(settings, Parallel | None):
+        raise ValueError(
+            f"parallelize: expected a fastpar.Parallel, got settings={settings!r}; pass "
+            "Parallel(zero_stage=2), or zero_stage=2 alone"
+        )
+    asked = settings or Parallel()
+    for name, group in parts.items():
+        kind = type(getattr(asked, name))
+        if not isinstance(group, kind | None):
+            raise ValueError(
+                f"parallelize: expected a fastpar.{kind.__name__}, got {name}={group!r}; pass "
+                f"{name}={kind.__name__}({group!r})"
+            )
+    asked = dataclasses.replace(asked, **{n: group for n, group in parts.items() if group})
+    return asked.change(**{name: value for name, value in short.items() if value is not None})
+
+
+class Fill:
+    """Gives parameters their first values.
+
+    Args:
+        named: all parameters with their names.
+        materialize: where the model was on the meta device; else parameters have their values.
+    """
+
+    def __init__(
+        self,
+        named: dict[nn.Parameter, tuple[str, ...]],
+        materialize: Materialize | None,
+        declared: Declared | None,
+        stages: Stages | None,
+    ) -> None:
+        self.named, self.materialize, self.declared = named, materialize, declared
+        self.stages = stages
+
+    def __call__(self, p: nn.Parameter, memory: Tensor) -> None:
+        """Write the values of p into memory."""
+        if self.materialize is None:
+            memory.copy_(p.detach())
+        elif self.declared is None or not self.declared.is_split(p):
+            self.materialize(self.named[p][0], memory)
+        else:
+            whole = memory.new_empty(self.declared.whole_shape(p))
+            self.materialize(self.named[p][0], whole)
+            memory.copy_(self.declared.cut(whole, p))
+
+    def rest(self, model: nn.Module, frozen: Iterable[nn.Parameter]) -> None:
+        """Values of what is in no bucket."""
+        if self.materialize is None:
+            return
+        for p in frozen:
+            self(p, p.data)
+        for name, buffer in model.named_buffers():
+            self.materialize(name, buffer.data)
+
+
+def allocate_meta(model: nn.Module, device: torch.device, declared: Declared | None) -> None:
+    """Parameters of the meta device -> parameters on device, trained ones without memory yet."""
+    old = parameter_names(model)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            if p not in made:
+                shape = torch.empty((), dtype=p.dtype, device=device).expand(p.shape)
+                data = shape if p.requires_grad else torch.empty_like(p, device=device)
+                made[p] = nn.Parameter(data, requires_grad=p.requires_grad)
+            module._parameters[name] = made[p]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    if declared is not None:
+        declared.rename(old, parameter_names(model))
+
+
+def _make_shards(
+    model: nn.Module, travel: Travel, units: list[list[nn.Module]], fill: Fill
+) -> Shards:
+    """Bring the parameters into buckets, with the values of the first rank that has them."""
+    mesh, settings, declared = travel.mesh, travel.settings, fill.declared
+    stage, unit_of = settings.stage, unit_of_parameters(units)
+    trained = [p for p in fill.named if p.requires_grad]
+    stages, by_unit = fill.stages, stage.shards or settings.offload is not None
+    chunk_of = None if stages is None else stages.chunk_of
+    codes: dict[int, Fp8] = {}
+    if settings.asked.wires.weights == CODES:
+        found = rounded_weights(model)
+        codes = {i: found[p] for i, p in enumerate(trained) if p in found}
+    layout = build_layout(
+        [ParamSpec(fill.named[p], tuple(p.shape), p.dtype) for p in trained],
+        n_shards=settings.n_shards,
+        bucket_bytes=settings.bucket_mb * 2**20,
+        first_bucket_bytes=settings.asked.first_bucket_mb * 2**20,
+        grad_dtype=settings.grad_dtype,
+        # Embeddings, which are ready last, let no block wait (test_tied_table.py).
+        unit_of=[unit_of[p] if by_unit else min(unit_of[p], 1) for p in trained],
+        alone=[i for i, p in enumerate(trained) if stages and p in stages.tied],
+        part_of=None if chunk_of is None else [chunk_of[p] for p in trained],
+        experts=[i for i, p in enumerate(trained) if declared and declared.of_experts(p)],
+        rounded=codes,
+        ep=travel.given.size("ep"),
+        flags=not stage.shards,
+    )
+    buckets, how = [], settings.asked.wires
+    feedback = how.error_buffer or how.error_feedback
+    wires = Encoders(how.gradients, how.weights, feedback, mesh.dp_rank, codes)
+    for spec in layout.buckets:  # one after another: little extra memory
+        params = [trained[layout.slots[i].registered] for i in spec.slots]
+        bucket = travel.bucket(layout, spec, params, wires)
+        for view, p in zip(bucket.views, bucket.params):
+            fill(p, view)
+        travel.share([bucket.flat], experts=spec.experts)
+        bucket.attach()
+        if bucket.apart:
+            bucket.make_stale()
+        buckets.append(bucket)
+    frozen = {p: names[0] for p, names in fill.named.items() if not p.requires_grad}
+    fill.rest(model, frozen)
+    apart = [p for p in frozen if declared and declared.of_experts(p)]
+    travel.share([*(p for p in frozen if p not in set(apart)), *model.buffers()])
+    travel.share(apart, experts=True)
+    return Shards(
+        mesh,
+        settings,
+        layout,
+        buckets,
+        frozen=frozen,
+        declared=declared,
+        stages=fill.stages,
+        model=model,
+    )
+
+
+def _split_along_tp(
+    model: nn.Module, mesh: Mesh, maker: GroupMaker, options: Mapping[str, Any]
+) -> tuple[Declared | None, str]:
+    """What each rank of tp keeps of the model, and a report of it. Ranks: all."""
+    planned = plan_for(model, options["tp_plan"])
+    tokens = use_tokens(planned, options["sequence_parallel"])
+    if mesh.tp_grid is None and mesh.tp_size == 1:
+        return None, "tensor parallelism: tp=1, nothing is split"
+    if mesh.tp_grid is not None:
+        tp: TensorParallel = make_grid(model, mesh, maker.make, options["tp_plan"])
+    else:
+        tp = TensorParallel(maker.of_tp(), sequence_parallel=tokens)
+    declared = _split(model, mesh, tp, planned)
+    by = "declared by its modules" if planned is None else planned.why
+    return declared, tp_report(
+        declared, parameter_names(model), by, planned.left if planned else ()
+    )
+
+
+def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | None) -> Declared:
+    """Each rank of tp keeps its part of the model."""
+    # Before modules are told of tp: buffers that they make then may be those of a slice.
+    mesh.broadcast_([buffer for buffer in model.buffers() if not buffer.is_meta], *TP_AXES)
+    named = parameter_names(model)
+    if planned is not None:
+        planned.check(tp)
+    before = {module: vars(module).get("tp") for module in model.modules()}
+    try:
+        if planned is not None:
+            planned.convert(tp)
+        states = find_states(model, tp)
+        if planned is not None:
+            planned.add_states(states, named, tp)
+        return split_parameters(named, states, tp, lambda values: mesh.broadcast_(values, *TP_AXES))
+    except BaseException:
+        if planned is not None:
+            planned.undo()
+        for module, old in before.items():  # told of tp already
+            if vars(module).get("tp") is not old:
+                vars(module)["tp"] = old
+        raise
+
+
+# Process groups
+
+
+class GroupMaker:
+    """Makes collectives of process groups, the same way for every role.
+
+    Args:
+        transport: of make_collectives.
+        asked: of parallelize.
+    Attributes:
+        again: whether to make the groups of this name, see BucketGroups.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        transport: str,
+        asked: Parallel,
+        debug: Debug,
+    ) -> None:
+        self.mesh, self.transport, self.factory = mesh, transport, debug.collectives
+        self.deterministic, self.debug = asked.deterministic, debug
+        self.node_size, self.secondary = asked.wires.node_size, asked.wires.secondary_shards
+        self.again = asked.wires.gradients != "fp32"
+
+    def make(self, group: Any, role: str, transport: str | None = None) -> Collectives:
+        """Collectives of a process group. Ranks: all of the group."""
+        if self.factory is not None:
+            return self.debug.delayed(self.factory(group, role))
+        return self.debug.delayed(
+            make_collectives(
+                group,
+                device=self.mesh.device,
+                transport=transport or self.transport,
+                timeout_s=self.mesh.timeout_s,
+                in_rank_order=self.deterministic,
+            )
+        )
+
+    def of_tp(self) -> Collectives:
+        """For activations of the ranks along tp. Ranks: all."""
+        mesh = self.mesh
+        shared = mesh.size("tp") == mesh.world_size  # the control exchange has all ranks' group
+        own = shared and self.factory is None
+        return self.make(mesh.new_group("tp") if own else mesh.group("tp"), "tp")
+
+    def of_engine(
+        self, stage: Stage, n_shards: int, *, alone: bool = False
+    ) -> tuple[BucketGroups, Collectives | None]:
+        """What the buckets travel over, and all ranks' group of the control exchange. Ranks: all.
+
+        alone: a rank that reduces with nobody has a group, too.
+
+        One group for each role: gather and reduce never queue behind each other.
+
+        Parameters are replicated along dp and replicas: their gradients are reduced there, and
+        their shards gathered along dp.
+        """
+        mesh = self.mesh.with_replicas(self.mesh.dp_size // n_shards)
+        one = OneRank(mesh.device) if alone and mesh.dp_size == 1 else None
+        if mesh.world_size == 1:
+            return BucketGroups(one, one), None
+        if mesh.dp_size == 1:
+            return BucketGroups(one, one), self.make(mesh.group(*AXES), "control")
+        whole = self.make(mesh.dp_group, "reduce")
+        kind = self._like(whole)
+        # The norm, the flags and the loss are those of all ranks.
+        control = whole
+        if mesh.world_size > mesh.dp_size:
+            control = self.make(mesh.group(*AXES), "control", kind)
+        return self._roles(mesh, stage, whole), control
+
+    def of_experts(self, given: Mesh, stage: Stage, n_shards: int) -> BucketGroups | None:
+        """The same for experts, None with ep=1. Ranks: all."""
+        if given.size("ep") == 1:
+            return None
+        mesh = mesh_of_experts(given, n_shards)
+        if mesh.size("replicas", "dp") == 1:
+            alone = OneRank(mesh.device)
+            return BucketGroups(alone, alone)
+        whole = self.make(mesh.new_group("replicas", "dp"), "reduce")
+        return self._roles(mesh, stage, whole)
+
+    def _like(self, whole: Collectives) -> str:
+        return "shm" if whole.transport == "shm" else self.transport
+
+    def _roles(self, mesh: Mesh, stage: Stage, whole: Collectives) -> BucketGroups:
+        """A group for each role, of the ranks along replicas and dp; whole: all of these."""
+        kind = self._like(whole)
+        new = self.factory is None and whole.transport != "shm"  # shared memory only meets in one
+        if not stage.shards:
+            if not self.again:
+                return BucketGroups(whole)
+            of = mesh.new_group("replicas", "dp") if new else mesh.group("replicas", "dp")
+            return BucketGroups(whole, again=self.make(of, "gather", kind))
+        if mesh.size("dp") == 1:  # experts of which each copy is whole
+            alone = OneRank(mesh.device)
+            return BucketGroups(alone, alone, whole)
+        gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)
+        node, nodes = self._of_nodes(new, kind)
+        if mesh.size("replicas") == 1:
+            return BucketGroups(whole, gather, node=node, nodes=nodes)
+        reduce = self.make(mesh.group("dp"), "reduce", kind)
+        copies = self.make(mesh.group("replicas"), "replicate", kind)
+        return BucketGroups(reduce, gather, copies, node=node)
+
+    def _of_nodes(self, new: bool, kind: str) -> tuple[Collectives | None, Any]:
+        """`node` and `nodes` of BucketGroups. Ranks: all."""
+        if self.node_size is None:
+            return None, None
+        mesh = self.mesh.with_replicas(self.mesh.dp_size // self.node_size)
+
+        def of(axis: str, role: str) -> Collectives:
+            return self.make(mesh.new_group(axis) if new else mesh.group(axis), role, kind)
+
+        node = of("dp", "gather") if self.secondary else None
+        return node, (of("dp", "reduce"), of("replicas", "replicate")) if self.again else None

@@ -1,0 +1,370 @@
+"""fastpar.pipeline_step: the micro-batches of one optimizer step through the stages of a pipeline.
+
+    F of micro-batch i:  receive the stream -> forward of a chunk's parts -> send the stream
+    B of micro-batch i:  receive its gradient -> backward -> send the gradient of what was received
+    I, W:                B in two halves, of which W sends nothing (split_backward.py)
+
+[Note: order] Every schedule runs the backward passes of a stage in the order of the micro-batches,
+so that sums over them are those of one process. A message's tag names the stage that receives it
+and its micro-batch; at the bottom of a V both stages are on one rank, and nothing is sent. Receives
+are posted one operation ahead; the gradient of the stream is sent as soon as autograd has it,
+before the backward, and the reductions in it, come to their end: the first stage of a tied table
+waits for it while the last one waits for the first's part of the sum. Nobody waits for a send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.axes.pipeline.schedules import Kind, Op, Schedule, check_name, make_schedule
+from fastpar.axes.pipeline.simulator import FINISHES
+from fastpar.axes.pipeline.stages import Stages
+from fastpar.comm.handles import Handle, started
+from fastpar.comm.recorder import BACKWARD, FORWARD
+from fastpar.comm.watchdog import in_place
+from fastpar.engine.engine import Engine, engine_of
+from fastpar.engine.split_backward import SplitBackward, adding
+
+
+def pipeline_step(
+    model: nn.Module,
+    idx: Tensor,
+    targets: Tensor,
+    *,
+    micro_batches: int = 1,
+    schedule: str | None = None,
+    reduction: str = "mean",
+    rng_keys: Sequence[Tensor] | None = None,
+    target: Callable[[Tensor], Tensor] = lambda loss: loss,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """The forwards and backward passes of one optimizer step; optimizer.step() comes after it.
+
+    Works with pp=1 too, as a loop over the micro-batches.
+
+    Args:
+        model: went through parallelize().
+        idx, targets: [B, T] of this rank's dp place, the same on all of its stages, tp and cp.
+        micro_batches: equal slices of B that go through the stages one behind another.
+        schedule: a name of axes/pipeline/schedules.py whose stages are where parallelize() has
+            put them: "gpipe", "1f1b" and "zb-h1" agree on that; None: the one that it was given.
+        reduction: gradients are those of the "mean" of the micro-batches' mean losses, or of the
+            "sum" of the losses of all tokens (with engine.count_tokens).
+        rng_keys: of dropout, one a micro-batch; None: drawn from torch's generator of the first
+            stage, as one process would.
+        target: what is differentiated instead of a micro-batch's part of the loss: a loss scale.
+        positions: [B, T], of packed documents: see GPT.forward.
+    Returns:
+        That mean or sum, fp64 [] without gradient, the same on every stage.
+    Ranks: all, with the same arguments but idx and targets.
+    Wire: the stream [B, T, C], and its gradient back, a boundary.
+    Raises:
+        ValueError: on every rank, micro_batches that do not divide B; an unknown schedule, or one
+            that places stages in another way; an unknown reduction; other targets, positions or
+            keys than one a token and one a micro-batch.
+    """
+    _check("pipeline_step", idx, targets, micro_batches, reduction, rng_keys, positions)
+    engine, many = engine_of(model), micro_batches
+    ops = _schedule(engine, many, schedule)
+    gpt: Any = model
+    keys = gpt.draw_keys(many, idx.device) if rng_keys is None else torch.stack([*rng_keys])
+    if rng_keys is None and keys is not None:
+        engine.mesh.broadcast_([keys], "pp", "cp", "tp")
+    each = [{"rng_key": None if keys is None else keys[i]} for i in range(many)]
+    if positions is not None:
+        each = [{**one, "positions": part} for one, part in zip(each, positions.chunk(many))]
+    return PipelineStep(
+        gpt, engine, ops, idx.chunk(many), targets.chunk(many), each, reduction, target
+    ).run(ops.ops[engine.mesh.rank_in("pp")])
+
+
+def _schedule(engine: Engine, micro_batches: int, name: str | None) -> Schedule:
+    """Who does what, in which order."""
+    stages = engine.shards.stages
+    if name is not None:
+        check_name(name, caller="pipeline_step")
+    if stages is None:
+        return make_schedule("1f1b", 1, micro_batches)
+    placed, name = stages.schedule, name or stages.schedule.name
+    chunks = placed.chunks if name in ("interleaved", placed.name) else None
+    found = make_schedule(name, placed.ranks, micro_batches, chunks, caller="pipeline_step")
+    here, there = ([s.owner(i) for i in range(s.stages)] for s in (placed, found))
+    if here != there:
+        raise ValueError(
+            f"pipeline_step: expected a schedule with stages where schedule={placed.name!r} has "
+            f"put them, {placed.chunks} a rank, got schedule={name!r}; pass schedule={name!r} "
+            "to parallelize()"
+        )
+    return found
+
+
+@torch.no_grad()
+def pipeline_loss(
+    model: nn.Module, idx: Tensor, targets: Tensor, *, reduction: str = "mean"
+) -> Tensor:
+    """The loss alone, without gradients: for validation. Works with pp=1 too.
+
+    Args:
+        model, idx, targets, reduction: as in pipeline_step; model.eval() leaves dropout out.
+    Returns:
+        fp64 [], the same on every stage.
+    Ranks: all. Wire: the stream [B, T, C], a boundary.
+    Raises:
+        ValueError: as pipeline_step.
+    """
+    _check("pipeline_loss", idx, targets, 1, reduction, None, None)
+    gpt: Any = model
+    engine = engine_of(model)
+    schedule = _schedule(engine, 1, None)
+    step = PipelineStep(gpt, engine, schedule, [idx], [targets], [{}], reduction)
+    return step.run([Op(Kind.FORWARD, chunk, 0) for chunk in range(schedule.chunks)])
+
+
+def _check(
+    caller: str,
+    idx: Tensor,
+    targets: Tensor,
+    micro_batches: int,
+    reduction: str,
+    rng_keys: Sequence[Tensor] | None,
+    positions: Tensor | None,
+) -> None:
+    """What one stage alone would refuse while the others wait for its message."""
+    if not isinstance(micro_batches, int) or micro_batches < 1 or idx.shape[0] % micro_batches:
+        raise ValueError(
+            f"{caller}: expected micro_batches to divide the {idx.shape[0]} rows of the batch,"
+            f" got micro_batches={micro_batches}; choose a whole number that divides them"
+        )
+    if idx.dim() != 2 or targets.shape != idx.shape:
+        raise ValueError(
+            f"{caller}: expected idx [B, T] and targets of its shape, got "
+            f"idx={list(idx.shape)} targets={list(targets.shape)}; pass one target a token"
+        )
+    if positions is not None and positions.shape != idx.shape:
+        raise ValueError(
+            f"{caller}: expected positions of idx's shape {list(idx.shape)}, got positions="
+            f"{list(positions.shape)}; pass one position a token"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"{caller}: expected reduction mean or sum, got reduction={reduction!r}; choose "
+            "one of these"
+        )
+    if rng_keys is not None and len(rng_keys) != micro_batches:
+        raise ValueError(
+            f"{caller}: expected rng_keys for {micro_batches} micro-batches, got "
+            f"{len(rng_keys)}; pass one for each, or none"
+        )
+
+
+class PipelineStep:
+    """One step on one rank; see [Note: order]."""
+
+    def __init__(
+        self,
+        model: Any,
+        engine: Engine,
+        schedule: Schedule,
+        idx: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        options: Sequence[dict[str, Any]],  # of the model's forward, of each micro-batch
+        reduction: str,
+        target: Callable[[Tensor], Tensor] = lambda loss: loss,
+    ) -> None:
+        self.model, self.engine, self.options, self.target = model, engine, options, target
+        self.schedule, self.idx, self.targets, self.reduction = schedule, idx, targets, reduction
+        self.stages: Stages | None = engine.shards.stages
+        self.rank = engine.mesh.rank_in("pp")
+        exact = self.stages is not None and engine.settings.deterministic
+        drops = options[0].get("rng_key") is not None and getattr(model, "needs_pairs", False)
+        self.pairs = exact and drops
+        self.loss = torch.zeros((), dtype=torch.float64, device=idx[0].device)
+        self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.halves: dict[tuple[int, int], SplitBackward] = {}
+        self.kept: defaultdict[int, dict[Tensor, Tensor]] = defaultdict(dict)
+        self.posted: dict[Op, tuple[Tensor, Handle]] = {}
+        self.here: dict[tuple[bool, int, int], Tensor] = {}  # between stages of one rank
+        self.sent: list[Handle] = []
+
+    def run(self, ops: Sequence[Op]) -> Tensor:
+        """The loss, on every stage."""
+        final = [op for op in ops if op.kind in FINISHES][-1:]
+        with contextlib.ExitStack() as hooks:
+            for p in self._summed_each_time():
+                hooks.callback(p.register_hook(self._joined).remove)
+            for op, following in zip(ops, [*ops[1:], None]):
+                self.engine.on_phase(FORWARD if op.kind is Kind.FORWARD else BACKWARD)
+                received = self.receive(op)
+                self._post(following)
+                self.do(op, received, final=op in final)
+        for handle in self.sent:
+            handle.wait()
+        if self.stages is not None:
+            links = next(iter(self.stages.links.values()))
+            links.broadcast(self.loss, self.schedule.owner(self.schedule.stages - 1)[0])
+        return self.loss
+
+    def do(self, op: Op, received: Tensor | None, *, final: bool) -> None:
+        """One operation."""
+        if self.engine.gathers is not None:
+            self.engine.gathers.part = op.chunk
+        if op.kind in FINISHES:
+            self._begin(op, final=final)
+        match op.kind:
+            case Kind.FORWARD:
+                self._forward(op, received)
+            case Kind.WEIGHT_GRADIENT:
+                each = op.micro if self.engine.settings.deterministic else 0
+                self.halves.pop(op[1:]).weight_gradients(self.kept[each])
+            case _:
+                self._backward(op, received)
+
+    def _begin(self, op: Op, *, final: bool) -> None:
+        """The engine is told of the micro-batch whose gradients come now."""
+        part = None if self.stages is None else op.chunk
+        last = final or self.engine.settings.reduces_each
+        self.engine.begin_micro_batch(last=last, part=part)
+
+    def _forward(self, op: Op, stream: Tensor | None) -> None:
+        given: dict[str, Any] = {}
+        stage, micro = self.schedule.stage_of(self.rank, op.chunk), op.micro
+        if self.stages is not None:
+            parts = self.stages.parts[op.chunk]
+            if stream is not None and self._has_pair(parts.start):
+                stream = torch.stack([stream, torch.zeros_like(stream)])
+            given = {"parts": parts, "stream": stream, **({"pairs": True} if self.pairs else {})}
+        if stream is not None:
+            stream.requires_grad_(torch.is_grad_enabled())
+        last = stage == self.schedule.stages - 1
+        targets = self.targets[micro] if last else None
+        waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.schedule.splits_backward and torch.is_grad_enabled():
+            assert self.stages is not None  # one process splits nothing
+            used = [p for p in self.stages.used[op.chunk] if p.requires_grad]
+            half = SplitBackward(self.engine, op.chunk, used)
+            self.halves[op[1:]], waits = half, half.forward()
+        with waits:
+            out = self.model(
+                self.idx[micro],
+                targets,
+                **self.options[micro],
+                reduction=self.reduction,
+                **given,
+            )
+        if last:
+            part = out / len(self.idx) if self.reduction == "mean" else out
+            self.loss += part.detach()
+            out = self.target(part)
+        else:
+            sent = out[0] if self._has_pair(given["parts"].stop) else out
+            self._send(True, sent.detach(), stage + 1, micro)
+        if torch.is_grad_enabled():
+            self.held[op[1:]] = stream, out
+
+    def _backward(self, op: Op, grad: Tensor | None) -> None:
+        stage, (stream, out) = self.schedule.stage_of(self.rank, op.chunk), self.held.pop(op[1:])
+        if stream is not None:
+
+            def send(x: Tensor) -> None:
+                assert x.grad is not None
+                self._send(False, x.grad, stage - 1, op.micro)
+                x.grad = None
+
+            stream.register_post_accumulate_grad_hook(send)
+        self._micro = op.micro
+        self._scale_losses(op.micro)
+        if op.kind is Kind.BACKWARD:
+            with adding(self.engine, op.chunk):
+                torch.autograd.backward(out, grad)
+        else:
+            self.halves[op[1:]].input_gradient(out, grad)
+
+    def _scale_losses(self, micro: int) -> None:
+        """The scale of experts' losses, which a backward of the loss itself would note."""
+        losses = getattr(self.model, "experts", None)
+        if losses is None:
+            return
+        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        loss = torch.ones((), dtype=dtype, device=self.loss.device, requires_grad=True)
+        part = loss / len(self.idx) if self.reduction == "mean" else loss
+        (scale,) = torch.autograd.grad(self.target(part), loss)
+        cp: Any = getattr(self.model, "cp", None)
+        if cp is not None:  # as the sum over its ranks hands a gradient back
+            scale = scale * cp.size
+        mean = self.reduction == "mean"
+        losses.scale = scale / (self.targets[micro] != -100).sum() if mean else scale
+
+    # Messages
+
+    def _has_pair(self, part: int) -> bool:
+        """Whether the stream before this part has two gradients: models/gpt.py, take_over()."""
+        return self.pairs and part > 1
+
+    def receive(self, op: Op) -> Tensor | None:
+        """What an operation works on, once it is there; None: what this rank has anyway."""
+        stage = self.schedule.stage_of(self.rank, op.chunk)
+        found = self.here.pop((op.kind is Kind.FORWARD, stage, op.micro), None)
+        if found is not None and op.kind is not Kind.WEIGHT_GRADIENT:
+            return found
+        self._post(op)
+        if op not in self.posted:
+            return None
+        x, handle = self.posted.pop(op)
+        what = "activations" if op.kind is Kind.FORWARD else "the gradient"
+        with in_place(f"receiving {what} for stage {stage} of micro-batch", op.micro):
+            handle.wait()
+        return x
+
+    def _post(self, op: Op | None) -> None:
+        """Begin to receive what an operation needs, if it needs a message."""
+        if op is None or op in self.posted or op.kind is Kind.WEIGHT_GRADIENT:
+            return
+        forward, stage = op.kind is Kind.FORWARD, self.schedule.stage_of(self.rank, op.chunk)
+        before = stage - 1 if forward else stage + 1
+        if not 0 <= before < self.schedule.stages:
+            return
+        by = self.schedule.owner(before)[0]
+        if by == self.rank:
+            return
+        assert self.stages is not None
+        x = self.model.new_stream(self.idx[op.micro])
+        if not forward and self._has_pair(self.stages.parts[op.chunk].stop):
+            x = x.new_empty(2, *x.shape)
+        group = self.stages.links[forward, self.rank > by]
+        tag = stage * len(self.idx) + op.micro
+        self.posted[op] = x, started(group.recv(x, by, async_op=True, tag=tag))
+
+    def _send(self, forward: bool, x: Tensor, stage: int, micro: int) -> None:
+        to = self.schedule.owner(stage)[0]
+        if to == self.rank:
+            self.here[forward, stage, micro] = x
+            return
+        assert self.stages is not None
+        group, tag = self.stages.links[forward, to > self.rank], stage * len(self.idx) + micro
+        handle = started(group.send(x.contiguous(), to, async_op=True, tag=tag))
+        self.sent = [*(h for h in self.sent if not h.is_completed()), handle]
+
+    # Tied tables
+
+    def _summed_each_time(self) -> Sequence[Tensor]:
+        """Deterministic: see axes/pipeline/stages.py, [Note: a table on two stages]."""
+        if self.stages is None or not self.engine.settings.deterministic:
+            return ()
+        return list(self.stages.tied)
+
+    def _joined(self, grad: Tensor) -> Tensor:
+        assert self.stages is not None
+        pair = self.stages.pair
+        assert pair is not None
+        if self.stages.first:
+            other = torch.empty_like(grad, memory_format=torch.contiguous_format)
+            pair.recv(other, 1, tag=self._micro)
+            return grad + other
+        self.sent.append(started(pair.send(grad.contiguous(), 0, async_op=True, tag=self._micro)))
+        return torch.zeros_like(grad)

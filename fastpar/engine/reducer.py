@@ -1,0 +1,289 @@
+"""Sends the gradients of buckets, in one order on all ranks, and waits for their means.
+
+[Note: when a bucket is launched]
+A bucket is ready when each of its parameters had its hook in this backward. Ready buckets are
+launched in index order, bucket i only after i - 1: hooks fire in another order under torch.compile
+and for other inputs, and ranks that issue collectives in different orders add up different buckets.
+A unit that this rank's forward skipped has no gradient: its buckets are ready from the beginning.
+What is not ready at the end of a backward is launched then, and everything is waited for.
+
+Where whole gradients are freed, the host waits for the oldest when too many are under way. Ranks
+whose forwards differ may each wait for a gather that the other has not begun: on a CPU at stage 3
+such a wait inside a backward ends after a second, and for the rest of the backward there is none.
+
+[Note: who used a parameter]
+A parameter that no rank used is not stepped, but one that only other ranks used has a gradient.
+Where p.grad is read after backward, each bucket carries one element per parameter, 1 where this
+rank has a gradient; it is read back only by ranks that had none, so the usual step never waits.
+Where gradients are shared out, p.grad says nothing, and the control exchange tells it instead
+(test_unused_parameters_match_one_process).
+
+[Note: partial gradients]
+Gradients whose state along tp is Partial are packed and summed along tp after their reduction along
+dp: where p.grad can be read at the end of a backward, otherwise once before the step. A backward
+that adds to such a sum would have it counted again by the next: the first rank keeps it, the others
+begin with 0. A tied table on the first and the last stage of a pipeline is summed in the same way:
+the head's part of its gradient is on the one, the embedding's on the other.
+
+[Note: clipping by hand]
+Where p.grad can be read, a norm over it is that of one rank's part of the model. torch's
+clip_grad_norm_ would scale each rank's gradients by another factor, and what all should have alike
+would drift apart, so a step refuses gradients that were changed in place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.handles import Handle, started
+from fastpar.comm.step_report import CollectiveLog
+from fastpar.engine.bucket import BucketState
+from fastpar.engine.shards import Shards
+from fastpar.engine.stages import BucketPhase, Settings
+
+IN_FLIGHT = 3  # caps of a bucket: bytes of whole gradients that may be under way
+_PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
+
+
+def too_many_in_flight(n_bytes: Iterable[int], bucket_mb: float) -> bool:
+    """Whether to wait for the oldest of the buckets under way; two are in any case."""
+    sizes = list(n_bytes)
+    return len(sizes) > 2 and sum(sizes) > IN_FLIGHT * bucket_mb * 2**20
+
+
+class Reducer:
+    """The reductions of one backward; see the notes.
+
+    Args:
+        log: hears of every collective.
+        on_cpu: a wait blocks the host.
+    Attributes:
+        n_sent: buckets whose reduction was launched in this backward.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[BucketState],
+        settings: Settings,
+        log: CollectiveLog,
+        *,
+        on_cpu: bool,
+    ) -> None:
+        self._buckets, self._settings, self._log = buckets, settings, log
+        self._on_cpu = on_cpu
+        self.reset()
+
+    def reset(self) -> None:
+        """No backward runs, and nothing is under way."""
+        self.n_sent = 0
+        self._sends = self._in_backward = self._final = False
+        self._patient, self._now = True, self._buckets
+        self._in_flight: deque[tuple[BucketState, Handle, Tensor]] = deque()
+        self._between_copies: list[tuple[BucketState, Handle, Tensor]] = []
+        self._unused: list[tuple[BucketState, int]] = []  # without a gradient of this rank
+        for bucket in self._buckets:
+            bucket.rest()
+
+    def check_rests(self, rank: int) -> None:
+        """Raises RuntimeError where a backward has stopped after it began to send."""
+        if self.n_sent:
+            raise RuntimeError(
+                "Engine: expected backward to run to its end, got a new one after an earlier "
+                f"stopped with {self.n_sent} of {len(self._now)} buckets sent on rank {rank}; the "
+                "ranks are out of step: restart from a checkpoint"
+            )
+
+    def begin_backward(self, buckets: Sequence[BucketState], *, last: bool, final: bool) -> None:
+        """A backward that gives these gradients begins; last: it reduces; final: in this step."""
+        self._sends, self._final = last and self._buckets[0].groups.reduce is not None, final
+        self._in_backward, self._now = True, buckets
+
+    def launch_ready(self) -> None:
+        """Launch what may go; see [Note: when a bucket is launched]."""
+        while self._sends and self.n_sent < len(self._now):
+            if self._now[self.n_sent].phase is not BucketPhase.READY:
+                return
+            self._launch()
+
+    def finish(self) -> None:
+        """Launch the rest and wait for everything: afterwards gradients are means."""
+        self._in_backward = False
+        if self._buckets[0].groups.reduce is None:
+            self._finish_alone()
+        else:
+            while self.n_sent < len(self._now):
+                self._launch()
+            while self._in_flight:
+                self._finish_oldest()
+            for bucket, handle, target in self._between_copies:
+                self._log.wait(handle, "waiting for the copies' mean of", bucket.spec.index)
+                self._take_reduced(bucket, target)
+        if not self._settings.stage.shards:
+            self._show_gradients()
+        self.reset()
+
+    def _launch(self) -> None:
+        """Start the next bucket's reduction; its memory stays as it is until it is taken."""
+        bucket = self._now[self.n_sent]
+        index, group = bucket.spec.index, bucket.groups.reduce
+        assert group is not None
+        scatters = self._settings.stage.shards
+        missing = bucket.fill_missing(flags=not scatters)
+        self._unused.extend((bucket, position) for position in missing)
+        bucket.add_local()
+        target, grad = bucket.target(), bucket.grad
+        assert grad is not None
+        wire = grad if grad.dtype == bucket.wire_dtype else grad.to(bucket.wire_dtype)
+        bucket.enter(BucketPhase.IN_FLIGHT)
+        self._log.note(0, index)
+        with self._log.naming("starting", index):
+            if scatters:
+                handle = group.reduce_scatter(target, wire, mean=True, async_op=True, tag=index)
+            else:
+                handle = group.all_reduce(wire, mean=True, async_op=True, tag=index)
+                target = wire
+        assert handle is not None
+        self._log.add(handle, wire, group, both_ways=not scatters)
+        self._in_flight.append((bucket, handle, target))
+        self.n_sent += 1
+        # On their way to the host soon; copies' means are launched in one order on all ranks.
+        while bucket.host is not None and self._in_flight and bucket.groups.copies is None:
+            if not self._in_flight[0][1].is_completed():
+                break
+            self._finish_oldest()
+        if self._settings.stage.frees_gradients:
+            self._limit_in_flight()
+
+    def _limit_in_flight(self) -> None:
+        """Free whole gradients that have been sent, so that few are alive."""
+        settings = self._settings
+        hurried = settings.stage.frees_parameters and self._on_cpu and self._in_backward
+        while self._patient and too_many_in_flight(
+            (bucket.grad_bytes for bucket, _, _ in self._in_flight), settings.bucket_mb
+        ):
+            try:
+                self._finish_oldest(_PATIENCE_S if hurried else None)
+            except TimeoutError:
+                self._patient = False
+
+    def _finish_oldest(self, timeout_s: float | None = None) -> None:
+        bucket, handle, target = self._in_flight[0]
+        self._log.wait(handle, "waiting for", bucket.spec.index, timeout_s)
+        self._in_flight.popleft()
+        copies = bucket.groups.copies
+        if copies is None:
+            self._take_reduced(bucket, target)
+            return
+        bucket.free_grad()
+        index = bucket.spec.index
+        with self._log.naming("starting the copies' mean of", index):
+            again = started(copies.all_reduce(target, mean=True, async_op=True, tag=index))
+        self._log.add(again, target, copies, both_ways=True)
+        self._between_copies.append((bucket, again, target))
+
+    def _take_reduced(self, bucket: BucketState, target: Tensor) -> None:
+        shared = self._settings.stage.shards
+        if bucket.grad is not None and not shared and target is not bucket.grad:
+            target = bucket.grad.copy_(target)  # another dtype on the wire
+        if bucket.host is not None:
+            bucket.host.bring_back(bucket)
+        bucket.add_reduced(target)
+        bucket.enter(BucketPhase.REDUCED)
+        if bucket.host is not None and self._final:
+            bucket.host.send(bucket)
+
+    def _finish_alone(self) -> None:
+        """Nobody to send to: only the tree over the micro-batches is left."""
+        for bucket in self._now if self._settings.deterministic else ():
+            bucket.fill_missing(flags=False)
+            bucket.add_local()
+            bucket.add_reduced(bucket.target())
+
+    def _show_gradients(self) -> None:
+        """p.grad of what other ranks used, and of what was put aside for the tree."""
+        for bucket in self._buckets if self._settings.deterministic else ():
+            for position in sorted(bucket.seen):
+                bucket.adopt(position)
+        for bucket, position in self._unused:
+            if bucket.used()[position].item() > 0:
+                bucket.adopt(position)
+
+
+class PartialGradients:
+    """The partial gradients of one model, along tp and of a table on two stages; see the notes."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards, declared, stages = shards, shards.declared, shards.stages
+        self._sums: list[tuple[Collectives, list[nn.Parameter]]] = []
+        if declared is not None and declared.tp is not None:
+            for axis, group in declared.tp.groups.items():
+                axes_of = {p: declared.placement(p).reduce_axes for p in shards.params}
+                self._sums.append((group, [p for p in shards.params if axis in axes_of[p]]))
+        if stages is not None and stages.pair is not None:
+            self._sums.append((stages.pair, list(stages.tied)))
+        self._summed = False
+        self._versions: list[int] = []  # of the buckets' gradients when p.grad was shown
+
+    def sum(self) -> None:
+        """Make them whole, unless they are. Ranks: all of tp."""
+        if self._summed:
+            return
+        self._summed = True
+        for group, params in self._sums:
+            self._add_up(group, params)
+
+    def _add_up(self, group: Collectives, params: list[nn.Parameter]) -> None:
+        shards, last = self._shards, self._shards.buckets[-1].spec.index
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for p in params:
+            bucket, start, stop = shards.place(p)
+            grad, dtype = shards.piece(p).grad, bucket.grad_dtype
+            if grad is None:
+                grad = torch.zeros(stop - start, dtype=dtype, device=bucket.device)
+            by_dtype.setdefault(dtype, []).append(grad.view(-1))
+        for grads in by_dtype.values():
+            packed = torch.cat(grads) if grads[1:] else grads[0]
+            shards.log.all_reduce(group, packed, "summing partial gradients after", last)
+            for grad, total in zip(grads, packed.split([grad.numel() for grad in grads])):
+                if grads[1:]:
+                    grad.copy_(total)
+
+    def split(self) -> None:
+        """A backward begins that adds to them; see [Note: partial gradients]."""
+        for group, params in self._sums if self._summed else ():
+            for p in params if group.rank else ():
+                if (grad := self._shards.piece(p).grad) is not None:
+                    grad.zero_()
+        self.forget()
+
+    def forget(self) -> None:
+        """There are no gradients any more, or they change."""
+        self._summed, self._versions = False, []
+
+    def changed(self) -> None:
+        """zero_grad() has written into some of what was shown."""
+        if self._versions:
+            self.show()
+
+    def show(self) -> None:
+        """p.grad is there to be read."""
+        if self._sums:
+            grads = [bucket.grad for bucket in self._shards.buckets]
+            self._versions = [grad._version for grad in grads if grad is not None]
+
+    def check(self) -> None:
+        """Refuses gradients changed in place since show(): [Note: clipping by hand]."""
+        for bucket, version in zip(self._shards.buckets, self._versions):
+            assert bucket.grad is not None
+            if bucket.grad._version != version:
+                raise RuntimeError(
+                    "Engine: expected gradients as backward left them with "
+                    f"tp={self._shards.mesh.tp_size}, got p.grad of '{bucket.name(0)}' changed in "
+                    "place; a rank sees its part of the norm only: clip with "
+                    "fastpar.AdamW(max_grad_norm=...)"
+                )

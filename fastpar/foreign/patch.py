@@ -1,0 +1,204 @@
+"""fastpar.patch: swaps the layers of a foreign GPT-2 for fastpar's in place, and reports on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fastpar.doctor.doctor import expect
+from fastpar.foreign import fused_gpt2, fused_modules
+from fastpar.foreign.fused_loss import Loss
+from fastpar.foreign.proof import features, on_the_cpu
+from fastpar.foreign.recognize import TORCH_CLASSES, Fused, Looks, plan, plan_losses
+from fastpar.foreign.swap import Swap, restore, swap_in, swap_of, swapped_class
+from fastpar.nn import modules
+
+
+@dataclass
+class PatchReport:
+    """What patch did; print it. `fallbacks` goes on counting while the model runs."""
+
+    model: str
+    # class -> names of the modules; what makes the class faster; when its calls fall back
+    replaced: dict[str, list[str]] = field(default_factory=dict)
+    does: dict[str, str] = field(default_factory=dict)
+    falls_back: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # (class, why) -> names of the modules
+    left: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    already: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        n = sum(map(len, self.replaced.values()))
+        lines = [f"fastpar.patch({self.model}): {n} modules replaced"]
+        if self.already:
+            lines[0] += f", {self.already} were before"
+        for kind, names in self.replaced.items():
+            lines.append(f"  {len(names):>4} {kind}: {self.does[kind]}")
+        if self.replaced and not (self.falls_back or self.already):
+            lines.append("attention, MLPs and blocks are replaced in models of GPT-2's shape only")
+        if self.left:
+            lines.append("left as they are:")
+        for (kind, why), names in self.left.items():
+            shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+            lines.append(f"  {len(names):>4} {kind} ({shown}): {why}")
+        if self.falls_back:
+            lines.append("back to the module's own forward for a call, with one warning, for:")
+        for kind, reasons in self.falls_back.items():
+            lines += [f"       {kind}: {reason}" for reason in reasons]
+        if self.replaced or self.already:
+            lines.append("calls that fell back so far:" + ("" if self.fallbacks else " none"))
+        lines += [f"  {count:>4} {reason}" for reason, count in self.fallbacks.items()]
+        if self.replaced:
+            lines.append(
+                "dropout in attention and before LayerNorm: torch.manual_seed rules its masks, "
+                "which are not torch's"
+            )
+        return "\n".join(lines)
+
+
+def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
+    """Swaps the layers of a GPT-2-class model for fastpar's, in place.
+
+    Parameters, state_dict, hooks and class names stay as they are; the model can be trained,
+    copied, pickled, saved and compiled as before. Dropout of attention's probabilities and before
+    ln_2 has other masks than torch's from the same seed, in units of 1/256; torch.manual_seed and
+    activation checkpointing rule them as they do torch's. On a GPU that nobody has measured, the
+    first call has all kernels of the model proven at once (fastpar/doctor). Not available in a
+    patched model: second derivatives, torch.func.vmap and forward-mode gradients: unpatch it for
+    these.
+
+    Args:
+        model: transformers' GPT2Model or GPT2LMHeadModel (4.45 or later; residual add and LayerNorm
+            are fused where a block returns a tensor, as in 5), a model of nanoGPT's shape, or any
+            module, of which the parts that are exactly torch's LayerNorm, RMSNorm, GELU or
+            Embedding are swapped.
+        fused_loss: in training, a GPT2LMHeadModel that is given labels, or a model with nanoGPT's
+            forward(idx, targets=None) that is given targets, computes its loss without logits:
+            the logits returned are None then.
+    Returns:
+        What was replaced, what was left and why, what falls back for a call, and a running count of
+        the calls that did; print it.
+    Raises:
+        ValueError: model is not a module, or split along tp; fused_loss with neither of the two,
+            or with one whose loss is another.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"patch: expected a torch.nn.Module, got model={type(model).__name__}; pass the model"
+        )
+    report = _patch(model, fused_loss)
+    weight = next(model.parameters(), None)
+    if weight is not None:
+        expect(calls_of(model), weight.device.type, weight.dtype)
+    return report
+
+
+@on_the_cpu()
+def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
+    split = next((name for name, m in model.named_modules() if getattr(m, "tp", None)), None)
+    if split is not None:
+        raise ValueError(
+            f"patch: expected a model before parallelize(), got '{split}' split over ranks of tp; "
+            "call fastpar.patch(model) first"
+        )
+    losses = plan_losses(model) if fused_loss else {}
+    report = PatchReport(type(model).__name__)
+    earlier = [swap for m in model.modules() if (swap := swap_of(m)) is not None]
+    if earlier:
+        report.fallbacks = earlier[0].fallbacks
+    report.already = len(earlier)
+
+    looks = Looks(model)
+    left: list[tuple[str, nn.Module, str]] = []
+    # Parts come before what holds them, which asks what became of its parts.
+    for name, module in reversed(list(model.named_modules())):
+        if swap_of(module) is not None:
+            continue
+        found = losses.get(module) or plan(name, module, fused_loss, looks)
+        if isinstance(found, str):
+            if type(module).__name__.startswith("FSDP"):
+                found = "fully_shard has changed its class: call patch before it"
+            left.append((name, module, found))
+        elif found is not None:
+            _swap(name, module, found, report)
+    inside = {
+        part
+        for module in model.modules()
+        if isinstance(module, fused_modules.Attention | fused_modules.MLP)
+        for part in module.children()
+    }
+    for name, module, why in reversed(left):
+        if module not in inside:
+            report.left.setdefault((type(module).__name__, why), []).append(name or "model")
+    for names in report.replaced.values():
+        names.reverse()
+    report.replaced = dict(reversed(report.replaced.items()))
+    report.falls_back = dict(reversed(report.falls_back.items()))
+    return report
+
+
+# A patched module's class, the op that it calls, and that op's last dimension (0: none).
+_CALLS: tuple[tuple[type[nn.Module], str, Callable[[Any], int]], ...] = (
+    (modules.LayerNorm, "layer_norm", lambda m: m.normalized_shape[-1]),
+    (modules.RMSNorm, "rms_norm", lambda m: m.normalized_shape[-1]),
+    (modules.Embedding, "embedding", lambda m: m.embedding_dim),
+    (fused_modules.Norm, "layer_norm", lambda m: m.weight.numel()),
+    (fused_modules.MLP, "bias_gelu", lambda m: features(m.c_fc)[1]),
+    (fused_modules.Block, "residual_layer_norm", lambda m: features(m.attn.c_proj)[1]),
+    (fused_modules.Attention, "attention", lambda m: m.option("head_dim")),
+    (
+        fused_modules.Attention,
+        "attention_masked",
+        lambda m: m.option("head_dim") if m.option("probs") else 0,
+    ),
+    (fused_gpt2.LMHead, "linear_cross_entropy", lambda m: m.lm_head.weight.shape[0]),
+    (Loss, "linear_cross_entropy", lambda m: m.lm_head.weight.shape[0]),
+)
+
+
+def calls_of(model: nn.Module) -> set[tuple[str, int]]:
+    """The ops that a patched model calls, with their last dimensions; without what needs data to be
+    known: a GELU of its own has any size."""
+    return {
+        (op, size(module))
+        for module in model.modules()
+        for kind, op, size in _CALLS
+        if isinstance(module, kind) and size(module)
+    }
+
+
+def unpatch(model: nn.Module) -> int:
+    """Gives every module that patch swapped its own class back; returns how many.
+
+    Raises:
+        ValueError: model is not a module; a swapped module got yet another class since.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"unpatch: expected a torch.nn.Module, got model={type(model).__name__}; pass the model"
+        )
+    swapped = [(name, m, swap_of(m)) for name, m in model.named_modules()]
+    for name, module, swap in swapped:
+        if swap is not None and type(module) is not swapped_class(swap.mixin, swap.original):
+            raise ValueError(
+                f"unpatch: expected the classes that patch set, got {name}={type(module)}; undo "
+                "what was put on top of it (a parametrization, FSDP) first"
+            )
+    return sum(restore(module) for _, module, _ in swapped)
+
+
+def _swap(name: str, module: nn.Module, found: Fused, report: PatchReport) -> None:
+    original, mixin = type(module), found.mixin
+    conditions = dataclasses.replace(found.conditions)  # found for modules that are alike
+    swap_in(module, Swap(mixin, original, report.fallbacks, found.options, conditions))
+    kind = original.__name__
+    report.replaced.setdefault(kind, []).append(name or "model")
+    report.does[kind] = TORCH_CLASSES[original][1] if original in TORCH_CLASSES else mixin.does
+    if getattr(mixin, "falls_back", ()):
+        report.falls_back[kind] = mixin.falls_back

@@ -1,1 +1,0 @@
-"""What a step takes here: clocks, rates, short runs."""

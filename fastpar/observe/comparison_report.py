@@ -1,0 +1,322 @@
+"""A comparison as a Markdown table and in words: each sentence is computed from the numbers that
+it states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastpar.observe.results import FACTOR, FLOOR, Comparison, Run, Stat, judge_losses
+from fastpar.observe.strategies import SINGLE, STRATEGIES
+
+TABLE = "table.md"
+NOT_KNOWN = "not known"
+_NOTES = """\
+Times are medians of the repeats, in brackets their range. The slowest rank counts. The first
+{untimed} steps of a run train like the others and are not timed. The fastest stands first; ratios
+are of medians, to those of {baseline}.
+
+Memory: {memory}.
+
+Sent: what a ring would send for the collectives of a step. Of torch and DeepSpeed those that
+torch's dispatcher sees, of fastpar what its engine reports, of tp all of its transports' calls.
+
+Exposed: time of a step in which a rank only waits for others. Of fastpar as its engine measures
+it (tp: in calls and waits of its transports); of DDP a step less one without communication, in
+the same processes; of FSDP2 and DeepSpeed {not_known}.
+
+Within rounding: strategies add the same gradients in other orders. How far that alone drives
+losses apart is measured by training the single device again with other micro-batches, and with
+the gradient's norm summed in fp64 instead of fp32. Up to {factor:g} times that drift, or
+{floor:g} roundings of the loss, count as rounding."""
+
+
+def _number_of(value: Callable[[Comparison, Run], float | None], *, spread: bool = True) -> Any:
+    """A cell: the median over the repeats, with their range."""
+
+    def cell(comparison: Comparison, name: str) -> str:
+        stat = comparison.stat(name, lambda run: value(comparison, run))
+        if stat is None:
+            return NOT_KNOWN
+        text, low, high = (number(x) for x in (stat.median, stat.low, stat.high))
+        return f"{text} ({low}-{high})" if spread and stat.n > 1 and low != high else text
+
+    return cell
+
+
+def _ratio_of(value: Callable[[Comparison, Run], float]) -> Any:
+    """A cell: the median in medians of the baseline."""
+
+    def cell(comparison: Comparison, name: str) -> str:
+        names = name, comparison.baseline or name
+        found, base = (comparison.stat(n, lambda run: value(comparison, run)) for n in names)
+        if found is None or base is None or not base.median:
+            return NOT_KNOWN
+        return f"{found.median / base.median:.2f}"
+
+    return cell
+
+
+def _epoch_s(comparison: Comparison, run: Run) -> float:
+    epochs = range(comparison.settings["epochs"])
+    return sum(comparison.epoch_s(run, epoch) for epoch in epochs) / len(epochs)
+
+
+# Title -> the cell of a strategy that was measured.
+COLUMNS: dict[str, Callable[[Comparison, str], str]] = {
+    "strategy": lambda comparison, name: name,
+    "ranks": lambda comparison, name: f"{comparison.of(name)[0].ranks}",
+    "tokens/s": _number_of(Comparison.tokens_per_s),
+    "speed, {baseline} = 1": _ratio_of(Comparison.tokens_per_s),
+    "epoch, s": _number_of(_epoch_s),
+    "peak memory a rank, MB": _number_of(Comparison.memory_mb),
+    "memory, {baseline} = 1": _ratio_of(Comparison.memory_mb),
+    "sent a step, MB": _number_of(lambda c, run: run.sent_mb(), spread=False),
+    "exposed, ms of a step": _number_of(lambda c, run: run.exposed_ms),
+    "last loss": lambda comparison, name: f"{comparison.of(name)[0].losses[-1]:.5f}",
+}
+
+
+def head(comparison: Comparison) -> list[str]:
+    """Titles of the columns."""
+    return [title.format(baseline=comparison.baseline) for title in COLUMNS]
+
+
+def rows(comparison: Comparison) -> list[list[str]]:
+    """A row a strategy, the fastest first; those left out come last and say why."""
+    measured = [name for name, _ in comparison.ranking(comparison.tokens_per_s, most=True)]
+    found = [[cell(comparison, name) for cell in COLUMNS.values()] for name in measured]
+    for name in dict.fromkeys([*comparison.settings["strategies"], *comparison.skipped]):
+        if name in comparison.skipped:
+            found.append([name, f"skipped: {comparison.skipped[name]}"])
+        elif name in comparison.failed and name not in measured:
+            found.append([name, f"failed: {comparison.failed[name]}"])
+        elif name not in measured:
+            found.append([name, "stopped before its first run"])
+    return found
+
+
+def conditions(comparison: Comparison) -> list[str]:
+    """What was trained on what, and how numbers are to be read."""
+    s, m = comparison.settings, comparison.machine
+    shape = s["shape"]
+    versions = [
+        f"{name} {m[name]}"
+        for name in ("python", "torch", "fastpar", "deepspeed", "commit")
+        if m.get(name)
+    ]
+    return [
+        f"{s['model']}: {shape['n_layer']} layers, {shape['n_head']} heads, width "
+        f"{shape['n_embd']}, context {shape['block_size']}, {s['parameters']:,} parameters, fp32, "
+        f"no dropout; text {s['data']}, tokenizer {s['tokenizer']}.",
+        f"{s['batch_size']} sequences a step over all ranks, {s['epochs']} epochs of "
+        f"{s['epoch_steps']} steps, {_optimizer(s)} with warm-up and cosine, "
+        f"gradients clipped to a norm of 1; {s['repeats']} run{'s' * (s['repeats'] > 1)} each, "
+        "in fresh processes and turning order.",
+        f"{m['device']}, {s['nproc']} rank{'s' * (s['nproc'] > 1)} with {s['threads']} "
+        f"thread{'s' * (s['threads'] > 1)} each; {', '.join(versions)}; {m['date']}.",
+    ]
+
+
+def _optimizer(s: dict[str, Any]) -> str:
+    rate = f"learning rate {s['lr']:g}"
+    if s.get("optimizer", "adamw") == "adamw":  # earlier results name none
+        return f"AdamW, {rate}"
+    return (
+        f"fastpar.Muon (on every rank of ddp), learning rate {s['muon_lr']:g}, AdamW's {s['lr']:g},"
+    )
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """How each column was measured."""
+    text = _NOTES.format(
+        untimed=comparison.settings["untimed_steps"],
+        baseline=comparison.baseline,
+        memory=comparison.memory_label,
+        not_known=NOT_KNOWN,
+        factor=FACTOR,
+        floor=FLOOR,
+    )
+    return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+
+
+def markdown(comparison: Comparison) -> str:
+    """The table, the summary and how to read them."""
+    names = head(comparison)
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    for row in rows(comparison):
+        cells = [cell.replace("|", "/") for cell in row] + [""] * (len(names) - len(row))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *(f"- {line}" for line in summary(comparison))]
+    lines += ["", *conditions(comparison), "", *notes(comparison)]
+    return "\n".join(lines) + "\n"
+
+
+def summary(comparison: Comparison) -> list[str]:
+    """Sentences: which is fastest, which has least memory, whether the losses are the same."""
+    if not comparison.names:
+        return ["No run ended well: nothing was measured.", *_left_out(comparison)]
+    return [
+        _best(comparison, comparison.tokens_per_s, "Fastest", "tokens/s", most=True),
+        *_over_single(comparison),
+        _best(comparison, comparison.memory_mb, "Smallest", "MB", most=False),
+        f"Memory is {comparison.memory_label}.",
+        *_losses(comparison),
+        *_experts(comparison),
+        *_repeats(comparison),
+        *_left_out(comparison),
+    ]
+
+
+def number(value: float) -> str:
+    """Three digits and more: 21,300; 481.2; 48.1; 0.0123."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def with_range(stat: Stat, unit: str) -> str:
+    """A number with what its repeats say."""
+    text = f"{number(stat.median)} {unit}"
+    if stat.n == 1:
+        return f"{text} (one run)"
+    return f"{text} ({number(stat.low)} to {number(stat.high)} in {stat.n} repeats)"
+
+
+def listed(names: Sequence[str]) -> str:
+    """a; a and b; a, b and c."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _best(
+    comparison: Comparison, value: Callable[[Run], float], word: str, unit: str, *, most: bool
+) -> str:
+    """Who is first, by how much, and who cannot be told from it; see [Note: no difference]."""
+    ranking = comparison.ranking(value, most=most)
+    first, best = ranking[0]
+    if len(ranking) == 1:
+        return f"Only {first} was measured: {with_range(best, unit)}."
+    second, other = ranking[1]
+    percent = 100 * abs(other.median / best.median - 1) if best.median else 0.0
+    beside = (
+        f"{first}, {with_range(best, unit)}; next is {second} with {number(other.median)}, "
+        f"{percent:.1f} % {'less' if most else 'more'}"
+    )
+    if best.n < 2:
+        return f"{word} in one run each, which proves no order: {beside}."
+    alike = [name for name, stat in ranking[1:] if stat.touches(best)]
+    if alike:
+        return (
+            f"{word}: no difference beyond the spread of repeats between "
+            f"{listed([first, *alike])}. By the median {beside}."
+        )
+    return f"{word}: {beside}, and no repeat of another strategy comes up to any of its own."
+
+
+def _over_single(comparison: Comparison) -> list[str]:
+    """The gain over one rank, of the fastest that uses more."""
+    alone = comparison.stat(SINGLE, comparison.tokens_per_s)
+    for name, stat in comparison.ranking(comparison.tokens_per_s, most=True):
+        ranks, threads = comparison.of(name)[0].ranks, comparison.settings["threads"]
+        if ranks > 1 and alone is not None:
+            device = f"{threads} thread{'s' * (threads > 1)}, as many as each rank of the others"
+            if comparison.settings["device"] == "cuda":
+                device = "one GPU"
+            return [
+                f"With {ranks} ranks {name} trains {stat.median / alone.median:.2f} times as fast "
+                f"as {SINGLE}, which is one rank ({device})."
+            ]
+    return []
+
+
+def _losses(comparison: Comparison) -> list[str]:
+    verdict = judge_losses(comparison)
+    if verdict is None:
+        return []
+    found = (
+        f"The largest difference of loss between two strategies is {verdict.difference:.2g}, in "
+        f"step {verdict.step} ({verdict.high} above {verdict.low})."
+    )
+    if verdict.yardstick is None:
+        return [
+            found,
+            f"Whether that is rounding is not known: {SINGLE} was not run in two orders.",
+        ]
+    measured = (
+        f"{SINGLE} with its sums in {verdict.orders} orders drifts apart by {verdict.yardstick:.2g}"
+        f" (allowed are {FACTOR:g} times its drift up to a step, or {FLOOR:g} roundings of the "
+        "loss)."
+    )
+    if verdict.beyond is None:
+        return [found, f"In every step that is within rounding: {measured}"]
+    step, outlier = verdict.beyond
+    return [
+        found,
+        f"THAT IS MORE THAN ROUNDING, from step {step} on, where {outlier} is furthest from the "
+        f"others: {measured}",
+    ]
+
+
+def _experts(comparison: Comparison) -> list[str]:
+    """Models with experts beside a dense one: loss at equal tokens, and at equal time."""
+    sparse = [name for name in comparison.names if STRATEGIES[name].sparse]
+    dense = [name for name in comparison.names if name not in sparse]
+    if not sparse or not dense:
+        return []
+    beside = "dp" if "dp" in dense else dense[0]
+    base, lines = comparison.of(beside)[0], []
+    steps, of_base = len(base.losses), comparison.tokens_per_s(base)
+    few = max(1, steps // 10)
+    for name in sparse:
+        run = comparison.of(name)[0]
+        speed = comparison.tokens_per_s(run) / of_base
+        # The step at which the slower one is when the faster one is done.
+        ends = min(steps, int(steps * speed)), min(steps, int(steps / speed))
+        (at, whole), (base_at, base_whole) = (
+            [float(np.mean(r.losses[max(0, end - few) : end] or [np.nan])) for end in (at, steps)]
+            for r, at in zip((run, base), ends)
+        )
+        lines += [
+            f"{name} has experts in the place of MLPs and takes as many flops a token as {beside}, "
+            f"but for its routers; it trains {speed:.2f} times as fast.",
+            f"At equal tokens the loss of {name} is {_apart(whole, base_whole)} (means of the last "
+            f"{few} of {steps} steps).",
+            f"At equal time, after {ends[0]} steps of {name} and {ends[1]} of {beside}, it is "
+            f"{_apart(at, base_at)}; the slower one's learning rate is not at its end there.",
+        ]
+    return [*lines, "All runs have one seed: what another one would change was not measured."]
+
+
+def _apart(loss: float, other: float) -> str:
+    word = "lower" if loss < other else "higher"
+    return f"{loss:.4f} beside {other:.4f}, {abs(loss - other):.4f} {word}"
+
+
+def _repeats(comparison: Comparison) -> list[str]:
+    """Whether repeats gave the same losses, bit for bit as far as they are kept."""
+    apart = {}
+    for name in comparison.names:
+        losses = np.array([run.losses for run in comparison.of(name)])
+        if len(losses) > 1:
+            apart[name] = float(np.ptp(losses, axis=0).max())
+    other = [name for name, difference in apart.items() if difference > 0]
+    if not apart:
+        return []
+    if not other:
+        return ["Repeats of one strategy gave the same losses to the last bit."]
+    some = len(other) < len(apart)
+    return [
+        f"Repeats{f' of {listed(other)}' * some} differed in their losses, by "
+        f"{max(apart.values()):.2g} at most{'; those of the others did not' * some}."
+    ]
+
+
+def _left_out(comparison: Comparison) -> list[str]:
+    lines = [f"Skipped: {name} ({why})." for name, why in comparison.skipped.items()]
+    lines += [f"Failed: {name} ({why})." for name, why in comparison.failed.items()]
+    if not comparison.complete:
+        lines.append("The comparison was stopped before all of its runs.")
+    return lines

@@ -1,1 +1,0 @@
-"""Replicas that train apart and average their weights now and then."""

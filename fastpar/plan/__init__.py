@@ -1,1 +1,0 @@
-"""`fastpar plan`: layouts searched."""

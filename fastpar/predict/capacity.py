@@ -1,0 +1,150 @@
+"""Whether a model can be trained on the ranks and the memory that are there, before it is built.
+
+Counted is what surely is there between two steps: weights, gradients, the optimizer's numbers
+(memory_model.predict_states); no activations, nothing on its way. So what is refused here could not
+have worked; what passes may still run out of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastpar.axes.step import Setup, Workload
+from fastpar.comm.host import free_memory, local_ranks
+from fastpar.predict.memory_model import activations_on_host, format_bytes, predict_states
+from fastpar.settings.block import count_parameters
+from fastpar.settings.config import GPTConfig
+
+
+def bytes_per_rank(shape: GPTConfig, setup: Setup) -> dict[str, int]:
+    """Bytes that stay, by kind."""
+    states = predict_states(Workload(shape, 1), setup)
+    kinds = {"weights": states.parameters, "gradients": states.gradients}
+    return {**kinds, "optimizer": states.optimizer}
+
+
+def check_capacity(
+    shape: GPTConfig, setup: Setup, *, limit_bytes: int, of_what: str, sharing: int = 1
+) -> None:
+    """Refuse a model whose states alone are more than the memory.
+
+    Args:
+        limit_bytes: of the memory.
+        of_what: whose, for the message; sharing: ranks that share it.
+    Raises:
+        ValueError: says the need, what there is, and what would hold the model.
+    """
+    n, mine = count_parameters(shape, padded=True), limit_bytes // sharing
+    need = bytes_per_rank(shape, setup)
+    if sum(need.values()) <= mine:
+        return
+    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in need.items())
+    where = f"{format_bytes(mine)} of {of_what}"
+    where += f" for each of {sharing} ranks" if sharing > 1 else ""
+    whole = format_bytes(sum(need.values()))
+    raise ValueError(
+        f"train: expected a model whose states fit into {where}, got {n:,} parameters that take "
+        f"{whole} a rank ({parts}); {what_would_hold(shape, setup, mine)}"
+    )
+
+
+def check_building(shape: GPTConfig, *, limit_bytes: int, sharing: int) -> None:
+    """Refuse a model that the ranks of a machine cannot build side by side.
+
+    Args:
+        limit_bytes: of the machine's memory; sharing: ranks here.
+    Raises:
+        ValueError: each makes the whole model in fp32 before it takes its part.
+    """
+    n = count_parameters(shape, padded=True)
+    if 4 * n * sharing <= limit_bytes:
+        return
+    most = limit_bytes // (4 * n)
+    raise ValueError(
+        f"train: expected memory for a model of {n:,} parameters in fp32, {format_bytes(4 * n)}, "
+        f"on each of {sharing} ranks of a machine, which all begin with the whole of it, got "
+        f"{format_bytes(limit_bytes)}; use "
+        + (f"at most {most} ranks on a machine" if most else "a smaller model")
+    )
+
+
+def what_would_hold(shape: GPTConfig, setup: Setup, mine: int) -> str:
+    """The smallest changes after which a rank's states fit into its memory, in words."""
+    ways = []
+
+    def size(**changes: Any) -> int:
+        return sum(bytes_per_rank(shape, setup.change(**changes)).values())
+
+    for stage in range(setup.zero_stage + 1, 4):
+        if size(zero_stage=stage) <= mine:
+            ways.append(f"--zero {stage} ({format_bytes(size(zero_stage=stage))} a rank)")
+            break
+    if setup.shard_size is not None and size(shard_size=None) <= mine:
+        ways.append(f"no --shard-size ({format_bytes(size(shard_size=None))} a rank)")
+    for tp in range(setup.tp + 1, setup.world_size + 1):
+        fits = setup.world_size % tp == 0 and shape.splits_by(tp)
+        if fits and size(tp=tp) <= mine:
+            ways.append(f"--tp {tp} ({format_bytes(size(tp=tp))} a rank)")
+            break
+    if not ways:
+        per_element = setup.weight_bytes + setup.grad_bytes + setup.state_bytes
+        ranks = math.ceil(count_parameters(shape, padded=True) * per_element / max(mine, 1))
+        ranks = -(-ranks // setup.tp) * setup.tp
+        ways.append(f"{ranks} ranks with as much memory each and --zero 3")
+    return "use " + ", or ".join([*ways, "a smaller model"])
+
+
+def check_ranks(shape: GPTConfig, setup: Setup, device: torch.device) -> None:
+    """Refuse a model that these ranks cannot hold.
+
+    Raises:
+        ValueError: see check_building and check_capacity.
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_building(shape, limit_bytes=host_memory(), sharing=ranks_here)
+    limit, whose, sharing = memory_of(device)
+    check_capacity(shape, setup, limit_bytes=limit, of_what=whose, sharing=sharing)
+
+
+def check_host_activations(shape: GPTConfig, setup: Setup) -> None:
+    """Refuse inputs of blocks that the host has no memory for.
+
+    Raises:
+        ValueError: says the need and what there is.
+    """
+    ranks, free = local_ranks(setup.world_size), free_memory()
+    needed = ranks * activations_on_host(setup.workload(shape), setup)
+    if needed > free:
+        raise ValueError(
+            f"train: expected {format_bytes(needed)} of free memory on the host for "
+            f"offload_activations by {ranks} rank{'s' * (ranks > 1)}, got {format_bytes(free)}; "
+            "lower --micro-batch-size or --block-size, or leave --offload-activations out"
+        )
+
+
+def memory_of(device: torch.device) -> tuple[int, str, int]:
+    """(bytes, whose they are, ranks that share them) of where a rank of this process computes."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return properties.total_memory, properties.name, 1
+    return host_memory(), "this machine's memory", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Bytes that this machine's processes can have: RAM and swap, or the container's limit."""
+    limits = []
+    with contextlib.suppress(OSError):  # Linux only
+        text = (root / "proc/meminfo").read_text()
+        found = re.findall(r"^(?:MemTotal|SwapTotal):\s+(\d+) kB", text, re.M)
+        limits = [1024 * sum(map(int, found))] if found else []
+    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # another version; "max"
+            limits.append(int((root / name).read_text()))
+    return min(limits, default=1 << 62)

@@ -1,0 +1,485 @@
+"""Measures this machine: what compute and communication cost ranks that all work at once.
+
+    rates = measure(workload, setups)          about 30 s; kept for later runs
+
+Ranks of one machine share its cores, caches and memory, so all of them measure side by side, with
+the threads that training would give them. Three things are measured: operations where they stand
+in a model (op_chain.py), exchanges of the sizes that the setups send, and steps of models so small
+that nearly all of a step is Python, hooks and control: what those cost beyond their operations is
+the overhead of a step, a micro-batch and a layer (measured_rates.py).
+
+Contenders take turns, and the median counts; where ranks have to share cores it is the mean, since
+an operation that was interrupted is then the rule.
+
+[Note: a busy machine] is told by the cores that are at work while the ranks still wait (the load
+average would count what they did a minute ago) or by the spread of the samples; the rates say so.
+They are kept all the same unless the spread is above MOST_SPREAD.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import gc
+import itertools
+import math
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastpar.axes.step import Setup, Workload
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.host import available_cores, threads_per_rank
+from fastpar.comm.ranks import Rank, Ranks
+from fastpar.comm.transport import make_collectives
+from fastpar.doctor.clocks import stopwatch
+from fastpar.kernels.orthogonalize import orthogonalize
+from fastpar.optim.adamw import AdamW
+from fastpar.predict.measured_rates import (
+    MeasuredRates,
+    OpKey,
+    Overhead,
+    Rate,
+    comm_key,
+    gpu_name,
+    machine_name,
+    overhead_key,
+)
+from fastpar.predict.op_chain import Chain
+from fastpar.predict.operations import CommOp, comm_ops_of, ops_of
+from fastpar.predict.short_run import ShortRun, slowest
+from fastpar.settings.config import GPTConfig
+
+SECONDS, QUICK_SECONDS = 30.0, 6.0
+LEAST_ROUNDS = 3
+KEPT_ELEMENTS = 60_000_000  # of chains that stay between their turns, on a rank
+MOST_SENT = 64 << 20  # bytes; larger exchanges take as long in proportion
+BUSY_CORES, BUSY_SPREAD = 0.25, 0.25  # part of the cores, before the start; (p80 - p20) / p50
+LOOK_S = 0.5  # at the cores
+LONG_S = 1e-4  # operations whose spread tells of others, not of the clock and the interpreter
+WHOLE = ("chain", (), "forward")  # among the operations' times: of all of them
+TINY = 8  # sequence length of the models whose steps are overhead
+
+Cell = tuple[Workload, Setup]
+Samples = dict[Any, list[float]]
+
+
+def measure(
+    workload: Workload,
+    setups: Sequence[Setup],
+    *,
+    threads: int | None = None,
+    quick: bool = False,
+    seconds: float | None = None,
+) -> MeasuredRates:
+    """Rates of this machine for ways to train a workload, which all have the same number of ranks.
+
+    They are kept in the user's cache, beside what was measured before for other shapes.
+
+    Args:
+        threads: CPU threads a rank; None: as `fastpar train` would choose.
+        quick: fewer rounds.
+        seconds: to spend about, without the start of the ranks.
+    Raises:
+        ValueError: no setups, or of different ranks, devices or formats.
+        RuntimeError: a rank died.
+    """
+    ranks = setups[0].world_size if setups else 0
+    kinds = {(s.world_size, s.device_type, s.dtype) for s in setups}
+    if len(kinds) != 1:
+        raise ValueError(
+            "measure: expected setups of the same ranks, device and format, got "
+            f"setups={sorted(kinds)}; measure one after the other"
+        )
+    threads = threads_per_rank(threads, ranks)
+    seconds = seconds or (QUICK_SECONDS if quick else SECONDS)
+    with Ranks(ranks, threads=threads, device=setups[0].device_type) as pool:
+        rates = measure_cells(pool, [(workload, s) for s in setups], seconds=seconds)
+    keep_rates(rates)
+    return rates
+
+
+def keep_rates(rates: MeasuredRates) -> None:
+    """Write the rates into the user's cache; shapes that were measured before stay there.
+
+    Rates with a large spread are not written, which they say themselves (MeasuredRates.steady).
+    """
+    if not rates.steady:
+        return
+    try:
+        kept = MeasuredRates.load(rates.path)
+    except ValueError:  # none, or not of this machine
+        kept = MeasuredRates(rates.about)
+    kept.update(rates)
+    kept.save()
+
+
+def measure_cells(pool: Ranks, cells: Sequence[Cell], *, seconds: float) -> MeasuredRates:
+    """Rates for these workloads and setups by the ranks of a pool."""
+    at_work = cores_at_work()
+    tiny = {overhead_key(setup): _tiny_cells(setup) for _, setup in cells}
+    chains = _distinct_chains([*cells, *(cell for four in tiny.values() for cell in four[:2])])
+    shared = pool.device == "cpu" and pool.nproc * pool.threads > available_cores()
+    samples = _time_chains(pool, chains, 0.6 * seconds, shared=shared)
+    ops = _rates_of_ops(samples, chains, statistics.fmean if shared else statistics.median)
+    sends = _time_collectives(pool, cells, 0.15 * seconds)
+    long = [times for times in samples.values() if statistics.median(times) > LONG_S]
+    spread = statistics.median(_spread(times) for times in long or samples.values())
+    about = {
+        "machine": machine_name(),
+        "gpu": gpu_name() if pool.device == "cuda" else "",
+        "device_type": pool.device,
+        "dtype": cells[0][1].dtype,
+        "dropout": cells[0][0].shape.dropout > 0,
+        "ranks": pool.nproc,
+        "threads": pool.threads,
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "spread": spread,
+        "busy": busy(at_work, 0.0 if shared else spread),  # theirs is what ranks do to ranks
+    }
+    rates = MeasuredRates(about, ops, sends)
+    rates.overheads = _overheads(pool, tiny, rates, 0.25 * seconds)
+    return rates
+
+
+def busy(at_work: float, spread: float) -> str:
+    """Why the machine seems to have been at work for others, "" if it does not.
+
+    Args:
+        at_work: cores, before the start.
+    """
+    found, cores = [], available_cores()
+    if at_work > BUSY_CORES * cores:
+        found.append(f"{at_work:.1f} of {cores} cores at work before the start")
+    if spread > BUSY_SPREAD:
+        found.append(f"spread {spread:.0%}")
+    return ", ".join(found)
+
+
+def cores_at_work(seconds: float = LOOK_S) -> float:
+    """How many cores of the machine do something, on average while this process waits."""
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    if before is None or after is None or after[1] <= before[1]:
+        return os.getloadavg()[0]
+    return (after[0] - before[0]) / (after[1] - before[1]) * (os.cpu_count() or 1)
+
+
+def _ticks(path: Path = Path("/proc/stat")) -> tuple[int, int] | None:
+    """(at work, all) so far, of all cores; None where the system does not count."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        numbers = [int(n) for n in path.read_text().splitlines()[0].split()[1:9]]
+        return sum(numbers) - numbers[3] - numbers[4], sum(numbers)  # idle; waiting for a disk
+    return None
+
+
+def _spread(samples: Sequence[float]) -> float:
+    """(p80 - p20) / median."""
+    if len(samples) < 2:
+        return 0.0
+    p20, *_, p80 = statistics.quantiles(samples, n=5)
+    return (p80 - p20) / max(statistics.median(samples), 1e-12)
+
+
+# Operations
+
+
+def _distinct_chains(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """Cells of the same operations together: one chain serves them all."""
+    found: dict[Any, list[Cell]] = {}
+    for workload, s in cells:
+        split, adds = (s.tp, s.sequence_parallel and s.tp > 1), s.grad_accum_steps > 1
+        key = (workload.shape, s.micro_batch_size, split, adds, meets_often(s))
+        found.setdefault(key, []).append((workload, s))
+    return list(found.values())
+
+
+def _time_chains(
+    pool: Ranks, chains: Sequence[list[Cell]], seconds: float, *, shared: bool
+) -> Samples:
+    """Mean seconds of each operation in each step of its chain, of the rank others wait for.
+
+    shared: ranks take turns on the cores. Who waits then leaves its core to others, so that pauses
+    of single operations do not add up.
+    """
+    found: Samples = defaultdict(list)
+    stop, rounds = time.monotonic() + seconds, 0
+    while rounds < LEAST_ROUNDS or time.monotonic() < stop:
+        for number, same in enumerate(chains):
+            workload, setup = same[0]
+            shards = sorted({s.n_shards for _, s in same})
+            adds = any(s.grad_accum_steps > 1 for _, s in same)
+            ranks = pool.call(_run_chain, number, workload, setup, shards, adds)
+            often = meets_often(setup) and not shared
+            for key, values in waited_for(ranks, each_operation=often).items():
+                found[key].extend(values)
+        rounds += 1
+    pool.call(_forget)
+    return found
+
+
+def meets_often(setup: Setup) -> bool:
+    """Whether ranks wait for each other in every layer: those of tp, and of gathered weights."""
+    return setup.tp > 1 or (setup.zero_stage == 3 and setup.n_shards > 1)
+
+
+def waited_for(ranks: Sequence[Samples], *, each_operation: bool) -> Samples:
+    """The times that a step consists of: ranks leave a chain together, so the slowest one's.
+
+    each_operation: they meet again and again in it, so of each operation the slowest one's.
+    """
+    if each_operation:
+        return {key: slowest([times[key] for times in ranks]) for key in ranks[0]}
+    return max(ranks, key=lambda times: sum(times[WHOLE]))
+
+
+def _run_chain(
+    rank: Rank, number: int, workload: Workload, setup: Setup, shards: list[int], adds: bool
+) -> Samples:
+    """One turn of a chain on a rank: a step that warms up, and steps that count."""
+    chains = rank.kept.setdefault("chains", {})
+    device = rank.mesh().device
+    if number not in chains:
+        if sum(c.n_elements for c, _ in chains.values()) > KEPT_ELEMENTS:
+            chains.clear()
+            gc.collect()
+        chain = Chain(workload, setup, device)
+        chains[number] = chain, [_Update(chain, n) for n in shards]
+    chain, updates = chains[number]
+    found: Samples = defaultdict(list)
+    for count in range(3):
+        chain.adding = adds and count == 2
+        rank.barrier()
+        whole = _seconds(chain.step, device)
+        times = chain.times()
+        times[WHOLE] = [whole]
+        for update in updates:
+            key = "optimizer", (update.elements,), "forward"
+            times[key] = [_seconds(update.optimizer.step, device)]
+        for op in ops_of(workload, setup):
+            if op.name == "orthogonalize":
+                call = functools.partial(
+                    orthogonalize, torch.randn(op.shape, device=device, dtype=torch.float32)
+                )
+                times[op.name, op.shape, "forward"] = [_seconds(call, device)]
+        if count:
+            for key, values in times.items():
+                found[key].append(statistics.fmean(values))
+    return found
+
+
+def _forget(rank: Rank) -> None:
+    rank.kept.clear()
+    gc.collect()
+
+
+class _Update:
+    """AdamW, with the norm, on the parameters of a chain that one of n_shards ranks would have."""
+
+    def __init__(self, chain: Chain, n_shards: int) -> None:
+        self.params: list[torch.nn.Parameter] = []
+        self.elements = -(-chain.n_elements // n_shards)
+        left, at = self.elements, 0
+        for p in chain.parameters:
+            n = min(p.numel(), left)
+            part = torch.nn.Parameter(p.detach().reshape(-1)[:n] if n < p.numel() else p.detach())
+            part.grad = chain.buffer[at : at + n].view(part.shape).to(part.dtype)
+            self.params.append(part)
+            at, left = at + p.numel(), left - n
+            if not left:
+                break
+        self.optimizer = AdamW(self.params, lr=1e-9, weight_decay=0.0, max_grad_norm=1.0)
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, the device's work included."""
+    return stopwatch(call, device.type)[0] / 1e3
+
+
+def _rates_of_ops(
+    samples: Samples, chains: Sequence[list[Cell]], average: Callable[[Any], float]
+) -> dict[OpKey, Rate]:
+    """What was measured, by the names and sizes that ops_of() gives."""
+    found: dict[OpKey, Rate] = {}
+    for op in (op for same in chains for workload, setup in same for op in ops_of(workload, setup)):
+        key = op.name, op.shape, op.direction
+        if samples.get(key):
+            found[key] = Rate(average(samples[key]), op.flops, op.bytes)
+    return found
+
+
+# Exchanges
+
+
+def _time_collectives(
+    pool: Ranks, cells: Sequence[Cell], seconds: float
+) -> dict[str, list[tuple[float, float]]]:
+    """(bytes, seconds) by kind and ranks."""
+    asked: dict[str, tuple[CommOp, Setup, set[float]]] = {}
+    for workload, setup in cells:
+        for send in comm_ops_of(workload, setup):
+            if send.axis != "control" and send.ranks > 1:
+                _, _, sizes = asked.setdefault(comm_key(send), (send, setup, set()))
+                sizes.add(min(send.bytes, MOST_SENT))
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for key, (send, setup, sizes) in asked.items():
+        for size in spaced(min(sizes), max(sizes)):
+            share = seconds / len(asked) / 4
+            ranks = pool.call(_run_collective, send, size, setup.transport, share)
+            # Ranks leave the barrier one after the other: the last one waits for nobody.
+            times = [min(each) for each in zip(*ranks)][1:]
+            found[key].append((float(size), statistics.median(times)))
+    pool.call(_forget)
+    return found
+
+
+def spaced(low: float, high: float, count: int = 4) -> list[int]:
+    """Sizes from a quarter of low to high, evenly on a scale of ratios, in multiples of 1 KB."""
+    low = max(1024.0, low / 4)
+    ratio = (max(high, low) / low) ** (1 / (count - 1))
+    return sorted({int(-(-low * ratio**i // 1024) * 1024) for i in range(count)})
+
+
+def _run_collective(
+    rank: Rank, send: CommOp, size: int, transport: str, seconds: float
+) -> list[float]:
+    """Seconds of one exchange after the other on a rank; every group of so many ranks at once.
+
+    A message is one of two ranks that it goes to and back. Ranks beyond the last group: infinite.
+    """
+    groups = rank.kept.setdefault("groups", {})
+    ranks = 2 if send.kind == "send" else send.ranks
+    device = rank.mesh().device
+    if ranks not in groups:
+        made = [
+            dist.new_group(list(range(first, first + ranks)))
+            for first in range(0, rank.world_size - ranks + 1, ranks)
+        ]
+        transport = "torch" if transport == "gloo" else "auto"
+        mine = [group for i, group in enumerate(made) if i == rank.rank // ranks]
+        groups[ranks] = [make_collectives(g, device=device, transport=transport) for g in mine]
+    exchange = _exchange(groups[ranks][0], send, size) if groups[ranks] else (lambda: None)
+    passes = 2 if send.kind == "send" else 1
+
+    def once() -> float:
+        found = _seconds(exchange, device) / passes
+        return found if groups[ranks] else math.inf
+
+    rank.barrier()
+    guess = rank.of_first(max(once(), once()))  # all do as many
+    count = max(5, min(50, int(seconds / max(guess, 1e-6))))
+    found = []
+    for _ in range(count):
+        rank.barrier()
+        found.append(once())
+    return found
+
+
+def _exchange(group: Collectives, send: CommOp, size: int) -> Callable[[], None]:
+    """One exchange of so many bytes on this rank."""
+    numel = -(-size // 4 // group.world_size) * group.world_size
+    whole = group.empty(numel, torch.float32).zero_()
+    part = numel // group.world_size
+    mine = whole[group.rank * part : (group.rank + 1) * part]
+    later = send.axis not in ("tp", "cp")  # see comm_key()
+    arguments = {
+        "reduce_scatter": (mine, whole),
+        "all_gather": (whole, mine),
+        "broadcast": (whole, 0),
+        "all_to_all": (torch.empty_like(whole), whole),
+    }
+
+    def exchange() -> None:
+        if send.kind == "send":
+            first, second = (group.send, group.recv)[:: 1 if group.rank == 0 else -1]
+            first(whole, 1 - group.rank)
+            second(whole, 1 - group.rank)
+            return
+        call = getattr(group, send.kind)
+        handle = call(*arguments.get(send.kind, (whole,)), async_op=later)
+        if handle is not None:
+            handle.wait()
+
+    return exchange
+
+
+# Overhead
+
+
+def _tiny_cells(setup: Setup) -> list[Cell]:
+    """(1 or 3 layers) * (1 or 3 micro-batches) of almost nothing, set up in the same way.
+
+    Without stages, which so few layers do not make: a layer's overhead is that of its rank.
+    """
+    setup = setup.change(pp=1, pp_split=None, schedule="1f1b", chunks=None)
+    heads = 2 * setup.tp
+    cells = []
+    for layers, micro in itertools.product((1, 3), (1, 3)):
+        shape = GPTConfig(layers, heads, 8 * heads, TINY, 128, dropout=0.0)
+        tiny = setup.change(micro_batch_size=setup.tp, grad_accum_steps=micro, bucket_mb=None)
+        cells.append((Workload(shape, tiny.dp * tiny.micro_batch_size * micro), tiny))
+    return cells
+
+
+def _overheads(
+    pool: Ranks, tiny: dict[str, list[Cell]], rates: MeasuredRates, seconds: float
+) -> dict[str, Overhead]:
+    """For each way to set up, what its tiny steps cost beyond their operations."""
+    found = {}
+    for key, cells in tiny.items():
+        steps = pool.call(_run_tiny, cells, seconds / max(1, len(tiny)))
+        beyond = []
+        for number, cell in enumerate(cells):
+            took = statistics.median(slowest([times[number] for times in steps]))
+            beyond.append(took - known_s(*cell, rates))
+        found[key] = solve(beyond)
+    rates.scaled.clear()
+    return found
+
+
+def known_s(workload: Workload, setup: Setup, rates: MeasuredRates) -> float:
+    """Seconds of the operations and exchanges of a step, one after the other."""
+    ops = sum(op.count * rates.op_s(op) for op in ops_of(workload, setup))
+    return ops + sum(send.count * rates.comm_s(send) for send in comm_ops_of(workload, setup))
+
+
+def solve(beyond: Sequence[float]) -> Overhead:
+    """The four constants from steps of (1, 3) layers * (1, 3) micro-batches, micro-batches first.
+
+    step + micro * (micro_batch + layers * layer) + layers * layer_step, none below 0.
+    """
+    one_one, one_three, three_one, three_three = beyond
+    layer = max(0.0, (three_three - three_one - one_three + one_one) / 4)
+    layer_step = max(0.0, (three_one - one_one) / 2 - layer)
+    micro_batch = max(0.0, (one_three - one_one) / 2 - layer)
+    step = max(0.0, one_one - micro_batch - layer - layer_step)
+    return Overhead(step, micro_batch, layer, layer_step)
+
+
+def _run_tiny(rank: Rank, cells: list[Cell], seconds: float) -> list[list[float]]:
+    """Seconds of steps of every cell on a rank, in turns."""
+    runs = [ShortRun(workload, setup, rank.mesh(setup.tp, setup.cp)) for workload, setup in cells]
+    found: list[list[float]] = [[] for _ in cells]
+    for run in runs:
+        run.seconds(3)
+    rank.barrier()
+    start = time.perf_counter()
+    for run in runs:
+        run.seconds(1)
+    once = rank.of_first(time.perf_counter() - start)
+    for _ in range(max(8, min(60, int(seconds / max(once, 1e-6))))):
+        for number, run in enumerate(runs):
+            found[number] += run.seconds(1)
+    del runs
+    gc.collect()
+    return found

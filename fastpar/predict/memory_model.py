@@ -1,0 +1,600 @@
+"""The peak of a training step's memory on the fullest rank, predicted: closed form, nothing is run.
+
+A step's memory is what stays (parameters, gradients, the optimizer's state) and what comes and
+goes. The peak of the latter is at one of six moments, and the largest of them is predicted:
+
+    loss        all activations; the head's input, dx and dweight (in fp32), a chunk's logits
+    dweight     as loss without the logits, while dweight is cast
+    block       backward of a block: activations up to it, the gradients that its ops hand on, one
+                weight's gradient; the head's gradient waits for the embedding's; at stages 2 and 3
+                whole gradients on their way, at stage 3 two gathered units
+    embedding   backward of the embedding, whose gradient is as large as the head's
+    update      Adafactor's: the updates of a batch of matrices, copies of what is rounded; Muon's:
+                matrices on their way and one's products (AdamW's kernel needs nothing)
+    between     nothing: what stays
+
+On a GPU the same holds, but a chunk's logits go, and attention keeps one number of a row instead of
+two. Not predicted: what StepMemory does not measure either (transports' own buffers), the random
+state of recomputed blocks, and what oneDNN packs factors of 16-bit products in on a CPU.
+
+[Note: gradients under way] At stages 2 and 3 a bucket has memory from the first gradient that is
+copied into it until its reduction is waited for; the engine waits for the oldest one when
+reducer.too_many_in_flight() says so. So the whole gradients that are alive grow with the blocks
+behind backward, bucket by bucket, up to those that wait and the one that is filled; the bucket that
+the last norm opens stays. At stages 0 and 1 gradients have their place, but messages in another
+format are copies until the end of backward. At stage 3 the parameters of two units are there.
+
+[Note: units] a: the features of this rank's tokens between blocks, [N, C] ([N/tp, C] under sequence
+parallelism); whole: of all tokens; split: [N, C/tp]; heads: [N, H*D] of this rank's heads, which is
+split where tp divides them. All in bytes of the weights' format. What a block keeps of them is in
+settings/block.py; under "selective" recomputation it is its inputs and the outputs of products and
+attention, under "full" its inputs: x and delta, the first block has no delta.
+
+[Note: joined] Along the row of a grid what is gathered or summed is put together, or apart, in a
+copy; a weight and its gradient, which are cut by rows, along their columns, too. Such a copy and
+what it is made from are there at once. With one row or one column there is nothing to join.
+
+[Note: a pipeline's rank] keeps what its schedule holds: of each micro-batch and chunk the blocks'
+activations, what was received and what was sent on, and where the head is its input's gradient,
+the norm's output and dweight; besides the gradient that the running backward was given, and the
+message that is received ahead. A backward in two halves brings nothing into the buckets in the
+first, whose gradients of norms, biases and tables are set aside; in the second bucket after bucket
+is filled while what waits becomes less.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fastpar.axes.buckets import (
+    ROOT,
+    GPTBuckets,
+    RankParts,
+    bucket_mb_of,
+    buckets_of,
+    parts_of,
+)
+from fastpar.axes.pipeline.schedules import SPLIT
+from fastpar.axes.pipeline.simulator import Held, held_of
+from fastpar.axes.step import Setup, Workload
+from fastpar.engine.offload import IN_FLIGHT
+from fastpar.engine.reducer import IN_FLIGHT as IN_REDUCTION
+from fastpar.kernels.linear_cross_entropy import default_chunk_rows
+from fastpar.kernels.linear_fp8 import BLOCK
+from fastpar.optim.adafactor import BATCH
+from fastpar.predict.matrix_updates import product_bytes, updates_of
+from fastpar.settings.block import Part, block_parts, products, widths
+
+# cuBLAS's workspace on Hopper, from torch's allocator (a quarter on older GPUs), which the threads
+# of forward and of backward have one each of.
+_CUBLAS = 2 * 32 * 2**20
+_MOMENT_BLOCK = 256  # 8-bit moments have an fp32 scale for each block of so many
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank at the peak of a step, by kind.
+
+    Attributes:
+        activations: what forward keeps, and the gradients that one op of backward hands to the
+            next.
+        loss: logits, dx and dweight of the head, and the head's gradient until it is used.
+        buckets: whole gradients on their way, gathered parameters, copies in the format of the
+            wire, one weight's gradient, on a GPU also cuBLAS's workspace.
+        update: what the optimizer needs for a moment.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int = 0
+    loss: int = 0
+    buckets: int = 0
+    update: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in vars(self).items() if size
+        )
+        return f"{format_bytes(self.total)} ({parts})"
+
+
+def format_bytes(size: float) -> str:
+    """A size in GB, or in MB below a tenth of one."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
+
+
+def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = None) -> Memory:
+    """What surely stays between steps; no activations, nothing on its way; see buckets_of()."""
+    buckets, stage, n = buckets_of(workload, setup, parts), setup.stage, setup.n_shards
+    whole, shard = buckets.padded(n), buckets.padded(n) / n
+    # Padding has no state. A rank can have a little more than its share of what has.
+    elements = buckets.elements / (n if stage else 1)
+    state = setup.state_bytes * elements
+    if setup.optimizer == "adamw" and setup.moment_dtype == "int8":
+        state += 2 * 4 / _MOMENT_BLOCK * elements
+    if setup.optimizer == "adafactor":  # means of rows and columns
+        state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
+    if setup.optimizer == "muon":  # one momentum, not two moments
+        state -= 4 * sum(map(math.prod, buckets.hidden)) / (n if stage else 1)
+    weights, grads = shard if stage == 3 else whole, shard if stage >= 2 else whole
+    if setup.offload is not None:  # on the host: state, gradients of a stage that frees them
+        state, grads = min(state, setup.offload_keep_mb * 2**20), grads if stage < 2 else 0
+        weights = 0 if setup.offload == "parameters" else weights
+    if stage in (1, 2) and setup.code_bytes[1]:  # a rank's own are apart from what is gathered
+        weights += shard
+    if setup.secondary_shards and setup.node_size and n > setup.node_size:
+        weights += whole / setup.node_size
+    return Memory(
+        parameters=round(setup.weight_bytes * weights),
+        gradients=round(setup.grad_bytes * grads + setup.error_bytes * whole),
+        optimizer=round(state),
+    )
+
+
+def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
+    """The most that a batch of matrices needs; see [Note: batches] in adafactor.py."""
+    each, rounded = 4, 0  # bytes of an element of the batch, and of its largest matrix
+    if setup.dtype == "bf16" and setup.master_weights != "none":
+        each, rounded = (8, 8) if setup.master_weights == "remainder" else (4, 6)
+    sizes = [math.prod(shape) for shape in buckets.matrices]
+    return float(each * max(*sizes, min(sum(sizes), BATCH)) + rounded * max(sizes))
+
+
+class Moment(NamedTuple):
+    """Bytes of what comes and goes, at one moment."""
+
+    activations: float
+    loss: float
+    buckets: float
+    update: float = 0.0
+
+
+class Peak:
+    """The moments where the peak can be; see the top of the file.
+
+    Args:
+        parts: of the rank; held: micro-batches that each of its chunks keeps.
+    """
+
+    def __init__(self, workload: Workload, setup: Setup, parts: RankParts, held: Held) -> None:
+        shape, tp = workload.shape, setup.tp
+        self.shape, self.setup, self.parts = shape, setup, parts
+        self.head, self.buckets = parts.last, buckets_of(workload, setup, parts)
+        self.layers, self.mode = self.buckets.n_layers, setup.activation_checkpointing
+        self.on_gpu, self.item = setup.device_type == "cuda", setup.weight_bytes
+        self.grid = setup.tp_grid is not None
+        self.sp = self.grid or (tp > 1 and setup.sequence_parallel)
+        self.width, self.n = shape.n_embd, setup.tokens_of_rank(workload)
+        self.whole = self.n * self.width * self.item
+        self.split = self.whole / tp
+        n_heads = shape.heads_of_rank(tp)
+        self.heads = self.n * n_heads * shape.head_dim * self.item
+        # What ranks of cp attend, and on a GPU its o, which c_proj keeps as this rank's tokens.
+        attended = setup.attended_heads(shape)
+        self.padding = self.n * (attended - n_heads) * shape.head_dim * self.item
+        exchanged = self.on_gpu and setup.cp > 1 and not setup.by_keys
+        self.again = self.heads + self.padding if exchanged else 0.0
+        self.a = self.split if self.sp else self.whole
+        # Mean and rstd of a norm.
+        self.statistics = 8 * (self.n / tp if self.sp and not self.grid else self.n)
+        # Of a row and head of attention: lse; on the CPU two numbers.
+        self.lse = (4 if self.on_gpu else 8) * self.n * attended
+        self.res = self.a * (2 if shape.dropout else 1)  # gradients of x and delta: one or two
+        self.weight = 4 * self.width**2 / tp * self.item  # the gradient of a block's largest weight
+        self.letters = widths(shape, tp)
+        self.rows = self.letters["V"]
+        self.table = self.rows * self.width
+        # Beside the buckets: none on a GPU where they keep gradients of 16-bit weights in fp32. The
+        # loss writes it into its bucket, which is open all the time at stages 2 and 3.
+        wide = self.on_gpu and self.item == 2 and setup.grad_bytes == 4
+        wide &= tp == setup.pp == 1 and not self.grid
+        self.table_made = 0.0 if wide else self.item * self.table
+        self.table_waits = 4.0 * self.table * (setup.stage >= 2) if wide else self.table_made
+        # idx and targets; each rank of a grid has those of all.
+        self.batch = 16 * self.n * setup.cp * setup.rows * setup.depth
+        # Of a grid, see [Note: joined]: activations that are joined. Of a matrix whose columns are
+        # cut by rows: whether it is gathered; its part; of the gradient's own size the copy in
+        # which it is cut, and the part.
+        self.joined = self.whole * (self.grid and tp > 1)
+        self.several, self.share = setup.rows > 1, 1 / setup.rows
+        self.cut = self.several * (1 + self.share)
+        self.chunk, self.splits = held.chunk, setup.schedule in SPLIT and setup.pp > 1
+        # In elements, see [Note: gradients under way]: of a block; of a bucket; of those that wait.
+        first = parts.first and held.chunk == 0
+        last = parts.last and held.chunk == len(parts.layers) - 1
+        self.block, buckets = self.buckets.block, self.buckets.layout.buckets
+        self.bucket = max([b.numel for b in buckets if b.unit != ROOT], default=1)
+        cap = bucket_mb_of(setup) * 2**20 / setup.grad_bytes
+        self.waiting = max(2, IN_REDUCTION * cap // self.bucket) * self.bucket
+        self.blocks = parts.layers[held.chunk] * self.block
+        # The embedding's and positions' bucket, that which the last norm opens, and the head's
+        # table where it waits for no embedding.
+        self.root = self.table + shape.block_size * self.width if first else 0
+        self.opened = buckets[self.buckets.arrival[0]].numel if last else 0
+        self.early = self.table if last and not first else 0
+        # Bytes of an element: of its messages, of the shard that its sum is added to.
+        self.messages = self._message_bytes
+        again = setup.accumulate == "shard" and setup.grad_accum_steps > 1 and setup.stage > 0
+        self.sums = setup.grad_bytes / setup.n_shards if again else 0.0
+        self.at_loss = self._alive(0.0, 0.0)
+        # What the other micro-batches of a pipeline keep meanwhile.
+        self.others = self._others(held)
+
+    def _others(self, now: Held) -> float:
+        """Kept by a pipeline beside the blocks in backward; see [Note: a pipeline's rank]."""
+        if self.setup.pp == 1:
+            return 0.0
+        parts, held, last = self.parts, now.held, len(now.held) - 1
+        kept = 0.0
+        for n, waiting, layers in zip(held, now.waiting, parts.layers):
+            kept += (n - waiting) * self.kept(layers) + waiting * self._sides * layers
+        for chunk, (n, waiting) in enumerate(zip(held, now.waiting)):
+            ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
+            kept += (n - waiting) * ends * self.a
+        ends = self.head and now.chunk == last  # the loss has no gradient to be given
+        kept += self.a * (2 - ends)
+        forward = held[-1] - max(now.waiting[-1], ends)
+        kept += (forward * 2 * self.a + (held[-1] - ends) * 4 * self.table) * self.head
+        layers = parts.layers[now.chunk]
+        return kept - (self._sides * layers if self.splits else self.kept(layers))
+
+    def _alive(self, made: float, limit: float, opened: float = 0.0) -> float:
+        """Bytes of whole gradients and their messages, when backward has made so many elements.
+
+        Args:
+            limit: of the buckets under way; opened: elements of one that stays.
+        """
+        setup, everything = self.setup, self.buckets.padded(1)
+        if setup.stage < 2:
+            sums = everything if setup.grad_accum_steps > 2 else made
+            return self.messages * (made + self.early) + self.sums * sums
+        some = min(math.ceil(made / self.bucket) * self.bucket, limit, self.blocks)
+        whole = setup.grad_accum_steps > 1 and not self.sums  # of earlier micro-batches
+        added = made if setup.n_shards < setup.data else some
+        grads = everything if whole else some + opened
+        return setup.grad_bytes * grads + self.messages * some + self.sums * added
+
+    def _lefts(self) -> Iterator[tuple[int, float]]:
+        """Blocks that backward has before it where the peak can be, and the elements that it made:
+        all blocks; as the last bucket that may wait is filled; three whose inputs are on the device
+        with offload_activations; one."""
+        mine, filled = self.parts.layers[self.chunk], int(self.waiting // self.block)
+        for left in {mine, mine - filled, mine - filled - 1, 3, 1}:
+            if 0 < left <= mine:
+                yield left, (mine - left) * self.block
+
+    @property
+    def _at_table(self) -> float:
+        """When the embedding's gradient is copied into its bucket."""
+        return self._alive(self.blocks, self.waiting, self.root)
+
+    @property
+    def _sent(self) -> float:
+        """Messages of that bucket, and its sum."""
+        return (self.messages + self.sums) * self.root
+
+    @property
+    def _message_bytes(self) -> float:
+        """Of an element of a bucket on its way, beside the gradient: messages, decoded ones."""
+        setup = self.setup
+        if setup.data == 1 and setup.offload is None:
+            return 0.0
+        if setup.code_bytes[0]:
+            return 2 * setup.wire_bytes + 4
+        return setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0
+
+    @property
+    def going_down(self) -> float:
+        """Reduced gradients on their way to the host; those of earlier micro-batches stay."""
+        setup = self.setup
+        if setup.offload is None:
+            return 0.0
+        whole = self.buckets.grad_bytes * self.buckets.elements / setup.n_shards
+        if setup.grad_accum_steps > 1 and setup.accumulate == "shard":
+            return whole
+        return min(whole, (IN_FLIGHT + 1) * bucket_mb_of(setup) * 2**20 / setup.n_shards)
+
+    def moments(self) -> Iterator[Moment]:
+        yield from self._blocks()
+        if self.parts.first and self.chunk == 0:
+            yield from self._embedding()
+        if self.head and self.chunk == len(self.parts.layers) - 1:
+            yield self._loss()
+            yield self._dweight()
+        if self.setup.optimizer == "adafactor":
+            scratch = _adafactor_scratch(self.setup, self.buckets)
+            yield Moment(0.0, self._standing, 0.0, scratch)
+        if self.setup.optimizer == "muon":
+            matrices = updates_of(self.shape, self.buckets, self.setup)
+            yield Moment(0.0, self._standing, 0.0, matrices.room(product_bytes(self.setup)))
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, float]:
+        """Bytes on this rank of what a Part may keep."""
+        n, shape, choices = self.n, self.shape, self.n * self.shape.top_k
+        of_choice = self.item * choices
+        return {
+            **{"C": self.a, "A": self.heads, "3A": 3 * self.heads, "F": 4 * self.split},
+            **{"stats": self.statistics, "lse": self.lse, "choices": (4 + 2 * 8) * choices},
+            **{"X": 4 * n * self.width, "E": 4 * n * shape.n_expert, "R": of_choice * self.width},
+            "H": of_choice * (shape.hidden / self.setup.tp),
+        }
+
+    def _kept(self, parts: Iterable[Part]) -> float:
+        """By parts, where nothing is recomputed."""
+        kept, coded = 0.0, products(self.setup.fp8)
+        for part in parts:
+            if part.name in coded and part.keeps:  # as codes of all tokens, and their scales
+                k = self.letters[part.into]
+                scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[self.setup.fp8_scaling]
+                kept += self.n * (k + 4 * scales)
+            else:
+                kept += sum(self._sizes[what] for what in part.keeps)
+        return kept
+
+    def _one(self, *, experts: bool = False) -> float:
+        """Kept by a block."""
+        parts, sizes = block_parts(experts=experts), self._sizes
+        if self.mode == "none":
+            return self._kept(parts) + 3 * self.padding + self.again
+        kept = 2 * self.a + 8 * self.n * self.shape.top_k * experts
+        if self.mode == "selective":
+            kept += self.lse + sum(sizes[p.out] for p in parts[:-1] if not p.cheap)
+            kept += 2 * sizes["R"] * (experts and self.setup.ep > 1)  # what was received
+        return kept
+
+    @functools.cached_property
+    def _cheap(self) -> float:
+        """Outputs of what "selective" recomputes in a block."""
+        return sum(self._sizes[part.out] for part in block_parts() if part.cheap)
+
+    @functools.cached_property
+    def _dense(self) -> float:
+        return self._one()
+
+    def kept(self, layers: int, sparse: int = 0) -> float:
+        """Kept by so many blocks, so many of which have experts."""
+        if self.setup.offload_activations:  # the block in backward, the one before it, the last
+            layers = min(layers, 3)
+        kept = self._dense * (layers - sparse)
+        if sparse:
+            kept += self._one(experts=True) * sparse
+        return kept - (self.a if self.mode == "full" else 0)
+
+    @functools.cached_property
+    def _sides(self) -> float:
+        """Of a block: inputs of products and gradients of outputs; see split_backward.py."""
+        found = [part for part in block_parts() if part.op == "matmul"]
+        return sum(self._sizes[part.into] + self._sizes[part.out] for part in found)
+
+    @functools.cached_property
+    def _again(self) -> float:
+        """What backward makes again before it begins with a block."""
+        if self.mode == "none":
+            return 0.0
+        norms = sum(part.op == "layer_norm" for part in block_parts())
+        sums = norms * (self.a + self.statistics)
+        full = self.mode == "full"
+        return self._kept(block_parts()) if full else self._cheap + sums
+
+    @property
+    def _workspace(self) -> float:
+        """The head's: a chunk's logits; on a CPU they stay, and a 16-bit product of dweight."""
+        kind = "cuda" if self.on_gpu else "cpu"
+        rows = min(self.n, default_chunk_rows(self.n, self.width, self.rows, kind))
+        product = self.item * self.table if self.item == 2 and not self.on_gpu else 0
+        return rows * self.rows * self.item + product
+
+    @property
+    def _standing(self) -> float:
+        """What of the head's workspace is there all the time."""
+        return 0.0 if self.on_gpu or not self.head else self._workspace
+
+    def _gathered(self, units: int) -> float:
+        """Parameters at stage 3: the root's, and those of so many last units."""
+        if self.setup.stage < 3:
+            return 0.0
+        root, *others = self.buckets.units
+        return self.item * (root + sum(others[max(0, len(others) - units) :]))
+
+    def _loss(self) -> Moment:
+        # The last norm's sum and output and statistics.
+        kept = self.kept(self.parts.layers[-1]) + 2 * self.a + self.statistics + self.batch
+        dweight = 4 * self.table
+        rows = min(self.n, default_chunk_rows(self.n, self.width, self.rows, "cpu"))
+        if rows < self.n and self.item == 2 and not self.on_gpu:  # the next one is added
+            dweight *= 2
+        loss = self._workspace + self.whole + dweight + 4 * self.n
+        if self.sp:
+            loss += self.whole  # x of all tokens
+        loss += self.several * self.item * self.table
+        return Moment(kept + self.others, loss, self.at_loss + self._gathered(1))
+
+    def _dweight(self) -> Moment:
+        kept = self.kept(self.parts.layers[-1]) + self.a + self.statistics + self.batch
+        loss = self._standing + self.whole + 4 * self.table
+        if self.setup.tp > 1:
+            loss += self.whole  # the sum of dx; both are scaled where they are
+        if self.item == 2:
+            loss += self.table_waits
+        if self.grid:  # dx is scaled, cut and summed; dweight cast; cut and summed
+            table, standing = self.item * self.table, self._standing
+            summed = loss - (table if self.item == 2 else 0) + self.joined + self.a
+            cuts = standing + table * (1 + self.cut) + self.a
+            scaled = max(loss - self.whole + self.a, summed)
+            ahead = self.at_loss + self._gathered(2)  # backward has begun
+            found = [(scaled, self.at_loss + self._gathered(1)), (cuts, ahead)]
+            return max((Moment(kept + self.others, *each) for each in found), key=sum)
+        return Moment(kept + self.others, loss, self.at_loss + self._gathered(1))
+
+    def _waiting(self) -> float:
+        """The head's gradient and workspace, until the embedding's gradient is there."""
+        waits = self.parts.first and self.parts.last
+        return self.table_waits * self.share * waits + self._standing
+
+    def _block(self) -> tuple[float, float]:
+        """The most that a block's backward has on top of what is kept up to it: as it begins, and
+        while it fills the next bucket."""
+        a, whole, split, weight = self.a, self.whole, self.split, self.weight
+        joined, gathered = self.joined, self.several * weight
+        tokens = whole if self.sp else 0.0  # gathered
+        # The last product of a forward; c_fc's gradients, and what is scattered of them.
+        output = whole + (a if self.sp else 0.0)
+        c_fc = whole + weight + (whole + a if self.sp else 0.0)
+        if self.grid:  # dx on its way, w joined, dweight cut
+            tokens = joined + self.share * gathered
+            output = whole + max(gathered, joined + a)
+            dx = joined + max(whole + joined + a, 2 * gathered, gathered + whole)
+            c_fc = max(dx, joined + a + weight * (1 + self.cut))
+        again, last = self._again, 0.0
+        if self.mode == "full":  # the block's forward; its last product is thrown away
+            last = self.res + again + a + output
+        elif self.mode == "selective":
+            last = self.res + again
+            again -= 2 * a  # what was kept of c_proj has been used
+        start = max(last, self.res + again + 4 * split + weight + tokens)
+        # gelu's output is gone. Its backward, or c_proj's gradient on its way into the bucket.
+        c_proj = again + a + max(4 * split, weight * self.share)
+        # As c_fc's backward runs, and when its input and gelu's are gone.
+        c_fc += again - 4 * split + a
+        if self.setup.by_keys:  # attention's backward, in units of heads: see axes/context/keys.py
+            sums = 2 if self.item == 2 else 1  # in fp32
+            pieces = 2 + 2 * sums + 2  # k and v; the sums of their gradients; those of a piece
+            attention = again - 8 * split - a + (1 + 3 + pieces) * self.heads
+            c_fc = max(c_fc, attention)
+        if self.setup.fp8 != "none":  # values of gelu's output; codes of c_fc's gradient
+            codes = self.width * (self.n + 4 * self.width // self.setup.tp)  # dy's and w's
+            start, c_proj = start + 4 * split + codes, c_proj + 4 * split
+            c_fc += whole + 4 * split / self.item
+        return start, max(c_proj, c_fc)
+
+    def _halves(self) -> Iterator[Moment]:
+        """A backward in two halves: gradients reach the buckets in the second one only."""
+        mine = self.parts.layers[self.chunk]
+        again = self._cheap if self.mode == "selective" else self._again
+        waits = self.head and (self.chunk == len(self.parts.layers) - 1 or self.parts.first)
+        set_aside = self.item * self.table * waits + self._standing
+        for layers in {1, mine}:  # as gelu's backward runs: both sides of it, and their gradients
+            kept = self.kept(layers) + self._sides * (mine - layers) + self.others + self.batch
+            kept += again + self.res + 8 * self.split + (self.whole if self.sp else 0.0)
+            yield Moment(kept, set_aside, self.at_loss + self._gathered(2))
+        first = self.item * self.table * (self.parts.first and self.chunk == 0)
+        for layers, made in self._lefts():
+            kept = self._sides * layers + self.others + self.batch
+            alive = self.weight + self._alive(made, self.waiting, self.opened)
+            yield Moment(kept, max(set_aside, first), alive + self._gathered(2))
+        table = first + self._at_table
+        yield Moment(self.others + self.batch, self._standing, table)
+
+    def _blocks(self) -> Iterator[Moment]:
+        if self.splits:
+            yield from self._halves()
+            return
+        start, rest = self._block()
+        for layers, made in self._lefts():
+            kept = self.kept(layers) + self.batch + self.others - self.weight
+            gathered = self.weight + self._gathered(min(2, layers))
+            alive = self._alive(made, self.waiting, self.opened * (made > 0))
+            yield Moment(kept + start, self._waiting(), gathered + alive)
+            alive = self._alive(made + self.block / 2, self.waiting + self.bucket, self.opened)
+            yield Moment(kept + rest, self._waiting(), gathered + alive)
+
+    def _embedding(self) -> Iterator[Moment]:
+        """Its backward; its gradient is copied into the bucket; the bucket is sent."""
+        table, gathered = self.table_made, self._gathered(0)
+        activations = self.res + self.batch + (self.whole if self.sp else 0.0)
+        activations += self.others
+        made = self._alive(self.blocks, self.waiting, self.opened) + gathered
+        sums = 0.0
+        if self.splits:  # the weights' gradients are still to come
+            activations += self._sides * self.parts.layers[0]
+            made = self.at_loss + gathered
+        if self.item == 2 and not self.on_gpu:  # rows that occur are added up in fp32
+            sums = 6 * min(self.n, self.rows) * self.width
+        if self.grid:
+            activations = self.batch + self.whole
+        yield Moment(activations, self._waiting(), made + sums + table)
+        if self.grid:
+            yield Moment(self.batch, self._waiting(), made + table * (1 + self.cut))
+        table *= self.share
+        yield Moment(self.batch, self._standing, self._at_table + table + gathered)
+        yield Moment(self.batch, self._standing, self._at_table + self._sent + gathered)
+
+
+def predict_memory(workload: Workload, setup: Setup) -> Memory:
+    """The peak of a step, after the first ones (which make the optimizer's state).
+
+    Of a pipeline, on the rank that needs most: each with the parameters of its stages, a table that
+    the first and the last one share counted on both ranks, and the micro-batches that its
+    schedule holds.
+    """
+    cases = {(parts, held) for parts, several in _stages(workload, setup) for held in several}
+    fullest = [
+        (parts, a)
+        for parts, a in cases
+        if not any(other == parts and a.within(b) for other, b in cases)
+    ]
+    found = (_memory_of(workload, setup, parts, held) for parts, held in fullest)
+    return max(found, key=lambda memory: memory.total)
+
+
+def _stages(workload: Workload, setup: Setup) -> Iterator[tuple[RankParts, list[Held]]]:
+    """What each rank of a pipeline has, and what it holds."""
+    what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
+    moments = held_of(*what) if setup.pp > 1 else [[Held(0, (1,), (0,))]]
+    yield from zip(parts_of(workload, setup), moments)
+
+
+def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
+    """predict_memory() of each rank of a pipeline; with pp=1 of the one there is."""
+    return [
+        max(
+            (_memory_of(workload, setup, parts, held) for held in several),
+            key=lambda memory: memory.total,
+        )
+        for parts, several in _stages(workload, setup)
+    ]
+
+
+def kept_by_blocks(workload: Workload, setup: Setup) -> float:
+    """Bytes that a rank's blocks keep of a forward until backward; without a pipeline."""
+    ((parts, (held,)),) = _stages(workload, setup)
+    shape = workload.shape
+    return Peak(workload, setup, parts, held).kept(shape.n_layer, shape.expert_layers)
+
+
+def activations_on_host(workload: Workload, setup: Setup) -> int:
+    """Bytes of blocks' inputs that are pinned on a rank's host; 0 where they stay.
+
+    A block has two inputs, x and delta, the first one of a stage has one; the last of all never
+    leaves (nn/recompute.py).
+    """
+    most = 0.0
+    for parts, several in _stages(workload, setup) if setup.offload_activations else ():
+        for held in several:
+            layers = zip(held.held, parts.layers)
+            inputs = sum(n * (2 * blocks - 1) for n, blocks in layers if blocks) - 1
+            most = max(most, inputs * Peak(workload, setup, parts, held).a)
+    return round(most)
+
+
+def _memory_of(workload: Workload, setup: Setup, parts: RankParts, held: Held) -> Memory:
+    """What stays, and the largest moment."""
+    peak = Peak(workload, setup, parts, held)
+    top = max(peak.moments(), key=sum)
+    return replace(
+        predict_states(workload, setup, parts),
+        activations=round(top.activations),
+        loss=round(top.loss),
+        buckets=round(top.buckets + peak.going_down) + (_CUBLAS if peak.on_gpu else 0),
+        update=round(top.update),
+    )

@@ -1,0 +1,453 @@
+"""`fastpar plan`: which layout, how large a micro-batch, how fast, how much memory, what it costs.
+
+The machine is one of devices.py, taken from data sheets, or this one, measured (--measure). The
+figures come from predict/memory_model.py and predict/step_time.py; the layouts from search.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from fastpar.axes.buckets import buckets_of
+from fastpar.axes.step import Setup, Workload
+from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
+from fastpar.predict.capacity import host_memory
+from fastpar.predict.counts import check_counts
+from fastpar.predict.datasheet import DatasheetRates
+from fastpar.predict.devices import Cluster, Device, device_table, find_device, larger_device
+from fastpar.predict.estimate import Estimate, layout_text, size_text
+from fastpar.predict.experts import experts_report
+from fastpar.predict.fp8 import check_fp8, fp8_text
+from fastpar.predict.grids import check_grid, grids_text
+from fastpar.predict.host_step import host_bytes
+from fastpar.predict.matrix_updates import updates_text
+from fastpar.predict.measured_rates import gpu_name
+from fastpar.predict.network import Network
+from fastpar.predict.operations import Rates, comm_ops_of
+from fastpar.predict.pipelines import check_stages, stages_text
+from fastpar.predict.replicas import replicas_text
+from fastpar.predict.search import (
+    families,
+    possible_batches,
+    refused,
+    search,
+    smallest_changes,
+    why_not,
+)
+from fastpar.predict.step_time import cost_per_billion_tokens
+from fastpar.predict.wires import wires_text
+from fastpar.settings.config import PRESETS, GPTConfig, TrainConfig
+from fastpar.settings.files import option
+from fastpar.settings.options import ModelSize, TrainFlags
+
+PUBLISHED_ERROR = 0.12  # of the time of a step, see bench/results/plan/published.md
+TOKENS_PER_STEP = 524288  # of GPT-2's published batch, on GPUs
+CPU_VOCABULARY = 4096  # of the tokenizer that the trainer learns by default
+# Not for tensors: on a GPU the CUDA context, cuBLAS workspaces and NCCL's buffers, and what the
+# allocator cannot use because of its blocks; on a CPU interpreter and libraries of a rank.
+GPU_RESERVED_BYTES, GPU_USABLE = 1.5e9, 0.96
+CPU_RESERVED_BYTES = 0.5e9
+MOST_MEASURED = 12  # layouts whose operations --measure measures
+
+
+@dataclass(frozen=True)
+class PlanCommand(ModelSize):
+    """Which parallel layout for a GPT-2 on these GPUs: memory, step time, cost, and why."""
+
+    model: str = "gpt2"
+    """Size: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu."""
+    n_expert: int = 0
+    """Experts in the place of MLPs: memory and exchanges of each ep and stage."""
+    expert_top_k: int = 2
+    """Of a token."""
+    expert_hidden: int | None = None
+    """Features of an expert, instead of 4 * n-embd."""
+    vocab_size: int | None = None
+    """Tokens of the tokenizer; unset: 50257, on a CPU 4096. Below 256: of characters."""
+    batch_size: int | None = None
+    """Sequences a step, over all GPUs; unset: 524288 tokens, on a CPU 8 sequences."""
+    gpu: str = "h100"
+    """Kind: v100, a100, a100-40, h100, h100-pcie, h200, b200, l40s, 4090, cpu; --gpu list."""
+    gpus: int = 8
+    """How many of them; of cpu: ranks."""
+    gpus_per_node: int | None = None
+    """In one machine; unset: as they are usually sold."""
+    pp: int | None = None
+    """Pipeline stages; unset: what is best."""
+    tp_grid: str | None = None
+    """Ranks that split each layer in rows and columns, 2x2 or 2x2x2; unset: what is best."""
+    link: str | None = None
+    """Between those of a machine: nvlink3, nvlink4, pcie4, ...; unset: as usual."""
+    inter_link: str | None = None
+    """Between machines: ib-hdr, ib-ndr, ethernet-100, ...; unset: as usual."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Format of weights and activations; auto: bf16 where the device has it."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Like fastpar train's."""
+    master_weights: Literal["auto", "full", "remainder"] = "auto"
+    """Like fastpar train's."""
+    moment_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Like fastpar train's."""
+    fp8: Literal["none", "mlp", "all"] = "none"
+    """Products in 8-bit floats like fastpar train's; refused where they do not pay."""
+    price: float | None = None
+    """Dollars for a GPU and hour; unset: a usual price."""
+    headroom: float = 0.1
+    """Part of the memory that a layout leaves free: what no prediction knows takes some, too."""
+    top: int = 6
+    """Layouts to show."""
+    json: str | None = None
+    """Write everything to this file, too."""
+    measure: bool = False
+    """Measure this machine for half a minute instead of taking data sheets; sets --gpu."""
+    quick: bool = False
+    """Measure less."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a command asks for, and what was found.
+
+    Attributes:
+        template: what all layouts have in common; limit_bytes: the most that one may take.
+        estimates: the layouts, the best first.
+    """
+
+    command: PlanCommand
+    workload: Workload
+    template: Setup
+    cluster: Cluster
+    limit_bytes: float
+    rates: Rates
+    rates_text: str
+    estimates: Sequence[Estimate] = ()
+
+
+def run(command: PlanCommand) -> int:
+    """The command; the exit status.
+
+    Raises:
+        ValueError: an unknown model or device, counts below 1, a batch that nothing divides, a
+            model that fits nowhere; each says what would do.
+    """
+    if command.gpu == "list":
+        print(device_table())
+        return 0
+    if command.n_expert:
+        check_counts(command)
+        device = find_device(command.gpu)
+        cluster = Cluster.of(device, command.gpus, command.gpus_per_node)
+        limit = usable_bytes(cluster) * (1 - command.headroom)
+        workload, template = _workload(command, device), _template(command, device)
+        print(experts_report(workload, template, cluster, limit))
+        return 0
+    plan = make_plan(command)
+    print(report(plan))
+    if command.json is not None:
+        _write_json(plan, Path(command.json))
+    return 0
+
+
+def make_plan(command: PlanCommand) -> Plan:
+    """Every layout that fits, and that `fastpar train` takes.
+
+    Raises:
+        ValueError: as run().
+    """
+    check_counts(command)
+    if command.measure:  # the device that is here; a GPU's own name where there is one
+        command = replace(command, gpu=gpu_name() or "cpu")
+    device = find_device(command.gpu)
+    workload, template = _workload(command, device), _template(command, device)
+    check_grid(command, workload)
+    links = command.link, command.inter_link
+    cluster = Cluster.of(device, command.gpus, command.gpus_per_node, *links)
+    limit = usable_bytes(cluster) * (1 - command.headroom)
+    find = partial(
+        search,
+        workload,
+        template,
+        limit_bytes=limit,
+        per_node=cluster.per_node,
+        stages=check_stages(workload, command.gpus, command.pp),
+        grid=command.tp_grid,
+    )
+    rates: Rates = DatasheetRates(cluster, template)
+    rates_text = (
+        f"data sheet of {device.name}; in this way published runs on A100 and H100 are "
+        f"predicted with errors up to {PUBLISHED_ERROR:.0%}"
+    )
+    estimates = find(rates=rates)
+    setups = [e.setup for e in estimates if e.time is not None and e.setup.tp_grid is None]
+    if command.measure and setups:
+        from fastpar.predict.measure import measure
+
+        rates = measure(workload, setups[:MOST_MEASURED], quick=command.quick)
+        rates_text, estimates = str(rates), find(rates=rates)
+    plan = Plan(command, workload, template, cluster, limit, rates, rates_text, estimates)
+    if not estimates:
+        near = " or ".join(map(str, possible_batches(workload, template, cluster.per_node)))
+        raise ValueError(
+            "plan: expected a batch_size that the ranks divide, got "
+            f"batch_size={workload.batch_size} with gpus={command.gpus}; use --batch-size {near}, "
+            "or another --gpus"
+        )
+    if estimates[0].time is None:
+        raise ValueError(_nothing_fits(plan))
+    check_fp8(workload, estimates[0].setup, rates, command.gpu)
+    problem = refused(workload, estimates[0].setup)
+    assert problem is None, problem
+    return plan
+
+
+def _workload(command: PlanCommand, device: Device) -> Workload:
+    on_cpu = device.kind == "cpu"
+    vocab = command.vocab_size or (CPU_VOCABULARY if on_cpu else GPT2_VOCABULARY)
+    overrides = command.sizes()
+    if command.n_expert:
+        experts: dict[str, Any] = {"top_k": command.expert_top_k}
+        experts["expert_hidden"] = command.expert_hidden
+        overrides |= {"n_expert": command.n_expert, **experts}
+    shape = GPTConfig.preset(command.model, vocab_size=vocab, **overrides)
+    rows = command.batch_size
+    if rows is None:
+        rows = 8 if on_cpu else max(1, TOKENS_PER_STEP // shape.block_size)
+    return Workload(shape, rows)
+
+
+def _template(command: PlanCommand, device: Device) -> Setup:
+    on_cpu, dtype = device.kind == "cpu", command.dtype
+    if dtype == "auto":
+        dtype = "fp32" if on_cpu else "bf16" if device.has_bf16 else "fp16"
+    if dtype == "bf16" and not device.has_bf16:
+        raise ValueError(
+            f"plan: expected fp16 or fp32 on {device.name}, which has no bf16, got dtype=bf16; use "
+            "--dtype fp16"
+        )
+    if dtype == "fp16" and on_cpu:
+        raise ValueError(
+            "plan: expected dtype fp32 or bf16 on the CPU, got dtype=fp16; use --dtype bf16"
+        )
+    # What the run would be, storage and all: contradictions are refused as there.
+    config = TrainConfig().replace(
+        {"master_weights": command.master_weights, "moment_dtype": command.moment_dtype,
+         "optimizer": command.optimizer, "dtype": dtype, "fp8": command.fp8},
+        "plan",
+    )  # fmt: skip
+    device_type, transport = ("cpu", "shm") if on_cpu else ("cuda", "nccl")
+    return Setup(command.gpus, config, device_type, transport)
+
+
+def usable_bytes(cluster: Cluster) -> float:
+    """Bytes of a rank's memory for tensors."""
+    device = cluster.device
+    if device.kind == "cpu":
+        return host_memory() / cluster.per_node - CPU_RESERVED_BYTES
+    return device.memory_bytes * GPU_USABLE - GPU_RESERVED_BYTES
+
+
+def _nothing_fits(plan: Plan) -> str:
+    """The least that the model takes, and the smallest changes that would do."""
+    command, limit = plan.command, plan.limit_bytes
+    least = min(plan.estimates, key=lambda e: e.memory.total)
+    whole, used = usable_bytes(plan.cluster), 1 - command.headroom
+    ways = smallest_changes(
+        plan.workload,
+        plan.template,
+        limit_bytes=limit,
+        per_node=plan.cluster.per_node,
+        larger=lambda size: larger_device((size / used + GPU_RESERVED_BYTES) / GPU_USABLE),
+    )
+    if least.memory.total <= whole:
+        ways.insert(0, "--headroom 0 (nothing stays free)")
+    if command.pp is not None:
+        ways.insert(0, "no --pp, which compares all layouts")
+    if command.tp_grid is not None:
+        ways.insert(0, "no --tp-grid, which compares all layouts")
+    return (
+        f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank ({whole / 1e9:,.1f} "
+        f"GB less a headroom of {command.headroom:.0%}), got {plan.workload.n_parameters:,} "
+        f"parameters, which on {layout_text(least.setup)} with {_recompute(least.setup)} take "
+        f"{least.memory}; use " + ", or ".join([*ways, "a smaller model"])
+    )
+
+
+def report(plan: Plan) -> str:
+    """Tables and words for people."""
+    command, workload, estimates = plan.command, plan.workload, plan.estimates
+    shape, winner = workload.shape, estimates[0]
+    best = families(estimates)
+    fitting = [e for e in best if e.time is not None]
+    lines = [
+        f"model    {command.model}: {shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} "
+        f"wide, {workload.n_parameters:,} parameters",
+        f"step     {workload.tokens_per_step:,} tokens: {workload.batch_size} sequences of "
+        f"{workload.seq_len:,}",
+        f"machine  {plan.cluster}; {plan.limit_bytes / 1e9:,.1f} GB a rank for tensors, "
+        f"{command.headroom:.0%} less than there are (--headroom)",
+        f"rates    {plan.rates_text}",
+        f"layouts  {len(fitting)} of {len(best)} ways to cut it fit; the best of each:",
+        "",
+    ]
+    head = ["layout", "micro-batch", "recompute", "memory", "step ms", "tokens/s", "MFU"]
+    rows = [[*head, "exposed ms", "bubble", "$ / 1e9 tokens"]]
+    rows += [_row(plan, estimate) for estimate in fitting[: command.top]]
+    lines += _columns(rows)
+    if plan.rates.peak_flops is not None:
+        lines += ["", f"MFU      {peak_text(plan, plan.rates.peak_flops)}"]
+    losers = {layout_text(e.setup): e for e in best[1 : max(command.top, len(fitting)) + 4]}
+    for e in estimates[1:]:
+        if e.family == winner.family:
+            losers[f"{layout_text(e.setup)}, {_recompute(e.setup)}"] = e
+    why = [f"  {name}: {why_not(e, winner, plan.limit_bytes)}" for name, e in losers.items()]
+    assert winner.time is not None
+    asked = None if command.pp is None else f"{command.pp}, by --pp"
+    asked = asked if command.tp_grid in (None, "none") else "none, by --tp-grid"
+    parts = [f"{k} {s * 1e3:.3g} ms" for k, s in winner.time.parts.items() if s > 0]
+    lines += [
+        "",
+        "why not",
+        *why,
+        "",
+        f"stages   {stages_text(estimates) if asked is None else asked}",
+        *[f"grids    {grids_text(estimates)}"] * (command.tp_grid is None and command.gpus > 1),
+        f"memory   {winner.memory}",
+        f"time     {', '.join(parts)}",
+    ]
+    if on_host := host_bytes(workload, winner.setup):
+        lines.append(f"host     {size_text(on_host)} of memory a rank")
+    if winner.setup.optimizer == "muon":
+        buckets = buckets_of(workload, winner.setup)
+        lines.append(f"muon     {updates_text(shape, buckets, winner.setup)}")
+    sent = nic_bytes(plan, winner.setup)
+    if sent:
+        lines.append(
+            f"network  {size_text(sent)} a step leave through each adapter (NIC) of "
+            f"{plan.cluster.inter.name}"
+        )
+    eights = fp8_text(workload, winner.setup, plan.rates)
+    if eights:
+        lines += ["", "fp8", *eights]
+    wires = wires_text(workload, winner.setup, plan.rates)
+    if wires:
+        lines += ["", "wires", *wires]
+    nodes = plan.cluster.n_devices // plan.cluster.per_node
+    replicas = replicas_text(workload, winner.setup, plan.rates, nodes)
+    if replicas:
+        lines += ["", "replicas, with a loss curve of their own", *replicas]
+    return "\n".join([*lines, "", *command_lines(plan, winner.setup)])
+
+
+def nic_bytes(plan: Plan, setup: Setup) -> float:
+    """Bytes of a step that leave a machine through each of its network adapters."""
+    return Network(plan.cluster).step_nic_bytes(comm_ops_of(plan.workload, setup))
+
+
+def peak_text(plan: Plan, peak: float) -> str:
+    """The peak that MFU is a percentage of, and where that is known from."""
+    device = plan.cluster.device
+    size = f"{peak / 1e12:,.4g} TFLOP/s" if peak >= 1e12 else f"{peak / 1e9:,.4g} GFLOP/s"
+    whose = "of the fastest matrix product measured here"
+    if not plan.command.measure:
+        whose = f"the {plan.template.dtype} peak of {device.name} ({device.source}), which no "
+        whose += "training reaches"
+    return (
+        "the model's floating-point operations of a step, recomputation not counted, in percent of "
+        f"{size} a rank, {whose}"
+    )
+
+
+def _recompute(setup: Setup) -> str:
+    mode = setup.activation_checkpointing
+    return "no recomputation" if mode == "none" else f"{mode} recomputation"
+
+
+def _row(plan: Plan, estimate: Estimate) -> list[str]:
+    setup, time = estimate.setup, estimate.time
+    assert time is not None
+    cost = cost_per_billion_tokens(time, plan.cluster, plan.command.price)
+    return [
+        layout_text(setup),
+        f"{setup.micro_batch_size} x {setup.grad_accum_steps}",
+        setup.activation_checkpointing,
+        size_text(estimate.memory.total),
+        f"{time.step_s * 1e3:,.4g}",
+        f"{time.tokens_per_s:,.0f}",
+        "" if time.mfu is None else f"{time.mfu:.1%}",
+        f"{time.exposed_s * 1e3:.3g}",
+        f"{time.bubble_s / time.step_s:.1%}" if setup.pp > 1 else "",
+        f"{cost:,.2f}",
+    ]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+        for row in rows
+    ]
+
+
+def flags(plan: Plan, setup: Setup) -> list[str]:
+    """Flags of `fastpar train` for a layout, without what is the trainer's default anyway."""
+    model, vocabulary = plan.command.model, plan.workload.shape.vocab_size
+    usual = Workload(PRESETS[model], TrainFlags().text.batch_size)
+    defaults = Setup().with_sizes(usual).settings()
+    words = ["--model", model]
+    if vocabulary != CPU_VOCABULARY:
+        words += ["--tokenizer", name_for(vocabulary)]
+    for name, value in setup.with_sizes(plan.workload).settings().items():
+        if value == defaults[name] or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(option(name) if value else option(f"no_{name}"))
+        else:
+            words += [{"zero_stage": "--zero"}.get(name, option(name)), f"{value}"]
+    return words
+
+
+def command_lines(plan: Plan, setup: Setup) -> list[str]:
+    """What to type, on one machine or on several."""
+    cluster, words = plan.cluster, " ".join(flags(plan, setup))
+    nodes = -(-cluster.n_devices // cluster.per_node)
+    if nodes == 1:
+        nproc = f" --nproc {cluster.n_devices}" if cluster.n_devices > 1 else ""
+        return [f"fastpar train{nproc} {words}"]
+    return [
+        "on each machine, with the first one's address:",
+        f"torchrun --nnodes {nodes} --nproc-per-node {cluster.per_node} "
+        "--rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+        f"-m fastpar train {words}",
+    ]
+
+
+def _write_json(plan: Plan, path: Path) -> None:
+    content = {
+        "command": asdict(plan.command),
+        "shape": asdict(plan.workload.shape),
+        "batch_size": plan.workload.batch_size,
+        "parameters": plan.workload.n_parameters,
+        "machine": str(plan.cluster),
+        "rates": plan.rates_text,
+        "limit_bytes": plan.limit_bytes,
+        "layouts": [
+            {
+                **e.setup.in_effect(),
+                "fits": e.time is not None,
+                "nic_bytes": nic_bytes(plan, e.setup),
+                "host_bytes": host_bytes(plan.workload, e.setup),
+                "memory_bytes": {**vars(e.memory), "total": e.memory.total},
+                "time": None if e.time is None else asdict(e.time),
+            }
+            for e in plan.estimates
+        ],
+    }
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,1 +1,0 @@
-"""`fastpar profile`: where the time of a step goes."""

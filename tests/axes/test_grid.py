@@ -1,0 +1,348 @@
+"""Layers on a grid of ranks: refusals, bits, checkpoints, operators.
+
+test_grid_matrix.py has whole runs, test_grid_schedules.py what they send.
+"""
+
+import itertools
+
+import pytest
+import torch
+from cells import slow
+from lone_rank import LoneMesh, heard
+from saved import bits
+from torch import nn
+
+from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, engine_of, parallelize
+from fastpar.axes.grid import Grid
+from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
+from fastpar.checkpoint.verify import verify_checkpoint
+from fastpar.comm.collectives import OneRank
+from fastpar.engine.debug import Debug
+from fastpar.kernels import make_key
+from fastpar.kernels.reference import layer_norm_ref
+from fastpar.models.fp8 import use_fp8
+from fastpar.nn.recompute import recompute
+from fastpar.optim.muon import muon_groups
+from fastpar.predict.step_memory import StepMemory
+from fastpar.settings.parallel import Parallel
+from fastpar.testing import run_ranks
+
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 16, "block_size": 12}
+
+
+def build(dtype=torch.float64, seed=0, **changes):
+    options = {**SIZES, "vocab_size": 37, "dropout": 0.0, **changes}
+    return GPT(GPTConfig(**options), seed=seed).to(dtype)
+
+
+def batch(samples=4, time=6):
+    idx = torch.arange(samples * time).view(samples, time) % 37
+    return idx, idx.roll(1, 1)
+
+
+# Values
+
+
+def test_logits_and_their_gradients_are_those_of_one_process():
+    """A loop that computes its own loss from them, the same on every rank."""
+    idx, targets = batch()
+
+    def trained(model):
+        logits = model(idx)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        return logits.detach()
+
+    def rank():
+        model = build()
+        parallelize(model, Mesh(tp_grid=(2, 2, 2)))
+        logits = trained(model)
+        return logits, [grad for _, grad in engine_of(model).grads()]
+
+    model = build()
+    expected = trained(model)
+    for logits, grads in run_ranks(rank, 8):
+        assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
+        for grad, p in zip(grads, model.parameters(), strict=True):
+            assert (grad - p.grad).abs().max() < 1e-12 * p.grad.abs().max()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_loss_whose_rows_have_unequal_numbers_of_targets(reduction):
+    idx, targets = batch()
+    targets[2:, 1:] = -100
+    expected = build()(idx, targets, reduction=reduction)
+
+    def rank():
+        model = build()
+        parallelize(model, Mesh(tp_grid=(2, 1)))
+        return model(idx, targets, reduction=reduction).item()
+
+    for loss in run_ranks(rank, 2):
+        assert abs(loss - expected.item()) < 1e-12 * expected.item()
+
+
+def test_ranks_draw_one_mask_when_no_key_is_given():
+    """Of torch's generators, which differ, the first rank's counts."""
+
+    def rank():
+        mesh = Mesh(tp_grid=(2, 2, 2))
+        model = build(dropout=0.25)
+        parallelize(model, mesh)
+        return model(*batch()).item()
+
+    assert len(set(run_ranks(rank, 8))) == 1
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputed_gradients_have_the_same_bits(mode):
+    def rank(mode):
+        model = build(torch.float32, dropout=0.2)
+        parallelize(model, Mesh(tp_grid=(2, 2)))
+        recompute(model, mode)
+        model(*batch(), rng_key=make_key(1, 2)).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    for got, want in zip(run_ranks(rank, 4, mode), run_ranks(rank, 4, "none"), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e4])
+def test_the_norm_of_split_rows(mean):
+    """Statistics of parts joined, also of rows far from 0."""
+    generator = torch.Generator().manual_seed(0)
+    x = mean + torch.randn(3, 8, dtype=torch.float64, generator=generator)
+    w, b = torch.randn(2, 8, dtype=torch.float64, generator=generator)
+
+    def rank():
+        mesh = Mesh(tp=2)
+        from fastpar.comm.transport import make_collectives
+
+        alone = OneRank(mesh.device)
+        group = make_collectives(mesh.tp_group, device=mesh.device, transport="torch")
+        grid = Grid(group, alone, alone)
+        part = [grid.slice(t, -1) for t in (x, w, b)]
+        return torch.ops.fastpar.grid_norm(*part, 1e-5, grid.number)[0]
+
+    expected = layer_norm_ref(x, w, b, 1e-5)
+    assert (torch.cat(run_ranks(rank, 2), -1) - expected).abs().max() < 1e-14 * max(1, mean)
+
+
+def alone():
+    one = OneRank(torch.device("cpu"))
+    return Grid(one, one, one)
+
+
+@pytest.mark.slow
+def test_opcheck():
+    grid, of = alone(), torch.ops.fastpar
+    x, w, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 8), (6, 8), (6,)))
+    for linear, backward in ((of.grid_column, of.grid_column_bwd), (of.grid_row, of.grid_row_bwd)):
+        for bias in (b, None):
+            args = [t if t is None else t.clone().requires_grad_() for t in (x, w, bias)]
+            torch.library.opcheck(linear.default, (*args, grid.number))
+        for needed in itertools.product([True, False], repeat=3):
+            args = (torch.randn(4, 6, dtype=torch.float64), x, w, *needed, grid.number)
+            torch.library.opcheck(backward.default, args)
+    args = [t.clone().requires_grad_() for t in (x, x[0], x[1])]
+    torch.library.opcheck(of.grid_norm.default, (*args, 1e-5, grid.number))
+    args = (x, x, x[0], x[:, 0].clone(), x[:, 1].clone(), grid.number)
+    torch.library.opcheck(of.grid_norm_bwd.default, args)
+
+
+# What an op has at once
+
+N, C, F = 64, 64, 512  # of a product of tokens, in and out of the wide side, over all ranks
+GATHERED = 4 * N * C  # x or dy of all columns
+WIDE, WEIGHT = 4 * N * F // 2, 4 * F * C // 2  # by columns; the weight of all rows
+
+
+@pytest.mark.parametrize(
+    ("op", "forward", "backward"),
+    [
+        # The weight joined, x gathered, y. Then x of all columns gone, dx's half beside dweight,
+        # which is cut in a copy.
+        ("column", GATHERED + WEIGHT + WIDE, GATHERED // 2 + 2.5 * WEIGHT),
+        # The weight and y of all columns. Then dy gathered, dx, and dweight, of which a half stays.
+        ("row", GATHERED + WEIGHT, GATHERED + WIDE + 1.5 * WEIGHT),
+    ],
+)
+def test_gathered_blocks_are_let_go_of_within_an_op(op, forward, backward):
+    """On 2x2 ranks, measured: nothing gathered stays until the op is over, or for backward."""
+    narrow, wide = torch.randn(N, C // 2), torch.randn(N, F // 2)
+    x, dy = (narrow, wide) if op == "column" else (wide, narrow)
+    shape = (F // 2, C // 2) if op == "column" else (C // 2, F // 2)
+    x, w = x.requires_grad_(), torch.randn(*shape).requires_grad_()
+    with LoneMesh(4, 0, tp_grid=(2, 2)) as mesh:
+        model = parallelize(build(torch.float32), mesh, debug=Debug(collectives=heard([])))
+        number = model.h[0].attn.tp.number
+        with StepMemory(mesh.device, alive_bytes=0) as memory:
+            y = getattr(torch.ops.fastpar, f"grid_{op}")(x, w, None, number)
+        assert memory.left_bytes == pytest.approx(y.nbytes, abs=64)
+        assert memory.peak_bytes == pytest.approx(forward, rel=0.01)
+        with StepMemory(mesh.device, alive_bytes=0) as memory:
+            y.backward(dy)
+        assert memory.peak_bytes == pytest.approx(backward, rel=0.01)
+
+
+# States
+
+
+def take_steps(model, n=2):
+    optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-3, max_grad_norm=0.25)
+    for step in range(n):
+        model(*batch(), rng_key=make_key(0, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+SPLIT = [({"tp_grid": (2, 2)}, 4), ({"tp_grid": (2, 1, 2)}, 4), ({"tp": 2}, 2), ({}, 1)]
+
+
+@pytest.mark.parametrize("stage", [3, *map(slow, (0, 1, 2))])
+def test_a_checkpoint_of_a_grid_is_that_of_any_layout(tmp_path, stage):
+    """Trained on a grid, loaded and saved by others and by one process: the same bytes."""
+
+    def one(number, source):
+        mesh = Mesh(**SPLIT[number][0])
+        model = build(torch.float32, mesh.rank + 1, n_head=5, n_embd=20)  # padded heads
+        parallelize(model, mesh, zero_stage=stage)
+        optimizer = take_steps(model, 2 if source is None else 0)
+        if source is not None:
+            load_checkpoint(source, model=model, optimizer=optimizer)
+        return save_checkpoint(tmp_path / str(number), model=model, optimizer=optimizer, step=2)
+
+    ours = run_ranks(one, 4, 0, None)[0]
+    verify_checkpoint(ours)
+    path = ours
+    for number in range(1, len(SPLIT)):
+        path = run_ranks(one, SPLIT[number][1], number, path)[0]
+        verify_checkpoint(path)
+        assert bits(path) == bits(ours), SPLIT[number]
+    back = run_ranks(one, 4, 0, path)[0]
+    assert bits(back) == bits(ours)
+
+
+def test_reports_name_the_grid():
+    def rank():
+        model = build()
+        parallelize(model, Mesh(tp_grid=(2, 2)))
+        engine = engine_of(model)
+        return engine.tp_report, engine.describe()
+
+    report, described = run_ranks(rank, 4)[0]
+    assert report.startswith(
+        "tensor parallelism: tp_grid=2x2, samples by rows, features by columns, declared by its"
+    )
+    assert "wte.weight  [128, 16] -> [128, 8]  rows: Shard(1), tp: Shard(0, pad_to=128)" in report
+    assert "h.*.ln_1.weight  [16] -> [8]  rows: Partial, tp: Shard(0)" in report
+    assert "tensor parallel: tp_grid=2x2, tokens between layers split" in described
+
+
+# Refusals
+
+
+class Own(nn.Linear):
+    def tensor_parallel(self, tp):
+        return {"weight": None}
+
+
+EXPERTS = {"n_expert": 2, "top_k": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: Own(4, 4), {}, r"fastpar.GPT without experts for tp_grid=2x1, got Own; use Mesh"),
+        (lambda: build(**EXPERTS), {}, r"^tp_grid does not run with n_expert; drop one of them"),
+        (build, {"sequence_parallel": False}, r"^tp_grid does not run with sequence_parallel=Fal"),
+        (build, {"offload": "optimizer"}, r"^tp_grid does not run with offload; drop one of them"),
+        (build, {"tp_plan": "gpt2"}, r"expected no tp_plan for GPT"),
+        (
+            lambda: build(n_head=3, n_embd=15),
+            {},
+            r"rows and columns of tp_grid to divide n_embd=15, got tp_grid=2x1; change tp_grid",
+        ),
+    ],
+)
+def test_what_a_grid_refuses(make, options, message):
+    def rank():
+        model, asked = make(), dict(options)
+        plan, debug = asked.pop("tp_plan", None), Debug(bus_gb_s=12)
+        with pytest.raises(ValueError, match=message):
+            parallelize(
+                model, Mesh(tp_grid=(2, 1)), Parallel.of(**asked), tp_plan=plan, debug=debug
+            )
+        assert all(vars(module).get("tp") is None for module in model.modules())
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("grid", "changes", "message"),
+    [
+        ((1, 4), {"n_head": 2}, r"tp_grid of at most n_head=2 columns, got tp_grid=1x4"),
+        ((1, 3), {}, r"of tp_grid to divide n_embd=16, got tp_grid=1x3; change"),
+    ],
+)
+def test_columns_that_do_not_fit(grid, changes, message):
+    def rank():
+        with pytest.raises(ValueError, match=message):
+            parallelize(build(**changes), Mesh(tp_grid=grid))
+
+    run_ranks(rank, grid[0] * grid[1])
+
+
+def test_a_batch_that_rows_and_depth_do_not_divide():
+    def rank():
+        model = build()
+        parallelize(model, Mesh(tp_grid=(2, 1, 2)))
+        message = r"batch of a multiple of 4 samples with tp_grid=2x1x2, got B=3; pass another mic"
+        with pytest.raises(ValueError, match=message):
+            model(*batch(3))
+        idx, targets = batch(4)
+        message = r"expected no positions with tp_grid=2x1x2, got positions.shape=\[4, 6\]; let"
+        with pytest.raises(ValueError, match=message):
+            model(idx, targets, positions=torch.arange(6).expand(4, 6))
+
+    run_ranks(rank, 4)
+
+
+def test_products_in_8_bits_are_refused():
+    def rank():
+        model = build(torch.float32)
+        parallelize(model, Mesh(tp_grid=(2, 1)))
+        use_fp8(model, "mlp", emulate=True)
+        with pytest.raises(
+            ValueError, match=r"linear: expected no fp8 with tp_grid=2x1, got .*; lea"
+        ):
+            model(*batch())
+
+    run_ranks(rank, 2)
+
+
+def test_optimizers_of_whole_matrices_are_refused():
+    def rank():
+        model = build(torch.float32)
+        parallelize(model, Mesh(tp_grid=(2, 1)))
+        optimizer = Muon(muon_groups(model))
+        model(*batch()).backward()
+        with pytest.raises(ValueError, match=r"Muon: .* one axis splits, got tp_grid=2x1; use fas"):
+            optimizer.step()
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1), (1, 1, 2)])
+def test_another_batch_on_another_rank_is_named(grid):
+    def rank():
+        mesh = Mesh(tp_grid=grid)
+        model = build()
+        parallelize(model, mesh, debug=Debug(check_inputs=True))
+        idx, targets = batch()
+        with pytest.raises(RuntimeError, match=r"same inputs on all ranks of a (tp|rows) group"):
+            model(idx + mesh.rank, targets)
+
+    run_ranks(rank, 2)

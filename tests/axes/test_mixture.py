@@ -1,0 +1,270 @@
+"""Experts of one process against a dense fp64 oracle that computes all of them and masks."""
+
+from collections import Counter
+
+import pytest
+import torch
+from cells import sweep
+from dense_experts import step
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastpar
+from fastpar.axes.experts.balance import Losses
+from fastpar.models.gpt import GPT
+from fastpar.nn.recompute import recompute
+from fastpar.settings.config import GPTConfig
+from fastpar.testing import run_ranks
+
+V, T = 41, 8
+BASE = {
+    "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": T, "vocab_size": V, "dropout": 0.0,
+    "n_expert": 4, "top_k": 2, "balance_loss": 0.5, "router_z_loss": 0.02,
+}  # fmt: skip
+KINDS = {
+    "top-2": {},
+    "Switch": {"top_k": 1},
+    "all of them": {"top_k": 4},
+    "every other layer": {"expert_every": 2, "expert_hidden": 24},
+    "a bias, no losses": {"balance_loss": 0.0, "router_z_loss": 0.0, "balance_rate": 0.05},
+    "capacity": {"expert_capacity": 0.7},
+    "a bias and capacity": {"balance_rate": 0.05, "expert_capacity": 1.0},
+}
+
+
+def make(**changes):
+    config = GPTConfig(**{**BASE, **changes})
+    model = GPT(config, seed=3).double()
+    for name, p in model.named_parameters():  # differing logits
+        if "router" in name:
+            p.data *= 20
+    return model, config
+
+
+def batches(steps, micro):
+    generator = torch.Generator().manual_seed(5)
+
+    def one():
+        idx = torch.randint(0, V, (3, T), generator=generator)
+        targets = torch.randint(0, V, (3, T), generator=generator)
+        targets[0, :3] = -100
+        return idx, targets
+
+    return [[one() for _ in range(micro)] for _ in range(steps)]
+
+
+def assert_same(found, want, what=""):
+    worst = (found - want).abs().max().item()
+    assert worst <= 1e-12 * max(1.0, want.abs().max().item()), (what, worst)
+
+
+def losses_and_gradients(model, config, steps, *, kind="sum", optimizer=None):
+    """Trains against the oracle: every step's loss, gradients, norm and counts."""
+    engine = fastpar.engine_of(model)
+    opt = fastpar.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+    weights = {n: p.clone() for n, p in model.state_dict().items()}
+    for number, data in enumerate(steps):
+        weights = {n: model.state_dict()[n].clone() for n in weights} | {
+            n: w for n, w in weights.items() if "router.load" in n or "router.steps" in n
+        }
+        want, want_grads, counts, dropped = step(weights, config, data)
+        total = torch.zeros((), dtype=torch.float64)
+        tokens = sum(int((y != -100).sum()) for _, y in data)
+        for idx, targets in data:
+            if kind == "sum":
+                loss = model(idx, targets, reduction="sum")
+                engine.count_tokens(int((targets != -100).sum()))
+                loss.backward()
+                total += loss.detach() / tokens
+            else:
+                loss = model(idx, targets) / len(data)
+                loss.backward()
+                total += loss.detach()
+        scale = tokens if kind == "sum" else 1
+        assert_same(total, want, "loss")
+        grads = {n: p.grad / scale for n, p in model.named_parameters()}
+        assert set(grads) == set(want_grads)
+        for name, grad in grads.items():
+            assert_same(grad, want_grads[name], f"{name} of step {number}")
+        opt.step()
+        norm = torch.stack([g.norm() for g in want_grads.values()]).norm()
+        torch.testing.assert_close(opt.grad_norm.double(), norm, rtol=1e-6, atol=0)
+        opt.zero_grad()
+        last = model.experts.last
+        assert torch.equal(last[:, : config.n_expert].long(), counts)
+        assert int(last[:, 2 * config.n_expert].sum()) == dropped
+        for name in weights:
+            if "router.load" in name or "router.steps" in name:
+                assert torch.equal(model.state_dict()[name], weights[name]), name
+    return weights
+
+
+@sweep("kind", ["sum", "mean"])
+@sweep("name", KINDS)
+def test_equals_the_dense_oracle(name, kind):
+    model, config = make(**KINDS[name])
+    model = fastpar.parallelize(model, fastpar.Mesh())
+    micro = 2 if kind == "sum" else 1
+    losses_and_gradients(model, config, batches(3, micro), kind=kind)
+
+
+@sweep("mode", ["full", "selective"])
+def test_recomputed_blocks_count_once(mode):
+    model, config = make(balance_rate=0.05, expert_capacity=1.0)
+    model = recompute(fastpar.parallelize(model, fastpar.Mesh()), mode)
+    losses_and_gradients(model, config, batches(2, 2))
+
+
+class Ops(TorchDispatchMode):
+    """Counts what runs of experts' products and exchanges."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found[func.name().removeprefix("fastpar::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops_in_backward(mode):
+    model, config = make()
+    model = recompute(fastpar.parallelize(model, fastpar.Mesh(ep=2)), mode)
+    loss = model(*batches(1, 1)[0][0])
+    with Ops() as ops:
+        loss.backward()
+    names = ("grouped_linear", "grouped_linear_bwd", "ep_counts", "ep_exchange")
+    return [ops.found[name] // config.n_layer for name in names]
+
+
+def test_selective_recomputation_neither_multiplies_nor_sends_again():
+    """A layer has two products, and in backward two exchanges of its own."""
+    assert run_ranks(ops_in_backward, 2, "none") == [[0, 2, 0, 2]] * 2
+    assert run_ranks(ops_in_backward, 2, "selective") == [[0, 2, 0, 2]] * 2
+    assert run_ranks(ops_in_backward, 2, "full") == [[2, 2, 1, 4]] * 2
+
+
+def test_all_tokens_on_one_and_none_on_the_others():
+    model, config = make(top_k=1)
+    with torch.no_grad():
+        for block in model.h:
+            block.ln_2.weight.zero_()
+            block.ln_2.bias.fill_(1.0)
+            block.mlp.router.weight.zero_()
+            block.mlp.router.weight[2] = 0.5
+    model = fastpar.parallelize(model, fastpar.Mesh())
+    losses_and_gradients(model, config, batches(1, 2))
+    assert model.experts.last[:, :4].tolist() == [[0, 0, 48, 0]] * 2
+    assert model.h[0].mlp.router.load.tolist() == [0, 0, 48, 0]
+
+
+def test_equal_logits_go_to_the_lower_numbers():
+    model, config = make()
+    with torch.no_grad():
+        for block in model.h:
+            block.mlp.router.weight.zero_()
+    model = fastpar.parallelize(model, fastpar.Mesh())
+    losses_and_gradients(model, config, batches(1, 1))
+    assert model.experts.last[:, :4].tolist() == [[24, 24, 0, 0]] * 2
+
+
+@sweep("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_show_in_loss_and_norm(value):
+    model, _ = make()
+    with torch.no_grad():
+        model.h[1].mlp.router.weight[1, 0] = value
+    model = fastpar.parallelize(model, fastpar.Mesh())
+    opt = fastpar.AdamW(model.parameters(), max_grad_norm=1.0)
+    ((idx, targets),) = batches(1, 1)[0]
+    loss = model(idx, targets)
+    loss.backward()
+    opt.step()
+    assert not loss.isfinite()
+    assert not opt.grad_norm.isfinite()
+
+
+def test_evaluation_counts_nothing_and_adds_no_loss():
+    model, _ = make()
+    model = fastpar.parallelize(model, fastpar.Mesh())
+    ((idx, targets),) = batches(1, 1)[0]
+    with torch.no_grad():
+        model(idx, targets)
+    model.eval()
+    before = model.experts.take(torch.device("cpu"))
+    model(idx, targets).backward()
+    assert not before.any()
+    assert not model.experts.take(torch.device("cpu")).any()
+
+
+def test_a_dropped_step_is_not_counted():
+    model, config = make()
+    model = fastpar.parallelize(model, fastpar.Mesh())
+    opt = fastpar.AdamW(model.parameters())
+    ((idx, targets),) = batches(1, 1)[0]
+    for _ in range(2):
+        model(idx, targets).backward()
+        opt.zero_grad()
+    model(idx, targets).backward()
+    opt.step()
+    assert model.experts.last[:, :4].sum() == 2 * idx.numel() * config.top_k
+
+
+def test_the_bias_goes_towards_balance():
+    """An expert that everybody likes is passed on to the others after some steps."""
+    model, _ = make(n_layer=1, top_k=1, balance_loss=0.0, router_z_loss=0.0, balance_rate=0.5)
+    with torch.no_grad():
+        model.h[0].ln_2.weight.zero_()
+        model.h[0].ln_2.bias.fill_(1.0)
+        model.h[0].mlp.router.weight.zero_()
+        model.h[0].mlp.router.weight[0] = 1 / 16
+    model = fastpar.parallelize(model, fastpar.Mesh())
+    opt = fastpar.AdamW(model.parameters(), lr=0.0)
+    ((idx, targets),) = batches(1, 1)[0]
+    served = set()
+    for _ in range(4):
+        model(idx, targets).backward()
+        opt.step()
+        opt.zero_grad()
+        served |= {int(model.experts.last[0, :4].argmax())}
+    assert len(served) > 1
+
+
+def test_buffers_keep_their_values_in_16_bits():
+    model = GPT(GPTConfig(**BASE)).bfloat16()
+    model.h[0].mlp.router.steps += 1001
+    assert model.bfloat16().h[0].mlp.router.steps[0] == 1001
+
+
+def test_flops_are_those_of_active_experts():
+    dense = GPT(GPTConfig(**{**BASE, "n_expert": 0}))
+    sparse, config = make(expert_hidden=32)  # two experts of half the width
+    router = config.n_layer * (config.n_expert * config.n_embd + config.n_embd)  # and one bias more
+    assert sparse.flops_per_token() == dense.flops_per_token() + 6 * router
+
+
+BAD = {
+    "top_k": (5, "top_k of at most n_expert=4, got top_k=5"),
+    "n_expert": (-1, "an integer n_expert >= 0, got n_expert=-1; 0 is a model without experts"),
+    "expert_every": (3, "expert_every of at most n_layer=2, got expert_every=3"),
+    "expert_hidden": (0, "an integer expert_hidden >= 1, got expert_hidden=0"),
+    "expert_capacity": (0.0, "expert_capacity > 0, got expert_capacity=0.0; 1.25 is usual"),
+    "balance_loss": (-1.0, "balance_loss >= 0, got balance_loss=-1.0; 0 is without"),
+}
+
+
+@sweep("name", BAD)
+def test_numbers_that_do_not_fit(name):
+    value, message = BAD[name]
+    with pytest.raises(ValueError, match=f"GPTConfig: expected {message}"):
+        GPTConfig(**{**BASE, name: value})
+
+
+def test_training_needs_somebody_who_sums_the_counts():
+    model, _ = make()
+    idx = torch.zeros(1, T, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match=r"fastpar\.parallelize before training .* balance_loss=0.5"
+    ):
+        model(idx, idx)
+    model, _ = make(balance_loss=0.0, router_z_loss=0.0)
+    model(idx, idx).backward()
+    assert isinstance(model.experts, Losses)

@@ -1,0 +1,161 @@
+"""Schedules of a pipeline: complete, able to run, with the bubbles and peaks of their papers."""
+
+import itertools
+
+import pytest
+
+from fastpar.axes.pipeline.schedules import RULES, Kind, Op, chunks_of, make_schedule
+from fastpar.axes.pipeline.simulator import FINISHES, Costs, in_order, time_of
+from fastpar.settings.mesh import CHUNKS
+
+
+def most_held(ops):
+    """Micro-batches of chunks that a rank holds at once."""
+    steps = itertools.accumulate((op.kind is Kind.FORWARD) - (op.kind in FINISHES) for op in ops)
+    return max(steps)
+
+
+def check(schedule):
+    """A rank has each operation once, and each chunk's in the order of the micro-batches; the other
+    side receives in the order of sending, as stages post no other (pipeline/stages.py); none waits
+    for ever."""
+    kinds = {Kind.FORWARD, Kind.BACKWARD}
+    if schedule.splits_backward:
+        kinds = {Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT}
+    for ops in schedule.ops:
+        assert {op.kind for op in ops} == kinds
+        for chunk, kind in itertools.product(range(schedule.chunks), kinds):
+            micros = [op.micro for op in ops if op.kind is kind and op.chunk == chunk]
+            assert micros == list(range(schedule.micro_batches)), "in order"
+    for pair in itertools.permutations(range(schedule.ranks), 2):
+        sent, received = messages(schedule, *pair)
+        assert sent == received, "received"
+    in_order(schedule)
+
+
+def messages(schedule, sender, receiver):
+    """Those of each kind as one rank sends and the other receives them: (stage, micro-batch)."""
+    sides = [], []
+    for rank, other, side in ((sender, receiver, sides[0]), (receiver, sender, sides[1])):
+        for op in schedule.ops[rank]:
+            forward, stage = op.kind is Kind.FORWARD, schedule.stage_of(rank, op.chunk)
+            there = stage + (1 if forward == (rank == sender) else -1)
+            if op.kind is Kind.WEIGHT_GRADIENT or not 0 <= there < schedule.stages:
+                continue
+            if schedule.owner(there)[0] == other:
+                side.append((not forward, there if rank == sender else stage, op.micro))
+        side.sort(key=lambda message: message[0])
+    return sides
+
+
+def many(micro_batches):
+    return [
+        make_schedule(name, p, m, v)
+        for name in RULES
+        for p in range(1, 17)
+        for m in micro_batches(p)
+        for v in range(1, 5)
+        if v in CHUNKS.get(name, range(1, 2))
+    ]
+
+
+def test_every_schedule_is_complete_and_can_run():
+    for schedule in many(lambda p: {1, 3, p + 1, 2 * p - 1} if p < 8 else {p // 2}):
+        check(schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("low", range(1, 65, 8))
+def test_all_of_them_are_complete_and_can_run(low):
+    for schedule in many(lambda p: range(low, low + 8)):
+        check(schedule)
+
+
+# p, m: makespan over the ideal - 1, and micro-batches of a whole rank's layers held at most.
+PUBLISHED = {
+    (2, 8): [(0.125, 8), (0.125, 2), (0.062, 2.5), (0.042, 2.33), (0.042, 2), (0.021, 2)],
+    (4, 8): [(0.375, 8), (0.375, 4), (0.188, 5.5), (0.125, 5), (0.125, 4), (0.062, 4)],
+    (4, 16): [(0.188, 16), (0.188, 4), (0.094, 5.5), (0.062, 5), (0.062, 4), (0.031, 4)],
+    (8, 32): [(0.219, 32), (0.219, 8), (0.109, 11.5), (0.073, 10.33), (0.073, 8), (0.036, 8)],
+}
+COLUMNS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
+
+
+@pytest.mark.parametrize(("p", "m"), PUBLISHED)
+def test_bubbles_and_peaks(p, m):
+    for (name, v), (bubble, peak) in zip([*COLUMNS, ("zb-v", 2)], PUBLISHED[p, m]):
+        each = [1 / v] * (p * v)  # F = B = W, for a rank's whole part of the model the same
+        makespan, busy = time_of(name, p, m, v, Costs(each, each, each), 0.0)
+        assert busy == pytest.approx(3 * m)
+        assert makespan / (3 * m) - 1 == pytest.approx(bubble, abs=6e-4), name
+        held = max(map(most_held, make_schedule(name, p, m, v).ops)) / v
+        assert held == pytest.approx(peak, abs=0.01), name
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("m", [1, 2, 5, 8, 32])
+def test_formulas_of_bubble_and_peak(p, m):
+    F, D, W = 1.0, 1.5, 0.75
+    costs = Costs([F] * p, [D] * p, [W] * p)
+    for name in ("gpipe", "1f1b"):
+        assert time_of(name, p, m, 1, costs, 0.0)[0] == pytest.approx((m + p - 1) * (F + D + W))
+        peaks = [m if name == "gpipe" else min(p - rank, m) for rank in range(p)]
+        assert [*map(most_held, make_schedule(name, p, m).ops)] == peaks
+    assert [*map(most_held, make_schedule("zb-h1", p, m).ops)] == [min(p, m)] * p
+    if m >= p:
+        ideal = m * (F + D + W) + (p - 1) * (F + D - W)
+        assert time_of("zb-h1", p, m, 1, costs, 0.0)[0] == pytest.approx(ideal)
+
+
+def test_a_message_costs_time_between_ranks_only():
+    costs = Costs(*[[1.0] * 4] * 3)
+    # Two boundaries are between ranks, the one at the bottom of the V is not; twice each.
+    with_them, without = (time_of("zb-v", 2, 1, 2, costs, message)[0] for message in (0.5, 0.0))
+    assert with_them - without == pytest.approx(4 * 0.5)
+
+
+def test_stages_and_owners():
+    for name in ("interleaved", "zb-v"):
+        schedule = make_schedule(name, 4, 8, 2)
+        for stage in range(8):
+            assert schedule.stage_of(*schedule.owner(stage)) == stage
+    assert make_schedule("zb-v", 4, 8).owner(7) == (0, 1)
+    assert make_schedule("interleaved", 4, 8, 2).owner(7) == (3, 1)
+
+
+def test_a_schedule_that_waits_for_itself_is_found():
+    schedule = make_schedule("1f1b", 2, 3)
+    backward_first = tuple(tuple(sorted(ops, key=lambda op: op.kind.value)) for ops in schedule.ops)
+    with pytest.raises(ValueError, match=r"1f1b with pp=2 where .* wait"):
+        check(schedule._replace(ops=backward_first))
+
+
+def test_messages_in_another_order_on_the_two_sides_are_found():
+    """Each chunk's are in order, and the dependencies hold; but a group does not know chunks."""
+    schedule = make_schedule("interleaved", 2, 2, 2)
+    check(schedule)
+    ops = list(schedule.ops[1])
+    assert ops[1:3] == [Op(Kind.FORWARD, 0, 1), Op(Kind.FORWARD, 1, 0)]
+    ops[1:3] = ops[2:0:-1]
+    with pytest.raises(AssertionError, match="received"):
+        check(schedule._replace(ops=(schedule.ops[0], tuple(ops))))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f2b", 2, 4), r"one of gpipe, 1f1b, interleaved, zb-h1, zb-v, got schedule='1f2b'"),
+        (("zb-v", 2, 4, 3), "another chunks with schedule=zb-v: .*, got chunks=3; drop"),
+        (("1f1b", 2, 4, 2), "plan: expected another .* 1 to 64 with interleaved, .* --chunks"),
+        (("1f1b", 0, 4), "at least one rank and one micro-batch, got pp=0 micro_batches=4"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(*arguments)
+
+
+def test_stale_schedules_are_refused_with_their_page():
+    for name in ("pipedream", "PipeDream-2BW", "async-1f1b"):
+        with pytest.raises(ValueError, match=r"use '1f1b'.* see bench/results/parameter_serv"):
+            chunks_of(name, None, caller="parallelize")

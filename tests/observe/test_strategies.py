@@ -1,0 +1,230 @@
+"""Every strategy trains what one process trains, and says what it cannot."""
+
+import importlib
+import math
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpar.models.gpt import GPT
+from fastpar.observe import strategies
+from fastpar.observe.strategies import STRATEGIES, Settings, build, decay_groups
+from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
+from fastpar.testing import run_ranks
+
+TINY = GPTConfig(2, 2, 32, 16, 200, dropout=0.0)
+STEPS, ROWS, LIMIT = 3, 4, 0.5
+ON_TWO = [
+    *("ddp", "ddp-zero", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp", "pp"),
+]
+
+
+def make():
+    return GPT(TINY, seed=3).double()
+
+
+def rows_of(step, first, count):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(TINY.vocab_size, (ROWS, 17), generator=generator)[first : first + count]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None
+
+
+def train(name, micro_batches, optimizer="adamw"):
+    """(loss, norm) of each step with so many micro-batches a rank, and rank 0's weights."""
+    # What rounds the fp32 factor of clipping grows in orthogonalize, by up to its slope of 1000.
+    limit = LIMIT if optimizer == "adamw" else math.inf
+    own = Parallel(grad_accum_steps=micro_batches)
+    settings = Settings(optimizer, max_grad_norm=limit, parallel=own)
+    made = build(name, make, settings)
+    own = ROWS // made.dp_size
+    rows = own // micro_batches
+    found = []
+    for step in range(STEPS):
+        batches = [rows_of(step, made.dp_rank * own + j * rows, rows) for j in range(micro_batches)]
+        loss = made.train_step(batches, lr=1e-2 / (step + 1))
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        found.append((loss.item(), float(made.grad_norm)))
+    weights = {n: w.detach().clone() for n, w in made.weights()}
+    quiet = made.quiet is not None
+    made.close()
+    return found, weights, quiet
+
+
+def on_rank(names, *options):
+    return [train(name, *options) for name in names]
+
+
+def check(answers, names, *options):
+    exact, weights, _ = train("single", *options)
+    assert exact[0][1] > LIMIT, "clipping is not tried"
+    for name, (found, those, quiet) in zip(names, answers):
+        for (loss, norm), (true_loss, true_norm) in zip(found, exact):
+            # fastpar's norm, and so the factor of its clipping, is fp32.
+            assert math.isclose(loss, true_loss, rel_tol=1e-10), name
+            assert math.isclose(norm, true_norm, rel_tol=1e-7), name
+        assert set(those) == set(weights)
+        for key, value in weights.items():
+            torch.testing.assert_close(those[key], value, rtol=0, atol=1e-8, msg=f"{name} {key}")
+        assert quiet == (name == "ddp")
+
+
+ON_FOUR = ["hsdp", "tp", "tp-zero1", "tp-zero2", "tp-zero3", "dp-pp"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names", "options"),
+    [
+        (2, ["ddp", "zero2", "tp", "cp", "pp"], (2,)),
+        (2, ["ddp", "zero2", "tp", "pp"], (2, "muon")),
+        pytest.param(2, ON_TWO, (1,), marks=pytest.mark.slow),
+        pytest.param(2, ON_TWO, (2,), marks=pytest.mark.slow),
+        pytest.param(4, ON_FOUR, (1,), marks=pytest.mark.slow),
+        pytest.param(4, ON_FOUR, (1, "muon"), marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_train_what_one_process_trains(ranks, names, options):
+    answers = run_ranks(on_rank, ranks, names, *options, backend="gloo", timeout_s=240)
+    for one in answers:
+        check(one, names, *options)
+
+
+def test_every_name_has_a_title_of_its_own_and_says_why_it_cannot_run(monkeypatch):
+    assert len({s.title for s in STRATEGIES.values()}) == len(STRATEGIES)
+    monkeypatch.setattr(strategies.importlib.util, "find_spec", lambda name: None)
+    assert STRATEGIES["deepspeed2"].why_not(2) == "deepspeed is not installed"
+    monkeypatch.undo()
+    assert STRATEGIES["tp"].why_not(1) == "needs 2 ranks, got 1"
+    assert STRATEGIES["tp"].why_not(3) == "needs a multiple of 2 ranks, got 3"
+    assert STRATEGIES["tp-zero2"].why_not(2) == "needs 4 ranks, got 2"
+    assert [n for n in ("single", *ON_TWO) if STRATEGIES[n].why_not(2)] == []
+    without = [n for n in STRATEGIES if "no muon" in (STRATEGIES[n].why_not(4, "muon") or "")]
+    deepspeed = [f"deepspeed{n}" for n in (1, 2, 3)]
+    assert without == ["ddp-zero", "fsdp2", "fsdp2-no-reshard", *deepspeed]
+
+
+def sparse_on_rank():
+    """Losses and weights of one process with experts, of two, and of two that share them out."""
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 41}
+    shape = GPTConfig(**sizes, dropout=0.0, n_expert=4, top_k=2, expert_hidden=32)
+    found = []
+    for name in ("experts", "ep"):
+        model = lambda: GPT(shape, seed=1).double()  # noqa: E731
+        made = build(name, model, Settings(lr=1e-2, max_grad_norm=0.5))
+        idx = torch.arange(4 * 8).view(4, 8) % 41
+        mine = idx.chunk(made.dp_size)[made.dp_rank]
+        losses = [made.train_step([(mine, mine, None)], 1e-2).item() for _ in range(3)]
+        found.append((losses, {n: w.clone() for n, w in made.weights() if w.is_floating_point()}))
+    return found
+
+
+def test_experts_train_alike_however_they_are_shared_out():
+    answers = run_ranks(sparse_on_rank, 2, backend="gloo", timeout_s=120)
+    for (losses, weights), (of_ep, those) in answers:
+        assert of_ep == pytest.approx(losses, rel=1e-12)
+        assert set(weights) == set(those)
+        for name, value in weights.items():
+            torch.testing.assert_close(those[name], value, rtol=0, atol=1e-12, msg=name)
+    assert STRATEGIES["ep"].why_not(1) == "needs 2 ranks, got 1"
+
+
+def apart_on_rank():
+    """Weights of a rank that trains apart, before and after it meets the other one."""
+    made = build("diloco", lambda: GPT(TINY, seed=1), Settings(lr=1e-2, max_grad_norm=0.5))
+    idx = torch.arange(4 * 8).view(4, 8) % 41
+    mine, found = idx.chunk(made.dp_size)[made.dp_rank], []
+    for step in range(20):
+        made.train_step([(mine, mine, None)], 1e-2)
+        if step > 17:
+            found.append(torch.cat([w.flatten() for _, w in made.weights()]))
+    return made.dp_rank, found, made.report()["wire_bytes"]
+
+
+def test_ranks_that_train_apart(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    first, second = run_ranks(apart_on_rank, 2)
+    assert (first[0], second[0]) == (0, 1)
+    assert not first[1][0].equal(second[1][0])
+    assert first[1][1].equal(second[1][1])
+    assert first[2] == pytest.approx(first[1][0].numel() * 4 / 20, rel=0.01)
+    assert STRATEGIES["diloco"].why_not(1) == "needs 2 ranks, got 1"
+
+
+def test_decay_is_of_matrices_only():
+    groups = decay_groups(GPT(TINY), 0.1)
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert {p.dim() for p in groups[0]["params"]} == {2}
+    assert {p.dim() for p in groups[1]["params"]} == {1}
+    assert sum(len(g["params"]) for g in groups) == len(list(GPT(TINY).parameters()))
+
+
+def test_the_door_refuses():
+    with pytest.raises(ValueError, match=r"build: expected one of single, ddp, .* got name=x; c"):
+        build("x", torch.nn.Identity)
+    with pytest.raises(ValueError, match=r"build: expected torch\.distributed to be initialized"):
+        build("ddp", lambda: torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"=adamw for fsdp2, .* got optimizer=muon; choose"):
+        build("fsdp2", make, Settings("muon"))
+    message = r"build: expected 4, 6, 8, \.\.\. ranks for HSDP, got world_size=1; start more ranks"
+    with pytest.raises(ValueError, match=message):
+        build("hsdp", make)
+
+
+def test_a_missing_package_says_so(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with pytest.raises(ImportError, match=r"^deepspeed is not installed$"):
+        build("deepspeed1", torch.nn.Identity)
+
+
+class FakeDeepSpeed:
+    """What DeepSpeed's engine does with micro-batches: it divides, and steps after the last."""
+
+    def __init__(self, model, n):
+        self.model, self.n, self.count, self.log = model, n, 0, []
+
+    def __call__(self, x, y, rng_key=None):
+        return self.model(x, y, rng_key=rng_key)
+
+    def backward(self, loss):
+        (loss / self.n).backward()
+
+    def step(self):
+        self.count += 1
+        self.log.append("update" if self.count % self.n == 0 else "wait")
+
+    def get_global_grad_norm(self):
+        return 1.5
+
+
+def test_deepspeed_divides_and_updates_itself():
+    """Without the package: the calls that its engine gets."""
+    model = make()
+    engine = FakeDeepSpeed(model, 2)
+    made = strategies._DeepSpeed("deepspeed1", engine, torch.optim.SGD(model.parameters(), 1.0))
+    made.train_step([rows_of(0, 0, 2), rows_of(0, 2, 2)], lr=0.25)
+    assert made.optimizer.param_groups[0]["lr"] == 0.25
+    assert engine.log == ["wait", "update"]
+    assert float(made.grad_norm) == 1.5
+    split = model.wte.weight.grad.clone()
+    model.zero_grad()
+    model(*rows_of(0, 0, 4)[:2]).backward()
+    torch.testing.assert_close(split, model.wte.weight.grad)
+
+
+def test_a_single_process_is_always_quiet():
+    assert build("single", make).quiet is nullcontext
+
+
+def test_importing_fastpar_imports_no_strategy():
+    code = "import sys, fastpar; assert 'fastpar.observe.strategies' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

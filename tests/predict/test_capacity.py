@@ -1,0 +1,169 @@
+"""capacity.py: what a rank's states take, refusals that say what would hold the model."""
+
+import pytest
+import torch
+
+from fastpar import Mesh, engine_of, parallelize
+from fastpar.axes.step import Setup
+from fastpar.files.dtypes import DTYPES
+from fastpar.models.gpt import GPT
+from fastpar.optim.schedule import make_optimizer
+from fastpar.predict.capacity import (
+    bytes_per_rank,
+    check_building,
+    check_capacity,
+    host_memory,
+    memory_of,
+    what_would_hold,
+)
+from fastpar.settings.block import count_parameters
+from fastpar.settings.config import PRESETS, VOCAB_MULTIPLE, GPTConfig, TrainConfig
+from fastpar.testing import run_ranks
+
+GPT2 = PRESETS["gpt2"]
+N = count_parameters(GPT2, padded=True)
+HIDDEN = 12 * GPT2.n_layer * GPT2.n_embd**2  # in matrices of blocks
+MUON = {"optimizer": "muon"}
+
+
+def setup_of(world_size=1, dtype="fp32", **changes):
+    return Setup(world_size, TrainConfig().replace(changes), "cpu", "shm", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "changes", "expected"),
+    [
+        (1, "fp32", {}, (4, 4, 8)),
+        (8, "fp32", {}, (4, 4, 8)),
+        (8, "fp32", {"zero": 1}, (4, 4, 1)),
+        (8, "fp32", {"zero": 2}, (4, 0.5, 1)),
+        (8, "fp32", {"zero": 3}, (0.5, 0.5, 1)),
+        (8, "fp32", {"zero": 3, "shard_size": 2}, (2, 2, 4)),
+        (8, "fp32", {"zero": 3, "tp": 2}, (0.5, 0.5, 1)),
+        (8, "fp32", {"tp": 4}, (1, 1, 2)),
+        (1, "bf16", {}, (2, 4, 12)),
+        (1, "bf16", {"grad_dtype": "bf16"}, (2, 2, 12)),
+        (1, "bf16", {"master_weights": "remainder", "moment_dtype": "bf16"}, (2, 4, 6)),
+        (1, "bf16", {"stochastic_rounding": True, "moment_dtype": "int8"}, (2, 4, 2)),
+        (1, "fp16", {"optimizer": "adafactor"}, (2, 4, 4)),
+        (1, "fp32", {"optimizer": "muon"}, (4, 4, 8 - 4 * HIDDEN / N)),
+        (8, "fp32", {"ema": 0.999, "zero": 1}, (4, 4, 1.5)),
+        (8, "bf16", {"optimizer": "muon", "zero": 1}, (2, 4, 1.5 - HIDDEN / N / 2)),
+    ],
+)
+def test_bytes_of_a_rank(ranks, dtype, changes, expected):
+    """Of N parameters; what tp leaves whole on every rank counts there: positions, norms, biases
+    of c_proj. Scales of 8-bit moments and adafactor's means are below 2 %."""
+    setup = setup_of(ranks, dtype, **changes)
+    found = list(bytes_per_rank(GPT2, setup).values())
+    width, tp = GPT2.n_embd, setup.tp
+    whole = (GPT2.block_size + 2 + 6 * GPT2.n_layer) * width
+    rows = -(-GPT2.padded_vocab_size // (tp * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE * tp
+    padding = (rows - GPT2.padded_vocab_size) * width
+    mine = ((N + padding - whole) / tp + whole) * tp / N
+    assert mine == 1.0 or tp > 1
+    for got, each, above in zip(found, expected, (0.002, 0.002, 0.02), strict=True):
+        assert each * N * mine - 1 <= got <= (1 + above) * each * N * mine
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("dtype", "changes"), [("fp32", {}), ("bf16", {}), ("bf16", MUON)])
+def test_a_real_rank_has_no_less(stage, dtype, changes):
+    """What is refused could not have worked: nothing is counted that is not there."""
+    shape = GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=8, vocab_size=512, dropout=0.0)
+    real = DTYPES[dtype]
+
+    def of_rank():
+        mesh = Mesh(device="cpu")
+        model = GPT(shape).to(real)
+        parallelize(model, mesh, zero_stage=stage, grad_dtype=torch.float32)
+        config = TrainConfig().replace(changes)
+        optimizer = make_optimizer(model, config.optim, dtype=real, seed=1)
+        idx = torch.zeros(1, 8, dtype=torch.int64)
+        model(idx, idx).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states = sum(
+            v.nbytes for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)
+        )
+        return states, sum(engine_of(model).memory().values())
+
+    found = run_ranks(of_rank, 2)
+    expected = bytes_per_rank(shape, setup_of(2, dtype, zero=stage, **changes))
+    # Pieces end at multiples of 256 elements: of all ranks together nothing is missing.
+    assert sum(states for states, _ in found) >= 2 * expected["optimizer"]
+    others = sum(other for _, other in found)
+    assert others >= 2 * (expected["weights"] + expected["gradients"])
+
+
+def refusal(setup, gb, shape=GPT2, sharing=1):
+    with pytest.raises(ValueError, match="train: expected a model whose states fit") as caught:
+        check_capacity(shape, setup, limit_bytes=int(gb * 1e9), of_what="a GPU", sharing=sharing)
+    return str(caught.value)
+
+
+def test_a_refusal_names_the_need_and_what_there_is():
+    words = refusal(setup_of(), 1)
+    assert words.startswith(
+        "train: expected a model whose states fit into 1.0 GB of a GPU, got 124,475,904 parameters "
+        "that take 2.0 GB a rank (weights 0.5 GB, gradients 0.5 GB, optimizer 1.0 GB); use "
+    )
+    assert words.endswith("use 2 ranks with as much memory each and --zero 3, or a smaller model")
+    assert "fit into 0.5 GB of a GPU for each of 4 ranks" in refusal(setup_of(4), 2, sharing=4)
+    check_capacity(GPT2, setup_of(), limit_bytes=2 * 10**9, of_what="a GPU")
+
+
+def test_every_rank_begins_with_the_whole_model():
+    check_building(GPT2, limit_bytes=4 * N * 3, sharing=3)
+    with pytest.raises(
+        ValueError,
+        match=r"a model of 124,475,904 parameters in fp32, 0.5 GB, on each of 4 ranks of a machi"
+        r"ne, which all begin with the whole of it, got 1.5 GB; use at most 3 ranks on a machine",
+    ):
+        check_building(GPT2, limit_bytes=4 * N * 3, sharing=4)
+    with pytest.raises(ValueError, match=r"got 0.4 GB; use a smaller model"):
+        check_building(GPT2, limit_bytes=4 * 10**8, sharing=1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "gb", "expected"),
+    [
+        (8, {}, 1.2, "use --zero 1 (1.1 GB a rank), or --tp 2 (1.0 GB a rank), or a smaller model"),
+        (8, {}, 0.7, "use --zero 2 (0.7 GB a rank), or --tp 4 (0.5 GB a rank), or a smaller model"),
+        (8, {"zero": 1}, 0.4, "use --zero 3 (0.2 GB a rank), or --tp 4 (0.4 GB a rank), or"),
+        (8, {"zero": 3, "shard_size": 2}, 0.3, "use no --shard-size (0.2 GB a rank), or --tp 4 "),
+        (8, {"zero": 3}, 0.1, "use 20 ranks with as much memory each and --zero 3, or a smaller"),
+        (8, {}, 0.3, "use --zero 3 (0.2 GB a rank), or --tp 8 (0.3 GB a rank), or a smaller"),
+        (8, {"zero": 3, "tp": 4}, 0.095, "use 24 ranks with as much memory each and --zero 3, or"),
+        (8, {"zero": 3, "tp": 4}, 0.1, "use 20 ranks with as much memory each and --zero 3, or"),
+        (2, {}, 0.1, "use 20 ranks with as much memory each and --zero 3, or a smaller model"),
+    ],
+)
+def test_what_would_hold_it_does(ranks, changes, gb, expected):
+    changes = {"model": "gpt2", **changes}
+    words = what_would_hold(GPT2, setup_of(ranks, **changes), int(gb * 1e9))
+    assert words.startswith(expected), words
+
+
+def test_memory_of_this_machine(tmp_path, monkeypatch):
+    assert host_memory(tmp_path) == 1 << 62  # unknown: nothing is refused
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  1000 kB\nMemFree: 1 kB\nSwapTotal: 24 kB\n")
+    assert host_memory(tmp_path) == 1024 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert host_memory(tmp_path) == 1024 * 1024
+    (group / "memory.max").write_text("5000\n")
+    assert host_memory(tmp_path) == 5000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    size, whose, sharing = memory_of(torch.device("cpu"))
+    assert (size, whose, sharing) == (host_memory(), "this machine's memory", 3)
+    assert size > 1 << 28
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu():
+    size, whose, sharing = memory_of(torch.device("cuda", 0))
+    assert (whose, sharing) == (torch.cuda.get_device_name(0), 1)
+    assert size > 1 << 30

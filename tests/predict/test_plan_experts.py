@@ -1,0 +1,188 @@
+"""What experts take and send, beside an engine's own numbers."""
+
+import gc
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastpar
+from fastpar.axes.step import Setup, Workload
+from fastpar.cli import main
+from fastpar.models.gpt import GPT
+from fastpar.nn.recompute import recompute
+from fastpar.predict.devices import Cluster, find_device
+from fastpar.predict.experts import expert_layouts, predict_experts
+from fastpar.predict.operations import comm_ops_of, expert_elements, ops_of
+from fastpar.predict.step_memory import StepMemory
+from fastpar.settings.config import GPTConfig
+from fastpar.testing import run_ranks
+
+SHAPE = GPTConfig(2, 2, 128, 16, 256, dropout=0.0, n_expert=4, top_k=4, expert_hidden=256)
+
+
+def measured(ep, stage):
+    """Bytes of weights and gradients on a rank, and of rows that it sent, in a step."""
+    model = fastpar.parallelize(GPT(SHAPE), fastpar.Mesh(ep=ep), zero_stage=stage)
+    engine, opt = fastpar.engine_of(model), fastpar.AdamW(model.parameters())
+    x = torch.randint(0, 256, (3, 16))
+    model(x, x).backward()
+    way = model.h[0].mlp.ep
+    sent = 0 if way is None else way.sent_bytes
+    opt.step()
+    memory = engine.memory()
+    state = sum(
+        t.nbytes for s in opt.state.values() for n, t in s.items() if n.startswith("exp_avg")
+    )
+    if stage == 3:
+        return memory["parameter shards"], memory["gradient shards"], state, sent
+    grads = "gradients" if stage < 2 else "gradient shards"
+    return memory["parameters"], memory[grads], state, sent
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_states_and_rows_are_those_of_an_engine(ep):
+    """With top_k = n_expert every expert is chosen equally often; buckets are padded."""
+    for stage in range(4):
+        setup = Setup(
+            **{"world_size": 4, "zero_stage": stage, "micro_batch_size": 3, "dtype": "fp32"},
+            **{"device_type": "cpu", "transport": "shm", "ep": ep},
+        )
+        want = predict_experts(Workload(SHAPE, 12), setup)
+        for parameters, gradients, state, sent in run_ranks(measured, 4, ep, stage):
+            assert parameters == pytest.approx(want.memory.parameters, rel=0.04)
+            assert gradients == pytest.approx(want.memory.gradients, rel=0.04)
+            assert sent == want.all_to_all
+            assert state == pytest.approx(
+                want.memory.optimizer, rel=0.15
+            )  # a rank's part of small ones
+    assert expert_elements(SHAPE, Setup())[0] == sum(
+        p.numel() for n, p in GPT(SHAPE).named_parameters() if "mlp.c_" in n
+    )
+
+
+def kept_bytes(shape, setup):
+    """What is left of a forward until backward, on this rank."""
+    mesh = fastpar.Mesh(ep=setup.ep, tp=setup.tp, device="cpu")
+    model = GPT(shape, seed=1).to(torch.bfloat16 if setup.dtype == "bf16" else torch.float32)
+    model = fastpar.parallelize(
+        model, mesh, fastpar.Parallel.of(sequence_parallel=setup.sequence_parallel)
+    )
+    model = recompute(model, setup.activation_checkpointing)
+    x = torch.randint(0, shape.vocab_size, (setup.micro_batch_size, shape.block_size))
+    model(x, x).backward()
+    gc.collect()
+    with StepMemory(mesh.device, alive_bytes=0) as memory:
+        loss = model(x, x)  # kept alive
+    assert loss.isfinite()
+    return memory.left_bytes
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("dtype", "ep", "tp", "shared"),
+    [
+        *(("fp32", 1, 1, True), ("bf16", 1, 1, True), ("fp32", 2, 1, True)),
+        *(("fp32", 1, 2, False), ("bf16", 1, 2, True)),
+    ],
+)
+def test_activations_are_those_of_a_forward(mode, dtype, ep, tp, shared):
+    """Of two blocks: what a model of three keeps more than one of one."""
+    setup = Setup(
+        **{"world_size": ep * tp, "ep": ep, "tp": tp, "sequence_parallel": shared, "dtype": dtype},
+        **{"micro_batch_size": 8, "activation_checkpointing": mode},
+        **{"device_type": "cpu", "transport": "shm"},
+    )
+    sizes = []
+    for layers in (3, 1):
+        shape = GPTConfig(layers, 2, 64, 32, 256, dropout=0.0, n_expert=4, expert_hidden=96)
+        shape = replace(shape, top_k=4)  # all are chosen equally often
+        want = predict_experts(Workload(shape, 8 * ep), setup).memory.activations
+        sizes.append((max(run_ranks(kept_bytes, ep * tp, shape, setup)), want))
+    (three, want_three), (one, want_one) = sizes
+    generator = torch.get_rng_state().nbytes * (mode != "none")  # torch's, for each block
+    assert three - one - 2 * generator == pytest.approx(want_three - want_one, rel=0.03)
+
+
+def of(ep=1, tp=1, stage=0, shape=SHAPE, **more):
+    setup = Setup(8, tp=tp, ep=ep, zero_stage=stage, **more)
+    return Workload(shape, setup.dp), setup
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 1), (4, 2)])
+def test_a_step_has_the_flops_of_its_tokens(ep, tp):
+    """Top 4 of half of the features: twice the products of an MLP, and the router's."""
+    dense = replace(SHAPE, n_expert=0)
+    router = 6 * SHAPE.n_layer * SHAPE.n_embd * SHAPE.n_expert * 16
+    found, mlps = (
+        sum(op.flops * op.count for op in ops_of(*of(ep, tp, shape=shape)) if op.name == "matmul")
+        for shape in (SHAPE, dense)
+    )
+    of_mlp = 6 * SHAPE.n_layer * 8 * SHAPE.n_embd**2 * 16 / tp
+    assert found - router == mlps + of_mlp
+
+
+def test_rows_travel_and_gradients_of_experts_do_not():
+    """Along ep four all-to-alls a layer, of a token's rows; over dp/ep the experts' gradients."""
+    sent = [c for c in comm_ops_of(*of(4)) if c.axis == "ep" and c.bytes > 1000]
+    assert [(c.kind, c.ranks, c.count) for c in sent] == [("all_to_all", 4, 4 * SHAPE.n_layer)]
+    assert sent[0].bytes == 16 * SHAPE.top_k * SHAPE.n_embd * 2
+    experts = expert_elements(SHAPE, Setup())[0]
+    reduced = Counter()
+    for ep in (1, 2, 4):
+        for c in comm_ops_of(*of(ep, stage=1)):
+            if c.kind == "reduce_scatter":
+                reduced[ep, c.ranks] += c.bytes * c.count
+    rest = reduced[1, 8] - experts * 4  # attention, routers, tables
+    assert rest > 0
+    for ep in (2, 4):
+        assert reduced[ep, 8 // ep] == pytest.approx(experts // ep * 4)
+        assert reduced[ep, 8] == pytest.approx(rest)
+
+
+def test_plan_shows_every_layout_and_its_time(capsys):
+    assert main(["plan", "--n-expert", "8", "--gpus", "4", "--model", "gpt2"]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if line[:4].strip().isdecimal()]
+    assert sorted(row[:3] for row in rows) == sorted(
+        [str(tp), str(ep), str(stage)]
+        for tp, eps in ((1, (1, 2, 4)), (2, (1, 2)), (4, (1,)))
+        for ep in eps
+        for stage in (range(4) if tp < 4 else range(1))
+    )
+    times = [float(row[4].replace(",", "")) for row in rows]
+    assert times == sorted(times)
+    assert "times by the data sheet" in printed
+
+
+def test_plan_recomputes_as_little_as_fits():
+    workload, setup = of(shape=replace(SHAPE, n_layer=12), micro_batch_size=1)
+    cluster = Cluster.of(find_device("h100"), 8)
+    first, *_ = expert_layouts(workload, setup, cluster, 1e12)
+    assert first.setup.activation_checkpointing == "none"
+    least = replace(first.setup, activation_checkpointing="full")
+    modes = []
+    for limit in (predict_experts(workload, least).memory.total, 1.0):
+        found = expert_layouts(workload, setup, cluster, limit)
+        modes.append({layout.setup.activation_checkpointing for layout in found})
+        same = [x for x in found if x.setup.tp == 1 and x.setup.ep == first.setup.ep]
+        assert all(x.time.step_s >= first.time.step_s for x in same)
+    assert "full" in modes[0]
+    assert modes[1] == {"full"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pp=2"], "no pp with n_expert=8, .* got pp=2"),
+        (["--optimizer=muon"], "no optimizer with n_expert=8, .* got optimizer=muon"),
+        (["--gpus=5", "--batch-size=3"], "batch_size that the 5 ranks divide, got batch_size=3"),
+        (["--expert-top-k=9"], "top_k of at most n_expert=8, got top_k=9"),
+    ],
+)
+def test_bad_plans(capsys, flags, message):
+    assert main(["plan", "--n-expert=8", "--gpus=4", *flags]) != 0
+
+    assert re.search(message, capsys.readouterr().err)
