@@ -13,7 +13,7 @@ The entries of one parameter's state, by the optimizer's options:
     momentum_buffer, row_second_moment    of Muon; the second is whole on every rank
     average                               fp32, of the weights; see average.py
     outer_weight, outer_momentum          fp32, of replicas that meet, and what their wire has lost;
-    outer_error                           outer_steps, outer_members: counts; see fastpar/optim/outer.py
+    outer_error                           outer_steps, outer_members: counts; see outer.py
 
 Parameters of a sharded engine have the same entries of this rank's piece alone, in one dimension;
 pieces begin at multiples of 256 elements. state_dict() puts the pieces together (whole_entry) and
