@@ -5,10 +5,10 @@ Of several replicas the first one tells how it goes, the others only, by name, w
 
 [Note: the two lines at the end] compare what a step took with what predict/prediction.py says.
 Memory is measured in one early step, of every rank, by step_memory.py, which slows that step and no
-other; the fullest rank counts. The step's time is the median of all but the first ones, on the rank where
-it is longest, as the engine's reports have it: from the first forward to the end of the update. The
-figures stand in metrics.jsonl, as the row that has "prediction". The lines come only where
-`fastpar plan --measure` has measured such ranks: by data sheets a step is a guess.
+other; the fullest rank counts. The step's time is the median of all but the first ones, on the rank
+where it is longest, as the engine's reports have it: from the first forward to the end of the
+update. The figures stand in metrics.jsonl, as the row that has "prediction". The lines come only
+where `fastpar plan --measure` has measured such ranks: by data sheets a step is a guess.
 """
 
 from __future__ import annotations
