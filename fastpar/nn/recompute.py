@@ -31,6 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import fastpar.axes.context.keys
+import fastpar.axes.experts.exchange
+import fastpar.axes.grid
+import fastpar.kernels  # noqa: F401 (these define ops that KEPT names)
 from fastpar.comm.bus import Bus
 from fastpar.comm.handles import Handle
 from fastpar.kernels.weight_gradients import WeightGradients, current_queue
