@@ -31,10 +31,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.predict.datasheet import DatasheetRates
 from fastpar.predict.devices import Cluster
-from fastpar.predict.operations import CommOp, Op, comm_ops_of, ops_of
+from fastpar.predict.operations import comm_ops_of, ops_of
 from fastpar.predict.step_time import StepTime, predict_step, time_of
 from fastpar.settings.block import flops_per_token
 from fastpar.settings.config import GPTConfig

@@ -25,12 +25,12 @@ from bench.records import RESULTS, machine, machine_line
 from bench.report.cells import table
 from bench.systems import links
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.predict.datasheet import DatasheetRates
 from fastpar.predict.devices import Cluster
 from fastpar.predict.grids import grids_text
 from fastpar.predict.memory_model import predict_memory, predict_states
-from fastpar.predict.operations import CommOp, comm_ops_of
+from fastpar.predict.operations import comm_ops_of
 from fastpar.predict.search import search
 from fastpar.settings.mesh import parse_grid
 from fastpar.settings.model import PRESETS

@@ -1,4 +1,7 @@
-"""What is predicted: a workload (what is trained) and a setup (one way to train it on ranks).
+"""What a step is: a workload (what is trained), a setup (one way to train it on ranks), its ops.
+
+Op and CommOp are the words of those who count (axes, predict/operations.py), those who
+know a machine (Rates) and those who add up.
 
 Arithmetic only: no tensors, no ranks. Shape legend as in gpt.py.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastpar.comm.wires import CODES, FORMATS
 from fastpar.files.dtypes import DTYPES
@@ -20,7 +23,6 @@ from fastpar.settings.options import ModelSettings, RecomputeSettings, TrainFlag
 from fastpar.settings.parallel import MeshSettings, Parallel
 
 _DEFAULTS = TrainFlags()
-_VALUE_OF = {name: attrgetter(".".join(leaf.path)) for name, leaf in leaves(TrainFlags).items()}
 
 
 class once:  # noqa: N801  # a property, as functools.cached_property, which takes a lock
@@ -95,9 +97,10 @@ class Setup:
         vars(self).update(found, flags=flags)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _VALUE_OF:
+        leaf = leaves(TrainFlags).get(name)
+        if leaf is None:
             raise AttributeError(name)
-        value = vars(self)[name] = _VALUE_OF[name](self.flags)  # found at once the next time
+        value = vars(self)[name] = attrgetter(".".join(leaf.path))(self.flags)  # kept
         return value
 
     def change(self, **values: Any) -> Setup:
@@ -287,3 +290,63 @@ class Setup:
         moments = 2 * DTYPES[self.moment_dtype].itemsize if self.optimizer != "adafactor" else 0
         moments += 4 if self.ema else 0
         return moments + {"none": 0, "full": 4, "remainder": 2}[self.master_weights]
+
+
+# What a step is made of
+
+
+class Op(NamedTuple):
+    """One kind of operation of a rank, `count` times in a step.
+
+    name, shape (per rank):
+        matmul         (M, K, N): x[M, K] @ w[N, K].T; backward is both products, dx and dw
+        attention      (B, H, T, D), causal
+        layer_norm     (N, C): residual_layer_norm
+        bias_gelu      (N, F)
+        embedding      (N, C)
+        loss           (N, C, V): linear_cross_entropy, whose forward computes the gradients too;
+                       backward scales them
+        optimizer      (elements,): norm and update of so many elements
+        orthogonalize  (short, long): muon's product of a matrix with these sides
+        matrix_update  (elements,): what else muon does to so many elements of matrices
+        copy           (bytes,): read and written, of gradients into buckets and of messages
+        permute        (N * top_k, C): rows to experts, or combine, back to tokens
+    direction: "forward" or "backward" ("forward" of updates, "backward" for copy, but of messages
+        with weights), and
+        "recompute": what forward does, done again in backward.
+    flops, bytes: of one of them; what must move through memory at least.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    direction: str
+    flops: float
+    bytes: float
+    count: float  # type: ignore[assignment]  # hides tuple.count
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], str]:
+        """What decides how long it takes: recomputing takes as long as forward."""
+        return self.name, self.shape, self.direction.replace("recompute", "forward")
+
+
+class CommOp(NamedTuple):
+    """One kind of communication of a rank, `count` times in a step.
+
+    kind: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast or send.
+    axis: "dp", "shard", "copies" (of shards), "tp", "cp", "ep", "pp" or "control".
+    bytes: of the whole tensor (of all_gather: gathered; of reduce_scatter: before it; of
+        all_to_all: of the rank that sends most, with what it keeps if all parts are alike).
+    ranks: of the group; stride: distance of neighbours in the group, in global ranks.
+    under: what can hide it: "forward", "backward", "update" (products of other matrices),
+        "schedule" (a pipeline's other operations) or "" (nothing: the rank waits). Along tp the
+        product beside it, else the pass of the micro-batches that communicate.
+    """
+
+    kind: str
+    axis: str
+    bytes: float
+    ranks: int
+    stride: int
+    count: float  # type: ignore[assignment]  # hides tuple.count
+    under: str

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fastpar.axes.step import Op
 from fastpar.observe.advice import advise
 from fastpar.observe.trace import OpTime, product_flops
 from fastpar.observe.verdict import PRODUCTS, Measured, percent, table, verdict
-from fastpar.predict.operations import Op
 
 TOP = 12  # operations that are shown
 UNSTEADY = 1.5  # the longest step over the shortest

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import Op, Setup, Workload
 from fastpar.comm.recorder import BACKWARD, FORWARD, INPUT, OPTIMIZER
 from fastpar.observe.trace import COMMUNICATION, KINDS
 from fastpar.predict.ceilings import Ceilings
-from fastpar.predict.operations import UPDATES, Op
+from fastpar.predict.operations import UPDATES
 
 PRODUCTS = ("matmul", "attention", "loss", "orthogonalize")  # of work.Op: limited by arithmetic
 

@@ -22,12 +22,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.files.dtypes import DTYPES
 from fastpar.predict.devices import Cluster
 from fastpar.predict.matrix_updates import STEPS
 from fastpar.predict.network import Network
-from fastpar.predict.operations import CommOp, Op
 
 # Output tiles of a multiprocessor, and the part of the best tile's speed that they have.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 64, 0.66))

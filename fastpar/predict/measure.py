@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.host import available_cores, threads_per_rank
 from fastpar.comm.ranks import Rank, Ranks
@@ -54,7 +54,7 @@ from fastpar.predict.measured_rates import (
     overhead_key,
 )
 from fastpar.predict.op_chain import Chain
-from fastpar.predict.operations import CommOp, comm_ops_of, ops_of
+from fastpar.predict.operations import comm_ops_of, ops_of
 from fastpar.predict.short_run import ShortRun, slowest
 from fastpar.settings.config import GPTConfig
 

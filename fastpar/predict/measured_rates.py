@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.doctor.table import cpu_name
 from fastpar.files.plain_files import user_cache
 from fastpar.predict.devices import device_of
-from fastpar.predict.operations import CommOp, Op
 
 VERSION = 1
 MOST_SPREAD = 0.3  # of the operations; rates that vary more say little of the next run

@@ -33,8 +33,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
+from fastpar.axes.step import CommOp
 from fastpar.predict.devices import Cluster, Link
-from fastpar.predict.operations import CommOp
 from fastpar.settings.files import check_at_least
 
 # Of a collective before its first byte moves: a kernel's launch and its ranks' arrival (NCCL's

@@ -15,10 +15,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from fastpar.axes.buckets import bucket_mb_of, buckets_of
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.wires import FORMATS
 from fastpar.engine.control import count_words
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
@@ -46,63 +46,6 @@ from fastpar.settings.block import (
 from fastpar.settings.config import GPTConfig
 
 UPDATES = ("optimizer", "orthogonalize", "matrix_update")  # once a step, after the passes
-
-
-class Op(NamedTuple):
-    """One kind of operation of a rank, `count` times in a step.
-
-    name, shape (per rank):
-        matmul         (M, K, N): x[M, K] @ w[N, K].T; backward is both products, dx and dw
-        attention      (B, H, T, D), causal
-        layer_norm     (N, C): residual_layer_norm
-        bias_gelu      (N, F)
-        embedding      (N, C)
-        loss           (N, C, V): linear_cross_entropy, whose forward computes the gradients too;
-                       backward scales them
-        optimizer      (elements,): norm and update of so many elements
-        orthogonalize  (short, long): muon's product of a matrix with these sides
-        matrix_update  (elements,): what else muon does to so many elements of matrices
-        copy           (bytes,): read and written, of gradients into buckets and of messages
-        permute        (N * top_k, C): rows to experts, or combine, back to tokens
-    direction: "forward" or "backward" ("forward" of updates, "backward" for copy, but of messages
-        with weights), and
-        "recompute": what forward does, done again in backward.
-    flops, bytes: of one of them; what must move through memory at least.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    direction: str
-    flops: float
-    bytes: float
-    count: float  # type: ignore[assignment]  # hides tuple.count
-
-    @property
-    def key(self) -> tuple[str, tuple[int, ...], str]:
-        """What decides how long it takes: recomputing takes as long as forward."""
-        return self.name, self.shape, self.direction.replace("recompute", "forward")
-
-
-class CommOp(NamedTuple):
-    """One kind of communication of a rank, `count` times in a step.
-
-    kind: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast or send.
-    axis: "dp", "shard", "copies" (of shards), "tp", "cp", "ep", "pp" or "control".
-    bytes: of the whole tensor (of all_gather: gathered; of reduce_scatter: before it; of
-        all_to_all: of the rank that sends most, with what it keeps if all parts are alike).
-    ranks: of the group; stride: distance of neighbours in the group, in global ranks.
-    under: what can hide it: "forward", "backward", "update" (products of other matrices),
-        "schedule" (a pipeline's other operations) or "" (nothing: the rank waits). Along tp the
-        product beside it, else the pass of the micro-batches that communicate.
-    """
-
-    kind: str
-    axis: str
-    bytes: float
-    ranks: int
-    stride: int
-    count: float  # type: ignore[assignment]  # hides tuple.count
-    under: str
 
 
 class Rates(Protocol):

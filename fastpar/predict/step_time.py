@@ -21,10 +21,10 @@ from fastpar.axes.buckets import stage_layers
 from fastpar.axes.pipeline.schedules import Kind
 from fastpar.axes.pipeline.simulator import ENOUGH, Costs
 from fastpar.axes.pipeline.simulator import time_of as simulated
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.predict.devices import Cluster
 from fastpar.predict.host_step import host_step_s
-from fastpar.predict.operations import UPDATES, CommOp, Op, Rates, comm_ops_of, ops_of
+from fastpar.predict.operations import UPDATES, Rates, comm_ops_of, ops_of
 from fastpar.settings.block import column_share, flops_per_token
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.files import check_at_least

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import (
     Annotated,
     Any,
+    ClassVar,
     Literal,
     NamedTuple,
     TypeVar,
@@ -41,6 +42,49 @@ def called(name: str) -> Any:
     return for_tyro(lambda conf: conf.arg(name=name.replace("_", "-"))) or name
 
 
+class More:
+    """Settings of axes that were registered beside fastpar's own: a group for each, by its name."""
+
+    groups: ClassVar[dict[str, type]] = {}
+
+    def __init__(self, **groups: Any) -> None:
+        vars(self).update(groups)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.groups:
+            raise AttributeError(name)
+        return self.groups[name]()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, More) and all(
+            getattr(self, name) == getattr(other, name) for name in self.groups
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.groups))
+
+    def __repr__(self) -> str:
+        return f"More({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
+
+    @classmethod
+    def add(cls, name: str, group: type) -> None:
+        """Settings of one more axis."""
+        cls.groups[name] = group
+        leaves.cache_clear()
+
+    @classmethod
+    def as_dataclass(cls) -> type:
+        """The groups as fields, as a command line reads them."""
+        made = dataclasses.field
+        fields = [(name, of, made(default_factory=of)) for name, of in cls.groups.items()]
+        return dataclasses.make_dataclass("More", fields, frozen=True)
+
+    @classmethod
+    def of_command(cls) -> Any:
+        """What tells tyro so."""
+        return for_tyro(lambda conf: conf.arg(constructor_factory=cls.as_dataclass))
+
+
 class Leaf(NamedTuple):
     """A setting: where it stands in the tree, and its type."""
 
@@ -58,7 +102,11 @@ def leaves(tree: type) -> dict[str, Leaf]:
             hint, *extras = get_args(annotated)
             given = [e if isinstance(e, str) else getattr(e, "name", None) for e in extras]
             name = next((n.replace("-", "_") for n in given if n), field)
-        if dataclasses.is_dataclass(hint):
+        if hint is More:
+            for group, of_axis in More.groups.items():
+                inner = leaves(of_axis).items()
+                found |= {n: Leaf((field, group, *leaf.path), leaf.hint) for n, leaf in inner}
+        elif dataclasses.is_dataclass(hint):
             assert isinstance(hint, type)
             inner = leaves(hint).items()
             found |= {n: Leaf((field, *leaf.path), leaf.hint) for n, leaf in inner}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from fastpar.settings.fields import called, changed, for_tyro
+from fastpar.settings.fields import More, called, changed, for_tyro
 
 _FORMATS = {
     **{"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"},
@@ -135,6 +135,12 @@ class Parallel:
     """MB of the first collective; modules below it are merged with their neighbours."""
     prefetch: int = 1
     """Blocks whose weights are gathered ahead of their use, at stage 3."""
+    more: Annotated[More, More.of_command()] = field(default_factory=More)
+    """Settings of axes that were registered; see fastpar/axes."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.more, More):  # as a command line makes it
+            object.__setattr__(self, "more", More(**vars(self.more)))
 
     @classmethod
     def of(cls, **values: Any) -> Parallel:

@@ -184,7 +184,7 @@ _BLOCKS = "blocks of 8-bit numbers end with a rank's slice"
 _ADDRESSES = "freed gradients or weights come back at other addresses"
 _ROUNDED = "16-bit sums depend on how they are split"
 
-PAIRS: tuple[Pair, ...] = (
+PAIRS: list[Pair] = [
     Pair("tp_grid", "tp", _GRID),
     *(Pair("tp_grid", axis) for axis in ("cp", "ep", "pp", "replicas", "n_expert", "fp8")),
     *(Pair("tp_grid", mode) for mode in ("optimizer adafactor muon", "compile", "offload")),
@@ -230,7 +230,7 @@ PAIRS: tuple[Pair, ...] = (
     Pair("cuda_graphs True", "compile", "compiled code may be compiled anew"),
     Pair("cuda_graphs True", "fp8", "not tried"),
     Pair("cuda_graphs True", "activation_checkpointing", "the host reads random generators"),
-)
+]
 NEEDS: tuple[Needs, ...] = (
     Needs("offload parameters", "zero_stage 3", "it keeps no whole weights on the GPU"),
     Needs("offload_activations", "activation_checkpointing full"),
@@ -294,7 +294,7 @@ IDLE: tuple[Needs, ...] = (
         )
     ),
 )
-RULES: tuple[Rule, ...] = (
+RULES: list[Rule] = [
     *_at_least(1, "batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"),
     *_at_least(1, "eval_batches", "nproc", "threads", "shard_size", "tp", "cp", "ep", "pp"),
     *_at_least(1, "chunks", "replicas", "outer_every"),
@@ -466,7 +466,7 @@ RULES: tuple[Rule, ...] = (
         "no node_size beside copies of shard_size={shard_size}, which are averaged between nodes",
         "drop <shard_size> or <node_size>",
     ),
-)
+]
 OF_IDLE = tuple(needs.rule() for needs in IDLE) + tuple(
     Rule(
         (name, "init_from"),
@@ -476,6 +476,13 @@ OF_IDLE = tuple(needs.rule() for needs in IDLE) + tuple(
     )
     for name in ("model", "n_layer", "n_head", "n_embd")
 )
+
+
+def add_rules(rows: Iterable[Rule | Pair | Needs], defaults: Mapping[str, Any]) -> None:
+    """Rules of an axis that was registered, and the defaults of its settings."""
+    DEFAULTS.update(defaults)
+    PAIRS.extend(row for row in rows if isinstance(row, Pair))
+    RULES.extend(row if isinstance(row, Rule) else row.rule() for row in rows)
 
 
 def check(

@@ -5,10 +5,10 @@ import json
 import pytest
 from test_verdict import PHASES, measured
 
+from fastpar.axes.step import Op
 from fastpar.comm.recorder import BACKWARD, COMPUTE, FORWARD, OPTIMIZER
 from fastpar.observe.profile_report import Report, rate_of
 from fastpar.observe.trace import MEMORY, OpTime
-from fastpar.predict.operations import Op
 
 WORK = (
     Op("matmul", (6, 5, 7), "forward", 420.0, 1.0, 2),

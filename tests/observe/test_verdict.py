@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import Op, Setup, Workload
 from fastpar.comm.recorder import (
     BACKWARD,
     COMPUTE,
@@ -31,7 +31,6 @@ from fastpar.observe.verdict import (
     work_of,
 )
 from fastpar.predict.ceilings import Ceilings
-from fastpar.predict.operations import Op
 from fastpar.settings.config import GPTConfig
 
 CEILINGS = Ceilings(10.0, 0.1, "fp32 1536^3")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.predict.datasheet import GENERATIONS, LAUNCH_S, DatasheetRates
 from fastpar.predict.devices import DEVICES, Cluster, find_device
-from fastpar.predict.operations import CommOp, Op, comm_ops_of, ops_of
+from fastpar.predict.operations import comm_ops_of, ops_of
 from fastpar.settings.config import GPTConfig
 
 WORKLOAD = Workload(GPTConfig.preset("gpt2-xl", dropout=0.0), 64)

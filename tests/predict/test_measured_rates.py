@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.predict.measured_rates import (
     FOLDER,
     MeasuredRates,
@@ -14,7 +14,6 @@ from fastpar.predict.measured_rates import (
     overhead_key,
     rates_folder,
 )
-from fastpar.predict.operations import CommOp, Op
 from fastpar.predict.step_time import predict_step
 from fastpar.settings.config import GPTConfig
 

@@ -6,12 +6,12 @@ from lone_rank import LoneMesh, heard
 
 from fastpar import GPT, AdamW, engine_of, parallelize
 from fastpar.axes.buckets import buckets_of
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.engine.debug import Debug
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.models.fp8 import use_fp8
 from fastpar.nn.recompute import recompute
-from fastpar.predict.operations import CommOp, comm_ops_of, ops_of
+from fastpar.predict.operations import comm_ops_of, ops_of
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
 

@@ -6,10 +6,10 @@ import pytest
 
 from fastpar.axes.pipeline.simulator import Costs
 from fastpar.axes.pipeline.simulator import time_of as simulated
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.predict.datasheet import DatasheetRates
 from fastpar.predict.devices import Cluster
-from fastpar.predict.operations import CommOp, comm_ops_of, ops_of
+from fastpar.predict.operations import comm_ops_of, ops_of
 from fastpar.predict.step_time import cost_per_billion_tokens, makespan_of, predict_step, time_of
 from fastpar.settings.block import flops_per_token
 from fastpar.settings.config import GPTConfig
