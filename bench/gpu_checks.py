@@ -51,7 +51,7 @@ from fastpar.kernels import attention_peers, backend
 from fastpar.kernels.choice import OWN, Case, trying
 from fastpar.predict.ceilings import Ceilings, measure_ceilings
 from fastpar.settings.config import GPTConfig, TrainConfig
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 from fastpar.train.trainer import Trainer, train
 
 GPT2 = GPTConfig(12, 12, 768, 1024, 50304, dropout=0.0)

@@ -294,7 +294,7 @@ def _train(arguments: list[str]) -> int:
             config.batch(1, nproc // together)
         if not is_rank() and nproc > 1:
             with launch.interrupt_kills():
-                from fastpar.train.run_folder import check_out
+                from fastpar.train.journal import check_out
 
             check_out(config)  # before the ranks start, which takes seconds
             return launch.launch(

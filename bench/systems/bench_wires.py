@@ -32,7 +32,7 @@ from bench.systems.links import Link, NoLinkError, Ranks
 from bench.targets import faster, note
 from fastpar.comm.ranks import RankFailed, reason
 from fastpar.doctor.clocks import Timing
-from fastpar.models.fp8 import use_fp8
+from fastpar.models.gpt import use_fp8
 from fastpar.observe.strategies import Contender, Settings
 from fastpar.settings.config import GPTConfig
 

@@ -42,7 +42,7 @@ from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.mesh import axes_of
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 from fastpar.train.trainer import Trainer
 
 Layout = tuple[int, dict[str, Any]]

@@ -51,7 +51,7 @@ from fastpar.axes.buckets import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.sources import TextSource, open_source
 from fastpar.doctor.clocks import stopwatch
-from fastpar.models.fp8 import use_fp8
+from fastpar.models.gpt import use_fp8
 from fastpar.predict.matrix_updates import product_bytes, updates_of
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.files import option

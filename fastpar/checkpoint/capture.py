@@ -29,7 +29,7 @@ from fastpar.checkpoint.wire_state import COMMON, wire_state
 from fastpar.comm.host import pinned_bytes
 from fastpar.comm.mesh import gather_objects
 from fastpar.engine.engine import Engine, engine_of_parameter
-from fastpar.models.weights import Weight, cut_into_files, list_weights, weights_file
+from fastpar.models.hf import Weight, cut_into_files, list_weights, weights_file
 from fastpar.optim.state import entry_block, settle
 from fastpar.sharding.ranges import HOLE, Run, cut_runs, numel_of, share_of, whole_run
 

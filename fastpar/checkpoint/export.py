@@ -20,9 +20,17 @@ from fastpar.files.dtypes import HF_NAMES, STORED
 from fastpar.files.plain_files import read_object
 from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.kernels.adamw_storage import master_join
-from fastpar.models.hf import EXPERTS, INDEX_FILE, MASKS, check_dense, index_json, save_hf
+from fastpar.models.hf import (
+    EXPERTS,
+    INDEX_FILE,
+    MASKS,
+    PREFIX,
+    check_dense,
+    index_json,
+    is_conv1d,
+    save_hf,
+)
 from fastpar.models.nanogpt import load_nanogpt
-from fastpar.models.weights import PREFIX, is_conv1d
 
 # What transformers' from_pretrained reads besides weights; all of it is text.
 _TEXTS = (

@@ -31,8 +31,14 @@ from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import read_object, reason, shown
 from fastpar.files.runs import is_step_name, list_checkpoints
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import INDEX_FILE, differences, read_config, unsupported_field
-from fastpar.models.weights import PREFIX, WEIGHTS_FILE
+from fastpar.models.hf import (
+    INDEX_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    differences,
+    read_config,
+    unsupported_field,
+)
 
 _ARCHITECTURES: tuple[list[str] | None, ...] = (None, [], ["GPT2LMHeadModel"], ["GPT2Model"])
 

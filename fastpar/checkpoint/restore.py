@@ -41,9 +41,8 @@ from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import read_object, shown
 from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import load_hf
+from fastpar.models.hf import Weight, list_weights, load_hf
 from fastpar.models.nanogpt import load_nanogpt
-from fastpar.models.weights import Weight, list_weights
 from fastpar.optim.state import entry_block
 from fastpar.settings.config import GPTConfig
 from fastpar.sharding.ranges import whole_run

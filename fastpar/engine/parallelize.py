@@ -44,8 +44,7 @@ from fastpar.engine.shards import Shards, guard_state_dicts
 from fastpar.engine.split_backward import Places
 from fastpar.engine.stages import STAGES, Settings, Stage
 from fastpar.engine.units import find_units, unit_of_parameters
-from fastpar.foreign.context import share_context
-from fastpar.foreign.tp_plan import Plan, Planned, plan_for, use_tokens
+from fastpar.foreign.tp_plan import Plan, Planned, plan_for, share_context, use_tokens
 from fastpar.kernels import Fp8
 from fastpar.settings.fields import flat
 from fastpar.settings.mesh import AXES, TP_AXES, pp_split

@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 
 from fastpar.doctor.doctor import expect
-from fastpar.foreign import fused_gpt2, fused_modules
-from fastpar.foreign.fused_loss import Loss
+from fastpar.foreign import fused
 from fastpar.foreign.proof import features, on_the_cpu
 from fastpar.foreign.recognize import TORCH_CLASSES, Fused, Looks, plan, plan_losses
 from fastpar.foreign.swap import Swap, restore, swap_in, swap_of, swapped_class
@@ -130,7 +129,7 @@ def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
     inside = {
         part
         for module in model.modules()
-        if isinstance(module, fused_modules.Attention | fused_modules.MLP)
+        if isinstance(module, fused.Attention | fused.MLP)
         for part in module.children()
     }
     for name, module, why in reversed(left):
@@ -148,17 +147,17 @@ _CALLS: tuple[tuple[type[nn.Module], str, Callable[[Any], int]], ...] = (
     (modules.LayerNorm, "layer_norm", lambda m: m.normalized_shape[-1]),
     (modules.RMSNorm, "rms_norm", lambda m: m.normalized_shape[-1]),
     (modules.Embedding, "embedding", lambda m: m.embedding_dim),
-    (fused_modules.Norm, "layer_norm", lambda m: m.weight.numel()),
-    (fused_modules.MLP, "bias_gelu", lambda m: features(m.c_fc)[1]),
-    (fused_modules.Block, "residual_layer_norm", lambda m: features(m.attn.c_proj)[1]),
-    (fused_modules.Attention, "attention", lambda m: m.option("head_dim")),
+    (fused.Norm, "layer_norm", lambda m: m.weight.numel()),
+    (fused.MLP, "bias_gelu", lambda m: features(m.c_fc)[1]),
+    (fused.Block, "residual_layer_norm", lambda m: features(m.attn.c_proj)[1]),
+    (fused.Attention, "attention", lambda m: m.option("head_dim")),
     (
-        fused_modules.Attention,
+        fused.Attention,
         "attention_masked",
         lambda m: m.option("head_dim") if m.option("probs") else 0,
     ),
-    (fused_gpt2.LMHead, "linear_cross_entropy", lambda m: m.lm_head.weight.shape[0]),
-    (Loss, "linear_cross_entropy", lambda m: m.lm_head.weight.shape[0]),
+    (fused.LMHead, "linear_cross_entropy", lambda m: m.lm_head.weight.shape[0]),
+    (fused.Loss, "linear_cross_entropy", lambda m: m.lm_head.weight.shape[0]),
 )
 
 

@@ -24,8 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.foreign import fused_gpt2, fused_modules, proof, swap
-from fastpar.foreign.fused_loss import Loss, loss_shape, prove_loss
+from fastpar.foreign import fused, proof, swap
 from fastpar.kernels.attention import MAX_HEAD_DIM
 from fastpar.kernels.layer_norm_checks import MAX_COLUMNS
 from fastpar.nn import modules
@@ -110,7 +109,7 @@ def seen_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if name.startswith(closed):
             continue
         yield name, part
-        if part is not module and isinstance(part, fused_modules.Attention | fused_modules.MLP):
+        if part is not module and isinstance(part, fused.Attention | fused.MLP):
             closed += (f"{name}.",)
 
 
@@ -119,7 +118,7 @@ def look_of(module: nn.Module) -> Any:
     look: list[Any] = []
     for name, part in seen_parts(module):
         look += [name, type(part), swap.swap_of(part) is None, tuple(part._modules)]
-        if part is not module and isinstance(part, fused_modules.Attention | fused_modules.MLP):
+        if part is not module and isinstance(part, fused.Attention | fused.MLP):
             continue
         by_layer = getattr(part, "scale_attn_by_inverse_layer_idx", False)
         in_cache = {"layer_idx"} if type(part).__module__ == GPT2 and not by_layer else set()
@@ -142,14 +141,14 @@ def plan_losses(model: nn.Module) -> dict[nn.Module, Plan]:
     why, found = "", any(_is_gpt2(m, "GPT2LMHeadModel") for m in model.modules())
     for module in model.modules():
         known = type(module).__module__.startswith((GPT2, *OURS))
-        norm = None if known else loss_shape(module)
-        if isinstance(module, Loss):
+        norm = None if known else fused.loss_shape(module)
+        if isinstance(module, fused.Loss):
             found = True
         elif norm is not None:
             try:
-                prove_loss(module, norm)
+                fused.prove_loss(module, norm)
                 conditions = proof.conditions_of(module, {}, tuple(module._modules), None)
-                plans[module] = Fused(Loss, {"norm": norm}, conditions)
+                plans[module] = Fused(fused.Loss, {"norm": norm}, conditions)
             except Exception as error:
                 why = f", which {proof.words_of(error)}"
     if why or not (found or plans):
@@ -217,12 +216,12 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
         returns = type(module).forward.__annotations__.get("return")
         if returns not in (Tensor, "torch.Tensor"):
             return "returns a tuple (transformers 4): residual add and LayerNorm stay apart"
-        if not isinstance(module.attn, fused_gpt2.GPT2Attention):
+        if not isinstance(module.attn, fused.GPT2Attention):
             return "its attention was left"
-        return Fused(fused_modules.Block)
+        return Fused(fused.Block)
     if _is_gpt2(module, "GPT2Model"):
         takers = [type(module), *(swap.swap_of(b.attn) for b in module.h), *map(type, module.h)]
-        return Fused(fused_gpt2.Model) if all(map(_takes_hints, takers)) else None
+        return Fused(fused.Model) if all(map(_takes_hints, takers)) else None
     if fused_loss:
         from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
@@ -238,7 +237,7 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
             "asks": "loss_function" in names,
             "loss": ForCausalLMLoss,
         }
-        return Fused(fused_gpt2.LMHead, options)
+        return Fused(fused.LMHead, options)
     return "logits and loss are its own; fused_loss=True computes the loss without logits"
 
 
@@ -246,7 +245,7 @@ def _plan_gpt2_attention(module: Any) -> Plan:
     """Known by its code; run as well, for versions of transformers that came later."""
     if module.is_cross_attention:
         return "cross-attention has no kernel"
-    implementation = fused_gpt2.implementation_of(module)
+    implementation = fused.implementation_of(module)
     if implementation not in ("sdpa", "eager"):
         return f"attn_implementation={implementation}: set sdpa or eager and patch again"
 
@@ -260,7 +259,7 @@ def _plan_gpt2_attention(module: Any) -> Plan:
 
     def formula(m: Any, x: Tensor) -> Tensor:
         p = m.attn_dropout.p if m.training else 0.0
-        o = _heads(m, x, m.num_heads, dropout_p=p, scale=fused_gpt2.scale_of(m))
+        o = _heads(m, x, m.num_heads, dropout_p=p, scale=fused.scale_of(m))
         return m.resid_dropout(m.c_proj(o))
 
     if not 1 <= module.head_dim <= MAX_HEAD_DIM:
@@ -275,7 +274,7 @@ def _plan_gpt2_attention(module: Any) -> Plan:
     positions = module.config.max_position_embeddings
     limits: dict[str, Any] = {"positions": positions, "long": False, "brief": True}
     proof.prove(module, module.embed_dim, formula, own=own, **limits, keep=[module.config])
-    return Fused(fused_gpt2.GPT2Attention, options, conditions)
+    return Fused(fused.GPT2Attention, options, conditions)
 
 
 def _takes_hints(taker: Any) -> bool:
@@ -326,13 +325,13 @@ def _plan_nanogpt(name: str, module: Any, positions: int | None) -> Plan:
         activations = [p for p in ("gelu", "act", "activation") if p in parts]
         return _plan_mlp(module, activations[0], **long) if activations else "no GELU part found"
     if {"ln_1", "attn", "ln_2", "mlp"} <= set(parts):
-        if not isinstance(module.attn, fused_modules.Attention):
+        if not isinstance(module.attn, fused.Attention):
             return "its attention was left"
-        if not isinstance(module.ln_2, fused_modules.Norm | modules.LayerNorm):
+        if not isinstance(module.ln_2, fused.Norm | modules.LayerNorm):
             return "its ln_2 was left"
         used = ("ln_1", "attn", "ln_2", "mlp")
-        proven = ["attn", *(["mlp"] if isinstance(module.mlp, fused_modules.MLP) else [])]
-        return _checked(module, _block, fused_modules.Block, {}, used, stand_ins=proven, **long)
+        proven = ["attn", *(["mlp"] if isinstance(module.mlp, fused.MLP) else [])]
+        return _checked(module, _block, fused.Block, {}, used, stand_ins=proven, **long)
     if name.split(".")[-1].startswith("ln") and not parts:
         return _plan_norm(module, positions)
     return None
@@ -343,7 +342,7 @@ def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | N
         D = module.n_embd // module.n_head
         known = {"probs": "attn_dropout", "resid": "resid_dropout", "head_dim": D}
         conditions = proof.conditions_of(module, known, ("c_attn", "c_proj"), None)
-        return Fused(fused_modules.Attention, known, conditions)
+        return Fused(fused.Attention, known, conditions)
     c_attn, c_proj = parts["c_attn"], parts["c_proj"]
     if type(c_attn) is not nn.Linear or type(c_proj) is not nn.Linear:
         return "c_attn or c_proj is not an nn.Linear"
@@ -355,14 +354,14 @@ def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | N
     places: dict[str, Any] = {"head_dim": C // heads}
 
     def formula(m: Any, x: Tensor) -> Tensor:
-        p = fused_modules.probs_rate(m, places["probs"])
+        p = fused.probs_rate(m, places["probs"])
         y = m.c_proj(_heads(m, x, heads, dropout_p=p))
         return y if places["resid"] is None else getattr(m, places["resid"])(y)
 
     places.update(proof.places_of_dropout(module, C, heads))
     used = ("c_attn", "c_proj")
     limits: dict[str, Any] = {"positions": positions, "heads": heads, "rate": places["probs"]}
-    return _checked(module, formula, fused_modules.Attention, places, used, **limits)
+    return _checked(module, formula, fused.Attention, places, used, **limits)
 
 
 def _heads(m: Any, x: Tensor, heads: int, **options: Any) -> Tensor:
@@ -393,7 +392,7 @@ def _plan_mlp(module: Any, activation: str, **how: Any) -> Plan:
             return getattr(m, dropouts[0])(y) if dropouts else y
 
         known = {**options, "approximate": form}
-        found = _checked(module, formula, fused_modules.MLP, known, used, **how)
+        found = _checked(module, formula, fused.MLP, known, used, **how)
         if not isinstance(found, str):
             return found
     return f"its {activation} ({type(part).__name__}) is not GELU, or {found}"
@@ -416,7 +415,7 @@ def _plan_norm(module: Any, positions: int | None) -> Plan:
 
     # Rows whose variance is below eps, so that another eps shows.
     limits: dict[str, Any] = {"positions": positions, "small": 1e-3}
-    return _checked(module, formula, fused_modules.Norm, {"eps": eps}, **limits)
+    return _checked(module, formula, fused.Norm, {"eps": eps}, **limits)
 
 
 def _block(m: Any, x: Tensor) -> Tensor:

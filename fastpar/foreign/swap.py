@@ -1,7 +1,7 @@
 """How a module of a foreign model is swapped, when its calls fall back, and how that is said.
 
 [Note: how a module is swapped] The instance gets another class: a subclass of its own class, made
-from a mixin (fused_modules.py), with the same name. Parameters, hooks, state_dict keys, isinstance
+from a mixin (fused.py), with the same name. Parameters, hooks, state_dict keys, isinstance
 and code that goes by class names (transformers' save_pretrained, FSDP's wrapping) see no
 difference. Such a class cannot be imported by name, so an instance is pickled and copied as its
 mixin and its own class.

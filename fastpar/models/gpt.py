@@ -43,6 +43,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -58,6 +59,7 @@ from fastpar.axes.context.sequences import (
     to_heads,
     to_tokens,
 )
+from fastpar.axes.experts import balance
 from fastpar.axes.experts.balance import Losses
 from fastpar.axes.experts.mixture import Experts, Router, Stack
 from fastpar.axes.grid import Grid, grid_dropout, grid_norm
@@ -88,6 +90,7 @@ from fastpar.settings.block import (
     flops_per_token,
     parameters_of,
     part_flops,
+    products,
     shapes_of,
 )
 from fastpar.settings.config import VOCAB_MULTIPLE, GPTConfig
@@ -128,7 +131,7 @@ def dropout_at(
 class Weights(nn.Module):
     """weight[shape] and, unless bias=False, bias[shape[0]]; the ops of fastpar.kernels use them."""
 
-    fp8: Fp8 | None = None  # of products with the weight: fp8.py
+    fp8: Fp8 | None = None  # of products with the weight
 
     def __init__(self, *shape: int, bias: bool = True):
         super().__init__()
@@ -493,7 +496,7 @@ class GPT(nn.Module):
 
     tp: TensorParallel | None = None
     cp: ContextParallel | None = None
-    fp8_scales: DelayedScales | None = None  # of fp8.py
+    fp8_scales: DelayedScales | None = None
     splits_on_grid = True  # what its modules say along tp is enough for axes/grid.py
     wte: Weights
     wpe: Weights
@@ -775,3 +778,103 @@ class GPT(nn.Module):
                 f"GPT: expected token ids in [0, {config.vocab_size}), got "
                 f"id={idx[~valid][0].item()}; encode the text with the model's own tokenizer"
             )
+
+
+LAYERS = ("none", "mlp", "all")
+
+
+def use_fp8(
+    model: GPT,
+    layers: str,
+    *,
+    scaling: str = "row",
+    weight_gradient: str = "bf16",
+    emulate: bool = False,
+) -> None:
+    """Rounds the operands of linear layers of all blocks to 8 bits from now on.
+
+    Args:
+        model: before parallelize(), whose engine then adds up what delayed scales are made of;
+            without one call model.fp8_scales.update() after each step.
+        layers: "mlp", "all" of a block, or "none": as before.
+        scaling, weight_gradient, emulate: as kernels.Fp8.
+    Raises:
+        ValueError: other layers; experts; what Fp8 refuses.
+    """
+    if layers not in LAYERS:
+        raise ValueError(
+            f"use_fp8: expected one of {', '.join(LAYERS)}, got layers={layers}; choose one"
+        )
+    if layers != "none" and model.config.n_expert:
+        raise ValueError(
+            f"use_fp8: expected a model without experts, got n_expert={model.config.n_expert}; "
+            "their products are grouped: leave fp8 out"
+        )
+    names, kinds = products(), products(layers)
+    delayed = scaling == "tensor" and bool(kinds)
+    model.fp8_scales = DelayedScales(len(names) * model.config.n_layer) if delayed else None
+    for i, block in enumerate(model.h):
+        for j, name in enumerate(names):
+            how: dict[str, Any] = {"scaling": scaling, "weight_gradient": weight_gradient}
+            how |= {"emulate": emulate, "scales": model.fp8_scales, "layer": len(names) * i + j}
+            keeps = name != "attn.c_proj"  # attention keeps what it gets
+            part: Any = block.get_submodule(name)
+            part.fp8 = Fp8(**how, keeps=keeps) if name in kinds else None
+
+
+def numbers_of(model: Any, like: Tensor) -> Tensor:
+    """What a model itself counted in the last step, flat: its experts, or overflows of fp8."""
+    scales: DelayedScales | None = model.fp8_scales
+    if scales is None:
+        return balance.sums_of(model, like)
+    return scales.overflows.sum().reshape(1).to(like)
+
+
+def report_of(model: Any, numbers: Tensor) -> dict[str, Any]:
+    """What numbers_of() a step says, for people: columns of a row of metrics."""
+    if model.fp8_scales is None:
+        return balance.report_of(model, numbers)
+    return {"fp8_overflows": int(numbers.sum())}
+
+
+def saved_scales(model: Any) -> dict[str, Any] | None:
+    """For a checkpoint's state of the run."""
+    return None if model.fp8_scales is None else model.fp8_scales.state_dict()
+
+
+def restore_scales(model: Any, state: dict[str, Any]) -> None:
+    """Of a run's state; one without them begins with a step that notes values."""
+    if model.fp8_scales is not None and state.get("fp8") is not None:
+        model.fp8_scales.load_state_dict(state["fp8"])
+
+
+@torch.no_grad()
+def upcycled(dense: GPT, experts: dict[str, Any], *, seed: int = 0) -> GPT:
+    """The same function with experts in the place of MLPs: equal ones, and a router drawn by seed.
+
+    A token's weights add up to 1, so at first the loss is that of the dense model, to rounding.
+
+    Args:
+        experts: fields of GPTConfig: n_expert, top_k, ...
+    Raises:
+        ValueError: a model that has experts; top_k below 2, whose one weight is no 1; features of
+            an expert that are not those of the MLP.
+    """
+    if dense.config.n_expert:
+        raise ValueError(
+            "upcycled: expected a dense model to make experts of, got one with n_expert="
+            f"{dense.config.n_expert}; leave --n-expert out: its own experts are kept"
+        )
+    config = replace(dense.config, **experts)
+    if config.top_k < 2 or config.hidden != 4 * config.n_embd:
+        raise ValueError(
+            "upcycled: expected top_k >= 2, whose weights add up to 1, and experts as wide as the "
+            f"MLP, got top_k={config.top_k} expert_hidden={config.expert_hidden}; change them, or "
+            "start without --init-from"
+        )
+    model = GPT(config, seed=seed).to(next(dense.parameters()).dtype)
+    given = dict(dense.named_parameters())
+    for name, p in model.named_parameters():
+        if name in given:  # of an expert's layer the MLP's, for each of them
+            p.copy_(given[name])
+    return model

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from fastpar.files.plain_files import open_plain, reason, shown
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import build_model
-from fastpar.models.weights import PREFIX, is_conv1d
+from fastpar.models.hf import PREFIX, build_model, is_conv1d
 from fastpar.settings.config import GPTConfig
 
 COMPILED = "_orig_mod."

@@ -7,8 +7,7 @@ import torch
 from fastpar.comm.bus import bus_of
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.parallelize import parallelize
-from fastpar.models.fp8 import use_fp8
-from fastpar.models.gpt import GPT
+from fastpar.models.gpt import GPT, use_fp8
 from fastpar.nn.recompute import recompute
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW

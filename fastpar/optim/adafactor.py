@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from fastpar.engine.engine import engine_of_parameter
-from fastpar.optim.base import EngineOptimizer, Row
-from fastpar.optim.checks import check_ranges, pair
+from fastpar.optim.base import EngineOptimizer, Row, check_ranges, pair
 from fastpar.optim.state import (
     HALF,
     OF_WEIGHTS,

@@ -33,8 +33,17 @@ from torch import Tensor
 
 from fastpar.engine.engine import engine_of_parameter
 from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
-from fastpar.optim.base import EngineOptimizer, Row, plain
-from fastpar.optim.checks import check_memory, check_overlap, check_ranges, check_seed, pair, scalar
+from fastpar.optim.base import (
+    EngineOptimizer,
+    Row,
+    check_memory,
+    check_overlap,
+    check_ranges,
+    check_seed,
+    pair,
+    plain,
+    scalar,
+)
 from fastpar.optim.state import (
     ENTRIES,
     Storage,

@@ -1,17 +1,26 @@
-"""The optimizer of a run: which one, its groups of parameters, the learning rate of each step."""
+"""The optimizer of a run: which one, its groups of parameters, the learning rate of each step.
+
+Beside it the loss scale of fp16, and a running average of the weights, an entry of the optimizer's
+state. As in muon.py, see [Note: single roundings]: an average has the same bits however it is cut.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.files.dtypes import DTYPES
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
+from fastpar.optim.base import EngineOptimizer
 from fastpar.optim.muon import Muon, muon_groups
+from fastpar.optim.state import values_of
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.options import OptimSettings
 from fastpar.sharding.layout import parameter_names
@@ -138,3 +147,147 @@ def cosine_lr(step: int, *, lr: float, min_lr: float, warmup_steps: int, max_ste
         return min_lr
     progress = (step - warmup_steps) / (max_steps - warmup_steps)
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (lr - min_lr)
+
+
+class DynamicLossScale:
+    """The factor that keeps small fp16 gradients from vanishing.
+
+    Multiply the loss by scale, set the optimizer's grad_scale to scale, step, then call
+    update(optimizer.skipped). All ranks skip a step or none does, also where each sees only its
+    shards of the gradients, so their scales stay the same without communication.
+
+    Args:
+        init: first scale; growth_interval: finite steps in a row after which it is doubled.
+        min_scale, max_scale: its limits.
+    Raises:
+        ValueError: limits that contradict each other; growth_interval below 1.
+        RuntimeError: in update(), an overflow at min_scale.
+    """
+
+    def __init__(
+        self,
+        init: float = 2.0**16,
+        growth_interval: int = 2000,
+        *,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+    ) -> None:
+        if not 0 < min_scale <= init <= max_scale or init == math.inf:
+            raise ValueError(
+                f"DynamicLossScale: expected 0 < min_scale={min_scale} <= init <= "
+                f"max_scale={max_scale}, init finite, got init={init}; 2**16 suits most models"
+            )
+        if not isinstance(growth_interval, int) or growth_interval < 1:
+            raise ValueError(
+                "DynamicLossScale: expected an integer growth_interval >= 1, got "
+                f"growth_interval={growth_interval}; 2000 steps is usual"
+            )
+        self.scale = float(init)
+        self.growth_interval = growth_interval
+        self.min_scale = min_scale
+        self.max_scale = max_scale
+        self._finite_steps = 0
+
+    def update(self, overflow: bool) -> None:
+        """Tell it how the step went; scale is that of the next step."""
+        if overflow:
+            if self.scale <= self.min_scale:
+                raise RuntimeError(
+                    "DynamicLossScale.update: expected finite gradients at the smallest scale, got "
+                    f"an overflow at scale={self.scale}; the run diverges: lower lr or use bf16"
+                )
+            self.scale = max(self.scale / 2, self.min_scale)
+            self._finite_steps = 0
+            return
+        self._finite_steps += 1
+        if self._finite_steps == self.growth_interval:
+            self.scale = min(self.scale * 2, self.max_scale)
+            self._finite_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to continue."""
+        return {"scale": self.scale, "finite_steps": self._finite_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state_dict()."""
+        scale = float(state["scale"])
+        if not self.min_scale <= scale <= self.max_scale:
+            raise ValueError(
+                f"DynamicLossScale.load_state_dict: expected a scale in [{self.min_scale}, "
+                f"{self.max_scale}], got scale={scale}; the checkpoint is not of this run"
+            )
+        self.scale, self._finite_steps = scale, int(state["finite_steps"])
+
+
+AVERAGE = "average"
+
+
+class AveragedWeights:
+    """The exponential moving average of an optimizer's weights, in fp32.
+
+    Args:
+        factor: what the average keeps of itself in a step; less at first, when it is young:
+            (1 + step) / (10 + step).
+    Memory: 4 bytes for each element that this rank steps.
+    """
+
+    def __init__(self, optimizer: EngineOptimizer, factor: float) -> None:
+        self.optimizer, self.factor = optimizer, factor
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """After so many steps."""
+        factor = min(self.factor, (1 + step) / (10 + step))
+        for _, piece, state, _ in self._pieces():
+            values = values_of(piece, state)
+            if AVERAGE not in state:
+                wide = torch.promote_types(values.dtype, torch.float32)
+                state[AVERAGE] = values.detach().to(wide, copy=True)
+            else:
+                state[AVERAGE].mul_(factor).add_(values * (1.0 - factor))
+
+    @contextlib.contextmanager
+    def in_the_model(self) -> Iterator[None]:
+        """Within, the model has the averages as weights. Ranks: all.
+
+        Memory: a copy of what this rank steps, and one whole parameter.
+        """
+        kept = {p: piece.detach().clone() for p, piece, _, _ in self._pieces()}
+        _write_pieces(self.optimizer, {p: state[AVERAGE] for p, _, state, _ in self._pieces()})
+        try:
+            yield
+        finally:
+            _write_pieces(self.optimizer, kept)
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], Engine | None]]:
+        """Each parameter that has been stepped, and this rank's elements of it."""
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                engine, state = engine_of_parameter(p), self.optimizer.state.get(p)
+                if state:
+                    yield p, p if engine is None else engine.shards.piece(p).param, state, engine
+
+
+@torch.no_grad()
+def _write_pieces(optimizer: torch.optim.Optimizer, values: dict[Tensor, Tensor]) -> None:
+    """Replace parameters by what the ranks have of them, each its piece. Ranks: all.
+
+    Memory: one whole parameter.
+    """
+    found = {p: engine_of_parameter(p) for p in values}
+    for engine in {id(e): e for e in found.values() if e is not None}.values():
+        engine.shards.begin_writes()
+    for p, of in found.items():
+        if of is None:
+            p.copy_(values[p])
+            continue
+        whole = of.shards.full(values[p], p)
+        if of.shards.declared is not None:
+            whole = of.shards.declared.cut(whole, p)
+        of.shards.write(p, whole)  # type: ignore[arg-type]
+
+
+def forget_average(optimizer: EngineOptimizer) -> None:
+    """Drop the averages that a checkpoint had, where nobody moves them on."""
+    for state in optimizer.state.values():
+        state.pop(AVERAGE, None)

@@ -11,7 +11,7 @@ The entries of one parameter's state, by the optimizer's options:
     master_weight                         fp32, of a 16-bit parameter
     master_remainder                      int16, the low half of the master of a bf16 parameter
     momentum_buffer, row_second_moment    of Muon; the second is whole on every rank
-    average                               fp32, of the weights; see average.py
+    average                               fp32, of the weights; AveragedWeights
     outer_weight, outer_momentum          fp32, of replicas that meet, and what their wire has lost;
     outer_error                           outer_steps, outer_members: counts; see outer.py
 

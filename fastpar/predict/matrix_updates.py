@@ -1,7 +1,7 @@
 """What Muon's update of the blocks' matrices takes: who computes which and sends what, room for it.
 
 The runtime's own assign() gives each matrix its home, the buckets say which rank has which elements
-of it. What optim/homes.py does is counted here step by step.
+of it. What optim/muon.py does is counted here step by step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastpar.axes.buckets import BucketKind, GPTBuckets
 from fastpar.axes.step import Setup
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
-from fastpar.optim.homes import Home, assign
+from fastpar.optim.muon import Home, assign
 from fastpar.settings.block import block_parts, widths
 from fastpar.settings.config import GPTConfig
 

@@ -1,4 +1,10 @@
-"""What a run tells while it goes: a row of metrics.jsonl and a word on the terminal, from rank 0.
+"""What a run tells, by rank 0: its folder; a row of metrics.jsonl and a word a step.
+
+config.json      settings (fastpar train --resume reads them), model, and each start
+metrics.jsonl    one object a step or validation        loss.png   drawn from it
+checkpoints/     see saver.py                           latest     link to the newest
+tensorboard/     the same numbers, where tensorboard is installed; wandb/ with --log wandb
+samples.txt      text drawn from the model              run.lock   see runs.py
 
 The other ranks have a journal too, which keeps silent, so that the loop is the same on every rank.
 Of several replicas the first one tells how it goes, the others only, by name, what is unusual.
@@ -13,29 +19,488 @@ where `fastpar plan --measure` has measured such ranks: by data sheets a step is
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fastpar._version import __version__
+from fastpar.axes.pipeline.simulator import Costs, time_of
 from fastpar.axes.step import Setup
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
 from fastpar.data.batches import TextData
+from fastpar.data.tokenizer import IdTokenizer
 from fastpar.engine.control import gather_numbers
 from fastpar.engine.engine import Engine
-from fastpar.files.progress import Progress
+from fastpar.files.packages import import_package
+from fastpar.files.plain_files import write_text
+from fastpar.files.progress import Progress, duration, smoothed
+from fastpar.files.runs import (
+    LATEST,
+    RUNS,
+    check_free,
+    hold,
+    list_checkpoints,
+    make_next_free,
+    newest_run,
+)
 from fastpar.models.gpt import GPT
 from fastpar.predict.step_memory import StepMemory, held_bytes
+from fastpar.settings.block import part_flops
 from fastpar.settings.config import GPTConfig, TrainConfig
-from fastpar.train.metrics import mfu
-from fastpar.train.run_folder import RunFolder
+from fastpar.settings.mesh import parse_grid
+from fastpar.train.sample import sample
+
+
+def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float | None:
+    """Model FLOPs utilization of one GPU at bf16 or fp16, 0 to 1; None for a GPU not in the table.
+
+    Args:
+        device_name: as torch.cuda.get_device_name gives it.
+        tokens_per_s: of this GPU alone.
+        flops_per_token: forward and backward, without recomputation.
+    """
+    from fastpar.predict.devices import device_of  # needed on GPUs alone
+
+    device = device_of(device_name)
+    if device is None or device.kind != "cuda":
+        return None
+    return tokens_per_s * flops_per_token / device.peak_flops
+
+
+def check_log(log: str) -> None:
+    """Raises ImportError where what --log asks for is not installed."""
+    if log in ("tensorboard", "wandb"):
+        import_package(log, "train", f" for --log {log}", ", or leave --log out")
+
+
+class _TensorBoard:
+    """Curves of the numbers of each row."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A run of Weights & Biases; each start of a run of ours is one, all of one group.
+
+    Without a key it is kept in the folder, which wandb sync sends later: nothing asks for one.
+    """
+
+    def __init__(self, folder: Path, step: int, settings: dict[str, Any]) -> None:
+        wandb = import_package("wandb", "train")
+        mode = os.environ.get("WANDB_MODE")
+        if mode is None and not wandb.api.api_key:
+            mode = "offline"
+            print(f"wandb: no key, so curves stay on this machine; wandb sync {folder}/wandb/*")
+        # A step cannot be written twice there: steps that come again are another run's.
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "fastpar"), dir=str(folder), mode=mode,
+            group=folder.name, name=f"{folder.name}, from step {max(step, 0)}", config=settings,
+            settings=wandb.Settings(console="off", silent=True),
+        )  # fmt: skip
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MetricsLog:
+    """metrics.jsonl: one object a training step or validation; curves elsewhere, too.
+
+    Args:
+        path: of metrics.jsonl; created where it is missing.
+        resume_step: rows of later steps, written after the checkpoint that the run goes on from,
+            are dropped: those steps come again.
+        log: none; tensorboard or wandb, in the same folder; auto: tensorboard where installed.
+        settings: of the run, shown beside its curves.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        resume_step: int = 0,
+        log: str = "none",
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        if log == "auto":
+            log = "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
+        kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        self._board: _TensorBoard | _Wandb | None = None
+        if log == "tensorboard":
+            self._board = _TensorBoard(self.path.parent, resume_step)
+        elif log == "wandb":
+            self._board = _Wandb(self.path.parent, resume_step, settings or {})
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends a row that has "step"; a value that is not finite is written as null."""
+        row = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            numbers = {key: v for key, v in row.items() if isinstance(v, (int, float))}
+            del numbers["step"]
+            self._board.write(row["step"], numbers)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that a crash cut off is left out."""
+    path = Path(path)
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> None:
+    """Draws training loss (each step faint, smoothed bold) and validation loss against steps.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    make_figure = import_package("matplotlib.figure", "plot_loss").Figure
+    train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
+    val = [(r["step"], r["val_loss"]) for r in rows if r.get("val_loss") is not None]
+    figure = make_figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    if train:
+        steps, losses = zip(*train)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
+        window = min(20.0, max(1.0, len(losses) / 30))  # longer lags behind in a short run
+        bold = smoothed(losses, 1 - 1 / window)
+        axes.plot(steps, bold, color="tab:blue", linewidth=2, label="train (smoothed)")
+    if val:
+        steps, losses = zip(*val)
+        axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
+        axes.annotate(
+            f"{losses[-1]:.3f}",
+            (steps[-1], losses[-1]),
+            textcoords="offset points",
+            xytext=(0, -15),
+            ha="center",
+            color="tab:orange",
+        )
+    axes.margins(y=0.1)
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    if train or val:
+        axes.legend()
+    figure.savefig(str(path))
+
+
+RULE = "=" * 60
+_EXAMPLE_TOKENS = 400
+TIME_IS_UP = -1  # why a run stopped early, beside the numbers of signals
+_WORDS = ("bible", "stdlib", "bytes", "chars", "gpt2", "bpe", "auto")  # no paths
+FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "loss.png", "latest")
+
+
+def check_out(config: TrainConfig) -> None:
+    """Raises ValueError if --out and --resume do not fit what is on disk, see check_log, too."""
+    check_log(config.run.log)
+    out, resume = config.run.out, config.run.resume
+    if resume and out is None:
+        newest = newest_run()
+        raise ValueError(
+            "train: expected --out with --resume, got out=None; name the folder of the run, as "
+            f"{newest or 'runs/NAME'}"
+        )
+    if out is None:
+        return
+    present = [name for name in FILES if os.path.lexists(Path(out) / name)]
+    if resume and "config.json" not in present:
+        raise ValueError(
+            f"train: expected a folder with a run to go on with, got out={out}; leave out --resume "
+            "to start one there"
+        )
+    saved = bool(list_checkpoints(out))
+    if resume and not saved and not config.run.auto_resume:
+        check_free(out)
+        hint = "start it again" if never_began(out) else "start one in another folder"
+        raise ValueError(
+            f"train: expected a run with a checkpoint to go on from, got out={out} without one; "
+            f"leave out --resume to {hint}"
+        )
+    if present and not resume:
+        check_free(out)
+        if never_began(out):
+            return
+        hint = "add --resume to go on with it, or choose another folder"
+        if not saved:
+            hint = "there is no checkpoint to go on from: choose another folder"
+        elif config.run.auto_resume:  # it was free when the settings were read
+            hint = "another start has just made it: give the same command again"
+        raise ValueError(
+            f"train: expected an --out without a run, got out={out} with {present[0]}; {hint}"
+        )
+
+
+def never_began(run: str | Path) -> bool:
+    """Whether a folder has of a run only what its start writes: it failed in its first step."""
+    run = Path(run)
+    if any(os.path.lexists(run / name) for name in ("samples.txt", "loss.png", "latest")):
+        return False
+    checkpoints = run / "checkpoints"
+    try:
+        if os.path.lexists(checkpoints) and any(checkpoints.iterdir()):
+            return False
+        content = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        ours = {"settings", "model", "starts"} == set(content)
+        return ours and not any(row["step"] > 0 for row in read_metrics(run / "metrics.jsonl"))
+    except (OSError, ValueError, TypeError, KeyError):  # nothing of ours
+        return False
+
+
+class RunFolder:
+    """Makes the folder, or opens that of a run to go on with.
+
+    Args:
+        config: of the run; --out names the folder, otherwise the first free one of runs/NAME,
+            runs/NAME-2, ... is made.
+        step: steps done; metrics of later ones are dropped, they come again.
+        facts: what was chosen for this start: Setup.in_effect(); device, threads, block_size,
+            n_shards, storage; graphs, with cuda_graphs.
+    Attributes:
+        path: of the folder.
+        header: lines that say what runs where, every automatic choice among them.
+        log: writes metrics.jsonl.
+        notes: lines that finish() tells with its own.
+        tell: print, or what prints nothing.
+    """
+
+    def __init__(
+        self, config: TrainConfig, *, model: GPT, data: TextData, step: int, facts: dict[str, Any]
+    ) -> None:
+        self.config, self.data = config, data
+        size, note = Path(config.shape.init_from or config.shape.model).name, ""
+        if config.run.out is not None:
+            self.path = Path(config.run.out)
+            self.path.mkdir(parents=True, exist_ok=True)
+        else:
+            name = re.sub(r"[^\w.+-]+", "-", f"{size}-{Path(data.name).stem}").strip("-.")
+            wanted = Path(RUNS) / (config.run.name or name)
+            self.path = make_next_free(wanted)
+            if self.path != wanted:
+                note = f" ({wanted} is taken)"
+        if not hold(self.path):
+            note += "; nobody else may write it: this file system has no locks"
+        fresh = step == 0 and not config.run.resume
+        if fresh and config.run.out is not None:
+            check_out(config)  # another run may have had it meanwhile
+        changes = self._write_config(model, step, facts)
+        self.log = MetricsLog(
+            self.path / "metrics.jsonl",
+            resume_step=-1 if fresh else step,
+            log=config.run.log,
+            settings=config.settings(),
+        )
+        self.notes: tuple[str, ...] = ()
+        self.tell: Callable[..., None] = print
+        shape, rows = model.config, config.text.batch_size
+        tp, cp, pp, ep = (facts[axis] for axis in ("tp", "cp", "pp", "ep"))
+        tokens, axes = rows * facts["block_size"], ""
+        dp = f"ranks {facts['world_size']}"
+        grid = parse_grid(facts["tp_grid"])
+        if grid is not None:
+            dp = f"dp {facts['world_size'] // math.prod(grid)}"
+            axes = f"{dp} * grid {facts['tp_grid']} (samples by rows, features by columns), "
+        elif tp * cp * pp > 1:
+            dp = f"dp {facts['world_size'] // (tp * cp * pp)}"
+            keys = " by keys" if facts["cp_method"] == "keys" else ""
+            kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
+            axes = f"{dp}{f' * tp {tp} ({kind})' * (tp > 1)}{f' * cp {cp}{keys}' * (cp > 1)}"
+            axes += f"{f' * pp {pp}' * (pp > 1)}, "
+        n, every = facts["replicas"], config.optim.outer_every
+        if every is not None:
+            axes = f"replicas {n}, which meet every {every} steps, of {axes}"
+        axes += f"experts over {ep} of dp, " * (ep > 1)
+        sparse = f"{shape.n_expert} experts (top {shape.top_k}) in {shape.expert_layers} layers, "
+        parts = 1 if facts["cp_method"] == "keys" else cp  # that attend different heads
+        heads, padded = shape.n_head, tp * parts * -(-shape.heads_of_rank(tp) // parts)
+        by = " and ".join(["tp"] * (tp > 1) + ["cp"] * (parts > 1))
+        padding = f" (padded to {padded} by {by})" if padded > heads else ""
+        self.header = (
+            f"fastpar  {__version__}, torch {torch.__version__}, {facts['device']}, "
+            f"ranks {facts['world_size']}, threads a rank {facts['threads']}, {facts['dtype']}",
+            f"model    {size}: {shape.n_layer} layers, {heads} heads{padding}, "
+            f"{shape.n_embd} wide, {sparse * bool(shape.n_expert)}context {facts['block_size']}, "
+            f"dropout {shape.dropout}, "
+            f"{model.num_parameters():,} parameters",
+            f"text     {data.describe()}",
+            f"batch    {tokens:,} tokens a step: {rows} sequences = {f'replicas {n} * ' * (n > 1)}"
+            f"{dp} * micro-batch "
+            f"{facts['micro_batch_size']} * accumulation {facts['grad_accum_steps']}",
+            f"ranks    {axes}stage {facts['zero_stage']}, shards {facts['n_shards']}, transport "
+            f"{facts['transport']}, accumulate {facts['accumulate']}; {facts['storage']}",
+            f"run      {self.path}{note}, steps {step} to {config.run.max_steps}",
+            *([_pipeline(facts, shape)] if pp > 1 else []),
+            *([f"graphs   {facts['graphs']}"] if "graphs" in facts else []),
+            *(f"changed  {change}" for change in changes),
+        )
+
+    def finish(
+        self, model: GPT, step: int, *, seconds: float, val_loss: float | None, stopped_by: int
+    ) -> None:
+        """The picture, a sample unless a signal stopped the run, and what to type next.
+
+        All is saved: what goes wrong with these is told, and ends no run.
+
+        Args:
+            stopped_by: a signal, TIME_IS_UP or 0.
+        """
+        data, config, tell = self.data, self.config, self.tell
+        picture = self.path / "loss.png"
+        with self._telling("loss.png"):
+            self.log.close()
+            plot_loss(read_metrics(self.path / "metrics.jsonl"), picture, title=self.path.name)
+        go_on = f"go on: fastpar train --resume --out {self.path}"
+        if stopped_by > 0:
+            name = signal.Signals(stopped_by).name
+            tell("".join(f"{line}\n" for line in self.notes), end="")
+            tell(f"stopped by {name} after step {step}, saved in {self.path}\n{go_on}", flush=True)
+            return
+        tell(RULE)
+        with (
+            self._telling("samples"),
+            (self.path / "samples.txt").open("a", encoding="utf-8") as file,
+        ):
+            file.write(f"== step {step}\n")
+            for piece in sample(model, data.tokenizer, config.sample, seed=config.run.seed):
+                tell(piece, end="", flush=True)
+                file.write(piece)
+        tell(RULE)
+        lines = [*self.notes, f"{step} steps, {duration(seconds)}; see {picture}"]
+        if val_loss is not None:
+            lines[-1] = f"validation loss {val_loss:.4f} after {lines[-1]}"
+            if data.val_bytes:  # a unit that does not depend on the tokenizer
+                bits = val_loss * len(data.val) / data.val_bytes / math.log(2)
+                lines.append(f"bits per byte of text {bits:.3f}")
+        if stopped_by == TIME_IS_UP:
+            lines.append(f"the time was up; {go_on}")
+        reader = "fastpar alone" if model.config.n_expert else "transformers"
+        lines.append(f"weights, as {reader} reads them: {self.path / LATEST}")
+        if (self.path / "tensorboard").is_dir():
+            folder = shlex.quote(str(self.path / "tensorboard"))
+            lines.append(f"curves: tensorboard --logdir {folder}")
+        shipped = config.text.data == "bible"
+        prompt = "In the beginning" if shipped else example_prompt(data)
+        lines.append(
+            f"next: fastpar sample {shlex.quote(str(self.path))}"
+            + (f" --prompt {shlex.quote(prompt)}" if prompt else "")
+        )
+        tell("\n".join(lines), flush=True)
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.tell(f"no {what}: {error}")
+
+    def _write_config(self, model: GPT, step: int, facts: dict[str, Any]) -> list[str]:
+        """Writes config.json; what of an earlier one it changes, a setting an entry."""
+        file = self.path / "config.json"
+        settings = self.config.settings()
+        settings |= {"resume": False, "auto_resume": False, "out": str(self.path)}
+        for name in ("data", "tokenizer", "init_from"):  # it may go on from another folder
+            value = settings[name]
+            if value and value not in _WORDS and os.path.exists(value):
+                settings[name] = os.path.abspath(value)
+        old: dict[str, Any] = {"settings": settings, "starts": []}
+        if file.exists() and (step or self.config.run.resume):
+            old = json.loads(file.read_text(encoding="utf-8"))
+        # As JSON has them: a tuple comes back as a list.
+        before, now = (json.loads(json.dumps(each)) for each in (old["settings"], settings))
+        versions = {
+            "fastpar": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        }
+        start = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "step": step, **facts, **versions}
+        content = {
+            "settings": settings,
+            "model": asdict(model.config),
+            "starts": [*old["starts"], start],
+        }
+        write_text(file, json.dumps(content, indent=1) + "\n")
+        return [f"{k} {before.get(k)} -> {now[k]}" for k in now if now[k] != before.get(k)]
+
+
+def example_prompt(data: TextData) -> str:
+    """The first words of a line of the text held out; empty where it has none to type."""
+    if isinstance(data.tokenizer, IdTokenizer):
+        return ""
+    text = data.tokenizer.decode(np.asarray(data.val[:_EXAMPLE_TOKENS]).tolist())
+    for line in text.split("\n")[1:-1] or [text]:  # the first and last may be cut
+        prompt = " ".join(line.split()[:4])[:40]
+        if prompt.isprintable() and "\ufffd" not in prompt and any(map(str.isalpha, prompt)):
+            return prompt
+    return ""
+
+
+def _pipeline(facts: dict[str, Any], shape: GPTConfig) -> str:
+    """The line on a pipeline's stages, with the part of the time in which a rank waits."""
+    split, m = facts["pp_split"], facts["grad_accum_steps"]
+    name, pp = facts["schedule"], facts["pp"]
+    ends = [0, *itertools.accumulate([split[0] + 1, *split[1:-1], split[-1] + 1])]
+    flops = [sum(part_flops(shape)[a:b]) for a, b in itertools.pairwise(ends)]
+    makespan, _ = time_of(name, pp, m, len(split) // pp, Costs(flops, flops, flops), 0.0)
+    bubble = 1 - 3 * m * sum(flops) / (pp * makespan)
+    return (
+        f"stages   {' + '.join(map(str, split))} layers, {name} over {m} micro-batches: "
+        f"ranks wait for {bubble:.0%} of a step, by the floating-point operations of stages"
+    )
+
 
 T = TypeVar("T")
 

@@ -73,27 +73,34 @@ from fastpar.engine.pipeline_step import pipeline_loss, pipeline_step
 from fastpar.files.dtypes import DTYPES
 from fastpar.files.runs import checkpoint_folder, release
 from fastpar.kernels import keep_freed_memory, make_key
-from fastpar.models.fp8 import numbers_of, report_of, restore_scales, saved_scales
-from fastpar.models.gpt import GPT
+from fastpar.models.gpt import GPT, numbers_of, report_of, restore_scales, saved_scales
 from fastpar.models.hf import load_hf
 from fastpar.models.set_up import set_up
-from fastpar.optim.average import AveragedWeights, forget_average
-from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.outer import Outer
-from fastpar.optim.schedule import set_lr
+from fastpar.optim.schedule import AveragedWeights, DynamicLossScale, forget_average, set_lr
 from fastpar.predict.capacity import check_host_activations, check_ranks
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import parse_seconds
 from fastpar.settings.mesh import axes_of
-from fastpar.train import replicas
 from fastpar.train.cuda_graphs import StepGraph, captured
-from fastpar.train.journal import Journal, Predictions, Step, to_host
+from fastpar.train.journal import (
+    TIME_IS_UP,
+    Journal,
+    Predictions,
+    RunFolder,
+    Step,
+    check_out,
+    to_host,
+)
 from fastpar.train.launch import SIGNALS, catching_save, catching_stop
-from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
 from fastpar.train.start import (
     check_samples,
+    checkpoint_of,
     digest,
     facts_of,
+    granted,
+    in_own_folder,
+    leads,
     load_model_and_data,
     pick_dtype,
     samples_of,
@@ -179,14 +186,14 @@ class Trainer:
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.journal = Journal(config, mesh)
-        checkpoint = replicas.checkpoint_of(config, mesh)
+        checkpoint = checkpoint_of(config, mesh)
         state = read_run_state(checkpoint) if checkpoint is not None else None
         kind, name = mesh.device.type, pick_dtype(config, mesh, state)
         self.setup, dtype = Setup(mesh.world_size, config, kind, "shm", dtype=name), DTYPES[name]
         torch.manual_seed(config.run.seed)
         check = partial(check_ranks, setup=self.setup, device=mesh.device)
         model, self.block_size, self.data = load_model_and_data(
-            config, state, progress=replicas.leads(mesh), check=check
+            config, state, progress=leads(mesh), check=check
         )
         self.ways = mesh.dp_size * mesh.replicas  # ranks that take different samples
         batch = config.batch(self.block_size, self.ways)
@@ -275,7 +282,7 @@ class Trainer:
         self._open_saves()
         last = "this step" if self.mesh.replicas == 1 else "the steps until replicas meet"
         with (
-            catching_stop(loud=replicas.leads(self.mesh), last=last) as self.stop_signals,
+            catching_stop(loud=leads(self.mesh), last=last) as self.stop_signals,
             catching_save() as self.saves.signals,
         ):
             try:
@@ -320,7 +327,7 @@ class Trainer:
         if first:
             self.journal.open(model=self.model, **about)
         if mesh.replicas > 1:
-            config = replicas.in_own_folder(self.config, mesh, self.journal.path)
+            config = in_own_folder(self.config, mesh, self.journal.path)
             self.config = self.journal.config = config
         if not first:
             self.journal.open(model=self.model, **about)
@@ -348,7 +355,7 @@ class Trainer:
             if self.saves.asked:
                 wish = self._read(0) or wish
             every, asked = config.optim.outer_every, self.saves.asked
-            stop, save = replicas.granted(self.mesh, every, step, wish, asked)
+            stop, save = granted(self.mesh, every, step, wish, asked)
             if compares:
                 with self._on_all_ranks():
                     self.engine.check_replicas(self.optimizer, step=step)

@@ -21,7 +21,7 @@ from fastpar.comm.collectives import OneRank
 from fastpar.engine.debug import Debug
 from fastpar.kernels import make_key
 from fastpar.kernels.reference import layer_norm_ref
-from fastpar.models.fp8 import use_fp8
+from fastpar.models.gpt import use_fp8
 from fastpar.nn.recompute import recompute
 from fastpar.optim.muon import muon_groups
 from fastpar.predict.step_memory import StepMemory

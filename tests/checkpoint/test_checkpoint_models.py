@@ -17,8 +17,7 @@ from fastpar.checkpoint.restore import load_checkpoint, load_weights
 from fastpar.checkpoint.saver import Saver
 from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.files.runs import list_checkpoints
-from fastpar.models.hf import save_hf
-from fastpar.models.weights import is_conv1d
+from fastpar.models.hf import is_conv1d, save_hf
 from fastpar.testing import run_ranks
 
 SIZES = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastpar.data.batches import sample_batch
-from fastpar.data.packing import pack_documents
+from fastpar.data.batches import pack_documents, sample_batch
 
 END = 7
 

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastpar.data import token_cache
-from fastpar.data.sources import TextSource, open_source
-from fastpar.data.token_cache import cache_folder, tokenized
+from fastpar.data import sources
+from fastpar.data.sources import TextSource, cache_folder, open_source, tokenized
 from fastpar.data.tokenizer import CharTokenizer
 
 DOCUMENTS = [f"document {i} says h\u00e9llo {i * 'again '}\n" for i in range(100)]
@@ -45,7 +44,7 @@ def no_tokenizing(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("tokenized again")
 
-    return lambda: monkeypatch.setattr(token_cache, "_tokenize", refuse)
+    return lambda: monkeypatch.setattr(sources, "_tokenize", refuse)
 
 
 @given(
@@ -58,7 +57,7 @@ def test_split_keeps_every_byte_once_and_holds_out_the_fraction(sizes, fraction,
     texts = [("\u00e9" if multibyte else "a") * size for size in sizes]
     source = source_of(texts)
     n_bytes = [len(text.encode()) for text in texts]
-    parts = list(token_cache.Corpus(source, fraction).split())
+    parts = list(sources.Corpus(source, fraction).split())
     assert b"".join(bytes(d) for _, d in parts) == "".join(texts).encode()
     total = sum(n_bytes)
     held_out = sum(len(d) for part, d in parts if part == "val")
@@ -94,7 +93,7 @@ def test_nanogpts_characters_and_split(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", [pytest.param("gpt2", marks=pytest.mark.slow), "bpe-300"])
 def test_documents_are_joined_by_the_end_of_text(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "_BATCH_BYTES", 500)
+    monkeypatch.setattr(sources, "_BATCH_BYTES", 500)
     data = tokens_of(source_of(DOCUMENTS), tokenizer, cache=tmp_path)
     n_texts = []
     for part in (data.train, data.val):
@@ -118,7 +117,7 @@ def test_bpe_learns_nothing_from_what_is_held_out(tmp_path):
 
 
 def test_bpe_learns_from_a_bounded_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "_BPE_TRAIN_BYTES", 1000)
+    monkeypatch.setattr(sources, "_BPE_TRAIN_BYTES", 1000)
     long, late = "abab " * 20_000, "zqzq " * 3000
     for texts in ([long, late], [long + late + "."]):
         data = tokens_of(source_of(texts), "bpe-300", cache=tmp_path)
@@ -142,7 +141,7 @@ def test_large_vocabularies_take_32_bits(tmp_path, monkeypatch):
         def save(self, folder):
             (folder / "tokenizer_config.json").write_text('{"fastpar_tokenizer": "bytes"}')
 
-    monkeypatch.setattr(token_cache, "make_tokenizer", lambda *names: Wide())
+    monkeypatch.setattr(sources, "make_tokenizer", lambda *names: Wide())
     data = tokens_of(source_of(["abc", "de"] * 50), cache=tmp_path)
     assert data.train.dtype == np.uint32
     assert data.train[:3].tolist() == [65_539, 69_999, 65_539]
@@ -204,31 +203,31 @@ def test_an_entry_without_checksums_is_damaged(tmp_path):
     tokens_of(source_of(DOCUMENTS), cache=tmp_path)
     meta = entry_of(tmp_path) / "meta.json"
     meta.write_text('{"val_bytes": 1, "dtype": "<u2", "checksums": {}}')
-    assert token_cache._why_damaged(entry_of(tmp_path)) is not None
+    assert sources._why_damaged(entry_of(tmp_path)) is not None
     meta.write_text('{"val_bytes": 1, "dtype": "<f8", "checksums": {}}')
-    assert token_cache._why_damaged(entry_of(tmp_path)) == "meta.json"
+    assert sources._why_damaged(entry_of(tmp_path)) == "meta.json"
 
 
 def test_checksum_of_a_long_file_reads_blocks_of_all_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "_CHECKSUM_BLOCK_BYTES", 10)
-    monkeypatch.setattr(token_cache, "_CHECKSUM_BLOCKS", 4)
+    monkeypatch.setattr(sources, "_CHECKSUM_BLOCK_BYTES", 10)
+    monkeypatch.setattr(sources, "_CHECKSUM_BLOCKS", 4)
     file = tmp_path / "long"
     file.write_bytes(bytes(100))
-    whole = token_cache._checksum(file)
+    whole = sources._checksum(file)
     for position, differs in ((0, True), (9, True), (15, False), (79, True)):
         content = bytearray(100)
         content[position] = 1
         file.write_bytes(content)
-        assert (token_cache._checksum(file) != whole) == differs
+        assert (sources._checksum(file) != whole) == differs
     file.write_bytes(bytes(99))
-    assert token_cache._checksum(file) != whole
+    assert sources._checksum(file) != whole
 
 
 def test_two_processes_at_first_use_tokenize_once(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"
         "from fastpar.data.sources import TextSource\n"
-        "from fastpar.data.token_cache import tokenized\n"
+        "from fastpar.data.sources import tokenized\n"
         "texts = [b'some words %d\\n' % i * 200 for i in range(300)]\n"
         "source = TextSource('t', lambda: texts)\n"
         "data = tokenized(source, 'bpe-300', 0.05, cache=Path(sys.argv[1]), progress=True)\n"
@@ -247,7 +246,7 @@ def test_two_processes_at_first_use_tokenize_once(tmp_path):
 
 
 def test_without_locks_the_first_rename_wins(tmp_path, monkeypatch):
-    tokenize = token_cache._tokenize
+    tokenize = sources._tokenize
 
     def overtaken(corpus, tokenizer, folder, progress):
         tokenize(corpus, tokenizer, folder, progress)
@@ -258,7 +257,7 @@ def test_without_locks_the_first_rename_wins(tmp_path, monkeypatch):
     def no_locks(*arguments):
         raise OSError("no locks here")
 
-    monkeypatch.setattr(token_cache, "_tokenize", overtaken)
+    monkeypatch.setattr(sources, "_tokenize", overtaken)
     monkeypatch.setattr(fcntl, "flock", no_locks)
     data = tokens_of(source_of(DOCUMENTS), cache=tmp_path)
     assert len(data.train) > 0
@@ -290,7 +289,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError(code, "no luck")
 
-    monkeypatch.setattr(token_cache, "_write_tokens", fail)
+    monkeypatch.setattr(sources, "_write_tokens", fail)
     code = errno.ENOSPC
     with pytest.raises(
         RuntimeError, match=r"room for the tokens of texts, got .* with no luck; fre"

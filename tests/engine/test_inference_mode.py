@@ -8,7 +8,7 @@ from test_wires_beside import OF, WIRES, parallel, rows, start, steps
 import fastpar
 from fastpar.engine.debug import Debug
 from fastpar.engine.pipeline_step import pipeline_loss
-from fastpar.models.fp8 import use_fp8
+from fastpar.models.gpt import use_fp8
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 

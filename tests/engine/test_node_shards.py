@@ -13,7 +13,7 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.engine.debug import Debug
 from fastpar.nn.recompute import recompute
-from fastpar.optim.average import AveragedWeights
+from fastpar.optim.schedule import AveragedWeights
 from fastpar.predict.memory_model import predict_states
 from fastpar.predict.operations import comm_ops_of
 from fastpar.settings.config import GPTConfig

@@ -30,7 +30,7 @@ from fastpar.comm import host
 from fastpar.comm.bus import Bus, SlowBus
 from fastpar.engine import offload
 from fastpar.engine.debug import Debug
-from fastpar.optim.average import AveragedWeights
+from fastpar.optim.schedule import AveragedWeights
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -23,7 +23,7 @@ from fault_runs import (
 from saved import bits
 
 from fastpar.files.runs import list_checkpoints
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 
 
 @pytest.mark.slow

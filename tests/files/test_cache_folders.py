@@ -5,7 +5,7 @@ import pwd
 import tempfile
 from pathlib import Path
 
-from fastpar.data.token_cache import cache_folder
+from fastpar.data.sources import cache_folder
 from fastpar.doctor.table import proofs_folder
 from fastpar.files.plain_files import user_cache
 from fastpar.predict.measured_rates import rates_folder

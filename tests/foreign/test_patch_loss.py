@@ -10,7 +10,7 @@ from test_patched import Nano, another_thread_that_draws, random_weights
 from torch import nn
 
 import fastpar
-from fastpar.foreign import fused_loss
+from fastpar.foreign import fused
 
 
 class GPT(Nano):
@@ -202,14 +202,14 @@ def test_what_falls_back():
 def test_the_copy_is_small(monkeypatch):
     """Neither the vocabulary nor the blocks are copied."""
     sizes = []
-    twin_of = fused_loss.proof.twin_of
+    twin_of = fused.proof.twin_of
 
     def counted(*args):
         twin = twin_of(*args)
         sizes.append(sum(p.numel() for p in twin.parameters()))
         return twin
 
-    monkeypatch.setattr(fused_loss.proof, "twin_of", counted)
+    monkeypatch.setattr(fused.proof, "twin_of", counted)
     model = GPT(width=48)
     model.transformer.wte = nn.Embedding(5000, 48)
     model.lm_head = nn.Linear(48, 5000, bias=False)

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpar
-from fastpar.foreign import fused_modules
 from fastpar.foreign.swap import swap_of
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import assert_matches_oracle
@@ -217,7 +216,7 @@ def fused_calls(monkeypatch):
         return call
 
     for name in calls:
-        monkeypatch.setattr(fused_modules, name, counting(name, getattr(fused_modules, name)))
+        monkeypatch.setattr(fused, name, counting(name, getattr(fused, name)))
     return calls
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import fastpar
-from fastpar.foreign import fused_modules, recognize
+from fastpar.foreign import fused, recognize
 from fastpar.kernels import backend
 from fastpar.nn import modules
 from fastpar.settings.config import GPTConfig
@@ -89,8 +89,8 @@ def test_a_part_of_a_model_can_be_patched(name):
     idx = ids_for(model)
     expected = logits_of(model, idx)
     fastpar.patch(model.transformer.h[0].attn)
-    assert isinstance(model.transformer.h[0].attn, fused_modules.Attention)
-    assert not isinstance(model.transformer.h[1].attn, fused_modules.Attention)
+    assert isinstance(model.transformer.h[0].attn, fused.Attention)
+    assert not isinstance(model.transformer.h[1].attn, fused.Attention)
     torch.testing.assert_close(logits_of(model, idx), expected)
 
 
@@ -287,7 +287,7 @@ def test_parts_that_only_look_like_nanogpts_are_left(name):
     report = fastpar.patch(model)
     assert report.left[type(impostor).__name__, reason] == [f"transformer.h.1.{part}"]
     assert type(impostor).__name__ not in report.replaced
-    assert isinstance(model.transformer.h[0], fused_modules.Block)
+    assert isinstance(model.transformer.h[0], fused.Block)
     if part != "mlp":
         assert report.left["Layer", f"its {'attention' if part == 'attn' else part} was left"]
     if name != "failing":

@@ -25,7 +25,7 @@ from test_patched import (
 from torch import nn
 
 import fastpar
-from fastpar.foreign import fused_modules, recognize
+from fastpar.foreign import fused, recognize
 
 WIDTH, HEADS = 24, 3
 
@@ -357,12 +357,12 @@ def test_dropout_stays_where_it_is():
         model = with_attention(kind, kind, p=0.3).train()
         fastpar.patch(model)
         attn = model.transformer.h[0].attn
-        assert isinstance(attn, fused_modules.Attention), kind
-        found = [(probs, fused_modules.probs_rate(attn, attn.option("probs")))]
-        found += [(resid, fused_modules.resid_rate(attn, attn.option("resid")))]
+        assert isinstance(attn, fused.Attention), kind
+        found = [(probs, fused.probs_rate(attn, attn.option("probs")))]
+        found += [(resid, fused.resid_rate(attn, attn.option("resid")))]
         assert sorted(f for f in found if f[1]) == places_of(kind), kind
     attn.dropout = 0.5  # of nothing
-    assert fused_modules.probs_rate(attn, attn.option("probs")) == 0.0
+    assert fused.probs_rate(attn, attn.option("probs")) == 0.0
 
 
 def changed_window(attn):
@@ -451,8 +451,8 @@ def test_heads_that_no_kernel_takes():
     assert len(fastpar.patch(model).left["GPT2Attention", reason]) == 2
     logits_of(model, ids_for(None))
     x = torch.randn(1)
-    assert fused_modules.head_dim_fits(x, 12)
-    assert not fused_modules.head_dim_fits(x, 257)
+    assert fused.head_dim_fits(x, 12)
+    assert not fused.head_dim_fits(x, 257)
 
 
 def test_heads_that_triton_does_not_take(monkeypatch):
@@ -461,5 +461,5 @@ def test_heads_that_triton_does_not_take(monkeypatch):
     monkeypatch.setattr(backend, "choice", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(backend, "_triton_found", lambda: True)
-    fits = [D for D in (8, 12, 16, 64, 128, 136) if fused_modules.head_dim_fits(torch.ones(1), D)]
+    fits = [D for D in (8, 12, 16, 64, 128, 136) if fused.head_dim_fits(torch.ones(1), D)]
     assert fits == [16, 64, 128]

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastpar.axes import buckets
 from fastpar.models.gpt import GPT
-from fastpar.models.weights import list_weights
+from fastpar.models.hf import list_weights
 from fastpar.predict import operations
 from fastpar.predict.datasheet import DatasheetRates
 from fastpar.predict.devices import Cluster

@@ -19,8 +19,7 @@ from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.files.tensor_file import TensorFile
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import load_hf, load_hf_tensors, save_hf
-from fastpar.models.weights import is_conv1d, list_weights
+from fastpar.models.hf import is_conv1d, list_weights, load_hf, load_hf_tensors, save_hf
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 

@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 
 from fastpar.data.batches import load_data
-from fastpar.data.tokenizer import check_name, fingerprint, load_tokenizer, make_tokenizer
-from fastpar.models.nanogpt_meta import read_chars
+from fastpar.data.tokenizer import (
+    check_name,
+    fingerprint,
+    load_tokenizer,
+    make_tokenizer,
+    read_chars,
+)
 
 CHARS = "\n bca\u00e9!"  # in no order of Unicode
 

@@ -7,8 +7,7 @@ from torch import nn
 
 from fastpar import GPT, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint.saver import Saver
-from fastpar.models.hf import save_hf
-from fastpar.models.weights import cut_into_files, list_weights
+from fastpar.models.hf import cut_into_files, list_weights, save_hf
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131)

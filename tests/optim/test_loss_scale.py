@@ -1,8 +1,8 @@
-"""loss_scale.py: growth, back-off, limits, and a saved state."""
+"""DynamicLossScale: growth, back-off, limits, and a saved state."""
 
 import pytest
 
-from fastpar.optim.loss_scale import DynamicLossScale
+from fastpar.optim.schedule import DynamicLossScale
 
 
 def test_it_grows_after_enough_finite_steps_and_halves_on_overflow():

@@ -14,7 +14,7 @@ from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS, QUINTIC
 from fastpar.kernels.reference import orthogonalize_ref
-from fastpar.optim.homes import assign
+from fastpar.optim.muon import assign
 from fastpar.sharding.placements import Placement, Replicate, Shard
 from fastpar.testing import run_ranks
 

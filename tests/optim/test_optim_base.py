@@ -13,7 +13,7 @@ import fastpar
 from fastpar.kernels.global_norm import norm_bins
 from fastpar.optim import base as optim_base
 from fastpar.optim.adamw import AdamW
-from fastpar.optim.loss_scale import DynamicLossScale
+from fastpar.optim.schedule import DynamicLossScale
 
 # Sums of at most 231 squares and of 6 norms, roots and a quotient
 ROUNDINGS_OF_A_NORM = 256

@@ -8,7 +8,7 @@ from test_optim import build, put_gradients, run, vector
 from torch import nn
 
 from fastpar.optim.adamw import AdamW
-from fastpar.optim.checks import check_overlap
+from fastpar.optim.base import check_overlap
 
 
 def parameter(*shape):

@@ -9,7 +9,7 @@ from torch import Tensor
 from fastpar import Adafactor, AdamW, Muon
 from fastpar.kernels import adamw_step_, backend, global_norm
 from fastpar.kernels.adamw import Hyper
-from fastpar.optim.loss_scale import DynamicLossScale
+from fastpar.optim.schedule import DynamicLossScale
 
 
 def layouts(x: Tensor) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.engine import control
 from fastpar.optim import adamw as optim
 from fastpar.optim.adamw import AdamW
-from fastpar.optim.loss_scale import DynamicLossScale
+from fastpar.optim.schedule import DynamicLossScale
 from fastpar.testing import run_ranks
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}

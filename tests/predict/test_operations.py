@@ -9,7 +9,7 @@ from fastpar.axes.buckets import buckets_of
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.engine.debug import Debug
 from fastpar.kernels.global_norm import NORM_WORDS
-from fastpar.models.fp8 import use_fp8
+from fastpar.models.gpt import use_fp8
 from fastpar.nn.recompute import recompute
 from fastpar.predict.operations import comm_ops_of, ops_of
 from fastpar.settings.config import GPTConfig

@@ -7,8 +7,7 @@ import torch
 from cells import sweep
 
 from fastpar.axes.step import Setup, Workload
-from fastpar.models.fp8 import use_fp8
-from fastpar.models.gpt import GPT
+from fastpar.models.gpt import GPT, use_fp8
 from fastpar.predict.datasheet import FP8_SPEED, LAUNCH_S, DatasheetRates
 from fastpar.predict.devices import Cluster, find_device
 from fastpar.predict.fp8 import LEAST_GAIN, fp8_text, pays_from, saved_s

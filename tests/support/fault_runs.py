@@ -11,7 +11,7 @@ from pathlib import Path
 from fastpar.cli import parse_train
 from fastpar.comm.mesh import Mesh
 from fastpar.testing import run_ranks
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 from fastpar.train.trainer import Trainer
 
 SETTINGS = {

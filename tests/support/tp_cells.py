@@ -44,8 +44,7 @@ from fastpar.kernels import Rng, dropout, make_key
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
 from fastpar.optim.adamw import AdamW
-from fastpar.optim.loss_scale import DynamicLossScale
-from fastpar.optim.schedule import param_groups
+from fastpar.optim.schedule import DynamicLossScale, param_groups
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Partial, Shard, State

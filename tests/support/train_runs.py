@@ -12,7 +12,7 @@ from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.mesh import axes_of
 from fastpar.testing import run_ranks
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 from fastpar.train.trainer import Trainer, train
 
 BF16 = {"dtype": "bf16"}

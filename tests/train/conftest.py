@@ -3,7 +3,7 @@
 import pytest
 from train_runs import make_text
 
-from fastpar.train import run_folder
+from fastpar.train import journal
 
 
 @pytest.fixture
@@ -11,7 +11,7 @@ def here(tmp_path, monkeypatch):
     """An empty folder with a text, to run in. No pictures: one takes longer than a short run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(run_folder, "plot_loss", lambda rows, path, title: path.touch())
+    monkeypatch.setattr(journal, "plot_loss", lambda rows, path, title: path.touch())
     make_text(tmp_path)
     return tmp_path
 

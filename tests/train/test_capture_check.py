@@ -10,8 +10,7 @@ from pretend_cuda import pretend_cuda
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.kernels import adamw, bias_gelu, make_key
 from fastpar.train import cuda_graphs
-from fastpar.train.capture_check import CaptureCheck
-from fastpar.train.cuda_graphs import StepGraph, recording
+from fastpar.train.cuda_graphs import CaptureCheck, StepGraph, recording
 
 kept = []
 outside = torch.ones(4)

@@ -13,7 +13,7 @@ from fastpar.engine import engine
 from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 from fastpar.train.trainer import IN_A_ROW, Guards, Trainer, poison
 
 FEW = {**TINY, "micro_batch_size": 2, "eval_every": 0, "save_every": 4, "num_samples": 0}

@@ -16,8 +16,7 @@ from fastpar.engine.engine import engine_of
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
-from fastpar.train.journal import Journal, Step, to_host
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import Journal, Step, read_metrics, to_host
 
 SETUP = Setup(2, device_type="cpu", transport="shm", dtype="fp32", micro_batch_size=4)
 FACTS = {

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fastpar.train.metrics import (
+from fastpar.train.journal import (
     MetricsLog,
     check_log,
     mfu,

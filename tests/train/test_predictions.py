@@ -14,8 +14,7 @@ from fastpar.predict.prediction import lines_of, predict
 from fastpar.predict.short_run import ShortRun
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
-from fastpar.train.journal import SKIPPED, Predictions
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import SKIPPED, Predictions, read_metrics
 from fastpar.train.trainer import train
 
 SETTINGS = {

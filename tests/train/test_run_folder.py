@@ -15,8 +15,8 @@ from fastpar.files.runs import newest_run
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.options import SampleSettings
-from fastpar.train import run_folder
-from fastpar.train.run_folder import FILES, RunFolder, check_out, example_prompt
+from fastpar.train import journal
+from fastpar.train.journal import FILES, RunFolder, check_out, example_prompt
 from fastpar.train.sample import sample
 
 COUNTS = {"micro_batch_size": 4, "grad_accum_steps": 2, "zero_stage": 2}
@@ -134,7 +134,7 @@ def test_what_a_finished_run_shows_ends_it_no_more(here, monkeypatch, capsys):
     def full(rows, path, title):
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(run_folder, "plot_loss", full)
+    monkeypatch.setattr(journal, "plot_loss", full)
     assert run("r", tokenizer="chars", prompt=("\u4e16",)) == 0
     printed = capsys.readouterr().out
     assert "no loss.png: [Errno 28] no room\n" in printed

@@ -18,7 +18,7 @@ from fastpar.checkpoint.verify import verify_checkpoint
 from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 from fastpar.train.trainer import RunSaves, Trainer, rng_state, set_rng_state
 
 FEW = {**TINY, "eval_every": 0, "save_every": 2, "num_samples": 0, "micro_batch_size": 4}

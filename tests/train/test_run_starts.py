@@ -14,8 +14,7 @@ from test_cli import TRAIN, fastpar, here  # noqa: F401
 from fastpar.data.tokenizer import ByteTokenizer
 from fastpar.files.runs import check_free, hold, release
 from fastpar.settings.config import TrainConfig
-from fastpar.train.metrics import read_metrics
-from fastpar.train.run_folder import check_out
+from fastpar.train.journal import check_out, read_metrics
 from fastpar.train.trainer import Trainer
 
 

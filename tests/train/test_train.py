@@ -21,18 +21,18 @@ from fastpar.comm.mesh import Mesh
 from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
-from fastpar.optim.loss_scale import DynamicLossScale
+from fastpar.optim.schedule import DynamicLossScale
 from fastpar.predict import capacity
 from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks
-from fastpar.train import run_folder
+from fastpar.train import journal
 from fastpar.train import trainer as train_module
-from fastpar.train.metrics import plot_loss, read_metrics
+from fastpar.train.journal import plot_loss, read_metrics
 from fastpar.train.trainer import Trainer
 
 
 def test_a_run_leaves_what_it_promises(here, monkeypatch, capsys):
-    monkeypatch.setattr(run_folder, "plot_loss", plot_loss)
+    monkeypatch.setattr(journal, "plot_loss", plot_loss)
     assert run("r") == 0
     out = capsys.readouterr().out
     rows = read_metrics("r/metrics.jsonl")

@@ -9,7 +9,7 @@ from fastpar.checkpoint.restore import load_weights
 from fastpar.cli import main
 from fastpar.files.runs import checkpoint_folder
 from fastpar.settings.config import TrainConfig
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 
 RUN = {**TINY, "n_layer": 3, "micro_batch_size": 2, "max_steps": 4, "eval_every": 4}
 RUN |= {"save_every": 1, "deterministic": True, "ema": 0.3}

@@ -11,11 +11,10 @@ from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after, losses
 from fastpar.checkpoint.restore import load_weights
 from fastpar.cli import main
 from fastpar.files.runs import checkpoint_folder
-from fastpar.models.gpt import GPT
+from fastpar.models.gpt import GPT, upcycled
 from fastpar.models.hf import load_hf, save_hf
-from fastpar.models.upcycle import upcycled
 from fastpar.settings.config import GPTConfig
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 
 FEW = {
     **TINY, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2, "n_expert": 4,

@@ -10,7 +10,7 @@ from fastpar.checkpoint.restore import read_run_state
 from fastpar.cli import main
 from fastpar.files.runs import checkpoint_folder
 from fastpar.settings.config import TrainConfig
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 from fastpar.train.start import pick_dtype
 
 FEW = {

@@ -13,7 +13,7 @@ from fastpar.nn import recompute
 from fastpar.predict import capacity
 from fastpar.predict.memory_model import activations_on_host
 from fastpar.testing import run_ranks
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 
 FEW = {
     **TINY,

@@ -13,7 +13,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.files.runs import checkpoint_folder, list_checkpoints, step_of
 from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 from fastpar.train.trainer import Trainer
 
 RUN = {**TINY, "micro_batch_size": 2, "max_steps": 6, "eval_every": 6, "save_every": 1}

@@ -19,11 +19,11 @@ from fastpar.engine.control import Control
 from fastpar.engine.engine import Engine
 from fastpar.files.runs import list_checkpoints
 from fastpar.files.tensor_file import TensorFile
-from fastpar.optim.loss_scale import DynamicLossScale
+from fastpar.optim.schedule import DynamicLossScale
 from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 from fastpar.train.trainer import Trainer
 
 FEW = {**TINY, "deterministic": True, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}

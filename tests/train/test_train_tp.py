@@ -11,10 +11,10 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 
 from fastpar.cli import main
 from fastpar.models import set_up
-from fastpar.optim.loss_scale import DynamicLossScale
+from fastpar.optim.schedule import DynamicLossScale
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module
-from fastpar.train.metrics import read_metrics
+from fastpar.train.journal import read_metrics
 
 FEW = {**TINY, "n_head": 4, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
 run = Runs(FEW)

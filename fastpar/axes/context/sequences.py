@@ -14,7 +14,7 @@ among them. Backward is the same two exchanges the other way.
 heads that sequence is the whole batch, row behind row, and rank r has chunk r of cp: consecutive
 tokens. By keys each row is cut into 2 * cp, and rank r has chunks r and 2 * cp - 1 - r, the first
 that are left and the last: under a causal mask a query's work is its place, and every rank has the
-same sum of places. Models that take nothing but rows (foreign/context.py) have rows cut like that
+same sum of places. Models that take nothing but rows (foreign/tp_plan.py) have rows cut like that
 by heads, too, with chunks 2 * r and 2 * r + 1. All else that needs to know which tokens a rank has
 asks ContextParallel.
 

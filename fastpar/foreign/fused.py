@@ -1,0 +1,590 @@
+"""What the swapped modules of a foreign GPT-2 compute, by kernels; patch.py puts them in place.
+
+[Note: split parts] parallelize() may split the parts, see tp_layers.py: a rank then has some of the
+heads, and draws their part of the masks. A call with dropout in attention that would fall back is
+refused: torch would draw the same mask on every rank, for other heads. Or it gives a rank some of
+the tokens (SharedRows): then no call falls back, as the module's own forward knows of no others.
+
+[Note: parts that are not called] A swapped module uses the weights of its plain parts directly. A
+part with hooks, a wrapped forward or another class than it had is called instead, and what would
+have been fused with it is not (test_hooks_run_in_a_patched_model). Hooks that only gather weights
+do not count, see fastpar.nn.modules.with_weights.
+
+[Note: the loss without logits] fused_loss=True, for models of nanoGPT's shape:
+forward(idx, targets=None) -> (logits, loss). Without targets such a model computes logits for the
+last token only. So a patched one runs its own forward without targets, takes what its last
+LayerNorm returns, and computes the loss of all tokens from that and lm_head's weight. A copy has to
+prove that this is the loss which its forward with targets returns: values and gradients, for one
+token up to as many as it has positions, with targets of -1, with small and large logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastpar.axes.context.keys import attend_rows
+from fastpar.foreign import proof
+from fastpar.foreign.swap import SILENT, Swapped, replaced_in, swap_of
+from fastpar.kernels import attention_qkvpacked, layer_norm, linear_cross_entropy
+from fastpar.kernels.attention import MAX_HEAD_DIM, TRITON_HEAD_DIM
+from fastpar.kernels.backend import use_triton
+from fastpar.nn.modules import (
+    GELU,
+    LayerNorm,
+    autocast_dtype,
+    autocast_norm,
+    has_hooks,
+    is_plain,
+    linear_gelu,
+    project,
+    with_weights,
+)
+from fastpar.nn.tp_layers import (
+    TokenDropout,
+    VocabParallelLinear,
+    cp_of,
+    gives_product,
+    head_dropout,
+    residual_norm,
+    tp_of,
+)
+
+# Set by Model for the attention of its blocks: "causal" (whatever mask comes with it is the causal
+# one) or "attentions" (the caller wants the probabilities).
+MASK_HINT = "fastpar_mask"
+
+
+def probs_rate(attn: nn.Module, name: str | None) -> float:
+    """Rate of the probabilities' dropout, read from an nn.Dropout or a number; None is 0."""
+    if name is None or not attn.training:
+        return 0.0
+    source: Any = getattr(attn, name)
+    return source.p if isinstance(source, nn.Dropout) else source
+
+
+def drop(module: nn.Module, name: str | None, y: Tensor) -> Tensor:
+    """y after the module's dropout of this name, if there is one."""
+    return y if name is None else getattr(module, name)(y)
+
+
+def resid_rate(attn: nn.Module, name: str | None) -> float:
+    """Rate of the output's dropout, an nn.Dropout that may be in another mode than attn."""
+    dropout: Any = None if name is None else getattr(attn, name)
+    return dropout.p if dropout is not None and dropout.training else 0.0
+
+
+def rate_fits(p: float) -> bool:
+    """Whether the kernels' masks have this rate; see kernels.quantize_p."""
+    return p == 0.0 or 1.0 / 512 < p < 1.0
+
+
+def head_dim_fits(x: Tensor, D: int) -> bool:
+    """Whether there is a kernel of attention for heads of D elements and a tensor like x."""
+    least, most, step = TRITON_HEAD_DIM
+    if D % step == 0 and least <= D <= most:
+        return True
+    return 1 <= D <= MAX_HEAD_DIM and not use_triton("attention", x)
+
+
+def _is_one_of(part: nn.Module, *kinds: type) -> bool:
+    return type(part) in kinds and not has_hooks(part) and "forward" not in vars(part)
+
+
+def is_observed(attn: nn.Module) -> bool:
+    """Whether attn has hooks, apart from transformers' recorder of probabilities.
+
+    That stays in place after the first call with output_hidden_states. When it does record, attn
+    has a mask or MASK_HINT that makes it fall back.
+    """
+    if attn._forward_pre_hooks or attn._backward_hooks or attn._backward_pre_hooks:
+        return True
+    names = [getattr(hook, "__name__", "") for hook in attn._forward_hooks.values()]
+    return any(name != "output_capturing_hook" for name in names)
+
+
+class Norm(Swapped):
+    """A LayerNorm of someone's own: weight, bias and a fixed eps."""
+
+    does = "LayerNorm in one pass"
+
+    def fused_forward(self, given: dict[str, Any]) -> Tensor:
+        x = autocast_norm(given[self.argument_names[0]])
+        return layer_norm(x, self.weight, self.bias, self.option("eps"))
+
+
+def _norm_weights(norm: nn.Module) -> tuple[Any, Any, float] | None:
+    """weight, bias and eps of a norm that residual_layer_norm can stand in for."""
+    if has_hooks(norm) or "forward" in vars(norm):
+        return None
+    if isinstance(norm, Norm):
+        return norm.weight, norm.bias, norm.option("eps")
+    if type(norm) is LayerNorm and len(norm.normalized_shape) == 1 and norm.weight is not None:
+        return norm.weight, norm.bias, norm.eps
+    return None
+
+
+class MLP(Swapped):
+    """c_fc, GELU and c_proj; the GELU adds c_fc's bias."""
+
+    does = "bias + GELU in one pass"
+    falls_back = ("hooks on the activation, or another one in its place",)
+
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        kind = self.option("kind")
+        # patch() has swapped an nn.GELU as well.
+        kinds = (kind, GELU) if kind is nn.GELU else (kind,)
+        if not _is_one_of(getattr(self, self.option("activation")), *kinds):
+            return self.falls_back[0]
+        return super().refusal(given)
+
+    def fused_forward(self, given: dict[str, Any]) -> Tensor:
+        y = linear_gelu(self.c_fc, given[self.argument_names[0]], self.option("approximate"))
+        return drop(self, self.option("dropout"), project(self.c_proj, y))
+
+
+class Attention(Swapped):
+    """Self-attention of nanoGPT's shape, read in place from c_attn's output."""
+
+    does = "attention on the packed projection"
+    falls_back: tuple[str, ...] = (
+        "arguments besides x; more tokens, other settings or buffers than when it was patched",
+        "a dropout rate of 1, or of 1/512 and less; heads of a size that no kernel takes",
+    )
+    added_arguments = (MASK_HINT,)
+
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        for name, value in given.items():
+            if name != self.argument_names[0] and value is not None and value is not False:
+                return f"the argument {name}"
+        x = given.get(self.argument_names[0])
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            return "x is not [B, T, C]"
+        name = self.option("probs")
+        if not rate_fits(probs_rate(self, name)):
+            return "a dropout rate of 1, or of 1/512 and less"
+        part = None if name is None else getattr(self, name)
+        if isinstance(part, nn.Module):
+            if part.training != self.training:
+                return f"{name} is in another mode"
+            if not _is_one_of(part, nn.Dropout):
+                return f"hooks on {name}, or another one in its place"
+        if not head_dim_fits(x, self.option("head_dim")):
+            return f"heads of {self.option('head_dim')} elements, which no kernel takes"
+        return self.changed(x)
+
+    def fall_back(self, reason: str) -> None:
+        cp = cp_of(self)
+        if cp is not None:
+            raise ValueError(
+                f"{type(self).__name__}: expected a call that needs no fallback with cp={cp.size}, "
+                f"whose other tokens only fastpar's attention sees, got {reason}; see "
+                "fastpar.patch's report, or leave cp out of Mesh"
+            )
+        if tp_of(self.c_attn) is not None and probs_rate(self, self.option("probs")) > 0.0:
+            raise ValueError(
+                f"{type(self).__name__}: expected a call that needs no fallback while dropout "
+                f"is on in split attention, got {reason}; see fastpar.patch's report, or set "
+                "attention's dropout to 0"
+            )
+        super().fall_back(reason)
+
+    def fused_forward(self, given: dict[str, Any]) -> Any:
+        y, present = self.fused_heads(given[self.argument_names[0]], given)
+        return self.fused_output(drop(self, self.option("resid"), project(self.c_proj, y)), present)
+
+    def fused_heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
+        """[B, T, C] -> the heads' outputs, [B, T, C], for c_proj; and what fused_output() wants."""
+        qkv = project(self.c_attn, x).unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, D]
+        return self.fused_attention(qkv), None
+
+    def fused_attention(self, qkv: Tensor, softmax_scale: float | None = None) -> Tensor:
+        """[B, T, 3, H, D] -> [B, T, C]"""
+        cp = cp_of(self)
+        dropout = head_dropout(self.c_attn, qkv, probs_rate(self, self.option("probs")), cp)
+        if cp is not None:
+            return attend_rows(qkv, cp, softmax_scale, **dropout).flatten(2)
+        return attention_qkvpacked(qkv, softmax_scale=softmax_scale, **dropout).flatten(2)
+
+    def fused_output(self, y: Tensor, present: Any) -> Any:
+        return y
+
+
+class Block(Swapped):
+    """x + attn(ln_1(x)), then x + mlp(ln_2(x)); ln_2 in one pass with what comes before it."""
+
+    does = "c_proj's bias + dropout + residual add + LayerNorm in one pass"
+    falls_back = ("hooks on attn, its resid_dropout or ln_2, or others in their places",)
+
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        x: Any = given.get(self.argument_names[0])
+        attn, reason = self.attn, self.changed(x)
+        if reason is not None:
+            return reason
+        if not (
+            isinstance(attn, Attention)
+            and not is_observed(attn)
+            and "forward" not in vars(attn)
+            and (tp_of(attn.c_proj) is None or gives_product(attn.c_proj))
+            and self._dropout_fits(attn)
+            and _norm_weights(self.ln_2) is not None
+        ):
+            return self.falls_back[0]
+        if given.get("encoder_hidden_states") is not None:
+            return "encoder_hidden_states"
+        if attn.refusal(self._for_attention(given)) is not None:
+            return SILENT  # attn will say so
+        # Under autocast torch's LayerNorm returns fp32 where the residual stream has 16 bits.
+        weight = getattr(attn.c_proj, "weight", None)
+        if weight is None:  # an adapter around a layer
+            weight = next(attn.c_proj.parameters(), x)
+        if x.dtype != torch.float32 and (autocast_dtype(x) or weight.dtype != x.dtype):
+            return "a 16-bit residual stream with autocast or weights of another dtype"
+        return None
+
+    def fused_forward(self, given: dict[str, Any]) -> Tensor:
+        x, attn = given[self.argument_names[0]], self.attn
+        norm: Any = _norm_weights(self.ln_2)
+        y, _ = attn.fused_heads(self.ln_1(x), self._for_attention(given))
+        p = resid_rate(attn, attn.option("resid"))
+        called = tp_of(attn.c_proj) is None and not is_plain(attn.c_proj)
+        used = [self.ln_2] if called else [attn.c_proj, self.ln_2]
+        y, x = with_weights(lambda: residual_norm(attn.c_proj, y, x, norm, p, cp_of(attn)), *used)
+        return x + self.mlp(y)
+
+    def _for_attention(self, given: dict[str, Any]) -> dict[str, Any]:
+        first = self.argument_names[0]
+        rest = {name: value for name, value in given.items() if name != first}
+        return {**rest, self.attn.argument_names[0]: given.get(first)}
+
+    def _dropout_fits(self, attn: Any) -> bool:
+        name = attn.option("resid")
+        if name is None:
+            return True
+        split = tp_of(attn.c_proj) is not None or cp_of(attn) is not None
+        kinds = (nn.Dropout, TokenDropout) if split else (nn.Dropout,)
+        plain = _is_one_of(getattr(attn, name), *kinds)
+        return plain and rate_fits(resid_rate(attn, name))
+
+
+# Arguments of GPT-2's blocks and attention that do not change what they compute, or are looked at.
+HARMLESS = {
+    "cache_position", "encoder_attention_mask", "encoder_hidden_states", "num_items_in_batch",
+    "output_hidden_states", "position_ids", "return_dict", "use_cache", "attention_mask",
+    "layer_past", "head_mask", "output_attentions", MASK_HINT, "shift_labels", "ignore_index",
+}  # fmt: skip
+
+
+def implementation_of(attn: Any) -> str:
+    """What computes transformers' attention: up to 4.47 the class says it, then the config."""
+    kind = type(attn)
+    if kind.__name__ == "GPT2SdpaAttention":
+        return "sdpa"
+    if hasattr(kind, "_attn"):
+        return "eager"
+    return getattr(attn.config, "_attn_implementation", None) or "eager"
+
+
+def scale_of(attn: Any) -> float:
+    """The factor of a GPT2Attention's scores.
+
+    Up to 5.0 transformers' sdpa takes no notice of the two settings, and its cached decoding
+    neither; whoever trained with it has such a model.
+    """
+    if "scaling" in vars(attn):
+        return attn.scaling
+    scale = attn.head_dim**-0.5
+    if implementation_of(attn) == "sdpa":
+        return scale
+    scale = scale if attn.scale_attn_weights else 1.0
+    return scale / (attn.layer_idx + 1) if attn.scale_attn_by_inverse_layer_idx else scale
+
+
+def cache_in(given: dict[str, Any]) -> Any:
+    """The key/value cache among arguments: each version of transformers has its own name for it."""
+    return next((v for v in given.values() if hasattr(v, "get_seq_length")), None)
+
+
+class GPT2Attention(Attention):
+    """transformers' GPT2Attention with sdpa or eager attention."""
+
+    falls_back = (
+        "an attention_mask (padding); leave it out when no token is padding",
+        "a key/value cache that holds tokens already (generation after the first step)",
+        "output_attentions=True, head_mask, encoder_hidden_states, reorder_and_upcast_attn",
+        "an attn_implementation other than sdpa and eager, or a function registered for sdpa",
+        "eager attention called alone without a mask, which is not causal",
+        "a dropout rate of 1, or of 1/512 and less; heads of a size that no kernel takes",
+    )
+
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        config: Any = self.config
+        implementation = implementation_of(self)
+        if implementation not in ("sdpa", "eager"):
+            return f"attn_implementation={implementation}"
+        registry, function = type(self).registered
+        if implementation == "sdpa" and registry and registry["sdpa"] is not function:
+            return "another function is registered for sdpa"
+        hint = given.get(MASK_HINT)
+        if given.get("output_attentions") or hint == "attentions":
+            return "output_attentions=True"
+        # A hook may want the probabilities, which only the eager implementation returns.
+        causal = hint == "causal" and not is_observed(self)
+        if given.get("attention_mask") is not None and not causal:
+            return "attention_mask"
+        for name in ("head_mask", "encoder_hidden_states"):
+            if given.get(name) is not None:
+                return name
+        for name in ("reorder_and_upcast_attn", "is_cross_attention"):
+            if getattr(self, name, False):
+                return name
+        if not (getattr(self, "is_causal", True) and getattr(config, "is_causal", True)):
+            return "is_causal=False"
+        cache = cache_in(given)
+        for name, value in given.items():
+            if name in self.argument_names[:1] or name in HARMLESS or value is cache:
+                continue
+            if value is not None and value is not False:
+                return f"the argument {name}"
+        # Older versions have the causal mask in a buffer; newer ones leave it to the caller.
+        masked = "bias" in self._buffers or given.get("attention_mask") is not None
+        if implementation == "eager" and not masked:
+            return "eager attention without a mask, which is not causal"
+        x = {self.argument_names[0]: given.get(self.argument_names[0])}
+        if given.get("layer_past") is not None:
+            return "layer_past"
+        if cache is not None and type(cache).__name__ != "DynamicCache":
+            return f"a cache of type {type(cache).__name__}"
+        if cache is not None and cache.get_seq_length(self.layer_idx):
+            return "a cache with tokens"
+        return super().refusal(x)
+
+    def fused_heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
+        qkv = project(self.c_attn, x).unflatten(-1, (3, self.num_heads, self.head_dim))
+        _, k, v = qkv.transpose(1, 3).unbind(2)  # [B, H, T, D]
+        cache, present = cache_in(given), None
+        before_4_53 = "layer_past" in self.argument_names
+        if cache is not None:
+            cache.update(k, v, self.layer_idx)
+        elif before_4_53 and given.get("use_cache"):
+            present = (k, v)
+        return self.fused_attention(qkv, scale_of(self)), present
+
+    def fused_output(self, y: Tensor, present: Any) -> Any:
+        return y, present
+
+
+def head_fits(head: Any) -> bool:
+    """Whether head_loss() takes this head: nothing but a product, with a weight that it can use."""
+    if isinstance(head, VocabParallelLinear) and tp_of(head) is not None:
+        return head.bias is None and not has_hooks(head)
+    plain = type(head) is nn.Linear and is_plain(head) and head.bias is None
+    return plain and head.weight.dtype != torch.float64
+
+
+def head_loss(head: Any, x: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """The cross-entropy of a linear layer's logits, without the logits."""
+
+    def compute() -> Tensor:
+        if tp_of(head) is not None:
+            return head.loss(x, labels, **options)
+        dtype = autocast_dtype(x) or x.dtype
+        weight = head.weight if dtype == x.dtype else head.weight.to(dtype)
+        return linear_cross_entropy(x.to(dtype), weight, labels, **options)
+
+    return with_weights(compute, head)
+
+
+class Model(Swapped):
+    """transformers' GPT2Model: tells attention when the mask it gets is the causal one."""
+
+    does = "knows a causal mask without looking at it"
+
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        return None if self.changed() is None else SILENT
+
+    def fused_forward(self, given: dict[str, Any]) -> Any:
+        default = getattr(self.config, "output_attentions", False)
+        if given.get("output_attentions", default):
+            given[MASK_HINT] = "attentions"
+        elif cp_of(self) is not None:
+            # A mask of this rank's tokens would be made, and not looked at; this one is made.
+            given[MASK_HINT] = "causal"
+            given["attention_mask"] = given["position_ids"].new_zeros(1, 1, 1, 1)
+        elif given.get("attention_mask") is None and given.get("position_ids") is None:
+            # With position_ids transformers looks for several documents in a row.
+            given[MASK_HINT] = "causal"
+        return self.own_forward[0](self, **given)
+
+
+class LMHead(Swapped):
+    """transformers' GPT2LMHeadModel: in training, the loss of labels without logits."""
+
+    does = "loss without logits in training (fused_loss=True): the output's logits are None"
+    falls_back = ("logits_to_keep, another loss_function, fp64, hooks on or another lm_head",)
+
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        if not self.training or given.get("labels") is None or swap_of(self) is None:
+            return SILENT
+        keep = [given.get(name, 0) for name in ("logits_to_keep", "num_logits_to_keep")]
+        # Versions without it in their forward take no notice of it.
+        own = not self.option("asks") or self.loss_function is self.option("loss")
+        whole = not any(isinstance(k, Tensor) or k for k in keep)
+        fits = whole and own and head_fits(self.lm_head) and self.changed() is None
+        return None if fits else self.falls_back[0]
+
+    def fused_forward(self, given: dict[str, Any]) -> Any:
+        labels, return_dict = given.pop("labels"), given.pop("return_dict", None)
+        for name in ("logits_to_keep", "num_logits_to_keep"):
+            given.pop(name, None)
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        outputs = self.transformer(**given, return_dict=True)
+        x = outputs.last_hidden_state
+        ignore_index = given.get("ignore_index", -100)
+        shift_labels = given.get("shift_labels")
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        items = given.get("num_items_in_batch")
+        options = {"ignore_index": ignore_index, "reduction": "mean" if items is None else "sum"}
+        loss = head_loss(self.lm_head, x, shift_labels.to(x.device), **options)
+        if items is not None:
+            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        kept = {name: getattr(outputs, name) for name in self.option("kept")}
+        output = self.option("output")(loss=loss, logits=None, **kept)
+        return output if return_dict else output.to_tuple()
+
+
+IGNORED = -1
+ROWS = 61  # of a copy's vocabulary and positions
+
+
+class Loss(Swapped):
+    """A model of nanoGPT's shape: in training, the loss of targets without logits."""
+
+    does = "loss without logits in training (fused_loss=True): the logits are None"
+    falls_back = ("torch.compile, fp64, hooks on or another lm_head, settings changed since",)
+
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        idx, targets = (given.get(name) for name in self.argument_names)
+        if not self.training or targets is None or swap_of(self) is None:
+            return SILENT
+        fits = (
+            not torch.compiler.is_compiling()
+            and isinstance(idx, Tensor)
+            and isinstance(targets, Tensor)
+            and idx.dim() == 2
+            and targets.shape == idx.shape
+            and head_fits(self.lm_head)
+            and self.changed() is None
+        )
+        return None if fits else self.falls_back[0]
+
+    def fused_forward(self, given: dict[str, Any]) -> tuple[None, Tensor]:
+        idx, targets = (given[name] for name in self.argument_names)
+        x = _last(self, self.option("norm"), lambda: self.own_forward[0](self, idx))
+        loss = head_loss(self.lm_head, x, targets, ignore_index=IGNORED, reduction="mean")
+        return None, loss if autocast_dtype(x) else loss.to(x.dtype)
+
+
+def _last(model: Any, norm: str, forward: Any) -> Tensor:
+    """What the model's last LayerNorm returns in a call of forward."""
+    found: list[Tensor] = []
+    hook = model.get_submodule(norm).register_forward_hook(lambda m, args, y: found.append(y))
+    try:
+        forward()
+    finally:
+        hook.remove()
+    if len(found) != 1:
+        raise proof.UnprovenError(f"calls {norm} {len(found)} times")
+    return found[0]
+
+
+class _Rows(nn.Module):
+    """An embedding of few rows in the place of one of any size."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(ROWS, width))
+
+    def forward(self, idx: Tensor) -> Tensor:
+        return F.embedding(idx % ROWS, self.weight)
+
+
+def loss_shape(model: nn.Module) -> str | None:
+    """The name of the last LayerNorm of a model that has nanoGPT's parts; None for others."""
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    if len(parameters) != 2 or parameters[1].default is not None:
+        return None
+    if not isinstance(getattr(model, "lm_head", None), nn.Linear):
+        return None
+    names = dict(model.named_modules())
+    return next((name for name in ("transformer.ln_f", "ln_f") if name in names), None)
+
+
+def prove_loss(model: nn.Module, norm: str) -> None:
+    """Checks that the model computes the loss this room knows: [Note: the loss without logits].
+
+    Raises:
+        UnprovenError: it returns something else, draws random numbers or changes itself.
+    """
+    head: Any = model.lm_head
+    replaced = replaced_in(model)
+    if replaced is not None:
+        raise proof.UnprovenError(f"has another {replaced} of someone else's")
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise proof.UnprovenError("has an lm_head that is not an nn.Linear without bias")
+    width, positions = head.in_features, proof.LONGEST
+    # Not initialized: that would draw numbers of the run; twin_of draws its weights.
+    rows_of_head = nn.utils.skip_init(nn.Linear, width, ROWS, bias=False)
+    instead: dict[nn.Module, nn.Module] = {head: rows_of_head}
+    blocks = model.get_submodule(norm.replace("ln_f", "h"))
+    instead |= {block: proof.StandIn("block", width) for block in blocks.children()}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding):
+            instead[part] = _Rows(part.embedding_dim)
+            if name.endswith("wpe"):
+                positions = part.num_embeddings
+    twin = proof.twin_of(model, instead).train().requires_grad_(True)
+    proof.set_rates(twin)
+    settings = proof.attributes(twin)
+    for scale in (1.0, 1e4):
+        with torch.no_grad():
+            twin.lm_head.weight *= scale
+        for B, T in ((2, 9), (1, 1), (3, 17), (1, positions)):
+            _compare(twin, norm, B, min(T, positions))
+    if proof.attributes(twin) != settings:
+        raise proof.UnprovenError("changes its own attributes")
+
+
+def _compare(twin: Any, norm: str, B: int, T: int) -> None:
+    generator = torch.Generator().manual_seed(B * 10_007 + T)
+    idx = torch.randint(ROWS, (B, T), generator=generator, device="cpu")
+    targets = torch.randint(ROWS, (B, T), generator=generator, device="cpu")
+    targets[:, 1::3] = IGNORED
+    forward = type(twin).forward
+    rows: list[torch.Size] = []
+
+    def without_targets() -> Tensor:
+        rows.clear()
+        return _last(twin, norm, lambda: forward(twin, idx))
+
+    own, _ = proof.without_draws(lambda: forward(twin, idx, targets))
+    hook = twin.lm_head.register_forward_hook(lambda m, args, y: rows.append(args[0].shape))
+    x, _ = proof.without_draws(without_targets)
+    hook.remove()
+    if not (isinstance(own, tuple) and len(own) == 2 and isinstance(own[1], Tensor)):
+        raise proof.UnprovenError("returns something else than (logits, loss)")
+    width = twin.lm_head.in_features
+    if x.shape != (B, T, width) or [shape.numel() for shape in rows] != [B * width]:
+        raise proof.UnprovenError("computes logits of all tokens when it is given no targets")
+    loss = F.cross_entropy(twin.lm_head(x).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    weights = list(twin.parameters())
+    grads = [torch.autograd.grad(y, weights, allow_unused=True) for y in (own[1], loss)]
+    for got, want in zip((own[1], *grads[0]), (loss, *grads[1])):
+        if (got is None) != (want is None) or (got is not None and proof.differ(got, want)):
+            raise proof.UnprovenError("returns another loss than the mean cross-entropy without -1")
