@@ -23,7 +23,7 @@ once in whole vectors and twice in what is left over, so each operation here rou
 
 Temporary memory: what is exchanged between homes, and one matrix's products.
 
-[Note: homes] An update that needs a whole matrix is computed once, at the matrix's home, in three hops:
+[Note: homes] An update that needs a whole matrix is computed once, at its home, in three hops:
 
     pieces along dp --all_to_all--> slices along tp --all_to_all--> whole, at the home: compute
     pieces along dp <--all_to_all-- slices along tp <--all_to_all-- its result

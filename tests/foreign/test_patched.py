@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpar
+from fastpar.foreign import fused
 from fastpar.foreign.swap import swap_of
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import assert_matches_oracle
