@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.axes import Axis
 from fastpar.axes.tensor.functional import (
     Grads,
     Needed,
@@ -400,3 +401,13 @@ def grid_norm(
         x = x + grid_dropout(delta, grid, **dropout)
     assert bias is not None, "GPT's norms have one"
     return _norm(x, weight, bias, eps, grid.number)[0], x
+
+
+class Gridded(Axis):
+    """Each layer split over a grid of ranks."""
+
+    name = "grid"
+    order = 35
+
+
+AXIS = Gridded()
