@@ -4,8 +4,10 @@ An axis says everything about itself. Everybody else goes through every() and na
 
     settings     its group of settings, which `fastpar train`, parallelize() and the planner have
     rules        which of them there are, and what they do not run with
-    plan         before a model is changed: refuse it, or say how it will be cut
-    split        a model's parameters: what this rank keeps
+    plan         before a model is changed: refuse it
+    cut          a model's modules: which of them this rank has
+    split        the parameters of these: which part of each it has
+    connect      the modules of a rank with those of other ranks
     attach       to the engine that was made
     describe     lines, and bytes, of engine.describe(); what a checkpoint records
     ops, comms   of one optimizer step of a rank, on paper
@@ -23,12 +25,48 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from fastpar.axes.step import CommOp, Op, Setup, Workload
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.mesh import Mesh
 from fastpar.settings.fields import More, flat
+from fastpar.settings.parallel import Parallel
 from fastpar.settings.rules import add_rules
+
+
+@dataclass
+class Making:
+    """A model on its way to an engine: what parallelize() and the axes tell each other.
+
+    Args:
+        mesh: the user's. make: collectives of a process group for a role.
+        planned: of a model that does not say itself what tp splits: a foreign.tp_plan.Planned.
+        tell_rows: a model of the ranks that share its rows; None: it cannot be told.
+    Attributes:
+        declared: what was split, an axes.tensor.declared.Declared.
+        stages: of a pipeline. apart: modules at which a unit begins.
+        same_inputs: groups whose ranks are to be given the same inputs, by axis.
+        report: what was split, and why, for people.
+    """
+
+    model: nn.Module
+    mesh: Mesh
+    asked: Parallel
+    make: Callable[[Any, str], Collectives]
+    tp_plan: Any
+    planned: Callable[[], Any]
+    tell_rows: Callable[..., None] | None
+    declared: Any = None
+    stages: Any = None
+    apart: Sequence[nn.Module] = ()
+    same_inputs: dict[str, Collectives] = field(default_factory=dict)
+    report: str = ""
+    kept: dict[str, Any] = field(default_factory=dict)  # what an axis keeps for its next call
 
 
 class Axis:
@@ -49,19 +87,26 @@ class Axis:
 
     # A model
 
-    def plan(self, making: Any) -> None:
-        """Before anything is changed. Ranks: all.
+    def plan(self, making: Making) -> None:
+        """Before anything is changed.
 
-        Args:
-            making: engine.parallelize.Making.
         Raises:
             ValueError: a model or mesh that this axis cannot share out.
         """
 
-    def split(self, making: Any) -> None:
-        """Keep this rank's part of the model. Ranks: all."""
+    def cut(self, making: Making) -> None:
+        """Leave in the model the modules that this rank has. Ranks: all."""
 
-    def attach(self, making: Any, engine: Any) -> None:
+    def split(self, making: Making) -> None:
+        """Keep this rank's part of parameters, and say so in making.declared. Ranks: all."""
+
+    def connect(self, making: Making) -> None:
+        """Parameters are on their device: tell modules of the ranks that they compute with.
+
+        Ranks: all.
+        """
+
+    def attach(self, making: Making, engine: Any) -> None:
         """What an axis does while steps run. Ranks: all."""
 
     def describe(self, engine: Any) -> Iterable[str]:
