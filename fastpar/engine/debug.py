@@ -148,7 +148,7 @@ class InputCheck:
 
     def attach(self, model: nn.Module) -> None:
         """From now on before each forward, as long as somebody keeps this object."""
-        hook = Hook(weakref.ref(self), "compare")
+        hook = Hook(weakref.ref(self), InputCheck.compare)
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     @torch.no_grad()

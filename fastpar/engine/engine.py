@@ -104,10 +104,10 @@ class Engine:
         me = weakref.ref(self)  # parameters own the engine, not the hooks: no cycle through C++
         for p in shards.params:
             p._fastpar_engine = Link(self)  # type: ignore[attr-defined]
-            p.register_post_accumulate_grad_hook(Hook(me, "_on_grad"))
+            p.register_post_accumulate_grad_hook(Hook(me, Engine._on_grad))
             hides = self.settings.grad_dtype not in (None, p.dtype)
             if self.shares or self.settings.deterministic or hides:  # p.grad must be None before
-                p.register_hook(Hook(me, "before_unit_backward"))
+                p.register_hook(Hook(me, Engine.before_unit_backward))
 
     def _enter(self, phase: StepPhase) -> None:
         self.phase = checked("the step", self.phase, phase, STEP_PHASES)

@@ -119,7 +119,7 @@ class Gathers:
         self._early: list[list[weakref.ref[nn.Module]]] = []  # their hooks run before parts wait
         me = weakref.ref(self)
         _all.add(self)
-        self._gates = [Hook(me, "before_backward", index) for index in range(len(units))]
+        self._gates = [Hook(me, Gathers.before_backward, index) for index in range(len(units))]
         inner = {part for modules in units[1:] for module in modules for part in module.modules()}
         for index, modules in enumerate(units):
             parts = [p for m in modules for p in m.modules() if index or p not in inner]
@@ -127,17 +127,19 @@ class Gathers:
             self._early.append([weakref.ref(p) for p in dict.fromkeys(early)])
             for module in modules:
                 last = module is modules[-1]
-                before = Hook(me, "before_forward", index)
+                before = Hook(me, Gathers.before_forward, index)
                 module.register_forward_pre_hook(before, prepend=True)
-                after = Hook(me, "after_module", index, last)
+                after = Hook(me, Gathers.after_module, index, last)
                 module.register_forward_hook(after, always_call=index == ROOT)
             mine = {p for bucket in buckets[index] for p in bucket.params}
             for part in dict.fromkeys(p for m in modules for p in m.modules() if p not in modules):
                 owned = [p for p in part._parameters.values() if p in mine]
                 if owned:
                     kind = _PartHook if index else _RootPartHook
-                    part.register_forward_pre_hook(kind(me, "before_part", index), prepend=True)
-                    part.register_forward_hook(kind(me, "after_part", index))
+                    part.register_forward_pre_hook(
+                        kind(me, Gathers.before_part, index), prepend=True
+                    )
+                    part.register_forward_hook(kind(me, Gathers.after_part, index))
                 for p in owned:
                     self._owners.setdefault(p, []).append(id(part))
 

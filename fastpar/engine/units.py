@@ -38,8 +38,8 @@ class Link(NotCopied, Generic[T]):
 
 
 class Hook(NotCopied):
-    """Calls owner's method, unless owner.paused; owner is a weak reference, so that nobody is kept
-    alive by a hook.
+    """Calls function(owner, *args, ...), unless owner.paused; owner is a weak reference, so that
+    nobody is kept alive by a hook.
 
     torch.compile neither traces a hook nor compiles what it calls: it would compile them once for
     each unit, and give up after eight (test_one_compiled_block_serves_all_layers).
@@ -47,14 +47,14 @@ class Hook(NotCopied):
 
     _torchdynamo_disable = True
 
-    def __init__(self, owner: Any = None, method: str = "", *args: Any) -> None:
-        self._owner, self._method, self._args = owner, method, args
+    def __init__(self, owner: Any = None, function: Any = None, *args: Any) -> None:
+        self._owner, self._function, self._args = owner, function, args
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = None if self._owner is None else self._owner()
         if owner is None or getattr(owner, "paused", False):
             return None
-        return getattr(owner, self._method)(*self._args, *args, **kwargs)
+        return self._function(owner, *self._args, *args, **kwargs)
 
     def is_of(self, owner: Any) -> bool:
         """Whether it calls a method of owner."""

@@ -19,7 +19,7 @@ class Owner:
 
 def test_copies_are_empty():
     owner = Owner()
-    link, hook = Link(owner), Hook(weakref.ref(owner), "called", 1)
+    link, hook = Link(owner), Hook(weakref.ref(owner), Owner.called, 1)
     assert hook(2, key=3) == "result"
     for make in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
         assert make(link).target is None
@@ -32,7 +32,7 @@ def test_copies_are_empty():
 
 def test_a_hook_keeps_nobody_alive():
     owner = Owner()
-    hook, gone = Hook(weakref.ref(owner), "called"), weakref.ref(owner)
+    hook, gone = Hook(weakref.ref(owner), Owner.called), weakref.ref(owner)
     del owner
     gc.collect()
     assert gone() is None
