@@ -1,6 +1,6 @@
 """`fastpar compare`: the same GPT-2 on the same text by a list of strategies, measured in turn.
 
-Every run is a start of fresh processes (worker.py). Repeats take turns, each in another order, so
+Every run is a start of fresh processes. Repeats take turns, each in another order, so
 that a machine that warms up or gets busy hits all alike. The results are written after every run:
 what was measured stays, whatever ends the command.
 
@@ -11,28 +11,44 @@ a CPU: one rank's threads), and computes all of them in micro-batches of one ran
 
 from __future__ import annotations
 
+import ctypes
 import difflib
+import gc
+import math
+import os
+import statistics
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from fastpar.comm.host import threads_per_rank
-from fastpar.comm.ranks import RankFailed
+import torch
+import torch.distributed as dist
+
+from fastpar.comm import ranks
+from fastpar.comm.host import memory_mb, threads_per_rank
+from fastpar.comm.recorder import WireMeter
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
+from fastpar.doctor.clocks import synchronize
 from fastpar.files.progress import Progress, duration
 from fastpar.files.runs import RUNS, make_next_free
+from fastpar.kernels import keep_freed_memory
+from fastpar.models.gpt import GPT
 from fastpar.observe.comparison_report import TABLE, markdown, summary
 from fastpar.observe.pictures import draw_all
 from fastpar.observe.results import RESULTS, Comparison, Run
-from fastpar.observe.strategies import SINGLE, STRATEGIES
-from fastpar.observe.worker import Spec, measure
+from fastpar.observe.strategies import SINGLE, STRATEGIES, Batch, Settings, build, import_deepspeed
+from fastpar.optim.schedule import cosine_lr
 from fastpar.predict.machine import about_machine
+from fastpar.predict.step_memory import StepMemory
 from fastpar.settings.block import count_parameters
 from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
 from fastpar.settings.files import check_at_least, option
 from fastpar.settings.options import ModelSize, TextSettings
+from fastpar.settings.parallel import Parallel
 from fastpar.settings.rules import check_synchronous
 
 DEFAULT = (  # side by side what does the same: torch's, then fastpar's
@@ -46,9 +62,12 @@ LENGTHS = {"epochs": (3, 2), "epoch_steps": (80, 12), "repeats": (3, 1)}  # in f
 START_S = 6.0  # of a run's processes, on two cores; only for the expected time
 STEP_OVER_GRADIENTS = 1.6  # a step over its forward and backward; only for the expected time
 _PROBE_STEPS = 3
-_AT_LEAST = {
-    "nproc": 1, "batch_size": 1, "epochs": 1, "epoch_steps": 0, "repeats": 1, "threads": 1,
-}  # fmt: skip
+SILENCE_S = 300.0  # without a step: then a run is stopped
+EPS = 1e-8  # as `fastpar train` has it
+MAX_GRAD_NORM = 1.0
+QUIET_STEPS = 20  # without communication, after the run
+
+StepListener = Callable[[int, float, float], None]  # step, loss of rank 0, seconds
 
 
 @dataclass(frozen=True)
@@ -127,7 +146,8 @@ def check(command: CompareCommand) -> None:
         ValueError: names the setting.
     """
     chosen(command)
-    check_at_least("compare", {**vars(command), **vars(command.text)}, _AT_LEAST)
+    lowest = dict.fromkeys(("nproc", "batch_size", "epochs", "repeats", "threads"), 1)
+    check_at_least("compare", {**vars(command), **vars(command.text)}, lowest | {"epoch_steps": 0})
     for name in ("lr", "muon_lr"):
         value = getattr(command, name)
         if not 0 < value < float("inf"):
@@ -154,21 +174,21 @@ def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | No
     Args:
         gpus: of this machine; None: ranks are on the CPU.
     """
-    strategy, mesh = STRATEGIES[name], STRATEGIES[name].mesh
-    reason = strategy.why_not(command.nproc, command.optimizer)
+    strategy, mesh, nproc = STRATEGIES[name], STRATEGIES[name].mesh, command.nproc
     heads = max(mesh.tp, 1 if name == "cp-keys" else mesh.cp)
-    if reason is None and (not shape.splits_by(mesh.tp) or shape.n_head < heads):
-        reason = f"needs {heads} heads or more, got {shape.n_head}"
-    if reason is None and shape.block_size % mesh.tp:
-        reason = f"needs a context that is a multiple of {mesh.tp}, got {shape.block_size}"
-    ranks, stages = 1 if strategy.one_rank else command.nproc, mesh.pp or command.nproc
-    if reason is None and shape.n_layer < stages:
-        reason = f"needs {stages} layers or more, got {shape.n_layer}"
-    if reason is None and mesh.ep != 1 and command.n_expert % command.nproc:
-        reason = f"needs a multiple of {command.nproc} experts, got {command.n_expert}"
-    if reason is None and gpus is not None and command.device != "cpu" and gpus < ranks:
-        reason = f"needs a GPU for each of {ranks} ranks, got {gpus}"
-    return reason
+    n_ranks, stages = 1 if strategy.one_rank else nproc, mesh.pp or nproc
+    has_heads = shape.splits_by(mesh.tp) and shape.n_head >= heads
+    uneven = shape.block_size % mesh.tp
+    shares, gpus = mesh.ep != 1, nproc if gpus is None or command.device == "cpu" else gpus
+    needs = (
+        (not has_heads, f"{heads} heads or more", shape.n_head),
+        (uneven, f"a context that is a multiple of {mesh.tp}", shape.block_size),
+        (shape.n_layer < stages, f"{stages} layers or more", shape.n_layer),
+        (shares and command.n_expert % nproc, f"a multiple of {nproc} experts", command.n_expert),
+        (gpus < n_ranks, f"a GPU for each of {n_ranks} ranks", gpus),
+    )
+    missing = (f"needs {what}, got {got}" for lacks, what, got in needs if lacks)
+    return strategy.why_not(nproc, command.optimizer) or next(missing, None)
 
 
 def experts_of(command: CompareCommand, shape: GPTConfig) -> dict[str, int]:
@@ -183,9 +203,8 @@ def experts_of(command: CompareCommand, shape: GPTConfig) -> dict[str, int]:
             f"compare: expected expert_top_k to divide the {4 * shape.n_embd} features of an MLP, "
             f"got expert_top_k={top_k}; set --expert-top-k"
         )
-    found = {
-        "n_expert": command.n_expert, "top_k": top_k, "expert_hidden": 4 * shape.n_embd // top_k,
-    }  # fmt: skip
+    found = {"n_expert": command.n_expert, "top_k": top_k}
+    found["expert_hidden"] = 4 * shape.n_embd // top_k
     replace(shape, **found)
     return found
 
@@ -206,8 +225,6 @@ class Schedule:
         Raises:
             ValueError: no such model, text or GPU; nothing is left to run.
         """
-        import torch
-
         on_gpu = torch.cuda.is_available()
         device = command.device if command.device != "auto" else "cuda" if on_gpu else "cpu"
         if device == "cuda" and not on_gpu:
@@ -298,10 +315,6 @@ class Schedule:
             for n, exact in orders
         ]
 
-    def spec(self, run: Run) -> Spec:
-        """What the ranks of a run are told."""
-        return Spec(self.comparison.settings, run, self.text.data, self.text.tokenizer)
-
     def lines(self, runs: Sequence[Run]) -> list[str]:
         """What is about to happen, for people."""
         s = self.comparison.settings
@@ -326,10 +339,6 @@ class Schedule:
 
     def expected_s(self, runs: Sequence[Run]) -> float:
         """Seconds of all runs, by a few micro-batches on this process's CPU."""
-        import torch
-
-        from fastpar.models.gpt import GPT
-
         s = self.comparison.settings
         before = torch.get_num_threads()
         torch.set_num_threads(s["threads"])
@@ -345,6 +354,190 @@ class Schedule:
         torch.set_num_threads(before)
         step_s = sequence_s * STEP_OVER_GRADIENTS * s["batch_size"]
         return sum(START_S + self.steps * step_s / run.ranks for run in runs)
+
+
+def warmup_steps(steps: int) -> int:
+    """A tenth of the run, but at least 20 or half of it: full speed after two steps made the norm
+    of the gradient 50 and raised the loss."""
+    return min(max(steps // 10, 20), steps // 2, 1000)
+
+
+def forget_peak() -> None:
+    """Freed memory goes back to the system, and the peak of this process starts anew."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+class Rank:
+    """A rank of a run: its contender, and what is measured of it.
+
+    Args:
+        settings: of the Comparison.
+        run: as it was planned; it is filled in.
+        text: as `fastpar train` takes it; its path is in no file of results.
+        on_step: is called after each step with its number, its loss on this rank and its seconds.
+    """
+
+    def __init__(
+        self, settings: dict[str, Any], run: Run, text: TextSettings, on_step: StepListener
+    ) -> None:
+        self.settings, self.run, self.on_step = settings, run, on_step
+        self.steps: int = settings["epochs"] * settings["epoch_steps"]
+        self.untimed: int = settings["untimed_steps"]
+        self.device: str = settings["device"]
+        self.strategy, self.meter = STRATEGIES[run.strategy], WireMeter()
+        self.ours = self.strategy.package == "fastpar"
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        # Whether ranks have one model together: then the engine does not see all that is sent.
+        self.within = self.strategy.model_ranks(self.world_size) > 1 or self.strategy.mesh.ep != 1
+        self.data: TextData = load_data(
+            text.data, text.tokenizer, block_size=settings["block_size"], progress=False
+        )
+        if self.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        else:
+            keep_freed_memory()  # under every strategy, as under `fastpar train`
+        if not self.strategy.one_rank and (self.world_size > 1 or not self.ours):
+            dist.init_process_group("nccl" if self.device == "cuda" else "gloo")
+        if self.strategy.package == "deepspeed":
+            import_deepspeed(self.device)
+        self.strategy.import_all()
+        forget_peak()
+        self.before_mb = memory_mb()[0]
+        # From here on, with nothing alive: DDP's buckets belong to C++, where Python sees none.
+        self.measuring = ExitStack()  # to the end of the counted step
+        memory = StepMemory(torch.device(self.device), alive_bytes=0)
+        self.memory = self.measuring.enter_context(memory)
+        shape = GPTConfig(
+            **settings["shape"] | (settings["experts"] if self.strategy.sparse else {})
+        )
+        parallel = Parallel(grad_accum_steps=run.grad_accum_steps, accumulate=self.accumulate)
+        own = Settings(
+            **{name: settings[name] for name in ("optimizer", "lr", "muon_lr", "device")},
+            eps=EPS,
+            max_grad_norm=MAX_GRAD_NORM,
+            exact_norm=run.exact_norm,
+            parallel=parallel,
+        )
+        self.contender = build(run.strategy, lambda: GPT(shape, seed=settings["seed"]), own)
+
+    @property
+    def accumulate(self) -> Literal["shard", "full"]:
+        """When gradients are reduced; chosen as `fastpar train` does."""
+        return "shard" if self.run.strategy.endswith(("zero2", "zero3")) else "full"
+
+    def train(self) -> Run:
+        """All steps, then what can only be measured after them."""
+        run, exposed, counted = self.run, [], max(0, self.untimed - 1)
+        theirs = not self.ours and not self.strategy.one_rank
+        with self.measuring, self.meter.of_fastpar() if self.within else nullcontext():
+            for step in range(self.steps):
+                waited, sent = self.meter.waited_s, self.meter.sent_bytes
+                if step == counted:
+                    self.memory.begin_step()
+                of_torch = theirs and step == counted
+                with self.meter.of_torch(self.world_size) if of_torch else nullcontext():
+                    self._step(step)
+                if step == counted:
+                    self.measuring.close()
+                    run.step_bytes = [self.memory.peak_bytes]
+                    forget_peak()  # of what counting itself took
+                report = self.contender.report()
+                if self.within:
+                    run.wire_bytes = self.meter.sent_bytes - sent
+                    exposed += [1e3 * (self.meter.waited_s - waited)] * (self.device == "cpu")
+                else:  # torch's collectives of one step; fastpar's engine reports what it sent
+                    run.wire_bytes = int(report.get("wire_bytes", self.meter.sent_bytes))
+                    exposed += [ms for name, ms in report.items() if name == "exposed_ms"]
+        run.rss_bytes = [round(1e6 * (memory_mb()[1] - self.before_mb))]
+        if self.ours:
+            timed = exposed[self.untimed :]
+            run.exposed_ms = statistics.median(timed) if timed else None
+        else:
+            run.exposed_ms = self._exposed_ms()
+        return run
+
+    def _step(self, step: int) -> None:
+        """One step, timed to its end on the device."""
+        start = time.perf_counter()
+        loss = self._train_step(step)
+        norm = self.contender.grad_norm
+        values = loss.item(), math.nan if norm is None else float(norm)
+        synchronize(self.device)
+        seconds = time.perf_counter() - start
+        if not math.isfinite(values[0]):
+            raise RuntimeError(
+                f"compare: expected a finite loss, got loss={values[0]} in step {step + 1}; "
+                "lower --lr"
+            )
+        self.run.step_s.append(seconds)
+        self.run.losses.append(values[0])
+        self.run.grad_norms.append(values[1])
+        self.on_step(step + 1, values[0], seconds)
+
+    def _train_step(self, step: int) -> torch.Tensor:
+        lr, warmup = self.settings["lr"], warmup_steps(self.steps)
+        lr = cosine_lr(step, lr=lr, min_lr=lr / 10, warmup_steps=warmup, max_steps=self.steps)
+        return self.contender.train_step([self._batch(step, j) for j in self._numbers()], lr)
+
+    def _numbers(self) -> list[int]:
+        """This rank's micro-batches of a step; [Note: who takes which samples] in trainer.py."""
+        made, accum = self.contender, self.run.grad_accum_steps
+        if self.accumulate == "full":
+            return [made.dp_rank * accum + j for j in range(accum)]
+        return [j * made.dp_size + made.dp_rank for j in range(accum)]
+
+    def _batch(self, step: int, number: int) -> Batch:
+        rows = self.run.micro_batch_size
+        return sample_batch(
+            self.data.train,
+            seed=self.settings["seed"],
+            first_sample=step * self.settings["batch_size"] + number * rows,
+            n_samples=rows,
+            block_size=self.settings["block_size"],
+            device=self.device,
+        )
+
+    def _exposed_ms(self) -> float | None:
+        """A step less one that does all but communicate, in these processes; None: not known."""
+        if self.strategy.one_rank:
+            return 0.0
+        quiet, timed, alone = self.contender.quiet, self.run.step_s[self.untimed :], []
+        if quiet is None or not timed:
+            return None
+        dist.barrier()
+        with quiet():
+            for step in range(min(QUIET_STEPS, self.steps)):
+                start = time.perf_counter()
+                self._train_step(step).item()
+                synchronize(self.device)
+                alone.append(time.perf_counter() - start)
+        return 1e3 * max(0.0, statistics.median(timed) - statistics.median(alone))
+
+
+def measure(settings: dict[str, Any], run: Run, text: TextSettings, on_step: StepListener) -> None:
+    """Trains a run in fresh processes and fills it in.
+
+    Raises:
+        RankFailed: a rank failed or finished no step for SILENCE_S.
+    """
+    start, how = time.monotonic(), {"threads": run.threads, "device": settings["device"]}
+    with ranks.Ranks(run.ranks, **how, quiet=True) as pool:
+        heard = {"timeout_s": SILENCE_S, "heard": lambda said: on_step(*said)}
+        run.merge(pool.call(_train, settings, run, text, **heard))
+    run.seconds = round(time.monotonic() - start, 3)
+
+
+def _train(process: ranks.Rank, *planned: Any) -> Run:
+    """The run as this rank has measured it; rank 0 tells of each step."""
+    warnings.simplefilter("ignore")  # of torch and DeepSpeed, about their own calls
+    rank = Rank(*planned, lambda *step: process.say(step) if process.rank == 0 else None)
+    found = rank.train()
+    rank.contender.close()
+    return found
 
 
 def compare(command: CompareCommand) -> int:
@@ -389,8 +582,8 @@ def _measure_one(
         progress.update(first_step + step, f"{where}  loss {loss:.3f}  {speed:,.0f} tokens/s")
 
     try:
-        measure(schedule.spec(run), on_step)
-    except RankFailed as error:
+        measure(comparison.settings, run, schedule.text, on_step)
+    except ranks.RankFailed as error:
         run.error = f"rank {error.rank}: {error.reason}" if run.ranks > 1 else error.reason
     comparison.runs.append(run)
     if run.error is not None:

@@ -40,7 +40,7 @@ from fastpar.settings.options import OptimSettings
 from fastpar.settings.parallel import MeshSettings, Parallel
 
 ModelFactory = Callable[[], nn.Module]
-Batch = tuple[Tensor, Tensor, Tensor | None]  # x, y, the key of dropout
+Batch = tuple[Tensor, Tensor]  # x, y: no dropout, whose masks depend on how a step is split
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,16 @@ def adamw_of(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, fused=True, **settings.adamw)
 
 
-def muon_of(model: nn.Module, settings: Settings, max_grad_norm: float | None = None) -> Muon:
-    """Muon over the model's matrices and AdamW over the rest."""
-    return Muon(
-        muon_groups(model),
-        lr=settings.muon_lr,
-        weight_decay=settings.weight_decay,
-        adamw={**settings.adamw, "weight_decay": settings.weight_decay},
-        max_grad_norm=max_grad_norm,
-    )
+def _optimizer_of(model: nn.Module, settings: Settings, ours: bool = False) -> Any:
+    """Over a module that is whole on every rank, or fastpar's own, which measures and clips."""
+    limit = {"max_grad_norm": settings.max_grad_norm or None} if ours else {}
+    if settings.optimizer == "muon":
+        adamw = {**settings.adamw, "weight_decay": settings.weight_decay}
+        rate = {"lr": settings.muon_lr, "weight_decay": settings.weight_decay}
+        return Muon(muon_groups(model), adamw=adamw, **rate, **limit)
+    if not ours:
+        return adamw_of(model, settings)
+    return AdamW(decay_groups(model, settings.weight_decay), **settings.adamw, **limit)
 
 
 class Contender:
@@ -121,17 +122,16 @@ class Contender:
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Forward, backward, update, gradients dropped; this rank's loss before the update."""
-        loss = self.model(x, y)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+        return self._train([(x, y)])
 
     def train_step(self, batches: Sequence[Batch], lr: float) -> Tensor:
-        """A step of several micro-batches with clipping; the mean of this rank's losses."""
+        """A step of several micro-batches at this rate; the mean of this rank's losses."""
         of_muon = self.settings.muon_lr / self.settings.lr
         for group in self.optimizer.param_groups:
             group["lr"] = lr if group.get("adamw", True) else lr * of_muon
+        return self._train(batches)
+
+    def _train(self, batches: Sequence[Batch]) -> Tensor:
         loss = self._gradients(batches)
         self._update()
         return loss
@@ -139,10 +139,10 @@ class Contender:
     def _gradients(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of the micro-batches; the mean of their losses."""
         losses = []
-        for j, (x, y, rng_key) in enumerate(batches):
+        for j, (x, y) in enumerate(batches):
             is_last = self.no_sync is None or j == len(batches) - 1
             with contextlib.nullcontext() if is_last else self.no_sync():  # type: ignore[misc]
-                loss = self.model(x, y, rng_key=rng_key)
+                loss = self.model(x, y)
                 self._backward(loss, len(batches))
             losses.append(loss.detach())
         return torch.stack(losses).double().mean()
@@ -184,11 +184,6 @@ def whole(x: Any) -> Any:
 class _DeepSpeed(Contender):
     """`model` is DeepSpeed's engine, which steps the optimizer too."""
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.model(x, y)
-        self._backward(loss, 1)
-        return loss.detach()
-
     def _backward(self, loss: Tensor, n: int) -> None:
         """It divides by the number of micro-batches itself, and updates after the last of them."""
         self.model.backward(loss)  # type: ignore[operator]
@@ -196,9 +191,7 @@ class _DeepSpeed(Contender):
 
     def _update(self) -> None:
         norm = self.model.get_global_grad_norm()  # type: ignore[operator]
-        self.grad_norm = (
-            None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device="cpu")
-        )
+        self.grad_norm = None if norm is None else torch.as_tensor(norm).float().cpu()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         gathered = importlib.import_module("deepspeed").zero.GatheredParameters
@@ -233,33 +226,27 @@ class _Fastpar(Contender):
             yield from super().weights()
 
     def report(self) -> dict[str, float]:
-        found = getattr(self.engine, "report", None)
         names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms", "wire_bytes")
-        values = {n: getattr(found, n, None) for n in names}
+        known = {name: getattr(self.engine.report, name, None) for name in names}
+        values = {name: value for name, value in known.items() if value is not None}
         values["live_bytes"] = sum(self.engine.memory().values())
-        if self.outer is not None and self.outer.steps:  # the mean of a step
-            steps = self.outer.steps
-            values["wire_bytes"] = (values["wire_bytes"] or 0) + self.outer.sent_bytes / steps
-            exposed = values["exposed_ms"] or 0.0
-            values["exposed_ms"] = exposed + self.outer.waited_s * 1e3 / steps
-        return {n: v for n, v in values.items() if v is not None}
+        if self.outer is not None and (steps := self.outer.steps):  # the mean of a step
+            values["wire_bytes"] = values.get("wire_bytes", 0) + self.outer.sent_bytes / steps
+            waited_ms = self.outer.waited_s * 1e3 / steps
+            values["exposed_ms"] = values.get("exposed_ms", 0.0) + waited_ms
+        return values
 
 
 class _Pipeline(_Fastpar):
     """Each rank has some of the layers; the micro-batches of a step follow one another."""
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = pipeline_step(self.model, x, y, micro_batches=len(x) // self.settings.micro_rows)
-        self._update()
-        return loss
+        rows = self.settings.micro_rows
+        return self._train(list(zip(x.split(rows), y.split(rows))))
 
     def _gradients(self, batches: Sequence[Batch]) -> Tensor:
-        x, y, keys = zip(*batches)
-        given = None if keys[0] is None else keys
-        many = len(batches)
-        return pipeline_step(
-            self.model, torch.cat(x), torch.cat(y), micro_batches=many, rng_keys=given
-        )
+        x, y = map(torch.cat, zip(*batches))
+        return pipeline_step(self.model, x, y, micro_batches=len(batches))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         # A view would be sent with all of its buffer.
@@ -268,16 +255,9 @@ class _Pipeline(_Fastpar):
             yield from theirs.items()
 
 
-def _whole_optimizer(model: nn.Module, settings: Settings) -> Any:
-    """Of a module that is whole on every rank."""
-    return (muon_of if settings.optimizer == "muon" else adamw_of)(model, settings)
-
-
 def _single(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
     model = make().to(settings.device)
-    made = Contender(strategy.name, model, _whole_optimizer(model, settings), settings)
-    made.quiet = contextlib.nullcontext
-    return made
+    return Contender(strategy.name, model, _optimizer_of(model, settings), settings)
 
 
 def _ddp(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
@@ -286,13 +266,14 @@ def _ddp(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contende
             "build: expected torch.distributed to be initialized, got initialized=False; "
             "start the ranks with torchrun or fastpar.testing.run_ranks"
         )
-    options: dict[str, Any] = {"bucket_cap_mb": settings.parallel.bucket_mb}
-    whole = make().to(settings.device)
-    model = nn.parallel.DistributedDataParallel(whole, gradient_as_bucket_view=True, **options)
+    whole, cap_mb = make().to(settings.device), settings.parallel.bucket_mb
+    model = nn.parallel.DistributedDataParallel(
+        whole, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb
+    )
     made = Contender(strategy.name, model, None, settings)
     made.no_sync = model.no_sync
     if not strategy.parallel:
-        made.optimizer, made.quiet = _whole_optimizer(whole, settings), model.no_sync
+        made.optimizer, made.quiet = _optimizer_of(whole, settings), model.no_sync
         return made
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
@@ -366,13 +347,7 @@ def _fastpar(strategy: Strategy, make: ModelFactory, settings: Settings) -> Cont
             f"world_size={mesh.dp_size}; start more ranks"
         )
     model = parallelize(make().to(settings.device), mesh, parallel)
-    optimizer: AdamW
-    limit = settings.max_grad_norm or None
-    if settings.optimizer == "muon":
-        optimizer = muon_of(model, settings, limit)
-    else:
-        groups = decay_groups(model, settings.weight_decay)
-        optimizer = AdamW(groups, max_grad_norm=limit, **settings.adamw)
+    optimizer = _optimizer_of(model, settings, ours=True)
     kind = _Fastpar if strategy.mesh.pp == 1 else _Pipeline
     made = kind(strategy.name, model, optimizer, settings)
     made.dp_rank, made.dp_size = mesh.dp_rank, mesh.dp_size

@@ -66,17 +66,16 @@ def fake_measure(monkeypatch, failing=(), interrupted_at=None):
     """Runs are made up; those of some strategies fail, and one is interrupted."""
     count = 0
 
-    def measure(spec, on_step):
+    def measure(settings, run, text, on_step):
         nonlocal count
         count += 1
-        run = spec.run
         if count == interrupted_at:
             raise KeyboardInterrupt
         if run.strategy in failing:
             raise RankFailed(1, "RuntimeError: no room")
         on_step(1, 5.0, 0.1)
         made = make_run(run.strategy, run.repeat)
-        steps = spec.steps
+        steps = settings["epochs"] * settings["epoch_steps"]
         run.step_s, run.losses, run.grad_norms = [0.1] * steps, [5.0] * steps, [1.0] * steps
         run.rss_bytes, run.wire_bytes, run.exposed_ms = made.rss_bytes, 1, None
         run.seconds = 1.0

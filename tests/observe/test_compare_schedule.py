@@ -142,8 +142,7 @@ def test_every_strategy_has_the_same_sequences_in_a_step(text):
     for run in schedule.runs():
         splits = STRATEGIES[run.strategy].mesh.tp
         assert run.ranks // splits * run.micro_batch_size * run.grad_accum_steps == 8
-        spec = schedule.spec(run)
-        assert (spec.run, spec.steps, spec.run.threads) == (run, schedule.steps, 1)
+        assert run.threads == 1
     alone = schedule.runs()[0]
     assert (alone.ranks, alone.micro_batch_size, alone.grad_accum_steps) == (1, 2, 4)
 

@@ -8,11 +8,12 @@ import torch
 from fastpar.comm.ranks import RankFailed
 from fastpar.data.batches import load_data, sample_batch
 from fastpar.models.gpt import GPT
+from fastpar.observe.compare import EPS, Rank, measure, warmup_steps
 from fastpar.observe.results import Run
 from fastpar.observe.strategies import SINGLE, Settings, build
-from fastpar.observe.worker import EPS, Rank, Spec, measure
 from fastpar.optim.schedule import cosine_lr
 from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.options import TextSettings
 
 SHAPE = asdict(GPTConfig(1, 2, 32, 16, 256, dropout=0.0))
 TEXT = "In the beginning was the word, and the word was short.\n" * 40
@@ -31,31 +32,31 @@ def spec_of(data, shape=SHAPE, micro_batch_size=2, grad_accum_steps=2, **more):
     settings = {"shape": shape, "block_size": shape["block_size"], "batch_size": 4, "lr": 1e-2,
                 "optimizer": "adamw", "muon_lr": 0.02,
                 "epochs": 1, "epoch_steps": 5, "untimed_steps": 2, "seed": 7,
-                "device": "cpu"}  # fmt: skip
+                "device": "cpu", "experts": {}}  # fmt: skip
     run = Run(SINGLE, 1, 1, 1, micro_batch_size, grad_accum_steps)
     for name in more:
         if name in settings:
             settings[name] = more[name]
         else:
             setattr(run, name, more[name])
-    return Spec(settings, run, data, "bytes" if shape is SHAPE else "auto")
+    return settings, run, TextSettings(data, "bytes" if shape is SHAPE else "auto")
 
 
 def run(spec, said=None):
-    return Rank(spec, lambda *words: said.append(words) if said is not None else None).run()
+    return Rank(*spec, lambda *words: said.append(words) if said is not None else None).train()
 
 
 def test_a_rank_trains_the_trainers_samples_with_the_trainers_schedule(spec):
     said = []
     found = run(spec, said)
-    data = load_data(spec.data, "bytes", block_size=16, progress=False)
+    data = load_data(spec[2].data, "bytes", block_size=16, progress=False)
     model = GPT(GPTConfig(**SHAPE), seed=7)
     settings = Settings(lr=1e-2, eps=EPS, max_grad_norm=1.0)
     made = build(SINGLE, lambda: model, settings)
     for step in range(5):
         x, y = sample_batch(data.train, seed=7, first_sample=4 * step, n_samples=4, block_size=16)
         lr = cosine_lr(step, lr=1e-2, min_lr=1e-3, warmup_steps=2, max_steps=5)
-        loss = made.train_step([(x, y, None)], lr)
+        loss = made.train_step([(x, y)], lr)
         assert found.losses[step] == pytest.approx(loss.item(), rel=1e-5)
         assert found.grad_norms[step] == pytest.approx(float(made.grad_norm), rel=1e-4)
     assert [words[0] for words in said] == [1, 2, 3, 4, 5]
@@ -63,8 +64,7 @@ def test_a_rank_trains_the_trainers_samples_with_the_trainers_schedule(spec):
 
 
 def test_short_runs_warm_up_for_longer_than_a_tenth():
-    steps = (1, 2, 5, 24, 60, 240, 50_000)
-    found = {n: spec_of("bible", epoch_steps=n).warmup_steps for n in steps}
+    found = {n: warmup_steps(n) for n in (1, 2, 5, 24, 60, 240, 50_000)}
     assert found == {1: 0, 2: 1, 5: 2, 24: 12, 60: 20, 240: 24, 50_000: 1000}
 
 
@@ -101,10 +101,10 @@ def test_one_rank_sends_nothing_and_its_memory_is_known(spec):
 
 def test_other_orders_of_sums_differ_by_rounding_alone(spec):
     base = run(spec)
-    other = run(spec_of(spec.data, SHAPE, 1, 4, exact_norm=True))
+    other = run(spec_of(spec[2].data, SHAPE, 1, 4, exact_norm=True))
     assert other.losses == pytest.approx(base.losses, rel=1e-4)
     assert other.losses != base.losses
-    wrong = run(spec_of(spec.data, SHAPE, 1, 2))
+    wrong = run(spec_of(spec[2].data, SHAPE, 1, 2))
     assert wrong.losses[1] != pytest.approx(base.losses[1], rel=1e-4), "half of the samples"
 
 
@@ -113,7 +113,7 @@ def test_micro_batches_of_every_rank_are_each_sample_once():
         taken = []
         for rank in range(2):
             made = Rank.__new__(Rank)
-            made.spec = spec_of("bible", strategy=strategy, batch_size=8)
+            made.run = spec_of("bible", strategy=strategy)[1]
             made.contender = type("Fake", (), {"dp_rank": rank, "dp_size": 2})()
             taken += made._numbers()
         assert sorted(taken) == [0, 1, 2, 3]
@@ -121,11 +121,11 @@ def test_micro_batches_of_every_rank_are_each_sample_once():
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(spec):
-    rank = Rank(spec, lambda *words: None)
+    rank = Rank(*spec, lambda *words: None)
     with torch.no_grad():
         rank.contender.model.wte.weight[:] = float("nan")
     with pytest.raises(RuntimeError, match=r"compare: expected a finite loss, got loss=nan in s"):
-        rank.run()
+        rank.train()
 
 
 def test_what_the_ranks_measured_is_merged():
@@ -146,15 +146,15 @@ def test_what_the_ranks_measured_is_merged():
 
 def planned(spec, strategy):
     """The run of a strategy on two ranks."""
-    settings = {**spec.settings, "batch_size": 2, "epoch_steps": 2, "untimed_steps": 1}
-    return Spec(settings, Run(strategy, 1, 2, 1, 1, 1), spec.data, spec.tokenizer)
+    settings = {**spec[0], "batch_size": 2, "epoch_steps": 2, "untimed_steps": 1}
+    return settings, Run(strategy, 1, 2, 1, 1, 1), spec[2]
 
 
 def test_two_ranks_train_and_are_measured(spec, capfd):
     """The processes that `fastpar compare` starts; what it makes of them is a slow test."""
     heard, two = [], planned(spec, "zero1")
-    measure(two, lambda *said: heard.append(said[0]))
-    made = two.run
+    measure(*two, lambda *said: heard.append(said[0]))
+    made = two[1]
     assert heard == [1, 2]
     assert len(made.step_s) == len(made.losses) == len(made.grad_norms) == 2
     assert len(made.step_bytes) == len(made.rss_bytes) == 2
@@ -168,5 +168,5 @@ def test_two_ranks_train_and_are_measured(spec, capfd):
 def test_a_run_that_fails_says_why(spec):
     failing = planned(spec, "hsdp")
     with pytest.raises(RankFailed) as caught:
-        measure(failing, lambda *said: None)
+        measure(*failing, lambda *said: None)
     assert caught.value.reason.startswith("ValueError: build: expected 4, 6, 8, ... ranks")
