@@ -191,7 +191,9 @@ class _DeepSpeed(Contender):
 
     def _update(self) -> None:
         norm = self.model.get_global_grad_norm()  # type: ignore[operator]
-        self.grad_norm = None if norm is None else torch.as_tensor(norm).float().cpu()
+        self.grad_norm = (
+            None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device="cpu")
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         gathered = importlib.import_module("deepspeed").zero.GatheredParameters
