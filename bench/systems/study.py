@@ -47,7 +47,7 @@ from torch import Tensor
 
 from bench.records import RESULTS, commit, machine
 from fastpar import GPT, AdamW, Mesh, Muon, Outer, engine_of, muon_groups, parallelize
-from fastpar.axes.buckets import buckets_of
+from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.sources import TextSource, open_source
 from fastpar.doctor.clocks import stopwatch

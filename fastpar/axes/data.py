@@ -1,8 +1,211 @@
-"""Data parallelism: gradients, optimizer state and weights shared out (ZeRO, HSDP), in buckets."""
+"""Data parallelism: gradients, optimizer state and weights shared out (ZeRO, HSDP), in buckets.
+
+What ranks send are buckets: buckets_of() has those that parallelize() makes of a GPT on one rank of
+tp, without making the model: the parameters' shapes go through the same build_layout() as a real
+model's, in the same units.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 from fastpar.axes import Axis
+from fastpar.axes.experts import expert_elements
+from fastpar.axes.pipeline import RankParts, parts_of
+from fastpar.axes.step import CommOp, Op, Setup, Workload
+from fastpar.comm.wires import CODES, FORMATS
+from fastpar.files.dtypes import DTYPES
+from fastpar.settings.block import (
+    FIRST,
+    LAST,
+    block_parts,
+    parameters_of,
+    products,
+    shapes_of,
+    widths,
+)
+from fastpar.settings.config import GPTConfig
+from fastpar.settings.parallel import Parallel
+from fastpar.sharding.layout import (
+    ALIGN,
+    Layout,
+    ParamSpec,
+    build_layout,
+)
+
+ROOT = 0  # the unit of what is in no block
+
+
+class BucketKind(NamedTuple):
+    """What buckets have in common that take as long to send, at the same time.
+
+    root, last_unit: its unit is the root, or the last one: at stage 3 both stay from forward to
+        backward.
+    complete_last: nothing is left of backward to hide it.
+    rounded: of weights that are gathered as the codes of 8-bit products.
+    """
+
+    numel: int
+    root: bool
+    last_unit: bool
+    complete_last: bool
+    rounded: bool = False
+
+    def padded(self, n_shards: int) -> int:
+        """Elements, cut into so many shards."""
+        return -(-self.numel // (n_shards * ALIGN)) * n_shards * ALIGN
+
+
+@dataclass(frozen=True, eq=False)  # one object for each model and way to cut it: compared by id
+class GPTBuckets:
+    """The buckets of one rank.
+
+    Attributes:
+        shapes: of the parameters, in registration order.
+        layout: with one shard; BucketKind.padded() knows others.
+        first, last: whether the embedding, the head are among them.
+        block: elements of a block.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    layout: Layout
+    n_layers: int
+    first: bool
+    last: bool
+    grad_bytes: int
+    block: int
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(map(math.prod, self.shapes))
+
+    @functools.cached_property
+    def matrices(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the parameters with two dimensions."""
+        return tuple(shape for shape in self.shapes if len(shape) == 2)
+
+    @property
+    def hidden(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the blocks' matrices, which muon_groups() finds."""
+        return self.matrices[(self.first or self.last) + self.first :]
+
+    @functools.cached_property
+    def arrival(self) -> tuple[int, ...]:
+        """The bucket of each parameter, in the order in which backward makes the gradients."""
+        bucket_of = {slot.registered: slot.bucket for slot in self.layout.slots}
+        return tuple(bucket_of[i] for i in reversed(range(len(self.shapes))))
+
+    @functools.cached_property
+    def units(self) -> tuple[int, ...]:
+        """Elements of the root, then of each unit that stage 3 gathers by itself."""
+        sizes = Counter[int]()
+        for bucket in self.layout.buckets:
+            sizes[bucket.unit] += bucket.numel
+        return tuple(sizes[unit] for unit in range(max(sizes) + 1))
+
+    @functools.cached_property
+    def kinds(self) -> Counter[BucketKind]:
+        """How many buckets there are of each kind."""
+        buckets, last_unit = self.layout.buckets, len(self.units) - 1
+        return Counter(
+            BucketKind(b.numel, b.unit == ROOT, b.unit == last_unit, b is buckets[-1], b.rounded)
+            for b in buckets
+        )
+
+    @property
+    def coded_share(self) -> float:
+        """Of the elements: those that are gathered as codes of products, all where none is."""
+        rounded = sum(kind.numel * count for kind, count in self.kinds.items() if kind.rounded)
+        return rounded / sum(self.units) if rounded else 1.0
+
+    def padded(self, n_shards: int) -> int:
+        """Elements of all buckets, cut into so many shards."""
+        return sum(kind.padded(n_shards) * count for kind, count in self.kinds.items())
+
+
+def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None) -> GPTBuckets:
+    """The buckets of a rank with these parts; None: of the one with most parameters."""
+    if parts is None:
+        sizes = widths(workload.shape)
+        table = sizes["V"] / (12 * sizes["C"])
+        parts = max(
+            parts_of(workload, setup), key=lambda p: sum(p.layers) + table * (p.first or p.last)
+        )
+    return _buckets(
+        workload.shape,
+        sum(parts.layers),
+        parts.first,
+        parts.last,
+        (setup.tp, setup.rows if setup.tp_grid is not None else 0),
+        setup.dtype,
+        setup.grad_dtype,
+        setup.stage > 0,
+        setup.bucket_bytes,
+        setup.fp8 if gathers_codes(setup) else "none",
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _buckets(
+    shape: GPTConfig,
+    n_layers: int,
+    first: bool,
+    last: bool,
+    split: tuple[int, int],
+    dtype: str,
+    grad_dtype: str,
+    by_unit: bool,
+    bucket_bytes: float,
+    rounded: str,
+) -> GPTBuckets:
+    dtypes = DTYPES[dtype], DTYPES[grad_dtype]
+    table, positions = shapes_of(FIRST, shape, *split)
+    block, end = shapes_of(block_parts(), shape, *split), shapes_of(LAST, shape, *split)
+    # parallelize() merges neighbouring units up to the cap of the first bucket.
+    numel = sum(map(math.prod, block))
+    merged = max(1, int(Parallel.first_bucket_mb * 2**20) // (numel * dtypes[0].itemsize))
+    before = [table] * (first or last) + [positions] * first
+    shapes = (*before, *block * n_layers, *end * last)
+    units = [1 + by_unit * (layer // merged) for layer in range(n_layers) for _ in block]
+    names = [name for name, _ in parameters_of(block_parts())] * n_layers
+    coded = {f"{product}.weight" for product in products(rounded)}
+    layout = build_layout(
+        [ParamSpec((str(i),), s, dtypes[0]) for i, s in enumerate(shapes)],
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=Parallel.first_bucket_mb * 2**20,
+        grad_dtype=dtypes[1],
+        rounded=[i for i, name in enumerate(names, len(before)) if name in coded],
+        unit_of=[*[ROOT] * len(before), *units, *[ROOT] * (len(end) * last)],
+        flags=not by_unit,
+    )
+    return GPTBuckets(shapes, layout, n_layers, first, last, dtypes[1].itemsize, numel)
+
+
+def elements_of(workload: Workload, setup: Setup) -> tuple[int, float]:
+    """Of a rank's parameters: those that it has, those whose state it has."""
+    experts, instead = expert_elements(workload.shape, setup)
+    dense = buckets_of(workload, setup).elements + instead
+    local = dense + experts // setup.ep
+    return local, (dense + experts) / setup.n_shards if setup.stage else local
+
+
+def gathers_codes(setup: Setup) -> bool:
+    """Whether weights of 8-bit products are gathered as their codes."""
+    return setup.wire_weights == CODES and setup.stage == 3
+
+
+def gathered_bytes(setup: Setup, rounded: bool = False) -> float:
+    """Bytes of an element of a weight that is gathered; rounded: as such codes."""
+    if setup.wire_weights == CODES:
+        return 1 if rounded else setup.weight_bytes
+    form = FORMATS.get(setup.wire_weights) if setup.stage else None
+    return setup.weight_bytes if form is None else min(form.bytes_per_element, setup.weight_bytes)
 
 
 class Data(Axis):
@@ -10,6 +213,67 @@ class Data(Axis):
 
     name = "data"
     order = 60
+
+    def ops(self, workload: Workload, setup: Setup) -> Iterator[Op]:
+        """Gradients into their buckets."""
+        (local, _), n_micro = elements_of(workload, setup), setup.grad_accum_steps
+        n_first = n_micro if setup.accumulate == "shard" else 1
+        copied = local * (setup.weight_bytes + setup.grad_bytes)
+        yield Op("copy", (copied,), "backward", 0.0, float(copied), n_first)
+        if n_first < n_micro:
+            added = copied + local * setup.grad_bytes
+            yield Op("copy", (added,), "backward", 0.0, float(added), n_micro - n_first)
+
+    def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
+        """Gradients of each kind of bucket while backward runs, weights before they are used."""
+        if setup.data == 1:
+            return
+        n_micro, stage, shards = setup.grad_accum_steps, setup.stage, setup.n_shards
+        tp = setup.tp * setup.rows  # between neighbours, in ranks
+        reductions = n_micro if setup.accumulate == "shard" else 1
+        reduced = Counter[tuple[int, str]]()
+        gathered, again = Counter[tuple[float, str]](), Counter[tuple[float, str]]()  # by bytes
+        node = setup.node_size or 1
+        buckets = buckets_of(workload, setup)
+        _, instead = expert_elements(workload.shape, setup)
+        dense = (buckets.elements + instead) / buckets.elements
+        for kind, count in buckets.kinds.items():
+            numel = round(kind.padded(shards) * dense)
+            passes = count * (n_micro if stage == 3 else 1)
+            reduced[numel, "" if kind.complete_last else "backward"] += reductions * count
+            inside = setup.secondary_shards
+            sent = float(numel * gathered_bytes(setup, kind.rounded))
+            kept = numel * setup.weight_bytes
+            gathered[sent, "" if kind.root else "forward"] += count if inside else passes
+            if inside:
+                again[kept, "" if kind.root else "forward"] += passes - count
+            if stage == 3 and not (kind.root or kind.last_unit):
+                (again if inside else gathered)[kept if inside else sent, "backward"] += passes
+        for (numel, under), count in reduced.items():
+            n_bytes = float(numel * setup.wire_bytes)
+            if stage:
+                scatter = "all_to_all" if setup.wire_gradients in FORMATS else "reduce_scatter"
+                if node > 1 and scatter == "all_to_all":  # inside of a node, then between nodes
+                    yield CommOp(scatter, "shard", n_bytes, node, tp, count, under)
+                    args = n_bytes / node, shards // node, tp * node, count, under
+                    yield CommOp(scatter, "shard", *args)
+                    continue
+                yield CommOp(scatter, "shard", n_bytes, shards, tp, count, under)
+                part, copies = n_bytes / shards, setup.data // shards
+                yield from _sums(setup, "copies", part, copies, tp * shards, count, under)
+            else:
+                yield from _sums(setup, "dp", n_bytes, setup.data, tp, count, under)
+        for (n_bytes, under), count in gathered.items() if stage else ():
+            yield CommOp("all_gather", "shard", n_bytes, shards, tp, count, under)
+        for (n_bytes, under), count in again.items():
+            yield CommOp("all_gather", "shard", float(n_bytes), node, tp, count, under)
+
+
+def _sums(setup: Setup, axis: str, *of: Any) -> Iterator[CommOp]:
+    """An all-reduce of gradients; compressed, its two halves."""
+    compressed = setup.wire_gradients in FORMATS
+    for kind in ("all_to_all", "all_gather") if compressed else ("all_reduce",):
+        yield CommOp(kind, axis, *of)
 
 
 AXIS = Data()

@@ -35,13 +35,16 @@ Source: Xu et al. 2021, arXiv 2104.05343; Wang et al. 2021, arXiv 2105.14500; va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastpar.axes import Axis
+from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.axes.tensor.functional import (
     Grads,
     Needed,
@@ -56,8 +59,17 @@ from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.handles import Handle
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.linear import matmul
+from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, keep_mask, quantize_p
+from fastpar.settings.block import (
+    FIRST,
+    LAST,
+    block_parts,
+    shapes_of,
+    split_products,
+    widths,
+)
 from fastpar.sharding.placements import Partial, Shard, State
 
 _DEVICES = ("CPU", "CUDA")
@@ -408,6 +420,50 @@ class Gridded(Axis):
 
     name = "grid"
     order = 35
+
+    def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
+        """Activations along the row, weights along the column."""
+        if setup.tp_grid is None:
+            return
+        shape, c, r, n_micro = workload.shape, setup.tp, setup.rows, setup.grad_accum_steps
+        n, width, item = setup.tokens_of_rank(workload), shape.n_embd, setup.weight_bytes
+        layers, full = shape.n_layer, setup.activation_checkpointing == "full"
+        passes, forwards = n_micro * layers, 2 if full else 1
+        parts, sizes, split = block_parts(), widths(shape, c), split_products()
+        columns, steps = sum(by_columns for _, by_columns in split), 2 * n_micro
+        wide = 8.0 if item == 8 else 4.0
+
+        def row(kind: str, count: int, n_bytes: float = float(n * width * item)) -> CommOp:
+            return CommOp(kind, "tp", n_bytes, c, 1, count, "")
+
+        def column(kind: str, count: int, n_bytes: float) -> CommOp:
+            return CommOp(kind, "tp", float(n_bytes), r, c, count, "")
+
+        # Forward, dy of row layers, x of column layers once more; embedding and head.
+        yield row("all_gather", passes * (len(split) + columns * forwards) + steps)
+        yield row(
+            "reduce_scatter", passes * ((len(split) - columns) * forwards + columns) + 2 * n_micro
+        )
+        norms = forwards + 1 + (setup.activation_checkpointing == "selective")
+        many = sum(part.op == "layer_norm" for part in parts)
+        yield row("all_gather", many * passes * norms + 2 * n_micro, 2 * wide * n * c)
+        chunks = -(-n // default_chunk_rows(n, width, sizes["V"], setup.device_type))
+        yield row("all_gather", n_micro * chunks, 3 * wide * n * c / chunks)
+        for letter, many in Counter(letter for letter, _ in split).items():
+            yield column("all_gather", many * passes * (forwards + 1), sizes[letter] * width * item)
+            yield column("reduce_scatter", many * passes, sizes[letter] * width * item)
+        table = sizes["V"] * width * item
+        yield column("all_gather", 2 * n_micro, table)
+        yield column("reduce_scatter", 2 * n_micro, table)
+        # Positions, norms and biases, whose gradients the rows have parts of.
+        vectors, ends, (positions,) = (
+            [math.prod(s) for s in shapes_of(some, shape, c, r) if len(s) == n]
+            for some, n in ((parts, 1), (LAST, 1), (FIRST[1:], 2))
+        )
+        partial = positions + sum(ends) + layers * sum(vectors)
+        mine = partial * setup.grad_bytes / setup.n_shards
+        yield column("all_reduce", n_micro if setup.stage == 0 else 1, mine)
+        yield CommOp("all_reduce", "tp", wide, r * setup.depth, c, n_micro, "")  # the loss
 
 
 AXIS = Gridded()

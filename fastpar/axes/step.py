@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from fastpar.comm.wires import CODES, FORMATS
+from fastpar.comm.wires import FORMATS
 from fastpar.files.dtypes import DTYPES
 from fastpar.settings.block import count_parameters
 from fastpar.settings.config import GPTConfig, TrainConfig
@@ -21,6 +21,7 @@ from fastpar.settings.fields import changed, leaves
 from fastpar.settings.mesh import parse_grid, pp_chunks, pp_split
 from fastpar.settings.options import ModelSettings, RecomputeSettings, TrainFlags
 from fastpar.settings.parallel import MeshSettings, Parallel
+from fastpar.sharding.layout import default_bucket_mb
 
 _DEFAULTS = TrainFlags()
 
@@ -230,15 +231,16 @@ class Setup:
         """Whether ranks of cp attend all heads of their own tokens."""
         return self.cp > 1 and self.cp_method == "keys"
 
-    def attended_heads(self, shape: GPTConfig) -> int:
-        """Heads of all tokens that a rank of tp attends with its peers along cp, padding counts."""
-        heads = shape.heads_of_rank(self.tp)
-        return heads if self.by_keys else -(-heads // self.cp) * self.cp
-
     @once
     def stage(self) -> int:
         """The stage in effect: with nobody to share with it is 0, but with offload."""
         return self.zero_stage if self.n_shards > 1 or self.offload is not None else 0
+
+    @once
+    def bucket_bytes(self) -> float:
+        """The cap of a bucket."""
+        usual = default_bucket_mb(self.data, self.transport if self.data > 1 else "none")
+        return (usual if self.bucket_mb is None else self.bucket_mb) * 2**20
 
     @once
     def weight_bytes(self) -> int:
@@ -254,32 +256,6 @@ class Setup:
         """Bytes of an element of a gradient that is sent."""
         form = FORMATS.get(self.wire_gradients)
         return DTYPES[self.reduce_dtype].itemsize if form is None else form.bytes_per_element
-
-    @property
-    def gathers_codes(self) -> bool:
-        """Whether weights of 8-bit products are gathered as their codes."""
-        return self.wire_weights == CODES and self.stage == 3
-
-    def gathered_bytes(self, rounded: bool = False) -> float:
-        """Bytes of an element of a weight that is gathered; rounded: as such codes."""
-        if self.wire_weights == CODES:
-            return 1 if rounded else self.weight_bytes
-        form = FORMATS.get(self.wire_weights) if self.stage else None
-        return self.weight_bytes if form is None else min(form.bytes_per_element, self.weight_bytes)
-
-    @property
-    def code_bytes(self) -> tuple[float, float]:
-        """Bytes that making and reading messages moves, of an element of gradients, of weights."""
-        gradients = self.grad_bytes + 2 * self.wire_bytes + 8  # decoded, then added up
-        sent = self.gathered_bytes(self.gathers_codes)
-        weights = (2 * self.weight_bytes + 2 * sent) * (sent < self.weight_bytes)
-        return (gradients if self.wire_gradients in FORMATS else 0.0), weights
-
-    @property
-    def error_bytes(self) -> int:
-        """Bytes of an element of what gradients lost on the wire, in a buffer."""
-        keeps = self.error_buffer or (self.error_feedback and self.stage == 0)
-        return 4 if keeps and self.data > 1 else 0
 
     @property
     def state_bytes(self) -> float:

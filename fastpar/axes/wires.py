@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fastpar.axes import Axis
+from fastpar.axes.data import buckets_of, elements_of, gathered_bytes, gathers_codes
+from fastpar.axes.step import Op, Setup, Workload
+from fastpar.comm.wires import FORMATS
+
+
+def code_bytes(setup: Setup) -> tuple[float, float]:
+    """Bytes that making and reading messages moves, of an element of gradients, of weights."""
+    gradients = setup.grad_bytes + 2 * setup.wire_bytes + 8  # decoded, then added up
+    sent = gathered_bytes(setup, gathers_codes(setup))
+    weights = (2 * setup.weight_bytes + 2 * sent) * (sent < setup.weight_bytes)
+    return (gradients if setup.wire_gradients in FORMATS else 0.0), weights
+
+
+def error_bytes(setup: Setup) -> int:
+    """Bytes of an element of what gradients lost on the wire, in a buffer."""
+    keeps = setup.error_buffer or (setup.error_feedback and setup.stage == 0)
+    return 4 if keeps and setup.data > 1 else 0
 
 
 class Wires(Axis):
@@ -10,6 +29,21 @@ class Wires(Axis):
 
     name = "wires"
     order = 70
+
+    def ops(self, workload: Workload, setup: Setup) -> Iterator[Op]:
+        """Messages of gradients and weights made and read; see comm/wires.py."""
+        of_gradient, of_weight = code_bytes(setup)
+        if not of_gradient and not of_weight:
+            return
+        (local, _), micro = elements_of(workload, setup), setup.grad_accum_steps
+        if of_gradient and setup.data > 1:
+            gradients = float(local * of_gradient)
+            times = (2 if setup.stage == 0 else 1) * (micro if setup.accumulate == "shard" else 1)
+            yield Op("copy", (int(gradients),), "backward", 0.0, gradients, times)
+        if of_weight and setup.n_shards > 1:
+            weights = float(local * of_weight) * buckets_of(workload, setup).coded_share
+            times = 2 * micro if setup.stage == 3 else 1
+            yield Op("copy", (int(weights),), "forward", 0.0, weights, times)
 
 
 AXIS = Wires()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fastpar.axes.buckets import buckets_of
+from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.engine.offload import state_bytes
 from fastpar.predict.devices import LINKS

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-from fastpar.axes.buckets import BucketKind, GPTBuckets
+from fastpar.axes.data import BucketKind, GPTBuckets
 from fastpar.axes.step import Setup
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
 from fastpar.optim.muon import Home, assign

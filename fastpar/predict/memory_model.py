@@ -50,17 +50,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fastpar.axes.buckets import (
-    ROOT,
-    GPTBuckets,
-    RankParts,
-    bucket_mb_of,
-    buckets_of,
-    parts_of,
-)
+from fastpar.axes.context import attended_heads
+from fastpar.axes.data import ROOT, GPTBuckets, buckets_of
+from fastpar.axes.pipeline import RankParts, parts_of
 from fastpar.axes.pipeline.schedules import SPLIT
 from fastpar.axes.pipeline.simulator import Held, held_of
 from fastpar.axes.step import Setup, Workload
+from fastpar.axes.wires import code_bytes, error_bytes
 from fastpar.engine.offload import IN_FLIGHT
 from fastpar.engine.reducer import IN_FLIGHT as IN_REDUCTION
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
@@ -129,13 +125,13 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
     if setup.offload is not None:  # on the host: state, gradients of a stage that frees them
         state, grads = min(state, setup.offload_keep_mb * 2**20), grads if stage < 2 else 0
         weights = 0 if setup.offload == "parameters" else weights
-    if stage in (1, 2) and setup.code_bytes[1]:  # a rank's own are apart from what is gathered
+    if stage in (1, 2) and code_bytes(setup)[1]:  # a rank's own are apart from what is gathered
         weights += shard
     if setup.secondary_shards and setup.node_size and n > setup.node_size:
         weights += whole / setup.node_size
     return Memory(
         parameters=round(setup.weight_bytes * weights),
-        gradients=round(setup.grad_bytes * grads + setup.error_bytes * whole),
+        gradients=round(setup.grad_bytes * grads + error_bytes(setup) * whole),
         optimizer=round(state),
     )
 
@@ -179,7 +175,7 @@ class Peak:
         n_heads = shape.heads_of_rank(tp)
         self.heads = self.n * n_heads * shape.head_dim * self.item
         # What ranks of cp attend, and on a GPU its o, which c_proj keeps as this rank's tokens.
-        attended = setup.attended_heads(shape)
+        attended = attended_heads(shape, setup)
         self.padding = self.n * (attended - n_heads) * shape.head_dim * self.item
         exchanged = self.on_gpu and setup.cp > 1 and not setup.by_keys
         self.again = self.heads + self.padding if exchanged else 0.0
@@ -213,7 +209,7 @@ class Peak:
         last = parts.last and held.chunk == len(parts.layers) - 1
         self.block, buckets = self.buckets.block, self.buckets.layout.buckets
         self.bucket = max([b.numel for b in buckets if b.unit != ROOT], default=1)
-        cap = bucket_mb_of(setup) * 2**20 / setup.grad_bytes
+        cap = setup.bucket_bytes / setup.grad_bytes
         self.waiting = max(2, IN_REDUCTION * cap // self.bucket) * self.bucket
         self.blocks = parts.layers[held.chunk] * self.block
         # The embedding's and positions' bucket, that which the last norm opens, and the head's
@@ -288,7 +284,7 @@ class Peak:
         setup = self.setup
         if setup.data == 1 and setup.offload is None:
             return 0.0
-        if setup.code_bytes[0]:
+        if code_bytes(setup)[0]:
             return 2 * setup.wire_bytes + 4
         return setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0
 
@@ -301,7 +297,7 @@ class Peak:
         whole = self.buckets.grad_bytes * self.buckets.elements / setup.n_shards
         if setup.grad_accum_steps > 1 and setup.accumulate == "shard":
             return whole
-        return min(whole, (IN_FLIGHT + 1) * bucket_mb_of(setup) * 2**20 / setup.n_shards)
+        return min(whole, (IN_FLIGHT + 1) * setup.bucket_bytes / setup.n_shards)
 
     def moments(self) -> Iterator[Moment]:
         yield from self._blocks()

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from fastpar.axes.buckets import buckets_of
+from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.predict.capacity import host_memory

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fastpar.axes.buckets import stage_layers
+from fastpar.axes.pipeline import stage_layers
 from fastpar.axes.pipeline.schedules import Kind
 from fastpar.axes.pipeline.simulator import ENOUGH, Costs
 from fastpar.axes.pipeline.simulator import time_of as simulated

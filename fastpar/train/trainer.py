@@ -55,7 +55,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastpar.axes.buckets import stage_layers
+from fastpar.axes.pipeline import stage_layers
 from fastpar.axes.step import Setup
 from fastpar.checkpoint.manifest import STATE
 from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state

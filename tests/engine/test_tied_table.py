@@ -10,7 +10,7 @@ import math
 import torch
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.axes.buckets import buckets_of
+from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks

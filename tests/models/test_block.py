@@ -5,7 +5,7 @@ import torch
 from memory_cells import setup, workload
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastpar.axes import buckets
+from fastpar.axes import data, pipeline
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import list_weights
 from fastpar.predict import operations
@@ -56,7 +56,7 @@ def test_flops_are_those_that_torch_counts():
 
 def seen():
     """What is made from the table, and what is predicted from it."""
-    for cached in (operations._passes, buckets._buckets, buckets._cut):
+    for cached in (operations._passes, data._buckets, pipeline._cut):
         cached.cache_clear()
     work, kind = workload(n_layer=2), setup(micro_batch_size=4)
     model, chain = GPT(work.shape), Chain(work, kind, torch.device("cpu"))
@@ -69,7 +69,7 @@ def seen():
         "seconds": predict_step(work, kind, DatasheetRates(Cluster.of("h100", 1), kind)).step_s,
         "states": memory.parameters,
         "kept": memory.activations,
-        "buckets": buckets.buckets_of(work, kind).elements,
+        "buckets": data.buckets_of(work, kind).elements,
         "timed": sum(len(times) for key, times in chain.times().items() if key[0] == "matmul"),
     }
 

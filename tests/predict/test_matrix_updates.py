@@ -3,7 +3,7 @@
 import pytest
 from memory_cells import measure_all, setup, workload
 
-from fastpar.axes.buckets import buckets_of
+from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
 from fastpar.predict.datasheet import DatasheetRates

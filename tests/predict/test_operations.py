@@ -5,7 +5,7 @@ import torch
 from lone_rank import LoneMesh, heard
 
 from fastpar import GPT, AdamW, engine_of, parallelize
-from fastpar.axes.buckets import buckets_of
+from fastpar.axes.data import buckets_of
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.engine.debug import Debug
 from fastpar.kernels.global_norm import NORM_WORDS

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import fastpar
+from fastpar.axes.experts import expert_elements
 from fastpar.axes.step import Setup, Workload
 from fastpar.cli import main
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
 from fastpar.predict.devices import Cluster, find_device
 from fastpar.predict.experts import expert_layouts, predict_experts
-from fastpar.predict.operations import comm_ops_of, expert_elements, ops_of
+from fastpar.predict.operations import comm_ops_of, ops_of
 from fastpar.predict.step_memory import StepMemory
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks

@@ -7,7 +7,7 @@ import pytest
 import torch
 from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after, losses
 
-from fastpar.axes.buckets import stage_layers
+from fastpar.axes.pipeline import stage_layers
 from fastpar.axes.step import Setup
 from fastpar.checkpoint.restore import load_weights
 from fastpar.settings.block import part_flops

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 from fastpar.axes import Axis
+from fastpar.axes.step import CommOp, Setup, Workload
+from fastpar.settings.config import GPTConfig
+
+
+def attended_heads(shape: GPTConfig, setup: Setup) -> int:
+    """Heads of all tokens that a rank of tp attends with its peers along cp, padding counts."""
+    heads = shape.heads_of_rank(setup.tp)
+    return heads if setup.by_keys else -(-heads // setup.cp) * setup.cp
 
 
 class Context(Axis):
@@ -10,6 +21,31 @@ class Context(Axis):
 
     name = "context"
     order = 40
+
+    def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
+        """Exchanges before and after attention, or in it; a loss's sum."""
+        if setup.cp == 1:
+            return
+        shape, n_micro, c = workload.shape, setup.grad_accum_steps, setup.cp
+        of_head = setup.tokens_of_rank(workload) * shape.head_dim * setup.weight_bytes
+        mine = float(of_head * attended_heads(shape, setup))
+        layers = n_micro * -(-shape.n_layer // setup.pp)
+        if setup.by_keys:  # keys and values of all tokens, of some heads at a time; their gradients
+            heads, at_once = shape.heads_of_rank(setup.tp), -(-shape.heads_of_rank(setup.tp) // c)
+            again = setup.activation_checkpointing == "full"
+            for some, times in Counter(
+                min(at_once, heads - h) for h in range(0, heads, at_once)
+            ).items():
+                both = 2.0 * of_head * some * c
+                gathers = times * layers * (3 if again else 2)
+                yield CommOp("all_gather", "cp", both, c, setup.tp, gathers, "")
+                yield CommOp("all_to_all", "cp", both, c, setup.tp, times * layers, "")
+        else:
+            passes = layers * (2 if setup.activation_checkpointing == "none" else 3)
+            yield CommOp("all_to_all", "cp", 3 * mine, c, setup.tp, passes, "")
+            yield CommOp("all_to_all", "cp", mine, c, setup.tp, passes, "")
+        wide = 8.0 if setup.weight_bytes == 8 else 4.0
+        yield CommOp("all_reduce", "cp", wide, c, setup.tp, n_micro, "")
 
 
 AXIS = Context()

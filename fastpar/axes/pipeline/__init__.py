@@ -2,7 +2,53 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 from fastpar.axes import Axis
+from fastpar.axes.pipeline.schedules import stage_of
+from fastpar.axes.pipeline.split import cut
+from fastpar.axes.step import CommOp, Setup, Workload
+from fastpar.settings.block import part_flops, vocabulary_rows
+from fastpar.settings.config import GPTConfig
+
+
+class RankParts(NamedTuple):
+    """Layers on each chunk of a pipeline's rank; whether the embedding, the head are there too."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+def stage_layers(shape: GPTConfig, setup: Setup) -> Sequence[int]:
+    """Layers on each of the stages: as asked for, or by flops of a token's forward."""
+    return setup.pp_split or _cut(shape, setup.pp * setup.chunks)
+
+
+@functools.lru_cache(4096)
+def _cut(shape: GPTConfig, n_stages: int) -> tuple[int, ...]:
+    return tuple(cut(part_flops(shape), n_stages))
+
+
+def parts_of(workload: Workload, setup: Setup) -> tuple[RankParts, ...]:
+    """What each rank of a pipeline has."""
+    if setup.pp == 1:
+        return (RankParts((workload.shape.n_layer,), True, True),)
+    split = tuple(stage_layers(workload.shape, setup))
+    return _rank_parts(setup.schedule, setup.pp, setup.chunks, split)
+
+
+@functools.lru_cache(4096)
+def _rank_parts(
+    schedule: str, pp: int, chunks: int, split: tuple[int, ...]
+) -> tuple[RankParts, ...]:
+    stages = [[stage_of(schedule, pp, rank, c) for c in range(chunks)] for rank in range(pp)]
+    return tuple(
+        RankParts(tuple(split[s] for s in mine), 0 in mine, pp * chunks - 1 in mine)
+        for mine in stages
+    )
 
 
 class Pipelined(Axis):
@@ -10,6 +56,20 @@ class Pipelined(Axis):
 
     name = "pipeline"
     order = 20
+
+    def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
+        """A stage's output forward, its gradient back; the sum of both copies of the table."""
+        if setup.pp == 1:
+            return
+        tokens, width = setup.tokens_of_rank(workload), workload.shape.n_embd
+        stride, t = setup.tp * setup.data, setup.tp
+        n_bytes = float(tokens * width * setup.weight_bytes) / t
+        count = 2 * setup.grad_accum_steps * setup.chunks
+        yield CommOp("send", "pp", n_bytes, setup.pp, stride, count, "schedule")
+        if setup.schedule == "zb-v":  # rank 0 has the first and the last stage
+            return
+        table = float(vocabulary_rows(workload.shape, t) * width * setup.wire_bytes)
+        yield CommOp("all_reduce", "pp", table, 2, stride * (setup.pp - 1), 1, "")
 
 
 AXIS = Pipelined()

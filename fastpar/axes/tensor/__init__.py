@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fastpar.axes import Axis
+from fastpar.axes.step import CommOp, Setup, Workload
+from fastpar.kernels.linear_cross_entropy import default_chunk_rows
+from fastpar.settings.block import (
+    FIRST,
+    LAST,
+    block_parts,
+    count_elements,
+    split_products,
+    vocabulary_rows,
+    widths,
+)
 
 
 class Tensor(Axis):
@@ -10,6 +23,42 @@ class Tensor(Axis):
 
     name = "tensor"
     order = 30
+
+    def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
+        """The exchanges of functional.py and vocabulary.py."""
+        if setup.tp == 1 or setup.tp_grid is not None:
+            return
+        shape, t, n_micro = workload.shape, setup.tp, setup.grad_accum_steps
+        n, width = setup.tokens_of_rank(workload), shape.n_embd
+        whole = float(n * width * setup.weight_bytes)
+        layers = -(-shape.n_layer // setup.pp)
+        passes = n_micro * layers
+        forwards = 2 if setup.activation_checkpointing == "full" else 1
+        embeds, split = n_micro if setup.pp == 1 else 0, split_products()
+        columns = sum(by_columns for _, by_columns in split)
+        row_layers = len(split) - columns
+
+        def comm(kind: str, count: int, under: str = "", n_bytes: float = whole) -> CommOp:
+            return CommOp(kind, "tp", n_bytes, t, 1, count, under)
+
+        if setup.sequence_parallel:
+            # Of a layer's backward only what enters its column layers has a product beside it.
+            yield comm("all_gather", passes * (columns * forwards + row_layers) + embeds + n_micro)
+            yield comm("reduce_scatter", row_layers * passes * forwards + embeds + n_micro)
+            yield comm("all_gather", columns * passes, "backward")
+            yield comm("reduce_scatter", columns * passes, "backward")
+            # Partial sums of parameters that tokens share: positions, norms, biases of row layers.
+            ends, sizes = LAST + (FIRST if setup.pp == 1 else ()), widths(shape, t)
+            partial = layers * count_elements(block_parts(), sizes, whole=True)
+            partial += count_elements(ends, sizes, whole=True)
+            mine = float(partial * setup.grad_bytes) / setup.n_shards
+            yield comm("all_reduce", n_micro if setup.zero_stage == 0 else 1, "", mine)
+        else:
+            yield comm("all_reduce", row_layers * passes * forwards + embeds + n_micro)
+            yield comm("all_reduce", columns * passes, "backward")
+        rows = default_chunk_rows(n, width, vocabulary_rows(shape, t), setup.device_type)
+        chunks = -(-n // rows)
+        yield comm("all_gather", n_micro * chunks, "", 12.0 * n * t / chunks)
 
 
 AXIS = Tensor()
