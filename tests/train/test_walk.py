@@ -19,9 +19,9 @@ def test_a_batch_walks_as_the_readme_says(here):
 
     def follow(frame, event, arg):
         code = frame.f_code
-        if event == "call" and left and code.co_name == left[-1][1]:
-            if code.co_filename.endswith("/" + left[-1][0]):
-                left.pop()
+        file, name = left[-1] if left else ("", "")
+        if event == "call" and code.co_name == name and code.co_filename.endswith(f"/{file}"):
+            left.pop()
 
     sys.setprofile(follow)
     try:
