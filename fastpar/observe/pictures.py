@@ -1,4 +1,7 @@
-"""Pictures of a comparison: the five of the study arXiv 2405.15628, and what travels.
+"""Pictures: the timeline of a profiled step, and those of a comparison.
+
+A timeline has a panel for each rank: compute and communication side by side. A comparison has the
+five pictures of the study arXiv 2405.15628, and what travels.
 
 Most colours are those of Okabe and Ito, which colour-blind readers tell apart; every strategy has a
 marker of its own too, and kinds have line styles and hatches: torch's are dashed, DeepSpeed's
@@ -8,17 +11,26 @@ dotted, fastpar's solid. Legends say so and stand beside the axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastpar.comm.recorder import COMPUTE, GATHER, HOST, PHASES, PP, REDUCE, TP, WAIT, Span, busy_ms
 from fastpar.files.packages import import_package
 from fastpar.files.progress import smoothed
 from fastpar.observe.results import Comparison, Run, allowed
 from fastpar.observe.strategies import SINGLE, STRATEGIES
 
+# Of Okabe and Ito.
+_SPAN_COLOURS = {
+    **dict(zip(PHASES, ("#F0E442", "#56B4E9", "#0072B2", "#009E73"))),
+    **{REDUCE: "#E69F00", GATHER: "#CC79A7", TP: "#000000", PP: "#999999", WAIT: "#D55E00"},
+}
+LINE_LENGTH = 170  # that fits below the picture
 _COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8B4513"),
     *("#332288", "#BBBB00", "#AA4499"),
@@ -26,19 +38,9 @@ _COLOURS = (
 _MARKERS = "s^vDPX*<>hdp8H"
 # Those that run on two ranks by default have a colour each; the rest share them.
 _FIRST = (
-    "ddp",
-    "fsdp2",
-    "fsdp2-no-reshard",
-    "dp",
-    "zero1",
-    "zero2",
-    "zero3",
-    "tp",
-    "cp",
-    "cp-keys",
+    *("ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp", "cp", "cp-keys"),
     "pp",
 )
-_SIZE_INCHES, _DPI = (9.0, 4.4), 110
 _MOST_TICKS = 12
 
 
@@ -58,6 +60,85 @@ _OWNERS = {
 }
 
 
+def _figure(caller: str = "draw_all", size_inches: tuple[float, float] = (9.0, 4.4)) -> Any:
+    make_figure = import_package("matplotlib.figure", caller).Figure
+    return make_figure(figsize=size_inches, dpi=110, layout="constrained")
+
+
+# The timeline
+
+
+def draw_timeline(panels: Mapping[str, Sequence[Span]], lines: Sequence[str], path: Path) -> None:
+    """A panel for each variant, with a row for phases and one for each kind of collective.
+
+    Args:
+        panels: variant -> the spans of one step, from window().
+        lines: below the picture.
+    """
+    make_patch = import_package("matplotlib.patches", "fastpar profile").Patch
+    rows = rows_of(panels.values())
+    size_inches = 11, 0.9 + (0.55 + 0.3 * len(rows)) * len(panels)
+    figure = _figure("fastpar profile", size_inches)
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for (variant, spans), axes in zip(panels.items(), all_axes):
+        for y, row in enumerate(rows):
+            draw_row = _draw_phases if row in (HOST, COMPUTE) else _draw_collectives
+            draw_row(axes, y, spans, row)
+        end = max((s.end_ms for s in spans if s.row in (HOST, COMPUTE)), default=0.0)
+        waits, moving = busy_ms(spans, [WAIT]), busy_ms(spans, [REDUCE, GATHER, TP])
+        title = f"{variant}: step {end:.0f} ms; collectives under way {moving:.0f} ms, "
+        axes.set_title(f"{title}waited for {waits:.0f} ms", fontsize=9, loc="left")
+        axes.set_yticks(range(len(rows)), rows, fontsize=8)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1].set_xlabel("ms since the step began", fontsize=8)
+    all_axes[-1].set_xlim(left=0)
+    names = {WAIT: "waits for communication", TP: "tp or cp exchange", PP: "message of a stage"}
+    drawn = {s.name if s.row in (HOST, COMPUTE) else s.row for p in panels.values() for s in p}
+    colours = {name: colour for name, colour in _SPAN_COLOURS.items() if name in drawn}
+    keys = [make_patch(color=colour, label=names.get(n, n)) for n, colour in colours.items()]
+    if drawn & {REDUCE, GATHER, TP}:
+        keys.append(make_patch(color="#999999", alpha=0.4, label="queued (pale)"))
+    figure.legend(
+        handles=keys, loc="outside upper center", ncols=max(1, len(keys)), fontsize=8, frameon=False
+    )
+    wrapped = [part for line in lines for part in textwrap.wrap(line, LINE_LENGTH)]
+    figure.supxlabel("\n".join(wrapped), fontsize=7)
+    figure.savefig(path)
+
+
+def rows_of(panels: Iterable[Sequence[Span]]) -> list[str]:
+    """Rows for which there is something to show, from above."""
+    found = {span.row for spans in panels for span in spans}
+    return [row for row in (HOST, COMPUTE, REDUCE, GATHER, TP, PP) if row in found]
+
+
+def _draw_phases(axes: Any, y: int, spans: Sequence[Span], row: str) -> None:
+    """Of what computes, waits for others are narrower."""
+    for span in spans:
+        if span.row == row or (span.row == WAIT and row == COMPUTE):
+            name, height = (WAIT, 0.45) if span.row == WAIT else (span.name, 0.8)
+            width, colour = span.end_ms - span.begin_ms, _SPAN_COLOURS[name]
+            axes.barh(y, width, height, span.begin_ms, color=colour, linewidth=0)
+
+
+def _draw_collectives(axes: Any, y: int, spans: Sequence[Span], row: str) -> None:
+    """Pale while queued behind others of the row."""
+    free, colour = float("-inf"), _SPAN_COLOURS[row]
+    for span in sorted((s for s in spans if s.row == row), key=lambda s: (s.begin_ms, s.end_ms)):
+        start = min(max(span.begin_ms, free), span.end_ms)
+        free = max(free, span.end_ms)
+        queued, moving = start - span.begin_ms, span.end_ms - start
+        if queued:
+            axes.barh(y, queued, 0.8, span.begin_ms, color=colour, alpha=0.25, linewidth=0)
+        if moving:
+            axes.barh(y, moving, 0.8, start, color=colour, edgecolor="white", linewidth=0.4)
+
+
+# A comparison
+
+
 def draw_all(comparison: Comparison, folder: Path) -> None:
     """Writes the pictures.
 
@@ -68,11 +149,6 @@ def draw_all(comparison: Comparison, folder: Path) -> None:
         figure = _figure()
         draw(comparison, figure)
         figure.savefig(str(folder / name))
-
-
-def _figure() -> Any:
-    make_figure = import_package("matplotlib.figure", "draw_all").Figure
-    return make_figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
 
 
 def look(name: str) -> dict[str, Any]:
@@ -114,17 +190,14 @@ def _explain_lines(comparison: Comparison, figure: Any, *axes: Any) -> None:
 
 def _explain_bars(comparison: Comparison, figure: Any) -> None:
     """The legend below the axes: whose strategies are hatched and how."""
-    from matplotlib.patches import Patch
-
-    grey = "#666666"
-    patches = {
-        owner.title: Patch(fc="white" if owner.hatch else grey, ec=grey, hatch=owner.hatch)
-        for owner in _owners(comparison)
-    }
+    make_patch, grey = import_package("matplotlib.patches", "draw_all").Patch, "#666666"
+    keys = [
+        make_patch(fc="white" if o.hatch else grey, ec=grey, hatch=o.hatch, label=o.title)
+        for o in _owners(comparison)
+    ]
     figure.legend(
-        patches.values(), patches.keys(), loc="outside lower center", ncols=len(patches),
-        frameon=False, fontsize=9,
-    )  # fmt: skip
+        handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=9
+    )
 
 
 def _repeats(comparison: Comparison) -> str:
@@ -133,43 +206,30 @@ def _repeats(comparison: Comparison) -> str:
 
 
 def _per_epoch(
-    comparison: Comparison, figure: Any, value: Callable[[Run, int], float], title: str, unit: str
+    value: Callable[[Comparison, Run, int], float],
+    title: str,
+    unit: str,
+    comparison: Comparison,
+    figure: Any,
 ) -> None:
     """A point a strategy and epoch with the range of its repeats; names side by side."""
     axes = figure.subplots()
     names, epochs = comparison.names, comparison.settings["epochs"]
     for at, name in enumerate(names):
         shift = 0.6 * ((at + 0.5) / len(names) - 0.5)
-        values = np.array([[value(run, e) for e in range(epochs)] for run in comparison.of(name)])
+        runs = comparison.of(name)
+        values = np.array([[value(comparison, run, e) for e in range(epochs)] for run in runs])
         middle = np.median(values, axis=0)
-        axes.errorbar(
-            np.arange(1, epochs + 1) + shift,
-            middle,
-            yerr=[middle - values.min(0), values.max(0) - middle],
-            label=name,
-            markersize=6,
-            linewidth=1.2,
-            capsize=2,
-            elinewidth=1,
-            **look(name),
-        )
+        at_epochs = np.arange(1, epochs + 1) + shift
+        ranges = [middle - values.min(0), values.max(0) - middle]
+        style = {**look(name), "markersize": 6, "linewidth": 1.2, "capsize": 2, "elinewidth": 1}
+        axes.errorbar(at_epochs, middle, yerr=ranges, label=name, **style)
     axes.set_xticks(range(1, epochs + 1, math.ceil(epochs / _MOST_TICKS)))
     axes.set_xlim(0.5, epochs + 0.5)
     axes.set_ylim(bottom=0)
     steps = comparison.settings["epoch_steps"]
     _finish(axes, f"{title} ({_repeats(comparison)})", unit, f"epoch of {steps} steps")
     _explain_lines(comparison, figure, axes)
-
-
-def draw_throughput(comparison: Comparison, figure: Any) -> None:
-    """Tokens a second of each epoch."""
-    value = comparison.epoch_tokens_per_s
-    _per_epoch(comparison, figure, value, "Throughput per epoch", "tokens/s, all ranks")
-
-
-def draw_time(comparison: Comparison, figure: Any) -> None:
-    """Seconds of each epoch."""
-    _per_epoch(comparison, figure, comparison.epoch_s, "Training time per epoch", "seconds")
 
 
 def _bars(
@@ -182,24 +242,16 @@ def _bars(
         if stat is None:
             axes.text(0, at, " not known", va="center", fontsize=8, style="italic")
             continue
+        colour, xerr = look(name)["color"], None
+        if stat.n > 1:
+            xerr = [[stat.median - stat.low], [stat.high - stat.median]]
+        fill = {"color": "white" if hatch else colour, "edgecolor": colour, "hatch": hatch}
         axes.barh(
-            at,
-            stat.median,
-            height=0.65,
-            color="white" if hatch else look(name)["color"],
-            edgecolor=look(name)["color"],
-            hatch=hatch,
-            xerr=[[stat.median - stat.low], [stat.high - stat.median]] if stat.n > 1 else None,
-            error_kw={"elinewidth": 1.2, "capsize": 3},
+            at, stat.median, 0.65, xerr=xerr, error_kw={"elinewidth": 1.2, "capsize": 3}, **fill
         )
-        axes.annotate(
-            f"{stat.median:.3g}" if stat.median < 1000 else f"{stat.median:,.0f}",
-            (stat.high, at),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
+        text = f"{stat.median:.3g}" if stat.median < 1000 else f"{stat.median:,.0f}"
+        beside = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(text, (stat.high, at), fontsize=8, **beside)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(x=0.14)
@@ -225,12 +277,12 @@ def draw_communication(comparison: Comparison, figure: Any) -> None:
 
 
 def _curves(
-    comparison: Comparison,
-    figure: Any,
     values: Callable[[Run], Sequence[float]],
+    limit_of: Callable[[Comparison], np.ndarray | None],
     title: str,
     unit: str,
-    limit: np.ndarray | None,
+    comparison: Comparison,
+    figure: Any,
 ) -> None:
     """Every step of the first runs, and below it how far each lies from the first strategy."""
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -248,6 +300,7 @@ def _curves(
             below.semilogy(steps, shown, markersize=4, linewidth=0.7, **style)
     if not below.lines:
         below.text(0.5, 0.5, "no difference", transform=below.transAxes, ha="center")
+    limit = limit_of(comparison)
     if limit is not None:
         below.fill_between(steps, 0, limit, color="#dddddd", zorder=0, label="rounding")
         below.set_yscale("log")
@@ -257,23 +310,15 @@ def _curves(
     _explain_lines(comparison, figure, top, below)
 
 
-def draw_grad_norm(comparison: Comparison, figure: Any) -> None:
-    """The gradient's norm before clipping."""
-    title = "Gradient norm before clipping"
-    _curves(comparison, figure, lambda run: run.grad_norms, title, "norm", None)
-
-
-def draw_loss(comparison: Comparison, figure: Any) -> None:
-    """The loss, and what rounding allows."""
-    limit = allowed(comparison)
-    _curves(comparison, figure, lambda run: run.losses, "Loss", "nats per token", limit)
-
-
 PICTURES: dict[str, Callable[[Comparison, Any], None]] = {
-    "throughput.png": draw_throughput,
-    "epoch_time.png": draw_time,
+    "throughput.png": partial(
+        _per_epoch, Comparison.epoch_tokens_per_s, "Throughput per epoch", "tokens/s, all ranks"
+    ),
+    "epoch_time.png": partial(_per_epoch, Comparison.epoch_s, "Training time per epoch", "seconds"),
     "memory.png": draw_memory,
-    "grad_norm.png": draw_grad_norm,
-    "loss.png": draw_loss,
+    "grad_norm.png": partial(
+        _curves, lambda run: run.grad_norms, lambda _: None, "Gradient norm before clipping", "norm"
+    ),
+    "loss.png": partial(_curves, lambda run: run.losses, allowed, "Loss", "nats per token"),
     "communication.png": draw_communication,
 }

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fastpar.comm.mesh import gather_objects, ranks_along
-from fastpar.comm.recorder import COMPUTE, GATHER, HOST, PP, REDUCE, TP, WAIT, Span, busy_ms, window
+from fastpar.comm.recorder import COMPUTE, HOST, PP, WAIT, Span, busy_ms, window
 from fastpar.files.runs import RUNS
+from fastpar.observe.pictures import draw_timeline
 from fastpar.observe.step_profile import WARM_UP, Trained, measure, title_of
-from fastpar.observe.timeline_picture import draw
 from fastpar.observe.verdict import Measured, percent
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import check_at_least
@@ -116,7 +116,7 @@ def profile(trainer: Trained, options: ProfileOptions) -> int:
             lines.append(_bubble_line(waits))
             print(f"\n{lines[-1]}")
         shown = dict(list(panels.items())[: 1 if on_gpu and not piped else _SHOWN_RANKS])
-        draw(shown, lines, out / "timeline.png", _rows(list(shown.values())))
+        draw_timeline(shown, lines, out / "timeline.png")
         (out / "profile.json").write_text(json.dumps(report.as_json() | found, indent=1) + "\n")
         print(f"\n{out}: {', '.join(sorted(p.name for p in out.iterdir()))}", flush=True)
     mesh.close()
@@ -160,9 +160,3 @@ def _median_step(steps: Sequence[Sequence[Span]]) -> int:
 def _caption(measured: Measured, ranks: int) -> str:
     kind = "a profiled step" if measured.setup.device_type == "cuda" else "a step, not profiled"
     return f"{kind}; {ranks} rank{'s' * (ranks > 1)}; {measured.bound}-bound, see profile.json"
-
-
-def _rows(panels: Sequence[Sequence[Span]]) -> list[str]:
-    """Lanes for which there is something to show."""
-    found = {span.row for spans in panels for span in spans}
-    return [row for row in (HOST, COMPUTE, REDUCE, GATHER, TP, PP) if row in found]

@@ -168,12 +168,6 @@ def test_profiled_steps_are_no_replays(here, monkeypatch):
     assert [config.system.cuda_graphs for config in seen] == [False, False]
 
 
-def test_only_lanes_with_something_are_shown():
-    panels = [[Span(COMPUTE, FORWARD, 0, 1), Span(WAIT, "nccl", 0, 1)], [Span(GATHER, "", 0, 1)]]
-    assert profiling._rows(panels) == [COMPUTE, GATHER]
-    assert profiling._rows([[Span(HOST, FORWARD, 0, 1)]]) == [HOST]
-
-
 def test_the_median_step_is_shown():
     steps = [[Span(COMPUTE, FORWARD, 0, end)] for end in (9.0, 3.0, 5.0)]
     assert profiling._median_step(steps) == 2

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fastpar.comm.recorder import COMPUTE, GATHER, REDUCE, WAIT, Span
-from fastpar.observe import timeline_picture
+from fastpar.comm.recorder import COMPUTE, GATHER, HOST, REDUCE, WAIT, Span
+from fastpar.observe import pictures
 
 PANELS = {
     "fastpar ZeRO-0": [
@@ -28,7 +28,7 @@ def watched(monkeypatch):
 
 def test_titles_say_what_a_panel_shows(monkeypatch, tmp_path):
     shown = watched(monkeypatch)
-    timeline_picture.draw(PANELS, ["a line", "long " * 60], tmp_path / "x.png")
+    pictures.draw_timeline(PANELS, ["a line", "long " * 60], tmp_path / "x.png")
     (figure,) = shown
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles[0] == ("fastpar ZeRO-0: step 30 ms; collectives under way 13 ms, waited for 2 ms")
@@ -38,4 +38,10 @@ def test_titles_say_what_a_panel_shows(monkeypatch, tmp_path):
     lines = figure.get_supxlabel().split("\n")
     assert lines[0] == "a line"
     assert len(lines) == 3
-    assert max(map(len, lines)) <= timeline_picture.LINE_LENGTH
+    assert max(map(len, lines)) <= pictures.LINE_LENGTH
+
+
+def test_only_rows_with_something_are_shown():
+    panels = [[Span(COMPUTE, "forward", 0, 1), Span(WAIT, "nccl", 0, 1)], [Span(GATHER, "", 0, 1)]]
+    assert pictures.rows_of(panels) == [COMPUTE, GATHER]
+    assert pictures.rows_of([[Span(HOST, "forward", 0, 1)]]) == [HOST]
