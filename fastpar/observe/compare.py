@@ -37,8 +37,8 @@ from fastpar.files.progress import Progress, duration
 from fastpar.files.runs import RUNS, make_next_free
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
-from fastpar.observe.comparison_report import TABLE, markdown, summary
 from fastpar.observe.pictures import draw_all
+from fastpar.observe.report import TABLE, markdown, summary
 from fastpar.observe.results import RESULTS, Comparison, Run
 from fastpar.observe.strategies import SINGLE, STRATEGIES, Batch, Settings, build, import_deepspeed
 from fastpar.optim.schedule import cosine_lr

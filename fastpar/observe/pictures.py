@@ -312,7 +312,7 @@ def _curves(
 
 PICTURES: dict[str, Callable[[Comparison, Any], None]] = {
     "throughput.png": partial(
-        _per_epoch, Comparison.epoch_tokens_per_s, "Throughput per epoch", "tokens/s, all ranks"
+        _per_epoch, Comparison.tokens_per_s, "Throughput per epoch", "tokens/s, all ranks"
     ),
     "epoch_time.png": partial(_per_epoch, Comparison.epoch_s, "Training time per epoch", "seconds"),
     "memory.png": draw_memory,

@@ -19,8 +19,8 @@ these runs may agree to the last bit).
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastpar.files.plain_files import write_text
 from fastpar.observe.strategies import SINGLE, STRATEGIES
 
 FORMAT = 1
@@ -36,6 +37,11 @@ BASELINE = "ddp"
 FACTOR, FLOOR = 4.0, 8.0
 EPS = 2.0**-23  # of fp32
 RESULTS = "results.json"
+
+
+def _rounded(number: str) -> float:
+    """Ten digits: more than an fp32 has."""
+    return float(f"{float(number):.10g}")
 
 
 class Stat(NamedTuple):
@@ -130,18 +136,11 @@ class Comparison:
 
     def save(self, path: Path) -> None:
         """A run a line; the file is whole at any time."""
-        head = {
-            "format": FORMAT,
-            "settings": self.settings,
-            "machine": self.machine,
-            "skipped": self.skipped,
-            "complete": self.complete,
-        }
-        lines = ",\n  ".join(json.dumps(_rounded(asdict(run))) for run in self.runs)
-        text = json.dumps(head, indent=1).removesuffix("\n}")
-        partial = path.with_suffix(".tmp")
-        partial.write_text(f'{text},\n "runs": [\n  {lines}\n ]\n}}\n')
-        os.replace(partial, path)
+        known = {name: value for name, value in vars(self).items() if name != "runs"}
+        runs = (json.loads(json.dumps(asdict(run)), parse_float=_rounded) for run in self.runs)
+        lines = ",\n  ".join(map(json.dumps, runs))
+        text = json.dumps({"format": FORMAT, **known}, indent=1).removesuffix("\n}")
+        write_text(path, f'{text},\n "runs": [\n  {lines}\n ]\n}}\n')
 
     # Which runs
 
@@ -174,19 +173,20 @@ class Comparison:
 
     def _timed(self, run: Run, epoch: int | None = None) -> list[float]:
         n, untimed = self.settings["epoch_steps"], self.settings["untimed_steps"]
-        if epoch is None:
-            return run.step_s[untimed:]
-        return run.step_s[max(untimed, epoch * n) : (epoch + 1) * n]
+        end = None if epoch is None else (epoch + 1) * n
+        return run.step_s[max(untimed, (epoch or 0) * n) : end]
 
     def epoch_s(self, run: Run, epoch: int) -> float:
         """Seconds of an epoch (0, 1, ...); see [Note: timed steps]."""
         return statistics.fmean(self._timed(run, epoch)) * self.settings["epoch_steps"]
 
-    def epoch_tokens_per_s(self, run: Run, epoch: int) -> float:
-        return self.tokens_per_step / statistics.fmean(self._timed(run, epoch))
+    def mean_epoch_s(self, run: Run) -> float:
+        epochs = self.settings["epochs"]
+        return sum(self.epoch_s(run, epoch) for epoch in range(epochs)) / epochs
 
-    def tokens_per_s(self, run: Run) -> float:
-        return self.tokens_per_step / statistics.fmean(self._timed(run))
+    def tokens_per_s(self, run: Run, epoch: int | None = None) -> float:
+        """Of an epoch, or of all."""
+        return self.tokens_per_step / statistics.fmean(self._timed(run, epoch))
 
     @property
     def counts_steps(self) -> bool:
@@ -275,13 +275,11 @@ def judge_losses(comparison: Comparison) -> LossVerdict | None:
     if len(names) < 2:
         return None
     curves = {name: _curves(comparison.of(name)) for name in names}
-    best = (-1.0, 0, "", "")
-    for high in names:
-        for low in names:
-            if high != low:
-                apart = curves[high].max(0) - curves[low].min(0)
-                step = int(apart.argmax())
-                best = max(best, (float(apart[step]), step + 1, high, low), key=lambda b: b[0])
+    pairs = []
+    for high, low in itertools.permutations(names, 2):
+        apart = curves[high].max(0) - curves[low].min(0)
+        pairs.append((float(apart.max()), int(apart.argmax()) + 1, high, low))
+    best = max(pairs, key=lambda pair: pair[0])
     measured, limit = yardstick(comparison), allowed(comparison)
     beyond = None
     if limit is not None:
@@ -294,12 +292,3 @@ def judge_losses(comparison: Comparison) -> LossVerdict | None:
             beyond = (at + 1, outlier)
     largest = None if measured is None else float(measured[-1])
     return LossVerdict(*best, largest, len(comparison.orders), beyond)
-
-
-def _rounded(value: Any) -> Any:
-    """Ten digits: more than an fp32 has."""
-    if isinstance(value, float):
-        return float(f"{value:.10g}")
-    if isinstance(value, dict):
-        return {key: _rounded(v) for key, v in value.items()}
-    return [_rounded(v) for v in value] if isinstance(value, list) else value

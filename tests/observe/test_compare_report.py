@@ -2,7 +2,7 @@
 
 from test_compare_results import make_comparison, make_run, orders
 
-from fastpar.observe.comparison_report import head, markdown, rows, summary
+from fastpar.observe.report import head, markdown, rows, summary
 from fastpar.observe.results import Run
 
 NAMES = ["single", "ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp"]

@@ -97,7 +97,7 @@ def test_untimed_steps_do_not_count():
     (run,) = found.of("dp")
     assert found.tokens_per_s(run) == pytest.approx(512 / 0.1)
     assert [found.epoch_s(run, e) for e in range(2)] == pytest.approx([0.5, 0.5])
-    assert found.epoch_tokens_per_s(run, 0) == pytest.approx(5120)
+    assert found.tokens_per_s(run, 0) == pytest.approx(5120)
 
 
 def test_numbers_are_medians_with_their_range():

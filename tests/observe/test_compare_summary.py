@@ -3,7 +3,7 @@
 import pytest
 from test_compare_results import make_comparison, make_run, orders
 
-from fastpar.observe.comparison_report import listed, number, summary
+from fastpar.observe.report import listed, number, summary
 from fastpar.observe.results import Run
 
 

@@ -1,23 +1,76 @@
-"""A comparison as a Markdown table and in words: each sentence is computed from the numbers that
-it states.
+"""Numbers, lists and tables as text, for both commands; and a comparison in words.
+
+Each sentence about a comparison is computed from the numbers that it states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
 from fastpar.observe.results import FACTOR, FLOOR, Comparison, Run, Stat, judge_losses
 from fastpar.observe.strategies import SINGLE, STRATEGIES
 
+
+def number(value: float) -> str:
+    """Three digits and more: 21,300; 481.2; 48.1; 0.0123."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def percent(fraction: float | None) -> str:
+    """0.237 -> 24 %."""
+    return "" if fraction is None else f"{100 * fraction:.0f} %"
+
+
+def counted(n: int, noun: str) -> str:
+    """1 rank; 2 ranks."""
+    return f"{n} {noun}{'s' * (n > 1)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """a; a and b; a, b and c."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def text_table(rows: Iterable[Sequence[str]], *widths: int) -> list[str]:
+    """A line for each row: the first cell flush left, others flush right, the last as it is."""
+    lines = []
+    for first, *cells, last in rows:
+        right = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:]))
+        lines.append(f"{first:{widths[0]}}{right}  {last}".rstrip())
+    return lines
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, the first row is its head; short rows are filled up."""
+    width = len(rows[0])
+    cells = [[c.replace("|", "/") for c in row] + [""] * (width - len(row)) for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return [lines[0], f"|{'---|' * width}", *lines[1:]]
+
+
+# A comparison's table
+
 TABLE = "table.md"
 NOT_KNOWN = "not known"
+_CONDITIONS = """\
+{model}: {shape[n_layer]} layers, {shape[n_head]} heads, width {shape[n_embd]}, context
+{shape[block_size]}, {parameters:,} parameters, fp32, no dropout; text {data}, tokenizer
+{tokenizer}.
+
+{batch_size} sequences a step over all ranks, {epochs} epochs of {epoch_steps} steps, {optimizer}
+with warm-up and cosine, gradients clipped to a norm of 1; {runs} each, in fresh processes and
+turning order.
+
+{device}, {ranks} with {threads} each; {versions}; {date}."""
 _NOTES = """\
 Times are medians of the repeats, in brackets their range. The slowest rank counts. The first
-{untimed} steps of a run train like the others and are not timed. The fastest stands first; ratios
-are of medians, to those of {baseline}.
+{untimed_steps} steps of a run train like the others and are not timed. The fastest stands first;
+ratios are of medians, to those of {baseline}.
 
 Memory: {memory}.
 
@@ -34,48 +87,42 @@ the gradient's norm summed in fp64 instead of fp32. Up to {factor:g} times that 
 {floor:g} roundings of the loss, count as rounding."""
 
 
-def _number_of(value: Callable[[Comparison, Run], float | None], *, spread: bool = True) -> Any:
+def _number_of(
+    value: Callable[[Comparison, Run], float | None], comparison: Comparison, name: str
+) -> str:
     """A cell: the median over the repeats, with their range."""
-
-    def cell(comparison: Comparison, name: str) -> str:
-        stat = comparison.stat(name, lambda run: value(comparison, run))
-        if stat is None:
-            return NOT_KNOWN
-        text, low, high = (number(x) for x in (stat.median, stat.low, stat.high))
-        return f"{text} ({low}-{high})" if spread and stat.n > 1 and low != high else text
-
-    return cell
+    stat = comparison.stat(name, partial(value, comparison))
+    if stat is None:
+        return NOT_KNOWN
+    text, low, high = (number(x) for x in stat[:3])
+    return f"{text} ({low}-{high})" if stat.n > 1 and low != high else text
 
 
-def _ratio_of(value: Callable[[Comparison, Run], float]) -> Any:
+def _ratio_of(value: Callable[[Comparison, Run], float], comparison: Comparison, name: str) -> str:
     """A cell: the median in medians of the baseline."""
-
-    def cell(comparison: Comparison, name: str) -> str:
-        names = name, comparison.baseline or name
-        found, base = (comparison.stat(n, lambda run: value(comparison, run)) for n in names)
-        if found is None or base is None or not base.median:
-            return NOT_KNOWN
-        return f"{found.median / base.median:.2f}"
-
-    return cell
+    names = name, comparison.baseline or name
+    found, base = (comparison.stat(n, partial(value, comparison)) for n in names)
+    if found is None or base is None or not base.median:
+        return NOT_KNOWN
+    return f"{found.median / base.median:.2f}"
 
 
-def _epoch_s(comparison: Comparison, run: Run) -> float:
-    epochs = range(comparison.settings["epochs"])
-    return sum(comparison.epoch_s(run, epoch) for epoch in epochs) / len(epochs)
+def _sent_mb(comparison: Comparison, name: str) -> str:
+    stat = comparison.stat(name, Run.sent_mb)
+    return NOT_KNOWN if stat is None else number(stat.median)
 
 
 # Title -> the cell of a strategy that was measured.
 COLUMNS: dict[str, Callable[[Comparison, str], str]] = {
     "strategy": lambda comparison, name: name,
     "ranks": lambda comparison, name: f"{comparison.of(name)[0].ranks}",
-    "tokens/s": _number_of(Comparison.tokens_per_s),
-    "speed, {baseline} = 1": _ratio_of(Comparison.tokens_per_s),
-    "epoch, s": _number_of(_epoch_s),
-    "peak memory a rank, MB": _number_of(Comparison.memory_mb),
-    "memory, {baseline} = 1": _ratio_of(Comparison.memory_mb),
-    "sent a step, MB": _number_of(lambda c, run: run.sent_mb(), spread=False),
-    "exposed, ms of a step": _number_of(lambda c, run: run.exposed_ms),
+    "tokens/s": partial(_number_of, Comparison.tokens_per_s),
+    "speed, {baseline} = 1": partial(_ratio_of, Comparison.tokens_per_s),
+    "epoch, s": partial(_number_of, Comparison.mean_epoch_s),
+    "peak memory a rank, MB": partial(_number_of, Comparison.memory_mb),
+    "memory, {baseline} = 1": partial(_ratio_of, Comparison.memory_mb),
+    "sent a step, MB": _sent_mb,
+    "exposed, ms of a step": partial(_number_of, lambda comparison, run: run.exposed_ms),
     "last loss": lambda comparison, name: f"{comparison.of(name)[0].losses[-1]:.5f}",
 }
 
@@ -99,60 +146,30 @@ def rows(comparison: Comparison) -> list[list[str]]:
     return found
 
 
-def conditions(comparison: Comparison) -> list[str]:
-    """What was trained on what, and how numbers are to be read."""
-    s, m = comparison.settings, comparison.machine
-    shape = s["shape"]
-    versions = [
-        f"{name} {m[name]}"
-        for name in ("python", "torch", "fastpar", "deepspeed", "commit")
-        if m.get(name)
-    ]
-    return [
-        f"{s['model']}: {shape['n_layer']} layers, {shape['n_head']} heads, width "
-        f"{shape['n_embd']}, context {shape['block_size']}, {s['parameters']:,} parameters, fp32, "
-        f"no dropout; text {s['data']}, tokenizer {s['tokenizer']}.",
-        f"{s['batch_size']} sequences a step over all ranks, {s['epochs']} epochs of "
-        f"{s['epoch_steps']} steps, {_optimizer(s)} with warm-up and cosine, "
-        f"gradients clipped to a norm of 1; {s['repeats']} run{'s' * (s['repeats'] > 1)} each, "
-        "in fresh processes and turning order.",
-        f"{m['device']}, {s['nproc']} rank{'s' * (s['nproc'] > 1)} with {s['threads']} "
-        f"thread{'s' * (s['threads'] > 1)} each; {', '.join(versions)}; {m['date']}.",
-    ]
-
-
-def _optimizer(s: dict[str, Any]) -> str:
-    rate = f"learning rate {s['lr']:g}"
-    if s.get("optimizer", "adamw") == "adamw":  # earlier results name none
-        return f"AdamW, {rate}"
-    return (
-        f"fastpar.Muon (on every rank of ddp), learning rate {s['muon_lr']:g}, AdamW's {s['lr']:g},"
-    )
-
-
-def notes(comparison: Comparison) -> list[str]:
-    """How each column was measured."""
-    text = _NOTES.format(
-        untimed=comparison.settings["untimed_steps"],
-        baseline=comparison.baseline,
-        memory=comparison.memory_label,
-        not_known=NOT_KNOWN,
-        factor=FACTOR,
-        floor=FLOOR,
-    )
-    return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
-
-
 def markdown(comparison: Comparison) -> str:
-    """The table, the summary and how to read them."""
-    names = head(comparison)
-    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-    for row in rows(comparison):
-        cells = [cell.replace("|", "/") for cell in row] + [""] * (len(names) - len(row))
-        lines.append(f"| {' | '.join(cells)} |")
+    """The table, the summary, what was trained on what, and how each column was measured."""
+    s, m = comparison.settings, comparison.machine
+    names = ("python", "torch", "fastpar", "deepspeed", "commit")
+    optimizer = f"AdamW, learning rate {s['lr']:g}"
+    if s.get("optimizer", "adamw") != "adamw":  # earlier results name none
+        muon = f"fastpar.Muon (on every rank of ddp), learning rate {s['muon_lr']:g}"
+        optimizer = f"{muon}, AdamW's {s['lr']:g},"
+    words = {
+        **{**s, **m, "optimizer": optimizer},
+        **{"runs": counted(s["repeats"], "run"), "ranks": counted(s["nproc"], "rank")},
+        "threads": counted(s["threads"], "thread"),
+        "versions": ", ".join(f"{name} {m[name]}" for name in names if m.get(name)),
+        **{"baseline": comparison.baseline, "memory": comparison.memory_label},
+        **{"not_known": NOT_KNOWN, "factor": FACTOR, "floor": FLOOR},
+    }
+    lines = markdown_table([head(comparison), *rows(comparison)])
     lines += ["", *(f"- {line}" for line in summary(comparison))]
-    lines += ["", *conditions(comparison), "", *notes(comparison)]
+    for text in (_CONDITIONS, _NOTES):
+        lines += ["", *(" ".join(p.split()) for p in text.format(**words).split("\n\n"))]
     return "\n".join(lines) + "\n"
+
+
+# In words
 
 
 def summary(comparison: Comparison) -> list[str]:
@@ -171,24 +188,12 @@ def summary(comparison: Comparison) -> list[str]:
     ]
 
 
-def number(value: float) -> str:
-    """Three digits and more: 21,300; 481.2; 48.1; 0.0123."""
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def with_range(stat: Stat, unit: str) -> str:
     """A number with what its repeats say."""
     text = f"{number(stat.median)} {unit}"
     if stat.n == 1:
         return f"{text} (one run)"
     return f"{text} ({number(stat.low)} to {number(stat.high)} in {stat.n} repeats)"
-
-
-def listed(names: Sequence[str]) -> str:
-    """a; a and b; a, b and c."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _best(
@@ -200,10 +205,10 @@ def _best(
     if len(ranking) == 1:
         return f"Only {first} was measured: {with_range(best, unit)}."
     second, other = ranking[1]
-    percent = 100 * abs(other.median / best.median - 1) if best.median else 0.0
+    apart = 100 * abs(other.median / best.median - 1) if best.median else 0.0
     beside = (
         f"{first}, {with_range(best, unit)}; next is {second} with {number(other.median)}, "
-        f"{percent:.1f} % {'less' if most else 'more'}"
+        f"{apart:.1f} % {'less' if most else 'more'}"
     )
     if best.n < 2:
         return f"{word} in one run each, which proves no order: {beside}."
@@ -222,9 +227,8 @@ def _over_single(comparison: Comparison) -> list[str]:
     for name, stat in comparison.ranking(comparison.tokens_per_s, most=True):
         ranks, threads = comparison.of(name)[0].ranks, comparison.settings["threads"]
         if ranks > 1 and alone is not None:
-            device = f"{threads} thread{'s' * (threads > 1)}, as many as each rank of the others"
-            if comparison.settings["device"] == "cuda":
-                device = "one GPU"
+            device = f"{counted(threads, 'thread')}, as many as each rank of the others"
+            device = "one GPU" if comparison.settings["device"] == "cuda" else device
             return [
                 f"With {ranks} ranks {name} trains {stat.median / alone.median:.2f} times as fast "
                 f"as {SINGLE}, which is one rank ({device})."
@@ -245,18 +249,14 @@ def _losses(comparison: Comparison) -> list[str]:
             found,
             f"Whether that is rounding is not known: {SINGLE} was not run in two orders.",
         ]
-    measured = (
-        f"{SINGLE} with its sums in {verdict.orders} orders drifts apart by {verdict.yardstick:.2g}"
-        f" (allowed are {FACTOR:g} times its drift up to a step, or {FLOOR:g} roundings of the "
-        "loss)."
-    )
-    if verdict.beyond is None:
-        return [found, f"In every step that is within rounding: {measured}"]
-    step, outlier = verdict.beyond
+    judged = "In every step that is within rounding"
+    if verdict.beyond is not None:
+        judged = "THAT IS MORE THAN ROUNDING, from step {} on, where {} is furthest from the others"
     return [
         found,
-        f"THAT IS MORE THAN ROUNDING, from step {step} on, where {outlier} is furthest from the "
-        f"others: {measured}",
+        f"{judged.format(*verdict.beyond or ())}: {SINGLE} with its sums in {verdict.orders} "
+        f"orders drifts apart by {verdict.yardstick:.2g} (allowed are {FACTOR:g} times its drift "
+        f"up to a step, or {FLOOR:g} roundings of the loss).",
     ]
 
 
