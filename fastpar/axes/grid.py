@@ -37,14 +37,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastpar.axes import Axis
+from fastpar.axes import Axis, Making
 from fastpar.axes.step import CommOp, Setup, Workload
+from fastpar.axes.tensor.declared import split_model
 from fastpar.axes.tensor.functional import (
     Grads,
     Needed,
@@ -57,7 +58,6 @@ from fastpar.axes.tensor.functional import (
 )
 from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.handles import Handle
-from fastpar.comm.mesh import Mesh
 from fastpar.kernels.linear import matmul
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
@@ -147,45 +147,6 @@ class Grid(TensorParallel):
     def sum_of_parts(self, x: Tensor) -> Tensor:
         """The sum of every rank's part of a loss."""
         return reduce_from(_Times.apply(x, self.depth), self.batch)
-
-
-def make_grid(
-    model: nn.Module,
-    mesh: Mesh,
-    make: Callable[[Any, str], Collectives],
-    tp_plan: Any,
-) -> Grid:
-    """The place of this rank in the mesh's grid. Ranks: all.
-
-    Args:
-        make: collectives of a process group for a role.
-        tp_plan: of parallelize().
-    Raises:
-        ValueError: a model or a plan that does not run on a grid.
-    """
-    _check(model, mesh, tp_plan)
-
-    def along(*axes: str) -> Collectives:
-        alone = mesh.size(*axes) == 1
-        return OneRank(mesh.device) if alone else make(mesh.new_group(*axes), "tp")
-
-    return Grid(along("tp"), along("rows"), along("depth", "rows"))
-
-
-def _check(model: nn.Module, mesh: Mesh, tp_plan: Any) -> None:
-    assert mesh.tp_grid is not None
-    grid = "x".join(map(str, mesh.tp_grid))
-    if not getattr(model, "splits_on_grid", False):
-        raise ValueError(
-            f"parallelize: expected a fastpar.GPT without experts for tp_grid={grid}, got "
-            f"{type(model).__name__}; use Mesh(tp=), or load its weights into a "
-            "fastpar.GPT"
-        )
-    if tp_plan is not None:
-        raise ValueError(
-            f"parallelize: expected no tp_plan with tp_grid={grid}, got tp_plan={tp_plan!r}; leave "
-            "it out, or use Mesh(tp=)"
-        )
 
 
 def grid_of(number: int) -> Grid:
@@ -464,6 +425,31 @@ class Gridded(Axis):
         mine = partial * setup.grad_bytes / setup.n_shards
         yield column("all_reduce", n_micro if setup.stage == 0 else 1, mine)
         yield CommOp("all_reduce", "tp", wide, r * setup.depth, c, n_micro, "")  # the loss
+
+    def split(self, making: Making) -> None:
+        model, mesh = making.model, making.mesh
+        if mesh.tp_grid is None:
+            return
+        grid = "x".join(map(str, mesh.tp_grid))
+        if not getattr(model, "splits_on_grid", False):
+            raise ValueError(
+                f"parallelize: expected a fastpar.GPT without experts for tp_grid={grid}, got "
+                f"{type(model).__name__}; use Mesh(tp=), or load its weights into a "
+                "fastpar.GPT"
+            )
+        if making.tp_plan is not None:
+            raise ValueError(
+                f"parallelize: expected no tp_plan with tp_grid={grid}, got tp_plan="
+                f"{making.tp_plan!r}; leave it out, or use Mesh(tp=)"
+            )
+
+        def along(*axes: str) -> Collectives:
+            alone = mesh.size(*axes) == 1
+            return OneRank(mesh.device) if alone else making.make(mesh.new_group(*axes), "tp")
+
+        tp = Grid(along("tp"), along("rows"), along("depth", "rows"))
+        split_model(making, tp, None)
+        making.same_inputs["rows"] = tp.batch
 
 
 AXIS = Gridded()

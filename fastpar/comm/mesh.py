@@ -280,6 +280,17 @@ class Mesh:
         vars(other)["sizes"] = {**self.sizes, "replicas": replicas, "dp": data // replicas}
         return other
 
+    def of_gradients(self) -> Mesh:
+        """The same ranks as gradients see them: along dp are all that compute different tokens.
+
+        Those along cp, ep and depth have the same weights, but for experts. It shares the groups
+        of this mesh.
+        """
+        other, sizes = copy.copy(self), self.sizes
+        dp = sizes["dp"] * sizes["cp"] * sizes["ep"] * sizes["depth"]
+        vars(other)["sizes"] = {**sizes, "dp": dp, "cp": 1, "ep": 1, "depth": 1}
+        return other
+
     @property
     def dp_size(self) -> int:
         return self.size(*DATA_AXES)

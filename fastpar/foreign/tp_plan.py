@@ -56,12 +56,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from fastpar.axes.context.sequences import (
     ContextParallel,
     gather_tokens,
-    share_sequences,
     sum_of_parts,
 )
 from fastpar.axes.tensor.declared import add_state, speaker
 from fastpar.axes.tensor.functional import TensorParallel, gather, scatter
-from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.foreign.fused import Attention, GPT2Attention, Model
 from fastpar.foreign.swap import swap_of
@@ -379,21 +377,6 @@ def plan_for(model: nn.Module, given: Plan | str | None) -> Planned | None:
     return Planned(model, given, "the given plan")
 
 
-def use_tokens(planned: Planned | None, asked: bool | None) -> bool:
-    """Whether there is sequence parallelism; see [Note: tokens].
-
-    Raises:
-        ValueError: it is asked for, and the plan does not say where.
-    """
-    possible = planned is None or planned.cuts_tokens
-    if asked and not possible:
-        raise ValueError(
-            "parallelize: expected a tp_plan with Enter, Tokens and Leave for "
-            "sequence_parallel=True, got none of them; add them, or leave sequence_parallel out"
-        )
-    return possible if asked is None else asked
-
-
 def _declares(module: nn.Module) -> bool:
     return speaker(module) is not None or hasattr(module, "tp_states")
 
@@ -515,26 +498,15 @@ _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _TAKEN = (*_TOKENS, *_OF_LOSS, "return_dict")
 
 
-def share_context(
-    model: nn.Module, mesh: Mesh, make: Callable[[Any, str], Collectives], method: str
-) -> tuple[ContextParallel | None, Callable[[ContextParallel], None]]:
-    """The place of this rank along cp, None with cp=1, and what tells the model of it. Ranks: all.
+def tells_rows(model: nn.Module, mesh: Mesh) -> Callable[[ContextParallel], None] | None:
+    """What tells a model of the ranks of cp, which share its rows.
 
-    Args:
-        make: collectives of a process group for a role.
     Raises:
-        ValueError: with cp > 1, a model that cannot be told its positions, is not patched, or has
-            too few heads.
+        ValueError: with cp > 1, a model that cannot be told its positions, or is not patched.
     """
-    way = _way_of(model, mesh)
-    by_row = isinstance(way, SharedRows)
-    return share_sequences(model, mesh, make, method, by_row=by_row), way
-
-
-def _way_of(model: nn.Module, mesh: Mesh) -> Callable[[ContextParallel], None]:
     size, own = mesh.size("cp"), getattr(model, "context_parallel", None)
     if size == 1 or callable(own):
-        return own or (lambda cp: None)
+        return own
     name = type(model).__name__
     if type(model).__module__ != _LIBRARY or name not in _HEADS:
         raise ValueError(
@@ -576,6 +548,7 @@ class SharedRows:
         ValueError: dropout with tp > 1, or from generators that differ between ranks.
     """
 
+    by_row = True  # see ContextParallel
     cp: ContextParallel
     length = 0  # of the rows of the call under way
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from fastpar.axes import Axis
+from fastpar.axes import Axis, Making
+from fastpar.axes.context.sequences import ContextParallel
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.settings.config import GPTConfig
 
@@ -46,6 +47,15 @@ class Context(Axis):
             yield CommOp("all_to_all", "cp", mine, c, setup.tp, passes, "")
         wide = 8.0 if setup.weight_bytes == 8 else 4.0
         yield CommOp("all_reduce", "cp", wide, c, setup.tp, n_micro, "")
+
+    def connect(self, making: Making) -> None:
+        mesh, tell = making.mesh, making.tell_rows
+        if mesh.size("cp") == 1 or tell is None:
+            return
+        by_row = getattr(tell, "by_row", False)
+        group = making.make(mesh.new_group("cp"), "cp")
+        tell(ContextParallel(group, making.asked.cp_method, by_row=by_row))
+        making.same_inputs["cp"] = group
 
 
 AXIS = Context()

@@ -34,7 +34,6 @@ Source: Jacobs et al. 2023, arXiv 2309.14509
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import weakref
@@ -43,10 +42,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
-from fastpar.comm.mesh import Mesh
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 
 _DEVICES = ("CPU", "CUDA")
@@ -145,37 +143,6 @@ def context_of(number: int) -> ContextParallel:
     cp = _handles.get(number)
     assert cp is not None, "the model keeps it"
     return cp
-
-
-def mesh_of_gradients(mesh: Mesh) -> Mesh:
-    """The same ranks as gradients see them: those along cp, ep and depth, too, are along dp.
-
-    They have the same weights, but for experts, and compute other tokens. It shares the groups of
-    the mesh.
-    """
-    other, sizes = copy.copy(mesh), mesh.sizes
-    dp = sizes["dp"] * sizes["cp"] * sizes["ep"] * sizes["depth"]
-    vars(other)["sizes"] = {**sizes, "dp": dp, "cp": 1, "ep": 1, "depth": 1}
-    return other
-
-
-def share_sequences(
-    model: nn.Module,
-    mesh: Mesh,
-    make: Callable[[Any, str], Collectives],
-    method: str = "heads",
-    *,
-    by_row: bool = False,
-) -> ContextParallel | None:
-    """The place of this rank along cp; None with cp=1. Ranks: all.
-
-    Args:
-        make: collectives of a process group for a role.
-        by_row: see ContextParallel.
-    """
-    if mesh.size("cp") == 1:
-        return None
-    return ContextParallel(make(mesh.new_group("cp"), "cp"), method, by_row=by_row)
 
 
 # Exchanges

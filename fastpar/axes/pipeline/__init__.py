@@ -6,12 +6,14 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fastpar.axes import Axis
+from fastpar.axes import Axis, Making
 from fastpar.axes.pipeline.schedules import stage_of
 from fastpar.axes.pipeline.split import cut
+from fastpar.axes.pipeline.stages import cut_stages, make_stages
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.settings.block import part_flops, vocabulary_rows
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.mesh import pp_split
 
 
 class RankParts(NamedTuple):
@@ -70,6 +72,19 @@ class Pipelined(Axis):
             return
         table = float(vocabulary_rows(workload.shape, t) * width * setup.wire_bytes)
         yield CommOp("all_reduce", "pp", table, 2, stride * (setup.pp - 1), 1, "")
+
+    def cut(self, making: Making) -> None:
+        asked = making.asked.pipeline
+        split, model = pp_split(asked.split), making.model
+        found = cut_stages(model, making.mesh, split, asked.schedule, asked.chunks)
+        if found is not None:
+            making.kept[self.name] = found
+
+    def connect(self, making: Making) -> None:
+        cut = making.kept.get(self.name)
+        if cut is not None:
+            making.stages = make_stages(cut, making.model, making.mesh, making.make)
+            making.apart = cut.starts(making.model)
 
 
 AXIS = Pipelined()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fastpar.axes import Axis
+from fastpar.axes import Axis, Making
 from fastpar.axes.step import CommOp, Setup, Workload
+from fastpar.axes.tensor.declared import split_model
+from fastpar.axes.tensor.functional import TensorParallel
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.settings.block import (
     FIRST,
@@ -18,7 +20,7 @@ from fastpar.settings.block import (
 )
 
 
-class Tensor(Axis):
+class TensorAxis(Axis):
     """Each layer split over ranks of tp."""
 
     name = "tensor"
@@ -60,5 +62,25 @@ class Tensor(Axis):
         chunks = -(-n // rows)
         yield comm("all_gather", n_micro * chunks, "", 12.0 * n * t / chunks)
 
+    def split(self, making: Making) -> None:
+        mesh, planned = making.mesh, making.planned()
+        tokens = making.asked.sequence_parallel
+        possible = planned is None or planned.cuts_tokens
+        if tokens and not possible:
+            raise ValueError(
+                "parallelize: expected a tp_plan with Enter, Tokens and Leave for "
+                "sequence_parallel=True, got none of them; add them, or leave sequence_parallel out"
+            )
+        if mesh.tp_grid is not None:
+            return
+        if mesh.tp_size == 1:
+            making.report = "tensor parallelism: tp=1, nothing is split"
+            return
+        # The control exchange has the group of all ranks.
+        all_ranks = mesh.size("tp") == mesh.world_size
+        group = making.make(mesh.new_group("tp") if all_ranks else mesh.group("tp"), "tp")
+        tp = TensorParallel(group, sequence_parallel=possible if tokens is None else tokens)
+        split_model(making, tp, planned)
 
-AXIS = Tensor()
+
+AXIS = TensorAxis()

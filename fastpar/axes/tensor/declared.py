@@ -12,14 +12,19 @@ A module says which states its parameters have, in one of two ways. Names may ha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastpar.axes import Making
 from fastpar.axes.tensor.functional import TensorParallel
 from fastpar.comm.collectives import Collectives
+from fastpar.settings.mesh import TP_AXES
+from fastpar.sharding.layout import parameter_names
 from fastpar.sharding.placements import Placement, Replicate, Shard, State
 from fastpar.sharding.ranges import Run, runs_of_placement
 
@@ -226,3 +231,100 @@ def split_parameters(
         if declared.is_split(p):
             p.data = declared.cut(p.detach(), p)
     return declared
+
+
+def split_model(making: Making, tp: TensorParallel, planned: Any) -> None:
+    """Each rank of tp, or of a grid, keeps its part of the model's parameters. Ranks: all.
+
+    Args:
+        planned: of a model whose modules do not say it themselves, see Making.
+    """
+    model, mesh = making.model, making.mesh
+    # Before modules are told of tp: buffers that they make then may be those of a slice.
+    mesh.broadcast_([buffer for buffer in model.buffers() if not buffer.is_meta], *TP_AXES)
+    named = parameter_names(model)
+    if planned is not None:
+        planned.check(tp)
+    before = {module: vars(module).get("tp") for module in model.modules()}
+    try:
+        if planned is not None:
+            planned.convert(tp)
+        states = find_states(model, tp)
+        if planned is not None:
+            planned.add_states(states, named, tp)
+        making.declared = split_parameters(
+            named, states, tp, lambda values: mesh.broadcast_(values, *TP_AXES)
+        )
+    except BaseException:
+        if planned is not None:
+            planned.undo()
+        for module, old in before.items():  # told of tp already
+            if vars(module).get("tp") is not old:
+                vars(module)["tp"] = old
+        raise
+    by, left = ("declared by its modules", ()) if planned is None else (planned.why, planned.left)
+    making.report = tp_report(making.declared, parameter_names(model), by, left)
+    making.same_inputs["tp"] = tp.group
+
+
+# What was split, for people
+
+_MIB = 2**20
+_KINDS = {
+    "split": "split over the ranks",
+    "partial": "replicated, gradients summed along tp once a step",
+    "replicated": "replicated, the same gradient on every rank",
+    "left": "left: named by nobody, taken for the same on every rank",
+}
+
+
+def _short(axis: str, state: State, *, grid: bool) -> str:
+    """Without what is as usual, and nothing of what the title says."""
+    if not isinstance(state, Shard):
+        return f"{axis}: {type(state).__name__}" * grid
+    groups = f", groups={state.groups}" if state.groups > 1 else ""
+    padded = f", pad_to={state.pad_to}" if state.pad_to else ""
+    return f"{axis}: " * grid + f"Shard({state.dim}{groups}{padded})"
+
+
+def tp_report(
+    declared: Declared,
+    named: Mapping[nn.Parameter, tuple[str, ...]],
+    why: str,
+    left: Collection[str] = (),
+) -> str:
+    """A table of every parameter: its state along tp, its shape and this rank's part of it.
+
+    Args:
+        named: all parameters, split already, with their names; layers' numbers become *.
+        why: where the states come from.
+        left: names of the parameters that have a state by default.
+    """
+    tp = declared.tp
+    assert tp is not None
+    rows: dict[str, Counter[tuple[str, str, str]]] = {kind: Counter() for kind in _KINDS}
+    here, whole = Counter[str](), Counter[str]()
+    for p, names in named.items():
+        states, shape = declared.states(p), declared.whole_shape(p)
+        split, partial = declared.is_split(p), declared.is_partial(p)
+        kind = "split" if split else "partial" if partial else "replicated"
+        kind = "left" if names[0] in left else kind
+        name = " = ".join(dict.fromkeys(re.sub(r"\b\d+\b", "*", x) for x in names))
+        sizes = f"{list(shape)}" + (f" -> {list(p.shape)}" if split else "")
+        short = [_short(axis, s, grid=len(states) > 1) for axis, s in states.items()]
+        rows[kind][name, sizes, ", ".join(filter(None, short))] += 1
+        here[kind] += p.numel() * p.element_size()
+        whole[kind] += shape.numel() * p.element_size()
+    how = f"sequence parallelism {'on' if tp.sequence_parallel else 'off'}"
+    how = tp.tokens if tp.shared_dim == -1 else how
+    lines = [f"tensor parallelism: {tp.label}, {how}, {why}"]
+    for kind, title in _KINDS.items():
+        if not rows[kind]:
+            continue
+        size = f"{here[kind] / _MIB:.2f} MiB"
+        if kind == "split":
+            size += f" of {whole[kind] / _MIB:.2f} MiB"
+        lines.append(f"{title}: {sum(rows[kind].values())} parameters, {size} here")
+        for (name, sizes, how), count in rows[kind].items():
+            lines.append(f"  {count:>4} {name}  {sizes}  {how}".rstrip())
+    return "\n".join(lines)
