@@ -449,7 +449,7 @@ class Gridded(Axis):
 
         tp = Grid(along("tp"), along("rows"), along("depth", "rows"))
         split_model(making, tp, None)
-        making.same_inputs["rows"] = tp.batch
+        making.same_inputs["rows"] = tp.batch.group
 
 
 AXIS = Gridded()

@@ -138,13 +138,11 @@ class InputCheck:
         self.group, self.axis = group, axis
 
     @classmethod
-    def attach_all(cls, engine: Any, model: nn.Module, **shares: Any) -> None:
-        """One for each axis that has ranks, where they are asked for; of a grid for both."""
-        shares["rows"] = getattr(shares.get("tp"), "batch", None)
-        for axis, share in shares.items() if engine.debug.check_inputs else ():
-            if share is not None:
-                engine.input_checks.append(cls(share.group, axis))
-                engine.input_checks[-1].attach(model)
+    def attach_all(cls, engine: Any, model: nn.Module, groups: Mapping[str, Collectives]) -> None:
+        """One for each axis whose ranks are given the same inputs, where they are asked for."""
+        for axis, group in groups.items() if engine.debug.check_inputs else ():
+            engine.input_checks.append(cls(group, axis))
+            engine.input_checks[-1].attach(model)
 
     def attach(self, model: nn.Module) -> None:
         """From now on before each forward, as long as somebody keeps this object."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastpar.axes.context.sequences import mesh_of_gradients
-from fastpar.axes.grid import make_grid
-from fastpar.axes.pipeline.stages import Stages, cut_stages, make_stages
-from fastpar.axes.tensor.declared import Declared, find_states, split_parameters
-from fastpar.axes.tensor.functional import TensorParallel
-from fastpar.axes.tensor.report import tp_report
+from fastpar.axes import Making, every
+from fastpar.axes.pipeline.stages import Stages
+from fastpar.axes.tensor.declared import Declared
 from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transport import make_collectives
@@ -44,10 +42,10 @@ from fastpar.engine.shards import Shards, guard_state_dicts
 from fastpar.engine.split_backward import Places
 from fastpar.engine.stages import STAGES, Settings, Stage
 from fastpar.engine.units import find_units, unit_of_parameters
-from fastpar.foreign.tp_plan import Plan, Planned, plan_for, share_context, use_tokens
+from fastpar.foreign.tp_plan import Plan, plan_for, tells_rows
 from fastpar.kernels import Fp8
 from fastpar.settings.fields import flat
-from fastpar.settings.mesh import AXES, TP_AXES, pp_split
+from fastpar.settings.mesh import AXES
 from fastpar.settings.parallel import Offload, Parallel, Pipeline, Precision, Wires
 from fastpar.sharding.layout import (
     ParamSpec,
@@ -149,21 +147,23 @@ def parallelize(
     options, debug = flat(asked), debug or Debug()
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
     check_model(model, mesh)
-    given, mesh = mesh, mesh_of_gradients(mesh)
+    given, mesh = mesh, mesh.of_gradients()
     transport = check_settings(model, given, asked, debug, mesh.dp_size)
     check_experts(model, given)
     check_parameters(parameter_names(model), mesh.device, materialize is not None)
     check_in_place_writers(model, mesh.dp_size)
+    maker, plan = GroupMaker(mesh, transport, asked, debug), options["tp_plan"]
+    planned, tell = functools.partial(plan_for, model, plan), tells_rows(model, given)
+    making = Making(model, given, asked, maker.make, plan, planned, tell)
+    for axis in every():
+        axis.plan(making)
     mesh.check_same("parallelize", [*(f"{k}={v}" for k, v in options.items()), *inventory(model)])
     prove_together(mesh)
-    maker = GroupMaker(mesh, transport, asked, debug)
-    context, take_context = share_context(model, given, maker.make, asked.cp_method)
-    schedule, split = asked.pipeline, pp_split(asked.pipeline.split)
-    cut = cut_stages(model, mesh, split, schedule.schedule, schedule.chunks)
-    declared, report = _split_along_tp(model, given, maker, options)
-    declared = share_experts(model, given, maker.make, declared)
-    if context is not None:
-        take_context(context)
+    for axis in every():
+        axis.cut(making)
+    for axis in every():
+        axis.split(making)
+    making.declared = share_experts(model, given, maker.make, making.declared)
     n_shards = 1 if asked.zero_stage == 0 else asked.shard_size or mesh.size("dp")
     stays = asked.offload.what is None
     stage = STAGES[0 if n_shards == 1 and stays else asked.zero_stage]
@@ -176,22 +176,26 @@ def parallelize(
     in_effect = Settings(asked, stage, n_shards, bucket_mb)
     check_deterministic(in_effect, parameter_names(model), mesh)
     if materialize is not None:
-        allocate_meta(model, mesh.device, declared)
-    stages = None if cut is None else make_stages(cut, model, mesh, maker.make)
-    apart = () if cut is None else cut.starts(model)
-    modules = find_units(model, units, merge_bytes=asked.first_bucket_mb * 2**20, apart=apart)
-    fill = Fill(parameter_names(model), materialize, declared, stages)
+        allocate_meta(model, mesh.device, making.declared)
+    for axis in every():
+        axis.connect(making)
+    modules = find_units(
+        model, units, merge_bytes=asked.first_bucket_mb * 2**20, apart=making.apart
+    )
+    fill = Fill(parameter_names(model), materialize, making.declared, making.stages)
     travel = Travel(mesh, given, groups, of_experts, in_effect, debug.poison)
     shards = _make_shards(model, travel, modules, fill)
     engine = Engine(shards, modules, control, given, debug)
-    engine.tp_report = report
+    engine.tp_report = making.report
     keep_on_host(engine, debug)
     attach_experts(engine, model)
+    for axis in every():
+        axis.attach(making, engine)
     refuse_ddp(model)
     Places.offer(engine)
     guard_optimizers(engine)
     guard_state_dicts(model, shards)
-    InputCheck.attach_all(engine, model, tp=declared and declared.tp, cp=context)
+    InputCheck.attach_all(engine, model, making.same_inputs)
     return model
 
 
@@ -333,49 +337,6 @@ def _make_shards(
     )
 
 
-def _split_along_tp(
-    model: nn.Module, mesh: Mesh, maker: GroupMaker, options: Mapping[str, Any]
-) -> tuple[Declared | None, str]:
-    """What each rank of tp keeps of the model, and a report of it. Ranks: all."""
-    planned = plan_for(model, options["tp_plan"])
-    tokens = use_tokens(planned, options["sequence_parallel"])
-    if mesh.tp_grid is None and mesh.tp_size == 1:
-        return None, "tensor parallelism: tp=1, nothing is split"
-    if mesh.tp_grid is not None:
-        tp: TensorParallel = make_grid(model, mesh, maker.make, options["tp_plan"])
-    else:
-        tp = TensorParallel(maker.of_tp(), sequence_parallel=tokens)
-    declared = _split(model, mesh, tp, planned)
-    by = "declared by its modules" if planned is None else planned.why
-    return declared, tp_report(
-        declared, parameter_names(model), by, planned.left if planned else ()
-    )
-
-
-def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | None) -> Declared:
-    """Each rank of tp keeps its part of the model."""
-    # Before modules are told of tp: buffers that they make then may be those of a slice.
-    mesh.broadcast_([buffer for buffer in model.buffers() if not buffer.is_meta], *TP_AXES)
-    named = parameter_names(model)
-    if planned is not None:
-        planned.check(tp)
-    before = {module: vars(module).get("tp") for module in model.modules()}
-    try:
-        if planned is not None:
-            planned.convert(tp)
-        states = find_states(model, tp)
-        if planned is not None:
-            planned.add_states(states, named, tp)
-        return split_parameters(named, states, tp, lambda values: mesh.broadcast_(values, *TP_AXES))
-    except BaseException:
-        if planned is not None:
-            planned.undo()
-        for module, old in before.items():  # told of tp already
-            if vars(module).get("tp") is not old:
-                vars(module)["tp"] = old
-        raise
-
-
 # Process groups
 
 
@@ -414,13 +375,6 @@ class GroupMaker:
                 in_rank_order=self.deterministic,
             )
         )
-
-    def of_tp(self) -> Collectives:
-        """For activations of the ranks along tp. Ranks: all."""
-        mesh = self.mesh
-        shared = mesh.size("tp") == mesh.world_size  # the control exchange has all ranks' group
-        own = shared and self.factory is None
-        return self.make(mesh.new_group("tp") if own else mesh.group("tp"), "tp")
 
     def of_engine(
         self, stage: Stage, n_shards: int, *, alone: bool = False

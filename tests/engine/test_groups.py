@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fastpar.axes.tensor import tp_group
 from fastpar.comm.collectives import OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.debug import Debug, Delays
@@ -36,7 +37,7 @@ def roles(maker, stage, n_shards):
 
 def groups_of(tp, stage, n_shards):
     maker = maker_of(Mesh(tp=tp))
-    of_tp = members(maker.of_tp()) if tp > 1 else None
+    of_tp = members(tp_group(maker.mesh, maker.make)) if tp > 1 else None
     maker.again = tp == 1
     found = roles(maker, stage, n_shards)
     return of_tp, *(members(found[name]) for name in ("reduce", "gather", "copies", "control"))
@@ -69,7 +70,7 @@ def sums_at_once():
     """Every role has something under way, in another order on each rank."""
     mesh = Mesh(tp=2, timeout_s=30)
     maker = maker_of(mesh)
-    groups = {"tp": maker.of_tp(), **roles(maker, 3, 1)}
+    groups = {"tp": tp_group(maker.mesh, maker.make), **roles(maker, 3, 1)}
     names = sorted(groups, reverse=mesh.rank % 2 == 1)
     sums = {
         name: torch.full((1000,), mesh.rank + 1.0) for name in names if groups[name] is not None
@@ -103,7 +104,7 @@ def test_shared_memory_serves_every_axis():
 
     def ranks():
         maker = maker_of(Mesh(tp=2), "auto")
-        groups = {"tp": maker.of_tp(), **roles(maker, 2, 2)}
+        groups = {"tp": tp_group(maker.mesh, maker.make), **roles(maker, 2, 2)}
         return {name: c.transport for name, c in groups.items() if c is not None}
 
     for kinds in run_ranks(ranks, 4):
@@ -121,7 +122,7 @@ def test_a_factory_and_delays_are_used_for_every_role():
             return maker_of(mesh).make(group, role)
 
         maker = maker_of(mesh, factory=factory, debug=Debug(delay_ms=1.0))
-        return [maker.of_tp(), *roles(maker, 3, 1).values()]
+        return [tp_group(maker.mesh, maker.make), *roles(maker, 3, 1).values()]
 
     for groups in run_ranks(ranks, 4):  # nothing travels where a shard is whole
         several = [c for c in groups if not isinstance(c, OneRank)]
@@ -137,7 +138,7 @@ def test_a_factory_and_delays_are_used_for_every_role():
 def test_sums_in_rank_order_are_asked_of_every_group(deterministic):
     def ranks():
         maker = maker_of(Mesh(tp=2), deterministic=deterministic)
-        groups = [maker.of_tp(), *roles(maker, 2, 2).values()]
+        groups = [tp_group(maker.mesh, maker.make), *roles(maker, 2, 2).values()]
         return {c.in_rank_order for c in groups if c is not None}
 
     assert run_ranks(ranks, 4) == [{deterministic}] * 4

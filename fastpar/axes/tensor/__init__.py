@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from fastpar.axes import Axis, Making
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.axes.tensor.declared import split_model
 from fastpar.axes.tensor.functional import TensorParallel
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.mesh import Mesh
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.settings.block import (
     FIRST,
@@ -18,6 +21,12 @@ from fastpar.settings.block import (
     vocabulary_rows,
     widths,
 )
+
+
+def tp_group(mesh: Mesh, make: Callable[[Any, str], Collectives]) -> Collectives:
+    """For activations of the ranks along tp. Ranks: all."""
+    all_ranks = mesh.size("tp") == mesh.world_size  # whose group the control exchange has
+    return make(mesh.new_group("tp") if all_ranks else mesh.group("tp"), "tp")
 
 
 class TensorAxis(Axis):
@@ -76,9 +85,7 @@ class TensorAxis(Axis):
         if mesh.tp_size == 1:
             making.report = "tensor parallelism: tp=1, nothing is split"
             return
-        # The control exchange has the group of all ranks.
-        all_ranks = mesh.size("tp") == mesh.world_size
-        group = making.make(mesh.new_group("tp") if all_ranks else mesh.group("tp"), "tp")
+        group = tp_group(mesh, making.make)
         tp = TensorParallel(group, sequence_parallel=possible if tokens is None else tokens)
         split_model(making, tp, planned)
 
