@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench` from a checkout. Times are taken by fastpar/doctor/clocks.py."""
+"""Benchmarks: `python -m bench` from a checkout. Times are taken by fastpar/doctor/trial.py."""

@@ -41,11 +41,10 @@ from bench.systems import bench_train
 from bench.systems.worker import Spec, Variant
 from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor
-from fastpar.doctor.cases import ErrorCase, attentions, experts, orthogonals
-from fastpar.doctor.clocks import clock_for
-from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.cases import ErrorCase, attentions, experts, orthogonals, proof_cases
 from fastpar.doctor.report import row as proof_line
 from fastpar.doctor.table import VERSION, environment, row_of
+from fastpar.doctor.trial import clock_for
 from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import attention_peers, backend
 from fastpar.kernels.choice import OWN, Case, trying
@@ -741,7 +740,7 @@ CELLS["demo"] = [  # what a rehearsal adds
 
 def pack() -> int:
     """Compiles for an H100, without a GPU, what the cells launch: into TRITON_CACHE_DIR."""
-    from fastpar.doctor.warm import warm
+    from fastpar.doctor.trial import warm
 
     cases = [Case("cuda", op, dtype, size) for op, size, _ in LISTED for dtype in (*HALF, WIDE)]
     cases += [Case("cuda", "attention", dtype, D) for D in (64, 128) for dtype in HALF]

@@ -227,7 +227,7 @@ def cuda_stream(x: Tensor) -> int:
 
 
 # Whether launches are recorded, not run, for tensors on the CPU and the meta device:
-# fastpar/doctor/warm.py sets it.
+# fastpar/doctor/trial.py sets it.
 recording = False
 _has_triton: bool = importlib.util.find_spec("triton") is not None
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from bench.harness import Bench, Case, short
 from bench.peers import packages, stock
 from bench.targets import Target, faster
-from fastpar.doctor.clocks import Call
+from fastpar.doctor.trial import Call
 from fastpar.kernels import adamw, global_norm
 from fastpar.kernels.adamw import Hyper, adamw_step_, adamw_step_flat_, decode_moment, new_moment
 from fastpar.kernels.reference import adamw_step_ref

@@ -33,6 +33,7 @@ from bench.records import (
 from fastpar.comm.ranks import reason
 from fastpar.doctor.cases import (
     ErrorCase,
+    Errors,
     adamw_steps,
     attentions,
     dropouts,
@@ -43,9 +44,8 @@ from fastpar.doctor.cases import (
     losses,
     norms,
     orthogonals,
+    weight_gradients,
 )
-from fastpar.doctor.errors import Errors
-from fastpar.doctor.proof_cases import weight_gradients
 from fastpar.testing import gpu_arithmetic
 
 FEW = 16

@@ -43,10 +43,9 @@ from bench.records import (
 )
 from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor, report
-from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.cases import proof_cases
 from fastpar.doctor.table import VERSION, environment, row_of
-from fastpar.doctor.trial import DEFAULT_ROWS, Way, time_ways, what_is_wrong
-from fastpar.doctor.warm import warm
+from fastpar.doctor.trial import DEFAULT_ROWS, Way, time_ways, warm, what_is_wrong
 from fastpar.kernels import (
     attention_bits,
     attention_configs,

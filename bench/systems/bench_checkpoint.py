@@ -36,7 +36,7 @@ from bench.systems.links import Ranks
 from bench.systems.worker import start
 from bench.targets import faster, note
 from fastpar.comm.ranks import RankFailed
-from fastpar.doctor.clocks import Timing
+from fastpar.doctor.trial import Timing
 from fastpar.settings.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 10}

@@ -47,7 +47,7 @@ from bench.systems.bench_zero import available_bytes, forget_peak
 from bench.systems.links import PROBE_BYTES, Link, NoLinkError, Ranks, all_reduce_ms
 from bench.targets import Target, faster, note
 from fastpar.comm.ranks import RankFailed, reason
-from fastpar.doctor.clocks import Timing
+from fastpar.doctor.trial import Timing
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig

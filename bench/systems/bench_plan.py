@@ -21,7 +21,7 @@ from bench.records import Row
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.host import threads_per_rank
 from fastpar.comm.ranks import Rank, Ranks
-from fastpar.doctor.clocks import Timing
+from fastpar.doctor.trial import Timing
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.predict.measure import Cell, measure_cells
 from fastpar.predict.memory_model import predict_memory

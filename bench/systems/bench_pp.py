@@ -31,7 +31,7 @@ from bench.records import Row
 from bench.systems import bench_zero
 from bench.systems.bench_zero import GATE_STEPS, Trial, run_case
 from bench.systems.links import Link, NoLinkError, Ranks
-from fastpar.doctor.clocks import Timing
+from fastpar.doctor.trial import Timing
 from fastpar.observe.strategies import Settings
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel

@@ -22,7 +22,7 @@ from bench.targets import faster, note
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.ranks import reason
 from fastpar.comm.transport import make_collectives
-from fastpar.doctor.clocks import Call, Timing
+from fastpar.doctor.trial import Call, Timing
 from fastpar.testing import run_ranks
 
 TIME_LIMIT_S = {"cpu": 300, "cuda": 30}

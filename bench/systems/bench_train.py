@@ -25,7 +25,7 @@ from bench.records import Row
 from bench.systems.links import Ranks
 from bench.systems.worker import Spec, Variant, start
 from fastpar.comm.ranks import RankFailed
-from fastpar.doctor.clocks import Timing
+from fastpar.doctor.trial import Timing
 from fastpar.settings.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 3600, "cuda": 280}

@@ -31,7 +31,7 @@ from bench.systems.bench_overlap import ALONE, TIMEOUT_S, Log, settled_bytes
 from bench.systems.links import Link, NoLinkError, Ranks
 from bench.targets import faster, note
 from fastpar.comm.ranks import RankFailed, reason
-from fastpar.doctor.clocks import Timing
+from fastpar.doctor.trial import Timing
 from fastpar.models.gpt import use_fp8
 from fastpar.observe.strategies import Contender, Settings
 from fastpar.settings.config import GPTConfig

@@ -41,7 +41,7 @@ from bench.systems.links import Ranks
 from bench.systems.worker import start
 from fastpar.comm.host import memory_mb
 from fastpar.comm.ranks import RankFailed
-from fastpar.doctor.clocks import Timing, stopwatch
+from fastpar.doctor.trial import Timing, stopwatch
 from fastpar.models.gpt import GPT
 from fastpar.observe.strategies import Contender, Settings, adamw_of, import_deepspeed
 from fastpar.settings.config import GPTConfig

@@ -50,7 +50,7 @@ from fastpar import GPT, AdamW, Mesh, Muon, Outer, engine_of, muon_groups, paral
 from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.sources import TextSource, open_source
-from fastpar.doctor.clocks import stopwatch
+from fastpar.doctor.trial import stopwatch
 from fastpar.models.gpt import use_fp8
 from fastpar.predict.matrix_updates import product_bytes, updates_of
 from fastpar.settings.config import GPTConfig, TrainConfig

@@ -23,7 +23,7 @@ from bench.systems.links import Ranks
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
 from fastpar.data.batches import eval_batches, load_data, sample_batch
-from fastpar.doctor.clocks import stopwatch
+from fastpar.doctor.trial import stopwatch
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import keep_freed_memory

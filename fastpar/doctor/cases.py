@@ -1,45 +1,192 @@
-"""What ops are judged by: each at a model's sizes and at hostile ones, with its oracle and with
-what stock PyTorch computes in the same dtype.
+"""What ops are judged by: their errors, cases of plain and hostile inputs, and proofs made of them.
+
+An error is measured against fp64 beside that of plain PyTorch in the same dtype. A case is an op
+at one shape, with its oracle and with what stock PyTorch computes. Benches make ledgers of cases;
+a machine's proof of an op (proof_cases) has those of one size.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.doctor.errors import Errors, evaluate, measure_errors
 from fastpar.kernels import (
+    DelayedScales,
+    Fp8,
     Hyper,
     Rng,
+    accumulate_,
     adamw_step_,
     attention,
+    backend,
     bias_gelu,
     combine,
     cross_entropy,
     dropout,
     embedding,
+    global_norm,
     grouped_linear,
     layer_norm,
     linear,
     linear_cross_entropy,
     make_key,
     orthogonalize,
+    pack_,
     permute,
     reference,
     residual_layer_norm,
     residual_rms_norm,
     rms_norm,
     route,
+    sum_shards,
+    unpack_,
 )
 from fastpar.kernels.backend import wide
+from fastpar.kernels.linear import weight_gradient, wide_product
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
+
+
+class Errors(NamedTuple):
+    """Errors of one result against fp64, over all elements that are finite there."""
+
+    max: float
+    rms: float
+    eager_max: float  # of plain PyTorch in the same dtype
+    eager_rms: float
+    rounding: float  # of the largest value to the result's dtype: eps / 2 * max|oracle|
+    numel: int
+    condition: float = 0.0  # see bound; measured where the rest of it is not enough
+
+    @property
+    def bound(self) -> float:
+        """Twice what plain PyTorch's error and the condition are, and one rounding of the result.
+
+        The largest value of a result that was exact until it was stored can be off by that
+        rounding. PyTorch's error alone is no yardstick: it depends on the CPU's libraries, and is
+        small by luck where few elements are compared. The condition depends on the inputs only: it
+        is how far the exact result moves when each input is rounded once, in fp32 (fp64 for fp64).
+        Results of a stable algorithm are those of inputs that are off by a few such roundings.
+        """
+        return 2.0 * (self.eager_max + self.condition) + self.rounding
+
+
+def measure_errors(
+    fn: Callable[..., Any],
+    ref: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    eager: Callable[..., Any] | None = None,
+    grad: bool = True,
+    seed: int = 0,
+) -> dict[str, Errors]:
+    """The errors of fn and of eager (default: ref) against ref on fp64 copies of the inputs.
+
+    For every output and for the gradient of every input with requires_grad; one random cotangent
+    for all three.
+
+    Args:
+        fn, ref, eager: take *inputs, return a tensor or a tuple of tensors.
+        inputs: tensors and other arguments; floating-point tensors are upcast for the oracle, the
+            rest is passed on.
+        grad: also compare gradients of the inputs that require them.
+        seed: of the cotangents.
+    Returns:
+        "output 0", "gradient of input 0", ... -> Errors; results without elements are left out.
+    Raises:
+        AssertionError: on a missing result, a wrong shape or dtype, and where not both are finite.
+    """
+    truth = evaluate(ref, inputs, grad, seed, double=True)
+    base = evaluate(eager or ref, inputs, grad, seed)
+    ours = evaluate(fn, inputs, grad, seed)
+    assert ours.keys() == truth.keys(), f"results: expected {list(truth)}, got {list(ours)}"
+    measured = {}
+    for name, exact in truth.items():
+        got, plain = ours[name], base[name]
+        assert got.shape == exact.shape, f"{name}: expected shape {exact.shape}, got {got.shape}"
+        assert got.dtype == plain.dtype, f"{name}: expected dtype {plain.dtype}, got {got.dtype}"
+        if not exact.numel():
+            continue
+        finite = exact.isfinite()
+        same = torch.equal(got.double()[~finite].nan_to_num(), exact[~finite].nan_to_num())
+        assert same, f"{name}: expected the oracle's infinities and NaNs"
+        magnitude = exact[finite].abs().max().item() if finite.any() else 0.0
+        measured[name] = Errors(
+            *_max_and_rms(got, exact),
+            *_max_and_rms(plain, exact),
+            0.5 * torch.finfo(got.dtype).eps * magnitude,
+            exact.numel(),
+        )
+    if any(errors.max > errors.bound for errors in measured.values()):
+        for draw in range(3):  # of few elements one draw may leave little
+            moved = [_rounded(x, draw) for x in inputs]
+            values = evaluate(ref, moved, grad, seed, double=True)
+            for name, errors in measured.items():
+                change, _ = _max_and_rms(values[name], truth[name])
+                measured[name] = errors._replace(condition=max(change, errors.condition))
+    return measured
+
+
+def _rounded(x: Any, seed: int) -> Any:
+    """The tensor in fp64, with every element moved up or down by one rounding."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    unit = 2.0 ** (-53 if x.dtype == torch.float64 else -24)
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, x.shape, generator=generator, device="cpu")
+    moved = x.detach().double() * (1.0 + unit * (2.0 * signs - 1.0).double().to(x.device))
+    return moved.requires_grad_(x.requires_grad)
+
+
+def _max_and_rms(value: Tensor, exact: Tensor) -> tuple[float, float]:
+    difference = (value.double() - exact)[exact.isfinite()].abs().nan_to_num(nan=float("inf"))
+    if not difference.numel():
+        return 0.0, 0.0
+    return difference.max().item(), difference.square().mean().sqrt().item()
+
+
+def evaluate(
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    grad: bool = True,
+    seed: int = 0,
+    *,
+    double: bool = False,
+) -> dict[str, Tensor]:
+    """Outputs and gradients of fn on detached copies of the inputs, strides kept; arguments and
+    names of results as measure_errors has them."""
+    local: list[Any] = list(inputs)
+    for i, x in enumerate(inputs):
+        if isinstance(x, Tensor):
+            copy = x.detach().double() if double and x.is_floating_point() else x.detach()
+            local[i] = copy.requires_grad_(grad and x.requires_grad)
+    outputs = fn(*local)
+    outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    leaves = {i: x for i, x in enumerate(local) if isinstance(x, Tensor) and x.requires_grad}
+    if leaves:
+        device = next(iter(leaves.values())).device
+        generator = torch.Generator(device).manual_seed(seed)
+        smooth = [o for o in outputs if o.requires_grad]
+        drawn = [
+            torch.randn(o.shape, generator=generator, dtype=torch.float32, device=device)
+            for o in smooth
+        ]
+        # Rounded to bf16 first: exact in every dtype, so that all three see the same cotangent.
+        dy = [d.bfloat16().to(o.device, o.dtype) for d, o in zip(drawn, smooth)]
+        grads = torch.autograd.grad(smooth, list(leaves.values()), dy, allow_unused=True)
+        results |= {f"gradient of input {i}": g for i, g in zip(leaves, grads) if g is not None}
+    return results
+
+
+# Cases
+
 
 P = 0.1  # of dropout
 LOGIT_STD = 3.0  # a spread like that of a trained model: some tokens are likely
@@ -66,11 +213,16 @@ class ErrorCase:
         generator = torch.Generator(device).manual_seed(5)
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(
-                dtype
-            )
+            x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+            return x.to(dtype)
 
-        return {name: _leaf(value, device) for name, value in self.make(draw).items()}
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            value = value.to(device)
+            return value.requires_grad_() if value.is_floating_point() else value
+
+        return {name: leaf(value) for name, value in self.make(draw).items()}
 
     def measure(self, dtype: torch.dtype, device: str) -> dict[str, Errors]:
         """Result -> its errors: "y", "dx", ..."""
@@ -89,11 +241,24 @@ class ErrorCase:
         return {names[result]: value for result, value in found.items()}
 
 
-def _leaf(value: Any, device: str) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    value = value.to(device)
-    return value.requires_grad_() if value.is_floating_point() else value
+def _case(
+    op: Callable[..., Any],
+    shape: str,
+    make: Callable[[Draw], Inputs],
+    eager: Callable[..., Any] | None = None,
+    outputs: tuple[str, ...] = ("y",),
+    stock: Callable[..., Any] | None = None,
+    **settings: Any,
+) -> ErrorCase:
+    """Of an op whose oracle has its name: settings are of both. eager: None is the oracle."""
+    ref = functools.partial(getattr(reference, f"{op.__name__}_ref"), **settings)
+    fn = functools.partial(op, **settings)
+    return ErrorCase(op.__name__, shape.strip(), make, fn, ref, eager or ref, outputs, stock=stock)
+
+
+def _dropped(p: float, device: str, stream: int) -> dict[str, Any]:
+    """The settings of an op with dropout p, none for 0."""
+    return {"dropout_p": p, "rng": Rng(make_key(1, 0, device), stream)} if p else {}
 
 
 def _generators_kept(x: Tensor) -> AbstractContextManager[None]:
@@ -105,13 +270,10 @@ def norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCase
     """Norms of plain and hostile rows, alone and after a residual add."""
 
     def stream(draw: Draw, N: int, C: int, how: str) -> Tensor:
-        if how == "mean 100 std":
-            return draw(N, C) + 100
         if how == "strided rows":
             return draw(N, 2 * C)[:, :C]
-        if how == "std 1e-3":
-            return draw(N, C) * 1e-3
-        return draw(N, C)
+        x = draw(N, C)
+        return x + 100 if how == "mean 100 std" else x * 1e-3 if how == "std 1e-3" else x
 
     def stock(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is None:
@@ -123,14 +285,10 @@ def norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCase
             inputs = {"x": stream(draw, N, C, how), "weight": 1 + 0.1 * draw(C)}
             return inputs if rms else {**inputs, "bias": 0.1 * draw(C)}
 
-        shape = f"N={N} C={C} {how}".strip()
-        op = rms_norm if rms else layer_norm
-        ref = reference.rms_norm_ref if rms else reference.layer_norm_ref
-        return ErrorCase(op.__name__, shape, make, op, ref, stock)
+        return _case(rms_norm if rms else layer_norm, f"N={N} C={C} {how}", make, stock)
 
     def residual(N: int, C: int, p: float, *, rms: bool) -> ErrorCase:
-        rng = Rng(make_key(1, 0, device), 2)
-        settings: dict[str, Any] = {"dropout_p": p, "rng": rng} if p else {}
+        settings = _dropped(p, device, 2)
         names = ["x", "residual", "weight", "x_bias"] + ([] if rms else ["bias"])
 
         def make(draw: Draw) -> Inputs:
@@ -143,7 +301,7 @@ def norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCase
         def eager(x, residual, weight, x_bias, bias=None, **_):
             x = x + x_bias
             if p:
-                x = reference.dropout_ref(x, p, rng)
+                x = reference.dropout_ref(x, p, settings["rng"])
             total = residual + x
             return stock(total, weight, bias), total
 
@@ -168,24 +326,32 @@ def norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCase
 
 def gelus(rows: int, widths: tuple[int, ...]) -> Iterator[ErrorCase]:
     """Both forms of GELU with a bias."""
-    for approximate, name in (("tanh", "tanh"), ("none", "erf")):
-        for N, width, scale in [(rows, width, 1.0) for width in widths] + [(63, 127, 30.0)]:
 
-            def make(draw: Draw, N: int = N, width: int = width, scale: float = scale) -> Inputs:
-                return {"x": draw(N, width) * scale, "bias": draw(width)}
+    def one(name: str, N: int, width: int, scale: float) -> ErrorCase:
+        how = {"approximate": "none" if name == "erf" else name}
+        shape = f"{name} N={N} F={width}" + (f" std {scale:g}" if scale != 1 else "")
 
-            yield ErrorCase(
-                "bias_gelu",
-                f"{name} N={N} F={width}" + (f" std {scale:g}" if scale != 1 else ""),
-                make,
-                functools.partial(bias_gelu, approximate=approximate),
-                functools.partial(reference.bias_gelu_ref, approximate=approximate),
-                lambda x, b, kind=approximate: F.gelu(x + b, approximate=kind),
-            )
+        def make(draw: Draw) -> Inputs:
+            return {"x": draw(N, width) * scale, "bias": draw(width)}
+
+        return _case(bias_gelu, shape, make, lambda x, b: F.gelu(x + b, **how), **how)
+
+    for name in ("tanh", "erf"):
+        for width in widths:
+            yield one(name, rows, width, 1.0)
+        yield one(name, 63, 127, 30.0)
 
 
-def losses(rows: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[ErrorCase]:
-    """shapes: (C, vocabulary, its padding)."""
+def losses(
+    rows: int, shapes: tuple[tuple[int, int, int], ...], chunk_rows: int | None = None
+) -> Iterator[ErrorCase]:
+    """shapes: (C, vocabulary, its padding); chunk_rows: of linear_cross_entropy."""
+    known: dict[str, dict[str, Any]] = {
+        "smoothing 0.1": {"label_smoothing": 0.1},
+        "z-loss 0.01": {"z_loss": 0.01},
+        "no reduction": {"reduction": "none"},
+        "all ignored": {"reduction": "sum"},
+    }
 
     def stock(logits: Tensor, targets: Tensor, z_loss: float = 0.0, **settings: Any) -> Tensor:
         loss = F.cross_entropy(logits.float(), targets, **settings)
@@ -203,15 +369,6 @@ def losses(rows: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[Erro
         targets[::5] = -100
         return torch.full_like(targets, -100) if how == "all ignored" else targets
 
-    def settings_of(how: str) -> dict[str, Any]:
-        known: dict[str, dict[str, Any]] = {
-            "smoothing 0.1": {"label_smoothing": 0.1},
-            "z-loss 0.01": {"z_loss": 0.01},
-            "all ignored": {"reduction": "sum"},
-            "no reduction": {"reduction": "none"},
-        }
-        return known.get(how, {})
-
     def on_logits(N: int, V: int, pad: int, how: str) -> ErrorCase:
         def make(draw: Draw) -> Inputs:
             logits = draw(N, V + pad) * (1e4 if how == "logits 1e4" else LOGIT_STD)
@@ -220,16 +377,12 @@ def losses(rows: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[Erro
                 logits = logits.masked_fill(third, -torch.inf)
             return {"logits": logits, "targets": targets_of(logits[:, :V], how)}
 
-        settings = settings_of(how)
-        return ErrorCase(
-            "cross_entropy",
-            f"N={N} V={V}+{pad} {how}".strip(),
-            make,
-            functools.partial(cross_entropy, vocab_size=V, **settings),
-            functools.partial(reference.cross_entropy_ref, vocab_size=V, **settings),
-            lambda logits, targets: stock(logits[:, :V], targets, **settings),
-            ("loss",),
-        )
+        settings, shape = known.get(how, {}), f"N={N} V={V}+{pad} {how}"
+
+        def eager(logits: Tensor, targets: Tensor) -> Tensor:
+            return stock(logits[:, :V], targets, **settings)
+
+        return _case(cross_entropy, shape, make, eager, ("loss",), vocab_size=V, **settings)
 
     def fused(N: int, C: int, V: int, pad: int, how: str) -> ErrorCase:
         def make(draw: Draw) -> Inputs:
@@ -238,49 +391,44 @@ def losses(rows: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[Erro
             logits = (x.float() @ weight[:V].float().T).to(x.dtype)
             return {"x": x, "weight": weight, "targets": targets_of(logits, how)}
 
-        settings = settings_of(how)
-        return ErrorCase(
-            "linear_cross_entropy",
-            f"N={N} C={C} V={V}+{pad} {how}".strip(),
-            make,
-            functools.partial(linear_cross_entropy, vocab_size=V, **settings),
-            functools.partial(reference.linear_cross_entropy_ref, vocab_size=V, **settings),
-            lambda x, w, targets: stock(F.linear(x, w[:V]), targets, **settings),
-            ("loss",),
-        )
+        settings, shape = known.get(how, {}), f"N={N} C={C} V={V}+{pad} {how}"
+
+        def eager(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+            return stock(F.linear(x, w[:V]), targets, **settings)
+
+        op = linear_cross_entropy
+        case = _case(op, shape, make, eager, ("loss",), vocab_size=V, **settings)
+        if chunk_rows:
+            case.shape += f" in chunks of {chunk_rows}"
+            case.fn = functools.partial(case.fn, chunk_rows=chunk_rows)
+        return case
 
     for C, V, pad in shapes:
         yield on_logits(rows, V, pad, "")
         yield fused(rows, C, V, pad, "")
     C, V, pad = shapes[-1]
     small = min(rows, 63), min(V, 1000)
-    options = ("smoothing 0.1", "z-loss 0.01", "no reduction", "all ignored")
-    for how in ("logits 1e4", "-inf logits", *options):
+    for how in ("logits 1e4", "-inf logits", *known):
         yield on_logits(*small, 7, how)
-    for how in ("large logits", *options):
+    for how in ("large logits", *known):
         yield fused(small[0], C, small[1], 24, how)
 
 
 def attentions(
     shapes: tuple[tuple[int, ...], ...], device: str, p: float = 0.0
 ) -> Iterator[ErrorCase]:
-    """shapes: (B, T, Tk, H, Hkv, D), with dropout p; then documents and hostile ones."""
+    """shapes: (B, T, Tk, H, Hkv, D), with dropout p; then documents and hostile ones.
+
+    Beside each stands the formula, as nanoGPT writes it without flash attention.
+    """
 
     def one(
-        B: int, T: int, Tk: int, H: int, Hkv: int, D: int, *, p: float = 0.0, **kind: Any
-    ) -> ErrorCase:
-        scale, causal = kind.get("scale", 1.0), kind.get("causal", True)
-
+        B: int, T: int, Tk: int, H: int, Hkv: int, D: int, *, p: float = 0.0,
+        scale: float = 1.0, causal: bool = True,
+    ) -> ErrorCase:  # fmt: skip
         def make(draw: Draw) -> Inputs:
-            return {
-                "q": draw(B, T, H, D) * scale,
-                "k": draw(B, Tk, Hkv, D) * scale,
-                "v": draw(B, Tk, Hkv, D),
-            }
-
-        settings: dict[str, Any] = {"causal": causal}
-        if p:
-            settings |= {"dropout_p": p, "rng": Rng(make_key(1, 0, device), 3)}
+            q, k = (draw(*shape) * scale for shape in ((B, T, H, D), (B, Tk, Hkv, D)))
+            return {"q": q, "k": k, "v": draw(B, Tk, Hkv, D)}
 
         def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -293,32 +441,18 @@ def attentions(
         shape += "" if causal else " full"
         shape += f" scores {scale**2:g}" if scale != 1 else ""
         shape += f" dropout {p}" if p else ""
-        formula = functools.partial(reference.attention_ref, **settings)
-        return ErrorCase(
-            "attention",
-            shape,
-            make,
-            functools.partial(attention, **settings),
-            formula,
-            formula,  # as nanoGPT writes it without flash attention
-            ("o",),
-            stock=stock,
-        )
+        settings = {"causal": causal, **_dropped(p, device, 3)}
+        return _case(attention, shape, make, outputs=("o",), stock=stock, **settings)
 
     def documents(T: int, H: int, D: int) -> ErrorCase:
         ends = [0, 1, T // 3, T // 3 + 2, T]
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
-        settings: dict[str, Any] = {"cu_seqlens": cu_seqlens}
-        formula = functools.partial(reference.attention_ref, **settings)
-        return ErrorCase(
-            "attention",
-            f"documents up to {ends}, D={D} H={H}",
-            lambda draw: {name: draw(T, H, D) for name in ("q", "k", "v")},
-            functools.partial(attention, **settings),
-            formula,
-            formula,
-            ("o",),
-        )
+        settings = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device)}
+        shape = f"documents up to {ends}, D={D} H={H}"
+
+        def make(draw: Draw) -> Inputs:
+            return {name: draw(T, H, D) for name in ("q", "k", "v")}
+
+        return _case(attention, shape, make, outputs=("o",), **settings)
 
     for shape in shapes:
         yield one(*shape, p=p)
@@ -332,28 +466,25 @@ def attentions(
 
 def embeddings(B: int, T: int, widths: tuple[int, ...], V: int, device: str) -> Iterator[ErrorCase]:
     """Token and position embedding; some tokens repeat."""
-    rng = Rng(make_key(1, 0, device), 4)
-    cases = [(B, T, C, 0.0) for C in widths] + [(2, min(T, 48), widths[0], P), (1, 1, 63, 0.0)]
-    for b, t, C, p in cases:
 
-        def make(draw: Draw, b: int = b, t: int = t, C: int = C) -> Inputs:
+    def one(b: int, t: int, C: int, p: float) -> ErrorCase:
+        settings = _dropped(p, device, 4)
+
+        def make(draw: Draw) -> Inputs:
             idx = (draw(b, t).float().abs() * V / 8).long().clamp(max=V - 1)  # some tokens repeat
             return {"idx": idx, "wte": draw(V, C), "wpe": draw(t, C)}
 
-        settings: dict[str, Any] = {"dropout_p": p, "rng": rng} if p else {}
-
-        def eager(idx: Tensor, wte: Tensor, wpe: Tensor, p: float = p) -> Tensor:
+        def eager(idx: Tensor, wte: Tensor, wpe: Tensor) -> Tensor:
             x = F.embedding(idx, wte) + wpe
-            return reference.dropout_ref(x, p, rng) if p else x
+            return reference.dropout_ref(x, p, settings["rng"]) if p else x
 
-        yield ErrorCase(
-            "embedding",
-            f"B={b} T={t} C={C} V={V}" + (f" dropout {p}" if p else ""),
-            make,
-            functools.partial(embedding, **settings),
-            functools.partial(reference.embedding_ref, **settings),
-            eager,
-        )
+        shape = f"B={b} T={t} C={C} V={V}" + (f" dropout {p}" if p else "")
+        return _case(embedding, shape, make, eager, **settings)
+
+    for C in widths:
+        yield one(B, T, C, 0.0)
+    yield one(2, min(T, 48), widths[0], P)
+    yield one(1, 1, 63, 0.0)
 
 
 def linears(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
@@ -363,16 +494,15 @@ def linears(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCas
         def make(draw: Draw, C: int = C, out: int = out) -> Inputs:
             return {"x": draw(rows, C), "weight": draw(out, C) * C**-0.5, "bias": draw(out)}
 
-        shape = f"N={rows} {C}->{out}"
-        yield ErrorCase("linear", shape, make, linear, reference.linear_ref, F.linear)
+        yield _case(linear, f"N={rows} {C}->{out}", make, F.linear)
 
 
 def experts(rows: int, C: int) -> Iterator[ErrorCase]:
     """The ops of 8 experts: their choice, tokens there and back, layers with an empty group."""
     E, K = 8, 2
-    choices = torch.rand(
-        rows, E, generator=torch.Generator().manual_seed(3), dtype=torch.float32, device="cpu"
-    ).argsort(-1)[:, :K]
+    generator = torch.Generator().manual_seed(3)
+    chances = torch.rand(rows, E, generator=generator, dtype=torch.float32, device="cpu")
+    choices = chances.argsort(-1)[:, :K]
 
     def eager(x: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
         parts = zip(x.split(counts.tolist()), weight, bias)
@@ -411,9 +541,8 @@ def experts(rows: int, C: int) -> Iterator[ErrorCase]:
         lambda x, numbers: reference.permute_ref(x, numbers.cpu(), E)[0],
         lambda x, numbers: x[numbers.flatten().argsort(stable=True) // K],
     )
-    yield ErrorCase("combine", f"N={rows} C={C} K={K}", sums, combine, reference.combine_ref, mix)
-    calls = grouped_linear, reference.grouped_linear_ref, eager
-    yield ErrorCase("grouped_linear", f"M={rows * K} E={E} {C}->{2 * C}", layers, *calls)
+    yield _case(combine, f"N={rows} C={C} K={K}", sums, mix)
+    yield _case(grouped_linear, f"M={rows * K} E={E} {C}->{2 * C}", layers, eager)
 
 
 def orthogonals(shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
@@ -429,14 +558,10 @@ def orthogonals(shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
         return y.T if x.shape[0] > x.shape[1] else y
 
     for m, n in shapes:
-
-        def make(draw: Draw, shape: tuple[int, int] = (m, n)) -> Inputs:
-            return {"x": draw(*shape)}
-
         yield ErrorCase(
             "orthogonalize",
             f"{m}x{n}",
-            make,
+            lambda draw, shape=(m, n): {"x": draw(*shape)},
             lambda x: orthogonalize(x, dtype=x.dtype),
             lambda x: reference.orthogonalize_ref(x.detach(), coefficients=tuple(POLAR_EXPRESS)),
             eager,
@@ -456,15 +581,9 @@ def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
         with _generators_kept(x):
             return F.dropout(x, P)
 
-    yield ErrorCase(
-        "dropout",
-        f"{list(shape)} p={P}",
-        lambda draw: {"x": draw(*shape)},
-        lambda x: dropout(x, P, rng),
-        lambda x: reference.dropout_ref(x, P, rng),
-        eager,
-        stock=stock,
-    )
+    how = {"p": P, "rng": rng}
+    make: Any = lambda draw: {"x": draw(*shape)}  # noqa: E731
+    yield _case(dropout, f"{list(shape)} p={P}", make, eager, stock=stock, **how)
 
 
 def adamw_steps(numel: int) -> Iterator[ErrorCase]:
@@ -476,25 +595,223 @@ def adamw_steps(numel: int) -> Iterator[ErrorCase]:
         p, g, m, v = (draw(numel).float() for _ in range(4))
         return {"p": p, "g": g, "exp_avg": m, "exp_avg_sq": v.square()}
 
-    def by(step: Callable[..., None]) -> Callable[..., Any]:
+    def by(step: Callable[..., Any]) -> Callable[..., Any]:
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             p, g, m, v = (t.detach().clone() for t in tensors)
-            step([p], [g], [m], [v], **hyper, step=10)
+            step([p], [g], [m], [v])
             return p, m, v
 
         return function
 
-    def fused(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        p, m, v = (t.detach().clone() for t in (p, m, v))
-        step = torch.tensor(10.0, device=p.device, dtype=torch.float32)
-        torch._fused_adamw_(
-            [p], [g.detach()], [m], [v], [], [step], **hyper, amsgrad=False, maximize=False
-        )
-        return p, m, v
+    def ours(*lists: list[Tensor]) -> None:
+        adamw_step_(*lists, Hyper(**hyper, step=10))
 
-    def ours(p: Any, g: Any, m: Any, v: Any, **hyper: Any) -> None:
-        adamw_step_(p, g, m, v, Hyper(**hyper))
+    def fused(*lists: list[Tensor]) -> None:
+        step = torch.tensor(10.0, device=lists[0][0].device, dtype=torch.float32)
+        torch._fused_adamw_(*lists, [], [step], **hyper, amsgrad=False, maximize=False)
 
     outputs = ("p", "exp_avg", "exp_avg_sq")
-    calls = by(ours), by(reference.adamw_step_ref), fused
+    calls = by(ours), by(functools.partial(reference.adamw_step_ref, **hyper, step=10)), by(fused)
     yield ErrorCase("adamw_step_", f"P={numel}", make, *calls, outputs, (torch.float32,))
+
+
+def flat_ops(numel: int) -> Iterator[ErrorCase]:
+    """Ops of buckets and of the norm: a list of two tensors, or flat memory."""
+
+    def two(draw: Draw) -> Inputs:
+        return {"a": draw(numel // 3), "b": draw(numel - numel // 3)}
+
+    def packed(op: Callable[..., None], a: Tensor, b: Tensor) -> Tensor:
+        flat = a.new_empty(a.numel() + b.numel())
+        op(flat, [a, b], scale=0.5)
+        return flat
+
+    def unpacked(op: Callable[..., None], a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        results = [torch.empty_like(t) for t in (a, b)]
+        op(results, torch.cat([a, b]), scale=0.5)
+        return tuple(results)
+
+    def accumulated(op: Callable[..., None], a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        totals = [t.clone() for t in (a, b)]
+        op(totals, [a, b], scale=0.5)
+        return tuple(totals)
+
+    def summed(op: Callable[..., None], a: Tensor, b: Tensor) -> Tensor:
+        out = torch.empty_like(a)
+        op(torch.stack([a, b[: a.numel()]]), out, scale=0.5)
+        return out
+
+    def norm(op: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+        return op([a, b])
+
+    def norm_ref(tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors).to(wide(tensors[0].dtype)).norm()
+
+    def without_gradient(how: Any, op: Any) -> Callable[..., object]:
+        return lambda a, b: how(op, a.detach(), b.detach())
+
+    pairs: dict[str, tuple[Any, Any, Any]] = {
+        "pack_": (packed, pack_, reference.pack_ref),
+        "unpack_": (unpacked, unpack_, reference.unpack_ref),
+        "accumulate_": (accumulated, accumulate_, reference.accumulate_ref),
+        "sum_shards": (summed, sum_shards, reference.sum_shards_ref),
+        "global_norm": (norm, lambda two: global_norm(two, max_norm=1.0)[0], norm_ref),
+    }
+    for op, (how, *both) in pairs.items():
+        outputs = ("a", "b") if op in ("unpack_", "accumulate_") else ("y",)
+        ours, ref = (without_gradient(how, one) for one in both)
+        yield ErrorCase(op, f"P={numel}", two, ours, ref, ref, outputs)
+
+
+def weight_gradients(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
+    """Of a linear layer of (C, outputs), kept in fp32, beside one rounded to 16 bits first; then
+    that of two micro-batches, the second added to the first."""
+
+    def product(dy: Tensor, x: Tensor) -> Tensor:
+        return dy.detach().t() @ x.detach()
+
+    def halves(dy: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(dy.detach().chunk(2), x.detach().chunk(2))
+
+    def added(dy: Tensor, x: Tensor) -> Tensor:
+        (dy1, x1), (dy2, x2) = halves(dy, x)
+        return wide_product(dy2.t(), x2, weight_gradient(dy1, x1), add=True)
+
+    def plain(dy: Tensor, x: Tensor) -> Tensor:
+        return weight_gradient(dy.detach(), x.detach())
+
+    def rounded(dy: Tensor, x: Tensor) -> Tensor:
+        return product(dy, x).float()
+
+    def sum_of_rounded(dy: Tensor, x: Tensor) -> Tensor:
+        first, second = (rounded(*part) for part in halves(dy, x))
+        return first + second
+
+    for own, eager, how in ((plain, rounded, ""), (added, sum_of_rounded, " added")):
+        for C, out in shapes:
+
+            def make(draw: Draw, C: int = C, out: int = out) -> Inputs:
+                return {"dy": draw(rows, out), "x": draw(rows, C)}
+
+            calls, dtypes = (own, product, eager), (torch.bfloat16, torch.float16)
+            shape = f"N={rows} {C}->{out}{how}"
+            yield ErrorCase("weight_gradient", shape, make, *calls, ("dweight",), dtypes)
+
+
+def linears_fp8(rows: int, C: int) -> Iterator[ErrorCase]:
+    """Layers with products in 8 bits, whose oracle is their emulation in fp64; beside bf16."""
+
+    def one(scaling: str, out: int, how: str) -> ErrorCase:
+        form, _, of_weight = scaling.partition(" ")  # and the format in a weight gradient
+
+        def make(draw: Draw) -> Inputs:
+            x = draw(rows, C)
+            if how:
+                spread = torch.logspace(-6, 6, rows, dtype=torch.float32, device="cpu")
+                x = x * spread[:, None].to(x)
+            return {"x": x, "weight": draw(out, C) * C**-0.5, "bias": draw(out)}
+
+        def emulated(x: Any, w: Any, b: Any, emulate: bool = True) -> Tensor:
+            scales = DelayedScales(1)
+            scales.load_state_dict({"history": [[[8.0] * 3]], "steps": 1})  # largest values
+            kind: Any = (form, of_weight or "bf16", emulate, scales if form == "tensor" else None)
+            return linear(x, w, b, fp8=Fp8(*kind))
+
+        def own(x: Tensor, *rest: Tensor) -> Tensor:
+            return emulated(x, *rest, emulate=x.is_cpu and not backend.recording)
+
+        shape = f"N={rows} {C}->{out} {scaling} {how}".strip()
+        calls, bf16 = (own, emulated, emulated), (torch.bfloat16,)
+        return ErrorCase("linear_fp8", shape, make, *calls, dtypes=bf16, stock=F.linear)
+
+    for scaling in ("row", "block", "tensor", "tensor fp8"):
+        for out, how in ((4 * C, ""), (C, ""), (16, "spread rows")):
+            yield one(scaling, out, how)
+
+
+# Proofs
+
+
+FEW_ROWS = 64  # of the hostile cases
+MANY_ELEMENTS = 1 << 22  # of a tensor: more than the tiles of all programs of a grid hold
+HEADS = 12  # GPT-2's
+
+
+def _attention_proofs(n: int, head_dim: int, device: str, *, masked: bool) -> Iterator[ErrorCase]:
+    """Plain attention, or attention with dropout or documents; see kernels/attention.py _case."""
+    T = min(n, 1024)
+    heads = HEADS if n > 320 else 2 if masked else 4  # a mask's oracle is drawn in Python
+    shape = (-(-n // 1024), T, T, heads, heads, head_dim)
+    for case in attentions((shape,), device, p=P if masked else 0.0):
+        if masked == ("dropout" in case.shape or "documents" in case.shape):
+            yield case
+
+
+def _losses(rows: int, size: int, chunk_rows: int | None = None) -> Iterator[ErrorCase]:
+    return losses(rows, ((64, size - size // 64, size // 64),), chunk_rows)
+
+
+def _builders(size: int, device: str) -> dict[str, Callable[[int], Iterator[ErrorCase]]]:
+    """op -> its cases of so many rows, a plain one first."""
+    return {
+        **dict.fromkeys(
+            ("layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm"),
+            lambda n: norms(n, (size,), device),
+        ),
+        "bias_gelu": lambda n: gelus(n, (size,)),
+        "linear_fp8": lambda n: linears_fp8(n, size),
+        "grouped_linear": lambda n: experts(n, size),
+        "weight_gradient": lambda n: weight_gradients(n, ((size, 3 * size), (size, 8))),
+        "embedding": lambda n: embeddings(1, n, (size,), 4096, device),
+        "attention": lambda n: _attention_proofs(n, size, device, masked=False),
+        "attention_masked": lambda n: _attention_proofs(n, size, device, masked=True),
+        **dict.fromkeys(("cross_entropy", "linear_cross_entropy"), lambda n: _losses(n, size)),
+        "dropout": lambda n: dropouts((1, n, 48), device),
+        # Of few values the time is that of the call, 0.07 ms for all of a model's at once.
+        "adamw_step_": lambda n: adamw_steps(min(n * 8192, 1 << 23)),
+        **dict.fromkeys(
+            ("pack_", "unpack_", "accumulate_", "sum_shards", "global_norm"),
+            lambda n: flat_ops(n * 768),
+        ),
+    }
+
+
+def proof_cases(op: str, size: int, device: str, rows: int) -> list[ErrorCase]:
+    """What an op is proven with for tensors of this last dimension: a plain case of so many rows
+    first, which can be timed, then hostile ones, on a GPU also those of many rows; none for an op
+    that has no proof."""
+    build = _builders(size, device).get(op)
+    if build is None:
+        return []
+    name = op.removesuffix("_masked")
+    timed, *_ = (case for case in build(rows) if case.op == name)
+    few = [case for case in build(FEW_ROWS) if case.op == name]
+    return [timed, *few, *(cases_of_many_rows(op, size, device) if device == "cuda" else ())]
+
+
+def cases_of_many_rows(op: str, size: int, device: str) -> list[ErrorCase]:
+    """What FEW_ROWS do not reach: a kernel's loop over tiles and its last, partial one, a second
+    round of its programs, sums of what they leave behind, products that are added up.
+
+    All sizes are multiples of 16, as FEW_ROWS is, so that these launch the same compiled kernels.
+    """
+    build = _builders(size, device)[op]
+    rows: tuple[int, ...] = (208, 1024)
+    known = {case.shape for case in build(FEW_ROWS)}
+    known.add("N=5 C=16384")  # rows that norms read twice: other kernels than this size's
+    if op == "attention":
+        rows = 320, 4096  # five tiles of 64, and 4 x 1024: more pairs of tiles than a GPU has SMs
+    elif op == "attention_masked":
+        rows = (320,)
+    elif op == "cross_entropy":
+        rows = (208,)
+    elif op == "linear_cross_entropy":
+        rows, build = (208,), functools.partial(_losses, size=size, chunk_rows=48)
+    elif op == "embedding":  # 20 tokens, each of which fills several stretches of the sorted ids
+        rows, build = (2048,), lambda n: embeddings(2, n, (size,), 64, device)
+    elif not size:
+        rows = (208,) if op == "dropout" else (4096,)
+    elif op == "bias_gelu" or op.endswith("_norm"):
+        rows = 208, max(1024, MANY_ELEMENTS // size // 16 * 16)
+    found = [case for n in rows for case in build(n) if case.op == op.removesuffix("_masked")]
+    return list({case.shape: case for case in found if case.shape not in known}.values())

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
-from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, DeviceLost, prove
-from fastpar.doctor.warm import warm
+from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, DeviceLost, prove, warm
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 from fastpar.settings.config import GPTConfig
@@ -56,17 +55,13 @@ class Prover:
                 self._tables[device] = ProofTable(device)
             return self._tables[device]
 
-    def kind(self, device: str) -> str:
-        """The name of this rank's device."""
-        return self.table(device).about["device"]
-
     def proof_of(self, case: Case, **how: Any) -> Proof:
         """The proof of a case, from the ranks' store, the file, or by a trial; how: proof_here's
         further arguments."""
         with self._lock:
             if self._store is None:
                 return self.proof_here(case, **how)
-            here, found = self.kind(case.device), {}
+            here, found = self.table(case.device).about["device"], {}
             for kind in sorted(self._kinds, key=lambda kind: kind != here):
                 key = f"fastpar/proof/{kind}/{case.device}/{case}"
                 if kind == here and self._store.add(f"{key}/claims", 1) == 1:
@@ -78,16 +73,16 @@ class Prover:
 
     def warm(self, cases: Sequence[Case], gpu: tuple[int, int]) -> None:
         """Compiles what proofs need, once on each host; other ranks of the host wait for it."""
-        if self._store is None:
-            _warm(cases, gpu)
-            return
-        key = f"fastpar/warm/{platform.node()}/{' '.join(map(str, cases))}"
-        if self._store.add(f"{key}/claims", 1) == 1:
+        store, key = self._store, f"fastpar/warm/{platform.node()}/{' '.join(map(str, cases))}"
+        if store is None or store.add(f"{key}/claims", 1) == 1:
             try:
-                _warm(cases, gpu)
+                for line in warm(cases, gpu):
+                    _say(f"not compiled ahead of its proof: {line}")
             finally:
-                self._store.set(key, "done")
-        self._store.get(key)
+                if store is not None:
+                    store.set(key, "done")
+        if store is not None:
+            store.get(key)
 
     def proof_here(
         self, case: Case, *, rows: int = 0, again: bool = False, compiled: bool = False
@@ -113,7 +108,7 @@ class Prover:
                 _say(f"{case}: no memory is left to try it; stock PyTorch runs in this process")
                 return Proof(STOCK)
         if proof.wrong:
-            where = f"on {self.kind(case.device)} and does not run"
+            where = f"on {table.about['device']} and does not run"
             _say(f"{case}: the own kernel is WRONG {where}: {proof.wrong}")
         elif case.device == "cuda":
             seconds = time.perf_counter() - start
@@ -132,11 +127,6 @@ def _common(case: Case, found: dict[str, Proof]) -> Proof:
         _say(f"{case}: the ranks' GPUs differ in what serves it fastest ({each}); own on all")
         worst = worst._replace(serves=(OWN, OWN))
     return worst
-
-
-def _warm(cases: Sequence[Case], gpu: tuple[int, int]) -> None:
-    for line in warm(cases, gpu):
-        _say(f"not compiled ahead of its proof: {line}")
 
 
 def _say(text: str) -> None:
@@ -178,15 +168,6 @@ def prove_first_use(case: Case, x: Tensor) -> Proof:
 def known_proof(case: Case) -> Proof | None:
     """What the table says of a case; nothing is tried."""
     return table_of(case.device).proofs.get(case)
-
-
-def go_by_compiled_times(cases: Iterable[Case]) -> None:
-    """For a process that compiles its model: where torch.compile makes of PyTorch's functions what
-    is faster than the own kernel, it gets these functions to compile."""
-    for case in cases:
-        proof = choice.proofs.get(case)
-        if proof is not None and 0 < SLOWER * sum(proof.compiled_ms) < sum(proof.own_ms):
-            choice.proofs[case] = proof._replace(chosen=STOCK)
 
 
 def table_of(device: str) -> ProofTable:
@@ -271,13 +252,16 @@ def prove_before_training(
 ) -> None:
     """Proves what a run will call, as far as that is not known; see [Note: when].
 
-    compiled: the run compiles its model, so that PyTorch's functions count as torch.compile makes
-    them. Ranks: all, with the same arguments.
+    compiled: the run compiles its model: where torch.compile makes of PyTorch's functions what is
+    faster than the own kernel, it gets these functions to compile.
+    Ranks: all, with the same arguments.
     """
     cases = cases_of_model(device, dtype, config, tp=tp, fp8=fp8)
     if device == "cpu" or backend.choice != "auto":
         adopt_known(cases)
     else:
         adopt(cases, rows=min(rows, MOST_ROWS), compiled=compiled)
-    if compiled:
-        go_by_compiled_times(cases)
+    for case in choice.proofs.keys() & cases if compiled else ():
+        proof = choice.proofs[case]
+        if 0 < SLOWER * sum(proof.compiled_ms) < sum(proof.own_ms):
+            choice.proofs[case] = proof._replace(chosen=STOCK)

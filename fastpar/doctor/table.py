@@ -54,25 +54,29 @@ TWICE = 2
 def proofs_folder() -> Path:
     """Where tables are kept: FASTPAR_PROOFS, or fastpar/proofs in the user's cache."""
     named = os.environ.get(FOLDER)
-    if named:
-        return Path(named).expanduser()
-    return user_cache() / "proofs"
+    return Path(named).expanduser() if named else user_cache() / "proofs"
 
 
 @functools.cache
 def environment(device: str) -> dict[str, str]:
     """What a proof holds for: the device's name, and the versions of all that computes."""
-    about = {"fastpar": f"{__version__} {_kernels_digest()}", "torch": torch.__version__}
-    about["module"] = _module()
+    digest = hashlib.sha256()  # of the kernels installed: a checkout changes without its version
+    for path in sorted(Path(fastpar.kernels.__file__).parent.glob("*")):
+        if path.suffix in (".py", ".json"):
+            digest.update(path.read_bytes())
+    about = {"fastpar": f"{__version__} {digest.hexdigest()[:8]}", "torch": torch.__version__}
+    about["module"] = "none"  # else which build of csrc/ is installed
+    if _C is not None:
+        status = Path(_C.__file__).stat()
+        about["module"] = f"{status.st_size} bytes, {status.st_mtime_ns}"
     if device == "cuda":
         about["device"] = torch.cuda.get_device_name()
         about["driver"] = _driver()
         with contextlib.suppress(metadata.PackageNotFoundError):
             about["triton"] = metadata.version("triton")
     else:
-        isa = _C.isa() if _C is not None else "no compiled module"
         about["device"] = f"CPU {cpu_name()}, {torch.get_num_threads()} threads"
-        about["kernels"] = isa
+        about["kernels"] = _C.isa() if _C is not None else "no compiled module"
     return about
 
 
@@ -96,23 +100,6 @@ def _driver() -> str:
     return "unknown"
 
 
-def _kernels_digest() -> str:
-    """Of the kernels that are installed: a checkout's change without its version does."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(fastpar.kernels.__file__).parent.glob("*")):
-        if path.suffix in (".py", ".json"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-def _module() -> str:
-    """Which build of csrc/ is installed."""
-    if _C is None:
-        return "none"
-    status = Path(_C.__file__).stat()
-    return f"{status.st_size} bytes, {status.st_mtime_ns}"
-
-
 def _without_module(about: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in about.items() if name != "module"}
 
@@ -134,25 +121,20 @@ def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
     """The proofs of a file's content; raises whatever a wrong one makes of it (ValueError, ...)."""
     found = {}
     for row in content["proofs"]:
-        dtype = getattr(torch, row["dtype"])
-        op, size, texts = row["op"], row["size"], [row["wrong"]]
-        own = [_two_times(row[name]) for name in Proof._fields if name.endswith("_ms")]
-        peers = [PeerProof(**peer) for peer in row["peers"]]
-        peers = [peer._replace(ms=_two_times(peer.ms)) for peer in peers]
-        texts += [text for peer in peers for text in (peer.name, peer.wrong)]
-        readable = all(isinstance(t, str) and len(t) <= MOST_LETTERS for t in texts)
-        readable = readable and all(t.isprintable() for t in texts)
-        if not (isinstance(op, str) and isinstance(size, int) and readable):
-            raise ValueError(shown(row))
-        if not isinstance(dtype, torch.dtype) or row["chosen"] not in (OWN, STOCK):
-            raise ValueError(shown(row))
+        case = Case(device, row["op"], getattr(torch, row["dtype"]), row["size"])
+        times = {name: _two_times(row[name]) for name in Proof._fields if name.endswith("_ms")}
+        peers = tuple(PeerProof(**p)._replace(ms=_two_times(p["ms"])) for p in row["peers"])
         forward, backward = row["serves"]
-        if not {forward, backward} <= {OWN, *PEERS}:
+        texts = [row["wrong"], *(text for peer in peers for text in (peer.name, peer.wrong))]
+        if not (
+            all(isinstance(t, str) and len(t) <= MOST_LETTERS and t.isprintable() for t in texts)
+            and (isinstance(case.op, str) and isinstance(case.size, int))
+            and (isinstance(case.dtype, torch.dtype) and row["chosen"] in (OWN, STOCK))
+            and {forward, backward} <= {OWN, *PEERS}
+        ):
             raise ValueError(shown(row))
-        first, second, third, compiled = own
-        serves = (forward, backward)
-        proof = Proof(row["chosen"], texts[0], first, second, third, compiled, serves, tuple(peers))
-        found[Case(device, op, dtype, size)] = proof
+        proof = Proof(row["chosen"], row["wrong"], **times, serves=(forward, backward), peers=peers)
+        found[case] = proof
     return found
 
 
@@ -186,13 +168,14 @@ class ProofTable:
             name = self.path.name.rpartition("_")[0]
             others = [p for p in self.path.parent.glob(f"{name}_*.json") if p != self.path]
             if others:
-                self._tell(f"{len(others)} of another version of fastpar, torch or the driver", "")
+                what = f"{len(others)} of another version of fastpar, torch or the driver"
+                self._tell(f": {what} in {self.path.parent} are not used")
 
-    def _tell(self, what: str, error: object) -> None:
+    def _tell(self, text: str) -> None:
+        """A warning; only the first."""
         if not self._told:
             self._told = True
-            text = f"proofs of this machine: {what} in {self.path.parent} are not used"
-            warnings.warn(f"{text}{f' ({error})' if error else ''}", stacklevel=2)
+            warnings.warn(f"proofs of this machine{text}", stacklevel=2)
 
     def _load(self, path: Path) -> bool:
         """Takes over a file's proofs, if it is there and of this environment."""
@@ -210,7 +193,7 @@ class ProofTable:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._tell(path.name, reason(error))
+            self._tell(f": {path.name} in {self.path.parent} are not used ({reason(error)})")
             return False
         self.source, self.proofs = path, self.proofs | proofs
         self._tried = tried
@@ -224,13 +207,10 @@ class ProofTable:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
-            if not self._told:
-                self._told = True
-                warnings.warn(
-                    f"proofs of this machine cannot be kept ({error}): the next process makes them "
-                    f"again; make {self.path.parent} writable, or name another with {FOLDER}",
-                    stacklevel=2,
-                )
+            self._tell(
+                f" cannot be kept ({error}): the next process makes them again; make "
+                f"{self.path.parent} writable, or name another with {FOLDER}"
+            )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

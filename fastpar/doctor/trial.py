@@ -1,6 +1,7 @@
-"""A proof: is an op's own kernel right on this machine, and is it faster than stock PyTorch?
+"""Proofs of kernels: the timer, a trial of one op, and kernels compiled before they are tried.
 
-Right: on a plain and on hostile inputs every result is within the 2x rule of errors.py, and a
+A proof says: is an op's own kernel right on this machine, and is it faster than stock PyTorch?
+Right: on a plain and on hostile inputs every result is within the 2x rule of cases.py, and a
 second call has the same bits. Fast: forward and backward, each timed in turn with what would run
 instead, and with stock PyTorch's own function where that is another. Of attention the other
 implementations of attention_peers.py are tried as well, by the same rules but that of equal bits.
@@ -10,31 +11,180 @@ gradients are recorded there), in a checkpointed block (whose hooks would see th
 under autocast, inference mode or a default device. All of these hold for one thread, so a trial has
 a thread of its own. It draws from generators of its own, so that a run has the same random numbers
 with a trial as without (tests/doctor/test_first_use.py).
+
+[Note: timing on a GPU] Each sample is: flush the L2 cache, let the device sleep longer than the
+host needs to enqueue the call, record an event, call, record an event. Without the sleep a call
+whose kernels are shorter than their launches is timed as host time, because the stream starves
+between the two events (test_cuda_sample_hides_the_host). Host time is measured apart, on an idle
+device, as the time until the call returns. Inputs are random: zeros run up to a third faster.
+
+[Note: timing on a CPU] Variants run in turn, A B A B ..., so that a neighbour's noise hits all
+alike; medians of one run are compared with each other and with nothing else. The number of threads
+is a column of every row.
+
+[Note: compiled ahead] A Triton kernel takes a second or two to compile, and a first step would
+compile them one after another on every rank. warm() makes the calls of a proof on CPU tensors with
+their launches recorded for this GPU's architecture, and each of its processes compiles every n-th
+distinct launch, into Triton's cache on disk. A launch that is compiled so has the key that Triton's
+own launcher looks up (tests/ops/test_triton_launch.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
+import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fastpar.doctor.cases import ErrorCase
-from fastpar.doctor.clocks import clock_for, interleave
-from fastpar.doctor.proof_cases import HEADS, proof_cases
+from fastpar.doctor.cases import HEADS, ErrorCase, cases_of_many_rows, proof_cases
 from fastpar.files.packages import call_command
-from fastpar.kernels import attention_peers
-from fastpar.kernels.attention_peers import PEERS
+from fastpar.kernels import (  # noqa: F401  the tables fill TABLES
+    attention_bits,
+    attention_configs,
+    attention_peers,
+    backend,
+    cross_entropy_configs,
+    gelu_configs,
+    layer_norm_configs,
+)
+from fastpar.kernels.attention_peers import PEERS, left_out
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
+from fastpar.kernels.config_table import TABLES
+
+Call = Callable[[], Any]
+CYCLES_PER_US = 2000.0  # of a GPU at 2 GHz: the sleep is at least as long as meant on slower ones
+
+
+class Timing(NamedTuple):
+    """Median and spread of samples."""
+
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    runs: int
+
+    @classmethod
+    def of(cls, samples_ms: Sequence[float]) -> Timing:
+        p20, median, p80 = np.quantile(np.asarray(samples_ms, dtype=np.float64), (0.2, 0.5, 0.8))
+        return cls(float(median), float(p20), float(p80), len(samples_ms))
+
+
+class CpuClock:
+    """Wall time of one call."""
+
+    def sample(self, call: Call) -> float:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+    def host_us(self, call: Call) -> float | None:
+        return None
+
+
+class CudaClock:
+    """Device time of one call between two events; see [Note: timing on a GPU].
+
+    Args:
+        cuda: torch.cuda, or a double of it.
+        flush: overwrites the L2 cache; by default zeroes a buffer of four times its size.
+    """
+
+    def __init__(self, cuda: Any = None, flush: Call | None = None):
+        self.cuda = torch.cuda if cuda is None else cuda
+        if flush is None:
+            l2_bytes = getattr(self.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
+            flush = torch.empty(max(4 * l2_bytes, 64 << 20), dtype=torch.int8, device="cuda").zero_
+        self.flush = flush
+        self._ahead_us: WeakKeyDictionary[Call, float] = WeakKeyDictionary()
+
+    def host_us(self, call: Call, runs: int = 15) -> float:
+        times = []
+        for _ in range(runs):
+            self.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e6)
+        self.cuda.synchronize()
+        return float(np.median(times))
+
+    def sample(self, call: Call) -> float:
+        if call not in self._ahead_us:
+            self._ahead_us[call] = min(2 * self.host_us(call, runs=3) + 20, 50_000)
+        start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush()
+        self.cuda._sleep(int(self._ahead_us[call] * CYCLES_PER_US))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+
+def clock_for(device: str) -> CpuClock | CudaClock:
+    """That of "cpu" or "cuda"."""
+    return CudaClock() if device == "cuda" else CpuClock()
+
+
+def synchronize(device: str) -> None:
+    """Waits until the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def stopwatch(call: Call, device: str) -> tuple[float, Any]:
+    """(wall ms, result) of one call, the device's work included: for whole training steps."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3, result
+
+
+def interleave(
+    variants: Mapping[str, Sequence[Call]],
+    clock: Any,
+    *,
+    budget_s: float,
+    min_runs: int = 7,
+    max_runs: int = 200,
+) -> dict[str, Timing]:
+    """Time the variants in turn, round after round.
+
+    Args:
+        variants: name -> the same call on several input sets, used in rotation.
+        budget_s: wall time for all of them; rounds stay within [min_runs, max_runs], and none
+            begins after twice that time.
+    """
+    start = time.perf_counter()
+    for calls in variants.values():
+        for call in (calls[0], calls[-1]):
+            clock.sample(call)
+    spent = time.perf_counter() - start
+    rounds = int(min(max_runs, max(min_runs, budget_s * 2 / max(spent, 1e-9))))
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for index in range(rounds):
+        if index >= min_runs and time.perf_counter() - start > spent + 2 * budget_s:
+            break
+        for name, calls in variants.items():
+            samples[name].append(clock.sample(calls[index % len(calls)]))
+    return {name: Timing.of(times) for name, times in samples.items()}
+
 
 Way = Callable[[], AbstractContextManager[None]]
 SLOWER = 1.03  # own over what runs instead: below it they are equally fast
@@ -147,18 +297,12 @@ def _fastest(
     case: Case, found: Sequence[ErrorCase], times: Mapping[str, tuple[float, float]]
 ) -> tuple[str, str]:
     """Who does forward and who backward: OWN but where another is faster, and right together."""
-    pairs = [
-        (forward, backward)
-        for forward in times
-        for backward in times
-        if times[backward][1] or not times[OWN][1]
-    ]
+    able = [name for name in times if times[name][1] or not times[OWN][1]]  # of backward
 
     def cost(pair: tuple[str, str]) -> float:
-        each = (times[name][i] * (SLOWER if name != OWN else 1) for i, name in enumerate(pair))
-        return sum(each)
+        return sum(times[who][i] * (SLOWER if who != OWN else 1) for i, who in enumerate(pair))
 
-    for forward, backward in sorted(pairs, key=cost):
+    for forward, backward in sorted(itertools.product(times, able), key=cost):
         if forward == backward or not what_is_wrong(case, found, f"{forward}/{backward}"):
             return forward, backward
     return OWN, OWN
@@ -182,7 +326,8 @@ def what_is_wrong(case: Case, found: Sequence[ErrorCase], what: str = OWN) -> st
                     continue
                 first, second = (one.results(case.dtype, case.device) for _ in range(2))
             for result, value in first.items():
-                if _bytes(value).ne(_bytes(second[result])).any():
+                a, b = (x.contiguous().view(-1).view(torch.uint8) for x in (value, second[result]))
+                if not torch.equal(a, b):
                     return f"{where}{result} differs between two calls"
         except torch.OutOfMemoryError:
             raise  # it says nothing about the kernel
@@ -200,12 +345,9 @@ def wrong_apart(case: Case, rows: int, name: str) -> str | None:
         torch.cuda.empty_cache()  # for that process
     asked = [*case, rows, name, gpu]
     asked[2] = str(case.dtype).removeprefix("torch.")
+    command, pipe = [*call_command("fastpar.doctor.trial.main"), json.dumps(asked)], subprocess.PIPE
     process = subprocess.Popen(
-        [*call_command("fastpar.doctor.trial.main"), json.dumps(asked)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
     )
     try:
         out, err = process.communicate(timeout=START_S + LIMIT_S)
@@ -215,9 +357,8 @@ def wrong_apart(case: Case, rows: int, name: str) -> str | None:
     lines, status = out.splitlines(), process.returncode
     how = f"status {status} {_line(err, -1)}".strip()
     if STARTED not in lines:
-        warnings.warn(
-            f"{case}: {name} was not tried, its process did not start: {how}", stacklevel=2
-        )
+        text = f"{case}: {name} was not tried, its process did not start: {how}"
+        warnings.warn(text, stacklevel=2)
         return None
     if status == 0:
         why: str | None = json.loads(lines[-1])
@@ -259,9 +400,8 @@ class DeviceLost(SystemExit):
         )
         self.why = why
         peers = tuple(PeerProof(name, why, NO_TIME) for name in what.split("/") if name in PEERS)
-        self.proof = (
-            Proof(STOCK, why) if what == OWN else Proof(OWN, peers=peers) if peers else None
-        )
+        known = Proof(OWN, peers=peers) if peers else None
+        self.proof = Proof(STOCK, why) if what == OWN else known
 
 
 def _line(text: str, index: int) -> str:
@@ -279,10 +419,6 @@ def _failure(case: Case, one: ErrorCase, what: str, error: Exception) -> str:
         except RuntimeError:
             raise DeviceLost(case, what, why) from error
     return why
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _random_like(x: Tensor) -> Tensor:
@@ -368,3 +504,111 @@ def time_ways(
         for name, (call,) in calls[direction].items() if host else ():
             times[name] = max(times[name], (clock.host_us(call) or 0.0) / 1e3)
     return {name: (ms, first[1].get(name, 0.0)) for name, ms in first[0].items()}, failed
+
+
+Forced = tuple[str, tuple[Any, ...], tuple[Any, ...]]  # name of a table, place, config
+GLUON = "triton.experimental.gluon._runtime"  # its kernels have a compiler source of their own
+ROWS = 128  # a kernel depends on the number of rows by its divisors only
+
+
+def warm(
+    cases: Sequence[Case],
+    gpu: tuple[int, int],
+    processes: int | None = None,
+    forced: Sequence[Forced | None] = (),
+) -> list[str]:
+    """Compiles what proofs of these cases launch; the errors, which a proof meets too.
+
+    Args:
+        forced: for each case, what one of its tables is to say instead; none by default.
+        gpu: compute capability (80 for sm_80) and count of multiprocessors, by which grids and with
+            them the arguments of kernels are chosen.
+        processes: by default one for each core that this process may use, at most 16.
+    """
+    count = processes or min(16, len(os.sched_getaffinity(0)))
+    rows = [
+        [case.op, str(case.dtype).removeprefix("torch."), case.size, instead]
+        for case, instead in itertools.zip_longest(cases, forced)
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["OMP_NUM_THREADS"] = "1"
+    running = [
+        subprocess.Popen(
+            [*call_command("fastpar.doctor.trial.compile_part"), json.dumps([gpu, i, count, rows])],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    errors = [line for process in running for line in process.communicate()[0].splitlines()]
+    ended = {process.returncode for process in running} - {0}
+    return errors + [f"a process ended with status {status}" for status in ended]
+
+
+def launches_of(case: Case, gpu: tuple[int, int], forced: Forced | None = None) -> list[Any]:
+    """What the calls of a proof launch, forward and backward."""
+    from fastpar.kernels.triton_launch import record
+
+    found: list[Any] = []
+    before = backend.choice, backend.recording
+    backend.choice, backend.recording = "triton", True
+    try:
+        with contextlib.ExitStack() as stack:
+            found = stack.enter_context(record(*gpu))
+            stack.enter_context(trying(case.op, OWN))
+            if forced is not None:
+                name, place, config = forced
+                table = TABLES[name]
+                stack.enter_context(table.trying(tuple(place), table.kind(*config)))
+            calls = proof_cases(case.op, case.size, "cpu", ROWS)
+            if case.op == "attention":  # has kernels for partial tiles
+                calls += cases_of_many_rows(case.op, case.size, "cpu")
+            for one in calls:
+                if case.dtype in one.dtypes:
+                    one.results(case.dtype, "cpu")
+            if case.op == "attention" and gpu[0] == 90 and "hopper" not in left_out:
+                _call_hopper_kernels(case)
+    finally:
+        backend.choice, backend.recording = before
+    return found
+
+
+def _call_hopper_kernels(case: Case) -> None:
+    """Those that a proof of this case tries; none where Triton is too old for them."""
+    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(case.dtype)
+    with contextlib.suppress(ImportError):
+        for module in ("attention_hopper", "attention_hopper_bwd"):
+            for name, call in backend.triton_module(module).aot_calls():
+                if name.startswith(f"D={case.size} {dtype} "):
+                    call()
+
+
+def compile_part() -> None:
+    """One of `count` processes: compiles its part, prints what could not be compiled."""
+    gpu, index, count, rows = json.loads(sys.argv[1])
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    torch.set_num_threads(1)
+    step = count if len(rows) >= count else 1  # of many each process takes its own
+    distinct = {
+        repr((x.name, x.signature, x.constexprs, x.attrs, x.options)): x
+        for op, dtype, size, forced in (rows[index::count] if step > 1 else rows)
+        for x in launches_of(Case("cpu", op, getattr(torch, dtype), size), gpu, forced)
+    }
+    target = GPUTarget("cuda", gpu[0], 32)
+    for i, launch in enumerate(distinct.values()):
+        if step > 1 or i % count == index:
+            source_of = ASTSource
+            if launch.kernel.is_gluon():
+                source_of = importlib.import_module(GLUON).GluonASTSource
+            source = source_of(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
+            try:
+                with contextlib.redirect_stdout(sys.stderr):
+                    triton.compile(source, target=target, options=launch.options)
+            except Exception as error:
+                first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                print(f"{launch.name}: {first_line}")

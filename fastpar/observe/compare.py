@@ -32,7 +32,7 @@ from fastpar.comm import ranks
 from fastpar.comm.host import memory_mb, threads_per_rank
 from fastpar.comm.recorder import WireMeter
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
-from fastpar.doctor.clocks import synchronize
+from fastpar.doctor.trial import synchronize
 from fastpar.files.progress import Progress, duration
 from fastpar.files.runs import RUNS, make_next_free
 from fastpar.kernels import keep_freed_memory

@@ -49,7 +49,7 @@ from fastpar.comm.recorder import (
     now_ms,
     window,
 )
-from fastpar.doctor.clocks import synchronize
+from fastpar.doctor.trial import synchronize
 from fastpar.engine.engine import Engine
 from fastpar.kernels import backend
 from fastpar.models.gpt import GPT

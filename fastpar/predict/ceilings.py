@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastpar.doctor.clocks import clock_for, interleave
+from fastpar.doctor.trial import clock_for, interleave
 from fastpar.kernels import linear
 
 

@@ -40,7 +40,7 @@ from fastpar.comm.collectives import Collectives
 from fastpar.comm.host import available_cores, threads_per_rank
 from fastpar.comm.ranks import Rank, Ranks
 from fastpar.comm.transport import make_collectives
-from fastpar.doctor.clocks import stopwatch
+from fastpar.doctor.trial import stopwatch
 from fastpar.kernels.orthogonalize import orthogonalize
 from fastpar.optim.adamw import AdamW
 from fastpar.predict.measured_rates import (

@@ -2,13 +2,12 @@
 
 import time
 
-from fastpar.doctor.clocks import (
+from fastpar.doctor.trial import (
     CYCLES_PER_US,
     CpuClock,
     CudaClock,
     Timing,
     interleave,
-    steady_ms,
     stopwatch,
 )
 
@@ -117,15 +116,3 @@ def test_stopwatch_returns_time_and_result():
     ms, result = stopwatch(lambda: time.sleep(0.01) or 7, "cpu")
     assert result == 7
     assert 9 < ms < 500
-
-
-def test_steady_ms_leaves_the_first_step_out():
-    ran = []
-
-    def step():
-        ran.append(None)
-        if len(ran) == 1:
-            time.sleep(0.2)
-
-    assert steady_ms(step, 3) < 100
-    assert len(ran) == 4

@@ -14,7 +14,7 @@ from proofs import GELU, table_with
 from torch._subclasses import FakeTensorMode
 
 import fastpar
-from fastpar.doctor import doctor, proof_cases, report, trial
+from fastpar.doctor import doctor, report, trial
 from fastpar.doctor import table as table_module
 from fastpar.doctor.report import DoctorCommand
 from fastpar.doctor.table import ProofTable
@@ -124,7 +124,7 @@ def test_a_lost_gpu_bars_the_kernel_that_lost_it_and_ends_the_process(monkeypatc
         cuda.append(self.shape)
         lost()
 
-    monkeypatch.setattr(proof_cases.ErrorCase, "measure", measure)
+    monkeypatch.setattr(trial.ErrorCase, "measure", measure)
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     prover = doctor.Prover()
     start = ProofTable.__init__  # with the CPU's file
@@ -141,9 +141,9 @@ def test_an_error_that_leaves_the_gpu_alone_is_of_one_kernel(monkeypatch):
     def refuse(*args):
         raise RuntimeError("CUDA error: too many resources requested for launch")
 
-    monkeypatch.setattr(proof_cases.ErrorCase, "measure", refuse)
+    monkeypatch.setattr(trial.ErrorCase, "measure", refuse)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = proof_cases.proof_cases("weight_gradient", 96, "cpu", 64)
+    found = trial.proof_cases("weight_gradient", 96, "cpu", 64)
     case = Case("cuda", "weight_gradient", torch.bfloat16, 96)
     assert "too many resources" in trial.what_is_wrong(case, found)
     other = trial.DeviceLost(case, "own/flash", "at T=64: CUDA error").proof
@@ -164,7 +164,7 @@ def test_a_kernel_that_fails_at_the_timed_size_alone_does_not_run(quick, monkeyp
 
 
 def test_what_has_no_memory_for_the_timed_size_is_not_timed(quick, monkeypatch):
-    found = proof_cases.proof_cases("bias_gelu", 96, "cpu", 64)[:2]
+    found = trial.proof_cases("bias_gelu", 96, "cpu", 64)[:2]
 
     def no_memory(x, bias):
         if len(x) > 100:

@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
-from fastpar.doctor import proof_cases as module
-from fastpar.doctor.proof_cases import cases_of_many_rows, proof_cases
+from fastpar.doctor import cases as module
+from fastpar.doctor.cases import cases_of_many_rows, proof_cases
 from fastpar.doctor.trial import what_is_wrong
 from fastpar.kernels.choice import Case
 

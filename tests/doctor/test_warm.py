@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from fastpar.doctor import warm as warm_module
-from fastpar.doctor.warm import launches_of, warm
+from fastpar.doctor import trial
+from fastpar.doctor.trial import launches_of, warm
 from fastpar.kernels import backend, bias_gelu, triton_launch
 from fastpar.kernels.choice import Case
 
@@ -50,7 +50,7 @@ def test_the_hopper_kernels_are_compiled_where_they_are_tried(monkeypatch):
         (ATTENTION._replace(dtype=torch.float32), H100),
     ):
         assert hopper(case, gpu) == []
-    monkeypatch.setattr(warm_module, "left_out", {"hopper"})
+    monkeypatch.setattr(trial, "left_out", {"hopper"})
     assert hopper(ATTENTION, H100) == []
 
 
@@ -77,10 +77,8 @@ def test_what_a_proof_calls_with_many_rows_is_compiled_too(monkeypatch, op, size
         found = launches_of(Case("cuda", op, torch.bfloat16, size), H100)
         return {repr((x.name, x.signature, x.constexprs, x.attrs, x.options)) for x in found}
 
-    compiled, many = kernels(), warm_module.cases_of_many_rows
-    monkeypatch.setattr(
-        warm_module, "proof_cases", lambda op, size, device, rows: many(op, size, device)
-    )
+    compiled, many = kernels(), trial.cases_of_many_rows
+    monkeypatch.setattr(trial, "proof_cases", lambda op, size, device, rows: many(op, size, device))
     assert kernels() <= compiled
 
 
@@ -90,8 +88,8 @@ def test_what_a_proof_calls_with_many_rows_is_compiled_too(monkeypatch, op, size
 )
 def test_few_rows_launch_the_kernels_that_many_do(monkeypatch, op, size):
     def kernels(rows):
-        monkeypatch.setattr(warm_module, "ROWS", rows)
+        monkeypatch.setattr(trial, "ROWS", rows)
         found = launches_of(Case("cuda", op, torch.bfloat16, size), H100)
         return {repr((x.name, x.signature, x.constexprs, x.attrs, x.options)) for x in found}
 
-    assert kernels(warm_module.ROWS) == kernels(4096)
+    assert kernels(trial.ROWS) == kernels(4096)

@@ -9,8 +9,7 @@ from cells import slow
 
 from bench.ops.errors import cases
 from fastpar import kernels
-from fastpar.doctor.errors import evaluate
-from fastpar.doctor.proof_cases import flat_ops, linears_fp8
+from fastpar.doctor.cases import evaluate, flat_ops, linears_fp8
 from fastpar.kernels import Rng, adamw_storage, backend, make_key
 
 LOGITS, TARGETS = torch.linspace(-3, 4, 5 * 70).view(5, 70), torch.tensor([0, 69, -100, 7, 31])

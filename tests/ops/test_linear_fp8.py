@@ -4,8 +4,8 @@ import pytest
 import torch
 from cells import sweep
 
-from fastpar.doctor.proof_cases import proof_cases
-from fastpar.doctor.warm import launches_of
+from fastpar.doctor.cases import proof_cases
+from fastpar.doctor.trial import launches_of
 from fastpar.kernels import DelayedScales, Fp8, backend, linear, linear_fp8
 from fastpar.kernels.choice import Case
 from fastpar.kernels.linear_fp8 import (

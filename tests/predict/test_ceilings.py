@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastpar.doctor.clocks import Timing
+from fastpar.doctor.trial import Timing
 from fastpar.predict import ceilings
 from fastpar.predict.ceilings import measure_ceilings
 

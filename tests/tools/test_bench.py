@@ -17,7 +17,7 @@ from bench.ops import bench_adamw, bench_quantize
 from bench.peers import packages
 from bench.records import ResultFile, load
 from bench.targets import faster
-from fastpar.doctor.clocks import CpuClock
+from fastpar.doctor.trial import CpuClock
 from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.predict.ceilings import Ceilings
 

@@ -12,7 +12,7 @@ from bench.__main__ import homes
 from bench.harness import Bench
 from bench.records import ResultFile
 from bench.report.tables import OPS
-from fastpar.doctor.clocks import CpuClock
+from fastpar.doctor.trial import CpuClock
 from fastpar.kernels import make_key
 from fastpar.predict.ceilings import Ceilings
 

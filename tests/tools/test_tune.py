@@ -13,7 +13,7 @@ from bench import __main__ as door
 from bench.ops import tune
 from bench.ops.tune import Entry, Session
 from fastpar.doctor import doctor, trial
-from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.cases import proof_cases
 from fastpar.doctor.table import parse_proofs
 from fastpar.kernels import attention_configs, attention_peers, backend, choice, gelu, gelu_configs
 from fastpar.kernels.attention_peers import Peer
