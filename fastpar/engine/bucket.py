@@ -636,7 +636,6 @@ class BucketState:
         stopped: the last one did. Where gradients are shared out, what it has left is dropped if it
         was the first since zero_grad(), which does not reach it when called on the module.
         """
-        self.rest()
         self.enter(BucketPhase.COLLECTING)
         self._awaited = set(range(len(self.params)))
         if skipped:

@@ -214,7 +214,7 @@ class Engine:
     def before_forward(self, with_grad: bool) -> None:
         """A forward of the whole model begins."""
         if with_grad:
-            self._check_told()
+            self._check_unchanged()
             self.log.timer.begin()
 
     def _say_begin(self, what: str) -> None:
@@ -360,9 +360,8 @@ class Engine:
             if not reduced:  # other ranks may have some left
                 self.micro_batches.begun = begun
 
-    def _check_told(self) -> None:
+    def _check_unchanged(self) -> None:
         """What was told is of the gradients that there are."""
-        self._forget_cleared()
         for bucket in self.buckets if self.control.told else ():
             if bucket.changed:
                 raise RuntimeError(
@@ -416,7 +415,8 @@ class Engine:
         self._tell(self.control.count_tokens, n)
 
     def _tell(self, how: Callable[[Any], None], what: Any) -> None:
-        self._check_told()
+        self._forget_cleared()
+        self._check_unchanged()
         how(what)
         for bucket in self.buckets:
             bucket.remember()
