@@ -1,8 +1,52 @@
-"""Optimizer state, gradients and weights in the host's memory."""
+"""The optimizer's state on the host, stepped there under the next forward: bits as without it.
+
+    backward   a bucket's gradients are reduced --down--> host, its memory on the device is free
+    step()     the norm's bins were counted on the device: the factor is known, nobody waits
+    host       AdamW, bucket by bucket, in the order in which a forward needs them
+    forward    weights --up--> device, each unit waits for its own buckets
+
+The optimizer finds pieces of weights and gradients on the host, so its state is made there, and its
+kernel for the CPU, which has the bits of that for GPUs, steps them. Nothing is stale, nothing is
+guessed, and clipping and loss scales work as ever.
+
+[Note: who waits for whom] The host steps nothing before the device has done all that it was given
+before step(): until then a forward (of an evaluation, say) may read the old weights, on the device
+or over the bus. So a copy up waits for no computation, and a gather that follows it runs in the
+bus's stream, beside the forward that is there already. A forward waits for both at its unit.
+
+[Note: what crosses the bus] Gradients in the dtype in which they are added up, once a step, and
+weights in their own, once a step; Offload("parameters"): at each gather. What is pinned is what
+crosses it; masters and moments stay in ordinary memory of the host. At stage 0 gradients stay in
+p.grad, too: what was written there since they went down goes down again before a step.
+
+[Note: several backward passes] Gradients go down when the step's last reduction is over, so
+grad_accum_steps must be told where backward passes add up. Where another comes all the same they
+are brought back: the same bits, but the bus is crossed three times.
+"""
 
 from __future__ import annotations
 
-from fastpar.axes import Axis
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.axes import Axis, Making
+from fastpar.comm.bus import Bus, SlowBus
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.handles import DONE, FutureHandle, Handle, TaskThread, started
+from fastpar.comm.host import HostCores, check_host_memory, pinned_bytes
+from fastpar.comm.mesh import Mesh
+from fastpar.comm.step_report import CollectiveLog
+from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
+from fastpar.settings import parallel as settings
+from fastpar.sharding.layout import Bucket
+
+IN_FLIGHT = 3  # buckets whose gradients may be on their way down
 
 
 class Offloaded(Axis):
@@ -11,5 +55,369 @@ class Offloaded(Axis):
     name = "offload"
     order = 80
 
+    def attach(self, making: Making, engine: Any) -> None:
+        """The optimizer's state lies on the host, where that is asked for."""
+        if making.asked.offload.what is None:
+            return
+        asked, shards, debug = making.asked.offload, engine.shards, engine.debug
+        slow, device = debug.bus_gb_s, making.mesh.device
+        bus = SlowBus(slow) if slow else Bus(device, pinned=asked.pinned)
+        shards.storage = Offload(
+            shards.buckets,
+            asked,
+            bus,
+            making.mesh,
+            shards.log,
+            counts=shards.counts,
+            summed_late=shards.summed_late,
+            poison=debug.poison,
+        )
+
 
 AXIS = Offloaded()
+
+
+class State(Protocol):
+    """What this file uses of a bucket: see engine/bucket.py."""
+
+    spec: Bucket
+    params: list[nn.Parameter]
+    stage: Any
+    groups: Any
+    own: slice
+    device: torch.device
+    grad_dtype: torch.dtype
+    flat: Tensor
+    shard: Tensor
+    stepped: Tensor
+    grad: Tensor | None
+    grad_shard: Tensor | None
+    reduced: Tensor | None
+    storage: Any
+
+    def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
+        """(values, reduced gradient, first element) of what this rank owns of a parameter."""
+
+    def grad_of(self, position: int) -> Tensor | None:
+        """Stage 0: the gradient of a parameter."""
+
+    def slot_of(self, whole: Tensor | None, position: int) -> Tensor:
+        """A parameter's part of whole ones."""
+
+    def check_given(self, position: int) -> None:
+        """Refuse p.grad of a parameter to which no backward gave a gradient."""
+
+    def keep_on_host(self, grads: Tensor) -> None:
+        """Reduced gradients are there."""
+
+
+class Offload:
+    """The host's side of one engine, the storage of its buckets: see engine/bucket.py.
+
+    Args:
+        buckets: of the engine; those of a unit are needed last to first.
+        counts: whether this rank's piece of a parameter counts in sums over the model.
+        summed_late: whether a parameter's gradient changes after its reduction.
+        asked: Offload.what is "optimizer", or "parameters" where shards of the weights lie on the
+            host too; keep_mb: the first buckets, up to so many MiB of state, stay on the device.
+        poison: nan are gradients on the host before they are there and once they are used, and
+            weights on the device until the new ones are there.
+    Attributes:
+        grads: [S] gradients of each bucket on the host.
+    Raises:
+        ValueError: keep_mb of a whole model or more; too little memory on the host.
+    """
+
+    steps_later = True
+
+    def __init__(
+        self,
+        buckets: Sequence[State],
+        asked: settings.Offload,
+        bus: Bus,
+        mesh: Mesh,
+        log: CollectiveLog,
+        *,
+        counts: Callable[[Tensor], bool],
+        summed_late: Callable[[Tensor], bool],
+        poison: bool,
+    ) -> None:
+        self._buckets, self._bus, self.where, self._poison = buckets, bus, asked.what, poison
+        self._device, self._counts, self._waiting = mesh.device, counts, log.timer.waiting
+        keep_mb, kept = asked.keep_mb, 0.0
+        order = sorted(buckets, key=lambda bucket: (bucket.spec.unit, -bucket.spec.index))
+        total = sum(map(_state_bytes, order)) / 2**20
+        if keep_mb >= total:
+            raise ValueError(
+                f"parallelize: expected offload_keep_mb below {total:.3g}, the MiB of this "
+                f"rank's optimizer state, got {keep_mb:g}; leave offload out to keep all of it"
+            )
+        while (kept := kept + _state_bytes(order[0]) / 2**20) <= keep_mb:
+            order.pop(0)
+        self.order, self.grads = order, dict[State, Tensor]()
+        sizes = [(_state_bytes(bucket), _host_bytes(bucket, bus.pinned)) for bucket in order]
+        check_host_memory(sizes, bus.n_ranks(mesh.world_size))
+        for bucket in order:
+            bucket.stepped = bus.memory(bucket.spec.shard_numel, bucket.spec.dtype)
+            self.grads[bucket] = bus.memory(bucket.spec.shard_numel, bucket.grad_dtype)
+            bucket.stepped.copy_(bucket.shard)
+            if asked.what == "parameters":
+                bucket.shard = bucket.stepped
+            if bucket.stage.frees_gradients:
+                bucket.grad_shard = None
+            if poison:
+                self.grads[bucket].fill_(float("nan"))
+            bucket.storage = self
+        self._summed_late = {b for b in order if any(map(summed_late, b.params))}
+        self._places = {p: (b, i) for b in order for i, p in enumerate(b.params)}
+        self._thread, self._cores = TaskThread(), HostCores()
+        self._thread.end_with(self)
+        self._down: dict[State, Handle] = {}
+        self._in_flight: deque[Handle] = deque()
+        self._bins: dict[State, Tensor] = {}
+        self._sent: dict[State, int] = {}  # stage 0: version of the gradients that went down
+        self._stepping: dict[State, FutureHandle] = {}
+        self._ups: dict[State, list[Handle]] = {}  # that nobody has waited for
+        self._reads: dict[State, Handle] = {}  # the last copy of weights that lie here
+        self._busy_s = self._touched = 0.0
+
+    # Gradients
+
+    @torch.no_grad()
+    def send(self, bucket: State) -> None:
+        """Its gradients of this step are final: they go down; the device's memory is free then."""
+        if bucket.reduced is not None and bucket not in self._summed_late:
+            self._send(bucket)
+
+    def _send(self, bucket: State) -> None:
+        source, grads = bucket.reduced, self.grads[bucket]
+        if not bucket.stage.shards:
+            source = bucket.grad
+            if source is None or self._sent.get(bucket) == source._version:
+                return
+            self._sent[bucket] = source._version
+        if source is None or source is grads:
+            return
+        self.finish(bucket)
+        self._bins[bucket] = self._bins_of(bucket, range(len(bucket.params)))
+        if not bucket.stage.frees_gradients:  # the next backward writes there
+            source = source.clone()
+        handle = self._down[bucket] = self._bus.down(grads, source)
+        if bucket.stage.shards:
+            bucket.keep_on_host(grads)
+        self._in_flight.append(handle)
+        del source
+        while len(self._in_flight) > IN_FLIGHT:
+            with self._waiting(offload=True):
+                self._bus.arrived(self._in_flight.popleft())
+
+    @torch.no_grad()
+    def send_rest(self) -> None:
+        """Before a step: what was not sent when it was reduced, or was written by hand since."""
+        for bucket in self.order:
+            for position in () if bucket.stage.shards else range(len(bucket.params)):
+                bucket.check_given(position)
+            self._send(bucket)
+
+    def bring_back(self, bucket: State) -> None:
+        """More is added to its gradients: see [Note: several backward passes]."""
+        grads = self.grads[bucket]
+        if bucket.reduced is grads:
+            self._arrived(bucket)
+            bucket.reduced = torch.empty_like(grads, device=bucket.device, pin_memory=False)
+            self._bus.up(bucket.reduced, grads).wait()
+
+    def _arrived(self, bucket: State) -> None:
+        if (handle := self._down.get(bucket)) is not None:
+            self._bus.arrived(handle)
+            handle.wait()
+            del self._down[bucket]
+
+    def settle(self, bucket: State) -> None:
+        """What is on the host may be read and written: nothing is under way."""
+        self._arrived(bucket)
+        self.finish(bucket)
+
+    def touch(self, bucket: State) -> None:
+        """Somebody is about to write into its gradients on the host."""
+        self.settle(bucket)
+        self._bins.pop(bucket, None)
+
+    def _bins_of(self, bucket: State, positions: Iterable[int]) -> Tensor:
+        """Of some of its gradients, where they are now."""
+        grad_of = (lambda i: bucket.piece(i)[1]) if bucket.stage.shards else bucket.grad_of
+        pieces = [(grad_of(i), self._counts(bucket.params[i])) for i in positions]
+        found = [(grad, counts) for grad, counts in pieces if grad is not None and grad.numel()]
+        device = found[0][0].device if found else bucket.device
+        none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
+        return norm_bins([g for g, _ in found], counted=[c for _, c in found], out=none)
+
+    def norm_bins(self, params: Iterable[Tensor]) -> Tensor:
+        """The bins of these parameters' gradients on this rank, on the device.
+
+        They were counted there as gradients went down; of a bucket that has other parameters too
+        they are counted on the host.
+        """
+        params = set(params)
+        total = torch.zeros(NORM_WORDS, dtype=torch.int64, device=self._device)
+        for bucket in self._buckets:
+            mine = [i for i, p in enumerate(bucket.params) if p in params]
+            if not mine or (bucket.reduced is None and bucket.stage.shards):
+                continue
+            bins = self._bins.get(bucket)
+            if bins is None or len(mine) < len(bucket.params):
+                self._arrived(bucket)
+                bins = self._bins_of(bucket, mine)
+            total += bins.to(self._device)
+        return total
+
+    # The step
+
+    def step(
+        self, optimizer: Any, rows: list[Any], factor: Tensor | None, found: Tensor | None
+    ) -> list[Any]:
+        """Begin the host's step of its rows; returns the others, which are the device's.
+
+        Waits for the device only under a loss scale, to know whether the step is skipped.
+        """
+        of: dict[State, list[Any]] = {bucket: [] for bucket in self.order}
+        others: list[Any] = []
+        for row in rows:
+            if row.param not in self._places:
+                others.append(row)
+                continue
+            bucket, position = self._places[row.param]
+            if not bucket.stage.shards:  # whose gradients for all others are on the device
+                row = row._replace(grad=bucket.slot_of(self.grads[bucket], position))
+            of[bucket].append(row)
+        if found is not None and found.item() != 0:
+            for bucket in self.order:
+                self._arrived(bucket)
+            return others
+        for bucket in self.order if self._poison else ():
+            if of[bucket] and bucket.shard is not bucket.stepped:
+                bucket.shard.fill_(float("nan"))
+        # Behind all that the device was given: see [Note: who waits for whom].
+        zero = torch.zeros((), device=self._device, dtype=torch.float32)
+        host = self._bus.memory(1, torch.float32).view(())
+        sent = self._bus.down(host, zero if factor is None else factor)
+        factor = None if factor is None else host
+        self._busy_s = self._touched = 0.0
+        for bucket in self.order:
+            if of[bucket]:
+                self._begin(
+                    bucket, of[bucket], optimizer.prepare(of[bucket], factor), sent, optimizer
+                )
+        return others
+
+    def _begin(
+        self,
+        bucket: State,
+        rows: list[Any],
+        calls: list[Callable[[], None]],
+        sent: Handle,
+        optimizer: Any,
+    ) -> None:
+        ups: list[Handle] = []
+        down = self._down.pop(bucket, None)
+        self._sent.pop(bucket, None)
+        states = [x for row in rows for x in optimizer.state[row.param].values()]
+        touched = 2 * sum(x.nbytes for x in states if isinstance(x, Tensor))
+        touched += sum(2 * row.piece.nbytes + row.grad.nbytes for row in rows)
+
+        def run() -> None:
+            if self._bus.has_gpu:
+                self._cores.take()
+            for handle in (sent, down):
+                if handle is not None:
+                    self._bus.arrived(handle)
+            begin = time.perf_counter()
+            with torch.inference_mode(False), torch.no_grad():
+                for call in calls:
+                    call()
+                for row in rows if self._poison else ():
+                    row.grad.fill_(float("nan"))
+            self._busy_s += time.perf_counter() - begin
+            self._touched += touched
+            if bucket.shard is not bucket.stepped:
+                with self._bus.behind():
+                    ups.append(self._bus.up(bucket.shard, bucket.stepped))
+
+        future: Future = Future()
+        self._thread.put((future, run, (), ()))
+        self._ups[bucket] = ups
+        self._stepping[bucket] = FutureHandle("the host's optimizer step", future, self)
+
+    def _await_step(self, bucket: State) -> None:
+        """The host has stepped it; an error of the host's thread is raised here, each time."""
+        if bucket in self._stepping:
+            self._stepping[bucket].wait()
+            del self._stepping[bucket]
+
+    def gather(self, bucket: State, group: Collectives | None, own: Tensor) -> Handle:
+        """Begin to make its parameters whole. They are after finish() and this handle's wait()."""
+        index = bucket.spec.index
+        if bucket.stage.frees_parameters and own is not bucket.stepped:
+            self.finish(bucket)  # memory of the device that is filled was just made there
+            assert group is not None
+            return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
+        with self._waiting(offload=True):
+            self._await_step(bucket)
+        ups = self._ups.setdefault(bucket, [])
+        if own is bucket.stepped:
+            own = bucket.flat[bucket.own]
+            self._reads[bucket] = self._bus.up(own, bucket.stepped)
+            ups.append(self._reads[bucket])
+        if group is None or group.world_size == 1:  # the rank's own is the whole
+            return DONE
+        with self._waiting(offload=True), self._bus.behind(ups):
+            return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
+
+    def finish(self, bucket: State) -> None:
+        """Its new weights are on their way up, which the current stream waits for."""
+        if bucket in self._stepping or self._ups.get(bucket):
+            with self._waiting(offload=True):
+                self._await_step(bucket)
+                for up in self._ups.pop(bucket):
+                    up.wait()
+
+    def write_weights(self, bucket: State) -> None:
+        """Somebody is about to write its weights on the host: no copy reads them any more."""
+        self.finish(bucket)
+        if (read := self._reads.pop(bucket, None)) is not None:
+            self._bus.arrived(read)
+
+    # Reports
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the host, without the optimizer's state; these are no shards on the device."""
+        weights = sum(b.stepped.nbytes for b in self.order)
+        on_host = {
+            "host weights": weights,
+            "host gradients": sum(g.nbytes for g in self.grads.values()),
+        }
+        return on_host | ({"parameter shards": -weights} if self.where == "parameters" else {})
+
+    def describe(self) -> str:
+        """What is where, with which threads, and how fast the last step was; waits for it."""
+        for bucket in self.order:
+            self.settle(bucket)
+        rate = f"{self._touched / self._busy_s / 1e9:.1f} GB/s" if self._busy_s else "no step yet"
+        return (
+            f"{self.where} on the host, {len(self.order)} of "
+            f"{len(self._buckets)} buckets, {self._cores.describe()}, {rate}"
+        )
+
+
+def _state_bytes(bucket: State) -> int:
+    return bucket.spec.shard_numel * state_bytes(bucket.spec.dtype.itemsize)
+
+
+def _host_bytes(bucket: State, pinned: bool) -> int:
+    crosses = [bucket.spec.shard_numel * d.itemsize for d in (bucket.spec.dtype, bucket.grad_dtype)]
+    return _state_bytes(bucket) + sum(map(pinned_bytes, crosses) if pinned else crosses)
+
+
+def state_bytes(weight: int) -> int:
+    """Of an element, in AdamW's usual formats: two moments, and a master of what has 16 bits."""
+    return 2 * max(4, weight) + 4 * (weight == 2)

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.fixed_sum import PairwiseSum
-from fastpar.comm.handles import Handle
+from fastpar.comm.handles import DONE, Handle, started
 from fastpar.comm.wires import Encoders, Unsent
 from fastpar.engine.absent import Absent, AbsentParameter, hide, show
 from fastpar.engine.copies import WaitingCopies
@@ -100,6 +100,64 @@ class BucketGroups:
         )
 
 
+class Storage:
+    """Where a bucket has what an optimizer steps: here on the device. axes/offload.py is another.
+
+    Attributes:
+        where: what is elsewhere, for messages; None: nothing.
+        steps_later: an optimizer's step of it comes under the next forward.
+    """
+
+    where: str | None = None
+    steps_later = False
+
+    def gather(self, bucket: BucketState, group: Collectives | None, own: Tensor) -> Handle:
+        """Begin to make its parameters whole. They are after finish() and this handle's wait()."""
+        if group is None:  # another bucket of this engine is elsewhere
+            return DONE
+        index = bucket.spec.index
+        return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
+
+    def finish(self, bucket: BucketState) -> None:
+        """The current stream waits for its new weights."""
+
+    def settle(self, bucket: BucketState) -> None:
+        """What is stepped may be read and written: nothing is under way."""
+
+    def touch(self, bucket: BucketState) -> None:
+        """Somebody is about to write into its reduced gradients."""
+
+    def bring_back(self, bucket: BucketState) -> None:
+        """More is added to its reduced gradients."""
+
+    def send(self, bucket: BucketState) -> None:
+        """Its gradients of this step are final."""
+
+    def send_rest(self) -> None:
+        """Before a step: whatever was not sent when it was reduced."""
+
+    def write_weights(self, bucket: BucketState) -> None:
+        """Somebody is about to write what is stepped."""
+
+    def norm_bins(self, params: Iterable[Tensor]) -> Tensor | None:
+        """The bins of these parameters' gradients on this rank; None: whoever asks counts them."""
+
+    def step(self, optimizer: Any, rows: list[Any], factor: Any, found: Any) -> list[Any]:
+        """Begin the step of the rows that are elsewhere; returns the others."""
+        return rows
+
+    def memory(self) -> dict[str, int]:
+        """Bytes elsewhere, by kind."""
+        return {}
+
+    def describe(self) -> str:
+        """What is elsewhere, for people."""
+        return ""
+
+
+ON_DEVICE = Storage()
+
+
 class BucketState:
     """One bucket; the engine decides when what happens.
 
@@ -111,7 +169,7 @@ class BucketState:
         live: whether the parameters are views of flat.
         rank: among those that share one copy.
         apart: shard has memory of its own.
-        own: the place of shard in flat; host: see offload.py, None without it.
+        own: the place of shard in flat; storage: of what is stepped.
         secondary: [P / ranks of a node], None without; kept: whether it holds this step's weights.
         groups: over which it travels; device: where it lies.
         phase: of its gradients in this backward; changed by enter() only.
@@ -151,7 +209,7 @@ class BucketState:
         self.secondary: Tensor | None = None
         if node is not None:
             self.secondary = self._empty(node, spec.numel // node.world_size, spec.dtype)
-        self.host: Any = None
+        self.storage: Any = ON_DEVICE
         self._placeholders = list(self.views)
         self._absents: dict[int, Absent] = {}  # what marks show
         self.live = self.gathered_exact = True
@@ -282,17 +340,11 @@ class BucketState:
             "dtypes before fastpar.parallelize"
         )
 
-    def writable(self, grads: Tensor) -> Tensor:
-        """The same gradients, where they may lie on the host and be used there."""
-        if self.host is not None:
-            self.host.touch(self)
-        return grads
-
     def save_writes(self) -> None:
         """Somebody wrote into the whole parameters: this rank's slice of them is the truth."""
         if self.apart:
             self.shard.copy_(self.flat[self.own])
-        if self.host is not None:
+        if self.stepped is not self.shard:
             self.stepped.copy_(self.shard)
         self.kept = False
 
@@ -526,9 +578,9 @@ class BucketState:
                 self._reductions = PairwiseSum()
             with self._summing():
                 self._reductions.push(result if self.stage.frees_gradients else result.clone())
-                own = self.grad_shard if self.host is None else self._new_shard()
-                self.reduced = own if self.stage.frees_gradients else result
-                assert self.reduced is not None
+                self.reduced = result
+                if self.stage.frees_gradients:
+                    self.reduced = self._new_shard() if self.grad_shard is None else self.grad_shard
                 if self._reductions.count > 1 or self.stage.frees_gradients:
                     self.reduced.copy_(self._reductions.total())
             self._aside = False
@@ -723,7 +775,8 @@ class BucketState:
             if tree is not None:
                 tree.zero_(place)
         if self.reduced is not None and self.stage.shards:
-            self.writable(self.reduced)[part].zero_()
+            self.storage.touch(self)
+            self.reduced[part].zero_()
 
     def take_tree_ms(self) -> float:
         """The host's time in fixed sums since the last call."""

@@ -28,10 +28,8 @@ def memory(shards: Shards) -> dict[str, int]:
         for kind, x in (("gradients", bucket.grad), ("gradient shards", bucket.grad_shard)):
             if x is not None:
                 kinds[kind] += x.numel() * x.element_size()
-    if shards.offload is not None:
-        kinds |= shards.offload.memory()
-        if shards.offload.mode == "parameters":
-            kinds["parameter shards"] -= kinds["host weights"]
+    for kind, n in shards.storage.memory().items():
+        kinds[kind] = kinds.get(kind, 0) + n
     kinds["partial sums"] = sum(bucket.tree_bytes for bucket in shards.buckets)
     second = [b.secondary.nbytes for b in shards.buckets if b.secondary is not None]
     if second:
@@ -124,7 +122,7 @@ def describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
         *([] if tp is None else [_tp(tp), _tensor_parallel(shards, tp)]),
         *([] if shards.ep == 1 else [_experts(shards)]),
         *([_cost_of_fixed_sums(shards, tree_ms)] if settings.deterministic else []),
-        *([] if shards.offload is None else [f"offload: {shards.offload.describe()}"]),
+        *([f"offload: {shards.storage.describe()}"] if shards.storage.steps_later else []),
         "memory: " + _mib(memory(shards)),
         "wire per rank and step: " + (_mib(wire_bytes(shards, last_unit)) or "nothing"),
         "bucket  unit  dtype     params      MiB  shard MiB  parameters",

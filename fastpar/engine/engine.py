@@ -50,7 +50,7 @@ class Engine:
     Attributes:
         shards: the buckets and parameters, as this rank has them.
         shares: whether a rank has less than whole parameters, or gradients of less.
-        steps_pieces: whether optimizers step pieces, or what the host has, not p with p.grad.
+        steps_pieces: whether optimizers step pieces, or what is elsewhere, not p with p.grad.
         phase: of the step; report: StepReport of the last one, None before it.
         tp_report: what is split along tp, and why; print it.
         tree_ms: the host's time in the fixed sums of the last step.
@@ -74,11 +74,11 @@ class Engine:
         self.mesh, self.control_group, self.debug = mesh, control_group, debug
         self.input_checks: list[InputCheck] = []
         self.log, self.buckets, self.declared = shards.log, shards.buckets, shards.declared
-        self.shares, offload = shards.shares, self.settings.offload
-        self.steps_pieces = self.shares or offload is not None
+        self.shares, by_unit = shards.shares, self.settings.by_unit
+        self.steps_pieces = self.shares or by_unit
         on_cpu = self.mesh.device.type == "cpu"
         self.reducer = Reducer(shards.buckets, self.settings, self.log, on_cpu=on_cpu)
-        self.gathers = Gathers(units, shards, self) if self.stage.shards or offload else None
+        self.gathers = Gathers(units, shards, self) if by_unit else None
         self.partials = PartialGradients(shards)
         self._last_bucket = shards.buckets[-1].spec.index
         self._active = self.buckets  # those to which a backward gives gradients, or that it sends
@@ -251,7 +251,7 @@ class Engine:
             self._say_begin("a step")
         self.partials.check()
         self.partials.sum()
-        self.shards.send_rest()
+        self.shards.storage.send_rest()
 
     def _refuse_shared(self, optimizer: Any, other: Any) -> None:
         theirs = {p for group in other.param_groups for p in group["params"]}

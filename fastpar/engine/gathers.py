@@ -97,7 +97,6 @@ class Gathers:
         buckets = [[b for b in shards.buckets if b.spec.unit == i] for i in range(len(units))]
         self._shards, self._listener, self.buckets = shards, listener, buckets
         self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.asked.prefetch
-        self._waits = shards.settings.offload is not None  # a launch waits for the host's step
         self._passes: defaultdict[tuple[str, object], _Pass] = defaultdict(_Pass)
         self._pass = _Pass()  # between passes: nothing is launched ahead of use
         of_units = [{b.spec.part for b in unit} for unit in buckets]
@@ -147,7 +146,7 @@ class Gathers:
 
     def launch_early(self) -> None:
         """Between a step and a forward: gather what may be gathered already."""
-        if not self._waits:
+        if not self._shards.storage.steps_later:  # a launch waits for the step
             self.launch_stale()
 
     def launch_stale(self, stop: int | None = None) -> None:
@@ -198,7 +197,7 @@ class Gathers:
         calls: wait only for what is not owned by parts that will be called.
         """
         if not self.frees:
-            self.launch_stale(index + 1 if self._waits else None)
+            self.launch_stale(index + 1 if self._shards.storage.steps_later else None)
         elif not self._is_live(index) and not self._is_launched(index):
             now = self._pass
             rest = now.recorded[now.next :]
@@ -393,7 +392,7 @@ class Gathers:
             self._inside.discard(index)
             for bucket in self.buckets[index]:
                 self._shards.finish_gather(bucket)
-            if self._waits and index != ROOT:
+            if self._shards.storage.steps_later and index != ROOT:
                 self.launch_stale(index + 2)  # under what the device has been given
             if index == ROOT:
                 self._depth = max(0, self._depth - 1)  # 0: a pre-hook before ours has failed

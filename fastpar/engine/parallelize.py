@@ -37,7 +37,6 @@ from fastpar.engine.experts import (
     mesh_of_experts,
     share_experts,
 )
-from fastpar.engine.offload import keep_on_host
 from fastpar.engine.shards import Shards, guard_state_dicts
 from fastpar.engine.split_backward import Places
 from fastpar.engine.stages import STAGES, Settings, Stage
@@ -187,7 +186,6 @@ def parallelize(
     shards = _make_shards(model, travel, modules, fill)
     engine = Engine(shards, modules, control, given, debug)
     engine.tp_report = making.report
-    keep_on_host(engine, debug)
     attach_experts(engine, model)
     for axis in every():
         axis.attach(making, engine)
@@ -286,7 +284,7 @@ def _make_shards(
     mesh, settings, declared = travel.mesh, travel.settings, fill.declared
     stage, unit_of = settings.stage, unit_of_parameters(units)
     trained = [p for p in fill.named if p.requires_grad]
-    stages, by_unit = fill.stages, stage.shards or settings.offload is not None
+    stages, by_unit = fill.stages, settings.by_unit
     chunk_of = None if stages is None else stages.chunk_of
     codes: dict[int, Fp8] = {}
     if settings.asked.wires.weights == CODES:

@@ -151,8 +151,8 @@ class Reducer:
         self._log.add(handle, wire, group, both_ways=not scatters)
         self._in_flight.append((bucket, handle, target))
         self.n_sent += 1
-        # On their way to the host soon; copies' means are launched in one order on all ranks.
-        while bucket.host is not None and self._in_flight and bucket.groups.copies is None:
+        # Sent on soon; copies' means are launched in one order on all ranks.
+        while bucket.storage.steps_later and self._in_flight and bucket.groups.copies is None:
             if not self._in_flight[0][1].is_completed():
                 break
             self._finish_oldest()
@@ -190,12 +190,11 @@ class Reducer:
         shared = self._settings.stage.shards
         if bucket.grad is not None and not shared and target is not bucket.grad:
             target = bucket.grad.copy_(target)  # another dtype on the wire
-        if bucket.host is not None:
-            bucket.host.bring_back(bucket)
+        bucket.storage.bring_back(bucket)
         bucket.add_reduced(target)
         bucket.enter(BucketPhase.REDUCED)
-        if bucket.host is not None and self._final:
-            bucket.host.send(bucket)
+        if self._final:
+            bucket.storage.send(bucket)
 
     def _finish_alone(self) -> None:
         """Nobody to send to: only the tree over the micro-batches is left."""

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from fastpar.axes.pipeline.stages import Stages
 from fastpar.axes.tensor.declared import Declared
-from fastpar.comm.handles import DONE, started
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.step_report import CollectiveLog
-from fastpar.engine.bucket import BucketState
+from fastpar.engine.bucket import ON_DEVICE, BucketState
 from fastpar.engine.stages import Settings
 from fastpar.engine.units import NotCopied
 from fastpar.sharding.layout import Layout
@@ -46,7 +45,7 @@ class Shards:
     Attributes:
         params: in launch order.
         log: of the collectives of this engine.
-        offload: see offload.py, None without it.
+        storage: of buckets that are not stepped on the device, or the device's.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Shards:
         self.declared, self.frozen, self.stages = declared, frozen, stages
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.log = CollectiveLog(mesh.device, mesh.rank)
-        self.offload: Any = None
+        self.storage: Any = ON_DEVICE
         self.params = [p for bucket in buckets for p in bucket.params]
         self.index = {p: i for i, p in enumerate(self.params)}
         self.places = {
@@ -105,21 +104,14 @@ class Shards:
         bucket.allocate()
         self.log.note(1, index)
         with self.log.naming("gathering", index):
-            if bucket.host is not None:
-                handle = bucket.host.gather(bucket)
-            elif group is None:  # stage 0 with offload, of what stays on the device
-                handle = DONE
-            else:
-                handle = group.all_gather(bucket.flat, own, async_op=True, tag=index)
-        bucket.gathering = started(handle)
+            bucket.gathering = bucket.storage.gather(bucket, group, own)
         if group is not None:
             self.log.add(bucket.gathering, bucket.flat, group, both_ways=False)
 
     def finish_gather(self, bucket: BucketState) -> None:
         """Wait until a bucket is filled: its parameters are whole."""
         if bucket.gathering is not None:
-            if bucket.host is not None:
-                bucket.host.finish(bucket)
+            bucket.storage.finish(bucket)
             self.log.wait(bucket.gathering, "gathering", bucket.spec.index)
             bucket.gathering = None
             bucket.keep_secondary()
@@ -159,13 +151,13 @@ class Shards:
     def each_whole(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every trained parameter, with its values whole along dp while it is yielded. Ranks: all.
 
-        At stage 3 one bucket at a time; what is written there is lost. What a rank has whole on its
-        host is not brought to the device: values lie there.
+        At stage 3 one bucket at a time; what is written there is lost. What a rank has whole lies
+        where it is stepped.
         """
         for bucket in self.buckets:
             stale = not bucket.exact
-            if bucket.host is not None and bucket.spec.n_shards == 1 and self.declared is None:
-                bucket.host.settle([bucket])
+            if bucket.spec.n_shards == 1 and self.declared is None:
+                bucket.storage.settle(bucket)
                 for i, p in enumerate(bucket.params):
                     yield p, bucket.slot_of(bucket.stepped, i)
                 continue
@@ -187,13 +179,12 @@ class Shards:
         """Replace a parameter by this rank's slice along tp, the same along dp."""
         bucket, start, stop = self.place(p)
         bucket.kept = False
-        if bucket.apart or bucket.host is not None:
+        if bucket.apart or bucket.stepped is not bucket.shard:
             rows = local if local.dim() > 1 else local.reshape(-1)
             row = max(1, rows[:1].numel())  # of a transposed one only this rank's rows are copied
             first = start // row
             rows = rows[first : -(-stop // row)].reshape(-1)
-            if bucket.host is not None:
-                bucket.host.write_weights(bucket)
+            bucket.storage.write_weights(bucket)
             mine = rows[start - first * row : stop - first * row]
             self.piece(p).param.view(-1).copy_(mine)
             if bucket.shard is not bucket.stepped:
@@ -222,6 +213,11 @@ class Shards:
         # A copy of the experts is on ep ranks, each with a copy of the rest.
         again = self.settings.n_shards < self.ep and self.mesh.dp_rank % self.ep
         return self.declared.counts(p) and (self.declared.of_experts(p) or not again)
+
+    def summed_late(self, p: Tensor) -> bool:
+        """Whether its gradient changes after its reduction."""
+        partial = self.declared is not None and self.declared.is_partial(p)
+        return partial or (self.stages is not None and p in self.stages.tied)
 
     def whole_shape(self, p: Tensor) -> torch.Size:
         """The shape of the parameter, over all ranks that share it out."""
@@ -266,11 +262,11 @@ class Shards:
     def piece(self, p: Tensor) -> Piece:
         """What this rank owns of a parameter, and its gradient."""
         bucket, position = self.places[p]  # type: ignore[index]
-        if bucket.host is not None:
-            bucket.host.finish(bucket)
+        bucket.storage.finish(bucket)
         if self.stage.shards:
             return Piece(*bucket.piece(position))
-        values = p if bucket.host is None else bucket.slot_of(bucket.stepped, position)
+        here = bucket.stepped is bucket.shard
+        values = p if here else bucket.slot_of(bucket.stepped, position)
         return Piece(values, bucket.grad_of(position), 0)
 
     def full(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
@@ -290,14 +286,9 @@ class Shards:
         return local if self.declared is None or block > 1 else self.declared.whole(local, p)
 
     def settle(self) -> None:
-        """What the host has may be read: no step and no copy of it is under way."""
-        if self.offload is not None:
-            self.offload.settle()
-
-    def send_rest(self) -> None:
-        """Before a step: gradients that the host is to have are on their way to it."""
-        if self.offload is not None:
-            self.offload.send_rest()
+        """What is stepped may be read: no step and no copy of it is under way."""
+        for bucket in self.buckets:
+            bucket.storage.settle(bucket)
 
     def is_split(self, p: Tensor) -> bool:
         """Whether ranks of tp or ep have different parts of p."""
@@ -416,7 +407,7 @@ class Shards:
 
 def guard_state_dicts(model: nn.Module, shards: Shards) -> None:
     """From now on they gather, join and cut what the ranks share out. Ranks: all call them."""
-    if not shards.shares and shards.settings.offload is None:
+    if not (shards.shares or shards.settings.by_unit):
         return
     guard = _StateDicts(weakref.ref(shards))
     for module in model.modules():

@@ -118,9 +118,9 @@ class Settings:
         return self.asked.deterministic
 
     @property
-    def offload(self) -> str | None:
-        """What waits on the host: "optimizer" or "parameters"."""
-        return self.asked.offload.what
+    def by_unit(self) -> bool:
+        """Whether a forward waits for the parameters of each unit."""
+        return self.stage.shards or self.asked.offload.what is not None
 
     @property
     def grad_dtype(self) -> torch.dtype | None:

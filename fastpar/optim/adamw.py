@@ -199,12 +199,12 @@ class AdamW(EngineOptimizer):
         if (
             self.zero_grad_in_step
             and engine is not None
-            and (engine.stage.number or engine.settings.offload)
+            and (engine.stage.number or engine.shards.storage.where)
         ):
             raise ValueError(
                 "AdamW: expected zero_grad_in_step=False with zero_stage >= 1 or offload, got True "
-                f"with zero_stage={engine.stage.number}, offload={engine.settings.offload}; the "
-                "engine frees gradients itself: leave it out"
+                f"with zero_stage={engine.stage.number}, offload={engine.shards.storage.where}; "
+                "the engine frees gradients itself: leave it out"
             )
 
     def _check_memory(self) -> None:

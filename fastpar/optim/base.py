@@ -185,11 +185,11 @@ def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
 
 def check_host(optimizer: Any, engine: Any) -> None:
     """Refuse an optimizer that cannot step where the engine keeps what it steps."""
-    if engine is not None and engine.shards.offload is not None and not optimizer.steps_on_host:
+    if engine is not None and engine.shards.storage.steps_later and not optimizer.steps_on_host:
         name = type(optimizer).__name__
         raise ValueError(
             f"{name}: expected an optimizer that steps on the host with offload="
-            f"{engine.settings.offload!r}, got {name}, which computes on whole matrices; use "
+            f"{engine.shards.storage.where!r}, got {name}, which computes on whole matrices; use "
             "fastpar.AdamW, or leave offload out"
         )
 
@@ -242,7 +242,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     """
 
     steps_engines = True  # see fastpar/engine/checks.py
-    steps_on_host = False  # prepare() has its kernel calls; see fastpar/engine/offload.py
+    steps_on_host = False  # prepare() has its kernel calls; see fastpar/axes/offload.py
     master_weights: bool | str = False
     grad_scale: float | Tensor = 1.0
     found_inf: Tensor | None = None
@@ -316,8 +316,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._check_capture()
         engines, rows, factor, found = self.begin_step()
         for engine in engines:
-            if engine.shards.offload is not None:
-                rows = engine.shards.offload.step(self, rows, factor, found)
+            rows = engine.shards.storage.step(self, rows, factor, found)
         self._update(rows, factor, found)
         for engine in engines:
             engine.after_step()
@@ -423,15 +422,16 @@ class EngineOptimizer(torch.optim.Optimizer):
 
         Of what several ranks have alike one rank's elements count, but an overflow on any.
         """
-        offload, device, bins = engine.shards.offload, engine.mesh.device, None
-        if grads is not None and offload is not None:
-            bins = offload.norm_bins({p for group in self.param_groups for p in group["params"]})
-        if grads is None or not engine.shares:
+        if grads is None:
+            return engine.exchange(None)
+        mine = (p for group in self.param_groups for p in group["params"])
+        bins = engine.shards.storage.norm_bins(mine)
+        if not engine.shares:
             engine.exchange(None)
             return bins
         if bins is not None:
             return engine.exchange(bins)
-        none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
+        none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=engine.mesh.device)
         tensors, counted = [g for g, _ in grads], [c for _, c in grads]
         return engine.exchange(norm_bins(tensors, counted=counted, out=none))
 

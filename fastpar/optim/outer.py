@@ -226,13 +226,12 @@ class Outer:
 
     def _write(self, values: list[Tensor], new: Tensor) -> None:
         buckets = {} if self.engine is None else self.engine.shards.by_bucket(self._params)
-        hosts = [bucket for bucket in buckets if bucket.host is not None]
-        for bucket in hosts:
-            bucket.host.write_weights(bucket)
+        for bucket in buckets:
+            bucket.storage.write_weights(bucket)
         for p, old, view in zip(self._params, values, _views(new, values)):
             old.copy_(view)
             store_values(self._piece(p), self.optimizer.state.get(p, {}), old)
-        for bucket in hosts:
+        for bucket in buckets:
             if bucket.shard is not bucket.stepped:
                 bucket.shard.copy_(bucket.stepped)
 

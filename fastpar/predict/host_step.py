@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastpar.axes.data import buckets_of
+from fastpar.axes.offload import state_bytes
 from fastpar.axes.step import Setup, Workload
-from fastpar.engine.offload import state_bytes
 from fastpar.predict.devices import LINKS
 from fastpar.predict.memory_model import activations_on_host
 

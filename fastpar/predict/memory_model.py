@@ -52,12 +52,12 @@ from typing import NamedTuple
 
 from fastpar.axes.context import attended_heads
 from fastpar.axes.data import ROOT, GPTBuckets, buckets_of
+from fastpar.axes.offload import IN_FLIGHT
 from fastpar.axes.pipeline import RankParts, parts_of
 from fastpar.axes.pipeline.schedules import SPLIT
 from fastpar.axes.pipeline.simulator import Held, held_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.axes.wires import code_bytes, error_bytes
-from fastpar.engine.offload import IN_FLIGHT
 from fastpar.engine.reducer import IN_FLIGHT as IN_REDUCTION
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.kernels.linear_fp8 import BLOCK

@@ -117,11 +117,11 @@ class MicroBatchGraphs:
                 "MicroBatchGraphs: expected zero_stage 0 or 1, got zero_stage="
                 f"{engine.stage.number}, which frees memory; use zero_stage=1"
             )
-        if engine.settings.offload is not None:
+        if engine.shards.storage.steps_later:
             raise ValueError(
                 "MicroBatchGraphs: expected no offload, got offload="
-                f"{engine.settings.offload!r}, whose forward waits for the host's step; leave one "
-                "of them out"
+                f"{engine.shards.storage.where!r}, whose forward waits for the host's step; leave "
+                "one of them out"
             )
         self._compute, self._model, self._engine = compute, model, engine
         self._shapes: dict[tuple, _Graphs] = {}

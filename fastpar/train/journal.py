@@ -638,9 +638,9 @@ class Journal:
         if self.mesh.replica:
             return
         self._progress.update(done.step, text)
-        if engine.shards.offload is not None and not self._told_host:
+        if engine.shards.storage.steps_later and not self._told_host:
             self._told_host = True
-            self.say(f"offload  {engine.shards.offload.describe()}")
+            self.say(f"offload  {engine.shards.storage.describe()}")
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is not None:
@@ -726,7 +726,7 @@ def _costs(engine: Engine) -> dict[str, float | None]:
     """Times of this rank in ms and MB that it sent, in the newest step that is known."""
     report = engine.report
     names = ["step_ms", "compute_ms", "comm_ms", "exposed_ms"]
-    names += ["offload_ms"] * (engine.shards.offload is not None)
+    names += ["offload_ms"] * (engine.shards.storage.steps_later)
     costs = {name: None if report is None else getattr(report, name) for name in names}
     return {**costs, "wire_mb": None if report is None else report.wire_bytes / 1e6}
 

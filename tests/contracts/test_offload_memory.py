@@ -22,10 +22,10 @@ from alive import Alive
 from cells import slow
 from test_zero_memory import build, in_a_row, sizes
 
+from fastpar.axes.offload import IN_FLIGHT
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.debug import Debug
 from fastpar.engine.engine import engine_of
-from fastpar.engine.offload import IN_FLIGHT
 from fastpar.engine.parallelize import parallelize
 from fastpar.optim.adamw import AdamW
 from fastpar.settings.parallel import Parallel

@@ -24,11 +24,11 @@ from fastpar import (
     muon_groups,
     parallelize,
 )
+from fastpar.axes import offload
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
 from fastpar.comm import host
 from fastpar.comm.bus import Bus, SlowBus
-from fastpar.engine import offload
 from fastpar.engine.debug import Debug
 from fastpar.optim.schedule import AveragedWeights
 from fastpar.settings.parallel import Parallel

@@ -11,8 +11,8 @@ from nan_bus import poisoned
 from test_offload import adamw, final, loss_of, made, same, steps
 
 from fastpar import GPT, AdamW, engine_of
+from fastpar.axes.offload import Offload
 from fastpar.comm.handles import StreamHandle
-from fastpar.engine.offload import Offload
 from fastpar.kernels import make_key
 from fastpar.nn.recompute import recompute
 from fastpar.testing import run_ranks
@@ -76,7 +76,7 @@ def test_nothing_changes_while_the_device_may_read_old_weights(mode, stage, clip
     optimizer = adamw(model) if clip else AdamW(model.parameters(), lr=1e-2)
     steps(model, optimizer, 1)
     loss_of(model, 1).backward()
-    host: Offload = engine_of(model).shards.offload
+    host: Offload = engine_of(model).shards.storage
     for bucket in host.order:
         host.send(bucket)
         host._arrived(bucket)
@@ -85,7 +85,7 @@ def test_nothing_changes_while_the_device_may_read_old_weights(mode, stage, clip
         optimizer.step()
         time.sleep(0.05)
         assert all(torch.equal(bucket.stepped, old) for bucket, old in before.items())
-    host.settle()
+    engine_of(model).shards.settle()
     assert not any(torch.equal(bucket.stepped, old) for bucket, old in before.items())
 
 

@@ -10,9 +10,9 @@ import signal
 import sys
 
 import fastpar.models.set_up
+from fastpar.axes.offload import Offload
 from fastpar.cli import main
 from fastpar.engine.debug import Debug
-from fastpar.engine.offload import Offload
 from fastpar.optim.adamw import AdamW
 
 victim, how, n = json.loads(sys.argv.pop(1))
