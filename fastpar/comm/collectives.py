@@ -267,7 +267,7 @@ class Collectives(ABC):
 class OneRank(Collectives):
     """A group of one rank: every operation is a copy, or nothing, in the current stream.
 
-    For an engine that shares out what it has with nobody: see fastpar/engine/offload.py.
+    For an engine that shares out what it has with nobody: see fastpar/axes/offload.py.
     """
 
     rank, world_size, in_caller = 0, 1, True

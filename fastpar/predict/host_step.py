@@ -1,7 +1,7 @@
 """What offload costs: memory of the host, and the time that the device waits for the host's step.
 
 Gradients go down as backward makes them, the last unit's first. The host steps units in the order
-in which the next forward needs them (engine/offload.py), so the device waits for a unit only
+in which the next forward needs them (axes/offload.py), so the device waits for a unit only
 where the host's work on all units before it, and its way up, take longer than the forward up to
 there. The first unit's gradients are the last to come down.
 
