@@ -380,7 +380,7 @@ class Gridded(Axis):
     """Each layer split over a grid of ranks."""
 
     name = "grid"
-    order = 35
+    order = 51
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """Activations along the row, weights along the column."""

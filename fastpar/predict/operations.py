@@ -163,7 +163,7 @@ def _matrix_updates(matrices: MatrixUpdates, setup: Setup) -> Iterator[Op]:
 
 def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
     """What a rank communicates in one optimizer step."""
-    found = [comm for axis in every() for comm in axis.comms(workload, setup)]
+    found = [comm for axis in reversed(every()) for comm in axis.comms(workload, setup)]
     if setup.optimizer == "muon":
         found += _to_homes(workload, setup)
     if setup.world_size > 1:

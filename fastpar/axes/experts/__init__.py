@@ -23,7 +23,7 @@ class Experts(Axis):
     """Experts shared out over ranks of ep."""
 
     name = "experts"
-    order = 50
+    order = 30
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """Rows to their experts and back, in forward and in backward, and their numbers."""

@@ -33,7 +33,7 @@ class TensorAxis(Axis):
     """Each layer split over ranks of tp."""
 
     name = "tensor"
-    order = 30
+    order = 50
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """The exchanges of functional.py and vocabulary.py."""
