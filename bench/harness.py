@@ -3,7 +3,7 @@
 [Note: the gate] Before a variant is timed, its output and gradients are compared with the op's fp64
 oracle by fastpar.testing.assert_matches_oracle, on the row's device and dtype. A red check, an
 exception and a missing backend give a row without a time that says why.
-Times are taken by fastpar/doctor/trial.py, variants in turn.
+Times are taken by fastpar/doctor/clocks.py, variants in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.records import ResultFile, Row
 from bench.targets import HOST_US, Target, note
 from fastpar.comm.ranks import reason
 from fastpar.doctor.trial import Call, Timing, clock_for, interleave, synchronize
-from fastpar.predict.ceilings import Ceilings, measure_ceilings
+from fastpar.predict.machine import Ceilings, measure_ceilings
 from fastpar.testing import assert_matches_oracle
 
 # A peer must compute the same function; how well it rounds is not ours to judge. Sums over

@@ -20,7 +20,7 @@ vocabulary-parallel loss are passes through memory of their own; no exchange ran
 text says was used. Taken for it: micro-batches of 4 where there are no stages and of 1 where there
 are, and the smallest number of parts above 1 that divides a stage's layers.
 
-[Note: calibration] GENERATIONS of predict/datasheet.py, "ampere" and "hopper", were set with these
+[Note: calibration] GENERATIONS of predict/machine.py, "ampere" and "hopper", were set with these
 rows in view, one set of numbers for all of a device's rows. test_published.py says how far off each
 family is when `reached` is fitted to the others alone.
 """
@@ -32,10 +32,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastpar.axes.step import CommOp, Op, Setup, Workload
-from fastpar.predict.datasheet import DatasheetRates
-from fastpar.predict.devices import Cluster
-from fastpar.predict.operations import comm_ops_of, ops_of
-from fastpar.predict.step_time import StepTime, predict_step, time_of
+from fastpar.predict.machine import Cluster, DatasheetRates
+from fastpar.predict.time import StepTime, comm_ops_of, ops_of, predict_step, time_of
 from fastpar.settings.block import flops_per_token
 from fastpar.settings.config import GPTConfig
 

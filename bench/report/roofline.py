@@ -4,7 +4,7 @@
 the sizes in the case's name: FLOPs of the formula for each element (transcendental functions count
 one), bytes that must move at least. A case that does not name its sizes is left out, and said.
 
-[Note: the roof] Each bench measures its ceilings in its own process (fastpar/predict/ceilings.py),
+[Note: the roof] Each bench measures its ceilings in its own process (fastpar/predict/machine.py),
 on a machine that others use too: the roof is a band between the lowest and the highest of them. A
 dot above the slope belongs to tensors that stay in a cache.
 """

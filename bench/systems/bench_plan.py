@@ -23,11 +23,9 @@ from fastpar.comm.host import threads_per_rank
 from fastpar.comm.ranks import Rank, Ranks
 from fastpar.doctor.trial import Timing
 from fastpar.kernels.linear_cross_entropy import release_workspaces
-from fastpar.predict.measure import Cell, measure_cells
-from fastpar.predict.memory_model import predict_memory
-from fastpar.predict.short_run import ShortRun, slowest
-from fastpar.predict.step_memory import StepMemory, held_bytes
-from fastpar.predict.step_time import predict_step
+from fastpar.predict.measure import Cell, ShortRun, measure_cells, slowest
+from fastpar.predict.memory import StepMemory, held_bytes, predict_memory
+from fastpar.predict.time import predict_step
 from fastpar.settings.config import PRESETS, GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 500}

@@ -26,12 +26,11 @@ from bench.report.cells import table
 from bench.systems import links
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.axes.step import CommOp, Setup, Workload
-from fastpar.predict.datasheet import DatasheetRates
-from fastpar.predict.devices import Cluster
 from fastpar.predict.grids import grids_text
-from fastpar.predict.memory_model import predict_memory, predict_states
-from fastpar.predict.operations import comm_ops_of
+from fastpar.predict.machine import Cluster, DatasheetRates
+from fastpar.predict.memory import predict_memory, predict_states
 from fastpar.predict.search import search
+from fastpar.predict.time import comm_ops_of
 from fastpar.settings.mesh import parse_grid
 from fastpar.settings.model import PRESETS
 from fastpar.settings.parallel import Parallel

@@ -52,7 +52,7 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.data.sources import TextSource, open_source
 from fastpar.doctor.trial import stopwatch
 from fastpar.models.gpt import use_fp8
-from fastpar.predict.matrix_updates import product_bytes, updates_of
+from fastpar.predict.time import product_bytes, updates_of
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.files import option
 from fastpar.settings.parallel import Parallel

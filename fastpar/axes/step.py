@@ -1,6 +1,6 @@
 """What a step is: a workload (what is trained), a setup (one way to train it on ranks), its ops.
 
-Op and CommOp are the words of those who count (axes, predict/operations.py), those who
+Op and CommOp are the words of those who count (axes, predict/time.py), those who
 know a machine (Rates) and those who add up.
 
 Arithmetic only: no tensors, no ranks. Shape legend as in gpt.py.

@@ -173,7 +173,7 @@ class Begun:
             except BaseException as failed:
                 error = failed
         over_at = time.perf_counter()
-        # Before anybody goes on: who made a tensor frees it, and sees that (step_memory.py).
+        # Before anybody goes on: who made a tensor frees it, and sees that (StepMemory).
         self._tensors, self._rest = (), None
         if error is not None:
             self.future.set_exception(error)

@@ -43,7 +43,7 @@ from fastpar.observe.results import RESULTS, Comparison, Run
 from fastpar.observe.strategies import SINGLE, STRATEGIES, Batch, Settings, build, import_deepspeed
 from fastpar.optim.schedule import cosine_lr
 from fastpar.predict.machine import about_machine
-from fastpar.predict.step_memory import StepMemory
+from fastpar.predict.memory import StepMemory
 from fastpar.settings.block import count_parameters
 from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
 from fastpar.settings.files import check_at_least, option

@@ -56,8 +56,8 @@ from fastpar.models.gpt import GPT
 from fastpar.observe.profile_report import Report
 from fastpar.observe.trace import TraceTimes, times_of
 from fastpar.observe.verdict import Measured, Phase, Situation, fitted, work_of
-from fastpar.predict.ceilings import measure_ceilings
-from fastpar.predict.operations import ops_of
+from fastpar.predict.machine import measure_ceilings
+from fastpar.predict.time import ops_of
 from fastpar.settings.config import TrainConfig
 
 WARM_UP = 2  # steps

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from fastpar.axes.step import Op, Setup, Workload
 from fastpar.comm.recorder import BACKWARD, FORWARD, INPUT, OPTIMIZER
 from fastpar.observe.trace import COMMUNICATION, KINDS
-from fastpar.predict.ceilings import Ceilings
-from fastpar.predict.operations import UPDATES
+from fastpar.predict.machine import Ceilings
+from fastpar.predict.time import UPDATES
 
 PRODUCTS = ("matmul", "attention", "loss", "orthogonalize")  # of work.Op: limited by arithmetic
 

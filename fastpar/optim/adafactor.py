@@ -12,8 +12,8 @@ torch keeps V away from 0 with max(eps[0], .), the paper adds eps[0] to G^2: opt
 [Note: batches]
 Most parameters of a model are short, and each operation above is one call per tensor; so they are
 updated in batches of up to 2**20 elements through torch._foreach; a larger one is its own batch.
-Temporary memory (memory_model.py counts it): 4 bytes for each element of a batch, and where bf16 is
-rounded 6 for each element of its largest tensor; with "remainder" 8 and 8.
+Temporary memory (predict/memory.py counts it): 4 bytes for each element of a batch, and where bf16
+is rounded 6 for each element of its largest tensor; with "remainder" 8 and 8.
 """
 
 from __future__ import annotations

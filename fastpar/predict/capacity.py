@@ -18,7 +18,7 @@ import torch
 
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.host import free_memory, local_ranks
-from fastpar.predict.memory_model import activations_on_host, format_bytes, predict_states
+from fastpar.predict.memory import activations_on_host, format_bytes, predict_states
 from fastpar.settings.block import count_parameters
 from fastpar.settings.config import GPTConfig
 

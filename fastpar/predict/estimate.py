@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from fastpar.axes.step import Setup, Workload
-from fastpar.predict.memory_model import Memory
-from fastpar.predict.step_time import StepTime
+from fastpar.predict.memory import Memory
+from fastpar.predict.time import StepTime
 
 ALIKE = 0.01  # a smaller share of a step's time the model cannot tell apart
 MAX_MICRO_BATCH_TOKENS = 131072  # of a rank: matrices of more rows are no faster

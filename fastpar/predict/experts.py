@@ -11,12 +11,11 @@ from typing import NamedTuple
 from fastpar.axes.data import buckets_of, elements_of
 from fastpar.axes.experts import expert_elements
 from fastpar.axes.step import Setup, Workload
-from fastpar.predict.datasheet import DatasheetRates
-from fastpar.predict.devices import Cluster
 from fastpar.predict.estimate import tp_sizes
-from fastpar.predict.memory_model import Memory, format_bytes, kept_by_blocks
+from fastpar.predict.machine import Cluster, DatasheetRates
+from fastpar.predict.memory import Memory, format_bytes, kept_by_blocks
 from fastpar.predict.search import CHECKPOINTING
-from fastpar.predict.step_time import StepTime, predict_step
+from fastpar.predict.time import StepTime, predict_step
 from fastpar.settings.block import count_parameters
 from fastpar.settings.config import derive_batch
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastpar.axes.step import Setup, Workload
-from fastpar.predict.datasheet import DatasheetRates
 from fastpar.predict.estimate import size_text
-from fastpar.predict.memory_model import predict_memory
-from fastpar.predict.operations import Rates, ops_of
-from fastpar.predict.step_time import predict_step
+from fastpar.predict.machine import DatasheetRates
+from fastpar.predict.memory import predict_memory
+from fastpar.predict.time import Rates, ops_of, predict_step
 
 LEAST_GAIN = 0.03  # of a step: below it no published run of such a model was faster
 _WIDTHS = range(256, 16385, 256)

@@ -19,8 +19,7 @@ from typing import NamedTuple
 from fastpar.axes.data import buckets_of
 from fastpar.axes.offload import state_bytes
 from fastpar.axes.step import Setup, Workload
-from fastpar.predict.devices import LINKS
-from fastpar.predict.memory_model import activations_on_host
+from fastpar.predict.machine import LINKS
 
 ACHIEVED = 0.7
 
@@ -78,13 +77,6 @@ def stepped_elements(workload: Workload, setup: Setup) -> list[float]:
         found.append(max(0.0, n - kept))
         kept = max(0.0, kept - n)
     return found
-
-
-def host_bytes(workload: Workload, setup: Setup) -> int:
-    """Of a rank on its host: state, what is pinned for the bus, inputs of blocks; 0 without."""
-    each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
-    stepped = sum(stepped_elements(workload, setup)) if setup.offload is not None else 0.0
-    return round(stepped * each) + activations_on_host(workload, setup)
 
 
 def host_step_s(

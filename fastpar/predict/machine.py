@@ -1,18 +1,988 @@
-"""What numbers were measured on: machine, versions, commit; nothing that names a user or a path."""
+"""How fast a machine is: by data sheets, or as it was measured; what numbers were measured on.
+
+Cluster has devices and links from the tables devices.csv and links.csv, Network says how long a
+collective takes on them. DatasheetRates and MeasuredRates are Rates, which all of predict/ asks.
+
+[Note: sources] devices.csv has a row for each kind of device. Peaks are dense (the makers print
+twice as much for sparse matrices): 16-bit products with sums in fp32, and products in fp32 proper,
+since torch uses tf32 only when told. Peak and bandwidth are from the data sheet that `source`
+names. Memory is what torch reports of such a device, a little less than what the sheet promises.
+Prices are rounded list prices of an hour on demand at clouds, from the middle of 2025: they change
+faster than this table, pass your own.
+
+[Note: links] links.csv has a row for each. Bandwidth is that of one direction for each device;
+makers print both directions. A link "of the node" is shared by its devices. `achieved` is the part
+that large collectives reach, and latency what one hop of a ring or tree adds: rounded from what is
+reported of NCCL's tests (8 A100: about 235 of 300 GB/s; 8 H100: 365 of 450; InfiniBand: 90 %); for
+shared memory and PCIe estimates.
+
+[Note: collectives] A group of n ranks has `local` of them in each of `nodes` nodes. Every device
+has a link inside of its node with bandwidth b and latency a of a hop, and an adapter (NIC) to the
+other nodes with w and c; an adapter "of the node" is shared by all of its devices, which
+communicate at the same time, in whatever groups they are. Of a tensor of S bytes a rank sends
+
+    way          inside                  through its adapter          hops
+    ring         (n-1)/n S               (n-1)/n S / local            n - nodes, nodes
+    hierarchy    (local-1)/local S       (nodes-1)/nodes S / local    local - 1, log2(nodes)
+    tree         S                       S / local                    local - 1, log2(nodes)
+    pairs        (local-1)/n S           (n-local)/n S                local - 1, n - local
+
+for a reduce-scatter or an all-gather, and twice that for an all-reduce (in trees at most). A ring
+enters and leaves each node once: there is one through each device's adapter, with its part of the
+tensor, and inside of a node each goes as fast as its slowest link. In pairs every rank sends to
+every other: that is an all-to-all, and the deterministic reduce-scatter, which adds up what it
+received. Nothing is added up before it leaves a node, so that each adapter carries almost `local`
+times the bytes of a ring.
+
+An operation lasts as long as its slower link, or as both where one waits for the other
+(hierarchy). Of several ways the fastest counts, as NCCL chooses. Its own halves of an all-reduce go
+around rings where a node has several ranks: a hierarchy of them is the best that they could do.
+
+Source: Thakur et al. 2005, doi 10.1177/1094342005051521 (rings, pairs); Sanders et al. 2009, doi
+10.1016/j.parco.2009.09.001 (two trees); Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002
+
+Rates from data sheets are what a device reaches of its peaks, by a few rules with few constants:
+
+    matmul      max(flops / (peak * reached * tiles * depth), bytes / (bandwidth * streamed))
+    attention   flops / (peak * reached * a fraction of its own)
+    others      bytes / (bandwidth * streamed)
+
+each plus what a launch costs, and at least what the host needs to issue it.
+
+[Note: constants] `reached` is what a large product with random data reaches of the sheet's peak: on
+A100 about 250 of 312 TFLOP/s, on H100 about 650 of 989, because power caps its clock and memory
+feeds a tensor unit that grew faster. It was set with the published runs of
+bench/peers/published.py in view, like the fractions of attention; the same numbers hold for all of
+a device's rows there.
+[Note: tiles] A product is cut into tiles of its output; each multiprocessor has one, so that the
+last wave is partly empty, and a small tile reads more for what it computes. Of TILES that which
+wastes least counts, as libraries choose; a long inner dimension can be cut too (split K).
+[Note: depth] The beginning and end of a tile's loop cost as much as DEPTH elements of it.
+
+Measured rates are seconds by operation and shape, kept in a file. It lies in the user's cache
+folder, one for each device, format, number of ranks and of threads, and says where and when it was
+made; another machine's is refused.
+
+[Note: shapes that were not measured] are taken from the nearest shape of the same operation, by the
+larger of the ratios of arithmetic and of bytes; `scaled` lists them, so that whoever uses the
+rates can say so.
+
+[Note: overhead] What a step costs beyond its operations (Python, hooks, autograd, data, the
+control exchange) is a constant each for a step, for a micro-batch, for a layer of a micro-batch and
+for a layer of a step. They depend on what the engine has to do: stage, tp and checkpointing.
+"""
 
 from __future__ import annotations
 
+import csv
 import datetime
+import difflib
+import json
+import math
 import os
 import platform
+import re
 import subprocess
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from fastpar._version import __version__
+from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.host import available_cores
 from fastpar.doctor.table import cpu_name
+from fastpar.doctor.trial import clock_for, interleave
+from fastpar.files.dtypes import DTYPES
+from fastpar.files.plain_files import user_cache
+from fastpar.kernels import linear
+from fastpar.kernels.orthogonalize import POLAR_EXPRESS
+from fastpar.settings.files import check_at_least
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects devices; [Note: links]."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    achieved: float
+    of_node: bool = False
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of device; [Note: sources].
+
+    Attributes:
+        pattern: regular expression that matches torch's names for it.
+        generation: the maker's design, a key of GENERATIONS.
+        peak_flops, peak_flops_fp32: operations a second.
+        intra, inter: usual links inside a node and between nodes.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    pattern: str
+    generation: str
+    peak_flops: float
+    peak_flops_fp32: float
+    memory_bytes: int
+    bytes_per_s: float
+    per_node: int
+    intra: str
+    inter: str
+    price_per_hour: float
+    source: str
+
+    @property
+    def kind(self) -> str:
+        return "cpu" if self.generation == "cpu" else "cuda"
+
+    @property
+    def has_bf16(self) -> bool:
+        return self.generation not in ("volta", "turing")
+
+
+def _read(name: str) -> Iterable[dict[str, str]]:
+    """The rows of a table of this folder."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    lines = [re.sub(r" *\| *", "|", line) for line in text.splitlines()]
+    return csv.DictReader(lines, delimiter="|")
+
+
+LINKS = tuple(
+    Link(
+        row["name"],
+        float(row["gb_per_s"]) * 1e9,
+        float(row["latency_us"]) / 1e6,
+        float(row["achieved"]),
+        row["of"] == "node",
+    )
+    for row in _read("links.csv")
+)
+DEVICES = tuple(  # the first pattern that matches counts
+    Device(
+        row["name"],
+        tuple(row["aliases"].split()),
+        row["pattern"],
+        row["generation"],
+        float(row["tflops"]) * 1e12,
+        float(row["tflops_fp32"]) * 1e12,
+        int(float(row["memory_gib"]) * GIB),
+        float(row["gb_per_s"]) * 1e9,
+        int(row["per_node"]),
+        row["intra"],
+        row["inter"],
+        float(row["usd_per_hour"]),
+        row["source"],
+    )
+    for row in _read("devices.csv")
+)
+
+
+def device_of(torch_name: str) -> Device | None:
+    """The device that torch.cuda.get_device_name() names; None: not in the table."""
+    found = (device for device in DEVICES if re.search(device.pattern, torch_name))
+    return next(found, None)
+
+
+def find_device(name: str) -> Device:
+    """The device with this name: the table's, another one for it, or torch's.
+
+    Raises:
+        ValueError: unknown; names the nearest and all.
+    """
+    plain = re.sub(r"[\s_]+", "-", name.strip().lower()).removeprefix("nvidia-")
+    known = {other: device for device in DEVICES for other in (device.name, *device.aliases)}
+    found = known.get(plain) or device_of(name)
+    if found is None:
+        raise _unknown("device", name, plain, known, [device.name for device in DEVICES])
+    return found
+
+
+def find_link(name: str) -> Link:
+    """The link with this name of the table; ethernet and infiniband may be spelled out.
+
+    Raises:
+        ValueError: unknown; names the nearest and all.
+    """
+    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+    plain = plain.replace("ethernet", "eth").replace("infiniband", "ib")
+    known = {link.name: link for link in LINKS}
+    if plain not in known:
+        raise _unknown("link", name, plain, known, list(known))
+    return known[plain]
+
+
+def _unknown(
+    what: str, name: str, plain: str, known: Mapping[str, Any], listed: list[str]
+) -> ValueError:
+    close = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.3)
+    hint = f"did you mean {known[close[0]].name}? " if close else ""
+    return ValueError(
+        f"find_{what}: expected a {what} of the table, got name={name!r}; "
+        f"{hint}There are {', '.join(listed)}"
+    )
+
+
+def larger_device(n_bytes: float) -> str | None:
+    """The GPU with the least memory that still has n_bytes; None: there is none."""
+    fit = [d for d in DEVICES if d.kind == "cuda" and d.memory_bytes >= n_bytes]
+    return min(fit, key=lambda d: (d.memory_bytes, d.price_per_hour)).name if fit else None
+
+
+def device_table() -> str:
+    """All devices and links as text: `fastpar plan --gpu list`."""
+    lines = ["device        TFLOP/s  fp32   GiB    GB/s  links             USD/h  source"]
+    for d in DEVICES:
+        lines.append(
+            f"{d.name:12s}  {d.peak_flops / 1e12:7.5g}  {d.peak_flops_fp32 / 1e12:5.4g}  "
+            f"{d.memory_bytes / GIB:5.1f}  {d.bytes_per_s / 1e9:5.0f}  "
+            f"{d.intra + ', ' + d.inter:16s}  {d.price_per_hour:5.2f}  {d.source}"
+        )
+    lines.append("link      GB/s a direction  of    latency us  achieved")
+    for link in LINKS:
+        owner = "node" if link.of_node else "device"
+        lines.append(
+            f"{link.name:8s}  {link.bytes_per_s / 1e9:16.4g}  {owner:6s}  "
+            f"{link.latency_s * 1e6:8.3g}  {link.achieved:8.0%}"
+        )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices of one kind, in nodes of per_node each.
+
+    Raises:
+        ValueError: a count below 1; nodes that are not full.
+    """
+
+    device: Device
+    n_devices: int
+    per_node: int
+    intra: Link
+    inter: Link
+
+    def __post_init__(self) -> None:
+        for name in ("n_devices", "per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"Cluster: expected a positive integer, got {name}={value}; set {name} >= 1"
+                )
+        if self.n_devices > self.per_node and self.n_devices % self.per_node:
+            raise ValueError(
+                f"Cluster: expected full nodes of per_node={self.per_node}, got "
+                f"n_devices={self.n_devices}; use a multiple of per_node, or pass another"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        device: Device | str,
+        n_devices: int,
+        per_node: int | None = None,
+        intra: str | None = None,
+        inter: str | None = None,
+    ) -> Cluster:
+        """A cluster with what is usual for the device where nothing is said.
+
+        Args:
+            per_node: None: as many as usual, or fewer so that nodes are full.
+        Raises:
+            ValueError: an unknown name; a count below 1; nodes that are not full.
+        """
+        device = find_device(device) if isinstance(device, str) else device
+        if per_node is None:
+            most = min(device.per_node, n_devices) if n_devices > 0 else 1
+            per_node = next(n for n in range(most, 0, -1) if n_devices % n == 0)
+        links = find_link(intra or device.intra), find_link(inter or device.inter)
+        return cls(device, n_devices, per_node, *links)
+
+    def __str__(self) -> str:
+        nodes = -(-self.n_devices // self.per_node)
+        between = f", {nodes} nodes over {self.inter.name}" if nodes > 1 else ""
+        over = f" over {self.intra.name}" if self.per_node > 1 else ""
+        return f"{self.n_devices} x {self.device.name}, {self.per_node} a node{over}{between}"
+
+
+# Of a collective before its first byte moves: a kernel's launch and its ranks' arrival (NCCL's
+# base latencies are 7 to 14 us); between CPU ranks threads wake up.
+START_S = {"cuda": 10e-6, "cpu": 40e-6}
+
+
+class Group(NamedTuple):
+    """Where the ranks of a group are: nodes, and the most of them in one node."""
+
+    ranks: int
+    local: int
+    nodes: int
+
+
+def place(ranks: int, stride: int, per_node: int) -> Group:
+    """Where ranks are that are stride apart.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    values = {"ranks": ranks, "stride": stride, "per_node": per_node}
+    check_at_least("place", values, dict.fromkeys(values, 1), "count from 1")
+    local = max(1, min(ranks, per_node // stride))
+    return Group(ranks, local, -(-ranks // local))
+
+
+class Traffic(NamedTuple):
+    """What a rank of a group sends in one collective; see [Note: collectives].
+
+    Attributes:
+        way: of WAYS.
+        inside: bytes over its link inside of the node; adapter: bytes to other nodes.
+        hops_inside, hops_between: messages that wait for each other.
+        in_turn: the bytes to other nodes wait for those inside.
+    """
+
+    way: str
+    inside: float
+    adapter: float
+    hops_inside: int
+    hops_between: int
+    in_turn: bool = False
+
+
+Way = Callable[[Group, float], Traffic]
+
+
+def ring(at: Group, n_bytes: float, times: int = 1) -> Traffic:
+    """Every byte goes to all ranks in turn; times: 2 for an all-reduce, which is both halves."""
+    sent, across = times * (at.ranks - 1) / at.ranks * n_bytes, at.nodes > 1
+    hops = times * (at.ranks - at.nodes), times * at.nodes * across
+    return Traffic("ring", sent * (at.local > 1), sent / at.local * across, *hops)
+
+
+def tree(at: Group, n_bytes: float, times: int = 1) -> Traffic:
+    """A chain inside of nodes, two binary trees between them; times: 2 up and down again."""
+    sent = times * n_bytes
+    between = sent / at.local * (at.nodes > 1)
+    return Traffic("tree", sent * (at.local > 1), between, *_levels(at, times))
+
+
+def hierarchy(at: Group, n_bytes: float, times: int = 1) -> Traffic:
+    """The nodes' rings inside, then a ring of the nodes; times: as in ring()."""
+    inside = times * (at.local - 1) / at.local * n_bytes
+    between = times * (at.nodes - 1) / at.nodes * n_bytes / at.local
+    return Traffic("hierarchy", inside, between, *_levels(at, times), in_turn=True)
+
+
+def pairs(at: Group, n_bytes: float) -> Traffic:
+    """Every rank sends every other its slice."""
+    slices = n_bytes / at.ranks
+    near, far = at.local - 1, at.ranks - at.local
+    return Traffic("pairs", near * slices, far * slices, near, far)
+
+
+def message(at: Group, n_bytes: float) -> Traffic:
+    """From one device to one other, the farthest in the group."""
+    far = at.nodes > 1
+    return Traffic("message", n_bytes * (not far), n_bytes * far, int(not far), int(far))
+
+
+def _levels(at: Group, times: int) -> tuple[int, int]:
+    return times * (at.local - 1), times * math.ceil(math.log2(at.nodes))
+
+
+WAYS: dict[str, tuple[Way, ...]] = {
+    "all_reduce": tuple(partial(way, times=2) for way in (ring, tree, hierarchy)),
+    "reduce_scatter": (ring, hierarchy),
+    "all_gather": (ring, hierarchy),
+    "all_to_all": (pairs,),
+    "broadcast": (tree,),
+    "send": (message,),
+}
+
+
+class Network:
+    """The links of a cluster; [Note: collectives]."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.start_s = START_S[cluster.device.kind]
+        self._inside = _of_device(cluster.intra, cluster.per_node)
+        self._between = _of_device(cluster.inter, cluster.per_node)
+
+    def traffic(self, kind: str, n_bytes: float, ranks: int, stride: int = 1) -> Traffic:
+        """What a rank sends in one collective, in the fastest way.
+
+        Args:
+            kind: one of WAYS.
+            n_bytes: of the whole tensor, as in CommOp.
+        Raises:
+            ValueError: an unknown kind; ranks or stride below 1.
+        """
+        at = place(ranks, stride, self.cluster.per_node)
+        if kind not in WAYS:
+            raise ValueError(
+                f"Network: expected a kind of {', '.join(WAYS)}, got kind={kind!r}; "
+                "choose one of these"
+            )
+        if ranks == 1:
+            return Traffic("none", 0.0, 0.0, 0, 0)
+        return min((way(at, n_bytes) for way in WAYS[kind]), key=self.traffic_s)
+
+    def seconds(self, kind: str, n_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Seconds of one collective; arguments as of traffic()."""
+        traffic = self.traffic(kind, n_bytes, ranks, stride)
+        return self.start_s + self.traffic_s(traffic) if ranks > 1 else 0.0
+
+    def traffic_s(self, sent: Traffic) -> float:
+        """Seconds that a group takes for this, after its start."""
+        inside, between = sent.inside / self._inside, sent.adapter / self._between
+        moving = inside + between if sent.in_turn else max(inside, between)
+        hops_s = sent.hops_inside * self.cluster.intra.latency_s
+        return moving + hops_s + sent.hops_between * self.cluster.inter.latency_s
+
+    def nic_bytes(self, sent: Traffic) -> float:
+        """Bytes that leave a node through each of its adapters while every rank sends this."""
+        return sent.adapter * (self.cluster.per_node if self.cluster.inter.of_node else 1)
+
+    def step_nic_bytes(self, comms: Iterable[CommOp]) -> float:
+        """The same of all communication of a step."""
+        sent = ((c.count, self.traffic(c.kind, c.bytes, c.ranks, c.stride)) for c in comms)
+        return sum(count * self.nic_bytes(each) for count, each in sent)
+
+
+def _of_device(link: Link, per_node: int) -> float:
+    """Bytes a second that large transfers achieve, for each device."""
+    return link.bytes_per_s * link.achieved / (per_node if link.of_node else 1)
+
+
+# Output tiles of a multiprocessor, and the part of the best tile's speed that they have.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 64, 0.66))
+DEPTH = 64
+SPLIT_K = (1, 2, 4, 8)
+# Of products in 8 bits: 2 on paper; published layers of 1664 features reach 1.38, casts included.
+FP8_SPEED = 1.6
+STEPS = len(POLAR_EXPRESS)  # of muon's orthogonalization
+SPLIT_COST = 0.04  # of a product's time for each doubling: parts are added up in fp32
+
+
+class Generation(NamedTuple):
+    """The parts of its peaks that a maker's design reaches; see [Note: constants].
+
+    Attributes:
+        reached: by a large product.
+        attention: by attention's forward and backward, of what a large product reaches.
+        streamed: of memory bandwidth.
+        units: multiprocessors of a large chip.
+    """
+
+    reached: float
+    attention: tuple[float, float]
+    streamed: float
+    units: int
+
+
+GENERATIONS = {
+    "volta": Generation(0.72, (0.45, 0.35), 0.82, 80),
+    "turing": Generation(0.60, (0.45, 0.35), 0.80, 40),
+    "ampere": Generation(0.80, (0.62, 0.52), 0.85, 108),
+    "ada": Generation(0.75, (0.60, 0.50), 0.85, 128),
+    "hopper": Generation(0.66, (0.60, 0.48), 0.87, 132),
+    "blackwell": Generation(0.66, (0.55, 0.45), 0.87, 148),
+    # A core with fused kernels: no waves, little memory bandwidth beside the others.
+    "cpu": Generation(0.75, (0.45, 0.40), 0.70, 1),
+}
+
+LAUNCH_S = {"cuda": 4e-6, "cpu": 5e-6}  # of the device: start and drain of a kernel
+HOST_S = {"cuda": 25e-6, "cpu": 0.0}  # Python, autograd and dispatch of an op that is not captured
+LAUNCHES = {("matmul", "backward"): 2, ("attention", "backward"): 3, ("layer_norm", "backward"): 2}
+
+
+class Rates(Protocol):
+    """How fast a machine is: DatasheetRates on paper, MeasuredRates for this machine."""
+
+    def op_s(self, op: Op) -> float:
+        """Seconds of one such operation."""
+
+    def comm_s(self, comm: CommOp) -> float:
+        """Seconds of one such communication."""
+
+    def overhead_s(self, workload: Workload, setup: Setup) -> float:
+        """Seconds of a step that no Op and no CommOp stands for: Python, hooks, data."""
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of a rank at the format of the weights, for MFU; None: not known."""
+
+    @property
+    def overlap(self) -> float:
+        """Fraction of the compute time under which communication hides; 0: cores do both."""
+
+    @property
+    def generation(self) -> str:
+        """Of the device, which tells what host it usually has: a key of host_step.HOSTS."""
+
+
+class DatasheetRates:
+    """Rates of a cluster for one setup's formats.
+
+    Args:
+        setup: its dtype says which peak counts.
+    """
+
+    def __init__(self, cluster: Cluster, setup: Setup) -> None:
+        device = cluster.device
+        self.cluster, self.network = cluster, Network(cluster)
+        self._kind, self._generation = device.kind, GENERATIONS[device.generation]
+        self._item = DTYPES[setup.dtype].itemsize
+        self._peak = device.peak_flops if self._item == 2 else device.peak_flops_fp32
+        self._stream = device.bytes_per_s * self._generation.streamed
+        self._known: dict[Any, float] = {}  # a search asks for the same things again and again
+
+    @property
+    def peak_flops(self) -> float | None:
+        return self._peak
+
+    @property
+    def generation(self) -> str:
+        return self.cluster.device.generation
+
+    @property
+    def overlap(self) -> float:
+        """Collectives take some of a GPU's multiprocessors and of its memory's bandwidth."""
+        return 0.0 if self._kind == "cpu" else 0.8
+
+    def overhead_s(self, workload: Workload, setup: Setup) -> float:
+        """Data, the log and the optimizer's Python, once a step."""
+        return 1e-3
+
+    def op_s(self, op: Op) -> float:
+        """Seconds of one such operation."""
+        if op.key not in self._known:
+            self._known[op.key] = self._op_s(op)
+        return self._known[op.key]
+
+    def comm_s(self, comm: CommOp) -> float:
+        """Seconds of one such communication."""
+        key = (comm.kind, comm.bytes, comm.ranks, comm.stride)
+        if key not in self._known:
+            self._known[key] = self.network.seconds(*key)
+        return self._known[key]
+
+    def _op_s(self, op: Op) -> float:
+        name, _, direction = op.key
+        launches = LAUNCHES.get((name, direction), 1)
+        if name == "matmul":
+            seconds = self._matmul_s(op.shape, direction)
+        elif name == "loss" and direction == "forward":
+            n, width, vocab = op.shape
+            seconds = op.bytes / self._stream
+            for product in ((n, width, vocab), (n, vocab, width), (vocab, n, width)):
+                seconds += self._product_s(*product)
+        elif name == "orthogonalize":
+            short, long = op.shape
+            products = (short, long, short), (short, short, short), (short, short, long)
+            seconds = STEPS * sum(self._product_s(*product) for product in products)
+            launches = 4 * STEPS
+        elif name == "attention":
+            speed = self._generation.attention[direction == "backward"]
+            speed *= self._generation.reached * self._peak
+            # Below 128 the dimension of a head leaves a part of the tensor units' depth empty.
+            speed *= min(1.0, op.shape[-1] / 128) ** 0.25
+            seconds = max(op.flops / speed, op.bytes / self._stream)
+        else:
+            seconds = op.bytes / self._stream
+        return max(seconds + launches * LAUNCH_S[self._kind], launches * HOST_S[self._kind])
+
+    def _matmul_s(self, shape: tuple[int, ...], direction: str) -> float:
+        m, k, n = shape
+        if direction == "forward":
+            return self._product_s(m, k, n)
+        return self._product_s(m, n, k) + self._product_s(n, m, k)
+
+    def _product_s(self, m: int, k: int, n: int) -> float:
+        """Seconds of [m, k] @ [k, n]."""
+        speed = self._peak * self._generation.reached
+        moved = float(self._item * (m * k + k * n + m * n))
+        return max(2.0 * m * k * n / (speed * self.utilization(m, k, n)), moved / self._stream)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the device multiplies 8-bit floats, twice as many on paper, of bf16 weights."""
+        return self._item == 2 and self.generation in ("ada", "hopper", "blackwell")
+
+    def fp8_saves_s(self, m: int, k: int, n: int) -> float:
+        """Seconds that x[m, k] @ w[n, k].T saves in a step with fp8, scales of rows, less than 0
+        if it costs: two of three products are faster; x and dy are read and written as codes, the
+        weight twice, and x's values are made for the third."""
+        products = self._product_s(m, k, n) + self._product_s(m, n, k)
+        moved = (self._item + 1) * (2 * m * k + m * n + 2 * n * k)
+        return products * (1 - 1 / FP8_SPEED) - moved / self._stream - 5 * LAUNCH_S[self._kind]
+
+    def utilization(self, m: int, k: int, n: int) -> float:
+        """Part of the multiprocessors that a product uses; see [Note: tiles] and [Note: depth]."""
+        if self._kind == "cpu":
+            return k / (k + 16.0)
+        units, best = self._generation.units, 0.0
+        for rows, columns, speed in TILES:
+            tiles = math.ceil(m / rows) * math.ceil(n / columns)
+            covered = m * n / (tiles * rows * columns)
+            for parts in SPLIT_K:
+                work = tiles * parts
+                full = work / (math.ceil(work / units) * units)
+                depth = k / parts
+                cost = 1 + SPLIT_COST * math.log2(parts)
+                best = max(best, speed * covered * full * depth / (depth + DEPTH) / cost)
+        return best
+
+
+VERSION = 1
+MOST_SPREAD = 0.3  # of the operations; rates that vary more say little of the next run
+FOLDER = "FASTPAR_RATES"  # environment: another folder
+OpKey = tuple[str, tuple[int, ...], str]
+
+
+class Rate(NamedTuple):
+    """Seconds of one operation, and what it does in them."""
+
+    seconds: float
+    flops: float
+    bytes: float
+
+
+class Overhead(NamedTuple):
+    """Seconds of [Note: overhead]."""
+
+    step: float
+    micro_batch: float
+    layer: float  # of a micro-batch
+    layer_step: float
+
+
+def machine_name() -> str:
+    """This machine's processor and number of logical CPUs."""
+    return f"{cpu_name()}, {os.cpu_count()} CPUs"
+
+
+def gpu_name() -> str:
+    """The first GPU's name; "" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def rates_folder() -> Path:
+    """Where measured rates are kept: FASTPAR_RATES, or fastpar/rates in the user's cache."""
+    named = os.environ.get(FOLDER)
+    if named:
+        return Path(named).expanduser()
+    return user_cache() / "rates"
+
+
+def overhead_key(setup: Setup) -> str:
+    """What the fixed costs depend on."""
+    split = f"tp {setup.tp}" + (" sequence" if setup.tp > 1 and setup.sequence_parallel else "")
+    split += f" cp {setup.cp}{' by keys' * setup.by_keys}" * (setup.cp > 1)
+    return f"stage {setup.zero_stage}, {split}, {setup.activation_checkpointing}"
+
+
+def comm_key(send: CommOp) -> str:
+    """What an exchange's cost depends on beside its bytes.
+
+    Along tp and cp ranks call and wait in one; others begin in another thread.
+    """
+    return f"{send.kind}, {send.ranks} ranks" + " at once" * (send.axis in ("tp", "cp"))
+
+
+@dataclass(eq=False)  # hashable: a search remembers by the object
+class MeasuredRates:
+    """Rates of this machine.
+
+    Attributes:
+        about: machine, gpu, device_type, dtype, dropout, ranks, threads, torch, date, spread
+            (relative, of the operations), busy (why the machine seemed so; "").
+        ops: seconds and size by name, shape and direction.
+        sends: (bytes, seconds) by kind and ranks, in order of bytes.
+        overheads: by what they depend on.
+        scaled: operations that were asked for and had not been measured.
+    """
+
+    about: dict[str, Any]
+    ops: dict[OpKey, Rate] = field(default_factory=dict)
+    sends: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    overheads: dict[str, Overhead] = field(default_factory=dict)
+    scaled: set[str] = field(default_factory=set)
+
+    @property
+    def generation(self) -> str:
+        """See Rates."""
+        device = device_of(self.about.get("gpu") or "")
+        return "cpu" if device is None else device.generation
+
+    def __str__(self) -> str:
+        about = self.about
+        ranks, threads = about["ranks"], about["threads"]
+        text = (
+            f"measured on this machine, {ranks} rank{'s' * (ranks > 1)} x {threads} "
+            f"thread{'s' * (threads > 1)}, {about['date']}, spread {about['spread']:.0%}"
+        )
+        text += f"; busy: {about['busy']}" if about.get("busy") else ""
+        if not self.steady:
+            text += (
+                f"; a spread above {MOST_SPREAD:.0%}: what follows is a rough guess, and not kept "
+                "for later runs; end what else runs here and measure again"
+            )
+        return text
+
+    @property
+    def steady(self) -> bool:
+        """Whether the rates vary so little that they are worth keeping."""
+        return bool(self.about["spread"] <= MOST_SPREAD)
+
+    def op_s(self, op: Op) -> float:
+        """Seconds of one such operation; see [Note: shapes that were not measured]."""
+        known = self.ops.get(op.key)
+        if known is not None:
+            return known.seconds
+        near = [
+            (_distance(op, shape, rate), rate)
+            for (name, shape, way), rate in self.ops.items()
+            if (name, way) == (op.name, op.key[2])
+        ]
+        self.scaled.add(f"{op.name} {op.shape} {op.key[2]}")
+        if not near:
+            return self._unknown(op)
+        rate = min(near, key=lambda each: each[0])[1]
+        ratios = [op.bytes / rate.bytes if rate.bytes else 0.0]
+        ratios += [op.flops / rate.flops] if rate.flops else []
+        return rate.seconds * max(ratios)
+
+    def _unknown(self, op: Op) -> float:
+        """An operation of which no shape was measured: the machine's peak, and its copy."""
+        copies = [r.bytes / r.seconds for (name, _, _), r in self.ops.items() if name == "copy"]
+        moved = op.bytes / max(copies) if copies else 0.0
+        return max(op.flops / self.peak_flops if self.peak_flops else 0.0, moved)
+
+    def comm_s(self, send: CommOp) -> float:
+        """Seconds of one such exchange: on the line between the nearest measured sizes."""
+        if send.ranks <= 1 or send.axis == "control":  # that is part of the overhead
+            return 0.0
+        points = self.sends.get(comm_key(send)) or self._other_sends(send)
+        if not points:
+            return 0.0
+        sizes = [size for size, _ in points]
+        if len(points) == 1 or send.bytes <= sizes[0]:
+            return points[0][1]
+        if send.bytes >= sizes[-1]:
+            return points[-1][1] * send.bytes / sizes[-1]
+        i = bisect_left(sizes, send.bytes)
+        (low, low_s), (high, high_s) = points[i - 1], points[i]
+        return low_s + (high_s - low_s) * (send.bytes - low) / (high - low)
+
+    def _other_sends(self, send: CommOp) -> list[tuple[float, float]]:
+        """The same kind on the nearest number of ranks; else any."""
+        self.scaled.add(f"{send.kind} of {send.ranks} ranks")
+        same = [key for key in self.sends if key.startswith(f"{send.kind},")]
+        keys = same or list(self.sends)
+        if not keys:
+            return []
+        ranks = {key: int(key.rpartition(", ")[2].split()[0]) for key in keys}
+        return self.sends[min(keys, key=lambda key: abs(ranks[key] - send.ranks))]
+
+    def overhead_s(self, workload: Workload, setup: Setup) -> float:
+        """Seconds of a step beyond its operations and exchanges; see [Note: overhead]."""
+        of = self.overheads.get(overhead_key(setup)) or self._nearest_overhead(setup)
+        if of is None:
+            return 0.0
+        micro_batches, layers = setup.grad_accum_steps, workload.shape.n_layer / setup.pp
+        return (
+            of.step + micro_batches * (of.micro_batch + layers * of.layer) + layers * of.layer_step
+        )
+
+    def _nearest_overhead(self, setup: Setup) -> Overhead | None:
+        if not self.overheads:
+            return None
+        wanted = overhead_key(setup).split(", ")
+
+        def differences(key: str) -> int:
+            return sum(a != b for a, b in zip(wanted, key.split(", ")))
+
+        self.scaled.add(f"overhead of {overhead_key(setup)}")
+        return self.overheads[min(self.overheads, key=differences)]
+
+    @property
+    def peak_flops(self) -> float | None:
+        """The best rate of a matmul, FLOP/s of a rank."""
+        rates = [r.flops / r.seconds for (name, _, _), r in self.ops.items() if name == "matmul"]
+        return max(rates, default=None)
+
+    @property
+    def overlap(self) -> float:
+        """CPU ranks send with the cores that compute: nothing hides. On a GPU others do it."""
+        return 0.0 if self.about["device_type"] == "cpu" else 1.0
+
+    # The file
+
+    @property
+    def path(self) -> Path:
+        """Where it is kept."""
+        return _path(**self.about)
+
+    def save(self, path: Path | None = None) -> Path:
+        """Write the file; where it is."""
+        path = path or self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "version": VERSION,
+            "about": self.about,
+            "ops": [[*key, *rate] for key, rate in self.ops.items()],
+            "sends": self.sends,
+            "overheads": self.overheads,
+        }
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> MeasuredRates:
+        """The rates of a file.
+
+        Raises:
+            ValueError: the file is damaged, of another version, or of another machine.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            version = content["version"]
+            about = dict(content["about"])
+            made_on = about["machine"], about["gpu"] if about["device_type"] == "cuda" else ""
+            if version == VERSION:
+                found = cls(
+                    about,
+                    {(n, tuple(s), w): Rate(*map(_number, r)) for n, s, w, *r in content["ops"]},
+                    {
+                        key: sorted((_number(size), _number(s)) for size, s in points)
+                        for key, points in content["sends"].items()
+                    },
+                    {key: Overhead(*of) for key, of in content["overheads"].items()},
+                )
+                str(found), found.path  # what they need is there
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"MeasuredRates.load: expected a file of measured rates, got path={path} "
+                f"({type(error).__name__}); delete it and run `fastpar plan --measure` again"
+            ) from error
+        if version != VERSION:
+            raise ValueError(
+                f"MeasuredRates.load: expected version={VERSION}, got version={version} in {path}; "
+                "run `fastpar plan --measure` again"
+            )
+        here = machine_name(), gpu_name() if about["device_type"] == "cuda" else ""
+        if made_on != here:
+            where = " with ".join(filter(None, made_on))
+            raise ValueError(
+                f"MeasuredRates.load: expected rates of this machine, got path={path} of "
+                f"{where}; run `fastpar plan --measure` here"
+            )
+        return found
+
+    def update(self, other: MeasuredRates) -> None:
+        """Takes over what another measurement of the same ranks has; its values count."""
+        self.about = other.about
+        self.ops.update(other.ops)
+        self.sends.update(other.sends)
+        self.overheads.update(other.overheads)
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(value)  # load() says what the file is
+    return number
+
+
+def _distance(op: Op, shape: Sequence[int], rate: Rate) -> float:
+    """How far a measured shape is from the one asked for."""
+    far = sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(op.shape, shape, strict=False))
+    flops = abs(math.log(op.flops / rate.flops)) if op.flops and rate.flops else 0.0
+    return far + flops
+
+
+def _path(**about: Any) -> Path:
+    """The file of rates of this device_type, dtype, ranks, threads and dropout."""
+    name = "{device_type}_{dtype}_{ranks}x{threads}".format(**about)
+    return rates_folder() / f"{name}{'_dropout' * bool(about['dropout'])}.json"
+
+
+def find_rates(**about: Any) -> MeasuredRates | None:
+    """Rates measured here before for such ranks, if there are any.
+
+    Args:
+        about: device_type, dtype, ranks, threads, dropout.
+    Raises:
+        ValueError: see MeasuredRates.load; their spread is too large (earlier versions kept such).
+    """
+    path = _path(**about)
+    if not path.exists():
+        return None
+    found = MeasuredRates.load(path)
+    if not found.steady:
+        raise ValueError(
+            f"find_rates: expected rates with a spread of at most {MOST_SPREAD:.0%}, got spread="
+            f"{found.about['spread']:.0%} in {path}; run `fastpar plan --measure` when nothing "
+            "else runs here"
+        )
+    return found
+
+
+class Ceilings(NamedTuple):
+    """What this machine does at best, measured by this process."""
+
+    copy_gb_per_s: float  # bytes read plus bytes written
+    matmul_tflop_per_s: float
+    matmul: str  # "bf16 8192^3"
+
+
+def measure_ceilings(device: str, quick: bool = False) -> Ceilings:
+    """A copy of GBs and a square product, with the threads that torch uses now.
+
+    Args:
+        device: "cpu" or "cuda".
+        quick: sizes that take a blink and are no ceilings: does the code run?
+    """
+    clock = clock_for(device)
+    on_cuda = device == "cuda"
+    numel = (1 << 28) if on_cuda else (1 << 20 if quick else 1 << 25)
+    size = 8192 if on_cuda else (256 if quick else 1536)
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    source, target = (
+        torch.randn(numel, device=device, dtype=torch.float32),
+        torch.empty(numel, device=device, dtype=torch.float32),
+    )
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    timings = interleave(
+        {
+            "copy": [lambda: target.copy_(source)],
+            # torch's fp32 product is not the fastest on every CPU (kernels/linear.py).
+            "torch": [lambda: a @ b],
+            "linear": [lambda: linear(a, b)],
+        },
+        clock,
+        budget_s=0.2 if quick else 1.5,
+    )
+    matmul_ms = min(timings["torch"].median_ms, timings["linear"].median_ms)
+    return Ceilings(
+        8 * numel / timings["copy"].median_ms / 1e6,
+        2 * size**3 / matmul_ms / 1e9,
+        f"{'bf16' if on_cuda else 'fp32'} {size}^3",
+    )
 
 
 def commit() -> str | None:

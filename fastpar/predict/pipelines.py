@@ -22,9 +22,8 @@ from fastpar.predict.estimate import (
     layout_text,
     tp_sizes,
 )
-from fastpar.predict.memory_model import predict_memory
-from fastpar.predict.operations import Rates
-from fastpar.predict.step_time import StepTime, predict_step
+from fastpar.predict.memory import predict_memory
+from fastpar.predict.time import Rates, StepTime, predict_step
 
 MOST_STAGES = 64
 SCHEDULES = (

@@ -1,7 +1,7 @@
 """`fastpar plan`: which layout, how large a micro-batch, how fast, how much memory, what it costs.
 
-The machine is one of devices.py, taken from data sheets, or this one, measured (--measure). The
-figures come from predict/memory_model.py and predict/step_time.py; the layouts from search.py.
+The machine is one of devices.csv, taken from data sheets, or this one, measured (--measure). The
+figures come from memory.py and time.py; the layouts from search.py.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.predict.capacity import host_memory
 from fastpar.predict.counts import check_counts
-from fastpar.predict.datasheet import DatasheetRates
-from fastpar.predict.devices import Cluster, Device, device_table, find_device, larger_device
 from fastpar.predict.estimate import Estimate, layout_text, size_text
 from fastpar.predict.experts import experts_report
 from fastpar.predict.fp8 import check_fp8, fp8_text
 from fastpar.predict.grids import check_grid, grids_text
-from fastpar.predict.host_step import host_bytes
-from fastpar.predict.matrix_updates import updates_text
-from fastpar.predict.measured_rates import gpu_name
-from fastpar.predict.network import Network
-from fastpar.predict.operations import Rates, comm_ops_of
+from fastpar.predict.machine import (
+    Cluster,
+    DatasheetRates,
+    Device,
+    Network,
+    device_table,
+    find_device,
+    gpu_name,
+    larger_device,
+)
+from fastpar.predict.memory import host_bytes
 from fastpar.predict.pipelines import check_stages, stages_text
 from fastpar.predict.replicas import replicas_text
 from fastpar.predict.search import (
@@ -40,7 +44,7 @@ from fastpar.predict.search import (
     smallest_changes,
     why_not,
 )
-from fastpar.predict.step_time import cost_per_billion_tokens
+from fastpar.predict.time import Rates, comm_ops_of, cost_per_billion_tokens, updates_text
 from fastpar.predict.wires import wires_text
 from fastpar.settings.config import PRESETS, GPTConfig, TrainConfig
 from fastpar.settings.files import option

@@ -12,12 +12,9 @@ from dataclasses import asdict
 from typing import Any
 
 from fastpar.axes.step import Setup, Workload
-from fastpar.predict.datasheet import DatasheetRates
-from fastpar.predict.devices import Cluster, device_of
-from fastpar.predict.measured_rates import MeasuredRates, find_rates
-from fastpar.predict.memory_model import format_bytes, predict_memory
-from fastpar.predict.operations import Rates
-from fastpar.predict.step_time import predict_step
+from fastpar.predict.machine import Cluster, DatasheetRates, MeasuredRates, device_of, find_rates
+from fastpar.predict.memory import format_bytes, predict_memory
+from fastpar.predict.time import Rates, predict_step
 from fastpar.settings.config import GPTConfig
 
 

@@ -8,8 +8,7 @@ from fastpar.axes.data import elements_of
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.recorder import ring_bytes
 from fastpar.predict.estimate import size_text
-from fastpar.predict.operations import Rates
-from fastpar.predict.step_time import predict_step
+from fastpar.predict.time import Rates, predict_step
 from fastpar.predict.wires import sent_bytes
 
 EVERY = (10, 50, 200)

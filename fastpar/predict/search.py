@@ -21,11 +21,9 @@ from fastpar.predict.estimate import (
     tp_sizes,
 )
 from fastpar.predict.grids import grid_splits
-from fastpar.predict.host_step import host_bytes
-from fastpar.predict.memory_model import format_bytes, predict_memory
-from fastpar.predict.operations import Rates
+from fastpar.predict.memory import format_bytes, host_bytes, predict_memory
 from fastpar.predict.pipelines import search_pipelines
-from fastpar.predict.step_time import predict_step
+from fastpar.predict.time import Rates, predict_step
 
 CHECKPOINTING = ("none", "selective", "full")
 

@@ -6,8 +6,7 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.comm.recorder import ring_bytes
 from fastpar.comm.wires import CODES, FORMATS, OF_WEIGHTS
 from fastpar.predict.estimate import size_text
-from fastpar.predict.operations import Rates, comm_ops_of, ops_of
-from fastpar.predict.step_time import predict_step
+from fastpar.predict.time import Rates, comm_ops_of, ops_of, predict_step
 
 _AXES = ("dp", "shard", "copies")
 

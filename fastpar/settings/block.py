@@ -1,7 +1,7 @@
 """GPT-2 as one table: the parts of its block, of experts in the place of an MLP, and of its ends.
 
-The modules of gpt.py, names and shapes of weights, FLOPs, what cost/ predicts (time, memory,
-buckets) and the operations that measure/ times are made from it. Arithmetic only.
+The modules of gpt.py, names and shapes of weights, FLOPs, what predict/ says (time, memory,
+buckets) and the operations that it times are made from it. Arithmetic only.
 
 A part's features are letters, whose number on a rank of tp is in widths():
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: of its module in a block, or in the model; "" without weights.
-        op: the name of an Op of predict/operations.py.
+        op: the name of an Op of predict/time.py.
         into, out: features of a row before and behind it.
         keeps: of a row, from forward to backward where nothing is recomputed: features, numbers of
             a norm ("stats") or of attention ("lse"), a router's weights, choices and their order.

@@ -10,7 +10,7 @@ The other ranks have a journal too, which keeps silent, so that the loop is the 
 Of several replicas the first one tells how it goes, the others only, by name, what is unusual.
 
 [Note: the two lines at the end] compare what a step took with what predict/prediction.py says.
-Memory is measured in one early step, of every rank, by step_memory.py, which slows that step and no
+Memory is measured in one early step, of every rank, by StepMemory, which slows that step and no
 other; the fullest rank counts. The step's time is the median of all but the first ones, on the rank
 where it is longest, as the engine's reports have it: from the first forward to the end of the
 update. The figures stand in metrics.jsonl, as the row that has "prediction". The lines come only
@@ -63,7 +63,7 @@ from fastpar.files.runs import (
     newest_run,
 )
 from fastpar.models.gpt import GPT
-from fastpar.predict.step_memory import StepMemory, held_bytes
+from fastpar.predict.memory import StepMemory, held_bytes
 from fastpar.settings.block import part_flops
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.mesh import parse_grid
@@ -78,7 +78,7 @@ def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float 
         tokens_per_s: of this GPU alone.
         flops_per_token: forward and backward, without recomputation.
     """
-    from fastpar.predict.devices import device_of  # needed on GPUs alone
+    from fastpar.predict.machine import device_of  # needed on GPUs alone
 
     device = device_of(device_name)
     if device is None or device.kind != "cuda":

@@ -24,7 +24,7 @@ from fastpar.kernels.reference import layer_norm_ref
 from fastpar.models.gpt import use_fp8
 from fastpar.nn.recompute import recompute
 from fastpar.optim.muon import muon_groups
-from fastpar.predict.step_memory import StepMemory
+from fastpar.predict.memory import StepMemory
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

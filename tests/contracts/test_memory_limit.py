@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from memory_cells import setup, workload
 
-from fastpar.predict.memory_model import predict_memory
-from fastpar.predict.short_run import ShortRun
+from fastpar.predict.measure import ShortRun
+from fastpar.predict.memory import predict_memory
 
 LAYOUTS = {
     "many activations": (

@@ -14,8 +14,8 @@ from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.engine.debug import Debug
 from fastpar.nn.recompute import recompute
 from fastpar.optim.schedule import AveragedWeights
-from fastpar.predict.memory_model import predict_states
-from fastpar.predict.operations import comm_ops_of
+from fastpar.predict.memory import predict_states
+from fastpar.predict.time import comm_ops_of
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastpar.data.sources import cache_folder
 from fastpar.doctor.table import proofs_folder
 from fastpar.files.plain_files import user_cache
-from fastpar.predict.measured_rates import rates_folder
+from fastpar.predict.machine import rates_folder
 
 
 def test_a_user_without_a_home(tmp_path, monkeypatch):

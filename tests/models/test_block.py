@@ -8,12 +8,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastpar.axes import data, pipeline
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import list_weights
-from fastpar.predict import operations
-from fastpar.predict.datasheet import DatasheetRates
-from fastpar.predict.devices import Cluster
-from fastpar.predict.memory_model import predict_memory
-from fastpar.predict.op_chain import Chain
-from fastpar.predict.step_time import predict_step
+from fastpar.predict import time
+from fastpar.predict.machine import Cluster, DatasheetRates
+from fastpar.predict.measure import Chain
+from fastpar.predict.memory import predict_memory
+from fastpar.predict.time import predict_step
 from fastpar.settings import block
 from fastpar.settings.config import GPTConfig
 
@@ -56,7 +55,7 @@ def test_flops_are_those_that_torch_counts():
 
 def seen():
     """What is made from the table, and what is predicted from it."""
-    for cached in (operations._passes, data._buckets, pipeline._cut):
+    for cached in (time._passes, data._buckets, pipeline._cut):
         cached.cache_clear()
     work, kind = workload(n_layer=2), setup(micro_batch_size=4)
     model, chain = GPT(work.shape), Chain(work, kind, torch.device("cpu"))

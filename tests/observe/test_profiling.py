@@ -12,7 +12,7 @@ from fastpar.comm.recorder import COMPUTE, FORWARD, GATHER, HOST, PHASES, PP, WA
 from fastpar.observe import profile as profiling
 from fastpar.observe import step_profile
 from fastpar.observe.profile import ProfileOptions, parse_profile
-from fastpar.predict.ceilings import Ceilings
+from fastpar.predict.machine import Ceilings
 from fastpar.train import launch, trainer
 
 TINY = (

@@ -30,7 +30,7 @@ from fastpar.observe.verdict import (
     verdict,
     work_of,
 )
-from fastpar.predict.ceilings import Ceilings
+from fastpar.predict.machine import Ceilings
 from fastpar.settings.config import GPTConfig
 
 CEILINGS = Ceilings(10.0, 0.1, "fp32 1536^3")

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from fastpar import kernels
 from fastpar.kernels import Rng, backend, host, make_key
-from fastpar.predict.step_memory import StepMemory
+from fastpar.predict.memory import StepMemory
 
 RNG = Rng(make_key(3, 0), 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -3,8 +3,8 @@
 import pytest
 
 from fastpar.doctor.trial import Timing
-from fastpar.predict import ceilings
-from fastpar.predict.ceilings import measure_ceilings
+from fastpar.predict import machine
+from fastpar.predict.machine import measure_ceilings
 
 
 def test_ceilings_of_this_machine_are_plausible():
@@ -21,7 +21,7 @@ def test_units_and_the_faster_of_two_products(monkeypatch):
         assert set(variants) == set(ms)
         return {name: Timing(ms[name], 0.0, 0.0, 1) for name in variants}
 
-    monkeypatch.setattr(ceilings, "interleave", interleave)
+    monkeypatch.setattr(machine, "interleave", interleave)
     found = measure_ceilings("cpu", quick=True)
     assert found.copy_gb_per_s == pytest.approx(8 * 2**20 / 2e6)  # read and written, in 2 ms
     assert found.matmul_tflop_per_s == pytest.approx(2 * 256**3 / 1e9)

@@ -1,11 +1,17 @@
-"""datasheet.py: rates stay below the sheet's, and move as the rules say."""
+"""Data sheets: rates stay below the sheet's, and move as the rules say."""
 
 import pytest
 
 from fastpar.axes.step import CommOp, Op, Setup, Workload
-from fastpar.predict.datasheet import GENERATIONS, LAUNCH_S, DatasheetRates
-from fastpar.predict.devices import DEVICES, Cluster, find_device
-from fastpar.predict.operations import comm_ops_of, ops_of
+from fastpar.predict.machine import (
+    DEVICES,
+    GENERATIONS,
+    LAUNCH_S,
+    Cluster,
+    DatasheetRates,
+    find_device,
+)
+from fastpar.predict.time import comm_ops_of, ops_of
 from fastpar.settings.config import GPTConfig
 
 WORKLOAD = Workload(GPTConfig.preset("gpt2-xl", dropout=0.0), 64)

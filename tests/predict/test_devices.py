@@ -1,8 +1,8 @@
-"""devices.py: the table is consistent, names are found, and what is not is refused helpfully."""
+"""Devices: the table is consistent, names are found, and what is not is refused helpfully."""
 
 import pytest
 
-from fastpar.predict.devices import (
+from fastpar.predict.machine import (
     DEVICES,
     GIB,
     LINKS,

@@ -12,7 +12,7 @@ from memory_cells import SHAPES, measure, measure_first_rank, setup, workload
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels import linear_fp8
 from fastpar.kernels.linear_fp8 import Codes, Fp8
-from fastpar.predict.memory_model import predict_memory
+from fastpar.predict.memory import predict_memory
 
 
 def rounded_rows(x, form, group):

@@ -6,7 +6,7 @@ import pytest
 from cells import slow
 from memory_cells import SHAPES, measure_all, measure_first_rank, setup, workload
 
-from fastpar.predict.memory_model import predict_memory
+from fastpar.predict.memory import predict_memory
 from fastpar.testing import run_ranks
 
 GRIDS = ("1x2", "2x1", "2x2", "2x2x2")

@@ -9,8 +9,8 @@ import torch
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.axes.step import Setup, Workload
 from fastpar.engine.debug import Debug
-from fastpar.predict.host_step import UnitStep, exposed_s, host_bytes, host_step_s, stepped_elements
-from fastpar.predict.memory_model import predict_memory, predict_states
+from fastpar.predict.host_step import UnitStep, exposed_s, host_step_s, stepped_elements
+from fastpar.predict.memory import host_bytes, predict_memory, predict_states
 from fastpar.predict.plan import PlanCommand, flags, make_plan, report
 from fastpar.settings.config import PRESETS
 from fastpar.settings.parallel import Parallel

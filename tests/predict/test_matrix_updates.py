@@ -6,17 +6,17 @@ from memory_cells import measure_all, setup, workload
 from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
-from fastpar.predict.datasheet import DatasheetRates
-from fastpar.predict.devices import Cluster, find_device
-from fastpar.predict.matrix_updates import (
+from fastpar.predict.machine import Cluster, DatasheetRates, find_device
+from fastpar.predict.measure import ShortRun
+from fastpar.predict.memory import predict_memory
+from fastpar.predict.time import (
     STEPS,
+    comm_ops_of,
+    ops_of,
+    predict_step,
     product_flops,
     updates_of,
 )
-from fastpar.predict.memory_model import predict_memory
-from fastpar.predict.operations import comm_ops_of, ops_of
-from fastpar.predict.short_run import ShortRun
-from fastpar.predict.step_time import predict_step
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 

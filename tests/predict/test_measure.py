@@ -6,6 +6,7 @@ import pytest
 
 from fastpar.axes.step import Setup, Workload
 from fastpar.predict import measure as module
+from fastpar.predict.machine import FOLDER, MeasuredRates, Overhead, find_rates
 from fastpar.predict.measure import (
     WHOLE,
     busy,
@@ -17,9 +18,7 @@ from fastpar.predict.measure import (
     spaced,
     waited_for,
 )
-from fastpar.predict.measured_rates import FOLDER, MeasuredRates, Overhead, find_rates
-from fastpar.predict.operations import comm_ops_of, ops_of
-from fastpar.predict.step_time import predict_step
+from fastpar.predict.time import comm_ops_of, ops_of, predict_step
 from fastpar.settings.config import GPTConfig
 
 SETUP = Setup(world_size=2, dtype="fp32", device_type="cpu", transport="shm")

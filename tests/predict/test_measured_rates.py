@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from fastpar.axes.step import CommOp, Op, Setup, Workload
-from fastpar.predict.measured_rates import (
+from fastpar.predict.machine import (
     FOLDER,
     MeasuredRates,
     Overhead,
@@ -14,7 +14,7 @@ from fastpar.predict.measured_rates import (
     overhead_key,
     rates_folder,
 )
-from fastpar.predict.step_time import predict_step
+from fastpar.predict.time import predict_step
 from fastpar.settings.config import GPTConfig
 
 SETUP = Setup(world_size=2, dtype="fp32", device_type="cpu", transport="shm")

@@ -5,9 +5,19 @@ import torch
 from lone_rank import LoneRun
 
 from fastpar.axes.step import Setup, Workload
-from fastpar.predict.devices import Cluster, find_link
-from fastpar.predict.network import WAYS, Group, Network, hierarchy, pairs, place, ring, tree
-from fastpar.predict.operations import comm_ops_of
+from fastpar.predict.machine import (
+    WAYS,
+    Cluster,
+    Group,
+    Network,
+    find_link,
+    hierarchy,
+    pairs,
+    place,
+    ring,
+    tree,
+)
+from fastpar.predict.time import comm_ops_of
 from fastpar.settings.config import GPTConfig
 
 MIB = 2**20

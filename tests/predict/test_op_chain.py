@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fastpar.axes.step import Setup, Workload
-from fastpar.predict.op_chain import Chain, Clock, fitted
-from fastpar.predict.operations import ops_of
-from fastpar.predict.step_memory import alive_bytes
+from fastpar.predict.measure import Chain, Clock, fitted
+from fastpar.predict.memory import alive_bytes
+from fastpar.predict.time import ops_of
 from fastpar.settings.config import GPTConfig
 
 WORKLOAD = Workload(GPTConfig(2, 4, 32, 16, 200, dropout=0.0), 4)

@@ -16,7 +16,7 @@ from fastpar.comm.wires import FORMATS
 from fastpar.engine.debug import Debug
 from fastpar.predict import plan
 from fastpar.predict.plan import PlanCommand
-from fastpar.predict.step_time import predict_step
+from fastpar.predict.time import predict_step
 from fastpar.predict.wires import candidates, codes_s, sent_bytes, wires_text
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel

@@ -14,10 +14,10 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.cli import main
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
-from fastpar.predict.devices import Cluster, find_device
 from fastpar.predict.experts import expert_layouts, predict_experts
-from fastpar.predict.operations import comm_ops_of, ops_of
-from fastpar.predict.step_memory import StepMemory
+from fastpar.predict.machine import Cluster, find_device
+from fastpar.predict.memory import StepMemory
+from fastpar.predict.time import comm_ops_of, ops_of
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 

@@ -8,10 +8,9 @@ from cells import sweep
 
 from fastpar.axes.step import Setup, Workload
 from fastpar.models.gpt import GPT, use_fp8
-from fastpar.predict.datasheet import FP8_SPEED, LAUNCH_S, DatasheetRates
-from fastpar.predict.devices import Cluster, find_device
 from fastpar.predict.fp8 import LEAST_GAIN, fp8_text, pays_from, saved_s
-from fastpar.predict.memory_model import predict_memory
+from fastpar.predict.machine import FP8_SPEED, LAUNCH_S, Cluster, DatasheetRates, find_device
+from fastpar.predict.memory import predict_memory
 from fastpar.predict.plan import PlanCommand, make_plan, report
 from fastpar.settings.config import GPTConfig
 

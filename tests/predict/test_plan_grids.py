@@ -6,9 +6,8 @@ import pytest
 
 from fastpar.axes.step import Setup, Workload
 from fastpar.cli import main
-from fastpar.predict.datasheet import DatasheetRates
-from fastpar.predict.devices import Cluster
 from fastpar.predict.grids import grid_splits, grids_of, grids_text
+from fastpar.predict.machine import Cluster, DatasheetRates
 from fastpar.predict.search import refused, search
 from fastpar.settings.config import PRESETS
 

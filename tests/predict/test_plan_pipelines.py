@@ -8,13 +8,12 @@ import pytest
 from fastpar.axes.pipeline.schedules import chunks_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.predict import pipelines
-from fastpar.predict.datasheet import DatasheetRates
-from fastpar.predict.devices import Cluster
 from fastpar.predict.estimate import divisors
-from fastpar.predict.memory_model import predict_memory
+from fastpar.predict.machine import Cluster, DatasheetRates
+from fastpar.predict.memory import predict_memory
 from fastpar.predict.pipelines import SCHEDULES, least_bubble_s, pipeline_splits, search_pipelines
 from fastpar.predict.plan import PlanCommand, make_plan, refused, report
-from fastpar.predict.step_time import predict_step
+from fastpar.predict.time import predict_step
 from fastpar.settings.config import GPTConfig
 
 INF = float("inf")

@@ -7,8 +7,7 @@ import pytest
 from cells import sweep
 
 from fastpar.axes.step import Setup, Workload
-from fastpar.predict.datasheet import DatasheetRates
-from fastpar.predict.devices import Cluster
+from fastpar.predict.machine import Cluster, DatasheetRates
 from fastpar.predict.replicas import apart, replicas_of, replicas_text
 from fastpar.settings.model import GPTConfig
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fastpar.axes.step import Setup, Workload
-from fastpar.predict.memory_model import predict_memory
+from fastpar.predict.memory import predict_memory
 from fastpar.predict.search import (
     divisors,
     families,

@@ -1,6 +1,6 @@
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
-from fastpar.predict.short_run import ShortRun, slowest
+from fastpar.predict.measure import ShortRun, slowest
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 

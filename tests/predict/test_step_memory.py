@@ -10,8 +10,8 @@ from memory_cells import setup, workload
 
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.shm import ShmCollectives
-from fastpar.predict.short_run import ShortRun
-from fastpar.predict.step_memory import StepMemory, alive_bytes, held_bytes
+from fastpar.predict.measure import ShortRun
+from fastpar.predict.memory import StepMemory, alive_bytes, held_bytes
 from fastpar.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -127,7 +127,7 @@ def test_a_step_frees_what_it_takes_as_far_as_is_seen(stage, tp):
 def test_it_says_nothing_on_stderr():
     code = (
         "import torch\n"
-        "from fastpar.predict.step_memory import StepMemory\n"
+        "from fastpar.predict.memory import StepMemory\n"
         "x = torch.zeros(1000)\n"
         "with StepMemory(torch.device('cpu')):\n"
         "    del x\n"

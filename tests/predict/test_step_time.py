@@ -1,4 +1,4 @@
-"""step_time.py: the textbook's bubble, what hides what, and sums that add up."""
+"""The time of a step: the textbook's bubble, what hides what, and sums that add up."""
 
 from dataclasses import replace
 
@@ -7,10 +7,15 @@ import pytest
 from fastpar.axes.pipeline.simulator import Costs
 from fastpar.axes.pipeline.simulator import time_of as simulated
 from fastpar.axes.step import CommOp, Setup, Workload
-from fastpar.predict.datasheet import DatasheetRates
-from fastpar.predict.devices import Cluster
-from fastpar.predict.operations import comm_ops_of, ops_of
-from fastpar.predict.step_time import cost_per_billion_tokens, makespan_of, predict_step, time_of
+from fastpar.predict.machine import Cluster, DatasheetRates
+from fastpar.predict.time import (
+    comm_ops_of,
+    cost_per_billion_tokens,
+    makespan_of,
+    ops_of,
+    predict_step,
+    time_of,
+)
 from fastpar.settings.block import flops_per_token
 from fastpar.settings.config import GPTConfig
 

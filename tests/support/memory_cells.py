@@ -13,8 +13,8 @@ from fastpar.comm.mesh import Mesh
 from fastpar.engine.debug import Debug
 from fastpar.kernels.linear_cross_entropy import release_workspaces, workspace_bytes
 from fastpar.models import set_up
-from fastpar.predict.short_run import ShortRun
-from fastpar.predict.step_memory import StepMemory, alive_bytes, held_bytes
+from fastpar.predict.measure import ShortRun
+from fastpar.predict.memory import StepMemory, alive_bytes, held_bytes
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.mesh import parse_grid
 

@@ -211,10 +211,9 @@ def keys() -> dict[str, Any]:
 
 def predictions() -> dict[str, Any]:
     from fastpar.axes.step import Setup, Workload
-    from fastpar.predict.datasheet import DatasheetRates
-    from fastpar.predict.devices import Cluster
-    from fastpar.predict.memory_model import predict_memory
-    from fastpar.predict.step_time import predict_step
+    from fastpar.predict.machine import Cluster, DatasheetRates
+    from fastpar.predict.memory import predict_memory
+    from fastpar.predict.time import predict_step
     from fastpar.settings.config import GPTConfig
 
     draw = random.Random(20261126)

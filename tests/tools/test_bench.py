@@ -19,7 +19,7 @@ from bench.records import ResultFile, load
 from bench.targets import faster
 from fastpar.doctor.trial import CpuClock
 from fastpar.kernels.reference import bias_gelu_ref
-from fastpar.predict.ceilings import Ceilings
+from fastpar.predict.machine import Ceilings
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ from bench.records import ResultFile
 from bench.report.tables import OPS
 from fastpar.doctor.trial import CpuClock
 from fastpar.kernels import make_key
-from fastpar.predict.ceilings import Ceilings
+from fastpar.predict.machine import Ceilings
 
 # These make calls of their own.
 BY_CASE = [name for name in sorted(OPS) if name not in ("adamw", "shm")]

@@ -7,10 +7,9 @@ import pytest
 from bench.peers import published
 from bench.peers.published import TOLERANCE, predict, table
 from bench.records import RESULTS
-from fastpar.predict import datasheet
-from fastpar.predict.datasheet import GENERATIONS
-from fastpar.predict.devices import find_device
-from fastpar.predict.step_time import check
+from fastpar.predict import machine
+from fastpar.predict.machine import GENERATIONS, find_device
+from fastpar.predict.time import check
 
 ROWS = list(published.published())
 FAMILIES = sorted({row.family for row in ROWS})
@@ -60,7 +59,7 @@ def test_a_family_left_out_is_predicted_from_the_others(family, monkeypatch):
 
     def off(rows, reached):
         changed = GENERATIONS["ampere"]._replace(reached=reached)
-        monkeypatch.setitem(datasheet.GENERATIONS, "ampere", changed)
+        monkeypatch.setitem(machine.GENERATIONS, "ampere", changed)
         return [math.log(predict(row)[1] / row.reported) for row in rows]
 
     grid = [0.5 + 0.02 * i for i in range(25)]

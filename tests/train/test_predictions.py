@@ -9,9 +9,9 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.predict import prediction
-from fastpar.predict.measured_rates import FOLDER, MeasuredRates, Rate, machine_name
+from fastpar.predict.machine import FOLDER, MeasuredRates, Rate, machine_name
+from fastpar.predict.measure import ShortRun
 from fastpar.predict.prediction import lines_of, predict
-from fastpar.predict.short_run import ShortRun
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train.journal import SKIPPED, Predictions, read_metrics

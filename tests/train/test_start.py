@@ -155,14 +155,13 @@ sys.exit(train(TrainConfig().replace(settings), one_step))
 
 
 def test_a_step_loads_nothing_of_the_planner(tmp_path):
-    """It loads of cost/ only what refuses a model that does not fit, and what measures memory."""
+    """Only what refuses a model that does not fit, and what measures memory."""
     (tmp_path / "text.txt").write_text("in the beginning god created the heaven\n" * 200)
     done = subprocess.run(
         [sys.executable, "-c", LOADED], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     loaded = [name.split(".")[1:] for name in done.stdout.split()]
-    assert not {room for room, *_ in loaded} & {"measure", "plan", "compare", "profile"}
-    cost = {file for room, *rest in loaded if room == "cost" for file in rest}
-    at_the_start = {"capacity", "memory_model"}
-    assert cost <= {*at_the_start, "buckets", "workload", "matrix_updates", "step_memory"}
+    assert "observe" not in {room for room, *_ in loaded}
+    found = {file for room, *rest in loaded if room == "predict" for file in rest}
+    assert found <= {"capacity", "memory", "time", "machine", "host_step"}

@@ -11,7 +11,7 @@ from fastpar.engine.debug import Debug
 from fastpar.models import set_up
 from fastpar.nn import recompute
 from fastpar.predict import capacity
-from fastpar.predict.memory_model import activations_on_host
+from fastpar.predict.memory import activations_on_host
 from fastpar.testing import run_ranks
 from fastpar.train.journal import read_metrics
 

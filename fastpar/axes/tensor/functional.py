@@ -281,7 +281,7 @@ def column_linear_bwd(
     dx, part, dweight, summing = None, None, None, None
     if need.dx:
         dx = part = matmul(rows_of(dy), weight).view(*dy.shape[:-1], x.shape[-1])
-        if tp.sequence_parallel:  # part stays: this thread frees it, and sees that (step_memory.py)
+        if tp.sequence_parallel:  # part stays: this thread frees it, and sees that (StepMemory)
             dx, summing = tp.begin_reduce_scatter(part, -2)
         else:
             summing = tp.group.all_reduce(dx, async_op=True)
