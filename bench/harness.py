@@ -3,7 +3,7 @@
 [Note: the gate] Before a variant is timed, its output and gradients are compared with the op's fp64
 oracle by fastpar.testing.assert_matches_oracle, on the row's device and dtype. A red check, an
 exception and a missing backend give a row without a time that says why.
-Times are taken by fastpar/doctor/clocks.py, variants in turn.
+Times are taken by fastpar/doctor/trial.py, variants in turn.
 """
 
 from __future__ import annotations
