@@ -9,7 +9,7 @@ An axis says everything about itself. Everybody else goes through every() and na
     split        the parameters of these: which part of each it has
     connect      the modules of a rank with those of other ranks
     attach       to the engine that was made
-    describe     lines, and bytes, of engine.describe(); what a checkpoint records
+    describe     lines of engine.describe(); memory: its bytes; record: what a checkpoint notes
     ops, comms   of one optimizer step of a rank, on paper
     states       bytes that stay on a rank from step to step
     candidates   layouts that `fastpar plan` should try
@@ -109,16 +109,16 @@ class Axis:
     def attach(self, making: Making, engine: Any) -> None:
         """What an axis does while steps run. Ranks: all."""
 
-    def describe(self, engine: Any) -> Iterable[str]:
-        """Lines of engine.describe()."""
+    def describe(self, shards: Any) -> Iterable[str]:
+        """Lines of engine.describe(), of an engine.shards.Shards."""
         return ()
 
-    def memory(self, engine: Any) -> dict[str, int]:
-        """Bytes that are alive on this rank for this axis, by kind."""
+    def memory(self, shards: Any) -> dict[str, int]:
+        """Bytes that are alive on this rank beside those of buckets, by kind."""
         return {}
 
-    def record(self, engine: Any) -> dict[str, Any]:
-        """What a checkpoint notes of this axis, by name; nothing reads it back but people."""
+    def record(self, shards: Any) -> dict[str, Any]:
+        """What a checkpoint notes of how this axis ran, by name, for people."""
         return {}
 
     # A step, on paper

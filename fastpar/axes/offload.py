@@ -73,6 +73,9 @@ class Offloaded(Axis):
             poison=debug.poison,
         )
 
+    def describe(self, shards: Any) -> Iterable[str]:
+        return [f"offload: {shards.storage.describe()}"] if shards.storage.steps_later else ()
+
 
 AXIS = Offloaded()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from fastpar.axes import Axis
 from fastpar.axes.data import buckets_of, elements_of, gathered_bytes, gathers_codes
@@ -44,6 +45,13 @@ class Wires(Axis):
             weights = float(local * of_weight) * buckets_of(workload, setup).coded_share
             times = 2 * micro if setup.stage == 3 else 1
             yield Op("copy", (int(weights),), "forward", 0.0, weights, times)
+
+    def memory(self, shards: Any) -> dict[str, int]:
+        second = sum(b.secondary.nbytes for b in shards.buckets if b.secondary is not None)
+        errors = [b.unsent.buffer for b in shards.buckets if b.unsent.buffer is not None]
+        found = {"secondary shards": second}
+        found["errors on the wire"] = sum(error.nbytes for error in errors)
+        return {kind: n for kind, n in found.items() if n}
 
 
 AXIS = Wires()

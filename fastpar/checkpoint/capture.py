@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastpar.axes import every
 from fastpar.checkpoint.wire_state import COMMON, wire_state
 from fastpar.comm.host import pinned_bytes
 from fastpar.comm.mesh import gather_objects
@@ -174,6 +175,13 @@ class Capture:
         return n
 
     @torch.no_grad()
+    def noted(self) -> dict[str, Any]:
+        """What axes note of how they ran, by their names."""
+        if self.engine is None:
+            return {}
+        noted = {axis.name: axis.record(self.engine.shards) for axis in every()}
+        return {name: found for name, found in noted.items() if found}
+
     def take(self) -> Snapshot:
         """Copy this rank's part of the state as it is now. Ranks: all of the model's.
 

@@ -2,6 +2,7 @@
 
     step      optimizer steps done
     model     "gpt" or "module", see [Note: models]
+    axes      what axes note of how they ran, if any does; for people
     files     name -> size and SHA-256; of files with tensors only the header is under the latter
     weights   tensors of model*.safetensors, whole, as transformers has them
     optimizer tensors of optimizer-*.safetensors, pieces: PARAMETER/ENTRY, whole shape, runs
@@ -97,6 +98,7 @@ class Manifest:
     weights: tuple[TensorEntry, ...] = ()
     optimizer: tuple[TensorEntry, ...] = ()
     model: str = ANY_MODULE
+    axes: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def join(parts: Sequence[Manifest]) -> Manifest:
@@ -107,6 +109,7 @@ class Manifest:
             tuple(t for part in parts for t in part.weights),
             tuple(t for part in parts for t in part.optimizer),
             parts[0].model,
+            parts[0].axes,
         )
 
     def sealed(self) -> bytes:
@@ -116,6 +119,8 @@ class Manifest:
             ValueError: it is larger than what a reader takes.
         """
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        if not self.axes:
+            del content["axes"]
         text = json.dumps(content)
         if len(text) + 100 > JSON_BYTES:
             raise ValueError(

@@ -197,7 +197,8 @@ class Saver:
             sizes = {"model": asdict(self.model.config)} if isinstance(self.model, GPT) else {}
             text = json.dumps({"step": step, **sizes, **state}, indent=1) + "\n"
             attempt.pause_ms = (time.perf_counter() - began) * 1e3
-            attempt.start(lambda: self._work(attempt, snapshot, text))
+            noted = self._capture.noted()
+            attempt.start(lambda: self._work(attempt, snapshot, text, noted))
         self._attempt = attempt  # only here: after an exception there is nothing to settle
         if not self.asynchronous:
             self.settle()
@@ -260,13 +261,14 @@ class Saver:
 
     # On the thread
 
-    def _work(self, attempt: _Attempt, snapshot: Snapshot, state: str) -> None:
+    def _work(self, attempt: _Attempt, snapshot: Snapshot, state: str, noted: Any) -> None:
         folder = self._hidden(attempt)
         if snapshot.ready is not None:
             snapshot.ready.synchronize()
         folder.mkdir(exist_ok=True)
         kind = GPT_MODEL if isinstance(self.model, GPT) else ANY_MODULE
-        part = replace(_write_tensors(folder, attempt.step, snapshot.items), model=kind)
+        part = _write_tensors(folder, attempt.step, snapshot.items)
+        part = replace(part, model=kind, axes=noted)
         if self.rank == 0:
             part.files.update(self._write_others(folder, state))
         unseen = folder / f"{_part(self.rank)}.tmp"  # rank 0 looks for the part, and reads it whole

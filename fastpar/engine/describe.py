@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from fastpar.axes.tensor.functional import TensorParallel
+from fastpar.axes import every
 from fastpar.comm.collectives import Collectives
 from fastpar.engine.bucket import BucketState
 from fastpar.engine.shards import Shards
@@ -31,12 +29,9 @@ def memory(shards: Shards) -> dict[str, int]:
     for kind, n in shards.storage.memory().items():
         kinds[kind] = kinds.get(kind, 0) + n
     kinds["partial sums"] = sum(bucket.tree_bytes for bucket in shards.buckets)
-    second = [b.secondary.nbytes for b in shards.buckets if b.secondary is not None]
-    if second:
-        kinds["secondary shards"] = sum(second)
-    errors = [b.unsent.buffer for b in shards.buckets if b.unsent.buffer is not None]
-    if errors:
-        kinds["errors on the wire"] = sum(error.nbytes for error in errors)
+    for axis in every():
+        for kind, n_bytes in axis.memory(shards).items():
+            kinds[kind] = kinds.get(kind, 0) + n_bytes
     kinds["frozen parameters"] = sum(p.numel() * p.element_size() for p in shards.frozen)
     return kinds
 
@@ -113,16 +108,13 @@ def describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
     settings, ranks = shards.settings, shards.mesh.dp_size
     parameters = sum(slot.spec.numel for slot in shards.layout.slots)
     reduce = shards.buckets[0].groups.reduce
-    tp = None if shards.declared is None else shards.declared.tp
     how = f"{reduce.transport} ({reduce.why})" if reduce is not None else "no communication"
     lines = [
         f"engine: stage {shards.stage.number}, dp={ranks}, {settings.n_shards} shards, {how}, "
         f"{parameters:,} trained parameters, {len(shards.buckets)} buckets"
         + (", deterministic" if settings.deterministic else ""),
-        *([] if tp is None else [_tp(tp), _tensor_parallel(shards, tp)]),
-        *([] if shards.ep == 1 else [_experts(shards)]),
+        *(line for axis in every() for line in axis.describe(shards)),
         *([_cost_of_fixed_sums(shards, tree_ms)] if settings.deterministic else []),
-        *([f"offload: {shards.storage.describe()}"] if shards.storage.steps_later else []),
         "memory: " + _mib(memory(shards)),
         "wire per rank and step: " + (_mib(wire_bytes(shards, last_unit)) or "nothing"),
         "bucket  unit  dtype     params      MiB  shard MiB  parameters",
@@ -138,36 +130,6 @@ def describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
             f"{size / spec.n_shards:9.2f}  {' .. '.join(names)}"
         )
     return "\n".join([*lines, "schedule: " + _schedule(shards)])
-
-
-def _tp(tp: TensorParallel) -> str:
-    group = tp.group
-    return f"{tp.label}: {group.transport} ({group.why}), {tp.tokens}"
-
-
-def _experts(shards: Shards) -> str:
-    assert shards.declared is not None
-    group, buckets = shards.declared.groups["ep"], [b for b in shards.buckets if b.spec.experts]
-    whole = sum(math.prod(shards.whole_shape(p)) for b in buckets for p in b.params)
-    ranks = shards.mesh.dp_size // shards.ep
-    return (
-        f"experts: ep={shards.ep}, {group.transport} ({group.why}); of {whole:,} parameters of "
-        f"experts 1/{shards.ep} here, in {len(buckets)} buckets that {ranks} ranks have"
-    )
-
-
-def _tensor_parallel(shards: Shards, tp: TensorParallel) -> str:
-    assert shards.declared is not None
-    split = sum(map(shards.declared.is_split, shards.params))
-    rest = [p for p in shards.params if not shards.declared.is_split(p)]
-    partial = sum(map(shards.declared.is_partial, rest))
-    whole = sum(math.prod(shards.whole_shape(p)) for p in shards.params)
-    tokens = "on every rank" if tp.shared_dim is None else "split"
-    return (
-        f"tensor parallel: {tp.label}, tokens between layers {tokens}; of {whole:,} "
-        f"trained parameters {split} tensors are split, {len(rest) - partial} "
-        f"replicated, {partial} partial"
-    )
 
 
 def _cost_of_fixed_sums(shards: Shards, tree_ms: float) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 from fastpar.axes import Axis
 from fastpar.axes.step import CommOp, Setup, Workload
@@ -40,6 +42,17 @@ class Experts(Axis):
         there_and_back, counts = 2 * (forwards + 1) * layers, 8.0 * shape.n_expert
         yield CommOp("all_to_all", "ep", n_bytes, setup.ep, setup.tp, there_and_back, "")
         yield CommOp("all_to_all", "ep", counts, setup.ep, setup.tp, forwards * layers, "")
+
+    def describe(self, shards: Any) -> Iterator[str]:
+        if shards.ep == 1:
+            return
+        group, buckets = shards.declared.groups["ep"], [b for b in shards.buckets if b.spec.experts]
+        whole = sum(math.prod(shards.whole_shape(p)) for b in buckets for p in b.params)
+        ranks = shards.mesh.dp_size // shards.ep
+        yield (
+            f"experts: ep={shards.ep}, {group.transport} ({group.why}); of {whole:,} parameters of "
+            f"experts 1/{shards.ep} here, in {len(buckets)} buckets that {ranks} ranks have"
+        )
 
 
 def _sums(setup: Setup, numel: int) -> Iterator[CommOp]:

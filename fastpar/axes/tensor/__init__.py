@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,6 +89,22 @@ class TensorAxis(Axis):
         group = tp_group(mesh, making.make)
         tp = TensorParallel(group, sequence_parallel=possible if tokens is None else tokens)
         split_model(making, tp, planned)
+
+    def describe(self, shards: Any) -> Iterator[str]:
+        declared = shards.declared
+        if declared is None or declared.tp is None:
+            return
+        tp, params = declared.tp, shards.params
+        yield f"{tp.label}: {tp.group.transport} ({tp.group.why}), {tp.tokens}"
+        rest = [p for p in params if not declared.is_split(p)]
+        partial = sum(map(declared.is_partial, rest))
+        whole = sum(math.prod(shards.whole_shape(p)) for p in params)
+        tokens = "on every rank" if tp.shared_dim is None else "split"
+        yield (
+            f"tensor parallel: {tp.label}, tokens between layers {tokens}; of {whole:,} "
+            f"trained parameters {len(params) - len(rest)} tensors are split, "
+            f"{len(rest) - partial} replicated, {partial} partial"
+        )
 
 
 AXIS = TensorAxis()
