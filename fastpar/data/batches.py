@@ -19,7 +19,7 @@ targets. The rows depend on tokens and block_size alone; epochs visit all, shuff
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,7 +43,11 @@ from fastpar.data.sources import (
 from fastpar.data.tokenizer import IdTokenizer, check_name, learns_from_text, make_tokenizer
 from fastpar.files.plain_files import write_text
 
-_SCAN = 1 << 24
+_SCAN = 1 << 24  # tokens that are looked at at once
+_DEFAULT_TOKENIZER = "bpe-4096"
+_FEISTEL_ROUNDS = 8
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: splitmix64's increment
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,13 +148,6 @@ def _best_fit(lengths: list[int], room: int) -> np.ndarray:
     return rows
 
 
-_DEFAULT_TOKENIZER = "bpe-4096"
-_SCAN_TOKENS = 1 << 24
-_FEISTEL_ROUNDS = 8
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: splitmix64's increment
-
-
 def load_data(
     source: str = "bible",
     tokenizer: str | None = "auto",
@@ -247,7 +244,7 @@ def sample_batch(
         epoch, position = np.divmod(index, tokens.n_rows)
         keys = _epoch_keys(seed, epoch)[:-1]
         rows = _permute(position.astype(np.uint64), tokens.n_rows, keys)
-        return _filled(tokens, rows.tolist(), device)
+        return _batch(3, rows.tolist(), tokens.block_size, device, tokens.fill)
     n = n_samples_per_epoch(tokens, block_size)
     epoch, position = np.divmod(index, n)
     keys = _epoch_keys(seed, epoch)
@@ -266,7 +263,7 @@ def eval_batches(
     rank: int = 0,
     world_size: int = 1,
     device: str | torch.device = "cpu",
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[torch.Tensor, ...]]:
     """Consecutive windows from the start of the tokens, none overlapping, in batches.
 
     Args:
@@ -308,36 +305,27 @@ def _check_length(function: str, tokens: Tokens, block_size: int, what: str) -> 
 
 def _gather(
     tokens: Tokens, starts: np.ndarray, block_size: int, device: str | torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows of block_size + 1 tokens as inputs and targets."""
-    device = torch.device(device)
-    pinned = device.type == "cuda"
-    xy = torch.empty(2, len(starts), block_size, dtype=torch.int64, pin_memory=pinned, device="cpu")
-    x, y = xy.numpy()
-    source = tokens if isinstance(tokens, Shards) else np.asarray(tokens)
-    for row, start in enumerate(starts.tolist()):
-        window = source[start : start + block_size + 1]
-        x[row] = window[:-1]
-        y[row] = window[1:]
-    if pinned:
-        xy = xy.to(device, non_blocking=True)
-    return xy[0], xy[1]
-
-
-def _filled(
-    packed: PackedTokens, rows: list[int], device: str | torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """Packed rows as inputs, targets and positions."""
+    """Windows of block_size + 1 tokens as inputs and targets."""
+    source = tokens if isinstance(tokens, Shards) else np.asarray(tokens)
+
+    def fill(start: int, x: np.ndarray, y: np.ndarray) -> None:
+        window = source[start : start + block_size + 1]
+        x[:], y[:] = window[:-1], window[1:]
+
+    return _batch(2, starts.tolist(), block_size, device, fill)
+
+
+def _batch(
+    n: int, rows: list[int], width: int, device: str | torch.device, fill: Callable[..., None]
+) -> tuple[torch.Tensor, ...]:
+    """n tensors int64 [rows, width] on the device; fill(row, *arrays) writes a row of each."""
     device = torch.device(device)
-    pinned = device.type == "cuda"
-    found = torch.empty(
-        3, len(rows), packed.block_size, dtype=torch.int64, pin_memory=pinned, device="cpu"
-    )
+    pinned, shape = device.type == "cuda", (n, len(rows), width)
+    found = torch.empty(shape, dtype=torch.int64, pin_memory=pinned, device="cpu")
     for i, row in enumerate(rows):
-        packed.fill(row, *found[:, i].numpy())
-    if pinned:
-        found = found.to(device, non_blocking=True)
-    return found[0], found[1], found[2]
+        fill(row, *found[:, i].numpy())
+    return tuple(found.to(device, non_blocking=True))
 
 
 def _epoch_keys(seed: int, epoch: np.ndarray) -> np.ndarray:
@@ -423,15 +411,14 @@ def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]
     except (OSError, ValueError, KeyError, TypeError):
         pass
     best = (-1, "")
-    parts = {"training": source.train, "validation": source.val}
-    total = sum(len(tokens) for tokens in parts.values() if tokens is not None)
+    given = {"training": source.train, "validation": source.val}
+    parts = {part: tokens for part, tokens in given.items() if tokens is not None}
+    total = sum(map(len, parts.values()))
     what = f"checking ids of {source.name}"
     with progress_bar(total, "token", what, progress) as bar:
         for part, tokens in parts.items():
-            if tokens is None:
-                continue
-            for start in range(0, len(tokens), _SCAN_TOKENS):
-                block = tokens[start : start + _SCAN_TOKENS]
+            for start in range(0, len(tokens), _SCAN):
+                block = tokens[start : start + _SCAN]
                 best = max(best, (int(block.max()), f"the {part} files of {source.name}"))
                 bar.update(len(block))
     write_text(memo, json.dumps({"id": best[0], "part": best[1]}))

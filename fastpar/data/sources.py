@@ -487,18 +487,14 @@ def _open_bins(files: list[Path], name: str, folder: Path, token_bits: int) -> T
     # llm.c's first format is GPT-2's ids by definition; nanoGPT assumes the same without meta.pkl.
     tokenizer, notes = "gpt2" if arrays[0].dtype.itemsize == 2 else "ids", []
     if with_header != {True} and (folder / META).is_file():
-        tokenizer, note = _read_meta(folder)
-        notes.append(note)
+        where = folder.resolve().name
+        try:
+            notes.append(f"{where}: {len(read_chars(folder / META))} characters, by its {META}")
+            tokenizer = str(folder)
+        except ValueError as error:
+            notes.append(f"{error}; {where}: the ids stay numbers unless their tokenizer is named")
+            tokenizer = "ids"
     return TokenSource(name, files, joined["train"], joined.get("val"), tokenizer, notes)
-
-
-def _read_meta(folder: Path) -> tuple[str, str]:
-    """The tokenizer that nanoGPT's meta.pkl describes, and what to say of it."""
-    name = folder.resolve().name
-    try:
-        return str(folder), f"{name}: {len(read_chars(folder / META))} characters, by its {META}"
-    except ValueError as error:
-        return "ids", f"{error}; {name}: the ids stay numbers unless their tokenizer is named"
 
 
 def _map_bin(file: Path, token_bits: int) -> tuple[np.ndarray, bool]:
@@ -539,7 +535,7 @@ def map_array(file: Path, dtype: Any, offset: int = 0) -> np.ndarray:
     """The numbers in a file, read where its file system maps none."""
     try:
         return np.memmap(file, dtype=dtype, mode="r", offset=offset)
-    except OSError:
+    except (OSError, ValueError):  # or is empty
         return np.fromfile(file, dtype=dtype, offset=offset)
 
 
@@ -631,9 +627,9 @@ def tokenized(
             say(f"cache entry {entry} is damaged ({reason}): tokenizing again", progress)
             shutil.rmtree(entry)
         if not entry.exists():
-            with temporary(cache, f".tmp-{key}-") as folder:
+            with _temporary(cache, f".tmp-{key}-") as folder:
                 try:
-                    _tokenize(corpus, tokenizer, folder, progress)
+                    _tokenize(corpus, tokenizer, Path(folder), progress)
                 except OSError as error:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                         raise
@@ -647,7 +643,7 @@ def tokenized(
                     if not entry.exists():  # else another process was first: take its entry
                         raise
     meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
-    train, val = (_map_tokens(entry / f"{part}.bin", meta["dtype"]) for part in ("train", "val"))
+    train, val = (map_array(entry / f"{part}.bin", meta["dtype"]) for part in ("train", "val"))
     chosen = load_tokenizer(entry)
     size, notes = chosen.vocab_size, tuple(source.notes)
     return TextData(source.name, train, val, chosen, size, meta["val_bytes"], notes)
@@ -780,12 +776,6 @@ def _write_tokens(
         files[part].write(np.array(ids, dtype=dtype).tobytes())
 
 
-def _map_tokens(file: Path, dtype: str) -> np.ndarray:
-    if file.stat().st_size == 0:
-        return np.empty(0, dtype=dtype)
-    return map_array(file, dtype)
-
-
 def _why_damaged(entry: Path) -> str | None:
     try:
         meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
@@ -821,7 +811,7 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
     folder = user_cache() if cache_dir is None else Path(cache_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with temporary(folder, ".tmp-try-"):
+        with _temporary(folder, ".tmp-try-"):
             pass
     except OSError as error:
         kind = ValueError if error.errno in WRONG_PATH else RuntimeError
@@ -832,14 +822,9 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
     return folder
 
 
-@contextmanager
-def temporary(parent: Path, prefix: str) -> Iterator[Path]:
+def _temporary(parent: Path, prefix: str) -> tempfile.TemporaryDirectory:
     """A folder that is gone afterwards, or has been renamed."""
-    folder = Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True)
 
 
 @contextmanager

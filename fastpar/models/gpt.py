@@ -317,8 +317,7 @@ def take_over(stream: Tensor, *, pairs: bool) -> tuple[Tensor, Tensor]:
     other stage gets both, [2, ...].
     """
     if pairs:
-        x, delta = stream.unbind()
-        return x, delta
+        return stream.unbind()  # type: ignore[return-value]
     return stream, torch.zeros_like(stream)
 
 
@@ -399,9 +398,6 @@ class Attention(Parts):
     def __init__(self, config: GPTConfig):
         super().__init__(config)
         self.n_head, self.head_dim = config.n_head, config.head_dim
-
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        return super().tensor_parallel(tp)
 
     @property
     def first_head(self) -> int:

@@ -444,7 +444,15 @@ def read_config(folder: Path, dropout: float | None) -> GPTConfig:
             f"load_hf: expected one dropout rate, got embd_pdrop={rates[0]}, "
             f"attn_pdrop={rates[1]}, resid_pdrop={rates[2]}; choose one with dropout="
         )
-    sizes = _sizes(raw, rates[0] if dropout is None else dropout)
+    sizes: dict[str, Any] = {
+        "n_layer": raw.get("n_layer", 12),
+        "n_head": raw.get("n_head", 12),
+        "n_embd": n_embd,
+        "block_size": raw.get("n_positions", 1024),
+        "vocab_size": raw.get("vocab_size", 50257),
+        "dropout": rates[0] if dropout is None else dropout,
+        "layer_norm_eps": raw.get("layer_norm_epsilon", 1e-5),
+    }
     if raw["model_type"] == EXPERTS:
         try:
             return GPTConfig(**sizes, **{n: raw[n] for n in _EXPERT_FIELDS})
@@ -454,18 +462,6 @@ def read_config(folder: Path, dropout: float | None) -> GPTConfig:
                 f"{type(error).__name__}: {error}; write the file again"
             ) from error
     return GPTConfig(**sizes)
-
-
-def _sizes(raw: Mapping[str, Any], dropout: float) -> dict[str, Any]:
-    return {
-        "n_layer": raw.get("n_layer", 12),
-        "n_head": raw.get("n_head", 12),
-        "n_embd": raw.get("n_embd", 768),
-        "block_size": raw.get("n_positions", 1024),
-        "vocab_size": raw.get("vocab_size", 50257),
-        "dropout": dropout,
-        "layer_norm_eps": raw.get("layer_norm_epsilon", 1e-5),
-    }
 
 
 def weight_files(folder: Path) -> list[Path]:

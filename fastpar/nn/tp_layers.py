@@ -124,17 +124,8 @@ class ColumnParallelLinear(Column, nn.Linear):
         groups: equal parts of the output that are each split alike: 3 for a fused q, k and v.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        groups: int = 1,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+    def __init__(self, *args: Any, groups: int = 1, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self.groups = groups
 
 
