@@ -103,18 +103,10 @@ class Adafactor(EngineOptimizer):
         self.master_weights = master_weights
         self.set_max_grad_norm(max_grad_norm)
         defaults = {
-            "lr": lr,
-            "beta2_decay": beta2_decay,
-            "eps": eps,
-            "d": d,
-            "weight_decay": weight_decay,
-            "foreach": foreach,
-            "maximize": maximize,
-            "beta1": beta1,
-            "relative_step": relative_step,
-            "scale_parameter": scale_parameter,
-            "add_eps": add_eps,
-        }
+            "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay,
+            "foreach": foreach, "maximize": maximize, "beta1": beta1, "add_eps": add_eps,
+            "relative_step": relative_step, "scale_parameter": scale_parameter,
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     def _check_options(self, group: dict[str, Any], caller: str) -> None:

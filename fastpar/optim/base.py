@@ -514,26 +514,21 @@ class EngineOptimizer(torch.optim.Optimizer):
             for position, (p, key) in enumerate(zip(group["params"], saved["params"])):
                 self._check_parameter(p, group)
                 saved_state = left.pop(key, None)
-                if saved_state:
-                    place = where(group, i, position)
-                    self._check_entries(saved_state, p, group, place)
-                    state[p] = self._load_whole(saved_state, p, group, place)
+                if not saved_state:
+                    continue
+                place = where(group, i, position)
+                self._check_entries(saved_state, p, group, place)
+                target, engine = p, engine_of_parameter(p)
+                if engine is not None and engine.steps_pieces:
+                    target = engine.shards.piece(p).param.detach()
+                    saved_state = {n: cut_entry(n, x, p, engine) for n, x in saved_state.items()}
+                state[p] = self._convert(saved_state, target, group, where=place, copy=True)
         state.update(left)
         for name in self._in_state_dict & state_dict.keys():
             setattr(self, name, state_dict[name])
         self.__setstate__({"state": state, "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _load_whole(
-        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
-    ) -> dict[str, Any]:
-        """This rank's part of a saved state, in the form of this optimizer."""
-        target, engine = p, engine_of_parameter(p)
-        if engine is not None and engine.steps_pieces:
-            target = engine.shards.piece(p).param.detach()
-            saved = {name: cut_entry(name, value, p, engine) for name, value in saved.items()}
-        return self._convert(saved, target, group, where=where, copy=True)
 
     def _convert(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool

@@ -365,21 +365,11 @@ class Muon(AdamW):
         self.momentum_dtype = momentum_dtype
         self._adamw = {**_ADAMW, **(adamw or {})}
         self._own = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "matrices": matrices,
-            "transposed": transposed,
-            "experts": experts,
-            "row_beta": row_beta,
-            "cautious": cautious,
-            "adamw": False,
-        }
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn, "matrices": matrices, "transposed": transposed,
+            "experts": experts, "row_beta": row_beta, "cautious": cautious, "adamw": False,
+        }  # fmt: skip
         super().__init__(params, master_weights=master_weights, max_grad_norm=max_grad_norm)
         self.defaults |= self._own  # of groups in a loaded state
 

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
@@ -108,7 +107,13 @@ class Outer:
         if self.engine is not None and self.engine.mesh.replicas > 1:
             mesh = self.engine.mesh
             settings = f"every={every} lr={lr} momentum={momentum} wire={wire} elements={n}"
-            self._check_same(settings, mesh.outer_group)
+            told = gather_objects(settings, mesh.outer_group)
+            replica, found, expected = first_difference([[each] for each in told])
+            if replica >= 0:
+                raise ValueError(
+                    f"Outer: expected the same on every replica, got '{found}' on replica "
+                    f"{replica} where replica 0 has '{expected}'; start all with the same settings"
+                )
             self._group = TorchCollectives(
                 mesh.outer_group, device=mesh.device, in_rank_order=True, in_caller=True
             )
@@ -118,15 +123,6 @@ class Outer:
     @property
     def steps(self) -> int:
         return int(self._steps)
-
-    @staticmethod
-    def _check_same(settings: str, group: dist.ProcessGroup | None) -> None:
-        replica, found, expected = first_difference([[s] for s in gather_objects(settings, group)])
-        if replica >= 0:
-            raise ValueError(
-                f"Outer: expected the same on every replica, got '{found}' on replica {replica} "
-                f"where replica 0 has '{expected}'; start all with the same settings"
-            )
 
     # The steps of the inner optimizer
 
@@ -205,9 +201,8 @@ class Outer:
 
     def _now(self) -> float:
         """When all that this rank computes is there."""
-        device = None if self.engine is None else self.engine.mesh.device
-        if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self.engine is not None and self.engine.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.mesh.device)
         return time.perf_counter()
 
     # Parameters and their outer state

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.engine.engine import Engine, engine_of_parameter
+from fastpar.engine.engine import engine_of_parameter
 from fastpar.files.dtypes import DTYPES
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
@@ -52,11 +52,7 @@ def make_optimizer(
             muon_groups(model),
             lr=settings.muon_lr,
             weight_decay=settings.weight_decay,
-            adamw={
-                "lr": settings.lr,
-                "betas": settings.betas,
-                "weight_decay": settings.weight_decay,
-            },
+            adamw={n: getattr(settings, n) for n in ("lr", "betas", "weight_decay")},
             master_weights=masters,
             max_grad_norm=limit,
         )
@@ -238,7 +234,7 @@ class AveragedWeights:
     def update(self, step: int) -> None:
         """After so many steps."""
         factor = min(self.factor, (1 + step) / (10 + step))
-        for _, piece, state, _ in self._pieces():
+        for _, piece, state in self._pieces():
             values = values_of(piece, state)
             if AVERAGE not in state:
                 wide = torch.promote_types(values.dtype, torch.float32)
@@ -252,20 +248,20 @@ class AveragedWeights:
 
         Memory: a copy of what this rank steps, and one whole parameter.
         """
-        kept = {p: piece.detach().clone() for p, piece, _, _ in self._pieces()}
-        _write_pieces(self.optimizer, {p: state[AVERAGE] for p, _, state, _ in self._pieces()})
+        kept = {p: piece.detach().clone() for p, piece, _ in self._pieces()}
+        _write_pieces(self.optimizer, {p: state[AVERAGE] for p, _, state in self._pieces()})
         try:
             yield
         finally:
             _write_pieces(self.optimizer, kept)
 
-    def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], Engine | None]]:
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
         """Each parameter that has been stepped, and this rank's elements of it."""
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 engine, state = engine_of_parameter(p), self.optimizer.state.get(p)
                 if state:
-                    yield p, p if engine is None else engine.shards.piece(p).param, state, engine
+                    yield p, p if engine is None else engine.shards.piece(p).param, state
 
 
 @torch.no_grad()

@@ -418,9 +418,8 @@ class StepGraph:
         if scale is not None:
             self._scale.fill_(scale)
         lrs = [group["lr"] for group in self._optimizer.param_groups]
-        self._lrs.copy_(
-            to_device(torch.tensor(lrs, dtype=torch.float32, device="cpu"), self._device)
-        )
+        lrs_now = torch.tensor(lrs, dtype=torch.float32, device="cpu")
+        self._lrs.copy_(to_device(lrs_now, self._device))
 
     def _region(self) -> None:
         """A step, by what the host does in every step and the graph holds."""

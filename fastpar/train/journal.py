@@ -643,13 +643,11 @@ class Journal:
             self.say(f"offload  {engine.shards.storage.describe()}")
 
     def _write(self, row: dict[str, Any]) -> None:
-        if self.folder is not None:
-            self._on_disk(self.folder.log.write, row)
-
-    def _on_disk(self, action: Callable[[Any], None], value: Any) -> None:
         """A full disk ends no run: it is said once, until there is room again."""
+        if self.folder is None:
+            return
         try:
-            action(value)
+            self.folder.log.write(row)
         except OSError as error:
             if not self._full:
                 self.say(f"metrics.jsonl cannot be written ({error}); training goes on")

@@ -214,8 +214,7 @@ class Trainer:
         )
         if config.recompute.offload_activations:
             check_host_activations(model.config, self.setup)
-        many = self.grad_accum_steps
-        self.optimizer = set_up(self.model, mesh, config, dtype=dtype, grad_accum_steps=many)
+        self.optimizer = set_up(self.model, mesh, config, dtype=dtype, grad_accum_steps=batch[1])
         optim = config.optim
         if optim.outer_every is not None:
             Outer(  # the optimizer keeps it
@@ -238,11 +237,10 @@ class Trainer:
         self.predictions = Predictions(self.engine, self.optimizer)
         self.guards = Guards(config.faults.on_nonfinite, scaled=self.loss_scale is not None)
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
-        self.micro_batch: Callable[..., torch.Tensor] = self._micro_batch
-        self.step_graph: StepGraph | None = None
-        parts = self._micro_batch, self.model, self.engine, self.optimizer
         asked = config.system.cuda_graphs if config.runs_in_graphs() else False
-        self.micro_batch, self.step_graph, graphs = captured(*parts, asked)
+        self.micro_batch, self.step_graph, graphs = captured(
+            self._micro_batch, self.model, self.engine, self.optimizer, asked
+        )
         if graphs:
             self._facts["graphs"] = graphs
         self.step = self.next_sample = self.tokens = 0
@@ -276,10 +274,7 @@ class Trainer:
 
     def run(self) -> int:
         """Trains to the end or until something stops it; the exit status. Closes the mesh."""
-        self._open_journal()
-        if self.changed:
-            self.journal.say(self.changed.strip())
-        self._open_saves()
+        self._open()
         last = "this step" if self.mesh.replicas == 1 else "the steps until replicas meet"
         with (
             catching_stop(loud=leads(self.mesh), last=last) as self.stop_signals,
@@ -320,7 +315,7 @@ class Trainer:
         model = model.to(self.mesh.device)
         folder.finish(model, self.step, seconds=seconds, val_loss=val_loss, stopped_by=stop)
 
-    def _open_journal(self) -> None:
+    def _open(self) -> None:
         """The first replica makes the run's folder, then the others theirs inside of it."""
         about: Any = {"data": self.data, "step": self.step, "facts": self._facts}
         mesh, first = self.mesh, self.mesh.replica == 0
@@ -331,9 +326,8 @@ class Trainer:
             self.config = self.journal.config = config
         if not first:
             self.journal.open(model=self.model, **about)
-
-    def _open_saves(self) -> None:
-        """Checkpoints go to the folder that rank 0 has made."""
+        if self.changed:
+            self.journal.say(self.changed.strip())
         self.folder = Path(broadcast_text(self.engine, str(self.journal.path or "")))
         saved = {"model": self.model, "optimizer": self.optimizer}
         self.saves.open(self.folder, self.config, tokenizer=self.data.tokenizer, **saved)
