@@ -531,10 +531,11 @@ def measure(settings: dict[str, Any], run: Run, text: TextSettings, on_step: Ste
     run.seconds = round(time.monotonic() - start, 3)
 
 
-def _train(process: ranks.Rank, *planned: Any) -> Run:
+def _train(process: ranks.Rank, settings: dict[str, Any], run: Run, text: TextSettings) -> Run:
     """The run as this rank has measured it; rank 0 tells of each step."""
     warnings.simplefilter("ignore")  # of torch and DeepSpeed, about their own calls
-    rank = Rank(*planned, lambda *step: process.say(step) if process.rank == 0 else None)
+    say = process.say if process.rank == 0 else lambda said: None
+    rank = Rank(settings, run, text, lambda *step: say(step))
     found = rank.train()
     rank.contender.close()
     return found

@@ -1,28 +1,89 @@
-"""`fastpar profile`: a few steps of `fastpar train`, measured, then profiled, then judged."""
+"""`fastpar profile`: a few steps of `fastpar train`, measured, then profiled, then judged.
+
+[Note: two times] The profiler lengthens what it looks at, the host's part most of all. So the same
+steps run twice: without it for how long phases and waits are, with it for what is in them
+(verdict.fitted). On a GPU nothing ends when the host is through with it: there the first run gives
+the step and the trace the rest.
+
+[Note: phases] A step is cut where engine.on_phase is told of the next phase: the trainer fetches a
+batch, calls its model, has its loss, calls its optimizer. Backward ends where the next of these
+begins. The stage of a pipeline is cut where it turns to its next operation: what it waits for then
+is a part of that.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import importlib.util
 import itertools
 import json
 import os
+import platform
+import shutil
+import statistics
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
+from torch import profiler
 
-from fastpar.comm.mesh import gather_objects, ranks_along
-from fastpar.comm.recorder import COMPUTE, HOST, PP, WAIT, Span, busy_ms, window
+from fastpar._version import __version__
+from fastpar.axes.step import Op, Setup
+from fastpar.comm.host import available_cores
+from fastpar.comm.mesh import Mesh, gather_objects, ranks_along
+from fastpar.comm.recorder import (
+    COMPUTE,
+    CONTROL,
+    GATHER,
+    HOST,
+    INPUT,
+    PP,
+    REDUCE,
+    TP,
+    WAIT,
+    Recorder,
+    Span,
+    busy_ms,
+    now_ms,
+    window,
+)
+from fastpar.doctor.trial import synchronize
+from fastpar.engine.engine import Engine
 from fastpar.files.runs import RUNS
+from fastpar.kernels import backend
+from fastpar.models.gpt import GPT
 from fastpar.observe.pictures import draw_timeline
-from fastpar.observe.step_profile import WARM_UP, Trained, measure, title_of
-from fastpar.observe.verdict import Measured, percent
+from fastpar.observe.report import counted, percent, text_table
+from fastpar.observe.trace import OpTime, TraceTimes, product_flops, times_of
+from fastpar.observe.verdict import (
+    PRODUCTS,
+    Measured,
+    Phase,
+    Situation,
+    advise,
+    fitted,
+    table,
+    verdict,
+    work_of,
+)
+from fastpar.predict.machine import measure_ceilings
+from fastpar.predict.time import ops_of
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import check_at_least
 
+WARM_UP = 2  # steps
+CONTROL_BYTES = 4096  # exchanges of a few numbers tell of uneven ranks
+TOP = 12  # operations that are shown
+UNSTEADY = 1.5  # the longest step over the shortest
+_COMPRESSED_FROM = 20 << 20  # bytes of a trace
 _SHOWN_RANKS = 4
+_AS_WORK = {"linear_cross_entropy": "loss", "adamw_step_": "optimizer"}  # names of step.Op
 
 
 @dataclass(frozen=True)
@@ -75,21 +136,44 @@ def prepare(options: ProfileOptions, config: TrainConfig) -> tuple[ProfileOption
             "fastpar profile: expected matplotlib, got no such package; pip install matplotlib"
         )
     if int(os.environ.get("RANK", "0")) == 0:
-        out = Path(options.out) if options.out is not None else _free_folder(Path(RUNS))
+        names = itertools.chain(["profile"], (f"profile-{n}" for n in itertools.count(2)))
+        free = (path for name in names if not (path := Path(RUNS, name)).exists())
+        out = Path(options.out) if options.out is not None else next(free)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(
                 f"profile: expected a new or empty folder, got out={out}; choose another --out"
             )
         options = replace(options, out=str(out))
-    n_steps = WARM_UP + 2 * options.steps + 1
-    config = config.replace({"max_steps": max(config.run.max_steps, n_steps), "out": None})
-    config = config.replace({"cuda_graphs": False})  # a replay has no phases that a host sees
-    return options, config
+    n_steps = max(config.run.max_steps, WARM_UP + 2 * options.steps + 1)
+    # A replay of CUDA graphs has no phases that a host sees.
+    return options, config.replace({"max_steps": n_steps, "out": None, "cuda_graphs": False})
 
 
-def _free_folder(runs: Path) -> Path:
-    numbered = (runs / f"profile-{n}" for n in itertools.count(2))
-    return next(p for p in itertools.chain([runs / "profile"], numbered) if not p.exists())
+class Trained(Protocol):
+    """A run whose steps are profiled: the trainer of `fastpar train`."""
+
+    config: TrainConfig
+    mesh: Mesh
+    model: GPT
+    engine: Engine
+    block_size: int
+    setup: Setup
+
+    def train_step(self) -> Any:
+        """One optimizer step; its numbers() wait for the device."""
+
+
+def title_of(trainer: Trained) -> str:
+    """One line: model, batch, ranks, device."""
+    config, mesh = trainer.config, trainer.mesh
+    size = Path(config.shape.init_from or config.shape.model).name
+    device = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "CPU"
+    return (
+        f"{size}, context {trainer.block_size}, {trainer.setup.dtype}, micro-batch "
+        f"{trainer.setup.micro_batch_size} * accumulation {trainer.setup.grad_accum_steps}, ranks "
+        f"{mesh.world_size} (tp {mesh.tp_size}), stage {trainer.engine.stage.number}, {device}, "
+        f"threads a rank {torch.get_num_threads()}"
+    )
 
 
 def profile(trainer: Trained, options: ProfileOptions) -> int:
@@ -105,15 +189,20 @@ def profile(trainer: Trained, options: ProfileOptions) -> int:
         everyone = gather_objects(steps, dist.group.WORLD)
     if mesh.is_main:
         print("\n".join(["", *report.lines()]))
-        on_gpu = mesh.device.type == "cuda"
-        step = _median_step(steps)
-        lines, found = [title_of(trainer), _caption(report.measured, len(everyone))], {}
+        on_gpu, piped = mesh.device.type == "cuda", trainer.engine.shards.stages is not None
+        kind = "a profiled step" if on_gpu else "a step, not profiled"
+        ranks = counted(len(everyone), "rank")
+        lines = [report.about["run"], f"{kind}; {ranks}; {report.bound}-bound, see profile.json"]
+        step, found = _median_step(steps), {}
         panels = {name: everyone[r][step] for name, r in _lanes(trainer, len(everyone)).items()}
-        piped = trainer.engine.shards.stages is not None
         if piped:
             waits = [waited_for_stages(spans) for spans in panels.values()]
             found = {"bubble": sum(waits) / len(waits), "bubble_of_ranks": waits}
-            lines.append(_bubble_line(waits))
+            lines.append(
+                "Bubble: stages wait for messages of others "
+                f"{percent(sum(waits) / len(waits))} of the step (by rank: "
+                f"{', '.join(map(percent, waits))})."
+            )
             print(f"\n{lines[-1]}")
         shown = dict(list(panels.items())[: 1 if on_gpu and not piped else _SHOWN_RANKS])
         draw_timeline(shown, lines, out / "timeline.png")
@@ -145,18 +234,290 @@ def waited_for_stages(spans: Sequence[Span]) -> float:
     return ms / end if end else 0.0
 
 
-def _bubble_line(waits: Sequence[float]) -> str:
-    each = ", ".join(percent(wait) for wait in waits)
-    mean = percent(sum(waits) / len(waits))
-    return f"Bubble: stages wait for messages of others {mean} of the step (by rank: {each})."
-
-
 def _median_step(steps: Sequence[Sequence[Span]]) -> int:
     """The one that takes the median time."""
     ends = [max((s.end_ms for s in step), default=0.0) for step in steps]
     return sorted(range(len(steps)), key=lambda i: ends[i])[len(steps) // 2]
 
 
-def _caption(measured: Measured, ranks: int) -> str:
-    kind = "a profiled step" if measured.setup.device_type == "cuda" else "a step, not profiled"
-    return f"{kind}; {ranks} rank{'s' * (ranks > 1)}; {measured.bound}-bound, see profile.json"
+# Steps, measured and profiled
+
+
+def measure(
+    trainer: Trained, steps: int, out: Path | None
+) -> tuple[Report, Sequence[Sequence[Span]]]:
+    """What this rank found in measured and in profiled steps, and the spans of those to show.
+
+    Args:
+        out: where the trace goes; None: it is looked at and thrown away.
+    Ranks: all.
+    """
+    on_gpu, marks = trainer.mesh.device.type == "cuda", Recorder()
+    ceilings = measure_ceilings(trainer.mesh.device.type)
+    if on_gpu:
+        torch.cuda.empty_cache()
+    _watch(trainer, marks)
+    trainer.engine.on_phase = marks.phase
+    _steps(trainer, marks, WARM_UP)
+    marks.on = True
+    step_ms, edges = _steps(trainer, marks, steps)
+    marks.on, spans = False, list(marks.spans)
+    marks.in_trace = True
+    activity = profiler.ProfilerActivity
+    activities = [activity.CPU] + [activity.CUDA] * on_gpu
+    with profiler.profile(activities=activities):  # its own start is slow
+        _steps(trainer, marks, 1)
+    with profiler.profile(activities=activities, record_shapes=True) as profiled:
+        profiled_ms, _ = _steps(trainer, marks, steps)
+    trace = _trace(profiled, out)
+    shown = [window(spans, begin, end) for begin, end in pairwise(edges)]
+    phases = _fit_to_step(trace, step_ms) if on_gpu else _fit_to_spans(trace, shown)
+    workload = trainer.setup.workload(trainer.model.config)
+    work = ops_of(workload, trainer.setup)
+    if trainer.engine.shards.stages is None:  # else only what a mean rank has to do is known
+        needed = work_of(work)
+        phases = [p._replace(**needed.get(p.name, {})) for p in phases]
+    settings = trainer.config.settings()
+    about = {
+        "run": title_of(trainer),
+        "fastpar": __version__,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "settings": {k: v for k, v in settings.items() if k not in ("out", "max_steps")},
+    }
+    report = Report(
+        phases,
+        ceilings,
+        workload,
+        trainer.setup,
+        _situation(trainer, spans, steps, trace),
+        trace.ops,
+        work,
+        profiled_ms if on_gpu else trace.step_ms,
+        [end - begin for begin, end in pairwise(edges)],
+        about,
+    )
+    return report, [trace.spans] if on_gpu else shown
+
+
+def _watch(trainer: Trained, marks: Recorder) -> None:
+    """Note every exchange of the engine and of layers that are split."""
+    engine = trainer.engine
+    split = {} if engine.declared is None else engine.declared.groups
+    groups = engine.buckets[0].groups
+    rows: dict[Any, str] = dict.fromkeys(
+        (groups.reduce, groups.copies, engine.control_group), REDUCE
+    )
+    cp = trainer.model.cp
+    rows |= {groups.gather: GATHER, cp.group if cp is not None else None: TP}
+    rows |= dict.fromkeys(split.values(), TP)
+    stages = engine.shards.stages
+    if stages is not None:
+        rows |= dict.fromkeys((*stages.links.values(), stages.pair), PP)
+    for group, row in rows.items():
+        if group is not None:
+            marks.watch(group.exact, row)
+
+
+def _steps(trainer: Trained, marks: Recorder, count: int) -> tuple[float, list[float]]:
+    """(ms of a step, begin of each and end of the last) of so many steps as the loop does them."""
+    device = trainer.mesh.device.type
+    synchronize(device)
+    edges, before = [], None
+    for _ in range(count):
+        edges.append(now_ms())
+        marks.phase(INPUT)
+        step = trainer.train_step()
+        if before is not None or device == "cpu":
+            (before or step).numbers()
+        before = step if device == "cuda" else None
+        marks.phase("")
+    if before is not None:
+        before.numbers()
+    synchronize(device)
+    edges.append(now_ms())
+    return (edges[-1] - edges[0]) / count, edges
+
+
+def _trace(profiled: Any, out: Path | None) -> TraceTimes:
+    """Writes the trace, compressed where it is large, and reads the times from it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = (out or Path(scratch)) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        found = times_of(json.loads(path.read_text())["traceEvents"])
+        if out is not None and path.stat().st_size > _COMPRESSED_FROM:
+            with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb", 5) as packed:
+                shutil.copyfileobj(plain, packed)
+            path.unlink()
+    return found
+
+
+def _fit_to_step(trace: TraceTimes, step_ms: float) -> list[Phase]:
+    """A GPU's phases: the host's parts shrink until they add up to a step without the profiler."""
+    idle = sum(kinds[HOST] for kinds in trace.parts.values())
+    busy = trace.step_ms - idle
+    waits = max(0.0, step_ms - busy) / idle if idle else 0.0
+    works = min(1.0, step_ms / busy) if busy else 1.0
+    return [
+        Phase(name, *(ms * (waits if kind == HOST else works) for kind, ms in kinds.items()))
+        for name, kinds in trace.parts.items()
+    ]
+
+
+def _fit_to_spans(trace: TraceTimes, steps: Sequence[Sequence[Span]]) -> list[Phase]:
+    """A CPU's phases: each as long, and with the waits for other ranks, as in the median step."""
+    phases = []
+    for name, kinds in trace.parts.items():
+        of_steps = [[s for s in step if (s.row, s.name) == (COMPUTE, name)] for step in steps]
+        wall_ms = [sum(s.end_ms - s.begin_ms for s in spans) for spans in of_steps]
+        waited_ms = [
+            sum(busy_ms(window(step, s.begin_ms, s.end_ms), [WAIT]) for s in spans)
+            for step, spans in zip(steps, of_steps)
+        ]
+        medians = statistics.median(wall_ms), statistics.median(waited_ms)
+        phases.append(fitted(Phase(name, *kinds.values()), *medians))
+    return phases
+
+
+def _situation(trainer: Trained, spans: Sequence[Span], steps: int, trace: TraceTimes) -> Situation:
+    config, engine = trainer.config, trainer.engine
+    waited = dict.fromkeys((REDUCE, GATHER, TP, PP, CONTROL), 0.0)
+    on_gpu = trainer.mesh.device.type == "cuda"
+    if on_gpu:
+        moving_ms = busy_ms(trace.spans, [REDUCE, GATHER])
+        waited[GATHER if engine.stage.number == 3 else REDUCE] = busy_ms(trace.spans, [WAIT])
+    else:
+        moving_ms = busy_ms(spans, [REDUCE, GATHER, TP]) / steps
+        for span in spans:
+            if span.row == WAIT:
+                small = span.name != PP and 0 < span.size_bytes < CONTROL_BYTES
+                kind = CONTROL if small else span.name
+                waited[kind] += (span.end_ms - span.begin_ms) / steps
+    sizes = [b.spec.numel * b.grad_dtype.itemsize / 1e6 for b in engine.buckets]
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    idle = available_cores() - ranks_here * torch.get_num_threads()
+    sent = engine.report.wire_bytes if engine.report is not None else 0
+    return Situation(
+        compiled=config.system.compile,
+        deterministic=config.parallel.deterministic,
+        forced_backend=backend.forced(),
+        idle_cores=0 if on_gpu else max(0, idle),
+        n_buckets=len(sizes),
+        bucket_mb=statistics.mean(sizes),
+        sent_bytes=sent + layer_bytes(spans) / steps,
+        moving_ms=moving_ms,
+        waited_ms=waited,
+    )
+
+
+def layer_bytes(spans: Sequence[Span]) -> float:
+    """Sent by this rank in exchanges inside of layers, along tp, cp and ep, as rings and, all to
+    all, pairs send them."""
+    return sum(
+        (2 if s.name == "all_reduce" else 1) * (1 - 1 / s.ranks) * s.size_bytes
+        for s in spans
+        if s.row == TP
+    )
+
+
+# The report
+
+
+@dataclass(frozen=True)
+class Report(Measured):
+    """All that was found.
+
+    Attributes:
+        profiled_step_ms: a step under the profiler, which is longer than one without.
+        steps_ms: of the steps without it, as the host saw them.
+        about: model, ranks, machine: for the head of the report.
+    """
+
+    ops: Sequence[OpTime]
+    work: Sequence[Op]
+    profiled_step_ms: float
+    steps_ms: Sequence[float]
+    about: dict[str, Any]
+
+    def lines(self) -> list[str]:
+        """The report for the terminal."""
+        longer = self.profiled_step_ms / max(self.step_ms, 1e-9) - 1
+        lines = [
+            *table(self),
+            "",
+            *verdict(self),
+            f"Shares inside of phases are those of profiled steps, {self.profiled_step_ms:.1f} ms "
+            f"each ({round(100 * longer):+d} %); times are of steps without the profiler.",
+        ]
+        low, high = min(self.steps_ms), max(self.steps_ms)
+        if high > UNSTEADY * low:  # then the times are not the machine's
+            lines.append(
+                f"Steps took {low:.1f} to {high:.1f} ms: something else uses this machine; "
+                "profile it again when it is quiet."
+            )
+        lines += ["", *self._top_table(), "", "What to change:"]
+        return lines + [f"  {n}. {text}" for n, text in enumerate(advise(self), 1)]
+
+    def _top_table(self) -> list[str]:
+        """The longest operations: time in a step, share of it, calls, rate."""
+        rows = [["top operations", "phase", "ms", "share", "calls", "rate"]]
+        for op in self.ops[:TOP]:
+            sizes = " ".join("x".join(map(str, dims)) for dims in op.shape[:2])
+            name = f"{op.name} {sizes}"
+            name = name if len(name) <= 45 else f"{name[:43]}.."
+            share = percent(op.ms / max(self.profiled_step_ms, 1e-9))
+            cells = [f"{op.ms:.2f}", share, f"{op.calls:.0f}", self.rate_of(op)]
+            rows.append([name, op.phase, *cells])
+        return text_table(rows, 46, 10, 9, 7, 7)
+
+    def rate_of(self, op: OpTime) -> str:
+        """TFLOP/s or GB/s of an operation, where its FLOPs or bytes are known; else empty.
+
+        Products by their own shapes; others by what a step needs of all that have this name.
+        """
+        if not op.ms:
+            return ""
+        flops = product_flops(op)
+        if flops is not None:
+            return f"{flops * op.calls / op.ms / 1e9:.3g} TFLOP/s"
+        direction = "backward" if op.name.endswith("_bwd") else "forward"
+        name = op.name.removesuffix("_bwd")
+        name = _AS_WORK.get(name, name)
+        same = [w for w in self.work if (w.name, w.key[2]) == (name, direction)]
+        ms = sum(o.ms for o in self.ops if o.name == op.name)
+        in_flops = name in PRODUCTS
+        total = sum((w.flops if in_flops else w.bytes) * w.count for w in same)
+        rate = f"{total / ms / 1e9:.3g} TFLOP/s" if in_flops else f"{total / ms / 1e6:.3g} GB/s"
+        return rate if total else ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For profile.json."""
+        return {
+            **self.about,
+            "step_ms": self.step_ms,
+            "profiled_step_ms": self.profiled_step_ms,
+            "steps_ms": list(self.steps_ms),
+            "bound": self.bound,
+            "shares": self.shares,
+            "ceilings": self.ceilings._asdict(),
+            "phases": [
+                {
+                    **phase._asdict(),
+                    "ms": phase.ms,
+                    "bound": phase.bound,
+                    "of_matmul": self.of_matmul([phase]),
+                    "of_copy": self.of_copy([phase]),
+                }
+                for phase in self.phases
+            ],
+            "situation": {
+                "batch_size": self.workload.batch_size,
+                "block_size": self.workload.seq_len,
+                "n_parameters": self.workload.n_parameters,
+                **self.setup.in_effect(),
+                **asdict(self.situation),
+            },
+            "verdict": verdict(self),
+            "advice": advise(self),
+            "ops": [{**op._asdict(), "rate": self.rate_of(op)} for op in self.ops[: 4 * TOP]],
+        }

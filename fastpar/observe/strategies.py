@@ -40,7 +40,7 @@ from fastpar.settings.options import OptimSettings
 from fastpar.settings.parallel import MeshSettings, Parallel
 
 ModelFactory = Callable[[], nn.Module]
-Batch = tuple[Tensor, Tensor]  # x, y: no dropout, whose masks depend on how a step is split
+Batch = tuple[Tensor, ...]  # x, y: no dropout, whose masks depend on how a step is split
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ def adamw_of(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
 
 def _optimizer_of(model: nn.Module, settings: Settings, ours: bool = False) -> Any:
     """Over a module that is whole on every rank, or fastpar's own, which measures and clips."""
-    limit = {"max_grad_norm": settings.max_grad_norm or None} if ours else {}
+    limit: dict[str, Any] = {"max_grad_norm": settings.max_grad_norm or None} if ours else {}
+    decay = settings.weight_decay
     if settings.optimizer == "muon":
-        adamw = {**settings.adamw, "weight_decay": settings.weight_decay}
-        rate = {"lr": settings.muon_lr, "weight_decay": settings.weight_decay}
-        return Muon(muon_groups(model), adamw=adamw, **rate, **limit)
+        groups, adamw = muon_groups(model), {**settings.adamw, "weight_decay": decay}
+        return Muon(groups, lr=settings.muon_lr, weight_decay=decay, adamw=adamw, **limit)
     if not ours:
         return adamw_of(model, settings)
-    return AdamW(decay_groups(model, settings.weight_decay), **settings.adamw, **limit)
+    return AdamW(decay_groups(model, decay), **settings.adamw, **limit)
 
 
 class Contender:

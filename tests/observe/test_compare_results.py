@@ -50,7 +50,7 @@ def read(path):
 
 
 def make_comparison(*runs, skipped=None, complete=True, **settings):
-    """With what compare_plan.py writes."""
+    """With what Schedule.of() decides."""
     known = {
         "strategies": list(dict.fromkeys(run.strategy for run in runs if not run.yardstick)),
         "nproc": 2,

@@ -7,7 +7,7 @@ from test_verdict import PHASES, measured
 
 from fastpar.axes.step import Op
 from fastpar.comm.recorder import BACKWARD, COMPUTE, FORWARD, OPTIMIZER
-from fastpar.observe.profile_report import Report, rate_of
+from fastpar.observe.profile import Report
 from fastpar.observe.trace import MEMORY, OpTime
 
 WORK = (
@@ -39,11 +39,12 @@ OPS = [
     ],
 )
 def test_rates_are_of_what_a_step_needs(which, rate):
-    assert rate_of(OPS[which], OPS, WORK) == rate
+    assert report().rate_of(OPS[which]) == rate
 
 
 def report(steps_ms=(100.0, 104.0)):
-    return Report(measured(), OPS, WORK, 150.0, list(steps_ms), {"run": "a run"})
+    return Report(**vars(measured()), ops=OPS, work=WORK, profiled_step_ms=150.0,
+                  steps_ms=list(steps_ms), about={"run": "a run"})  # fmt: skip
 
 
 def test_the_report_is_text():

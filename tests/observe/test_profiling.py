@@ -10,7 +10,6 @@ import pytest
 from fastpar.cli import main
 from fastpar.comm.recorder import COMPUTE, FORWARD, GATHER, HOST, PHASES, PP, WAIT, Span
 from fastpar.observe import profile as profiling
-from fastpar.observe import step_profile
 from fastpar.observe.profile import ProfileOptions, parse_profile
 from fastpar.predict.machine import Ceilings
 from fastpar.train import launch, trainer
@@ -33,7 +32,7 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     ceilings = Ceilings(10.0, 0.1, "fp32 256^3")
-    monkeypatch.setattr(step_profile, "measure_ceilings", lambda device: ceilings)
+    monkeypatch.setattr(profiling, "measure_ceilings", lambda device: ceilings)
 
 
 def profile(flags):

@@ -23,8 +23,8 @@ from fastpar.comm.recorder import (
     Span,
     window,
 )
-from fastpar.observe import step_profile
-from fastpar.observe.step_profile import layer_bytes
+from fastpar.observe import profile
+from fastpar.observe.profile import layer_bytes
 from fastpar.observe.trace import TraceTimes
 from fastpar.settings.config import TrainConfig
 from fastpar.train.trainer import Trainer
@@ -51,7 +51,7 @@ def test_steps_are_cut_into_phases_without_a_gap(trainer):
     marks = Recorder()
     marks.on = True
     trainer.engine.on_phase = marks.phase
-    step_ms, edges = step_profile._steps(trainer, marks, 2)
+    step_ms, edges = profile._steps(trainer, marks, 2)
     spans = [s for s in marks.spans if s.row == COMPUTE]
     one = [INPUT, INPUT, FORWARD, BACKWARD, INPUT, FORWARD, BACKWARD, OPTIMIZER]
     assert [s.name for s in spans] == one * 2
@@ -74,7 +74,7 @@ def test_phases_of_a_cpu_have_the_times_of_the_median_step():
              for name in PHASES}  # fmt: skip
     parts[FORWARD] |= {"compute": 6.0, "host": 12.0}
     steps = [window(spans, begin, end) for begin, end in pairwise(edges)]
-    phases = step_profile._fit_to_spans(TraceTimes(3, parts), steps)
+    phases = profile._fit_to_spans(TraceTimes(3, parts), steps)
     forward = phases[1]
     assert forward.ms == pytest.approx(11.0)
     assert forward.communication_ms == pytest.approx(2.0)
@@ -90,7 +90,7 @@ def test_phases_of_a_gpu_are_fitted_to_a_step_without_the_profiler(step_ms, comp
     parts = {name: dict(kinds) for name in PHASES}
     parts[FORWARD] |= {"compute": 6.0, "host": 4.0}
     parts[BACKWARD] |= {"memory": 1.0, "communication": 1.0}
-    phases = step_profile._fit_to_step(TraceTimes(1, parts), step_ms)
+    phases = profile._fit_to_step(TraceTimes(1, parts), step_ms)
     assert sum(p.ms for p in phases) == pytest.approx(step_ms)
     assert phases[1].compute_ms == pytest.approx(compute)
     assert phases[1].host_ms == pytest.approx(host)
@@ -115,8 +115,8 @@ def test_large_traces_are_compressed(tmp_path, monkeypatch):
                      "ts": 0, "dur": 5, "tid": 1}  # fmt: skip
             Path(path).write_text(json.dumps({"traceEvents": [event]}))
 
-    assert step_profile._trace(Profiler(), tmp_path).parts[OPTIMIZER]["host"] == 0.005
+    assert profile._trace(Profiler(), tmp_path).parts[OPTIMIZER]["host"] == 0.005
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
-    monkeypatch.setattr(step_profile, "_COMPRESSED_FROM", 10)
-    step_profile._trace(Profiler(), tmp_path)
+    monkeypatch.setattr(profile, "_COMPRESSED_FROM", 10)
+    profile._trace(Profiler(), tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json.gz"]

@@ -19,12 +19,12 @@ from fastpar.comm.recorder import (
     REDUCE,
     TP,
 )
-from fastpar.observe.advice import advise
 from fastpar.observe.trace import COMMUNICATION, MEMORY
 from fastpar.observe.verdict import (
     Measured,
     Phase,
     Situation,
+    advise,
     fitted,
     table,
     verdict,
@@ -225,9 +225,9 @@ def test_work_goes_to_phases_by_direction():
         Op("copy", (4,), "backward", 0.0, 2.0, 1),
     ]
     assert work_of(ops) == {
-        FORWARD: (25.0, 0.0),
-        BACKWARD: (10.0, 16.0),
-        OPTIMIZER: (0.0, 9.0),
+        FORWARD: {"flops": 25.0, "bytes": 0.0},
+        BACKWARD: {"flops": 10.0, "bytes": 16.0},
+        OPTIMIZER: {"flops": 0.0, "bytes": 9.0},
     }
 
 
@@ -257,4 +257,4 @@ def test_the_parts_of_muons_update():
     numbers = re.findall(r"\d+\.\d", verdict(found)[-1])
     assert numbers == ["40.0", "30.0", "4.0", "5.0", "1.0"]
     op = Op("orthogonalize", (4, 8), "forward", 100.0, 10.0, 3)
-    assert work_of([op])[OPTIMIZER] == (300.0, 0.0)
+    assert work_of([op])[OPTIMIZER] == {"flops": 300.0, "bytes": 0.0}
