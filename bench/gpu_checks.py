@@ -373,7 +373,7 @@ CELLS["right"] += [Cell(name, run, 90, on_cpu=on_cpu) for name, run, on_cpu in E
 def nccl() -> Found:
     import torch.distributed as dist
 
-    from fastpar.comm.torch_collectives import TorchCollectives
+    from fastpar.comm.transports import TorchCollectives
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

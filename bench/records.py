@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from fastpar.comm.host import available_cores
+from fastpar.comm.ranks import available_cores
 from fastpar.doctor.table import cpu_name
 from fastpar.predict.machine import version_of
 

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
-from fastpar.comm.host import available_cores, threads_per_rank
 from fastpar.comm.ranks import (
     LOST_PEER,
     USER_MISTAKE,
     RankFailed,
+    available_cores,
     is_rank,
     launched_here,
     lost_peer,
+    threads_per_rank,
 )
 from fastpar.files.packages import import_package
 from fastpar.files.runs import RUNS, find_run, is_restart, list_checkpoints, newest_run, run_id

@@ -1,7 +1,7 @@
 """Offload over a stand-in bus beside DeepSpeed's ZeRO-Offload (stage 2, its CPU Adam).
 
 One CPU rank, gradients clipped: fastpar without offload, with it over buses of PCIe's speeds (a
-thread for each direction copies at a given speed, comm/bus.py), and DeepSpeed, which finds the
+thread for each direction copies at a given speed, comm/host.py), and DeepSpeed, which finds the
 "device" in the same memory and copies nothing over a bus. Steps take turns.
 
 - GPT-2's width, where the host's step takes cores from what would be the device. How much of a step

@@ -19,8 +19,7 @@ import torch
 from bench.harness import Bench
 from bench.records import Row
 from fastpar.axes.step import Setup, Workload
-from fastpar.comm.host import threads_per_rank
-from fastpar.comm.ranks import Rank, Ranks
+from fastpar.comm.ranks import Rank, Ranks, threads_per_rank
 from fastpar.doctor.trial import Timing
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.predict.measure import Cell, ShortRun, measure_cells, slowest

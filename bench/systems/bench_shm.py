@@ -21,7 +21,7 @@ from bench.records import Row
 from bench.targets import faster, note
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.ranks import reason
-from fastpar.comm.transport import make_collectives
+from fastpar.comm.transports import make_collectives
 from fastpar.doctor.trial import Call, Timing
 from fastpar.testing import run_ranks
 

@@ -56,8 +56,7 @@ from fastpar.axes.tensor.functional import (
     reduce_from,
     rows_of,
 )
-from fastpar.comm.collectives import Collectives, OneRank
-from fastpar.comm.handles import Handle
+from fastpar.comm.collectives import Collectives, Handle, OneRank
 from fastpar.kernels.linear import matmul
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward

@@ -36,12 +36,10 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.axes import Axis, Making
-from fastpar.comm.bus import Bus, SlowBus
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import DONE, FutureHandle, Handle, TaskThread, started
-from fastpar.comm.host import HostCores, check_host_memory, pinned_bytes
+from fastpar.comm.collectives import DONE, Collectives, FutureHandle, Handle, TaskThread, started
+from fastpar.comm.host import Bus, HostCores, SlowBus, check_host_memory, pinned_bytes
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.step_report import CollectiveLog
+from fastpar.comm.recorder import CollectiveLog
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
 from fastpar.settings import parallel as settings
 from fastpar.sharding.layout import Bucket

@@ -1,8 +1,11 @@
-"""The host of a rank: its cores, and memory that is taken and that is free.
+"""The host of a rank: its memory, the cores of a thread there, and its bus to a GPU.
 
 [Note: cores of a rank] Cores are put in the order of their NUMA nodes and shared out in equal parts
 among the ranks of the machine, in the order of these: on servers with as many GPUs at each socket
 that is a part of the GPU's own socket. One core of the part is left to the rank's other threads.
+
+[Note: the stand-in] Debug(bus_gb_s=) is the bus of a machine without a GPU: both sides lie in
+the host's memory, and a thread for each direction copies at that speed.
 """
 
 from __future__ import annotations
@@ -11,31 +14,19 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.comm.collectives import FutureHandle, Handle, StreamHandle, TaskThread
+from fastpar.comm.ranks import local_ranks
 
 _NODES = Path("/sys/devices/system/node")
-
-
-def local_ranks(world_size: int) -> int:
-    """Ranks of this machine."""
-    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def available_cores() -> int:
-    """Cores that this process may use: affinity and the container's quota."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    with contextlib.suppress(OSError, ValueError):  # no cgroup v2; "max"
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
-
-
-def threads_per_rank(asked: int | None, ranks_here: int) -> int:
-    """CPU threads of a rank: what was asked for, or this machine's cores shared by its ranks."""
-    return asked or max(1, available_cores() // ranks_here)
 
 
 def nodes_of_cores() -> dict[int, int]:
@@ -65,8 +56,6 @@ class HostCores:
 
     def take(self) -> None:
         """The calling thread, and those that its kernels start, run there from now on."""
-        import torch
-
         if not self._mine:
             rank, ranks = (
                 int(os.environ.get(f"LOCAL_{name}", default))
@@ -78,8 +67,6 @@ class HostCores:
 
     def describe(self) -> str:
         """How many, and where."""
-        import torch
-
         nodes = nodes_of_cores()
         mine = self._mine or os.sched_getaffinity(0)
         names = sorted({nodes[core] for core in mine if core in nodes})
@@ -143,3 +130,118 @@ def check_host_memory(buckets: Sequence[tuple[int, int]], ranks: int) -> None:
         f"parallelize: expected {needed / 1e9:.3g} GB of free memory on the host for offload by "
         f"{ranks} rank{'s' * (ranks > 1)}, got {free / 1e9:.3g} GB; {advice}"
     )
+
+
+def _copy(out: Tensor, x: Tensor) -> None:
+    out.copy_(x, non_blocking=True)
+
+
+class Bus:
+    """Copies between a GPU and its host, a stream for each direction.
+
+    Args:
+        pinned: memory of the host that crosses the bus is locked; else copies take about twice as
+            long, and down the host waits for them.
+    """
+
+    has_gpu = True
+
+    def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.pinned = pinned
+
+    def down(self, host: Tensor, x: Tensor) -> Handle:
+        """host = x, behind what the current stream has been given; x may be freed at once."""
+        x.record_stream(self._down)
+        return StreamHandle(self._down, lambda: _copy(host, x), (), "offload")
+
+    def up(self, x: Tensor, host: Tensor) -> Handle:
+        """x = host; the current stream waits for it where wait() is called."""
+        return StreamHandle(self._up, lambda: _copy(x, host), (x,), "offload")
+
+    def behind(self, ups: Sequence[Handle] = ()) -> contextlib.AbstractContextManager[Any]:
+        """What is begun inside follows these copies up, and nothing that the device computes."""
+        return torch.cuda.stream(self._up)
+
+    def n_ranks(self, world_size: int) -> int:
+        """Ranks that take memory of this host."""
+        return local_ranks(world_size)
+
+    def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] on the host.
+
+        Raises:
+            RuntimeError: it is pinned, and the system has no more of that to give.
+        """
+        try:
+            return torch.empty(numel, dtype=dtype, pin_memory=self.pinned, device="cpu")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"parallelize: expected {numel * dtype.itemsize / 1e9:.3g} GB of pinned memory on "
+                f"the host for offload, got none ({error}); raise the limit of locked memory "
+                "(ulimit -l), share the state among more ranks, or take memory that is not pinned, "
+                "at about half of the speed: offload_pinned=False, --no-offload-pinned"
+            ) from error
+
+    def arrived(self, handle: Handle) -> None:
+        """Return when a copy to the host is there."""
+        while not handle.is_completed():
+            time.sleep(2e-5)
+
+
+def bus_of(device: torch.device, *, pinned: bool = True) -> Bus:
+    """The bus of a GPU; pinned: see Bus.
+
+    Raises:
+        ValueError: a CPU, which has none.
+    """
+    if device.type == "cpu":
+        raise ValueError(
+            "offload: expected a GPU, got device=cpu; it moves what is on a GPU into its host's "
+            "memory: leave it out on a CPU"
+        )
+    return Bus(device, pinned=pinned)
+
+
+class SlowBus(Bus):
+    """See [Note: the stand-in]; gb_s: of each direction."""
+
+    has_gpu = pinned = False
+
+    def __init__(self, gb_s: float) -> None:
+        self._rate, self._threads = gb_s * 1e9, (TaskThread(), TaskThread())
+        for thread in self._threads:
+            thread.end_with(self)
+
+    def down(self, host: Tensor, x: Tensor) -> Handle:
+        """As on a GPU."""
+        return self._copy(0, host, x)
+
+    def up(self, x: Tensor, host: Tensor) -> Handle:
+        """As on a GPU."""
+        return self._copy(1, x, host)
+
+    def arrived(self, handle: Handle) -> None:
+        """As on a GPU."""
+        handle.wait()
+
+    def behind(self, ups: Sequence[Handle] = ()) -> contextlib.AbstractContextManager[Any]:
+        """As on a GPU, but the caller waits."""
+        for up in ups:
+            up.wait()
+        return contextlib.nullcontext()
+
+    def n_ranks(self, world_size: int) -> int:
+        """One: ranks are threads of one process, or share a machine with nothing else to do."""
+        return 1
+
+    def _copy(self, way: int, out: Tensor, x: Tensor) -> Handle:
+        def copy() -> None:
+            begin = time.perf_counter()
+            with torch.inference_mode(False), torch.no_grad():
+                out.copy_(x)
+            time.sleep(max(0.0, x.nbytes / self._rate - (time.perf_counter() - begin)))
+
+        future: Future = Future()
+        self._threads[way].put((future, copy, (), (out, x)))
+        return FutureHandle("offload", future, self)

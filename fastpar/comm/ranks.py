@@ -39,6 +39,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fastpar.comm.watchdog import HUNG
@@ -73,6 +74,27 @@ def is_rank() -> bool:
 def launched_here() -> bool:
     """Whether this rank has the environment of this file, not torchrun's."""
     return _LAUNCHER in os.environ
+
+
+def local_ranks(world_size: int) -> int:
+    """Ranks of this machine."""
+    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def available_cores() -> int:
+    """Cores that this process may use: affinity and the container's quota."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2; "max"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def threads_per_rank(asked: int | None, ranks_here: int) -> int:
+    """CPU threads of a rank: what was asked for, or this machine's cores shared by its ranks."""
+    return asked or max(1, available_cores() // ranks_here)
 
 
 def make_store() -> dist.TCPStore:

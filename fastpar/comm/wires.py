@@ -45,11 +45,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.fixed_sum import sum_rows_in_tree
-from fastpar.comm.handles import (
+from fastpar.comm.collectives import (
     Begun,
     Call,
+    Collectives,
     FutureHandle,
     Handle,
     Rest,
@@ -57,6 +56,7 @@ from fastpar.comm.handles import (
     TaskThread,
     run_task,
     started,
+    sum_rows_in_tree,
     through,
 )
 from fastpar.kernels import dequantize_blockwise, quantize_blockwise

@@ -38,9 +38,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.fixed_sum import PairwiseSum
-from fastpar.comm.handles import DONE, Handle, started
+from fastpar.comm.collectives import DONE, Collectives, Handle, PairwiseSum, started
 from fastpar.comm.wires import Encoders, Unsent
 from fastpar.engine.absent import Absent, AbsentParameter, hide, show
 from fastpar.engine.copies import WaitingCopies

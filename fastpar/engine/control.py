@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh, gather_objects
-from fastpar.comm.step_report import extended_hash
+from fastpar.comm.recorder import extended_hash
 from fastpar.doctor.doctor import share
 from fastpar.kernels.global_norm import NORM_WORDS
 

@@ -36,8 +36,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import FutureHandle, Handle, StreamHandle, TaskThread, run_task
+from fastpar.comm.collectives import (
+    Collectives,
+    FutureHandle,
+    Handle,
+    StreamHandle,
+    TaskThread,
+    run_task,
+)
 from fastpar.comm.mesh import first_difference
 from fastpar.engine.shards import Shards
 from fastpar.engine.units import Hook
@@ -60,7 +66,7 @@ class Debug:
         check_inputs: before each forward compare the model's tensor arguments over the ranks of a
             tp group, which must have the same.
         bus_gb_s: offload without a GPU, over a stand-in for its bus of this speed in each direction
-            (see comm/bus.py); 0: none.
+            (see comm/host.py); 0: none.
         collectives: makes the collectives of (process group, role) instead of the transport.
     Raises:
         ValueError: delay_ms or bus_gb_s below 0.

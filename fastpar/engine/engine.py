@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.step_report import StepReport
+from fastpar.comm.recorder import StepReport
 from fastpar.engine.control import Control
 from fastpar.engine.debug import Debug, InputCheck, check_replicas
 from fastpar.engine.describe import describe, memory, wire_bytes

@@ -25,8 +25,7 @@ from fastpar.axes.experts.balance import Losses
 from fastpar.axes.experts.exchange import ExpertParallel
 from fastpar.axes.experts.mixture import Experts
 from fastpar.axes.tensor.declared import Declared, not_split
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.fixed_sum import PairwiseSum
+from fastpar.comm.collectives import Collectives, PairwiseSum
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.wires import Encoders
 from fastpar.engine.bucket import BucketGroups, BucketState

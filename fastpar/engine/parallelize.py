@@ -15,7 +15,7 @@ from fastpar.axes.pipeline.stages import Stages
 from fastpar.axes.tensor.declared import Declared
 from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.transport import make_collectives
+from fastpar.comm.transports import make_collectives
 from fastpar.comm.wires import CODES, Encoders, rounded_weights
 from fastpar.engine.bucket import BucketGroups
 from fastpar.engine.checks import (

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fastpar.axes.pipeline.schedules import Kind, Op, Schedule, check_name, make_schedule
 from fastpar.axes.pipeline.simulator import FINISHES
 from fastpar.axes.pipeline.stages import Stages
-from fastpar.comm.handles import Handle, started
+from fastpar.comm.collectives import Handle, started
 from fastpar.comm.recorder import BACKWARD, FORWARD
 from fastpar.comm.watchdog import in_place
 from fastpar.engine.engine import Engine, engine_of

@@ -39,9 +39,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import Handle, started
-from fastpar.comm.step_report import CollectiveLog
+from fastpar.comm.collectives import Collectives, Handle, started
+from fastpar.comm.recorder import CollectiveLog
 from fastpar.engine.bucket import BucketState
 from fastpar.engine.shards import Shards
 from fastpar.engine.stages import BucketPhase, Settings

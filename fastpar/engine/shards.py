@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fastpar.axes.pipeline.stages import Stages
 from fastpar.axes.tensor.declared import Declared
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.step_report import CollectiveLog
+from fastpar.comm.recorder import CollectiveLog
 from fastpar.engine.bucket import ON_DEVICE, BucketState
 from fastpar.engine.stages import Settings
 from fastpar.engine.units import NotCopied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastpar.comm.bus import bus_of
+from fastpar.comm.host import bus_of
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.parallelize import parallelize
 from fastpar.models.gpt import GPT, use_fp8

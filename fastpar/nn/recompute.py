@@ -35,8 +35,8 @@ import fastpar.axes.context.keys
 import fastpar.axes.experts.exchange
 import fastpar.axes.grid
 import fastpar.kernels  # noqa: F401 (these define ops that KEPT names)
-from fastpar.comm.bus import Bus
-from fastpar.comm.handles import Handle
+from fastpar.comm.collectives import Handle
+from fastpar.comm.host import Bus
 from fastpar.kernels.weight_gradients import WeightGradients, current_queue
 
 MODES = ("none", "full", "selective")

@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import ranks
-from fastpar.comm.host import memory_mb, threads_per_rank
+from fastpar.comm.host import memory_mb
+from fastpar.comm.ranks import threads_per_rank
 from fastpar.comm.recorder import WireMeter
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
 from fastpar.doctor.trial import synchronize

@@ -47,8 +47,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.axes.experts.mixture import Router
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import Handle, started
+from fastpar.comm.collectives import Collectives, Handle, started
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize
 from fastpar.nn.modules import is_conv1d

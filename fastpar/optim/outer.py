@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import first_difference, gather_objects
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 from fastpar.comm.watchdog import waiting
 from fastpar.comm.wires import FORMATS, OF_GRADIENTS, CompressedSums, Worker
 from fastpar.engine.engine import Engine, engine_of_parameter

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from fastpar.axes.step import Setup, Workload
-from fastpar.comm.host import free_memory, local_ranks
+from fastpar.comm.host import free_memory
+from fastpar.comm.ranks import local_ranks
 from fastpar.predict.memory import activations_on_host, format_bytes, predict_states
 from fastpar.settings.block import count_parameters
 from fastpar.settings.config import GPTConfig

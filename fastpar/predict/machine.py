@@ -95,7 +95,7 @@ import torch
 
 from fastpar._version import __version__
 from fastpar.axes.step import CommOp, Op, Setup, Workload
-from fastpar.comm.host import available_cores
+from fastpar.comm.ranks import available_cores
 from fastpar.doctor.table import cpu_name
 from fastpar.doctor.trial import clock_for, interleave
 from fastpar.files.dtypes import DTYPES

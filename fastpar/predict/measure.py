@@ -49,10 +49,9 @@ from torch import Tensor
 
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.comm.collectives import Collectives
-from fastpar.comm.host import available_cores, threads_per_rank
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.ranks import Rank, Ranks
-from fastpar.comm.transport import make_collectives
+from fastpar.comm.ranks import Rank, Ranks, available_cores, threads_per_rank
+from fastpar.comm.transports import make_collectives
 from fastpar.data.batches import sample_batch, to_device
 from fastpar.doctor.trial import stopwatch
 from fastpar.engine.engine import engine_of

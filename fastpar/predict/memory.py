@@ -83,7 +83,7 @@ from fastpar.axes.pipeline.schedules import SPLIT
 from fastpar.axes.pipeline.simulator import Held, held_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.axes.wires import code_bytes, error_bytes
-from fastpar.comm.shm import shared_bytes, shared_ranges
+from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.engine.engine import Engine
 from fastpar.engine.reducer import IN_FLIGHT as IN_REDUCTION
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows, workspace_bytes

@@ -35,7 +35,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fastpar.comm.host import threads_per_rank
 from fastpar.comm.ranks import (
     FAILED,
     GRACE_S,
@@ -47,6 +46,7 @@ from fastpar.comm.ranks import (
     make_store,
     rank_environment,
     start_rank,
+    threads_per_rank,
 )
 from fastpar.files.packages import call_command
 from fastpar.files.runs import RUNS, find_run, list_checkpoints, step_of

@@ -60,8 +60,8 @@ from fastpar.axes.step import Setup
 from fastpar.checkpoint.manifest import STATE
 from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state
 from fastpar.checkpoint.saver import Result, Saver, try_folder
-from fastpar.comm.host import threads_per_rank
 from fastpar.comm.mesh import Mesh
+from fastpar.comm.ranks import threads_per_rank
 from fastpar.comm.recorder import BACKWARD, FORWARD, INPUT, OPTIMIZER
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
 from fastpar.data.batches import eval_batches, sample_batch, to_device

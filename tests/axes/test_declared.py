@@ -10,7 +10,7 @@ from fastpar import GPT, GPTConfig, engine_of, parallelize
 from fastpar.axes.tensor.declared import Declared, add_state, find_states, split_parameters
 from fastpar.axes.tensor.functional import TensorParallel
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import parameter_names
 from fastpar.sharding.placements import Partial, Replicate, Shard

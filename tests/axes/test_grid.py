@@ -117,7 +117,7 @@ def test_the_norm_of_split_rows(mean):
 
     def rank():
         mesh = Mesh(tp=2)
-        from fastpar.comm.transport import make_collectives
+        from fastpar.comm.transports import make_collectives
 
         alone = OneRank(mesh.device)
         group = make_collectives(mesh.tp_group, device=mesh.device, transport="torch")

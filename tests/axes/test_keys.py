@@ -10,7 +10,7 @@ from fastpar import GPT, GPTConfig, Mesh, parallelize
 from fastpar.axes.context import keys
 from fastpar.axes.context.keys import attend_keys, pieces, planned
 from fastpar.axes.context.sequences import ContextParallel
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 from fastpar.kernels import Rng, attention_qkvpacked, make_key
 from fastpar.kernels.reference import attention_ref
 from fastpar.settings.parallel import Parallel

@@ -16,7 +16,7 @@ from fastpar.axes.context.sequences import (
     to_heads,
     to_tokens,
 )
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 from fastpar.engine.debug import Debug
 from fastpar.kernels import Rng, attention_qkvpacked, make_key
 from fastpar.kernels.reference import attention_ref

@@ -18,7 +18,7 @@ from fastpar.axes.tensor.functional import (
     row_linear,
     scatter,
 )
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 from fastpar.sharding.placements import Partial, Replicate
 from fastpar.testing import run_ranks
 

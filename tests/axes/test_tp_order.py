@@ -8,7 +8,7 @@ from fastpar.axes.tensor.functional import (
     column_linear,
     row_linear,
 )
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 from fastpar.kernels.linear import matmul
 from fastpar.testing import run_ranks
 

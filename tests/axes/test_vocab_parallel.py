@@ -5,7 +5,7 @@ import torch
 
 from fastpar.axes.tensor.functional import TensorParallel
 from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 from fastpar.kernels import embedding, linear, linear_cross_entropy
 from fastpar.sharding.placements import Shard
 from fastpar.testing import run_ranks

@@ -8,10 +8,8 @@ import torch
 from cells import slow
 from lone_rank import LoneMesh, heard
 
-from fastpar.comm.collectives import SUMMABLE
-from fastpar.comm.fixed_sum import sum_rows_in_tree
-from fastpar.comm.shm import ShmCollectives
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.collectives import SUMMABLE, sum_rows_in_tree
+from fastpar.comm.transports import ShmCollectives, TorchCollectives
 from fastpar.testing import run_ranks
 
 TRANSPORTS = {

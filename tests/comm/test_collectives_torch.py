@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 from fastpar.testing import run_ranks
 
 
@@ -148,8 +148,8 @@ def test_a_fake_group_needs_no_thread():
 
 EXITS = """
 import sys, torch, torch.distributed as dist
-from fastpar.comm.shm import ShmCollectives
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import ShmCollectives
+from fastpar.comm.transports import TorchCollectives
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 c = eval(sys.argv[3])

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from fastpar.comm.host import available_cores, threads_per_rank
+from fastpar.comm.ranks import available_cores, threads_per_rank
 
 
 def test_threads_share_the_cores():

@@ -1,4 +1,4 @@
-"""handles.py: the thread that ends operations in order."""
+"""The thread that ends operations in order."""
 
 import threading
 import weakref
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from fastpar.comm.handles import Begun, TaskThread
+from fastpar.comm.collectives import Begun, TaskThread
 
 
 def test_an_operation_that_fails_at_its_end_does_not_stop_the_next():

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from fastpar.axes.tensor.functional import TensorParallel, column_linear_fwd, row_linear_fwd
-from fastpar.comm import handles, mesh, torch_collectives, watchdog
+from fastpar.comm import collectives, mesh, transports, watchdog
 from fastpar.comm.mesh import initialize
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -62,7 +62,7 @@ def nccl(monkeypatch):
     for name in ("all_reduce", "all_to_all_single", "broadcast", "isend", "irecv"):
         monkeypatch.setattr(dist, name, note(name))
     for name in ("reduce_scatter", "all_gather"):
-        monkeypatch.setattr(torch_collectives, name, note(name))
+        monkeypatch.setattr(transports, name, note(name))
     for name, value in {"Stream": Stream, "Event": Event, "current_stream": Stream}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
@@ -107,7 +107,7 @@ def test_each_operation_is_one_call_without_handle_events_or_copy(nccl):
 def test_a_handle_has_two_events(nccl):
     make, calls = nccl
     handle = make().reduce_scatter(torch.zeros(2), torch.ones(8), mean=True, async_op=True)
-    assert isinstance(handle, handles.StreamHandle)
+    assert isinstance(handle, collectives.StreamHandle)
     assert [(name, options) for name, options, _ in calls] == [("reduce_scatter", {"op": AVG})]
     assert Event.made == 2
 
@@ -213,7 +213,7 @@ def test_both_names_of_torch(name, new, old, monkeypatch):
     """torch 2.13 warns about the older name; older versions have no other."""
 
     def loaded():
-        home = torch_collectives if name == "reduce_scatter" else mesh
+        home = transports if name == "reduce_scatter" else mesh
         spec = importlib.util.spec_from_file_location("_another_copy", home.__file__)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look there

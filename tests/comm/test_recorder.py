@@ -5,8 +5,7 @@ import threading
 import torch
 import torch.distributed as dist
 
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import Handle
+from fastpar.comm.collectives import Collectives, Handle
 from fastpar.comm.recorder import (
     COMPUTE,
     GATHER,
@@ -19,7 +18,7 @@ from fastpar.comm.recorder import (
     now_ms,
     window,
 )
-from fastpar.comm.transport import make_collectives
+from fastpar.comm.transports import make_collectives
 from fastpar.testing import run_ranks
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastpar.comm import shm
-from fastpar.comm.shm import ShmCollectives
+from fastpar.comm import transports
+from fastpar.comm.transports import ShmCollectives
 from fastpar.testing import run_ranks
 
 
@@ -230,7 +230,7 @@ def test_the_block_has_no_name_and_belongs_to_its_user():
 
 def wrong_block(kind):
     """Rank 1 finds another file than rank 0 meant, or none."""
-    attach = shm._attach
+    attach = transports._attach
 
     def other(rank, fd, first, size):
         place, pid, theirs, token, reason = first
@@ -240,13 +240,13 @@ def wrong_block(kind):
             theirs = 999
         return attach(rank, fd, (place, pid, theirs, token, reason), size)
 
-    shm._attach = other
+    transports._attach = other
     try:
         make()
-    except shm.ShmUnavailable as error:
+    except transports.ShmUnavailable as error:
         return str(error)
     finally:
-        shm._attach = attach
+        transports._attach = attach
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def no_memory():
     os.memfd_create = refuse
     try:
         make()
-    except shm.ShmUnavailable as error:
+    except transports.ShmUnavailable as error:
         return str(error)
     finally:
         os.memfd_create = real
@@ -286,7 +286,7 @@ def no_pidfd():
     os.pidfd_open = refuse
     try:
         make()
-    except shm.ShmUnavailable as error:
+    except transports.ShmUnavailable as error:
         return str(error)
     finally:
         os.pidfd_open = real

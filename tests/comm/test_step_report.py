@@ -6,9 +6,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fastpar.comm import step_report
-from fastpar.comm.handles import Handle
-from fastpar.comm.step_report import StepReport, StepTimer
+from fastpar.comm import recorder
+from fastpar.comm.collectives import Handle
+from fastpar.comm.recorder import StepReport, StepTimer
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(step_report, "time", clock)
+    monkeypatch.setattr(recorder, "time", clock)
     return clock
 
 

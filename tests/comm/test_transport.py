@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
-from fastpar.comm import shm
-from fastpar.comm.transport import make_collectives
+from fastpar.comm import transports
+from fastpar.comm.transports import make_collectives
 from fastpar.testing import run_ranks
 
 
@@ -37,12 +37,12 @@ def elsewhere(transport, in_rank_order=False):
     """Makes each rank believe that it is on a host of its own."""
     import torch.distributed as dist
 
-    here = shm._place
-    shm._place = lambda: (f"host {dist.get_rank()}", *here()[1:])
+    here = transports._place
+    transports._place = lambda: (f"host {dist.get_rank()}", *here()[1:])
     try:
         return chosen(transport, in_rank_order)
     finally:
-        shm._place = here
+        transports._place = here
 
 
 def test_ranks_of_several_hosts_fall_back_with_a_warning():

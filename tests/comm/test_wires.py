@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from cells import covering, sweep
 
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 from fastpar.comm.wires import FORMATS, CompressedGathers, CompressedSums, NodeSums, Unsent, Worker
 from fastpar.testing import run_ranks
 

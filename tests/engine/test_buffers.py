@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastpar.comm.fixed_sum import PairwiseSum
+from fastpar.comm.collectives import PairwiseSum
 from fastpar.engine import copies as copies_module
 from fastpar.engine.bucket import BucketGroups, BucketState
 from fastpar.engine.stages import STAGES, BucketPhase, Settings

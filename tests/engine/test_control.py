@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.transport import make_collectives
+from fastpar.comm.transports import make_collectives
 from fastpar.engine import control as control_module
 from fastpar.engine.control import Control, _sum_rows
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.comm.shm import ShmCollectives
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import ShmCollectives, TorchCollectives
 from fastpar.engine import debug
 from fastpar.engine.debug import Debug
 from fastpar.settings.parallel import Parallel

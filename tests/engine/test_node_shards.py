@@ -10,7 +10,7 @@ from test_wired_engine import SHAPE, distance, same
 
 import fastpar
 from fastpar.axes.step import Setup, Workload
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 from fastpar.engine.debug import Debug
 from fastpar.nn.recompute import recompute
 from fastpar.optim.schedule import AveragedWeights

@@ -28,7 +28,7 @@ from fastpar.axes import offload
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
 from fastpar.comm import host
-from fastpar.comm.bus import Bus, SlowBus
+from fastpar.comm.host import Bus, SlowBus
 from fastpar.engine.debug import Debug
 from fastpar.optim.schedule import AveragedWeights
 from fastpar.settings.parallel import Parallel

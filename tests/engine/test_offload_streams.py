@@ -12,7 +12,7 @@ from test_offload import adamw, final, loss_of, made, same, steps
 
 from fastpar import GPT, AdamW, engine_of
 from fastpar.axes.offload import Offload
-from fastpar.comm.handles import StreamHandle
+from fastpar.comm.collectives import StreamHandle
 from fastpar.kernels import make_key
 from fastpar.nn.recompute import recompute
 from fastpar.testing import run_ranks

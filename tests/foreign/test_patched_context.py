@@ -12,7 +12,7 @@ from test_tp_plan import batch, compare, one_process, train
 
 import fastpar
 from fastpar import AdamW, Mesh, engine_of, parallelize
-from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.comm.transports import TorchCollectives
 from fastpar.nn.tp_layers import check_generators
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastpar import GPT, AdamW, GPTConfig
-from fastpar.comm.bus import SlowBus, bus_of
+from fastpar.comm.host import SlowBus, bus_of
 from fastpar.kernels import make_key
 from fastpar.nn.recompute import HostActivations, recompute
 

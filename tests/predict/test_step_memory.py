@@ -9,7 +9,7 @@ import torch
 from memory_cells import setup, workload
 
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.shm import ShmCollectives
+from fastpar.comm.transports import ShmCollectives
 from fastpar.predict.measure import ShortRun
 from fastpar.predict.memory import StepMemory, alive_bytes, held_bytes
 from fastpar.testing import run_ranks

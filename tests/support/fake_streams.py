@@ -11,7 +11,7 @@ import threading
 
 import torch
 
-from fastpar.comm import bus
+from fastpar.comm import host
 
 _lock = threading.RLock()
 _local = threading.local()
@@ -98,7 +98,7 @@ def on(stream):
         _local.current = before
 
 
-class FakeBus(bus.Bus):
+class FakeBus(host.Bus):
     """Bus as it is on a GPU, with pageable memory."""
 
     has_gpu = False
@@ -126,7 +126,7 @@ def device_is_busy():
 def install(monkeypatch):
     """torch.cuda's streams and events are these from now on, and the stand-in's bus is FakeBus."""
     from fastpar.axes import offload
-    from fastpar.comm import handles
+    from fastpar.comm import collectives
 
     def copy(out, x):
         current_stream().put(lambda: _copied(out, x))
@@ -138,8 +138,8 @@ def install(monkeypatch):
         ("stream", on),
     ):
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(bus, "_copy", copy)
-    monkeypatch.setattr(handles, "on_stream", lambda *args: None)
+    monkeypatch.setattr(host, "_copy", copy)
+    monkeypatch.setattr(collectives, "on_stream", lambda *args: None)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
     monkeypatch.setattr(offload, "SlowBus", FakeBus)
     COMPUTING.last, COMPUTING.waits = None, []

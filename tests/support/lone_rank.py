@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar import GPT, AdamW, parallelize
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import DONE
+from fastpar.comm.collectives import DONE, Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.debug import Debug
 from fastpar.nn.recompute import recompute

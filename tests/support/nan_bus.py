@@ -2,7 +2,7 @@
 
 import torch
 
-from fastpar.comm import bus
+from fastpar.comm import host
 
 
 def poisoned(kind):
@@ -25,4 +25,4 @@ def poisoned(kind):
     return Poisoned
 
 
-NanBus = poisoned(bus.SlowBus)
+NanBus = poisoned(host.SlowBus)

@@ -244,7 +244,7 @@ def test_each_collective_has_one_home():
     )
     for path in sources("fastpar"):
         if verbs.search(path.read_text()):
-            assert path.stem in ("torch_collectives", "mesh", "shm"), path.name
+            assert path.stem in ("transports", "mesh"), path.name
 
 
 def test_public_functions_have_docstrings():

@@ -31,8 +31,7 @@ from torch import nn
 
 from fastpar.axes.pipeline.schedules import Schedule, make_schedule
 from fastpar.axes.pipeline.split import cut
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import started
+from fastpar.comm.collectives import Collectives, started
 from fastpar.comm.mesh import Mesh
 from fastpar.sharding.layout import parameter_names
 

@@ -38,8 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import Handle
+from fastpar.comm.collectives import Collectives, Handle
 from fastpar.kernels import Fp8, linear
 from fastpar.kernels.linear import matmul
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
