@@ -35,8 +35,8 @@ from torch import profiler
 
 from fastpar._version import __version__
 from fastpar.axes.step import Op, Setup
-from fastpar.comm.host import available_cores
 from fastpar.comm.mesh import Mesh, gather_objects, ranks_along
+from fastpar.comm.ranks import available_cores
 from fastpar.comm.recorder import (
     COMPUTE,
     CONTROL,
