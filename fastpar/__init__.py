@@ -28,7 +28,7 @@ _PUBLIC = {
     "engine.pipeline_step": ("pipeline_step",),
     "foreign.patch": ("patch", "unpatch"),
     "models.gpt": ("GPT",),
-    "nn.modules": (
+    "nn": (
         *("GELU", "MLP", "CausalSelfAttention", "Embedding", "LayerNorm"),
         *("LinearCrossEntropyLoss", "RMSNorm"),
     ),

@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastpar import nn as modules
 from fastpar.foreign import fused, proof, swap
 from fastpar.kernels.attention import MAX_HEAD_DIM
 from fastpar.kernels.layer_norm_checks import MAX_COLUMNS
-from fastpar.nn import modules
-from fastpar.nn.modules import embedding_options, is_linear
+from fastpar.nn import embedding_options, is_linear
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"
 TORCH = os.path.dirname(torch.__file__)
@@ -39,7 +39,7 @@ TORCH_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.GELU: (modules.GELU, "GELU in one pass"),
     nn.Embedding: (modules.Embedding, "deterministic backward without atomics"),
 }
-OURS = ("fastpar.nn.", "fastpar.models.", "fastpar.experts.")  # our own modules
+OURS = ("fastpar.nn", "fastpar.models.", "fastpar.axes.")  # our own modules
 
 
 @dataclass

@@ -63,8 +63,7 @@ from fastpar.axes.tensor.functional import TensorParallel, gather, scatter
 from fastpar.comm.mesh import Mesh
 from fastpar.foreign.fused import Attention, GPT2Attention, Model
 from fastpar.foreign.swap import swap_of
-from fastpar.nn import tp_layers
-from fastpar.nn.modules import LinearCrossEntropyLoss
+from fastpar.nn import LinearCrossEntropyLoss, tp_layers
 from fastpar.nn.tp_layers import TokenDropout, check_generators, convert, share_rows
 from fastpar.sharding.placements import Partial, Replicate, Shard, State
 

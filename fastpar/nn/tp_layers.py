@@ -40,7 +40,7 @@ from fastpar.axes.tensor.functional import TensorParallel, column_linear, row_li
 from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
 from fastpar.comm.collectives import Collectives
 from fastpar.kernels import Rng, draw_key, residual_layer_norm
-from fastpar.nn.modules import (
+from fastpar.nn import (
     Embedding,
     LinearCrossEntropyLoss,
     autocast_dtype,

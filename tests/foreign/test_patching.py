@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import fastpar
+from fastpar import nn as modules
 from fastpar.foreign import fused, recognize
 from fastpar.kernels import backend
-from fastpar.nn import modules
 from fastpar.settings.config import GPTConfig
 from fastpar.testing import run_ranks
 
