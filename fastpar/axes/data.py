@@ -1,4 +1,17 @@
-"""Data parallelism: gradients, optimizer state and weights shared out (ZeRO, HSDP), in buckets.
+"""Data parallelism: ranks compute different sequences, and share out what the ZeRO stage says.
+
+What it is    Gradients are averaged over the ranks, bucket by bucket, under backward. Stage 1
+              shares out the optimizer's state, 2 gradients too, 3 weights too, which are gathered
+              a block ahead of their use. shard_size: copies of the model, each shared out by so
+              many neighbours (HSDP).
+Bytes         P elements of gradients and of weights, n ranks: stages 0 to 2 send 2 (n - 1) / n P a
+              step, stage 3 3 (n - 1) / n P a micro-batch. A rank keeps weights, gradients and
+              state of P; from stage 1 on 1 / n of the state, from 2 on of the gradients, at 3 of
+              the weights, beside two gathered blocks.
+Pays          always the first choice. A higher stage where memory is short; shard_size where the
+              links between nodes are slow.
+Not with      Adafactor above stage 0; CUDA graphs at stages 2 and 3.
+Source: Rajbhandari et al. 2020, arXiv 1910.02054
 
 What ranks send are buckets: buckets_of() has those that parallelize() makes of a GPT on one rank of
 tp, without making the model: the parameters' shapes go through the same build_layout() as a real

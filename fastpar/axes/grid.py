@@ -17,6 +17,11 @@ Of a row layer the output travels, C wide, and not the input, 4 * C wide at an M
 as in SUMMA; a whole block sends 4 and 6 times [N/r, C/c] * (c - 1) for activations, which is what
 tensor parallelism with sequence parallelism sends, and 3 times its weights, as stage 3 does.
 
+Pays          rarely: it holds what tp x ZeRO-3 holds, and waits for every exchange, as it gathers
+              no weights ahead. It has the least memory a rank.
+Not with      tp, cp, ep, pp, replicas, experts, fp8, Adafactor, Muon, compile, offload, packed
+              documents, sequence_parallel, node_size.
+
 A norm needs sums over the row: two numbers a token, exchanged forward and backward and added up in
 the order of the ranks. Attention is local, by heads along the row. The vocabulary is a column
 layer's outputs, so that the loss is that of vocabulary.py along the row.

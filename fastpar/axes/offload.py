@@ -5,6 +5,12 @@
     host       AdamW, bucket by bucket, in the order in which a forward needs them
     forward    weights --up--> device, each unit waits for its own buckets
 
+Bytes         the bus carries gradients down and weights up, once a step. The host has moments and
+              masters (state_bytes() an element), the device none, but for keep_mb of them.
+Pays          where the model fits in no other way: the host steps as fast as its memory is.
+Not with      Adafactor, Muon, tp_grid, wires, node_size, CUDA graphs.
+Source: Ren et al. 2021 (ZeRO-Offload), arXiv 2101.06840
+
 The optimizer finds pieces of weights and gradients on the host, so its state is made there, and its
 kernel for the CPU, which has the bits of that for GPUs, steps them. Nothing is stale, nothing is
 guessed, and clipping and loss scales work as ever.

@@ -1,4 +1,17 @@
-"""Formats of gradients and weights on their way between ranks."""
+"""Formats of gradients and weights on their way between ranks; comm/wires.py has the codes.
+
+What it is    Gradients are sent as bf16, int8 or int4, rounded at random so that the mean is right,
+              and added up in fp32 (wire_gradients); weights are gathered as bf16, int8, or as the
+              codes of 8-bit products (wire_weights). error_feedback adds what a gradient lost to
+              the next one. node_size adds gradients up inside of a node first; secondary_shards
+              gathers weights for backward inside of the node.
+Bytes         int8 has 1 byte of an element and a scale for each block: half of bf16, a quarter of
+              fp32. Making and reading messages moves code_bytes() an element through memory. The
+              error buffer has 4 bytes a parameter, secondary shards 1 / node_size of the weights.
+Pays          below the link speed that `fastpar plan` prints for each format.
+Not with      offload, deterministic, reduce_dtype, shared-memory transport; node_size not with ep.
+Source: Alistarh et al. 2017 (QSGD), arXiv 1610.02132; Wang et al. 2023 (ZeRO++), arXiv 2306.10209
+"""
 
 from __future__ import annotations
 
