@@ -46,7 +46,8 @@ def train(**settings):
     idx = torch.arange(64).view(2, 32)
     loss = model(idx, idx)
     loss.backward()
-    return engine_of(model).describe(), loss.item(), next(p for n, p in model.named_parameters() if "ln_2" in n).grad.clone()
+    norm = next(p for name, p in model.named_parameters() if "ln_2" in name)
+    return engine_of(model).describe(), loss.item(), norm.grad
 said, loss, grad = train(halve_every=2)
 plain, same, exact = train()
 assert "halved: one of 2 blocks keeps 16 bits" in said and "halved" not in plain
@@ -57,16 +58,3 @@ torch.testing.assert_close(grad, exact, rtol=0.05, atol=1e-3)
 
 def test_the_engine_has_it(tmp_path):
     run(cwd=tmp_path, code=ENGINE)
-
-
-def test_the_planner_has_it(tmp_path):
-    words = f"plan --gpu cpu --gpus 1 {SIZES} --top 20 --json plan.json"
-    said = run(*words.split(), cwd=tmp_path)
-    assert "halved 2" in said
-    layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
-    memory = {
-        layout["setup"]["halve_every"]: layout["memory"]["activations"]
-        for layout in layouts
-        if layout["setup"]["activation_checkpointing"] == "none"
-    }
-    assert memory[2] < memory[0]
