@@ -461,8 +461,8 @@ def _note(line: str) -> None:
 
 def _weights(name: str, given: str | None) -> Path:
     """The folder or file that holds the weights asked for."""
-    from fastpar.checkpoint.report import find_folders
-    from fastpar.checkpoint.verify import newest_checkpoint
+    from fastpar.checkpoint.commands import find_folders
+    from fastpar.checkpoint.reader import newest_checkpoint
 
     run = given or newest_run()
     if run is None:
@@ -519,7 +519,7 @@ def _sample(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
-    from fastpar.checkpoint.report import verify
+    from fastpar.checkpoint.commands import verify
 
     about = "Read every byte of a run's checkpoints, or of one, and compare it with its checksum."
     parser = argparse.ArgumentParser("fastpar verify", description=about, epilog=_STATUS)
@@ -528,7 +528,7 @@ def _verify(arguments: list[str]) -> int:
 
 
 def _inspect(arguments: list[str]) -> int:
-    from fastpar.checkpoint.report import inspect
+    from fastpar.checkpoint.commands import inspect
 
     about = "A table of the tensors of a checkpoint, of a run's newest: weights and moments."
     parser = argparse.ArgumentParser("fastpar inspect", description=about)
@@ -544,8 +544,8 @@ _STATUS = "Exit status: 0 all is sound; 1 something is damaged, and named; 2 no 
 
 def _export(arguments: list[str]) -> int:
     command = _parse(ExportCommand, arguments, "export")
-    from fastpar.checkpoint.export import export_weights
-    from fastpar.files.dtypes import DTYPES
+    from fastpar.checkpoint.commands import export_weights
+    from fastpar.files.tensor_file import DTYPES
 
     source, to = _weights("export", command.folder), Path(command.to)
     names = export_weights(source, to, DTYPES.get(command.dtype), say=_note, average=command.ema)

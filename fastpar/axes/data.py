@@ -32,7 +32,7 @@ from fastpar.axes.experts import expert_elements
 from fastpar.axes.pipeline import RankParts, parts_of
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.wires import CODES, FORMATS
-from fastpar.files.dtypes import DTYPES
+from fastpar.files.tensor_file import DTYPES
 from fastpar.settings.block import (
     FIRST,
     LAST,

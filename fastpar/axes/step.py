@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fastpar.comm.wires import FORMATS
-from fastpar.files.dtypes import DTYPES
+from fastpar.files.tensor_file import DTYPES
 from fastpar.settings.block import count_parameters
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.fields import changed, leaves

@@ -33,7 +33,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import (
     JSON_BYTES,
     is_plain_name,
@@ -43,6 +42,7 @@ from fastpar.files.plain_files import (
     shown,
 )
 from fastpar.files.runs import is_step_name, step_of
+from fastpar.files.tensor_file import STORED
 from fastpar.sharding.ranges import Run, check_cover, numel_of
 
 FORMAT = "fastpar-checkpoint"

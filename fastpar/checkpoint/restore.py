@@ -30,15 +30,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.checkpoint.capture import engine_of_model, of_stages, piece_runs
 from fastpar.checkpoint.manifest import CONFIG, STATE, Manifest, TensorEntry, by_key, read_manifest
-from fastpar.checkpoint.tensor_reader import TensorReader
-from fastpar.checkpoint.verify import verify_files, verify_weights
-from fastpar.checkpoint.wire_state import COMMON, PREFIX, error_entry, load_wire_state
+from fastpar.checkpoint.reader import TensorReader, verify_files, verify_weights
+from fastpar.checkpoint.saver import (
+    COMMON,
+    PREFIX,
+    engine_of_model,
+    error_entry,
+    load_wire_state,
+    of_stages,
+    piece_runs,
+)
 from fastpar.engine.control import gather_errors
 from fastpar.engine.engine import Engine, engine_of_parameter
-from fastpar.files.dtypes import STORED
 from fastpar.files.plain_files import read_object, shown
+from fastpar.files.tensor_file import STORED
 from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import Weight, list_weights, load_hf

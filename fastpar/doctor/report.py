@@ -13,7 +13,7 @@ import torch
 
 from fastpar.doctor.doctor import adopt, cases_of_model, table_of
 from fastpar.doctor.table import VERSION, row_of
-from fastpar.files.dtypes import DTYPES
+from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import backend
 from fastpar.kernels.choice import OWN, Case, Proof
 from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY

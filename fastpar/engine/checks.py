@@ -25,7 +25,7 @@ from fastpar.comm.wires import CODES, rounded_weights
 from fastpar.engine.debug import Debug
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.engine.stages import Settings
-from fastpar.files.dtypes import FLOATS
+from fastpar.files.tensor_file import FLOATS
 from fastpar.kernels.linear import depends_on_threads
 from fastpar.settings.fields import check_types, flat
 from fastpar.settings.model import GPTConfig

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from fastpar.files.dtypes import FLOATS
+from fastpar.files.tensor_file import FLOATS
 from fastpar.settings.parallel import Parallel
 
 PhaseT = TypeVar("PhaseT", bound=enum.Enum)

@@ -1,6 +1,7 @@
-"""A safetensors file: read by a header that is checked before it is believed, written by tensors.
+"""Tensors in files: number formats and their names, safetensors files read and written.
 
-safetensors' own save_file needs all tensors at once: a rank that collects the shards of a model
+A file is read by a header that is checked before it is believed. It is written by tensors:
+safetensors' own save_file needs all of them at once: a rank that collects the shards of a model
 would hold all of it, and all of its optimizer's state, beside its part. Here the header comes
 first, from dtypes and shapes; each tensor then goes to its place and can be dropped. The bytes are
 those of save_file (test_the_same_bytes_as_save_file).
@@ -19,8 +20,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.files.dtypes import DTYPE_NAMES, STORED
 from fastpar.files.plain_files import JSON_BYTES, parse_object, read_into, shown
+
+FLOATS = {  # of weights and gradients
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+DTYPES = {**FLOATS, "int8": torch.uint8}  # moments may also be codes of 8 bits
+# safetensors' names, in the order in which it stores tensors: by alignment, then by name.
+STORED = {
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in STORED.items()}
+HF_NAMES = {FLOATS[name]: str(FLOATS[name]).removeprefix("torch.") for name in list(FLOATS)[:3]}
 
 
 class Spec(NamedTuple):

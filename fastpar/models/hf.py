@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from fastpar.axes.pipeline.stages import Absent
 from fastpar.axes.tensor.declared import Declared
 from fastpar.engine.engine import engine_of_parameter
-from fastpar.files.dtypes import HF_NAMES
 from fastpar.files.packages import import_package
 from fastpar.files.plain_files import (
     is_plain_name,
@@ -35,7 +34,7 @@ from fastpar.files.plain_files import (
     shown,
     write_text,
 )
-from fastpar.files.tensor_file import Spec, TensorFile
+from fastpar.files.tensor_file import HF_NAMES, Spec, TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.settings.block import products
 from fastpar.settings.config import GPTConfig

@@ -34,8 +34,7 @@ from fastpar.comm.ranks import threads_per_rank
 from fastpar.comm.recorder import WireMeter
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
 from fastpar.doctor.trial import synchronize
-from fastpar.files.progress import Progress, duration
-from fastpar.files.runs import RUNS, make_next_free
+from fastpar.files.runs import RUNS, Progress, duration, make_next_free
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
 from fastpar.observe.pictures import draw_all

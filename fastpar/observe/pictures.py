@@ -21,7 +21,7 @@ import numpy as np
 
 from fastpar.comm.recorder import COMPUTE, GATHER, HOST, PHASES, PP, REDUCE, TP, WAIT, Span, busy_ms
 from fastpar.files.packages import import_package
-from fastpar.files.progress import smoothed
+from fastpar.files.runs import smoothed
 from fastpar.observe.results import Comparison, Run, allowed
 from fastpar.observe.strategies import SINGLE, STRATEGIES
 

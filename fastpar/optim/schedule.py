@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.engine.engine import engine_of_parameter
-from fastpar.files.dtypes import DTYPES
+from fastpar.files.tensor_file import DTYPES
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.base import EngineOptimizer

@@ -98,8 +98,8 @@ from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.ranks import available_cores
 from fastpar.doctor.table import cpu_name
 from fastpar.doctor.trial import clock_for, interleave
-from fastpar.files.dtypes import DTYPES
 from fastpar.files.plain_files import user_cache
+from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import linear
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
 from fastpar.settings.files import check_at_least

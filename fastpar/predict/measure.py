@@ -56,7 +56,7 @@ from fastpar.data.batches import sample_batch, to_device
 from fastpar.doctor.trial import stopwatch
 from fastpar.engine.engine import engine_of
 from fastpar.engine.pipeline_step import pipeline_step
-from fastpar.files.dtypes import DTYPES
+from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import (
     Rng,
     attention_qkvpacked,

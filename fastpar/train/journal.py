@@ -52,15 +52,17 @@ from fastpar.engine.control import gather_numbers
 from fastpar.engine.engine import Engine
 from fastpar.files.packages import import_package
 from fastpar.files.plain_files import write_text
-from fastpar.files.progress import Progress, duration, smoothed
 from fastpar.files.runs import (
     LATEST,
     RUNS,
+    Progress,
     check_free,
+    duration,
     hold,
     list_checkpoints,
     make_next_free,
     newest_run,
+    smoothed,
 )
 from fastpar.models.gpt import GPT
 from fastpar.predict.memory import StepMemory, held_bytes

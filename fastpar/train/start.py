@@ -23,15 +23,15 @@ import numpy as np
 import torch
 
 from fastpar.axes.step import Setup
+from fastpar.checkpoint.reader import newest_checkpoint
 from fastpar.checkpoint.restore import load_weights
-from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.comm.mesh import AXES, Mesh, gather_objects
 from fastpar.data.batches import PackedTokens, TextData, load_data, pack_documents
 from fastpar.data.sources import Tokens, say
 from fastpar.data.tokenizer import tokenizer_of_weights
 from fastpar.engine.engine import Engine
-from fastpar.files.dtypes import DTYPES
 from fastpar.files.runs import checkpoint_folder, hold, list_checkpoints, step_of
+from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
 from fastpar.models.gpt import GPT, upcycled
 from fastpar.optim.schedule import describe_storage

@@ -70,8 +70,8 @@ from fastpar.doctor.doctor import prove_before_training
 from fastpar.engine.control import broadcast_text, gather_numbers, prove_together
 from fastpar.engine.engine import Engine, engine_of
 from fastpar.engine.pipeline_step import pipeline_loss, pipeline_step
-from fastpar.files.dtypes import DTYPES
 from fastpar.files.runs import checkpoint_folder, release
+from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.gpt import GPT, numbers_of, report_of, restore_scales, saved_scales
 from fastpar.models.hf import load_hf

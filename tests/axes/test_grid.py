@@ -14,9 +14,9 @@ from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, engine_of, parallelize
 from fastpar.axes.grid import Grid
+from fastpar.checkpoint.reader import verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
-from fastpar.checkpoint.verify import verify_checkpoint
 from fastpar.comm.collectives import OneRank
 from fastpar.engine.debug import Debug
 from fastpar.kernels import make_key

@@ -5,9 +5,8 @@ import torch
 from saved import whole_tensors
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.checkpoint import capture as capture_module
-from fastpar.checkpoint.capture import Capture, piece_runs
-from fastpar.checkpoint.saver import save_checkpoint
+from fastpar.checkpoint import saver as saver_module
+from fastpar.checkpoint.saver import Capture, piece_runs, save_checkpoint
 from fastpar.engine.engine import engine_of_parameter
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.ranges import check_cover, cut_runs
@@ -95,7 +94,7 @@ def test_the_host_copy_is_made_of_powers_of_two(monkeypatch):
     model, optimizer = build(1, 0)
     whole = Capture(model, optimizer)
     expected = {item.key: item.host for item in whole.take().items}
-    monkeypatch.setattr(capture_module, "_BLOCK", 1 << 17)
+    monkeypatch.setattr(saver_module, "_BLOCK", 1 << 17)
     zeros, capture = torch.zeros, Capture(model, optimizer)
     with monkeypatch.context() as on_a_gpu:
         on_a_gpu.setattr(torch, "zeros", lambda *size, pin_memory=False, **of: zeros(*size, **of))

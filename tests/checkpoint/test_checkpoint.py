@@ -8,9 +8,9 @@ import torch
 from saved import bits
 
 from fastpar.checkpoint import saver
+from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint, read_state
 from fastpar.checkpoint.saver import save_checkpoint
-from fastpar.checkpoint.verify import newest_checkpoint, verify_checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.data.tokenizer import make_tokenizer
 from fastpar.engine.parallelize import parallelize

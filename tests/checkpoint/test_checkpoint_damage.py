@@ -14,11 +14,11 @@ import torch
 from manifest_cells import reseal
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
+from fastpar.checkpoint.commands import examine
 from fastpar.checkpoint.manifest import MANIFEST, read_manifest
-from fastpar.checkpoint.report import examine
+from fastpar.checkpoint.reader import newest_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint, load_weights
 from fastpar.checkpoint.saver import save_checkpoint
-from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.cli import main
 from fastpar.data.tokenizer import make_tokenizer
 from fastpar.testing import run_ranks

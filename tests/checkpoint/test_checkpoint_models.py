@@ -10,12 +10,11 @@ from saved import bits
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.checkpoint.export import export_weights
+from fastpar.checkpoint.commands import examine, export_weights
 from fastpar.checkpoint.manifest import read_manifest
-from fastpar.checkpoint.report import examine
+from fastpar.checkpoint.reader import newest_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint, load_weights
 from fastpar.checkpoint.saver import Saver
-from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.files.runs import list_checkpoints
 from fastpar.models.hf import is_conv1d, save_hf
 from fastpar.testing import run_ranks

@@ -13,12 +13,18 @@ import torch
 from manifest_cells import reseal
 from safetensors.torch import load_file, save_file
 
-from fastpar.checkpoint import tensor_reader
-from fastpar.checkpoint.export import export_weights
+from fastpar.checkpoint import reader as reader_module
+from fastpar.checkpoint.commands import (
+    examine,
+    export_weights,
+    find_folders,
+    inspect,
+    stats_of,
+    verify,
+)
 from fastpar.checkpoint.manifest import MANIFEST
-from fastpar.checkpoint.report import examine, find_folders, inspect, stats_of, verify
+from fastpar.checkpoint.reader import TensorReader, list_plain_tensors
 from fastpar.checkpoint.saver import save_checkpoint
-from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
 from fastpar.kernels.adamw_storage import master_join
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
@@ -158,7 +164,7 @@ def test_folders_that_are_none(tmp_path, monkeypatch):
     def refuse(_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("fastpar.checkpoint.report.os.listdir", refuse)
+    monkeypatch.setattr("fastpar.checkpoint.commands.os.listdir", refuse)
     with pytest.raises(ValueError, match=r"got folder=.* \(Permission denied\); give one that can"):
         verify(tmp_path, print)
 
@@ -196,7 +202,7 @@ def test_the_table(made, run):
 
 
 def test_nonfinite_values_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_reader, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(reader_module, "BLOCK_BYTES", 8)
     values = torch.tensor([1.0, -2.0, math.nan, math.inf, 4.0])
     tensors = {"a": values, "b": torch.full((3,), math.nan), "c": torch.zeros(0)}
     tensors["d"] = torch.tensor([3, -4], dtype=torch.int8)

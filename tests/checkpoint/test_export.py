@@ -8,7 +8,7 @@ import torch
 from nanogpt_cells import ARGS, weights, write
 from safetensors.torch import load_file, save_file
 
-from fastpar.checkpoint.export import export_weights
+from fastpar.checkpoint.commands import export_weights
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
 from fastpar.settings.config import GPTConfig

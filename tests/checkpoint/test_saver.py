@@ -12,10 +12,10 @@ from saved import bits
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint import saver as saver_module
-from fastpar.checkpoint.report import examine
+from fastpar.checkpoint.commands import examine
+from fastpar.checkpoint.reader import verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint, read_state
 from fastpar.checkpoint.saver import Saver
-from fastpar.checkpoint.verify import verify_checkpoint
 from fastpar.files.runs import list_checkpoints
 from fastpar.testing import run_ranks
 

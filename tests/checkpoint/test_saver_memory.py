@@ -16,9 +16,8 @@ from test_zero_memory import Alive
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint import saver as saver_module
-from fastpar.checkpoint.capture import Capture
 from fastpar.checkpoint.restore import load_checkpoint
-from fastpar.checkpoint.saver import save_checkpoint
+from fastpar.checkpoint.saver import Capture, save_checkpoint
 from fastpar.engine.engine import engine_of
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks

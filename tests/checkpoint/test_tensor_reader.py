@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from saved import whole_tensors
 
 from fastpar import AdamW
-from fastpar.checkpoint import tensor_reader
+from fastpar.checkpoint import reader as reader_module
 from fastpar.checkpoint.manifest import FileEntry, Manifest, TensorEntry, by_key, read_manifest
+from fastpar.checkpoint.reader import TensorReader, list_plain_tensors
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
-from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
-from fastpar.files.dtypes import DTYPE_NAMES, STORED
+from fastpar.files.tensor_file import DTYPE_NAMES, STORED
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
 from fastpar.settings.config import GPTConfig
@@ -32,7 +32,7 @@ def made(tmp_path):
 
 @pytest.fixture(params=[4, 12, 1 << 22])
 def chunk_bytes(request, monkeypatch):
-    monkeypatch.setattr(tensor_reader, "BLOCK_BYTES", request.param * 2)
+    monkeypatch.setattr(reader_module, "BLOCK_BYTES", request.param * 2)
 
 
 def indices(runs):
@@ -173,8 +173,8 @@ RUNS = {
 @pytest.mark.parametrize("direct", [1, 1 << 16], ids=["direct", "picked"])
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 def test_the_elements_of_some_runs(saved, monkeypatch, runs, direct, span):
-    monkeypatch.setattr(tensor_reader, "_DIRECT_BYTES", direct)
-    monkeypatch.setattr(tensor_reader, "_SPAN_BYTES", span)
+    monkeypatch.setattr(reader_module, "_DIRECT_BYTES", direct)
+    monkeypatch.setattr(reader_module, "_SPAN_BYTES", span)
     path, _, _ = saved
     manifest = read_manifest(path)
     whole = whole_tensors(path)[1][MOMENT].reshape(-1)

@@ -10,11 +10,9 @@ import pytest
 from cells import slow
 from manifest_cells import make_folder
 
-from fastpar.checkpoint import tensor_reader
-from fastpar.checkpoint import verify as module
+from fastpar.checkpoint import reader as module
 from fastpar.checkpoint.manifest import FileEntry
-from fastpar.checkpoint.tensor_reader import TensorReader
-from fastpar.checkpoint.verify import find_damage, verify_files
+from fastpar.checkpoint.reader import TensorReader, find_damage, verify_files
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer-00001-of-00002.safetensors"
@@ -194,7 +192,7 @@ def test_a_disk_that_cannot_be_read(made, monkeypatch):
 
 def test_files_are_hashed_in_blocks(made, monkeypatch):
     folder, manifest = made
-    monkeypatch.setattr(tensor_reader, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 4)
     verify_files(folder, manifest)
     (folder / "config.json").write_bytes((folder / "config.json").read_bytes()[::-1])
     with pytest.raises(ValueError, match=r"config.json \(other content\)"):

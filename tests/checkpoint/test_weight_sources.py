@@ -9,8 +9,8 @@ import torch
 from nanogpt_cells import write
 
 from fastpar.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
+from fastpar.checkpoint.reader import verify_weights
 from fastpar.checkpoint.restore import load_weights
-from fastpar.checkpoint.verify import verify_weights
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
 from fastpar.settings.config import GPTConfig

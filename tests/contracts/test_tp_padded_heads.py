@@ -8,9 +8,9 @@ from cells import slow
 from saved import bits
 from tp_cells import Cell, assert_same_run, batch, build, run
 
+from fastpar.checkpoint.reader import verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
-from fastpar.checkpoint.verify import verify_checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import make_key

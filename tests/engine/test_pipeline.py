@@ -16,7 +16,7 @@ from fastpar.axes.pipeline.simulator import held_of
 from fastpar.comm.collectives import Collectives
 from fastpar.engine import pipeline_step as pipeline
 from fastpar.engine.engine import Engine
-from fastpar.files.dtypes import FLOATS
+from fastpar.files.tensor_file import FLOATS
 from fastpar.kernels import make_key
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
+from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
 from fastpar.checkpoint.saver import Saver
-from fastpar.checkpoint.verify import newest_checkpoint, verify_checkpoint
 from fastpar.files.runs import list_checkpoints
 from fastpar.testing import run_ranks
 

@@ -20,7 +20,7 @@ from fault_runs import (
 )
 from saved import whole_tensors
 
-from fastpar.checkpoint.verify import verify_checkpoint
+from fastpar.checkpoint.reader import verify_checkpoint
 from fastpar.cli import main
 from fastpar.files.runs import list_checkpoints
 

@@ -8,7 +8,7 @@ from cells import slow
 from fault_runs import TRAIN, curve, finish, is_alive, ranks_of, run_in_threads, torchrun
 from saved import bits
 
-from fastpar.checkpoint.verify import newest_checkpoint
+from fastpar.checkpoint.reader import newest_checkpoint
 from fastpar.files.runs import step_of
 
 DRIVER = str(Path(__file__).parents[1] / "support" / "offload_driver.py")

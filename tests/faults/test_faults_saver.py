@@ -16,9 +16,9 @@ from fault_runs import TRAIN, curve, finish, torchrun
 from saved import bits
 
 import fastpar
+from fastpar.checkpoint.reader import newest_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
-from fastpar.checkpoint.verify import newest_checkpoint
 from fastpar.files.runs import list_checkpoints, step_of
 from fastpar.models.gpt import GPT
 from fastpar.settings.config import GPTConfig

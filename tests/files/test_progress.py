@@ -8,8 +8,8 @@ import termios
 
 import pytest
 
-from fastpar.files import progress as module
-from fastpar.files.progress import Progress, duration, smoothed
+from fastpar.files import runs as module
+from fastpar.files.runs import Progress, duration, smoothed
 
 
 def test_smoothed_is_an_average_from_the_start():

@@ -7,8 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fastpar.files.dtypes import DTYPE_NAMES
-from fastpar.files.tensor_file import Place, Spec, Stored, TensorFile, parse_header, read_header
+from fastpar.files.tensor_file import (
+    DTYPE_NAMES,
+    Place,
+    Spec,
+    Stored,
+    TensorFile,
+    parse_header,
+    read_header,
+)
 
 
 def specs_of(tensors):

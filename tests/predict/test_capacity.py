@@ -5,7 +5,7 @@ import torch
 
 from fastpar import Mesh, engine_of, parallelize
 from fastpar.axes.step import Setup
-from fastpar.files.dtypes import DTYPES
+from fastpar.files.tensor_file import DTYPES
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import make_optimizer
 from fastpar.predict.capacity import (

@@ -17,7 +17,7 @@ from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import ByteTokenizer, check_name, name_for
 from fastpar.engine.debug import Debug
 from fastpar.engine.parallelize import parallelize
-from fastpar.files.dtypes import DTYPES
+from fastpar.files.tensor_file import DTYPES
 from fastpar.models import set_up
 from fastpar.predict import plan
 from fastpar.predict.plan import command_lines

@@ -7,8 +7,7 @@ import math
 import torch
 
 from fastpar.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
-from fastpar.files.dtypes import DTYPE_NAMES
-from fastpar.files.tensor_file import Spec, TensorFile
+from fastpar.files.tensor_file import DTYPE_NAMES, Spec, TensorFile
 from fastpar.sharding.ranges import Run
 
 WEIGHTS = {"transformer.wte.weight": (7, 4), "transformer.ln_f.bias": (4,)}

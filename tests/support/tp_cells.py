@@ -39,7 +39,7 @@ from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear_cross_e
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
-from fastpar.files.dtypes import FLOATS
+from fastpar.files.tensor_file import FLOATS
 from fastpar.kernels import Rng, dropout, make_key
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import saved
 
-from fastpar.checkpoint.verify import verify_checkpoint
+from fastpar.checkpoint.reader import verify_checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.settings.config import TrainConfig

@@ -13,8 +13,8 @@ import pytest
 import torch
 from train_runs import TINY, Runs, bits, curve, forget_after
 
+from fastpar.checkpoint.reader import verify_checkpoint
 from fastpar.checkpoint.saver import Saver
-from fastpar.checkpoint.verify import verify_checkpoint
 from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module

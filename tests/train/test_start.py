@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from nanogpt_cells import weights, write
 
-from fastpar.checkpoint import verify as verify_module
+from fastpar.checkpoint import reader as reader_module
 from fastpar.comm.mesh import Mesh
 from fastpar.data.tokenizer import GPT2_VOCABULARY, ByteTokenizer
 from fastpar.models.gpt import GPT
@@ -120,7 +120,7 @@ def test_all_ranks_learn_which_checkpoint_is_the_newest_whole_one(tmp_path, monk
         if path.name in damaged:
             raise ValueError(f"{path.name} is damaged")
 
-    monkeypatch.setattr(verify_module, "verify_checkpoint", verify)
+    monkeypatch.setattr(reader_module, "verify_checkpoint", verify)
     config = TrainConfig().replace({"out": str(tmp_path), "resume": True, "auto_resume": True})
 
     def of_rank(steps=None):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from train_runs import TINY, Runs, bits, curve, forget_after
 
-from fastpar.checkpoint.export import export_weights
+from fastpar.checkpoint.commands import export_weights
 from fastpar.checkpoint.restore import load_weights
 from fastpar.cli import main
 from fastpar.files.runs import checkpoint_folder

@@ -13,7 +13,7 @@ import pytest
 from cells import slow
 from train_runs import STORAGE, TINY, Runs, bits, curve, forget_after
 
-from fastpar.checkpoint.verify import newest_checkpoint
+from fastpar.checkpoint.reader import newest_checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.control import Control
 from fastpar.engine.engine import Engine
