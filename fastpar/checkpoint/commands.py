@@ -1,4 +1,4 @@
-"""What fastpar verify, inspect and export do with a run, a checkpoint or a folder of transformers."""
+"""What fastpar verify, inspect and export do with runs, checkpoints and transformers' folders."""
 
 from __future__ import annotations
 
