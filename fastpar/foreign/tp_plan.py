@@ -177,7 +177,7 @@ GPT2: dict[str, Style] = {
 }
 NANOGPT: dict[str, Style] = {**GPT2, "*.attn": Divide("n_head", heads="n_head", patched=True)}
 READY = {"gpt2": GPT2, "nanogpt": NANOGPT}
-_NEEDED = ("*wte", "*.attn", "*.attn.c_attn", "*.attn.c_proj", "*.mlp.c_fc", "*.mlp.c_proj")
+_NEEDED = [name for name, s in GPT2.items() if isinstance(s, Column | Row | Vocab | Divide)]
 
 
 class Planned:

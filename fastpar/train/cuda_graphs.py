@@ -105,24 +105,13 @@ class MicroBatchGraphs:
 
     Args:
         compute: takes tensors, numbers (given to it as fp32 tensors) and None.
-        engine: of the model.
+        engine: of the model; settings/rules.py refuses stages and options that do not fit.
     Raises:
-        ValueError: no GPU, a stage that frees memory, hooks of others than the engine.
+        ValueError: no GPU, hooks of others than the engine.
     """
 
     def __init__(self, compute: Callable[..., Tensor], model: nn.Module, engine: Engine) -> None:
         check_device(engine.mesh.device)
-        if engine.stage.frees_gradients:
-            raise ValueError(
-                "MicroBatchGraphs: expected zero_stage 0 or 1, got zero_stage="
-                f"{engine.stage.number}, which frees memory; use zero_stage=1"
-            )
-        if engine.shards.storage.steps_later:
-            raise ValueError(
-                "MicroBatchGraphs: expected no offload, got offload="
-                f"{engine.shards.storage.where!r}, whose forward waits for the host's step; leave "
-                "one of them out"
-            )
         self._compute, self._model, self._engine = compute, model, engine
         self._shapes: dict[tuple, _Graphs] = {}
         self._pool: Any = None
