@@ -67,10 +67,9 @@ class TraceTimes:
 
     Attributes:
         parts: phase -> kind -> ms; together they are the step.
-        spans: of the last step, for its picture.
+        spans: of the last step on a GPU, for its picture.
     """
 
-    steps: int
     parts: dict[str, dict[str, float]]
     ops: list[OpTime] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -88,6 +87,26 @@ class _Range(NamedTuple):
     end: float
 
 
+class _Sums:
+    """Microseconds of all steps together: by phase and kind, and calls and time of operations."""
+
+    def __init__(self) -> None:
+        self.parts = {p: dict.fromkeys(KINDS, 0.0) for p in PHASES}
+        self.ops: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add_op(self, *key: Any, us: float, calls: int = 1) -> None:
+        self.ops[key][0] += calls
+        self.ops[key][1] += us
+
+    def times(self, steps: int, spans: list[Span]) -> TraceTimes:
+        """Of a step; the longest operation first."""
+        ops = [OpTime(*key, n / steps, us / 1e3 / steps) for key, (n, us) in self.ops.items()]
+        ops.sort(key=lambda op: -op.ms)
+        parts = self.parts.items()
+        ms = {p: {k: us / 1e3 / steps for k, us in kinds.items()} for p, kinds in parts}
+        return TraceTimes(ms, ops, spans)
+
+
 def times_of(events: Iterable[dict[str, Any]]) -> TraceTimes:
     """Times of phases and operations, from the events of one or several steps.
 
@@ -95,23 +114,18 @@ def times_of(events: Iterable[dict[str, Any]]) -> TraceTimes:
         ValueError: no step is in them.
     """
     found = [e for e in events if e.get("ph") == "X"]
-    ranges = sorted(
-        (
-            _Range(e["name"].removeprefix(PREFIX), e["ts"], e["ts"] + e["dur"])
-            for e in found
-            if e.get("cat") == "user_annotation" and e["name"].removeprefix(PREFIX) in PHASES
-        ),
-        key=lambda r: r.begin,
-    )
+    marks = [e for e in found if e.get("cat") == "user_annotation"]
+    named = [(e["name"].removeprefix(PREFIX), e["ts"], e["ts"] + e["dur"]) for e in marks]
+    ranges = sorted((_Range(*n) for n in named if n[0] in PHASES), key=lambda r: r.begin)
     steps = sum(r.phase == OPTIMIZER for r in ranges)
     if not steps:
         raise ValueError(
             "times_of: expected ranges of phases in the trace, got none; profile steps by `fastpar "
             "profile`"
         )
-    if any(e.get("cat") == "kernel" for e in found):
-        return _on_gpu(found, ranges, steps)
-    return _on_cpu(found, ranges, steps)
+    on_gpu, sums = any(e.get("cat") == "kernel" for e in found), _Sums()
+    spans = (_add_gpu if on_gpu else _add_cpu)(sums, found, ranges)
+    return sums.times(steps, spans)
 
 
 def kind_of(name: str, kernel: str = "") -> str:
@@ -128,36 +142,27 @@ def _shape(event: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(d) for d in dims if d and all(isinstance(n, int) for n in d))
 
 
-def _on_cpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -> TraceTimes:
+def _add_cpu(sums: _Sums, found: list[dict[str, Any]], ranges: Sequence[_Range]) -> list[Span]:
     names = {PREFIX + phase for phase in PHASES}
     thread = next(e["tid"] for e in found if e["name"] in names)
     own = [e for e in found if e["tid"] == thread and e["name"] not in names]
     own = [e for e in own if e.get("cat") in ("cpu_op", "user_annotation")]
     own.sort(key=lambda e: (e["ts"], -e["dur"]))
-    parts = {p: dict.fromkeys(KINDS, 0.0) for p in PHASES}
-    groups: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    inside = iter(ranges)
-    now = next(inside)
+    begins = [r.begin for r in ranges]
     for event, own_us, nested in _own_times(own):
-        while event["ts"] >= now.end and (after := next(inside, None)) is not None:
-            now = after
-        if not now.begin <= event["ts"] < now.end:
-            continue
+        now = ranges[max(0, bisect.bisect_right(begins, event["ts"]) - 1)]
         name, kind = _short(event["name"]), kind_of(event["name"])
-        if event["name"] == PREFIX + WAIT:
-            kind = COMMUNICATION
-        if kind == HOST:
+        kind = COMMUNICATION if event["name"] == PREFIX + WAIT else kind
+        if kind == HOST or not now.begin <= event["ts"] < now.end:
             continue
-        parts[now.phase][kind] += own_us
+        sums.parts[now.phase][kind] += own_us
         if kind != COMMUNICATION and event.get("cat") == "cpu_op":
-            entry = groups[name, now.phase, kind, _shape(event)]
-            entry[0] += not nested
-            entry[1] += own_us
+            sums.add_op(name, now.phase, kind, _shape(event), us=own_us, calls=not nested)
     for r in ranges:
-        parts[r.phase][HOST] += r.end - r.begin
-    for kinds in parts.values():
+        sums.parts[r.phase][HOST] += r.end - r.begin
+    for kinds in sums.parts.values():
         kinds[HOST] = max(0.0, kinds[HOST] - sum(kinds[k] for k in KINDS if k != HOST))
-    return TraceTimes(steps, _per_step(parts, steps), _ops(groups, steps))
+    return []
 
 
 def _short(name: str) -> str:
@@ -183,15 +188,10 @@ def _own_times(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any
     return ((event, max(0.0, us), again) for event, us, again in zip(events, own, nested))
 
 
-def _on_gpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -> TraceTimes:
-    by_id = {
-        e["args"]["External id"]: e
-        for e in found
-        if e.get("cat") == "cpu_op" and "External id" in e.get("args", {})
-    }
+def _add_gpu(sums: _Sums, found: list[dict[str, Any]], ranges: Sequence[_Range]) -> list[Span]:
+    by_id = {e.get("args", {}).get("External id"): e for e in found if e.get("cat") == "cpu_op"}
+    by_id.pop(None, None)
     work = _by_range(found, ranges)
-    parts = {p: dict.fromkeys(KINDS, 0.0) for p in PHASES}
-    groups: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
     spans = [_span(HOST, r.phase, r.begin, r.end) for r in ranges]
     begins = [min((e["ts"] for e in part), default=math.inf) for part in work]
     until = first = min(ranges[0].begin, *begins)
@@ -202,28 +202,24 @@ def _on_gpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -
         for event in part:
             op = by_id.get(event["args"].get("External id"), {})
             name = _short(op.get("name", event["name"]))
-            kind = kind_of(name, event["name"])
+            kind, kernel = kind_of(name, event["name"]), event["name"].lower()
             begin, end = event["ts"], event["ts"] + event["dur"]
             intervals.append((kind, begin, end))
             if kind == COMMUNICATION:
-                kernel = event["name"].lower()
                 row = GATHER if "gather" in kernel else PP if "sendrecv" in kernel else REDUCE
                 spans.append(_span(row, row, begin, end))
             else:
                 spans.append(_span(COMPUTE, r.phase, begin, end))
-                entry = groups[name, r.phase, kind, _shape(op)]
-                entry[0] += 1
-                entry[1] += event["dur"]
+                sums.add_op(name, r.phase, kind, _shape(op), us=event["dur"])
         stop = max([until, *(end for _, _, end in intervals)])
         if not part:  # the host alone, as long as nothing runs
             stop = max(until, min([r.end, *begins[i + 1 :]]))
         for kind, begin, end in _by_priority(intervals, until, stop):
-            parts[r.phase][kind] += end - begin
+            sums.parts[r.phase][kind] += end - begin
             if kind == COMMUNICATION:
                 spans.append(_span(WAIT, "nccl", begin, end))
         until = stop
-    shown = _merged(window(spans, first / 1e3, until / 1e3))
-    return TraceTimes(steps, _per_step(parts, steps), _ops(groups, steps), shown)
+    return _merged(window(spans, first / 1e3, until / 1e3))
 
 
 def _by_range(found: list[dict[str, Any]], ranges: Sequence[_Range]) -> list[list[dict[str, Any]]]:
@@ -262,19 +258,6 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def _per_step(parts: dict[str, dict[str, float]], steps: int) -> dict[str, dict[str, float]]:
-    return {p: {k: us / 1e3 / steps for k, us in kinds.items()} for p, kinds in parts.items()}
-
-
-def _ops(groups: dict[tuple, list[float]], steps: int) -> list[OpTime]:
-    """The longest first."""
-    found = [
-        OpTime(name, phase, kind, shape, n / steps, us / 1e3 / steps)
-        for (name, phase, kind, shape), (n, us) in groups.items()
-    ]
-    return sorted(found, key=lambda op: -op.ms)
-
-
 def _by_priority(
     intervals: Iterable[tuple[str, float, float]], begin: float, end: float
 ) -> Iterator[tuple[str, float, float]]:
@@ -299,8 +282,8 @@ def product_flops(op: OpTime) -> float | None:
         return 2.0 * math.prod(dims[0]) * dims[1][0]  # x [.., K], w [N, K]
     if name == "linear_bwd" and len(dims) >= 3:
         return 4.0 * math.prod(dims[0]) * dims[2][1]  # dy [.., N], x, w: two products
-    if name in ("aten::mm", "aten::bmm") and len(dims) >= 2:
+    if name in ("aten::addmm", "aten::baddbmm"):  # the sum that it is added to comes first
+        dims = dims[1:]
+    if name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm") and len(dims) >= 2:
         return 2.0 * math.prod(dims[0]) * dims[1][-1]
-    if name in ("aten::addmm", "aten::baddbmm") and len(dims) >= 3:
-        return 2.0 * math.prod(dims[1]) * dims[2][-1]
     return None

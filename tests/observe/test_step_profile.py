@@ -74,7 +74,7 @@ def test_phases_of_a_cpu_have_the_times_of_the_median_step():
              for name in PHASES}  # fmt: skip
     parts[FORWARD] |= {"compute": 6.0, "host": 12.0}
     steps = [window(spans, begin, end) for begin, end in pairwise(edges)]
-    phases = profile._fit_to_spans(TraceTimes(3, parts), steps)
+    phases = profile._fit_to_spans(TraceTimes(parts), steps)
     forward = phases[1]
     assert forward.ms == pytest.approx(11.0)
     assert forward.communication_ms == pytest.approx(2.0)
@@ -90,7 +90,7 @@ def test_phases_of_a_gpu_are_fitted_to_a_step_without_the_profiler(step_ms, comp
     parts = {name: dict(kinds) for name in PHASES}
     parts[FORWARD] |= {"compute": 6.0, "host": 4.0}
     parts[BACKWARD] |= {"memory": 1.0, "communication": 1.0}
-    phases = profile._fit_to_step(TraceTimes(1, parts), step_ms)
+    phases = profile._fit_to_step(TraceTimes(parts), step_ms)
     assert sum(p.ms for p in phases) == pytest.approx(step_ms)
     assert phases[1].compute_ms == pytest.approx(compute)
     assert phases[1].host_ms == pytest.approx(host)
