@@ -340,7 +340,7 @@ def _profile(arguments: list[str]) -> int:
     options, flags = parse_profile(arguments)
     config = parse_train(flags)
     nproc = _ranks_to_start(config)
-    options, config = prepare(options, config)
+    config = prepare(options, config)
     if not is_rank() and nproc > 1:
         own = ["--steps", str(options.steps), "--out", str(options.out)]
         return launch.launch(["profile", *flags, *own], nproc, threads=config.system.threads)

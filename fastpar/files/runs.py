@@ -37,6 +37,11 @@ def newest_run(runs: str | Path = RUNS) -> Path | None:
     return max(found)[1] if found else None
 
 
+def is_taken(folder: Path) -> bool:
+    """Whether results cannot go there: it is no folder, or holds something."""
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
 def make_next_free(path: Path) -> Path:
     """Makes the first folder of path, path-2, path-3, ... that is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ from fastpar.comm.ranks import threads_per_rank
 from fastpar.comm.recorder import WireMeter
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
 from fastpar.doctor.trial import synchronize
-from fastpar.files.runs import RUNS, Progress, duration, make_next_free
+from fastpar.files.runs import RUNS, Progress, duration, is_taken, make_next_free
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
 from fastpar.observe.pictures import draw_all
@@ -58,6 +58,7 @@ DEFAULT = (  # side by side what does the same: torch's, then fastpar's
 )
 EXPERTS_LINE = "experts  {n_expert} in each layer, of {expert_hidden} features, top {top_k}"
 UNTIMED_STEPS = 3
+_COPIED = ("nproc", "optimizer", "lr", "muon_lr", "seed")  # settings of the command
 LENGTHS = {"epochs": (3, 2), "epoch_steps": (80, 12), "repeats": (3, 1)}  # in full, and quick
 START_S = 6.0  # of a run's processes, on two cores; only for the expected time
 STEP_OVER_GRADIENTS = 1.6  # a step over its forward and backward; only for the expected time
@@ -148,8 +149,7 @@ def check(command: CompareCommand) -> None:
     chosen(command)
     lowest = dict.fromkeys(("nproc", "batch_size", "epochs", "repeats", "threads"), 1)
     check_at_least("compare", {**vars(command), **vars(command.text)}, lowest | {"epoch_steps": 0})
-    for name in ("lr", "muon_lr"):
-        value = getattr(command, name)
+    for name, value in (("lr", command.lr), ("muon_lr", command.muon_lr)):
         if not 0 < value < float("inf"):
             raise ValueError(
                 f"compare: expected {name} > 0, got {name}={value}; set {option(name)}"
@@ -160,8 +160,7 @@ def check(command: CompareCommand) -> None:
             f"compare: expected batch_size to be a multiple of nproc={nproc}, got "
             f"batch_size={rows}; use --batch-size {-(-rows // nproc) * nproc}"
         )
-    out = Path(command.out) if command.out is not None else None
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if command.out is not None and is_taken(Path(command.out)):
         raise ValueError(
             f"compare: expected a new or an empty folder, got out={command.out}; a comparison "
             "is not gone on with: choose another --out"
@@ -247,15 +246,14 @@ class Schedule:
         data = load_data(command.text.data, command.text.tokenizer, block_size=shape.block_size)
         shape = replace(shape, vocab_size=data.vocab_size)
         experts = experts_of(command, shape) if any(STRATEGIES[n].sparse for n in names) else {}
-        given = {name: getattr(command, name) for name in LENGTHS}
         lengths = {name: usual[command.quick] for name, usual in LENGTHS.items()}
-        lengths |= {name: n for name, n in given.items() if n is not None}
+        lengths |= {name: n for name in LENGTHS if (n := getattr(command, name)) is not None}
         if lengths["epoch_steps"] == 0:
             windows = n_samples_per_epoch(data.train, shape.block_size)
             lengths["epoch_steps"] = max(1, windows // command.text.batch_size)
         settings = {
             "strategies": names,
-            "nproc": command.nproc,
+            **{name: getattr(command, name) for name in _COPIED},
             "model": command.shape.model,
             "shape": asdict(shape),
             "parameters": count_parameters(shape, padded=True),
@@ -266,10 +264,6 @@ class Schedule:
             "block_size": shape.block_size,
             **lengths,
             "untimed_steps": min(UNTIMED_STEPS, lengths["epoch_steps"] - 1),
-            "optimizer": command.optimizer,
-            "lr": command.lr,
-            "muon_lr": command.muon_lr,
-            "seed": command.seed,
             "device": device,
             "threads": threads_per_rank(command.threads, command.nproc),
         }
@@ -432,7 +426,7 @@ class Rank:
     def train(self) -> Run:
         """All steps, then what can only be measured after them."""
         run, exposed, counted = self.run, [], max(0, self.untimed - 1)
-        theirs = not self.ours and not self.strategy.one_rank
+        theirs = not (self.ours or self.strategy.one_rank)
         with self.measuring, self.meter.of_fastpar() if self.within else nullcontext():
             for step in range(self.steps):
                 waited, sent = self.meter.waited_s, self.meter.sent_bytes
@@ -575,8 +569,7 @@ def _measure_one(
 ) -> None:
     """One run, whose failure ends no other."""
     comparison = schedule.comparison
-    where += f" {run.strategy}"
-    where += f", micro-batches of {run.micro_batch_size}" if run.yardstick else ""
+    where += f" {run.strategy}" + f", micro-batches of {run.micro_batch_size}" * run.yardstick
 
     def on_step(step: int, loss: float, seconds: float) -> None:
         speed = comparison.tokens_per_step / seconds
@@ -587,13 +580,11 @@ def _measure_one(
     except ranks.RankFailed as error:
         run.error = f"rank {error.rank}: {error.reason}" if run.ranks > 1 else error.reason
     comparison.runs.append(run)
-    if run.error is not None:
-        progress.say(f"{where}: failed: {run.error}")
-    else:
-        progress.say(
-            f"{where}: {comparison.tokens_per_s(run):,.0f} tokens/s, last loss "
-            f"{run.losses[-1]:.4f}, {run.seconds:.0f} s"
-        )
+    said = f"failed: {run.error}"
+    if run.error is None:
+        speed = f"{comparison.tokens_per_s(run):,.0f} tokens/s"
+        said = f"{speed}, last loss {run.losses[-1]:.4f}, {run.seconds:.0f} s"
+    progress.say(f"{where}: {said}")
 
 
 def write_report(comparison: Comparison, folder: Path) -> None:

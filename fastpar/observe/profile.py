@@ -24,7 +24,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,7 +55,7 @@ from fastpar.comm.recorder import (
 )
 from fastpar.doctor.trial import synchronize
 from fastpar.engine.engine import Engine
-from fastpar.files.runs import RUNS
+from fastpar.files.runs import RUNS, is_taken
 from fastpar.kernels import backend
 from fastpar.models.gpt import GPT
 from fastpar.observe.pictures import draw_timeline
@@ -86,18 +86,7 @@ _SHOWN_RANKS = 4
 _AS_WORK = {"linear_cross_entropy": "loss", "adamw_step_": "optimizer"}  # names of step.Op
 
 
-@dataclass(frozen=True)
-class ProfileOptions:
-    """What `fastpar profile` has beside the settings of `fastpar train`."""
-
-    steps: int = 5
-    out: str | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least("profile", vars(self), {"steps": 1})
-
-
-def parse_profile(arguments: Sequence[str]) -> tuple[ProfileOptions, list[str]]:
+def parse_profile(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the flags that are left, which are those of `fastpar train`."""
     parser = argparse.ArgumentParser(
         "fastpar profile",
@@ -113,14 +102,15 @@ def parse_profile(arguments: Sequence[str]) -> tuple[ProfileOptions, list[str]]:
         help="new folder for trace.json, timeline.png and profile.json; unset: the first free one "
         f"of {RUNS}/profile, {RUNS}/profile-2, ...",
     )
-    known, left = parser.parse_known_args(arguments)
+    options, left = parser.parse_known_args(arguments)
     if "-h" in left or "--help" in left:
         print(parser.format_help())
-    return ProfileOptions(known.steps, known.out), left
+    check_at_least("profile", vars(options), {"steps": 1})
+    return options, left
 
 
-def prepare(options: ProfileOptions, config: TrainConfig) -> tuple[ProfileOptions, TrainConfig]:
-    """The folder chosen, by rank 0, and the settings of the run that profile() takes.
+def prepare(options: argparse.Namespace, config: TrainConfig) -> TrainConfig:
+    """The settings of the run that profile() takes; rank 0 chooses the folder, options.out.
 
     Raises:
         ValueError: --resume; a folder that is not new; what `fastpar train` refuses.
@@ -139,14 +129,14 @@ def prepare(options: ProfileOptions, config: TrainConfig) -> tuple[ProfileOption
         names = itertools.chain(["profile"], (f"profile-{n}" for n in itertools.count(2)))
         free = (path for name in names if not (path := Path(RUNS, name)).exists())
         out = Path(options.out) if options.out is not None else next(free)
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if is_taken(out):
             raise ValueError(
                 f"profile: expected a new or empty folder, got out={out}; choose another --out"
             )
-        options = replace(options, out=str(out))
+        options.out = str(out)
     n_steps = max(config.run.max_steps, WARM_UP + 2 * options.steps + 1)
     # A replay of CUDA graphs has no phases that a host sees.
-    return options, config.replace({"max_steps": n_steps, "out": None, "cuda_graphs": False})
+    return config.replace({"max_steps": n_steps, "out": None, "cuda_graphs": False})
 
 
 class Trained(Protocol):
@@ -176,7 +166,7 @@ def title_of(trainer: Trained) -> str:
     )
 
 
-def profile(trainer: Trained, options: ProfileOptions) -> int:
+def profile(trainer: Trained, options: argparse.Namespace) -> int:
     """All of it on one rank; rank 0 writes and prints. Returns the exit status. Ranks: all."""
     mesh, out = trainer.mesh, Path(options.out or RUNS)
     if mesh.is_main:

@@ -207,22 +207,16 @@ def table(measured: Measured) -> list[str]:
 def verdict(measured: Measured) -> list[str]:
     """What bounds the step, what its products and the rest reach, what communication hides."""
     shares, ceilings, bound = measured.shares, measured.ceilings, measured.bound
-    lines = [
-        f"The step is {bound}-bound: {percent(shares[bound])} of {measured.step_ms:.1f} ms; "
-        + ", ".join(f"{kind} {percent(share)}" for kind, share in shares.items() if kind != bound)
-        + "."
-    ]
+    others = ", ".join(f"{kind} {percent(part)}" for kind, part in shares.items() if kind != bound)
+    share, step_ms = percent(shares[bound]), measured.step_ms
+    lines = [f"The step is {bound}-bound: {share} of {step_ms:.1f} ms; {others}."]
     product, rest = measured.of_matmul(measured.phases), measured.of_copy(measured.phases)
     if product is not None:
-        lines.append(
-            f"Products of matrices reach {percent(product)} of the {ceilings.matmul} product's "
-            f"{ceilings.matmul_tflop_per_s:.3g} TFLOP/s a rank."
-        )
+        best = f"{ceilings.matmul} product's {ceilings.matmul_tflop_per_s:.3g} TFLOP/s a rank"
+        lines.append(f"Products of matrices reach {percent(product)} of the {best}.")
     if rest is not None:
-        lines.append(
-            f"The other operations move {percent(rest)} of what a copy moves, "
-            f"{ceilings.copy_gb_per_s:.3g} GB/s a rank."
-        )
+        best = f"what a copy moves, {ceilings.copy_gb_per_s:.3g} GB/s a rank"
+        lines.append(f"The other operations move {percent(rest)} of {best}.")
     if measured.setup.optimizer == "muon":
         update = measured.phase(OPTIMIZER)
         lines.append(
@@ -233,11 +227,12 @@ def verdict(measured: Measured) -> list[str]:
         )
     moving_ms = measured.situation.moving_ms
     if measured.setup.world_size > 1 and moving_ms:
-        hidden = max(0.0, 1 - shares[COMMUNICATION] * measured.step_ms / moving_ms)
+        hidden = percent(max(0.0, 1 - shares[COMMUNICATION] * step_ms / moving_ms))
+        gb_per_s = measured.situation.sent_bytes / 1e6 / moving_ms
+        sent = f"{gb_per_s:.3g} GB/s sent a rank over {measured.setup.transport}"
         lines.append(
-            f"Exchanges are under way for {moving_ms:.1f} ms "
-            f"({measured.situation.sent_bytes / 1e6 / moving_ms:.3g} GB/s sent a rank over "
-            f"{measured.setup.transport}), {percent(hidden)} of it behind computation."
+            f"Exchanges are under way for {moving_ms:.1f} ms ({sent}), {hidden} of it behind "
+            "computation."
         )
     return lines
 
@@ -256,24 +251,23 @@ def advise(measured: Measured) -> list[str]:
 
 
 def _kernels(m: Measured) -> Iterator[str]:
-    backend = m.situation.forced_backend
-    if backend == "none":
+    forced = m.situation.forced_backend
+    if forced == "none":
         yield f"There is no compiled module, so torch computes everything: {WITH_CPP}."
-    elif backend:
-        yield (
-            f"FASTPAR_BACKEND={backend} forces a backend: unset it, so that the fastest "
-            "kernel of each op runs (`fastpar info` lists them)."
-        )
+    elif forced:
+        free = "unset it, so that the fastest kernel of each op runs (`fastpar info` lists them)"
+        yield f"FASTPAR_BACKEND={forced} forces a backend: {free}."
     if m.setup.device_type == "cuda" and m.setup.dtype == "fp32":
         yield "Weights are fp32 on a GPU: --dtype bf16 is several times as fast in every product."
 
 
 def _host(m: Measured) -> Iterator[str]:
-    share = m.shares[INPUT]
+    share, idle = m.shares[INPUT], m.situation.idle_cores
     if share >= INPUT_SHARE:
+        why = f"Batches take {percent(share)} of the step"
         yield (
-            f"Batches take {percent(share)} of the step: keep the token cache on a local disk "
-            "(XDG_CACHE_HOME), and raise --micro-batch-size so that fewer batches are cut."
+            f"{why}: keep the token cache on a local disk (XDG_CACHE_HOME), and raise "
+            "--micro-batch-size so that fewer batches are cut."
         )
     yield from _small_operations(m)
     waits = m.shares[HOST] >= HOST_SHARE and m.setup.device_type == "cuda"
@@ -283,16 +277,14 @@ def _host(m: Measured) -> Iterator[str]:
             "graphs does not; elsewhere --cuda-graphs replays micro-batches, or --compile joins "
             "small operations, after a slow start."
         )
-    if m.situation.idle_cores and m.shares[COMPUTE] >= 0.5:
-        yield (
-            f"{m.situation.idle_cores} cores of this machine belong to no rank: leave --threads "
-            "out, or raise --threads or --nproc."
-        )
+    if idle and m.shares[COMPUTE] >= 0.5:
+        use = "leave --threads out, or raise --threads or --nproc"
+        yield f"{idle} cores of this machine belong to no rank: {use}."
 
 
 def _small_operations(m: Measured) -> Iterator[str]:
     setup, reached = m.setup, m.of_matmul(m.phases)
-    rows = setup.micro_batch_size * m.workload.seq_len
+    rows, batch_size = setup.micro_batch_size * m.workload.seq_len, m.workload.batch_size
     if m.shares[HOST] >= HOST_SHARE:
         why = f"The host takes {percent(m.shares[HOST])} of the step"
     elif m.bound == COMPUTE and rows < SMALL_ROWS and reached is not None and reached < POOR:
@@ -301,136 +293,109 @@ def _small_operations(m: Measured) -> Iterator[str]:
         return
     if setup.grad_accum_steps > 1:
         even = setup.grad_accum_steps % 2 == 0
-        larger = 2 * setup.micro_batch_size if even else m.workload.batch_size // setup.dp
-        yield (
-            f"{why}: --micro-batch-size {larger} does the same samples in fewer, larger operations."
-        )
+        larger = 2 * setup.micro_batch_size if even else batch_size // setup.dp
+        more = f"--micro-batch-size {larger}"
+        yield f"{why}: {more} does the same samples in fewer, larger operations."
     else:
-        yield (
-            f"{why}: a larger --batch-size (now {m.workload.batch_size}) gives every operation "
-            "more rows for the same overhead."
-        )
+        more = f"a larger --batch-size (now {batch_size})"
+        yield f"{why}: {more} gives every operation more rows for the same overhead."
 
 
 def _exchanges(m: Measured) -> Iterator[str]:
-    setup, situation = m.setup, m.situation
+    seen, waited = m.situation, m.situation.waited_ms
     communicates = m.shares[COMMUNICATION] >= EXPOSED_SHARE
     # Shared memory needs the compiled module, which the first rule asks for.
-    if communicates and setup.transport == "gloo" and situation.forced_backend != "none":
+    if communicates and m.setup.transport == "gloo" and seen.forced_backend != "none":
         yield "Ranks of one host exchange over gloo: --transport auto uses shared memory."
-    waited = situation.waited_ms
     longest = max(waited, key=lambda kind: waited[kind], default=None)
     if longest is not None and waited[longest] >= EXPOSED_SHARE * m.step_ms:
-        yield from _WAITS[longest](m, f"{waited[longest]:.1f} ms a step wait for")
-    if communicates and situation.deterministic:
-        yield (
-            "Sums in a fixed order wait for all ranks: leave --deterministic out where bits may "
-            "vary."
-        )
+        yield from (f"{waited[longest]:.1f} ms a step wait for {t}" for t in _WAITS[longest](m))
+    if communicates and seen.deterministic:
+        why = "Sums in a fixed order wait for all ranks"
+        yield f"{why}: leave --deterministic out where bits may vary."
 
 
-def _control_waits(m: Measured, why: str) -> Iterator[str]:
-    yield (
-        f"{why} the slowest rank: other programs use its cores, or ranks have more --threads than "
-        "cores."
-    )
+def _control_waits(m: Measured) -> Iterator[str]:
+    why = "other programs use its cores, or ranks have more --threads than cores"
+    yield f"the slowest rank: {why}."
 
 
-def _tp_waits(m: Measured, why: str) -> Iterator[str]:
-    heads = m.workload.shape.heads_of_rank(m.setup.tp) if m.setup.by_keys else 0
-    if m.setup.cp > 1 and heads and heads % m.setup.cp == 0:
-        yield (
-            f"{why} exchanges of sequences: --cp-method heads sends {4 / (3 * m.setup.cp):.0%} as "
-            "much."
-        )
-    elif m.setup.cp > 1:
-        yield (
-            f"{why} exchanges of sequences: --cp {m.setup.cp // 2} with --activation-checkpointing "
-            "full holds as many activations with fewer of them."
-        )
-    if m.setup.tp == 1:
-        return
-    yield (
-        f"{why} exchanges inside of layers: --tp {m.setup.tp // 2} with a higher --zero stage "
-        "splits the memory with less of them."
-    )
+def _tp_waits(m: Measured) -> Iterator[str]:
+    tp, cp = m.setup.tp, m.setup.cp
+    heads = m.workload.shape.heads_of_rank(tp) if m.setup.by_keys else 0
+    if cp > 1 and heads and heads % cp == 0:
+        yield f"exchanges of sequences: --cp-method heads sends {4 / (3 * cp):.0%} as much."
+    elif cp > 1:
+        fewer = f"--cp {cp // 2} with --activation-checkpointing full"
+        yield f"exchanges of sequences: {fewer} holds as many activations with fewer of them."
+    if tp > 1:
+        fewer = f"--tp {tp // 2} with a higher --zero stage"
+        yield f"exchanges inside of layers: {fewer} splits the memory with less of them."
 
 
-def _gather_waits(m: Measured, why: str) -> Iterator[str]:
+def _gather_waits(m: Measured) -> Iterator[str]:
     setup = m.setup
     if setup.zero_stage == 3:
         whole = m.workload.n_parameters / setup.tp * setup.weight_bytes * (1 - 1 / setup.data) / 1e6
-        yield (
-            f"{why} gathered weights: --zero 2 keeps them whole, for {whole:,.0f} MB more a rank."
-        )
+        yield f"gathered weights: --zero 2 keeps them whole, for {whole:,.0f} MB more a rank."
     elif setup.zero_stage:
         yield (
-            f"{why} updated weights: --zero 0 keeps the optimizer whole on every rank; or a larger "
+            "updated weights: --zero 0 keeps the optimizer whole on every rank; or a larger "
             "--batch-size, for more work to hide them in."
         )
 
 
-def _reduce_waits(m: Measured, why: str) -> Iterator[str]:
+def _reduce_waits(m: Measured) -> Iterator[str]:
     setup, n_buckets, mean_mb = m.setup, m.situation.n_buckets, m.situation.bucket_mb
-    why += " reduced gradients"
     if setup.grad_accum_steps > 1 and setup.accumulate == "shard":
-        yield (
-            f"{why}, which are sent {setup.grad_accum_steps} times: --accumulate full sends their "
-            "sum once."
-        )
+        often = f"which are sent {setup.grad_accum_steps} times"
+        yield f"reduced gradients, {often}: --accumulate full sends their sum once."
     elif setup.dtype != "fp32" and setup.reduce_dtype == "fp32":
-        yield f"{why}: --reduce-dtype {setup.dtype} halves the bytes."
+        yield f"reduced gradients: --reduce-dtype {setup.dtype} halves the bytes."
     elif n_buckets <= 2:
+        smaller = f"--bucket-mb {max(0.1, mean_mb / 4):.2g}"
         yield (
-            f"{why} in {n_buckets} buckets, the first of which leaves late: --bucket-mb "
-            f"{max(0.1, mean_mb / 4):.2g}."
+            f"reduced gradients in {n_buckets} buckets, the first of which leaves late: {smaller}."
         )
     elif mean_mb < SMALL_BUCKET_MB and n_buckets > 8:
-        yield f"{why} in {n_buckets} buckets of {mean_mb:.2g} MB: --bucket-mb {4 * mean_mb:.2g}."
+        buckets, larger = f"{n_buckets} buckets of {mean_mb:.2g} MB", f"{4 * mean_mb:.2g}"
+        yield f"reduced gradients in {buckets}: --bucket-mb {larger}."
     else:
-        yield (
-            f"{why}: a larger --batch-size per step with --grad-accum-steps sends them less often."
-        )
+        more = "a larger --batch-size per step with --grad-accum-steps"
+        yield f"reduced gradients: {more} sends them less often."
 
 
-def _stage_waits(m: Measured, why: str) -> Iterator[str]:
-    setup = m.setup
-    why += " other stages of the pipeline"
-    if setup.grad_accum_steps < 4 * setup.pp and setup.micro_batch_size > 1:
-        half = setup.micro_batch_size // 2
-        yield f"{why}: --micro-batch-size {half} gives them more, smaller micro-batches."
+def _stage_waits(m: Measured) -> Iterator[str]:
+    setup, rows = m.setup, m.setup.micro_batch_size
+    if setup.grad_accum_steps < 4 * setup.pp and rows > 1:
+        change = f"--micro-batch-size {rows // 2} gives them more, smaller micro-batches"
     elif setup.schedule not in ("zb-v", "interleaved"):
-        yield f"{why}: --schedule zb-v has two stages a rank and waits less."
+        change = "--schedule zb-v has two stages a rank and waits less"
     else:
-        yield f"{why}: a larger --batch-size has more micro-batches; --pp-split moves layers."
+        change = "a larger --batch-size has more micro-batches; --pp-split moves layers"
+    yield f"other stages of the pipeline: {change}."
 
 
-_WAITS: dict[str, Callable[[Measured, str], Iterator[str]]] = {
-    CONTROL: _control_waits,
-    TP: _tp_waits,
-    PP: _stage_waits,
-    GATHER: _gather_waits,
-    REDUCE: _reduce_waits,
+# What a rank waits for -> the rest of "... ms a step wait for ".
+_WAITS: dict[str, Callable[[Measured], Iterator[str]]] = {
+    **{CONTROL: _control_waits, TP: _tp_waits, PP: _stage_waits},
+    **{GATHER: _gather_waits, REDUCE: _reduce_waits},
 }
 
 
 def _update(m: Measured) -> Iterator[str]:
     setup, share = m.setup, m.phase(OPTIMIZER).ms / max(m.step_ms, 1e-9)
-    why = f"The optimizer takes {percent(share)} of the step"
-    if share < UPDATE_SHARE:
-        pass
-    elif setup.data > 1 and setup.zero_stage == 0 and setup.optimizer == "adamw":
-        yield f"{why}: --zero 1 gives each of {setup.data} ranks its part of the update."
-    elif (setup.moment_dtype, setup.optimizer, setup.device_type) == ("fp32", "adamw", "cuda"):
-        yield f"{why}: --moment-dtype bf16 moves half the bytes of its moments."
-    else:
-        yield f"{why}: a larger --batch-size with --grad-accum-steps updates less often."
+    if share >= UPDATE_SHARE:
+        change = "a larger --batch-size with --grad-accum-steps updates less often"
+        if setup.data > 1 and setup.zero_stage == 0 and setup.optimizer == "adamw":
+            change = f"--zero 1 gives each of {setup.data} ranks its part of the update"
+        elif (setup.moment_dtype, setup.optimizer, setup.device_type) == ("fp32", "adamw", "cuda"):
+            change = "--moment-dtype bf16 moves half the bytes of its moments"
+        yield f"The optimizer takes {percent(share)} of the step: {change}."
     mode = setup.activation_checkpointing
     if mode != "none":
-        yield (
-            f"Blocks are computed again in backward (--activation-checkpointing {mode}): "
-            f"{'selective' if mode == 'full' else 'none'} does less of it, where memory allows."
-        )
+        less = f"{'selective' if mode == 'full' else 'none'} does less of it, where memory allows"
+        yield f"Blocks are computed again in backward (--activation-checkpointing {mode}): {less}."
 
 
 RULES: tuple[Callable[[Measured], Iterator[str]], ...] = (_kernels, _host, _exchanges, _update)
