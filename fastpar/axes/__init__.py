@@ -9,7 +9,8 @@ An axis says everything about itself. Everybody else goes through every() and na
     split        the parameters of these: which part of each it has
     connect      the modules of a rank with those of other ranks
     attach       to the engine that was made
-    describe     lines of engine.describe(); memory: its bytes; record: what a checkpoint notes
+    describe     lines of engine.describe(); memory: its bytes; header: of a run; record: of a
+                 checkpoint
     ops, comms   of one optimizer step of a rank, on paper
     states       bytes that stay on a rank from step to step
     candidates   layouts that `fastpar plan` should try
@@ -25,7 +26,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import nn
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
+from fastpar.settings.config import GPTConfig
 from fastpar.settings.fields import More, flat
 from fastpar.settings.parallel import Parallel
 from fastpar.settings.rules import add_rules
@@ -116,6 +118,14 @@ class Axis:
     def memory(self, shards: Any) -> dict[str, int]:
         """Bytes that are alive on this rank beside those of buckets, by kind."""
         return {}
+
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterable[str]:
+        """What a run says of this axis at its start: a few words, then perhaps lines.
+
+        Args:
+            known: settings in effect by name, and world_size.
+        """
+        return ()
 
     def record(self, shards: Any) -> dict[str, Any]:
         """What a checkpoint notes of how this axis ran, by name, for people."""

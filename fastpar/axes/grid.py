@@ -74,6 +74,7 @@ from fastpar.settings.block import (
     split_products,
     widths,
 )
+from fastpar.settings.config import GPTConfig
 from fastpar.sharding.placements import Partial, Shard, State
 
 _DEVICES = ("CPU", "CUDA")
@@ -429,6 +430,10 @@ class Gridded(Axis):
         mine = partial * setup.grad_bytes / setup.n_shards
         yield column("all_reduce", n_micro if setup.stage == 0 else 1, mine)
         yield CommOp("all_reduce", "tp", wide, r * setup.depth, c, n_micro, "")  # the loss
+
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
+        if known["tp_grid"] is not None:
+            yield f"grid {known['tp_grid']} (samples by rows, features by columns)"
 
     def split(self, making: Making) -> None:
         model, mesh = making.model, making.mesh

@@ -14,7 +14,11 @@ arXiv 1808.07217
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from fastpar.axes import Axis
+from fastpar.settings.config import GPTConfig
 
 
 class Replicas(Axis):
@@ -22,6 +26,10 @@ class Replicas(Axis):
 
     name = "replicas"
     order = 10
+
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
+        if known["outer_every"] is not None:
+            yield f"replicas {known['replicas']}, which meet every {known['outer_every']} steps"
 
 
 AXIS = Replicas()

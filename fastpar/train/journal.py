@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -42,7 +41,7 @@ import torch
 from torch import Tensor
 
 from fastpar._version import __version__
-from fastpar.axes.pipeline.simulator import Costs, time_of
+from fastpar.axes import every
 from fastpar.axes.step import Setup
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
@@ -66,9 +65,9 @@ from fastpar.files.runs import (
 )
 from fastpar.models.gpt import GPT
 from fastpar.predict.memory import StepMemory, held_bytes
-from fastpar.settings.block import part_flops
 from fastpar.settings.config import GPTConfig, TrainConfig
-from fastpar.settings.mesh import parse_grid
+from fastpar.settings.mesh import ranks_of_batch
+from fastpar.settings.parallel import MeshSettings
 from fastpar.train.sample import sample
 
 
@@ -348,23 +347,14 @@ class RunFolder:
         self.notes: tuple[str, ...] = ()
         self.tell: Callable[..., None] = print
         shape, rows = model.config, config.text.batch_size
-        tp, cp, pp, ep = (facts[axis] for axis in ("tp", "cp", "pp", "ep"))
-        tokens, axes = rows * facts["block_size"], ""
-        dp = f"ranks {facts['world_size']}"
-        grid = parse_grid(facts["tp_grid"])
-        if grid is not None:
-            dp = f"dp {facts['world_size'] // math.prod(grid)}"
-            axes = f"{dp} * grid {facts['tp_grid']} (samples by rows, features by columns), "
-        elif tp * cp * pp > 1:
-            dp = f"dp {facts['world_size'] // (tp * cp * pp)}"
-            keys = " by keys" if facts["cp_method"] == "keys" else ""
-            kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
-            axes = f"{dp}{f' * tp {tp} ({kind})' * (tp > 1)}{f' * cp {cp}{keys}' * (cp > 1)}"
-            axes += f"{f' * pp {pp}' * (pp > 1)}, "
-        n, every = facts["replicas"], config.optim.outer_every
-        if every is not None:
-            axes = f"replicas {n}, which meet every {every} steps, of {axes}"
-        axes += f"experts over {ep} of dp, " * (ep > 1)
+        tokens, known = rows * facts["block_size"], {**config.settings(), **facts}
+        sizes = MeshSettings(**{name: known[name] for name in ("tp", "tp_grid", "cp", "pp")})
+        together = math.prod(ranks_of_batch(sizes).values())
+        dp = f"{'dp' if together > 1 else 'ranks'} {facts['world_size'] // together}"
+        told = [tuple(axis.header(known, shape)) for axis in every()]
+        split = [words[0] for words in told if words]
+        ranks = ", ".join([dp] * (together > 1) + split) + ", " * bool(split)
+        n, tp, cp = facts["replicas"], facts["tp"], facts["cp"]
         sparse = f"{shape.n_expert} experts (top {shape.top_k}) in {shape.expert_layers} layers, "
         parts = 1 if facts["cp_method"] == "keys" else cp  # that attend different heads
         heads, padded = shape.n_head, tp * parts * -(-shape.heads_of_rank(tp) // parts)
@@ -381,10 +371,10 @@ class RunFolder:
             f"batch    {tokens:,} tokens a step: {rows} sequences = {f'replicas {n} * ' * (n > 1)}"
             f"{dp} * micro-batch "
             f"{facts['micro_batch_size']} * accumulation {facts['grad_accum_steps']}",
-            f"ranks    {axes}stage {facts['zero_stage']}, shards {facts['n_shards']}, transport "
+            f"ranks    {ranks}stage {facts['zero_stage']}, shards {facts['n_shards']}, transport "
             f"{facts['transport']}, accumulate {facts['accumulate']}; {facts['storage']}",
             f"run      {self.path}{note}, steps {step} to {config.run.max_steps}",
-            *([_pipeline(facts, shape)] if pp > 1 else []),
+            *(line for words in told for line in words[1:]),
             *([f"graphs   {facts['graphs']}"] if "graphs" in facts else []),
             *(f"changed  {change}" for change in changes),
         )
@@ -488,20 +478,6 @@ def example_prompt(data: TextData) -> str:
         if prompt.isprintable() and "\ufffd" not in prompt and any(map(str.isalpha, prompt)):
             return prompt
     return ""
-
-
-def _pipeline(facts: dict[str, Any], shape: GPTConfig) -> str:
-    """The line on a pipeline's stages, with the part of the time in which a rank waits."""
-    split, m = facts["pp_split"], facts["grad_accum_steps"]
-    name, pp = facts["schedule"], facts["pp"]
-    ends = [0, *itertools.accumulate([split[0] + 1, *split[1:-1], split[-1] + 1])]
-    flops = [sum(part_flops(shape)[a:b]) for a, b in itertools.pairwise(ends)]
-    makespan, _ = time_of(name, pp, m, len(split) // pp, Costs(flops, flops, flops), 0.0)
-    bubble = 1 - 3 * m * sum(flops) / (pp * makespan)
-    return (
-        f"stages   {' + '.join(map(str, split))} layers, {name} over {m} micro-batches: "
-        f"ranks wait for {bubble:.0%} of a step, by the floating-point operations of stages"
-    )
 
 
 T = TypeVar("T")

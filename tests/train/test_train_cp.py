@@ -74,7 +74,7 @@ def test_resume_has_the_bits_of_the_uninterrupted_run(here, capsys):
     changes = {"cp": 2, "zero_stage": 3, "deterministic": True}
     run("r", 2, **changes)
     printed = capsys.readouterr().out
-    assert "ranks    dp 1 * cp 2, stage 3, shards 2" in printed
+    assert "ranks    dp 1, cp 2, stage 3, shards 2" in printed
     before = curve("r"), bits("r", 4)
     forget_after("r", 2)
     run("r", 2, **changes, resume=True)

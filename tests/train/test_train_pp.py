@@ -97,7 +97,7 @@ def test_files_of_stages_are_one_model(here, capsys):
     waits = 1 - 6 * (slow + fast) / (12 * slow + 3 * fast)  # both work 12 of their own a step
     line = f"stages   2 + 1 layers, 1f1b over 4 micro-batches: ranks wait for {waits:.0%} of a step"
     assert line in printed
-    assert "ranks    dp 1 * pp 2, stage 0" in printed
+    assert "ranks    dp 1, pp 2, stage 0" in printed
     model = load_weights("stages/latest")
     assert model.wte.weight.shape[1] == 16
     assert torch.isfinite(model.h[2].mlp.c_fc.weight).all()

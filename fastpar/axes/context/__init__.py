@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from fastpar.axes import Axis, Making
 from fastpar.axes.context.sequences import ContextParallel
@@ -47,6 +48,10 @@ class Context(Axis):
             yield CommOp("all_to_all", "cp", mine, c, setup.tp, passes, "")
         wide = 8.0 if setup.weight_bytes == 8 else 4.0
         yield CommOp("all_reduce", "cp", wide, c, setup.tp, n_micro, "")
+
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
+        if known["cp"] > 1:
+            yield f"cp {known['cp']}" + " by keys" * (known["cp_method"] == "keys")
 
     def connect(self, making: Making) -> None:
         mesh, tell = making.mesh, making.tell_rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastpar.axes import Axis
@@ -42,6 +42,10 @@ class Experts(Axis):
         there_and_back, counts = 2 * (forwards + 1) * layers, 8.0 * shape.n_expert
         yield CommOp("all_to_all", "ep", n_bytes, setup.ep, setup.tp, there_and_back, "")
         yield CommOp("all_to_all", "ep", counts, setup.ep, setup.tp, forwards * layers, "")
+
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
+        if known["ep"] > 1:
+            yield f"experts over {known['ep']} of dp"
 
     def describe(self, shards: Any) -> Iterator[str]:
         if shards.ep == 1:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fastpar.axes import Axis, Making
 from fastpar.axes.pipeline.schedules import stage_of
+from fastpar.axes.pipeline.simulator import Costs, time_of
 from fastpar.axes.pipeline.split import cut
 from fastpar.axes.pipeline.stages import cut_stages, make_stages
 from fastpar.axes.step import CommOp, Setup, Workload
@@ -72,6 +74,22 @@ class Pipelined(Axis):
             return
         table = float(vocabulary_rows(workload.shape, t) * width * setup.wire_bytes)
         yield CommOp("all_reduce", "pp", table, 2, stride * (setup.pp - 1), 1, "")
+
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
+        """Also the part of the time in which a rank waits."""
+        pp, name, m = known["pp"], known["schedule"], known["grad_accum_steps"]
+        if pp == 1:
+            return
+        yield f"pp {pp}"
+        split = known["pp_split"]
+        ends = [0, *itertools.accumulate([split[0] + 1, *split[1:-1], split[-1] + 1])]
+        flops = [sum(part_flops(shape)[a:b]) for a, b in itertools.pairwise(ends)]
+        makespan, _ = time_of(name, pp, m, len(split) // pp, Costs(flops, flops, flops), 0.0)
+        bubble = 1 - 3 * m * sum(flops) / (pp * makespan)
+        yield (
+            f"stages   {' + '.join(map(str, split))} layers, {name} over {m} micro-batches: "
+            f"ranks wait for {bubble:.0%} of a step, by the floating-point operations of stages"
+        )
 
     def cut(self, making: Making) -> None:
         asked = making.asked.pipeline

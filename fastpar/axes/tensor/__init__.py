@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fastpar.axes import Axis, Making
@@ -22,6 +22,7 @@ from fastpar.settings.block import (
     vocabulary_rows,
     widths,
 )
+from fastpar.settings.config import GPTConfig
 
 
 def tp_group(mesh: Mesh, make: Callable[[Any, str], Collectives]) -> Collectives:
@@ -89,6 +90,11 @@ class TensorAxis(Axis):
         group = tp_group(mesh, making.make)
         tp = TensorParallel(group, sequence_parallel=possible if tokens is None else tokens)
         split_model(making, tp, planned)
+
+    def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
+        if known["tp"] > 1 and known["tp_grid"] is None:
+            kind = "sequence parallel" if known["sequence_parallel"] else "no sequence parallelism"
+            yield f"tp {known['tp']} ({kind})"
 
     def describe(self, shards: Any) -> Iterator[str]:
         declared = shards.declared
