@@ -7,6 +7,7 @@ An axis says everything about itself. Everybody else goes through every() and na
     plan         before a model is changed: refuse it
     cut          a model's modules: which of them this rank has
     split        the parameters of these: which part of each it has
+    travel       over which ranks the gradients of these parts are summed
     connect      the modules of a rank with those of other ranks
     attach       to the engine that was made
     describe     lines of engine.describe(); memory: its bytes; header: of a run; record: of a
@@ -18,7 +19,8 @@ An axis says everything about itself. Everybody else goes through every() and na
 
 To add one, write a file in this folder with an `AXIS`, or call register(). A method that an axis
 has nothing to say to is left out. [Note: order] Methods are called in the order of `order`: from
-the ranks that lie farthest apart to the nearest, then what works on buckets.
+the ranks that lie farthest apart to the nearest, then what works on buckets; split() the other way
+round: what neighbours have left of a parameter is shared out farther away.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.collectives import Collectives
@@ -71,11 +73,33 @@ class Making:
     kept: dict[str, Any] = field(default_factory=dict)  # what an axis keeps for its next call
 
 
+class Travel(NamedTuple):
+    """Over which ranks the buckets of one key of the layout travel.
+
+    Args:
+        mesh: the ranks as these parameters' gradients see them: copies along replicas, of which
+            those along dp share one.
+        rank: this one's number among those that have the same parameters.
+        share: gives all of these the values of the first. Ranks: all.
+        spread: neighbours along dp that share out the parameters of this key.
+        sources: keeps the gradients of several sources in a bucket apart; None: there is one.
+        groups: over these ranks, an engine.bucket.BucketGroups.
+    """
+
+    mesh: Mesh
+    rank: int
+    share: Callable[[Sequence[Tensor]], None]
+    spread: int = 1
+    sources: Callable[[Any], Any] | None = None
+    groups: Any = None
+
+
 class Axis:
     """One kind of parallelism; a subclass overrides what it has to say.
 
     Attributes:
         name: one word, its name in records.
+        key: its name in a mesh, and of the parameters that it shares out.
         order: see [Note: order].
         settings: a frozen dataclass of settings, where Parallel has none of its own for it. Field
             names are the flags' names, so they are unique.
@@ -83,6 +107,7 @@ class Axis:
     """
 
     name = ""
+    key = ""
     order = 100
     settings: type | None = None
     rules: tuple[Any, ...] = ()
@@ -101,6 +126,13 @@ class Axis:
 
     def split(self, making: Making) -> None:
         """Keep this rank's part of parameters, and say so in making.declared. Ranks: all."""
+
+    def travel(self, making: Making, n_shards: int) -> Travel | None:
+        """Of parameters that have its key, which this axis shares out. Ranks: all.
+
+        Args:
+            n_shards: ranks that share one copy of all others.
+        """
 
     def connect(self, making: Making) -> None:
         """Parameters are on their device: tell modules of the ranks that they compute with.

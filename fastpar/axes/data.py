@@ -27,12 +27,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastpar.axes import Axis
+from fastpar.axes import Axis, Making
 from fastpar.axes.experts import expert_elements
 from fastpar.axes.pipeline import RankParts, parts_of
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.wires import CODES, FORMATS
 from fastpar.files.tensor_file import DTYPES
+from fastpar.kernels import DelayedScales
 from fastpar.settings.block import (
     FIRST,
     LAST,
@@ -226,6 +227,13 @@ class Data(Axis):
 
     name = "data"
     order = 60
+
+    def attach(self, making: Making, engine: Any) -> None:
+        """What a model's delayed scales are of is exchanged by each step."""
+        scales = getattr(making.model, "fp8_scales", None)
+        if engine.control.tally is None and isinstance(scales, DelayedScales):
+            engine.control.tally = scales
+            scales.averaged = making.mesh.size("replicas", "dp", "cp")
 
     def ops(self, workload: Workload, setup: Setup) -> Iterator[Op]:
         """Gradients into their buckets."""

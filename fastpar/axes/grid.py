@@ -385,7 +385,7 @@ class Gridded(Axis):
     """Each layer split over a grid of ranks."""
 
     name = "grid"
-    order = 51
+    order = 49
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """Activations along the row, weights along the column."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -187,6 +187,7 @@ class BucketState:
         rank: int,
         device: torch.device,
         poison: bool = False,
+        sources: Callable[[BucketState], Any] | None = None,
     ) -> None:
         self.spec, self.params, self.stage = spec, params, settings.stage
         self.slots = [layout.slots[i] for i in spec.slots]
@@ -238,6 +239,7 @@ class BucketState:
         self._marked_version = -1  # of `grad`, when mark() was
         self._zeroed = set(range(len(params)))  # positions whose gradient nobody has, on any rank
         self._began_empty = True  # the last backward
+        self.sources = None if sources is None else sources(self)
         if self._main and not stage.shards:
             for p, view in zip(params, self.grad_views):
                 p.main_grad = view  # type: ignore[attr-defined]
@@ -444,6 +446,8 @@ class BucketState:
             )
         p = self.params[position]
         grad = p.grad if given is None else given
+        if self.sources is not None:
+            self.sources.take(position, first=position not in self.has)
         if grad is None:  # it is in its place: split_backward.py, Places
             return position in self.has and self.taken(position)
         self.check_grad(position, grad)
@@ -529,23 +533,36 @@ class BucketState:
     def keep_local(self) -> None:
         """Deterministic: this micro-batch stays here, apart from the next, for the tree."""
         self.fill_missing(flags=False)
-        assert self.grad is not None
         if self.unreduced is None:
             self.unreduced = PairwiseSum()
         with self._summing():
-            self.unreduced.push(self.grad if self.stage.frees_gradients else self.grad.clone())
+            self.unreduced.push(self._micro_batch(clone=not self.stage.frees_gradients))
         if self.stage.frees_gradients:
             self.grad = None
         self._forget_local()
 
     def add_local(self) -> None:
         """Deterministic: the tree over the micro-batches that stayed here, into `grad`."""
-        if self.unreduced is not None:
-            assert self.grad is not None
-            with self._summing():
-                self.unreduced.push(self.grad.clone())
-                self.grad.copy_(self.unreduced.total())
-            self.unreduced = None
+        if self.unreduced is None and self.sources is None:
+            return
+        assert self.grad is not None
+        with self._summing():
+            total = self._micro_batch(clone=True)
+            if self.unreduced is not None:
+                self.unreduced.push(total)
+                total = self.unreduced.total()
+            if self.sources is not None:
+                self.sources.sum_into(self.grad[: self.spec.used_start], total)
+            else:
+                self.grad.copy_(total)
+        self.unreduced = None
+
+    def _micro_batch(self, *, clone: bool) -> Tensor:
+        """The gradients of the backward passes since the last, for the tree."""
+        if self.sources is not None:
+            return self.sources.micro_batch(self.has)
+        assert self.grad is not None
+        return self.grad.clone() if clone else self.grad
 
     @contextlib.contextmanager
     def _summing(self) -> Iterator[None]:

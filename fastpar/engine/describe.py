@@ -67,8 +67,9 @@ def _partial_bytes(shards: Shards) -> int:
 
 def _between_copies(shards: Shards, last_unit: int) -> dict[str, int]:
     sent: dict[str, int] = {}
-    for experts, ranks in ((False, shards.mesh.dp_size), (True, shards.mesh.dp_size // shards.ep)):
-        buckets = [bucket for bucket in shards.buckets if bucket.spec.experts == experts]
+    for key, travel in shards.travels.items():
+        buckets = [bucket for bucket in shards.buckets if bucket.spec.key == key]
+        ranks = shards.mesh.dp_size // travel.spread
         for kind, n in _sent_of(shards.stage, buckets, ranks, last_unit).items():
             sent[kind] = sent.get(kind, 0) + n
     return sent

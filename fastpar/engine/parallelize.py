@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.axes import Making, every
+from fastpar.axes import Making, Travel, every
 from fastpar.axes.pipeline.stages import Stages
 from fastpar.axes.tensor.declared import Declared
 from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transports import make_collectives
 from fastpar.comm.wires import CODES, Encoders, rounded_weights
-from fastpar.engine.bucket import BucketGroups
+from fastpar.engine.bucket import BucketGroups, BucketState
 from fastpar.engine.checks import (
     check_deterministic,
     check_in_place_writers,
@@ -30,13 +30,6 @@ from fastpar.engine.checks import (
 from fastpar.engine.control import prove_together
 from fastpar.engine.debug import Debug, InputCheck
 from fastpar.engine.engine import Engine
-from fastpar.engine.experts import (
-    Travel,
-    attach_experts,
-    check_experts,
-    mesh_of_experts,
-    share_experts,
-)
 from fastpar.engine.shards import Shards, guard_state_dicts
 from fastpar.engine.split_backward import Places
 from fastpar.engine.stages import STAGES, Settings, Stage
@@ -148,7 +141,6 @@ def parallelize(
     check_model(model, mesh)
     given, mesh = mesh, mesh.of_gradients()
     transport = check_settings(model, given, asked, debug, mesh.dp_size)
-    check_experts(model, given)
     check_parameters(parameter_names(model), mesh.device, materialize is not None)
     check_in_place_writers(model, mesh.dp_size)
     maker, plan = GroupMaker(mesh, transport, asked, debug), options["tp_plan"]
@@ -160,14 +152,17 @@ def parallelize(
     prove_together(mesh)
     for axis in every():
         axis.cut(making)
-    for axis in every():
+    for axis in reversed(every()):
         axis.split(making)
-    making.declared = share_experts(model, given, maker.make, making.declared)
     n_shards = 1 if asked.zero_stage == 0 else asked.shard_size or mesh.size("dp")
     stays = asked.offload.what is None
     stage = STAGES[0 if n_shards == 1 and stays else asked.zero_stage]
     groups, control = maker.of_engine(stage, n_shards, alone=not stays)
-    of_experts = maker.of_experts(given, stage, n_shards)
+    travels = {"": Travel(mesh, mesh.dp_rank, mesh.broadcast_, groups=groups)}
+    for axis in every():
+        travel = axis.travel(making, n_shards)
+        if travel is not None:
+            travels[axis.key] = travel._replace(groups=maker.of_mesh(travel.mesh, stage))
     transport = groups.reduce.transport if groups.reduce else "none"
     bucket_mb = asked.bucket_mb
     if bucket_mb is None:
@@ -182,11 +177,9 @@ def parallelize(
         model, units, merge_bytes=asked.first_bucket_mb * 2**20, apart=making.apart
     )
     fill = Fill(parameter_names(model), materialize, making.declared, making.stages)
-    travel = Travel(mesh, given, groups, of_experts, in_effect, debug.poison)
-    shards = _make_shards(model, travel, modules, fill)
+    shards = _make_shards(model, mesh, in_effect, travels, modules, fill, poison=debug.poison)
     engine = Engine(shards, modules, control, given, debug)
     engine.tp_report = making.report
-    attach_experts(engine, model)
     for axis in every():
         axis.attach(making, engine)
     refuse_ddp(model)
@@ -278,11 +271,18 @@ def allocate_meta(model: nn.Module, device: torch.device, declared: Declared | N
 
 
 def _make_shards(
-    model: nn.Module, travel: Travel, units: list[list[nn.Module]], fill: Fill
+    model: nn.Module,
+    mesh: Mesh,
+    settings: Settings,
+    travels: dict[str, Travel],
+    units: list[list[nn.Module]],
+    fill: Fill,
+    *,
+    poison: bool,
 ) -> Shards:
     """Bring the parameters into buckets, with the values of the first rank that has them."""
-    mesh, settings, declared = travel.mesh, travel.settings, fill.declared
-    stage, unit_of = settings.stage, unit_of_parameters(units)
+    stage, unit_of, declared = settings.stage, unit_of_parameters(units), fill.declared
+    keys = {p: declared.key_of(p) if declared else "" for p in fill.named}
     trained = [p for p in fill.named if p.requires_grad]
     stages, by_unit = fill.stages, settings.by_unit
     chunk_of = None if stages is None else stages.chunk_of
@@ -300,34 +300,45 @@ def _make_shards(
         unit_of=[unit_of[p] if by_unit else min(unit_of[p], 1) for p in trained],
         alone=[i for i, p in enumerate(trained) if stages and p in stages.tied],
         part_of=None if chunk_of is None else [chunk_of[p] for p in trained],
-        experts=[i for i, p in enumerate(trained) if declared and declared.of_experts(p)],
+        keys={i: keys[p] for i, p in enumerate(trained)},
         rounded=codes,
-        ep=travel.given.size("ep"),
+        spread={key: travel.spread for key, travel in travels.items()},
         flags=not stage.shards,
     )
     buckets, how = [], settings.asked.wires
     feedback = how.error_buffer or how.error_feedback
     wires = Encoders(how.gradients, how.weights, feedback, mesh.dp_rank, codes)
     for spec in layout.buckets:  # one after another: little extra memory
-        params = [trained[layout.slots[i].registered] for i in spec.slots]
-        bucket = travel.bucket(layout, spec, params, wires)
+        travel, slots = travels[spec.key], [layout.slots[i] for i in spec.slots]
+        bucket = BucketState(
+            layout,
+            spec,
+            [trained[slot.registered] for slot in slots],
+            settings,
+            travel.groups.on_wires(wires, spec, slots, stage),
+            rank=travel.rank % spec.n_shards,
+            device=mesh.device,
+            poison=poison,
+            sources=travel.sources,
+        )
         for view, p in zip(bucket.views, bucket.params):
             fill(p, view)
-        travel.share([bucket.flat], experts=spec.experts)
+        travel.share([bucket.flat])
         bucket.attach()
         if bucket.apart:
             bucket.make_stale()
         buckets.append(bucket)
     frozen = {p: names[0] for p, names in fill.named.items() if not p.requires_grad}
     fill.rest(model, frozen)
-    apart = [p for p in frozen if declared and declared.of_experts(p)]
-    travel.share([*(p for p in frozen if p not in set(apart)), *model.buffers()])
-    travel.share(apart, experts=True)
+    for key, travel in travels.items():
+        buffers = () if key else model.buffers()
+        travel.share([*(p for p in frozen if keys[p] == key), *buffers])
     return Shards(
         mesh,
         settings,
         layout,
         buckets,
+        travels=travels,
         frozen=frozen,
         declared=declared,
         stages=fill.stages,
@@ -400,11 +411,8 @@ class GroupMaker:
             control = self.make(mesh.group(*AXES), "control", kind)
         return self._roles(mesh, stage, whole), control
 
-    def of_experts(self, given: Mesh, stage: Stage, n_shards: int) -> BucketGroups | None:
-        """The same for experts, None with ep=1. Ranks: all."""
-        if given.size("ep") == 1:
-            return None
-        mesh = mesh_of_experts(given, n_shards)
+    def of_mesh(self, mesh: Mesh, stage: Stage) -> BucketGroups:
+        """The same for buckets that travel over other ranks. Ranks: all."""
         if mesh.size("replicas", "dp") == 1:
             alone = OneRank(mesh.device)
             return BucketGroups(alone, alone)
@@ -423,7 +431,7 @@ class GroupMaker:
                 return BucketGroups(whole)
             of = mesh.new_group("replicas", "dp") if new else mesh.group("replicas", "dp")
             return BucketGroups(whole, again=self.make(of, "gather", kind))
-        if mesh.size("dp") == 1:  # experts of which each copy is whole
+        if mesh.size("dp") == 1:  # each copy is whole
             alone = OneRank(mesh.device)
             return BucketGroups(alone, alone, whole)
         gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastpar.axes import Travel
 from fastpar.axes.pipeline.stages import Stages
 from fastpar.axes.tensor.declared import Declared
 from fastpar.comm.mesh import Mesh
@@ -38,8 +39,9 @@ class Shards:
 
     Args:
         layout: the places of the parameters in the buckets.
+        travels: over which ranks the buckets of each key go.
         frozen: parameters that are not trained, by name.
-        declared: the parameters' states along tp and ep, None without.
+        declared: the parameters' states along tp and axes that share out some, None without.
         stages: of a pipeline, None with pp=1.
         model: weakly referred to.
     Attributes:
@@ -55,13 +57,15 @@ class Shards:
         layout: Layout,
         buckets: list[BucketState],
         *,
+        travels: dict[str, Travel],
         frozen: dict[nn.Parameter, str],
         declared: Declared | None,
         stages: Stages | None,
         model: nn.Module,
     ) -> None:
         self.mesh, self.settings, self.stage = mesh, settings, settings.stage
-        self.layout, self.buckets = layout, buckets
+        self.layout, self.buckets, self.travels = layout, buckets, travels
+        self._widest = max(travel.spread for travel in travels.values())
         self.declared, self.frozen, self.stages = declared, frozen, stages
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.log = CollectiveLog(mesh.device, mesh.rank)
@@ -210,9 +214,13 @@ class Shards:
             return False
         if self.declared is None:
             return True
-        # A copy of the experts is on ep ranks, each with a copy of the rest.
-        again = self.settings.n_shards < self.ep and self.mesh.dp_rank % self.ep
-        return self.declared.counts(p) and (self.declared.of_experts(p) or not again)
+        # A copy of what is spread is on as many ranks, each with a copy of the rest.
+        again = self.settings.n_shards < self._widest and self.mesh.dp_rank % self._widest
+        return self.declared.counts(p) and (self._spread(p) > 1 or not again)
+
+    def _spread(self, p: Tensor) -> int:
+        """Neighbours along dp that share p out, beside the stage of ZeRO."""
+        return 1 if self.declared is None else self.travels[self.declared.key_of(p)].spread
 
     def summed_late(self, p: Tensor) -> bool:
         """Whether its gradient changes after its reduction."""
@@ -231,12 +239,11 @@ class Shards:
     def copy_of(self, p: Tensor) -> tuple[int, int]:
         """(number of this rank among those that have the same piece of p, how many these are)."""
         mesh, declared = self.mesh, self.declared
-        bucket = self.bucket_of(p)  # type: ignore[arg-type]
-        together = (self.ep if bucket.spec.experts else 1) * bucket.spec.n_shards
+        together = self._spread(p) * self.bucket_of(p).spec.n_shards  # type: ignore[arg-type]
         copy, n = (x // together for x in (mesh.dp_rank, mesh.dp_size))
         if declared is None:
             return copy, n
-        sizes = {a: g.world_size for a, g in declared.groups.items() if a != "ep"}
+        sizes = {a: g.world_size for a, g in declared.groups.items() if a not in self.travels}
         placement = Placement(declared.states(p), {"replicas": n, **sizes})
         return placement.copy_of({**declared.place, "replicas": copy})
 
@@ -246,7 +253,7 @@ class Shards:
 
     def ranks_of_copy(self) -> range:
         """The ranks that hold one copy of the model with this one."""
-        n_shards, tp = max(self.settings.n_shards, self.ep), self.mesh.tp_size
+        n_shards, tp = max(self.settings.n_shards, self._widest), self.mesh.tp_size
         first = self.mesh.dp_rank // n_shards * n_shards
         return range(first * tp, (first + n_shards) * tp)
 
@@ -291,11 +298,11 @@ class Shards:
             bucket.storage.settle(bucket)
 
     def is_split(self, p: Tensor) -> bool:
-        """Whether ranks of tp or ep have different parts of p."""
+        """Whether ranks have different parts of p, beside the stage of ZeRO."""
         return self.declared is not None and self.declared.is_split(p)
 
     def part_of(self, p: Tensor) -> str:
-        """Which part of p this rank has along tp and ep, "" where that is all."""
+        """Which part of p this rank has along the axes that split it, "" where that is all."""
         if self.declared is None:
             return ""
         axes, place = self.declared.placement(p).gather_axes, self.declared.place
@@ -344,15 +351,9 @@ class Shards:
         rank = self.bucket_of(p).rank  # type: ignore[arg-type]
         return whole.reshape(-1)[self._blocks(p, rank, block)].clone()
 
-    @property
-    def ep(self) -> int:
-        """Ranks that share out the experts."""
-        group = None if self.declared is None else self.declared.groups.get("ep")
-        return 1 if group is None else group.world_size
-
     def joins(self, p: Tensor, place: int) -> bool:
         """Whether this rank has a part of what the rank at a place, of all but pp, is to join."""
-        together = self.ep if self.declared is not None and self.declared.of_experts(p) else 1
+        together = self._spread(p)
         return self.mesh.dp_rank // together == place // self.mesh.tp_size // together
 
     # Checks

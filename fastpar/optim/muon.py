@@ -444,16 +444,16 @@ class Muon(AdamW):
             return
         together: dict[tuple[Engine | None, torch.dtype, bool], list[Row]] = {}
         for row in mine:
-            key = row.engine, _dtype_of_products(row.param), _of_experts(row.param)
+            key = row.engine, _dtype_of_products(row.param), _key_of(row.param)
             together.setdefault(key, []).append(row)
-        for (engine, dtype, experts), those in together.items():
+        for (engine, dtype, travel), those in together.items():
             by_param = {row.param: row for row in those}
             pieces = {p: self._moved(row, factor) for p, row in by_param.items()}
             results: Iterable[tuple[Tensor, Tensor, Tensor]]
             if engine is None:
                 results = ((p, *self._result(p, x)) for p, x in pieces.items())
             else:
-                results = self._homes(engine, dtype, experts).run(pieces, self._result)
+                results = self._homes(engine, dtype, travel).run(pieces, self._result)
             for p, update, squares in results:
                 self._apply(by_param[p], update, squares)
 
@@ -522,10 +522,10 @@ class Muon(AdamW):
         values.sub_(update * (lr * scale))
         store_values(p, state, values)
 
-    def _homes(self, engine: Engine, dtype: torch.dtype, experts: bool) -> Homes:
+    def _homes(self, engine: Engine, dtype: torch.dtype, travel: str) -> Homes:
         """Of all matrices of an engine with products of a dtype, made at the first step.
 
-        experts: of those that ranks of ep share out, whose buckets are on fewer ranks.
+        travel: the key of their buckets, which others may have on other ranks.
         """
         known = self.__dict__.setdefault("_known_homes", {})
         params = [
@@ -534,13 +534,13 @@ class Muon(AdamW):
             if not group["adamw"]
             for p in group["params"]
             if engine_of_parameter(p) is engine and _dtype_of_products(p) == dtype
-            if _of_experts(p) == experts
+            if _key_of(p) == travel
         ]
-        homes = known.get((engine, dtype, experts))
+        homes = known.get((engine, dtype, travel))
         if homes is None or list(map(id, homes.home)) != list(map(id, params)):
             costs = [self._cost(p) for p in params]
             homes = Homes(engine, params, costs, [self._extra(p) for p in params])
-            known[engine, dtype, experts] = homes
+            known[engine, dtype, travel] = homes
         return homes
 
     def _cost(self, p: Tensor) -> float:
@@ -603,9 +603,9 @@ def _whole_shape(p: Tensor) -> torch.Size:
     return p.shape if engine is None else engine.shards.whole_shape(p)
 
 
-def _of_experts(p: Tensor) -> bool:
+def _key_of(p: Tensor) -> str:
     engine = engine_of_parameter(p)
-    return engine is not None and engine.shards.bucket_of(p).spec.experts  # type: ignore[arg-type]
+    return "" if engine is None else engine.shards.bucket_of(p).spec.key  # type: ignore[arg-type]
 
 
 def _matrix_shape(p: Tensor) -> torch.Size:

@@ -21,7 +21,7 @@ rank; sharded stages tell it in the control exchange, because one rank would own
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +69,7 @@ class Bucket:
     n_shards: int
     unit: int  # -1 without units
     part: int = 0  # chunk of a pipeline's rank
-    experts: bool = False  # of parameters that the ranks of ep share out
+    key: str = ""  # of those that travel over the same ranks, see axes/__init__.py, Travel
     rounded: bool = False  # of weights that are gathered as the codes of 8-bit products
 
     @property
@@ -81,7 +81,7 @@ class Bucket:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
 
-_Home = tuple[int, int, bool, bool]  # what parameters of one bucket have in common: see Bucket
+_Home = tuple[int, int, str, bool]  # what parameters of one bucket have in common: see Bucket
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def build_layout(
     unit_of: Sequence[int] | None = None,
     alone: Container[int] = (),
     part_of: Sequence[int] | None = None,
-    experts: Container[int] = (),
+    keys: Mapping[int, str] | None = None,
     rounded: Container[int] = (),
-    ep: int = 1,
+    spread: Mapping[str, int] | None = None,
     flags: bool = True,
 ) -> Layout:
     """Place parameters, given in registration order, into buckets.
@@ -131,8 +131,9 @@ def build_layout(
         unit_of: the unit of each parameter.
         alone: parameters that have a bucket of their own, the same wherever they are trained.
         part_of: the part of the model that each belongs to; parts share no bucket.
-        experts: parameters that ep ranks have shared out: in buckets of their own, of which each is
-            shared by n_shards / ep ranks.
+        keys: of parameters that travel over other ranks than the rest: in buckets of their own.
+        spread: ranks that have shared out all that have a key: of n_shards / spread, each has a
+            shard of its buckets.
         rounded: parameters that are gathered in another format: in buckets of their own.
         flags: whether `used` has room, see the top of the file.
     Raises:
@@ -152,11 +153,12 @@ def build_layout(
             )
     units = [-1] * len(specs) if unit_of is None else unit_of
     parts = [0] * len(specs) if part_of is None else part_of
-    homes = [(units[i], parts[i], i in experts, i in rounded) for i in range(len(specs))]
+    keys, spread = keys or {}, spread or {}
+    homes = [(units[i], parts[i], keys.get(i, ""), i in rounded) for i in range(len(specs))]
     closed: list[tuple[torch.dtype, _Home, list[int]]] = []
     for dtype in dict.fromkeys(spec.dtype for spec in specs):
         itemsize = (grad_dtype or dtype).itemsize
-        cap, before = first_bucket_bytes, (-1, 0, False)
+        cap, before = first_bucket_bytes, (-1, 0, "")
         groups: dict[_Home, list[int]] = {}  # open, of each unit and part
         sizes: dict[_Home, int] = {}  # their bytes
         for i in reversed(range(len(specs))):
@@ -186,7 +188,7 @@ def build_layout(
         for i in group:
             slots.append(Slot(specs[i], i, index, offset))
             offset = _round_up(offset + specs[i].numel, ALIGN)
-        ranks = max(1, n_shards // ep) if home[2] else n_shards
+        ranks = max(1, n_shards // spread.get(home[2], 1))
         numel = _round_up(offset + (len(group) if flags else 0), ranks * ALIGN)
         indices = tuple(range(first_slot, len(slots)))
         buckets.append(Bucket(index, dtype, indices, offset, numel, ranks, *home))

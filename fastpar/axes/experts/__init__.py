@@ -1,16 +1,43 @@
-"""Mixtures of experts: the router, its losses and counts, and tokens sent to where experts are."""
+"""Mixtures of experts: the router, its losses and counts, and tokens sent to where experts are.
+
+The ranks of ep share out the experts and compute different sequences. Towards an expert's weights
+they are one rank; the dp/ep ranks that have the same expert reduce its gradients, and share its
+state at the stages of ZeRO.
+
+[Note: sums in the order of one process] In deterministic mode a sum of gradients is a tree over the
+micro-batches of a rank, then over the ranks. An expert gets the rows of ep ranks in one backward;
+so that each rank's micro-batches are added up among themselves first, its weights' gradients of
+different sources are kept apart, [ep, P], until they are sent. That costs the gradients of all
+experts instead of a rank's own.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from fastpar.axes import Axis
+import torch
+from torch import Tensor, nn
+
+from fastpar.axes import Axis, Making, Travel
+from fastpar.axes.experts import mixture
+from fastpar.axes.experts.balance import Losses
+from fastpar.axes.experts.exchange import ExpertParallel
 from fastpar.axes.step import CommOp, Setup, Workload
+from fastpar.axes.tensor.declared import not_split
+from fastpar.comm.mesh import Mesh
+from fastpar.kernels.grouped_linear import summed
 from fastpar.settings import block
 from fastpar.settings.block import count_elements, widths
 from fastpar.settings.config import GPTConfig
+from fastpar.sharding.layout import parameter_names
+from fastpar.sharding.placements import State
+
+SAME = ("replicas", "dp", "cp")  # axes whose ranks have the same experts
 
 
 def expert_elements(shape: GPTConfig, setup: Setup) -> tuple[int, int]:
@@ -25,7 +52,53 @@ class Experts(Axis):
     """Experts shared out over ranks of ep."""
 
     name = "experts"
+    key = "ep"
     order = 30
+
+    def plan(self, making: Making) -> None:
+        """Refuse ranks of ep that have nothing to share out."""
+        losses, ep = getattr(making.model, "experts", None), making.mesh.size("ep")
+        if ep > 1 and not isinstance(losses, Losses):
+            raise ValueError(
+                f"parallelize: expected a fastpar.GPT with experts for ep={ep}, got "
+                f"{type(making.model).__name__} without; set GPTConfig(n_expert=), or leave ep out "
+                "of Mesh: experts of other libraries' models are not recognized"
+            )
+
+    def split(self, making: Making) -> None:
+        """Each rank of ep keeps its experts."""
+        mesh, model = making.mesh, making.model
+        if mesh.size("ep") == 1:
+            return
+        ep = ExpertParallel(making.make(mesh.new_group("ep"), "ep"))
+        states: dict[nn.Parameter, State] = {}
+        for module in model.modules():
+            if isinstance(module, mixture.Experts):
+                own = dict(module.named_parameters())
+                states |= {own[name]: state for name, state in module.expert_parallel(ep).items()}
+        mesh.broadcast_([p for p in states if not p.is_meta], "ep")
+        mesh.group(*SAME)  # of all ranks, though a pipeline stage may have no experts
+        if making.declared is None:
+            making.declared = not_split(parameter_names(model))
+        making.declared.share_out(states, ep.group)
+
+    def travel(self, making: Making, n_shards: int) -> Travel | None:
+        """In copies of which n_shards / ep ranks share one."""
+        mesh, ep = making.mesh, making.mesh.size("ep")
+        if ep == 1:
+            return None
+        shards, other = max(1, n_shards // ep), copy.copy(mesh)
+        sizes = {"replicas": mesh.size(*SAME) // shards, "dp": shards, "cp": 1}
+        vars(other)["sizes"] = {**mesh.sizes, **sizes}
+        sources = functools.partial(Sources, ep) if making.asked.deterministic else None
+        share = functools.partial(_share, mesh)
+        return Travel(other, mesh.rank_in(*SAME), share, ep, sources)
+
+    def attach(self, making: Making, engine: Any) -> None:
+        """The counts of a model's experts are exchanged by each step."""
+        losses = getattr(making.model, "experts", None)
+        if isinstance(losses, Losses):
+            losses.attached, engine.control.tally = True, losses
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """Rows to their experts and back, in forward and in backward, and their numbers."""
@@ -48,14 +121,15 @@ class Experts(Axis):
             yield f"experts over {known['ep']} of dp"
 
     def describe(self, shards: Any) -> Iterator[str]:
-        if shards.ep == 1:
+        if "ep" not in shards.travels:
             return
-        group, buckets = shards.declared.groups["ep"], [b for b in shards.buckets if b.spec.experts]
+        group, ep = shards.declared.groups["ep"], shards.travels["ep"].spread
+        buckets = [b for b in shards.buckets if b.spec.key == "ep"]
+        ranks = shards.mesh.dp_size // ep
         whole = sum(math.prod(shards.whole_shape(p)) for b in buckets for p in b.params)
-        ranks = shards.mesh.dp_size // shards.ep
         yield (
-            f"experts: ep={shards.ep}, {group.transport} ({group.why}); of {whole:,} parameters of "
-            f"experts 1/{shards.ep} here, in {len(buckets)} buckets that {ranks} ranks have"
+            f"experts: ep={ep}, {group.transport} ({group.why}); of {whole:,} parameters of "
+            f"experts 1/{ep} here, in {len(buckets)} buckets that {ranks} ranks have"
         )
 
 
@@ -76,6 +150,65 @@ def _sums(setup: Setup, numel: int) -> Iterator[CommOp]:
     for under in ("forward", "backward") if stage == 3 else ("forward",):
         passes = many * (setup.grad_accum_steps if stage == 3 else 1)
         yield CommOp("all_gather", "shard", weights, shards, stride, passes, under)
+
+
+def _share(mesh: Mesh, tensors: Sequence[Tensor]) -> None:
+    mesh.broadcast_(tensors, *SAME)
+
+
+class Sources:
+    """Gradients of a bucket by the rank of ep whose rows they are from; see the note.
+
+    Args:
+        ep: ranks whose rows these experts get.
+        bucket: an engine.bucket.BucketState.
+    """
+
+    def __init__(self, ep: int, bucket: Any) -> None:
+        self._shape, self._slots = (ep, bucket.spec.numel), bucket.slots
+        self._like = {"dtype": bucket.grad_dtype, "device": bucket.device}
+        self._arrived: list[deque[tuple[int, Tensor]]] = [deque() for _ in bucket.params]
+        self._sums: Tensor | None = None  # [ep, P]
+        for p, arrived in zip(bucket.params, self._arrived):
+            p.apart = _Taker(arrived)
+
+    def take(self, position: int, *, first: bool) -> None:
+        """Add a parameter's, in the order of the backward passes; first: of this micro-batch."""
+        slot, arrived = self._slots[position], self._arrived[position]
+        if self._sums is None:
+            self._sums = torch.zeros(self._shape, **self._like)
+        place = self._sums[:, slot.start : slot.stop]
+        if first:
+            place.zero_()
+        while arrived:
+            task, parts = arrived.popleft()
+            place += parts.reshape(len(place), -1)
+            if not arrived or arrived[0][0] != task:
+                break
+
+    def micro_batch(self, has: Container[int]) -> Tensor:
+        """This micro-batch's [ep, P]; zeros where no gradient came, but at these positions."""
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return torch.zeros(self._shape, **self._like)
+        for position, slot in enumerate(self._slots):
+            if position not in has:
+                sums[:, slot.start : slot.stop].zero_()
+        return sums
+
+    def sum_into(self, grad: Tensor, sources: Tensor) -> None:
+        """A tree over the sources: [ep, P] -> grad, the first elements of [P]."""
+        grad.copy_(summed(sources)[: len(grad)])
+
+
+class _Taker:
+    """Is given the gradients of each source, and remembers in which backward."""
+
+    def __init__(self, arrived: deque[tuple[int, Tensor]]) -> None:
+        self._arrived = arrived
+
+    def __call__(self, parts: Tensor) -> None:
+        self._arrived.append((torch._C._current_graph_task_id(), parts))
 
 
 AXIS = Experts()

@@ -94,9 +94,9 @@ class Declared:
         """This rank's number along each axis."""
         return {axis: group.rank for axis, group in self.groups.items()}
 
-    def of_experts(self, p: Any) -> bool:
-        """Whether the ranks of ep share p out."""
-        return p in self.experts
+    def key_of(self, p: Any) -> str:
+        """Of its bucket: the axis whose ranks share p out though they have the same of others."""
+        return "ep" if p in self.experts else ""
 
     def counts(self, p: Tensor) -> bool:
         """Whether this rank's part of p counts in sums over all elements of the model."""
