@@ -166,7 +166,7 @@ class Sources:
 
     def __init__(self, ep: int, bucket: Any) -> None:
         self._shape, self._slots = (ep, bucket.spec.numel), bucket.slots
-        self._like = {"dtype": bucket.grad_dtype, "device": bucket.device}
+        self._dtype, self._device = bucket.grad_dtype, bucket.device
         self._arrived: list[deque[tuple[int, Tensor]]] = [deque() for _ in bucket.params]
         self._sums: Tensor | None = None  # [ep, P]
         for p, arrived in zip(bucket.params, self._arrived):
@@ -176,7 +176,7 @@ class Sources:
         """Add a parameter's, in the order of the backward passes; first: of this micro-batch."""
         slot, arrived = self._slots[position], self._arrived[position]
         if self._sums is None:
-            self._sums = torch.zeros(self._shape, **self._like)
+            self._sums = self._zeros()
         place = self._sums[:, slot.start : slot.stop]
         if first:
             place.zero_()
@@ -190,11 +190,14 @@ class Sources:
         """This micro-batch's [ep, P]; zeros where no gradient came, but at these positions."""
         sums, self._sums = self._sums, None
         if sums is None:
-            return torch.zeros(self._shape, **self._like)
+            return self._zeros()
         for position, slot in enumerate(self._slots):
             if position not in has:
                 sums[:, slot.start : slot.stop].zero_()
         return sums
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
     def sum_into(self, grad: Tensor, sources: Tensor) -> None:
         """A tree over the sources: [ep, P] -> grad, the first elements of [P]."""
