@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastpar.axes import Axis, Making
-from fastpar.axes.experts import expert_elements
 from fastpar.axes.pipeline import RankParts, parts_of
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.wires import CODES, FORMATS
@@ -62,6 +61,7 @@ class BucketKind(NamedTuple):
         backward.
     complete_last: nothing is left of backward to hide it.
     rounded: of weights that are gathered as the codes of 8-bit products.
+    ep: ranks that share out the experts whose weights these are; 1: of everything else.
     """
 
     numel: int
@@ -69,10 +69,16 @@ class BucketKind(NamedTuple):
     last_unit: bool
     complete_last: bool
     rounded: bool = False
+    ep: int = 1
+
+    def shards(self, n_shards: int) -> int:
+        """Of it, where that many ranks share a copy of the model."""
+        return max(1, n_shards // self.ep)
 
     def padded(self, n_shards: int) -> int:
-        """Elements, cut into so many shards."""
-        return -(-self.numel // (n_shards * ALIGN)) * n_shards * ALIGN
+        """Elements, cut into these shards."""
+        multiple = self.shards(n_shards) * ALIGN
+        return -(-self.numel // multiple) * multiple
 
 
 @dataclass(frozen=True, eq=False)  # one object for each model and way to cut it: compared by id
@@ -80,19 +86,17 @@ class GPTBuckets:
     """The buckets of one rank.
 
     Attributes:
-        shapes: of the parameters, in registration order.
+        shapes: of the parameters, in registration order; names: of those in blocks, else "".
         layout: with one shard; BucketKind.padded() knows others.
-        first, last: whether the embedding, the head are among them.
-        block: elements of a block.
+        blocks: elements of a block, of one with experts.
     """
 
     shapes: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
     layout: Layout
-    n_layers: int
-    first: bool
-    last: bool
+    ep: int
     grad_bytes: int
-    block: int
+    blocks: tuple[int, int]
 
     @functools.cached_property
     def elements(self) -> int:
@@ -105,9 +109,14 @@ class GPTBuckets:
         return tuple(shape for shape in self.shapes if len(shape) == 2)
 
     @property
-    def hidden(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the blocks' matrices, which muon_groups() finds."""
-        return self.matrices[(self.first or self.last) + self.first :]
+    def hidden(self) -> tuple[int, ...]:
+        """Which are the blocks' matrices that muon_groups() finds, without experts'."""
+        own = {f"{name}.weight" for name in products()}
+        return tuple(
+            i
+            for i, (name, shape) in enumerate(zip(self.names, self.shapes))
+            if name in own and len(shape) == 2
+        )
 
     @functools.cached_property
     def arrival(self) -> tuple[int, ...]:
@@ -128,9 +137,18 @@ class GPTBuckets:
         """How many buckets there are of each kind."""
         buckets, last_unit = self.layout.buckets, len(self.units) - 1
         return Counter(
-            BucketKind(b.numel, b.unit == ROOT, b.unit == last_unit, b is buckets[-1], b.rounded)
+            BucketKind(
+                *(b.numel, b.unit == ROOT, b.unit == last_unit, b is buckets[-1], b.rounded),
+                self.ep if b.experts else 1,
+            )
             for b in buckets
         )
+
+    @functools.cached_property
+    def of_experts(self) -> int:
+        """Elements of parameters that ranks of ep share out."""
+        of = [b.slots for b in self.layout.buckets if b.experts]
+        return sum(self.layout.slots[i].spec.numel for slots in of for i in slots)
 
     @property
     def coded_share(self) -> float:
@@ -142,21 +160,38 @@ class GPTBuckets:
         """Elements of all buckets, cut into so many shards."""
         return sum(kind.padded(n_shards) * count for kind, count in self.kinds.items())
 
+    def shard(self, n_shards: int) -> int:
+        """Elements of a rank's shards of them."""
+        return sum(
+            kind.padded(n_shards) // kind.shards(n_shards) * count
+            for kind, count in self.kinds.items()
+        )
+
+    def share(self, n_shards: int) -> float:
+        """Elements of a rank's shards, without padding."""
+        return (self.elements - self.of_experts) / n_shards + self.of_experts / max(
+            1, n_shards // self.ep
+        )
+
 
 def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None) -> GPTBuckets:
     """The buckets of a rank with these parts; None: of the one with most parameters."""
     if parts is None:
-        sizes = widths(workload.shape)
-        table = sizes["V"] / (12 * sizes["C"])
-        parts = max(
-            parts_of(workload, setup), key=lambda p: sum(p.layers) + table * (p.first or p.last)
-        )
+        sizes = widths(workload.shape, ep=setup.ep)
+        layer = 12 * sizes["C"]
+        table, experts = sizes["V"] / layer, 2 * sizes["S"] * sizes["H"] / layer - 2 / 3
+
+        def weights(p: RankParts) -> float:
+            found = sum(map(len, p.layers)) + table * (p.first or p.last)
+            return found + experts * sum(map(sum, p.layers))
+
+        parts = max(parts_of(workload, setup), key=weights)
     return _buckets(
         workload.shape,
-        sum(parts.layers),
+        sum(parts.layers, ()),
         parts.first,
         parts.last,
-        (setup.tp, setup.rows if setup.tp_grid is not None else 0),
+        (setup.tp, setup.rows if setup.tp_grid is not None else 0, setup.ep),
         setup.dtype,
         setup.grad_dtype,
         setup.stage > 0,
@@ -168,10 +203,10 @@ def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None)
 @functools.lru_cache(maxsize=1024)
 def _buckets(
     shape: GPTConfig,
-    n_layers: int,
+    layers: tuple[bool, ...],
     first: bool,
     last: bool,
-    split: tuple[int, int],
+    split: tuple[int, int, int],
     dtype: str,
     grad_dtype: str,
     by_unit: bool,
@@ -180,33 +215,46 @@ def _buckets(
 ) -> GPTBuckets:
     dtypes = DTYPES[dtype], DTYPES[grad_dtype]
     table, positions = shapes_of(FIRST, shape, *split)
-    block, end = shapes_of(block_parts(), shape, *split), shapes_of(LAST, shape, *split)
+    both = [block_parts(), block_parts(experts=True)]
+    blocks, end = [shapes_of(b, shape, *split) for b in both], shapes_of(LAST, shape, *split)
+    named = [[*parameters_of(b)] for b in both]
+    dense, sparse = (sum(map(math.prod, b)) for b in blocks)
     # parallelize() merges neighbouring units up to the cap of the first bucket.
-    numel = sum(map(math.prod, block))
-    merged = max(1, int(Parallel.first_bucket_mb * 2**20) // (numel * dtypes[0].itemsize))
+    unit, room = int(not by_unit), 0.0
     before = [table] * (first or last) + [positions] * first
-    shapes = (*before, *block * n_layers, *end * last)
-    units = [1 + by_unit * (layer // merged) for layer in range(n_layers) for _ in block]
-    names = [name for name, _ in parameters_of(block_parts())] * n_layers
+    shapes, units, names = [*before], [ROOT] * len(before), [""] * len(before)
+    experts, shared = [], split[-1] > 1
+    for layer in layers:
+        size = (sparse if layer else dense) * dtypes[0].itemsize
+        if by_unit and size > room:
+            unit, room = unit + 1, Parallel.first_bucket_mb * 2**20
+        room -= size
+        for sizes, (name, dims) in zip(blocks[layer], named[layer]):
+            experts += [len(shapes)] * (shared and "S" in dims)
+            shapes.append(sizes)
+            units.append(unit)
+            names.append(name)
     coded = {f"{product}.weight" for product in products(rounded)}
+    shapes, names = [*shapes, *end * last], [*names, *[""] * len(end * last)]
     layout = build_layout(
         [ParamSpec((str(i),), s, dtypes[0]) for i, s in enumerate(shapes)],
         bucket_bytes=bucket_bytes,
         first_bucket_bytes=Parallel.first_bucket_mb * 2**20,
         grad_dtype=dtypes[1],
-        rounded=[i for i, name in enumerate(names, len(before)) if name in coded],
-        unit_of=[*[ROOT] * len(before), *units, *[ROOT] * (len(end) * last)],
+        rounded=[i for i, name in enumerate(names) if name in coded],
+        unit_of=[*units, *[ROOT] * len(end * last)],
+        experts=experts,
+        ep=split[-1],
         flags=not by_unit,
     )
-    return GPTBuckets(shapes, layout, n_layers, first, last, dtypes[1].itemsize, numel)
+    item, elements = dtypes[1].itemsize, (dense, sparse)
+    return GPTBuckets(tuple(shapes), tuple(names), layout, split[-1], item, elements)
 
 
 def elements_of(workload: Workload, setup: Setup) -> tuple[int, float]:
     """Of a rank's parameters: those that it has, those whose state it has."""
-    experts, instead = expert_elements(workload.shape, setup)
-    dense = buckets_of(workload, setup).elements + instead
-    local = dense + experts // setup.ep
-    return local, (dense + experts) / setup.n_shards if setup.stage else local
+    buckets = buckets_of(workload, setup)
+    return buckets.elements, buckets.share(setup.n_shards if setup.stage else 1)
 
 
 def gathers_codes(setup: Setup) -> bool:
@@ -252,26 +300,23 @@ class Data(Axis):
         n_micro, stage, shards = setup.grad_accum_steps, setup.stage, setup.n_shards
         tp = setup.tp * setup.rows  # between neighbours, in ranks
         reductions = n_micro if setup.accumulate == "shard" else 1
-        reduced = Counter[tuple[int, str]]()
-        gathered, again = Counter[tuple[float, str]](), Counter[tuple[float, str]]()  # by bytes
+        reduced = Counter[tuple[int, str, int]]()
+        gathered, again = Counter[tuple[float, str, int]](), Counter[tuple[float, str, int]]()
         node = setup.node_size or 1
-        buckets = buckets_of(workload, setup)
-        _, instead = expert_elements(workload.shape, setup)
-        dense = (buckets.elements + instead) / buckets.elements
-        for kind, count in buckets.kinds.items():
-            numel = round(kind.padded(shards) * dense)
+        for kind, count in buckets_of(workload, setup).kinds.items():
+            numel, ep = kind.padded(shards), kind.ep
             passes = count * (n_micro if stage == 3 else 1)
-            reduced[numel, "" if kind.complete_last else "backward"] += reductions * count
+            reduced[numel, "" if kind.complete_last else "backward", ep] += reductions * count
             inside = setup.secondary_shards
             sent = float(numel * gathered_bytes(setup, kind.rounded))
             kept = numel * setup.weight_bytes
-            gathered[sent, "" if kind.root else "forward"] += count if inside else passes
+            gathered[sent, "" if kind.root else "forward", ep] += count if inside else passes
             if inside:
-                again[kept, "" if kind.root else "forward"] += passes - count
+                again[kept, "" if kind.root else "forward", ep] += passes - count
             if stage == 3 and not (kind.root or kind.last_unit):
-                (again if inside else gathered)[kept if inside else sent, "backward"] += passes
-        for (numel, under), count in reduced.items():
-            n_bytes = float(numel * setup.wire_bytes)
+                (again if inside else gathered)[kept if inside else sent, "backward", ep] += passes
+        for (numel, under, ep), count in reduced.items():
+            n_bytes, n, apart = float(numel * setup.wire_bytes), max(1, shards // ep), tp * ep
             if stage:
                 scatter = "all_to_all" if setup.wire_gradients in FORMATS else "reduce_scatter"
                 if node > 1 and scatter == "all_to_all":  # inside of a node, then between nodes
@@ -279,14 +324,15 @@ class Data(Axis):
                     args = n_bytes / node, shards // node, tp * node, count, under
                     yield CommOp(scatter, "shard", *args)
                     continue
-                yield CommOp(scatter, "shard", n_bytes, shards, tp, count, under)
-                part, copies = n_bytes / shards, setup.data // shards
-                yield from _sums(setup, "copies", part, copies, tp * shards, count, under)
+                yield CommOp(scatter, "shard", n_bytes, n, apart, count, under)
+                part, copies = n_bytes / n, setup.data // ep // n
+                yield from _sums(setup, "copies", part, copies, apart * n, count, under)
             else:
-                yield from _sums(setup, "dp", n_bytes, setup.data, tp, count, under)
-        for (n_bytes, under), count in gathered.items() if stage else ():
-            yield CommOp("all_gather", "shard", n_bytes, shards, tp, count, under)
-        for (n_bytes, under), count in again.items():
+                yield from _sums(setup, "dp", n_bytes, setup.data // ep, apart, count, under)
+        for (n_bytes, under, ep), count in gathered.items() if stage else ():
+            args = max(1, shards // ep), tp * ep, count, under
+            yield CommOp("all_gather", "shard", n_bytes, *args)
+        for (n_bytes, under, _), count in again.items():
             yield CommOp("all_gather", "shard", float(n_bytes), node, tp, count, under)
 
 

@@ -69,7 +69,7 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -139,16 +139,17 @@ def format_bytes(size: float) -> str:
 def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = None) -> Memory:
     """What surely stays between steps; no activations, nothing on its way; see buckets_of()."""
     buckets, stage, n = buckets_of(workload, setup, parts), setup.stage, setup.n_shards
-    whole, shard = buckets.padded(n), buckets.padded(n) / n
+    whole, shard = buckets.padded(n), buckets.shard(n)
     # Padding has no state. A rank can have a little more than its share of what has.
-    elements = buckets.elements / (n if stage else 1)
+    elements = buckets.share(n if stage else 1)
     state = setup.state_bytes * elements
     if setup.optimizer == "adamw" and setup.moment_dtype == "int8":
         state += 2 * 4 / _MOMENT_BLOCK * elements
     if setup.optimizer == "adafactor":  # means of rows and columns
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
     if setup.optimizer == "muon":  # one momentum, not two moments
-        state -= 4 * sum(map(math.prod, buckets.hidden)) / (n if stage else 1)
+        matrices = sum(math.prod(buckets.shapes[i]) for i in buckets.hidden)
+        state -= 4 * matrices / (n if stage else 1)
     weights, grads = shard if stage == 3 else whole, shard if stage >= 2 else whole
     if setup.offload is not None:  # on the host: state, gradients of a stage that frees them
         state, grads = min(state, setup.offload_keep_mb * 2**20), grads if stage < 2 else 0
@@ -193,7 +194,7 @@ class Peak:
         shape, tp = workload.shape, setup.tp
         self.shape, self.setup, self.parts = shape, setup, parts
         self.head, self.buckets = parts.last, buckets_of(workload, setup, parts)
-        self.layers, self.mode = self.buckets.n_layers, setup.activation_checkpointing
+        self.mode = setup.activation_checkpointing
         self.on_gpu, self.item = setup.device_type == "cuda", setup.weight_bytes
         self.grid = setup.tp_grid is not None
         self.sp = self.grid or (tp > 1 and setup.sequence_parallel)
@@ -214,7 +215,9 @@ class Peak:
         self.lse = (4 if self.on_gpu else 8) * self.n * attended
         self.res = self.a * (2 if shape.dropout else 1)  # gradients of x and delta: one or two
         self.weight = 4 * self.width**2 / tp * self.item  # the gradient of a block's largest weight
-        self.letters = widths(shape, tp)
+        self.letters = widths(shape, tp, setup.ep)
+        # The same of a block with experts: its stacks are one gradient each.
+        self.stack = self.letters["S"] * self.width * self.letters["H"] * self.item
         self.rows = self.letters["V"]
         self.table = self.rows * self.width
         # Beside the buckets: none on a GPU where they keep gradients of 16-bit weights in fp32. The
@@ -235,11 +238,12 @@ class Peak:
         # In elements, see [Note: gradients under way]: of a block; of a bucket; of those that wait.
         first = parts.first and held.chunk == 0
         last = parts.last and held.chunk == len(parts.layers) - 1
-        self.block, buckets = self.buckets.block, self.buckets.layout.buckets
+        buckets = self.buckets.layout.buckets
         self.bucket = max([b.numel for b in buckets if b.unit != ROOT], default=1)
         cap = setup.bucket_bytes / setup.grad_bytes
         self.waiting = max(2, IN_REDUCTION * cap // self.bucket) * self.bucket
-        self.blocks = parts.layers[held.chunk] * self.block
+        self.mine = parts.layers[held.chunk]
+        self.blocks = self._of(self.buckets.blocks, self.mine)
         # The embedding's and positions' bucket, that which the last norm opens, and the head's
         # table where it waits for no embedding.
         self.root = self.table + shape.block_size * self.width if first else 0
@@ -248,10 +252,19 @@ class Peak:
         # Bytes of an element: of its messages, of the shard that its sum is added to.
         self.messages = self._message_bytes
         again = setup.accumulate == "shard" and setup.grad_accum_steps > 1 and setup.stage > 0
-        self.sums = setup.grad_bytes / setup.n_shards if again else 0.0
+        shards = setup.n_shards
+        if self.buckets.of_experts:
+            shards = self.buckets.elements / self.buckets.share(shards)
+        self.sums = setup.grad_bytes / shards if again else 0.0
         self.at_loss = self._alive(0.0, 0.0)
         # What the other micro-batches of a pipeline keep meanwhile.
         self.others = self._others(held)
+
+    @staticmethod
+    def _of(blocks: Sequence[float], layers: Sequence[bool]) -> float:
+        """Of these layers; blocks: of one, of one with experts."""
+        experts = sum(layers)
+        return blocks[0] * (len(layers) - experts) + (blocks[1] * experts if experts else 0)
 
     def _others(self, now: Held) -> float:
         """Kept by a pipeline beside the blocks in backward; see [Note: a pipeline's rank]."""
@@ -260,7 +273,7 @@ class Peak:
         parts, held, last = self.parts, now.held, len(now.held) - 1
         kept = 0.0
         for n, waiting, layers in zip(held, now.waiting, parts.layers):
-            kept += (n - waiting) * self.kept(layers) + waiting * self._sides * layers
+            kept += (n - waiting) * self.kept(layers) + waiting * self._of(self._sides, layers)
         for chunk, (n, waiting) in enumerate(zip(held, now.waiting)):
             ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
             kept += (n - waiting) * ends * self.a
@@ -269,7 +282,7 @@ class Peak:
         forward = held[-1] - max(now.waiting[-1], ends)
         kept += (forward * 2 * self.a + (held[-1] - ends) * 4 * self.table) * self.head
         layers = parts.layers[now.chunk]
-        return kept - (self._sides * layers if self.splits else self.kept(layers))
+        return kept - (self._of(self._sides, layers) if self.splits else self.kept(layers))
 
     def _alive(self, made: float, limit: float, opened: float = 0.0) -> float:
         """Bytes of whole gradients and their messages, when backward has made so many elements.
@@ -287,14 +300,15 @@ class Peak:
         grads = everything if whole else some + opened
         return setup.grad_bytes * grads + self.messages * some + self.sums * added
 
-    def _lefts(self) -> Iterator[tuple[int, float]]:
+    def _lefts(self) -> Iterator[tuple[tuple[bool, ...], float]]:
         """Blocks that backward has before it where the peak can be, and the elements that it made:
         all blocks; as the last bucket that may wait is filled; three whose inputs are on the device
-        with offload_activations; one."""
-        mine, filled = self.parts.layers[self.chunk], int(self.waiting // self.block)
-        for left in {mine, mine - filled, mine - filled - 1, 3, 1}:
+        with offload_activations; one. Where some have experts it can be at any."""
+        mine, filled = len(self.mine), int(self.waiting // self.buckets.blocks[0])
+        some = {mine, mine - filled, mine - filled - 1, 3, 1}
+        for left in range(1, mine + 1) if any(self.mine) else some:
             if 0 < left <= mine:
-                yield left, (mine - left) * self.block
+                yield self.mine[:left], self._of(self.buckets.blocks, self.mine[left:])
 
     @property
     def _at_table(self) -> float:
@@ -376,39 +390,37 @@ class Peak:
             kept += 2 * sizes["R"] * (experts and self.setup.ep > 1)  # what was received
         return kept
 
-    @functools.cached_property
-    def _cheap(self) -> float:
+    def _cheap(self, experts: bool) -> float:
         """Outputs of what "selective" recomputes in a block."""
-        return sum(self._sizes[part.out] for part in block_parts() if part.cheap)
+        return sum(self._sizes[part.out] for part in block_parts(experts=experts) if part.cheap)
 
     @functools.cached_property
-    def _dense(self) -> float:
-        return self._one()
+    def _ones(self) -> tuple[float, float]:
+        return self._one(), self._one(experts=True)
 
-    def kept(self, layers: int, sparse: int = 0) -> float:
-        """Kept by so many blocks, so many of which have experts."""
+    def kept(self, layers: Sequence[bool]) -> float:
+        """Kept by these blocks."""
         if self.setup.offload_activations:  # the block in backward, the one before it, the last
-            layers = min(layers, 3)
-        kept = self._dense * (layers - sparse)
-        if sparse:
-            kept += self._one(experts=True) * sparse
-        return kept - (self.a if self.mode == "full" else 0)
+            layers = layers[-3:]
+        return self._of(self._ones, layers) - (self.a if self.mode == "full" else 0)
 
     @functools.cached_property
-    def _sides(self) -> float:
+    def _sides(self) -> tuple[float, float]:
         """Of a block: inputs of products and gradients of outputs; see split_backward.py."""
-        found = [part for part in block_parts() if part.op == "matmul"]
-        return sum(self._sizes[part.into] + self._sizes[part.out] for part in found)
+        dense, experts = (
+            sum(self._sizes[p.into] + self._sizes[p.out] for p in parts if p.op == "matmul")
+            for parts in (block_parts(), block_parts(experts=True))
+        )
+        return dense, experts
 
-    @functools.cached_property
-    def _again(self) -> float:
+    def _again(self, experts: bool) -> float:
         """What backward makes again before it begins with a block."""
         if self.mode == "none":
             return 0.0
-        norms = sum(part.op == "layer_norm" for part in block_parts())
+        parts = block_parts(experts=experts)
+        norms = sum(part.op == "layer_norm" for part in parts)
         sums = norms * (self.a + self.statistics)
-        full = self.mode == "full"
-        return self._kept(block_parts()) if full else self._cheap + sums
+        return self._kept(parts) if self.mode == "full" else self._cheap(experts) + sums
 
     @property
     def _workspace(self) -> float:
@@ -465,6 +477,22 @@ class Peak:
         waits = self.parts.first and self.parts.last
         return self.table_waits * self.share * waits + self._standing
 
+    def _mixture(self) -> tuple[float, float]:
+        """As _block() of one with experts: gradients of rows, on their way too, of a stack."""
+        a, rows, hidden = self.a, self._sizes["R"], self._sizes["H"]
+        again, travel, last = self._again(True), self.setup.ep > 1, 0.0
+        tokens = self.whole if self.sp else 0.0
+        if self.mode != "none":  # the block's forward, as far as it runs again
+            last = self.res + again + (a + self.whole + rows * (1 + travel)) * (self.mode == "full")
+        wide = max(4, self.item) / self.item  # kernels/permute.py adds up in fp32
+        combine = 2 * wide * rows + (wide > 1) * wide * self.whole
+        start = self.res + again + tokens + max(hidden + self.stack, rows * (1 + travel), combine)
+        # gelu's backward; a stack's gradient into its bucket; c_fc's; rows back; permute's.
+        rest = [hidden - rows, self.stack - rows, self.stack - hidden, rows * travel - 2 * hidden]
+        rest.append(2 * wide * self.whole - rows - 2 * hidden)
+        start = max(last, start)
+        return start, again + a + tokens + max(rest)
+
     def _block(self) -> tuple[float, float]:
         """The most that a block's backward has on top of what is kept up to it: as it begins, and
         while it fills the next bucket."""
@@ -479,7 +507,7 @@ class Peak:
             output = whole + max(gathered, joined + a)
             dx = joined + max(whole + joined + a, 2 * gathered, gathered + whole)
             c_fc = max(dx, joined + a + weight * (1 + self.cut))
-        again, last = self._again, 0.0
+        again, last = self._again(False), 0.0
         if self.mode == "full":  # the block's forward; its last product is thrown away
             last = self.res + again + a + output
         elif self.mode == "selective":
@@ -503,17 +531,19 @@ class Peak:
 
     def _halves(self) -> Iterator[Moment]:
         """A backward in two halves: gradients reach the buckets in the second one only."""
-        mine = self.parts.layers[self.chunk]
-        again = self._cheap if self.mode == "selective" else self._again
+        experts = any(self.mine)
+        again = self._cheap(experts) if self.mode == "selective" else self._again(experts)
         waits = self.head and (self.chunk == len(self.parts.layers) - 1 or self.parts.first)
         set_aside = self.item * self.table * waits + self._standing
-        for layers in {1, mine}:  # as gelu's backward runs: both sides of it, and their gradients
-            kept = self.kept(layers) + self._sides * (mine - layers) + self.others + self.batch
-            kept += again + self.res + 8 * self.split + (self.whole if self.sp else 0.0)
+        gelu = 2 * (self._sizes["H"] if experts else 4 * self.split)
+        for left in {1, len(self.mine)}:  # as gelu's backward runs: both sides, and their gradients
+            kept = self.kept(self.mine[:left]) + self._of(self._sides, self.mine[left:])
+            kept += self.others + self.batch
+            kept += again + self.res + gelu + (self.whole if self.sp else 0.0)
             yield Moment(kept, set_aside, self.at_loss + self._gathered(2))
         first = self.item * self.table * (self.parts.first and self.chunk == 0)
         for layers, made in self._lefts():
-            kept = self._sides * layers + self.others + self.batch
+            kept = self._of(self._sides, layers) + self.others + self.batch
             alive = self.weight + self._alive(made, self.waiting, self.opened)
             yield Moment(kept, max(set_aside, first), alive + self._gathered(2))
         table = first + self._at_table
@@ -523,13 +553,14 @@ class Peak:
         if self.splits:
             yield from self._halves()
             return
-        start, rest = self._block()
+        tops = self._block(), self._mixture()
         for layers, made in self._lefts():
+            (start, rest), block = tops[layers[-1]], self.buckets.blocks[layers[-1]]
             kept = self.kept(layers) + self.batch + self.others - self.weight
-            gathered = self.weight + self._gathered(min(2, layers))
+            gathered = self.weight + self._gathered(min(2, len(layers)))
             alive = self._alive(made, self.waiting, self.opened * (made > 0))
             yield Moment(kept + start, self._waiting(), gathered + alive)
-            alive = self._alive(made + self.block / 2, self.waiting + self.bucket, self.opened)
+            alive = self._alive(made + block / 2, self.waiting + self.bucket, self.opened)
             yield Moment(kept + rest, self._waiting(), gathered + alive)
 
     def _embedding(self) -> Iterator[Moment]:
@@ -540,7 +571,7 @@ class Peak:
         made = self._alive(self.blocks, self.waiting, self.opened) + gathered
         sums = 0.0
         if self.splits:  # the weights' gradients are still to come
-            activations += self._sides * self.parts.layers[0]
+            activations += self._of(self._sides, self.parts.layers[0])
             made = self.at_loss + gathered
         if self.item == 2 and not self.on_gpu:  # rows that occur are added up in fp32
             sums = 6 * min(self.n, self.rows) * self.width
@@ -592,8 +623,7 @@ def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
 def kept_by_blocks(workload: Workload, setup: Setup) -> float:
     """Bytes that a rank's blocks keep of a forward until backward; without a pipeline."""
     ((parts, (held,)),) = _stages(workload, setup)
-    shape = workload.shape
-    return Peak(workload, setup, parts, held).kept(shape.n_layer, shape.expert_layers)
+    return Peak(workload, setup, parts, held).kept(parts.layers[0])
 
 
 def activations_on_host(workload: Workload, setup: Setup) -> int:
@@ -606,7 +636,7 @@ def activations_on_host(workload: Workload, setup: Setup) -> int:
     for parts, several in _stages(workload, setup) if setup.offload_activations else ():
         for held in several:
             layers = zip(held.held, parts.layers)
-            inputs = sum(n * (2 * blocks - 1) for n, blocks in layers if blocks) - 1
+            inputs = sum(n * (2 * len(blocks) - 1) for n, blocks in layers if blocks) - 1
             most = max(most, inputs * Peak(workload, setup, parts, held).a)
     return round(most)
 

@@ -87,15 +87,15 @@ class MatrixUpdates:
         slots = {slot.registered: slot for slot in buckets.layout.slots}
         self.sharded, self.n_tp = n_shards > 1, tp
         self.n_dp = n_shards if self.sharded else dp
-        n_others = len(buckets.matrices) - len(buckets.hidden)
-        hidden = [i for i, s in enumerate(buckets.shapes) if len(s) == 2][n_others:]
-        sizes, kinds = widths(shape), []  # how many matrices a parameter is, and their sides
+        sizes, kinds = widths(shape), {}  # how many matrices a parameter is, and their sides
         for part in block_parts():
             if part.op == "matmul":
                 many = 3 if part.out == "3A" else 1
-                kinds.append((many, *sorted((sizes[part.into], sizes[part.out] // many))))
-        self.what = {i: kinds[k % len(kinds)] for k, i in enumerate(hidden)}
-        order = sorted(hidden, key=lambda i: self.what[i][0] == 1)  # the groups of muon_groups()
+                sides = sorted((sizes[part.into], sizes[part.out] // many))
+                kinds[f"{part.name}.weight"] = many, *sides
+        self.what = {i: kinds[buckets.names[i]] for i in buckets.hidden}
+        # The groups of muon_groups().
+        order = sorted(buckets.hidden, key=lambda i: self.what[i][0] == 1)
         costs = [n * product_flops(*sides) for n, *sides in map(self.what.__getitem__, order)]
         places = assign(costs, self.n_dp * tp)
         self.home = {i: Home(*divmod(place, tp)) for i, place in zip(order, places)}

@@ -122,15 +122,15 @@ def vocabulary_rows(shape: GPTConfig, tp: int) -> int:
     return -(-shape.padded_vocab_size // (tp * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE
 
 
-def widths(shape: GPTConfig, tp: int = 1) -> dict[str, int]:
-    """The number of each letter on a rank of tp that has all experts."""
+def widths(shape: GPTConfig, tp: int = 1, ep: int = 1) -> dict[str, int]:
+    """The number of each letter on a rank of tp and ep."""
     attention, experts = shape.heads_of_rank(tp) * shape.head_dim, shape.n_expert
     return {
         **dict.fromkeys(("C", "X", "R"), shape.n_embd),
         "F": 4 * shape.n_embd // tp,
         **{"A": attention, "3A": 3 * attention},
         **{"V": vocabulary_rows(shape, tp), "T": shape.block_size},
-        **{"H": shape.hidden // tp, "E": experts, "S": experts},
+        **{"H": shape.hidden // tp, "E": experts, "S": experts // ep},
     }
 
 
@@ -142,7 +142,7 @@ def parameters_of(parts: Iterable[Part]) -> Iterator[tuple[str, Dims]]:
 
 
 def shapes_of(
-    parts: Iterable[Part], shape: GPTConfig, tp: int = 1, rows: int = 0
+    parts: Iterable[Part], shape: GPTConfig, tp: int = 1, rows: int = 0, ep: int = 1
 ) -> list[tuple[int, ...]]:
     """Shapes of their parameters on a rank.
 
@@ -151,7 +151,7 @@ def shapes_of(
     """
     found = []
     for _, dims in parameters_of(parts):
-        sizes = widths(shape, tp)
+        sizes = widths(shape, tp, ep)
         if rows:
             sizes["C"] //= rows if SPLIT & set(dims) else tp
         found.append(tuple(sizes[d] for d in dims))

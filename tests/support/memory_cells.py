@@ -28,8 +28,8 @@ SHAPES = {
 }
 
 
-def workload(n_layer=4, width=128, heads=4, tokens=128, batch=4, vocab=512, dropout=0.0):
-    return Workload(GPTConfig(n_layer, heads, width, tokens, vocab, dropout), batch)
+def workload(n_layer=4, width=128, heads=4, tokens=128, batch=4, vocab=512, dropout=0.0, **experts):
+    return Workload(GPTConfig(n_layer, heads, width, tokens, vocab, dropout, **experts), batch)
 
 
 def setup(**settings):
@@ -40,7 +40,7 @@ def setup(**settings):
 def mesh_of(setup):
     if setup.tp_grid is not None:
         return Mesh(tp_grid=parse_grid(setup.tp_grid), device="cpu")
-    return Mesh(tp=setup.tp, cp=setup.cp, pp=setup.pp, device="cpu")
+    return Mesh(tp=setup.tp, cp=setup.cp, pp=setup.pp, ep=setup.ep, device="cpu")
 
 
 def measure(workload, setup, mesh):

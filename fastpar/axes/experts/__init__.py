@@ -102,9 +102,6 @@ class Experts(Axis):
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """Rows to their experts and back, in forward and in backward, and their numbers."""
-        experts, _ = expert_elements(workload.shape, setup)
-        if experts and setup.data > 1:
-            yield from _sums(setup, experts // setup.ep)
         if setup.ep == 1:
             return
         shape, n_micro = workload.shape, setup.grad_accum_steps
@@ -131,25 +128,6 @@ class Experts(Axis):
             f"experts: ep={ep}, {group.transport} ({group.why}); of {whole:,} parameters of "
             f"experts 1/{ep} here, in {len(buckets)} buckets that {ranks} ranks have"
         )
-
-
-def _sums(setup: Setup, numel: int) -> Iterator[CommOp]:
-    """Experts' gradients and weights, over the ranks that have the same ones."""
-    stage, stride, ranks = setup.stage, setup.tp * setup.ep, setup.data // setup.ep
-    reductions = setup.grad_accum_steps if setup.accumulate == "shard" else 1
-    many = max(1, round(numel * setup.wire_bytes / setup.bucket_bytes))
-    n_bytes = float(numel * setup.wire_bytes) / many
-    shards = max(1, setup.n_shards // setup.ep)
-    if stage == 0:
-        yield CommOp("all_reduce", "dp", n_bytes, ranks, stride, reductions * many, "backward")
-        return
-    yield CommOp("reduce_scatter", "shard", n_bytes, shards, stride, reductions * many, "backward")
-    part, copies = n_bytes / shards, ranks // shards
-    yield CommOp("all_reduce", "copies", part, copies, stride * shards, many, "backward")
-    weights = n_bytes / setup.wire_bytes * setup.weight_bytes
-    for under in ("forward", "backward") if stage == 3 else ("forward",):
-        passes = many * (setup.grad_accum_steps if stage == 3 else 1)
-        yield CommOp("all_gather", "shard", weights, shards, stride, passes, under)
 
 
 def _share(mesh: Mesh, tensors: Sequence[Tensor]) -> None:

@@ -19,9 +19,10 @@ from fastpar.settings.mesh import pp_split
 
 
 class RankParts(NamedTuple):
-    """Layers on each chunk of a pipeline's rank; whether the embedding, the head are there too."""
+    """What a pipeline's rank has: of each layer of each chunk whether it has experts; whether the
+    embedding, the head are there too."""
 
-    layers: tuple[int, ...]
+    layers: tuple[tuple[bool, ...], ...]
     first: bool
     last: bool
 
@@ -39,20 +40,27 @@ def _cut(shape: GPTConfig, n_stages: int) -> tuple[int, ...]:
 def parts_of(workload: Workload, setup: Setup) -> tuple[RankParts, ...]:
     """What each rank of a pipeline has."""
     if setup.pp == 1:
-        return (RankParts((workload.shape.n_layer,), True, True),)
+        return (RankParts((_layers(workload.shape),), True, True),)
     split = tuple(stage_layers(workload.shape, setup))
-    return _rank_parts(setup.schedule, setup.pp, setup.chunks, split)
+    return _rank_parts(workload.shape, setup.schedule, setup.pp, setup.chunks, split)
+
+
+@functools.lru_cache(256)
+def _layers(shape: GPTConfig) -> tuple[bool, ...]:
+    return tuple(map(shape.has_experts, range(shape.n_layer)))
 
 
 @functools.lru_cache(4096)
 def _rank_parts(
-    schedule: str, pp: int, chunks: int, split: tuple[int, ...]
+    shape: GPTConfig, schedule: str, pp: int, chunks: int, split: tuple[int, ...]
 ) -> tuple[RankParts, ...]:
-    stages = [[stage_of(schedule, pp, rank, c) for c in range(chunks)] for rank in range(pp)]
-    return tuple(
-        RankParts(tuple(split[s] for s in mine), 0 in mine, pp * chunks - 1 in mine)
-        for mine in stages
-    )
+    layers, ends = _layers(shape), [0, *itertools.accumulate(split)]
+    found, last = [], pp * chunks - 1
+    for rank in range(pp):
+        mine = [stage_of(schedule, pp, rank, c) for c in range(chunks)]
+        chunk_layers = tuple(layers[ends[s] : ends[s + 1]] for s in mine)
+        found.append(RankParts(chunk_layers, 0 in mine, last in mine))
+    return tuple(found)
 
 
 class Pipelined(Axis):
