@@ -173,9 +173,12 @@ class Axis:
         """What a rank communicates for this axis in an optimizer step."""
         return ()
 
-    def states(self, workload: Workload, setup: Setup) -> dict[str, float]:
-        """More bytes that stay on the fullest rank, by the field of predict.memory.Memory."""
-        return {}
+    def states(self, setup: Setup, buckets: Any, found: dict[str, float]) -> None:
+        """Change how many bytes of parameters, gradients and optimizer stay on a rank.
+
+        Args:
+            buckets: the rank's, axes.data.GPTBuckets.
+        """
 
     # The planner
 

@@ -283,6 +283,15 @@ class Data(Axis):
             engine.control.tally = scales
             scales.averaged = making.mesh.size("replicas", "dp", "cp")
 
+    def states(self, setup: Setup, buckets: GPTBuckets, found: dict[str, float]) -> None:
+        """Shards of what the stage shares out; a node's second ones."""
+        n, stage = setup.n_shards, setup.stage
+        whole, shard = buckets.padded(n), buckets.shard(n)
+        found["parameters"] = setup.weight_bytes * (shard if stage == 3 else whole)
+        if setup.secondary_shards and setup.node_size and n > setup.node_size:
+            found["parameters"] += setup.weight_bytes * whole / setup.node_size
+        found["gradients"] = setup.grad_bytes * (shard if stage >= 2 else whole)
+
     def ops(self, workload: Workload, setup: Setup) -> Iterator[Op]:
         """Gradients into their buckets."""
         (local, _), n_micro = elements_of(workload, setup), setup.grad_accum_steps

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.axes import Axis, Making
+from fastpar.axes.step import Setup
 from fastpar.comm.collectives import DONE, Collectives, FutureHandle, Handle, TaskThread, started
 from fastpar.comm.host import Bus, HostCores, SlowBus, check_host_memory, pinned_bytes
 from fastpar.comm.mesh import Mesh
@@ -76,6 +77,13 @@ class Offloaded(Axis):
             summed_late=shards.summed_late,
             poison=debug.poison,
         )
+
+    def states(self, setup: Setup, buckets: Any, found: dict[str, float]) -> None:
+        """On the host: state, gradients of a stage that frees them, parameters where asked for."""
+        if setup.offload is not None:
+            found["optimizer"] = min(found["optimizer"], setup.offload_keep_mb * 2**20)
+            found["gradients"] *= setup.stage < 2
+            found["parameters"] *= setup.offload != "parameters"
 
     def describe(self, shards: Any) -> Iterable[str]:
         return [f"offload: {shards.storage.describe()}"] if shards.storage.steps_later else ()

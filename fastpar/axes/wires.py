@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastpar.axes import Axis
-from fastpar.axes.data import buckets_of, elements_of, gathered_bytes, gathers_codes
+from fastpar.axes.data import GPTBuckets, buckets_of, elements_of, gathered_bytes, gathers_codes
 from fastpar.axes.step import Op, Setup, Workload
 from fastpar.comm.wires import FORMATS
 
@@ -43,6 +43,12 @@ class Wires(Axis):
 
     name = "wires"
     order = 70
+
+    def states(self, setup: Setup, buckets: GPTBuckets, found: dict[str, float]) -> None:
+        """What gradients lost; a rank's own weights, which are apart from what is gathered."""
+        found["gradients"] += error_bytes(setup) * buckets.padded(setup.n_shards)
+        if setup.stage in (1, 2) and code_bytes(setup)[1]:
+            found["parameters"] += setup.weight_bytes * buckets.shard(setup.n_shards)
 
     def ops(self, workload: Workload, setup: Setup) -> Iterator[Op]:
         """Messages of gradients and weights made and read; see comm/wires.py."""

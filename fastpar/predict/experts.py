@@ -6,14 +6,14 @@ layer, where experts are chosen equally often; with all activations recomputed 6
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from fastpar.axes.data import buckets_of, elements_of
 from fastpar.axes.experts import expert_elements
 from fastpar.axes.step import Setup, Workload
 from fastpar.predict.estimate import tp_sizes
 from fastpar.predict.machine import Cluster, DatasheetRates
-from fastpar.predict.memory import Memory, format_bytes, kept_by_blocks
+from fastpar.predict.memory import Memory, format_bytes, kept_by_blocks, predict_states
 from fastpar.predict.search import CHECKPOINTING
 from fastpar.predict.time import StepTime, predict_step
 from fastpar.settings.block import count_parameters
@@ -30,19 +30,12 @@ class ExpertCosts(NamedTuple):
 
 def predict_experts(workload: Workload, setup: Setup) -> ExpertCosts:
     """Of a rank of dp, tp and ep: cp and pp are 1 in setup."""
-    shape, stage, n = workload.shape, setup.stage, setup.n_shards
-    local, shared = elements_of(workload, setup)
-    whole = sum(expert_elements(shape, setup)) + buckets_of(workload, setup).elements
-    shard, ep = whole / n, setup.ep
+    shape, ep = workload.shape, setup.ep
     tokens = setup.tokens_of_rank(workload) * setup.grad_accum_steps
     rows = tokens * shape.top_k * shape.expert_layers * (ep - 1) / ep
     times = 6 if setup.activation_checkpointing == "full" else 4
-    memory = Memory(
-        round(setup.weight_bytes * (shard if stage == 3 else local)),
-        round(setup.grad_bytes * (shard if stage >= 2 else local)),
-        round(setup.state_bytes * shared),
-        round(kept_by_blocks(workload, setup)),
-    )
+    kept = round(kept_by_blocks(workload, setup))
+    memory = replace(predict_states(workload, setup), activations=kept)
     return ExpertCosts(memory, times * rows * shape.n_embd * setup.weight_bytes)
 
 
@@ -93,7 +86,7 @@ def experts_report(
     """A table of them, those that surely do not fit named."""
     shape = workload.shape
     whole, active = count_parameters(shape), count_parameters(shape, active=True)
-    experts, _ = expert_elements(shape, Setup())
+    experts = expert_elements(shape)
     names = ("weights", "gradients", "optimizer", "activations", "all four", "all-to-all")
     lines = [
         f"{whole:,} parameters, of experts {experts:,}; a token goes through {active:,}",

@@ -75,6 +75,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastpar.axes import every
 from fastpar.axes.context import attended_heads
 from fastpar.axes.data import ROOT, GPTBuckets, buckets_of
 from fastpar.axes.offload import IN_FLIGHT
@@ -82,7 +83,7 @@ from fastpar.axes.pipeline import RankParts, parts_of
 from fastpar.axes.pipeline.schedules import SPLIT
 from fastpar.axes.pipeline.simulator import Held, held_of
 from fastpar.axes.step import Setup, Workload
-from fastpar.axes.wires import code_bytes, error_bytes
+from fastpar.axes.wires import code_bytes
 from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.engine.engine import Engine
 from fastpar.engine.reducer import IN_FLIGHT as IN_REDUCTION
@@ -138,31 +139,20 @@ def format_bytes(size: float) -> str:
 
 def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = None) -> Memory:
     """What surely stays between steps; no activations, nothing on its way; see buckets_of()."""
-    buckets, stage, n = buckets_of(workload, setup, parts), setup.stage, setup.n_shards
-    whole, shard = buckets.padded(n), buckets.shard(n)
+    buckets, n = buckets_of(workload, setup, parts), setup.n_shards if setup.stage else 1
     # Padding has no state. A rank can have a little more than its share of what has.
-    elements = buckets.share(n if stage else 1)
+    elements = buckets.share(n)
     state = setup.state_bytes * elements
     if setup.optimizer == "adamw" and setup.moment_dtype == "int8":
         state += 2 * 4 / _MOMENT_BLOCK * elements
     if setup.optimizer == "adafactor":  # means of rows and columns
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
     if setup.optimizer == "muon":  # one momentum, not two moments
-        matrices = sum(math.prod(buckets.shapes[i]) for i in buckets.hidden)
-        state -= 4 * matrices / (n if stage else 1)
-    weights, grads = shard if stage == 3 else whole, shard if stage >= 2 else whole
-    if setup.offload is not None:  # on the host: state, gradients of a stage that frees them
-        state, grads = min(state, setup.offload_keep_mb * 2**20), grads if stage < 2 else 0
-        weights = 0 if setup.offload == "parameters" else weights
-    if stage in (1, 2) and code_bytes(setup)[1]:  # a rank's own are apart from what is gathered
-        weights += shard
-    if setup.secondary_shards and setup.node_size and n > setup.node_size:
-        weights += whole / setup.node_size
-    return Memory(
-        parameters=round(setup.weight_bytes * weights),
-        gradients=round(setup.grad_bytes * grads + error_bytes(setup) * whole),
-        optimizer=round(state),
-    )
+        state -= 4 * sum(math.prod(buckets.shapes[i]) for i in buckets.hidden) / n
+    found: dict[str, float] = {"optimizer": state}
+    for axis in every():
+        axis.states(setup, buckets, found)
+    return Memory(**{name: round(size) for name, size in found.items()})
 
 
 def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:

@@ -116,7 +116,7 @@ GRID = [
 def name_of(cell):
     shape, s = cell
     kind = f"tp{'-sp' * s.sequence_parallel}" if s.tp > 1 else f"zero{s.zero_stage}"
-    kind += f"-cp{s.cp}" * (s.cp > 1)
+    kind += f"-cp{s.cp}" * (s.cp > 1) + f"-ep{s.ep}" * (s.ep > 1)
     words = [shape, s.world_size, kind, s.activation_checkpointing, s.micro_batch_size, s.dtype]
     return "-".join(map(str, words))
 
@@ -197,6 +197,29 @@ def test_sequences_over_ranks_are_predicted_within_five_percent():
 @pytest.mark.parametrize("cell", SHARED, ids=name_of)
 def test_sequences_over_ranks_are_predicted_within_five_percent_in_every_cell(cell):
     check(cell, SHARED)
+
+
+EXPERTS = [
+    (shape, make(ranks, stage, tp, True, *how, 1, ep=ep))
+    for shape in ("experts", "mixed")
+    for ranks, stage, tp, ep in [
+        *((1, 0, 1, 1), (2, 0, 1, 1), (2, 0, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1), (2, 3, 1, 1)),
+        *((2, 0, 2, 1), (4, 2, 1, 2), (4, 3, 1, 2), (4, 0, 2, 2)),
+    ]
+    for how in (("none", 4, "fp32"), ("selective", 4, "bf16"), ("full", 8, "fp32"))
+]
+
+
+def test_experts_are_predicted_within_five_percent():
+    some = [EXPERTS[0], EXPERTS[6]]
+    for cell in some:
+        check(cell, some)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", EXPERTS, ids=name_of)
+def test_experts_are_predicted_within_five_percent_in_every_cell(cell):
+    check(cell, EXPERTS)
 
 
 HYBRID = [

@@ -24,6 +24,14 @@ SHAPES = {
     "deep": {"n_layer": 10, "width": 128, "tokens": 64, "vocab": 1000},
     "split": {"n_layer": 4, "width": 256, "tokens": 64, "vocab": 18000},  # wte above a bucket's cap
     "wide": {"n_layer": 2, "width": 192, "tokens": 128, "vocab": 5000, "dropout": 0.1},
+    "mixed": {  # experts in every second layer
+        **{"n_layer": 4, "width": 128, "tokens": 128, "vocab": 500, "dropout": 0.1},
+        **{"n_expert": 4, "top_k": 2, "expert_every": 2},
+    },
+    "experts": {  # all chosen equally often
+        **{"n_layer": 4, "width": 128, "tokens": 128, "vocab": 500},
+        **{"n_expert": 4, "top_k": 4, "expert_hidden": 128},
+    },
     "short": {"n_layer": 3, "width": 256, "tokens": 32, "vocab": 3000},  # units of 2 layers and 1
 }
 

@@ -40,12 +40,11 @@ from fastpar.sharding.placements import State
 SAME = ("replicas", "dp", "cp")  # axes whose ranks have the same experts
 
 
-def expert_elements(shape: GPTConfig, setup: Setup) -> tuple[int, int]:
-    """Parameters of the experts of a rank of tp and pp, of all ep; of routers, less their MLPs'."""
-    sizes, layers = widths(shape, setup.tp), -(-shape.expert_layers // setup.pp)
+def expert_elements(shape: GPTConfig) -> int:
+    """Parameters of all experts."""
+    sizes = widths(shape)
     routers = count_elements(block.EXPERTS, {**sizes, "S": 0})
-    experts = count_elements(block.EXPERTS, sizes) - routers
-    return layers * experts, layers * (routers - count_elements(block.MLP, sizes))
+    return shape.expert_layers * (count_elements(block.EXPERTS, sizes) - routers)
 
 
 class Experts(Axis):
