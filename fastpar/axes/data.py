@@ -139,7 +139,7 @@ class GPTBuckets:
         return Counter(
             BucketKind(
                 *(b.numel, b.unit == ROOT, b.unit == last_unit, b is buckets[-1], b.rounded),
-                self.ep if b.experts else 1,
+                self.ep if b.key else 1,
             )
             for b in buckets
         )
@@ -147,7 +147,7 @@ class GPTBuckets:
     @functools.cached_property
     def of_experts(self) -> int:
         """Elements of parameters that ranks of ep share out."""
-        of = [b.slots for b in self.layout.buckets if b.experts]
+        of = [b.slots for b in self.layout.buckets if b.key]
         return sum(self.layout.slots[i].spec.numel for slots in of for i in slots)
 
     @property
@@ -243,8 +243,7 @@ def _buckets(
         grad_dtype=dtypes[1],
         rounded=[i for i, name in enumerate(names) if name in coded],
         unit_of=[*units, *[ROOT] * len(end * last)],
-        experts=experts,
-        ep=split[-1],
+        keys=dict.fromkeys(experts, "ep"),
         flags=not by_unit,
     )
     item, elements = dtypes[1].itemsize, (dense, sparse)
