@@ -12,10 +12,62 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
+
+T = TypeVar("T")
+
+
+class NotCopied:
+    """Copies and pickles of it are new ones, made without arguments, which do nothing."""
+
+    def __deepcopy__(self, memo: dict) -> NotCopied:
+        return type(self)()
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()
+
+
+class Link(NotCopied, Generic[T]):
+    """From a parameter to what works for it."""
+
+    def __init__(self, target: T | None = None) -> None:
+        self.target = target
+
+
+class Hook(NotCopied):
+    """Calls function(owner, *args, ...), unless owner.paused; owner is a weak reference, so that
+    nobody is kept alive by a hook.
+
+    torch.compile neither traces a hook nor compiles what it calls: it would compile them once for
+    each unit, and give up after eight (test_one_compiled_block_serves_all_layers).
+    """
+
+    _torchdynamo_disable = True
+
+    def __init__(self, owner: Any = None, function: Any = None, *args: Any) -> None:
+        self._owner, self._function, self._args = owner, function, args
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = None if self._owner is None else self._owner()
+        if owner is None or getattr(owner, "paused", False):
+            return None
+        return self._function(owner, *self._args, *args, **kwargs)
+
+    def is_of(self, owner: Any) -> bool:
+        """Whether it calls a method of owner."""
+        return self._owner is not None and self._owner() is owner
+
+
+# As torch.compiler.disable() does, which imports dynamo, and that takes a second.
+eval_frame.set_code_exec_strategy(
+    Hook.__call__.__code__,
+    eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP),
+)
+
 
 _HARMLESS = {"requires_grad_", "share_memory_"}
 _WRITERS = {

@@ -2,16 +2,25 @@
 
     IDLE -> COLLECTING -> READY -> IN_FLIGHT -> REDUCED -> IDLE
 
-    stage   gradients                     reduced gradients
-    0       whole, kept                   in place, on every rank
-    1       whole, kept                   own slice, in place
-    2, 3    whole, freed when reduced     own slice
+    stage   reduction        whole gradients      whole parameters              gathered
+    0       all-reduce       kept                 kept                          never
+    1       reduce-scatter   kept                 kept                          after a step
+    2       reduce-scatter   freed when reduced   kept                          after a step
+    3       reduce-scatter   freed when reduced   freed outside of their use    around use
+
+`zero_stage` is a number in arguments and reports only; whoever decides something asks a field of
+the Stage. The state of a step and of a bucket is a phase; tables say which may follow which.
 
 [Note: where gradients live]
-Autograd puts its own tensor into p.grad; take() copies it into the bucket (copies.py), or adds it,
-at the cost that zeroing the bucket beforehand would have. Nothing is zeroed: places of parameters
-without a gradient keep old bytes until fill_missing(). At stage 0 p.grad is then a view of the
-bucket (p.main_grad, where the gradient's dtype is not the parameter's); otherwise p.grad is None.
+Autograd puts its own tensor into p.grad; take() copies it into the bucket, or adds it, at the cost
+that zeroing the bucket beforehand would have. Nothing is zeroed: places of parameters without a
+gradient keep old bytes until fill_missing(). At stage 0 p.grad is then a view of the bucket
+(p.main_grad, where the gradient's dtype is not the parameter's); otherwise p.grad is None.
+
+[Note: waiting copies]
+On a GPU the copy of a bias's gradient takes as long as its launch. So the gradients that a bucket
+takes stay as autograd made them until it is complete, or WAIT_BYTES wait, or the backward ends, and
+are then copied by one kernel: the same bits. Larger gradients do not wait. On a CPU none does.
 
 [Note: stale parameters]
 After a step a rank knows only its own slice of the new parameters, at stage 3 also between uses.
@@ -29,11 +38,12 @@ the same gather, because it depends on gathers, steps and writes alone, which al
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,16 +51,126 @@ from torch import Tensor, nn
 from fastpar.comm.collectives import DONE, Collectives, Handle, PairwiseSum, started
 from fastpar.comm.wires import Encoders, Unsent
 from fastpar.engine.absent import Absent, AbsentParameter, hide, show
-from fastpar.engine.copies import WaitingCopies
-from fastpar.engine.stages import (
-    BUCKET_PHASES,
-    SENT,
-    BucketPhase,
-    Settings,
-    Stage,
-    checked,
-)
+from fastpar.files.tensor_file import FLOATS
+from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import Bucket, Layout, Slot
+
+PhaseT = TypeVar("PhaseT", bound=enum.Enum)
+
+# Of waiting copies, by type of device. Of 124M in bf16 these are the gradients of two blocks.
+WAIT_BYTES = {"cuda": 32 << 20, "cpu": 0}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The policy of one ZeRO stage; see the table at the top.
+
+    Args:
+        number: zero_stage.
+        shards: each rank owns a slice of the optimizer's state and of the reduced gradients:
+            gradients are reduce-scattered, otherwise all-reduced.
+        frees_gradients: whole gradients are freed when they are reduced.
+        frees_parameters: whole parameters exist only around their use.
+    """
+
+    number: int
+    shards: bool
+    frees_gradients: bool
+    frees_parameters: bool
+
+    @property
+    def gathers_after_step(self) -> bool:
+        """Whether parameters are gathered once a step, under the next forward."""
+        return self.shards and not self.frees_parameters
+
+
+STAGES = (
+    Stage(0, shards=False, frees_gradients=False, frees_parameters=False),
+    Stage(1, shards=True, frees_gradients=False, frees_parameters=False),
+    Stage(2, shards=True, frees_gradients=True, frees_parameters=False),
+    Stage(3, shards=True, frees_gradients=True, frees_parameters=True),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What parallelize() was asked for, and what of it is in effect.
+
+    Attributes:
+        stage: that is run: that of zero_stage, or 0 where nobody shares a copy.
+        n_shards: ranks that share one copy.
+    """
+
+    asked: Parallel
+    stage: Stage
+    n_shards: int
+    bucket_mb: float
+
+    @property
+    def deterministic(self) -> bool:
+        return self.asked.deterministic
+
+    @property
+    def by_unit(self) -> bool:
+        """Whether a forward waits for the parameters of each unit."""
+        return self.stage.shards or self.asked.offload.what is not None
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """In which gradients are kept and added up; None: each parameter's own."""
+        return FLOATS.get(self.asked.precision.grad_dtype or "")
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Of gradients on the wire; None: as they are kept."""
+        return FLOATS.get(self.asked.precision.reduce_dtype or "")
+
+    @property
+    def accumulate(self) -> str:
+        """Whether each backward is reduced ("shard"), or the last one of a step ("full")."""
+        return self.asked.accumulate or "shard"
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether each micro-batch of a pipeline is reduced by itself."""
+        return self.accumulate == "shard" and self.stage.frees_gradients
+
+
+class BucketPhase(enum.Enum):
+    """How far the gradients of a bucket are in a backward."""
+
+    IDLE = "idle"  # no backward adds to it
+    COLLECTING = "collecting"  # some parameters have not had their gradient
+    READY = "ready"  # all have, or none will get one
+    IN_FLIGHT = "in flight"  # its collective is under way
+    REDUCED = "reduced"  # the mean is there; other buckets may still be under way
+
+
+BUCKET_PHASES = {
+    BucketPhase.IDLE: frozenset({BucketPhase.COLLECTING, BucketPhase.IN_FLIGHT}),
+    BucketPhase.COLLECTING: frozenset({BucketPhase.READY, BucketPhase.IN_FLIGHT, BucketPhase.IDLE}),
+    BucketPhase.READY: frozenset({BucketPhase.IN_FLIGHT, BucketPhase.IDLE}),
+    BucketPhase.IN_FLIGHT: frozenset({BucketPhase.REDUCED}),
+    BucketPhase.REDUCED: frozenset({BucketPhase.IDLE}),
+}
+SENT = BucketPhase.IN_FLIGHT, BucketPhase.REDUCED  # its gradients of this backward have left
+
+
+def checked(
+    what: str, now: PhaseT, then: PhaseT, allowed: Mapping[PhaseT, frozenset[PhaseT]]
+) -> PhaseT:
+    """The phase `then`, if it may follow `now`.
+
+    Raises:
+        RuntimeError: it may not; names both.
+    """
+    if then not in allowed[now]:
+        possible = " or ".join(sorted(f"'{phase.value}'" for phase in allowed[now]))
+        raise RuntimeError(
+            f"Engine: expected {what} to go from '{now.value}' to {possible}, got '{then.value}'; "
+            "a backward or step ran inside of another, or the engine has an error"
+        )
+    return then
 
 
 @dataclass(frozen=True)
@@ -96,6 +216,39 @@ class BucketGroups:
             wires.sums(self.copies, index),
             node=self.node,
         )
+
+
+class WaitingCopies:
+    """See [Note: waiting copies]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._most = WAIT_BYTES.get(device.type, 0)
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._bytes = 0
+
+    def take(self, value: Tensor, place: Tensor, *, add: bool) -> None:
+        """Copy value, which nobody changes any more, to place, at the latest in make().
+
+        add: to what place holds, at once.
+        """
+        if add:
+            self.make()
+            place.add_(value)
+            return
+        if self._bytes + value.nbytes > self._most:
+            self.make()
+        if value.nbytes > self._most:
+            place.copy_(value)
+            return
+        self._waiting.append((place, value))
+        self._bytes += value.nbytes
+
+    def make(self) -> None:
+        """Make all copies that wait."""
+        if self._waiting:
+            places, values = zip(*self._waiting)
+            torch._foreach_copy_(places, values)
+            self._waiting, self._bytes = [], 0
 
 
 class Storage:
@@ -448,7 +601,7 @@ class BucketState:
         grad = p.grad if given is None else given
         if self.sources is not None:
             self.sources.take(position, first=position not in self.has)
-        if grad is None:  # it is in its place: split_backward.py, Places
+        if grad is None:  # it is in its place: gradients.py, Places
             return position in self.has and self.taken(position)
         self.check_grad(position, grad)
         self.open_grad()

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.wires import CODES, rounded_weights
+from fastpar.engine.bucket import Settings
 from fastpar.engine.debug import Debug
 from fastpar.engine.engine import Engine, engine_of_parameter
-from fastpar.engine.stages import Settings
 from fastpar.files.tensor_file import FLOATS
 from fastpar.kernels.linear import depends_on_threads
 from fastpar.settings.fields import check_types, flat

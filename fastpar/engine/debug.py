@@ -45,8 +45,8 @@ from fastpar.comm.collectives import (
     run_task,
 )
 from fastpar.comm.mesh import first_difference
+from fastpar.engine.absent import Hook
 from fastpar.engine.shards import Shards
-from fastpar.engine.units import Hook
 
 _CHUNK = 1 << 23  # bytes of a checksum at a time
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed word

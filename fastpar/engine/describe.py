@@ -6,10 +6,9 @@ import torch
 
 from fastpar.axes import every
 from fastpar.comm.collectives import Collectives
-from fastpar.engine.bucket import BucketState
+from fastpar.engine.bucket import BucketState, Stage
+from fastpar.engine.gathers import ROOT
 from fastpar.engine.shards import Shards
-from fastpar.engine.stages import Stage
-from fastpar.engine.units import ROOT
 
 _MIB = 2**20
 
@@ -53,7 +52,7 @@ def wire_bytes(shards: Shards, last_unit: int) -> dict[str, int]:
 
 
 def _partial_bytes(shards: Shards) -> int:
-    """Bytes of the sum along tp; see reducer.py."""
+    """Bytes of the sum along tp; see gradients.py."""
     if shards.declared is None:
         return 0
     sizes = dict[tuple[int, torch.dtype], int]()

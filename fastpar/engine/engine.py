@@ -1,6 +1,6 @@
 """The engine of a parallelized model: its hooks, and the order of what happens in a step.
 
-    hook (here) -> bucket.py -> reducer.py -> shards.py -> optimizer -> gathers.py
+    hook (here) -> bucket.py -> gradients.py -> shards.py -> optimizer -> gathers.py
 
 README.md has the picture. The engine owns the parts and the phase of the step; no part knows it.
 
@@ -30,21 +30,27 @@ from torch import Tensor, nn
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import StepReport
+from fastpar.engine.absent import Hook, Link
+from fastpar.engine.bucket import checked
 from fastpar.engine.control import Control
 from fastpar.engine.debug import Debug, InputCheck, check_replicas
 from fastpar.engine.describe import describe, memory, wire_bytes
 from fastpar.engine.gathers import Gathers
-from fastpar.engine.reducer import PartialGradients, Reducer
+from fastpar.engine.gradients import (
+    STEP_PHASES,
+    MicroBatches,
+    PartialGradients,
+    Reducer,
+    StepPhase,
+)
 from fastpar.engine.shards import Shards
-from fastpar.engine.stages import STEP_PHASES, MicroBatches, StepPhase, checked
-from fastpar.engine.units import Hook, Link
 
 
 class Engine:
     """Reduces gradients and gathers parameters of one model; made by parallelize().
 
     Args:
-        units: modules that are gathered together, the root's first; see units.py.
+        units: modules that are gathered together, the root's first; see gathers.py.
         control_group: of all ranks of the mesh, None if there is one.
         mesh: the user's; that of the shards has cp among dp.
     Attributes:
@@ -59,7 +65,7 @@ class Engine:
 
     paused = False  # its hooks do nothing; see train/cuda_graphs.py
     on_phase: Callable[[str], None] = staticmethod(lambda name: None)  # see comm/recorder.py
-    adds = False  # gradients are added to those that are there; see split_backward.py
+    adds = False  # gradients are added to those that are there; see pipeline_step.py
     recorder: Callable[[Tensor], tuple[Tensor, bool] | None] | None = None  # gives places then
 
     def __init__(

@@ -1,5 +1,9 @@
 """When the units of a model are gathered and freed: forward hooks, backward gates, prefetch.
 
+A unit is a block of the model: an element of a ModuleList or Sequential. Parameters outside of all
+blocks, those that several blocks share, and torch's RNN cells belong to the root unit, which is
+needed from the beginning of a forward to the end of its backward.
+
 [Note: order of gathers]
 Every rank must launch the same gathers in the same order, or one rank's block is filled with the
 values of another. A pass of a kind (forward, forward without gradients, backward) launches in the
@@ -39,16 +43,18 @@ import dataclasses
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from fastpar.engine.absent import Hook
 from fastpar.engine.bucket import BucketState
 from fastpar.engine.shards import Shards
-from fastpar.engine.units import ROOT, Hook
+
+ROOT = 0  # index of the root unit
 
 
 class PassListener(Protocol):
@@ -506,3 +512,84 @@ class _RootPartHook(_PartHook):
 
     def __call__(self, *args: Any) -> Any:
         return None if torch.compiler.is_compiling() else super().__call__(*args)
+
+
+# Which modules form a unit
+
+
+def find_units(
+    model: nn.Module,
+    units: Sequence[nn.Module] | type | tuple[type, ...] | None,
+    *,
+    merge_bytes: float,
+    apart: Sequence[nn.Module] = (),
+) -> list[list[nn.Module]]:
+    """The modules of each unit in registration order; the first is the root's.
+
+    Neighbours are merged into one unit while their parameters fit into merge_bytes; not with apart.
+
+    Raises:
+        ValueError: a module that is not in the model, or inside another unit.
+    """
+    if units is None:
+        candidates = _elements(model)
+    elif isinstance(units, type | tuple):
+        candidates = [m for m in model.modules() if isinstance(m, units) and m is not model]
+    else:
+        candidates = list(units)
+    inside = {id(m): i for i, m in enumerate(model.modules())}
+    candidates = list({id(m): m for m in candidates}.values())
+    parts = {id(part) for m in candidates for part in m.modules() if part is not m}
+    for module in candidates:
+        if id(module) not in inside or module is model:
+            raise ValueError(
+                f"parallelize: expected units inside the model, got units with a "
+                f"{type(module).__name__} that is not; pass modules of model.modules()"
+            )
+        if id(module) in parts and units is not None:
+            raise ValueError(
+                "parallelize: expected units beside each other, got units with a "
+                f"{type(module).__name__} inside another; leave the inner ones out"
+            )
+    found: list[list[nn.Module]] = [[model]]
+    room = 0.0
+    for module in sorted(candidates, key=lambda m: inside[id(m)]):
+        if id(module) in parts:
+            continue
+        size = sum(p.numel() * p.element_size() for p in module.parameters())
+        if not size:
+            continue
+        if size <= room and module not in apart:
+            found[-1].append(module)
+            room -= size
+        else:
+            found.append([module])
+            room = merge_bytes - size
+    return found
+
+
+def _elements(module: nn.Module) -> list[nn.Module]:
+    found = []
+    for child in module.children():
+        listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        # Cells are called once a time step, perhaps more often on one rank than on another.
+        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.RNNCellBase):
+            found.append(child)
+        else:
+            found.extend(_elements(child))
+    return found
+
+
+def unit_of_parameters(units: list[list[nn.Module]]) -> dict[nn.Parameter, int]:
+    """The unit of each parameter of the model; the root's where units share one."""
+    parts = [
+        (part, i) for i, modules in enumerate(units) if i for m in modules for part in m.modules()
+    ]
+    inner = {part for part, _ in parts}
+    parts += [(part, ROOT) for part in units[ROOT][0].modules() if part not in inner]
+    homes: dict[nn.Parameter, set[int]] = {}
+    for part, index in parts:
+        for p in part._parameters.values():
+            if p is not None:
+                homes.setdefault(p, set()).add(index)
+    return {p: next(iter(found)) if len(found) == 1 else ROOT for p, found in homes.items()}

@@ -17,7 +17,7 @@ from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transports import make_collectives
 from fastpar.comm.wires import CODES, Encoders, rounded_weights
-from fastpar.engine.bucket import BucketGroups, BucketState
+from fastpar.engine.bucket import STAGES, BucketGroups, BucketState, Settings, Stage
 from fastpar.engine.checks import (
     check_deterministic,
     check_in_place_writers,
@@ -30,10 +30,9 @@ from fastpar.engine.checks import (
 from fastpar.engine.control import prove_together
 from fastpar.engine.debug import Debug, InputCheck
 from fastpar.engine.engine import Engine
+from fastpar.engine.gathers import find_units, unit_of_parameters
+from fastpar.engine.gradients import Places
 from fastpar.engine.shards import Shards, guard_state_dicts
-from fastpar.engine.split_backward import Places
-from fastpar.engine.stages import STAGES, Settings, Stage
-from fastpar.engine.units import find_units, unit_of_parameters
 from fastpar.foreign.tp_plan import Plan, plan_for, tells_rows
 from fastpar.kernels import Fp8
 from fastpar.settings.fields import flat

@@ -2,7 +2,7 @@
 
     F of micro-batch i:  receive the stream -> forward of a chunk's parts -> send the stream
     B of micro-batch i:  receive its gradient -> backward -> send the gradient of what was received
-    I, W:                B in two halves, of which W sends nothing (split_backward.py)
+    I, W:                B in two halves, of which W sends nothing
 
 [Note: order] Every schedule runs the backward passes of a stage in the order of the micro-batches,
 so that sums over them are those of one process. A message's tag names the stage that receives it
@@ -10,13 +10,24 @@ and its micro-batch; at the bottom of a V both stages are on one rank, and nothi
 are posted one operation ahead; the gradient of the stream is sent as soon as autograd has it,
 before the backward, and the reductions in it, come to their end: the first stage of a tied table
 waits for it while the last one waits for the first's part of the sum. Nobody waits for a send.
+
+[Note: two halves] The input's gradient comes at once, the parameters' gradients later:
+
+    input_gradient()     autograd runs; what parameters get is set aside, and the engine knows
+                         nothing of it; weights of linear layers wait (kernels/weight_gradients.py)
+    weight_gradients()   the rest is computed, and everything goes into the buckets, as one
+                         backward of the engine
+
+So all of a micro-batch's gradients come to the engine at once, in the order of the micro-batches.
+Where autograd adds a later micro-batch's gradients in the buckets, no hook has work: adding().
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +39,9 @@ from fastpar.axes.pipeline.stages import Stages
 from fastpar.comm.collectives import Handle, started
 from fastpar.comm.recorder import BACKWARD, FORWARD
 from fastpar.comm.watchdog import in_place
+from fastpar.engine.bucket import BucketState
 from fastpar.engine.engine import Engine, engine_of
-from fastpar.engine.split_backward import SplitBackward, adding
+from fastpar.kernels.weight_gradients import WeightGradients
 
 
 def pipeline_step(
@@ -368,3 +380,122 @@ class PipelineStep:
             return grad + other
         self.sent.append(started(pair.send(grad.contiguous(), 0, async_op=True, tag=self._micro)))
         return torch.zeros_like(grad)
+
+
+# A backward in two halves
+
+
+class SplitBackward:
+    """Of one micro-batch and one chunk of a pipeline's rank: [Note: two halves].
+
+    Args:
+        params: trained ones that the chunk uses.
+    """
+
+    def __init__(self, engine: Engine, chunk: int, params: Sequence[nn.Parameter]) -> None:
+        self._engine, self._chunk, self._params = engine, chunk, params
+        self._queue = WeightGradients(set(params))
+        self._aside: list[tuple[Tensor, Callable[[Tensor | None], Tensor]]] = []
+
+    def forward(self) -> contextlib.AbstractContextManager[None]:
+        """The forward runs inside."""
+        return self._queue.collect()
+
+    def input_gradient(self, out: Tensor, grad: Tensor | None) -> None:
+        """autograd.backward of out, without the gradients that wait. Ranks: all of dp."""
+        with self._alone(), self._set_aside():
+            torch.autograd.backward(out, grad)
+
+    @torch.no_grad()
+    def weight_gradients(self, kept: dict[Tensor, Tensor]) -> None:
+        """The rest, as the engine's next backward. Ranks: all of dp.
+
+        Args:
+            kept: gradients of a table that another chunk uses too: the later chunk leaves its own
+                here, the earlier one, whose backward comes second, takes it.
+        """
+        engine, shards = self._engine, self._engine.shards
+        if engine.gathers is not None:
+            engine.gathers.part = "weights"  # needs no parameters
+        engine.begin_backward()
+        parts: dict[Tensor, list[Callable[[Tensor | None], Tensor]]] = {}
+        for p, compute in itertools.chain(self._aside, self._queue.take()):
+            parts.setdefault(p, []).append(compute)
+        self._aside.clear()
+        # Bucket by bucket, so that no more of them are open than in a backward in one piece.
+        for p in sorted(parts, key=lambda p: shards.places[p][0].spec.index):  # type: ignore[index]
+            computes = parts.pop(p)  # with what it keeps
+            bucket, position = shards.places[p]  # type: ignore[index]
+            mine = bucket.spec.part == self._chunk
+            alone = mine and len(computes) == 1 and p not in kept
+            grad = computes[0](bucket.room_for(position) if alone else None)
+            for compute in computes[1:]:
+                grad.add_(compute(None))
+            if p in kept:
+                grad = kept.pop(p).add_(grad)
+            if not mine:
+                kept[p] = grad
+            elif bucket.take(position, grad):
+                engine.reducer.launch_ready()
+        engine.end_backward()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Parameters are gathered, but the engine's hooks do nothing."""
+        engine, gathers = self._engine, self._engine.gathers
+        if gathers is not None:
+            gathers.part = self._chunk
+            gathers.begin("backward")
+        engine.paused = True
+        try:
+            yield
+        finally:
+            engine.paused = False
+        if gathers is not None:
+            gathers.end_backward()
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """Gradients go to no p.grad; what is there stays as it is."""
+
+        def store(p: Any) -> None:
+            if p.grad is not None:  # autograd comes here for those that wait, too
+                self._aside.append((p, _made(p.grad)))
+                p.grad = None
+
+        before = [(p, p.grad) for p in self._params]
+        hooks = [p.register_post_accumulate_grad_hook(store) for p in self._params]
+        for p in self._params:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for p, grad in before:
+                p.grad = grad
+
+
+def _made(grad: Tensor) -> Callable[[Tensor | None], Tensor]:
+    return lambda _: grad
+
+
+@contextlib.contextmanager
+def adding(engine: Engine, chunk: int) -> Iterator[None]:
+    """A backward of a chunk inside; not of the last micro-batch: the reductions need its hooks."""
+    shards, before = engine.shards, engine.paused
+    used = shards.params if shards.stages is None else shards.stages.used[chunk]
+    kept = (_is_kept(*shards.places[p]) for p in used if p.requires_grad)
+    engine.adds = not (before or engine.micro_batches.last) and all(kept)
+    engine.paused = before or engine.adds
+    try:
+        yield
+    finally:
+        engine.paused, engine.adds = before, False
+
+
+def _is_kept(bucket: BucketState, position: int) -> bool:
+    """Whether p.grad is where the bucket keeps gradients, and autograd adds to it there."""
+    if bucket.stage.shards or position not in bucket.has:
+        return False
+    return bucket.params[position].grad is bucket.grad_views[position]

@@ -19,9 +19,8 @@ from fastpar.axes.pipeline.stages import Stages
 from fastpar.axes.tensor.declared import Declared
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import CollectiveLog
-from fastpar.engine.bucket import ON_DEVICE, BucketState
-from fastpar.engine.stages import Settings
-from fastpar.engine.units import NotCopied
+from fastpar.engine.absent import NotCopied
+from fastpar.engine.bucket import ON_DEVICE, BucketState, Settings
 from fastpar.sharding.layout import Layout
 from fastpar.sharding.placements import Placement
 

@@ -86,7 +86,7 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.axes.wires import code_bytes
 from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.engine.engine import Engine
-from fastpar.engine.reducer import IN_FLIGHT as IN_REDUCTION
+from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows, workspace_bytes
 from fastpar.kernels.linear_fp8 import BLOCK
 from fastpar.optim.adafactor import BATCH
@@ -396,7 +396,7 @@ class Peak:
 
     @functools.cached_property
     def _sides(self) -> tuple[float, float]:
-        """Of a block: inputs of products and gradients of outputs; see split_backward.py."""
+        """Of a block: inputs of products and gradients of outputs; see engine/pipeline_step.py."""
         dense, experts = (
             sum(self._sizes[p.into] + self._sizes[p.out] for p in parts if p.op == "matmul")
             for parts in (block_parts(), block_parts(experts=True))

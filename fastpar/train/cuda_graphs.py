@@ -57,8 +57,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_iter
 
 from fastpar.data.batches import to_device
+from fastpar.engine.absent import Hook
 from fastpar.engine.engine import Engine
-from fastpar.engine.units import Hook
 from fastpar.kernels import op
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.base import EngineOptimizer, Row

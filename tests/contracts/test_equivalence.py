@@ -21,7 +21,7 @@ import torch
 from cells import covering, slow
 
 from fastpar.comm.mesh import Mesh
-from fastpar.engine import copies
+from fastpar.engine import bucket
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import make_key
@@ -231,7 +231,7 @@ def test_gradients_that_are_copied_together_have_the_same_bits(zero_stage, monke
     """As on a GPU: 4096 bytes wait, so that some are copied before their bucket is complete."""
     options = {"dtype": torch.bfloat16, "grad_dtype": torch.float32, "zero_stage": zero_stage}
     expected = ranks(2, 2, **options)
-    monkeypatch.setitem(copies.WAIT_BYTES, "cpu", 4096)
+    monkeypatch.setitem(bucket.WAIT_BYTES, "cpu", 4096)
     assert_same_bits(ranks(2, 2, **options), expected)
 
 

@@ -8,9 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.comm.collectives import PairwiseSum
-from fastpar.engine import copies as copies_module
-from fastpar.engine.bucket import BucketGroups, BucketState
-from fastpar.engine.stages import STAGES, BucketPhase, Settings
+from fastpar.engine import bucket as copies_module
+from fastpar.engine.bucket import STAGES, BucketGroups, BucketPhase, BucketState, Settings
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import ALIGN, ParamSpec, build_layout, parameter_names
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from fastpar.axes.tensor import tp_group
 from fastpar.comm.collectives import OneRank
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.bucket import STAGES
 from fastpar.engine.debug import Debug, Delays
 from fastpar.engine.parallelize import GroupMaker
-from fastpar.engine.stages import STAGES
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

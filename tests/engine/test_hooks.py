@@ -1,11 +1,11 @@
-"""units.py: copies and pickles of links and hooks are empty, and hooks keep nobody alive."""
+"""absent.py: copies and pickles of links and hooks are empty, and hooks keep nobody alive."""
 
 import copy
 import gc
 import pickle
 import weakref
 
-from fastpar.engine.units import Hook, Link
+from fastpar.engine.absent import Hook, Link
 
 
 class Owner:

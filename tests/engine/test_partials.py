@@ -1,4 +1,4 @@
-"""reducer.py: gradients that are a sum over tp are whole once, and counted once."""
+"""gradients.py: gradients that are a sum over tp are whole once, and counted once."""
 
 import pytest
 import torch

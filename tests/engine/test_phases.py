@@ -1,4 +1,4 @@
-"""stages.py: policies, phases with checked transitions, and micro-batches that a loop tells."""
+"""bucket.py, gradients.py: policies, phases with checked transitions, and micro-batches that a loop tells."""
 
 import itertools
 
@@ -7,9 +7,10 @@ import torch
 from test_engine import SMALL, Net, loss_of, mean_of, reduced, stages
 
 from fastpar.comm.mesh import Mesh
+from fastpar.engine.bucket import BUCKET_PHASES, STAGES, checked
 from fastpar.engine.engine import engine_of
+from fastpar.engine.gradients import STEP_PHASES, StepPhase
 from fastpar.engine.parallelize import parallelize
-from fastpar.engine.stages import BUCKET_PHASES, STAGES, STEP_PHASES, StepPhase, checked
 from fastpar.optim.adamw import AdamW
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks

@@ -1,4 +1,4 @@
-"""split_backward.py: layers compute weights' gradients where the buckets keep them."""
+"""gradients.py: layers compute weights' gradients where the buckets keep them."""
 
 import contextlib
 import copy
@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
-from fastpar.engine.bucket import BucketState
+from fastpar.engine.bucket import BucketPhase, BucketState
 from fastpar.engine.engine import Engine
-from fastpar.engine.split_backward import LEAST_BYTES, LEAST_WIDE_BYTES
-from fastpar.engine.stages import BucketPhase
+from fastpar.engine.gradients import LEAST_BYTES, LEAST_WIDE_BYTES
 from fastpar.kernels import backend, embedding, linear, linear_cross_entropy, make_key
 from fastpar.nn.recompute import recompute
 from fastpar.settings.parallel import Parallel

@@ -1,10 +1,10 @@
-"""units.py: which modules form a unit."""
+"""gathers.py: which modules form a unit."""
 
 import pytest
 from test_units import C, Net
 from torch import nn
 
-from fastpar.engine.units import find_units, unit_of_parameters
+from fastpar.engine.gathers import find_units, unit_of_parameters
 
 
 def test_blocks_are_units_and_the_rest_is_the_roots():

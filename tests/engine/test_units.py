@@ -152,7 +152,7 @@ class Branches(nn.Module):
 def test_a_rank_that_leaves_out_a_late_weight_stops_nobody(left_out, monkeypatch):
     """It sends its gradients at the end of its backward, and needs gathers before: the others must
     come to them, though more of their gradients are under way than usual."""
-    monkeypatch.setattr("fastpar.engine.reducer._PATIENCE_S", 0.05)
+    monkeypatch.setattr("fastpar.engine.gradients._PATIENCE_S", 0.05)
 
     def mean_of_two():
         models = [Branches(), Branches()]
@@ -184,7 +184,7 @@ def test_a_rank_that_leaves_out_a_late_weight_stops_nobody(left_out, monkeypatch
 
 def test_a_deep_block_that_a_rank_skips_costs_no_patience(monkeypatch):
     """From the second time on: units that a forward did not call send zeros at once."""
-    monkeypatch.setattr("fastpar.engine.reducer._PATIENCE_S", 60.0)
+    monkeypatch.setattr("fastpar.engine.gradients._PATIENCE_S", 60.0)
 
     def train():
         model, mesh = Net(12), Mesh()

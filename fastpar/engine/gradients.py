@@ -33,17 +33,27 @@ would drift apart, so a step refuses gradients that were changed in place.
 
 from __future__ import annotations
 
+import enum
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives, Handle, started
 from fastpar.comm.recorder import CollectiveLog
-from fastpar.engine.bucket import BucketState
+from fastpar.engine.absent import Hook, NotCopied
+from fastpar.engine.bucket import SENT, BucketPhase, BucketState, Settings
 from fastpar.engine.shards import Shards
-from fastpar.engine.stages import BucketPhase, Settings
+
+# Of weights that are offered a place, by type of device. The layer's own backward costs the host
+# more than torch's (100 us on a slow core): on a GPU a copy must be large to be worth that, an
+# estimate that nobody has measured. A wide place also saves a rounding: 2 MiB takes the layers of
+# GPT-2 124M, but for the 768 x 768 projection.
+LEAST_BYTES = {"cuda": 32 << 20, "cpu": 0}
+LEAST_WIDE_BYTES = {"cuda": 2 << 20, "cpu": 0}
 
 IN_FLIGHT = 3  # caps of a bucket: bytes of whole gradients that may be under way
 _PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
@@ -53,6 +63,69 @@ def too_many_in_flight(n_bytes: Iterable[int], bucket_mb: float) -> bool:
     """Whether to wait for the oldest of the buckets under way; two are in any case."""
     sizes = list(n_bytes)
     return len(sizes) > 2 and sum(sizes) > IN_FLIGHT * bucket_mb * 2**20
+
+
+class StepPhase(enum.Enum):
+    """What an engine knows of the gradients of a step."""
+
+    EMPTY = "empty"  # there are none
+    BACKWARD = "backward"  # a backward runs
+    LOCAL = "local"  # some are those of this rank only
+    REDUCED = "reduced"  # they are means over the ranks
+    STEPPED = "stepped"  # an optimizer has used them
+
+
+STEP_PHASES = {
+    StepPhase.EMPTY: frozenset({StepPhase.EMPTY, StepPhase.BACKWARD, StepPhase.REDUCED}),
+    StepPhase.BACKWARD: frozenset({StepPhase.LOCAL}),
+    StepPhase.LOCAL: frozenset({StepPhase.EMPTY, StepPhase.BACKWARD, StepPhase.REDUCED}),
+    StepPhase.REDUCED: frozenset({StepPhase.EMPTY, StepPhase.BACKWARD, StepPhase.STEPPED}),
+    StepPhase.STEPPED: frozenset(
+        {StepPhase.EMPTY, StepPhase.BACKWARD, StepPhase.REDUCED, StepPhase.STEPPED}
+    ),
+}
+
+
+class MicroBatches:
+    """How far a step is, and which backward passes reduce; see engine.py, [Note: micro-batches]."""
+
+    def __init__(self, accumulate: str, grad_accum_steps: int) -> None:
+        self._reduced_at = grad_accum_steps if accumulate == "full" else 1
+        self._of_step = grad_accum_steps
+        self.begun = 0  # since the last step
+        self.told = False  # by begin(): backward passes belong to that one
+        self.part: int | None = None  # of the model that it runs; None: all
+        self.last = True  # gradients are reduced after this one's backward passes
+        self.synchronize = True  # False under no_sync()
+
+    @property
+    def final(self) -> bool:
+        """Whether no other one is expected in this step."""
+        return self.last and (self.told or self.begun >= self._of_step)
+
+    @property
+    def finished(self) -> int:
+        """Those before the present one."""
+        return self.begun - self.told
+
+    def begin(self, last: bool, part: int | None) -> None:
+        """The next one, as the training loop tells it."""
+        self.begun += 1
+        self.told, self.last, self.part = True, last, part
+
+    def begin_backward(self) -> None:
+        """A backward begins: of the one that was told, or of the next one."""
+        if not self.told:
+            self.begun += 1
+            self.last = self.synchronize and self.begun >= self._reduced_at
+
+    def forget(self) -> None:
+        """The gradients of all that were begun are gone."""
+        self.begun = int(self.told)
+
+    def end_step(self) -> None:
+        """The next step begins with the next one."""
+        self.begun, self.told, self.part = 0, False, None
 
 
 class Reducer:
@@ -285,3 +358,93 @@ class PartialGradients:
                     "place; a rank sees its part of the norm only: clip with "
                     "fastpar.AdamW(max_grad_norm=...)"
                 )
+
+
+class Places(NotCopied):
+    """Offers the memory of the buckets to layers' backward passes; see weight_gradients.py.
+
+    Where it is None, take() copies or adds: a second gradient of a weight, one of another dtype.
+    Not to who may keep what he is given: hooks of others, torch.autograd.grad. A wide place takes
+    every gradient; in deterministic mode none is offered, as not all layers use them.
+    """
+
+    def __init__(self, engine: Any = None) -> None:
+        self._engine = None if engine is None else weakref.ref(engine)
+        self._task = -1
+        self._given: set[tuple[int, int]] = set()  # bucket and position, in this backward
+
+    @classmethod
+    def offer(cls, engine: Any) -> None:
+        """To all weights of LEAST_BYTES whose gradients the buckets keep in their dtype, and to
+        those of 16 bits and LEAST_WIDE_BYTES where gradients are fp32. A table that two stages of a
+        pipeline have gets no wide one: the halves of a split backward would not use it."""
+        places, wide = cls(engine), not engine.settings.deterministic
+        stages = engine.shards.stages
+        tied = set() if stages is None else set(stages.tied)
+        for bucket in engine.buckets:
+            kind, own, grad = bucket.device.type, bucket.spec.dtype, bucket.grad_dtype
+            wide_here = wide and own.itemsize == 2 and grad == torch.float32
+            for p, slot in zip(bucket.params, bucket.slots):
+                n_bytes = slot.spec.numel * own.itemsize
+                if grad == own and n_bytes >= LEAST_BYTES.get(kind, 0):
+                    p.fastpar_place = places  # type: ignore[attr-defined]
+                elif wide_here and p not in tied and n_bytes >= LEAST_WIDE_BYTES.get(kind, 0):
+                    p.fastpar_wide_place = places  # type: ignore[attr-defined]
+
+    def __call__(self, weight: Tensor) -> tuple[Tensor, bool] | None:
+        engine = None if self._engine is None else self._engine()
+        if engine is not None and engine.recorder is not None:
+            return engine.recorder(weight)
+        if engine is None or (engine.paused and not engine.adds):
+            return None
+        bucket, position = engine.shards.places[weight]  # type: ignore[index]
+        hooks, wide = weight._backward_hooks or {}, bucket.grad_dtype != bucket.spec.dtype
+        if position in bucket.has and not (wide or engine.adds):
+            return None  # take() will add: said first, later micro-batches ask often
+        if not _fires(weight) or not all(isinstance(hook, Hook) for hook in hooks.values()):
+            return None
+        if engine.adds:
+            after: dict = weight._post_accumulate_grad_hooks or {}
+            ours = all(isinstance(hook, Hook) for hook in after.values())
+            return (bucket.grad_views[position], True) if ours else None
+        if wide:  # also the first gradient of a backward, which no hook has told of
+            engine.before_unit_backward()
+        task = torch._C._current_graph_task_id()
+        begun = engine.phase is StepPhase.BACKWARD and task == engine.graph_task
+        if not begun or bucket.phase in SENT:
+            return None
+        if wide:
+            return _wide_room(bucket, position)
+        if task != self._task:
+            self._task = task
+            self._given.clear()
+        if (bucket.spec.index, position) in self._given:
+            return None
+        place = bucket.room_for(position)
+        if place is None:
+            return None
+        self._given.add((bucket.spec.index, position))
+        return place.view_as(place), False  # autograd keeps it as p.grad if nobody else has it
+
+
+def _wide_room(bucket: BucketState, position: int) -> tuple[Tensor, bool]:
+    """Where the caller writes a gradient, or adds it to those that are there: whether he adds.
+
+    From now on it is there. The hook of the parameter, with p.grad = None, says that no other comes
+    (where torch calls it then: otherwise the bucket is sent at the end of the backward).
+    """
+    bucket.copies.make()
+    bucket.open_grad()
+    add = position in bucket.has
+    bucket.has.add(position)
+    bucket.seen.add(position)
+    return bucket.grad_view(position), add
+
+
+def _fires(weight: Tensor) -> bool:
+    """Whether this backward gives weight a .grad."""
+    try:
+        accumulate = torch.autograd.graph.get_gradient_edge(weight).node
+        return torch._C._will_engine_execute_node(accumulate)
+    except RuntimeError:  # torch.autograd.grad of a leaf
+        return False
