@@ -1,4 +1,4 @@
-"""bucket.py, gradients.py: policies, phases with checked transitions, and micro-batches that a loop tells."""
+"""bucket.py, gradients.py: policies, checked phases, and micro-batches that a loop tells."""
 
 import itertools
 
