@@ -34,7 +34,6 @@ from fastpar.checkpoint.manifest import CONFIG, STATE, Manifest, TensorEntry, by
 from fastpar.checkpoint.reader import TensorReader, verify_files, verify_weights
 from fastpar.checkpoint.saver import (
     COMMON,
-    PREFIX,
     engine_of_model,
     error_entry,
     load_wire_state,
@@ -204,7 +203,7 @@ class _Plan:
         self._on_wires: dict[str, dict[str, list[TensorEntry]]] = {}
         for key, pieces in by_key(self.manifest.optimizer).items():
             name, _, entry = key.rpartition("/")
-            of = self._on_wires if entry.startswith(PREFIX) else self._pieces
+            of = self._on_wires if entry.startswith("wire_") else self._pieces
             of.setdefault(name, {})[entry] = pieces
         for name in set(names.values()) - {w.name for w in weights}:  # of other stages
             self._pieces.pop(name, None)

@@ -214,11 +214,6 @@ class Capture:
         self._used: list[int] = []  # bytes of each block
 
     @property
-    def optimizer_file(self) -> str:
-        """The file that this rank writes."""
-        return f"optimizer-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors"
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the whole checkpoint's tensors."""
         total = 0
@@ -236,16 +231,15 @@ class Capture:
         weights = [w for writer, _, w in self._writer.values() if writer == self._place]
         sizes += [math.prod(w.whole) * w.tensor.dtype.itemsize for w in weights]
         most = max(_BLOCK, pinned_bytes(max(sizes, default=0)))
-        left = sum(map(_padded, sizes)) - sum(block.numel() for block in self._blocks)
-        while left > 0:
-            left -= self._add_block(min(left, most))
+        total = sum(map(_padded, sizes))
+        while (left := total - sum(block.numel() for block in self._blocks)) > 0:
+            self._add_block(min(left, most))
 
-    def _add_block(self, nbytes: int) -> int:
+    def _add_block(self, nbytes: int) -> None:
         pinned = self.device.type == "cuda"
         n = pinned_bytes(nbytes) if pinned else nbytes
         self._blocks.append(torch.zeros(n, dtype=torch.uint8, pin_memory=pinned, device="cpu"))
         self._used.append(0)
-        return n
 
     @torch.no_grad()
     def noted(self) -> dict[str, Any]:
@@ -265,11 +259,8 @@ class Capture:
         self.allocate()
         self._used = [0] * len(self._blocks)
         items = [*self._weights(), *self._optimizer()]
-        ready = None
-        if self.device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
-        return Snapshot(items, ready)
+        on_gpu = self.device.type == "cuda"
+        return Snapshot(items, torch.cuda.current_stream().record_event() if on_gpu else None)
 
     # Weights
 
@@ -318,17 +309,14 @@ class Capture:
             for entry, value in state.items():
                 if not isinstance(value, Tensor):
                     value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
-                shape, block = shapes.get(entry, value.shape), entry_block(entry)
+                shape, block = tuple(shapes.get(entry, value.shape)), entry_block(entry)
+                runs, which = whole_run(value.numel()), (self._place, self._peers)
                 if engine is not None and engine.shares and block:
                     runs, which = piece_runs(p, engine, block=block), engine.shards.copy_of(p)
-                else:
-                    runs, which = whole_run(value.numel()), (self._place, self._peers)
                 start, stop = share_of(value.numel(), *which, index)
                 index += 1
-                values = value.detach().reshape(-1)[start:stop]
-                piece = _Piece(
-                    f"{names[p]}/{entry}", tuple(shape), values, cut_runs(runs, start, stop)
-                )
+                values, runs = value.detach().reshape(-1)[start:stop], cut_runs(runs, start, stop)
+                piece = _Piece(f"{names[p]}/{entry}", shape, values, runs)
                 if numel_of(piece.written) or (self._place == 0 and not math.prod(shape)):
                     yield piece
         if self.engine is not None and self.optimizer is not None:
@@ -345,18 +333,15 @@ class Capture:
                 yield _Piece(f"{name}/{entry}", tuple(value.shape), value.reshape(-1), runs)
 
     def _optimizer(self) -> Iterator[Item]:
+        file = f"optimizer-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors"
         for piece in self._pieces():
             key, shape, values, runs = piece
-            written = piece.written
-            host = self._room((numel_of(written),), values.dtype)
-            at = to = 0
-            for run in runs:
+            host, to = self._room((numel_of(piece.written),), values.dtype), 0
+            for run, part in zip(runs, values.split([run.numel for run in runs])):
                 if run.start != HOLE:
-                    part = values[at : at + run.numel]
                     host[to : to + run.numel].copy_(part, non_blocking=True)
                     to += run.numel
-                at += run.numel
-            yield Item(self.optimizer_file, key, values.dtype, shape, written, host, None)
+            yield Item(file, key, values.dtype, shape, piece.written, host, None)
 
     def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -372,8 +357,7 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-PREFIX, CALLS, COPY_CALLS = "wire_", "wire_calls", "wire_copy_calls"
-COMMON = (CALLS, COPY_CALLS)  # of all ranks; errors are a rank's own
+COMMON = ("wire_calls", "wire_copy_calls")  # of all ranks; errors are a rank's own
 
 
 def error_entry(engine: Engine) -> str:
@@ -383,30 +367,32 @@ def error_entry(engine: Engine) -> str:
     return f"wire_error_{zlib.crc32(repr(known).encode()):08x}_{engine.mesh.rank}"
 
 
+def _of_wires(engine: Engine, p: nn.Parameter) -> tuple[Any, slice, dict[str, Any]]:
+    """(p's bucket, its place there, what counts the calls by entry)."""
+    bucket, position = engine.shards.places[p]
+    groups = zip(COMMON, (bucket.groups.reduce, bucket.groups.copies))
+    slot, counted = bucket.slots[position], {name: g for name, g in groups if g is not None}
+    return bucket, slice(slot.start, slot.stop), counted
+
+
 def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     """(entry, this rank's values): the calls, and what is left of p where errors are kept."""
-    bucket, position = engine.shards.places[p]
-    group, slot = bucket.groups.reduce, bucket.slots[position]
-    if group is None or engine.settings.asked.wires.gradients == "fp32":
+    bucket, place, counted = _of_wires(engine, p)
+    if bucket.groups.reduce is None or engine.settings.asked.wires.gradients == "fp32":
         return
-    for name, counted in ((CALLS, group), (COPY_CALLS, bucket.groups.copies)):
-        if counted is not None:
-            yield name, torch.tensor(float(counted.calls), dtype=torch.float32, device="cpu")
-    lost = bucket.unsent.of(bucket.grad, slice(slot.start, slot.stop))
-    if lost is not None:
+    for name, group in counted.items():
+        yield name, torch.tensor(float(group.calls), dtype=torch.float32, device="cpu")
+    if (lost := bucket.unsent.of(bucket.grad, place)) is not None:
         yield error_entry(engine), lost.view(p.shape)
 
 
 def load_wire_state(engine: Engine, p: nn.Parameter, entries: Mapping[str, Tensor]) -> None:
     """Go on from what wire_state() had; entries of others are not looked at."""
-    bucket, position = engine.shards.places[p]
-    group, slot = bucket.groups.reduce, bucket.slots[position]
-    for name, counted in ((CALLS, group), (COPY_CALLS, bucket.groups.copies)):
-        if counted is not None and name in entries:
-            counted.calls = int(entries[name])
-    lost = entries.get(error_entry(engine))
-    if lost is not None:
-        bucket.unsent.restore(bucket.grad, slice(slot.start, slot.stop), lost.view(-1))
+    bucket, place, counted = _of_wires(engine, p)
+    for name in counted.keys() & entries.keys():
+        counted[name].calls = int(entries[name])
+    if (lost := entries.get(error_entry(engine))) is not None:
+        bucket.unsent.restore(bucket.grad, place, lost.view(-1))
 
 
 _POLL_S = 0.02
@@ -515,7 +501,8 @@ class Saver:
         Wire: at stage 3 and with tp the weights.
         """
         if self._attempt is not None:
-            if self.overlap == "skip" and any(self._gather_numbers(float(self.busy))):
+            engine = self._capture.engine
+            if self.overlap == "skip" and any(gather_numbers(engine, float(self.busy))):
                 return False
             self.settle()
         began = time.perf_counter()
@@ -526,7 +513,7 @@ class Saver:
         if self.rank == 0:
             nonce = int.from_bytes(os.urandom(6), "little") + 1
             problem = _unreadable_state(state) or self._refusal()
-        nonce = int(self._gather_numbers(0.0 if problem else float(nonce))[0])
+        nonce = int(gather_numbers(self._capture.engine, 0.0 if problem else float(nonce))[0])
         attempt = _Attempt(step, nonce, began, self._capture.nbytes)
         if not nonce:
             attempt.error = problem
@@ -571,9 +558,6 @@ class Saver:
             self._attempt.over.wait()
 
     # What the ranks agree on
-
-    def _gather_numbers(self, mine: float) -> list[float]:
-        return gather_numbers(self._capture.engine, mine)
 
     def _errors(self, mine: str | None) -> list[str]:
         found = gather_errors(self._capture.engine, mine)
@@ -757,16 +741,13 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
     entries: dict[int, TensorEntry] = {}
     turned = [item for item in items if item.weight is not None and item.weight.transposed]
     most = max((item.host.nbytes for item in turned), default=0)
-    scratch = torch.empty(
-        most, dtype=torch.uint8, device="cpu"
-    )  # fresh memory costs more than the copy
+    # Fresh memory costs more than the copy.
+    scratch = torch.empty(most, dtype=torch.uint8, device="cpu")
     with ThreadPoolExecutor(1, "sha256") as hashing, ThreadPoolExecutor(1, "flush") as flushing:
         for name in dict.fromkeys(item.file for item in items):
             mine = {item.key: item for item in items if item.file == name}
-            specs = {
-                key: Spec(item.dtype, item.host.shape if item.weight is None else item.shape)
-                for key, item in mine.items()
-            }
+            shapes = {k: i.host.shape if i.weight is None else i.shape for k, i in mine.items()}
+            specs = {key: Spec(item.dtype, shapes[key]) for key, item in mine.items()}
             flushes, waiting = [], 0
             with TensorFile(folder / name, specs, {"format": "pt"}) as file:
                 for item in map(mine.__getitem__, file.order):
@@ -781,10 +762,8 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
                     if waiting > _FLUSH_BYTES:
                         flushes.append(flushing.submit(flush, folder / name))
                         waiting = 0
-                    dtype, runs = DTYPE_NAMES[item.dtype], tuple(item.runs)
-                    entries[id(item)] = TensorEntry(
-                        name, item.key, dtype, item.shape, runs, digest.result()
-                    )
+                    what = DTYPE_NAMES[item.dtype], item.shape, tuple(item.runs)
+                    entries[id(item)] = TensorEntry(name, item.key, *what, digest.result())
             for done in flushes:
                 done.result()
             flush(folder / name)
@@ -853,14 +832,8 @@ def save_checkpoint(
     Ranks: all of the model's.
     Wire: at stage 3 and with tp the weights.
     """
-    saver = Saver(
-        run,
-        model=model,
-        optimizer=optimizer,
-        tokenizer=tokenizer,
-        keep_last=keep_last,
-        asynchronous=False,
-    )
+    what: Any = {"model": model, "optimizer": optimizer, "tokenizer": tokenizer}
+    saver = Saver(run, **what, keep_last=keep_last, asynchronous=False)
     saver.save(step, state or {})
     result = saver.last
     assert result is not None

@@ -54,23 +54,6 @@ class Handle(ABC):
         """Whether wait() would return at once."""
 
 
-class ObservedHandle(Handle):
-    """Another handle, for an observer that looks at waits."""
-
-    def __init__(self, inner: Handle) -> None:
-        self.inner = inner
-
-    @property
-    def ms(self) -> float | None:
-        return self.inner.ms
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        self.inner.wait(timeout_s)
-
-    def is_completed(self) -> bool:
-        return self.inner.is_completed()
-
-
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two contiguous tensors share memory."""
     start, other = a.data_ptr(), b.data_ptr()
@@ -143,13 +126,13 @@ class TaskThread:
         For tasks that wait for no other rank: a process that ends while a thread is in a kernel
         aborts.
         """
-        weakref.finalize(owner, _end, self)
+        weakref.finalize(owner, self.end)
 
-
-def _end(thread: TaskThread) -> None:
-    thread.put(None)
-    if threading.current_thread() is not thread.thread:
-        thread.thread.join()
+    def end(self) -> None:
+        """Stop, and wait for what it was given."""
+        self.put(None)
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
 
 
 def _work(tasks: queue.SimpleQueue) -> None:
@@ -185,17 +168,16 @@ class Begun:
 
     def end(self, earlier: float) -> float:
         """Wait for it and tell the future; when it was over. Its time counts from `earlier` on."""
-        error = self._error
-        if error is None and callable(self._rest):
-            try:
+        try:
+            if callable(self._rest):
                 through(self._rest)
-            except BaseException as failed:
-                error = failed
+        except BaseException as error:
+            self._error = error
         over_at = time.perf_counter()
         # Before anybody goes on: who made a tensor frees it, and sees that (StepMemory).
         self._tensors, self._rest = (), None
-        if error is not None:
-            self.future.set_exception(error)
+        if self._error is not None:
+            self.future.set_exception(self._error)
         else:
             self.future.set_result((over_at - max(self._start, earlier)) * 1e3)
         return over_at
@@ -514,33 +496,17 @@ class OneRank(Collectives):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
+    def _nothing(self, x: Tensor, *how: Any) -> Handle:
         return DONE
 
-    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
-        return self._copied(out, x)
-
-    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
-        return self._copied(out, x)
-
-    def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
-        return DONE
-
-    def _all_to_all(
-        self, out: Tensor, x: Tensor, out_sizes: list[int], x_sizes: list[int], tag: int
-    ) -> Handle:
-        return self._copied(out, x)
-
-    def _send(self, x: Tensor, dst: int, tag: int) -> Handle:
-        raise AssertionError("there is no other rank")
-
-    def _recv(self, out: Tensor, src: int, tag: int) -> Handle:
-        raise AssertionError("there is no other rank")
-
-    def _copied(self, out: Tensor, x: Tensor) -> Handle:
+    def _copied(self, out: Tensor, x: Tensor, *how: Any) -> Handle:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return DONE
+
+    _all_reduce = _broadcast = _nothing
+    _reduce_scatter = _all_gather = _all_to_all = _copied
+    _send = _recv = _nothing  # refused before: there is no other rank
 
 
 class PairwiseSum:

@@ -175,12 +175,12 @@ class Mesh:
 
     def size(self, *axes: str) -> int:
         """Ranks along some axes together."""
-        unknown = [axis for axis in axes if axis not in AXES]
-        if unknown:
-            raise ValueError(
-                f"Mesh: expected axes of {', '.join(AXES)}, got axis={unknown[0]!r}; "
-                "name one of these"
-            )
+        for axis in axes:
+            if axis not in AXES:
+                raise ValueError(
+                    f"Mesh: expected axes of {', '.join(AXES)}, got axis={axis!r}; "
+                    "name one of these"
+                )
         return math.prod(self.sizes[axis] for axis in set(axes))
 
     @property
@@ -211,7 +211,9 @@ class Mesh:
         mine = next(tuple(members) for members in ranks if self.rank in members)
         if mine not in self._groups:
             if len(mine) == self.world_size and self.replicas == 1:
-                self._set_default_timeout()
+                set_timeout: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+                if set_timeout is not None and dist.get_backend() not in ("threaded", "fake"):
+                    set_timeout(timedelta(seconds=self.timeout_s), dist.group.WORLD)
                 self._groups[mine] = self._connect(dist.distributed_c10d._get_default_group(), axes)
             else:
                 self._groups[mine] = self.new_group(*axes)
@@ -228,12 +230,9 @@ class Mesh:
     def _make_group(self, ranks: list[list[int]], axes: Sequence[str]) -> dist.ProcessGroup:
         # Small objects travel in the default group: no other one needs gloo beside NCCL.
         nccl = self.device.type == "cuda" and "nccl" in dist.get_backend_config()
+        backend, timeout = "nccl" if nccl else None, timedelta(seconds=self.timeout_s)
         with waiting("making a group"):
-            group, _ = dist.new_subgroups_by_enumeration(
-                ranks,
-                timeout=timedelta(seconds=self.timeout_s),
-                backend="nccl" if nccl else None,
-            )
+            group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)
         return self._connect(group, axes)
 
     def ranks_along(self, *axes: str) -> list[list[int]]:
@@ -259,11 +258,6 @@ class Mesh:
                 "rank runs and the network between their hosts"
             ) from error
         return group
-
-    def _set_default_timeout(self) -> None:
-        set_timeout: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-        if set_timeout is not None and dist.get_backend() not in ("threaded", "fake"):
-            set_timeout(timedelta(seconds=self.timeout_s), dist.group.WORLD)
 
     def with_replicas(self, replicas: int) -> Mesh:
         """The same ranks, those that compute different sequences as `replicas` sharded copies.
@@ -377,7 +371,7 @@ class Mesh:
         group = self.group(*axes) if self.size(*axes) > 1 else None  # also with nothing to send
         if group is None or not (tensors := [t for t in tensors if t.numel()]):
             return
-        raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+        raw = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors]
         packed = torch.cat(raw) if len(raw) > 1 else raw[0].clone()
         with waiting("broadcast"):
             dist.broadcast(packed, group=group, group_src=0)

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastpar.comm.collectives import Collectives, Handle, ObservedHandle, started
+from fastpar.comm.collectives import Collectives, Handle, started
 from fastpar.comm.watchdog import in_place, on_this_gpu
 
 _NAMESPACES = ("c10d", "_c10d_functional")  # of torch's collectives
@@ -87,7 +87,9 @@ class Recorder:
                 return begin()
             span = Span(row, op, now_ms(), 0.0, n_bytes, group.world_size)
             handle = _RecordedHandle(begin(), span, self)
-            self._follow(handle)
+            with self._changed:  # the thread notes when it is complete
+                self._open.append(handle)
+                self._changed.notify()
             return handle
 
         collectives.observers += (note,)
@@ -109,12 +111,6 @@ class Recorder:
         if name:
             self._phase.enter_context(self.span(COMPUTE, name))
 
-    def _follow(self, handle: _RecordedHandle) -> None:
-        """Note when this operation is complete."""
-        with self._changed:
-            self._open.append(handle)
-            self._changed.notify()
-
     def _watch(self) -> None:
         while True:
             with self._changed:
@@ -123,9 +119,29 @@ class Recorder:
             time.sleep(LOOK_S)
 
 
-class _RecordedHandle(ObservedHandle):
+class _ObservedHandle(Handle):
+    """Another handle, whose waits are inside of a context."""
+
+    def __init__(
+        self, inner: Handle, around: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self.inner, self._around = inner, around
+
+    @property
+    def ms(self) -> float | None:
+        return self.inner.ms
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        with self._around():
+            self.inner.wait(timeout_s)
+
+    def is_completed(self) -> bool:
+        return self.inner.is_completed()
+
+
+class _RecordedHandle(_ObservedHandle):
     def __init__(self, inner: Handle, span: Span, recorder: Recorder) -> None:
-        super().__init__(inner)
+        super().__init__(inner, lambda: recorder.span(WAIT, span.row, span.size_bytes))
         self._span, self._recorder = span, recorder
         self._waited_for = self._noted = False
         self._lock = threading.Lock()  # inner is looked at by one thread at a time
@@ -133,8 +149,7 @@ class _RecordedHandle(ObservedHandle):
     def wait(self, timeout_s: float | None = None) -> None:
         with self._lock:
             self._waited_for = True
-        with self._recorder.span(WAIT, self._span.row, self._span.size_bytes):
-            self.inner.wait(timeout_s)
+        super().wait(timeout_s)
         self._note()
 
     def note_if_complete(self) -> bool:
@@ -202,11 +217,9 @@ class WireMeter:
         self.sent_bytes = 0
         self.waited_s = 0.0
 
-    @contextlib.contextmanager
-    def of_torch(self, world_size: int) -> Iterator[None]:
+    def of_torch(self, world_size: int) -> contextlib.AbstractContextManager[Any]:
         """Counts collectives of torch's groups of that size."""
-        with _Dispatched(self, world_size):
-            yield
+        return _Dispatched(self, world_size)
 
     @contextlib.contextmanager
     def of_fastpar(self) -> Iterator[None]:
@@ -222,7 +235,7 @@ class WireMeter:
     ) -> Handle:
         self.sent_bytes += ring_bytes(op, n_bytes, group.world_size)
         with self._waiting():
-            return _Waited(begin(), self)
+            return _ObservedHandle(begin(), self._waiting)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -231,18 +244,6 @@ class WireMeter:
             yield
         finally:
             self.waited_s += time.perf_counter() - start
-
-
-class _Waited(ObservedHandle):
-    """A handle whose waits are counted."""
-
-    def __init__(self, inner: Handle, meter: WireMeter) -> None:
-        super().__init__(inner)
-        self._meter = meter
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        with self._meter._waiting():
-            self.inner.wait(timeout_s)
 
 
 class _Dispatched(TorchDispatchMode):

@@ -584,9 +584,7 @@ def _stop(
     worker.stop()
     if worker.thread is not threading.current_thread():
         worker.thread.join()
-    for fd in pidfds:
-        if fd >= 0:
-            os.close(fd)
+    _close(pidfds)
     del memory
 
 
@@ -597,24 +595,24 @@ def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.
     """
     token, fd, reason = secrets.token_bytes(16), -1, ""
     place: tuple[str, str, int] | None = None
-    if _C is None:
-        reason = f"rank {rank} has no compiled module: it was installed with FASTPAR_CPP=0"
-    try:
-        place = _place()
-        if rank == 0:
-            fd = os.memfd_create("fastpar", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.fchmod(fd, 0o600)
-            os.ftruncate(fd, size + _PAGE)
-            os.pwrite(fd, token, size)
-            # Nobody can make it shorter under the others' feet.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except (OSError, AttributeError) as error:
-        reason = f"rank {rank} cannot make shared memory ({error})"
     pidfds: list[int] = []
     block: mmap.mmap | None = None
-    try:
-        with waiting("meeting to share memory"):
-            first, pids = _meet(group, (place, os.getpid(), fd, token, reason))
+    with contextlib.ExitStack() as always, contextlib.ExitStack() as on_error:
+        if _C is None:
+            reason = f"rank {rank} has no compiled module: it was installed with FASTPAR_CPP=0"
+        try:
+            place = _place()
+            if rank == 0:
+                fd = os.memfd_create("fastpar", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                always.callback(os.close, fd)
+                os.fchmod(fd, 0o600)
+                os.ftruncate(fd, size + _PAGE)
+                os.pwrite(fd, token, size)
+                # Nobody can make it shorter under the others' feet.
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        except (OSError, AttributeError) as error:
+            reason = f"rank {rank} cannot make shared memory ({error})"
+        first, pids = _meet(group, (place, os.getpid(), fd, token, reason))
         try:
             block = _attach(rank, fd, first, size)
         except OSError as error:
@@ -623,28 +621,28 @@ def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.
         try:
             for pid in pids:
                 pidfds.append(-1 if pid == os.getpid() else os.pidfd_open(pid))
+                on_error.callback(_close, pidfds[-1:])
         except (OSError, AttributeError) as error:
             reason = reason or f"rank {rank} cannot watch process {pid} ({error})"
         with waiting("meeting to share memory"):
             reasons = gather_objects(reason, group)
-        for reason in reasons:
-            if reason:
-                raise ShmUnavailable(reason)
+        for reason in filter(None, reasons):
+            raise ShmUnavailable(reason)
         assert block is not None
+        on_error.pop_all()
         return block, pidfds
-    except BaseException:
-        for opened in pidfds:
-            if opened >= 0:
-                os.close(opened)
-        raise
-    finally:
-        if fd >= 0:
-            os.close(fd)
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _meet(group: dist.ProcessGroup | None, mine: tuple) -> tuple[tuple, list[int]]:
     """What rank 0 says, and every rank's process; ShmUnavailable unless they are in one place."""
-    everyone = gather_objects(mine, group)
+    with waiting("meeting to share memory"):
+        everyone = gather_objects(mine, group)
     for rank, (place, _, _, _, reason) in enumerate(everyone):
         if reason:
             raise ShmUnavailable(reason)

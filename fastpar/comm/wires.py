@@ -37,6 +37,7 @@ the random bits of (step, bucket, rank) and the element's place; bf16 to nearest
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -208,12 +209,23 @@ def _without_graph(call: Call) -> Rest:
     return None if rest is None else functools.partial(_without_graph, rest)
 
 
-def _send_rows(group: Collectives, rows: Tensor, tag: int) -> tuple[Handle, Tensor]:
+_Sent = tuple[Handle, Tensor]  # of messages to others; theirs on the way
+
+
+def _others(items: Sequence[Any], me: int) -> list[Any]:
+    return [item for i, item in enumerate(items) if i != me]
+
+
+def _send_rows(group: Collectives, rows: Tensor, tag: int) -> _Sent:
     """Row r of [W - 1, ...] goes to the r-th of the others; theirs on the way into as many."""
     received = torch.empty_like(rows)
     sizes = [rows.numel() // max(1, len(rows)) * (r != group.rank) for r in range(group.world_size)]
     args = received.view(-1), rows.view(-1), sizes, sizes
     return started(group.all_to_all(*args, async_op=True, tag=tag)), received
+
+
+def _floats(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, device=like.device, dtype=torch.float32)
 
 
 class CompressedSums(Wire):
@@ -279,21 +291,26 @@ class CompressedSums(Wire):
 
     def _scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Rest:
         self.calls += 1
-        ends = [(r * out.numel(), (r + 1) * out.numel()) for r in range(self.world_size)]
-        received = self._exchange(x, ends, self.form.nbytes(out.numel()), self._seed(0), tag)
-        return functools.partial(self._add_up, received, x, ends, out, mean)
+        n = out.numel()
+        places = [slice(r * n, (r + 1) * n) for r in range(self.world_size)]
+        under_way = self._exchange(x, places, self.form.nbytes(n), tag)
+        return lambda: self._add_up(under_way, x[places[self.rank]], out, mean)
 
-    def _exchange(
-        self, x: Tensor, ends: list[tuple[int, int]], n_bytes: int, seed: int, tag: int
-    ) -> tuple[Handle, Tensor]:
+    def _rest_of(self, part: Tensor, at: slice) -> Tensor | None:
+        """Where what is lost of a part of x is kept: in itself, or in the buffer."""
+        return part if self.leaves_rest else None if self.error is None else self.error[at]
+
+    def _encode(self, x: Tensor, at: slice, row: Tensor) -> None:
+        """A part of x into its message."""
+        part = x[at]
+        rest = self._rest_of(part, at)
+        self.form.encode(part, row, seed=self._seed(0), index=at.start, error=rest)
+
+    def _exchange(self, x: Tensor, places: list[slice], n_bytes: int, tag: int) -> _Sent:
         """Slices of x to their ranks, encoded; theirs on the way into [W - 1, n_bytes]."""
-        me, error = self.rank, self.error
         rows = torch.empty(self.world_size - 1, n_bytes, dtype=torch.uint8, device=x.device)
-        others = [pair for r, pair in enumerate(ends) if r != me]
-        for row, (start, stop) in zip(rows, others):
-            part = x[start:stop]
-            rest = part if self.leaves_rest else None if error is None else error[start:stop]
-            self.form.encode(part, row, seed=seed, index=start, error=rest)
+        for row, at in zip(rows, _others(places, self.rank)):
+            self._encode(x, at, row)
         return _send_rows(self.inner, rows, tag)
 
     def _decode(self, received: Tensor, parts: Tensor, me: int, own: Tensor | None) -> None:
@@ -305,35 +322,28 @@ class CompressedSums(Wire):
             elif own is not None:
                 part.copy_(own)
 
-    def _add_up(
-        self,
-        under_way: tuple[Handle, Tensor],
-        x: Tensor,
-        ends: list[tuple[int, int]],
-        out: Tensor,
-        mean: bool,
-    ) -> None:
+    def _add_up(self, under_way: _Sent, own: Tensor, out: Tensor, mean: bool) -> None:
         """out = the sum of what the others sent of this rank's slice and its own."""
         handle, received = under_way
         handle.wait()
-        start, stop = ends[self.rank]
-        parts = torch.empty(self.world_size, stop - start, device=x.device, dtype=torch.float32)
-        self._decode(received, parts, self.rank, x[start:stop])
+        parts = _floats(own, self.world_size, len(own))
+        self._decode(received, parts, self.rank, own)
         sum_rows_in_tree(parts, out, mean)
 
     def _reduce(self, x: Tensor, mean: bool, tag: int) -> Rest:
         self.calls += 1
         n, size, second = x.numel() - self._exact, self._slice(x.numel()), self._seed(1)
-        ends = [(min(r * size, n), min((r + 1) * size, n)) for r in range(self.world_size)]
-        under_way = self._exchange(x, ends, self.form.nbytes(size), self._seed(0), tag)
+        starts = [min(r * size, n) for r in range(self.world_size + 1)]
+        places = [slice(*ends) for ends in itertools.pairwise(starts)]
+        under_way = self._exchange(x, places, self.form.nbytes(size), tag)
 
         def gather() -> Rest:
-            start, stop = ends[self.rank]
-            total = torch.empty(stop - start, device=x.device, dtype=torch.float32)
-            self._add_up(under_way, x, ends, total, mean)
+            at = places[self.rank]
+            total = _floats(x, at.stop - at.start)
+            self._add_up(under_way, x[at], total, mean)
             own = torch.zeros(self._gathered_bytes(size), dtype=torch.uint8, device=x.device)
-            error = None if self.error is None else self.error[start:stop]
-            self.form.encode(total, own, seed=second, index=start, error=error)
+            error = None if self.error is None else self.error[at]
+            self.form.encode(total, own, seed=second, index=at.start, error=error)
             own[self.form.nbytes(size) :].view(torch.float32).copy_(x[n:])
             whole = own.new_empty(self.world_size, own.numel())
             handle = started(self._again.all_gather(whole.view(-1), own, async_op=True, tag=tag))
@@ -341,8 +351,8 @@ class CompressedSums(Wire):
 
         def spread(handle: Handle, whole: Tensor) -> None:
             handle.wait()
-            for row, (start, stop) in zip(whole, ends):
-                x[start:stop] = self.form.decode(row, stop - start)
+            for row, at in zip(whole, places):
+                x[at] = self.form.decode(row, at.stop - at.start)
             tails = whole[:, self.form.nbytes(size) :].contiguous().view(torch.float32)
             if self._exact:
                 sum_rows_in_tree(tails, x[n:], mean)
@@ -373,22 +383,14 @@ class NodeSums(CompressedSums):
         ranks = range(place, self.world_size, self._inside.world_size)
         return [slice(r * size, (r + 1) * size) for r in ranks]
 
-    def _error(self, at: slice) -> Tensor | None:
-        return None if self.error is None else self.error[at]
-
     def _scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Rest:
         self.calls += 1
-        group, size = self._inside, out.numel()
-        message = self.form.nbytes(size)
-        rows = x.new_empty(
-            group.world_size - 1, self._between.world_size, message, dtype=torch.uint8
-        )
-        for row, place in zip(rows, (p for p in range(group.world_size) if p != group.rank)):
+        n, k, size = self._inside.world_size, self._between.world_size, out.numel()
+        rows = x.new_empty(n - 1, k, self.form.nbytes(size), dtype=torch.uint8)
+        for row, place in zip(rows, _others(range(n), self._inside.rank)):
             for part, at in zip(row, self._places(place, size)):
-                values = x[at]
-                rest = values if self.leaves_rest else self._error(at)
-                self.form.encode(values, part, seed=self._seed(0), index=at.start, error=rest)
-        handle, received = _send_rows(group, rows, tag)
+                self._encode(x, at, part)
+        handle, received = _send_rows(self._inside, rows, tag)
         return functools.partial(self._of_node, handle, received, x, out, mean, tag)
 
     def _of_node(
@@ -398,18 +400,15 @@ class NodeSums(CompressedSums):
         handle.wait()
         inside, group, size = self._inside, self._between, out.numel()
         mine = self._places(inside.rank, size)
-        sums = torch.empty(group.world_size, size, device=x.device, dtype=torch.float32)
-        parts = torch.empty(inside.world_size, size, device=x.device, dtype=torch.float32)
+        sums, parts = (_floats(x, some.world_size, size) for some in (group, inside))
         for node, at in enumerate(mine):
             self._decode(received[:, node], parts, inside.rank, x[at])
-            if (error := self._error(at)) is not None:
-                parts[inside.rank] += error
+            if self.error is not None:
+                parts[inside.rank] += self.error[at]
             sum_rows_in_tree(parts, sums[node], False)
-        message = self.form.nbytes(size)
-        sent = received.new_empty(group.world_size - 1, message)
-        for row, node in zip(sent, (k for k in range(group.world_size) if k != group.rank)):
-            at, total = mine[node], sums[node]
-            rest = x[at] if self.leaves_rest else self._error(at)
+        sent = received.new_empty(group.world_size - 1, self.form.nbytes(size))
+        for row, (at, total) in zip(sent, _others(list(zip(mine, sums)), group.rank)):
+            rest = self._rest_of(x[at], at)
             lost = None if rest is None else total
             self.form.encode(total, row, seed=self._seed(1), index=at.start, error=lost)
             if rest is not None:
@@ -572,10 +571,9 @@ class Unsent:
 
     def restore(self, grad: Tensor | None, place: slice, values: Tensor) -> None:
         """Go on from what of() returned."""
-        self.inside = self._group is not None and self._group.leaves_rest
-        kept = grad if self.inside else self.buffer
-        if kept is not None:
-            kept[place].copy_(values)
+        self.close()
+        if (kept := self.of(grad, place)) is not None:
+            kept.copy_(values)
 
 
 class Encoders:
@@ -649,6 +647,5 @@ class Encoders:
             return inner
         if codes:
             return CodeGathers(inner, self._worker(inner), codes)
-        if form is None or form.dtype == dtype:
-            return inner
-        return CompressedGathers(inner, self._worker(inner), form)
+        same = form is None or form.dtype == dtype
+        return inner if same else CompressedGathers(inner, self._worker(inner), form)
