@@ -14,7 +14,7 @@ from fastpar import nn as modules
 from fastpar.doctor.doctor import expect
 from fastpar.foreign import fused
 from fastpar.foreign.proof import features, on_the_cpu
-from fastpar.foreign.recognize import TORCH_CLASSES, Fused, Looks, plan, plan_losses
+from fastpar.foreign.recognize import TORCH_CLASSES, Looks, plan, plan_losses
 from fastpar.foreign.swap import Swap, restore, swap_in, swap_of, swapped_class
 
 
@@ -192,11 +192,11 @@ def unpatch(model: nn.Module) -> int:
     return sum(restore(module) for _, module, _ in swapped)
 
 
-def _swap(name: str, module: nn.Module, found: Fused, report: PatchReport) -> None:
+def _swap(name: str, module: nn.Module, found: Swap, report: PatchReport) -> None:
     original, mixin = type(module), found.mixin
+    kind, own = original.__name__, {"original": original, "fallbacks": report.fallbacks}
     conditions = dataclasses.replace(found.conditions)  # found for modules that are alike
-    swap_in(module, Swap(mixin, original, report.fallbacks, found.options, conditions))
-    kind = original.__name__
+    swap_in(module, dataclasses.replace(found, conditions=conditions, **own))
     report.replaced.setdefault(kind, []).append(name or "model")
     report.does[kind] = TORCH_CLASSES[original][1] if original in TORCH_CLASSES else mixin.does
     if getattr(mixin, "falls_back", ()):

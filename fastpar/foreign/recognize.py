@@ -16,7 +16,6 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from fastpar import nn as modules
 from fastpar.foreign import fused, proof, swap
+from fastpar.foreign.swap import Swap
 from fastpar.kernels.attention import MAX_HEAD_DIM
 from fastpar.kernels.layer_norm_checks import MAX_COLUMNS
 from fastpar.nn import embedding_options, is_linear
@@ -42,17 +42,8 @@ TORCH_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 OURS = ("fastpar.nn", "fastpar.models.", "fastpar.axes.")  # our own modules
 
 
-@dataclass
-class Fused:
-    """The class that a module gets, and what its mixin needs to know."""
-
-    mixin: Any
-    options: dict[str, Any] = field(default_factory=dict)
-    conditions: swap.Conditions = field(default_factory=swap.Conditions)
-
-
 # Why a module is left is a string; None for what is not worth a word.
-Plan = Fused | str | None
+Plan = Swap | str | None
 
 
 def is_own(function: Any, *roots: str) -> bool:
@@ -148,7 +139,7 @@ def plan_losses(model: nn.Module) -> dict[nn.Module, Plan]:
             try:
                 fused.prove_loss(module, norm)
                 conditions = proof.conditions_of(module, {}, tuple(module._modules), None)
-                plans[module] = Fused(fused.Loss, {"norm": norm}, conditions)
+                plans[module] = Swap(fused.Loss, {"norm": norm}, conditions)
             except Exception as error:
                 why = f", which {proof.words_of(error)}"
     if why or not (found or plans):
@@ -175,7 +166,7 @@ def plan(name: str, module: nn.Module, fused_loss: bool, looks: Looks) -> Plan:
     if ours and not isinstance(module, modules.CausalSelfAttention):
         return None
     found = looks.plan(name, module, fused_loss)
-    if isinstance(found, Fused):
+    if isinstance(found, Swap):
         kind: Any = type(module)
         if swap.swapped_class(found.mixin, kind).own_forward[0] is not kind.forward:
             return "its class got another forward since it was patched first"
@@ -198,7 +189,7 @@ def _plan_torch(module: Any) -> Plan:
         columns = math.prod(module.normalized_shape)
         if not 1 <= columns <= MAX_COLUMNS:
             return f"{columns} elements a row, the kernel takes 1 to {MAX_COLUMNS}"
-    return Fused(TORCH_CLASSES[type(module)][0])
+    return Swap(TORCH_CLASSES[type(module)][0])
 
 
 def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
@@ -218,10 +209,10 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
             return "returns a tuple (transformers 4): residual add and LayerNorm stay apart"
         if not isinstance(module.attn, fused.GPT2Attention):
             return "its attention was left"
-        return Fused(fused.Block)
+        return Swap(fused.Block)
     if _is_gpt2(module, "GPT2Model"):
         takers = [type(module), *(swap.swap_of(b.attn) for b in module.h), *map(type, module.h)]
-        return Fused(fused.Model) if all(map(_takes_hints, takers)) else None
+        return Swap(fused.Model) if all(map(_takes_hints, takers)) else None
     if fused_loss:
         from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
@@ -237,7 +228,7 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
             "asks": "loss_function" in names,
             "loss": ForCausalLMLoss,
         }
-        return Fused(fused.LMHead, options)
+        return Swap(fused.LMHead, options)
     return "logits and loss are its own; fused_loss=True computes the loss without logits"
 
 
@@ -274,7 +265,7 @@ def _plan_gpt2_attention(module: Any) -> Plan:
     positions = module.config.max_position_embeddings
     limits: dict[str, Any] = {"positions": positions, "long": False, "brief": True}
     proof.prove(module, module.embed_dim, formula, own=own, **limits, keep=[module.config])
-    return Fused(fused.GPT2Attention, options, conditions)
+    return Swap(fused.GPT2Attention, options, conditions)
 
 
 def _takes_hints(taker: Any) -> bool:
@@ -342,7 +333,7 @@ def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | N
         D = module.n_embd // module.n_head
         known = {"probs": "attn_dropout", "resid": "resid_dropout", "head_dim": D}
         conditions = proof.conditions_of(module, known, ("c_attn", "c_proj"), None)
-        return Fused(fused.Attention, known, conditions)
+        return Swap(fused.Attention, known, conditions)
     c_attn, c_proj = parts["c_attn"], parts["c_proj"]
     if type(c_attn) is not nn.Linear or type(c_proj) is not nn.Linear:
         return "c_attn or c_proj is not an nn.Linear"
@@ -439,6 +430,6 @@ def _checked(
         width = proof.features(first)[0]
     try:
         reached = proof.prove(module, width, formula, **how)
-        return Fused(mixin, options, proof.conditions_of(module, options, used, reached))
+        return Swap(mixin, options, proof.conditions_of(module, options, used, reached))
     except Exception as error:
         return proof.words_of(error)

@@ -150,13 +150,13 @@ def _values(holder: Any, paths: Iterable[str]) -> tuple[Any, ...]:
 
 @dataclass
 class Swap:
-    """What a swapped module remembers: its mixin, its own class, what was found out about it."""
+    """What a module gets, and remembers: a mixin, what was found out about it, its own class."""
 
     mixin: Any
-    original: Any
-    fallbacks: Counter[str]  # of the whole model
-    options: dict[str, Any]  # of the mixin
-    conditions: Conditions
+    options: dict[str, Any] = field(default_factory=dict)  # of the mixin
+    conditions: Conditions = field(default_factory=Conditions)
+    original: Any = None
+    fallbacks: Counter[str] = field(default_factory=Counter)  # of the whole model
 
 
 def swap_of(module: nn.Module) -> Swap | None:

@@ -49,20 +49,9 @@ from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import IdTokenizer
 from fastpar.engine.control import gather_numbers
 from fastpar.engine.engine import Engine
+from fastpar.files import runs
 from fastpar.files.packages import import_package
 from fastpar.files.plain_files import write_text
-from fastpar.files.runs import (
-    LATEST,
-    RUNS,
-    Progress,
-    check_free,
-    duration,
-    hold,
-    list_checkpoints,
-    make_next_free,
-    newest_run,
-    smoothed,
-)
 from fastpar.models.gpt import GPT
 from fastpar.predict.memory import StepMemory, held_bytes
 from fastpar.settings.config import GPTConfig, TrainConfig
@@ -214,7 +203,7 @@ def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> No
         steps, losses = zip(*train)
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
         window = min(20.0, max(1.0, len(losses) / 30))  # longer lags behind in a short run
-        bold = smoothed(losses, 1 - 1 / window)
+        bold = runs.smoothed(losses, 1 - 1 / window)
         axes.plot(steps, bold, color="tab:blue", linewidth=2, label="train (smoothed)")
     if val:
         steps, losses = zip(*val)
@@ -250,7 +239,7 @@ def check_out(config: TrainConfig) -> None:
     check_log(config.run.log)
     out, resume = config.run.out, config.run.resume
     if resume and out is None:
-        newest = newest_run()
+        newest = runs.newest_run()
         raise ValueError(
             "train: expected --out with --resume, got out=None; name the folder of the run, as "
             f"{newest or 'runs/NAME'}"
@@ -263,16 +252,16 @@ def check_out(config: TrainConfig) -> None:
             f"train: expected a folder with a run to go on with, got out={out}; leave out --resume "
             "to start one there"
         )
-    saved = bool(list_checkpoints(out))
+    saved = bool(runs.list_checkpoints(out))
     if resume and not saved and not config.run.auto_resume:
-        check_free(out)
+        runs.check_free(out)
         hint = "start it again" if never_began(out) else "start one in another folder"
         raise ValueError(
             f"train: expected a run with a checkpoint to go on from, got out={out} without one; "
             f"leave out --resume to {hint}"
         )
     if present and not resume:
-        check_free(out)
+        runs.check_free(out)
         if never_began(out):
             return
         hint = "add --resume to go on with it, or choose another folder"
@@ -328,11 +317,11 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         else:
             name = re.sub(r"[^\w.+-]+", "-", f"{size}-{Path(data.name).stem}").strip("-.")
-            wanted = Path(RUNS) / (config.run.name or name)
-            self.path = make_next_free(wanted)
+            wanted = Path(runs.RUNS) / (config.run.name or name)
+            self.path = runs.make_next_free(wanted)
             if self.path != wanted:
                 note = f" ({wanted} is taken)"
-        if not hold(self.path):
+        if not runs.hold(self.path):
             note += "; nobody else may write it: this file system has no locks"
         fresh = step == 0 and not config.run.resume
         if fresh and config.run.out is not None:
@@ -410,7 +399,7 @@ class RunFolder:
                 tell(piece, end="", flush=True)
                 file.write(piece)
         tell(RULE)
-        lines = [*self.notes, f"{step} steps, {duration(seconds)}; see {picture}"]
+        lines = [*self.notes, f"{step} steps, {runs.duration(seconds)}; see {picture}"]
         if val_loss is not None:
             lines[-1] = f"validation loss {val_loss:.4f} after {lines[-1]}"
             if data.val_bytes:  # a unit that does not depend on the tokenizer
@@ -419,7 +408,7 @@ class RunFolder:
         if stopped_by == TIME_IS_UP:
             lines.append(f"the time was up; {go_on}")
         reader = "fastpar alone" if model.config.n_expert else "transformers"
-        lines.append(f"weights, as {reader} reads them: {self.path / LATEST}")
+        lines.append(f"weights, as {reader} reads them: {self.path / runs.LATEST}")
         if (self.path / "tensorboard").is_dir():
             folder = shlex.quote(str(self.path / "tensorboard"))
             lines.append(f"curves: tensorboard --logdir {folder}")
@@ -521,7 +510,7 @@ class Journal:
         self.config, self.mesh = config, mesh
         self.began = self._clock = time.monotonic()
         self.folder: RunFolder | None = None
-        self._progress = Progress(config.run.max_steps, enabled=False)
+        self._progress = runs.Progress(config.run.max_steps, enabled=False)
         self._facts: dict[str, Any] = {}
         self._step = 0  # the last that was written
         self._full = False  # the disk
@@ -540,7 +529,9 @@ class Journal:
             return
         self._facts, self._flops_per_token = facts, model.flops_per_token()
         first = self.mesh.replica == 0
-        self._progress = Progress(self.config.run.max_steps, step, bar=None if first else False)
+        self._progress = runs.Progress(
+            self.config.run.max_steps, step, bar=None if first else False
+        )
         self.folder = RunFolder(self.config, model=model, data=data, step=step, facts=facts)
         if not first:
             self.folder.tell = lambda *text, **how: None

@@ -82,6 +82,7 @@ from fastpar.predict.capacity import check_host_activations, check_ranks
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import parse_seconds
 from fastpar.settings.mesh import axes_of
+from fastpar.train import start
 from fastpar.train.cuda_graphs import StepGraph, captured
 from fastpar.train.journal import (
     TIME_IS_UP,
@@ -93,18 +94,6 @@ from fastpar.train.journal import (
     to_host,
 )
 from fastpar.train.launch import SIGNALS, catching_save, catching_stop
-from fastpar.train.start import (
-    check_samples,
-    checkpoint_of,
-    digest,
-    facts_of,
-    granted,
-    in_own_folder,
-    leads,
-    load_model_and_data,
-    pick_dtype,
-    samples_of,
-)
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
 IN_A_ROW = 10  # updates that may be left out
@@ -186,14 +175,14 @@ class Trainer:
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.journal = Journal(config, mesh)
-        checkpoint = checkpoint_of(config, mesh)
+        checkpoint = start.checkpoint_of(config, mesh)
         state = read_run_state(checkpoint) if checkpoint is not None else None
-        kind, name = mesh.device.type, pick_dtype(config, mesh, state)
+        kind, name = mesh.device.type, start.pick_dtype(config, mesh, state)
         self.setup, dtype = Setup(mesh.world_size, config, kind, "shm", dtype=name), DTYPES[name]
         torch.manual_seed(config.run.seed)
         check = partial(check_ranks, setup=self.setup, device=mesh.device)
-        model, self.block_size, self.data = load_model_and_data(
-            config, state, progress=leads(mesh), check=check
+        model, self.block_size, self.data = start.load_model_and_data(
+            config, state, progress=start.leads(mesh), check=check
         )
         self.ways = mesh.dp_size * mesh.replicas  # ranks that take different samples
         batch = config.batch(self.block_size, self.ways)
@@ -232,7 +221,7 @@ class Trainer:
             accumulate=config.accumulate,
             pp_split=stage_layers(model.config, self.setup) if self.setup.pp > 1 else None,
         )
-        self._facts = facts_of(self.setup, self.engine)
+        self._facts = start.facts_of(self.setup, self.engine)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
         self.predictions = Predictions(self.engine, self.optimizer)
         self.guards = Guards(config.faults.on_nonfinite, scaled=self.loss_scale is not None)
@@ -244,7 +233,7 @@ class Trainer:
         if graphs:
             self._facts["graphs"] = graphs
         self.step = self.next_sample = self.tokens = 0
-        self.samples = samples_of(config, self.data, self.block_size)
+        self.samples = start.samples_of(config, self.data, self.block_size)
         self.changed = getattr(self.samples, "told", "")  # what config.json does not tell
         self.folder: Path | None = None  # of the run, once rank 0 has made it
         self.val: tuple[int, float] | None = None  # (step, loss) of the last validation
@@ -261,7 +250,7 @@ class Trainer:
             forget_average(self.optimizer)
         if state["dtype"] != self.setup.dtype:
             self.changed += f"\nchanged  format of weights {state['dtype']} -> {self.setup.dtype}"
-        check_samples(state, checkpoint, self.config, self.data)
+        start.check_samples(state, checkpoint, self.config, self.data)
         with naming_damaged_file(checkpoint / STATE):
             self.step = state["step"]
             self.next_sample, self.tokens = state["next_sample"], state["tokens"]
@@ -277,7 +266,7 @@ class Trainer:
         self._open()
         last = "this step" if self.mesh.replicas == 1 else "the steps until replicas meet"
         with (
-            catching_stop(loud=leads(self.mesh), last=last) as self.stop_signals,
+            catching_stop(loud=start.leads(self.mesh), last=last) as self.stop_signals,
             catching_save() as self.saves.signals,
         ):
             try:
@@ -322,7 +311,7 @@ class Trainer:
         if first:
             self.journal.open(model=self.model, **about)
         if mesh.replicas > 1:
-            config = in_own_folder(self.config, mesh, self.journal.path)
+            config = start.in_own_folder(self.config, mesh, self.journal.path)
             self.config = self.journal.config = config
         if not first:
             self.journal.open(model=self.model, **about)
@@ -349,7 +338,7 @@ class Trainer:
             if self.saves.asked:
                 wish = self._read(0) or wish
             every, asked = config.optim.outer_every, self.saves.asked
-            stop, save = granted(self.mesh, every, step, wish, asked)
+            stop, save = start.granted(self.mesh, every, step, wish, asked)
             if compares:
                 with self._on_all_ranks():
                     self.engine.check_replicas(self.optimizer, step=step)
@@ -498,7 +487,7 @@ class Trainer:
             "dtype": self.setup.dtype,
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
             "rng": rng_state(),
-            "data": digest(self.data),
+            "data": start.digest(self.data),
             "pack": self.config.text.pack,
             "world_size": self.mesh.world_size,
             "guards": {"skipped": self.guards.skipped},

@@ -180,7 +180,7 @@ def test_ten_updates_left_out_in_a_row_stop_the_run(here, spoil):
 
 def test_a_loss_scale_keeps_its_own_overflows(here, spoil, monkeypatch):
     """fp16 is refused on the CPU; the loop's part of it is run there all the same."""
-    monkeypatch.setattr("fastpar.train.trainer.pick_dtype", lambda *given: "fp16")
+    monkeypatch.setattr("fastpar.train.start.pick_dtype", lambda *given: "fp16")
     spoil(nan_grad, 45)
     run("r", on_nonfinite="skip")
     scales = [row["loss_scale"] for row in steps("r")]

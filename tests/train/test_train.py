@@ -324,7 +324,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(here):
 
 def test_fp16_scales_skips_and_resumes(here, monkeypatch):
     """fp16 is refused on the CPU; the loop's part of it is run there all the same."""
-    monkeypatch.setattr("fastpar.train.trainer.pick_dtype", lambda *given: "fp16")
+    monkeypatch.setattr("fastpar.train.start.pick_dtype", lambda *given: "fp16")
     scale = functools.partial(DynamicLossScale, growth_interval=3)
     monkeypatch.setattr(train_module, "DynamicLossScale", scale)
     run("whole")

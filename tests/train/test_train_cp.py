@@ -32,7 +32,7 @@ MORE_MESHES = [
 def double(monkeypatch):
     """Trains in fp64, where a difference that is no rounding cannot hide."""
     real = set_up.parallelize
-    monkeypatch.setattr("fastpar.train.trainer.pick_dtype", lambda *given: "fp64")
+    monkeypatch.setattr("fastpar.train.start.pick_dtype", lambda *given: "fp64")
     monkeypatch.setattr(
         set_up, "parallelize", lambda model, mesh, s: real(model, mesh, s.change(grad_dtype=None))
     )

@@ -84,7 +84,7 @@ def test_every_stage_gives_the_same_bits_in_16_bits(here, monkeypatch, dtype):
     Its gradients below 2**-14 lose bits when the mean over more micro-batches divides them: the
     same split for all stages there.
     """
-    monkeypatch.setattr("fastpar.train.trainer.pick_dtype", lambda *given: dtype)
+    monkeypatch.setattr("fastpar.train.start.pick_dtype", lambda *given: dtype)
     monkeypatch.setattr(train_module, "DynamicLossScale", partial(DynamicLossScale, init=2.0**20))
     one, *cuts = [(1, 0), (2, 1), (2, 2), (4, 3)] if dtype == "bf16" else [(2, z) for z in range(4)]
     run("one", one[0])

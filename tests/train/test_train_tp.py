@@ -46,7 +46,7 @@ def values(out, *names):
 def double(monkeypatch):
     """Trains in fp64, where a difference that is no rounding cannot hide."""
     real = set_up.parallelize
-    monkeypatch.setattr("fastpar.train.trainer.pick_dtype", lambda *given: "fp64")
+    monkeypatch.setattr("fastpar.train.start.pick_dtype", lambda *given: "fp64")
     monkeypatch.setattr(
         set_up, "parallelize", lambda model, mesh, s: real(model, mesh, s.change(grad_dtype=None))
     )
@@ -86,7 +86,7 @@ def test_all_ranks_skip_a_step_that_overflows(here, monkeypatch, dp, tp, stage):
     Under sequence parallelism a bias' gradient is summed over 1/tp of the tokens in fp16, and these
     sums in fp32: what overflows in one process may not there.
     """
-    monkeypatch.setattr("fastpar.train.trainer.pick_dtype", lambda *given: "fp16")
+    monkeypatch.setattr("fastpar.train.start.pick_dtype", lambda *given: "fp16")
     monkeypatch.setattr(train_module, "DynamicLossScale", partial(DynamicLossScale, init=2.0**20))
     run("plain", dp, zero_stage=stage)
     expected = skipped("plain")
