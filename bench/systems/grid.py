@@ -25,8 +25,8 @@ from bench.records import RESULTS, machine, machine_line
 from bench.report.cells import table
 from bench.systems import links
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
+from fastpar.axes import grid as grid_axis
 from fastpar.axes.step import CommOp, Setup, Workload
-from fastpar.predict.grids import grids_text
 from fastpar.predict.machine import Cluster, DatasheetRates
 from fastpar.predict.memory import predict_memory, predict_states
 from fastpar.predict.search import search
@@ -146,8 +146,8 @@ def planned(ranks: int) -> str:
     cluster, template = Cluster.of("h100", ranks), Setup(world_size=ranks)
     rates = DatasheetRates(cluster, template)
     limits: Any = {"limit_bytes": 70e9, "per_node": cluster.per_node, "checkpointing": ("none",)}
-    found = search(Workload(XL, 4 * ranks), template, rates=rates, stages=1, **limits)
-    return f"- {ranks} GPUs: grids {grids_text(found)}"
+    found = search(Workload(XL, 4 * ranks), template, rates=rates, fixed={"pp"}, **limits)
+    return f"- {ranks} GPUs: {grid_axis.AXIS.verdict(found, {})}"
 
 
 def page(found: dict[str, Any]) -> str:

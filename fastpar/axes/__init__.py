@@ -15,7 +15,7 @@ An axis says everything about itself. Everybody else goes through every() and na
     ops, comms   of one optimizer step of a rank, on paper
     states       bytes that stay on a rank from step to step
     candidates   layouts that `fastpar plan` should try
-    text         its part of a layout's name
+    text, ...    what it says of them
 
 To add one, write a file in this folder with an `AXIS`, or call register(). A method that an axis
 has nothing to say to is left out. [Note: order] Methods are called in the order of `order`: from
@@ -30,7 +30,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -38,7 +38,7 @@ from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.settings.config import GPTConfig
-from fastpar.settings.fields import More, flat
+from fastpar.settings.fields import More, flat, leaves
 from fastpar.settings.parallel import Parallel
 from fastpar.settings.rules import add_rules
 
@@ -94,6 +94,34 @@ class Travel(NamedTuple):
     groups: Any = None
 
 
+class Prices(Protocol):
+    """What layouts take on a machine: predict.search.MachinePrices.
+
+    Attributes:
+        nodes: machines.
+    """
+
+    nodes: int
+
+    def step_s(self, workload: Workload, setup: Setup) -> float:
+        """Seconds of a step."""
+
+    def op_s(self, op: Op) -> float:
+        """Seconds of one such operation."""
+
+    def ops_s(self, workload: Workload, setup: Setup) -> float:
+        """Seconds of all operations of a step."""
+
+    def comm_s(self, comm: CommOp) -> float:
+        """Seconds of one such communication."""
+
+    def sent_bytes(self, workload: Workload, setup: Setup) -> float:
+        """What a rank sends of gradients and weights in a step."""
+
+    def stepped_elements(self, workload: Workload, setup: Setup) -> float:
+        """Elements whose state a rank has."""
+
+
 class Axis:
     """One kind of parallelism; a subclass overrides what it has to say.
 
@@ -104,11 +132,15 @@ class Axis:
         settings: a frozen dataclass of settings, where Parallel has none of its own for it. Field
             names are the flags' names, so they are unique.
         rules: rows for settings/rules.py: Rule, Pair, Needs.
+        place: from what is usual to what is rare. Parts of a layout's name stand in this order; of
+            layouts alike in speed the one that has less of what is rare is taken; candidates are
+            chosen from the other end.
     """
 
     name = ""
     key = ""
     order = 100
+    place = 100
     settings: type | None = None
     rules: tuple[Any, ...] = ()
 
@@ -185,14 +217,101 @@ class Axis:
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
         """Ways to train beside the given one, which is among them.
 
+        What another axis does not accept, the batch or a rule is left out by the search.
+
         Args:
+            setup: with what axes of a higher place have chosen.
             per_node: ranks on a node.
         """
         yield setup
 
+    def accepts(self, workload: Workload, setup: Setup) -> bool:
+        """Whether a candidate that all axes had part in is worth trying."""
+        return True
+
+    def last_resort(self, setup: Setup) -> int:
+        """0: always tried; others are where nothing fits of those below their number."""
+        return 0
+
+    def least_wait_s(self, setup: Setup, working_s: float) -> float | None:
+        """Of a layout whose step takes a simulation to predict: seconds that it waits at least.
+
+        The search simulates only those that could be the fastest.
+
+        Args:
+            working_s: of a step's passes.
+        """
+        return None
+
+    def compared(self, setup: Setup) -> tuple[Any, ...]:
+        """What people compare: of layouts with the same keys the best is shown."""
+        names = () if self.settings is None else leaves(self.settings)
+        return tuple(getattr(setup, name) for name in names)
+
+    def complexity(self, setup: Setup) -> tuple[Any, ...]:
+        """Grows with what there is of it; see place."""
+        return tuple(
+            value != usual for value, usual in zip(self.compared(setup), self.compared(Setup()))
+        )
+
     def text(self, setup: Setup) -> str:
         """Its part of a layout's name, such as "tp 2"; "" where it is off."""
         return ""
+
+    def note(self, setup: Setup) -> str:
+        """What stands behind the name, such as "ZeRO-3"."""
+        return ""
+
+    def host_bytes(self, workload: Workload, setup: Setup) -> float:
+        """Bytes of a rank on its host."""
+        return 0.0
+
+    def can_measure(self, setup: Setup) -> bool:
+        """Whether predict/measure.py times what a layout does along this axis."""
+        return True
+
+    def check(self, command: Any, workload: Workload) -> None:
+        """Before a search.
+
+        Args:
+            command: predict.plan.PlanCommand.
+        Raises:
+            ValueError: what was asked for and cannot be.
+        """
+
+    def facts(self, workload: Workload, setup: Setup) -> Iterable[str]:
+        """Lines about the best layout."""
+        return ()
+
+    def verdict(self, estimates: Sequence[Any], asked: Mapping[str, Any]) -> str:
+        """Whether it is worth it, as a line of the report.
+
+        Args:
+            estimates: predict.search.Estimate, the best first.
+            asked: settings that the command gives.
+        """
+        return ""
+
+    def what_if(self, workload: Workload, setup: Setup, prices: Prices) -> Sequence[str]:
+        """A heading, and lines of what a layout would gain with more of it; or none."""
+        return ()
+
+    def relief(self, setup: Setup) -> Iterator[tuple[str, Setup]]:
+        """Flags that make a model fit which does not, and with them the setup."""
+        yield from ()
+
+
+def layout_text(setup: Setup) -> str:
+    """A layout in words: dp 4 x tp 2, ZeRO-3 in groups of 8."""
+    axes = sorted(every(), key=lambda axis: axis.place)
+    sizes = " x ".join(filter(None, (axis.text(setup) for axis in axes)))
+    sizes = sizes or ("one GPU" if setup.device_type == "cuda" else "one rank")
+    return ", ".join([sizes, *filter(None, (axis.note(setup) for axis in axes))])
+
+
+def size_text(n_bytes: float) -> str:
+    """Bytes for people."""
+    return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.0f} MB"
 
 
 _registered: list[Axis] = []

@@ -274,6 +274,7 @@ class Data(Axis):
 
     name = "data"
     order = 60
+    place = 1
 
     def attach(self, making: Making, engine: Any) -> None:
         """What a model's delayed scales are of is exchanged by each step."""
@@ -342,6 +343,36 @@ class Data(Axis):
             yield CommOp("all_gather", "shard", n_bytes, *args)
         for (n_bytes, under, _), count in again.items():
             yield CommOp("all_gather", "shard", float(n_bytes), node, tp, count, under)
+
+    def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
+        """Stages that have what is on the host, 0 of a lone rank; a copy for each node, or eight.
+
+        Pipelines and grids have but one copy.
+        """
+        data, stages = setup.data, {None: range(4), "optimizer": range(2, 4)}
+        in_node = per_node // setup.tp
+        shards = {n for n in (in_node, 8 * in_node) if 1 < n < data and data % n == 0}
+        if setup.pp > 1 or setup.tp_grid is not None:
+            shards = set()
+        for stage in stages.get(setup.offload, range(3, 4)):
+            if data > 1 or stage == 0 or setup.offload is not None:
+                for shard_size in (None, *sorted(shards)) if stage else (None,):
+                    yield setup.change(zero_stage=stage, shard_size=shard_size)
+
+    def compared(self, setup: Setup) -> tuple[Any, ...]:
+        return setup.zero_stage, setup.n_shards
+
+    def complexity(self, setup: Setup) -> tuple[Any, ...]:
+        return setup.zero_stage, setup.shard_size is not None
+
+    def text(self, setup: Setup) -> str:
+        return f"dp {setup.dp}" * (setup.dp > 1)
+
+    def note(self, setup: Setup) -> str:
+        if not setup.stage and setup.data == 1:
+            return ""
+        shards = f" in groups of {setup.shard_size}" * (setup.shard_size is not None)
+        return f"ZeRO-{setup.zero_stage}{shards}"
 
 
 def _sums(setup: Setup, axis: str, *of: Any) -> Iterator[CommOp]:

@@ -42,14 +42,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpar.axes import Axis, Making
+from fastpar.axes import Axis, Making, layout_text
 from fastpar.axes.step import CommOp, Setup, Workload
+from fastpar.axes.tensor import tp_sizes
 from fastpar.axes.tensor.declared import split_model
 from fastpar.axes.tensor.functional import (
     Grads,
@@ -75,6 +76,8 @@ from fastpar.settings.block import (
     widths,
 )
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.mesh import divisors, parse_grid
+from fastpar.settings.rules import DEFAULTS, check, of_shape
 from fastpar.sharding.placements import Partial, Shard, State
 
 _DEVICES = ("CPU", "CUDA")
@@ -381,11 +384,15 @@ def grid_norm(
     return _norm(x, weight, bias, eps, grid.number)[0], x
 
 
+MOST_ROWS = 16
+
+
 class Gridded(Axis):
     """Each layer split over a grid of ranks."""
 
     name = "grid"
     order = 49
+    place = 5
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """Activations along the row, weights along the column."""
@@ -459,6 +466,79 @@ class Gridded(Axis):
         tp = Grid(along("tp"), along("rows"), along("depth", "rows"))
         split_model(making, tp, None)
         making.same_inputs["rows"] = tp.batch.group
+
+    def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
+        """Of two rows and columns or more; those of a row share a node."""
+        yield setup
+        if setup.tp_grid is not None or setup.pp > 1 or setup.offload is not None:
+            return
+        world, width = setup.world_size, workload.shape.n_embd
+        for columns in tp_sizes(workload, setup, per_node):
+            for rows in divisors(world // columns):
+                if 1 < rows <= MOST_ROWS and columns > 1 and not (width % columns or width % rows):
+                    yield setup.change(tp_grid=f"{rows}x{columns}")
+
+    def compared(self, setup: Setup) -> tuple[Any, ...]:
+        return (setup.tp_grid,)
+
+    def complexity(self, setup: Setup) -> tuple[Any, ...]:
+        return (setup.tp_grid is not None,)
+
+    def text(self, setup: Setup) -> str:
+        return "" if setup.tp_grid is None else f"grid {setup.tp_grid}"
+
+    def can_measure(self, setup: Setup) -> bool:
+        return setup.tp_grid is None
+
+    def check(self, command: Any, workload: Workload) -> None:
+        """Refuse a grid that the trainer, the search, or these ranks do not have."""
+        if command.tp_grid in (None, "none"):
+            return
+        if command.measure:
+            raise ValueError(
+                f"plan: expected no measure with tp_grid={command.tp_grid}, whose exchanges it "
+                "does not time, got measure=True; leave one of them out"
+            )
+        names = ("optimizer", "moment_dtype", "fp8", "tp_grid", "n_expert")
+        asked = {name: getattr(command, name) for name in names}
+        values = {**DEFAULTS, **asked, "pp": command.pp or 1, **of_shape(workload.shape)}
+        check("plan", values, ("tp_grid",))
+        grid = parse_grid(command.tp_grid)
+        assert grid is not None
+        if command.gpus % math.prod(grid):
+            raise ValueError(
+                f"plan: expected {math.prod(grid)} ranks of a grid to divide gpus={command.gpus}, "
+                f"got tp_grid={command.tp_grid}; change --gpus or --tp-grid"
+            )
+        sharing = command.gpus // grid[1]  # data-parallel ranks and rows
+        if workload.batch_size % sharing:
+            raise ValueError(
+                f"plan: expected batch_size as a multiple of {sharing}, which data-parallel ranks "
+                f"and rows of tp_grid={command.tp_grid} share, got batch_size="
+                f"{workload.batch_size}; change --batch-size or --tp-grid"
+            )
+
+    def verdict(self, estimates: Sequence[Any], asked: Mapping[str, Any]) -> str:
+        if "tp_grid" in asked or estimates[0].setup.world_size == 1:
+            return ""
+        return f"grids    {self._verdict(estimates)}"
+
+    def _verdict(self, estimates: Sequence[Any]) -> str:
+        fits = [e for e in estimates if e.time is not None]
+        grid = next((e for e in fits if e.setup.tp_grid is not None), None)
+        other = next((e for e in fits if e.setup.tp_grid is None), None)
+        if grid is None:
+            return "none: no grid fits"
+        if other is None:
+            return f"{grid.setup.tp_grid}: without one nothing fits"
+        slower = grid.time.step_s / other.time.step_s - 1
+        if fits[0] is grid:
+            slower = other.time.step_s / grid.time.step_s - 1
+            return f"{grid.setup.tp_grid}: {layout_text(other.setup)} is {slower:.1%} slower"
+        more = grid.time.exposed_s - other.time.exposed_s
+        waits = f"waits {abs(more) * 1e3:.3g} ms {'more' if more > 0 else 'less'} for communication"
+        name = layout_text(grid.setup)
+        return f"none: the best, {name}, is {slower:.1%} slower; it {waits}"
 
 
 AXIS = Gridded()

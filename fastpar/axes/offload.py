@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.axes import Axis, Making
-from fastpar.axes.step import Setup
+from fastpar.axes.step import Setup, Workload
 from fastpar.comm.collectives import DONE, Collectives, FutureHandle, Handle, TaskThread, started
 from fastpar.comm.host import Bus, HostCores, SlowBus, check_host_memory, pinned_bytes
 from fastpar.comm.mesh import Mesh
@@ -54,11 +54,17 @@ from fastpar.sharding.layout import Bucket
 IN_FLIGHT = 3  # buckets whose gradients may be on their way down
 
 
+def can_offload(setup: Setup) -> bool:
+    """Whether this device and optimizer have it."""
+    return setup.device_type == "cuda" and setup.optimizer == "adamw"
+
+
 class Offloaded(Axis):
     """What a rank keeps on its host."""
 
     name = "offload"
     order = 80
+    place = 7
 
     def attach(self, making: Making, engine: Any) -> None:
         """The optimizer's state lies on the host, where that is asked for."""
@@ -87,6 +93,24 @@ class Offloaded(Axis):
 
     def describe(self, shards: Any) -> Iterable[str]:
         return [f"offload: {shards.storage.describe()}"] if shards.storage.steps_later else ()
+
+    def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
+        for what in (None, "optimizer", "parameters") if can_offload(setup) else (None,):
+            yield setup.change(offload=what)
+
+    def last_resort(self, setup: Setup) -> int:
+        return (None, None, "optimizer", "parameters").index(setup.offload)
+
+    def compared(self, setup: Setup) -> tuple[Any, ...]:
+        return (setup.offload,)
+
+    def note(self, setup: Setup) -> str:
+        return "" if setup.offload is None else f"{setup.offload} on the host"
+
+    def relief(self, setup: Setup) -> Iterator[tuple[str, Setup]]:
+        adamw = setup.change(optimizer="adamw")
+        if can_offload(adamw) and not can_offload(setup):
+            yield "--optimizer adamw with --offload", adamw
 
 
 AXIS = Offloaded()

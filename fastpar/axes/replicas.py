@@ -14,11 +14,34 @@ arXiv 1808.07217
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fastpar.axes import Axis
+from fastpar.axes import Axis, Prices, size_text
+from fastpar.axes.step import CommOp, Op, Setup, Workload
+from fastpar.comm.recorder import ring_bytes
 from fastpar.settings.config import GPTConfig
+
+EVERY = (10, 50, 200)
+
+
+OUTER_BYTES = 56  # moved in an outer step, of an element: four fp32 tensors, read and written
+
+
+def replicas_of(setup: Setup, nodes: int) -> int:
+    """How many: the machines where they divide the data-parallel ranks, or halves; 1: none."""
+    if setup.pp > 1 or setup.ep > 1 or setup.tp_grid is not None:
+        return 1
+    return next((n for n in (nodes, 2) if n > 1 and setup.dp % n == 0), 1)
+
+
+def apart(workload: Workload, setup: Setup, n: int) -> tuple[Workload, Setup]:
+    """One of n replicas."""
+    ranks = setup.world_size // n
+    shards = setup.shard_size and min(setup.shard_size, ranks)
+    rows = replace(workload, batch_size=workload.batch_size // n)
+    return rows, setup.change(world_size=ranks, shard_size=shards)
 
 
 class Replicas(Axis):
@@ -30,6 +53,34 @@ class Replicas(Axis):
     def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
         if known["outer_every"] is not None:
             yield f"replicas {known['replicas']}, which meet every {known['outer_every']} steps"
+
+    def what_if(self, workload: Workload, setup: Setup, prices: Prices) -> Sequence[str]:
+        """For each H: it pays where a rank sends more slowly than it saves bytes."""
+        n = replicas_of(setup, prices.nodes)
+        if n == 1 or workload.batch_size % n:
+            return ()
+        lines = ["replicas, with a loss curve of their own"]
+        plain = prices.sent_bytes(workload, setup)
+        one = apart(workload, setup, n)
+        stepped, ranks = prices.stepped_elements(*one), one[1].world_size
+        inside, step_s = prices.sent_bytes(*one), prices.step_s(*one)
+        meeting = CommOp("all_reduce", "replicas", 4.0 * stepped, n, ranks, 1, "")
+        moved = int(OUTER_BYTES * stepped)
+        outer_s = prices.op_s(Op("copy", (moved,), "backward", 0.0, float(moved), 1))
+        for every in EVERY:
+            between = ring_bytes("all_reduce", int(4 * stepped), n) / every
+            # Of several machines only these bytes are on the link between them.
+            sent = between + inside * (prices.nodes == 1)
+            ms = (step_s + (prices.comm_s(meeting) + outer_s) / every) * 1e3
+            if sent < plain:
+                pays = 8e-9 * (plain - sent) * every / outer_s
+                lines.append(
+                    f"  --replicas {n} --outer-every {every}: a rank sends {size_text(between)} a "
+                    f"step to other replicas and {size_text(inside)} inside, not "
+                    f"{size_text(plain)}; outer step {outer_s / every * 1e3:.3g} ms, step "
+                    f"{ms:,.4g} ms; pays below {pays:,.4g} Gbit/s a rank"
+                )
+        return lines if len(lines) > 1 else ()
 
 
 AXIS = Replicas()

@@ -23,6 +23,7 @@ from fastpar.settings.options import ModelSettings, RecomputeSettings, TrainFlag
 from fastpar.settings.parallel import MeshSettings, Parallel
 from fastpar.sharding.layout import default_bucket_mb
 
+ALIKE = 0.01  # a smaller share of a step's time the model cannot tell apart
 _DEFAULTS = TrainFlags()
 
 
@@ -133,6 +134,7 @@ class Setup:
     def with_sizes(self, workload: Workload) -> TrainFlags:
         """The settings, and those of the workload."""
         sizes = {n: v for n, v in vars(workload.shape).items() if n in leaves(ModelSettings)}
+        sizes["expert_top_k"] = workload.shape.top_k
         return self.flags.replace({**sizes, "batch_size": workload.batch_size})
 
     @once

@@ -15,13 +15,13 @@ Source: Alistarh et al. 2017 (QSGD), arXiv 1610.02132; Wang et al. 2023 (ZeRO++)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastpar.axes import Axis
+from fastpar.axes import Axis, Prices, size_text
 from fastpar.axes.data import GPTBuckets, buckets_of, elements_of, gathered_bytes, gathers_codes
 from fastpar.axes.step import Op, Setup, Workload
-from fastpar.comm.wires import FORMATS
+from fastpar.comm.wires import CODES, FORMATS, OF_WEIGHTS
 
 
 def code_bytes(setup: Setup) -> tuple[float, float]:
@@ -36,6 +36,18 @@ def error_bytes(setup: Setup) -> int:
     """Bytes of an element of what gradients lost on the wire, in a buffer."""
     keeps = setup.error_buffer or (setup.error_feedback and setup.stage == 0)
     return 4 if keeps and setup.data > 1 else 0
+
+
+def formats_of(setup: Setup) -> dict[str, Setup]:
+    """The layout with other formats, by their flags."""
+    found = {f"--wire-gradients {n}": setup.change(wire_gradients=n) for n in FORMATS}
+    for name in OF_WEIGHTS if setup.stage else ():
+        if name != CODES:
+            found[f"--wire-weights {name}"] = setup.change(wire_weights=name)
+    if setup.stage == 3 and setup.fp8 != "none":
+        coded = {"fp8_scaling": "tensor", "wire_weights": CODES}
+        found[f"--fp8-scaling tensor --wire-weights {CODES}"] = setup.change(**coded)
+    return found
 
 
 class Wires(Axis):
@@ -71,6 +83,24 @@ class Wires(Axis):
         found = {"secondary shards": second}
         found["errors on the wire"] = sum(error.nbytes for error in errors)
         return {kind: n for kind, n in found.items() if n}
+
+    def what_if(self, workload: Workload, setup: Setup, prices: Prices) -> Sequence[str]:
+        """Of each format: it pays where a rank sends more slowly than it saves bytes."""
+        lines, plain = ["wires"], prices.sent_bytes(workload, setup)
+        for flag, other in formats_of(setup).items():
+            sent = prices.sent_bytes(workload, other)
+            if sent >= plain:
+                continue
+            plain_of = other.change(wire_gradients="fp32", wire_weights=None)
+            codes = prices.ops_s(workload, other) - prices.ops_s(workload, plain_of)
+            step_ms = prices.step_s(workload, other) * 1e3
+            pays = 8e-9 * (plain - sent) / codes
+            lines.append(
+                f"  {flag}: a rank sends {size_text(sent)} a step instead of {size_text(plain)}, "
+                f"codes {codes * 1e3:.3g} ms, step {step_ms:,.4g} ms; pays below {pays:,.4g} "
+                "Gbit/s a rank"
+            )
+        return lines if len(lines) > 1 else ()
 
 
 AXIS = Wires()

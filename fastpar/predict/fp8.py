@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fastpar.axes import size_text
 from fastpar.axes.step import Setup, Workload
-from fastpar.predict.estimate import size_text
 from fastpar.predict.machine import DatasheetRates
 from fastpar.predict.memory import predict_memory
+from fastpar.predict.search import refused
 from fastpar.predict.time import Rates, ops_of, predict_step
 
 LEAST_GAIN = 0.03  # of a step: below it no published run of such a model was faster
@@ -41,7 +42,9 @@ def pays_from(workload: Workload, setup: Setup, rates: DatasheetRates, layers: s
 
 def fp8_text(workload: Workload, setup: Setup, rates: Rates) -> list[str]:
     """A line for MLPs and one for all layers; none for a device without such products."""
-    if not isinstance(rates, DatasheetRates) or not rates.has_fp8 or setup.tp_grid is not None:
+    if not isinstance(rates, DatasheetRates) or not rates.has_fp8:
+        return []
+    if setup.fp8 == "none" and refused(workload, setup.change(fp8="mlp")):
         return []
     lines, plain = [], setup.change(fp8="none")
     step_s, whole = predict_step(workload, plain, rates).step_s, predict_memory(workload, plain)

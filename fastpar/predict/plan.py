@@ -6,6 +6,7 @@ figures come from memory.py and time.py; the layouts from search.py.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -14,15 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from fastpar.axes import every, layout_text, size_text
 from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.predict.capacity import host_memory
-from fastpar.predict.counts import check_counts
-from fastpar.predict.estimate import Estimate, layout_text, size_text
-from fastpar.predict.experts import experts_report
 from fastpar.predict.fp8 import check_fp8, fp8_text
-from fastpar.predict.grids import check_grid, grids_text
 from fastpar.predict.machine import (
     Cluster,
     DatasheetRates,
@@ -34,9 +32,9 @@ from fastpar.predict.machine import (
     larger_device,
 )
 from fastpar.predict.memory import host_bytes
-from fastpar.predict.pipelines import check_stages, stages_text
-from fastpar.predict.replicas import replicas_text
 from fastpar.predict.search import (
+    Estimate,
+    MachinePrices,
     families,
     possible_batches,
     refused,
@@ -45,10 +43,11 @@ from fastpar.predict.search import (
     why_not,
 )
 from fastpar.predict.time import Rates, comm_ops_of, cost_per_billion_tokens, updates_text
-from fastpar.predict.wires import wires_text
 from fastpar.settings.config import PRESETS, GPTConfig, TrainConfig
-from fastpar.settings.files import option
+from fastpar.settings.fields import leaves
+from fastpar.settings.files import check_at_least, option
 from fastpar.settings.options import ModelSize, TrainFlags
+from fastpar.settings.parallel import MeshSettings, Parallel
 
 PUBLISHED_ERROR = 0.12  # of the time of a step, see bench/results/plan/published.md
 TOKENS_PER_STEP = 524288  # of GPT-2's published batch, on GPUs
@@ -67,7 +66,7 @@ class PlanCommand(ModelSize):
     model: str = "gpt2"
     """Size: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu."""
     n_expert: int = 0
-    """Experts in the place of MLPs: memory and exchanges of each ep and stage."""
+    """Experts in the place of MLPs; 0: none."""
     expert_top_k: int = 2
     """Of a token."""
     expert_hidden: int | None = None
@@ -113,6 +112,13 @@ class PlanCommand(ModelSize):
     quick: bool = False
     """Measure less."""
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Settings of parallelize() that all layouts have."""
+        names = (*leaves(MeshSettings), *leaves(Parallel))
+        given = {name: getattr(self, name, None) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -143,14 +149,6 @@ def run(command: PlanCommand) -> int:
     if command.gpu == "list":
         print(device_table())
         return 0
-    if command.n_expert:
-        check_counts(command)
-        device = find_device(command.gpu)
-        cluster = Cluster.of(device, command.gpus, command.gpus_per_node)
-        limit = usable_bytes(cluster) * (1 - command.headroom)
-        workload, template = _workload(command, device), _template(command, device)
-        print(experts_report(workload, template, cluster, limit))
-        return 0
     plan = make_plan(command)
     print(report(plan))
     if command.json is not None:
@@ -164,31 +162,27 @@ def make_plan(command: PlanCommand) -> Plan:
     Raises:
         ValueError: as run().
     """
-    check_counts(command)
+    _check_counts(command)
     if command.measure:  # the device that is here; a GPU's own name where there is one
         command = replace(command, gpu=gpu_name() or "cpu")
     device = find_device(command.gpu)
     workload, template = _workload(command, device), _template(command, device)
-    check_grid(command, workload)
+    for axis in every():
+        axis.check(command, workload)
     links = command.link, command.inter_link
     cluster = Cluster.of(device, command.gpus, command.gpus_per_node, *links)
     limit = usable_bytes(cluster) * (1 - command.headroom)
-    find = partial(
-        search,
-        workload,
-        template,
-        limit_bytes=limit,
-        per_node=cluster.per_node,
-        stages=check_stages(workload, command.gpus, command.pp),
-        grid=command.tp_grid,
-    )
+    given = template.change(**command.asked)
+    among = {"per_node": cluster.per_node, "fixed": command.asked}
+    find = partial(search, workload, given, limit_bytes=limit, **among)
     rates: Rates = DatasheetRates(cluster, template)
     rates_text = (
         f"data sheet of {device.name}; in this way published runs on A100 and H100 are "
         f"predicted with errors up to {PUBLISHED_ERROR:.0%}"
     )
     estimates = find(rates=rates)
-    setups = [e.setup for e in estimates if e.time is not None and e.setup.tp_grid is None]
+    fits = (e.setup for e in estimates if e.time is not None)
+    setups = [setup for setup in fits if all(axis.can_measure(setup) for axis in every())]
     if command.measure and setups:
         from fastpar.predict.measure import measure
 
@@ -196,7 +190,7 @@ def make_plan(command: PlanCommand) -> Plan:
         rates_text, estimates = str(rates), find(rates=rates)
     plan = Plan(command, workload, template, cluster, limit, rates, rates_text, estimates)
     if not estimates:
-        near = " or ".join(map(str, possible_batches(workload, template, cluster.per_node)))
+        near = " or ".join(map(str, possible_batches(workload, given, **among)))
         raise ValueError(
             "plan: expected a batch_size that the ranks divide, got "
             f"batch_size={workload.batch_size} with gpus={command.gpus}; use --batch-size {near}, "
@@ -208,6 +202,39 @@ def make_plan(command: PlanCommand) -> Plan:
     problem = refused(workload, estimates[0].setup)
     assert problem is None, problem
     return plan
+
+
+_AT_LEAST = {
+    **dict.fromkeys(("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "batch_size"), 1),
+    **{"gpus": 1, "gpus_per_node": 1, "top": 1, "price": 0},
+}
+
+
+def _check_counts(command: PlanCommand) -> None:
+    """Refuse numbers outside their range, and an unknown model."""
+    check_at_least("plan", vars(command), _AT_LEAST)
+    if not 0 <= command.headroom < 1:
+        raise ValueError(
+            "plan: expected headroom from 0 to below 1, a part of the memory, got headroom="
+            f"{command.headroom}; set --headroom"
+        )
+    if command.vocab_size is not None:
+        try:
+            name_for(command.vocab_size)
+        except ValueError:
+            raise ValueError(
+                "plan: expected a vocab_size that a tokenizer of `fastpar train` has, got "
+                f"vocab_size={command.vocab_size}; the largest is 1000000, set --vocab-size"
+            ) from None
+    if command.model not in PRESETS:
+        near = difflib.get_close_matches(command.model, PRESETS, n=1)
+        hint = (
+            f"did you mean {near[0]}?" if near else "set --n-layer, --n-head, --n-embd for others"
+        )
+        raise ValueError(
+            f"plan: expected model to be one of {', '.join(PRESETS)}, got model={command.model}; "
+            f"{hint}"
+        )
 
 
 def _workload(command: PlanCommand, device: Device) -> Workload:
@@ -241,7 +268,8 @@ def _template(command: PlanCommand, device: Device) -> Setup:
     # What the run would be, storage and all: contradictions are refused as there.
     config = TrainConfig().replace(
         {"master_weights": command.master_weights, "moment_dtype": command.moment_dtype,
-         "optimizer": command.optimizer, "dtype": dtype, "fp8": command.fp8},
+         "optimizer": command.optimizer, "dtype": dtype, "fp8": command.fp8,
+         "n_expert": command.n_expert},
         "plan",
     )  # fmt: skip
     device_type, transport = ("cpu", "shm") if on_cpu else ("cuda", "nccl")
@@ -270,10 +298,8 @@ def _nothing_fits(plan: Plan) -> str:
     )
     if least.memory.total <= whole:
         ways.insert(0, "--headroom 0 (nothing stays free)")
-    if command.pp is not None:
-        ways.insert(0, "no --pp, which compares all layouts")
-    if command.tp_grid is not None:
-        ways.insert(0, "no --tp-grid, which compares all layouts")
+    for name in command.asked:
+        ways.insert(0, f"no {option(name)}, which compares all layouts")
     return (
         f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank ({whole / 1e9:,.1f} "
         f"GB less a headroom of {command.headroom:.0%}), got {plan.workload.n_parameters:,} "
@@ -311,21 +337,20 @@ def report(plan: Plan) -> str:
             losers[f"{layout_text(e.setup)}, {_recompute(e.setup)}"] = e
     why = [f"  {name}: {why_not(e, winner, plan.limit_bytes)}" for name, e in losers.items()]
     assert winner.time is not None
-    asked = None if command.pp is None else f"{command.pp}, by --pp"
-    asked = asked if command.tp_grid in (None, "none") else "none, by --tp-grid"
     parts = [f"{k} {s * 1e3:.3g} ms" for k, s in winner.time.parts.items() if s > 0]
     lines += [
         "",
         "why not",
         *why,
         "",
-        f"stages   {stages_text(estimates) if asked is None else asked}",
-        *[f"grids    {grids_text(estimates)}"] * (command.tp_grid is None and command.gpus > 1),
+        *filter(None, (axis.verdict(estimates, command.asked) for axis in every())),
         f"memory   {winner.memory}",
         f"time     {', '.join(parts)}",
     ]
     if on_host := host_bytes(workload, winner.setup):
         lines.append(f"host     {size_text(on_host)} of memory a rank")
+    for axis in every():
+        lines += axis.facts(workload, winner.setup)
     if winner.setup.optimizer == "muon":
         buckets = buckets_of(workload, winner.setup)
         lines.append(f"muon     {updates_text(shape, buckets, winner.setup)}")
@@ -338,13 +363,11 @@ def report(plan: Plan) -> str:
     eights = fp8_text(workload, winner.setup, plan.rates)
     if eights:
         lines += ["", "fp8", *eights]
-    wires = wires_text(workload, winner.setup, plan.rates)
-    if wires:
-        lines += ["", "wires", *wires]
     nodes = plan.cluster.n_devices // plan.cluster.per_node
-    replicas = replicas_text(workload, winner.setup, plan.rates, nodes)
-    if replicas:
-        lines += ["", "replicas, with a loss curve of their own", *replicas]
+    prices = MachinePrices(plan.rates, nodes)
+    for axis in reversed(every()):
+        if more := axis.what_if(workload, winner.setup, prices):
+            lines += ["", *more]
     return "\n".join([*lines, "", *command_lines(plan, winner.setup)])
 
 

@@ -23,14 +23,7 @@ def predict(shape: GPTConfig, setup: Setup, facts: dict[str, Any]) -> dict[str, 
 
     Args:
         setup: with the run's settings; facts: device and threads, see RunFolder.
-    Raises:
-        ValueError: a model with experts.
     """
-    if shape.n_expert:
-        raise ValueError(
-            f"predict: expected a model without experts, got n_expert={shape.n_expert}; `fastpar "
-            "plan --n-expert` has their memory and exchanges"
-        )
     if setup.transport == "none":  # of one rank
         setup = setup.change(transport="shm")
     workload = setup.workload(shape)

@@ -1,68 +1,137 @@
 """Every layout that the runtime can train a workload with, what each would cost, and why one wins.
 
-A layout is refused here exactly where `fastpar train` refuses it: each candidate is turned into the
-run's settings, which check themselves. What does not fit is kept, to say by how much.
+Layouts are what the axes propose, each of what those before it have chosen. A layout is refused
+here exactly where `fastpar train` refuses it: each candidate is turned into the run's settings,
+which check themselves. What does not fit is kept, to say by how much.
+
+[Note: bounds] Where a step takes a simulation to predict there are far too many layouts, so those
+go first that could be fastest. Each has a bound that costs next to nothing: the step without its
+bubble, and the least that its axes say it waits. In the order of these bounds layouts are
+simulated, until no bound is below what has been found. What is left out could not win: see
+test_the_bounds_leave_out_no_winner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import Any
 
-from fastpar.axes.step import Setup, Workload
-from fastpar.predict.estimate import (
-    ALIKE,
-    MAX_MICRO_BATCH_TOKENS,
-    Estimate,
-    cp_sizes,
-    divisors,
-    tp_sizes,
-)
-from fastpar.predict.grids import grid_splits
-from fastpar.predict.memory import format_bytes, host_bytes, predict_memory
-from fastpar.predict.pipelines import search_pipelines
-from fastpar.predict.time import Rates, predict_step
+from fastpar.axes import every
+from fastpar.axes.data import elements_of
+from fastpar.axes.step import ALIKE, CommOp, Op, Setup, Workload
+from fastpar.comm.recorder import ring_bytes
+from fastpar.predict.memory import Memory, format_bytes, host_bytes, predict_memory
+from fastpar.predict.time import Rates, StepTime, comm_ops_of, ops_of, predict_step
+from fastpar.settings.mesh import divisors
 
 CHECKPOINTING = ("none", "selective", "full")
+MAX_MICRO_BATCH_TOKENS = 131072  # of a rank: matrices of more rows are no faster
+SHOWN = 1.5  # times the fastest step: slower layouts are not simulated
 
 
-def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup]:
-    """Every (tp, cp, stage, shard size) that divides what it has to, with a micro-batch of 1.
+@dataclass(frozen=True)
+class Estimate:
+    """A layout and what it would cost; time is None where it does not fit."""
 
-    With offload in the template: of the stages that have it.
+    setup: Setup
+    memory: Memory
+    time: StepTime | None
+
+    @property
+    def step_s(self) -> float:
+        return self.time.step_s if self.time else float("inf")
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return self.step_s, self.memory.total
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """What people compare."""
+        return family_of(self.setup)
+
+    @property
+    def complexity(self) -> tuple[Any, ...]:
+        """Of layouts alike in speed the least is taken."""
+        axes = sorted(every(), key=lambda axis: -axis.place)
+        mode = CHECKPOINTING.index(self.setup.activation_checkpointing)
+        return *(axis.complexity(self.setup) for axis in axes), mode, self.rank
+
+
+def family_of(setup: Setup) -> tuple[Any, ...]:
+    """See Estimate.family."""
+    return tuple(axis.compared(setup) for axis in every())
+
+
+@dataclass(frozen=True)
+class MachinePrices:
+    """axes.Prices of a machine."""
+
+    rates: Rates
+    nodes: int
+
+    def step_s(self, workload: Workload, setup: Setup) -> float:
+        return predict_step(workload, setup, self.rates).step_s
+
+    def op_s(self, op: Op) -> float:
+        return self.rates.op_s(op)
+
+    def ops_s(self, workload: Workload, setup: Setup) -> float:
+        return sum(self.op_s(op) * op.count for op in ops_of(workload, setup))
+
+    def comm_s(self, comm: CommOp) -> float:
+        return self.rates.comm_s(comm)
+
+    def sent_bytes(self, workload: Workload, setup: Setup) -> float:
+        axes = ("dp", "shard", "copies")
+        comms = (c for c in comm_ops_of(workload, setup) if c.axis in axes)
+        return sum(c.count * ring_bytes(c.kind, int(c.bytes), c.ranks) for c in comms)
+
+    def stepped_elements(self, workload: Workload, setup: Setup) -> float:
+        return elements_of(workload, setup)[1]
+
+
+def layouts(
+    workload: Workload, template: Setup, per_node: int, fixed: Collection[str] = ()
+) -> Iterator[Setup]:
+    """Every way to cut that divides what it has to, with a micro-batch of 1.
+
+    Args:
+        fixed: settings that all of them have as the template has them.
     """
-    stages: dict[str | None, range] = {
-        None: range(4),
-        "optimizer": range(2, 4),
-        "parameters": range(3, 4),
-    }
-    pairs = (
-        (t, *c)
-        for t in tp_sizes(workload, template, per_node)
-        for c in cp_sizes(workload, template, t, per_node)
-    )
-    for tp, cp, method in pairs:
-        data = template.world_size // tp
-        if workload.batch_size % (data // cp):
-            continue
-        if tp > 1 and template.moment_dtype == "int8":
-            continue
-        sequence_parallel = None if workload.seq_len % tp == 0 else False
-        base = template.change(tp=tp, cp=cp, cp_method=method, sequence_parallel=sequence_parallel)
-        in_node = per_node // tp
-        shards = {n for n in (in_node, 8 * in_node) if 1 < n < data and data % n == 0}
-        alone = data == 1 and template.offload is None
-        for stage in stages[template.offload][: 1 if alone else None]:
-            for shard_size in (None, *sorted(shards)) if stage else (None,):
-                yield base.change(zero_stage=stage, shard_size=shard_size)
+    found, axes = [template], sorted(every(), key=lambda axis: -axis.place)
+    for axis in axes:
+        found = [
+            setup
+            for given in found
+            for setup in axis.candidates(workload, given, per_node)
+            if all(getattr(setup, name) == getattr(template, name) for name in fixed)
+        ]
+    for setup in found:
+        sharing = setup.dp * setup.rows * setup.depth
+        sensible = all(axis.accepts(workload, setup) for axis in axes)
+        if workload.batch_size % sharing == 0 and sensible and refused(workload, setup) is None:
+            yield setup
 
 
-def offloads(template: Setup) -> tuple[str, ...]:
-    """The kinds of offload that there are for these devices and this optimizer."""
-    able = template.device_type == "cuda" and template.optimizer == "adamw"
-    return ("optimizer", "parameters") if able else ()
+def least_wait_s(setup: Setup, working_s: float = 0.0) -> float | None:
+    """Seconds that a step waits at least; None: it takes no simulation to know."""
+    waits = [axis.least_wait_s(setup, working_s) for axis in every()]
+    return None if set(waits) == {None} else sum(filter(None, waits))
+
+
+def micro_batches(workload: Workload, setup: Setup) -> Iterator[Setup]:
+    """The layout with every micro-batch that its ranks can share out, the smallest first."""
+    rows, sharing = workload.batch_size // setup.dp, setup.rows * setup.depth
+    for micro in divisors(rows):
+        most = MAX_MICRO_BATCH_TOKENS * setup.cp * sharing
+        if micro > sharing and micro * workload.seq_len > most:
+            break
+        if micro % sharing == 0:
+            yield setup.change(micro_batch_size=micro, grad_accum_steps=rows // micro)
 
 
 def search(
@@ -72,120 +141,110 @@ def search(
     rates: Rates,
     limit_bytes: float,
     per_node: int,
-    checkpointing: Iterable[str] = CHECKPOINTING,
-    stages: int | None = None,
-    grid: str | None = None,
+    checkpointing: Collection[str] = CHECKPOINTING,
+    fixed: Collection[str] = (),
 ) -> list[Estimate]:
     """The best of each way to cut and to keep, fastest first; those that do not fit come last.
 
-    For each split and checkpointing mode the micro-batch is the fastest that fits. Of those that
-    are alike in speed the simplest comes first: fewest stages, least cp and tp, lowest ZeRO stage,
-    least recomputation. Offload is looked at where nothing else fits.
+    For each layout and checkpointing mode the micro-batch is the fastest that fits. Of those that
+    are alike in speed the simplest comes first: see Axis.place, then least recomputation. An axis'
+    last resort is looked at where nothing else fits.
 
     Args:
         template: world size, formats, device and transport of all candidates.
         limit_bytes: of a rank's memory.
         per_node: ranks on a node.
-        stages: of a pipeline, 1: none; None: what is best.
-        grid: of ranks that split layers, as ROWSxCOLUMNS, "none": none; None: what is best.
+        fixed: settings that all layouts have as the template has them.
     """
-    modes, alone = tuple(checkpointing), grid not in (None, "none")
-    stages = 1 if alone else stages
-
-    def best_of(offload: str | None) -> list[Estimate]:
-        given = template.change(offload=offload)
-        ways = [] if alone else list(splits(workload, given, per_node))
-        ways += grid_splits(workload, given, per_node, grid)
-        return _search_splits(workload, ways, rates, limit_bytes, modes)
-
-    found = best_of(None) if stages in (None, 1) else []
-    found.sort(key=_rank)
-    fastest_s = found[0].time.step_s if found and found[0].time else float("inf")
-    for zero_stages in () if alone else ((0, 1), (2, 3)):
-        found += search_pipelines(
-            workload,
-            template,
-            rates=rates,
-            limit_bytes=limit_bytes,
-            per_node=per_node,
-            checkpointing=modes,
-            fastest_s=fastest_s,
-            stages=stages,
-            zero_stages=zero_stages,
-        )
+    rounds = defaultdict[int, list[Setup]](list)
+    for setup in layouts(workload, template, per_node, fixed):
+        rounds[max(axis.last_resort(setup) for axis in every())].append(setup)
+    found: list[Estimate] = []
+    among = workload, rates, limit_bytes, checkpointing
+    for _, ways in sorted(rounds.items()):
+        found += try_all(*among, [way for way in ways if least_wait_s(way) is None])
+        simulated = [way for way in ways if least_wait_s(way) is not None]
+        found += try_in_order(*among, simulated, found)
         if any(e.time for e in found):
             break
-    for offload in offloads(template) if stages in (None, 1) and not alone else ():
-        if not any(e.time for e in found):
-            found += best_of(offload)
-    found.sort(key=_rank)
+    found.sort(key=lambda e: e.rank)
     if found and found[0].time is not None:
-        enough = (1 + ALIKE) * found[0].time.step_s
-        alike = [e for e in found if e.time is not None and e.time.step_s <= enough]
-        simplest = min(alike, key=_complexity)
+        enough = (1 + ALIKE) * found[0].step_s
+        simplest = min((e for e in found if e.step_s <= enough), key=lambda e: e.complexity)
         found.remove(simplest)
         found.insert(0, simplest)
     return found
 
 
-def _search_splits(
+def try_all(
     workload: Workload,
-    ways: Iterable[Setup],
     rates: Rates,
     limit_bytes: float,
     checkpointing: Iterable[str],
-) -> list[Estimate]:
-    """search() without stages."""
-    found = []
-    for split in ways:
-        rows, sharing = workload.batch_size // split.dp, split.rows * split.depth
+    ways: Iterable[Setup],
+) -> Iterator[Estimate]:
+    """The best micro-batch of each layout and mode."""
+    for way in ways:
         for mode in checkpointing:
             best: Estimate | None = None
-            kept = split.change(activation_checkpointing=mode)
-            for micro in divisors(rows):
-                most = MAX_MICRO_BATCH_TOKENS * split.cp * sharing
-                if micro > sharing and micro * workload.seq_len > most:
-                    break
-                if micro % sharing:
-                    continue
-                setup = kept.change(micro_batch_size=micro, grad_accum_steps=rows // micro)
+            for setup in micro_batches(workload, way.change(activation_checkpointing=mode)):
                 memory = predict_memory(workload, setup)
                 if memory.total > limit_bytes:  # and so will larger ones be
                     best = best or Estimate(setup, memory, None)
                     break
                 time = predict_step(workload, setup, rates)
-                if best is None or best.time is None or time.step_s < best.time.step_s:
+                if best is None or time.step_s < best.step_s:
                     best = Estimate(setup, memory, time)
             if best is not None:
-                found.append(best)
-    return found
+                yield best
 
 
-def _complexity(estimate: Estimate) -> tuple[Any, ...]:
-    setup = estimate.setup
-    mode = CHECKPOINTING.index(setup.activation_checkpointing)
-    chunks = setup.pp * setup.chunks
-    return (
-        chunks,
-        setup.tp_grid is not None,
-        setup.cp,
-        setup.by_keys,
-        setup.tp,
-        setup.zero_stage,
-        setup.shard_size is not None,
-        mode,
-        _rank(estimate),
-    )
+def try_in_order(
+    workload: Workload,
+    rates: Rates,
+    limit_bytes: float,
+    checkpointing: Iterable[str],
+    ways: Iterable[Setup],
+    others: Collection[Estimate],
+) -> Collection[Estimate]:
+    """The best of each family that is not much slower than the fastest; see [Note: bounds].
 
-
-def _rank(estimate: Estimate) -> tuple[float, float]:
-    time = estimate.time
-    return (time.step_s if time else float("inf"), estimate.memory.total)
+    Args:
+        others: found without; where there are none, those that do not fit are kept.
+    """
+    bounds = []
+    for way in ways:
+        for mode in checkpointing:
+            for setup in micro_batches(workload, way.change(activation_checkpointing=mode)):
+                time = predict_step(workload, setup, rates, bubble=False)
+                passes = ("forward", "backward", "recompute", "loss")
+                waits = least_wait_s(setup, sum(time.parts[name] for name in passes))
+                bounds.append((time.step_s + (waits or 0.0), setup))
+    found: dict[tuple[Any, ...], Estimate] = {}
+    fastest_s = min((e.step_s for e in others), default=float("inf"))
+    for bound, setup in sorted(bounds, key=lambda pair: pair[0]):
+        if bound > SHOWN * fastest_s:
+            break
+        family = family_of(setup)
+        known = found.get(family)
+        if known is not None and known.step_s <= bound:
+            continue
+        memory = predict_memory(workload, setup)
+        if memory.total <= limit_bytes:
+            time = predict_step(workload, setup, rates)
+            fastest_s = min(fastest_s, time.step_s)
+            if known is None or time.step_s < known.step_s:
+                found[family] = Estimate(setup, memory, time)
+        elif not others:
+            estimate = Estimate(setup, memory, None)
+            if known is None or estimate.rank < known.rank:
+                found[family] = estimate
+    return found.values()
 
 
 def families(estimates: Iterable[Estimate]) -> list[Estimate]:
     """The first of each family."""
-    first: dict[tuple[int | str, ...], Estimate] = {}
+    first: dict[tuple[Any, ...], Estimate] = {}
     for estimate in estimates:
         first.setdefault(estimate.family, estimate)
     return list(first.values())
@@ -201,7 +260,7 @@ def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
             f"a micro-batch of {loser.setup.micro_batch_size} ({most})"
         )
     assert winner.time is not None
-    slower = loser.time.step_s / winner.time.step_s - 1
+    slower = loser.step_s / winner.step_s - 1
     if slower <= ALIKE:
         more = loser.memory.total / winner.memory.total - 1
         words = f"{abs(more):.0%} {'more' if more > 0 else 'less'} memory"
@@ -239,30 +298,26 @@ def smallest_changes(
     """
 
     def smallest(workload: Workload, template: Setup, per_node: int) -> tuple[float, Setup]:
-        """Bytes of the layout that takes the least, with offload where there is some."""
-        template = template.change(activation_checkpointing="full")
-        layouts = [
-            split.change(grad_accum_steps=workload.batch_size // split.dp)
-            for offload in (None, *offloads(template))
-            for split in splits(workload, template.change(offload=offload), per_node)
-        ]
-        sizes = ((predict_memory(workload, layout).total, layout) for layout in layouts)
-        return min(sizes, key=lambda found: found[0], default=(float("inf"), template))
-
-    def least(workload: Workload, template: Setup, per_node: int) -> float:
-        return smallest(workload, template, per_node)[0]
+        """Bytes of the layout that takes the least."""
+        full = template.change(activation_checkpointing="full")
+        first = (
+            next(micro_batches(workload, way), way)
+            for way in layouts(workload, full, per_node)
+            if least_wait_s(way) is None
+        )
+        sizes = ((predict_memory(workload, setup).total, setup) for setup in first)
+        return min(sizes, key=lambda found: found[0], default=(float("inf"), full))
 
     ways: list[str] = []
 
     def add_first(cases: Iterable[tuple[str, Workload, Setup, int]]) -> None:
         for flags, of_what, setup, in_node in cases:
-            if least(of_what, setup, in_node) <= limit_bytes:
+            if smallest(of_what, setup, in_node)[0] <= limit_bytes:
                 ways.append(flags)
                 break
 
-    adamw = template.change(optimizer="adamw")
-    if offloads(adamw) and not offloads(template):
-        add_first([("--optimizer adamw with --offload", workload, adamw, per_node)])
+    for axis in every():
+        add_first((flags, workload, setup, per_node) for flags, setup in axis.relief(template))
     inputs = template.change(offload_activations=template.device_type == "cuda")
     on_host = format_bytes(host_bytes(workload, smallest(workload, inputs, per_node)[1]))
     flags = "fastpar train --activation-checkpointing full --offload-activations"
@@ -287,16 +342,19 @@ def smallest_changes(
         (f"--gpus {world}", workload, template.change(world_size=world), node)
         for world, node in zip(worlds, nodes)
     )
-    device = larger(least(workload, template, per_node))
+    device = larger(smallest(workload, template, per_node)[0])
     if device is not None:
         ways.append(f"--gpu {device}")
     return ways
 
 
-def possible_batches(workload: Workload, template: Setup, per_node: int, n: int = 3) -> list[int]:
-    """The nearest batch sizes that some split of these ranks divides."""
-    smallest = template.world_size // tp_sizes(workload, template, per_node)[-1]
+def possible_batches(
+    workload: Workload, template: Setup, per_node: int, fixed: Collection[str] = ()
+) -> list[int]:
+    """The three nearest batch sizes that some layout of these ranks divides."""
+    ways = layouts(replace(workload, batch_size=template.world_size), template, per_node, fixed)
+    smallest = min(way.dp * way.rows * way.depth for way in ways)
     below = workload.batch_size // smallest * smallest
     near = {below, below + smallest, below + 2 * smallest, below - smallest} - {0}
     fits = sorted((b for b in near if b > 0), key=lambda b: abs(b - workload.batch_size))
-    return sorted(fits[:n])
+    return sorted(fits[:3])

@@ -36,6 +36,12 @@ def pp_chunks(schedule: str, chunks: int | None) -> int:
     return (2 if 2 in CHUNKS.get(schedule, ()) else 1) if chunks is None else chunks
 
 
+def divisors(n: int) -> list[int]:
+    """In rising order."""
+    small = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
+    return small + [n // k for k in reversed(small) if k * k != n]
+
+
 def axes_of(mesh: MeshSettings) -> dict[str, Any]:
     """The arguments of Mesh that settings stand for."""
     return {**vars(mesh), "tp_grid": parse_grid(mesh.tp_grid)}

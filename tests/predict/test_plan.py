@@ -10,14 +10,15 @@ from lone_rank import LoneMesh, heard
 
 from bench.peers.published import predict, published
 from fastpar import GPT, engine_of, parallelize
+from fastpar.axes import wires
 from fastpar.axes.step import Setup
 from fastpar.cli import main, parse_train
 from fastpar.comm.wires import FORMATS
 from fastpar.engine.debug import Debug
 from fastpar.predict import plan
 from fastpar.predict.plan import PlanCommand
+from fastpar.predict.search import MachinePrices
 from fastpar.predict.time import predict_step
-from fastpar.predict.wires import candidates, codes_s, sent_bytes, wires_text
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
 
@@ -267,7 +268,11 @@ def test_formats_on_the_wire_are_priced():
         PlanCommand(gpu="a100", gpus=2, gpus_per_node=1, inter_link="eth-25", pp=1)
     )
     workload, setup, rates = found.workload, found.estimates[0].setup, found.rates
-    lines = {line.split(":")[0].strip(): line for line in wires_text(workload, setup, rates)}
+    prices, candidates = MachinePrices(rates, 2), wires.formats_of
+    told, sent_bytes = wires.AXIS.what_if, prices.sent_bytes
+    heading, *texts = told(workload, setup, prices)
+    assert heading == "wires"
+    lines = {line.split(":")[0].strip(): line for line in texts}
     assert {f"--wire-gradients {name}" for name in FORMATS} <= lines.keys()
     for line in lines.values():
         assert re.search(
@@ -281,15 +286,14 @@ def test_formats_on_the_wire_are_priced():
             continue
         # At the bandwidth of the line, what is saved on the wire is what the codes take.
         gbit = float(lines[flag].split("below ")[1].split(" Gbit")[0].replace(",", ""))
-        assert 8e-9 * (plain - sent) / gbit == pytest.approx(
-            codes_s(workload, other, rates), rel=2e-3
-        )
+        plain_s, coded_s = prices.ops_s(workload, setup), prices.ops_s(workload, other)
+        assert 8e-9 * (plain - sent) / gbit == pytest.approx(coded_s - plain_s, rel=2e-3)
     slow = predict_step(workload, setup, rates).step_s
     fast = predict_step(workload, candidates(setup)["--wire-gradients int8"], rates).step_s
     assert fast < slow
     flag, fp8 = "--fp8-scaling tensor --wire-weights fp8", replace(setup, zero_stage=3, fp8="all")
     assert flag not in candidates(replace(fp8, fp8="none")) | candidates(replace(fp8, zero_stage=2))
-    assert any(text.strip().startswith(flag) for text in wires_text(workload, fp8, rates))
+    assert any(text.strip().startswith(flag) for text in told(workload, fp8, prices))
     gathers = (2 * workload.shape.n_layer - 1) * setup.grad_accum_steps  # the last block's once
     saved = sent_bytes(workload, fp8) - sent_bytes(workload, candidates(fp8)[flag])
     assert saved == 12 * workload.shape.n_embd**2 * gathers / 2  # between two ranks

@@ -4,28 +4,35 @@ from dataclasses import replace
 
 import pytest
 
+from fastpar.axes.grid import AXIS
 from fastpar.axes.step import Setup, Workload
 from fastpar.cli import main
-from fastpar.predict.grids import grid_splits, grids_of, grids_text
 from fastpar.predict.machine import Cluster, DatasheetRates
-from fastpar.predict.search import refused, search
+from fastpar.predict.search import layouts, refused, search
 from fastpar.settings.config import PRESETS
 
 XL = Workload(PRESETS["gpt2-xl"], 256)
 
 
-def layouts(gpus, grid=None, link=None, limit=70e9, workload=XL):
-    cluster, template = Cluster.of("h100", gpus, None, link), Setup(world_size=gpus)
-    rates = DatasheetRates(cluster, template)
-    options = {"rates": rates, "limit_bytes": limit, "per_node": cluster.per_node, "stages": 1}
-    return search(workload, template, grid=grid, **options)
+def found_on(gpus, **asked):
+    cluster, template = Cluster.of("h100", gpus, None), Setup(gpus, **asked)
+    options = {"limit_bytes": 70e9, "per_node": cluster.per_node, "fixed": {"pp", *asked}}
+    return search(XL, template, rates=DatasheetRates(cluster, template), **options)
+
+
+def grids_of(workload, template):
+    ways = layouts(workload, template, 8, ("pp", "offload"))
+    return [setup for setup in ways if setup.tp_grid is not None]
+
+
+def grids_text(estimates):
+    return AXIS.verdict(estimates, {}).removeprefix("grids    ")
 
 
 @pytest.mark.parametrize("gpus", [8, 64, 1024])
 def test_every_grid_divides_what_it_cuts(gpus):
     workload = Workload(PRESETS["gpt2-xl"], 4 * gpus)
-    found = list(grid_splits(workload, Setup(world_size=gpus), 8))
-    assert {(s.rows, s.tp) for s in found} == set(grids_of(workload, Setup(world_size=gpus), 8))
+    found = grids_of(workload, Setup(world_size=gpus))
     assert {(s.rows, s.tp) for s in found} >= {(2, 2), (2, 4), (4, 2)}
     assert all(s.world_size == s.dp * s.rows * s.tp and s.tp <= 8 for s in found)
     for s in found:
@@ -36,29 +43,29 @@ def test_every_grid_divides_what_it_cuts(gpus):
     "beside", [{"optimizer": "muon"}, {"moment_dtype": "int8"}, {"offload": "optimizer"}]
 )
 def test_what_no_grid_runs_has_none(beside):
-    assert list(grid_splits(XL, Setup(world_size=8, **beside), 8)) == []
+    assert grids_of(XL, Setup(world_size=8, **beside)) == []
 
 
 def test_each_micro_batch_is_shared_out():
-    found = [e.setup for e in layouts(8) if e.setup.tp_grid is not None]
+    found = [e.setup for e in found_on(8) if e.setup.tp_grid is not None]
     assert {s.tp_grid for s in found} >= {"2x2", "2x4", "4x2"}
     assert all(s.micro_batch_size % s.rows == 0 for s in found)
 
 
 def test_one_that_is_asked_for_is_the_only_one():
-    assert {e.setup.tp_grid for e in layouts(8, "2x2x2")} == {"2x2x2"}
-    assert {e.setup.tp_grid for e in layouts(8, "none")} == {None}
+    assert {e.setup.tp_grid for e in found_on(8, tp_grid="2x2x2")} == {"2x2x2"}
+    assert {e.setup.tp_grid for e in found_on(8, tp_grid=None)} == {None}
 
 
 def test_where_a_grid_would_win_and_where_not():
     """Beside ZeRO-3 x tensor parallelism a grid waits for its exchanges."""
-    found = layouts(8)
+    found = found_on(8)
     assert found[0].setup.tp_grid is None
     assert "2x2" in grids_text(found)
     grids = [e for e in found if e.setup.tp_grid is not None]
     assert grids_text([grids[0], *found]).startswith("2x2: dp 8, ZeRO-")
     assert grids_text(grids).endswith(": without one nothing fits")
-    assert grids_text(layouts(8, "none")) == "none: no grid fits"
+    assert grids_text(found_on(8, tp_grid=None)) == "none: no grid fits"
 
 
 NARROW = ("--n-layer", "2", "--n-head", "2", "--n-embd", "24")
@@ -83,10 +90,3 @@ NARROW = ("--n-layer", "2", "--n-head", "2", "--n-embd", "24")
 def test_a_grid_that_does_not_fit_is_named(words, said, capsys):
     assert main(["plan", "--tp-grid", *words]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_experts_have_no_grid(capsys):
-    assert main(["plan", "--tp-grid", "2x2", "--n-expert", "4"]) == 2
-    said = capsys.readouterr().err
-    assert "plan: expected no tp_grid with n_expert=4" in said
-    assert "got tp_grid=2x2; leave it out" in said

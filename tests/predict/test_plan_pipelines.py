@@ -1,18 +1,19 @@
 """Pipelines in the search: what is left out could not win, and what wins is explained."""
 
-from dataclasses import replace
-from itertools import product
-
 import pytest
 
 from fastpar.axes.pipeline.schedules import chunks_of
 from fastpar.axes.step import Setup, Workload
-from fastpar.predict import pipelines
-from fastpar.predict.estimate import divisors
 from fastpar.predict.machine import Cluster, DatasheetRates
 from fastpar.predict.memory import predict_memory
-from fastpar.predict.pipelines import SCHEDULES, least_bubble_s, pipeline_splits, search_pipelines
-from fastpar.predict.plan import PlanCommand, make_plan, refused, report
+from fastpar.predict.plan import PlanCommand, make_plan, report
+from fastpar.predict.search import (
+    layouts,
+    least_wait_s,
+    micro_batches,
+    refused,
+    try_in_order,
+)
 from fastpar.predict.time import predict_step
 from fastpar.settings.config import GPTConfig
 
@@ -20,25 +21,20 @@ INF = float("inf")
 MODES = ("none", "full")
 
 
-def everything(workload, template, rates, per_node):
+def pipelines(workload, template, per_node):
+    return [way for way in layouts(workload, template, per_node) if way.pp > 1]
+
+
+def everything(workload, ways, rates):
     """Every pipeline's (seconds, bound, setup)."""
-    for split, mode, (schedule, chunks) in product(
-        pipeline_splits(workload, template, per_node), MODES, SCHEDULES
-    ):
-        rows = workload.batch_size // split.dp
-        for micro in divisors(rows):
-            setup = replace(
-                split,
-                schedule=schedule,
-                chunks=chunks,
-                micro_batch_size=micro,
-                grad_accum_steps=rows // micro,
-                activation_checkpointing=mode,
-            )
-            if setup.pp * setup.chunks <= workload.shape.n_layer:
+    for way in ways:
+        for mode in MODES:
+            for setup in micro_batches(workload, way.change(activation_checkpointing=mode)):
                 early = predict_step(workload, setup, rates, bubble=False)
-                bound = early.step_s + least_bubble_s(setup, early)
-                yield predict_step(workload, setup, rates).step_s, bound, setup
+                passes = ("forward", "backward", "recompute", "loss")
+                waits = least_wait_s(setup, sum(early.parts[name] for name in passes))
+                seconds = predict_step(workload, setup, rates).step_s
+                yield seconds, early.step_s + waits, setup
 
 
 @pytest.mark.parametrize("shape", [GPTConfig(8, 8, 512, 256), GPTConfig(12, 8, 1024, 512, 50304)])
@@ -48,21 +44,14 @@ def test_the_bounds_leave_out_no_winner(shape, link):
     cluster = Cluster.of("h100", 8, 2, inter=link)
     template = Setup(8)
     rates = DatasheetRates(cluster, template)
-    cases = list(everything(workload, template, rates, 2))
+    ways = [way for way in pipelines(workload, template, 2) if way.zero_stage < 2]
+    cases = list(everything(workload, ways, rates))
     assert all(bound <= seconds for seconds, bound, _ in cases)
     for limit in (INF, 0.6 * max(predict_memory(workload, s).total for *_, s in cases)):
         fitting = [c for c in cases if predict_memory(workload, c[2]).total <= limit]
-        found = search_pipelines(
-            workload,
-            template,
-            rates=rates,
-            limit_bytes=limit,
-            per_node=2,
-            checkpointing=MODES,
-            fastest_s=INF,
-        )
-        best = min(found, key=lambda e: e.time.step_s)
-        assert best.time.step_s == min(seconds for seconds, *_ in fitting)
+        found = [e for e in try_in_order(workload, rates, limit, MODES, ways, ()) if e.time]
+        best = min(found, key=lambda e: e.step_s)
+        assert best.step_s == min(seconds for seconds, *_ in fitting)
         assert all(e.memory.total <= limit for e in found)
 
 
@@ -86,6 +75,4 @@ def test_a_slow_link_makes_stages_and_the_report_says_why():
 
 def test_no_stage_is_without_layers():
     workload = Workload(GPTConfig(3, 2, 64, 64), 16)
-    found = {s.pp for s in pipeline_splits(workload, Setup(8), 8)}
-    assert found == {2}
-    assert pipelines.MOST_STAGES >= 64
+    assert {way.pp for way in pipelines(workload, Setup(8), 8)} == {2}

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from cells import sweep
 
+from fastpar.axes.replicas import AXIS, apart, replicas_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.predict.machine import Cluster, DatasheetRates
-from fastpar.predict.replicas import apart, replicas_of, replicas_text
+from fastpar.predict.search import MachinePrices
 from fastpar.settings.model import GPTConfig
 
 SHAPE = GPTConfig.preset("gpt2")
@@ -43,7 +44,9 @@ def test_bytes_and_where_they_pay(nodes):
     """By hand: of P parameters fp32 a ring of two sends 4 P an exchange."""
     setup = Setup(world_size=2, device_type="cpu", transport="gloo", dtype="fp32")
     rates = DatasheetRates(Cluster.of("cpu", 2), setup)
-    lines = replicas_text(Workload(SHAPE, 2), setup, rates, nodes)
+    prices = MachinePrices(rates, nodes)
+    heading, *lines = AXIS.what_if(Workload(SHAPE, 2), setup, prices)
+    assert heading == "replicas, with a loss curve of their own"
     assert len(lines) == 3
     sent = []
     for line, every in zip(lines, (10, 50, 200), strict=True):
@@ -64,7 +67,7 @@ def test_bytes_and_where_they_pay(nodes):
     four, rows = replace(setup, world_size=4), Workload(SHAPE, 4)
     pays = [
         float(re.search(r"below ([\d.,e+]+)", line)[1].replace(",", ""))
-        for line in (replicas_text(rows, four, rates, 1)[0], replicas_text(rows, four, rates, 2)[0])
+        for _, line, *_ in (AXIS.what_if(rows, four, MachinePrices(rates, n)) for n in (1, 2))
     ]
     assert pays[0] < 0.5 * pays[1]
-    assert replicas_text(Workload(SHAPE, 3), setup, rates, nodes) == []
+    assert AXIS.what_if(Workload(SHAPE, 3), setup, prices) == ()

@@ -8,17 +8,16 @@ import pytest
 from fastpar.axes.step import Setup, Workload
 from fastpar.predict.memory import predict_memory
 from fastpar.predict.search import (
-    divisors,
     families,
-    offloads,
+    layouts,
     possible_batches,
     refused,
     search,
     smallest_changes,
-    splits,
     why_not,
 )
 from fastpar.settings.config import PRESETS, GPTConfig
+from fastpar.settings.mesh import divisors
 
 GPT2 = Workload(PRESETS["gpt2"], 64)
 
@@ -54,6 +53,12 @@ class FreeLinks(PaperRates):
 RATES = PaperRates()
 
 
+def splits(workload, template, per_node):
+    """Layouts without stages, grids and offload."""
+    plain = {"pp", "tp_grid", "offload"}
+    return list(layouts(workload, template, per_node, plain))
+
+
 def found(workload=GPT2, world=8, limit=80e9, per_node=8, **template):
     return search(
         workload,
@@ -71,16 +76,16 @@ def test_divisors():
 
 
 def test_every_split_divides_what_it_cuts():
-    seen = list(splits(Workload(PRESETS["gpt2-xl"], 96), Setup(world_size=48), per_node=8))
+    seen = splits(Workload(PRESETS["gpt2-xl"], 96), Setup(world_size=48), 8)
     assert {s.tp for s in seen} == {1, 2, 4, 8}  # 25 heads, which are padded
-    seen = list(splits(Workload(PRESETS["gpt2"], 96), Setup(world_size=48), per_node=8))
+    seen = splits(Workload(PRESETS["gpt2"], 96), Setup(world_size=48), 8)
     assert {s.tp for s in seen} == {1, 2, 4, 8}
     assert {s.zero_stage for s in seen} == {0, 1, 2, 3}
     assert all(s.shard_size is None or s.data % s.shard_size == 0 for s in seen)
     assert {s.tp * s.cp for s in seen} == {1, 2, 4, 8}  # ranks that share a node
     assert {s.cp for s in seen if s.tp == 2} == {1, 2, 4}  # of which each has six heads
     assert {s.shard_size for s in seen if s.tp == 1} == {None, 8}
-    seen = list(splits(Workload(PRESETS["gpt2"], 96), Setup(world_size=48), per_node=12))
+    seen = splits(Workload(PRESETS["gpt2"], 96), Setup(world_size=48), 12)
     assert {s.tp for s in seen} == {1, 2, 3, 4, 6, 12}
     # The runtime cuts the context of 1024 into 3 parts with padding in none of its ways.
     assert all(s.sequence_parallel == (1024 % s.tp == 0) for s in seen)
@@ -90,7 +95,7 @@ def test_a_batch_that_no_split_divides_leaves_nothing():
     workload = replace(GPT2, batch_size=7)
     assert found(workload, world=13) == []
     assert {(e.setup.pp, e.setup.cp) for e in found(workload, world=5)} == {(5, 1), (1, 5)}
-    assert possible_batches(workload, Setup(world_size=5), 8) == [5, 10, 15]
+    assert possible_batches(workload, Setup(world_size=5), 8, {"pp", "cp"}) == [5, 10, 15]
 
 
 def test_fastest_first_and_all_within_the_limit():
@@ -173,8 +178,7 @@ def test_the_smallest_changes_that_make_something_fit():
         predict_memory(
             workload, replace(s, grad_accum_steps=64 // s.dp, activation_checkpointing="full")
         ).total
-        for offload in (None, *offloads(template))
-        for s in splits(workload, replace(template, offload=offload), 2)
+        for s in layouts(workload, template, 2, {"pp", "tp_grid"})
     )
     asked = []
 
@@ -206,7 +210,7 @@ def test_offload_is_offered_to_those_who_have_it_not(device):
         larger=lambda size: None,
     )
     assert ("--optimizer adamw with --offload" in ways) == (device == "cuda")
-    assert any(way.startswith("--m") for way in ways)
+    assert not any("--moment-dtype" in way for way in ways)  # which Muon has not
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -240,8 +244,9 @@ def test_sixteen_thousand_ranks_and_a_trillion_parameters_within_two_seconds():
 @pytest.mark.parametrize(("world", "per_node"), [(12, 6), (24, 6), (12, 3), (64, 8)])
 def test_tp_stays_inside_a_node(world, per_node):
     """Ranks 4 to 7 of nodes of 6 are in two nodes: a size that does not divide a node is none."""
-    workload = replace(GPT2, batch_size=192)
+    workload, plain = replace(GPT2, batch_size=192), {"pp"}
     sizes = {s.tp for s in splits(workload, Setup(world_size=world), per_node)}
     assert sizes == set(divisors(per_node))
-    allowed = possible_batches(replace(GPT2, batch_size=1), Setup(world_size=world), per_node)
+    one = replace(GPT2, batch_size=1)
+    allowed = possible_batches(one, Setup(world_size=world), per_node, plain)
     assert allowed[0] == world // max(sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from fastpar.axes import Axis, Making
 from fastpar.axes.context.sequences import ContextParallel
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.mesh import divisors
 
 
 def attended_heads(shape: GPTConfig, setup: Setup) -> int:
@@ -23,6 +25,7 @@ class Context(Axis):
 
     name = "context"
     order = 40
+    place = 3
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """Exchanges before and after attention, or in it; a loss's sum."""
@@ -61,6 +64,32 @@ class Context(Axis):
         group = making.make(mesh.new_group("cp"), "cp")
         tell(ContextParallel(group, making.asked.cp_method, by_row=by_row))
         making.same_inputs["cp"] = group
+
+    def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
+        """Ranks that share a node and have something of their own to attend."""
+        yield setup
+        if setup.pp > 1 or setup.tp_grid is not None:
+            return
+        for cp in divisors(math.gcd(setup.world_size, min(setup.world_size, per_node)))[1:]:
+            for method in ("heads", "keys") if 2 * cp <= workload.seq_len else ():
+                yield setup.change(cp=cp, cp_method=method)
+
+    def accepts(self, workload: Workload, setup: Setup) -> bool:
+        """Heads or keys.
+
+        Where cp divides the heads, "heads" does the same work and sends 4 / (3 * cp) of what "keys"
+        sends; where it does not, heads are padded, and with fewer than cp there is "keys" alone.
+        """
+        heads = workload.shape.heads_of_rank(setup.tp)
+        return setup.cp == 1 or bool(heads % setup.cp if setup.by_keys else setup.cp <= heads)
+
+    def compared(self, setup: Setup) -> tuple[Any, ...]:
+        return setup.cp, setup.by_keys
+
+    complexity = compared
+
+    def text(self, setup: Setup) -> str:
+        return f"cp {setup.cp}{' by keys' * setup.by_keys}" * (setup.cp > 1)
 
 
 AXIS = Context()

@@ -17,13 +17,13 @@ import copy
 import functools
 import math
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastpar.axes import Axis, Making, Travel
+from fastpar.axes import Axis, Making, Travel, size_text
 from fastpar.axes.experts import mixture
 from fastpar.axes.experts.balance import Losses
 from fastpar.axes.experts.exchange import ExpertParallel
@@ -32,8 +32,9 @@ from fastpar.axes.tensor.declared import not_split
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.grouped_linear import summed
 from fastpar.settings import block
-from fastpar.settings.block import count_elements, widths
+from fastpar.settings.block import count_elements, count_parameters, widths
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.mesh import divisors
 from fastpar.sharding.layout import parameter_names
 from fastpar.sharding.placements import State
 
@@ -53,6 +54,7 @@ class Experts(Axis):
     name = "experts"
     key = "ep"
     order = 30
+    place = 4
 
     def plan(self, making: Making) -> None:
         """Refuse ranks of ep that have nothing to share out."""
@@ -127,6 +129,32 @@ class Experts(Axis):
             f"experts: ep={ep}, {group.transport} ({group.why}); of {whole:,} parameters of "
             f"experts 1/{ep} here, in {len(buckets)} buckets that {ranks} ranks have"
         )
+
+    def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
+        for ep in divisors(max(1, workload.shape.n_expert)):
+            yield setup.change(ep=ep)
+
+    def accepts(self, workload: Workload, setup: Setup) -> bool:
+        return setup.dp % setup.ep == 0
+
+    def compared(self, setup: Setup) -> tuple[Any, ...]:
+        return (setup.ep,)
+
+    complexity = compared
+
+    def facts(self, workload: Workload, setup: Setup) -> Iterable[str]:
+        shape = workload.shape
+        if not shape.n_expert:
+            return
+        whole, active = expert_elements(shape), count_parameters(shape, active=True)
+        text = "a token goes through"
+        rows = sum(c.bytes * c.count for c in self.comms(workload, setup) if c.axis == "ep")
+        sent = size_text(rows * (setup.ep - 1) / setup.ep)
+        more = f"; a rank sends {sent} a step to those of others, if all are chosen equally often"
+        yield f"experts  {whole:,} parameters; {text} {active:,} of all{more * (setup.ep > 1)}"
+
+    def text(self, setup: Setup) -> str:
+        return f"ep {setup.ep}" * (setup.ep > 1)
 
 
 def _share(mesh: Mesh, tensors: Sequence[Tensor]) -> None:

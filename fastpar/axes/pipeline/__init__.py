@@ -7,15 +7,15 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fastpar.axes import Axis, Making
+from fastpar.axes import Axis, Making, layout_text
 from fastpar.axes.pipeline.schedules import stage_of
 from fastpar.axes.pipeline.simulator import Costs, time_of
 from fastpar.axes.pipeline.split import cut
 from fastpar.axes.pipeline.stages import cut_stages, make_stages
-from fastpar.axes.step import CommOp, Setup, Workload
+from fastpar.axes.step import ALIKE, CommOp, Setup, Workload
 from fastpar.settings.block import part_flops, vocabulary_rows
 from fastpar.settings.config import GPTConfig
-from fastpar.settings.mesh import pp_split
+from fastpar.settings.mesh import divisors, pp_split
 
 
 class RankParts(NamedTuple):
@@ -63,11 +63,32 @@ def _rank_parts(
     return tuple(found)
 
 
+MOST_STAGES = 64
+
+
+SCHEDULES = (
+    ("1f1b", None),
+    ("interleaved", None),
+    ("interleaved", 4),
+    ("zb-h1", None),
+    ("zb-v", None),
+)
+
+
+SURE = 0.9  # of a bubble's formula, which is exact for equal stages
+
+
+def most_stages(workload: Workload) -> int:
+    """Each has a layer."""
+    return min(MOST_STAGES, workload.shape.n_layer)
+
+
 class Pipelined(Axis):
     """Layers in stages on ranks of pp."""
 
     name = "pipeline"
     order = 20
+    place = 6
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """A stage's output forward, its gradient back; the sum of both copies of the table."""
@@ -111,6 +132,87 @@ class Pipelined(Axis):
         if cut is not None:
             making.stages = make_stages(cut, making.model, making.mesh, making.make)
             making.apart = cut.starts(making.model)
+
+    def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
+        if setup.pp == 1:
+            yield setup
+        sizes = divisors(setup.world_size)[1:] if setup.pp == 1 else [setup.pp]
+        if setup.tp_grid is not None or setup.offload is not None:
+            return
+        for pp in sizes:
+            for schedule, chunks in SCHEDULES:
+                staged = setup.change(pp=pp, schedule=schedule, chunks=chunks)
+                if pp * staged.chunks <= most_stages(workload):
+                    yield staged
+
+    def last_resort(self, setup: Setup) -> int:
+        """At stages 2 and 3 it reduces the gradients of each micro-batch."""
+        return int(setup.pp > 1 and setup.zero_stage > 1)
+
+    def least_wait_s(self, setup: Setup, working_s: float) -> float | None:
+        if setup.pp == 1:
+            return None
+        fill = (setup.pp - 1) * working_s / setup.grad_accum_steps
+        part = {"zb-h1": 0.25, "zb-v": 0.0}.get(setup.schedule, 1 / setup.chunks)
+        return SURE * fill * part
+
+    def compared(self, setup: Setup) -> tuple[Any, ...]:
+        return (setup.pp,)
+
+    def complexity(self, setup: Setup) -> tuple[Any, ...]:
+        return (setup.pp * setup.chunks,)
+
+    def text(self, setup: Setup) -> str:
+        return f"pp {setup.pp}" * (setup.pp > 1)
+
+    def note(self, setup: Setup) -> str:
+        chunks = f" of {setup.chunks} chunks" * (setup.chunks > 1)
+        return f"{setup.schedule}{chunks}" * (setup.pp > 1)
+
+    def check(self, command: Any, workload: Workload) -> None:
+        """Refuse more stages than layers, or a number that does not divide the ranks."""
+        stages, world_size = command.pp, command.gpus
+        if stages in (None, 1):
+            return
+        most = most_stages(workload)
+        near = [n for n in divisors(world_size) if n <= most]
+        if not 1 <= stages <= most or world_size % stages:
+            raise ValueError(
+                f"plan: expected pp to divide the {world_size} ranks and to be at most {most}, of "
+                f"{workload.shape.n_layer} layers, got pp={stages}; use --pp "
+                + " or ".join(map(str, near[-3:]))
+            )
+
+    def verdict(self, estimates: Sequence[Any], asked: Mapping[str, Any]) -> str:
+        return f"stages   {self._verdict(estimates, asked)}"
+
+    def _verdict(self, estimates: Sequence[Any], asked: Mapping[str, Any]) -> str:
+        if asked.get("tp_grid"):
+            return "none, by --tp-grid"
+        if "pp" in asked:
+            return f"{asked['pp']}, by --pp"
+        winner, piped = estimates[0], estimates[0].setup.pp > 1
+        others = (e for e in estimates if e.time is not None and (e.setup.pp > 1) != piped)
+        other = next(others, None)
+        if other is None:
+            if piped:
+                return f"{winner.setup.pp}: without stages nothing fits"
+            return "none: no pipeline fits and is within half of the fastest step"
+        slower = other.time.step_s / winner.time.step_s - 1
+        name = layout_text(other.setup)
+        if piped:
+            exposed = 1e3 * (other.time.exposed_s - winner.time.exposed_s)
+            waits = winner.time.bubble_s / winner.time.step_s
+            return (
+                f"{winner.setup.pp}: the best without, {name}, is {slower:.1%} slower and waits "
+                f"{exposed:.3g} ms more for communication; stages wait {waits:.1%} of the step"
+            )
+        if slower <= ALIKE:
+            return f"none: the best pipeline, {name}, is as fast and less simple"
+        waits = other.time.bubble_s / other.time.step_s
+        return (
+            f"none: the best pipeline, {name}, is {slower:.1%} slower; its stages wait {waits:.1%}"
+        )
 
 
 AXIS = Pipelined()

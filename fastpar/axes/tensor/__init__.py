@@ -23,6 +23,7 @@ from fastpar.settings.block import (
     widths,
 )
 from fastpar.settings.config import GPTConfig
+from fastpar.settings.mesh import divisors
 
 
 def tp_group(mesh: Mesh, make: Callable[[Any, str], Collectives]) -> Collectives:
@@ -31,11 +32,18 @@ def tp_group(mesh: Mesh, make: Callable[[Any, str], Collectives]) -> Collectives
     return make(mesh.new_group("tp") if all_ranks else mesh.group("tp"), "tp")
 
 
+def tp_sizes(workload: Workload, setup: Setup, per_node: int) -> list[int]:
+    """Those whose ranks share a node: across nodes every layer would wait for the network."""
+    in_node = math.gcd(setup.world_size, min(setup.world_size, per_node)) // setup.cp
+    return [tp for tp in divisors(in_node) if workload.shape.splits_by(tp)]
+
+
 class TensorAxis(Axis):
     """Each layer split over ranks of tp."""
 
     name = "tensor"
     order = 50
+    place = 2
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
         """The exchanges of functional.py and vocabulary.py."""
@@ -111,6 +119,21 @@ class TensorAxis(Axis):
             f"trained parameters {len(params) - len(rest)} tensors are split, "
             f"{len(rest) - partial} replicated, {partial} partial"
         )
+
+    def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
+        sizes = tp_sizes(workload, setup, per_node) if setup.tp_grid is None else [1]
+        for tp in sizes:
+            if setup.world_size // setup.pp % tp == 0:
+                shared = None if workload.seq_len % tp == 0 else False
+                yield setup.change(tp=tp, sequence_parallel=shared)
+
+    def compared(self, setup: Setup) -> tuple[Any, ...]:
+        return (setup.tp,)
+
+    complexity = compared
+
+    def text(self, setup: Setup) -> str:
+        return f"tp {setup.tp}" * (setup.tp > 1 and setup.tp_grid is None)
 
 
 AXIS = TensorAxis()
