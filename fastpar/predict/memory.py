@@ -382,7 +382,8 @@ class Peak:
 
     def _cheap(self, experts: bool) -> float:
         """Outputs of what "selective" recomputes in a block."""
-        return sum(self._sizes[part.out] for part in block_parts(experts=experts) if part.cheap)
+        parts = block_parts(experts=experts)[:-1]  # nothing needs the last one's
+        return sum(self._sizes[part.out] for part in parts if part.cheap)
 
     @functools.cached_property
     def _ones(self) -> tuple[float, float]:
@@ -474,6 +475,8 @@ class Peak:
         tokens = self.whole if self.sp else 0.0
         if self.mode != "none":  # the block's forward, as far as it runs again
             last = self.res + again + (a + self.whole + rows * (1 + travel)) * (self.mode == "full")
+        if self.mode == "selective":  # of rows that travel, what was sent is made, or kept, in vain
+            again -= 2 * rows * travel
         wide = max(4, self.item) / self.item  # kernels/permute.py adds up in fp32
         combine = 2 * wide * rows + (wide > 1) * wide * self.whole
         start = self.res + again + tokens + max(hidden + self.stack, rows * (1 + travel), combine)
