@@ -44,12 +44,7 @@ from fastpar.settings.block import (
 )
 from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
-from fastpar.sharding.layout import (
-    ALIGN,
-    Layout,
-    ParamSpec,
-    build_layout,
-)
+from fastpar.sharding.layout import ALIGN, Layout, ParamSpec, build_layout
 
 ROOT = 0  # the unit of what is in no block
 

@@ -237,11 +237,7 @@ class Chain:
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        setup: Setup,
-        device: torch.device,
-        seed: int = 0,
+        self, workload: Workload, setup: Setup, device: torch.device, seed: int = 0
     ) -> None:
         shape, tp, block = workload.shape, setup.tp, block_parts()
         self.rows, self.time = setup.micro_batch_size, workload.seq_len  # B, T
