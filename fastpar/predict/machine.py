@@ -74,7 +74,6 @@ for a layer of a step. They depend on what the engine has to do: stage, tp and c
 
 from __future__ import annotations
 
-import csv
 import datetime
 import difflib
 import json
@@ -98,7 +97,7 @@ from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.ranks import available_cores
 from fastpar.doctor.table import cpu_name
 from fastpar.doctor.trial import clock_for, interleave
-from fastpar.files.plain_files import user_cache
+from fastpar.files.plain_files import user_cache, write_text
 from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import linear
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
@@ -152,41 +151,24 @@ class Device:
         return self.generation not in ("volta", "turing")
 
 
-def _read(name: str) -> Iterable[dict[str, str]]:
-    """The rows of a table of this folder."""
-    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
-    lines = [re.sub(r" *\| *", "|", line) for line in text.splitlines()]
-    return csv.DictReader(lines, delimiter="|")
+def _read(name: str) -> list[list[str]]:
+    """The rows of a table of this folder, columns in the order of the fields."""
+    lines = (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()[1:]
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
 
 
-LINKS = tuple(
-    Link(
-        row["name"],
-        float(row["gb_per_s"]) * 1e9,
-        float(row["latency_us"]) / 1e6,
-        float(row["achieved"]),
-        row["of"] == "node",
-    )
-    for row in _read("links.csv")
+def _in(unit: float) -> Callable[[str], float]:
+    return lambda text: float(text) * unit
+
+
+_OF_LINK = str, _in(1e9), lambda text: float(text) / 1e6, float, "node".__eq__  # columns
+_OF_DEVICE: tuple[Callable[[str], Any], ...] = (
+    *(str, lambda text: tuple(text.split()), str, str, _in(1e12), _in(1e12)),
+    *(lambda text: int(float(text) * GIB), _in(1e9), int, str, str, float, str),
 )
-DEVICES = tuple(  # the first pattern that matches counts
-    Device(
-        row["name"],
-        tuple(row["aliases"].split()),
-        row["pattern"],
-        row["generation"],
-        float(row["tflops"]) * 1e12,
-        float(row["tflops_fp32"]) * 1e12,
-        int(float(row["memory_gib"]) * GIB),
-        float(row["gb_per_s"]) * 1e9,
-        int(row["per_node"]),
-        row["intra"],
-        row["inter"],
-        float(row["usd_per_hour"]),
-        row["source"],
-    )
-    for row in _read("devices.csv")
-)
+LINKS = tuple(Link(*(f(x) for f, x in zip(_OF_LINK, row))) for row in _read("links.csv"))
+# The first pattern that matches counts.
+DEVICES = tuple(Device(*(f(x) for f, x in zip(_OF_DEVICE, row))) for row in _read("devices.csv"))
 
 
 def device_of(torch_name: str) -> Device | None:
@@ -547,19 +529,10 @@ class DatasheetRates:
         self._peak = device.peak_flops if self._item == 2 else device.peak_flops_fp32
         self._stream = device.bytes_per_s * self._generation.streamed
         self._known: dict[Any, float] = {}  # a search asks for the same things again and again
-
-    @property
-    def peak_flops(self) -> float | None:
-        return self._peak
-
-    @property
-    def generation(self) -> str:
-        return self.cluster.device.generation
-
-    @property
-    def overlap(self) -> float:
-        """Collectives take some of a GPU's multiprocessors and of its memory's bandwidth."""
-        return 0.0 if self._kind == "cpu" else 0.8
+        self.peak_flops: float | None = self._peak
+        self.generation = device.generation
+        # Collectives take some of a GPU's multiprocessors and of its memory's bandwidth.
+        self.overlap = 0.0 if self._kind == "cpu" else 0.8
 
     def overhead_s(self, workload: Workload, setup: Setup) -> float:
         """Data, the log and the optimizer's Python, once a step."""
@@ -582,7 +555,9 @@ class DatasheetRates:
         name, _, direction = op.key
         launches = LAUNCHES.get((name, direction), 1)
         if name == "matmul":
-            seconds = self._matmul_s(op.shape, direction)
+            m, k, n = op.shape
+            both = [(m, k, n)] if direction == "forward" else [(m, n, k), (n, m, k)]
+            seconds = sum(self._product_s(*product) for product in both)
         elif name == "loss" and direction == "forward":
             n, width, vocab = op.shape
             seconds = op.bytes / self._stream
@@ -602,12 +577,6 @@ class DatasheetRates:
         else:
             seconds = op.bytes / self._stream
         return max(seconds + launches * LAUNCH_S[self._kind], launches * HOST_S[self._kind])
-
-    def _matmul_s(self, shape: tuple[int, ...], direction: str) -> float:
-        m, k, n = shape
-        if direction == "forward":
-            return self._product_s(m, k, n)
-        return self._product_s(m, n, k) + self._product_s(n, m, k)
 
     def _product_s(self, m: int, k: int, n: int) -> float:
         """Seconds of [m, k] @ [k, n]."""
@@ -846,9 +815,7 @@ class MeasuredRates:
             "sends": self.sends,
             "overheads": self.overheads,
         }
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, json.dumps(content, indent=1) + "\n")
         return path
 
     @classmethod

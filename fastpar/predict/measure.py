@@ -278,20 +278,18 @@ class Chain:
 
         def take(p: Tensor, view: Tensor) -> None:
             chain = me()
-            if chain is not None:
-                chain._take(p, view)
+            if chain is None:
+                return
+            assert p.grad is not None
+            chain.clock.mark(COPY)
+            view.add_(p.grad) if chain.adding else view.copy_(p.grad)
+            p.grad = None
+            chain.clock.mark(None)
 
         for p in self.parameters:
             view = self.buffer[at : at + p.numel()].view_as(p)
             at += p.numel()
             p.register_post_accumulate_grad_hook(functools.partial(take, view=view))
-
-    def _take(self, p: Tensor, view: Tensor) -> None:
-        assert p.grad is not None
-        self.clock.mark(COPY)
-        view.add_(p.grad) if self.adding else view.copy_(p.grad)
-        p.grad = None
-        self.clock.mark(None)
 
     def _at(self, begins: Any, ends: Any, *tensors: Tensor) -> Any:
         """Stamp: forward `begins` begins here; backward `ends` does."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -435,15 +435,14 @@ def time_of(
 ) -> StepTime:
     """The time of a step that consists of these operations and this communication."""
     parts, column_s, products_s = dict.fromkeys(_PARTS, 0.0), 0.0, 0.0
-    kinds = PassCosts() if setup.pp > 1 and bubble else None
+    passes: Passes = defaultdict(float)
     for op in ops:
         seconds = rates.op_s(op) * op.count
         name = "optimizer" if op.name in UPDATES else op.name
         parts[name if name in _PARTS else op.direction] += seconds
         if op.name == "orthogonalize":
             products_s += seconds
-        if kinds:
-            kinds.add(op, seconds)
+        _add(passes, op, seconds)
         if op.name == "matmul" and op.direction == "backward":
             column_s += seconds * column_share(workload.shape)
     offloads = setup.offload is not None
@@ -458,12 +457,12 @@ def time_of(
     comm_s, exposed = _exposed(setup, rates, comms, parts, (column_s, products_s))
     parts.update(exposed)
     parts["bubble"] = 0.0
-    if kinds:
+    if setup.pp > 1 and bubble:
         message_s = max((rates.comm_s(c) for c in comms if c.under == "schedule"), default=0.0)
         waited = exposed["tp"] + sum(
             rates.comm_s(c) * c.count for c in comms if c.kind == "send" and not c.under
         )
-        parts["bubble"] = kinds.bubble_s(workload.shape, setup, waited, message_s)
+        parts["bubble"] = _bubble_s(passes, workload.shape, setup, waited, message_s)
     if offloads:
         parts["offload"] = host
     parts["other"] = rates.overhead_s(workload, setup)
@@ -534,59 +533,47 @@ def cost_per_billion_tokens(
 # Pipelines: seconds of each stage, the schedule's makespan
 
 
-class PassCosts:
-    """Seconds of a step's passes on a mean rank, by (what part of the model, kind of operation)."""
+Passes = dict[tuple[str, Kind], float]  # seconds on a mean rank, by part of the model and kind
 
-    def __init__(self) -> None:
-        self.seconds = Counter[tuple[str, Kind]]()
 
-    def add(self, op: Op, seconds: float) -> None:
-        """All operations like this one."""
-        if op.name in UPDATES:
-            return
-        part = {"embedding": "embedding", "loss": "head"}.get(op.name, "layers")
-        if op.direction == "forward":
-            self.seconds[part, F] += seconds  # type: ignore[assignment]  # Counter of floats
-        elif op.name == "matmul" and op.direction == "backward":
-            self.seconds[part, I] += seconds / 2  # type: ignore[assignment]
-            self.seconds[part, W] += seconds / 2  # type: ignore[assignment]
-        else:
-            kind = W if op.name == "embedding" else I
-            self.seconds[part, kind] += seconds  # type: ignore[assignment]
+def _add(passes: Passes, op: Op, seconds: float) -> None:
+    """All operations like this one."""
+    if op.name in UPDATES:
+        return
+    part = {"embedding": "embedding", "loss": "head"}.get(op.name, "layers")
+    if op.direction == "forward":
+        passes[part, F] += seconds
+    elif op.name == "matmul" and op.direction == "backward":
+        passes[part, I] += seconds / 2
+        passes[part, W] += seconds / 2
+    else:
+        passes[part, W if op.name == "embedding" else I] += seconds
 
-    def of_part(self, setup: Setup, part: str, count: int = 1) -> dict[Kind, float]:
-        """Of one micro-batch; count: of such parts in the model."""
-        share = setup.pp / setup.grad_accum_steps / count
-        return {kind: self.seconds[part, kind] * share for kind in (F, I, W)}
 
-    def bubble_s(self, shape: GPTConfig, setup: Setup, waited_s: float, message_s: float) -> float:
-        """What the makespan has more than the work of a mean rank.
+def _bubble_s(
+    passes: Passes, shape: GPTConfig, setup: Setup, waited_s: float, message_s: float
+) -> float:
+    """What the makespan has more than the work of a mean rank.
 
-        Args:
-            waited_s: for communication in forward and backward, half of it in each.
-            message_s: see time_of() of axes/pipeline/simulator.py.
-        """
-        for kind in (F, I):
-            self.seconds["layers", kind] += waited_s / 2  # type: ignore[assignment]
-        first, each, last = (
-            self.of_part(setup, part, count)
-            for part, count in (("embedding", 1), ("layers", shape.n_layer), ("head", 1))
-        )
-        counts = stage_layers(shape, setup)
-        end = len(counts) - 1
-        stages = {
-            kind: tuple(
-                count * each[kind] + (s == 0) * first[kind] + (s == end) * last[kind]
-                for s, count in enumerate(counts)
-            )
-            for kind in (F, I, W)
-        }
-        # In parts of a mean stage, and rounded, so that layouts that are alike share a simulation.
-        unit = sum(map(sum, stages.values())) / len(counts) or 1.0
-        costs = [tuple(round(x / unit, 4) for x in of_kind) for of_kind in stages.values()]
-        what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
-        makespan = unit * makespan_of(*what, Costs(*costs), round(message_s / unit, 4))
-        return makespan - sum(self.seconds.values())
+    Args:
+        waited_s: for communication in forward and backward, half of it in each.
+        message_s: see time_of() of axes/pipeline/simulator.py.
+    """
+    for kind in (F, I):
+        passes["layers", kind] += waited_s / 2
+    share, counts = setup.pp / setup.grad_accum_steps, stage_layers(shape, setup)
+    end, stages = len(counts) - 1, []
+    for kind in (F, I, W):
+        first, last = (passes[part, kind] * share for part in ("embedding", "head"))
+        each = passes["layers", kind] * (share / shape.n_layer)
+        ends = enumerate(counts)
+        stages.append([n * each + (s == 0) * first + (s == end) * last for s, n in ends])
+    # In parts of a mean stage, and rounded, so that layouts that are alike share a simulation.
+    unit = sum(map(sum, stages)) / len(counts) or 1.0
+    costs = Costs(*(tuple(round(x / unit, 4) for x in of_kind) for of_kind in stages))
+    what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
+    makespan = unit * makespan_of(*what, costs, round(message_s / unit, 4))
+    return makespan - sum(passes.values())
 
 
 @functools.lru_cache(65536)
