@@ -6,17 +6,34 @@ what is written there would be lost, copies and files would hold nan without a w
 words are about memory. A parameter is absent by its class, which costs nothing while it is there.
 What a forward or a backward computes with an absent parameter has it gathered; elsewhere autograd
 would follow nan, and that is refused.
+
+[Note: marks] From the end of a backward to the next it is remembered what p.grad was: whoever sets
+it to None (zero_grad of any module) is understood. Where the gradient is elsewhere (stages >= 1,
+main gradients, micro-batches that wait for the tree), p.grad is a placeholder of nans: whoever
+reads it (clip_grad_norm_) sees that the gradient is not there. Once shards are reduced every
+parameter has one, as no rank knows which of them others have used.
+
+[Note: strangers]
+A parameter that was added to the model or unfrozen after parallelize() has no engine, so every rank
+would train its own. The engine sees it when it reduces gradients; if all of the others have been
+frozen there are none to reduce, and only the optimizer that steps it knows of it.
+
+Links and hooks are empty in copies and pickles: a model can be copied and saved with them on it,
+and the copy has no engine.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 T = TypeVar("T")
 
@@ -165,9 +182,15 @@ def _absent(tree: Any) -> Iterator[Absent]:
     return (x for x in _tensors(tree) if isinstance(x, Absent))
 
 
-def _name_of(p: Tensor) -> str:
+def engine_of(p: Tensor) -> Any:
+    """The engine of a parameter, None if it has none."""
     link = getattr(p, "_fastpar_engine", None)
-    return "?" if link is None or link.target is None else link.target.shards.name_of(p)
+    return None if link is None else link.target
+
+
+def _name_of(p: Tensor) -> str:
+    engine = engine_of(p)
+    return "?" if engine is None else engine.shards.name_of(p)
 
 
 _data: Any = nn.Parameter.data  # the descriptor that AbsentParameter hides
@@ -212,8 +235,7 @@ class AbsentParameter(nn.Parameter):
 
 def _gather(p: AbsentParameter) -> bool:
     """Whether a pass that runs has it gathered now."""
-    link = getattr(p, "_fastpar_engine", None)
-    gathers = None if link is None or link.target is None else link.target.gathers
+    gathers = getattr(engine_of(p), "gathers", None)
     return gathers is not None and gathers.use(p)
 
 
@@ -256,3 +278,157 @@ def show(p: nn.Parameter) -> None:
     """The parameter is about to be there."""
     if type(p) is AbsentParameter:
         p.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+class Marks:
+    """What p.grad of some parameters was at the end of a backward: [Note: marks].
+
+    Args:
+        name: of the parameter at a position.
+    Attributes:
+        hidden: these are placeholders.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], name: Callable[[int], str]) -> None:
+        self._params, self._name, self.hidden = params, name, False
+        self._marks: dict[int, Tensor] = {}
+        self._placeholders: dict[int, Absent] = {}
+
+    def __contains__(self, position: int) -> bool:
+        return position in self._marks
+
+    def put(self, positions: Iterable[int], *, hidden: bool) -> None:
+        """A backward is over; hidden: placeholders stand in p.grad from now on."""
+        self.hidden = hidden
+        self._marks.clear()
+        for position in positions:
+            p = self._params[position]
+            if hidden:
+                p.grad = self._placeholder(position)
+            if p.grad is not None:
+                self._marks[position] = p.grad
+
+    def _placeholder(self, position: int) -> Absent:
+        p, known = self._params[position], self._placeholders
+        if position not in known:
+            nan = torch.full((), float("nan"), dtype=p.dtype, device=p.device)
+            known[position] = Absent.of(nan.expand(p.shape), "gradient", self._name(position))
+        known[position].zeroed = False
+        return known[position]
+
+    def lift(self) -> None:
+        """Before a backward: autograd must find no placeholder."""
+        for position in self._marks if self.hidden else ():
+            self._params[position].grad = None
+        self._marks.clear()
+
+    def drop(self, positions: Iterable[int]) -> None:
+        """These have no gradient any more."""
+        for position in positions:
+            self._marks.pop(position, None)
+
+    def look(self, fired: Tensor | None) -> tuple[set[int], list[int]]:
+        """Positions whose p.grad was set to None, and those whose placeholder was zeroed.
+
+        fired: a parameter that autograd has given its next gradient already.
+        """
+        cleared, zeroed = set(), []
+        for position, mark in self._marks.items():
+            grad = self._params[position].grad
+            if grad is None or (self._params[position] is fired and grad is not mark):
+                cleared.add(position)
+            elif grad is not mark:
+                self.refuse(position)
+            elif isinstance(mark, Absent) and mark.zeroed:
+                mark.zeroed = False
+                zeroed.append(position)
+        return cleared, zeroed
+
+    def refuse(self, position: int) -> NoReturn:
+        """Somebody replaced p.grad."""
+        raise RuntimeError(
+            f"Engine: expected p.grad of '{self._name(position)}' as backward left it, got another "
+            "tensor; set p.grad to None or change it in place (where it reads as nan, clip with "
+            "fastpar.AdamW(max_grad_norm=...) or scale the loss)"
+        )
+
+
+# What steps or reads parameters of an engine and does not know it
+
+
+class _Alone:
+    """What DistributedDataParallel reads first of a module that it wraps."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(
+            "DistributedDataParallel: expected a model without an engine, got one of "
+            "fastpar.parallelize, which averages gradients itself; leave it out"
+        )
+
+
+def refuse_ddp(model: nn.Module) -> None:
+    """From now on, wrapping this model in DistributedDataParallel raises."""
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = _Alone()
+
+
+_lock = threading.Lock()
+_installed = False
+
+
+class _Here(threading.local):
+    """Ranks may be threads: each looks at its own models."""
+
+    def __init__(self) -> None:
+        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+_here = _Here()
+
+
+def guard_optimizers(engine: Any) -> None:
+    """From now on, step() of any optimizer in this thread refuses what it cannot step right.
+
+    Called when an engine is made; installed once in a process.
+    """
+    global _installed
+    _here.engines.add(engine)
+    with _lock:
+        if not _installed:
+            register_optimizer_step_pre_hook(_before_step)
+            _installed = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not getattr(optimizer, "steps_engines", False):
+        _refuse_sharded(optimizer)
+    strangers = {
+        p
+        for group in (optimizer.param_groups if _here.engines else ())
+        for p in group["params"]
+        if p.requires_grad and engine_of(p) is None
+    }
+    for engine in list(_here.engines) if strangers else ():
+        model = engine.shards.model()
+        if model is not None and not strangers.isdisjoint(model.parameters()):
+            engine.shards.check()  # says which, see [Note: strangers]
+
+
+def _refuse_sharded(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    for engine in map(engine_of, params):
+        if engine is None:
+            continue
+        engine.partials.check()
+        if engine.shards.has_main_grads:
+            what, got = "with main gradients", f"grad_dtype={engine.settings.grad_dtype}"
+            advice = "it reads p.grad only: use fastpar.AdamW, or parallelize without grad_dtype"
+        elif engine.stage.shards:
+            what, got = "of an engine with zero_stage >= 1", f"zero_stage={engine.stage.number}"
+            advice = "their gradients exist only as shards: use fastpar.AdamW, or zero_stage=0"
+        else:
+            continue
+        raise RuntimeError(
+            f"{name}.step: expected fastpar.AdamW for parameters {what}, got {name} "
+            f"with {got}; {advice}"
+        )

@@ -43,14 +43,14 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fastpar.comm.collectives import DONE, Collectives, Handle, PairwiseSum, started
 from fastpar.comm.wires import Encoders, Unsent
-from fastpar.engine.absent import Absent, AbsentParameter, hide, show
+from fastpar.engine.absent import AbsentParameter, Marks, hide, show
 from fastpar.files.tensor_file import FLOATS
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import Bucket, Layout, Slot
@@ -363,7 +363,6 @@ class BucketState:
             self.secondary = self._empty(node, spec.numel // node.world_size, spec.dtype)
         self.storage: Any = ON_DEVICE
         self._placeholders = list(self.views)
-        self._absents: dict[int, Absent] = {}  # what marks show
         self.live = self.gathered_exact = True
         self.gathering: Handle | None = None
         self.phase = BucketPhase.IDLE
@@ -386,8 +385,7 @@ class BucketState:
         self.unsent = Unsent(groups.reduce, self.own, spec.numel, places)
         self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
         self._aside = False
-        self._marks: dict[int, Tensor] = {}  # see [Note: marks]
-        self._hidden = False  # the marks are placeholders
+        self.marks = Marks(params, self.name)
         self._version = -1  # of `grad`, when remember() was called
         self._marked_version = -1  # of `grad`, when mark() was
         self._zeroed = set(range(len(params)))  # positions whose gradient nobody has, on any rank
@@ -504,14 +502,6 @@ class BucketState:
     def _nan(self, dtype: torch.dtype) -> Tensor:
         """A new one: somebody may write into that of a parameter with one element."""
         return torch.full((), float("nan"), dtype=dtype, device=self.device)
-
-    def _absent(self, position: int) -> Absent:
-        """What stands for a parameter's gradient."""
-        if position not in self._absents:
-            nans = self._nan(self.spec.dtype).expand(self.slots[position].spec.shape)
-            self._absents[position] = Absent.of(nans, "gradient", self.name(position))
-        self._absents[position].zeroed = False
-        return self._absents[position]
 
     def is_in_place(self, position: int) -> bool:
         """Whether the parameter still uses the bucket's memory, in the same way."""
@@ -669,14 +659,7 @@ class BucketState:
     def check_given(self, position: int) -> None:
         """Refuse p.grad of a parameter to which no backward gave a gradient."""
         if position not in self.has and self.params[position].grad is not None:
-            self._refuse_replaced(position)
-
-    def _refuse_replaced(self, position: int) -> NoReturn:
-        raise RuntimeError(
-            f"Engine: expected p.grad of '{self.name(position)}' as backward left it, got another "
-            "tensor; set p.grad to None or change it in place (where it reads as nan, clip with "
-            "fastpar.AdamW(max_grad_norm=...) or scale the loss)"
-        )
+            self.marks.refuse(position)
 
     def used(self) -> Tensor:
         """Stage 0: one element per parameter, see layout.py."""
@@ -821,8 +804,8 @@ class BucketState:
         positions = set(range(len(self.params))) if positions is None else positions
         zero = set()
         if not set_to_none:  # but of what was cleared by hand
-            known = self._marks.keys()
-            zero = {i for i in positions if i not in known or self.params[i].grad is not None}
+            marks = self.marks
+            zero = {i for i in positions if i not in marks or self.params[i].grad is not None}
         for position in positions - zero:
             self.params[position].grad = None
         self._forget(positions - zero)
@@ -837,8 +820,7 @@ class BucketState:
         self.unsent.drop(self.grad_view(i) for i in positions & self.has)
         self.seen -= positions
         self.has -= positions
-        for position in positions:
-            self._marks.pop(position, None)
+        self.marks.drop(positions)
         if not self.empty:
             for position in positions:
                 self._zero_parts(position)
@@ -862,28 +844,16 @@ class BucketState:
             self.enter(BucketPhase.READY)
         if stopped and self._began_empty and self.stage.shards:
             self.zero_grad(True)
-        self.unmark()
+        self.marks.lift()
         self._began_empty = not self.seen
         self._zeroed.clear()
 
-    # [Note: marks] From the end of a backward to the next it is remembered what p.grad was: whoever
-    # sets it to None (zero_grad of any module) is understood. Where the gradient is elsewhere
-    # (stages >= 1, main gradients, micro-batches that wait for the tree), p.grad is a placeholder
-    # of nans: whoever reads it (clip_grad_norm_) sees that the gradient is not there. Once shards
-    # are reduced every parameter has one, as no rank knows which of them others have used.
-
     def mark(self, *, hidden: bool = True) -> None:
-        """Puts placeholders into p.grad, [Note: marks]; not hidden: p.grad is what it should be."""
+        """Remember p.grad: see absent.py, [Note: marks]; not hidden: it is what it should be."""
         self.copies.make()
-        self._hidden = hidden = hidden or self._main
         everywhere = self.stage.shards and self.reduced is not None
-        self._marks.clear()
-        for position in range(len(self.params)) if everywhere else self.seen:
-            p = self.params[position]
-            if hidden:
-                p.grad = self._absent(position)
-            if p.grad is not None:
-                self._marks[position] = p.grad
+        positions = range(len(self.params)) if everywhere else self.seen
+        self.marks.put(positions, hidden=hidden or self._main)
         self.remember()
         self._marked_version = self._version
 
@@ -894,13 +864,9 @@ class BucketState:
     @property
     def changed(self) -> bool:
         """Whether somebody wrote into p.grad since remember()."""
-        return not self._hidden and self.grad is not None and self.grad._version != self._version
-
-    def unmark(self) -> None:
-        """Before a backward: autograd must find no placeholder."""
-        for position in self._marks if self._hidden else ():
-            self.params[position].grad = None
-        self._marks.clear()
+        return (
+            not self.marks.hidden and self.grad is not None and self.grad._version != self._version
+        )
 
     def forget_cleared(self, fired: Tensor | None) -> set[int]:
         """p.grad = None, and zero_grad() of a module, are understood; returns what was cleared.
@@ -908,16 +874,9 @@ class BucketState:
         fired: stage 0: a parameter that autograd has given its next gradient already.
         """
         self.copies.make()
-        cleared = set()
-        for position, mark in self._marks.items():
-            grad = self.params[position].grad
-            if grad is None or (self.params[position] is fired and grad is not mark):
-                cleared.add(position)
-            elif grad is not mark:
-                self._refuse_replaced(position)
-            elif isinstance(mark, Absent) and mark.zeroed:
-                mark.zeroed = False
-                self._zero(position)
+        cleared, zeroed = self.marks.look(fired)
+        for position in zeroed:
+            self._zero(position)
         if cleared:
             self._forget(cleared)
         return cleared

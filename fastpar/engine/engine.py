@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import StepReport
+from fastpar.engine import absent
 from fastpar.engine.absent import Hook, Link
 from fastpar.engine.bucket import checked
 from fastpar.engine.control import Control
@@ -194,7 +195,7 @@ class Engine:
         """Afterwards gradients are means over the ranks."""
         self.shards.check()
         for bucket in self._active:  # in step() marks are still there: no gradients
-            bucket.unmark()
+            bucket.marks.lift()
         self.reducer.finish()
         if not self.stage.shards:
             self.partials.sum()
@@ -504,5 +505,4 @@ def engine_of(model: nn.Module) -> Engine:
 
 def engine_of_parameter(parameter: Tensor) -> Engine | None:
     """The engine of one parameter, None if it has none."""
-    link = getattr(parameter, "_fastpar_engine", None)
-    return None if link is None else link.target
+    return absent.engine_of(parameter)

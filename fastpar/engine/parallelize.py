@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpar.axes import Making, Travel, every
 from fastpar.axes.pipeline.stages import Stages
@@ -17,27 +19,23 @@ from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transports import make_collectives
 from fastpar.comm.wires import CODES, Encoders, rounded_weights
+from fastpar.engine.absent import guard_optimizers, refuse_ddp
 from fastpar.engine.bucket import STAGES, BucketGroups, BucketState, Settings, Stage
-from fastpar.engine.checks import (
-    check_deterministic,
-    check_in_place_writers,
-    check_model,
-    check_parameters,
-    check_settings,
-    guard_optimizers,
-    refuse_ddp,
-)
 from fastpar.engine.control import prove_together
 from fastpar.engine.debug import Debug, InputCheck
-from fastpar.engine.engine import Engine
+from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.engine.gathers import find_units, unit_of_parameters
 from fastpar.engine.gradients import Places
 from fastpar.engine.shards import Shards, guard_state_dicts
+from fastpar.files.tensor_file import FLOATS
 from fastpar.foreign.tp_plan import Plan, plan_for, tells_rows
 from fastpar.kernels import Fp8
-from fastpar.settings.fields import flat
+from fastpar.kernels.linear import depends_on_threads
+from fastpar.settings.fields import check_types, flat
 from fastpar.settings.mesh import AXES
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Offload, Parallel, Pipeline, Precision, Wires
+from fastpar.settings.rules import check, of_shape
 from fastpar.sharding.layout import (
     ParamSpec,
     build_layout,
@@ -137,11 +135,11 @@ def parallelize(
     asked = _asked(settings, short, parts)
     options, debug = flat(asked), debug or Debug()
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
-    check_model(model, mesh)
+    _check_model(model, mesh)
     given, mesh = mesh, mesh.of_gradients()
-    transport = check_settings(model, given, asked, debug, mesh.dp_size)
-    check_parameters(parameter_names(model), mesh.device, materialize is not None)
-    check_in_place_writers(model, mesh.dp_size)
+    transport = _check_settings(model, given, asked, debug, mesh.dp_size)
+    _check_parameters(parameter_names(model), mesh.device, materialize is not None)
+    _check_in_place_writers(model, mesh.dp_size)
     maker, plan = GroupMaker(mesh, transport, asked, debug), options["tp_plan"]
     planned, tell = functools.partial(plan_for, model, plan), tells_rows(model, given)
     making = Making(model, given, asked, maker.make, plan, planned, tell)
@@ -167,7 +165,7 @@ def parallelize(
     if bucket_mb is None:
         bucket_mb = default_bucket_mb(mesh.dp_size, transport)
     in_effect = Settings(asked, stage, n_shards, bucket_mb)
-    check_deterministic(in_effect, parameter_names(model), mesh)
+    _check_deterministic(in_effect, parameter_names(model), mesh)
     if materialize is not None:
         allocate_meta(model, mesh.device, making.declared)
     for axis in every():
@@ -187,6 +185,191 @@ def parallelize(
     guard_state_dicts(model, shards)
     InputCheck.attach_all(engine, model, making.same_inputs)
     return model
+
+
+# What is refused before anything is changed
+
+
+def _check_model(model: Any, mesh: Any) -> None:
+    """Refuse what is no model or no mesh of ours, and models that others have wrapped or split."""
+    for name, value, kind, advice in (
+        ("model", model, nn.Module, "pass the model"),
+        ("mesh", mesh, Mesh, "pass fastpar.Mesh()"),
+    ):
+        if not isinstance(value, kind):
+            known = "fastpar.Mesh" if kind is Mesh else "torch.nn.Module"
+            raise ValueError(
+                f"parallelize: expected a {known}, got {name}={type(value).__name__}; {advice}"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "parallelize: expected a model without DistributedDataParallel, which averages "
+                f"gradients too, got '{name or 'model'}'; pass its .module"
+            )
+    for name, p in model.named_parameters():
+        if nn.parameter.is_lazy(p):
+            raise ValueError(
+                f"parallelize: expected parameters with values, got an uninitialized '{name}'; "
+                "call the model once before"
+            )
+        if is_traceable_wrapper_subclass(p) or hasattr(p, "_is_flat_param"):
+            raise ValueError(
+                f"parallelize: expected plain parameters, got {type(p).__name__} '{name}'; leave "
+                "FSDP and fully_shard out: zero_stage=3 takes their place"
+            )
+
+
+def _check_settings(model: nn.Module, mesh: Mesh, asked: Parallel, debug: Debug, dp: int) -> str:
+    """Refuse settings that contradict each other, the mesh or the model; returns the transport.
+
+    Args:
+        dp: ranks that compute different tokens.
+    """
+    for name, p in model.named_parameters():
+        if engine_of_parameter(p) is not None:
+            raise ValueError(
+                f"parallelize: expected a model without an engine, got parameter '{name}' of "
+                "an earlier fastpar.parallelize; call it once"
+            )
+    # A schedule does nothing in one stage; cut_stages() refuses those that there are not.
+    check_types("parallelize", dataclasses.replace(asked, pipeline=Pipeline()))
+    values = flat(asked) | _facts(model, mesh, dp)
+    check("parallelize", {n: v for n, v in values.items() if n not in ("schedule", "chunks")})
+    if asked.offload.what is not None and mesh.device.type == "cpu" and not debug.bus_gb_s:
+        raise ValueError(
+            f"parallelize: expected a GPU with offload={asked.offload.what!r}, got device=cpu; it "
+            "moves the optimizer's state from a GPU's memory to its host's: leave it out on a CPU, "
+            "or try it there over a stand-in for the bus, debug=Debug(bus_gb_s=12)"
+        )
+    return _check_wires(model, asked, dp)
+
+
+def _facts(model: nn.Module, mesh: Mesh, dp: int) -> dict[str, Any]:
+    """What the rules of settings may ask of a model and a mesh."""
+    config, grid = getattr(model, "config", None), mesh.tp_grid
+    facts: dict[str, Any] = {axis: mesh.size(axis) for axis in ("cp", "ep", "pp")}
+    facts |= {"dp": dp, "tp": mesh.size("tp") if grid is None else 1}
+    facts |= {"tp_grid": None if grid is None else "x".join(map(str, grid))}
+    facts |= {"delayed_scales": bool(rounded_weights(model)), "offload_activations": False}
+    if isinstance(config, GPTConfig):
+        capacity = {"n_expert": config.n_expert, "expert_capacity": config.expert_capacity}
+        return facts | of_shape(config) | capacity
+    heads = getattr(config, "n_head", None)
+    return facts if heads is None else facts | {"n_head": heads}
+
+
+def _check_wires(model: nn.Module, asked: Parallel, dp: int) -> str:
+    """Refuse formats that gradients cannot be sent in; returns the transport."""
+    wires, stage, transport = asked.wires, asked.zero_stage, asked.transport
+    if wires.gradients == "fp32" and wires.weights is None:
+        return transport
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    kept = {FLOATS.get(asked.precision.grad_dtype or "", dtype) for dtype in dtypes}
+    keeps = wires.error_feedback and not wires.error_buffer and stage == 1
+    in_place = {torch.float16} if keeps else set()
+    changes = wires.gradients != "fp32" or wires.weights != CODES  # products round so anyway
+    for dtype in (kept | dtypes) & {torch.float64} | kept & in_place if changes else ():
+        raise ValueError(
+            "parallelize: expected gradients in fp32 or bf16 with wire formats (fp16 without "
+            f"error_feedback), got dtype={dtype}; pass grad_dtype=torch.float32 for fp16 parameters"
+        )
+    if wires.gradients == "int4" and not (wires.error_feedback or wires.error_buffer):
+        warnings.warn(
+            "parallelize: int4 gradients without error_feedback train worse (Formats on the wire "
+            "in bench/results/README.md); pass error_feedback=True, or use int8",
+            stacklevel=4,
+        )
+    return "torch" if transport == "auto" and dp > 1 else transport
+
+
+_WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
+
+
+def _check_deterministic(
+    settings: Settings, named: dict[nn.Parameter, tuple[str, ...]], mesh: Mesh
+) -> None:
+    """Refuse sums that are rounded to 16 bits on the way, warn of products that depend on threads.
+
+    Such sums depend on how they are split.
+    """
+    if not settings.deterministic:
+        return
+    for p, names in named.items():
+        kept = settings.grad_dtype or p.dtype
+        wire = settings.reduce_dtype or kept
+        if p.requires_grad and (kept.itemsize < 4 or wire.itemsize < kept.itemsize):
+            raise ValueError(
+                "parallelize: expected gradients kept and sent in fp32 with deterministic=True, "
+                f"got grad_dtype={kept}, reduce_dtype={wire} for '{names[0]}'; pass "
+                "grad_dtype=torch.float32 and leave reduce_dtype out"
+            )
+    if mesh.rank or mesh.device.type != "cpu":
+        return
+    for dtype in sorted({p.dtype for p in named if p.requires_grad}, key=str):
+        if depends_on_threads(dtype):
+            setting = "MKL_CBWR=AUTO,STRICT" if dtype.itemsize > 2 else _WITHOUT_AMX
+            warnings.warn(
+                f"parallelize: with deterministic=True, products of {dtype} have other bits with "
+                "other numbers of threads here, so only runs with equally many threads a rank have "
+                f"the same bits; set {setting} before the process starts, or fix the number",
+                stacklevel=3,
+            )
+
+
+def _check_parameters(
+    named: dict[nn.Parameter, tuple[str, ...]], device: torch.device, meta: bool
+) -> None:
+    """What buckets cannot hold is refused before anything is changed."""
+    if not any(p.requires_grad for p in named):
+        raise ValueError(
+            f"parallelize: expected a model with parameters to train, got {len(named)} parameters "
+            "and none with requires_grad; pass the whole model and unfreeze what is to be trained"
+        )
+    expected = torch.device("meta") if meta else device
+    memory: dict[int, str] = {}
+    for p, names in named.items():
+        if p.device.type == "meta" and not meta:
+            raise ValueError(
+                f"parallelize: expected parameters with values, got device=meta for '{names[0]}'; "
+                "pass materialize=, which fills them"
+            )
+        if p.device != expected:
+            raise ValueError(
+                f"parallelize: expected every parameter on {'' if meta else 'mesh.device='}"
+                f"{expected}, got device={p.device} for '{names[0]}'; "
+                + ("build the model on the meta device" if meta else "call model.to(mesh.device)")
+                + " first"
+            )
+        if not p.requires_grad:
+            continue
+        if p.dtype not in FLOATS.values():
+            raise ValueError(
+                f"parallelize: expected fp32, bf16, fp16 or fp64 parameters, got dtype={p.dtype} "
+                f"for '{names[0]}'; convert it, or set requires_grad=False"
+            )
+        other = memory.setdefault(p.data_ptr(), names[0]) if p.numel() and not meta else names[0]
+        if other != names[0]:
+            raise ValueError(
+                f"parallelize: expected tied weights to be one Parameter, got '{other}' and "
+                f"'{names[0]}' sharing memory; assign the Parameter itself, not its data"
+            )
+
+
+def _check_in_place_writers(model: nn.Module, dp: int) -> None:
+    """A forward that writes into its rows would leave another model on each rank, or be lost."""
+    for name, module in model.named_modules() if dp > 1 else ():
+        writes = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if writes and module.weight.requires_grad:
+            raise ValueError(
+                "parallelize: expected forwards that write no parameters where several ranks share "
+                f"them, got max_norm={module.max_norm} of embedding '{name}', which writes the "
+                "rows of this rank's batch; set max_norm=None, and scale rows after each step "
+                "inside `with fastpar.engine_of(model).gathered():`"
+            )
+
+
+# Settings, values, buckets
 
 
 def _asked(

@@ -241,7 +241,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             the step.
     """
 
-    steps_engines = True  # see fastpar/engine/checks.py
+    steps_engines = True  # see fastpar/engine/absent.py
     steps_on_host = False  # prepare() has its kernel calls; see fastpar/axes/offload.py
     master_weights: bool | str = False
     grad_scale: float | Tensor = 1.0

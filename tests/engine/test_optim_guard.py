@@ -1,4 +1,4 @@
-"""checks.py: what steps fastpar's optimizers refuse on parameters of an engine."""
+"""absent.py: what steps fastpar's optimizers refuse on parameters of an engine."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 import fastpar
 from fastpar.comm.mesh import Mesh
-from fastpar.engine import checks
+from fastpar.engine import absent
 from fastpar.optim import adamw as optim
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
@@ -55,7 +55,7 @@ STOCK = (
 )
 SCALER = (  # it would find the nans of placeholders
     r"AdamW\.step: expected neither GradScaler nor found_inf with zero_stage >= 1 or tp > 1, got "
-    r"one with zero_stage={stage}, .* set grad_scale from a fastpar\.optim\.loss_scale\.Dyn"
+    r"one with zero_stage={stage}, .* set grad_scale from a fastpar\.optim\.schedule\.Dyn"
 )
 FACTORED = (
     r"Adafactor: expected parameters of an engine with zero_stage=0 and tp=1, got zero_stage="
@@ -93,8 +93,8 @@ def test_stock_optimizers_step_at_stage_0_and_beside_engines():
 
 def test_the_guard_is_installed_once(monkeypatch):
     installed = []
-    monkeypatch.setattr(checks, "_installed", False)
-    monkeypatch.setattr(checks, "register_optimizer_step_pre_hook", installed.append)
+    monkeypatch.setattr(absent, "_installed", False)
+    monkeypatch.setattr(absent, "register_optimizer_step_pre_hook", installed.append)
     for _ in range(3):
         fastpar.parallelize(nn.Linear(2, 2), Mesh())
     assert len(installed) == 1
