@@ -334,8 +334,8 @@ class Data(Axis):
             else:
                 yield from _sums(setup, "dp", n_bytes, setup.data // ep, apart, count, under)
         for (n_bytes, under, ep), count in gathered.items() if stage else ():
-            args = max(1, shards // ep), tp * ep, count, under
-            yield CommOp("all_gather", "shard", n_bytes, *args)
+            n = max(1, shards // ep)
+            yield CommOp("all_gather", "shard", n_bytes, n, tp * ep, count, under)
         for (n_bytes, under, _), count in again.items():
             yield CommOp("all_gather", "shard", float(n_bytes), node, tp, count, under)
 

@@ -59,6 +59,16 @@ def can_offload(setup: Setup) -> bool:
     return setup.device_type == "cuda" and setup.optimizer == "adamw"
 
 
+def going_down(setup: Setup, buckets: Any) -> float:
+    """Bytes of reduced gradients on their way to the host; those of earlier micro-batches stay."""
+    if setup.offload is None:
+        return 0.0
+    whole = buckets.grad_bytes * buckets.elements / setup.n_shards
+    if setup.grad_accum_steps > 1 and setup.accumulate == "shard":
+        return float(whole)
+    return min(whole, (IN_FLIGHT + 1) * setup.bucket_bytes / setup.n_shards)
+
+
 class Offloaded(Axis):
     """What a rank keeps on its host."""
 

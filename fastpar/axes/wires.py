@@ -50,6 +50,15 @@ def formats_of(setup: Setup) -> dict[str, Setup]:
     return found
 
 
+def message_bytes(setup: Setup) -> float:
+    """Bytes of an element of a bucket on its way, beside the gradient: messages, decoded ones."""
+    if setup.data == 1 and setup.offload is None:
+        return 0.0
+    if code_bytes(setup)[0]:
+        return 2 * setup.wire_bytes + 4
+    return setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0
+
+
 class Wires(Axis):
     """Messages in fewer bits than what they are made from."""
 

@@ -78,12 +78,12 @@ import torch
 from fastpar.axes import every
 from fastpar.axes.context import attended_heads
 from fastpar.axes.data import ROOT, GPTBuckets, buckets_of
-from fastpar.axes.offload import IN_FLIGHT
+from fastpar.axes.offload import going_down
 from fastpar.axes.pipeline import RankParts, parts_of
 from fastpar.axes.pipeline.schedules import SPLIT
 from fastpar.axes.pipeline.simulator import Held, held_of
 from fastpar.axes.step import Setup, Workload
-from fastpar.axes.wires import code_bytes
+from fastpar.axes.wires import message_bytes
 from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.engine.engine import Engine
 from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
@@ -240,7 +240,7 @@ class Peak:
         self.opened = buckets[self.buckets.arrival[0]].numel if last else 0
         self.early = self.table if last and not first else 0
         # Bytes of an element: of its messages, of the shard that its sum is added to.
-        self.messages = self._message_bytes
+        self.messages = message_bytes(setup)
         again = setup.accumulate == "shard" and setup.grad_accum_steps > 1 and setup.stage > 0
         shards = setup.n_shards
         if self.buckets.of_experts:
@@ -309,27 +309,6 @@ class Peak:
     def _sent(self) -> float:
         """Messages of that bucket, and its sum."""
         return (self.messages + self.sums) * self.root
-
-    @property
-    def _message_bytes(self) -> float:
-        """Of an element of a bucket on its way, beside the gradient: messages, decoded ones."""
-        setup = self.setup
-        if setup.data == 1 and setup.offload is None:
-            return 0.0
-        if code_bytes(setup)[0]:
-            return 2 * setup.wire_bytes + 4
-        return setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0
-
-    @property
-    def going_down(self) -> float:
-        """Reduced gradients on their way to the host; those of earlier micro-batches stay."""
-        setup = self.setup
-        if setup.offload is None:
-            return 0.0
-        whole = self.buckets.grad_bytes * self.buckets.elements / setup.n_shards
-        if setup.grad_accum_steps > 1 and setup.accumulate == "shard":
-            return whole
-        return min(whole, (IN_FLIGHT + 1) * setup.bucket_bytes / setup.n_shards)
 
     def moments(self) -> Iterator[Moment]:
         yield from self._blocks()
@@ -613,12 +592,6 @@ def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
     ]
 
 
-def kept_by_blocks(workload: Workload, setup: Setup) -> float:
-    """Bytes that a rank's blocks keep of a forward until backward; without a pipeline."""
-    ((parts, (held,)),) = _stages(workload, setup)
-    return Peak(workload, setup, parts, held).kept(parts.layers[0])
-
-
 def activations_on_host(workload: Workload, setup: Setup) -> int:
     """Bytes of blocks' inputs that are pinned on a rank's host; 0 where they stay.
 
@@ -649,7 +622,8 @@ def _memory_of(workload: Workload, setup: Setup, parts: RankParts, held: Held) -
         predict_states(workload, setup, parts),
         activations=round(top.activations),
         loss=round(top.loss),
-        buckets=round(top.buckets + peak.going_down) + (_CUBLAS if peak.on_gpu else 0),
+        buckets=round(top.buckets + going_down(setup, peak.buckets))
+        + (_CUBLAS if peak.on_gpu else 0),
         update=round(top.update),
     )
 

@@ -1,6 +1,5 @@
 """What experts take and send, beside an engine's own numbers."""
 
-import gc
 import json
 import re
 from collections import Counter
@@ -14,8 +13,7 @@ from fastpar.axes.experts import expert_elements
 from fastpar.axes.step import Setup, Workload
 from fastpar.cli import main
 from fastpar.models.gpt import GPT
-from fastpar.nn.recompute import recompute
-from fastpar.predict.memory import StepMemory, kept_by_blocks, predict_memory
+from fastpar.predict.memory import predict_memory
 from fastpar.predict.time import comm_ops_of, ops_of
 from fastpar.settings.config import GPTConfig
 from fastpar.sharding.layout import ALIGN
@@ -63,49 +61,6 @@ def test_states_and_rows_are_those_of_an_engine(ep):
     assert expert_elements(SHAPE) == sum(
         p.numel() for n, p in GPT(SHAPE).named_parameters() if "mlp.c_" in n
     )
-
-
-def kept_bytes(shape, setup):
-    """What is left of a forward until backward, on this rank."""
-    mesh = fastpar.Mesh(ep=setup.ep, tp=setup.tp, device="cpu")
-    model = GPT(shape, seed=1).to(torch.bfloat16 if setup.dtype == "bf16" else torch.float32)
-    model = fastpar.parallelize(
-        model, mesh, fastpar.Parallel.of(sequence_parallel=setup.sequence_parallel)
-    )
-    model = recompute(model, setup.activation_checkpointing)
-    x = torch.randint(0, shape.vocab_size, (setup.micro_batch_size, shape.block_size))
-    model(x, x).backward()
-    gc.collect()
-    with StepMemory(mesh.device, alive_bytes=0) as memory:
-        loss = model(x, x)  # kept alive
-    assert loss.isfinite()
-    return memory.left_bytes
-
-
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize(
-    ("dtype", "ep", "tp", "shared"),
-    [
-        *(("fp32", 1, 1, True), ("bf16", 1, 1, True), ("fp32", 2, 1, True)),
-        *(("fp32", 1, 2, False), ("bf16", 1, 2, True)),
-    ],
-)
-def test_activations_are_those_of_a_forward(mode, dtype, ep, tp, shared):
-    """Of two blocks: what a model of three keeps more than one of one."""
-    setup = Setup(
-        **{"world_size": ep * tp, "ep": ep, "tp": tp, "sequence_parallel": shared, "dtype": dtype},
-        **{"micro_batch_size": 8, "activation_checkpointing": mode},
-        **{"device_type": "cpu", "transport": "shm"},
-    )
-    sizes = []
-    for layers in (3, 1):
-        shape = GPTConfig(layers, 2, 64, 32, 256, dropout=0.0, n_expert=4, expert_hidden=96)
-        shape = replace(shape, top_k=4)  # all are chosen equally often
-        want = kept_by_blocks(Workload(shape, 8 * ep), setup)
-        sizes.append((max(run_ranks(kept_bytes, ep * tp, shape, setup)), want))
-    (three, want_three), (one, want_one) = sizes
-    generator = torch.get_rng_state().nbytes * (mode != "none")  # torch's, for each block
-    assert three - one - 2 * generator == pytest.approx(want_three - want_one, rel=0.03)
 
 
 def of(ep=1, tp=1, stage=0, shape=SHAPE, **more):
