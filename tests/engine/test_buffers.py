@@ -319,13 +319,13 @@ def test_marks_say_that_the_gradient_is_elsewhere_and_hear_zero_grad(stage):
 
     step()
     assert weight.grad.isnan().all()
-    bucket.unmark()
+    bucket.marks.lift()
     assert weight.grad is None
     assert (bucket.piece(1)[1] == 1.0).all()  # kept: it goes on
     bucket.mark()
     weight.grad = None  # one of two was cleared by hand
     assert bucket.forget_cleared(None) == {1}
-    bucket.unmark()
+    bucket.marks.lift()
     assert (bucket.piece(1)[1] == 0.0).all()
     bucket.zero_grad(True)
     step()
