@@ -36,12 +36,13 @@ from torch import Tensor
 import fastpar
 from bench.gpu_cells import AT_ONCE, CELLS, LIMIT_S, RUN, Cell, Runner, cell, note
 from bench.harness import Bench
+from bench.ops.errors import orthogonals
 from bench.records import ROOT, ResultFile, Row, commit, machine
 from bench.systems import bench_train
 from bench.systems.worker import Spec, Variant
 from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor
-from fastpar.doctor.cases import ErrorCase, attentions, experts, orthogonals, proof_cases
+from fastpar.doctor.cases import ErrorCase, attentions, experts, proof_cases
 from fastpar.doctor.report import row as proof_line
 from fastpar.doctor.table import VERSION, environment, row_of
 from fastpar.doctor.trial import clock_for

@@ -16,9 +16,13 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from bench.records import (
     RESULTS,
@@ -32,20 +36,22 @@ from bench.records import (
 )
 from fastpar.comm.ranks import reason
 from fastpar.doctor.cases import (
+    Draw,
     ErrorCase,
     Errors,
+    Inputs,
     adamw_steps,
     attentions,
     dropouts,
     embeddings,
     experts,
     gelus,
-    linears,
     losses,
     norms,
-    orthogonals,
     weight_gradients,
 )
+from fastpar.kernels import linear, orthogonalize, reference
+from fastpar.kernels.orthogonalize import POLAR_EXPRESS
 from fastpar.testing import gpu_arithmetic
 
 FEW = 16
@@ -100,6 +106,45 @@ def format_row(row: ErrorRow) -> str:
         else:
             cells.append(f"{name} {worst:.1e} ({stock_worst:.1e})")
     return f"{what} {'  '.join(cells)}{'  FAILS' if row.fails else ''}"
+
+
+def linears(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
+    """shapes: (C, outputs)."""
+    for C, out in shapes:
+
+        def make(draw: Draw, C: int = C, out: int = out) -> Inputs:
+            return {"x": draw(rows, C), "weight": draw(out, C) * C**-0.5, "bias": draw(out)}
+
+        calls = linear, reference.linear_ref, F.linear
+        yield ErrorCase("linear", f"N={rows} {C}->{out}", make, *calls)
+
+
+def orthogonals(shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
+    """The orthogonal factor of matrices of normal numbers, beside plain products; no gradient."""
+
+    def eager(x: Tensor) -> Tensor:
+        wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+        y = (wide / wide.norm()).to(x.dtype)
+        y = y.T if x.shape[0] > x.shape[1] else y
+        for a, b, c in POLAR_EXPRESS:
+            gram = y @ y.T
+            y = a * y + (b * gram + c * gram @ gram) @ y
+        return y.T if x.shape[0] > x.shape[1] else y
+
+    for m, n in shapes:
+
+        def make(draw: Draw, shape: tuple[int, int] = (m, n)) -> Inputs:
+            return {"x": draw(*shape)}
+
+        yield ErrorCase(
+            "orthogonalize",
+            f"{m}x{n}",
+            make,
+            lambda x: orthogonalize(x, dtype=x.dtype),
+            lambda x: reference.orthogonalize_ref(x.detach(), coefficients=tuple(POLAR_EXPRESS)),
+            eager,
+            dtypes=(torch.float32, torch.bfloat16),
+        )
 
 
 def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> list[ErrorCase]:

@@ -269,9 +269,18 @@ def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None])
     folder = find_folders("fastpar inspect", folder)[-1]
     manifest = _manifest(folder)
     everything = [*by_key(manifest.weights).items(), *by_key(manifest.optimizer).items()]
-    tensors = [(key, t) for key, t in everything if pattern is None or _matches(key, pattern)]
-    # Weights, then states; a state's entries in the file's order.
-    tensors.sort(key=lambda t: ("/" in t[0], _natural(t[0].rpartition("/")[0] or t[0])))
+    tensors = [
+        (key, pieces)
+        for key, pieces in everything
+        if pattern is None or fnmatchcase(key, pattern) or pattern in key
+    ]
+
+    def place(tensor: tuple[str, list[TensorEntry]]) -> tuple[bool, list[tuple[str, int]]]:
+        """Weights, then states; a state's entries in the file's order; layer 2 before layer 10."""
+        parts = re.findall(r"(\D*)(\d*)", tensor[0].rpartition("/")[0] or tensor[0])
+        return "/" in tensor[0], [(text, int(digits or -1)) for text, digits in parts]
+
+    tensors.sort(key=place)
     if not tensors:
         raise ValueError(
             f"fastpar inspect: expected a name or pattern of tensors in {folder}, got "
@@ -281,15 +290,6 @@ def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None])
     with TensorReader(folder, manifest) as reader:
         for line in _table(reader, tensors):
             say(line)
-
-
-def _natural(name: str) -> list[tuple[str, int]]:
-    """Sorts layer 2 before layer 10."""
-    return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or pattern in name
 
 
 def _table(reader: TensorReader, tensors: list[tuple[str, list[TensorEntry]]]) -> Iterator[str]:

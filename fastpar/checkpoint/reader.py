@@ -182,15 +182,15 @@ class TensorReader:
             ValueError: a piece cannot be read or differs; names it.
         """
         for entry in entries:
-            at, holes = 0, any(run.start == HOLE for run in entry.runs)
+            at = 0
             with self._named(entry):
                 for block in self._blocks(entry):
                     chunk = torch.frombuffer(block, dtype=STORED[entry.dtype])
-                    runs = cut_runs(entry.runs, at, at + len(chunk)) if holes else []
-                    parts = chunk.split([run.numel for run in runs]) if holes else [chunk]
-                    for i, part in enumerate(parts):
-                        if not holes or runs[i].start != HOLE:
-                            yield part
+                    runs = [Run(0, len(chunk))]
+                    if any(run.start == HOLE for run in entry.runs):
+                        runs = cut_runs(entry.runs, at, at + len(chunk))
+                    parts = zip(runs, chunk.split([run.numel for run in runs]))
+                    yield from (part for run, part in parts if run.start != HOLE)
                     at += len(chunk)
 
     def read(self, entries: list[TensorEntry]) -> Tensor:
@@ -461,9 +461,9 @@ def find_damage(
 def _try(act: Callable[[Any], object], what: Any, file: str, where: str = "") -> list[Damage]:
     try:
         act(what)
+        return []
     except (OSError, ValueError) as error:
-        return [Damage(file, f"{reason(error)} in {where}" if where else reason(error))]
-    return []
+        return [Damage(file, reason(error) + f" in {where}" * bool(where))]
 
 
 def _share(manifest: Manifest, part: int, n_parts: int) -> list[TensorEntry]:

@@ -504,9 +504,10 @@ class OneRank(Collectives):
             out.copy_(x)
         return DONE
 
-    _all_reduce = _broadcast = _nothing
-    _reduce_scatter = _all_gather = _all_to_all = _copied
-    _send = _recv = _nothing  # refused before: there is no other rank
+    _here: Any = _nothing
+    _there: Any = _copied
+    _all_reduce = _broadcast = _send = _recv = _here  # there is no other rank to send to
+    _reduce_scatter = _all_gather = _all_to_all = _there
 
 
 class PairwiseSum:

@@ -647,5 +647,6 @@ class Encoders:
             return inner
         if codes:
             return CodeGathers(inner, self._worker(inner), codes)
-        same = form is None or form.dtype == dtype
-        return inner if same else CompressedGathers(inner, self._worker(inner), form)
+        if form is None or form.dtype == dtype:
+            return inner
+        return CompressedGathers(inner, self._worker(inner), form)

@@ -37,7 +37,6 @@ from fastpar.kernels import (
     linear,
     linear_cross_entropy,
     make_key,
-    orthogonalize,
     pack_,
     permute,
     reference,
@@ -50,7 +49,6 @@ from fastpar.kernels import (
 )
 from fastpar.kernels.backend import wide
 from fastpar.kernels.linear import weight_gradient, wide_product
-from fastpar.kernels.orthogonalize import POLAR_EXPRESS
 
 
 class Errors(NamedTuple):
@@ -328,7 +326,7 @@ def gelus(rows: int, widths: tuple[int, ...]) -> Iterator[ErrorCase]:
     """Both forms of GELU with a bias."""
 
     def one(name: str, N: int, width: int, scale: float) -> ErrorCase:
-        how = {"approximate": "none" if name == "erf" else name}
+        how: dict[str, Any] = {"approximate": "none" if name == "erf" else name}
         shape = f"{name} N={N} F={width}" + (f" std {scale:g}" if scale != 1 else "")
 
         def make(draw: Draw) -> Inputs:
@@ -446,7 +444,8 @@ def attentions(
 
     def documents(T: int, H: int, D: int) -> ErrorCase:
         ends = [0, 1, T // 3, T // 3 + 2, T]
-        settings = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device)}
+        settings: dict[str, Any] = {}
+        settings["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
         shape = f"documents up to {ends}, D={D} H={H}"
 
         def make(draw: Draw) -> Inputs:
@@ -485,16 +484,6 @@ def embeddings(B: int, T: int, widths: tuple[int, ...], V: int, device: str) -> 
         yield one(B, T, C, 0.0)
     yield one(2, min(T, 48), widths[0], P)
     yield one(1, 1, 63, 0.0)
-
-
-def linears(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
-    """shapes: (C, outputs)."""
-    for C, out in shapes:
-
-        def make(draw: Draw, C: int = C, out: int = out) -> Inputs:
-            return {"x": draw(rows, C), "weight": draw(out, C) * C**-0.5, "bias": draw(out)}
-
-        yield _case(linear, f"N={rows} {C}->{out}", make, F.linear)
 
 
 def experts(rows: int, C: int) -> Iterator[ErrorCase]:
@@ -545,30 +534,6 @@ def experts(rows: int, C: int) -> Iterator[ErrorCase]:
     yield _case(grouped_linear, f"M={rows * K} E={E} {C}->{2 * C}", layers, eager)
 
 
-def orthogonals(shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
-    """The orthogonal factor of matrices of normal numbers, beside plain products; no gradient."""
-
-    def eager(x: Tensor) -> Tensor:
-        wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-        y = (wide / wide.norm()).to(x.dtype)
-        y = y.T if x.shape[0] > x.shape[1] else y
-        for a, b, c in POLAR_EXPRESS:
-            gram = y @ y.T
-            y = a * y + (b * gram + c * gram @ gram) @ y
-        return y.T if x.shape[0] > x.shape[1] else y
-
-    for m, n in shapes:
-        yield ErrorCase(
-            "orthogonalize",
-            f"{m}x{n}",
-            lambda draw, shape=(m, n): {"x": draw(*shape)},
-            lambda x: orthogonalize(x, dtype=x.dtype),
-            lambda x: reference.orthogonalize_ref(x.detach(), coefficients=tuple(POLAR_EXPRESS)),
-            eager,
-            dtypes=(torch.float32, torch.bfloat16),
-        )
-
-
 def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
     """Dropout by the counter-based mask."""
     rng = Rng(make_key(1, 0, device), 5)
@@ -581,9 +546,9 @@ def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
         with _generators_kept(x):
             return F.dropout(x, P)
 
-    how = {"p": P, "rng": rng}
-    make: Any = lambda draw: {"x": draw(*shape)}  # noqa: E731
-    yield _case(dropout, f"{list(shape)} p={P}", make, eager, stock=stock, **how)
+    how: dict[str, Any] = {"p": P, "rng": rng}
+    name = f"{list(shape)} p={P}"
+    yield _case(dropout, name, lambda draw: {"x": draw(*shape)}, eager, stock=stock, **how)
 
 
 def adamw_steps(numel: int) -> Iterator[ErrorCase]:
@@ -603,10 +568,10 @@ def adamw_steps(numel: int) -> Iterator[ErrorCase]:
 
         return function
 
-    def ours(*lists: list[Tensor]) -> None:
+    def ours(*lists: Any) -> None:
         adamw_step_(*lists, Hyper(**hyper, step=10))
 
-    def fused(*lists: list[Tensor]) -> None:
+    def fused(*lists: Any) -> None:
         step = torch.tensor(10.0, device=lists[0][0].device, dtype=torch.float32)
         torch._fused_adamw_(*lists, [], [step], **hyper, amsgrad=False, maximize=False)
 
@@ -717,8 +682,8 @@ def linears_fp8(rows: int, C: int) -> Iterator[ErrorCase]:
             kind: Any = (form, of_weight or "bf16", emulate, scales if form == "tensor" else None)
             return linear(x, w, b, fp8=Fp8(*kind))
 
-        def own(x: Tensor, *rest: Tensor) -> Tensor:
-            return emulated(x, *rest, emulate=x.is_cpu and not backend.recording)
+        def own(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return emulated(x, w, b, x.is_cpu and not backend.recording)
 
         shape = f"N={rows} {C}->{out} {scaling} {how}".strip()
         calls, bf16 = (own, emulated, emulated), (torch.bfloat16,)

@@ -88,7 +88,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
         ValueError: something else; its text is the problem, to be put behind a file's name.
     """
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_int=_int)
+        value = json.loads(content.decode(), object_pairs_hook=_unique, parse_int=_int)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:

@@ -152,18 +152,13 @@ def hold(folder: str | Path, *, wait_s: float | None = None) -> bool:
             if time.monotonic() > deadline:
                 raise _taken(folder)
             time.sleep(_POLL_S)
-    except OSError:  # file systems without locks have many errors for it, 524 among them
+    except (OSError, ValueError) as error:
         os.close(descriptor)
-        return False
-    except ValueError:
-        os.close(descriptor)
-        raise
-    holder = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "run_id": run_id(),
-    }
+        if isinstance(error, ValueError):
+            raise
+        return False  # file systems without locks have many errors for it, 524 among them
+    host, since = socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = {"pid": os.getpid(), "host": host, "since": since, "run_id": run_id()}
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
     _held[folder] = descriptor

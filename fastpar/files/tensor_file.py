@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -85,14 +84,10 @@ class TensorFile:
                 )
         self.order = sorted(specs, key=lambda n: (dtypes.index(specs[n].dtype), n))
         for name in self.order:
-            spec = specs[name]
-            self._left[name] = spec, end
-            header[name] = {
-                "dtype": DTYPE_NAMES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [end, end + spec.nbytes],
-            }
+            self._left[name] = spec, start = specs[name], end
             end += spec.nbytes
+            what = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape)}
+            header[name] = {**what, "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         self.head = len(text).to_bytes(8, "little") + text
@@ -121,9 +116,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
             if kind is not None:
                 return
