@@ -257,50 +257,46 @@ class _Pipeline(_Fastpar):
             yield from theirs.items()
 
 
-def _single(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
-    model = make().to(settings.device)
+def _single(strategy: Strategy, model: nn.Module, settings: Settings) -> Contender:
     return Contender(strategy.name, model, _optimizer_of(model, settings), settings)
 
 
-def _ddp(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
+def _ddp(strategy: Strategy, model: nn.Module, settings: Settings) -> Contender:
     if not dist.is_initialized():
         raise ValueError(
             "build: expected torch.distributed to be initialized, got initialized=False; "
             "start the ranks with torchrun or fastpar.testing.run_ranks"
         )
-    whole, cap_mb = make().to(settings.device), settings.parallel.bucket_mb
-    model = nn.parallel.DistributedDataParallel(
-        whole, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb
-    )
-    made = Contender(strategy.name, model, None, settings)
-    made.no_sync = model.no_sync
+    how: dict[str, Any] = {"bucket_cap_mb": settings.parallel.bucket_mb}
+    ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **how)
+    made = Contender(strategy.name, ddp, None, settings)
+    made.no_sync = ddp.no_sync
     if not strategy.parallel:
-        made.optimizer, made.quiet = _optimizer_of(whole, settings), model.no_sync
+        made.optimizer, made.quiet = _optimizer_of(model, settings), ddp.no_sync
         return made
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
-    groups, adamw = decay_groups(model, settings.weight_decay), torch.optim.AdamW  # sends weights
+    groups, adamw = decay_groups(ddp, settings.weight_decay), torch.optim.AdamW  # sends weights
     made.optimizer = ZeroRedundancyOptimizer(groups, adamw, fused=True, **settings.adamw)
     return made
 
 
-def _fsdp2(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
+def _fsdp2(strategy: Strategy, model: nn.Module, settings: Settings) -> Contender:
     """A unit for each block; the root's holds both embeddings, the tied head and ln_f."""
     from torch.distributed.fsdp import fully_shard  # slow to import
 
     mesh = dist.device_mesh.init_device_mesh(settings.device, (dist.get_world_size(),))
-    model, reshard = make().to(settings.device), strategy.parallel["zero_stage"] == 3
+    reshard = strategy.parallel["zero_stage"] == 3
     for unit in (*model.h, model):  # type: ignore[misc]
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
     return Contender(strategy.name, model, adamw_of(model, settings), settings)
 
 
-def _deepspeed(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
+def _deepspeed(strategy: Strategy, model: nn.Module, settings: Settings) -> Contender:
     deepspeed = import_deepspeed(settings.device)
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-    model, stage = make().to(settings.device), strategy.parallel["zero_stage"]
-    ours = settings.parallel
+    ours, stage = settings.parallel, strategy.parallel["zero_stage"]
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, **settings.deepspeed}
     if ours.bucket_mb is not None:
         zero["reduce_bucket_size"] = int(ours.bucket_mb * 2**20 / 4)  # elements
@@ -336,11 +332,9 @@ def import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def _fastpar(strategy: Strategy, make: ModelFactory, settings: Settings) -> Contender:
+def _fastpar(strategy: Strategy, model: nn.Module, settings: Settings) -> Contender:
     world = dist.get_world_size() if dist.is_initialized() else 1
-    axes: dict[str, Any] = {
-        n: world if size == 0 else size for n, size in axes_of(strategy.mesh).items()
-    }
+    axes = {n: world if size == 0 else size for n, size in axes_of(strategy.mesh).items()}
     mesh = Mesh(**axes, device=settings.device)
     parallel = settings.parallel.change(**strategy.parallel)
     if parallel.shard_size and (mesh.dp_size < 4 or mesh.dp_size % 2):
@@ -348,7 +342,7 @@ def _fastpar(strategy: Strategy, make: ModelFactory, settings: Settings) -> Cont
             "build: expected 4, 6, 8, ... ranks for HSDP, got "
             f"world_size={mesh.dp_size}; start more ranks"
         )
-    model = parallelize(make().to(settings.device), mesh, parallel)
+    model = parallelize(model, mesh, parallel)
     optimizer = _optimizer_of(model, settings, ours=True)
     kind = _Fastpar if strategy.mesh.pp == 1 else _Pipeline
     made = kind(strategy.name, model, optimizer, settings)
@@ -379,7 +373,7 @@ class Strategy:
 
     name: str
     title: str
-    build: Callable[[Strategy, ModelFactory, Settings], Contender]
+    build: Callable[[Strategy, nn.Module, Settings], Contender]
     package: str = "fastpar"
     parallel: Mapping[str, Any] = field(default_factory=dict)
     mesh: MeshSettings = field(default_factory=MeshSettings)
@@ -479,4 +473,4 @@ def build(name: str, make: ModelFactory, settings: Settings | None = None) -> Co
             f"build: expected optimizer=adamw for {name}, whose ranks have parts of matrices, got "
             f"optimizer={settings.optimizer}; choose another strategy"
         )
-    return strategy.build(strategy, make, settings)
+    return strategy.build(strategy, make().to(settings.device), settings)
