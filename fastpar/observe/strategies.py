@@ -334,7 +334,8 @@ def import_deepspeed(device: str) -> Any:
 
 def _fastpar(strategy: Strategy, model: nn.Module, settings: Settings) -> Contender:
     world = dist.get_world_size() if dist.is_initialized() else 1
-    axes = {n: world if size == 0 else size for n, size in axes_of(strategy.mesh).items()}
+    axes = axes_of(strategy.mesh)
+    axes |= {name: world for name, size in axes.items() if size == 0}
     mesh = Mesh(**axes, device=settings.device)
     parallel = settings.parallel.change(**strategy.parallel)
     if parallel.shard_size and (mesh.dp_size < 4 or mesh.dp_size % 2):
