@@ -312,9 +312,11 @@ def _train(arguments: list[str]) -> int:
 
 def _ranks_to_start(config: TrainConfig) -> int:
     nproc, mesh = config.system.nproc, config.mesh
+    if is_rank():
+        return nproc
     sizes = {"replicas": mesh.replicas, **ranks_of_batch(mesh)}
     together = math.prod(sizes.values())
-    if not is_rank() and nproc % together:
+    if nproc % together:
         used = {axis: size for axis, size in sizes.items() if size > 1}
         equal = "=" if len(used) == 1 else " = "
         axes = " * ".join(used) + equal + " * ".join(map(str, used.values()))
@@ -323,13 +325,12 @@ def _ranks_to_start(config: TrainConfig) -> int:
             f"train: expected nproc to be a multiple of {axes}, got nproc={nproc}; use --nproc "
             f"{-(-nproc // together) * together}, or change {flags}"
         )
-    if not is_rank() and nproc // together % mesh.ep:
+    if nproc // together % mesh.ep:
         raise ValueError(
             f"train: expected ep to divide the {nproc // together} data-parallel ranks of nproc="
             f"{nproc}, got ep={mesh.ep}; use --nproc {together * mesh.ep}, or change --ep"
         )
-    if not is_rank():
-        config.learn(dp=nproc * mesh.cp * ranks_of_depth(mesh) // together)
+    config.learn(dp=nproc * mesh.cp * ranks_of_depth(mesh) // together)
     return nproc
 
 
@@ -522,7 +523,8 @@ def _verify(arguments: list[str]) -> int:
     from fastpar.checkpoint.commands import verify
 
     about = "Read every byte of a run's checkpoints, or of one, and compare it with its checksum."
-    parser = argparse.ArgumentParser("fastpar verify", description=about, epilog=_STATUS)
+    status = "Exit status: 0 all is sound; 1 something is damaged, and named; 2 no such folder."
+    parser = argparse.ArgumentParser("fastpar verify", description=about, epilog=status)
     parser.add_argument("folder", help="of a run, a checkpoint or transformers weights")
     return 0 if verify(parser.parse_args(arguments).folder, print) else 1
 
@@ -537,9 +539,6 @@ def _inspect(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     inspect(options.folder, options.filter, print)
     return 0
-
-
-_STATUS = "Exit status: 0 all is sound; 1 something is damaged, and named; 2 no such folder."
 
 
 def _export(arguments: list[str]) -> int:

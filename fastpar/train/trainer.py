@@ -327,6 +327,7 @@ class Trainer:
         if self.step == 0 and run.eval_every:
             self.validate()
         self.journal.start_clock()
+        begin = self.step
         stop = wish = 0  # a reason to stop, as asked of this replica and as granted
         while self.step < run.max_steps and not stop:
             self.pending.append(self.predictions.watched(self.train_step))
@@ -346,7 +347,7 @@ class Trainer:
                 self.validate()
             if saves or save:
                 self.save()
-            if run.save_every:
+            if run.save_every and step == begin + 1:
                 self.saves.prepare()
         return self._read(0) or stop
 
@@ -595,7 +596,6 @@ class RunSaves:
         self.asked, self.why = False, ""
         self.signals: list[int] = []
         self._saver: Saver | None = None
-        self._prepared = False
         self._waited_ms = self._pause_ms = 0.0
 
     def open(self, folder: Path, config: TrainConfig, **saved: Any) -> None:
@@ -613,8 +613,7 @@ class RunSaves:
 
     def prepare(self) -> None:
         """Memory for the host copy, in the background; best after the first step."""
-        if self._saver is not None and not self._prepared:
-            self._prepared = True
+        if self._saver is not None:
             self._saver.prepare()
 
     def requests(self) -> list[float]:
