@@ -48,12 +48,12 @@ from fastpar.optim.state import (
     ENTRIES,
     Storage,
     add_master,
-    entry_shapes,
     master_entry,
     moment_names,
     settle,
     torch_state,
     whole_entry,
+    whole_shape,
 )
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
@@ -366,7 +366,10 @@ class AdamW(EngineOptimizer):
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
         """The whole shape of every entry that a parameter's state may have."""
-        return entry_shapes(p)
+        shape = whole_shape(p)
+        scales = torch.Size([-(-shape.numel() // MOMENT_BLOCK)])
+        found = {name: scales if name.endswith("_scale") else shape for name in ENTRIES}
+        return {"step": torch.Size(), **found}
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
         moments = moment_names(group["amsgrad"])

@@ -53,7 +53,7 @@ from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize
 from fastpar.nn import is_conv1d
 from fastpar.optim.adamw import AdamW, capturing
 from fastpar.optim.base import Row, check_ranges
-from fastpar.optim.state import add_master, store_values, values_of
+from fastpar.optim.state import add_master, store_values, values_of, whole_shape
 from fastpar.sharding.layout import parameter_names
 
 # (parameter, whole matrix) -> its result of the same shape, and [R] numbers for every rank.
@@ -404,7 +404,7 @@ class Muon(AdamW):
         super()._check_parameter(p, group)
         if group["adamw"]:
             return
-        shape = _whole_shape(p)
+        shape = whole_shape(p)
         position = next(i for i, q in enumerate(group["params"]) if q is p)
         names = group.get("param_names")
         name = f"'{names[position]}'" if names else f"parameter {position} of its group"
@@ -570,7 +570,7 @@ class Muon(AdamW):
         group = self._group_of(p)
         if group["adamw"]:
             return shapes
-        whole = _whole_shape(p)
+        whole = whole_shape(p)
         rows = torch.Size([_matrix_shape(p)[int(group["transposed"])]])
         return {**shapes, "momentum_buffer": whole, "row_second_moment": rows}
 
@@ -596,11 +596,6 @@ class Muon(AdamW):
 def _dtype_of_products(p: Tensor) -> torch.dtype:
     wide = torch.promote_types(p.dtype, torch.float32)
     return torch.bfloat16 if p.is_cuda and wide == torch.float32 else wide
-
-
-def _whole_shape(p: Tensor) -> torch.Size:
-    engine = engine_of_parameter(p)
-    return p.shape if engine is None else engine.shards.whole_shape(p)
 
 
 def _key_of(p: Tensor) -> str:
@@ -646,7 +641,7 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
         if not any(part.isdecimal() for part in name.split(".")):
             continue
         transposed = is_conv1d(module)
-        outputs, inputs = _whole_shape(weight)[-2:][:: -1 if transposed else 1]
+        outputs, inputs = whole_shape(weight)[-2:][:: -1 if transposed else 1]
         fused = outputs == 3 * inputs and weight.dim() == 2
         kinds[weight] = (3 if fused else 1), transposed
     trained = [p for p in names if p.requires_grad]

@@ -44,7 +44,6 @@ from fastpar.kernels.adamw import (
 )
 from fastpar.kernels.adamw_storage import round_to_bf16
 
-MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -62,7 +61,7 @@ class Storage:
 
     def __post_init__(self) -> None:
         check_master_weights("AdamW", self.master_weights)
-        if self.moment_dtype not in MOMENT_DTYPES:
+        if self.moment_dtype not in (torch.float32, torch.bfloat16, torch.uint8):
             raise ValueError(
                 "AdamW: expected moment_dtype torch.float32, torch.bfloat16 or torch.uint8, got "
                 f"moment_dtype={self.moment_dtype}; torch.uint8 is 8 bits with a scale per block"
@@ -195,13 +194,10 @@ ENTRIES = (
 )
 
 
-def entry_shapes(p: Tensor) -> dict[str, torch.Size]:
-    """The shape of every entry that a state may have, whatever ranks share out of the parameter."""
+def whole_shape(p: Tensor) -> torch.Size:
+    """Of a parameter, whatever ranks share out of it."""
     engine = engine_of_parameter(p)
-    shape = p.shape if engine is None else engine.shards.whole_shape(p)
-    scales = torch.Size([-(-shape.numel() // MOMENT_BLOCK)])
-    found = {name: scales if name.endswith("_scale") else shape for name in ENTRIES}
-    return {"step": torch.Size(), **found}
+    return p.shape if engine is None else engine.shards.whole_shape(p)
 
 
 def whole_entry(name: str, value: Any, p: Tensor, engine: Engine) -> Any:
