@@ -212,6 +212,21 @@ class Axis:
             buckets: the rank's, axes.data.GPTBuckets.
         """
 
+    def host_bytes(self, workload: Workload, setup: Setup) -> float:
+        """Bytes of a rank on its host."""
+        return 0.0
+
+    def host_step_s(
+        self, workload: Workload, setup: Setup, rates: Any, forward_s: float, backward_s: float
+    ) -> float | None:
+        """Seconds that a step waits for the host; None: the optimizer's step is the device's.
+
+        Args:
+            rates: predict.machine.Rates.
+            forward_s, backward_s: of one micro-batch.
+        """
+        return None
+
     # The planner
 
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
@@ -261,10 +276,6 @@ class Axis:
     def note(self, setup: Setup) -> str:
         """What stands behind the name, such as "ZeRO-3"."""
         return ""
-
-    def host_bytes(self, workload: Workload, setup: Setup) -> float:
-        """Bytes of a rank on its host."""
-        return 0.0
 
     def can_measure(self, setup: Setup) -> bool:
         """Whether predict/measure.py times what a layout does along this axis."""

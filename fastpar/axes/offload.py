@@ -36,12 +36,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fastpar.axes import Axis, Making
+from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.collectives import DONE, Collectives, FutureHandle, Handle, TaskThread, started
 from fastpar.comm.host import Bus, HostCores, SlowBus, check_host_memory, pinned_bytes
@@ -116,6 +117,20 @@ class Offloaded(Axis):
 
     def note(self, setup: Setup) -> str:
         return "" if setup.offload is None else f"{setup.offload} on the host"
+
+    def host_bytes(self, workload: Workload, setup: Setup) -> float:
+        """State, and what is pinned for the bus."""
+        if setup.offload is None:
+            return 0.0
+        each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
+        return sum(stepped_elements(workload, setup)) * each
+
+    def host_step_s(
+        self, workload: Workload, setup: Setup, rates: Any, forward_s: float, backward_s: float
+    ) -> float | None:
+        if setup.offload is None:
+            return None
+        return waiting_s(workload, setup, rates.host, forward_s, backward_s)
 
     def relief(self, setup: Setup) -> Iterator[tuple[str, Setup]]:
         adamw = setup.change(optimizer="adamw")
@@ -470,3 +485,86 @@ def _host_bytes(bucket: State, pinned: bool) -> int:
 def state_bytes(weight: int) -> int:
     """Of an element, in AdamW's usual formats: two moments, and a master of what has 16 bits."""
     return 2 * max(4, weight) + 4 * (weight == 2)
+
+
+# A step on paper
+
+
+class Host(NamedTuple):
+    """What a device has of its host: bytes a second that a step gets through, and of the bus."""
+
+    bytes_per_s: float
+    bus_bytes_per_s: float
+
+
+class UnitStep(NamedTuple):
+    """Seconds of one unit: of the host's step, its ways down and up, its forward and backward."""
+
+    host_s: float
+    down_s: float
+    up_s: float
+    forward_s: float
+    backward_s: float
+
+
+def exposed_s(units: Sequence[UnitStep]) -> float:
+    """How long a step waits for the bus and the host, units in the order of a forward."""
+    bus = backward = 0.0
+    for unit in reversed(units):
+        backward += unit.backward_s
+        bus = max(bus, backward) + unit.down_s
+    device = waited = there = 0.0
+    host = bus - backward
+    for unit in units:
+        host += unit.host_s
+        there = max(host, there) + unit.up_s
+        wait = max(0.0, there - device)
+        waited += wait
+        device += wait + unit.forward_s
+    return waited
+
+
+def stepped_elements(workload: Workload, setup: Setup) -> list[float]:
+    """Elements of each unit that this rank's host steps, in the order of a forward."""
+    buckets = buckets_of(workload, setup)
+    kept = setup.offload_keep_mb * 2**20 / state_bytes(setup.weight_bytes)
+    found = []
+    for n in (units / setup.n_shards for units in buckets.units):
+        found.append(max(0.0, n - kept))
+        kept = max(0.0, kept - n)
+    return found
+
+
+def waiting_s(
+    workload: Workload, setup: Setup, host: Host, forward_s: float, backward_s: float
+) -> float:
+    """What a step waits for the host and the bus.
+
+    Gradients go down as backward makes them, the last unit's first. The host steps units in the
+    order in which the next forward needs them, so the device waits for a unit only where the host's
+    work on all units before it, and its way up, take longer than the forward up to there. The first
+    unit's gradients are the last to come down.
+
+    Args:
+        forward_s, backward_s: of one micro-batch.
+    """
+    bus = host.bus_bytes_per_s
+    touched = 2 * (setup.state_bytes + setup.weight_bytes) + setup.grad_bytes
+    elements = stepped_elements(workload, setup)
+    blocks = max(1, len(elements) - 1)
+    units = [
+        UnitStep(
+            n * touched / host.bytes_per_s,
+            n * setup.grad_bytes / bus,
+            n * setup.weight_bytes / bus,
+            forward_s / blocks if i else 0.0,
+            backward_s / blocks if i else 0.0,
+        )
+        for i, n in enumerate(elements)
+    ]
+    again = 0.0
+    if setup.offload == "parameters":  # gathers of forward and backward read the host's shards
+        once = sum(elements) * setup.weight_bytes / bus
+        again = max(0.0, once - forward_s) + max(0.0, once - backward_s)
+        again *= setup.grad_accum_steps
+    return exposed_s(units) + again

@@ -16,6 +16,11 @@ that large collectives reach, and latency what one hop of a ring or tree adds: r
 reported of NCCL's tests (8 A100: about 235 of 300 GB/s; 8 H100: 365 of 450; InfiniBand: 90 %); for
 shared memory and PCIe estimates.
 
+[Note: hosts] of data centre machines, a GPU's share of the memory of both sockets, from the makers'
+sheets: DGX B200 (Xeon 8570, 8 channels of DDR5-5600 each), DGX H100 (Xeon 8480C, DDR5-4800), DGX
+A100 (EPYC 7742, 8 of DDR4-3200), DGX-1 (Xeon E5-2698 v4, 4 of DDR4-2400). HOST_ACHIEVED is the part
+that loops like AdamW's reach.
+
 [Note: collectives] A group of n ranks has `local` of them in each of `nodes` nodes. Every device
 has a link inside of its node with bandwidth b and latency a of a hop, and an adapter (NIC) to the
 other nodes with w and c; an adapter "of the node" is shared by all of its devices, which
@@ -93,6 +98,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fastpar._version import __version__
+from fastpar.axes.offload import Host
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.ranks import available_cores
 from fastpar.doctor.table import cpu_name
@@ -167,8 +173,25 @@ _OF_DEVICE: tuple[Callable[[str], Any], ...] = (
     *(lambda text: int(float(text) * GIB), _in(1e9), int, str, str, float, str),
 )
 LINKS = tuple(Link(*(f(x) for f, x in zip(_OF_LINK, row))) for row in _read("links.csv"))
+# By generation of the device, see [Note: hosts]: memory's bytes a second, the link that joins them.
+HOSTS = {
+    "blackwell": (716.8e9 / 8, "pcie5"),
+    "hopper": (614.4e9 / 8, "pcie5"),
+    "ada": (614.4e9 / 8, "pcie4"),
+    "ampere": (409.6e9 / 8, "pcie4"),
+    "volta": (153.6e9 / 8, "pcie3"),
+    "turing": (153.6e9 / 8, "pcie3"),
+}
+HOST_ACHIEVED = 0.7
 # The first pattern that matches counts.
 DEVICES = tuple(Device(*(f(x) for f, x in zip(_OF_DEVICE, row))) for row in _read("devices.csv"))
+
+
+def host_of(generation: str) -> Host:
+    """A GPU's share of the host that it usually has."""
+    bytes_per_s, name = HOSTS.get(generation, HOSTS["hopper"])
+    link = next(link for link in LINKS if link.name == name)
+    return Host(HOST_ACHIEVED * bytes_per_s, link.bytes_per_s * link.achieved)
 
 
 def device_of(torch_name: str) -> Device | None:
@@ -510,8 +533,8 @@ class Rates(Protocol):
         """Fraction of the compute time under which communication hides; 0: cores do both."""
 
     @property
-    def generation(self) -> str:
-        """Of the device, which tells what host it usually has: a key of host_step.HOSTS."""
+    def host(self) -> Host:
+        """What a device has of its host."""
 
 
 class DatasheetRates:
@@ -530,7 +553,7 @@ class DatasheetRates:
         self._stream = device.bytes_per_s * self._generation.streamed
         self._known: dict[Any, float] = {}  # a search asks for the same things again and again
         self.peak_flops: float | None = self._peak
-        self.generation = device.generation
+        self.generation, self.host = device.generation, host_of(device.generation)
         # Collectives take some of a GPU's multiprocessors and of its memory's bandwidth.
         self.overlap = 0.0 if self._kind == "cpu" else 0.8
 
@@ -690,10 +713,10 @@ class MeasuredRates:
     scaled: set[str] = field(default_factory=set)
 
     @property
-    def generation(self) -> str:
+    def host(self) -> Host:
         """See Rates."""
         device = device_of(self.about.get("gpu") or "")
-        return "cpu" if device is None else device.generation
+        return host_of("cpu" if device is None else device.generation)
 
     def __str__(self) -> str:
         about = self.about

@@ -90,7 +90,6 @@ from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows, workspace_bytes
 from fastpar.kernels.linear_fp8 import BLOCK
 from fastpar.optim.adafactor import BATCH
-from fastpar.predict.host_step import stepped_elements
 from fastpar.predict.time import product_bytes, updates_of
 from fastpar.settings.block import Part, block_parts, products, widths
 
@@ -608,10 +607,9 @@ def activations_on_host(workload: Workload, setup: Setup) -> int:
 
 
 def host_bytes(workload: Workload, setup: Setup) -> int:
-    """Of a rank on its host: state, what is pinned for the bus, inputs of blocks; 0 without."""
-    each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
-    stepped = sum(stepped_elements(workload, setup)) if setup.offload is not None else 0.0
-    return round(stepped * each) + activations_on_host(workload, setup)
+    """Of a rank on its host: what axes keep there, inputs of blocks; 0 without."""
+    kept = sum(axis.host_bytes(workload, setup) for axis in every())
+    return round(kept) + activations_on_host(workload, setup)
 
 
 def _memory_of(workload: Workload, setup: Setup, parts: RankParts, held: Held) -> Memory:

@@ -38,7 +38,6 @@ from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.engine.control import count_words
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.optim.muon import Home, assign
-from fastpar.predict.host_step import host_step_s
 from fastpar.predict.machine import STEPS, Cluster, Rates
 from fastpar.settings import block
 from fastpar.settings.block import (
@@ -445,12 +444,11 @@ def time_of(
         _add(passes, op, seconds)
         if op.name == "matmul" and op.direction == "backward":
             column_s += seconds * column_share(workload.shape)
-    offloads = setup.offload is not None
-    if offloads:
-        micro = setup.grad_accum_steps
-        backward_s = (parts["backward"] + parts["recompute"] + parts["loss"] * 2 / 3) / micro
-        forward_s = parts["forward"] / micro
-        host = host_step_s(workload, setup, rates.generation, forward_s, backward_s)
+    backward_s = parts["backward"] + parts["recompute"] + parts["loss"] * 2 / 3
+    passes = parts["forward"] / setup.grad_accum_steps, backward_s / setup.grad_accum_steps
+    waits = (axis.host_step_s(workload, setup, rates, *passes) for axis in every())
+    on_host = [seconds for seconds in waits if seconds is not None]
+    if on_host:
         parts["optimizer"] = 0.0
     compute_s = sum(parts.values())
     comms = list(comms)
@@ -463,8 +461,8 @@ def time_of(
             rates.comm_s(c) * c.count for c in comms if c.kind == "send" and not c.under
         )
         parts["bubble"] = _bubble_s(passes, workload.shape, setup, waited, message_s)
-    if offloads:
-        parts["offload"] = host
+    if on_host:
+        parts["offload"] = sum(on_host)
     parts["other"] = rates.overhead_s(workload, setup)
     step_s = sum(parts.values())
     tokens_per_s, peak, mfu = workload.tokens_per_step / step_s, rates.peak_flops, None

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.axes.offload import UnitStep, exposed_s, stepped_elements, waiting_s
 from fastpar.axes.step import Setup, Workload
 from fastpar.engine.debug import Debug
-from fastpar.predict.host_step import UnitStep, exposed_s, host_step_s, stepped_elements
+from fastpar.predict.machine import host_of
 from fastpar.predict.memory import host_bytes, predict_memory, predict_states
 from fastpar.predict.plan import PlanCommand, flags, make_plan, report
 from fastpar.settings.config import PRESETS
@@ -70,12 +71,12 @@ def test_a_longer_forward_hides_the_host():
     """GPT-2 XL on one H100: what is left is what the first block needs, and the root."""
     elements = stepped_elements(XL, ONE)
     first = sum(elements[:2])
-    slow = host_step_s(XL, ONE, "hopper", 1e-9, 10.0)
-    hidden = host_step_s(XL, ONE, "hopper", 10.0, 10.0)
+    slow = waiting_s(XL, ONE, host_of("hopper"), 1e-9, 10.0)
+    hidden = waiting_s(XL, ONE, host_of("hopper"), 10.0, 10.0)
     assert 1 < hidden / (first / sum(elements) * slow) < 1.3  # and the way down of the root
     kept = replace(ONE, offload_keep_mb=12 * first / 2**20)
-    assert host_step_s(XL, kept, "hopper", 10.0, 10.0) < hidden / 10
-    assert host_step_s(XL, ONE, "volta", 1e-9, 10.0) > 3 * slow
+    assert waiting_s(XL, kept, host_of("hopper"), 10.0, 10.0) < hidden / 10
+    assert waiting_s(XL, ONE, host_of("volta"), 1e-9, 10.0) > 3 * slow
 
 
 def test_gpt2_xl_fits_a_small_gpu():
