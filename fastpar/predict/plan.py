@@ -19,8 +19,6 @@ from fastpar.axes import every, layout_text, size_text
 from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
-from fastpar.predict.capacity import host_memory
-from fastpar.predict.fp8 import check_fp8, fp8_text
 from fastpar.predict.machine import (
     Cluster,
     DatasheetRates,
@@ -31,7 +29,8 @@ from fastpar.predict.machine import (
     gpu_name,
     larger_device,
 )
-from fastpar.predict.memory import host_bytes
+from fastpar.predict.memory import host_bytes, predict_memory
+from fastpar.predict.run import host_memory
 from fastpar.predict.search import (
     Estimate,
     MachinePrices,
@@ -42,7 +41,14 @@ from fastpar.predict.search import (
     smallest_changes,
     why_not,
 )
-from fastpar.predict.time import Rates, comm_ops_of, cost_per_billion_tokens, updates_text
+from fastpar.predict.time import (
+    Rates,
+    comm_ops_of,
+    cost_per_billion_tokens,
+    ops_of,
+    predict_step,
+    updates_text,
+)
 from fastpar.settings.config import PRESETS, GPTConfig, TrainConfig
 from fastpar.settings.fields import leaves
 from fastpar.settings.files import check_at_least, option
@@ -478,3 +484,83 @@ def _write_json(plan: Plan, path: Path) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+# Products in 8-bit floats
+
+LEAST_GAIN = 0.03  # of a step: below it no published run of such a model was faster
+_WIDTHS = range(256, 16385, 256)
+
+
+def saved_s(workload: Workload, setup: Setup, rates: DatasheetRates, layers: str) -> float:
+    """Seconds of a step that the products of "mlp" or "all" layers save, less their casts."""
+    hidden, total = 4 * workload.shape.n_embd // setup.tp, 0.0
+    for op in ops_of(workload, setup):
+        if op.name != "matmul" or op.direction != "forward":
+            continue
+        m, k, n = op.shape
+        if layers == "all" or hidden in (k, n):
+            total += op.count * rates.fp8_saves_s(m, k, n)
+    return total
+
+
+def pays_from(workload: Workload, setup: Setup, rates: DatasheetRates, layers: str) -> int | None:
+    """The least width of a model with as many layers and tokens that gains enough."""
+    for width in _WIDTHS:
+        shape = replace(workload.shape, n_embd=width, n_head=width // 64)
+        wider = replace(workload, shape=shape)
+        if (
+            saved_s(wider, setup, rates, layers)
+            >= LEAST_GAIN * predict_step(wider, setup, rates).step_s
+        ):
+            return width
+    return None
+
+
+def fp8_text(workload: Workload, setup: Setup, rates: Rates) -> list[str]:
+    """A line for MLPs and one for all layers; none for a device without such products."""
+    if not isinstance(rates, DatasheetRates) or not rates.has_fp8:
+        return []
+    if setup.fp8 == "none" and refused(workload, setup.change(fp8="mlp")):
+        return []
+    lines, plain = [], setup.change(fp8="none")
+    step_s, whole = predict_step(workload, plain, rates).step_s, predict_memory(workload, plain)
+    for layers in ("mlp", "all"):
+        gain = saved_s(workload, plain, rates, layers) / step_s
+        less = whole.total - predict_memory(workload, setup.change(fp8=layers)).total
+        verdict = "pays" if gain >= LEAST_GAIN else f"does not pay: less than {LEAST_GAIN:.0%}"
+        lines.append(
+            f"  --fp8 {layers}: products less casts save {gain:.1%} of the step, memory "
+            f"{size_text(abs(less))} {'less' if less >= 0 else 'more'} a rank; {verdict}"
+        )
+    return lines
+
+
+def check_fp8(workload: Workload, setup: Setup, rates: Rates, device: str) -> None:
+    """Refuse fp8 where it cannot pay, with the figures.
+
+    Raises:
+        ValueError: a device without such products, or whose rates for them are not known; a layout
+            that gains less than LEAST_GAIN.
+    """
+    if setup.fp8 == "none":
+        return
+    if not isinstance(rates, DatasheetRates) or not rates.has_fp8:
+        raise ValueError(
+            "plan: expected a data sheet of a GPU with products in 8-bit floats (l40s, h100, b200) "
+            f"and bf16 with fp8={setup.fp8}, got gpu={device} dtype={setup.dtype}; leave --fp8 and "
+            "--measure out, or choose another --gpu"
+        )
+    plain = setup.change(fp8="none")
+    step_s, gain_s = (
+        predict_step(workload, plain, rates).step_s,
+        saved_s(workload, plain, rates, setup.fp8),
+    )
+    if gain_s < LEAST_GAIN * step_s:
+        width = pays_from(workload, plain, rates, setup.fp8)
+        way = f"it would pay from n_embd={width} on" if width else "no width would gain it"
+        raise ValueError(
+            f"plan: expected fp8 to save at least {LEAST_GAIN:.0%} of a step, got fp8={setup.fp8} "
+            f"with n_embd={workload.shape.n_embd}: {gain_s * 1e3:.3g} of {step_s * 1e3:.4g} ms, "
+            f"{gain_s / step_s:.1%}, products less casts; leave --fp8 out, {way}"
+        )

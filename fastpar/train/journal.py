@@ -9,7 +9,7 @@ samples.txt      text drawn from the model              run.lock   see runs.py
 The other ranks have a journal too, which keeps silent, so that the loop is the same on every rank.
 Of several replicas the first one tells how it goes, the others only, by name, what is unusual.
 
-[Note: the two lines at the end] compare what a step took with what predict/prediction.py says.
+[Note: the two lines at the end] compare what a step took with what predict/run.py says.
 Memory is measured in one early step, of every rank, by StepMemory, which slows that step and no
 other; the fullest rank counts. The step's time is the median of all but the first ones, on the rank
 where it is longest, as the engine's reports have it: from the first forward to the end of the
@@ -54,6 +54,7 @@ from fastpar.files.packages import import_package
 from fastpar.files.plain_files import write_text
 from fastpar.models.gpt import GPT
 from fastpar.predict.memory import StepMemory, held_bytes
+from fastpar.predict.run import lines_of, predict
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.settings.mesh import ranks_of_batch
 from fastpar.settings.parallel import MeshSettings
@@ -673,10 +674,8 @@ class Predictions:
         )
         if journal.folder is None:
             return
-        from fastpar.predict import prediction  # many modules, which no step needs
-
         try:
-            found = prediction.predict(shape, setup, facts)
+            found = predict(shape, setup, facts)
         except Exception as error:
             # The run is done and saved: what is wrong with its prediction must not fail it.
             known = isinstance(error, ValueError)
@@ -685,7 +684,7 @@ class Predictions:
             return
         row = {**found, "measured_bytes": int(peak) or None, "measured_ms": ms or None}
         if found["measured_rates"]:
-            journal.folder.notes += tuple(prediction.lines_of(row))
+            journal.folder.notes += tuple(lines_of(row))
         journal.keep(prediction=row)
 
 

@@ -78,7 +78,7 @@ from fastpar.models.hf import load_hf
 from fastpar.models.set_up import set_up
 from fastpar.optim.outer import Outer
 from fastpar.optim.schedule import AveragedWeights, DynamicLossScale, forget_average, set_lr
-from fastpar.predict.capacity import check_host_activations, check_ranks
+from fastpar.predict.run import check_host_activations, check_ranks
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import parse_seconds
 from fastpar.settings.mesh import axes_of

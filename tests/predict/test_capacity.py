@@ -1,4 +1,4 @@
-"""capacity.py: what a rank's states take, refusals that say what would hold the model."""
+"""run.py: what a rank's states take, refusals that say what would hold the model."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from fastpar.axes.step import Setup
 from fastpar.files.tensor_file import DTYPES
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import make_optimizer
-from fastpar.predict.capacity import (
+from fastpar.predict.run import (
     bytes_per_rank,
     check_building,
     check_capacity,

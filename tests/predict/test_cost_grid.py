@@ -12,7 +12,7 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.engine.debug import Debug
 from fastpar.nn.recompute import recompute
 from fastpar.predict.memory import predict_states
-from fastpar.predict.prediction import predict
+from fastpar.predict.run import predict
 from fastpar.predict.time import comm_ops_of
 from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks

@@ -8,10 +8,17 @@ from cells import sweep
 
 from fastpar.axes.step import Setup, Workload
 from fastpar.models.gpt import GPT, use_fp8
-from fastpar.predict.fp8 import LEAST_GAIN, fp8_text, pays_from, saved_s
 from fastpar.predict.machine import FP8_SPEED, LAUNCH_S, Cluster, DatasheetRates, find_device
 from fastpar.predict.memory import predict_memory
-from fastpar.predict.plan import PlanCommand, make_plan, report
+from fastpar.predict.plan import (
+    LEAST_GAIN,
+    PlanCommand,
+    fp8_text,
+    make_plan,
+    pays_from,
+    report,
+    saved_s,
+)
 from fastpar.settings.config import GPTConfig
 
 # The vocabulary is such that the loss is the fullest moment, when all layers keep what they keep.

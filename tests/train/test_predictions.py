@@ -8,12 +8,12 @@ import pytest
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.linear_cross_entropy import release_workspaces
-from fastpar.predict import prediction
 from fastpar.predict.machine import FOLDER, MeasuredRates, Rate, machine_name
 from fastpar.predict.measure import ShortRun
-from fastpar.predict.prediction import lines_of, predict
+from fastpar.predict.run import lines_of, predict
 from fastpar.settings.config import GPTConfig, TrainConfig
 from fastpar.testing import run_ranks
+from fastpar.train import journal
 from fastpar.train.journal import SKIPPED, Predictions, read_metrics
 from fastpar.train.trainer import train
 
@@ -191,7 +191,7 @@ def test_a_prediction_that_fails_fails_no_run(capsys, monkeypatch):
     def fail(*_):
         raise KeyError("flux")
 
-    monkeypatch.setattr(prediction, "predict", fail)
+    monkeypatch.setattr(journal, "predict", fail)
     assert run() == []
     assert "predicted: not available (KeyError: 'flux')\n" in capsys.readouterr().out
 

@@ -164,4 +164,4 @@ def test_a_step_loads_nothing_of_the_planner(tmp_path):
     loaded = [name.split(".")[1:] for name in done.stdout.split()]
     assert "observe" not in {room for room, *_ in loaded}
     found = {file for room, *rest in loaded if room == "predict" for file in rest}
-    assert found <= {"capacity", "memory", "time", "machine"}
+    assert found <= {"run", "memory", "time", "machine"}

@@ -22,7 +22,7 @@ from fastpar.files.runs import checkpoint_folder, list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
 from fastpar.optim.schedule import DynamicLossScale
-from fastpar.predict import capacity
+from fastpar.predict import run as capacity
 from fastpar.settings.config import TrainConfig
 from fastpar.testing import run_ranks
 from fastpar.train import journal

@@ -10,7 +10,7 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 from fastpar.engine.debug import Debug
 from fastpar.models import set_up
 from fastpar.nn import recompute
-from fastpar.predict import capacity
+from fastpar.predict import run as capacity
 from fastpar.predict.memory import activations_on_host
 from fastpar.testing import run_ranks
 from fastpar.train.journal import read_metrics
