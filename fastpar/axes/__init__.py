@@ -95,13 +95,11 @@ class Travel(NamedTuple):
 
 
 class Prices(Protocol):
-    """What layouts take on a machine: predict.search.MachinePrices.
+    """What layouts take on a machine: predict.search.MachinePrices."""
 
-    Attributes:
-        nodes: machines.
-    """
-
-    nodes: int
+    @property
+    def nodes(self) -> int:
+        """Machines."""
 
     def step_s(self, workload: Workload, setup: Setup) -> float:
         """Seconds of a step."""

@@ -179,7 +179,7 @@ def make_plan(command: PlanCommand) -> Plan:
     cluster = Cluster.of(device, command.gpus, command.gpus_per_node, *links)
     limit = usable_bytes(cluster) * (1 - command.headroom)
     given = template.change(**command.asked)
-    among = {"per_node": cluster.per_node, "fixed": command.asked}
+    among: dict[str, Any] = {"per_node": cluster.per_node, "fixed": command.asked}
     find = partial(search, workload, given, limit_bytes=limit, **among)
     rates: Rates = DatasheetRates(cluster, template)
     rates_text = (
