@@ -445,8 +445,8 @@ def time_of(
         if op.name == "matmul" and op.direction == "backward":
             column_s += seconds * column_share(workload.shape)
     backward_s = parts["backward"] + parts["recompute"] + parts["loss"] * 2 / 3
-    passes = parts["forward"] / setup.grad_accum_steps, backward_s / setup.grad_accum_steps
-    waits = (axis.host_step_s(workload, setup, rates, *passes) for axis in every())
+    one = parts["forward"] / setup.grad_accum_steps, backward_s / setup.grad_accum_steps
+    waits = (axis.host_step_s(workload, setup, rates, *one) for axis in every())
     on_host = [seconds for seconds in waits if seconds is not None]
     if on_host:
         parts["optimizer"] = 0.0
