@@ -13,7 +13,7 @@ An axis says everything about itself. Everybody else goes through every() and na
     describe     lines of engine.describe(); memory: its bytes; header: of a run; record: of a
                  checkpoint
     ops, comms   of one optimizer step of a rank, on paper
-    states       bytes that stay on a rank from step to step
+    states       bytes that stay on a rank from step to step; keeps: from forward to backward
     candidates   layouts that `fastpar plan` should try
     text, ...    what it says of them
 
@@ -224,6 +224,10 @@ class Axis:
             forward_s, backward_s: of one micro-batch.
         """
         return None
+
+    def keeps(self, workload: Workload, setup: Setup) -> float:
+        """More bytes that a block keeps of a micro-batch until backward; less: below 0."""
+        return 0.0
 
     # The planner
 

@@ -184,6 +184,7 @@ class Peak:
         self.shape, self.setup, self.parts = shape, setup, parts
         self.head, self.buckets = parts.last, buckets_of(workload, setup, parts)
         self.mode = setup.activation_checkpointing
+        self._more = sum(axis.keeps(workload, setup) for axis in every())
         self.on_gpu, self.item = setup.device_type == "cuda", setup.weight_bytes
         self.grid = setup.tp_grid is not None
         self.sp = self.grid or (tp > 1 and setup.sequence_parallel)
@@ -371,7 +372,8 @@ class Peak:
         """Kept by these blocks."""
         if self.setup.offload_activations:  # the block in backward, the one before it, the last
             layers = layers[-3:]
-        return self._of(self._ones, layers) - (self.a if self.mode == "full" else 0)
+        kept = self._of(self._ones, layers) - (self.a if self.mode == "full" else 0)
+        return kept + len(layers) * self._more
 
     @functools.cached_property
     def _sides(self) -> tuple[float, float]:

@@ -58,14 +58,16 @@ torch.testing.assert_close(grad, exact, rtol=0.05, atol=1e-3)
 
 def test_the_engine_has_it(tmp_path):
     run(cwd=tmp_path, code=ENGINE)
+
+
 def test_the_planner_has_it(tmp_path):
     words = f"plan --gpu cpu --gpus 1 {SIZES} --top 20 --json plan.json"
     said = run(*words.split(), cwd=tmp_path)
     assert "halved 2" in said
     layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
     memory = {
-        layout["setup"]["halve_every"]: layout["memory"]["activations"]
+        layout["halve_every"]: layout["memory_bytes"]["activations"]
         for layout in layouts
-        if layout["setup"]["activation_checkpointing"] == "none"
+        if layout["activation_checkpointing"] == "none"
     }
     assert memory[2] < memory[0]

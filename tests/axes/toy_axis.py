@@ -57,14 +57,13 @@ class HalvedBlocks(axes.Axis):
         every = shards.settings.asked.more.halved.halve_every
         return {"every": every} if every else {}
 
-    def states(self, workload, setup):
+    def keeps(self, workload, setup):
         if not setup.halve_every or setup.activation_checkpointing != "none":
-            return {}
+            return 0.0
         sizes = widths(workload.shape, setup.tp)
-        kept = sum(sizes.get(d, 0) for part in block_parts() for d in part.keeps)
-        layers = workload.shape.n_layer // (setup.pp * setup.halve_every)
-        less = (setup.weight_bytes - 2) * layers * kept * setup.tokens_of_rank(workload)
-        return {"activations": -float(less)}
+        of_token = sum(sizes.get(dim, 0) for part in block_parts() for dim in part.keeps)
+        less = (setup.weight_bytes - 2) * of_token * setup.tokens_of_rank(workload)
+        return -less / setup.halve_every
 
     def candidates(self, workload, setup, per_node) -> Iterator:
         yield setup
