@@ -340,11 +340,11 @@ def export_weights(
         raise ValueError(
             f"fastpar export: expected a folder that does not exist, got to={to}; choose another"
         )
+    if average and source.is_file():
+        raise _no_average(source)
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
         if source.is_file():
-            if average:
-                raise _no_average(source)
             save_hf(load_nanogpt(source, dtype=dtype, say=say), temporary)
         else:
             _export_folder(source, temporary, dtype, average)
@@ -403,11 +403,8 @@ def _texts(source: Path, manifest: Manifest) -> list[str]:
 
 def _target(tensor: TensorEntry, dtype: torch.dtype | None) -> torch.dtype:
     stored = STORED[tensor.dtype]
-    return (
-        stored
-        if dtype is None or not stored.is_floating_point or tensor.key.endswith(MASKS)
-        else dtype
-    )
+    kept = not stored.is_floating_point or tensor.key.endswith(MASKS)
+    return stored if dtype is None or kept else dtype
 
 
 def _converted(
@@ -423,13 +420,13 @@ def _converted(
         return value
     gpt = reader.manifest.model == GPT_MODEL  # states have its names and layouts
     name = tensor.key.removeprefix(PREFIX) if gpt else tensor.key
-    masters = (("master_weight", _take), ("master_remainder", master_join))
-    for entry, join in (("average", _take),) if average else masters:
+    for entry in ("average",) if average else ("master_weight", "master_remainder"):
         if f"{name}/{entry}" in states:
             state = reader.read(states[f"{name}/{entry}"])
             if gpt:  # as transformers stores the parameter: without padding, transposed
                 state = state.t() if is_conv1d(name) else state[: tensor.shape[0]]
-            value = join(value, state.contiguous())
+            state = state.contiguous()
+            value = master_join(value, state) if entry == "master_remainder" else state
     converted = value.to(target)
     if not bool((converted.isfinite() | ~value.isfinite()).all()):
         raise ValueError(
@@ -437,10 +434,6 @@ def _converted(
             f"{tensor.key} with {float(value.abs().max()):.4g}; use --dtype bf16 or fp32"
         )
     return converted
-
-
-def _take(param: Tensor, master: Tensor) -> Tensor:
-    return master
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -270,9 +270,7 @@ class Mesh:
                 f"Mesh: expected replicas to divide the {data} ranks along replicas and dp, got "
                 f"replicas={replicas}; choose a divisor"
             )
-        other = copy.copy(self)
-        vars(other)["sizes"] = {**self.sizes, "replicas": replicas, "dp": data // replicas}
-        return other
+        return self._with_sizes(replicas=replicas, dp=data // replicas)
 
     def of_gradients(self) -> Mesh:
         """The same ranks as gradients see them: along dp are all that compute different tokens.
@@ -280,9 +278,11 @@ class Mesh:
         Those along cp, ep and depth have the same weights, but for experts. It shares the groups
         of this mesh.
         """
-        other, sizes = copy.copy(self), self.sizes
-        dp = sizes["dp"] * sizes["cp"] * sizes["ep"] * sizes["depth"]
-        vars(other)["sizes"] = {**sizes, "dp": dp, "cp": 1, "ep": 1, "depth": 1}
+        return self._with_sizes(dp=self.size("dp", "cp", "ep", "depth"), cp=1, ep=1, depth=1)
+
+    def _with_sizes(self, **sizes: int) -> Mesh:
+        other = copy.copy(self)
+        vars(other)["sizes"] = {**self.sizes, **sizes}
         return other
 
     @property

@@ -40,16 +40,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 from fastpar.comm.watchdog import HUNG
 from fastpar.files.packages import call_command
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from typing_extensions import Self
-
-    from fastpar.comm.mesh import Mesh
 
 START_S, CALL_S, END_S, GRACE_S = 120.0, 600.0, 5.0, 5.0
 TIMEOUT_S = 300.0  # of a collective
@@ -97,8 +91,8 @@ def threads_per_rank(asked: int | None, ranks_here: int) -> int:
     return asked or max(1, available_cores() // ranks_here)
 
 
-def make_store() -> dist.TCPStore:
-    """The store of ranks to come: its port is taken before they start, and it outlives them."""
+def make_store() -> Any:
+    """The TCPStore of ranks to come: its port is taken before they start, and it outlives them."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -208,14 +202,14 @@ class Rank:
         self.rank, self.world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         self.kept: dict[str, Any] = {}
         self._pipe, self._device = pipe, device
-        self._meshes: dict[tuple[int, int], Mesh] = {}
+        self._meshes: dict[tuple[int, int], Any] = {}
 
     def say(self, value: Any) -> None:
         """Sends a value to who waits for the call's end."""
         self._pipe.send_bytes(pickle.dumps(("said", value)))
 
-    def mesh(self, tp: int = 1, cp: int = 1) -> Mesh:
-        """The mesh with this tp and cp. Ranks: all."""
+    def mesh(self, tp: int = 1, cp: int = 1) -> Any:
+        """The Mesh with this tp and cp. Ranks: all."""
         from fastpar.comm.mesh import Mesh
 
         if (tp, cp) not in self._meshes:
@@ -457,7 +451,7 @@ class Ranks:
                 one.log.close()
         self._ranks = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

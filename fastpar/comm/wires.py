@@ -224,6 +224,12 @@ def _send_rows(group: Collectives, rows: Tensor, tag: int) -> _Sent:
     return started(group.all_to_all(*args, async_op=True, tag=tag)), received
 
 
+def _gather_rows(group: Collectives, own: Tensor, tag: int) -> _Sent:
+    """Row r of [W, n] is that of rank r."""
+    whole = own.new_empty(group.world_size, own.numel())
+    return started(group.all_gather(whole.view(-1), own, async_op=True, tag=tag)), whole
+
+
 def _floats(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, device=like.device, dtype=torch.float32)
 
@@ -345,9 +351,7 @@ class CompressedSums(Wire):
             error = None if self.error is None else self.error[at]
             self.form.encode(total, own, seed=second, index=at.start, error=error)
             own[self.form.nbytes(size) :].view(torch.float32).copy_(x[n:])
-            whole = own.new_empty(self.world_size, own.numel())
-            handle = started(self._again.all_gather(whole.view(-1), own, async_op=True, tag=tag))
-            return functools.partial(spread, handle, whole)
+            return functools.partial(spread, *_gather_rows(self._again, own, tag))
 
         def spread(handle: Handle, whole: Tensor) -> None:
             handle.wait()
@@ -452,8 +456,7 @@ class CompressedGathers(_Gathers):
     def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
         own = torch.empty(self.form.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
         self.form.encode(x, own)
-        whole = own.new_empty(self.world_size, own.numel())
-        handle = started(self.inner.all_gather(whole.view(-1), own, async_op=True, tag=tag))
+        handle, whole = _gather_rows(self.inner, own, tag)
 
         def rest() -> None:
             handle.wait()
@@ -496,8 +499,7 @@ class CodeGathers(_Gathers):
             scales[place.start // _RUN : -(-place.stop // _RUN)] = scale
             mine = slice(*(min(max(end - first, 0), n) for end in (place.start, place.stop)))
             own[mine] = how.round_part(x[mine], self.world_size)
-        whole = torch.empty(self.world_size, n, dtype=torch.uint8, device=x.device)
-        handle = started(self.inner.all_gather(whole.view(-1), own, async_op=True, tag=tag))
+        handle, whole = _gather_rows(self.inner, own, tag)
         exact = torch.float32 if x.dtype == torch.float64 else x.dtype  # codes have 4 bits
 
         def rest() -> None:

@@ -57,9 +57,8 @@ def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
             "fastpar doctor: expected a GPU with --device cuda, got none that torch finds; use "
             "--device cpu"
         )
-    dtype = DTYPES[
-        {"cuda": "bf16", "cpu": "fp32"}[device] if command.dtype == "auto" else command.dtype
-    ]
+    usual = {"cuda": "bf16", "cpu": "fp32"}[device]
+    dtype = DTYPES[usual if command.dtype == "auto" else command.dtype]
     config = GPTConfig.preset(command.model)
     fp8 = device == "cuda" and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
     cases = cases_of_model(device, dtype, config, fp8=fp8)
