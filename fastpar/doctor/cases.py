@@ -568,12 +568,12 @@ def adamw_steps(numel: int) -> Iterator[ErrorCase]:
 
         return function
 
-    def ours(*lists: Any) -> None:
-        adamw_step_(*lists, Hyper(**hyper, step=10))
+    def ours(p: Any, g: Any, m: Any, v: Any) -> None:
+        adamw_step_(p, g, m, v, Hyper(**hyper, step=10))
 
-    def fused(*lists: Any) -> None:
-        step = torch.tensor(10.0, device=lists[0][0].device, dtype=torch.float32)
-        torch._fused_adamw_(*lists, [], [step], **hyper, amsgrad=False, maximize=False)
+    def fused(p: Any, g: Any, m: Any, v: Any) -> None:
+        step = torch.tensor(10.0, device=p[0].device, dtype=torch.float32)
+        torch._fused_adamw_(p, g, m, v, [], [step], **hyper, amsgrad=False, maximize=False)
 
     outputs = ("p", "exp_avg", "exp_avg_sq")
     calls = by(ours), by(functools.partial(reference.adamw_step_ref, **hyper, step=10)), by(fused)
