@@ -52,7 +52,7 @@ with StepMemory(device) as memory:
 On a GPU it is the peak of torch's allocator. The CPU's allocator keeps none, but tells a profiler
 of every allocation and every release: the peak is the highest sum of these, on top of what was
 alive before. Alive are the storages of all tensors that Python knows, and what this rank took from
-memory that ranks share (comm/shm.py), which no allocator of torch's has given.
+memory that ranks share (comm/transports.py), which no allocator of torch's has given.
 
 Not counted: what a transport keeps for itself (NCCL's buffers; up to 8 MiB for each group of the
 shared memory), the heaps of the interpreter and of libraries, and on the CPU what other threads

@@ -1,4 +1,4 @@
-"""vocab_parallel.py: a vocabulary in parts against the whole one."""
+"""vocabulary.py: a vocabulary in parts against the whole one."""
 
 import pytest
 import torch
