@@ -362,6 +362,7 @@ class BucketState:
         if node is not None:
             self.secondary = self._empty(node, spec.numel // node.world_size, spec.dtype)
         self.storage: Any = ON_DEVICE
+        self.log: Any = None  # a comm.recorder.CollectiveLog, of all buckets
         self._placeholders = list(self.views)
         self.live = self.gathered_exact = True
         self.gathering: Handle | None = None
@@ -438,7 +439,30 @@ class BucketState:
         if self.stage.frees_parameters and not self.flat.untyped_storage().nbytes():
             self.flat.untyped_storage().resize_(self.spec.numel * self.spec.dtype.itemsize)
 
-    def keep_secondary(self) -> None:
+    def launch_gather(self, *, exact: bool = False) -> None:
+        """Start filling it with everybody's slices; exact: not as they are for forwards."""
+        group, own, index = self.groups.gather, self.shard, self.spec.index
+        if self.kept and self.secondary is not None and not exact:
+            group, own = self.groups.node, self.secondary
+        group = group.exact if exact and group is not None else group
+        self.gathered_exact = exact or not self.rounds
+        self.allocate()
+        self.log.note(1, index)
+        with self.log.naming("gathering", index):
+            self.gathering = self.storage.gather(self, group, own)
+        if group is not None:
+            self.log.add(self.gathering, self.flat, group, both_ways=False)
+
+    def finish_gather(self) -> None:
+        """Wait until it is filled: its parameters are whole."""
+        if self.gathering is not None:
+            self.storage.finish(self)
+            self.log.wait(self.gathering, "gathering", self.spec.index)
+            self.gathering = None
+            self._keep_secondary()
+            self.make_live()
+
+    def _keep_secondary(self) -> None:
         """All parameters were gathered over all ranks: see [Note: secondary shards]."""
         node, mine = self.groups.node, self.secondary
         if node is None or mine is None or self.kept or (self.rounds and self.gathered_exact):

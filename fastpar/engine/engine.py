@@ -249,7 +249,7 @@ class Engine:
             if self.gathers is not None:
                 self.gathers.participate()
         for bucket in () if self.stage.frees_parameters else self.buckets:
-            self.shards.finish_gather(bucket)
+            bucket.finish_gather()
         if self._second:
             return
         if self.phase is not StepPhase.REDUCED:
@@ -303,7 +303,7 @@ class Engine:
         self._enter(StepPhase.STEPPED)
         if self.gathers is not None:
             for bucket in self.buckets:
-                self.shards.finish_gather(bucket)
+                bucket.finish_gather()
                 bucket.make_stale()
             self.gathers.after_step()
         self.micro_batches.end_step()

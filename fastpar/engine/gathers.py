@@ -160,7 +160,7 @@ class Gathers:
         for buckets in () if self.frees else self.buckets[:stop]:
             for bucket in reversed(buckets):
                 if not bucket.live and bucket.gathering is None:
-                    self._shards.launch_gather(bucket)
+                    bucket.launch_gather()
 
     # Stage 3
 
@@ -219,7 +219,7 @@ class Gathers:
             self._drop_skipped(len(launched) - 1 - launched[::-1].index(index))
         for bucket in self.buckets[index]:
             if not (calls and bucket.gathering and self._will_be_called(bucket)):
-                self._shards.finish_gather(bucket)
+                bucket.finish_gather()
         if self.frees:
             self._prefetch(index)
 
@@ -245,7 +245,7 @@ class Gathers:
         self._ever |= self.entered
         self.launch_stale()
         for bucket in self._shards.buckets:
-            self._shards.finish_gather(bucket)
+            bucket.finish_gather()
 
     def _enter(self, index: int) -> None:
         if torch.is_grad_enabled():
@@ -264,7 +264,7 @@ class Gathers:
     def release(self, index: int) -> None:
         """The unit is not needed for now."""
         for bucket in self.buckets[index] if self.frees else ():
-            self._shards.finish_gather(bucket)
+            bucket.finish_gather()
             if index not in self._stay:
                 bucket.make_stale()
 
@@ -272,7 +272,7 @@ class Gathers:
         """A part of a unit is not needed any more in this backward."""
         if self.frees and bucket.spec.unit != ROOT:
             self._done.add(bucket)
-            self._shards.finish_gather(bucket)
+            bucket.finish_gather()
             bucket.make_stale()
 
     def after_step(self) -> None:
@@ -326,7 +326,7 @@ class Gathers:
             buckets if self._pass is self._passes["backward", self.part] else reversed(buckets)
         ):
             if not bucket.live and bucket not in self._done:
-                self._shards.launch_gather(bucket)
+                bucket.launch_gather()
 
     def _is_live(self, index: int) -> bool:
         return all(bucket.live or bucket in self._done for bucket in self.buckets[index])
@@ -359,7 +359,7 @@ class Gathers:
         if looked_at and index == ROOT and not self.frees:
             self.launch_stale()
             for bucket in self._shards.buckets:
-                self._shards.finish_gather(bucket)
+                bucket.finish_gather()
 
     def _has_foreign_hooks(self, index: int) -> bool:
         """Whether somebody may look at a unit's parameters before the parts that own them run."""
@@ -397,7 +397,7 @@ class Gathers:
         if not in_backward:
             self._inside.discard(index)
             for bucket in self.buckets[index]:
-                self._shards.finish_gather(bucket)
+                bucket.finish_gather()
             if self._shards.storage.steps_later and index != ROOT:
                 self.launch_stale(index + 2)  # under what the device has been given
             if index == ROOT:
@@ -440,7 +440,7 @@ class Gathers:
             self._pass.called.add(id(part))
             for p in part._parameters.values():
                 if p in self._owners:
-                    self._shards.finish_gather(self._shards.bucket_of(p))
+                    self._shards.bucket_of(p).finish_gather()
         if self._is_live(index) or (index in self._inside and self._is_launched(index)):
             return
         self.need(index)

@@ -69,6 +69,8 @@ class Shards:
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.log = CollectiveLog(mesh.device, mesh.rank)
         self.storage: Any = ON_DEVICE
+        for bucket in buckets:
+            bucket.log = self.log
         self.params = [p for bucket in buckets for p in bucket.params]
         self.index = {p: i for i, p in enumerate(self.params)}
         self.places = {
@@ -90,35 +92,12 @@ class Shards:
         buckets = list(buckets)
         for bucket in buckets:
             if bucket.rounds and not bucket.exact:
-                self.finish_gather(bucket)
+                bucket.finish_gather()
                 bucket.make_stale()
             if not bucket.live and bucket.gathering is None:
-                self.launch_gather(bucket, exact=True)
+                bucket.launch_gather(exact=True)
         for bucket in buckets:
-            self.finish_gather(bucket)
-
-    def launch_gather(self, bucket: BucketState, *, exact: bool = False) -> None:
-        """Start filling a bucket with everybody's slices; exact: not as they are for forwards."""
-        group, own, index = bucket.groups.gather, bucket.shard, bucket.spec.index
-        if bucket.kept and bucket.secondary is not None and not exact:
-            group, own = bucket.groups.node, bucket.secondary
-        group = group.exact if exact and group is not None else group
-        bucket.gathered_exact = exact or not bucket.rounds
-        bucket.allocate()
-        self.log.note(1, index)
-        with self.log.naming("gathering", index):
-            bucket.gathering = bucket.storage.gather(bucket, group, own)
-        if group is not None:
-            self.log.add(bucket.gathering, bucket.flat, group, both_ways=False)
-
-    def finish_gather(self, bucket: BucketState) -> None:
-        """Wait until a bucket is filled: its parameters are whole."""
-        if bucket.gathering is not None:
-            bucket.storage.finish(bucket)
-            self.log.wait(bucket.gathering, "gathering", bucket.spec.index)
-            bucket.gathering = None
-            bucket.keep_secondary()
-            bucket.make_live()
+            bucket.finish_gather()
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -173,7 +152,7 @@ class Shards:
         """Before write(): where whole parameters stay in memory, they are gathered. Ranks: all."""
         for bucket in self.buckets:
             if bucket.rounds:
-                self.finish_gather(bucket)
+                bucket.finish_gather()
                 bucket.make_stale()
         self.gather(b for b in self.buckets if not b.apart or b.gathering is not None)
 
