@@ -83,46 +83,46 @@ def check_log(log: str) -> None:
         import_package(log, "train", f" for --log {log}", ", or leave --log out")
 
 
-class _TensorBoard:
-    """Curves of the numbers of each row."""
+# What writes the numbers of a step elsewhere, too, and what ends that.
+Board = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
 
-    def __init__(self, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+def _tensorboard(folder: Path, step: int, settings: dict[str, Any]) -> Board:
+    from torch.utils.tensorboard import SummaryWriter
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return write, writer.close
 
 
-class _Wandb:
+def _wandb(folder: Path, step: int, settings: dict[str, Any]) -> Board:
     """A run of Weights & Biases; each start of a run of ours is one, all of one group.
 
     Without a key it is kept in the folder, which wandb sync sends later: nothing asks for one.
     """
+    wandb = import_package("wandb", "train")
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None and not wandb.api.api_key:
+        mode = "offline"
+        print(f"wandb: no key, so curves stay on this machine; wandb sync {folder}/wandb/*")
+    # A step cannot be written twice there: steps that come again are another run's.
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "fastpar"), dir=str(folder), mode=mode,
+        group=folder.name, name=f"{folder.name}, from step {max(step, 0)}", config=settings,
+        settings=wandb.Settings(console="off", silent=True),
+    )  # fmt: skip
+    return (lambda step, numbers: run.log(numbers, step=step)), run.finish
 
-    def __init__(self, folder: Path, step: int, settings: dict[str, Any]) -> None:
-        wandb = import_package("wandb", "train")
-        mode = os.environ.get("WANDB_MODE")
-        if mode is None and not wandb.api.api_key:
-            mode = "offline"
-            print(f"wandb: no key, so curves stay on this machine; wandb sync {folder}/wandb/*")
-        # A step cannot be written twice there: steps that come again are another run's.
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "fastpar"), dir=str(folder), mode=mode,
-            group=folder.name, name=f"{folder.name}, from step {max(step, 0)}", config=settings,
-            settings=wandb.Settings(console="off", silent=True),
-        )  # fmt: skip
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        self._run.log(numbers, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+_BOARDS: dict[str, Callable[[Path, int, dict[str, Any]], Board]] = {
+    "none": lambda *_: (lambda *_: None, lambda: None),
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+}
 
 
 class MetricsLog:
@@ -150,11 +150,7 @@ class MetricsLog:
         kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
-        self._board: _TensorBoard | _Wandb | None = None
-        if log == "tensorboard":
-            self._board = _TensorBoard(self.path.parent, resume_step)
-        elif log == "wandb":
-            self._board = _Wandb(self.path.parent, resume_step, settings or {})
+        self._board, self._end = _BOARDS[log](self.path.parent, resume_step, settings or {})
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row that has "step"; a value that is not finite is written as null."""
@@ -164,15 +160,12 @@ class MetricsLog:
         }
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        if self._board is not None:
-            numbers = {key: v for key, v in row.items() if isinstance(v, (int, float))}
-            del numbers["step"]
-            self._board.write(row["step"], numbers)
+        numbers = {key: v for key, v in row.items() if isinstance(v, (int, float))}
+        self._board(numbers.pop("step"), numbers)
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        self._end()
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
