@@ -194,9 +194,10 @@ def unpatch(model: nn.Module) -> int:
 
 def _swap(name: str, module: nn.Module, found: Swap, report: PatchReport) -> None:
     original, mixin = type(module), found.mixin
-    kind, own = original.__name__, {"original": original, "fallbacks": report.fallbacks}
+    kind, kept = original.__name__, report.fallbacks
     conditions = dataclasses.replace(found.conditions)  # found for modules that are alike
-    swap_in(module, dataclasses.replace(found, conditions=conditions, **own))
+    own = dataclasses.replace(found, conditions=conditions, original=original, fallbacks=kept)
+    swap_in(module, own)
     report.replaced.setdefault(kind, []).append(name or "model")
     report.does[kind] = TORCH_CLASSES[original][1] if original in TORCH_CLASSES else mixin.does
     if getattr(mixin, "falls_back", ()):

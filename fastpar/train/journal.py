@@ -161,7 +161,8 @@ class MetricsLog:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         numbers = {key: v for key, v in row.items() if isinstance(v, (int, float))}
-        self._board(numbers.pop("step"), numbers)
+        del numbers["step"]
+        self._board(row["step"], numbers)
 
     def close(self) -> None:
         self._file.close()
