@@ -43,9 +43,9 @@ message that is received ahead. A backward in two halves brings nothing into the
 first, whose gradients of norms, biases and tables are set aside; in the second bucket after bucket
 is filled while what waits becomes less.
 
-Measured is it with StepMemory:
+It is measured with StepMemory:
 
-with StepMemory(device) as memory:
+    with StepMemory(device) as memory:
         step()
     print(memory.peak_bytes)
 
@@ -622,8 +622,7 @@ def _memory_of(workload: Workload, setup: Setup, parts: RankParts, held: Held) -
         predict_states(workload, setup, parts),
         activations=round(top.activations),
         loss=round(top.loss),
-        buckets=round(top.buckets + going_down(setup, peak.buckets))
-        + (_CUBLAS if peak.on_gpu else 0),
+        buckets=round(top.buckets + going_down(setup, peak.buckets)) + _CUBLAS * peak.on_gpu,
         update=round(top.update),
     )
 
