@@ -673,9 +673,7 @@ def gpu_name() -> str:
 def rates_folder() -> Path:
     """Where measured rates are kept: FASTPAR_RATES, or fastpar/rates in the user's cache."""
     named = os.environ.get(FOLDER)
-    if named:
-        return Path(named).expanduser()
-    return user_cache() / "rates"
+    return Path(named).expanduser() if named else user_cache() / "rates"
 
 
 def overhead_key(setup: Setup) -> str:
@@ -952,10 +950,8 @@ def measure_ceilings(device: str, quick: bool = False) -> Ceilings:
     numel = (1 << 28) if on_cuda else (1 << 20 if quick else 1 << 25)
     size = 8192 if on_cuda else (256 if quick else 1536)
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    source, target = (
-        torch.randn(numel, device=device, dtype=torch.float32),
-        torch.empty(numel, device=device, dtype=torch.float32),
-    )
+    source = torch.randn(numel, device=device, dtype=torch.float32)
+    target = torch.empty_like(source)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     timings = interleave(
         {
@@ -1004,8 +1000,6 @@ def version_of(package: str) -> str | None:
 
 def about_machine(device: str) -> dict[str, Any]:
     """device (its name), cores, system, date, commit, and versions of what computes."""
-    import torch
-
     name = f"CPU: {cpu_name()}, {available_cores()} cores"
     if device == "cuda":
         name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"

@@ -53,7 +53,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import Rank, Ranks, available_cores, threads_per_rank
 from fastpar.comm.transports import make_collectives
 from fastpar.data.batches import sample_batch, to_device
-from fastpar.doctor.trial import stopwatch
+from fastpar.doctor.trial import stopwatch, synchronize
 from fastpar.engine.engine import engine_of
 from fastpar.engine.pipeline_step import pipeline_step
 from fastpar.files.tensor_file import DTYPES
@@ -150,19 +150,15 @@ class ShortRun:
 
     def seconds(self, count: int) -> list[float]:
         """Seconds of so many steps on this rank; on a GPU their mean, so many times."""
-        on_gpu = self.mesh.device.type == "cuda"
-        marks: list[float] = []
+        synchronize(self.mesh.device.type)
+        marks = [time.perf_counter()]
         for _ in range(count):
-            if on_gpu and not marks:
-                torch.cuda.synchronize()
-            marks.append(time.perf_counter())
             self.step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        marks.append(time.perf_counter())
-        if on_gpu:
-            return [(marks[-1] - marks[0]) / count] * count
-        return [end - start for start, end in pairwise(marks)]
+            marks.append(time.perf_counter())
+        if self.mesh.device.type != "cuda":
+            return [end - start for start, end in pairwise(marks)]
+        torch.cuda.synchronize()
+        return [(time.perf_counter() - marks[0]) / count] * count
 
 
 def slowest(ranks: list[list[float]]) -> list[float]:

@@ -81,7 +81,7 @@ class MatrixUpdates:
     """
 
     def __init__(
-        self, shape: GPTConfig, buckets: GPTBuckets, *, dp: int, tp: int, n_shards: int
+        self, shape: GPTConfig, buckets: GPTBuckets, dp: int, tp: int, n_shards: int
     ) -> None:
         slots = {slot.registered: slot for slot in buckets.layout.slots}
         self.sharded, self.n_tp = n_shards > 1, tp
@@ -176,8 +176,7 @@ class MatrixUpdates:
             arrived, own = column(batch), [i for i in batch if self.home[i] == at]
             whole = {i: item * self.numel[i] * tp for i in own}
             most = max(most, alive + arrived * self.sharded)
-            alive += (arrived if self.sharded else 0) - given(batch) - arrived * self.sharded
-            alive += 0 if self.sharded else arrived
+            alive += arrived * (not self.sharded) - given(batch)
             if tp > 1:
                 most = max(most, alive + arrived + 2 * sum(whole.values()))
                 alive += sum(whole.values()) - arrived
@@ -203,11 +202,7 @@ class MatrixUpdates:
         return item * max((count - 1) * part + running, 2 * count * part * (count > 1))
 
 
-@functools.lru_cache(1024)
-def _matrices(
-    shape: GPTConfig, buckets: GPTBuckets, dp: int, tp: int, n_shards: int
-) -> MatrixUpdates:
-    return MatrixUpdates(shape, buckets, dp=dp, tp=tp, n_shards=n_shards)
+_matrices = functools.lru_cache(1024)(MatrixUpdates)
 
 
 def updates_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> MatrixUpdates:

@@ -389,3 +389,13 @@ def test_a_stage_is_predicted_within_five_percent(cell):
     found = [max(peaks[i * ranks // pp : (i + 1) * ranks // pp]) for i in range(pp)]
     predicted = [memory.total for memory in predict_ranks(one, s)]
     assert predicted == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "ep"), [("experts", 1), ("experts", 2), ("mixed", 1)])
+def test_a_stage_with_experts_is_predicted_within_five_percent(shape, ep):
+    one = workload(**SHAPES[shape], batch=16 * ep)
+    s = setup(world_size=2 * ep, ep=ep, pp=2, micro_batch_size=2, grad_accum_steps=8)
+    peaks = run_ranks(measure_alive, 2 * ep, one, s, backend="gloo", timeout_s=300)
+    found = [max(peaks[:ep]), max(peaks[ep:])]
+    assert [memory.total for memory in predict_ranks(one, s)] == pytest.approx(found, rel=0.05)
