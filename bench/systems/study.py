@@ -276,7 +276,7 @@ def muon_step(cell: Settings) -> Settings:
     setup = Setup(world_size=ranks, zero_stage=stage, optimizer="muon", dtype="fp32",
                   device_type="cpu", transport="shm")  # fmt: skip
     workload = Workload(GPTConfig(**shape, dropout=0.0), ranks)
-    homes = updates_of(workload.shape, buckets_of(workload, setup), setup)
+    (homes,) = updates_of(workload.shape, buckets_of(workload, setup), setup)
     return {
         "sharded_ms": round(sharded, 1),
         "repeated_ms": round(repeated, 1),

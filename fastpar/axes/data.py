@@ -105,13 +105,9 @@ class GPTBuckets:
 
     @property
     def hidden(self) -> tuple[int, ...]:
-        """Which are the blocks' matrices that muon_groups() finds, without experts'."""
+        """Which are the blocks' matrices, and stacks of them, that muon_groups() finds."""
         own = {f"{name}.weight" for name in products()}
-        return tuple(
-            i
-            for i, (name, shape) in enumerate(zip(self.names, self.shapes))
-            if name in own and len(shape) == 2
-        )
+        return tuple(i for i, name in enumerate(self.names) if name in own)
 
     @functools.cached_property
     def arrival(self) -> tuple[int, ...]:

@@ -147,11 +147,12 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
     if setup.optimizer == "adafactor":  # means of rows and columns
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
     if setup.optimizer == "muon":  # one momentum, not two moments
-        state -= 4 * sum(math.prod(buckets.shapes[i]) for i in buckets.hidden) / n
-    found: dict[str, float] = {"optimizer": state}
+        for found in updates_of(workload.shape, buckets, setup):
+            state -= 4 * sum(found.numel.values()) / found.n_shards
+    sizes: dict[str, float] = {"optimizer": state}
     for axis in every():
-        axis.states(setup, buckets, found)
-    return Memory(**{name: round(size) for name, size in found.items()})
+        axis.states(setup, buckets, sizes)
+    return Memory(**{name: round(size) for name, size in sizes.items()})
 
 
 def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
@@ -321,8 +322,8 @@ class Peak:
             scratch = _adafactor_scratch(self.setup, self.buckets)
             yield Moment(0.0, self._standing, 0.0, scratch)
         if self.setup.optimizer == "muon":
-            matrices = updates_of(self.shape, self.buckets, self.setup)
-            yield Moment(0.0, self._standing, 0.0, matrices.room(product_bytes(self.setup)))
+            for matrices in updates_of(self.shape, self.buckets, self.setup):
+                yield Moment(0.0, self._standing, 0.0, matrices.room(product_bytes(self.setup)))
 
     @functools.cached_property
     def _sizes(self) -> dict[str, float]:

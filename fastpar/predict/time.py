@@ -73,6 +73,9 @@ def product_flops(short: int, long: int) -> float:
 class MatrixUpdates:
     """The homes of the matrices of a rank's layers.
 
+    Args:
+        dp, n_shards: ranks that have them.
+        shared_out: of experts that ranks of ep share out; False: of all else.
     Attributes:
         elements: of the matrices on a rank along dp x tp, tp innermost; the most.
         sent: by every rank, in this order.
@@ -81,20 +84,33 @@ class MatrixUpdates:
     """
 
     def __init__(
-        self, shape: GPTConfig, buckets: GPTBuckets, dp: int, tp: int, n_shards: int
+        self,
+        shape: GPTConfig,
+        buckets: GPTBuckets,
+        dp: int,
+        tp: int,
+        n_shards: int,
+        shared_out: bool = False,
     ) -> None:
-        slots = {slot.registered: slot for slot in buckets.layout.slots}
-        self.sharded, self.n_tp = n_shards > 1, tp
+        slots, made = (
+            {slot.registered: slot for slot in buckets.layout.slots},
+            buckets.layout.buckets,
+        )
+        self.sharded, self.n_tp, self.n_shards = n_shards > 1, tp, n_shards
         self.n_dp = n_shards if self.sharded else dp
-        sizes, kinds = widths(shape), {}  # how many matrices a parameter is, and their sides
-        for part in block_parts():
+        sizes, kinds = widths(shape), {}
+        for part in (*block_parts(experts=True), *block_parts()):
             if part.op == "matmul":
                 many = 3 if part.out == "3A" else 1
                 sides = sorted((sizes[part.into], sizes[part.out] // many))
-                kinds[f"{part.name}.weight"] = many, *sides
-        self.what = {i: kinds[buckets.names[i]] for i in buckets.hidden}
-        # The groups of muon_groups().
-        order = sorted(buckets.hidden, key=lambda i: self.what[i][0] == 1)
+                kinds[f"{part.name}.weight", part.on == "experts"] = many, *sides
+        self.what = {}  # how many matrices a parameter is, and their sides
+        for i in buckets.hidden:
+            if bool(made[slots[i].bucket].key) == shared_out:
+                stack, *others = buckets.shapes[i]
+                many, *sides = kinds[buckets.names[i], len(others) == 2]
+                self.what[i] = (stack if len(others) == 2 else many), *sides
+        order = sorted(self.what, key=lambda i: self.what[i][0] == 1)  # groups of muon_groups()
         costs = [n * product_flops(*sides) for n, *sides in map(self.what.__getitem__, order)]
         places = assign(costs, self.n_dp * tp)
         self.home = {i: Home(*divmod(place, tp)) for i, place in zip(order, places)}
@@ -104,7 +120,7 @@ class MatrixUpdates:
         for i in sorted(order, key=lambda i: (slots[i].bucket, slots[i].start)):
             slot = slots[i]
             by_bucket.setdefault(slot.bucket, []).append(i)
-            kind = BucketKind(buckets.layout.buckets[slot.bucket].numel, False, False, False)
+            kind = BucketKind(made[slot.bucket].numel, False, False, False)
             self.pieces[i] = self._pieces(slot.start, slot.stop, kind.padded(n_shards) // n_shards)
         self.batches = list(by_bucket.values())
         loads: dict[int, float] = dict.fromkeys(places, 0.0)
@@ -205,23 +221,27 @@ class MatrixUpdates:
 _matrices = functools.lru_cache(1024)(MatrixUpdates)
 
 
-def updates_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> MatrixUpdates:
-    """The matrices of a rank with these buckets."""
-    n_shards = setup.n_shards if setup.stage else 1
-    return _matrices(shape, buckets, setup.data, setup.tp, n_shards)
+def updates_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> tuple[MatrixUpdates, ...]:
+    """The matrices of a rank with these buckets, those of experts on ranks of ep for themselves."""
+    n_shards, ep = setup.n_shards if setup.stage else 1, setup.ep
+    found = _matrices(shape, buckets, setup.data, setup.tp, n_shards)
+    if not buckets.of_experts:
+        return (found,)
+    shards = max(1, n_shards // ep)
+    return found, _matrices(shape, buckets, setup.data // ep, setup.tp, shards, True)
 
 
 def updates_text(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> str:
     """The largest share of the work, and what travels, in a line."""
     found, item = updates_of(shape, buckets, setup), product_bytes(setup)
-    flops = sum(STEPS * product_flops(*sides) * n for sides, n in found.jobs.items())
-    text = f"orthogonalizes {sum(found.jobs.values())} of "
-    text += (
-        f"{sum(n for n, *_ in found.what.values())} matrices on a rank, {flops / 1e12:,.3g} TFLOP"
-    )
+    jobs = [(sides, n) for each in found for sides, n in each.jobs.items()]
+    flops = sum(STEPS * product_flops(*sides) * n for sides, n in jobs)
+    text = f"orthogonalizes {sum(n for _, n in jobs)} of "
+    many = sum(n for each in found for n, *_ in each.what.values())
+    text += f"{many} matrices on a rank, {flops / 1e12:,.3g} TFLOP"
     for axis in Sent._fields:
-        messages = getattr(found.messages, axis)
-        most = item * max(getattr(sent, axis) for sent in found.sent) / 1e6
+        messages = sum(getattr(each.messages, axis) for each in found)
+        most = sum(item * max(getattr(sent, axis) for sent in each.sent) for each in found) / 1e6
         text += f"; sends {most:,.3g} MB along {axis} in {messages} all-to-alls" if messages else ""
     return text
 
@@ -305,9 +325,9 @@ def _updates(workload: Workload, setup: Setup) -> Iterator[Op]:
     mine = math.ceil(shard)
     of_element = 2 * setup.grad_bytes + 2 * setup.weight_bytes + 2 * setup.state_bytes
     if setup.optimizer == "muon":
-        matrices = updates_of(workload.shape, buckets_of(workload, setup), setup)
-        mine -= matrices.elements
-        yield from _matrix_updates(matrices, setup)
+        for matrices in updates_of(workload.shape, buckets_of(workload, setup), setup):
+            mine -= matrices.elements
+            yield from _matrix_updates(matrices, setup)
     yield Op("optimizer", (mine,), "forward", 15.0 * mine, mine * of_element, 1)
 
 
@@ -341,15 +361,17 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
 
 def _to_homes(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     """Muon's matrices to their homes and back: of the rank that sends most."""
-    matrices = updates_of(workload.shape, buckets_of(workload, setup), setup)
     item, along = product_bytes(setup), "shard" if setup.stage else "dp"
-    for axis, ranks, stride, sent, count in (
-        (along, matrices.n_dp, setup.tp, max(s.dp for s in matrices.sent), matrices.messages.dp),
-        ("tp", setup.tp, 1, max(s.tp for s in matrices.sent), matrices.messages.tp),
-    ):
-        if count:
-            n_bytes = float(item * sent) * ranks / (ranks - 1) / count
-            yield CommOp("all_to_all", axis, n_bytes, ranks, stride, count, "update")
+    found = updates_of(workload.shape, buckets_of(workload, setup), setup)
+    for matrices, stride in zip(found, (setup.tp, setup.tp * setup.ep)):
+        most = Sent(*map(max, zip(*matrices.sent)))
+        for axis, ranks, apart, sent, count in (
+            (along, matrices.n_dp, stride, most.dp, matrices.messages.dp),
+            ("tp", setup.tp, 1, most.tp, matrices.messages.tp),
+        ):
+            if count:
+                n_bytes = float(item * sent) * ranks / (ranks - 1) / count
+                yield CommOp("all_to_all", axis, n_bytes, ranks, apart, count, "update")
 
 
 F, I, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
