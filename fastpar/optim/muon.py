@@ -442,7 +442,7 @@ class Muon(AdamW):
         mine = [row for row in rows if not groups[row.group]["adamw"]]
         if not mine or (found is not None and found.item()):
             return
-        together: dict[tuple[Engine | None, torch.dtype, bool], list[Row]] = {}
+        together: dict[tuple[Engine | None, torch.dtype, str], list[Row]] = {}
         for row in mine:
             key = row.engine, _dtype_of_products(row.param), _key_of(row.param)
             together.setdefault(key, []).append(row)
