@@ -244,7 +244,7 @@ class Variant:
     def _gradients(self) -> dict[str, Tensor]:
         """Name -> gradient (mean over ranks) in fp64, without the vocabulary's padding."""
         engine = engine_of(self.module)
-        engine.finish()
+        engine.reduce_rest()
         names = {id(p): name for name, p in self.module.named_parameters()}
         found = {names[id(p)]: grad.double() for p, grad in engine.grads()}
         found["wte.weight"] = found["wte.weight"][: self.spec.config.vocab_size]

@@ -262,7 +262,7 @@ class Offload:
             self._sent[bucket] = source._version
         if source is None or source is grads:
             return
-        self.finish(bucket)
+        self.await_weights(bucket)
         self._bins[bucket] = self._bins_of(bucket, range(len(bucket.params)))
         if not bucket.stage.frees_gradients:  # the next backward writes there
             source = source.clone()
@@ -300,7 +300,7 @@ class Offload:
     def settle(self, bucket: State) -> None:
         """What is on the host may be read and written: nothing is under way."""
         self._arrived(bucket)
-        self.finish(bucket)
+        self.await_weights(bucket)
 
     def touch(self, bucket: State) -> None:
         """Somebody is about to write into its gradients on the host."""
@@ -419,10 +419,10 @@ class Offload:
             del self._stepping[bucket]
 
     def gather(self, bucket: State, group: Collectives | None, own: Tensor) -> Handle:
-        """Begin to make its parameters whole. They are after finish() and this handle's wait()."""
+        """Begin to make its parameters whole: after await_weights() and this handle's wait()."""
         index = bucket.spec.index
         if bucket.stage.frees_parameters and own is not bucket.stepped:
-            self.finish(bucket)  # memory of the device that is filled was just made there
+            self.await_weights(bucket)  # memory of the device that is filled was just made there
             assert group is not None
             return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
         with self._waiting(offload=True):
@@ -437,7 +437,7 @@ class Offload:
         with self._waiting(offload=True), self._bus.behind(ups):
             return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
 
-    def finish(self, bucket: State) -> None:
+    def await_weights(self, bucket: State) -> None:
         """Its new weights are on their way up, which the current stream waits for."""
         if bucket in self._stepping or self._ups.get(bucket):
             with self._waiting(offload=True):
@@ -447,7 +447,7 @@ class Offload:
 
     def write_weights(self, bucket: State) -> None:
         """Somebody is about to write its weights on the host: no copy reads them any more."""
-        self.finish(bucket)
+        self.await_weights(bucket)
         if (read := self._reads.pop(bucket, None)) is not None:
             self._bus.arrived(read)
 

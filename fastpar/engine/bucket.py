@@ -226,7 +226,7 @@ class WaitingCopies:
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._bytes = 0
 
-    def take(self, value: Tensor, place: Tensor, *, add: bool) -> None:
+    def copy(self, value: Tensor, place: Tensor, *, add: bool) -> None:
         """Copy value, which nobody changes any more, to place, at the latest in make().
 
         add: to what place holds, at once.
@@ -263,13 +263,13 @@ class Storage:
     steps_later = False
 
     def gather(self, bucket: BucketState, group: Collectives | None, own: Tensor) -> Handle:
-        """Begin to make its parameters whole. They are after finish() and this handle's wait()."""
+        """Begin to make its parameters whole: after await_weights() and this handle's wait()."""
         if group is None:  # another bucket of this engine is elsewhere
             return DONE
         index = bucket.spec.index
         return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
 
-    def finish(self, bucket: BucketState) -> None:
+    def await_weights(self, bucket: BucketState) -> None:
         """The current stream waits for its new weights."""
 
     def settle(self, bucket: BucketState) -> None:
@@ -456,7 +456,7 @@ class BucketState:
     def finish_gather(self) -> None:
         """Wait until it is filled: its parameters are whole."""
         if self.gathering is not None:
-            self.storage.finish(self)
+            self.storage.await_weights(self)
             self.log.wait(self.gathering, "gathering", self.spec.index)
             self.gathering = None
             self._keep_secondary()
@@ -565,7 +565,7 @@ class BucketState:
         """Change the phase; raises RuntimeError where it cannot follow the present one."""
         self.phase = checked(f"bucket {self.spec.index}", self.phase, phase, BUCKET_PHASES)
 
-    def rest(self) -> None:
+    def be_idle(self) -> None:
         """The backward, or the reduction, is over."""
         if self.phase is not BucketPhase.IDLE:
             self.enter(BucketPhase.IDLE)
@@ -614,7 +614,7 @@ class BucketState:
         p = self.params[position]
         grad = p.grad if given is None else given
         if self.sources is not None:
-            self.sources.take(position, first=position not in self.has)
+            self.sources.collect(position, first=position not in self.has)
         if grad is None:  # it is in its place: gradients.py, Places
             return position in self.has and self.taken(position)
         self.check_grad(position, grad)
@@ -627,7 +627,7 @@ class BucketState:
                 p.grad = view
         else:
             if grad.data_ptr() != view.data_ptr():
-                self.copies.take(grad, view, add=self.unsent.inside or position in self.has)
+                self.copies.copy(grad, view, add=self.unsent.inside or position in self.has)
             p.grad = None
         return self.taken(position)
 

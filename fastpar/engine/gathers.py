@@ -234,7 +234,7 @@ class Gathers:
         self._done.discard(bucket)
         self.need(index)
         if not in_backward:
-            self._enter(index)
+            self._note_use(index)
             (self._stay if torch.is_grad_enabled() else self._shown).add(index)
         return True
 
@@ -247,7 +247,7 @@ class Gathers:
         for bucket in self._shards.buckets:
             bucket.finish_gather()
 
-    def _enter(self, index: int) -> None:
+    def _note_use(self, index: int) -> None:
         if torch.is_grad_enabled():
             self.entered.add(index)
             self._ever.add(index)
@@ -350,7 +350,7 @@ class Gathers:
                 self.begin("forward" if torch.is_grad_enabled() else "evaluation")
                 self._listener.before_forward(torch.is_grad_enabled())
         if not in_backward:
-            self._enter(index)
+            self._note_use(index)
             self._inside.add(index)
         self._stay_last(module)
         looked_at = self._has_foreign_hooks(index)
@@ -445,7 +445,7 @@ class Gathers:
             return
         self.need(index)
         if torch._C._current_graph_task_id() == -1:
-            self._enter(index)
+            self._note_use(index)
             if index != ROOT:
                 self._opened.append(part)
 

@@ -159,7 +159,7 @@ class Reducer:
         self._between_copies: list[tuple[BucketState, Handle, Tensor]] = []
         self._unused: list[tuple[BucketState, int]] = []  # without a gradient of this rank
         for bucket in self._buckets:
-            bucket.rest()
+            bucket.be_idle()
 
     def check_rests(self, rank: int) -> None:
         """Raises RuntimeError where a backward has stopped after it began to send."""

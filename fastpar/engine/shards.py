@@ -247,7 +247,7 @@ class Shards:
     def piece(self, p: Tensor) -> Piece:
         """What this rank owns of a parameter, and its gradient."""
         bucket, position = self.places[p]  # type: ignore[index]
-        bucket.storage.finish(bucket)
+        bucket.storage.await_weights(bucket)
         if self.stage.shards:
             return Piece(*bucket.piece(position))
         here = bucket.stepped is bucket.shard
@@ -391,10 +391,10 @@ def guard_state_dicts(model: nn.Module, shards: Shards) -> None:
     guard = _StateDicts(weakref.ref(shards))
     for module in model.modules():
         if next(module.parameters(), None) is not None:
-            module.register_state_dict_pre_hook(guard.enter)
+            module.register_state_dict_pre_hook(guard.begin)
             module._register_state_dict_hook(guard.copy)
-            module.register_load_state_dict_pre_hook(guard.enter_load)
-            module.register_load_state_dict_post_hook(guard.leave)
+            module.register_load_state_dict_pre_hook(guard.begin_load)
+            module.register_load_state_dict_post_hook(guard.end)
 
 
 class _StateDicts(NotCopied):
@@ -405,7 +405,7 @@ class _StateDicts(NotCopied):
         self._open: contextlib.ExitStack | None = None
         self._asked: Callable[[], nn.Module | None] = lambda: None  # the outermost module
 
-    def enter(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def begin(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         shards, asked = self._shards(), self._asked()
         if shards is None or (asked is not None and _is_inside(module, asked)):
             return
@@ -413,10 +413,10 @@ class _StateDicts(NotCopied):
         self._asked, self._open = weakref.ref(module), contextlib.ExitStack()
         self._open.enter_context(shards.gathered())
 
-    def enter_load(
+    def begin_load(
         self, module: nn.Module, state: dict, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        self.enter(module)
+        self.begin(module)
         shards = self._shards()
         if shards is None or shards.declared is None or self._asked() is not module:
             return
@@ -448,9 +448,9 @@ class _StateDicts(NotCopied):
                     state[prefix + name] = joined[id(p)]
                 elif shards.stage.shards:
                     state[prefix + name] = value.clone()
-        self.leave(module)
+        self.end(module)
 
-    def leave(self, module: nn.Module, *args: Any) -> None:
+    def end(self, module: nn.Module, *args: Any) -> None:
         if self._asked() is module:
             self._close()
 

@@ -1,4 +1,4 @@
-"""describe.py: what it prints is what the engine holds and sends."""
+"""engine.describe(): what it prints is what the engine holds and sends."""
 
 import pytest
 import torch

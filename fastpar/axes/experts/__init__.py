@@ -177,7 +177,7 @@ class Sources:
         for p, arrived in zip(bucket.params, self._arrived):
             p.apart = _Taker(arrived)
 
-    def take(self, position: int, *, first: bool) -> None:
+    def collect(self, position: int, *, first: bool) -> None:
         """Add a parameter's, in the order of the backward passes; first: of this micro-batch."""
         slot, arrived = self._slots[position], self._arrived[position]
         if self._sums is None:
