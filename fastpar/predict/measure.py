@@ -736,9 +736,10 @@ def _exchange(group: Collectives, send: CommOp, size: int) -> Callable[[], None]
 def _tiny_cells(setup: Setup) -> list[Cell]:
     """(1 or 3 layers) * (1 or 3 micro-batches) of almost nothing, set up in the same way.
 
-    Without stages, which so few layers do not make: a layer's overhead is that of its rank.
+    Without stages, which so few layers do not make: a layer's overhead is that of its rank; without
+    experts, whose overhead no rates have.
     """
-    setup = setup.change(pp=1, pp_split=None, schedule="1f1b", chunks=None)
+    setup = setup.change(pp=1, pp_split=None, schedule="1f1b", chunks=None, ep=1)
     heads = 2 * setup.tp
     cells = []
     for layers, micro in itertools.product((1, 3), (1, 3)):
