@@ -98,9 +98,7 @@ def sleep_on_rank_1(seconds):
 @pytest.mark.parametrize(("backend", "timeout_s", "hangs_s"), [("threads", 1, 2), ("gloo", 4, 600)])
 def test_a_rank_that_hangs_is_named(backend, timeout_s, hangs_s):
     """Threads cannot be killed: that one ends by itself."""
-    with pytest.raises(
-        TimeoutError, match=f"^run_ranks: rank 1: gave no answer for {timeout_s} s$"
-    ):
+    with pytest.raises(TimeoutError, match=f"^rank 1: gave no answer for {timeout_s} s; a coll"):
         run_ranks(sleep_on_rank_1, 2, hangs_s, backend=backend, timeout_s=timeout_s)
 
 
