@@ -48,10 +48,12 @@ class Making:
     """A model on its way to an engine: what parallelize() and the axes tell each other.
 
     Args:
-        mesh: the user's. make: collectives of a process group for a role.
+        mesh: the user's. debug: engine.debug.Debug.
         planned: of a model that does not say itself what tp splits: a foreign.tp_plan.Planned.
         tell_rows: a model of the ranks that share its rows; None: it cannot be told.
+        transport: of make_collectives, as asked for.
     Attributes:
+        make: collectives of a process group for a role; not before cut().
         declared: what was split, an axes.tensor.declared.Declared.
         stages: of a pipeline. apart: modules at which a unit begins.
         same_inputs: groups whose ranks are to be given the same inputs, by axis.
@@ -61,10 +63,12 @@ class Making:
     model: nn.Module
     mesh: Mesh
     asked: Parallel
-    make: Callable[[Any, str], Collectives]
+    debug: Any
     tp_plan: Any
     planned: Callable[[], Any]
     tell_rows: Callable[..., None] | None
+    transport: str
+    make: Callable[[Any, str], Collectives] = field(init=False)
     declared: Any = None
     stages: Any = None
     apart: Sequence[nn.Module] = ()

@@ -77,6 +77,15 @@ class Offloaded(Axis):
     order = 80
     place = 7
 
+    def plan(self, making: Making) -> None:
+        what, on_cpu = making.asked.offload.what, making.mesh.device.type == "cpu"
+        if what is not None and on_cpu and not making.debug.bus_gb_s:
+            raise ValueError(
+                f"parallelize: expected a GPU with offload={what!r}, got device=cpu; it "
+                "moves the optimizer's state from a GPU's memory to its host's: leave it out on a "
+                "CPU, or try it there over a stand-in for the bus, debug=Debug(bus_gb_s=12)"
+            )
+
     def attach(self, making: Making, engine: Any) -> None:
         """The optimizer's state lies on the host, where that is asked for."""
         if making.asked.offload.what is None:

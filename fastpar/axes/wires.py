@@ -15,13 +15,17 @@ Source: Alistarh et al. 2017 (QSGD), arXiv 1610.02132; Wang et al. 2023 (ZeRO++)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastpar.axes import Axis, Prices, size_text
+import torch
+
+from fastpar.axes import Axis, Making, Prices, size_text
 from fastpar.axes.data import GPTBuckets, buckets_of, elements_of, gathered_bytes, gathers_codes
 from fastpar.axes.step import Op, Setup, Workload
 from fastpar.comm.wires import CODES, FORMATS, OF_WEIGHTS
+from fastpar.files.tensor_file import FLOATS
 
 
 def code_bytes(setup: Setup) -> tuple[float, float]:
@@ -70,6 +74,31 @@ class Wires(Axis):
         found["gradients"] += error_bytes(setup) * buckets.padded(setup.n_shards)
         if setup.stage in (1, 2) and code_bytes(setup)[1]:
             found["parameters"] += setup.weight_bytes * buckets.shard(setup.n_shards)
+
+    def plan(self, making: Making) -> None:
+        """Refuse formats that gradients cannot be sent in; shared memory sends none."""
+        asked, wires = making.asked, making.asked.wires
+        if wires.gradients == "fp32" and wires.weights is None:
+            return
+        dtypes = {p.dtype for p in making.model.parameters() if p.requires_grad}
+        kept = {FLOATS.get(asked.precision.grad_dtype or "", dtype) for dtype in dtypes}
+        keeps = wires.error_feedback and not wires.error_buffer and asked.zero_stage == 1
+        in_place = {torch.float16} if keeps else set()
+        changes = wires.gradients != "fp32" or wires.weights != CODES  # products round so anyway
+        for dtype in (kept | dtypes) & {torch.float64} | kept & in_place if changes else ():
+            raise ValueError(
+                "parallelize: expected gradients in fp32 or bf16 with wire formats (fp16 without "
+                f"error_feedback), got dtype={dtype}; pass grad_dtype=torch.float32 for fp16 "
+                "parameters"
+            )
+        if wires.gradients == "int4" and not (wires.error_feedback or wires.error_buffer):
+            warnings.warn(
+                "parallelize: int4 gradients without error_feedback train worse (Formats on the "
+                "wire in bench/results/README.md); pass error_feedback=True, or use int8",
+                stacklevel=3,
+            )
+        if making.transport == "auto" and making.mesh.of_gradients().dp_size > 1:
+            making.transport = "torch"
 
     def ops(self, workload: Workload, setup: Setup) -> Iterator[Op]:
         """Messages of gradients and weights made and read; see comm/wires.py."""

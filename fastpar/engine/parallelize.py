@@ -137,14 +137,16 @@ def parallelize(
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
     _check_model(model, mesh)
     given, mesh = mesh, mesh.of_gradients()
-    transport = _check_settings(model, given, asked, debug, mesh.dp_size)
+    _check_settings(model, given, asked, mesh.dp_size)
     _check_parameters(parameter_names(model), mesh.device, materialize is not None)
     _check_in_place_writers(model, mesh.dp_size)
-    maker, plan = GroupMaker(mesh, transport, asked, debug), options["tp_plan"]
+    plan = options["tp_plan"]
     planned, tell = functools.partial(plan_for, model, plan), tells_rows(model, given)
-    making = Making(model, given, asked, maker.make, plan, planned, tell)
+    making = Making(model, given, asked, debug, plan, planned, tell, transport=asked.transport)
     for axis in every():
         axis.plan(making)
+    maker = GroupMaker(mesh, making.transport, asked, debug)
+    making.make = maker.make
     mesh.check_same("parallelize", [*(f"{k}={v}" for k, v in options.items()), *inventory(model)])
     prove_together(mesh)
     for axis in every():
@@ -220,8 +222,8 @@ def _check_model(model: Any, mesh: Any) -> None:
             )
 
 
-def _check_settings(model: nn.Module, mesh: Mesh, asked: Parallel, debug: Debug, dp: int) -> str:
-    """Refuse settings that contradict each other, the mesh or the model; returns the transport.
+def _check_settings(model: nn.Module, mesh: Mesh, asked: Parallel, dp: int) -> None:
+    """Refuse settings that contradict each other, the mesh or the model.
 
     Args:
         dp: ranks that compute different tokens.
@@ -236,13 +238,6 @@ def _check_settings(model: nn.Module, mesh: Mesh, asked: Parallel, debug: Debug,
     check_types("parallelize", dataclasses.replace(asked, pipeline=Pipeline()))
     values = flat(asked) | _facts(model, mesh, dp)
     check("parallelize", {n: v for n, v in values.items() if n not in ("schedule", "chunks")})
-    if asked.offload.what is not None and mesh.device.type == "cpu" and not debug.bus_gb_s:
-        raise ValueError(
-            f"parallelize: expected a GPU with offload={asked.offload.what!r}, got device=cpu; it "
-            "moves the optimizer's state from a GPU's memory to its host's: leave it out on a CPU, "
-            "or try it there over a stand-in for the bus, debug=Debug(bus_gb_s=12)"
-        )
-    return _check_wires(model, asked, dp)
 
 
 def _facts(model: nn.Module, mesh: Mesh, dp: int) -> dict[str, Any]:
@@ -257,30 +252,6 @@ def _facts(model: nn.Module, mesh: Mesh, dp: int) -> dict[str, Any]:
         return facts | of_shape(config) | capacity
     heads = getattr(config, "n_head", None)
     return facts if heads is None else facts | {"n_head": heads}
-
-
-def _check_wires(model: nn.Module, asked: Parallel, dp: int) -> str:
-    """Refuse formats that gradients cannot be sent in; returns the transport."""
-    wires, stage, transport = asked.wires, asked.zero_stage, asked.transport
-    if wires.gradients == "fp32" and wires.weights is None:
-        return transport
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    kept = {FLOATS.get(asked.precision.grad_dtype or "", dtype) for dtype in dtypes}
-    keeps = wires.error_feedback and not wires.error_buffer and stage == 1
-    in_place = {torch.float16} if keeps else set()
-    changes = wires.gradients != "fp32" or wires.weights != CODES  # products round so anyway
-    for dtype in (kept | dtypes) & {torch.float64} | kept & in_place if changes else ():
-        raise ValueError(
-            "parallelize: expected gradients in fp32 or bf16 with wire formats (fp16 without "
-            f"error_feedback), got dtype={dtype}; pass grad_dtype=torch.float32 for fp16 parameters"
-        )
-    if wires.gradients == "int4" and not (wires.error_feedback or wires.error_buffer):
-        warnings.warn(
-            "parallelize: int4 gradients without error_feedback train worse (Formats on the wire "
-            "in bench/results/README.md); pass error_feedback=True, or use int8",
-            stacklevel=4,
-        )
-    return "torch" if transport == "auto" and dp > 1 else transport
 
 
 _WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
