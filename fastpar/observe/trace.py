@@ -100,7 +100,8 @@ class _Sums:
 
     def times(self, steps: int, spans: list[Span]) -> TraceTimes:
         """Of a step; the longest operation first."""
-        ops = [OpTime(*key, n / steps, us / 1e3 / steps) for key, (n, us) in self.ops.items()]
+        items = self.ops.items()
+        ops = [OpTime._make((*key, n / steps, us / 1e3 / steps)) for key, (n, us) in items]
         ops.sort(key=lambda op: -op.ms)
         parts = self.parts.items()
         ms = {p: {k: us / 1e3 / steps for k, us in kinds.items()} for p, kinds in parts}
