@@ -167,14 +167,9 @@ def _in(unit: float) -> Callable[[str], float]:
     return lambda text: float(text) * unit
 
 
-_OF_LINK: tuple[Callable[[str], Any], ...] = (
-    str,
-    _in(1e9),
-    lambda text: float(text) / 1e6,
-    float,
-    "node".__eq__,
-)  # columns
-_OF_DEVICE: tuple[Callable[[str], Any], ...] = (
+Columns = tuple[Callable[[str], Any], ...]
+_OF_LINK: Columns = (str, _in(1e9), lambda text: float(text) / 1e6, float, "node".__eq__)
+_OF_DEVICE: Columns = (
     *(str, lambda text: tuple(text.split()), str, str, _in(1e12), _in(1e12)),
     *(lambda text: int(float(text) * GIB), _in(1e9), int, str, str, float, str),
 )

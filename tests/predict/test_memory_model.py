@@ -208,6 +208,9 @@ EXPERTS = [  # where they are not chosen equally often, the fullest rank of ep n
     ]
     for how in (("none", 4, "fp32"), ("selective", 4, "bf16"), ("full", 8, "fp32"))
     if shape == "experts" or ep == 1
+] + [
+    ("experts", make(ranks, stage, 1, True, "full", 1, "fp32", 1, ep=ep, optimizer="muon"))
+    for ranks, stage, ep in ((1, 0, 1), (2, 0, 2), (4, 2, 2))
 ]
 
 
