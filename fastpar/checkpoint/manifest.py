@@ -183,13 +183,11 @@ def _parse(file: Path, content: bytes) -> Manifest:
     del raw["digest"]
     raw["files"] = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
     for kind in ("weights", "optimizer"):
-        raw[kind] = tuple(_tensor(entry) for entry in raw[kind])
+        for entry in raw[kind]:
+            entry["shape"] = tuple(entry["shape"])
+            entry["runs"] = tuple(Run(*run) for run in entry["runs"])
+        raw[kind] = tuple(TensorEntry(**entry) for entry in raw[kind])
     return Manifest(**raw)
-
-
-def _tensor(raw: dict[str, Any]) -> TensorEntry:
-    runs = tuple(Run(*run) for run in raw["runs"])
-    return TensorEntry(**{**raw, "shape": tuple(raw["shape"]), "runs": runs})
 
 
 def check_complete(manifest: Manifest) -> None:

@@ -398,8 +398,11 @@ def verify_weights(folder: Path) -> Manifest | None:
     Raises:
         ValueError: the checkpoint is damaged, or a file that is not its own would be read.
     """
-    if not is_checkpoint(folder) or _is_another(folder / MANIFEST):
+    if not is_checkpoint(folder):
         return None
+    with contextlib.suppress(ValueError):
+        if read_object(folder / MANIFEST).get("format") != FORMAT:
+            return None  # another program's file
     manifest = read_manifest(folder)
     states = {tensor.file for tensor in manifest.optimizer}
     files = {name: entry for name, entry in manifest.files.items() if name not in states}
@@ -416,14 +419,6 @@ def verify_weights(folder: Path) -> Manifest | None:
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder has a manifest, or the name of a folder that should have one."""
     return os.path.lexists(folder / MANIFEST) or is_step_name(folder.resolve().name)
-
-
-def _is_another(file: Path) -> bool:
-    """Whether this is another program's file."""
-    try:
-        return read_object(file).get("format") != FORMAT
-    except ValueError:
-        return False
 
 
 def find_damage(
