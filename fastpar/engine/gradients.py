@@ -387,9 +387,9 @@ class Places(NotCopied):
             for p, slot in zip(bucket.params, bucket.slots):
                 n_bytes = slot.spec.numel * own.itemsize
                 if grad == own and n_bytes >= LEAST_BYTES.get(kind, 0):
-                    p.fastpar_place = places  # type: ignore[attr-defined]
+                    p.fastpar_place = places
                 elif wide_here and p not in tied and n_bytes >= LEAST_WIDE_BYTES.get(kind, 0):
-                    p.fastpar_wide_place = places  # type: ignore[attr-defined]
+                    p.fastpar_wide_place = places
 
     def __call__(self, weight: Tensor) -> tuple[Tensor, bool] | None:
         engine = None if self._engine is None else self._engine()
@@ -397,7 +397,7 @@ class Places(NotCopied):
             return engine.recorder(weight)
         if engine is None or (engine.paused and not engine.adds):
             return None
-        bucket, position = engine.shards.places[weight]  # type: ignore[index]
+        bucket, position = engine.shards.places[weight]
         hooks, wide = weight._backward_hooks or {}, bucket.grad_dtype != bucket.spec.dtype
         if position in bucket.has and not (wide or engine.adds):
             return None  # take() will add: said first, later micro-batches ask often
