@@ -521,7 +521,7 @@ def fp8_text(workload: Workload, setup: Setup, rates: Rates) -> list[str]:
     """A line for MLPs and one for all layers; none for a device without such products."""
     if not isinstance(rates, DatasheetRates) or not rates.has_fp8:
         return []
-    if setup.fp8 == "none" and refused(workload, setup.change(fp8="mlp")):
+    if workload.shape.n_expert or setup.tp_grid is not None:  # whose products have no such kind
         return []
     lines, plain = [], setup.change(fp8="none")
     step_s, whole = predict_step(workload, plain, rates).step_s, predict_memory(workload, plain)

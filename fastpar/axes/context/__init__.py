@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -70,8 +71,9 @@ class Context(Axis):
         yield setup
         if setup.pp > 1 or setup.tp_grid is not None:
             return
-        for cp in divisors(math.gcd(setup.world_size, min(setup.world_size, per_node)))[1:]:
-            for method in ("heads", "keys") if 2 * cp <= workload.seq_len else ():
+        sizes = divisors(math.gcd(setup.world_size, min(setup.world_size, per_node)))[1:]
+        for method, cp in itertools.product(("heads", "keys"), sizes):
+            if 2 * cp <= workload.seq_len:
                 yield setup.change(cp=cp, cp_method=method)
 
     def accepts(self, workload: Workload, setup: Setup) -> bool:
