@@ -451,7 +451,7 @@ class Ranks:
                 one.log.close()
         self._ranks = []
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Any:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
