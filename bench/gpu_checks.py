@@ -50,7 +50,8 @@ from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import attention_peers, backend
 from fastpar.kernels.choice import OWN, Case, trying
 from fastpar.predict.machine import Ceilings, measure_ceilings
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.train.journal import read_metrics
 from fastpar.train.trainer import Trainer, train
 

@@ -57,7 +57,7 @@ from fastpar.kernels import (
 )
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
 from fastpar.kernels.config_table import ConfigTable
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 CHECKED_ROWS = 200  # a multiple of no tile, and more than one
 FINALISTS = 4

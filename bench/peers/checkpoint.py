@@ -33,7 +33,7 @@ from fastpar.checkpoint.saver import Saver
 from fastpar.comm.host import memory_mb
 from fastpar.files.runs import list_checkpoints
 from fastpar.models.gpt import GPT
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 OWN, FLUSHED, UNFLUSHED, DCP = "fastpar", "torch.save, flushed", "torch.save", "torch DCP"
 

@@ -24,12 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.peers import engines, stock
-from fastpar.axes.pipeline.split import cut
+from fastpar.axes.pipeline.schedules import cut
 from fastpar.comm.mesh import gather_objects
 from fastpar.models.gpt import GPT
 from fastpar.observe.strategies import Contender, Settings, adamw_of, import_deepspeed
-from fastpar.settings.block import part_flops
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig, part_flops
 
 TORCH, DEEPSPEED = "torch Schedule1F1B", "DeepSpeed pipeline"
 OWN = "fastpar PP"

@@ -34,8 +34,7 @@ from typing import Any
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.predict.machine import Cluster, DatasheetRates
 from fastpar.predict.time import StepTime, comm_ops_of, ops_of, predict_step, time_of
-from fastpar.settings.block import flops_per_token
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig, flops_per_token
 
 TOLERANCE = 0.2  # of a predicted fraction of peak, relative to the reported
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.observe.strategies import decay_groups
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 
 def gpt2_shapes(quick: bool) -> list[torch.Size]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import fastpar
 from bench.peers import engines, stock
 from fastpar.observe.strategies import Contender, Settings, decay_groups
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 TORCH, OWN = "torch", "fastpar"
 

@@ -37,7 +37,7 @@ from bench.systems.worker import start
 from bench.targets import faster, note
 from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.trial import Timing
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 10}
 CONFIG = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)

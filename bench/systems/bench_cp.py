@@ -25,7 +25,7 @@ from bench.systems.bench_pp import MBIT, take_turns
 from bench.systems.bench_zero import Trial, batch, model_of, run_case
 from bench.systems.links import NoLinkError
 from fastpar.observe.strategies import Settings
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 
 TIME_LIMIT_S = {"cpu": 900, "cuda": 10}

@@ -55,7 +55,7 @@ def _torch(device: str, compiled: bool = False) -> Callable[..., Any]:
     import torch
 
     from bench.peers import stock
-    from fastpar.settings.config import GPTConfig
+    from fastpar.settings.model import GPTConfig
 
     def make(shape: dict[str, int]) -> Callable[..., Any]:
         model = stock.GPT(GPTConfig(vocab_size=VOCAB, **shape)).to(device)
@@ -68,7 +68,7 @@ def _torch(device: str, compiled: bool = False) -> Callable[..., Any]:
 def _deepspeed(device: str) -> Callable[..., Any]:
     from bench.peers import engines, stock
     from fastpar.observe.strategies import Settings, import_deepspeed
-    from fastpar.settings.config import GPTConfig
+    from fastpar.settings.model import GPTConfig
 
     deepspeed = import_deepspeed(device)
 

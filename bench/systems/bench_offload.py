@@ -37,7 +37,7 @@ from fastpar.engine.parallelize import parallelize
 from fastpar.models.gpt import GPT
 from fastpar.observe.strategies import import_deepspeed
 from fastpar.optim.adamw import AdamW
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 
 TIME_LIMIT_S = {"cpu": 600, "cuda": 120}

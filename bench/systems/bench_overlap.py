@@ -50,7 +50,7 @@ from fastpar.comm.ranks import RankFailed, reason
 from fastpar.doctor.trial import Timing
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 
 TIME_LIMIT_S = {"cpu": 720, "cuda": 30}

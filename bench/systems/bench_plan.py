@@ -25,7 +25,7 @@ from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.predict.measure import Cell, ShortRun, measure_cells, slowest
 from fastpar.predict.memory import StepMemory, held_bytes, predict_memory
 from fastpar.predict.time import predict_step
-from fastpar.settings.config import PRESETS, GPTConfig
+from fastpar.settings.model import PRESETS, GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 500}
 WARM_UP, FEWEST, MOST, TURNS = 2, 4, 20, 3  # steps, and turns of a layout

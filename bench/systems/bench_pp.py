@@ -33,7 +33,7 @@ from bench.systems.bench_zero import GATE_STEPS, Trial, run_case
 from bench.systems.links import Link, NoLinkError, Ranks
 from fastpar.doctor.trial import Timing
 from fastpar.observe.strategies import Settings
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 
 LOSS_BOUND = 1e-5

@@ -23,7 +23,7 @@ from bench.peers.engines import SINGLE, Contender
 from bench.peers.tensor_parallel import OWN, TORCH, Way
 from bench.systems import bench_zero
 from bench.systems.bench_zero import Trial, batch, run_case
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 475, "cuda": 300}
 CONFIG = GPTConfig(4, 12, 768, 256, 50304, dropout=0.0)

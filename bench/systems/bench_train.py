@@ -26,7 +26,7 @@ from bench.systems.links import Ranks
 from bench.systems.worker import Spec, Variant, start
 from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.trial import Timing
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 3600, "cuda": 280}
 CONFIGS = {

@@ -34,7 +34,7 @@ from fastpar.comm.ranks import RankFailed, reason
 from fastpar.doctor.trial import Timing
 from fastpar.models.gpt import use_fp8
 from fastpar.observe.strategies import Contender, Settings
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 600, "cuda": 30}
 CONFIG, QUICK = (

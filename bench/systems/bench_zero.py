@@ -44,7 +44,7 @@ from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.trial import Timing, stopwatch
 from fastpar.models.gpt import GPT
 from fastpar.observe.strategies import Contender, Settings, adamw_of, import_deepspeed
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1800, "cuda": 10}
 CONFIG = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)

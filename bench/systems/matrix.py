@@ -38,8 +38,9 @@ from fastpar.data.batches import load_data, sample_batch
 from fastpar.engine.debug import Debug
 from fastpar.models import set_up
 from fastpar.observe.strategies import STRATEGIES, Contender, Settings
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
 from fastpar.settings.mesh import axes_of
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 from fastpar.train.journal import read_metrics

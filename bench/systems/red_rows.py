@@ -36,7 +36,7 @@ from bench.report.cells import table as markdown
 from fastpar.comm.ranks import reason
 from fastpar.kernels import make_key
 from fastpar.observe.strategies import Settings, import_deepspeed
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

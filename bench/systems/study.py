@@ -53,8 +53,9 @@ from fastpar.data.sources import TextSource, open_source
 from fastpar.doctor.trial import stopwatch
 from fastpar.models.gpt import use_fp8
 from fastpar.predict.time import product_bytes, updates_of
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import option
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -31,7 +31,7 @@ from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.muon import Muon, muon_groups
 from fastpar.optim.schedule import cosine_lr, param_groups
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0
 CHECK_TOKENS = 32

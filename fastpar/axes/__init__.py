@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
-from fastpar.settings.config import GPTConfig
 from fastpar.settings.fields import More, flat, leaves
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.settings.rules import add_rules
 

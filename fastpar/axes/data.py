@@ -33,16 +33,16 @@ from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.wires import CODES, FORMATS
 from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import DelayedScales
-from fastpar.settings.block import (
+from fastpar.settings.model import (
     FIRST,
     LAST,
+    GPTConfig,
     block_parts,
     parameters_of,
     products,
     shapes_of,
     widths,
 )
-from fastpar.settings.config import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import ALIGN, Layout, ParamSpec, build_layout
 

@@ -67,16 +67,16 @@ from fastpar.kernels.linear import matmul
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, keep_mask, quantize_p
-from fastpar.settings.block import (
+from fastpar.settings.mesh import divisors, parse_grid
+from fastpar.settings.model import (
     FIRST,
     LAST,
+    GPTConfig,
     block_parts,
     shapes_of,
     split_products,
     widths,
 )
-from fastpar.settings.config import GPTConfig
-from fastpar.settings.mesh import divisors, parse_grid
 from fastpar.settings.rules import DEFAULTS, check, of_shape
 from fastpar.sharding.placements import Partial, Shard, State
 

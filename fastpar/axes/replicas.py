@@ -21,7 +21,7 @@ from typing import Any
 from fastpar.axes import Axis, Prices, size_text
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.comm.recorder import ring_bytes
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 EVERY = (10, 50, 200)
 

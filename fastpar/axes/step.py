@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from fastpar.comm.wires import FORMATS
 from fastpar.files.tensor_file import DTYPES
-from fastpar.settings.block import count_parameters
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
 from fastpar.settings.fields import changed, leaves
 from fastpar.settings.mesh import parse_grid, pp_chunks, pp_split
+from fastpar.settings.model import GPTConfig, count_parameters
 from fastpar.settings.options import ModelSettings, RecomputeSettings, TrainFlags
 from fastpar.settings.parallel import MeshSettings, Parallel
 from fastpar.sharding.layout import default_bucket_mb

@@ -49,7 +49,7 @@ from fastpar.models.gpt import GPT
 from fastpar.models.hf import Weight, list_weights, load_hf
 from fastpar.models.nanogpt import load_nanogpt
 from fastpar.optim.state import entry_block
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.sharding.ranges import whole_run
 
 

@@ -29,7 +29,7 @@ from fastpar.doctor.table import ProofTable, parse_proofs, row_of
 from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, DeviceLost, prove, warm
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 MOST_ROWS = 1 << 15  # of a timed call
 

@@ -17,7 +17,7 @@ from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import backend
 from fastpar.kernels.choice import OWN, Case, Proof
 from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.axes.pipeline.schedules import Kind, Op, Schedule, check_name, make_schedule
-from fastpar.axes.pipeline.simulator import FINISHES
+from fastpar.axes.pipeline.schedules import FINISHES, Kind, Op, Schedule, check_name, make_schedule
 from fastpar.axes.pipeline.stages import Stages
 from fastpar.comm.collectives import Handle, started
 from fastpar.comm.recorder import BACKWARD, FORWARD

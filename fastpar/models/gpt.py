@@ -80,10 +80,12 @@ from fastpar.kernels import (
     linear_cross_entropy,
     residual_layer_norm,
 )
-from fastpar.settings.block import (
+from fastpar.settings.model import (
     FIRST,
     LAST,
     SPLIT,
+    VOCAB_MULTIPLE,
+    GPTConfig,
     Part,
     block_parts,
     count_parameters,
@@ -93,7 +95,6 @@ from fastpar.settings.block import (
     products,
     shapes_of,
 )
-from fastpar.settings.config import VOCAB_MULTIPLE, GPTConfig
 from fastpar.sharding.placements import Shard, State
 
 
@@ -171,7 +172,7 @@ class LayerNorm(Weights):
 def fill(
     module: nn.Module, parts: Iterable[Part], config: GPTConfig, *, within: str = "", **given: Any
 ) -> None:
-    """Gives a model, a block or a module of it what the table (block.py) has for it, in its order.
+    """Gives a model, a block or a module of it what the table of settings/model.py has, in order.
 
     Args:
         within: the module's name in the block, with a dot.
@@ -750,7 +751,7 @@ class GPT(nn.Module):
         return count_parameters(self.config)
 
     def flops_per_token(self) -> int:
-        """Model FLOPs of forward + backward a token at T = block_size; see block.py."""
+        """Model FLOPs of forward + backward a token at T = block_size; see settings/model.py."""
         return flops_per_token(self.config)
 
     def _check_ids(self, idx: Tensor, longest: int) -> None:

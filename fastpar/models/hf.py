@@ -36,8 +36,7 @@ from fastpar.files.plain_files import (
 )
 from fastpar.files.tensor_file import HF_NAMES, Spec, TensorFile
 from fastpar.models.gpt import GPT
-from fastpar.settings.block import products
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig, products
 
 PREFIX = "transformer."
 WEIGHTS_FILE = "model.safetensors"

@@ -24,7 +24,7 @@ from torch import Tensor
 from fastpar.files.plain_files import open_plain, reason, shown
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import PREFIX, build_model, is_conv1d
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 COMPILED = "_orig_mod."
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")

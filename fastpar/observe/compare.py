@@ -44,9 +44,9 @@ from fastpar.observe.strategies import SINGLE, STRATEGIES, Batch, Settings, buil
 from fastpar.optim.schedule import cosine_lr
 from fastpar.predict.machine import about_machine
 from fastpar.predict.memory import StepMemory
-from fastpar.settings.block import count_parameters
-from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
+from fastpar.settings.config import AUTO_MICRO_BATCH_TOKENS, derive_batch
 from fastpar.settings.files import check_at_least, option
+from fastpar.settings.model import GPTConfig, count_parameters
 from fastpar.settings.options import ModelSize, TextSettings
 from fastpar.settings.parallel import Parallel
 from fastpar.settings.rules import check_synchronous

@@ -83,8 +83,7 @@ from fastpar.predict.machine import (
     overhead_key,
 )
 from fastpar.predict.time import comm_ops_of, ops_of
-from fastpar.settings.block import FIRST, LAST, Part, block_parts, shapes_of, widths
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import FIRST, LAST, GPTConfig, Part, block_parts, shapes_of, widths
 
 SEED = 1
 

@@ -29,7 +29,7 @@ format are copies until the end of backward. At stage 3 the parameters of two un
 [Note: units] a: the features of this rank's tokens between blocks, [N, C] ([N/tp, C] under sequence
 parallelism); whole: of all tokens; split: [N, C/tp]; heads: [N, H*D] of this rank's heads, which is
 split where tp divides them. All in bytes of the weights' format. What a block keeps of them is in
-settings/block.py; under "selective" recomputation it is its inputs and the outputs of products and
+settings/model.py; under "selective" recomputation it is its inputs and the outputs of products and
 attention, under "full" its inputs: x and delta, the first block has no delta.
 
 [Note: joined] Along the row of a grid what is gathered or summed is put together, or apart, in a
@@ -80,8 +80,7 @@ from fastpar.axes.context import attended_heads
 from fastpar.axes.data import ROOT, GPTBuckets, buckets_of
 from fastpar.axes.offload import going_down
 from fastpar.axes.pipeline import RankParts, parts_of
-from fastpar.axes.pipeline.schedules import SPLIT
-from fastpar.axes.pipeline.simulator import Held, held_of
+from fastpar.axes.pipeline.schedules import SPLIT, Held, held_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.axes.wires import message_bytes
 from fastpar.comm.transports import shared_bytes, shared_ranges
@@ -91,7 +90,7 @@ from fastpar.kernels.linear_cross_entropy import default_chunk_rows, workspace_b
 from fastpar.kernels.linear_fp8 import BLOCK
 from fastpar.optim.adafactor import BATCH
 from fastpar.predict.time import product_bytes, updates_of
-from fastpar.settings.block import Part, block_parts, products, widths
+from fastpar.settings.model import Part, block_parts, products, widths
 
 # cuBLAS's workspace on Hopper, from torch's allocator (a quarter on older GPUs), which the threads
 # of forward and of backward have one each of.

@@ -49,9 +49,10 @@ from fastpar.predict.time import (
     predict_step,
     updates_text,
 )
-from fastpar.settings.config import PRESETS, GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
 from fastpar.settings.fields import leaves
 from fastpar.settings.files import check_at_least, option
+from fastpar.settings.model import PRESETS, GPTConfig
 from fastpar.settings.options import ModelSize, TrainFlags
 from fastpar.settings.parallel import MeshSettings, Parallel
 

@@ -28,8 +28,7 @@ from fastpar.comm.ranks import local_ranks
 from fastpar.predict.machine import Cluster, DatasheetRates, MeasuredRates, device_of, find_rates
 from fastpar.predict.memory import activations_on_host, format_bytes, predict_memory, predict_states
 from fastpar.predict.time import Rates, predict_step
-from fastpar.settings.block import count_parameters
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig, count_parameters
 
 
 def bytes_per_rank(shape: GPTConfig, setup: Setup) -> dict[str, int]:

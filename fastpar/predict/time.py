@@ -14,7 +14,7 @@ backward, gathers of stages 1 and 2 the first forward, others all. What is under
 last bucket, the rank waits for. Along tp only the products of column layers run beside it, beside
 muon's exchanges only its products.
 [Note: bubble] Parts are those of a pipeline's mean rank; the bubble is the rest of the makespan of
-its schedule, which axes/pipeline/simulator.py runs with each stage's costs. Also in it are the
+its schedule, which axes/pipeline/schedules.py runs with each stage's costs. Also in it are the
 time that messages take, and what the slowest stage has to do more than the mean.
 """
 
@@ -31,18 +31,19 @@ from typing import Any, NamedTuple
 from fastpar.axes import every
 from fastpar.axes.data import BucketKind, GPTBuckets, buckets_of, elements_of
 from fastpar.axes.pipeline import stage_layers
-from fastpar.axes.pipeline.schedules import Kind
-from fastpar.axes.pipeline.simulator import ENOUGH, Costs
-from fastpar.axes.pipeline.simulator import time_of as simulated
+from fastpar.axes.pipeline.schedules import ENOUGH, Costs, Kind
+from fastpar.axes.pipeline.schedules import time_of as simulated
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.engine.control import count_words
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.optim.muon import Home, assign
 from fastpar.predict.machine import STEPS, Cluster, Rates
-from fastpar.settings import block
-from fastpar.settings.block import (
+from fastpar.settings import model as block
+from fastpar.settings.files import check_at_least
+from fastpar.settings.model import (
     FIRST,
     LAST,
+    GPTConfig,
     Part,
     block_parts,
     column_share,
@@ -51,8 +52,6 @@ from fastpar.settings.block import (
     widths,
     work_of,
 )
-from fastpar.settings.config import GPTConfig
-from fastpar.settings.files import check_at_least
 
 _WIDE = 4  # bytes of an element of the momentum's arithmetic
 _MOST_RANKS = 8  # of whom room is counted, those with most matrices
@@ -572,7 +571,7 @@ def _bubble_s(
 
     Args:
         waited_s: for communication in forward and backward, half of it in each.
-        message_s: see time_of() of axes/pipeline/simulator.py.
+        message_s: see time_of() of axes/pipeline/schedules.py.
     """
     for kind in (F, I):
         passes["layers", kind] += waited_s / 2
@@ -595,7 +594,7 @@ def _bubble_s(
 def makespan_of(
     schedule: str, pp: int, micro_batches: int, chunks: int, costs: Costs, message: float
 ) -> float:
-    """See time_of() of axes/pipeline/simulator.py; costs are tuples."""
+    """See time_of() of axes/pipeline/schedules.py; costs are tuples."""
     few = min(micro_batches, ENOUGH * pp + micro_batches % pp)
     makespan, busiest = simulated(schedule, pp, few, chunks, costs, message)
     return makespan + (micro_batches - few) * busiest / few

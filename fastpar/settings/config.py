@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastpar.settings.mesh import ranks_of_samples
-from fastpar.settings.model import PRESETS as PRESETS
-from fastpar.settings.model import VOCAB_MULTIPLE as VOCAB_MULTIPLE
-from fastpar.settings.model import GPTConfig as GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import TrainFlags
 from fastpar.settings.rules import broken, check, known
 

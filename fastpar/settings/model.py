@@ -1,10 +1,25 @@
-"""The shape of a GPT-2, with or without experts, and the published sizes."""
+"""A GPT-2: its shape, with or without experts, the published sizes, and its parts as one table.
+
+The modules of gpt.py, names and shapes of weights, FLOPs, what predict/ says (time, memory,
+buckets) and the operations that it times are made from the table: the parts of a block, of experts
+in the place of an MLP, and of the ends. Arithmetic only.
+
+A part's features are letters, whose number on a rank of tp is in widths():
+
+    C   n_embd, whole on every rank of tp        A   of its attention heads; 3A: query, key, value
+    F   of the MLP                               H   of an expert
+    V   rows of the vocabulary                   T   positions
+    X   C, in fp32                               R   C, of each row for an expert
+    E   all experts                              S   experts that this rank has
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 VOCAB_MULTIPLE = 128  # rows of wte are padded to this, so that every GEMM of the head is aligned
 
@@ -144,3 +159,227 @@ PRESETS: dict[str, GPTConfig] = {
     "mini": GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, dropout=0.0),
     "small-cpu": GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, dropout=0.0),
 }
+
+
+# The table
+
+Dims = tuple[str, ...]
+SPLIT = frozenset({"A", "3A", "F", "H", "V"})  # the letters that ranks of tp share out
+
+
+class Part(NamedTuple):
+    """An op of the model and the weights that it has.
+
+    Attributes:
+        name: of its module in a block, or in the model; "" without weights.
+        op: the name of an Op of predict/time.py.
+        into, out: features of a row before and behind it.
+        keeps: of a row, from forward to backward where nothing is recomputed: features, numbers of
+            a norm ("stats") or of attention ("lse"), a router's weights, choices and their order.
+        on: its rows: "tokens" of a rank, its "own" of them between blocks (those that sequence
+            parallelism leaves it), "choices" of experts, or those of each of the "experts".
+    """
+
+    name: str
+    op: str
+    into: str
+    out: str
+    keeps: Dims = ()
+    on: str = "tokens"
+
+    @property
+    def cheap(self) -> bool:
+        """Whether "selective" recomputation runs it again."""
+        return self.op in _ELEMENTWISE
+
+    @property
+    def parameters(self) -> dict[str, Dims]:
+        """Of its module, by name."""
+        if self.op == "layer_norm":
+            return {"weight": (self.out,), "bias": (self.out,)}
+        if self.op == "embedding":
+            return {"weight": (self.into, self.out)}
+        if self.op != "matmul":
+            return {}
+        stack: Dims = ("S",) if self.on == "experts" else ()
+        weight = {"weight": (*stack, self.out, self.into)}
+        return weight if self.out == "E" else {**weight, "bias": (*stack, self.out)}
+
+
+ATTENTION = (
+    Part("ln_1", "layer_norm", "C", "C", ("C", "stats"), "own"),
+    Part("attn.c_attn", "matmul", "C", "3A", ("C",)),
+    Part("", "attention", "3A", "A", ("3A", "A", "lse")),
+    Part("attn.c_proj", "matmul", "A", "C"),  # attention keeps what it gets
+    Part("ln_2", "layer_norm", "C", "C", ("C", "stats"), "own"),
+)
+MLP = (
+    Part("mlp.c_fc", "matmul", "C", "F", ("C",)),
+    Part("", "bias_gelu", "F", "F", ("F",)),
+    Part("mlp.c_proj", "matmul", "F", "C", ("F",)),
+)
+EXPERTS = (  # the router's product is in fp32
+    Part("mlp.router", "matmul", "X", "E", ("X", "E", "choices")),
+    Part("", "permute", "R", "R", (), "choices"),
+    Part("mlp.c_fc", "matmul", "R", "H", ("R",), "experts"),
+    Part("", "bias_gelu", "H", "H", ("H",), "experts"),
+    Part("mlp.c_proj", "matmul", "H", "R", ("H",), "experts"),
+    Part("", "permute", "R", "R", ("R",), "choices"),
+)
+FIRST = (Part("wte", "embedding", "V", "C"), Part("wpe", "embedding", "T", "C"))
+LAST = (Part("ln_f", "layer_norm", "C", "C", ("C", "stats"), "own"), Part("", "loss", "C", "V"))
+
+
+def block_parts(*, experts: bool = False) -> tuple[Part, ...]:
+    """Of a layer, in the order of forward."""
+    return ATTENTION + (EXPERTS if experts else MLP)
+
+
+def products(fp8: str = "all") -> tuple[str, ...]:
+    """Names of a block's linear layers: "all", those of the "mlp" or "none"; as in --fp8."""
+    names = [part.name for part in block_parts() if part.op == "matmul"]
+    return tuple(n for n in names if fp8 == "all" or n.startswith(f"{fp8}."))
+
+
+def split_products() -> list[tuple[str, bool]]:
+    """Of a block's linear layers that ranks of tp split: by which letter, whether by columns."""
+    found = [part for part in block_parts() if part.op == "matmul"]
+    letters = [(part.out if part.out in SPLIT else part.into) for part in found]
+    return [(x, part.out in SPLIT) for part, x in zip(found, letters) if x in SPLIT]
+
+
+@functools.lru_cache(256)
+def column_share(shape: GPTConfig) -> float:
+    """Of the FLOPs of a block's linear layers: of those that are split by columns."""
+    sizes, found = widths(shape), [part for part in block_parts() if part.op == "matmul"]
+    flops = [sizes[part.into] * sizes[part.out] for part in found]
+    return sum(n for n, part in zip(flops, found) if part.out in SPLIT) / sum(flops)
+
+
+# Shapes
+
+
+def vocabulary_rows(shape: GPTConfig, tp: int) -> int:
+    """Rows of the embedding on a rank of tp: the padding of each rank's slice counts."""
+    return -(-shape.padded_vocab_size // (tp * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE
+
+
+def widths(shape: GPTConfig, tp: int = 1, ep: int = 1) -> dict[str, int]:
+    """The number of each letter on a rank of tp and ep."""
+    attention, experts = shape.heads_of_rank(tp) * shape.head_dim, shape.n_expert
+    return {
+        **dict.fromkeys(("C", "X", "R"), shape.n_embd),
+        "F": 4 * shape.n_embd // tp,
+        **{"A": attention, "3A": 3 * attention},
+        **{"V": vocabulary_rows(shape, tp), "T": shape.block_size},
+        **{"H": shape.hidden // tp, "E": experts, "S": experts // ep},
+    }
+
+
+def parameters_of(parts: Iterable[Part]) -> Iterator[tuple[str, Dims]]:
+    """(name, dims) of their parameters, in the model's order."""
+    for part in parts:
+        for name, dims in part.parameters.items():
+            yield f"{part.name}.{name}", dims
+
+
+def shapes_of(
+    parts: Iterable[Part], shape: GPTConfig, tp: int = 1, rows: int = 0, ep: int = 1
+) -> list[tuple[int, ...]]:
+    """Shapes of their parameters on a rank.
+
+    rows: of a grid, which share out C where its columns, tp, share out another dimension; where
+        they share out no other one, they share out C. 0: there is no grid.
+    """
+    found = []
+    for _, dims in parameters_of(parts):
+        sizes = widths(shape, tp, ep)
+        if rows:
+            sizes["C"] //= rows if SPLIT & set(dims) else tp
+        found.append(tuple(sizes[d] for d in dims))
+    return found
+
+
+def count_elements(parts: Iterable[Part], sizes: dict[str, int], *, whole: bool = False) -> int:
+    """Elements of their parameters; whole: of those that ranks of tp do not share out."""
+    every = [dims for _, dims in parameters_of(parts) if not (whole and SPLIT & set(dims))]
+    return sum(math.prod(sizes[d] for d in dims) for dims in every)
+
+
+def count_parameters(shape: GPTConfig, *, padded: bool = False, active: bool = False) -> int:
+    """Weights of a GPT, the tied head once.
+
+    Args:
+        padded: the vocabulary's padding counts; active: of experts those that a token goes to.
+    """
+    sizes = widths(shape)
+    if not padded:
+        sizes["V"] = shape.vocab_size
+    if active:
+        sizes["S"] = shape.top_k
+    sparse = shape.expert_layers * count_elements(block_parts(experts=True), sizes)
+    dense = (shape.n_layer - shape.expert_layers) * count_elements(block_parts(), sizes)
+    return count_elements(FIRST + LAST, sizes) + dense + sparse
+
+
+# FLOPs and traffic
+
+_ELEMENTWISE = {  # of an element: FLOPs forward; tensors that forward moves, and backward
+    "layer_norm": (8.0, 4, 4),
+    "bias_gelu": (15.0, 2, 3),
+    "permute": (1.0, 2, 2),
+}
+
+
+def work_of(op: str, shape: tuple[int, ...], item: int, more: int = 0) -> tuple[float, ...]:
+    """FLOPs and bytes that must move at least, forward; the same backward.
+
+    Args:
+        shape: as of an Op. item: bytes of an element.
+        more: chunks of a loss (see linear_cross_entropy.py), rows of an embedding's table.
+    """
+    if op in _ELEMENTWISE:
+        n, (flops, forward, backward) = math.prod(shape), _ELEMENTWISE[op]
+        return flops * n, float(n * item * forward), 2 * flops * n, float(n * item * backward)
+    if op == "matmul":  # backward: dx and dw
+        m, k, n = shape
+        moved, flops = float(item * (m * k + n * k + m * n)), 2.0 * m * k * n
+        return flops, moved, 2 * flops, 2 * moved
+    if op == "attention":  # two products forward and five backward, half of the scores each: causal
+        batch, heads, time, dim = shape
+        flops = 2.0 * batch * heads * time * time * dim
+        tensor = float(batch * heads * time * dim * item)  # q, k, v, o; and their gradients
+        return flops, 4 * tensor, 2.5 * flops, 8 * tensor
+    if op == "embedding":  # of whose gradient most rows are zeros
+        moved = 3.0 * math.prod(shape) * item
+        return 0.0, moved, 0.0, moved + float(more * shape[1] * item)
+    n, width, vocab = shape  # loss: three products in forward, five times through the logits
+    logits, weight = float(n * vocab), float(vocab * width)
+    moved = item * (5 * logits + 3 * n * width) + more * weight * (2 * item + 2 * 4)
+    scaled = 2.0 * n * width * item + weight * (4 + item)
+    return 6.0 * n * width * vocab, moved, n * width + weight, scaled
+
+
+def part_flops(shape: GPTConfig) -> list[float]:
+    """Of a token's forward, by part that a pipeline may cut apart: embedding, layers, head."""
+    sizes = widths(shape)
+
+    def of_token(part: Part) -> float:
+        if part.op == "attention":  # without its mask
+            return 4.0 * shape.block_size * sizes[part.out]
+        work = work_of("matmul", (1, sizes[part.into], sizes[part.out]), 1)[0]
+        return work * (part.op == "matmul") * (shape.top_k if part.on == "experts" else 1)
+
+    experts = map(shape.has_experts, range(shape.n_layer))
+    layers = [sum(map(of_token, block_parts(experts=each))) for each in experts]
+    return [0.0, *layers, 2.0 * shape.vocab_size * shape.n_embd]
+
+
+def flops_per_token(shape: GPTConfig) -> int:
+    """Model FLOPs of forward and backward a token at T = block_size: 6*P + 12*n_layer*T*C.
+
+    P: of experts those that a token goes to.
+    Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B (attention without its mask).
+    """
+    attention = 12 * shape.n_layer * shape.block_size * shape.n_embd
+    return 6 * count_parameters(shape, active=True) + attention

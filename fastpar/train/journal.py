@@ -55,8 +55,9 @@ from fastpar.files.plain_files import write_text
 from fastpar.models.gpt import GPT
 from fastpar.predict.memory import StepMemory, held_bytes
 from fastpar.predict.run import lines_of, predict
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
 from fastpar.settings.mesh import ranks_of_batch
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import MeshSettings
 from fastpar.train.sample import sample
 

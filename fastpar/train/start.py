@@ -35,7 +35,8 @@ from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
 from fastpar.models.gpt import GPT, upcycled
 from fastpar.optim.schedule import describe_storage
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.rules import of_shape
 
 

@@ -7,7 +7,7 @@ import fastpar
 from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 SIZES = {

@@ -12,7 +12,7 @@ import fastpar
 from fastpar.axes.experts.balance import Losses
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 V, T = 41, 8

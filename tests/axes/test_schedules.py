@@ -4,8 +4,17 @@ import itertools
 
 import pytest
 
-from fastpar.axes.pipeline.schedules import RULES, Kind, Op, chunks_of, make_schedule
-from fastpar.axes.pipeline.simulator import FINISHES, Costs, in_order, time_of
+from fastpar.axes.pipeline.schedules import (
+    FINISHES,
+    RULES,
+    Costs,
+    Kind,
+    Op,
+    chunks_of,
+    in_order,
+    make_schedule,
+    time_of,
+)
 from fastpar.settings.mesh import CHUNKS
 
 

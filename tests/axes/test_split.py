@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastpar.axes.pipeline.split import cut
+from fastpar.axes.pipeline.schedules import cut
 
 
 def stage_costs(costs, counts):

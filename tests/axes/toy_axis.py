@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastpar import axes
-from fastpar.settings.block import block_parts, widths
+from fastpar.settings.model import block_parts, widths
 from fastpar.settings.rules import Pair, Rule
 
 

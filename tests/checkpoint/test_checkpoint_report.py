@@ -29,7 +29,7 @@ from fastpar.kernels.adamw_storage import master_join
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
 from fastpar.optim.adamw import AdamW
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131, dropout=0.0)
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from fastpar.checkpoint.commands import export_weights
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131, dropout=0.0)
 

@@ -19,7 +19,7 @@ from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.files.tensor_file import DTYPE_NAMES, STORED
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.sharding.ranges import HOLE, Run
 
 OPTIMIZER = "optimizer-00001-of-00002.safetensors"

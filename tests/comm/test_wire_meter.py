@@ -7,7 +7,7 @@ from cells import slow
 from fastpar.comm.recorder import WireMeter, ring_bytes
 from fastpar.models.gpt import GPT
 from fastpar.observe.strategies import STRATEGIES, Settings, build
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 TINY = GPTConfig(2, 2, 32, 16, 200, dropout=0.0)

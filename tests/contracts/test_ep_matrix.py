@@ -24,7 +24,7 @@ from fastpar.engine.debug import Debug
 from fastpar.engine.pipeline_step import pipeline_step
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 STEPS, MICRO, ROWS, T, V = 3, 4, 2, 8, 41  # MICRO micro-batches a step, over all ranks

@@ -29,7 +29,7 @@ from fastpar.kernels import make_key as make_key_of
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import cosine_lr, param_groups
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -20,7 +20,7 @@ from fastpar.doctor.report import DoctorCommand
 from fastpar.doctor.table import ProofTable
 from fastpar.kernels import backend, bias_gelu, choice, gelu
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 
 @pytest.fixture

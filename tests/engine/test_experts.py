@@ -8,7 +8,7 @@ import torch
 
 import fastpar
 from fastpar.models.gpt import GPT
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 SHAPE = GPTConfig(2, 2, 16, 16, 64, dropout=0.0, n_expert=4, top_k=2)

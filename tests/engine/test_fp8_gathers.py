@@ -7,7 +7,7 @@ from cells import slow
 from fastpar import GPT, AdamW, Mesh, engine_of, parallelize
 from fastpar.kernels.linear_fp8 import WEIGHT, DelayedScales, Fp8
 from fastpar.models.gpt import use_fp8
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -9,7 +9,7 @@ import fastpar
 from fastpar.engine.debug import Debug
 from fastpar.engine.pipeline_step import pipeline_loss
 from fastpar.models.gpt import use_fp8
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -16,7 +16,7 @@ from fastpar.nn.recompute import recompute
 from fastpar.optim.schedule import AveragedWeights
 from fastpar.predict.memory import predict_states
 from fastpar.predict.time import comm_ops_of
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 SECOND = {"node_size": 2, "secondary_shards": True}

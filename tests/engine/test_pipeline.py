@@ -11,8 +11,7 @@ import torch.distributed as dist
 from cells import few
 
 from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
-from fastpar.axes.pipeline.schedules import chunks_of, make_schedule
-from fastpar.axes.pipeline.simulator import held_of
+from fastpar.axes.pipeline.schedules import chunks_of, held_of, make_schedule
 from fastpar.comm.collectives import Collectives
 from fastpar.engine import pipeline_step as pipeline
 from fastpar.engine.engine import Engine

@@ -13,7 +13,7 @@ from fastpar.engine import debug
 from fastpar.engine.debug import Difference, checksum, differences
 from fastpar.models.gpt import GPT
 from fastpar.optim.adafactor import Adafactor
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -21,7 +21,7 @@ from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
 from fastpar.files.runs import list_checkpoints, step_of
 from fastpar.models.gpt import GPT
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 DRIVER = str(Path(__file__).parents[1] / "support" / "fault_driver.py")
 

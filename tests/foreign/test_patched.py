@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpar
 from fastpar.foreign import fused
 from fastpar.foreign.swap import swap_of
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import assert_matches_oracle
 
 # Head dims 40 and 8; odd vocabularies and lengths.

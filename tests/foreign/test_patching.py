@@ -15,7 +15,7 @@ import fastpar
 from fastpar import nn as modules
 from fastpar.foreign import fused, recognize
 from fastpar.kernels import backend
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 MODELS = {"transformers": gpt2, "nanoGPT": Nano}

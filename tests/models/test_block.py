@@ -13,8 +13,8 @@ from fastpar.predict.machine import Cluster, DatasheetRates
 from fastpar.predict.measure import Chain
 from fastpar.predict.memory import predict_memory
 from fastpar.predict.time import predict_step
-from fastpar.settings import block
-from fastpar.settings.config import GPTConfig
+from fastpar.settings import model as block
+from fastpar.settings.model import GPTConfig
 
 DENSE = GPTConfig(2, 4, 32, 16, 200, dropout=0.0)
 SPARSE = GPTConfig(3, 2, 16, 8, 50, n_expert=4, expert_every=2, expert_hidden=24)

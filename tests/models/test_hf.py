@@ -20,7 +20,7 @@ from fastpar.engine.parallelize import parallelize
 from fastpar.files.tensor_file import TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import is_conv1d, list_weights, load_hf, load_hf_tensors, save_hf
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=67, dropout=0.0)

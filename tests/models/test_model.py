@@ -13,7 +13,7 @@ from fastpar import Mesh, parallelize
 from fastpar.kernels import keep_mask, make_key, quantize_p
 from fastpar.kernels.philox import Rng
 from fastpar.models.gpt import GPT
-from fastpar.settings.config import PRESETS, GPTConfig
+from fastpar.settings.model import PRESETS, GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -8,7 +8,7 @@ from fastpar import GPT, AdamW, Mesh, engine_of, parallelize
 from fastpar.axes.tensor.functional import column_linear, row_linear
 from fastpar.kernels import DelayedScales, Fp8
 from fastpar.models.gpt import use_fp8
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -14,7 +14,7 @@ from fastpar.checkpoint.restore import load_weights
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
 from fastpar.models.nanogpt import load_nanogpt
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 
 def loss_of(weights, idx, targets, gelu):

@@ -8,7 +8,7 @@ import torch
 from fastpar.observe import strategies
 from fastpar.observe.compare import DEFAULT, CompareCommand, Schedule, check, chosen, why_not
 from fastpar.observe.strategies import STRATEGIES
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import ModelSize, TextSettings
 
 TEXT = "In the beginning was the word, and the word was short.\n" * 40

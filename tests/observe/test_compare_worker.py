@@ -12,7 +12,8 @@ from fastpar.observe.compare import EPS, Rank, measure, warmup_steps
 from fastpar.observe.results import Run
 from fastpar.observe.strategies import SINGLE, Settings, build
 from fastpar.optim.schedule import cosine_lr
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import TextSettings
 
 SHAPE = asdict(GPTConfig(1, 2, 32, 16, 256, dropout=0.0))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fastpar.models.gpt import GPT
 from fastpar.observe import strategies
 from fastpar.observe.strategies import STRATEGIES, Settings, build, decay_groups
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -31,7 +31,7 @@ from fastpar.observe.verdict import (
     work_of,
 )
 from fastpar.predict.machine import Ceilings
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 CEILINGS = Ceilings(10.0, 0.1, "fp32 1536^3")
 # 100 ms: products at 80 % of 0.1 TFLOP/s, the rest at half of the copy.

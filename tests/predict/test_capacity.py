@@ -16,8 +16,8 @@ from fastpar.predict.run import (
     memory_of,
     what_would_hold,
 )
-from fastpar.settings.block import count_parameters
-from fastpar.settings.config import PRESETS, VOCAB_MULTIPLE, GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import PRESETS, VOCAB_MULTIPLE, GPTConfig, count_parameters
 from fastpar.testing import run_ranks
 
 GPT2 = PRESETS["gpt2"]

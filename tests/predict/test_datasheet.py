@@ -12,7 +12,7 @@ from fastpar.predict.machine import (
     find_device,
 )
 from fastpar.predict.time import comm_ops_of, ops_of
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 WORKLOAD = Workload(GPTConfig.preset("gpt2-xl", dropout=0.0), 64)
 

@@ -13,7 +13,7 @@ from fastpar.engine.debug import Debug
 from fastpar.predict.machine import host_of
 from fastpar.predict.memory import host_bytes, predict_memory, predict_states
 from fastpar.predict.plan import PlanCommand, flags, make_plan, report
-from fastpar.settings.config import PRESETS
+from fastpar.settings.model import PRESETS
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -17,7 +17,7 @@ from fastpar.predict.time import (
     product_flops,
     updates_of,
 )
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 

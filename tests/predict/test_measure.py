@@ -19,7 +19,7 @@ from fastpar.predict.measure import (
     waited_for,
 )
 from fastpar.predict.time import comm_ops_of, ops_of, predict_step
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 SETUP = Setup(world_size=2, dtype="fp32", device_type="cpu", transport="shm")
 WORKLOAD = Workload(GPTConfig(2, 2, 32, 16, 128, dropout=0.0), 4)

@@ -15,7 +15,7 @@ from fastpar.predict.machine import (
     rates_folder,
 )
 from fastpar.predict.time import predict_step
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 SETUP = Setup(world_size=2, dtype="fp32", device_type="cpu", transport="shm")
 WORKLOAD = Workload(GPTConfig(3, 2, 32, 16, 128, dropout=0.0), 2)

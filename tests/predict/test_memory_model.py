@@ -10,7 +10,7 @@ from memory_cells import SHAPES, measure, measure_alive, measure_all, setup, wor
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
 from fastpar.predict.memory import predict_memory, predict_ranks, predict_states
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 

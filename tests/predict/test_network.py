@@ -18,7 +18,7 @@ from fastpar.predict.machine import (
     tree,
 )
 from fastpar.predict.time import comm_ops_of
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 MIB = 2**20
 

@@ -9,7 +9,7 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.predict.measure import Chain, Clock, fitted
 from fastpar.predict.memory import alive_bytes
 from fastpar.predict.time import ops_of
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 WORKLOAD = Workload(GPTConfig(2, 4, 32, 16, 200, dropout=0.0), 4)
 

@@ -12,7 +12,7 @@ from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.models.gpt import use_fp8
 from fastpar.nn.recompute import recompute
 from fastpar.predict.time import comm_ops_of, ops_of
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 
 C, T, LAYERS = 64, 32, 3

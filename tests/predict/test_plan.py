@@ -19,7 +19,7 @@ from fastpar.predict import plan
 from fastpar.predict.plan import PlanCommand
 from fastpar.predict.search import MachinePrices
 from fastpar.predict.time import predict_step
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 
 

@@ -15,7 +15,7 @@ from fastpar.cli import main
 from fastpar.models.gpt import GPT
 from fastpar.predict.memory import predict_memory
 from fastpar.predict.time import comm_ops_of, ops_of
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.sharding.layout import ALIGN
 from fastpar.testing import run_ranks
 

@@ -19,7 +19,7 @@ from fastpar.predict.plan import (
     report,
     saved_s,
 )
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 # The vocabulary is such that the loss is the fullest moment, when all layers keep what they keep.
 SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=256, block_size=64, vocab_size=50000, dropout=0.0)

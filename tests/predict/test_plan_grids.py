@@ -9,7 +9,7 @@ from fastpar.axes.step import Setup, Workload
 from fastpar.cli import main
 from fastpar.predict.machine import Cluster, DatasheetRates
 from fastpar.predict.search import layouts, refused, search
-from fastpar.settings.config import PRESETS
+from fastpar.settings.model import PRESETS
 
 XL = Workload(PRESETS["gpt2-xl"], 256)
 

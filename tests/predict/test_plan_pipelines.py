@@ -15,7 +15,7 @@ from fastpar.predict.search import (
     try_in_order,
 )
 from fastpar.predict.time import predict_step
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 INF = float("inf")
 MODES = ("none", "full")

@@ -16,8 +16,8 @@ from fastpar.predict.search import (
     smallest_changes,
     why_not,
 )
-from fastpar.settings.config import PRESETS, GPTConfig
 from fastpar.settings.mesh import divisors
+from fastpar.settings.model import PRESETS, GPTConfig
 
 GPT2 = Workload(PRESETS["gpt2"], 64)
 

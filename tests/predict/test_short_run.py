@@ -1,7 +1,7 @@
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
 from fastpar.predict.measure import ShortRun, slowest
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 SHAPE = GPTConfig(2, 2, 32, 16, 128, dropout=0.1)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fastpar.axes.pipeline.simulator import Costs
-from fastpar.axes.pipeline.simulator import time_of as simulated
+from fastpar.axes.pipeline.schedules import Costs
+from fastpar.axes.pipeline.schedules import time_of as simulated
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.predict.machine import Cluster, DatasheetRates
 from fastpar.predict.time import (
@@ -16,8 +16,7 @@ from fastpar.predict.time import (
     predict_step,
     time_of,
 )
-from fastpar.settings.block import flops_per_token
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig, flops_per_token
 
 SHAPE = GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, dropout=0.0)
 

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from fastpar.axes.step import Setup, Workload
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import GPTConfig
 
 MICRO = GPTConfig.preset("micro", vocab_size=300)
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from fastpar.settings.config import PRESETS, GPTConfig, TrainConfig, derive_batch
+from fastpar.settings.config import TrainConfig, derive_batch
 from fastpar.settings.files import option
+from fastpar.settings.model import PRESETS, GPTConfig
 
 FP8 = {"fp8": "all", "fp8_emulate": True, "n_head": 2, "n_embd": 16}
 

@@ -15,8 +15,8 @@ from fastpar.kernels.linear_cross_entropy import release_workspaces, workspace_b
 from fastpar.models import set_up
 from fastpar.predict.measure import ShortRun
 from fastpar.predict.memory import StepMemory, alive_bytes, held_bytes
-from fastpar.settings.config import GPTConfig
 from fastpar.settings.mesh import parse_grid
+from fastpar.settings.model import GPTConfig
 
 SHAPES = {
     "balanced": {"n_layer": 4, "width": 128, "tokens": 128, "vocab": 500, "dropout": 0.1},

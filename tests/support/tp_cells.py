@@ -45,7 +45,7 @@ from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import DynamicLossScale, param_groups
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Partial, Shard, State
 from fastpar.testing import run_ranks

@@ -33,7 +33,7 @@ from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import DynamicLossScale, param_groups
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -214,7 +214,7 @@ def predictions() -> dict[str, Any]:
     from fastpar.predict.machine import Cluster, DatasheetRates
     from fastpar.predict.memory import predict_memory
     from fastpar.predict.time import predict_step
-    from fastpar.settings.config import GPTConfig
+    from fastpar.settings.model import GPTConfig
 
     draw = random.Random(20261126)
     found = {}

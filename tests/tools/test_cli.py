@@ -23,7 +23,8 @@ from fastpar.comm.ranks import RankFailed
 from fastpar.comm.watchdog import activity, in_step
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import GPTConfig
 
 TINY = {
     "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n-layer": 1, "n-embd": 16,

@@ -25,7 +25,7 @@ def test_import_loads_nothing_heavy():
 def test_a_step_does_not_import_the_compiler():
     program = """
 import sys, torch, fastpar
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.models.gpt import GPT
 config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32, dropout=0.1)
 model = fastpar.parallelize(GPT(config), fastpar.Mesh())

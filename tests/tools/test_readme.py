@@ -12,7 +12,8 @@ import fastpar
 from fastpar.kernels import attention, backend, embedding
 from fastpar.kernels.attention import TRITON_HEAD_DIM
 from fastpar.kernels.philox import quantize_p
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

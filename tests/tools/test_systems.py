@@ -16,7 +16,7 @@ from bench.report import tables
 from bench.systems import bench_overlap, bench_train, bench_zero, matrix, red_rows, worker
 from fastpar.comm.ranks import RankFailed
 from fastpar.models.gpt import GPT
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 
 TINY = GPTConfig(2, 2, 32, 16, 200, dropout=0.0)
 SYSTEMS = ("zero", "tp", "pp", "cp", "checkpoint", "train", "offload", "plan", "shm", "first_step")

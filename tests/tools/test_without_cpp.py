@@ -60,7 +60,7 @@ assert ".cpp" not in info
 with pytest.raises(ValueError, match=r"expected targets in \\[0, 5\\) .* got targets\\[1\\]=5"):
     fastpar.kernels.cross_entropy(torch.zeros(3, 5), torch.tensor([-100, 5, 0]))
 
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32, dropout=0.1)
 model = fastpar.parallelize(fastpar.GPT(config), fastpar.Mesh(), zero_stage=2)
 optimizer = fastpar.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)

@@ -14,7 +14,8 @@ from fastpar.data.batches import TextData, to_device
 from fastpar.data.tokenizer import make_tokenizer
 from fastpar.engine.engine import engine_of
 from fastpar.models.gpt import GPT
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 from fastpar.train.journal import Journal, Step, read_metrics, to_host
 

@@ -11,7 +11,8 @@ from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.predict.machine import FOLDER, MeasuredRates, Rate, machine_name
 from fastpar.predict.measure import ShortRun
 from fastpar.predict.run import lines_of, predict
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 from fastpar.train import journal
 from fastpar.train.journal import SKIPPED, Predictions, read_metrics

@@ -13,7 +13,8 @@ from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
 from fastpar.files.runs import newest_run
 from fastpar.models.gpt import GPT
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import SampleSettings
 from fastpar.train import journal
 from fastpar.train.journal import FILES, RunFolder, check_out, example_prompt

@@ -9,7 +9,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer
 from fastpar.engine.parallelize import parallelize
 from fastpar.models.gpt import GPT, nothing_read
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import SampleSettings
 from fastpar.testing import run_ranks
 from fastpar.train.sample import SEPARATOR, _draw, generate, sample, stream_text

@@ -15,7 +15,8 @@ from fastpar.comm.mesh import Mesh
 from fastpar.data.tokenizer import GPT2_VOCABULARY, ByteTokenizer
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 from fastpar.train.start import digest, find_checkpoint, load_model_and_data
 

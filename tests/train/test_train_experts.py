@@ -13,7 +13,7 @@ from fastpar.cli import main
 from fastpar.files.runs import checkpoint_folder
 from fastpar.models.gpt import GPT, upcycled
 from fastpar.models.hf import load_hf, save_hf
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.train.journal import read_metrics
 
 FEW = {

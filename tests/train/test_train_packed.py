@@ -7,7 +7,7 @@ from train_runs import TINY, Runs, bits, curve, forget_after
 from fastpar import AdamW, parallelize, pipeline_step
 from fastpar.comm.mesh import Mesh
 from fastpar.models.gpt import GPT
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 

@@ -10,8 +10,8 @@ from train_runs import RANDOM, TINY, Runs, bits, curve, forget_after, losses
 from fastpar.axes.pipeline import stage_layers
 from fastpar.axes.step import Setup
 from fastpar.checkpoint.restore import load_weights
-from fastpar.settings.block import part_flops
-from fastpar.settings.config import GPTConfig, TrainConfig
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import GPTConfig, part_flops
 
 RUN = {**TINY, "n_layer": 3, "grad_accum_steps": 4, "max_steps": 4, "eval_every": 2}
 RUN |= {"save_every": 2, "deterministic": True}

@@ -11,8 +11,8 @@ from typing import Any
 from fastpar.axes import Axis, Making
 from fastpar.axes.context.sequences import ContextParallel
 from fastpar.axes.step import CommOp, Setup, Workload
-from fastpar.settings.config import GPTConfig
 from fastpar.settings.mesh import divisors
+from fastpar.settings.model import GPTConfig
 
 
 def attended_heads(shape: GPTConfig, setup: Setup) -> int:

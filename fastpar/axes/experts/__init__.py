@@ -31,10 +31,9 @@ from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.axes.tensor.declared import not_split
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.grouped_linear import summed
-from fastpar.settings import block
-from fastpar.settings.block import count_elements, count_parameters, widths
-from fastpar.settings.config import GPTConfig
+from fastpar.settings import model as block
 from fastpar.settings.mesh import divisors
+from fastpar.settings.model import GPTConfig, count_elements, count_parameters, widths
 from fastpar.sharding.layout import parameter_names
 from fastpar.sharding.placements import State
 

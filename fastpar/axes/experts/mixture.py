@@ -26,7 +26,7 @@ from fastpar.axes.experts.balance import Choice, Losses, with_losses
 from fastpar.axes.experts.exchange import Dispatch, ExpertParallel
 from fastpar.axes.tensor.functional import TensorParallel, copy_to, gather, reduce_from, scatter
 from fastpar.kernels import bias_gelu, combine, grouped_linear, permute, route
-from fastpar.settings.config import GPTConfig
+from fastpar.settings.model import GPTConfig
 from fastpar.sharding.placements import Partial, Shard, State
 
 

@@ -8,14 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastpar.axes import Axis, Making, layout_text
-from fastpar.axes.pipeline.schedules import stage_of
-from fastpar.axes.pipeline.simulator import Costs, time_of
-from fastpar.axes.pipeline.split import cut
+from fastpar.axes.pipeline.schedules import Costs, cut, stage_of, time_of
 from fastpar.axes.pipeline.stages import cut_stages, make_stages
 from fastpar.axes.step import ALIKE, CommOp, Setup, Workload
-from fastpar.settings.block import part_flops, vocabulary_rows
-from fastpar.settings.config import GPTConfig
 from fastpar.settings.mesh import divisors, pp_split
+from fastpar.settings.model import GPTConfig, part_flops, vocabulary_rows
 
 
 class RankParts(NamedTuple):

@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpar.axes.pipeline.schedules import Schedule, make_schedule
-from fastpar.axes.pipeline.split import cut
+from fastpar.axes.pipeline.schedules import Schedule, cut, make_schedule
 from fastpar.comm.collectives import Collectives, started
 from fastpar.comm.mesh import Mesh
 from fastpar.sharding.layout import parameter_names

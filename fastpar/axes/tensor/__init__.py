@@ -13,17 +13,17 @@ from fastpar.axes.tensor.functional import TensorParallel
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
-from fastpar.settings.block import (
+from fastpar.settings.mesh import divisors
+from fastpar.settings.model import (
     FIRST,
     LAST,
+    GPTConfig,
     block_parts,
     count_elements,
     split_products,
     vocabulary_rows,
     widths,
 )
-from fastpar.settings.config import GPTConfig
-from fastpar.settings.mesh import divisors
 
 
 def tp_group(mesh: Mesh, make: Callable[[Any, str], Collectives]) -> Collectives:
