@@ -7,9 +7,9 @@
     weights   tensors of model*.safetensors, whole, as transformers has them
     optimizer tensors of optimizer-*.safetensors, pieces: PARAMETER/ENTRY, whole shape, runs
 
-A piece is described by its parameter's name and by global indices (ranges.py), never by a rank, so
-a reader puts together what it needs of whatever mesh has written. The manifest carries a digest of
-itself.
+A piece is described by its parameter's name and by global indices (sharding/placements.py), never
+by a rank, so a reader puts together what it needs of whatever mesh has written. The manifest
+carries a digest of itself.
 
 [Note: models]
 The weights of a GPT have transformers' names and layouts, and config.json describes the model. The
@@ -43,7 +43,7 @@ from fastpar.files.plain_files import (
 )
 from fastpar.files.runs import is_step_name, step_of
 from fastpar.files.tensor_file import STORED
-from fastpar.sharding.ranges import Run, check_cover, numel_of
+from fastpar.sharding.placements import Run, check_cover, numel_of
 
 FORMAT = "fastpar-checkpoint"
 VERSION = 3

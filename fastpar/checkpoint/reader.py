@@ -40,7 +40,15 @@ from fastpar.files.plain_files import open_plain, read_into, read_object, reason
 from fastpar.files.runs import is_step_name, list_checkpoints, step_of
 from fastpar.files.tensor_file import STORED, Place, Stored, parse_header, read_header
 from fastpar.models.hf import INDEX_FILE, WEIGHTS_FILE, weight_files
-from fastpar.sharding.ranges import HOLE, Run, cut_runs, intervals, numel_of, overlaps, whole_run
+from fastpar.sharding.placements import (
+    HOLE,
+    Run,
+    cut_runs,
+    intervals,
+    numel_of,
+    overlaps,
+    whole_run,
+)
 
 BLOCK_BYTES = 1 << 20  # of a tensor, hashed at once
 _SPAN_BYTES = 1 << 22  # read at once where elements are picked out of it

@@ -50,7 +50,7 @@ from fastpar.models.hf import Weight, list_weights, load_hf
 from fastpar.models.nanogpt import load_nanogpt
 from fastpar.optim.state import entry_block
 from fastpar.settings.model import GPTConfig
-from fastpar.sharding.ranges import whole_run
+from fastpar.sharding.placements import whole_run
 
 
 def read_state(path: str | Path) -> dict[str, Any]:

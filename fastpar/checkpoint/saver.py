@@ -105,7 +105,7 @@ from fastpar.models.hf import (
     weights_file,
 )
 from fastpar.optim.state import entry_block, settle
-from fastpar.sharding.ranges import HOLE, Run, cut_runs, numel_of, share_of, whole_run
+from fastpar.sharding.placements import HOLE, Run, cut_runs, numel_of, share_of, whole_run
 
 SHARD_MB = 64.0  # a file of weights has at least so much, if there is as much
 _MOST_FILES = 16

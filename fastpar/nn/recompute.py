@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fastpar.axes.context.keys
-import fastpar.axes.experts.exchange
+import fastpar.axes.experts.mixture
 import fastpar.axes.grid
 import fastpar.kernels  # noqa: F401 (these define ops that KEPT names)
 from fastpar.comm.collectives import Handle

@@ -8,14 +8,28 @@
 Everything else follows (Placement): along which axes its gradient is summed, along which its slices
 are joined, which rank counts it in the global norm, which part of a checkpoint a rank writes. A
 parameter without a state has no default, because a wrong guess trains, and trains wrongly.
+
+Which elements of a whole tensor a piece holds: runs of global flat indices. Arithmetic only.
+
+A run (start, length, stride, count) stands for the elements
+
+    start + i * stride + j        i = 0 .. count - 1, j = 0 .. length - 1
+
+in this order, of the whole tensor flattened row by row. A piece is a list of runs, in the order in
+which its elements lie in memory: a rank's part of a bucket is one run; a slice of columns is one
+run of as many rows; q, k and v of a slice of heads are three. start = HOLE stands for elements that
+no whole tensor has: the padding of a vocabulary's last slice, or of attention's heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -165,3 +179,174 @@ class Placement:
             rows = range(0, len(parts), ranks)
             parts = [state.join(parts[first : first + ranks], shape) for first in rows]
         return parts[0]
+
+
+# Index ranges
+
+HOLE = -1
+
+
+class Run(NamedTuple):
+    """A repeated run of elements; the top of the file explains it."""
+
+    start: int
+    length: int
+    stride: int = 0
+    count: int = 1  # type: ignore[assignment] # hides tuple.count
+
+    @property
+    def numel(self) -> int:
+        return self.length * self.count
+
+    @property
+    def stop(self) -> int:
+        """One behind the last element."""
+        return self.start + (self.count - 1) * self.stride + self.length
+
+
+def whole_run(numel: int) -> list[Run]:
+    """The piece that is the tensor."""
+    return [Run(0, numel)] if numel else []
+
+
+def runs_of_slice(state: Shard, shape: Sequence[int], rank: int, ranks: int) -> list[Run]:
+    """The slice that rank has of a tensor of this shape, in the slice's own order."""
+    outer = math.prod(shape[: state.dim])
+    inner = math.prod(shape[state.dim + 1 :])
+    size, each = shape[state.dim], state.local_size(shape[state.dim], ranks) // state.groups
+    first, n = state.range_of(size, rank, ranks)
+    if state.groups == 1 and n == each:
+        runs = [Run(first * inner, n * inner, size * inner, outer)]
+    else:
+        starts = [k * (size // state.groups) + first for k in range(state.groups)]
+        padding = Run(HOLE, (each - n) * inner)
+        here = [(i * size + start) * inner for i in range(outer) for start in starts]
+        runs = [run for start in here for run in (Run(start, n * inner), padding)]
+    return [run._replace(stride=0) if run.count == 1 else run for run in runs if run.numel]
+
+
+def runs_of_placement(
+    placement: Placement, shape: Sequence[int], at: Mapping[str, int]
+) -> list[Run]:
+    """The slice that the rank at a place has of a tensor of this shape, in its own order."""
+    runs = whole_run(math.prod(shape))
+    shapes = placement.local_shapes(shape)
+    for i, (state, axis, ranks) in enumerate(placement.shard_steps()):
+        inner = runs_of_slice(state, shapes[i], at[axis], ranks)
+        runs = inner if i == 0 else _compose(runs, inner)
+    return runs
+
+
+def _compose(outer: Sequence[Run], inner: Iterable[Run]) -> list[Run]:
+    """The elements of a piece that `inner` names by their positions in the piece."""
+    result: list[Run] = []
+    for run in inner:
+        if run.start == HOLE:
+            result.append(run)
+            continue
+        for start in range(run.start, run.stop, run.stride or run.length):
+            result += cut_runs(outer, start, start + run.length)
+    return result
+
+
+def cut_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
+    """Elements [start, stop) of a piece, counted in its own order."""
+    result: list[Run] = []
+    at = 0
+    for run in runs:
+        a, b = max(start - at, 0), min(stop - at, run.numel)
+        at += run.numel
+        if a < b:
+            result += _cut(run, a, b)
+    return result
+
+
+def _cut(run: Run, a: int, b: int) -> list[Run]:
+    if run.start == HOLE:
+        return [Run(HOLE, b - a)]
+    first, skip = divmod(a, run.length)
+    last, rest = divmod(b, run.length)
+
+    def row(i: int, from_: int, to: int) -> list[Run]:
+        return [Run(run.start + i * run.stride + from_, to - from_)] if from_ < to else []
+
+    if first == last:
+        return row(first, skip, rest)
+    head = row(first, skip, run.length) if skip else []
+    first += bool(skip)
+    n = last - first
+    body = run._replace(
+        start=run.start + first * run.stride, count=n, stride=run.stride if n > 1 else 0
+    )
+    return [*head, *([body] if n else []), *row(last, 0, rest)]
+
+
+def numel_of(runs: Iterable[Run]) -> int:
+    """Elements of a piece, holes among them."""
+    return sum(run.numel for run in runs)
+
+
+def intervals(runs: Iterable[Run]) -> np.ndarray:
+    """int64 [n, 3]: (first index in the whole, length, first position in the piece), no holes."""
+    rows, at = [], 0
+    for run in runs:
+        if run.start != HOLE:
+            i = np.arange(run.count, dtype=np.int64)
+            starts, places = run.start + i * run.stride, at + i * run.length
+            rows.append(np.stack((starts, np.full_like(i, run.length), places), 1))
+        at += run.numel
+    return np.concatenate(rows) if rows else np.empty((0, 3), np.int64)
+
+
+def overlaps(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """int64 [n, 3]: (position in mine, position in theirs, length) of what both hold.
+
+    Args:
+        mine, theirs: intervals() of two pieces of one tensor.
+    """
+    theirs = theirs[np.argsort(theirs[:, 0], kind="stable")]
+    stops = theirs[:, 0] + theirs[:, 1]
+    first = np.searchsorted(stops, mine[:, 0], side="right")
+    last = np.searchsorted(theirs[:, 0], mine[:, 0] + mine[:, 1], side="left")
+    counts = np.maximum(last - first, 0)
+    a = np.repeat(np.arange(len(mine)), counts)
+    b = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    b += np.repeat(first, counts)
+    start = np.maximum(mine[a, 0], theirs[b, 0])
+    stop = np.minimum(mine[a, 0] + mine[a, 1], stops[b])
+    places = (mine[a, 2] + start - mine[a, 0], theirs[b, 2] + start - theirs[b, 0], stop - start)
+    return np.stack(places, 1)
+
+
+def check_cover(pieces: Iterable[Iterable[Run]], numel: int) -> str | None:
+    """None if the pieces hold each of a tensor's elements once; else what is wrong with them."""
+    parts = [intervals(runs) for runs in pieces]
+    rows = np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    starts, stops = rows[:, 0], rows[:, 0] + rows[:, 1]
+    due = np.concatenate((np.zeros(1, np.int64), stops))  # where each has to start
+    wrong = np.flatnonzero(starts != due[:-1])
+    if len(wrong):
+        start, at = int(starts[wrong[0]]), int(due[wrong[0]])
+        return f"element {start} twice" if start < at else f"no element {at}"
+    at = int(due[-1])
+    if at < numel:
+        return f"no element {at}"
+    return f"element {numel} of {numel}" if at > numel else None
+
+
+def share_of(numel: int, copy: int, n_copies: int, index: int, align: int = 256) -> tuple[int, int]:
+    """Elements [start, stop) that one of several ranks with the same piece writes.
+
+    Large pieces are cut at multiples of `align`, small ones go to one of the ranks, in turn.
+
+    Args:
+        index: of the piece among all of a checkpoint, the same on every rank.
+    """
+    if n_copies == 1 or numel < _SMALL * n_copies:
+        return (0, numel) if index % n_copies == copy else (0, 0)
+    each = -(-numel // (n_copies * align)) * align
+    return min(copy * each, numel), min((copy + 1) * each, numel)
+
+
+_SMALL = 4096  # elements a rank below which a piece is not cut

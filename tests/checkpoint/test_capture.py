@@ -9,7 +9,7 @@ from fastpar.checkpoint import saver as saver_module
 from fastpar.checkpoint.saver import Capture, piece_runs, save_checkpoint
 from fastpar.engine.engine import engine_of_parameter
 from fastpar.settings.parallel import Parallel
-from fastpar.sharding.ranges import check_cover, cut_runs
+from fastpar.sharding.placements import check_cover, cut_runs
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=4, n_embd=64, block_size=8, vocab_size=301)

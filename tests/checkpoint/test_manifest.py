@@ -6,7 +6,7 @@ from manifest_cells import make_folder, reseal
 from fastpar.checkpoint import manifest as module
 from fastpar.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
 from fastpar.checkpoint.manifest import read_manifest as read
-from fastpar.sharding.ranges import HOLE, Run
+from fastpar.sharding.placements import HOLE, Run
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from fastpar.files.tensor_file import DTYPE_NAMES, STORED
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import save_hf
 from fastpar.settings.model import GPTConfig
-from fastpar.sharding.ranges import HOLE, Run
+from fastpar.sharding.placements import HOLE, Run
 
 OPTIMIZER = "optimizer-00001-of-00002.safetensors"
 

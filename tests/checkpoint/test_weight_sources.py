@@ -14,7 +14,7 @@ from fastpar.checkpoint.restore import load_weights
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, save_hf
 from fastpar.settings.model import GPTConfig
-from fastpar.sharding.ranges import whole_run
+from fastpar.sharding.placements import whole_run
 
 CONFIG = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=9, dropout=0.0)
 

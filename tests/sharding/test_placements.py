@@ -7,8 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastpar.sharding.placements import Partial, Placement, Replicate, Shard
-from fastpar.sharding.ranges import HOLE, check_cover, runs_of_placement
+from fastpar.sharding.placements import (
+    HOLE,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    check_cover,
+    runs_of_placement,
+)
 
 
 def round_trip(state, whole, ranks):

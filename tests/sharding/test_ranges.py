@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastpar.sharding.placements import Shard
-from fastpar.sharding.ranges import (
+from fastpar.sharding.placements import (
     HOLE,
     Run,
+    Shard,
     check_cover,
     cut_runs,
     intervals,

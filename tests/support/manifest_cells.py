@@ -8,7 +8,7 @@ import torch
 
 from fastpar.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
 from fastpar.files.tensor_file import DTYPE_NAMES, Spec, TensorFile
-from fastpar.sharding.ranges import Run
+from fastpar.sharding.placements import Run
 
 WEIGHTS = {"transformer.wte.weight": (7, 4), "transformer.ln_f.bias": (4,)}
 # PARAMETER/ENTRY -> its pieces: what each of two files has.

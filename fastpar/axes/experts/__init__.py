@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fastpar.axes import Axis, Making, Travel, size_text
 from fastpar.axes.experts import mixture
 from fastpar.axes.experts.balance import Losses
-from fastpar.axes.experts.exchange import ExpertParallel
+from fastpar.axes.experts.mixture import ExpertParallel
 from fastpar.axes.step import CommOp, Setup, Workload
 from fastpar.axes.tensor.declared import not_split
 from fastpar.comm.mesh import Mesh

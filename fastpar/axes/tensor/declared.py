@@ -25,8 +25,7 @@ from fastpar.axes.tensor.functional import TensorParallel
 from fastpar.comm.collectives import Collectives
 from fastpar.settings.mesh import TP_AXES
 from fastpar.sharding.layout import parameter_names
-from fastpar.sharding.placements import Placement, Replicate, Shard, State
-from fastpar.sharding.ranges import Run, runs_of_placement
+from fastpar.sharding.placements import Placement, Replicate, Run, Shard, State, runs_of_placement
 
 
 class Declared:
