@@ -17,6 +17,9 @@ An axis says everything about itself. Everybody else goes through every() and na
     candidates   layouts that `fastpar plan` should try
     text, ...    what it says of them
 
+Settings and rules of fastpar's own axes stand in settings/: a command line is read, and refused,
+before torch is imported. An axis that is added has its own.
+
 To add one, write a file in this folder with an `AXIS`, or call register(). A method that an axis
 has nothing to say to is left out. [Note: order] Methods are called in the order of `order`: from
 the ranks that lie farthest apart to the nearest, then what works on buckets; split() the other way
