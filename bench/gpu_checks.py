@@ -507,7 +507,7 @@ class Here:
     def _live(self) -> int:
         return torch.cuda.memory_allocated() if RUN.device == "cuda" else 0
 
-    def call(self, command: str, *args: Any, timeout_s: float = 0.0) -> list[Any]:
+    def ask(self, command: str, *args: Any, timeout_s: float = 0.0) -> list[Any]:
         if command == "peak_bytes":
             return [self._peak]
         others = self._live() - self._own
