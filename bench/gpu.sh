@@ -32,6 +32,7 @@ make_shim() {
   ln -s "$PWD"/fastpar/* "$shim/fastpar/"
   ln -s "$PWD"/kernels/*.py "$PWD"/kernels/*.json "$shim/fastpar/kernels/"
   ln -s "$PWD/bench" "$shim/bench"
+  ln -s "$PWD/bench/triton_key.py" "$shim/sitecustomize.py"
   export PYTHONPATH="$shim${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 }
 # In a copy, whose objects are those of this Python.
@@ -42,7 +43,7 @@ build_module() {
   cp -rp setup.py csrc "$copy/"
   (cd "$copy" && "$PYTHON" setup.py -q build_ext --build-lib lib) && cp "$copy"/lib/fastpar/kernels/_C*.so "$1/"
 }
-digest() { cat setup.py csrc/* | sha256sum | cut -c 1-16; }
+digest() { (LC_ALL=C; cat setup.py csrc/* | sha256sum | cut -c 1-16); }
 loads() { (cd build && "$PYTHON" -m fastpar.kernels.backend); }
 
 make_shim
@@ -56,13 +57,16 @@ if [[ ${1:-} == pack ]]; then
   du -sh "$PACK"/*
   exit
 fi
-how=carried
-if [[ $(cat "$PACK/digest" 2>/dev/null) == "$(digest)" ]] && cp "$PACK"/_C*.so build/shim/fastpar/kernels/ &&
-  loads >build/gpu_build.log 2>&1; then
+if [[ -f $PACK/triton.tar.gz ]]; then
   export TRITON_CACHE_DIR=$PWD/build/triton_cache
   mkdir -p "$TRITON_CACHE_DIR"
-  tar -C "$TRITON_CACHE_DIR" -xzf "$PACK/triton.tar.gz" ||
-    echo "gpu.sh: no cache of Triton in $PACK; kernels are compiled here" >&2
+  tar -C "$TRITON_CACHE_DIR" -xzf "$PACK/triton.tar.gz"
+fi
+how=carried
+[[ -f $PACK/digest && $(cat "$PACK/digest") != "$(digest)" ]] && echo "gpu.sh: the pack is of another csrc/" >&2
+if [[ $(cat "$PACK/digest" 2>/dev/null) == "$(digest)" ]] && cp "$PACK"/_C*.so build/shim/fastpar/kernels/ &&
+  { loads >build/gpu_build.log 2>&1 || { tail -n 3 build/gpu_build.log >&2; false; }; }; then
+  :
 elif compgen -G "kernels/_C*.so" >/dev/null && rm -f build/shim/fastpar/kernels/_C* &&
   ln -s "$PWD"/kernels/_C*.so build/shim/fastpar/kernels/ && loads >build/gpu_build.log 2>&1; then
   how=installed
