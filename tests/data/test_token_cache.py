@@ -30,6 +30,10 @@ def tokens_of(source, tokenizer="bytes", val_fraction=0.05, *, cache, progress=F
     return tokenized(source, tokenizer, val_fraction, cache=Path(cache), progress=progress)
 
 
+def n_entries(cache):
+    return sum(path.is_dir() for path in Path(cache).iterdir())
+
+
 def entry_of(cache):
     (entry,) = (path for path in Path(cache).iterdir() if path.is_dir())
     return entry
@@ -37,14 +41,6 @@ def entry_of(cache):
 
 def same(a, b):
     return np.array_equal(a.train, b.train) and np.array_equal(a.val, b.val)
-
-
-@pytest.fixture
-def no_tokenizing(monkeypatch):
-    def refuse(*arguments):
-        raise AssertionError("tokenized again")
-
-    return lambda: monkeypatch.setattr(sources, "_tokenize", refuse)
 
 
 @given(
@@ -107,28 +103,23 @@ def test_documents_are_joined_by_the_end_of_text(tokenizer, tmp_path, monkeypatc
     assert data.tokenizer.eot not in one.train
 
 
-def test_bpe_learns_nothing_from_what_is_held_out(tmp_path):
+def test_who_learns_from_what(tmp_path, monkeypatch):
+    """BPE nothing from what is held out, and from a bounded part; characters of all parts count."""
     texts = ["abab " * 20 for _ in range(100)]
     source = source_of(texts, val_documents=lambda: [b"zqzq " * 2000])
     data = tokens_of(source, "bpe-300", cache=tmp_path)
     assert len(data.tokenizer.encode("zqzqzqzq")) == 8
     assert len(data.tokenizer.encode("abab")) < 3
     assert data.tokenizer.decode(data.val) == "zqzq " * 2000
-
-
-def test_bpe_learns_from_a_bounded_part(tmp_path, monkeypatch):
+    source = source_of(["abc"], val_documents=lambda: [b"xyz"])
+    data = tokens_of(source, "chars", cache=tmp_path)
+    assert data.tokenizer.decode(data.val) == "xyz"
     monkeypatch.setattr(sources, "_BPE_TRAIN_BYTES", 1000)
     long, late = "abab " * 20_000, "zqzq " * 3000
     for texts in ([long, late], [long + late + "."]):
         data = tokens_of(source_of(texts), "bpe-300", cache=tmp_path)
         assert len(data.tokenizer.encode("abab")) < 3
         assert len(data.tokenizer.encode("zqzq")) == 4
-
-
-def test_characters_of_all_parts_are_known(tmp_path):
-    source = source_of(["abc"], val_documents=lambda: [b"xyz"])
-    data = tokens_of(source, "chars", cache=tmp_path)
-    assert data.tokenizer.decode(data.val) == "xyz"
 
 
 def test_large_vocabularies_take_32_bits(tmp_path, monkeypatch):
@@ -147,9 +138,9 @@ def test_large_vocabularies_take_32_bits(tmp_path, monkeypatch):
     assert data.train[:3].tolist() == [65_539, 69_999, 65_539]
 
 
-def test_second_use_reads_the_cache(tmp_path, no_tokenizing):
+def test_second_use_reads_the_cache(tmp_path, monkeypatch):
     first = tokens_of(source_of(DOCUMENTS), "bpe-300", cache=tmp_path)
-    no_tokenizing()
+    monkeypatch.setattr(sources, "_tokenize", lambda *words: pytest.fail("tokenized again"))
     again = tokens_of(source_of(DOCUMENTS), "bpe-300", cache=tmp_path)
     assert same(first, again)
     assert isinstance(again.train, np.memmap)
@@ -168,39 +159,31 @@ def test_anything_that_matters_makes_another_entry(tmp_path):
         (["x" + DOCUMENTS[0][1:], *DOCUMENTS[1:]], "bytes", 0.05),  # the same sizes
     ]:
         tokens_of(source_of(texts), tokenizer, fraction, cache=tmp_path)
-    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 6
+    assert n_entries(tmp_path) == 6
     for key in ("one", "two", "one"):
         tokens_of(source_of(DOCUMENTS, content_key=key), cache=tmp_path)
-    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 8
-
-
-def test_a_folder_with_another_tokenizer_makes_another_entry(tmp_path):
-    for chars, ids in (("abc", [2, 1]), ("bc", [1, 0])):
+    assert n_entries(tmp_path) == 8
+    for chars, ids in (("abc", [2, 1]), ("bc", [1, 0])):  # a folder with another tokenizer
         CharTokenizer(chars).save(tmp_path / "saved")
         data = tokens_of(source_of(["cb"]), str(tmp_path / "saved"), cache=tmp_path)
         assert data.train.tolist() + data.val.tolist() == ids
 
 
 @pytest.mark.parametrize("file", ["train.bin", "val.bin", "tokenizer.json", "meta.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "remove"])
-def test_damage_is_found_and_mended(file, damage, tmp_path, capsys):
+def test_damage_is_found_and_mended(file, tmp_path, capsys):
     first = tokens_of(source_of(DOCUMENTS), "bpe-300", cache=tmp_path)
     expected = {path.name: path.read_bytes() for path in entry_of(tmp_path).iterdir()}
-    path = entry_of(tmp_path) / file
-    content = bytearray(path.read_bytes())
-    content[content.index(b"}") if file == "meta.json" else len(content) // 2] ^= 1
-    changed = {"flip": content, "cut": content[:-1], "empty": b""}
-    path.unlink()  # `first` still maps the old file
-    if damage != "remove":
-        path.write_bytes(changed[damage] if damage != "cut" else expected[file][:-3])
-    again = tokens_of(source_of(DOCUMENTS), "bpe-300", cache=tmp_path, progress=True)
-    assert same(first, again)
-    assert {path.name: path.read_bytes() for path in entry_of(tmp_path).iterdir()} == expected
-    assert "is damaged" in capsys.readouterr().err
-
-
-def test_an_entry_without_checksums_is_damaged(tmp_path):
-    tokens_of(source_of(DOCUMENTS), cache=tmp_path)
+    flipped = bytearray(expected[file])
+    flipped[flipped.index(b"}") if file == "meta.json" else len(flipped) // 2] ^= 1
+    for content in (flipped, expected[file][:-3], b"", None):
+        path = entry_of(tmp_path) / file
+        path.unlink()  # `first` still maps the old file
+        if content is not None:
+            path.write_bytes(content)
+        again = tokens_of(source_of(DOCUMENTS), "bpe-300", cache=tmp_path, progress=True)
+        assert same(first, again)
+        assert {path.name: path.read_bytes() for path in entry_of(tmp_path).iterdir()} == expected
+        assert "is damaged" in capsys.readouterr().err
     meta = entry_of(tmp_path) / "meta.json"
     meta.write_text('{"val_bytes": 1, "dtype": "<u2", "checksums": {}}')
     assert sources._why_damaged(entry_of(tmp_path)) is not None
@@ -264,41 +247,36 @@ def test_without_locks_the_first_rename_wins(tmp_path, monkeypatch):
     assert (entry_of(tmp_path) / "by-the-other").exists()
 
 
-def test_a_killed_writer_leaves_nothing_behind(tmp_path):
-    tokens_of(source_of(DOCUMENTS), cache=tmp_path)
-    entry = entry_of(tmp_path)
-    key = entry.name.rpartition("-")[2]
-    os.rename(entry, tmp_path / f".tmp-{key}-abc")  # complete but for the rename
-    (tmp_path / f".tmp-{key}-abc" / "train.bin").unlink()
-    tokens_of(source_of(DOCUMENTS), cache=tmp_path)
-    assert entry_of(tmp_path) == entry
+def test_who_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    """A killed writer, a broken tokenizer, a full disk."""
+    tokens_of(source_of(DOCUMENTS), cache=tmp_path / "killed")
+    entry = entry_of(tmp_path / "killed")
+    left = entry.with_name(f".tmp-{entry.name.rpartition('-')[2]}-abc")
+    os.rename(entry, left)  # complete but for the rename
+    (left / "train.bin").unlink()
+    tokens_of(source_of(DOCUMENTS), cache=tmp_path / "killed")
+    assert entry_of(tmp_path / "killed") == entry
 
-
-def test_a_failing_tokenizer_leaves_nothing_behind(tmp_path):
     library = pytest.importorskip("tokenizers")
     broken = library.Tokenizer(library.models.WordLevel({"a": 0}, unk_token="a"))
-    broken.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text("{")
+    (tmp_path / "saved").mkdir()
+    broken.save(str(tmp_path / "saved" / "tokenizer.json"))
+    (tmp_path / "saved" / "tokenizer_config.json").write_text("{")
     cache = cache_folder(tmp_path / "cache")
     with pytest.raises(ValueError, match="expected an intact tokenizer"):
-        tokens_of(source_of(DOCUMENTS), str(tmp_path), cache=cache)
-    assert [path for path in cache.iterdir() if path.is_dir()] == []
-
-
-def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise OSError(code, "no luck")
-
-    monkeypatch.setattr(sources, "_write_tokens", fail)
-    code = errno.ENOSPC
-    with pytest.raises(
-        RuntimeError, match=r"room for the tokens of texts, got .* with no luck; fre"
+        tokens_of(source_of(DOCUMENTS), str(tmp_path / "saved"), cache=cache)
+    for code, kind, words in (
+        (errno.ENOSPC, RuntimeError, r"room for the tokens of texts, got .* with no luck; fre"),
+        (errno.EIO, OSError, "no luck"),
     ):
-        tokens_of(source_of(DOCUMENTS), cache=tmp_path)
-    code = errno.EIO
-    with pytest.raises(OSError, match="no luck"):
-        tokens_of(source_of(DOCUMENTS), cache=tmp_path)
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+        def fail(*arguments, code=code):
+            raise OSError(code, "no luck")
+
+        monkeypatch.setattr(sources, "_write_tokens", fail)
+        with pytest.raises(kind, match=words):
+            tokens_of(source_of(DOCUMENTS), cache=cache)
+    assert n_entries(cache) == 0
 
 
 def test_cache_folder(tmp_path, monkeypatch):

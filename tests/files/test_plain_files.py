@@ -1,10 +1,16 @@
-"""Opening and parsing what others may have put into a folder: refused at once, never awaited."""
+"""Opening and parsing what others may have put into a folder: refused at once, never awaited.
+Where this user's files of every run are kept."""
 
 import os
+import pwd
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from fastpar.data.sources import cache_folder
+from fastpar.doctor.table import proofs_folder
 from fastpar.files.plain_files import (
     is_plain_name,
     open_plain,
@@ -13,30 +19,19 @@ from fastpar.files.plain_files import (
     read_plain,
     reason,
     shown,
+    user_cache,
 )
+from fastpar.predict.machine import rates_folder
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "a", "A-b_c.1", "0", "x" * 255])
-def test_plain_names(name):
-    assert is_plain_name(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", ".", "..", "../a", "a/b", "/etc/passwd", ".hidden", "a\0", "a\n", "a b", "\u00e4", "-x"],
-)
-def test_names_with_more_to_them(name):
-    assert not is_plain_name(name)
-
-
-@pytest.mark.parametrize("name", ["x" * 256, "a\\b", None, 3, ["a"]])
-def test_names_that_are_none(name):
-    assert not is_plain_name(name)
-
-
-def test_a_regular_file_is_read(tmp_path):
-    (tmp_path / "a").write_bytes(b"abc")
-    assert read_plain(tmp_path / "a", 3) == b"abc"
+def test_plain_names():
+    for name in ("model.safetensors", "a", "A-b_c.1", "0", "x" * 255):
+        assert is_plain_name(name), name
+    for name in (
+        *("", ".", "..", "../a", "a/b", "/etc/passwd", ".hidden", "a\0", "a\n", "a b", "\u00e4"),
+        *("-x", "x" * 256, "a\\b", None, 3, ["a"]),
+    ):
+        assert not is_plain_name(name), name
 
 
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):
@@ -46,7 +41,6 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "file")
     (tmp_path / "to_pipe").symlink_to(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as server:
-        monkeypatch.chdir(tmp_path)  # the length of a socket's path is limited
         monkeypatch.chdir(tmp_path)  # the length of a socket's path is limited
         server.bind("socket")
     for name in ("folder", "pipe", "socket"):
@@ -60,10 +54,9 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError) as error:
         open_plain(tmp_path / "none")
     assert reason(error.value) == "no such file"
-    with pytest.raises(OSError, match="not a file name"):
-        open_plain("a\0b")
-    with pytest.raises(OSError, match="not a file name"):
-        open_plain("\ud800")
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(OSError, match="not a file name"):
+            open_plain(name)
 
 
 def test_a_file_put_in_place_of_the_one_looked_at(tmp_path, monkeypatch):
@@ -78,10 +71,11 @@ def test_a_file_put_in_place_of_the_one_looked_at(tmp_path, monkeypatch):
         open_plain(tmp_path / "link")
 
 
-def test_a_file_over_the_limit_is_not_read(tmp_path):
-    (tmp_path / "a").write_bytes(b"abcd")
-    with pytest.raises(OSError, match="larger than 3 bytes"):
-        read_plain(tmp_path / "a", 3)
+def test_a_regular_file_is_read_up_to_its_limit(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    assert read_plain(tmp_path / "a", 3) == b"abc"
+    with pytest.raises(OSError, match="larger than 2 bytes"):
+        read_plain(tmp_path / "a", 2)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +99,29 @@ def test_what_is_not_an_object(content, problem, tmp_path):
         read_object(tmp_path / "a.json")
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_file_that_is_not_there_and_values_in_messages(tmp_path):
     with pytest.raises(ValueError, match=r"^no such file$"):
         read_object(tmp_path / "a.json")
     with pytest.raises(ValueError, match=r"^not a regular file$"):
         read_object(tmp_path)
-
-
-def test_values_in_messages_are_short_and_ascii():
     assert shown("\n\u00e4") == r"'\n\xe4'"
     assert len(shown("x" * 1000)) == 80
+
+
+def test_a_user_without_a_home(tmp_path, monkeypatch):
+    """As in a container that runs under a number: neither HOME nor an entry in passwd."""
+
+    def nobody(uid):
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "FASTPAR_PROOFS", "FASTPAR_RATES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache = tmp_path / f"fastpar-{os.getuid()}"
+    assert cache_folder(None) == user_cache() == cache
+    assert (proofs_folder(), rates_folder()) == (cache / "proofs", cache / "rates")
+    monkeypatch.setenv("HOME", "/h")
+    assert user_cache() == Path("/h/.cache/fastpar")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert user_cache() == Path("/x/fastpar")

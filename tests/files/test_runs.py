@@ -1,11 +1,16 @@
-"""The folders of runs and of their checkpoints; one process at a time writes one."""
+"""The folders of runs and of their checkpoints, which one process at a time writes; the bar and its
+lines, times in words, smooth curves."""
 
 import errno
+import fcntl
 import json
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -13,13 +18,16 @@ import pytest
 from fastpar.files import runs
 from fastpar.files.runs import (
     LOCK,
+    Progress,
     checkpoint_folder,
+    duration,
     find_run,
     hold,
     is_restart,
     list_checkpoints,
     release,
     run_id,
+    smoothed,
     step_of,
 )
 
@@ -32,28 +40,20 @@ time.sleep(100)
 """
 
 
-@pytest.fixture(autouse=True)
-def given_back():
-    yield
-    release()
-
-
 @pytest.fixture
 def holder():
     """Starts a process that holds a folder."""
     started = []
 
     def start(folder):
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLD.format(folder=str(folder))],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        code = HOLD.format(folder=str(folder))
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout.readline() == "held\n"
         return process
 
     yield start
+    release()
     for process in started:
         process.kill()
         process.communicate()
@@ -70,31 +70,22 @@ def test_a_folder_that_another_process_has_is_refused_and_it_is_named(tmp_path, 
     with pytest.raises(ValueError, match=rule):
         hold(tmp_path, wait_s=0.3)
     assert 0.3 <= time.monotonic() - began < 5
-    holder(tmp_path.parent)  # another folder
-
-
-def test_what_was_written_by_nobody_known(tmp_path, holder):
-    holder(tmp_path)
-    (tmp_path / LOCK).write_text("[1, 2")
+    (tmp_path / LOCK).write_text("[1, 2")  # by nobody known
     with pytest.raises(ValueError, match=r"which another process has; wait"):
         hold(tmp_path, wait_s=0.0)
+    assert hold(tmp_path.parent, wait_s=0.0)  # another folder
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_death_of_any_kind_frees_it_and_a_restart_waits_for_it(tmp_path, holder, end):
     process = holder(tmp_path)
-    killer = subprocess.Popen(
-        [sys.executable, "-c", f"import os, time; time.sleep(0.5); os.kill({process.pid}, {end:d})"]
-    )
-    assert hold(tmp_path)
-    killer.wait()
+    command = f"sleep 0.5; kill -{end:d} {process.pid}"
+    with subprocess.Popen(["sh", "-c", command]):
+        assert hold(tmp_path)
     known = json.loads((tmp_path / LOCK).read_text())
     assert known["pid"] == os.getpid()
-
-
-def test_the_same_process_has_it_as_often_as_it_asks(tmp_path):
-    assert hold(tmp_path, wait_s=0.0)
-    assert hold(tmp_path / ".", wait_s=0.0)
+    for again in (tmp_path, tmp_path / "."):  # it has it as often as it asks
+        assert hold(again, wait_s=0.0)
     release()
     assert hold(tmp_path, wait_s=0.0)
 
@@ -116,6 +107,8 @@ def test_a_fork_does_not_keep_it(tmp_path, holder):
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     """Each has its own error for it; 524 is ENOTSUPP, which NFS and FUSE let through."""
+    with pytest.raises(FileNotFoundError):
+        hold(tmp_path / "missing")
     for number in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL, 524):
 
         def flock(descriptor, how, number=number):
@@ -126,12 +119,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         runs.check_free(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        hold(tmp_path / "missing")
-
-
-def test_a_restart_finds_the_folder_of_its_run(tmp_path, monkeypatch):
+def test_a_restart_finds_the_folder_of_its_run(tmp_path, holder, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -140,16 +128,14 @@ def test_a_restart_finds_the_folder_of_its_run(tmp_path, monkeypatch):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{name}-later")
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / LOCK).write_text("{")
-    assert find_run(tmp_path, "night") == tmp_path / "a"
-    assert find_run(tmp_path, "a-later") == tmp_path / "b"
-    assert find_run(tmp_path, "unknown") is None
-    assert find_run(tmp_path, "") is None
+    for name, folder in (("night", "a"), ("a-later", "b"), ("unknown", None), ("", None)):
+        assert find_run(tmp_path, name) == (folder and tmp_path / folder)
     assert find_run(tmp_path / "missing", "night") is None
     hold(tmp_path / "a")  # with another id now
     assert find_run(tmp_path, "night") is None
 
 
-def test_the_name_of_a_run(monkeypatch):
+def test_names_of_runs_and_restarts(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-17")
     assert run_id() == "job-17"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -160,9 +146,6 @@ def test_the_name_of_a_run(monkeypatch):
     assert theirs.stdout.strip() not in ("", "none", ours)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert run_id() == ""
-
-
-def test_what_is_a_restart(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     assert not is_restart()
     for count, expected in (("0", False), ("1", True), ("", False)):
@@ -178,3 +161,48 @@ def test_folders_are_listed_by_step(tmp_path):
     (tmp_path / "checkpoints" / "step_000010").touch()
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [3, 200, 1_000_000]
     assert list_checkpoints(tmp_path / "none") == []
+
+
+def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(runs.time, "monotonic", lambda: clock[0])
+    progress = Progress(100, 20, bar=False)
+    for step in range(21, 101):
+        clock[0] += 1.0
+        progress.update(step, "loss 1.000")
+    progress.say("saved")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 21/100  loss 1.000  eta 1:19"
+    assert lines[1].startswith("step 26/100")
+    assert lines[-2:] == ["step 100/100  loss 1.000  eta 0:00", "saved"]
+    assert len(lines) == 18
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_bar_of_rank_0_alone(capfd, enabled):
+    progress = Progress(10, 2, enabled=enabled, bar=True)
+    progress.update(3, "loss 1.250")
+    progress.say("saved")
+    progress.close()
+    out, err = capfd.readouterr()
+    assert out == ("saved\n" if enabled else "")
+    assert ("3/10" in err and "loss 1.250" in err) if enabled else err == ""
+
+
+@pytest.mark.parametrize(("rows", "bar"), [(40, True), (0, False)])
+def test_a_bar_only_on_a_terminal_that_knows_its_size(monkeypatch, rows, bar):
+    parent, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 100, 0, 0))
+    with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(runs.sys, "stderr", stderr)
+        progress = Progress(10)
+        assert (progress._bar is not None) == bar
+        progress.close()
+    os.close(parent)
+
+
+def test_durations_and_smooth_curves():
+    assert [duration(s) for s in (0, 61, 3723, -2)] == ["0:00", "1:01", "1:02:03", "0:00"]
+    assert smoothed([3.0] * 5, 0.9) == pytest.approx([3.0] * 5)  # an average from the start
+    assert smoothed([1.0, 2.0], weight=0.5) == pytest.approx([1.0, 5 / 3])
+    assert smoothed([3.0, 1.0], 0.0) == [3.0, 1.0]

@@ -1,10 +1,17 @@
-"""GPTConfig and TrainConfig: what they accept, what they refuse and how they say it."""
+"""GPTConfig and TrainConfig: what they accept, what they refuse and how they say it; settings from
+files and words; help for each."""
+
+import inspect
+import re
+from dataclasses import is_dataclass
+from typing import get_type_hints
 
 import pytest
 
 from fastpar.settings.config import TrainConfig, derive_batch
-from fastpar.settings.files import option
+from fastpar.settings.files import option, parse_seconds, read_settings
 from fastpar.settings.model import PRESETS, GPTConfig
+from fastpar.settings.options import TrainFlags
 
 FP8 = {"fp8": "all", "fp8_emulate": True, "n_head": 2, "n_embd": 16}
 
@@ -20,10 +27,7 @@ def test_published_sizes():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (
-            {"n_layer": 0},
-            r"expected a positive integer, got n_layer=0; set n_layer >= 1",
-        ),
+        ({"n_layer": 0}, r"expected a positive integer, got n_layer=0; set n_layer >= 1"),
         ({"block_size": True}, r"GPTConfig: expected a positive integer, got block_size=True"),
         ({"vocab_size": 2.5}, r"GPTConfig: expected a positive integer, got vocab_size=2.5"),
         ({"n_embd": 100, "n_head": 3}, r"expected n_embd divisible by n_head=3, got n_embd=100"),
@@ -36,8 +40,9 @@ def test_refused_shapes(sizes, message):
         GPTConfig(**sizes)
 
 
-def test_formats_of_gradients_that_go_together():
-    for changes in (
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"grad_dtype": "bf16", "dtype": "bf16"},
         {"reduce_dtype": "bf16", "dtype": "fp32"},
         {"reduce_dtype": "fp16", "dtype": "fp16"},
@@ -46,12 +51,6 @@ def test_formats_of_gradients_that_go_together():
         {"node_size": 4, "wire_gradients": "int8", "zero_stage": 1},
         {"node_size": 4, "secondary_shards": True, "zero_stage": 3},
         {"zero_stage": 3, "shard_size": 2, "deterministic": True, "reduce_dtype": "fp32"},
-    ):
-        TrainConfig().replace(changes)
-
-
-def test_splits_that_go_together():
-    for changes in (
         {"model": "micro", "tp": 4, "zero": 3, "moment_dtype": "bf16"},
         {"model": "micro", "tp": 4, "block_size": 66, "sequence-parallel": False},
         {"model": "gpt2-xl", "tp": 5, "block_size": 1000},
@@ -59,8 +58,11 @@ def test_splits_that_go_together():
         {**FP8, "tp": 2, "fp8_scaling": "block", "n_embd": 256},
         {**FP8, "tp": 2, "fp8_scaling": "tensor", "n_embd": 32},
         {**FP8, "tp": 2, "fp8_scaling": "block", "fp8": "mlp", "n_embd": 64},
-    ):
-        TrainConfig().replace(changes)
+    ],
+    ids=str,
+)
+def test_what_goes_together(changes):
+    TrainConfig().replace(changes)
 
 
 def test_settings_have_one_name_each_and_go_there_and_back():
@@ -74,6 +76,11 @@ def test_settings_have_one_name_each_and_go_there_and_back():
     changed = TrainConfig().replace({"lr": 1, "betas": [0.8, 0.9], "max-steps": 7, "dtype": "bf16"})
     assert (changed.optim.betas, changed.run.max_steps) == ((0.8, 0.9), 7)
     assert TrainConfig().replace(changed.settings()) == changed
+    assert vars(config) == vars(TrainFlags())  # the defaults pass their own checks
+    assert TrainConfig().replace(config.settings()) == config
+    faults = config.faults
+    assert (faults.async_save, faults.save_overlap, faults.on_nonfinite) == (True, "wait", "stop")
+    assert (faults.check_replicas_every, faults.max_restarts, faults.timeout) == (0, 0, "30m")
     assert option("max_steps") == "--max-steps"
     for key in ("zero", "zero_stage", "zero-stage"):
         assert TrainConfig().replace({key: 2}).parallel.zero_stage == 2
@@ -114,17 +121,17 @@ def batch(rows, micro=None, accum=None):
 
 
 def test_batches_are_derived():
-    assert derive_batch(**batch(32), block_size=128, dp_size=1) == (32, 1)
-    assert derive_batch(**batch(32), block_size=128, dp_size=2) == (16, 1)
-    assert derive_batch(**batch(480), block_size=1024, dp_size=8) == (
-        15,
-        4,
-    )  # 16 would fit 16384 tokens
-    assert derive_batch(**batch(7), block_size=100_000, dp_size=1) == (1, 7)
-    assert derive_batch(**batch(24, micro=3), block_size=64, dp_size=2) == (3, 4)
-    assert derive_batch(**batch(24, accum=4), block_size=64, dp_size=2) == (3, 4)
-    assert derive_batch(**batch(24, micro=3, accum=4), block_size=64, dp_size=2) == (3, 4)
-    assert derive_batch(**batch(2), block_size=64, dp_size=2) == (1, 1)
+    for settings, block_size, ranks, expected in (
+        (batch(32), 128, 1, (32, 1)),
+        (batch(32), 128, 2, (16, 1)),
+        (batch(480), 1024, 8, (15, 4)),  # 16 would fit 16384 tokens
+        (batch(7), 100_000, 1, (1, 7)),
+        (batch(24, micro=3), 64, 2, (3, 4)),
+        (batch(24, accum=4), 64, 2, (3, 4)),
+        (batch(24, micro=3, accum=4), 64, 2, (3, 4)),
+        (batch(2), 64, 2, (1, 1)),
+    ):
+        assert derive_batch(**settings, block_size=block_size, dp_size=ranks) == expected
 
 
 @pytest.mark.parametrize(
@@ -142,3 +149,56 @@ def test_batches_are_derived():
 def test_refused_batches(settings, ranks, message):
     with pytest.raises(ValueError, match=message):
         derive_batch(**settings, block_size=64, dp_size=ranks)
+
+
+# From files and words
+
+
+def test_every_setting_has_a_default_and_help():
+    groups = list(get_type_hints(TrainFlags).values())
+    for group in groups:
+        source = "".join(inspect.getsource(part) for part in group.__mro__[:-1])
+        for name, hint in get_type_hints(group).items():
+            if is_dataclass(hint):
+                groups.append(hint)
+            else:
+                assert re.search(rf'    {name}: [^\n]+ = [^\n]+\n    """[^"]+', source), name
+
+
+def test_times():
+    for text, seconds in (
+        ("300", 300),
+        ("300s", 300),
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("1.5h", 5400),
+        *((t, 0) for t in ("", "0", "0s", "m", "5x", "5m and", "1e3", "-3s")),
+    ):
+        assert parse_seconds(text) == seconds, text
+
+
+def test_settings_files(tmp_path):
+    """Headings are for the reader."""
+    toml, json = tmp_path / "a.toml", tmp_path / "config.json"
+    toml.write_text('lr = 0.1\n[model]\nmodel = "gpt2"\n[train]\nmax-steps = 7\n')
+    config = TrainConfig().replace(read_settings(toml))
+    assert (config.optim.lr, config.shape.model, config.run.max_steps) == (0.1, "gpt2", 7)
+    json.write_text('{"settings": {"lr": 0.1}, "versions": {}}')
+    assert read_settings(json) == {"lr": 0.1}
+    toml.write_text("[optim]\nlearning = 0.2\n")
+    with pytest.raises(ValueError, match="got key=learning"):
+        TrainConfig().replace(read_settings(toml))
+    for path, text, words in (
+        (
+            toml,
+            "lr = 0.1\n[optim]\nlr = 0.2\n",
+            r"not read: lr .* twice, also under \[optim\]",
+        ),
+        (toml, "lr = = 3", "expected TOML or the config.json of a run, got path"),
+        (json, "lr = = 3", "expected TOML or the config.json of a run, got path"),
+        (tmp_path / "none.toml", None, "read_settings: expected a file of settings, got path="),
+    ):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            read_settings(path)

@@ -4,6 +4,9 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow  # a process for each command
 LINE = "    secondary_shards: bool = False\n"
 NEW = '''    parity_bits: int = 0
     """Bits of parity that each message carries."""

@@ -1,24 +1,18 @@
 """Where the trainer's tests run."""
 
 import pytest
-from train_runs import make_text
-
-from fastpar.train import journal
+from train_runs import Made, in_folder, make_text
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty folder with a text, to run in. No pictures: one takes longer than a short run."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(journal, "plot_loss", lambda rows, path, title: path.touch())
+def here(tmp_path):
+    """A folder with text.txt and texts/, to run in."""
     make_text(tmp_path)
-    return tmp_path
+    with in_folder(tmp_path):
+        yield tmp_path
 
 
-@pytest.fixture
-def texts(here):
-    """A folder of documents, some longer than others."""
-    (here / "texts").mkdir()
-    for i, text in enumerate((here / "text.txt").read_text().split("\n")[:90]):
-        (here / "texts" / f"{i}.txt").write_text(text * (1 + i % 4 // 3))
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """made(ranks, ...): the folder of a run, made once for all tests of the module."""
+    return Made(tmp_path_factory.mktemp("made"))

@@ -1,5 +1,6 @@
 """The launcher's parts on plain processes; whole runs with real ranks are in test_faults.py."""
 
+import contextlib
 import json
 import os
 import signal
@@ -100,17 +101,28 @@ def test_a_users_mistake_is_said_once(start, tmp_path, capfd, rank_0_says_it):
 
 
 # In short naps: a signal that comes just before a nap begins is answered after it.
+UP = "print('up', flush=True)"
 REST = "[time.sleep(0.05) for _ in range(1200)]"
-WAIT = f"signal.signal(15, lambda *_: sys.exit(143)); print('up', flush=True); {REST}"
+WAIT = f"signal.signal(15, lambda *_: sys.exit(143)); {UP}; {REST}"
+
+
+@contextlib.contextmanager
+def watched(ranks, folder, *delays):
+    """(signals, failures); SIGTERM comes so many seconds after what is done inside."""
+    for rank in ranks:
+        assert rank.stdout.readline() == b"up\n"
+    with _forwarding_signals(ranks) as signals:
+        failures = []
+        yield signals, failures
+        for delay in delays:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        failures += _watch(ranks, signals, folder)
 
 
 def test_a_signal_reaches_the_ranks(start, tmp_path):
     ranks = start(WAIT, WAIT)
-    for rank in ranks:
-        assert rank.stdout.readline() == b"up\n"
-    with _forwarding_signals(ranks) as signals:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        failures = _watch(ranks, signals, tmp_path)
+    with watched(ranks, tmp_path, 0.1) as (signals, failures):
+        pass
     assert signals == [signal.SIGTERM]
     assert [r.returncode for r in ranks] == [143, 143]
     assert _report(ranks, signals, tmp_path, failures) == (143, "")
@@ -119,26 +131,17 @@ def test_a_signal_reaches_the_ranks(start, tmp_path):
 def test_a_save_signal_reaches_the_ranks_and_ends_nothing(start, tmp_path):
     saves = "signal.signal(10, lambda *_: print('saves', flush=True))"
     stops = "signal.signal(15, lambda *_: sys.exit(0))"
-    ranks = start(*[f"{saves}; {stops}; print('up', flush=True); {REST}"] * 2)
-    for rank in ranks:
-        assert rank.stdout.readline() == b"up\n"
+    ranks = start(*[f"{saves}; {stops}; {UP}; {REST}"] * 2)
     before = signal.getsignal(signal.SIGUSR1)
-    with _forwarding_signals(ranks) as signals:
+    with watched(ranks, tmp_path, 0.1) as (signals, failures):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGUSR1)
             for rank in ranks:
                 assert rank.stdout.readline() == b"saves\n"
         assert [rank.poll() for rank in ranks] == [None, None]
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        failures = _watch(ranks, signals, tmp_path)
     assert signals == [signal.SIGTERM]
     assert _report(ranks, signals, tmp_path, failures) == (0, "")
-    assert signal.getsignal(signal.SIGUSR1) == before
-
-
-def test_a_rank_notes_save_signals():
-    before = signal.getsignal(signal.SIGUSR1)
-    with catching_save() as received:
+    with catching_save() as received:  # in a rank
         assert received == []
         for n in (1, 2):
             signal.raise_signal(signal.SIGUSR1)
@@ -148,13 +151,9 @@ def test_a_rank_notes_save_signals():
 
 def test_a_second_signal_kills_unless_it_is_the_same_again(start, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(launch, "REPEAT_S", 0.15)
-    ranks = start("signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)")
-    for rank in ranks:
-        assert rank.stdout.readline() == b"up\n"
-    with _forwarding_signals(ranks) as signals:
-        for after in (0.1, 0.15, 0.5):
-            threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        failures = _watch(ranks, signals, tmp_path)
+    ranks = start(f"signal.signal(15, signal.SIG_IGN); {UP}; time.sleep(60)")
+    with watched(ranks, tmp_path, 0.1, 0.15, 0.5) as (signals, failures):
+        pass
     assert signals == [signal.SIGTERM] * 2
     assert ranks[0].returncode == -9
     assert _report(ranks, signals, tmp_path, failures) == (143, "")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastpar.comm.mesh import Mesh
-from fastpar.data.tokenizer import CharTokenizer, IdTokenizer
+from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
 from fastpar.engine.parallelize import parallelize
 from fastpar.models.gpt import GPT, nothing_read
 from fastpar.settings.model import GPTConfig
@@ -15,6 +15,7 @@ from fastpar.testing import run_ranks
 from fastpar.train.sample import SEPARATOR, _draw, generate, sample, stream_text
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=67, dropout=0.5)
+BYTES = make_tokenizer("bytes")
 
 
 @pytest.fixture
@@ -26,14 +27,9 @@ def model():
     return model
 
 
-class ByteTokenizer:
-    vocab_size = 256
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        return bytes(ids).decode(errors="replace")
+@pytest.fixture
+def byte_model():
+    return GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=256))
 
 
 def tokens_of(*args, **kwargs):
@@ -57,10 +53,9 @@ def test_greedy_takes_the_most_likely_token_beyond_the_context_too(model):
     assert len(tokens.unique()) > 2
     assert model.training
     assert not tokens.requires_grad
-
-
-def test_a_long_prompt_is_cropped_to_the_context(model):
-    long = torch.arange(20)[None]
+    for how in ({"top_k": 1, "generator": seeded()}, {"temperature": 1e-40}):
+        assert torch.equal(tokens_of(model, start, 12, **how), tokens)
+    long = torch.arange(20)[None]  # a prompt is cropped to the context
     tokens = tokens_of(model, long, 3, temperature=0.0)
     assert torch.equal(tokens, tokens_of(model, long[:, -8:], 3, temperature=0.0))
 
@@ -99,17 +94,13 @@ def test_what_was_read_gives_the_features_of_the_whole_text(model):
         condition = (moved.features(idx) - expected).abs().max()
     error = (single_whole - expected).abs().max()
     assert (single - expected).abs().max() <= 2 * (error + condition)
-
-
-def test_reading_more_than_there_is_room_for():
     read = nothing_read(TINY, 3, torch.zeros(()))
     with pytest.raises(ValueError, match="at most 8 tokens, got 9"):
         read[1].add(*torch.zeros(2, 3, 9, 2, 16))
 
 
 def test_tokens_come_one_by_one(model, monkeypatch):
-    calls = []
-    features = model.features
+    calls, features = [], model.features
 
     def recorded(idx, read):
         assert not torch.is_grad_enabled()
@@ -128,14 +119,19 @@ def test_tokens_come_one_by_one(model, monkeypatch):
     assert list(generate(model, torch.tensor([[1]]), 0)) == []
 
 
-def test_padding_is_never_drawn(model):
+def test_rows_without_a_token_are_never_drawn(model):
+    """Padding, and nanoGPT's 50304 rows of 50257 tokens: what decode() would refuse."""
     with torch.no_grad():
         model.wte.weight[67:] = 100.0 * torch.randn(128 - 67, 32, generator=seeded())
     for temperature in (0.0, 1.0, 100.0):
-        tokens = tokens_of(
-            model, torch.zeros(32, 1).long(), 16, temperature=temperature, generator=seeded()
-        )
-        assert tokens.max() < 67
+        how = {"temperature": temperature, "generator": seeded()}
+        assert tokens_of(model, torch.zeros(32, 1).long(), 16, **how).max() < 67
+    with torch.no_grad():
+        model.wte.weight[3:] *= 100.0
+    settings = {"num_samples": 1, "max_new_tokens": 40, "temperature": 5.0}
+    assert set(text_of(model, "ab", CharTokenizer("abc"), **settings).strip()) == set("abc")
+    tokens = tokens_of(model, torch.tensor([[0]]), 40, vocab_size=2, temperature=5.0)
+    assert set(tokens[0].tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3), (1.0, 99)])
@@ -152,18 +148,13 @@ def test_draws_follow_the_distribution(temperature, top_k):
     assert ((frequencies - probs).abs() <= 5 * (probs * (1 - probs) / n).sqrt()).all()
 
 
-def test_top_k_of_one_and_a_tiny_temperature_are_greedy(model):
-    start = torch.tensor([[1, 2, 3]])
-    greedy = tokens_of(model, start, 12, temperature=0.0)
-    assert torch.equal(tokens_of(model, start, 12, top_k=1, generator=seeded()), greedy)
-    assert torch.equal(tokens_of(model, start, 12, temperature=1e-40), greedy)
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"idx": torch.tensor([1, 2])}, r"expected idx \[B, T\] .* got idx.shape=\[2\]"),
         ({"idx": torch.zeros(1, 0).long()}, r"expected idx \[B, T\] .* got idx.shape=\[1, 0\]"),
+        ({"idx": [torch.tensor([1]), torch.tensor([[1]])]}, r".*got shapes=\[\[1\], \[1, 1\]\]"),
+        ({"idx": [torch.tensor([1])] * 2, "generator": [seeded()]}, ".*for each of 2 rows, got 1"),
         ({"max_new_tokens": -1}, "expected max_new_tokens >= 0, got max_new_tokens=-1"),
         ({"temperature": -0.5}, "expected 0 <= temperature < inf, got temperature=-0.5"),
         ({"temperature": float("nan")}, "expected 0 <= temperature < inf, got temperature=nan"),
@@ -175,65 +166,53 @@ def test_bad_arguments_are_refused_at_the_call(model, kwargs, message):
         generate(model, **{"idx": torch.tensor([[1]]), "max_new_tokens": 1, **kwargs})
 
 
-def test_a_split_model_is_refused():
+def test_models_ids_and_prompts_that_are_refused(model, byte_model):
     def draw():
         generate(parallelize(GPT(TINY), Mesh(device="cpu", tp=2)), torch.tensor([[1]]), 1)
 
     with pytest.raises(ValueError, match=r"generate: expected a model .* got one with tp=2; load_"):
         run_ranks(draw, 2)
-
-
-def test_ids_outside_the_vocabulary_are_refused(model):
     with pytest.raises(ValueError, match=r"expected token ids in \[0, 67\), got id=67"):
         next(generate(model, torch.tensor([[67]]), 1))
+    with pytest.raises(ValueError, match=r"sample: expected a prompt of one .* got prompt=' '"):
+        text_of(byte_model, " ", IdTokenizer(256))
+    assert text_of(byte_model, num_samples=0) == ""
 
 
-TEXT = "a\u00e9\u20ac\U0001f600\ufffd\u00e9z"
+# As text
 
 
 def stream(chunks):
     """Pieces of text from tokens that are byte strings."""
-    return list(stream_text(range(len(chunks)), lambda ids: join(chunks, ids)))
 
+    def join(ids):
+        return b"".join(chunks[i] for i in ids).decode(errors="replace")
 
-def join(chunks, ids):
-    return b"".join(chunks[i] for i in ids).decode(errors="replace")
+    return list(stream_text(range(len(chunks)), join))
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_streamed_text_never_cuts_a_character(size):
-    data = TEXT.encode()
+    text = "a\u00e9\u20ac\U0001f600\ufffd\u00e9z"
+    data = text.encode()
     for start in range(size):
         chunks = [data[:start]] if start else []
         chunks += [data[i : i + size] for i in range(start, len(data), size)]
         pieces = stream(chunks)
-        assert "".join(pieces) == TEXT
+        assert "".join(pieces) == text
         assert all(pieces)
         assert sum(piece.count("\ufffd") for piece in pieces) == 1
 
 
-def test_streamed_text_is_not_held_back_by_invalid_bytes():
-    chunks = [
-        b"ok",
-        b"\x80",
-        b"\xff",
-        b"\xf0",
-        b"\x9f",
-        b"\x98",
-        b"\x80",
-        b"\xe2\x82",
-        b"!",
-        b"\xe2",
-    ]
+def test_streamed_text_is_not_held_back():
+    """By bytes that are no text, and not until the end."""
+    chunks = [b"ok", b"\x80", b"\xff", *(bytes([b]) for b in b"\xf0\x9f\x98\x80")]
+    chunks += [b"\xe2\x82", b"!", b"\xe2"]
     pieces = stream(chunks)
     assert "".join(pieces) == b"".join(chunks).decode(errors="replace")
-    assert pieces[0] == "ok"
-    assert pieces[1:3] == ["\ufffd", "\ufffd"]
+    assert pieces[:3] == ["ok", "\ufffd", "\ufffd"]
     assert "\U0001f600" in pieces
     assert pieces[-1] == "\ufffd"
-
-
-def test_text_without_an_end_is_streamed_at_once():
     taken = []
 
     def tokens():
@@ -241,56 +220,23 @@ def test_text_without_an_end_is_streamed_at_once():
             taken.append(token)
             yield token
 
-    text = stream_text(tokens(), ByteTokenizer().decode)
-    assert next(text) == "a"
+    assert next(stream_text(tokens(), BYTES.decode)) == "a"
     assert len(taken) == 1
 
 
-@pytest.fixture
-def byte_model():
-    return GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=256))
-
-
-def text_of(model, prompt="Hi", tokenizer=None, seed=0, **kwargs):
+def text_of(model, prompt="Hi", tokenizer=BYTES, seed=0, **kwargs):
     settings = {"max_new_tokens": 12, "top_k": 200, **kwargs}
-    tokenizer = tokenizer or ByteTokenizer()
     return "".join(sample(model, tokenizer, SampleSettings(prompt, **settings), seed=seed))
 
 
 def test_sample_writes_the_prompt_and_a_continuation_for_each_sample(byte_model):
     parts = text_of(byte_model, num_samples=3).split(SEPARATOR)
-    assert len(parts) == 3
+    assert len(set(parts)) == len(parts) == 3
     assert all(part.startswith("Hi") and part.endswith("\n") for part in parts)
-    assert len(set(parts)) == 3
     assert text_of(byte_model, seed=1, num_samples=2).split(SEPARATOR) == parts[1:]
-    tokens = tokens_of(
-        byte_model,
-        torch.tensor([[72, 105]]),
-        12,
-        temperature=0.8,
-        top_k=200,
-        generator=seeded(2),
-    )
-    assert parts[2] == "Hi" + ByteTokenizer().decode(tokens[0].tolist()) + "\n"
-
-
-def test_sample_refuses_a_prompt_without_tokens_and_draws_no_samples(byte_model):
-    message = r"sample: expected a prompt of one token .* got prompt=' '"
-    with pytest.raises(ValueError, match=message):
-        text_of(byte_model, " ", IdTokenizer(256))
-    assert text_of(byte_model, num_samples=0) == ""
-
-
-def test_rows_beyond_the_tokenizers_are_never_drawn():
-    """nanoGPT's 50304 rows of 50257 tokens: what decode() would refuse."""
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=67)).eval()
-    tokenizer = CharTokenizer("abc")
-    with torch.no_grad():
-        model.wte.weight[3:] *= 100.0
-    settings = {"num_samples": 1, "max_new_tokens": 40, "temperature": 5.0}
-    assert set(text_of(model, "ab", tokenizer, **settings).strip()) == set("abc")
-    tokens = tokens_of(model, torch.tensor([[0]]), 40, vocab_size=2, temperature=5.0)
-    assert set(tokens[0].tolist()) == {0, 1}
+    how = {"temperature": 0.8, "top_k": 200, "generator": seeded(2)}
+    tokens = tokens_of(byte_model, torch.tensor([[72, 105]]), 12, **how)
+    assert parts[2] == "Hi" + BYTES.decode(tokens[0].tolist()) + "\n"
 
 
 def test_rows_of_other_lengths_go_on_as_each_alone(model):
@@ -306,7 +252,8 @@ def test_rows_of_other_lengths_go_on_as_each_alone(model):
         assert (together[i, start + 9 :] == -1).all()
 
 
-def test_several_prompts_give_the_texts_of_each(byte_model):
+def test_several_prompts_give_the_texts_of_each(byte_model, monkeypatch):
+    """Those of near lengths are computed at once; one beyond the context is told."""
     prompts = ("Hi", "Hello you", "H" * 40, "a", "Who are")
     parts = text_of(byte_model, prompts, num_samples=2).split(SEPARATOR)
     alone = [
@@ -316,11 +263,7 @@ def test_several_prompts_give_the_texts_of_each(byte_model):
     ]
     assert parts == alone
     assert len(parts) == 10
-
-
-def test_prompts_of_near_lengths_are_computed_at_once(byte_model, monkeypatch):
-    batches = []
-    features = byte_model.features
+    batches, notes, features = [], [], byte_model.features
 
     def recorded(idx, read):
         batches.append(len(idx))
@@ -330,22 +273,6 @@ def test_prompts_of_near_lengths_are_computed_at_once(byte_model, monkeypatch):
     text_of(byte_model, ("a", "abc", "abcdefgh"), num_samples=1, max_new_tokens=4)
     assert set(batches[:6]) == {2}  # lengths 1 and 3: 4 + 2 steps
     assert batches[6:] == [1] * 4
-
-
-def test_a_prompt_beyond_the_context_is_told(byte_model):
-    notes = []
     settings = SampleSettings(("H" * 9,), num_samples=1, max_new_tokens=1)
-    "".join(sample(byte_model, ByteTokenizer(), settings, say=notes.append))
+    "".join(sample(byte_model, BYTES, settings, say=notes.append))
     assert notes == ["the prompt has 9 tokens; the model reads the last 8 of them"]
-
-
-@pytest.mark.parametrize(
-    ("idx", "generator", "message"),
-    [
-        ([torch.tensor([1]), torch.tensor([[1]])], None, r"got shapes=\[\[1\], \[1, 1\]\]"),
-        ([torch.tensor([1])] * 2, [seeded()], "one for each of 2 rows, got 1"),
-    ],
-)
-def test_generate_refuses_wrong_rows(model, idx, generator, message):
-    with pytest.raises(ValueError, match=message):
-        generate(model, idx, 3, generator=generator)
