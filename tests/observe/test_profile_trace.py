@@ -70,16 +70,9 @@ def test_own_times_go_to_phases_and_the_rest_is_the_host():
         BACKWARD: parts(0.15, 0.02, 0.04, 0.09),
         OPTIMIZER: parts(0, 0.1, 0, 0.1),
     }
-
-
-def test_operations_are_told_by_name_phase_and_shape():
-    found = times_of(step(0) + step(1000))
-    first = found.ops[:2]
-    assert {(o.name, o.phase, o.calls) for o in first} == {
-        ("linear", FORWARD, 1),
-        ("linear_bwd", BACKWARD, 1),
-    }
-    linear = next(o for o in first if o.name == "linear")
+    told = {(o.name, o.phase, o.calls): o for o in found.ops[:2]}
+    assert set(told) == {("linear", FORWARD, 1), ("linear_bwd", BACKWARD, 1)}
+    linear = told["linear", FORWARD, 1]
     assert linear.shape == ((4, 8, 16), (32, 16))
     assert linear.ms == pytest.approx(0.15)
     assert all(o.name not in ("aten::view", "linearBackward", "aten::mm") for o in found.ops)
@@ -136,11 +129,8 @@ def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them():
     assert found.ops[0] == OpTime(
         "aten::addmm", FORWARD, COMPUTE, ((32,), (8, 16), (16, 32)), 1.0, pytest.approx(0.3)
     )
-
-
-def test_spans_of_a_gpu_are_those_of_the_last_step():
-    spans = times_of(gpu_step(0) + gpu_step(1000)).spans
-    rows = {row: [s for s in spans if s.row == row] for row in (HOST, COMPUTE, REDUCE, WAIT)}
+    # Spans are those of the last step.
+    rows = {row: [s for s in found.spans if s.row == row] for row in (HOST, COMPUTE, REDUCE, WAIT)}
     assert [s.name for s in rows[COMPUTE]] == [INPUT, FORWARD, BACKWARD, OPTIMIZER]
     (wait,) = rows[WAIT]
     assert (wait.begin_ms, wait.end_ms) == (pytest.approx(0.7), pytest.approx(0.8))
@@ -148,9 +138,8 @@ def test_spans_of_a_gpu_are_those_of_the_last_step():
     assert rows[HOST][0].begin_ms == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "kernel", "kind"),
-    [
+def test_kinds_and_flops_of_operations():
+    for name, kernel, kind in (
         ("linear", "", COMPUTE),
         ("fastpar::attention_bwd", "", COMPUTE),
         ("aten::mm", "", COMPUTE),
@@ -162,15 +151,9 @@ def test_spans_of_a_gpu_are_those_of_the_last_step():
         ("", "_attention_fwd_kernel", COMPUTE),
         ("aten::linear", "nvjet_hsh_128x256", COMPUTE),
         ("c10d::allreduce_", "ncclDevKernel_AllReduce_Sum", COMMUNICATION),
-    ],
-)
-def test_kinds(name, kernel, kind):
-    assert kind_of(name, kernel) == kind
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "flops"),
-    [
+    ):
+        assert kind_of(name, kernel) == kind, name
+    for name, shape, flops in (
         ("linear", ((2, 3, 5), (7, 5)), 2 * 6 * 5 * 7),
         ("linear_bwd", ((2, 3, 7), (2, 3, 5), (7, 5)), 4 * 6 * 5 * 7),
         ("aten::mm", ((3, 5), (5, 7)), 2 * 3 * 5 * 7),
@@ -178,12 +161,7 @@ def test_kinds(name, kernel, kind):
         ("aten::addmm", ((7,), (3, 5), (5, 7)), 2 * 3 * 5 * 7),
         ("aten::mul", ((3,), (3,)), None),
         ("linear", (), None),
-    ],
-)
-def test_flops_of_products_come_from_their_shapes(name, shape, flops):
-    assert product_flops(OpTime(name, FORWARD, COMPUTE, shape, 1, 1.0)) == flops
-
-
-def test_a_trace_without_steps_is_refused():
+    ):
+        assert product_flops(OpTime(name, FORWARD, COMPUTE, shape, 1, 1.0)) == flops, name
     with pytest.raises(ValueError, match="times_of: expected ranges of phases in the trace, got n"):
         times_of([op("aten::mm", 0, 5)])

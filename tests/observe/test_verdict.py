@@ -15,10 +15,10 @@ from fastpar.comm.recorder import (
     HOST,
     INPUT,
     OPTIMIZER,
-    PP,
     REDUCE,
     TP,
 )
+from fastpar.comm.recorder import PP as PP_WAIT
 from fastpar.observe.trace import COMMUNICATION, MEMORY
 from fastpar.observe.verdict import (
     Measured,
@@ -66,6 +66,8 @@ def test_a_good_step_is_compute_bound_and_nothing_is_to_change():
     assert "compute-bound: 75 % of 100.0 ms" in step
     assert "80 %" in products
     assert "50 %" in others
+    found = measured(world_size=2, transport="shm", moving_ms=8.0, sent_bytes=16e6)
+    assert "8.0 ms (2 GB/s sent a rank over shm), 75 %" in verdict(found)[-1]
 
 
 def test_each_phase_has_its_own_bound():
@@ -80,11 +82,6 @@ def test_each_phase_has_its_own_bound():
     ]
     assert rows[-1][:2] == ["step", "100.00"]
     assert rows[-1][-1] == COMPUTE
-
-
-def test_exchanges_are_said_with_what_hides_them():
-    found = measured(world_size=2, transport="shm", moving_ms=8.0, sent_bytes=16e6)
-    assert "8.0 ms (2 GB/s sent a rank over shm), 75 %" in verdict(found)[-1]
 
 
 def on_host(share):
@@ -110,84 +107,55 @@ def slow(factor):
 
 UPDATE = (*PHASES[:3], Phase(OPTIMIZER, memory_ms=40.0, bytes=2e8))
 LATE = (Phase(INPUT, host_ms=20.0), *PHASES[1:])
+GPU = {"device_type": "cuda", "dtype": "bf16"}
+PP = {"pp": 2, "micro_batch_size": 1, "grad_accum_steps": 4}
 CASES = {
     "no module": (measured(forced_backend="none"), "There is no compiled module, so torch"),
     "forced": (measured(forced_backend="torch"), "FASTPAR_BACKEND=torch forces a backend: unset"),
     "fp32 on a GPU": (measured(device_type="cuda"), "--dtype bf16 is several times"),
     "input": (measured(LATE), "Batches take 17 % of the step: keep the token cache on a local"),
-    "host, accumulating": (
-        measured(on_host(0.4), micro_batch_size=4, grad_accum_steps=4),
-        "The host takes 50 % of the step: --micro-batch-size 8 does the same samples",
-    ),
+    "host, accumulating": (measured(on_host(0.4), micro_batch_size=4, grad_accum_steps=4),
+        "The host takes 50 % of the step: --micro-batch-size 8 does the same samples"),
     "host, odd accumulation": (
         measured(on_host(0.4), micro_batch_size=4, grad_accum_steps=3, batch_size=12),
-        "--micro-batch-size 12 does the same samples in fewer",
-    ),
+        "--micro-batch-size 12 does the same samples in fewer"),
     "host": (measured(on_host(0.4)), "a larger --batch-size (now 16)"),
-    "small products": (
-        measured(slow(4), micro_batch_size=1),
-        "Products of 1024 rows reach 20 % of the ceiling: a larger --batch-size",
-    ),
-    "compile": (
-        measured(on_host(0.4), device_type="cuda", dtype="bf16"),
-        "The GPU waits for the host, here without CUDA graphs: a run whose",
-    ),
+    "small products": (measured(slow(4), micro_batch_size=1),
+        "Products of 1024 rows reach 20 % of the ceiling: a larger --batch-size"),
+    "compile": (measured(on_host(0.4), **GPU),
+        "The GPU waits for the host, here without CUDA graphs: a run whose"),
     "threads": (measured(idle_cores=3), "3 cores of this machine belong to no rank: leave --thr"),
     "gloo": (exposed(REDUCE, transport="gloo"), "--transport auto uses shared memory"),
     "uneven": (exposed(CONTROL), "20.0 ms a step wait for the slowest rank"),
     "tp": (exposed(TP, tp=2), "inside of layers: --tp 1 with a higher --zero stage"),
-    "cp": (
-        exposed(TP, cp=2),
-        "exchanges of sequences: --cp 1 with --activation-checkpointing full",
-    ),
+    "cp": (exposed(TP, cp=2), "of sequences: --cp 1 with --activation-checkpointing full"),
     "cp by keys": (exposed(TP, cp=2, cp_method="keys"), "--cp-method heads sends 67% as much"),
-    "pp, few micro-batches": (
-        exposed(PP, pp=2, micro_batch_size=4, grad_accum_steps=4),
-        "wait for other stages of the pipeline: --micro-batch-size 2 gives them more",
-    ),
-    "pp, 1f1b": (exposed(PP, pp=2, micro_batch_size=1, grad_accum_steps=4), "--schedule zb-v has"),
-    "pp, zb-v": (
-        exposed(PP, pp=2, micro_batch_size=1, grad_accum_steps=4, schedule="zb-v", chunks=2),
-        "a larger --batch-size has more micro-batches; --pp-split moves layers",
-    ),
-    "gather 3": (
-        exposed(GATHER, zero_stage=3),
-        "wait for gathered weights: --zero 2 keeps them whole, for 249 MB more a rank",
-    ),
+    "pp, few micro-batches": (exposed(PP_WAIT, pp=2, micro_batch_size=4, grad_accum_steps=4),
+        "wait for other stages of the pipeline: --micro-batch-size 2 gives them more"),
+    "pp, 1f1b": (exposed(PP_WAIT, **PP), "--schedule zb-v has"),
+    "pp, zb-v": (exposed(PP_WAIT, **PP, schedule="zb-v", chunks=2),
+        "a larger --batch-size has more micro-batches; --pp-split moves layers"),
+    "gather 3": (exposed(GATHER, zero_stage=3),
+        "wait for gathered weights: --zero 2 keeps them whole, for 249 MB more a rank"),
     "gather 2": (exposed(GATHER, zero_stage=2), "wait for updated weights: --zero 0 keeps the"),
-    "reduced often": (
-        exposed(REDUCE, grad_accum_steps=4, accumulate="shard"),
-        "which are sent 4 times: --accumulate full sends their sum once",
-    ),
+    "reduced often": (exposed(REDUCE, grad_accum_steps=4, accumulate="shard"),
+        "which are sent 4 times: --accumulate full sends their sum once"),
     "wide wire": (exposed(REDUCE, dtype="bf16"), "--reduce-dtype bf16 halves the bytes"),
-    "one bucket": (
-        exposed(REDUCE, n_buckets=1, bucket_mb=8.0),
-        "in 1 buckets, the first of which leaves late: --bucket-mb 2.",
-    ),
-    "small buckets": (
-        exposed(REDUCE, n_buckets=40, bucket_mb=0.25),
-        "in 40 buckets of 0.25 MB: --bucket-mb 1.",
-    ),
-    "reduce": (
-        exposed(REDUCE, n_buckets=5, bucket_mb=4.0),
-        "a larger --batch-size per step with --grad-accum-steps sends them less often",
-    ),
+    "one bucket": (exposed(REDUCE, n_buckets=1, bucket_mb=8.0),
+        "in 1 buckets, the first of which leaves late: --bucket-mb 2."),
+    "small buckets": (exposed(REDUCE, n_buckets=40, bucket_mb=0.25),
+        "in 40 buckets of 0.25 MB: --bucket-mb 1."),
+    "reduce": (exposed(REDUCE, n_buckets=5, bucket_mb=4.0),
+        "a larger --batch-size per step with --grad-accum-steps sends them less often"),
     "fixed sums": (exposed(REDUCE, deterministic=True), "leave --deterministic out"),
-    "update, ranks": (
-        measured(UPDATE, world_size=4),
-        "The optimizer takes 30 % of the step: --zero 1 gives each of 4 ranks its part",
-    ),
-    "update, GPU": (
-        measured(UPDATE, device_type="cuda", dtype="bf16"),
-        "--moment-dtype bf16 moves half the bytes",
-    ),
+    "update, ranks": (measured(UPDATE, world_size=4),
+        "The optimizer takes 30 % of the step: --zero 1 gives each of 4 ranks its part"),
+    "update, GPU": (measured(UPDATE, **GPU), "--moment-dtype bf16 moves half the bytes"),
     "update": (measured(UPDATE), "--grad-accum-steps updates less often"),
-    "recomputing": (
-        measured(activation_checkpointing="full"),
-        "(--activation-checkpointing full): selective does less of it",
-    ),
+    "recomputing": (measured(activation_checkpointing="full"),
+        "(--activation-checkpointing full): selective does less of it"),
     "recomputing some": (measured(activation_checkpointing="selective"), "none does less of it"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -196,21 +164,18 @@ def test_each_rule_speaks_where_its_numbers_say_so(case):
     assert any(words in text for text in advise(found)), advise(found)
 
 
-def test_without_the_module_nobody_is_sent_to_shared_memory():
+def test_advice_that_is_not_given():
+    """No shared memory without the module; small waits and one rank are no reason to change."""
     assert not any(
         "gloo" in line for line in advise(exposed(REDUCE, transport="gloo", forced_backend="none"))
     )
-
-
-def test_small_waits_and_one_rank_are_no_reason_to_change():
     assert advise(exposed(REDUCE, ms=5.0))[0].startswith("No rule applies")
     assert advise(measured(world_size=2, waited_ms={}))[0].startswith("No rule applies")
 
 
 def test_what_is_not_known_has_no_fraction():
     found = measured((Phase(FORWARD, host_ms=5.0),))
-    assert found.of_matmul(found.phases) is None
-    assert found.of_copy(found.phases) is None
+    assert found.of_matmul(found.phases) is found.of_copy(found.phases) is None
     assert found.bound == HOST
     assert len(verdict(found)) == 1
 
@@ -245,9 +210,6 @@ def test_a_profiled_phase_is_fitted_to_one_without_the_profiler(ms, waited, expe
     assert tuple(found)[1:5] == pytest.approx(expected)
     assert found.ms == pytest.approx(ms)
     assert found.flops == 1.0
-
-
-def test_a_phase_in_which_nothing_was_seen_is_the_hosts():
     assert fitted(Phase(INPUT), 2.0, 0.5) == Phase(INPUT, communication_ms=0.5, host_ms=1.5)
 
 

@@ -37,7 +37,8 @@ SAME = {**FEW, "deterministic": True}
 
 # Experts
 
-experts = Runs(**SAME, n_layer=2, n_expert=4, balance_loss=0.1, router_z_loss=0.01)
+EXPERTS = {"n_layer": 2, "n_expert": 4, "balance_loss": 0.1, "router_z_loss": 0.01}
+experts = Runs(**{**SAME, **EXPERTS})
 
 
 def test_a_run_tells_what_its_experts_do_and_draws_texts_of_them(here, capsys):
@@ -412,7 +413,7 @@ def bus(monkeypatch):
 def test_states_on_the_host_change_no_bit(made, bus, ranks, changes):
     """Losses, norms, validations, weights, moments and averages; dropout and clipping are on."""
     without = {k: v for k, v in changes.items() if not k.startswith("offload")}
-    check_same(made(ranks, **HOSTED, **changes), made(ranks, **HOSTED, **without))
+    check_same(made(ranks, **{**HOSTED, **changes}), made(ranks, **{**HOSTED, **without}))
 
 
 def test_a_run_goes_on_with_and_without_the_host(made, bus):
