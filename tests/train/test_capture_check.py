@@ -90,8 +90,7 @@ def test_it_looks_inside_of_ops(monkeypatch):
                 bias_gelu(x).sum().backward()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("adds", [False, True, None])
+@pytest.mark.parametrize(("dropout", "adds"), [(0.1, False), (0.1, True), (0.1, None), (0.0, None)])
 def test_a_training_micro_batch_can_be_captured(dropout, adds):
     """The host's code of a GPU, Triton's kernels aside: forward, backward, gradients kept. Its key
     has to be the device's."""

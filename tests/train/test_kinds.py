@@ -354,7 +354,7 @@ def test_a_replica_has_the_same_samples_at_every_stage(made):
         assert others == [first] * 2
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), slow(2, 1), slow(2, 4), slow(0, 2)])
+@pytest.mark.parametrize(("before", "after"), [slow(1, 2), slow(2, 1), (0, 2)])
 def test_another_number_of_replicas(here, before, after):
     """0: a run without an outer step, which ends with post-local averaging."""
     run = Runs(**APART)
@@ -391,9 +391,9 @@ def bus(monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
-        (1, {**OPTIMIZER, "zero_stage": 2}),
+        slow(1, {**OPTIMIZER, "zero_stage": 2}),
         (2, {**PARAMETERS, "ema": 0.9}),
-        (1, {**KEPT, **OPTIMIZER}),
+        slow(1, {**KEPT, **OPTIMIZER}),
         slow(2, {**OPTIMIZER, "zero_stage": 1, "offload_keep_mb": 0.05}),
         slow(2, {**PARAMETERS, "tp": 2}),
         slow(2, {**OPTIMIZER, "micro_batch_size": 1, "ema": 0.9}),
@@ -416,6 +416,7 @@ def test_states_on_the_host_change_no_bit(made, bus, ranks, changes):
     check_same(made(ranks, **{**HOSTED, **changes}), made(ranks, **{**HOSTED, **without}))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_and_without_the_host(made, bus):
     out = made.cut(2, **HOSTED)
     made.go_on(out, 2, **HOSTED, **PARAMETERS)

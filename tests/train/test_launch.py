@@ -191,6 +191,7 @@ def test_files_of_the_current_folder_stand_in_for_no_module(tmp_path, monkeypatc
     assert "executed" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_was_ignored_at_the_start_stays_ignored(tmp_path, monkeypatch):
     """SIGHUP under nohup, for one; in the launcher and in its ranks."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -71,8 +71,10 @@ BASES = {
     "fp8 blocks": {**FP8, "fp8_scaling": "block", "dtype": "bf16"},
     "documents": DOCUMENTS,
 }
+Z1, Z2, Z3 = ({"zero_stage": stage} for stage in (1, 2, 3))
 FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
-CODES = {"zero_stage": 3, "wire_weights": "fp8"}
+UNSHARED = {"sequence_parallel": False}
+CODES = {**Z3, "wire_weights": "fp8"}
 
 
 def stages(schedule, **more):
@@ -80,16 +82,16 @@ def stages(schedule, **more):
 
 
 LAYOUTS = [
-    ("dense", 1, {"zero_stage": 3, "accumulate": "shard"}),
+    ("dense", 1, {**Z3, "accumulate": "shard"}),
     ("dense", 2, {"zero_stage": 0, "accumulate": "shard"}),
-    ("dense", 2, {"zero_stage": 1, "accumulate": "full"}),
-    ("dense", 4, {"zero_stage": 2}),
-    ("dense", 4, {"zero_stage": 3, "shard_size": 2}),
-    slow("dense", 2, {"zero_stage": 3, "transport": "torch", **FULL}),
-    slow("dense", 2, {"zero_stage": 3, "accumulate": "shard", "bucket_mb": 1e-3}),
-    slow("dense", 4, {"zero_stage": 1, "shard_size": 2}),
-    slow("bf16", 4, {"zero_stage": 3}),
-    ("deep", 2, {"pp": 2, "zero_stage": 2}),
+    ("dense", 2, {**Z1, "accumulate": "full"}),
+    ("dense", 4, Z2),
+    ("dense", 4, {**Z3, "shard_size": 2}),
+    slow("dense", 2, {**Z3, "transport": "torch", **FULL}),
+    slow("dense", 2, {**Z3, "accumulate": "shard", "bucket_mb": 1e-3}),
+    slow("dense", 4, {**Z1, "shard_size": 2}),
+    slow("bf16", 4, Z3),
+    ("deep", 2, {"pp": 2, **Z2}),
     slow("deep", 3, {"pp": 3, "schedule": "gpipe", "pp_split": "1,1,1"}),
     slow("deep", 2, {"pp": 2, "on_nonfinite": "skip", "pp_split": "0,3"}),
     ("deep", 2, stages("zb-v", pp_split="0,1,1,1", zero_stage=3)),
@@ -100,23 +102,23 @@ LAYOUTS = [
     slow("deep", 3, {"pp": 3, "schedule": "zb-h1"}),
     ("deep, bf16 moments", 2, {"pp": 2}),  # both copies of the tied table are rounded alike
     slow("deep, rounding", 2, {"pp": 2}),
-    slow("average", 4, {"zero_stage": 3, "shard_size": 2}),
-    ("average, bf16", 2, {"zero_stage": 3}),
-    ("muon", 2, {"zero_stage": 3}),
-    slow("muon", 4, {"zero_stage": 2, "shard_size": 2}),
-    slow("muon", 2, {"pp": 2, "pp_split": "0,3", "zero_stage": 1}),  # a stage without a layer
-    ("experts", 2, {"ep": 2, "zero_stage": 3}),
-    slow("experts", 4, {"ep": 4, "zero_stage": 2, "shard_size": 4}),
-    slow("experts", 4, {"ep": 2, "pp": 2, "zero_stage": 1}),
-    slow("experts", 4, {"ep": 2, "zero_stage": 2, **FULL}),
+    slow("average", 4, {**Z3, "shard_size": 2}),
+    ("average, bf16", 2, Z3),
+    ("muon", 2, Z3),
+    slow("muon", 4, {**Z2, "shard_size": 2}),
+    slow("muon", 2, {"pp": 2, "pp_split": "0,3", **Z1}),  # a stage without a layer
+    ("experts", 2, {"ep": 2, **Z3}),
+    slow("experts", 4, {"ep": 4, **Z2, "shard_size": 4}),
+    slow("experts", 4, {"ep": 2, "pp": 2, **Z1}),
+    slow("experts", 4, {"ep": 2, **Z2, **FULL}),
     slow("experts, bf16 moments", 2, {"ep": 2}),
     slow("experts, rounding", 2, {"ep": 2}),
-    slow("fp8", 2, {"zero_stage": 2, **FULL}),
+    slow("fp8", 2, {**Z2, **FULL}),
     ("fp8 delayed", 2, CODES),
     slow("fp8 delayed", 4, {**CODES, "pp": 2, "pp_split": "2,0"}),  # no layers: no codes
-    slow("fp8 blocks", 2, {"zero_stage": 3}),
+    slow("fp8 blocks", 2, Z3),
     slow("fp8 blocks", 2, {"pp": 2, **FULL}),
-    ("documents", 2, {"pp": 2, "zero_stage": 2}),
+    ("documents", 2, {"pp": 2, **Z2}),
     slow("documents", 2, stages("zb-v", zero_stage=3, **FULL)),
     slow("documents", 2, stages("interleaved")),
     slow("documents", 3, {"pp": 3, "schedule": "zb-h1"}),
@@ -151,54 +153,31 @@ def test_what_a_base_trains_is_no_other(made):
 ROUNDING = 2.0 ** -(24 - 5)
 SPLIT = {**FEW, "n_layer": 2, "n_head": 4}
 HOPS = {
-    "stages, moments in 16 bits, averages": (
-        {**SAME, **STORAGE[0], "ema": 0.3},
-        [(2, {"zero_stage": 3}), (1, {}), (2, {"zero_stage": 2}), (2, {"zero_stage": 1})],
-    ),
-    "rounding": (
-        {**SAME, **STORAGE[1]},
-        [(2, {"zero_stage": 3}), (1, {}), (2, {"zero_stage": 2}), (2, {"zero_stage": 1})],
-    ),
+    "averages": ({**SAME, **STORAGE[0], "ema": 0.3}, [(2, Z3), (1, {}), (2, Z2), (2, Z1)]),
+    "rounding": ({**SAME, **STORAGE[1]}, [(2, Z3), (1, {}), (2, Z2), (2, Z1)]),
     "pipelines": (
         {**SAME, "n_layer": 3},
         [
             (2, {"pp": 2}),
-            (3, {"pp": 3, "zero_stage": 1}),
+            (3, {"pp": 3, **Z1}),
             (2, stages("interleaved")),
-            (2, stages("zb-v", zero_stage=3)),
+            (2, stages("zb-v", **Z3)),
         ],
     ),
-    "muon": (
-        {**SAME, **BASES["muon"]},
-        [(2, {"zero_stage": 3}), (1, {}), (2, {"pp": 2, "zero_stage": 1}), (2, {"zero_stage": 2})],
-    ),
-    "experts": (
-        {**SAME, **EXPERTS},
-        [(4, {"ep": 4, "zero_stage": 2}), (2, {"ep": 2, "zero_stage": 3}), (1, {})],
-    ),
+    "muon": ({**SAME, **BASES["muon"]}, [(2, Z3), (1, {}), (2, {"pp": 2, **Z1}), (2, Z2)]),
+    "experts": ({**SAME, **EXPERTS}, [(4, {"ep": 4, **Z2}), (2, {"ep": 2, **Z3}), (1, {})]),
     "fp8": ({**SAME, **DELAYED}, [(1, {}), (4, CODES), (2, {"pp": 2}), (2, CODES)]),
-    "documents": ({**SAME, **DOCUMENTS}, [(1, {}), (2, {"zero_stage": 1})]),
-    "wsd": (
-        {**SAME, "lr_schedule": "wsd", "lr_decay_fraction": 0.75},
-        [(1, {}), (2, {"zero_stage": 3}), (2, {})],
-    ),
-    "tp": (
-        SPLIT,
-        [
-            (1, {}),
-            (4, {"tp": 2, "zero_stage": 3}),
-            (4, {"tp": 4, "sequence_parallel": False}),
-            (2, {"zero_stage": 1}),
-        ],
-    ),
-    "cp": (SPLIT, [(2, {"cp": 2}), (1, {}), (4, {"cp": 2, "tp": 2, "zero_stage": 3})]),
-    "grid": (SPLIT, [(4, {"tp_grid": "2x2", "zero_stage": 1, **FULL}), (2, {"tp": 2})]),
+    "documents": ({**SAME, **DOCUMENTS}, [(1, {}), (2, Z1)]),
+    "wsd": ({**SAME, "lr_schedule": "wsd", "lr_decay_fraction": 0.75}, [(1, {}), (2, Z3), (2, {})]),
+    "tp": (SPLIT, [(1, {}), (4, {"tp": 2, **Z3}), (4, {"tp": 4, **UNSHARED}), (2, Z1)]),
+    "cp": (SPLIT, [(2, {"cp": 2}), (1, {}), (4, {"cp": 2, "tp": 2, **Z3})]),
+    "grid": (SPLIT, [(4, {"tp_grid": "2x2", **Z1, **FULL}), (2, {"tp": 2})]),
     "cp of documents": (
         {**SPLIT, **DOCUMENTS, "n_layer": 2},
         [(2, {"cp": 2, "cp_method": method}) for method in ("keys", "heads", "keys")],
     ),
 }
-FEW_HOPS = ("stages, moments in 16 bits, averages", "tp")
+FEW_HOPS = ("averages", "tp")
 
 
 @pytest.mark.parametrize("case", [case if case in FEW_HOPS else slow(case) for case in HOPS])
@@ -217,12 +196,12 @@ def test_a_run_goes_on_at_any_other_layout(made, case):
     ("ranks", "settings"),
     [
         (1, {**TINY, "micro_batch_size": 2}),
-        slow(4, {**SPLIT, "tp": 2, "zero_stage": 3}),
-        (2, {**SPLIT, "cp": 2, "zero_stage": 3}),
+        slow(4, {**SPLIT, "tp": 2, **Z3}),
+        (2, {**SPLIT, "cp": 2, **Z3}),
         *(slow(1, {**TINY, **storage}) for storage in ({"dtype": "bf16"}, *STORAGE[1:])),
         *(slow(2, {**FEW, **storage}) for storage in STORAGE),
-        slow(2, {**FEW, "zero_stage": 1}),
-        slow(4, {**FEW, "zero_stage": 3, "shard_size": 2}),
+        slow(2, {**FEW, **Z1}),
+        slow(4, {**FEW, **Z3, "shard_size": 2}),
     ],
     ids=name,
 )
@@ -251,24 +230,24 @@ MUON = {"optimizer": "muon", "muon_lr": 1e-3}
 @pytest.mark.parametrize(
     ("settings", "ranks", "layout"),
     [
-        ({}, 4, {"tp": 4, "sequence_parallel": False}),
-        ({}, 4, {"tp": 2, "zero_stage": 3, **FULL}),
-        ({}, 2, {"cp": 2, "zero_stage": 3, **SELECTIVE}),
-        slow({}, 3, {"cp": 3, "zero_stage": 2}),
-        ({}, 4, {"tp_grid": "2x2", "zero_stage": 1, **FULL}),
+        ({}, 4, {"tp": 4, **UNSHARED}),
+        ({}, 4, {"tp": 2, **Z3, **FULL}),
+        ({}, 2, {"cp": 2, **Z3, **SELECTIVE}),
+        slow({}, 3, {"cp": 3, **Z2}),
+        ({}, 4, {"tp_grid": "2x2", **Z1, **FULL}),
         slow(MUON, 4, {"cp": 2, "tp": 2}),
-        slow(EXPERTS, 4, {"cp": 2, "cp_method": "keys", "ep": 2, "zero_stage": 2}),
-        slow(DOCUMENTS, 2, {"cp": 2, "zero_stage": 1}),
+        slow(EXPERTS, 4, {"cp": 2, "cp_method": "keys", "ep": 2, **Z2}),
+        slow(DOCUMENTS, 2, {"cp": 2, **Z1}),
         slow({}, 4, {"tp": 4, "accumulate": "shard"}),
-        slow({}, 4, {"tp": 2, "zero_stage": 2, "sequence_parallel": False}),
-        slow({}, 4, {"tp": 2, "zero_stage": 1, **SELECTIVE}),
+        slow({}, 4, {"tp": 2, **Z2, **UNSHARED}),
+        slow({}, 4, {"tp": 2, **Z1, **SELECTIVE}),
         slow({}, 4, {"cp": 2, "pp": 2, "grad_accum_steps": 4}),
-        slow({}, 4, {"cp": 2, "zero_stage": 1, "accumulate": "shard"}),
-        slow({}, 4, {"cp": 2, "tp": 2, "sequence_parallel": False, **FULL}),
+        slow({}, 4, {"cp": 2, **Z1, "accumulate": "shard"}),
+        slow({}, 4, {"cp": 2, "tp": 2, **UNSHARED, **FULL}),
         slow({}, 4, {"pp": 2, "tp": 2}),
-        slow({}, 4, {"tp_grid": "2x1x2", "zero_stage": 2, "micro_batch_size": 4}),
+        slow({}, 4, {"tp_grid": "2x1x2", **Z2, "micro_batch_size": 4}),
         slow({}, 8, {"tp_grid": "2x2x2", "micro_batch_size": 4, **SELECTIVE}),
-        slow(MUON, 2, {"tp": 2, "zero_stage": 1}),
+        slow(MUON, 2, {"tp": 2, **Z1}),
         slow(DOCUMENTS, 4, {"cp": 2, "tp": 2, "cp_method": "keys"}),
         slow(DOCUMENTS, 4, {"cp": 2, "pp": 2}),
     ],
@@ -293,7 +272,7 @@ def test_ranks_that_split_layers_have_the_curve_of_one_process(
     "layouts",
     [
         [(2, {"zero_stage": stage}) for stage in (1, 2, 3)],
-        slow([(4, {"tp": 2, "zero_stage": 3, "sequence_parallel": shared}) for shared in (0, 1)]),
+        slow([(4, {"tp": 2, **Z3, "sequence_parallel": shared}) for shared in (0, 1)]),
     ],
     ids=["stages", "tp"],
 )
@@ -371,9 +350,8 @@ def test_every_window_counts_once_in_validation(ranks, stage, axes):
 
 def test_a_step_has_one_exchange(here, monkeypatch):
     counted = []
-    for cls, method in (
-        *((Control, "exchange"), (Engine, "all_reduce_scalars"), (Mesh, "broadcast_")),
-    ):
+    places = ((Control, "exchange"), (Engine, "all_reduce_scalars"), (Mesh, "broadcast_"))
+    for cls, method in places:
         real = getattr(cls, method)
 
         def call(self, *args, method=method, real=real, **rest):
@@ -507,7 +485,7 @@ def dies_in_a_save(folder, changes):
 
 @pytest.mark.slow
 def test_a_rank_that_dies_in_a_save_leaves_the_older_checkpoints(here):
-    changes = {"zero_stage": 3, "out": "r", "save_every": 1, "deterministic": True}
+    changes = {**Z3, "out": "r", "save_every": 1, "deterministic": True}
     errors = run_ranks(dies_in_a_save, 2, here, changes, backend="gloo", return_exceptions=True)
     assert "rank 1: died of SIGKILL" in str(errors[1])
     assert "got the end of rank 1" in str(errors[0])

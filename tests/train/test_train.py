@@ -175,7 +175,9 @@ def test_max_time_ends_the_run_with_a_sample(here, capsys):
 
 def test_resume_says_what_has_changed_and_ends_at_once_where_nothing_is_left(made, capsys):
     out = made.cut(8)
+    newest = checkpoint_folder(out, 8).stat().st_ino
     made.go_on(out)
+    assert checkpoint_folder(out, 8).stat().st_ino == newest  # it is not written again
     before = curve(made())
     assert curve(out) == [*before, before[-1]]  # its validation, once more
     capsys.readouterr()
