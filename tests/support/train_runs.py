@@ -30,26 +30,11 @@ STORAGE = [
     {**BF16, "optimizer": "adafactor"},
 ]
 TINY = {
-    "data": "text.txt",
-    "tokenizer": "bytes",
-    "model": "micro",
-    "n_layer": 1,
-    "n_head": 2,
-    "n_embd": 16,
-    "block_size": 16,
-    "dropout": 0.2,
-    "batch_size": 8,
-    "lr": 1e-3,
-    "max_steps": 8,
-    "eval_every": 4,
-    "eval_batches": 2,
-    "save_every": 4,
-    "keep_last": 0,
-    "num_samples": 1,
-    "max_new_tokens": 4,
-    "threads": 1,
-    "device": "cpu",
-}
+    "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n_layer": 1, "n_head": 2,
+    "n_embd": 16, "block_size": 16, "dropout": 0.2, "batch_size": 8, "lr": 1e-3, "max_steps": 8,
+    "eval_every": 4, "eval_batches": 2, "save_every": 4, "keep_last": 0, "num_samples": 1,
+    "max_new_tokens": 4, "threads": 1, "device": "cpu",
+}  # fmt: skip
 FEW = {**TINY, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
 CURVE = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss", "ema_val_loss")
 

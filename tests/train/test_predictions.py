@@ -109,20 +109,10 @@ def test_what_is_not_known_and_what_fails_fail_no_run(capsys, monkeypatch):
     assert "predicted: not available (KeyError: 'flux')\n" in capsys.readouterr().out
 
 
-def test_rates_that_count():
-    def told(setup=None, **facts):
-        return predict(SHAPE, setup or setup_of(), {**FACTS, **facts})["rates"]
-
-    assert told().startswith("data sheet of cpu;")
-    rates().save()
-    assert told() == "measured on this machine, 1 rank x 1 thread, 2026-11-22, spread 5%"
-    assert told(threads=2).startswith("data sheet")
+def test_a_gpu_that_is_not_in_the_table_is_said():
     gpu = setup_of(transport="nccl", dtype="bf16").change(device_type="cuda")
-    text = "data sheet of h100; Voodoo 2 is not in the table; "
-    assert told(gpu, device="Voodoo 2").startswith(text)
-    rates(machine="Z80").save()
-    with pytest.raises(ValueError, match=r"expected rates of this machine, got path=.* of Z80"):
-        told()
+    found = predict(SHAPE, gpu, {**FACTS, "device": "Voodoo 2"})["rates"]
+    assert found.startswith("data sheet of h100; Voodoo 2 is not in the table; ")
 
 
 def test_a_run_in_the_planners_words():

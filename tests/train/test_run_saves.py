@@ -1,7 +1,6 @@
 """The saves of a run: beside training, agreed on by all ranks, reported, asked for by a signal."""
 
 import errno
-import json
 import os
 import signal
 import stat
@@ -21,7 +20,7 @@ from fastpar.files.tensor_file import TensorFile
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module
 from fastpar.train.journal import read_metrics
-from fastpar.train.trainer import RunSaves, Trainer, rng_state, set_rng_state
+from fastpar.train.trainer import Trainer
 
 run = Runs(eval_every=0, save_every=2, num_samples=0, micro_batch_size=4)
 
@@ -86,15 +85,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(here, gate, before, rank
     row = rows_of("at once", "save_s")[0]
     assert row["save_pause_ms"] >= row["save_s"] * 1e3
     assert "step 4  saved: 0.1 MB in " in capsys.readouterr().out
-
-
-def test_a_save_waits_for_the_one_before(here, gate, before):
-    before(4, lambda trainer: soon(gate.set))
-    run("r")
-    assert steps_saved("r") == [2, 4, 6, 8]
-    waited = {row["step"]: row["save_wait_ms"] for row in rows_of("r", "save_s")}
-    assert waited[2] < 1
-    assert 1 <= waited[4] < 10_000
 
 
 @pytest.mark.parametrize("ranks", [1, slow(2)])
@@ -243,34 +233,3 @@ def test_an_error_of_one_rank_gives_a_save_a_moment(here, gate, before, monkeypa
     assert time.monotonic() - began < 9.0
     assert steps_saved("r") == ([2] if comes else [])
     gate.set()
-
-
-class FakeSaver:
-    overlap, unsettled, failed, busy, last = "wait", True, True, True, None
-
-    def __init__(self):
-        self.settled = 0
-
-    def settle(self):
-        self.settled += 1
-
-
-def test_ranks_settle_when_all_are_done_or_one_has_failed():
-    saves = RunSaves(None, None)
-    assert saves.requests() == [0.0, 0.0, 0.0]
-    saves.take_requests(0.0, 0.0, 0.0)
-    saves._saver = FakeSaver()
-    assert saves.requests() == [1.0, 1.0, 0.0]
-    for numbers, settled in (((0, 2, 0), 0), ((0, 0, 0), 1), ((1, 2, 0), 2)):
-        saves.take_requests(*map(float, numbers))
-        assert saves._saver.settled == settled
-        assert not saves.asked
-    saves.take_requests(0.0, 1.0, 1.0)
-    assert saves.asked
-
-
-def test_random_state_goes_there_and_back():
-    state = json.loads(json.dumps(rng_state()))
-    first = torch.rand(3)
-    set_rng_state(state)
-    assert torch.equal(first, torch.rand(3))

@@ -55,14 +55,10 @@ def test_a_new_model_takes_its_vocabulary_from_the_text():
     assert (model.config.vocab_size, block_size) == (data.vocab_size, 8) == (256, 8)
     again, _, _ = load(seed=2)
     assert not again.wpe.weight.equal(model.wpe.weight)
-    known = {digest(data)}  # it sees both ends and the length
-    for change in (
-        {"train": data.train[:-1]},
-        {"val": data.val[1:]},
-        {"train": data.train.astype(np.int32)},
-    ):
-        known.add(digest(replace(data, **change)))
-    assert len(known) == 4
+    others = ({"train": data.train[:-1]}, {"val": data.val[1:]},
+              {"train": data.train.astype(np.int32)})  # fmt: skip
+    known = {digest(replace(data, **change)) for change in ({}, *others)}
+    assert len(known) == 4  # it sees both ends, the length and the kind
     assert digest(replace(data, name="other")) in known
 
 
@@ -250,21 +246,13 @@ def test_a_start_that_failed_in_its_first_step_leaves_the_folder_free(monkeypatc
     said("--resume", 2, "leave out --resume to start one in another folder\n")
 
 
-HOLD = """
-import sys
-from fastpar.files.runs import hold
-hold("r")
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_who_starts_beside_another_start_is_told_so():
     """The settings of --auto-resume were read when the folder was free."""
     settings = TrainConfig().replace({"out": "r", "auto_resume": True})
     Path("r").mkdir()
     Path("r/config.json").write_text(json.dumps({"settings": {}, "model": {}, "starts": []}))
-    command = [sys.executable, "-c", HOLD]
+    code = "import sys; from fastpar.files.runs import hold; hold('r'); print('held', flush=True)"
+    command = [sys.executable, "-c", f"{code}; sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
         rule = "expected a run that no other process writes, got out=.*/r, which process "
