@@ -168,7 +168,7 @@ _spaced = st.lists(
 
 @given(text=_spaced, size=st.integers(1, 40))
 @example(text="ab\n\ncd  ef \n gh", size=1)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_pieces_tokenize_as_the_whole(gpt2, text, size):
     parts = list(pieces(text.encode(), size))
     whole = text.replace("\r\n", "\n")
