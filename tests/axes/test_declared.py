@@ -1,16 +1,17 @@
-"""declared.py: what modules say of their parameters, and what follows from it."""
+"""What modules say of their parameters, how these are cut, and what a report says of it."""
 
 from typing import ClassVar
 
 import pytest
 import torch
+from cells import covering, sweep
 from torch import nn
 
-from fastpar import GPT, GPTConfig, engine_of, parallelize
+from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.axes.tensor.declared import Declared, add_state, find_states, split_parameters
 from fastpar.axes.tensor.functional import TensorParallel
-from fastpar.comm.mesh import Mesh
 from fastpar.comm.transports import TorchCollectives
+from fastpar.foreign.tp_plan import Column
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import parameter_names
 from fastpar.sharding.placements import Partial, Replicate, Shard
@@ -54,75 +55,6 @@ def one_rank():
     return TensorParallel(TorchCollectives())
 
 
-def test_states_come_from_attributes_and_methods():
-    def rank():
-        model, tp = Model(), one_rank()
-        states = find_states(model, tp)
-        names = {names[0]: states[p] for p, names in parameter_names(model).items()}
-        assert model.pair.tp is tp
-        return names
-
-    assert run_ranks(rank, 1) == [
-        {
-            "pair.a.weight": Shard(0),
-            "pair.a.bias": Shard(0),
-            "pair.b.weight": Shard(1),
-            "norm.scale": Partial(),
-            "table": Shard(0, pad_to=2),
-            "same.weight": Replicate(),
-        }
-    ]
-
-
-def test_a_shared_module_is_asked_once():
-    calls = []
-
-    def rank():
-        class Counts(Scale):
-            def tensor_parallel(self, tp):
-                calls.append(self)
-                return {}
-
-        one = Counts(3)
-        model = nn.ModuleList([one, one])
-        return len(find_states(model, one_rank()))
-
-    assert run_ranks(rank, 1) == [1]
-    assert len(calls) == 1
-
-
-def test_tied_parameters_have_the_state_of_either_name():
-    def rank():
-        model = nn.ModuleList([Scale(3), Scale(3)])
-        model[1].scale = model[0].scale
-        assert len(find_states(model, one_rank())) == 1
-        model[1].tp_states = {"scale": Replicate()}
-        message = (
-            r"parallelize: expected one state for parameter '1\.scale', got Partial\(\) and "
-            r"Replicate\(\); declare it once"
-        )
-        with pytest.raises(ValueError, match=message):
-            find_states(model, one_rank())
-
-    run_ranks(rank, 1)
-
-
-def test_a_state_of_no_parameter():
-    def rank():
-        model = nn.Sequential(Scale(3))
-        model[0].tp_states = {"scale": Partial(), "shift": Partial()}
-        message = (
-            r"parallelize: expected states of Scale's parameters, got one for '0\.shift', which is "
-            r"none; correct its tensor_parallel or tp_states"
-        )
-        with pytest.raises(ValueError, match=message):
-            find_states(model, one_rank())
-        with pytest.raises(ValueError, match=r"got one for 'shift', which is none"):
-            find_states(model[0], one_rank())
-
-    run_ranks(rank, 1)
-
-
 def split(model, tp, mesh):
     return split_parameters(
         parameter_names(model),
@@ -130,6 +62,85 @@ def split(model, tp, mesh):
         tp,
         lambda tensors: mesh.broadcast_(tensors, "tp"),
     )
+
+
+SHAPES = {
+    "pair.a.weight": (Shard(0), [8, 6], [4, 6]),
+    "pair.a.bias": (Shard(0), [8], [4]),
+    "pair.b.weight": (Shard(1), [6, 8], [6, 4]),
+    "norm.scale": (Partial(), [6], [6]),
+    "table": (Shard(0, pad_to=2), [5, 3], [4, 3]),
+    "same.weight": (Replicate(), [2, 3], [2, 3]),
+}
+
+
+def test_states_come_from_attributes_and_methods():
+    """A shared module is asked once; a method of that name which means something else is not."""
+    calls = []
+
+    class Counts(Scale):
+        def tensor_parallel(self, tp):
+            calls.append(self)
+            return {}
+
+    class Foreign(nn.Linear):
+        def tensor_parallel(self, device_mesh):
+            raise AssertionError("transformers' own")
+
+    def rank():
+        model, tp = Model(), one_rank()
+        states = find_states(model, tp)
+        assert model.pair.tp is tp
+        names = {names[0]: states[p] for p, names in parameter_names(model).items()}
+        assert names == {name: state for name, (state, *_) in SHAPES.items()}
+        one = Counts(3)
+        assert len(find_states(nn.ModuleList([one, one]), tp)) == len(calls) == 1
+        assert find_states(Foreign(2, 2), tp) == {}
+        # Renamed parameters keep their states.
+        new, of = Model(), {p: {"tp": state} for p, state in states.items()}
+        shapes = {p: torch.Size([i]) for i, p in enumerate(model.parameters())}
+        declared = Declared(tp, of, shapes)
+        declared.rename(parameter_names(model), parameter_names(new))
+        assert [declared.states(p)["tp"] for p in new.parameters()] == [
+            states[p] for p in model.parameters()
+        ]
+        assert [list(declared.whole_shape(p)) for p in new.parameters()] == [[i] for i in range(6)]
+        with pytest.raises(KeyError):
+            declared.states(next(model.parameters()))
+
+    run_ranks(rank, 1)
+
+
+def test_states_that_contradict_each_other_or_are_of_no_parameter():
+    """Tied parameters have the state of either name."""
+
+    def rank():
+        model = nn.ModuleList([Scale(3), Scale(3)])
+        model[1].scale = model[0].scale
+        assert len(find_states(model, one_rank())) == 1
+        p, states = model[0].scale, {}
+        add_state(states, p, Replicate(), "p")
+        for states_of, message in (
+            (
+                {"scale": Replicate()},
+                r"parallelize: expected one state for parameter '1\.scale', got Partial\(\) and "
+                r"Replicate\(\); declare it once",
+            ),
+            (
+                {"scale": Partial(), "shift": Partial()},
+                r"parallelize: expected states of Scale's parameters, got one for '1\.shift', "
+                r"which is none; correct its tensor_parallel or tp_states",
+            ),
+        ):
+            model[1].tp_states = states_of
+            with pytest.raises(ValueError, match=message):
+                find_states(model, one_rank())
+        add_state(states, p, Replicate(), "p")  # the same, once more
+        with pytest.raises(ValueError, match=r"expected one state for parameter 'p'"):
+            add_state(states, p, Partial(), "p")
+        assert states == {p: Replicate()}
+
+    run_ranks(rank, 1)
 
 
 def splits_a_model():
@@ -144,205 +155,173 @@ def splits_a_model():
         for p in first.parameters():
             p.copy_(torch.randn(p.shape, generator=generator))
     declared = split(model, tp, mesh)
-    for (name, p), whole in zip(model.named_parameters(), first.parameters()):
-        state = declared.states(p)["tp"]
-        expected = whole
-        if isinstance(state, Shard):
-            expected = state.cut(whole.detach(), mesh.tp_rank, 2)
-        assert torch.equal(p.detach(), expected.detach()), name
-        assert declared.whole_shape(p) == whole.shape
-        assert torch.equal(declared.whole(p.detach(), p), whole.detach())
-        assert torch.equal(declared.cut(whole.detach(), p), p.detach())
-        for other in (torch.float64, torch.bfloat16, torch.uint8, torch.bool):  # of an optimizer
-            values = whole.detach().to(other)
+    wholes = [p.detach() for p in first.parameters()]
+    for (name, p), whole in zip(model.named_parameters(), wholes):
+        (state, shape, own), part = SHAPES[name], p.detach()
+        assert declared.states(p)["tp"] == state
+        expected = state.cut(whole, mesh.tp_rank, 2) if isinstance(state, Shard) else whole
+        assert torch.equal(part, expected), name
+        assert (list(p.shape), list(declared.whole_shape(p))) == (own, shape)
+        for dtype in (p.dtype, torch.float64, torch.bfloat16, torch.uint8, torch.bool):
+            values = whole.to(dtype)  # of an optimizer
             assert torch.equal(declared.whole(declared.cut(values, p), p), values)
+        declared.whole(part, p).fill_(5.0)  # copies
+        declared.cut(whole.clone(), p).fill_(5.0)
+        assert torch.equal(part, expected)
         assert declared.counts(p) == (mesh.tp_rank == 0 or isinstance(state, Shard))
-    return [list(p.shape) for p in model.parameters()]
 
 
 @pytest.mark.parametrize("backend", ["threads", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_parameters_are_cut_in_place_with_the_first_ranks_values(backend):
-    shapes = [[4, 3], [4, 6], [4], [6, 4], [6], [2, 3]]
-    assert run_ranks(splits_a_model, 2, backend=backend) == [shapes] * 2
+    run_ranks(splits_a_model, 2, backend=backend)
 
 
-def test_what_is_whole_is_a_copy():
-    def rank():
-        model, mesh = Model(), Mesh(tp=2)
-        declared = split(model, TensorParallel(TorchCollectives(mesh.tp_group)), mesh)
-        p = model.norm.scale
-        declared.whole(p.detach(), p).fill_(5.0)
-        declared.cut(p.detach(), p).fill_(5.0)
-        return p.tolist()
-
-    assert run_ranks(rank, 2) == [[1.0] * 6] * 2
-
-
-def refused(change, match, tp=2):
-    """split_parameters() of a model that change(model) has spoilt leaves everything as it was."""
-
-    def rank():
-        mesh, model = Mesh(tp=tp), Model()
-        change(model)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(mesh.rank)
-        shapes = [p.shape for p in model.parameters()]
-        with pytest.raises(ValueError, match=match):
-            split(model, TensorParallel(TorchCollectives(mesh.tp_group)), mesh)
-        assert shapes == [p.shape for p in model.parameters()]
-        assert all((p == mesh.rank).all() for p in model.parameters())
-
-    run_ranks(rank, tp)
-
-
-def test_a_parameter_without_a_state():
-    def forget(model):
-        del model.same.tp_states
-
-    refused(
-        forget,
-        r"parallelize: expected a declared state for every parameter with tp=2, got none for "
-        r"'same\.weight'; name it in tp_plan, or in its module's tp_states: Shard, Replicate or",
-    )
-
-
-def test_a_parameter_that_does_not_split():
-    def change(model):
-        model.same.tp_states = {"weight": Shard(1)}
-
-    refused(
-        change,
-        r"parallelize: expected tp=2 to split parameter 'same\.weight' of shape \[2, 3\] as "
-        r"Shard\(dim=1, groups=1, pad_to=None\), got: dimension 1 of size 3 does not divide by 2; "
-        r"choose another tp, or Replicate\(\)",
-    )
-
-
-def test_add_state_keeps_the_first():
-    p = nn.Parameter(torch.ones(2))
-    states = {}
-    add_state(states, p, Replicate(), "p")
-    add_state(states, p, Replicate(), "p")
-    with pytest.raises(ValueError, match=r"expected one state for parameter 'p'"):
-        add_state(states, p, Partial(), "p")
-    assert states == {p: Replicate()}
-
-
-def test_renamed_parameters_keep_their_states():
-    def rank():
-        old, new = Model(), Model()
-        declared = Declared(
-            one_rank(),
-            {p: {"tp": state} for p, state in find_states(old, one_rank()).items()},
-            {p: torch.Size([i]) for i, p in enumerate(old.parameters())},
-        )
-        before = [declared.states(p)["tp"] for p in old.parameters()]
-        declared.rename(parameter_names(old), parameter_names(new))
-        assert [declared.states(p)["tp"] for p in new.parameters()] == before
-        assert [list(declared.whole_shape(p)) for p in new.parameters()] == [[i] for i in range(6)]
-        with pytest.raises(KeyError):
-            declared.states(next(old.parameters()))
-
-    run_ranks(rank, 1)
+# Refusals
 
 
 def gpt(**sizes):
-    return GPT(
-        GPTConfig(
-            **{"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 8, "vocab_size": 50} | sizes
-        )
-    )
+    default = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 8, "vocab_size": 50}
+    return GPT(GPTConfig(**default | sizes))
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_every_parameter_of_gpt_is_declared(sequence_parallel):
+def of_same(states):
+    model = Model()
+    model.same.tp_states = states
+    return model
+
+
+UNDECLARED = r"parallelize: expected a declared state for every parameter with tp=2, got none for "
+PLAIN = {"sequence_parallel": False}
+REFUSED = [
+    (lambda: of_same({}), 2, {}, UNDECLARED + r"'same\.weight'; name it in tp_plan, or in its "
+     r"module's tp_states: Shard, Replicate or"),
+    (lambda: of_same({"weight": Shard(1)}), 2, {}, r"parallelize: expected tp=2 to split parameter "
+     r"'same\.weight' of shape \[2, 3\] as Shard\(dim=1, groups=1, pad_to=None\), got: dimension 1 "
+     r"of size 3 does not divide by 2; choose another tp, or Replicate\(\)"),
+    (lambda: nn.Sequential(nn.Linear(4, 4)), 2, {}, UNDECLARED + r"'0\.weight'"),
+    (gpt, 3, PLAIN, r"parallelize: expected tp to divide the MLP's width of \d+, got tp=3; change"),
+    (lambda: gpt(n_head=2), 4, {}, r"expected tp of at most n_head=2, got tp=4; lower tp"),
+    (lambda: gpt(block_size=9), 2, {}, r"tp to divide block_size=9 .*, or add seq"),
+]  # fmt: skip
+
+
+@sweep(("make", "tp", "options", "message"), REFUSED)
+def test_a_model_that_does_not_split_stays_as_it_was(make, tp, options, message):
     def rank():
-        model = gpt()
-        parallelize(model, Mesh(tp=4), Parallel.of(sequence_parallel=sequence_parallel))
-        declared = engine_of(model).declared
-        return {name: declared.states(p)["tp"] for name, p in model.named_parameters()}
-
-    per_token = Partial() if sequence_parallel else Replicate()
-    attention, mlp = ("h.0.attn.c_attn", "h.0.attn.c_proj"), ("h.0.mlp.c_fc", "h.0.mlp.c_proj")
-    norms = ("h.0.ln_1", "h.0.ln_2", "ln_f")
-    expected = {
-        "wte.weight": Shard(0, pad_to=128),
-        "wpe.weight": per_token,
-        f"{attention[0]}.weight": Shard(0, groups=3),
-        f"{attention[0]}.bias": Shard(0, groups=3),
-        f"{attention[1]}.weight": Shard(1),
-        f"{attention[1]}.bias": per_token,
-        f"{mlp[0]}.weight": Shard(0),
-        f"{mlp[0]}.bias": Shard(0),
-        f"{mlp[1]}.weight": Shard(1),
-        f"{mlp[1]}.bias": per_token,
-        **{f"{name}.{of}": per_token for name in norms for of in ("weight", "bias")},
-    }
-    assert run_ranks(rank, 4) == [expected] * 4
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tp", "options", "match"),
-    [
-        (
-            {"n_head": 4},
-            3,
-            {"sequence_parallel": False},
-            r"parallelize: expected tp to divide the MLP's width of \d+, got tp=3; change tp",
-        ),
-        (
-            {"n_head": 2},
-            4,
-            {},
-            r"parallelize: expected tp of at most n_head=2, got tp=4; lower tp",
-        ),
-        (
-            {"block_size": 9},
-            2,
-            {},
-            r"expected tp to divide block_size=9 .*, or add sequence_parallel=False",
-        ),
-    ],
-)
-def test_a_gpt_that_does_not_split(sizes, tp, options, match):
-    def rank():
-        with pytest.raises(ValueError, match=match):
-            parallelize(gpt(**sizes), Mesh(tp=tp), Parallel.of(**options))
+        model = make()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(torch.distributed.get_rank())
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        with pytest.raises(ValueError, match=message):
+            parallelize(model, Mesh(tp=tp), Parallel.of(**options))
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
     run_ranks(rank, tp)
 
 
-def test_a_module_that_says_nothing_is_refused_by_parallelize():
+# Of GPT
+
+
+@sweep("sequence_parallel", [True, False])
+def test_every_parameter_of_gpt_is_declared_and_reported(sequence_parallel):
     def rank():
-        message = (
-            r"expected a declared state for every parameter with tp=2, got none for '0\.weight'"
-        )
-        with pytest.raises(ValueError, match=message):
-            parallelize(nn.Sequential(nn.Linear(4, 4)), Mesh(tp=2))
+        model = gpt()
+        parallelize(model, Mesh(tp=4), Parallel.of(sequence_parallel=sequence_parallel))
+        engine = engine_of(model)
+        states = {name: engine.declared.states(p)["tp"] for name, p in model.named_parameters()}
+        return states, engine.tp_report.splitlines()
 
-    run_ranks(rank, 2)
+    per_token = Partial() if sequence_parallel else Replicate()
+    split = {
+        "wte.weight": Shard(0, pad_to=128),
+        "h.0.attn.c_attn.weight": Shard(0, groups=3),
+        "h.0.attn.c_attn.bias": Shard(0, groups=3),
+        "h.0.attn.c_proj.weight": Shard(1),
+        "h.0.mlp.c_fc.weight": Shard(0),
+        "h.0.mlp.c_fc.bias": Shard(0),
+        "h.0.mlp.c_proj.weight": Shard(1),
+    }
+    found, lines = run_ranks(rank, 4)[0]
+    assert found == {name: split.get(name, per_token) for name in gpt().state_dict()}
+    assert lines[0].startswith("tensor parallelism: tp=4, sequence parallelism ")
+    assert lines[0].split()[5].startswith("on" if sequence_parallel else "off")
+    assert "     1 h.*.mlp.c_proj.weight  [32, 128] -> [32, 32]  Shard(1)" in lines
+    assert any(line.startswith("     1 h.*.ln_1.weight  [32]") for line in lines)
 
 
-def test_a_method_of_that_name_which_means_something_else_is_not_called():
-    class Foreign(nn.Linear):
-        def tensor_parallel(self, device_mesh):
-            raise AssertionError("transformers' own")
+def planned():
+    """A report of what a plan names, of one parameter more, and of nothing."""
+    plain = parallelize(nn.Linear(2, 2), Mesh(tp=1))
+    mlp = nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
+    model = nn.ModuleDict({"mlp": mlp, "norm": nn.LayerNorm(8)})
+    parallelize(
+        model, Mesh(tp=2), Parallel.of(**PLAIN), tp_plan={"mlp.up": Column(), "mlp.down": "row"}
+    )
+    return engine_of(plain).tp_report.splitlines(), engine_of(model).tp_report.splitlines()
 
-    assert run_ranks(lambda: find_states(Foreign(2, 2), one_rank()), 1) == [{}]
+
+def test_a_report_of_a_plan():
+    """Every parameter has its line."""
+    nothing, lines = run_ranks(planned, 2)[0]
+    assert nothing == ["tensor parallelism: tp=1, nothing is split"]
+    assert lines == [
+        "tensor parallelism: tp=2, sequence parallelism off, the given plan",
+        "split over the ranks: 3 parameters, 0.00 MiB of 0.00 MiB here",
+        "     1 mlp.up.weight  [12, 8] -> [6, 8]  Shard(0)",
+        "     1 mlp.up.bias  [12] -> [6]  Shard(0)",
+        "     1 mlp.down.weight  [8, 12] -> [8, 6]  Shard(1)",
+        "replicated, the same gradient on every rank: 1 parameters, 0.00 MiB here",
+        "     1 mlp.down.bias  [8]",
+        "left: named by nobody, taken for the same on every rank: 2 parameters, 0.00 MiB here",
+        "     1 norm.weight  [8]",
+        "     1 norm.bias  [8]",
+    ]
 
 
-def test_a_refused_model_is_as_it_was():
-    def rank():
-        model = gpt().eval()  # no dropout
-        idx = torch.zeros(1, 8, dtype=torch.int64)
-        before = model(idx, idx).item()
-        model.own = torch.nn.Parameter(torch.zeros(3))  # nobody declares it
-        with pytest.raises(ValueError, match="got none for 'own'"):
-            parallelize(model, Mesh(tp=2))
-        del model.own
-        assert model(idx, idx).item() == before
-        parallelize(model, Mesh(tp=2))
-        assert model(idx, idx).item() == pytest.approx(before, rel=1e-6)
+CONFIG = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=301, dropout=0.0)
 
-    run_ranks(rank, 2)
+
+FROZEN = ("h.0.attn.c_attn.weight", "h.1.mlp.c_proj.weight", "ln_f.bias")  # split, split, whole
+
+
+def train(tp, stage, meta, frozen):
+    values = GPT(CONFIG, seed=5).state_dict()
+    mesh = Mesh(tp=tp)
+    with torch.device("meta" if meta else "cpu"):
+        model = GPT(CONFIG)
+    for name in FROZEN if frozen else ():
+        model.get_parameter(name).requires_grad_(False)
+    if not meta:
+        model.load_state_dict(values)
+    asked = {}
+
+    def fill(name, tensor):
+        asked[name] = tensor.shape
+        tensor.copy_(values[name])
+
+    parallelize(model, mesh, zero_stage=stage, materialize=fill if meta else None)
+    assert not meta or asked == {name: value.shape for name, value in values.items()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = AdamW(trained, lr=1e-2, max_grad_norm=1.0)
+    idx = torch.randint(0, 301, (4, 16), generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        model(idx, idx).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), values
+
+
+@covering(
+    1,
+    ("frozen", [False, True]),
+    (("world_size", "tp", "stage"), [(2, 2, 0), (4, 2, 3), (3, 1, 3), (4, 4, 0)]),
+)
+def test_a_model_on_the_meta_device_has_the_bits_of_one_with_values(world_size, tp, stage, frozen):
+    expected = run_ranks(train, world_size, tp, stage, False, frozen)
+    got = run_ranks(train, world_size, tp, stage, True, frozen)
+    for (ours, first), (theirs, _) in zip(got, expected):
+        for name, value in theirs.items():
+            assert torch.equal(ours[name], value), name
+            fixed = frozen and name in FROZEN
+            assert torch.equal(value, first[name]) == fixed, name

@@ -1,13 +1,14 @@
-"""Layers on a grid of ranks: refusals, bits, checkpoints, operators.
+"""Layers on a grid of ranks: losses, operators and what they hold, checkpoints, refusals.
 
-test_grid_matrix.py has whole runs, test_grid_schedules.py what they send.
+tests/contracts/test_same_run.py has whole runs, test_grid_schedules.py what they send.
 """
 
 import itertools
+import math
 
 import pytest
 import torch
-from cells import slow
+from cells import slow, sweep
 from lone_rank import LoneMesh, heard
 from saved import bits
 from torch import nn
@@ -41,71 +42,54 @@ def batch(samples=4, time=6):
     return idx, idx.roll(1, 1)
 
 
+def gridded(model, grid, debug=None, plan=None, **options):
+    mesh = Mesh(tp_grid=grid)
+    return parallelize(model, mesh, Parallel.of(**options), debug=debug, tp_plan=plan)
+
+
 # Values
 
 
-def test_logits_and_their_gradients_are_those_of_one_process():
-    """A loop that computes its own loss from them, the same on every rank."""
+@sweep("reduction", [None, "sum", "mean"])
+def test_logits_and_losses_are_those_of_one_process(reduction):
+    """A loop that computes its own loss of logits; losses of rows with unequally many targets."""
     idx, targets = batch()
+    targets[2:, 1:] = -100
 
     def trained(model):
-        logits = model(idx)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        value = model(idx) if reduction is None else model(idx, targets, reduction=reduction)
+        own = nn.functional.cross_entropy
+        loss = value if reduction else own(value.flatten(0, 1), targets.flatten())
         loss.backward()
-        return logits.detach()
+        return value.detach()
 
     def rank():
-        model = build()
-        parallelize(model, Mesh(tp_grid=(2, 2, 2)))
-        logits = trained(model)
-        return logits, [grad for _, grad in engine_of(model).grads()]
+        model = gridded(build(), (2, 2, 2))
+        return trained(model), [grad for _, grad in engine_of(model).grads()]
 
     model = build()
     expected = trained(model)
-    for logits, grads in run_ranks(rank, 8):
-        assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
+    for value, grads in run_ranks(rank, 8):
+        assert (value - expected).abs().max() < 1e-12 * expected.abs().max()
         for grad, p in zip(grads, model.parameters(), strict=True):
-            assert (grad - p.grad).abs().max() < 1e-12 * p.grad.abs().max()
+            of_sum = expected.abs().max() if reduction == "sum" else 1.0
+            assert (grad - p.grad).abs().max() < 1e-12 * max(p.grad.abs().max(), 1e-3 * of_sum)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_loss_whose_rows_have_unequal_numbers_of_targets(reduction):
-    idx, targets = batch()
-    targets[2:, 1:] = -100
-    expected = build()(idx, targets, reduction=reduction)
+def test_ranks_draw_one_mask_and_recompute_it():
+    """When no key is given, of torch's generators, which differ, the first rank's counts."""
 
-    def rank():
-        model = build()
-        parallelize(model, Mesh(tp_grid=(2, 1)))
-        return model(idx, targets, reduction=reduction).item()
-
-    for loss in run_ranks(rank, 2):
-        assert abs(loss - expected.item()) < 1e-12 * expected.item()
-
-
-def test_ranks_draw_one_mask_when_no_key_is_given():
-    """Of torch's generators, which differ, the first rank's counts."""
-
-    def rank():
-        mesh = Mesh(tp_grid=(2, 2, 2))
-        model = build(dropout=0.25)
-        parallelize(model, mesh)
-        return model(*batch()).item()
-
-    assert len(set(run_ranks(rank, 8))) == 1
-
-
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputed_gradients_have_the_same_bits(mode):
     def rank(mode):
-        model = build(torch.float32, dropout=0.2)
-        parallelize(model, Mesh(tp_grid=(2, 2)))
-        recompute(model, mode)
+        model = recompute(gridded(build(torch.float32, dropout=0.25), (2, 2)), mode)
+        drawn = model(*batch()).item()
         model(*batch(), rng_key=make_key(1, 2)).backward()
-        return [p.grad.clone() for p in model.parameters()]
+        return drawn, [p.grad.clone() for p in model.parameters()]
 
-    for got, want in zip(run_ranks(rank, 4, mode), run_ranks(rank, 4, "none"), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    plain = run_ranks(rank, 4, "none")
+    assert len({drawn for drawn, _ in plain}) == 1
+    for mode in ("selective", "full"):
+        for (_, got), (_, want) in zip(run_ranks(rank, 4, mode), plain, strict=True):
+            assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e4])
@@ -151,10 +135,12 @@ def test_opcheck():
     torch.library.opcheck(of.grid_norm_bwd.default, args)
 
 
-# What an op has at once
-
 N, C, F = 64, 64, 512  # of a product of tokens, in and out of the wide side, over all ranks
+
+
 GATHERED = 4 * N * C  # x or dy of all columns
+
+
 WIDE, WEIGHT = 4 * N * F // 2, 4 * F * C // 2  # by columns; the weight of all rows
 
 
@@ -227,9 +213,7 @@ def test_a_checkpoint_of_a_grid_is_that_of_any_layout(tmp_path, stage):
 
 def test_reports_name_the_grid():
     def rank():
-        model = build()
-        parallelize(model, Mesh(tp_grid=(2, 2)))
-        engine = engine_of(model)
+        engine = engine_of(gridded(build(), (2, 2)))
         return engine.tp_report, engine.describe()
 
     report, described = run_ranks(rank, 4)[0]
@@ -249,100 +233,70 @@ class Own(nn.Linear):
         return {"weight": None}
 
 
-EXPERTS = {"n_expert": 2, "top_k": 1}
+REFUSED = [
+    (lambda: Own(4, 4), (2, 1), {}, r"fastpar.GPT without experts for tp_grid=2x1, got Own; use M"),
+    (lambda: build(n_expert=2, top_k=1), (2, 1), {}, r"^tp_grid does not run with n_expert; drop"),
+    (
+        build,
+        (2, 1),
+        {"sequence_parallel": False},
+        r"^tp_grid does not run with sequence_parallel=F",
+    ),
+    (build, (2, 1), {"offload": "optimizer"}, r"^tp_grid does not run with offload; drop one of"),
+    (build, (2, 1), {"plan": "gpt2"}, r"expected no tp_plan for GPT"),
+    (
+        lambda: build(n_head=3, n_embd=15),
+        (2, 1),
+        {},
+        r"to divide n_embd=15, got tp_grid=2x1; chang",
+    ),
+    (build, (1, 3), {}, r"of tp_grid to divide n_embd=16, got tp_grid=1x3; change"),
+    (lambda: build(n_head=2), (1, 4), {}, r"tp_grid of at most n_head=2 columns, got tp_grid=1x4"),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (lambda: Own(4, 4), {}, r"fastpar.GPT without experts for tp_grid=2x1, got Own; use Mesh"),
-        (lambda: build(**EXPERTS), {}, r"^tp_grid does not run with n_expert; drop one of them"),
-        (build, {"sequence_parallel": False}, r"^tp_grid does not run with sequence_parallel=Fal"),
-        (build, {"offload": "optimizer"}, r"^tp_grid does not run with offload; drop one of them"),
-        (build, {"tp_plan": "gpt2"}, r"expected no tp_plan for GPT"),
-        (
-            lambda: build(n_head=3, n_embd=15),
-            {},
-            r"rows and columns of tp_grid to divide n_embd=15, got tp_grid=2x1; change tp_grid",
-        ),
-    ],
-)
-def test_what_a_grid_refuses(make, options, message):
+@sweep(("make", "grid", "options", "message"), REFUSED)
+def test_what_a_grid_refuses(make, grid, options, message):
     def rank():
-        model, asked = make(), dict(options)
-        plan, debug = asked.pop("tp_plan", None), Debug(bus_gb_s=12)
+        model = make()
         with pytest.raises(ValueError, match=message):
-            parallelize(
-                model, Mesh(tp_grid=(2, 1)), Parallel.of(**asked), tp_plan=plan, debug=debug
-            )
+            gridded(model, grid, Debug(bus_gb_s=12), **options)
         assert all(vars(module).get("tp") is None for module in model.modules())
 
-    run_ranks(rank, 2)
+    run_ranks(rank, math.prod(grid))
 
 
-@pytest.mark.parametrize(
-    ("grid", "changes", "message"),
-    [
-        ((1, 4), {"n_head": 2}, r"tp_grid of at most n_head=2 columns, got tp_grid=1x4"),
-        ((1, 3), {}, r"of tp_grid to divide n_embd=16, got tp_grid=1x3; change"),
-    ],
-)
-def test_columns_that_do_not_fit(grid, changes, message):
-    def rank():
-        with pytest.raises(ValueError, match=message):
-            parallelize(build(**changes), Mesh(tp_grid=grid))
-
-    run_ranks(rank, grid[0] * grid[1])
-
-
-def test_a_batch_that_rows_and_depth_do_not_divide():
-    def rank():
-        model = build()
-        parallelize(model, Mesh(tp_grid=(2, 1, 2)))
+def test_what_a_model_on_a_grid_refuses():
+    def divided():
+        model = gridded(build(), (2, 1, 2))
         message = r"batch of a multiple of 4 samples with tp_grid=2x1x2, got B=3; pass another mic"
         with pytest.raises(ValueError, match=message):
             model(*batch(3))
-        idx, targets = batch(4)
         message = r"expected no positions with tp_grid=2x1x2, got positions.shape=\[4, 6\]; let"
         with pytest.raises(ValueError, match=message):
-            model(idx, targets, positions=torch.arange(6).expand(4, 6))
+            model(*batch(4), positions=torch.arange(6).expand(4, 6))
 
-    run_ranks(rank, 4)
-
-
-def test_products_in_8_bits_are_refused():
-    def rank():
-        model = build(torch.float32)
-        parallelize(model, Mesh(tp_grid=(2, 1)))
-        use_fp8(model, "mlp", emulate=True)
-        with pytest.raises(
-            ValueError, match=r"linear: expected no fp8 with tp_grid=2x1, got .*; lea"
-        ):
-            model(*batch())
-
-    run_ranks(rank, 2)
-
-
-def test_optimizers_of_whole_matrices_are_refused():
-    def rank():
-        model = build(torch.float32)
-        parallelize(model, Mesh(tp_grid=(2, 1)))
+    def rows():
+        model = gridded(build(torch.float32), (2, 1))
         optimizer = Muon(muon_groups(model))
         model(*batch()).backward()
         with pytest.raises(ValueError, match=r"Muon: .* one axis splits, got tp_grid=2x1; use fas"):
             optimizer.step()
+        use_fp8(model, "mlp", emulate=True)
+        message = r"linear: expected no fp8 with tp_grid=2x1, got .*; lea"
+        with pytest.raises(ValueError, match=message):
+            model(*batch())
 
-    run_ranks(rank, 2)
+    run_ranks(divided, 4)
+    run_ranks(rows, 2)
 
 
-@pytest.mark.parametrize("grid", [(1, 2), (2, 1), (1, 1, 2)])
+@sweep("grid", [(1, 2), (2, 1), (1, 1, 2)])
 def test_another_batch_on_another_rank_is_named(grid):
     def rank():
-        mesh = Mesh(tp_grid=grid)
-        model = build()
-        parallelize(model, mesh, debug=Debug(check_inputs=True))
+        model = gridded(build(), grid, Debug(check_inputs=True))
         idx, targets = batch()
         with pytest.raises(RuntimeError, match=r"same inputs on all ranks of a (tp|rows) group"):
-            model(idx + mesh.rank, targets)
+            model(idx + engine_of(model).mesh.rank, targets)
 
     run_ranks(rank, 2)

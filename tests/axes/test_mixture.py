@@ -1,4 +1,7 @@
-"""Experts of one process against a dense fp64 oracle that computes all of them and masks."""
+"""Experts of one process against a dense fp64 oracle that computes all of them and masks.
+
+tests/contracts/test_same_run.py and test_ep_matrix.py have them on ranks.
+"""
 
 from collections import Counter
 
@@ -16,10 +19,14 @@ from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 V, T = 41, 8
+
+
 BASE = {
     "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": T, "vocab_size": V, "dropout": 0.0,
     "n_expert": 4, "top_k": 2, "balance_loss": 0.5, "router_z_loss": 0.02,
 }  # fmt: skip
+
+
 KINDS = {
     "top-2": {},
     "Switch": {"top_k": 1},
@@ -98,20 +105,21 @@ def losses_and_gradients(model, config, steps, *, kind="sum", optimizer=None):
     return weights
 
 
+def managed(**changes):
+    model, config = make(**changes)
+    return fastpar.parallelize(model, fastpar.Mesh()), config
+
+
 @sweep("kind", ["sum", "mean"])
 @sweep("name", KINDS)
 def test_equals_the_dense_oracle(name, kind):
-    model, config = make(**KINDS[name])
-    model = fastpar.parallelize(model, fastpar.Mesh())
-    micro = 2 if kind == "sum" else 1
-    losses_and_gradients(model, config, batches(3, micro), kind=kind)
+    losses_and_gradients(*managed(**KINDS[name]), batches(3, 2 if kind == "sum" else 1), kind=kind)
 
 
 @sweep("mode", ["full", "selective"])
 def test_recomputed_blocks_count_once(mode):
-    model, config = make(balance_rate=0.05, expert_capacity=1.0)
-    model = recompute(fastpar.parallelize(model, fastpar.Mesh()), mode)
-    losses_and_gradients(model, config, batches(2, 2))
+    model, config = managed(balance_rate=0.05, expert_capacity=1.0)
+    losses_and_gradients(recompute(model, mode), config, batches(2, 2))
 
 
 class Ops(TorchDispatchMode):
@@ -143,98 +151,73 @@ def test_selective_recomputation_neither_multiplies_nor_sends_again():
     assert run_ranks(ops_in_backward, 2, "full") == [[2, 2, 1, 4]] * 2
 
 
-def test_all_tokens_on_one_and_none_on_the_others():
-    model, config = make(top_k=1)
+def alike(model, row, value):
+    """Every token has the same logits, of which one is set."""
     with torch.no_grad():
         for block in model.h:
             block.ln_2.weight.zero_()
             block.ln_2.bias.fill_(1.0)
             block.mlp.router.weight.zero_()
-            block.mlp.router.weight[2] = 0.5
-    model = fastpar.parallelize(model, fastpar.Mesh())
+            block.mlp.router.weight[row] = value
+
+
+@sweep(("top_k", "value", "counts"), [(1, 0.5, [0, 0, 48, 0]), (2, 0.0, [48, 48, 0, 0])])
+def test_all_tokens_on_one_and_equal_logits_on_the_lower_numbers(top_k, value, counts):
+    model, config = managed(top_k=top_k)
+    alike(model, 2, value)
     losses_and_gradients(model, config, batches(1, 2))
-    assert model.experts.last[:, :4].tolist() == [[0, 0, 48, 0]] * 2
-    assert model.h[0].mlp.router.load.tolist() == [0, 0, 48, 0]
-
-
-def test_equal_logits_go_to_the_lower_numbers():
-    model, config = make()
-    with torch.no_grad():
-        for block in model.h:
-            block.mlp.router.weight.zero_()
-    model = fastpar.parallelize(model, fastpar.Mesh())
-    losses_and_gradients(model, config, batches(1, 1))
-    assert model.experts.last[:, :4].tolist() == [[24, 24, 0, 0]] * 2
+    assert model.experts.last[:, :4].tolist() == [counts] * 2
+    assert model.h[0].mlp.router.load.tolist() == counts
 
 
 @sweep("value", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_show_in_loss_and_norm(value):
-    model, _ = make()
+    model, _ = managed()
     with torch.no_grad():
         model.h[1].mlp.router.weight[1, 0] = value
-    model = fastpar.parallelize(model, fastpar.Mesh())
     opt = fastpar.AdamW(model.parameters(), max_grad_norm=1.0)
-    ((idx, targets),) = batches(1, 1)[0]
-    loss = model(idx, targets)
+    loss = model(*batches(1, 1)[0][0])
     loss.backward()
     opt.step()
     assert not loss.isfinite()
     assert not opt.grad_norm.isfinite()
 
 
-def test_evaluation_counts_nothing_and_adds_no_loss():
-    model, _ = make()
-    model = fastpar.parallelize(model, fastpar.Mesh())
-    ((idx, targets),) = batches(1, 1)[0]
+def test_evaluations_and_dropped_steps_are_not_counted():
+    model, config = managed()
+    opt = fastpar.AdamW(model.parameters())
+    idx, targets = batches(1, 1)[0][0]
     with torch.no_grad():
         model(idx, targets)
     model.eval()
-    before = model.experts.take(torch.device("cpu"))
     model(idx, targets).backward()
-    assert not before.any()
     assert not model.experts.take(torch.device("cpu")).any()
-
-
-def test_a_dropped_step_is_not_counted():
-    model, config = make()
-    model = fastpar.parallelize(model, fastpar.Mesh())
-    opt = fastpar.AdamW(model.parameters())
-    ((idx, targets),) = batches(1, 1)[0]
+    model.train()
     for _ in range(2):
-        model(idx, targets).backward()
         opt.zero_grad()
-    model(idx, targets).backward()
+        model(idx, targets).backward()
     opt.step()
     assert model.experts.last[:, :4].sum() == 2 * idx.numel() * config.top_k
 
 
 def test_the_bias_goes_towards_balance():
     """An expert that everybody likes is passed on to the others after some steps."""
-    model, _ = make(n_layer=1, top_k=1, balance_loss=0.0, router_z_loss=0.0, balance_rate=0.5)
-    with torch.no_grad():
-        model.h[0].ln_2.weight.zero_()
-        model.h[0].ln_2.bias.fill_(1.0)
-        model.h[0].mlp.router.weight.zero_()
-        model.h[0].mlp.router.weight[0] = 1 / 16
-    model = fastpar.parallelize(model, fastpar.Mesh())
-    opt = fastpar.AdamW(model.parameters(), lr=0.0)
-    ((idx, targets),) = batches(1, 1)[0]
-    served = set()
+    no_losses = {"balance_loss": 0.0, "router_z_loss": 0.0, "balance_rate": 0.5}
+    model, _ = managed(n_layer=1, top_k=1, **no_losses)
+    alike(model, 0, 1 / 16)
+    opt, served = fastpar.AdamW(model.parameters(), lr=0.0), set()
     for _ in range(4):
-        model(idx, targets).backward()
+        model(*batches(1, 1)[0][0]).backward()
         opt.step()
         opt.zero_grad()
         served |= {int(model.experts.last[0, :4].argmax())}
     assert len(served) > 1
 
 
-def test_buffers_keep_their_values_in_16_bits():
+def test_buffers_in_16_bits_and_flops_of_active_experts():
     model = GPT(GPTConfig(**BASE)).bfloat16()
     model.h[0].mlp.router.steps += 1001
     assert model.bfloat16().h[0].mlp.router.steps[0] == 1001
-
-
-def test_flops_are_those_of_active_experts():
     dense = GPT(GPTConfig(**{**BASE, "n_expert": 0}))
     sparse, config = make(expert_hidden=32)  # two experts of half the width
     router = config.n_layer * (config.n_expert * config.n_embd + config.n_embd)  # and one bias more
@@ -251,20 +234,15 @@ BAD = {
 }
 
 
-@sweep("name", BAD)
-def test_numbers_that_do_not_fit(name):
-    value, message = BAD[name]
-    with pytest.raises(ValueError, match=f"GPTConfig: expected {message}"):
-        GPTConfig(**{**BASE, name: value})
-
-
-def test_training_needs_somebody_who_sums_the_counts():
-    model, _ = make()
+def test_what_is_refused():
+    for name, (value, message) in BAD.items():
+        with pytest.raises(ValueError, match=f"GPTConfig: expected {message}"):
+            GPTConfig(**{**BASE, name: value})
+    # Training needs somebody who sums the counts.
     idx = torch.zeros(1, T, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match=r"fastpar\.parallelize before training .* balance_loss=0.5"
-    ):
-        model(idx, idx)
+    message = r"fastpar\.parallelize before training .* balance_loss=0.5"
+    with pytest.raises(ValueError, match=message):
+        make()[0](idx, idx)
     model, _ = make(balance_loss=0.0, router_z_loss=0.0)
     model(idx, idx).backward()
     assert isinstance(model.experts, Losses)

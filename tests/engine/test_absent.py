@@ -1,13 +1,22 @@
-"""absent.py: nans that can be read, and refuse whatever would change or copy them."""
+"""What a rank has only a part of: nans that can be read, hooks that keep nobody alive, and steps of
+optimizers that are refused."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from fastpar.engine.absent import Absent, AbsentParameter, hide, show
+import fastpar
+from fastpar.comm.mesh import Mesh
+from fastpar.engine.absent import Absent, AbsentParameter, Hook, Link, hide, show
+from fastpar.optim import adamw as optim
+from fastpar.optim.adafactor import Adafactor
+from fastpar.optim.adamw import AdamW
+from fastpar.testing import run_ranks
 
 
 def nans(*shape):
@@ -19,32 +28,13 @@ def gradient():
 
 
 READS = (
-    lambda x: x.norm(),
-    lambda x: x.sum(),
+    *(torch.Tensor.norm, torch.Tensor.sum, torch.clone),
     lambda x: torch.stack([x, x]),
-    lambda x: x.clone(),
     lambda x: torch.zeros(2, 3).copy_(x),
     lambda x: torch.ones(2, 3).add_(x),
     lambda x: torch._foreach_norm([x])[0],
     lambda x: torch.add(x, 1, out=torch.zeros(2, 3)),
 )
-
-
-def test_reads_are_nan_and_ordinary_tensors():
-    for x in (gradient(), AbsentParameter(nans(2, 3)).data):
-        for read in READS:
-            value = read(x)
-            assert type(value) is torch.Tensor
-            assert value.isnan().all()
-        assert (x.shape, x.dtype, x.is_sparse, x.requires_grad) == (
-            (2, 3),
-            torch.float32,
-            False,
-            False,
-        )
-        assert "nan" in repr(x)
-
-
 WRITES = (
     lambda x: x.mul_(2),
     lambda x: x.__setitem__(0, 1.0),
@@ -55,22 +45,22 @@ WRITES = (
     lambda x: x[0].sub_(1),
     lambda x: torch._foreach_mul_([torch.ones(1), x], 2.0),
     lambda x: torch.add(torch.ones(2, 3), 1, out=x),
-    lambda x: copy.deepcopy(x),
-    lambda x: pickle.dumps(x),
+    copy.deepcopy,
+    pickle.dumps,
 )
+LEFT = r"p\.grad: expected to be left as it is, got \w+ for 'w', whose gradient is not"
+WHOLE = r"[\w.]+: expected a whole parameter, got '\?', of which"
 
 
-def test_writes_and_copies_are_refused():
-    for x, message in (
-        (
-            gradient(),
-            r"p\.grad: expected to be left as it is, got \w+ for 'w', whose gradient is not",
-        ),
-        (
-            AbsentParameter(nans(2, 3)).data,
-            r"[\w.]+: expected a whole parameter, got '\?', of which",
-        ),
-    ):
+def test_reads_are_nan_and_writes_and_copies_are_refused():
+    for x, message in ((gradient(), LEFT), (AbsentParameter(nans(2, 3)).data, WHOLE)):
+        for read in READS:
+            value = read(x)
+            assert type(value) is torch.Tensor
+            assert value.isnan().all()
+        kind = (x.shape, x.dtype, x.is_sparse, x.requires_grad)
+        assert kind == ((2, 3), torch.float32, False, False)
+        assert "nan" in repr(x)
         for write in WRITES:
             with pytest.raises(RuntimeError, match=message):
                 write(x)
@@ -82,8 +72,7 @@ def test_zeroing_a_gradient_is_noted():
     assert a.zero_() is a
     torch._foreach_zero_([plain, b])
     assert (a.zeroed, b.zeroed, plain.tolist()) == (True, True, [0, 0])
-    assert a.isnan().all()
-    assert b.isnan().all()
+    assert torch.stack([a, b]).isnan().all()
     with pytest.raises(RuntimeError, match=r"p\.zero_: expected a whole parameter"):
         AbsentParameter(nans(2)).data.zero_()
 
@@ -95,23 +84,215 @@ def test_a_parameter_is_absent_by_its_class():
         x.data = nans(2)
         hide(x)
     assert (type(p), type(mine).__name__) == (AbsentParameter, "Mine")
-    for act, message in (
-        (lambda: p.mul_(2), r"p\.mul_: expected a whole parameter"),
-        (lambda: p.__setitem__(0, 1), r"p\.__setitem__: expected a whole parameter"),
-        (lambda: copy.deepcopy(p), r"copy\.deepcopy: expected a whole parameter"),
-        (lambda: pickle.dumps(p), r"pickle: expected a whole parameter"),
-        (
-            lambda: setattr(p, "data", torch.ones(2)),
-            r"parallelize: expected parameter '\?' to keep",
-        ),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            act()
+    for write in (WRITES[0], WRITES[1], copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match=WHOLE):
+            write(p)
+    with pytest.raises(RuntimeError, match=r"parallelize: expected parameter '\?' to keep"):
+        p.data = torch.ones(2)
     p.data = p  # nothing changes
     p.requires_grad_(False)
     assert p.isnan().all()
     show(p)
     show(mine)
     p.data = torch.ones(2)
-    assert type(p) is nn.Parameter
-    assert p.mul_(2).tolist() == [2, 2]
+    assert (type(p), p.mul_(2).tolist()) == (nn.Parameter, [2, 2])
+
+
+class Owner:
+    def __init__(self):
+        self.calls = []
+
+    def called(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        return "result"
+
+
+def test_copies_of_hooks_are_empty_and_a_hook_keeps_nobody_alive():
+    owner = Owner()
+    link, hook = Link(owner), Hook(weakref.ref(owner), Owner.called, 1)
+    assert hook(2, key=3) == "result"
+    for make in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        assert make(link).target is None
+        assert make(hook)(2, key=3) is None
+    assert owner.calls == [((1, 2), {"key": 3})]
+    assert (hook.is_of(owner), hook.is_of(Owner()), copy.copy(hook).is_of(owner)) == (
+        *(True, False, False),
+    )
+    gone = weakref.ref(owner)
+    del owner, link
+    gc.collect()
+    assert (gone(), hook()) == (None, None)
+
+
+# Optimizers
+
+
+def step_with(stage, build, drive=lambda optimizer: optimizer.step()):
+    """A backward and a step on two ranks, with the optimizer that build(model) makes."""
+
+    def ranks():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        fastpar.parallelize(model, Mesh(), zero_stage=stage)
+        optimizer = build(model)
+        model(torch.ones(2, 3)).sum().backward()
+        drive(optimizer)
+        return torch.cat([p.flatten() for p in model.state_dict().values()])
+
+    return run_ranks(ranks, 2)
+
+
+def step(optimizer):
+    optimizer.step()
+
+
+def scaled(optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+def told_of_overflows(optimizer):
+    optimizer.found_inf = torch.zeros(1)
+    optimizer.step()
+
+
+def captured(optimizer):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim, "capturing", lambda device: True)
+        optimizer.step()
+
+
+STOCK = (
+    r"step: expected fastpar\.AdamW for parameters of an engine with zero_stage >= 1, got \w+ with "
+    r"zero_stage={stage}; .* use fastpar\.AdamW"
+)
+
+
+SCALER = (  # it would find the nans of placeholders
+    r"AdamW\.step: expected neither GradScaler nor found_inf with zero_stage >= 1 or tp > 1, got "
+    r"one with zero_stage={stage}, .* set grad_scale from a fastpar\.optim\.schedule\.Dyn"
+)
+
+
+FACTORED = (
+    r"Adafactor: expected parameters of an engine with zero_stage=0 and tp=1, got zero_stage="
+    r"{stage}, tp=1; its row and column means need whole matrices of the whole model: use fastpar"
+)
+
+
+ZEROING = r"zero_stage >= 1 or offload, got True with zero_stage={stage}, "
+
+
+CAPTURE = r"zero_stage=0 and tp=1 while a CUDA graph .*, got zero_stage={stage},"
+
+
+REFUSED = [
+    (torch.optim.SGD, {}, step, RuntimeError, r"SGD\." + STOCK),
+    (torch.optim.AdamW, {}, step, RuntimeError, r"AdamW\." + STOCK),
+    (torch.optim.Adagrad, {}, step, RuntimeError, r"Adagrad\." + STOCK),
+    (Adafactor, {}, step, ValueError, FACTORED),
+    (AdamW, {"zero_grad_in_step": True}, step, ValueError, ZEROING),
+    (AdamW, {}, scaled, RuntimeError, SCALER),
+    (AdamW, {}, told_of_overflows, RuntimeError, SCALER),
+    (AdamW, {"capturable": True}, captured, RuntimeError, CAPTURE),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "drive", "error", "message"), REFUSED)
+def test_what_no_rank_can_step_is_refused(cls, options, drive, error, message):
+    for stage in (1, 2, 3):
+        with pytest.raises(error, match=message.format(stage=stage)):
+            step_with(stage, lambda model: cls(model.parameters(), **options), drive)
+
+
+def test_stock_optimizers_step_at_stage_0_and_beside_engines():
+    a, b = step_with(0, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert torch.equal(a, b)
+    step_with(0, lambda model: AdamW(model.parameters(), zero_grad_in_step=True))
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    torch.optim.SGD([p], lr=0.5).step()
+    assert p.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_what_no_engine_reduces_is_refused_when_all_else_is_frozen(how):
+    """An adapter on a base that was frozen after parallelize: each rank would train its own."""
+    message = {
+        "added": r"Engine: expected the model's parameters of fastpar\.parallelize, got 'a' beside",
+        "unfrozen": r"Engine: expected parameter '1\.bias' to stay frozen, got requires_grad=True",
+    }
+
+    def ranks(stage, cls, mixed):
+        mesh = Mesh()
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].bias.requires_grad_(False)
+        fastpar.parallelize(model, mesh, zero_stage=stage)
+        base = list(model.parameters())[:3]
+        model.requires_grad_(False)
+        if how == "added":
+            model.register_parameter("a", nn.Parameter(torch.ones(3)))
+        else:
+            model[1].bias.requires_grad_(True)
+        new = model.a if how == "added" else model[1].bias
+        optimizer = cls([new, *base] if mixed else [new], lr=0.1)
+        (model(torch.ones(2, 3)) * (new + mesh.dp_rank)).sum().backward()
+        optimizer.step()
+
+    for world_size, stage, cls, mixed in (
+        (1, 0, AdamW, False),
+        (2, 0, AdamW, True),
+        (2, 0, AdamW, False),
+        (2, 0, torch.optim.SGD, False),
+        (2, 0, torch.optim.SGD, True),
+        (2, 3, AdamW, False),
+    ):
+        with pytest.raises(RuntimeError, match=message[how]):
+            run_ranks(ranks, world_size, stage, cls, mixed)
+
+
+def test_main_gradients_need_an_optimizer_that_knows_them():
+    """p.grad reads as nan."""
+    model = nn.Linear(3, 3).bfloat16()
+    fastpar.parallelize(model, Mesh(), grad_dtype=torch.float32)
+    model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(
+        RuntimeError,
+        match=r"SGD\.step: expected fastpar\.AdamW for .* main gradients, got SGD with",
+    ):
+        torch.optim.SGD(model.parameters()).step()
+    with pytest.raises(
+        RuntimeError, match=r"p\.grad under GradScaler, got main gradients; paralleli"
+    ):
+        scaled(AdamW(model.parameters(), master_weights=True))
+
+
+@pytest.mark.parametrize("cls", [AdamW, Adafactor])
+def test_an_optimizer_older_than_the_engine_is_refused(cls):
+    def ranks(stage):
+        model = nn.Sequential(nn.Linear(3, 3))
+        optimizer = cls(model.named_parameters())
+        fastpar.parallelize(model, Mesh(), zero_stage=stage)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    message = (
+        rf"{cls.__name__}\.step: expected parameters as they were when .* got parameter 0 of "
+        r"group 0 \('0\.weight'\) with an engine since; build the optimizer after fastpar\.paralle"
+    )
+    for stage in (0, 3):
+        with pytest.raises(RuntimeError, match=message):
+            run_ranks(ranks, 2, stage)
+
+
+def test_a_group_that_was_refused_may_come_again_after_parallelize():
+    model = nn.Linear(3, 3)
+    optimizer = AdamW([nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match="got lr="):
+        optimizer.add_param_group({"params": list(model.parameters()), "lr": -1.0})
+    fastpar.parallelize(model, Mesh())
+    optimizer.add_param_group({"params": list(model.parameters())})
+    model(torch.ones(2, 3)).sum().backward()
+    before = model.bias.clone()
+    optimizer.step()
+    assert not torch.equal(model.bias, before)

@@ -1,17 +1,145 @@
-"""control.py: what the exchange of a step carries, and what it notices."""
+"""Which ranks meet in which group, what the exchange of a step carries, and what it notices."""
 
+import contextlib
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch.distributed as dist
+from cells import sweep
+from torch import nn
 
+from fastpar import parallelize
+from fastpar.axes.tensor import tp_group
+from fastpar.comm.collectives import OneRank
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.transports import make_collectives
+from fastpar.comm.transports import TorchCollectives, make_collectives
 from fastpar.engine import control as control_module
-from fastpar.engine.control import Control, _sum_rows
+from fastpar.engine.bucket import STAGES
+from fastpar.engine.control import Control, broadcast_text, gather_errors, gather_numbers
+from fastpar.engine.debug import Debug, Delays
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import GroupMaker
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
+from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
+
+
+def members(collectives):
+    return None if collectives is None else dist.get_process_group_ranks(collectives.group)
+
+
+def made(mesh, stage, n_shards, transport="torch", debug=None, deterministic=False):
+    """A rank's groups by role."""
+    maker = GroupMaker(mesh, transport, Parallel(deterministic=deterministic), debug or Debug())
+    of_tp = tp_group(maker.mesh, maker.make) if mesh.tp_size > 1 else None
+    maker.again = of_tp is None
+    groups, control = maker.of_engine(STAGES[stage], n_shards)
+    assert (groups.again is not None) == (maker.again and stage == 0 and mesh.world_size > 1)
+    assert groups.again is None or members(groups.again) == members(groups.reduce)
+    found = {"tp": of_tp, **vars(groups), "control": control}
+    return {name: c for name, c in found.items() if name not in ("again", "node", "nodes")}
+
+
+ALL = list(range(8))
+
+
+@sweep(
+    ("tp", "stage", "n_shards", "expected"),
+    [
+        (1, 0, 1, (None, ALL, None, None, ALL)),
+        (1, 2, 8, (None, ALL, ALL, None, ALL)),
+        (1, 3, 2, (None, [4, 5], [4, 5], [1, 3, 5, 7], ALL)),
+        (2, 0, 1, ([4, 5], [1, 3, 5, 7], None, None, ALL)),
+        (2, 1, 4, ([4, 5], [1, 3, 5, 7], [1, 3, 5, 7], None, ALL)),
+        (2, 3, 2, ([4, 5], [5, 7], [5, 7], [1, 5], ALL)),
+        (8, 0, 1, (ALL, None, None, None, ALL)),
+    ],
+)
+def test_what_rank_5_of_8_is_told(tp, stage, n_shards, expected):
+    def rank():
+        found = made(Mesh(tp=tp), stage, n_shards)
+        return tuple(
+            members(found[name]) for name in ("tp", "reduce", "gather", "copies", "control")
+        )
+
+    assert run_ranks(rank, 8)[5] == expected
+
+
+def sums_at_once():
+    """Every role has something under way, in another order on each rank."""
+    mesh = Mesh(tp=2, timeout_s=30)
+    groups = {n: c for n, c in made(mesh, 3, 1).items() if c is not None}
+    names = sorted(groups, reverse=mesh.rank % 2 == 1)
+    sums = {name: torch.full((1000,), mesh.rank + 1.0) for name in names}
+    for handle in [groups[name].all_reduce(x, async_op=True) for name, x in sums.items()]:
+        handle.wait()
+    for c in groups.values():
+        c.close()
+    return {name: x.unique().tolist() for name, x in sums.items()}
+
+
+@pytest.mark.slow
+def test_roles_do_not_queue_behind_each_other():
+    """Over gloo, where two orders of one group's operations would add up other tensors."""
+    for rank, sums in enumerate(run_ranks(sums_at_once, 4, backend="gloo")):
+        pair, copies = 3.0 if rank < 2 else 7.0, 4.0 if rank % 2 == 0 else 6.0
+        alone = {"reduce": [rank + 1.0], "gather": [rank + 1.0]}
+        assert sums == {"tp": [pair], "copies": [copies], "control": [10.0], **alone}
+
+
+def test_what_is_asked_of_groups_is_asked_of_every_role():
+    """A factory, delays, sums in rank order; of ranks of one host the transport of each group."""
+    heard = []
+
+    def ranks(deterministic):
+        mesh = Mesh(tp=2)
+        shared = [c for c in made(mesh, 2, 2, "auto").values() if c is not None]
+
+        def factory(group, role):
+            heard.append((mesh.rank, role, dist.get_process_group_ranks(group)))
+            return TorchCollectives(group)
+
+        delayed = made(mesh, 3, 1, debug=Debug(delay_ms=1.0, collectives=factory)).values()
+        # Nothing travels where a shard is whole.
+        several = [c for c in delayed if not isinstance(c, OneRank | None)]
+        assert [[type(o) for o in c.observers] for c in several] == [[Delays]] * 3
+        ordered = made(mesh, 2, 2, deterministic=deterministic).values()
+        return [c.transport for c in shared], {c.in_rank_order for c in ordered if c is not None}
+
+    for deterministic in (False, True):
+        assert run_ranks(ranks, 4, deterministic) == [(["shm"] * 4, {deterministic})] * 4
+    assert sorted(x for x in heard[len(heard) // 2 :] if x[0] == 3) == [
+        (3, "control", [0, 1, 2, 3]),
+        (3, "reduce", [1, 3]),  # of the copies
+        (3, "tp", [2, 3]),
+    ]
+
+
+# Numbers and errors of every rank, on every rank
+
+
+def test_every_rank_learns_of_all():
+    def rank():
+        model = nn.Linear(4, 4)
+        parallelize(model, Mesh())
+        engine, here = engine_of(model), dist.get_rank()
+        said = {1: "no room, n\u00e4mlich", 2: "x" * 9999}.get(here)
+        return (
+            gather_numbers(engine, here + 0.5),
+            gather_errors(engine, None),
+            gather_errors(engine, said),
+            broadcast_text(engine, f"from {here}"),
+        )
+
+    errors = {1: "no room, n\u00e4mlich", 2: "x" * 2048}  # a long text is cut
+    assert run_ranks(rank, 3) == [([0.5, 1.5, 2.5], {}, errors, "from 0")] * 3
+    assert gather_numbers(None, 3.0) == [3.0]
+    assert [gather_errors(None, said) for said in (None, "x")] == [{}, {0: "x"}]
+    assert broadcast_text(None, "mine") == "mine"
+
+
+# The exchange of a step
 
 CPU = torch.device("cpu")
 
@@ -27,56 +155,33 @@ def exchange(c, bins=None, hashes=(1, 2), backwards=1, used=(True, True, True)):
     return c.exchange(bins, hashes=hashes, backwards=backwards, used=used)
 
 
-def test_values_are_summed_in_rank_order():
-    def ranks():
-        c, rank = control()
+def test_what_a_step_carries():
+    """Values in rank order; the norm's bins of ranks that share a copy; tokens as the mean over the
+    ranks; and nothing of it in the next step."""
+    x, tenth = torch.arange(1.0, 9.0), torch.tensor(0.1).double().item()
+
+    def ranks(kind):
+        c, rank = control(shard_size=2)
         c.contribute(torch.tensor([[1.0, 0.1], [rank, 1e-17]]))
         c.contribute(torch.tensor(rank * 0.3, dtype=torch.float64))
+        c.count_tokens(kind(10 * rank))
+        c.count_tokens(kind(3))
+        bins = exchange(c, norm_bins([x[rank % 2 :: 2]]))
+        first, tokens = c.contributed, c.token_scale
         exchange(c)
-        first = c.contributed
-        exchange(c)
-        return first, c.contributed
+        assert (c.contributed.tolist(), c.token_scale) == ([], None)
+        return bins, first, tokens
 
-    for values, nothing in run_ranks(ranks, 3):
-        tenth = torch.tensor(0.1).double().item()
-        assert values.tolist() == [3.0, tenth + tenth + tenth, 3.0, values[3], 0.3 + 0.6]
-        assert nothing.tolist() == []
-
-
-def test_bins_are_those_of_the_ranks_that_share_a_copy():
-    x = torch.arange(1.0, 9.0)
-
-    def ranks():
-        c, rank = control(shard_size=2)
-        return exchange(c, norm_bins([x[rank % 2 :: 2]]))
-
-    for bins in run_ranks(ranks, 4):
-        assert norm_from_bins(bins).norm == x.norm()
-        assert bins.shape == (NORM_WORDS,)
+    for kind in (int, torch.tensor):
+        for bins, values, tokens in run_ranks(ranks, 4, kind):
+            assert norm_from_bins(bins).norm == x.norm()
+            assert bins.shape == (NORM_WORDS,)
+            of_ranks = [sum([tenth] * 4), 0.0 + 0.3 + 0.6 + 3 * 0.3]
+            assert values.tolist() == [4.0, of_ranks[0], 6.0, values[3], of_ranks[1]]
+            assert tokens.item() == (10 + 20 + 30 + 12) / 4
 
 
-class Ops(TorchDispatchMode):
-    """Names of torch's operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_gpu_sums_the_ranks_in_one_kernel():
-    """Not in one a rank."""
-    rows = torch.empty(64, 3, dtype=torch.float64, device="meta")
-    with Ops() as ops:
-        total = _sum_rows(rows)
-    assert (total.shape, total.device.type) == ((3,), "meta")
-    assert ops.names == ["aten.sum.dim_IntList"]
-
-
-@pytest.mark.parametrize("n_params", [1, 62, 63, 200])
+@sweep("n_params", [1, 62, 63, 200])
 def test_who_used_what(n_params):
     def ranks():
         c, rank = control(n_params)
@@ -86,76 +191,40 @@ def test_who_used_what(n_params):
     assert run_ranks(ranks, 2) == [[i % 4 < 2 for i in range(n_params)]] * 2
 
 
-@pytest.mark.parametrize("kind", [int, torch.tensor])
-def test_tokens_become_the_mean_over_the_ranks(kind):
-    def ranks():
-        c, rank = control()
-        c.count_tokens(kind(10 * rank))
-        c.count_tokens(kind(3))
-        exchange(c)
-        counted = c.token_scale
-        exchange(c)
-        return counted, c.token_scale
-
-    for counted, nothing in run_ranks(ranks, 3):
-        assert counted.item() == (10 + 20 + 9) / 3
-        assert nothing is None
-
-
-def test_nobody_has_a_token():
-    def ranks():
-        c, _ = control()
-        c.count_tokens(0)
-        exchange(c)
-        return c.token_scale.item()
-
-    assert run_ranks(ranks, 2) == [0.5, 0.5]  # gradients are zero: no division by zero
-
-
-@pytest.mark.parametrize(
-    ("of_rank_1", "message"),
-    [
-        ({"backwards": 2}, "as many backward passes on every rank, got 2 on rank 1 .* 0 has 1"),
-        ({"hashes": (1, 3)}, "same collectives in the same order .* on rank 1 than on rank 0"),
-    ],
-)
-def test_ranks_out_of_step_are_told(of_rank_1, message):
-    def ranks():
-        c, rank = control()
-        with pytest.raises(RuntimeError, match=message):
-            exchange(c, **(of_rank_1 if rank == 1 else {}))
-
-    run_ranks(ranks, 2)
-
-
-def test_a_rank_without_a_batch_is_not_out_of_step():
-    def ranks():
-        c, rank = control()
-        exchange(c, **({"backwards": 0, "hashes": (0, 0)} if rank == 0 else {}))
-
-    run_ranks(ranks, 3)
-
-
-def test_tokens_on_some_ranks_only():
-    def ranks():
-        c, rank = control()
-        if rank == 0:
-            c.count_tokens(5)
-        with pytest.raises(RuntimeError, match=r"count_tokens\(\) on every rank .* on rank 1"):
-            exchange(c)
-
-    run_ranks(ranks, 2)
-
-
-def test_one_rank_talks_to_itself():
+def test_one_rank_talks_to_itself_and_nobody_may_have_a_token():
     c = Control(None, 2, range(1), CPU)
     c.contribute(torch.tensor([2.5]))
     c.count_tokens(8)
     bins = norm_bins([torch.ones(4)])
     assert torch.equal(exchange(c, bins, used=(True, False)), bins)
-    assert c.contributed.tolist() == [2.5]
-    assert c.token_scale.item() == 8
+    assert (c.contributed.tolist(), c.token_scale.item()) == ([2.5], 8)
     assert (c.used_anywhere(0), c.used_anywhere(1)) == (True, False)
+    c.count_tokens(0)
+    exchange(c)
+    assert c.token_scale.item() == 1  # gradients are zero: no division by zero
+
+
+@sweep(
+    ("of_rank_1", "message"),
+    [
+        ({"backwards": 2}, "as many backward passes on every rank, got 2 on rank 1 .* 0 has 1"),
+        ({"hashes": (1, 3)}, "same collectives in the same order .* on rank 1 than on rank 0"),
+        ({"tokens": None}, r"count_tokens\(\) on every rank .* on rank 1"),
+        ({"backwards": 0, "hashes": (0, 0)}, None),  # no batch
+    ],
+)
+def test_ranks_out_of_step_are_told(of_rank_1, message):
+    def ranks():
+        c, rank = control()
+        given = of_rank_1 if rank == 1 else {}
+        if "tokens" in of_rank_1:
+            given = {}
+            if rank == 0:
+                c.count_tokens(5)
+        with pytest.raises(RuntimeError, match=message) if message else contextlib.nullcontext():
+            exchange(c, **given)
+
+    run_ranks(ranks, 2)
 
 
 class LateEvent:
@@ -181,27 +250,22 @@ class OnGpu(NamedTuple):
     device: torch.device = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("wrong_step", [0, 3, 9])
-def test_every_step_is_compared_on_a_device_that_lags(monkeypatch, wrong_step):
-    monkeypatch.setattr(LateEvent, "now", 0)
+def test_every_step_is_compared_on_a_device_that_lags(monkeypatch):
+    """The host waits for the oldest words only when it is far ahead."""
     monkeypatch.setattr(control_module, "_copied", lambda heads: (heads.words, LateEvent()))
-    one = Control(None, 3, [0], CPU)
     same = torch.tensor([[7, 7, 1, 0, 0]] * 2)
     other = same + torch.tensor([[0] * 5, [0, 1, 0, 0, 0]])
-    for step in range(wrong_step + 2):
-        one._check(OnGpu(other if step == wrong_step else same))
-        LateEvent.now += 1
-    with pytest.raises(RuntimeError, match="expected the same collectives in the same order"):
-        one._check(OnGpu(same))
-
-
-def test_the_host_waits_for_the_oldest_words_when_it_is_far_ahead(monkeypatch):
+    for wrong_step in (0, 3, 9):
+        one = Control(None, 3, [0], CPU)
+        for step in range(wrong_step + 2):
+            one._check(OnGpu(other if step == wrong_step else same))
+            LateEvent.now += 1
+        with pytest.raises(RuntimeError, match="expected the same collectives in the same order"):
+            one._check(OnGpu(same))
     monkeypatch.setattr(LateEvent, "query", lambda self: False)
-    monkeypatch.setattr(LateEvent, "waits", 0)
-    monkeypatch.setattr(control_module, "_copied", lambda heads: (heads.words, LateEvent()))
-    one = Control(None, 3, [0], CPU)
+    one, waits = Control(None, 3, [0], CPU), LateEvent.waits
     for _ in range(control_module.MOST_LATE):
-        one._check(OnGpu(torch.zeros(2, 5, dtype=torch.int64)))
-    assert LateEvent.waits == 0
-    one._check(OnGpu(torch.zeros(2, 5, dtype=torch.int64)))
-    assert LateEvent.waits == 1
+        one._check(OnGpu(same))
+    assert LateEvent.waits == waits
+    one._check(OnGpu(same))
+    assert LateEvent.waits == waits + 1

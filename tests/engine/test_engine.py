@@ -1,10 +1,13 @@
-"""engine.py: right gradients for every way of running backward, and collectives in one order."""
+"""The engine: right gradients for every way of running backward, and collectives in one order.
+
+tests/contracts/ has whole runs of every stage, way of accumulating and number of ranks.
+"""
 
 import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
+from cells import covering
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +19,8 @@ from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.0021, "first_bucket_mb": 0.001}  # a bucket per parameter or two
+
+
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
@@ -73,22 +78,23 @@ def reduced(model):
     return {names[p]: g.clone() for p, g in engine_of(model).grads()}
 
 
-def mean_of(models_and_batches):
-    """What the ranks should agree on: gradients of each model on its batches, added in a tree."""
-    ranks = []
-    for model, batches in models_and_batches:
-        for i in batches:
-            loss_of(model, i).backward()
-        ranks.append(gradients(model))
-    return {name: tree([g[name] for g in ranks]) / len(ranks) for name in ranks[0]}
-
-
 def tree(terms):
     """((0 + 1) + (2 + 3)) + ..., what is left over folded from the right."""
     while len(terms) > 1:
         pairs = [a + b for a, b in zip(terms[::2], terms[1::2])]
         terms = pairs + terms[2 * len(pairs) :]
     return terms[0]
+
+
+def mean_of(*batches):
+    """What ranks should agree on: gradients of each one's batches, added in a tree."""
+    ranks = []
+    for of_rank in batches:
+        model = Net()
+        for i in of_rank:
+            loss_of(model, i).backward()
+        ranks.append(gradients(model))
+    return {name: tree([g[name] for g in ranks]) / len(ranks) for name in ranks[0]}
 
 
 def assert_same(a, b):
@@ -116,40 +122,14 @@ def test_one_rank_has_the_bits_of_plain_autograd(mode):
             m.zero_grad(set_to_none=step % 3 != 1)
 
 
-def test_compiled_modules_give_the_same_gradients():
-    plain, model = Net(), parallelize(Net(), one_rank(), Parallel.of(**SMALL))
-    compiled = torch.compile(model, backend="aot_eager")
-    assert engine_of(compiled) is engine_of(model)
-    for step in range(3):
-        loss_of(plain, step).backward()
-        loss_of(compiled, step).backward()
-        assert_same(gradients(plain), gradients(model))
-        for m in (plain, model):
-            m.zero_grad()
-
-
-def test_retain_graph_and_two_forwards():
-    plain, model = Net(), parallelize(Net(), one_rank())
-    for m in (plain, model):
-        loss = loss_of(m, 0) + loss_of(m, 1)
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_same(gradients(plain), gradients(model))
-
-
-@pytest.mark.parametrize("mode", ["none", "checkpoint"])
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    "world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
-)
-@stages
-def test_gradients_are_the_mean_over_ranks(stage, world_size, deterministic, mode):
+@covering(2, ("stage", [0, 1, 2, 3]), ("world_size", [2, 3]), ("deterministic", [False, True]))
+def test_gradients_are_the_mean_over_ranks(stage, world_size, deterministic):
     """Bit for bit, in the order of the tree, whatever the buckets are."""
 
     def ranks():
         mesh = Mesh()
         options = {"zero_stage": stage, "deterministic": deterministic, **SMALL}
-        model = parallelize(Net(mode), mesh, Parallel.of(**options))
+        model = parallelize(Net("checkpoint"), mesh, Parallel.of(**options))
         result = []
         for step in range(3):
             loss_of(model, step * world_size + mesh.dp_rank).backward()
@@ -159,32 +139,9 @@ def test_gradients_are_the_mean_over_ranks(stage, world_size, deterministic, mod
 
     results = run_ranks(ranks, world_size)
     for step in range(3):
-        expected = mean_of([(Net(mode), [step * world_size + r]) for r in range(world_size)])
+        expected = mean_of(*([step * world_size + r] for r in range(world_size)))
         for result in results:
             assert_same(result[step], expected)
-
-
-class Reentrant(nn.Module):
-    """A reentrant checkpoint around one layer, another one outside of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x, use_reentrant):
-        return self.outer(checkpoint(self.inner, x, use_reentrant=use_reentrant)).sum()
-
-
-@stages
-def test_a_backward_inside_a_backward_is_refused(stage):
-    def ranks():
-        model = parallelize(Reentrant(), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
-        x = torch.ones(2, 16, requires_grad=True)
-        model(x, False).backward()
-        model(x, True).backward()
-
-    with pytest.raises(RuntimeError, match=r"a backward inside of a backward.*use_reentrant=False"):
-        run_ranks(ranks, 2)
 
 
 def recording(monkeypatch):
@@ -212,170 +169,104 @@ def test_launch_order_does_not_follow_the_hooks(monkeypatch, stage):
 
         def forward(self, x, swapped):
             first, second = (self.b, self.a) if swapped else (self.a, self.b)
-            return second(first(x)).sum() if swapped is not None else x
+            return second(first(x)).sum()
 
-    start = [Branches() for _ in range(2)]
-    for p, q in zip(start[0].parameters(), start[1].parameters()):
-        q.data.copy_(p.data)
-    log = recording(monkeypatch)
-    order, fired = {}, {}
+    log, fired = recording(monkeypatch), ([], [])
 
     def ranks():
-        mesh = Mesh()
-        model = parallelize(
-            start[mesh.rank],
-            mesh,
-            Parallel.of(zero_stage=stage, bucket_mb=0.001, first_bucket_mb=0.001),
-        )
-        fired[mesh.rank] = []
+        mesh, small = Mesh(), {"bucket_mb": 0.001, "first_bucket_mb": 0.001}
+        model = parallelize(Branches(), mesh, Parallel.of(zero_stage=stage, **small))
         for name, p in model.named_parameters():
             p.register_post_accumulate_grad_hook(lambda _, name=name: fired[mesh.rank].append(name))
         for _ in range(3):
             model(torch.ones(2, 16), mesh.rank == 1).backward()
             model.zero_grad()
-        order[mesh.rank] = [tag for rank, tag in log if rank == mesh.rank]
+        return [tag for rank, tag in log if rank == mesh.rank]
 
-    run_ranks(ranks, 2)
+    first, second = run_ranks(ranks, 2)
     assert fired[0] != fired[1]
-    n = len(set(order[0]))
+    n = len(set(first))
     assert n > 1
-    assert order[0] == order[1] == list(range(n)) * 3
+    assert first == second == list(range(n)) * 3
 
 
 @stages
-def test_buckets_are_launched_while_backward_runs(stage):
-    """The hook on the first layer's input runs near the end.."""
-
-    def ranks():
-        mesh = Mesh()
-        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-        first = 0.0025 if stage < 3 else 0.0019  # no units are merged
-        parallelize(
-            model, mesh, Parallel.of(zero_stage=stage, bucket_mb=0.0025, first_bucket_mb=first)
-        )
-        engine, launched = engine_of(model), []
-        for _ in range(3):
-            x = torch.ones(2, 16, requires_grad=True)
-            y = model[0](x)
-            y.register_hook(lambda _: launched.append(engine.reducer.n_sent))
-            model[1:](y).sum().backward()
-            model.zero_grad()
-        return launched, len(engine.shards.layout.buckets)
-
-    for launched, n in run_ranks(ranks, 2):
-        assert n == 4
-        assert launched == [3, 3, 3]
-
-
-@stages
-def test_no_sync_adds_up_without_communication(monkeypatch, stage):
+def test_no_sync_adds_up_without_communication_and_nothing_is_reduced_twice(monkeypatch, stage):
     log = recording(monkeypatch)
 
     def ranks():
         mesh = Mesh()
         model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
-        engine = engine_of(model)
-        result = []
+        engine, result = engine_of(model), []
+
+        def sent():
+            return sum(rank == mesh.rank for rank, _ in log)
+
         for step in range(2):
+            before = sent()
             for micro in range(3):
-                before = len([1 for rank, _ in log if rank == mesh.rank])
-                with engine.no_sync() if micro < 2 else contextlib.nullcontext():
+                with engine.no_sync() if micro < 2 or step else contextlib.nullcontext():
                     loss_of(model, step * 6 + micro * 2 + mesh.dp_rank).backward()
-                sent = len([1 for rank, _ in log if rank == mesh.rank]) - before
-                assert sent == (0 if micro < 2 else len(engine.shards.layout.buckets))
+                assert sent() - before == (0 if micro < 2 or step else len(engine.buckets))
+            for _ in range(2):  # what no_sync() left
+                engine.reduce_rest()
+                assert sent() - before == len(engine.buckets)
             result.append(reduced(model))
             model.zero_grad()
         return result
 
-    results = run_ranks(ranks, 2)
+    first, second = run_ranks(ranks, 2)
     for step in range(2):
-        parts = [(Net(), [step * 6 + m * 2 + r for m in range(3)]) for r in range(2)]
-        assert_same(results[0][step], mean_of(parts))
-        assert_same(results[0][step], results[1][step])
+        expected = mean_of(*([step * 6 + m * 2 + r for m in range(3)] for r in range(2)))
+        assert_same(first[step], expected)
+        assert_same(first[step], second[step])
 
 
 @stages
-def test_finish_reduces_what_no_sync_left_and_nothing_twice(monkeypatch, stage):
-    log = recording(monkeypatch)
+def test_a_micro_batch_of_several_forwards(stage):
+    """Three of two forwards and two backward passes each: only the last one reduces."""
 
     def ranks():
         mesh = Mesh()
         model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
-        engine = engine_of(model)
-        with engine.no_sync():
-            loss_of(model, mesh.dp_rank).backward()
-        sent = [len(log)]
-        for _ in range(2):
-            dist.barrier()
-            engine.reduce_rest()
-            dist.barrier()
-            sent.append(len(log))
-        assert sent[0] == 0
-        assert sent[1] == sent[2] == 2 * len(engine.buckets)
-        return reduced(model)
-
-    assert_same(run_ranks(ranks, 2)[0], mean_of([(Net(), [0]), (Net(), [1])]))
-
-
-@pytest.mark.parametrize("accumulate", ["shard", "full"])
-@stages
-def test_a_plain_loop_with_several_backward_calls(stage, accumulate):
-    """Reduced call by call, or all at once."""
-
-    def ranks():
-        mesh = Mesh()
-        options = {"zero_stage": stage, "accumulate": accumulate, "grad_accum_steps": 3}
-        model = parallelize(Net(), mesh, Parallel.of(**options, **SMALL))
-        for micro in range(3):
-            loss_of(model, 2 * micro + mesh.dp_rank).backward()
-        return reduced(model)
+        engine, found = engine_of(model), []
+        for step in range(2):
+            for micro in range(3):
+                engine.begin_micro_batch(last=micro == 2)
+                first = 6 * (2 * step + mesh.dp_rank) + 2 * micro
+                for loss in [loss_of(model, first), loss_of(model, first + 1)]:
+                    before = engine.log.hashes[0]
+                    loss.backward()
+                    assert (engine.log.hashes[0] != before) == (micro == 2)
+                assert engine.micro_batches.begun == micro + 1
+            found.append(reduced(model))
+            model.zero_grad()
+        return found
 
     results = run_ranks(ranks, 2)
-    assert_same(results[0], results[1])
-    expected = mean_of([(Net(), [0, 2, 4]), (Net(), [1, 3, 5])])
-    for name, grad in results[0].items():
-        if accumulate == "full":
-            assert torch.equal(grad, expected[name]), name
-        # 3 sums of 2 values of at most 2 against 2 sums of 3: 6 roundings on each side
-        assert (grad - expected[name]).abs().max() <= 12 * 2**-24 * 4.0, name
+    for step in range(2):
+        expected = mean_of(*(range(6 * n, 6 * n + 6) for n in (2 * step, 2 * step + 1)))
+        for result in results:
+            for name, grad in result[step].items():
+                # Six sums of values of at most 4 in another order: as many roundings on each side.
+                assert (grad - expected[name]).abs().max() <= 12 * 2**-24 * 4.0, name
 
 
-@pytest.mark.parametrize("grad_dtype", [None, pytest.param(torch.float64, marks=pytest.mark.slow)])
-@stages
-def test_unused_parameters_match_one_process(stage, grad_dtype):
-    """Used by nobody: no gradient, on one rank only: a gradient everywhere."""
-
-    def ranks():
-        mesh = Mesh()
-        model = parallelize(
-            Net(), mesh, Parallel.of(zero_stage=stage, grad_dtype=grad_dtype, **SMALL)
-        )
-        engine = engine_of(model)
-        for bucket in engine.buckets:
-            for flat in (bucket.grad, bucket.grad_shard):
-                if flat is not None:
-                    flat.fill_(float("nan"))
-        result = []
-        for used_by in [(), (1,), (0, 1), (), (0,)] * 5:
-            loss_of(model, mesh.dp_rank, use_extra=mesh.dp_rank in used_by).backward()
-            engine.before_step()
-            engine.exchange(None)
-            found = {n for n, p in model.named_parameters() if engine.has_grad(p)}
-            grads = {n: g for n, g in reduced(model).items() if n in found}
-            assert ("extra.weight" in grads) == bool(used_by)
-            assert all(g.isfinite().all() for g in grads.values())
-            result.append(grads)
-            engine.after_step()
-            engine.zero_grad()
-        return result[:5]
-
-    results = run_ranks(ranks, 2)
-    plain = Net()
-    loss_of(plain, 1).backward()
-    for a, b in zip(*results):
-        assert_same(a, b)
-    if grad_dtype is None:
-        assert torch.equal(results[0][1]["extra.weight"], plain.extra.weight.grad / 2)
+def test_an_engine_refuses_to_step_with_gradients_that_are_not_reduced():
+    model = parallelize(Net(), one_rank(), Parallel.of(**SMALL))
+    engine = engine_of(model)
+    message = "from 'empty' to 'backward' or 'empty' or 'reduced', got 'stepped'"
+    with pytest.raises(RuntimeError, match=message):
+        engine.after_step()
+    with engine.no_sync():
+        loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"from 'local' .*, got 'stepped'"):
+        engine.after_step()
+    next(model.parameters()).register_post_accumulate_grad_hook(
+        lambda p: engine.begin_micro_batch(last=True)
+    )
+    with pytest.raises(RuntimeError, match="expected a call between backward passes"):
+        loss_of(model, 0).backward()
 
 
 @stages
@@ -397,64 +288,36 @@ def test_sums_of_half_gradients_are_fp32(stage):
     assert expected != torch.tensor(0.25).bfloat16()
 
 
-def test_main_gradients_are_reduced():
-    def ranks():
+# Reports and checks
+
+
+def test_grads_are_listed_in_registration_order():
+    model = parallelize(Net(), one_rank())
+    loss_of(model, 0, use_extra=False).backward()
+    expected = [p for n, p in model.named_parameters() if not n.startswith("extra")]
+    pairs = engine_of(model).grads()
+    assert [id(p) for p, _ in pairs] == [id(p) for p in expected]
+    assert all(p.grad is g for p, g in pairs)
+
+
+def test_scalars_are_summed_in_rank_order():
+    """2**53 + 1 is 2**53: in rank order only the last one may be more."""
+
+    def ranks(deterministic):
         mesh = Mesh()
-        model = nn.Linear(4, 2).bfloat16()
-        parallelize(model, mesh, grad_dtype=torch.float32)
-        engine = engine_of(model)
-        with engine.no_sync():
-            model.weight.sum().backward()
-        (model.weight * (mesh.dp_rank * 2.0**-9)).sum().backward()
-        return [(p.grad, g.clone()) for p, g in engine.grads()]
+        engine = engine_of(parallelize(nn.Linear(2, 2), mesh, deterministic=deterministic))
+        mine = torch.where(torch.arange(3) == mesh.rank, 2.0**53, 1.0).double()
+        kept = mine.clone()
+        total = engine.all_reduce_scalars(mine) - 2.0**53
+        assert torch.equal(mine, kept)
+        return total.tolist()
 
-    for grads in run_ranks(ranks, 2):
-        assert [g.tolist() for _, g in grads] == [[[1.0 + 2.0**-10] * 4] * 2]
-        assert all(grad.isnan().all() for grad, _ in grads)  # it is elsewhere
-
-
-def gloo_gradients(stage, transport):
-    mesh = Mesh()
-    model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, transport=transport, **SMALL))
-    result = []
-    for step in range(3):
-        loss_of(model, step * mesh.dp_size + mesh.dp_rank).backward()
-        result.append(reduced(model))
-        model.zero_grad()
-    engine_of(model).check_replicas()
-    # 2**53 + 1 is 2**53: in rank order only the last one may be more
-    mine = torch.where(torch.arange(3) == mesh.rank, 2.0**53, 1.0).double()
-    total = engine_of(model).all_reduce_scalars(mine) - 2.0**53
-    if mesh.dp_size == 3:
-        assert total.tolist() == [0.0, 0.0, 2.0]
-    return result
-
-
-@pytest.mark.parametrize(
-    ("world_size", "stage", "transport"),
-    [
-        (2, 0, "torch"),
-        pytest.param(3, 1, "shm", marks=pytest.mark.slow),
-        pytest.param(3, 3, "torch", marks=pytest.mark.slow),
-    ],
-)
-def test_processes_have_the_bits_of_the_tree(world_size, stage, transport):
-    results = run_ranks(gloo_gradients, world_size, stage, transport, backend="gloo")
-    for step in range(3):
-        expected = mean_of([(Net(), [step * world_size + r]) for r in range(world_size)])
-        for result in results:
-            assert_same(result[step], expected)
-
-
-@pytest.mark.gpu
-def test_one_gpu_has_the_gradients_of_plain_autograd():
-    mesh = Mesh(device="cuda")
-    plain, model = Net().to(mesh.device), Net().to(mesh.device)
-    parallelize(model, mesh, Parallel.of(**SMALL))
-    idx = batch(0).to(mesh.device)
-    for m in (plain, model):
-        m(idx).square().mean().backward()
-    assert_same(gradients(plain), gradients(model))
+    for deterministic in (False, True):
+        assert run_ranks(ranks, 3, deterministic) == [[0.0, 0.0, 2.0]] * 3
+    engine = engine_of(parallelize(nn.Linear(2, 2), one_rank()))
+    assert engine.all_reduce_scalars(torch.ones(2)).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match=r"expected fp32 or fp64, got dtype=torch\.int64"):
+        engine.all_reduce_scalars(torch.ones(2, dtype=torch.int64))
 
 
 def gloo_ranks_on_one_gpu():

@@ -1,17 +1,20 @@
 """The optimizer's step on the host's side of a stand-in bus: order, faults, memory, refusals.
 
-That it is the run without it: tests/contracts/test_offload_matrix.py.
+tests/contracts/test_offload_matrix.py has whole runs. The last part is offload as it runs on a GPU:
+which stream waits for which, with streams that are not there.
 """
-
-from __future__ import annotations
 
 import functools
 import subprocess
 import sys
+import time
 
+import fake_streams
 import pytest
 import torch
 from cells import slow
+from fake_streams import FakeBus, device_is_busy
+from nan_bus import poisoned
 
 from fastpar import (
     GPT,
@@ -28,15 +31,18 @@ from fastpar.axes import offload
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
 from fastpar.comm import host
+from fastpar.comm.collectives import StreamHandle
 from fastpar.comm.host import Bus, SlowBus
 from fastpar.engine.debug import Debug
+from fastpar.kernels import make_key
+from fastpar.nn.recompute import recompute
 from fastpar.optim.schedule import AveragedWeights
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(vocab_size=97, n_layer=3, n_head=2, n_embd=32, block_size=16, dropout=0.1)
 BUS = Debug(bus_gb_s=2.0, poison=True)
-MIB = 2**20
+HOSTS = [*(("optimizer", stage) for stage in range(4)), ("parameters", 3)]
 
 
 def made(mode="optimizer", stage=2, debug=BUS, dtype=torch.float32, **options):
@@ -48,11 +54,11 @@ def made(mode="optimizer", stage=2, debug=BUS, dtype=torch.float32, **options):
 
 
 def adamw(model, **options):
-    return AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5, **options)
+    return AdamW(model.parameters(), lr=1e-2, **{"max_grad_norm": 0.5, **options})
 
 
-def loss_of(model, step, rank=0):
-    g = torch.Generator().manual_seed(10 * step + rank)
+def loss_of(model, step):
+    g = torch.Generator().manual_seed(10 * step + engine_of(model).mesh.dp_rank)
     x = torch.randint(0, 97, (2, 17), generator=g)
     return model(x[:, :-1], x[:, 1:])
 
@@ -60,7 +66,7 @@ def loss_of(model, step, rank=0):
 def steps(model, optimizer, n=3, first=0):
     losses = []
     for step in range(first, first + n):
-        loss = loss_of(model, step, engine_of(model).mesh.dp_rank)
+        loss = loss_of(model, step)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -69,39 +75,42 @@ def steps(model, optimizer, n=3, first=0):
 
 
 def final(model, optimizer):
+    """Weights and state; that of shards is flat and that of one process is not."""
     state = optimizer.state_dict()["state"]
     values = {f"{i}.{k}": torch.as_tensor(v) for i, s in state.items() for k, v in s.items()}
-    return {**{k: v.clone() for k, v in model.state_dict().items()}, **values}
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    return {k: v.reshape(-1) for k, v in (weights | values).items()}
 
 
-def same(a, b):
-    """Bits; the state of shards is flat and that of one process is not."""
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name].reshape(-1), b[name].reshape(-1)) for name in a)
+def assert_same(a, b, cell):
+    if isinstance(a, dict):
+        a, b = sorted(a.items()), sorted(b.items())
+    if isinstance(a, (list, tuple)):
+        assert len(a) == len(b), cell
+        for x, y in zip(a, b):
+            assert_same(x, y, cell)
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, cell
 
 
-def test_the_host_steps_in_the_order_of_the_next_forward(monkeypatch):
-    model = made()
-    optimizer = adamw(model)
-    engine, seen = engine_of(model), []
-    prepare = AdamW.prepare
+def held(program, cells=HOSTS, ranks=1, **options):
+    """What program(model) returns in every cell has the bits of the run without offload."""
 
-    def spy(self, rows, factor):
-        seen.extend(engine.shards.name_of(row.param) for row in rows)
-        return prepare(self, rows, factor)
+    def run(mode, stage):
+        if ranks == 1:  # threads share a generator
+            torch.manual_seed(0)
+        model = made(mode, stage, **options)
+        return program(model if ranks == 1 else model.eval())
 
-    monkeypatch.setattr(AdamW, "prepare", spy)
-    steps(model, optimizer, 1)
-    of_block = [name.split(".")[1] for name in seen if name.startswith("h.")]
-    assert of_block == sorted(of_block)
-    assert not seen[0].startswith("h.")
+    expected = run_ranks(run, ranks, None, 0)
+    for cell in cells:
+        assert_same(run_ranks(run, ranks, *cell), expected, cell)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_of_the_state_is_on_the_device(dtype):
     """Between steps: weights in their own dtype; no gradient, no master, no moment."""
-    wide = {"grad_dtype": torch.float32} if dtype != torch.float32 else {}
-    model = made(dtype=dtype, **wide)
+    model = made(dtype=dtype, grad_dtype=torch.float32)
     optimizer = adamw(model, master_weights=dtype != torch.float32)
     steps(model, optimizer)
     engine, n = engine_of(model), sum(p.numel() for p in model.parameters())
@@ -116,30 +125,18 @@ def test_nothing_of_the_state_is_on_the_device(dtype):
 
 def test_few_gradients_are_on_their_way_at_once(monkeypatch):
     """A slow bus holds the backward up, rather than to let gradients pile up on the device."""
-    under_way, most, arrived = [], [], SlowBus.arrived
-    down = SlowBus.down
+    under_way, most, down = [], [], SlowBus.down
 
     def counted(self, host, x):
-        handle = down(self, host, x)
-        under_way.append(handle)
+        under_way.append(down(self, host, x))
         most.append(sum(not h.is_completed() for h in under_way))
-        return handle
+        return under_way[-1]
 
     monkeypatch.setattr(SlowBus, "down", counted)
-    monkeypatch.setattr(SlowBus, "arrived", lambda self, handle: arrived(self, handle))
     model = made(debug=Debug(bus_gb_s=0.005))
     steps(model, adamw(model), 1)
     assert len(under_way) > 2 * offload.IN_FLIGHT
     assert max(most) <= offload.IN_FLIGHT + 1
-
-
-def test_gradients_that_are_read_too_early_are_nan(monkeypatch):
-    """The order broken once: the host steps before its gradients have arrived."""
-    model = made(debug=Debug(bus_gb_s=0.002, poison=True))
-    optimizer = adamw(model)
-    assert all(map(torch.isfinite, map(torch.tensor, steps(model, optimizer, 2))))
-    monkeypatch.setattr(SlowBus, "arrived", lambda self, handle: None)
-    assert not torch.isfinite(torch.tensor(steps(model, optimizer, 3, first=2))).all()
 
 
 def test_an_error_of_the_host_reaches_the_next_forward(monkeypatch):
@@ -147,67 +144,134 @@ def test_an_error_of_the_host_reaches_the_next_forward(monkeypatch):
     optimizer = adamw(model)
     steps(model, optimizer, 1)
 
-    def fails(self, rows, factor):
-        def call():
-            raise OSError("the host has a broken core")
+    def fails():
+        raise OSError("the host has a broken core")
 
-        return [call]
-
-    monkeypatch.setattr(AdamW, "prepare", fails)
+    monkeypatch.setattr(AdamW, "prepare", lambda self, rows, factor: [fails])
     with pytest.raises((OSError, RuntimeError), match="broken core"):
         steps(model, optimizer, 2)
 
 
-def test_a_schedule_may_change_the_rate_while_the_host_steps(monkeypatch):
+# The run without it
+
+
+def changes_rates(model):
     """Numbers of a step are those of its step(), also where they are tensors."""
-
-    def run(mode):
-        model = made(mode, stage=2 if mode else 0, debug=Debug(bus_gb_s=0.01))
-        optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2))
-        for step in range(3):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.param_groups[0]["lr"].mul_(0.5)
-            optimizer.param_groups[0]["weight_decay"] *= 0.5
-        return final(model, optimizer)
-
-    torch.manual_seed(0)
-    expected = run(None)
-    torch.manual_seed(0)
-    same(run("optimizer"), expected)
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2))
+    for step in range(3):
+        steps(model, optimizer, 1, step)
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        optimizer.param_groups[0]["weight_decay"] *= 0.5
+    return final(model, optimizer)
 
 
-def test_two_optimizers_averages_and_checks_of_one_model():
+def has_two_optimizers(model):
     """Half of the parameters each, a norm each; the average of the weights; wholes in between."""
+    params, halves, norms = list(model.parameters()), [adamw(model), adamw(model)], []
+    for i, optimizer in enumerate(halves):
+        optimizer.param_groups[0]["params"] = params[i::2]
+    averages = [AveragedWeights(optimizer, 0.9) for optimizer in halves]
+    for step in range(3):
+        loss_of(model, step).backward()
+        for optimizer, average in zip(halves, averages):
+            optimizer.step()
+            average.update(step)
+            norms.append(optimizer.grad_norm.item())
+        for optimizer in halves:
+            optimizer.zero_grad()
+    with averages[0].in_the_model():
+        loss = loss_of(model.eval(), 9).item()
+    return norms, loss, *(final(model, half) for half in halves)
 
-    def run(mode, stage):
-        torch.manual_seed(0)
-        model = made(mode, stage)
-        params = list(model.parameters())
-        halves = [adamw(model), adamw(model)]
-        for i, optimizer in enumerate(halves):
-            optimizer.param_groups[0]["params"] = params[i::2]
-        averages = [AveragedWeights(optimizer, 0.9) for optimizer in halves]
-        norms = []
-        for step in range(3):
-            loss_of(model, step).backward()
-            for optimizer, average in zip(halves, averages):
-                optimizer.step()
-                average.update(step)
-                norms.append(optimizer.grad_norm.item())
-            for optimizer in halves:
-                optimizer.zero_grad()
-        with averages[0].in_the_model():
-            loss = loss_of(model.eval(), 9).item()
-        model.train()
-        return norms, loss, {**final(model, halves[0]), **final(model, halves[1])}
 
-    expected = run(None, 0)
-    for mode, stage in (("optimizer", 1), ("optimizer", 3), ("parameters", 3)):
-        norms, loss, found = run(mode, stage)
-        assert (norms, loss) == expected[:2]
-        same(found, expected[2])
+def reads_gradients(model):
+    """grads(), zero_grad(set_to_none=False), a second backward that nobody announced."""
+    optimizer, engine, found = adamw(model), engine_of(model), []
+    for step in range(3):
+        loss_of(model, step).backward()
+        found += [g.clone() for _, g in engine.grads()]
+        if step == 1:
+            optimizer.zero_grad(set_to_none=False)
+        loss_of(model, step + 50).backward()
+        found += [g.clone() for _, g in engine.grads()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, final(model, optimizer)
+
+
+def writes_weights(model):
+    """gathered(), while the host steps and again before a step, with gradients that wait."""
+    optimizer, found = adamw(model.eval()), []
+
+    def change(factor):
+        with engine_of(model).gathered(), torch.no_grad():
+            for p in model.parameters():
+                found.append(p.clone())
+                p.mul_(factor)
+
+    for step in range(3):
+        loss_of(model, step).backward()
+        change(0.5)
+        optimizer.step()
+        change(1.5)
+        optimizer.zero_grad()
+    return found, final(model, optimizer)
+
+
+def changes_gradients(model):
+    """p.grad is the gradient, until step(): torch's clipping, other values, None, GradScaler's."""
+    optimizer = adamw(model, max_grad_norm=None)
+    params, norms = list(model.parameters()), []
+    for step in range(5):
+        loss_of(model, step).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(params, 0.3).item())
+        if step == 1:
+            params[0].grad.mul_(2.0)
+            params[3].grad = None
+        if step == 2:
+            optimizer.step()  # twice with the same gradients
+        if step > 2:
+            optimizer.grad_scale, optimizer.found_inf = 2.0, torch.tensor([float(step == 3)])
+        optimizer.step()
+        assert optimizer.skipped == (step == 3)
+        optimizer.zero_grad()
+    return norms, final(model, optimizer)
+
+
+def trains(model, **options):
+    optimizer = adamw(model, **options)
+    return steps(model, optimizer), final(model, optimizer)
+
+
+OF_SHARDS = HOSTS[1:]
+PROGRAMS = [
+    *((changes_rates, OF_SHARDS, 1), (has_two_optimizers, OF_SHARDS, 1)),
+    *((reads_gradients, OF_SHARDS, 1), (changes_gradients, HOSTS[:1], 1)),
+    *((writes_weights, HOSTS, 1), (writes_weights, HOSTS, 2), (trains, OF_SHARDS, 2)),
+]
+
+
+@pytest.mark.parametrize(("program", "hosts", "ranks"), PROGRAMS)
+def test_what_a_loop_does_has_the_bits_of_the_run_without(program, hosts, ranks):
+    held(program, hosts, ranks)
+
+
+BF16, REMAINDER = {"moment_dtype": torch.bfloat16}, {"master_weights": "remainder"}
+FORMATS = {
+    "bf16 remainder": (torch.bfloat16, REMAINDER),
+    "bf16 remainder, bf16 moments": (torch.bfloat16, {**REMAINDER, **BF16}),
+    "bf16 rounded by chance, bf16 moments": (torch.bfloat16, {"stochastic_rounding": True, **BF16}),
+    "fp32, 8-bit moments": (torch.float32, {"moment_dtype": torch.uint8}),
+    "fp32, amsgrad, capturable": (torch.float32, {"amsgrad": True, "capturable": True}),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, slow(2), slow(4)])
+@pytest.mark.parametrize(("dtype", "options"), FORMATS.values(), ids=FORMATS)
+def test_formats_of_the_state(dtype, options, ranks):
+    """Each format of the optimizer's state, at every stage, with clipping."""
+    program = functools.partial(trains, **options)
+    held(program, ranks=ranks, dtype=dtype, grad_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("mode", "stage"), [("optimizer", 1), ("optimizer", 3), ("parameters", 3)])
@@ -219,117 +283,17 @@ def test_states_move_between_hosts_and_devices(mode, stage):
         model = made(before, stages[0])
         optimizer = adamw(model)
         steps(model, optimizer, 2)
-        weights, state = model.state_dict(), optimizer.state_dict()
-        weights = {k: v.clone() for k, v in weights.items()}
+        weights, state = dict(model.state_dict()), optimizer.state_dict()
         other = made(then, stages[1])
-        with torch.no_grad():
-            other.load_state_dict(weights)
+        other.load_state_dict(weights)
         again = adamw(other)
         again.load_state_dict(state)
         torch.manual_seed(1)
         return steps(other, again, 2, first=2), final(other, again)
 
-    losses, expected = there(None, None, (0, 0))
+    expected = there(None, None, (0, 0))
     for before, then, stages in ((None, mode, (0, stage)), (mode, None, (stage, 0))):
-        found_losses, found = there(before, then, stages)
-        assert found_losses == losses
-        same(found, expected)
-
-
-def test_gradients_may_be_read_zeroed_and_added_to():
-    """grads(), zero_grad(set_to_none=False), a second backward that nobody announced."""
-
-    def run(mode, stage):
-        torch.manual_seed(0)
-        model = made(mode, stage)
-        optimizer = adamw(model)
-        engine, found = engine_of(model), []
-        for step in range(3):
-            loss_of(model, step).backward()
-            found += [g.clone() for _, g in engine.grads()]
-            if step == 1:
-                optimizer.zero_grad(set_to_none=False)
-            loss_of(model, step + 50).backward()
-            found += [g.clone() for _, g in engine.grads()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found, final(model, optimizer)
-
-    grads, expected = run(None, 0)
-    for mode, stage in (("optimizer", 1), ("optimizer", 2), ("parameters", 3)):
-        found, end = run(mode, stage)
-        assert len(found) == len(grads)
-        assert all(map(torch.equal, found, grads))
-        same(end, expected)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_whole_parameters_are_read_and_written_between_steps(ranks):
-    """gathered(), while the host steps and again before a step, with gradients that wait."""
-
-    def run(mode, stage):
-        model = made(mode, stage).eval()
-        optimizer = adamw(model)
-        shards, found = engine_of(model).shards, []
-
-        def change(factor):
-            with shards.gathered(), torch.no_grad():
-                for p in model.parameters():
-                    found.append(p.clone())
-                    p.mul_(factor)
-
-        for step in range(3):
-            loss_of(model, step, engine_of(model).mesh.dp_rank).backward()
-            change(0.5)
-            optimizer.step()
-            change(1.5)
-            optimizer.zero_grad()
-        return found, final(model, optimizer)
-
-    expected = run_ranks(functools.partial(run, None, 2), ranks)
-    for mode, stage in (*(("optimizer", stage) for stage in range(4)), ("parameters", 3)):
-        found = run_ranks(functools.partial(run, mode, stage), ranks)
-        for (values, end), (without, state) in zip(found, expected, strict=True):
-            assert all(map(torch.equal, values, without))
-            same(end, state)
-
-
-def refused(**options):
-    with pytest.raises(ValueError, match=r"expected|needs") as error:
-        made(**options)
-    return str(error.value)
-
-
-def test_what_is_refused(monkeypatch):
-    assert "got device=cpu" in refused(debug=Debug())
-    assert "offload=parameters needs zero_stage=3: it keeps no" in refused(mode="parameters")
-    assert "got offload='disk'" in refused(mode="disk")
-    assert "offload_keep_mb below" in refused(offload_keep_mb=1e4)
-    assert "expected float for offload_keep_mb, got offload_keep_mb='5'" in refused(
-        offload_keep_mb="5"
-    )
-    assert "got offload_keep_mb=True" in refused(offload_keep_mb=True)
-    assert "offload_pinned=False needs offload; add" in refused(mode=None, offload_pinned=False)
-
-
-def test_a_host_that_is_too_small_says_what_would_fit(monkeypatch):
-    """Of fp32 weights: these and their gradients cross the bus, and two moments stay."""
-    model = made()
-    padded = sum(bucket.spec.numel for bucket in engine_of(model).buckets)
-    monkeypatch.setattr(host, "free_memory", lambda: 16 * padded - 1)
-    said = refused()
-    assert f"expected {16 * padded / 1e9:.3g} GB of free memory on the host" in said
-    assert "offload_keep_mb=1 fits, or share the state among 2 times as many hosts" in said
-    made(offload_keep_mb=0.05)
-    monkeypatch.setattr(host, "free_memory", lambda: 0)
-    assert "GB; share the state" in refused()
-    monkeypatch.setattr(host, "free_memory", lambda: 16 * padded)
-    made()
-    monkeypatch.setattr(SlowBus, "pinned", True)  # by torch, in powers of two
-    sizes = [bucket.spec.numel for bucket in engine_of(model).buckets]
-    needed = sum(8 * n + 2 * (1 << (4 * n - 1).bit_length()) for n in sizes)
-    monkeypatch.setattr(host, "free_memory", lambda: needed - 1)
-    assert f"expected {needed / 1e9:.3g} GB of free memory on the host" in refused()
+        assert_same(there(before, then, stages), expected, before)
 
 
 @pytest.mark.parametrize(("mode", "stage"), [("optimizer", 2), ("parameters", 3)])
@@ -346,7 +310,37 @@ def test_a_checkpoint_comes_from_the_host(tmp_path, monkeypatch, mode, stage):
     other = made(None, 0)
     again = adamw(other)
     load_checkpoint(saver.last.path, model=other, optimizer=again)
-    same(final(other, again), final(model, optimizer))
+    assert_same(final(other, again), final(model, optimizer), mode)
+
+
+# Refusals and memory; those of settings are in test_refusals.py
+
+
+def refused(**options):
+    with pytest.raises(ValueError, match="expected") as error:
+        made(**options)
+    return str(error.value)
+
+
+def test_a_host_that_is_too_small_says_what_would_fit(monkeypatch):
+    """Of fp32 weights: these and their gradients cross the bus, and two moments stay."""
+    assert "got device=cpu" in refused(debug=Debug())
+    assert "offload_keep_mb below" in refused(offload_keep_mb=1e4)
+    sizes = [bucket.spec.numel for bucket in engine_of(made()).buckets]
+    padded = sum(sizes)
+    monkeypatch.setattr(host, "free_memory", lambda: 16 * padded - 1)
+    said = refused()
+    assert f"expected {16 * padded / 1e9:.3g} GB of free memory on the host" in said
+    assert "offload_keep_mb=1 fits, or share the state among 2 times as many hosts" in said
+    made(offload_keep_mb=0.05)
+    monkeypatch.setattr(host, "free_memory", lambda: 0)
+    assert "GB; share the state" in refused()
+    monkeypatch.setattr(host, "free_memory", lambda: 16 * padded)
+    made()
+    monkeypatch.setattr(SlowBus, "pinned", True)  # by torch, in powers of two
+    needed = sum(8 * n + 2 * (1 << (4 * n - 1).bit_length()) for n in sizes)
+    monkeypatch.setattr(host, "free_memory", lambda: needed - 1)
+    assert f"expected {needed / 1e9:.3g} GB of free memory on the host" in refused()
 
 
 @pytest.mark.parametrize("kind", [Muon, Adafactor])
@@ -355,120 +349,28 @@ def test_an_optimizer_without_a_host_step_is_refused(kind):
     groups = muon_groups(model) if kind is Muon else model.parameters()
     with pytest.raises(ValueError, match=f"{kind.__name__}: expected an optimizer that steps on"):
         kind(groups)
+    with pytest.raises(ValueError, match="or offload, got True with zero_stage=0, offload=opt"):
+        adamw(made("optimizer", 0), zero_grad_in_step=True)
 
 
-def test_pinned_memory_that_the_system_refuses_is_told(monkeypatch):
-    empty = torch.empty
+def test_memory_is_pinned_unless_asked_and_a_system_that_refuses_is_told(monkeypatch):
+    given, empty = [], torch.empty
 
     def no_pinned(*args, pin_memory=False, **kwargs):
         if args and kwargs.get("dtype") is not None and pin_memory is None:
             raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr(SlowBus, "pinned", None)
-    monkeypatch.setattr(torch, "empty", no_pinned)
-    with pytest.raises(RuntimeError, match=r"GB of pinned memory .* offload_pinned=False"):
-        made()
-
-
-def test_memory_is_pageable_only_if_asked(monkeypatch):
-    given = []
+    with monkeypatch.context() as context:
+        context.setattr(SlowBus, "pinned", None)
+        context.setattr(torch, "empty", no_pinned)
+        with pytest.raises(RuntimeError, match=r"GB of pinned memory .* offload_pinned=False"):
+            made()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(
-        torch, "empty", lambda *args, pin_memory, **kwargs: given.append(pin_memory)
-    )
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: given.append(pin_memory))
     for options in ({}, {"pinned": False}):
-        bus = Bus(torch.device("cpu"), **options)
-        bus.memory(1, torch.float32)
+        Bus(torch.device("cpu"), **options).memory(1, torch.float32)
     assert given == [True, False]
-
-
-FORMATS = {
-    "bf16 remainder": (torch.bfloat16, {"master_weights": "remainder"}),
-    "bf16 remainder, bf16 moments": (
-        torch.bfloat16,
-        {"master_weights": "remainder", "moment_dtype": torch.bfloat16},
-    ),
-    "bf16 rounded by chance, bf16 moments": (
-        torch.bfloat16,
-        {"stochastic_rounding": True, "moment_dtype": torch.bfloat16},
-    ),
-    "fp32, 8-bit moments": (torch.float32, {"moment_dtype": torch.uint8}),
-    "fp32, amsgrad, capturable": (torch.float32, {"amsgrad": True, "capturable": True}),
-}
-
-
-@pytest.mark.parametrize("ranks", [1, slow(2), slow(4)])
-@pytest.mark.parametrize(("dtype", "options"), FORMATS.values(), ids=FORMATS)
-def test_formats_of_the_state(dtype, options, ranks):
-    """Each format of the optimizer's state, at every stage, with clipping: the same bits."""
-    wide = {"grad_dtype": torch.float32} if dtype != torch.float32 else {}
-
-    def run(mode, stage):
-        torch.manual_seed(0)
-        model = made(mode, stage, dtype=dtype, **wide).eval()
-        optimizer = adamw(model, **options)
-        losses = steps(model, optimizer)
-        return losses, final(model, optimizer)
-
-    expected = run_ranks(functools.partial(run, None, 0), ranks)
-    for mode, stage in (*(("optimizer", stage) for stage in range(4)), ("parameters", 3)):
-        found = run_ranks(functools.partial(run, mode, stage), ranks)
-        for (losses, end), (without, state) in zip(found, expected, strict=True):
-            assert losses == without
-            same(end, state)
-
-
-def test_gradients_of_stage_0_may_be_changed_by_hand():
-    """p.grad is the gradient, until step(): torch's clipping, other values, None, GradScaler's."""
-
-    def run(mode):
-        torch.manual_seed(0)
-        model = made(mode, 0)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        params, norms = list(model.parameters()), []
-        for step in range(5):
-            loss_of(model, step).backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(params, 0.3).item())
-            if step == 1:
-                params[0].grad.mul_(2.0)
-                params[3].grad = None
-            if step == 2:
-                optimizer.step()  # twice with the same gradients
-            if step > 2:
-                optimizer.grad_scale, optimizer.found_inf = 2.0, torch.tensor([float(step == 3)])
-            optimizer.step()
-            assert optimizer.skipped == (step == 3)
-            optimizer.zero_grad()
-        return norms, final(model, optimizer)
-
-    norms, expected = run(None)
-    found, state = run("optimizer")
-    assert found == norms
-    same(state, expected)
-
-
-def test_zero_grad_in_step_is_refused():
-    with pytest.raises(ValueError, match="or offload, got True with zero_stage=0, offload=opt"):
-        adamw(made("optimizer", 0), zero_grad_in_step=True)
-
-
-def test_ranks_in_threads_keep_their_own_state():
-    def rank():
-        model = made("optimizer", 2)
-        optimizer = adamw(model)
-        losses = steps(model.eval(), optimizer)
-        return losses, final(model, optimizer)
-
-    def without():
-        model = made(None, 2)
-        optimizer = adamw(model)
-        losses = steps(model.eval(), optimizer)
-        return losses, final(model, optimizer)
-
-    for (losses, found), (expected, end) in zip(run_ranks(rank, 2), run_ranks(without, 2)):
-        assert losses == expected
-        same(found, end)
 
 
 SCRIPT = """
@@ -490,3 +392,83 @@ def test_a_process_may_end_while_the_host_steps():
     """Threads in a kernel when Python ends would abort it."""
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+# With the streams of a GPU
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    fake_streams.install(monkeypatch)
+
+
+def evaluates(model, clip=0.5, accum=1):
+    optimizer, losses = adamw(model, max_grad_norm=clip), []
+    for step in range(4):
+        for i in range(accum):
+            loss = loss_of(model, 10 * step + i)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            with torch.no_grad():
+                losses.append(loss_of(model.eval(), 99).item())
+            model.train()
+    return torch.tensor(losses), final(model, optimizer)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_copies_that_come_at_the_last_moment_change_nothing(streams, accum):
+    held(functools.partial(evaluates, accum=accum), grad_accum_steps=accum)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(StreamHandle, "wait"), (FakeBus, "arrived")], ids=["forward", "host"]
+)
+def test_who_waits_for_no_copy_reads_nan(streams, monkeypatch, kind, name):
+    """The order broken once: a forward that waits for no weights, a host for no gradients."""
+    monkeypatch.setattr(kind, name, lambda *args: None)
+    for cell in HOSTS:
+        assert not evaluates(made(*cell))[0].isfinite().all(), cell
+    if kind is StreamHandle:
+        assert not all(x.isfinite().all() for x in recomputed(poisoned(FakeBus)(), 1))
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize(("mode", "stage"), HOSTS)
+def test_nothing_changes_while_the_device_may_read_old_weights(streams, mode, stage, clip):
+    """An evaluation that was begun before step() and has not run yet."""
+    model = made(mode, stage)
+    optimizer = adamw(model, max_grad_norm=clip)
+    steps(model, optimizer, 1)
+    loss_of(model, 1).backward()
+    storage = engine_of(model).shards.storage
+    for bucket in storage.order:
+        storage.send(bucket)
+        storage._arrived(bucket)
+    before = {bucket: bucket.stepped.clone() for bucket in storage.order}
+    with device_is_busy():
+        optimizer.step()
+        time.sleep(0.05)
+        assert all(torch.equal(bucket.stepped, old) for bucket, old in before.items())
+    engine_of(model).shards.settle()
+    assert not any(torch.equal(bucket.stepped, old) for bucket, old in before.items())
+
+
+def recomputed(bus, micro_batches):
+    """Losses and gradients of a model whose blocks keep their inputs on the host."""
+    shape = GPTConfig(n_layer=6, n_head=2, n_embd=128, vocab_size=97, block_size=64, dropout=0.1)
+    model, found = recompute(GPT(shape, seed=0), "full", offload=bus), []
+    for i in range(3 * micro_batches):
+        x = torch.randint(0, 97, (4, 65), generator=torch.Generator().manual_seed(i))
+        loss = model(x[:, :-1].contiguous(), x[:, 1:].contiguous(), rng_key=make_key(1, i))
+        loss.backward()
+        found.append(loss)
+    return [*found, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_activations(streams, micro_batches):
+    found = recomputed(poisoned(FakeBus)(), micro_batches)
+    assert_same(found, recomputed(None, micro_batches), micro_batches)

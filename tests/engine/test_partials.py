@@ -1,4 +1,10 @@
-"""gradients.py: gradients that are a sum over tp are whole once, and counted once."""
+"""gradients.py: gradients that are a sum over tp are whole once, and counted once.
+
+tests/contracts/test_tp_modes.py has every way to accumulate them.
+"""
+
+import contextlib
+import functools
 
 import pytest
 import torch
@@ -11,9 +17,10 @@ from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 30, "dropout": 0.0}
+
+
 # eps well above the rounding of gradients that are 0 in exact arithmetic (those of the keys' bias).
 HYPER = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}
-CELLS = [(1, 2, 0), (2, 2, 0), (2, 2, 1), (2, 2, 2), (2, 2, 3)]
 
 
 def gpt():
@@ -59,101 +66,42 @@ def assert_same(got, expected):
         assert (got[name] - want).abs().max().item() <= bound, name
 
 
-def accumulates(dp, tp, stage, look, no_sync, set_to_none, micros=3, steps=2):
-    """Gradients and parameters of a rank; between backwards it may look at p.grad."""
-    model = split(tp, stage)
+def accumulates(stage, look, no_sync):
+    """Gradients and parameters of a rank of two steps; between backwards it may look at p.grad."""
+    model = split(2, stage)
     engine, mesh = engine_of(model), engine_of(model).mesh
     optimizer, grads = AdamW(model.parameters(), **HYPER), []
-    for step in range(steps):
-        for micro in range(micros):
+    for step in range(2):
+        for micro in range(3):
             idx = batch(step, micro, mesh.dp_rank)
-            if no_sync and micro < micros - 1:
-                with engine.no_sync():
-                    model(idx, idx).backward()
-            else:
+            quiet = no_sync and micro < 2
+            with engine.no_sync() if quiet else contextlib.nullcontext():
                 model(idx, idx).backward()
             if look:
                 seen = whole_grads(model)
-                if not no_sync:
-                    assert_same(seen, reference(dp, micro + 1)[0][0] if step == 0 else seen)
+                if stage == 0 and not quiet:  # p.grad itself can be read
+                    named = dict(model.named_parameters())
+                    assert all(torch.equal(named[n].grad, g) for n, g in seen.items() if "ln_" in n)
+                if not no_sync and step == 0:
+                    assert_same(seen, reference(mesh.dp_size, micro + 1)[0][0])
         grads.append(whole_grads(model))
         optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.zero_grad(set_to_none=not look)
     return grads, model.state_dict()
 
 
 @covering(
     2,
-    (("dp", "tp", "stage"), CELLS),
+    (("dp", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]),
     ("look", [False, True]),
     ("no_sync", [False, True]),
-    ("set_to_none", [True, False]),
 )
-def test_several_backwards_add_up(dp, tp, stage, look, no_sync, set_to_none):
+def test_several_backwards_add_up(dp, stage, look, no_sync):
     expected, parameters = reference(dp, 3, 2)
-    for grads, state in run_ranks(accumulates, dp * tp, dp, tp, stage, look, no_sync, set_to_none):
+    for grads, state in run_ranks(accumulates, dp * 2, stage, look, no_sync):
         for got, want in zip(grads, expected, strict=True):
             assert_same(got, want)
         assert_same(state, parameters)
-
-
-def looks_at_grad():
-    """p.grad itself, after each backward; None as long as there is none."""
-    model = split(2)
-    seen = []
-    for micro in range(3):
-        idx = batch(0, micro, 0)
-        model(idx, idx).backward()
-        seen.append({n: p.grad.clone() for n, p in model.named_parameters() if "ln_" in n})
-    return seen
-
-
-def test_stage_0_shows_whole_sums_in_grad():
-    results = run_ranks(looks_at_grad, 2)
-    for micros in range(3):
-        expected = reference(1, micros + 1)[0][0]
-        for seen in results:
-            for name, grad in seen[micros].items():
-                assert_same({name: grad}, {name: expected[name]})
-
-
-# What is summed, and when
-
-
-def sums_of(stage, backwards, look=False):
-    """Elements of each sum along tp of partial gradients, in a step."""
-    model = split(2, stage)
-    engine, sums = engine_of(model), []
-    group = engine.declared.tp.group
-    inner = group._all_reduce
-
-    def noted(x, mean, tag):
-        if x.dim() == 1:  # those of activations have the shape of activations
-            sums.append(x.numel())
-        return inner(x, mean, tag)
-
-    group._all_reduce = noted
-    optimizer = AdamW(model.parameters(), **HYPER)
-    for micro in range(backwards):
-        idx = batch(0, micro, 0)
-        model(idx, idx).backward()
-    optimizer.step()
-    return sums
-
-
-@pytest.mark.parametrize(("stage", "expected"), [(0, 3), (1, 1), (2, 1), (3, 1)])
-def test_one_sum_for_a_step(stage, expected):
-    """At stage 0 one for a backward: p.grad can be read after it."""
-    numel = (8 + 6 + 2) * 16  # wpe, three norms, two biases
-    own = numel if stage == 0 else None
-    totals = []
-    for sums in run_ranks(sums_of, 4, stage, 3):
-        assert len(sums) == expected
-        assert own is None or sums == [own] * 3
-        totals.append(sums[0])
-    if stage:  # two ranks of dp share the elements
-        assert totals[0] == totals[1]
-        assert totals[0] + totals[2] == numel
 
 
 class Net(nn.Module):
@@ -185,135 +133,82 @@ def test_parameters_that_some_ranks_leave_out(users, stage):
         optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
         model(mesh.dp_rank in users).backward()
         optimizer.step()
-        grads = None
-        state = model.state_dict()
-        return grads, {name: value.tolist() for name, value in state.items()}
+        return {name: value.tolist() for name, value in model.state_dict().items()}
 
-    for _, state in run_ranks(rank, 4):
+    for state in run_ranks(rank, 4):
         first_step = [pytest.approx(1.9, abs=1e-5)] * 3
-        assert state["a"][1:] == first_step
-        assert state["b"][1:] == first_step
+        assert (state["a"][1:], state["b"][1:]) == (first_step, first_step)
         assert state["c"] == [2.0] * 4
 
-
-def test_a_gradient_that_only_one_rank_of_tp_has():
-    """It is a part like any other; the other's is 0."""
-
-    def rank():
+    def part():
+        """What only one rank of tp has is a part like any other; the other's is 0."""
         mesh = Mesh(tp=2)
         model = parallelize(Net(), mesh, zero_stage=1)
         model(mesh.tp_rank == 1).backward()
         return {n: g.tolist() for n, g in whole_grads(model).items()}
 
-    for grads in run_ranks(rank, 4):
+    for grads in run_ranks(part, 4):
         assert grads["b"] == [1.0, 2.0, 3.0, 4.0]
         assert grads["a"] == [1.0, 3.0, 5.0, 7.0]
 
 
-def two_optimizers(stage):
-    model = split(2, stage)
-    norms = [p for n, p in model.named_parameters() if "ln_" in n]
-    rest = [p for n, p in model.named_parameters() if "ln_" not in n]
-    optimizers = [AdamW(norms, **HYPER), AdamW(rest, **HYPER)]
-    for step in range(2):
-        for micro in range(2):
-            idx = batch(step, micro, engine_of(model).mesh.dp_rank)
-            model(idx, idx).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    return model.state_dict()
+# Other optimizers, and clipping by hand
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_two_optimizers_step_with_the_same_sums(stage):
-    expected = reference(2, 2, 2)[1]
-    for state in run_ranks(two_optimizers, 4, stage):
-        assert_same(state, expected)
+@pytest.mark.parametrize(
+    ("ranks", "stage", "foreach"),
+    [*((4, stage, None) for stage in (0, 1, 3)), (2, 0, False), (4, 0, True)],
+)
+def test_other_optimizers_step_with_the_same_sums(ranks, stage, foreach):
+    """Two of one model; torch's at stage 0: what it does to an element depends on that alone."""
+    stock = functools.partial(torch.optim.AdamW, foreach=foreach)
 
-
-# Stock optimizers, and clipping by hand
-
-
-def steps_with_stock(foreach):
-    model = split(2)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach, **HYPER)
-    for step in range(3):
-        idx = batch(step, 0, engine_of(model).mesh.dp_rank)
-        model(idx, idx).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine_of(model).check_replicas()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_stock_adamw_at_stage_0(ranks, foreach):
-    """What it does to an element depends on that element only."""
-    expected = reference(ranks // 2, 1, 3, torch.optim.AdamW)[1]
-    for state in run_ranks(steps_with_stock, ranks, foreach):
-        assert_same(state, expected)
-
-
-def clip_by_value(parameters):
-    nn.utils.clip_grad_value_(parameters, 1e-6)
-
-
-def clip_by_norm(parameters):
-    nn.utils.clip_grad_norm_(parameters, 1e-3)
-
-
-@pytest.mark.parametrize("clip", [clip_by_value, clip_by_norm])
-@pytest.mark.parametrize("optimizer_of", [AdamW, torch.optim.AdamW, torch.optim.SGD])
-def test_clipping_by_hand_is_refused(optimizer_of, clip):
-    def rank():
-        model = split(2)
-        optimizer = optimizer_of(model.parameters(), lr=0.1)
-        idx = batch(0, 0, 0)
-        model(idx, idx).backward()
-        optimizer.step()  # not changed: taken
-        optimizer.zero_grad()
-        model(idx, idx).backward()
-        clip(model.parameters())
-        message = (
-            r"Engine: expected gradients as backward left them with tp=2, got p\.grad of '.*' "
-            r"changed in place; a rank sees its part of the norm only: clip with fastpar\.AdamW\("
-            r"max_grad_norm=\.\.\.\)"
-        )
-        with pytest.raises(RuntimeError, match=message):
-            optimizer.step()
-        optimizer.zero_grad()
-        model(idx, idx).backward()
-        optimizer.step()  # new gradients: taken
-
-    run_ranks(rank, 2)
-
-
-def test_clipping_by_hand_is_fine_without_tp():
-    def rank():
-        model = parallelize(gpt(), Mesh())
-        optimizer = AdamW(model.parameters(), lr=0.1)
-        idx = batch(0, 0, 0)
-        model(idx, idx).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        optimizer.step()
-
-    run_ranks(rank, 2)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_norm_counts_each_element_once(stage):
     def rank():
         model = split(2, stage)
-        optimizer = AdamW(model.parameters(), **HYPER, max_grad_norm=0.1)
-        idx = batch(0, 0, engine_of(model).mesh.dp_rank)
-        model(idx, idx).backward()
-        optimizer.step()
-        return optimizer.grad_norm.item()
+        names = dict(model.named_parameters())
+        of = [[p for n, p in names.items() if ("ln_" in n) == norm] for norm in (True, False)]
+        optimizers = [
+            AdamW(part, **HYPER) if foreach is None else stock(part, **HYPER) for part in of
+        ]
+        for step in range(2):
+            for micro in range(2):
+                idx = batch(step, micro, engine_of(model).mesh.dp_rank)
+                model(idx, idx).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        engine_of(model).check_replicas()
+        return model.state_dict()
 
-    grads = reference(2, 1)[0][0].values()
-    expected = torch.stack([g.norm() for g in grads]).norm().item()
-    for norm in run_ranks(rank, 4):
-        assert norm == pytest.approx(expected, rel=1e-6)
+    expected = reference(ranks // 2, 2, 2, AdamW if foreach is None else torch.optim.AdamW)[1]
+    for state in run_ranks(rank, ranks):
+        assert_same(state, expected)
+
+
+CHANGED = (
+    r"Engine: expected gradients as backward left them with tp=2, got p\.grad of '.*' "
+    r"changed in place; a rank sees its part of the norm only: clip with fastpar\.AdamW\("
+    r"max_grad_norm=\.\.\.\)"
+)
+
+
+@pytest.mark.parametrize("tp", [2, 1])
+@pytest.mark.parametrize("optimizer_of", [AdamW, torch.optim.AdamW, torch.optim.SGD])
+def test_clipping_by_hand_is_refused_with_tp(optimizer_of, tp):
+    def rank(clip, limit):
+        model = split(tp)
+        optimizer, idx = optimizer_of(model.parameters(), lr=0.1), batch(0, 0, 0)
+        for clips in (False, True, False):  # not changed, changed, new gradients
+            model(idx, idx).backward()
+            if clips:
+                clip(model.parameters(), limit)
+            refused = clips and tp > 1
+            with (
+                pytest.raises(RuntimeError, match=CHANGED) if refused else contextlib.nullcontext()
+            ):
+                optimizer.step()
+            optimizer.zero_grad()
+
+    for clip, limit in ((nn.utils.clip_grad_value_, 1e-6), (nn.utils.clip_grad_norm_, 1e-3)):
+        run_ranks(rank, 2, clip, limit)

@@ -1,20 +1,24 @@
-"""debug.py: one flipped bit in anything that ranks have alike is found, and named."""
+"""debug.py: one flipped bit in what ranks have alike is found, and inputs that should be alike and
+are not; late collectives give the same results, and races that show."""
 
+import copy
+import functools
+import pickle
 import random
 import re
+import time
 
 import pytest
 import torch
-from cells import slow
+from cells import slow, sweep
 from torch import nn
 
-from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.comm.transports import ShmCollectives, TorchCollectives
 from fastpar.engine import debug
-from fastpar.engine.debug import Difference, checksum, differences
-from fastpar.models.gpt import GPT
-from fastpar.optim.adafactor import Adafactor
-from fastpar.settings.model import GPTConfig
+from fastpar.engine.debug import Debug, checksum
 from fastpar.settings.parallel import Parallel
+from fastpar.sharding.placements import Replicate
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.002, "first_bucket_mb": 0.001}
@@ -26,30 +30,24 @@ def flip(x, at=0, bit=0):
     raw[at] = int(raw[at]) ^ (1 << bit)
 
 
-# The checksum
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int16]
-)
-@pytest.mark.parametrize(("size", "offset"), [(1, 0), (3, 1), (8, 0), (37, 0), (40, 3)])
+@sweep("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int16])
+@sweep(("size", "offset"), [(1, 0), (3, 1), (8, 0), (37, 0), (40, 3)])
 def test_every_single_flip_changes_the_sum(monkeypatch, dtype, size, offset):
     monkeypatch.setattr(debug, "_CHUNK", 64)
     x = torch.randn(size + offset).mul(50).to(dtype)[offset:]
     before = checksum(x)
-    assert before.dtype == torch.int64
     for at in range(x.numel() * x.element_size()):
         for bit in range(8):
             flip(x, at, bit)
             assert checksum(x) != before, (at, bit)
             flip(x, at, bit)
-    assert checksum(x) == before
-    assert checksum(x.clone()) == before
+    assert before == checksum(x) == checksum(x.clone())
+    assert before.dtype == torch.int64
 
 
 def test_what_the_sum_sees_and_does_not(monkeypatch):
-    x = torch.randn(1000)
     monkeypatch.setattr(debug, "_CHUNK", 256)
+    x = torch.randn(1000)
     y = x.clone()
     y[[10, 700]] = x[[700, 10]]
     assert checksum(y) != checksum(x)
@@ -64,17 +62,7 @@ def test_a_gpu_has_the_sums_of_the_cpu():
     assert checksum(x.cuda()).item() == checksum(x).item()
 
 
-def test_who_differs_from_whom():
-    assert differences([(1, 5), (1, 5), (2, 6), (2, 6), (3, 7)]) == []
-    assert differences([(1, 5), (1, 5), (1, 6)]) == [Difference([[0, 1], [2]])]
-    assert differences([(1, 6), (2, 9), (1, 5), (2, 9)]) == [Difference([[0], [2]])]
-    assert Difference([[0, 1], [2]]).is_clear
-    assert Difference([[0, 1], [2], [3]]).is_clear
-    assert not Difference([[0], [2]]).is_clear
-    assert not Difference([[0, 1], [2, 3]]).is_clear
-
-
-# Ranks
+# A flipped bit on one rank
 
 
 def net():
@@ -86,14 +74,14 @@ def gpt():
     return GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=130, dropout=0.0))
 
 
-def trained(options, adamw):
+def trained(options, adamw, debug=None):
     """Model, engine and optimizer of this rank after two steps, each rank on its own data."""
     options = dict(options)
     tp, dtype = options.pop("tp", 1), options.pop("dtype", torch.float32)
-    mesh = Mesh(tp=tp)
-    model = (net() if tp == 1 else gpt()).to(dtype)
-    parallelize(model, mesh, Parallel.of(**SMALL, **options))
-    optimizer = AdamW(model.parameters(), lr=0.01, **adamw)
+    mesh, model = Mesh(tp=tp), (net() if tp == 1 else gpt()).to(dtype)
+    parallelize(model, mesh, Parallel.of(**SMALL, **options), debug=debug)
+    kind = Adafactor if adamw is Adafactor else functools.partial(AdamW, **adamw)
+    optimizer = kind(model.parameters(), lr=0.01)
     for step in range(2):
         generator = torch.Generator().manual_seed(100 * step + mesh.dp_rank)  # ranks are threads
         if tp == 1:
@@ -106,27 +94,13 @@ def trained(options, adamw):
     return model, engine_of(model), optimizer
 
 
-def weight(name):
-    """What this rank steps of a parameter."""
-    return lambda model, engine, optimizer: (
-        engine.shards.piece(dict(model.named_parameters())[name]).param
-    )
-
-
-def entry(name, key):
-    """Of the optimizer's state."""
-    return lambda model, engine, optimizer: optimizer.state[dict(model.named_parameters())[name]][
-        key
-    ]
-
-
-def damaged(options, adamw, rank, pick, seed):
+def damaged(options, adamw, rank, name, key, seed):
     """Checks that it is fine, flips a bit on one rank, checks again; what the error said."""
     model, engine, optimizer = trained(options, adamw)
     engine.check_replicas(optimizer, step=7)
     if engine.mesh.rank == rank:
-        x, rng = pick(model, engine, optimizer), random.Random(seed)
-        assert x.numel()
+        p, rng = dict(model.named_parameters())[name], random.Random(seed)
+        x = engine.shards.piece(p).param if key is None else optimizer.state[p][key]
         flip(x, rng.randrange(x.numel() * x.element_size()), rng.randrange(8))
     with pytest.raises(RuntimeError, match=r"expected the same bits on every rank") as caught:
         engine.check_replicas(optimizer, step=7)
@@ -135,73 +109,88 @@ def damaged(options, adamw, rank, pick, seed):
 
 BF16 = {"dtype": torch.bfloat16, "grad_dtype": torch.float32}
 FULL, BITS = {"master_weights": True}, {"master_weights": "remainder"}
-CLEAR = [  # ranks, the damaged one, who else has a copy
-    (3, {}, {}, 1, weight("1.bias"), "0, 2"),
-    (4, {}, {}, 3, weight("2.weight"), "0, 1, 2"),
-    (3, {}, {}, 0, entry("0.weight", "exp_avg"), "1, 2"),
-    (4, {}, {"moment_dtype": torch.uint8}, 2, entry("0.weight", "exp_avg_sq_codes"), "0, 1, 3"),
-    (3, {}, {"moment_dtype": torch.bfloat16}, 2, entry("1.weight", "exp_avg_sq"), "0, 1"),
-    (3, BF16, FULL, 1, entry("0.weight", "master_weight"), "0, 2"),
-    (6, {"zero_stage": 1, "shard_size": 2}, {}, 3, entry("0.weight", "exp_avg"), "1, 5"),
-    (6, {"zero_stage": 2, "shard_size": 2}, {}, 4, entry("0.weight", "exp_avg_sq"), "0, 2"),
-    (6, {"zero_stage": 3, "shard_size": 2}, {}, 0, weight("0.weight"), "2, 4"),
-    (6, {"zero_stage": 3, "shard_size": 2}, {}, 5, entry("0.weight", "exp_avg"), "1, 3"),
-    (6, {"zero_stage": 3, "shard_size": 2, **BF16}, FULL, 4, entry("2.bias", "master_weight"),
-     "0, 2"),
-    (4, {"tp": 2}, {}, 1, weight("wpe.weight"), "0, 2, 3"),
-    (4, {"tp": 2}, {}, 2, entry("h.0.ln_1.weight", "exp_avg"), "0, 1, 3"),
-    (6, {"tp": 2}, {}, 3, weight("h.0.attn.c_attn.weight"), "1, 5"),
-    (6, {"tp": 2}, {}, 4, entry("h.0.mlp.c_fc.bias", "exp_avg_sq"), "0, 2"),
-    (4, {"tp": 4 // 2, "zero_stage": 0, **BF16}, FULL, 0, entry("ln_f.bias", "master_weight"),
-     "1, 2, 3"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("seeds", [range(1), slow(range(1, 4))], ids=["one bit", "more bits"])
-@pytest.mark.parametrize(("ranks", "options", "adamw", "rank", "pick", "others"), CLEAR)
-def test_the_rank_with_the_flipped_bit_is_named(ranks, options, adamw, rank, pick, others, seeds):
-    for seed in seeds:
-        said = run_ranks(damaged, ranks, options, adamw, rank, pick, seed)
-        assert len(set(said)) == 1
-        assert re.search(
-            rf"got a difference on rank {rank} in .*parameter '.*' after step 7, where ranks "
-            rf"{others} agree; something changed it there only: check",
-            said[0],
-        ), said[0]
-
-
-PAIRS = [
-    (2, {}, {}, 1, weight("1.bias"), "0 and rank 1"),
-    (2, {}, {}, 0, entry("1.bias", "exp_avg"), "0 and rank 1"),
-    (2, {"tp": 2}, {}, 1, weight("wpe.weight"), "0 and rank 1"),
-    (2, {"tp": 2}, {}, 1, entry("ln_f.weight", "exp_avg"), "0 and rank 1"),
-    (4, {"zero_stage": 3, "shard_size": 2}, {}, 3, weight("0.weight"), "1 and rank 3"),
-    (4, {"zero_stage": 1, "shard_size": 2}, {}, 0, entry("0.weight", "exp_avg"), "0 and rank 2"),
-    (4, {"tp": 2, "zero_stage": 1}, {}, 0, entry("ln_f.weight", "exp_avg"), "0 and rank 1"),
+COPIES = [{"zero_stage": stage, "shard_size": 2} for stage in range(4)]
+FLIPPED = [  # ranks, the damaged one, what of it, who else has a copy; of two nobody knows whose
+    (3, {}, {}, 1, "1.bias", None, "0, 2"),
+    (4, {}, {}, 3, "2.weight", None, "0, 1, 2"),
+    (3, {}, {}, 0, "0.weight", "exp_avg", "1, 2"),
+    (4, {}, {"moment_dtype": torch.uint8}, 2, "0.weight", "exp_avg_sq_codes", "0, 1, 3"),
+    (3, {}, {"moment_dtype": torch.bfloat16}, 2, "1.weight", "exp_avg_sq", "0, 1"),
+    (3, {}, Adafactor, 1, "0.weight", "row_var", "0, 2"),
+    (3, BF16, FULL, 1, "0.weight", "master_weight", "0, 2"),
+    (6, COPIES[1], {}, 3, "0.weight", "exp_avg", "1, 5"),
+    (6, COPIES[2], {}, 4, "0.weight", "exp_avg_sq", "0, 2"),
+    (6, COPIES[3], {}, 0, "0.weight", None, "2, 4"),
+    (6, COPIES[3], {}, 5, "0.weight", "exp_avg", "1, 3"),
+    (6, {**COPIES[3], **BF16}, FULL, 4, "2.bias", "master_weight", "0, 2"),
+    (4, {"tp": 2}, {}, 1, "wpe.weight", None, "0, 2, 3"),
+    (4, {"tp": 2}, {}, 2, "h.0.ln_1.weight", "exp_avg", "0, 1, 3"),
+    (6, {"tp": 2}, {}, 3, "h.0.attn.c_attn.weight", None, "1, 5"),
+    (6, {"tp": 2}, {}, 4, "h.0.mlp.c_fc.bias", "exp_avg_sq", "0, 2"),
+    (4, {"tp": 2, **BF16}, FULL, 0, "ln_f.bias", "master_weight", "1, 2, 3"),
+    (2, {}, {}, 1, "1.bias", None, "0 and rank 1"),
+    (2, {}, {}, 0, "1.bias", "exp_avg", "0 and rank 1"),
+    (2, {"tp": 2}, {}, 1, "wpe.weight", None, "0 and rank 1"),
+    (2, {"tp": 2}, {}, 1, "ln_f.weight", "exp_avg", "0 and rank 1"),
+    (4, COPIES[3], {}, 3, "0.weight", None, "1 and rank 3"),
+    (4, COPIES[1], {}, 0, "0.weight", "exp_avg", "0 and rank 2"),
+    (4, {"tp": 2, "zero_stage": 1}, {}, 0, "ln_f.weight", "exp_avg", "0 and rank 1"),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "options", "adamw", "rank", "pick", "pair"), PAIRS)
-def test_of_two_copies_nobody_knows_which_is_right(ranks, options, adamw, rank, pick, pair):
-    [said] = set(run_ranks(damaged, ranks, options, adamw, rank, pick, 0))
-    assert re.search(
-        rf"a difference between rank {pair} in .*parameter '.*' after step 7, and no majority", said
-    ), said
+@pytest.mark.parametrize("seeds", [range(1), slow(range(1, 4))], ids=["one bit", "more bits"])
+@pytest.mark.parametrize(("ranks", "options", "adamw", "rank", "name", "key", "others"), FLIPPED)
+def test_a_flipped_bit_is_named(ranks, options, adamw, rank, name, key, others, seeds):
+    what = f"{f'{key} of ' if key else ''}parameter '{name}' after step 7, "
+    if "and" in others:
+        said = rf"a difference between rank {others} in {what}and no majority"
+    else:
+        said = rf"a difference on rank {rank} in {what}where ranks {others} agree; something chang"
+    for seed in seeds:
+        [found] = set(run_ranks(damaged, ranks, options, adamw, rank, name, key, seed))
+        assert re.search(said, found), found
 
 
-def test_the_first_difference_is_named_by_parameter_and_entry():
-    for name in ("0.weight", "2.bias"):
-        [said] = set(run_ranks(damaged, 3, {}, {}, 1, weight(name), 0))
-        assert f" in parameter '{name}' after" in said
-        for key in ("exp_avg", "exp_avg_sq"):
-            [said] = set(run_ranks(damaged, 3, {}, {}, 1, entry(name, key), 0))
-            assert f" in {key} of parameter '{name}' after" in said
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_whole_parameters_that_were_gathered_are_compared(stage):
+@pytest.mark.parametrize(
+    ("ranks", "options", "adamw"),
+    [
+        *((4, {"tp": 2, "zero_stage": stage}, {}) for stage in range(4)),
+        *((4, options, {}) for options in COPIES[1:]),
+        (4, {**COPIES[3], **BF16}, BITS),
+        (4, {"tp": 2, **BF16}, {"stochastic_rounding": True, "moment_dtype": torch.bfloat16}),
+        (2, {**BF16}, {"stochastic_rounding": True, "moment_dtype": torch.uint8}),
+        (3, {"zero_stage": 3}, {}),
+        (1, {}, {}),
+    ],
+)
+def test_healthy_ranks_pass_and_stay_as_they_are(ranks, options, adamw):
     def of_rank():
-        model, engine, _ = trained({"zero_stage": stage}, {})
+        how = Debug(check_replicas=True, check_inputs=options.get("tp") == 2)
+        model, engine, optimizer = trained(options, adamw, how)
+        before = {name: p.clone() for name, p in model.state_dict().items()}
+        engine.check_replicas(optimizer)
+        assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+    run_ranks(of_rank, ranks)
+
+
+def test_equal_pieces_of_one_parameter_are_no_copies():
+    def of_rank():
+        model = parallelize(nn.Linear(1024, 4, bias=False), Mesh(), zero_stage=3)
+        assert engine_of(model).shards.piece(model.weight).param.numel() == 2048
+        engine_of(model).check_replicas()
+
+    run_ranks(of_rank, 2)
+
+
+@pytest.mark.parametrize("where", ["gathered", "frozen"])
+def test_whole_parameters_that_were_gathered_and_frozen_ones_are_compared(where):
+    def of_rank():
+        model = net()
+        model[1].weight.requires_grad_(where == "gathered")
+        stage = 2 if where == "gathered" else 3
+        engine = engine_of(parallelize(model, Mesh(), Parallel.of(zero_stage=stage, **SMALL)))
+        engine.check_replicas()
         with engine.gathered():
             if engine.mesh.rank == 2:
                 flip(model[1].weight, 5)
@@ -211,67 +200,198 @@ def test_whole_parameters_that_were_gathered_are_compared(stage):
     run_ranks(of_rank, 3)
 
 
-def test_frozen_parameters_are_compared():
+def test_a_step_checks_if_it_is_asked_to():
     def of_rank():
-        model = net()
-        model[1].weight.requires_grad_(False)
-        engine = engine_of(parallelize(model, Mesh(), Parallel.of(zero_stage=3, **SMALL)))
-        engine.check_replicas()
-        if engine.mesh.rank == 0:
-            flip(model[1].weight, 1)
-        with pytest.raises(RuntimeError, match=r"difference on rank 0 in parameter '1.weight' aft"):
-            engine.check_replicas()
-
-    run_ranks(of_rank, 3)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options", "adamw"),
-    [
-        *((4, {"tp": 2, "zero_stage": stage}, {}) for stage in range(4)),
-        *((4, {"zero_stage": stage, "shard_size": 2}, {}) for stage in (1, 2, 3)),
-        (4, {"zero_stage": 3, "shard_size": 2, **BF16}, BITS),
-        (4, {"tp": 2, **BF16}, {"stochastic_rounding": True, "moment_dtype": torch.bfloat16}),
-        (2, {**BF16}, {"stochastic_rounding": True, "moment_dtype": torch.uint8}),
-        (3, {"zero_stage": 3}, {}),
-        (1, {}, {}),
-    ],
-)
-def test_healthy_ranks_pass_and_stay_as_they_are(ranks, options, adamw):
-    def of_rank():
-        model, engine, optimizer = trained(options, adamw)
-        with engine.gathered():
-            before = [p.detach().clone() for p in model.parameters()]
-        engine.check_replicas(optimizer)
-        with engine.gathered():
-            assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
-
-    run_ranks(of_rank, ranks)
-
-
-def test_equal_pieces_of_one_parameter_are_no_copies():
-    def of_rank():
-        model = parallelize(nn.Linear(1024, 4, bias=False), Mesh(), zero_stage=3)
-        engine = engine_of(model)
-        assert engine.shards.piece(model.weight).param.numel() == 2048
-        engine.check_replicas()
-
-    run_ranks(of_rank, 2)
-
-
-def test_adafactors_rows_and_columns_are_compared():
-    def of_rank():
-        model = parallelize(net(), Mesh(), Parallel.of(**SMALL))
-        engine, optimizer = engine_of(model), Adafactor(model.parameters(), lr=0.01)
-        model(torch.ones(2, 37)).square().mean().backward()
+        model, engine, optimizer = trained({"tp": 2}, {}, Debug(check_replicas=True))
+        idx = torch.arange(8)[None]
+        model(idx, idx).backward()
+        with torch.no_grad():
+            model.wpe.weight[0] += engine.mesh.tp_rank
         optimizer.step()
-        engine.check_replicas(optimizer)
-        values = [
-            v for v in optimizer.state[model[0].weight].values() if isinstance(v, torch.Tensor)
-        ]
-        if engine.mesh.rank == 1:
-            flip(max(values, key=torch.Tensor.numel), 3)
-        with pytest.raises(RuntimeError, match=r"difference on rank 1 in \w+ of parameter '0.wei"):
-            engine.check_replicas(optimizer)
 
-    run_ranks(of_rank, 3)
+    message = (
+        r"Engine\.check_replicas: expected the same bits on every rank, got a difference between "
+        r"ranks 0, 2 and ranks 1, 3 in parameter 'wpe.weight' after step 3, and no majority"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(of_rank, 4)
+
+
+# Inputs of a tp group
+
+
+class Takes(torch.nn.Module):
+    """A model of any arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.tp_states = {"weight": Replicate()}
+
+    def forward(self, idx, targets=None, *rest, **kwargs):
+        return self.weight.sum()
+
+
+def idx_of(*change):
+    idx = torch.arange(24).view(4, 6)
+    for place in change:
+        idx[place] += 1
+    return idx
+
+
+SAME = [
+    lambda r: ((idx_of(),), {}),
+    lambda r: ((), {"idx": None}),
+    lambda r: ((torch.tensor([float("nan"), 1.0]),), {}),
+    lambda r: ((idx_of(), None, r), {"name": str(r)}),  # no tensors
+    lambda r: ((idx_of().T,), {"b": torch.tensor(True), "c": torch.zeros(0, 3)}),
+]
+WHERE = "expected the same inputs on all ranks of a tp group, got a difference in argument "
+BUT = "; give them the same batch: choose it by mesh.dp_rank, not by mesh.rank"
+ROWS = "torch.int64 [4, 6]"
+DIFFERENT = [
+    (lambda r: ((idx_of(*[(2, 5)] * (r == 1)),), {}), "'idx' first at index [2, 5] on tp rank 1"),
+    (lambda r: ((idx_of(*[(3, r)] * (r > 1)),), {}), "'idx' first at index [3, 2] on tp rank 2"),
+    (
+        lambda r: ((idx_of(),), {"targets": idx_of(*[(0, 4)] * (r == 3)), "key": torch.ones(2)}),
+        "'targets' first at index [0, 4] on tp rank 3",
+    ),
+    (
+        lambda r: ((torch.tensor([1.0, -0.0 if r == 1 else 0.0], dtype=torch.bfloat16),), {}),
+        "'idx' first at index [1] on tp rank 1",
+    ),
+    (lambda r: ((torch.tensor(r == 1),), {}), "'idx' first at index [] on tp rank 1"),
+    (
+        lambda r: (([idx_of(), {"a": idx_of(*[(0, 1)] * (r == 1))}],), {}),
+        "'idx[1]['a']' first at index [0, 1] on tp rank 1",
+    ),
+    (
+        lambda r: ((None, None, None, idx_of(*[(0, 1)] * (r == 1))), {}),
+        "'*3' first at index [0, 1] on tp rank 1",
+    ),
+    (
+        lambda r: ((idx_of()[: 4 - (r == 2)],), {}),
+        f"'idx' on tp rank 2: idx: torch.int64 [3, 6] where rank 0 has idx: {ROWS}",
+    ),
+    (
+        lambda r: ((idx_of().to(torch.int32 if r == 1 else torch.int64),), {}),
+        f"'idx' on tp rank 1: idx: torch.int32 [4, 6] where rank 0 has idx: {ROWS}",
+    ),
+    (
+        lambda r: ((idx_of(),), {"targets": None if r == 1 else idx_of()}),
+        f"'targets' on tp rank 1: nothing where rank 0 has targets: {ROWS}",
+    ),
+    (
+        lambda r: ((), {"idx": idx_of() if r == 1 else None}),
+        f"'idx' on tp rank 1: idx: {ROWS} where rank 0 has nothing",
+    ),
+]
+
+
+def call_with(make, compiled=False, **axes):
+    """A forward; every rank waits until all have one, or have raised."""
+    mesh = Mesh(**axes or {"tp": 4})
+    model = parallelize(Takes(), mesh, debug=Debug(check_inputs=True))
+    call = torch.compile(model, backend="eager") if compiled else model
+    args, kwargs = make(mesh.rank)
+    try:
+        call(*args, **kwargs)
+    except RuntimeError as error:
+        return str(error)
+    # A copy compares nothing: alone, on one rank after another.
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other(idx_of((0, mesh.rank))) is not None
+    return "ran"
+
+
+def test_inputs_that_differ_are_told_on_every_rank():
+    for make in SAME:
+        assert run_ranks(call_with, 4, make) == ["ran"] * 4
+    for make, found in DIFFERENT:
+        assert run_ranks(call_with, 4, make) == [f"parallelize: {WHERE}{found}{BUT}"] * 4
+    assert run_ranks(lambda: call_with(DIFFERENT[0][0], dp=2), 2) == ["ran"] * 2  # others' own
+    assert run_ranks(lambda: call_with(lambda r: ((idx_of((0, r // 2)),), {}), tp=2), 4)[0] == "ran"
+
+
+def compiled():
+    return call_with(lambda r: ((idx_of((0, 1)) if r else idx_of(),), {}), True, tp=2)
+
+
+@pytest.mark.slow
+def test_inputs_of_compiled_models_are_compared():
+    for said in run_ranks(compiled, 2, backend="gloo", timeout_s=120.0):
+        assert "'idx' first at index [0, 1] on tp rank 1" in said
+
+
+def test_equal_inputs_cost_eight_bytes():
+    def sends(check_inputs):
+        model = parallelize(gpt(), Mesh(tp=2), debug=Debug(check_inputs=check_inputs))
+        group, sizes = engine_of(model).declared.tp.group, []
+        inner = group._all_gather
+
+        def noted(out, x, tag):
+            sizes.append(x.numel() * x.element_size())
+            return inner(out, x, tag)
+
+        group._all_gather = noted
+        model(torch.arange(8)[None])
+        return sizes
+
+    plain = run_ranks(sends, 2, False)
+    assert run_ranks(sends, 2, True) == [[8, *sizes] for sizes in plain]
+
+
+# Late collectives
+
+
+make_shm = functools.partial(ShmCollectives, timeout_s=20.0, heap_gb=0.01)
+
+
+def everything(kind):
+    inner = make_shm() if kind == "shm" else TorchCollectives(in_rank_order=True)
+    why = inner.why
+    c = Debug(delay_ms=4.0, seed=7).delayed(inner)
+    draws = random.Random(f"7 {c.rank}")
+    seconds = sum(draws.uniform(0.0, 4.0) for _ in range(7)) / 1e3
+    start = time.perf_counter()
+    x = c.empty(6, torch.float32).fill_(1.0 + c.rank)
+    part, whole = torch.empty(3), torch.empty(6)
+    handles = [
+        c.all_reduce(x, async_op=True, tag=1),  # 3
+        c.reduce_scatter(part, x, mean=True, async_op=True, tag=2),  # 3, of what was made above
+        c.all_gather(whole, part, async_op=True, tag=3),
+        c.broadcast(whole, 1, async_op=True, tag=4),
+        c.all_reduce(whole, async_op=True, tag=5),  # 6
+    ]
+    c.barrier(tag=6)
+    with torch.inference_mode():
+        inside = torch.full((2,), 5.0)
+        c.all_reduce(inside, mean=True)
+    for handle in handles:
+        handle.wait()
+    late = time.perf_counter() - start >= seconds
+    c.close()
+    assert c.why == f"{why}; delayed by up to 4.0 ms"
+    return whole.tolist(), inside.tolist(), all(handle.ms > 0 for handle in handles), late
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("shm", "threads"), ("torch", "threads")])
+def test_late_collectives_have_the_same_results_in_the_same_order(kind, backend):
+    for outcome in run_ranks(everything, 2, kind, backend=backend):
+        assert outcome == ([6.0] * 6, [5.0] * 2, True, True)
+    assert run_ranks(lambda: Debug(poison=True).delayed(make_shm()).observers, 1) == [()]
+
+
+def test_errors_of_late_collectives_come_out_of_wait():
+    def fails():
+        c = Debug(delay_ms=1.0).delayed(make_shm())
+        handle = c.all_reduce(torch.ones(3 + c.rank), async_op=True)
+        with pytest.raises(RuntimeError, match="expected the same call on every rank"):
+            handle.wait()
+        with pytest.raises(RuntimeError, match="expected a working group"):
+            c.barrier()
+
+    run_ranks(fails, 2)
+    for delay_ms in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"Debug: expected 0 <= delay_ms, got delay_ms="):
+            Debug(delay_ms=delay_ms)

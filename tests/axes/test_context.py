@@ -1,0 +1,365 @@
+"""Context parallelism: what ranks exchange or gather is what one process has, and each rank has as
+much to do. tests/contracts/test_same_run.py and test_cp_matrix.py have whole runs."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from cells import covering, sweep
+from torch import nn
+
+from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
+from fastpar.axes.context import keys
+from fastpar.axes.context.keys import attend_keys, pieces, planned
+from fastpar.axes.context.sequences import (
+    ContextParallel,
+    gather_tokens,
+    sum_of_parts,
+    to_heads,
+    to_tokens,
+)
+from fastpar.comm.transports import TorchCollectives
+from fastpar.engine.debug import Debug
+from fastpar.kernels import Rng, attention_qkvpacked, make_key
+from fastpar.kernels.reference import attention_ref
+from fastpar.settings.parallel import Parallel
+from fastpar.testing import run_ranks
+from fastpar.train.sample import generate
+
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 16, "block_size": 13, "vocab_size": 37}
+RNG = Rng(make_key(5, 3), 2)
+BATCH, TIME = 2, 24
+# Of 2 rows of 24 tokens: documents that begin at, before and inside of a rank's runs of tokens, end
+# with a row, and have one token.
+BOUNDS = (0, 3, 4, 9, 18, 24, 25, 30, 48)
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)  # the default one is shared by threads
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def by_heads(cp, qkv, heads, p, documents):
+    """This rank's part of attention, by exchanges."""
+    mine = to_heads(qkv, cp).view(BATCH, TIME, 3, -1, 8)
+    rng = Rng(make_key(5, 3), 2, first_head=cp.first_head(heads))
+    o = attention_qkvpacked(mine, causal=True, dropout_p=p, rng=rng)
+    return to_tokens(o.flatten(0, 1)[:, None], heads, cp)[:, 0]
+
+
+def by_keys(cp, qkv, heads, p, documents):
+    return attend_keys(qkv, BATCH, cp, dropout_p=p, rng=RNG, documents=documents)
+
+
+def attended(method, heads, p, dtype, documents):
+    """All tokens' attention and gradient, of which each rank has computed its part."""
+    cp = ContextParallel(TorchCollectives(), method)
+    qkv = cp.of_ranks(random(BATCH, TIME, 3, heads, 8, dtype=dtype))[cp.rank].clone()
+    qkv.requires_grad_()
+    o = {"heads": by_heads, "keys": by_keys}[method](cp, qkv, heads, p, documents)
+    o.backward(cp.of_ranks(random(BATCH, TIME, heads, 8, seed=1, dtype=dtype))[cp.rank])
+    return tuple(
+        cp.in_order(cp.group.gathered(x), BATCH).unflatten(0, (BATCH, TIME))
+        for x in (o.detach(), qkv.grad)
+    )
+
+
+@covering(
+    2,
+    (("method", "packed"), [("heads", False), ("keys", False), ("keys", True)]),
+    ("ranks", [1, 2, 3, 4]),
+    ("heads", [2, 5, 12]),
+    ("p", [0.0, 0.3]),
+    ("dtype", [torch.float32, torch.bfloat16, torch.float64]),
+)
+def test_attention_has_the_bits_of_one_process(method, packed, ranks, heads, p, dtype):
+    """Heads that the ranks do not divide are padded. By keys dk and dv are sums over ranks, there
+    may be more ranks than heads, and in fp64 torch's products round with their sizes."""
+    documents = torch.tensor(BOUNDS, dtype=torch.int32) if packed else None
+    qkv = random(BATCH, TIME, 3, heads, 8, dtype=dtype).requires_grad_()
+    given = qkv.flatten(0, 1) if packed else qkv
+    o = attention_qkvpacked(given, causal=True, dropout_p=p, rng=RNG, cu_seqlens=documents)
+    o = o.view(BATCH, TIME, heads, 8)
+    o.backward(random(BATCH, TIME, heads, 8, seed=1, dtype=dtype))
+    for found, grad in run_ranks(attended, ranks, method, heads, p, dtype, documents):
+        if method == "keys" and dtype == torch.float64:
+            assert (found - o).abs().max() < 1e-13
+            assert (grad - qkv.grad).abs().max() < 1e-13
+            continue
+        assert torch.equal(found, o)
+        exact = 3 if method == "heads" else 1
+        assert torch.equal(grad[:, :, :exact], qkv.grad[:, :, :exact])
+        # A sum of 24 products in parts, each rounded once where it is sent and once where added.
+        bound = (2 * ranks + 2) * torch.finfo(dtype).eps * qkv.grad.abs().max()
+        assert (grad - qkv.grad).abs().max() <= bound
+
+
+@sweep("method", ["heads", "keys"])
+def test_attention_is_the_oracle_s(method):
+    """So that both sides of the comparison above are not wrong alike."""
+    q, k, v = random(BATCH, TIME, 3, 4, 8, dtype=torch.float64).unbind(2)
+    exact = attention_ref(q, k, v, causal=True, dropout_p=0.3, rng=RNG)
+    exact = exact[0] if isinstance(exact, tuple) else exact
+    for o, _ in run_ranks(attended, 2, method, 4, 0.3, torch.float64, None):
+        assert (o - exact).abs().max() < 1e-12
+
+
+def test_documents_are_read_once_a_batch(monkeypatch):
+    """On a GPU the host waits for them, and what follows from them is copied there; documents that
+    are written are read again."""
+    read = []
+    monkeypatch.setattr(keys, "pieces", lambda *args: read.append(args) or pieces(*args))
+
+    def layers(documents):
+        cp = ContextParallel(TorchCollectives(), "keys")
+        qkv = cp.of_ranks(random(BATCH, TIME, 3, 2, 8))[cp.rank].requires_grad_()
+        for _ in range(3):
+            qkv = qkv + by_keys(cp, qkv, 2, 0.3, documents)[:, None]
+        qkv.sum().backward()
+
+    for batch in (1, 2):
+        run_ranks(layers, 1, torch.tensor(BOUNDS, dtype=torch.int32))
+        assert len(read) == batch
+    documents = torch.tensor(BOUNDS, dtype=torch.int32)
+    first = [one.piece for one in planned(Place(0, 2), BATCH, TIME, documents)]
+    documents[1] += 1
+    again = [one.piece for one in planned(Place(0, 2), BATCH, TIME, documents)]
+    assert again != first
+    assert again == list(pieces(Place(0, 2), BATCH, TIME, documents.tolist()))
+    with torch.inference_mode():
+        assert planned(Place(0, 2), BATCH, TIME, documents.clone())
+
+
+class Place(ContextParallel):
+    """A rank of so many, which sends nothing."""
+
+    def __init__(self, rank, size, method="keys"):
+        super().__init__(type("Group", (), {"rank": rank, "world_size": size}), method)
+
+
+@pytest.mark.parametrize("bounds", [None, BOUNDS, (0, 24, 48), tuple(range(49))])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_pieces_have_every_query_and_its_keys_once(size, bounds):
+    """Counted pair by pair of places."""
+    batch, time = 2, 24
+    of = [0] * batch * time
+    for i, start in enumerate(bounds[:-1] if bounds else (0, time)):
+        of[start:] = [i] * (batch * time - start)
+    wanted = {(i, j) for i in range(batch * time) for j in range(i + 1) if of[i] == of[j]}
+    seen = []
+    for rank in range(size):
+        cp = Place(rank, size)
+        every = torch.arange(batch * time)
+        mine = cp.of_ranks(every.view(batch, time))[rank]
+        for piece in pieces(cp, batch, time, bounds):
+            queries, keys = piece.of_queries(mine, batch), piece.of_keys(every, batch)
+            if piece.bounds is None:
+                for q_row, k_row in zip(queries, keys):
+                    assert piece.first_row == len(k_row) - len(q_row)
+                    for i, q in enumerate(q_row.tolist()):
+                        last = i + len(k_row) - len(q_row)
+                        seen += [(q, k) for k in k_row[: last + 1].tolist()]
+                continue
+            assert torch.equal(queries, keys)
+            for d, (a, b) in enumerate(zip(piece.bounds, piece.bounds[1:])):
+                assert of[queries[a]] == piece.sample + d
+                seen += [
+                    (queries[i].item(), keys[j].item())
+                    for i in range(a, b)
+                    for j in range(a, i + 1)
+                ]
+    assert len(seen) == len(set(seen))
+    assert set(seen) == wanted
+
+
+@pytest.mark.parametrize("method", ["heads", "keys"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_layout_says_the_same_in_every_way(size, method):
+    """slice(), of_ranks(), in_order() and the runs that masks and positions are numbered by."""
+    batch, time = 3, 12
+    every = torch.arange(batch * time).view(batch, time)
+    parts = []
+    for rank in range(size):
+        cp = Place(rank, size, method)
+        mine = cp.slice(every)
+        assert torch.equal(cp.of_ranks(every)[rank], mine)
+        first, rows, (low, high) = cp.runs(batch, time)
+        numbers = first + torch.arange(len(mine))
+        places = numbers % rows + torch.where(2 * (numbers % rows) < rows, low, high)
+        assert torch.equal(numbers // rows * time + places, mine)
+        parts.append(mine)
+    assert torch.equal(cp.in_order(torch.stack(parts), batch), every.flatten())
+
+
+def test_work_by_the_tiles_of_the_cpu_s_kernel():
+    """Of 8 queries and 32 keys; contiguous slices would have 1.75 of the mean."""
+    counts = [
+        sum(
+            math.ceil(min(first + 8, piece.keys.stop) / 32)
+            for piece in pieces(Place(rank, 4), 1, 4096, None)
+            for first in range(piece.first_row, piece.keys.stop, 8)
+        )
+        for rank in range(4)
+    ]
+    assert max(counts) <= 1.001 * sum(counts) / 4
+
+
+# Operators
+
+
+def exchanged():
+    cp = ContextParallel(TorchCollectives())
+    x = random(2, 3, 5, 4, seed=cp.rank).requires_grad_()
+    back = to_tokens(to_heads(x, cp), 5, cp)
+    assert torch.equal(back, x)
+    back.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    part = torch.full((), cp.rank + 1.0, requires_grad=True)
+    total = sum_of_parts(part, cp)
+    total.backward()
+    rows = random(2, 3, seed=cp.rank).requires_grad_()
+    whole = gather_tokens(rows, 1, cp)
+    weights = torch.arange(4.0)[:, None]
+    (whole * weights).sum().backward()
+    mine = weights[2 * cp.rank :][:2].expand(2, 3)
+    return total.item(), part.grad.item(), whole.shape, torch.equal(rows.grad, 2 * mine)
+
+
+def test_sums_hand_back_what_the_mean_over_cp_divides_by():
+    assert run_ranks(exchanged, 2) == [(3.0, 2.0, (4, 3), True)] * 2
+
+
+def opchecked():
+    heads, of = ContextParallel(TorchCollectives()), torch.ops.fastpar
+    x = random(2, 3, 5, 4).requires_grad_()
+    for op, more in ((of.cp_to_heads, ()), (of.cp_to_tokens, (5,)), (of.cp_sum, ())):
+        torch.library.opcheck(op.default, (x, *more, heads.number))
+    torch.library.opcheck(of.cp_gather.default, (x, 1, heads.number))
+    cp = ContextParallel(TorchCollectives(), "keys")
+    x, key = random(8, 3, 2, 4).requires_grad_(), make_key(1, 2)
+    for bounds in (None, torch.tensor([0, 3, 4, 8], dtype=torch.int32)):
+        for p, given in ((None, (0, 0)), (key, (3 << 16, 26))):
+            args = (x, 2, 0.5, p, *given, bounds, cp.number)
+            torch.library.opcheck(of.cp_attend_keys.default, args)
+
+
+def test_opcheck():
+    """On one rank: its checks run ops a number of times that other ranks would not follow."""
+    run_ranks(opchecked, 1, timeout_s=300)
+
+
+# The model
+
+
+def gpt(**changes):
+    return GPT(GPTConfig(**{**SIZES, "dropout": 0.0, **changes})).double()
+
+
+def batch(time=13):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randint(0, 37, (2, 2, time), generator=generator)
+    y[0, :7] = -100
+    return x, y
+
+
+def trained(cp, tp, method, of_logits):
+    options = {"cp_method": method, **({"sequence_parallel": False} if tp > 1 else {})}
+    model = parallelize(gpt(), Mesh(cp=cp, tp=tp), Parallel.of(**options))
+    value = model(batch()[0]) if of_logits else model(*batch())
+    backward(value)
+    names = {p: n for n, p in model.named_parameters()}
+    return value.detach(), {names[p]: g for p, g in engine_of(model).grads()}
+
+
+def backward(value):
+    """Of a loss, or of one that is computed from logits."""
+    if value.dim():
+        value = nn.functional.cross_entropy(value.flatten(0, 1), batch()[1].flatten())
+    value.backward()
+
+
+@covering(
+    1,
+    (("cp", "tp", "method"), [(2, 1, "heads"), (3, 1, "heads"), (2, 2, "heads"), (2, 2, "keys"),
+                              (3, 1, "keys"), (5, 1, "keys")]),
+    ("of_logits", [True, False]),
+)  # fmt: skip
+def test_logits_are_those_of_all_tokens_and_a_mean_is_over_all_targets(cp, tp, method, of_logits):
+    """The first slice has fewer targets. By keys there may be more ranks than heads, and a length
+    that no chunk divides."""
+    model = gpt()
+    expected = model(batch()[0]) if of_logits else model(*batch())
+    backward(expected)
+    for value, grads in run_ranks(trained, cp * tp, cp, tp, method, of_logits):
+        assert (value - expected).abs().max() < 1e-12
+        for name, p in model.named_parameters():
+            assert (grads[name] - p.grad).abs().max() <= 1e-12 * p.grad.abs().max(), name
+
+
+def drawn_keys(pp):
+    """The keys that this rank's layers have got, which nobody gave."""
+    model = parallelize(gpt(dropout=0.3), Mesh(cp=2, pp=pp))
+    features, seen = model.features, []
+
+    def noted(idx, rng_key=None, *parts, **options):
+        seen.append(rng_key.tolist())
+        return features(idx, rng_key, *parts, **options)
+
+    model.features = noted
+    if pp > 1:
+        pipeline_step(model, *batch(), micro_batches=2)
+    else:
+        model(*batch()).backward()
+    return seen
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_keys_that_nobody_gave_are_the_same_on_all_ranks(pp):
+    first, *others = run_ranks(drawn_keys, 2 * pp, pp)
+    assert len(first) == pp
+    assert others == [first] * len(others)
+
+
+def held():
+    model = parallelize(gpt(dropout=0.1), Mesh(cp=2))
+    assert copy.deepcopy(model).cp is model.cp
+    with pytest.raises(RuntimeError, match=r"got the model itself on rank \d of 2; save model.sta"):
+        pickle.dumps(model)
+    with pytest.raises(ValueError, match=r"generate: expected .* got one with cp=2; load_hf"):
+        generate(model, batch()[0], 1)
+    with pytest.raises(ValueError, match="expected 1 <= T <= block_size=13, got T=14; crop the"):
+        model(*batch(14))
+
+
+def other_inputs():
+    model = parallelize(gpt(), Mesh(cp=2), debug=Debug(check_inputs=True))
+    x, y = batch()
+    x[1, 0] = torch.distributed.get_rank()
+    with pytest.raises(RuntimeError, match=r"of a cp group, .*'idx' first at index \[1, 0\] on cp"):
+        model(x, y)
+
+
+def test_what_a_model_of_cp_refuses():
+    run_ranks(held, 2)
+    run_ranks(other_inputs, 2)
+
+
+BAD = [
+    (lambda: nn.Linear(2, 2), {}, r"a model with context_parallel\(\) for cp=2, .* got Linear; load"
+     r" its weights into a fastpar.GPT .*, or use tp"),
+    (lambda: gpt(n_head=1), {}, "cp of at most the 1 heads / tp=1, .*got cp=2; lower cp, or add"),
+    (gpt, {"cp_method": "ring"}, "one of heads, keys for cp_method, got cp_method="),
+]  # fmt: skip
+
+
+@sweep(("model", "options", "message"), BAD)
+def test_bad_input_changes_nothing(model, options, message):
+    def rank():
+        made = model()
+        with pytest.raises(ValueError, match="parallelize: expected " + message):
+            parallelize(made, Mesh(cp=2), Parallel.of(**options))
+        assert getattr(made, "cp", None) is None
+
+    run_ranks(rank, 2)

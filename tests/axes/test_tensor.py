@@ -1,0 +1,689 @@
+"""Layers and vocabularies in parts: what ranks compute together is what one rank computes of the
+whole, and what is under way beside which product."""
+
+import copy
+import itertools
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cells import sweep
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastpar.axes.tensor import functional
+from fastpar.axes.tensor.functional import (
+    TensorParallel,
+    column_linear,
+    copy_to,
+    gather,
+    handle_of,
+    reduce_from,
+    row_linear,
+    scatter,
+)
+from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
+from fastpar.comm.transports import TorchCollectives
+from fastpar.kernels import embedding, linear, linear_cross_entropy
+from fastpar.kernels.linear import matmul
+from fastpar.sharding.placements import Partial, Replicate, Shard
+from fastpar.testing import run_ranks
+
+RANKS = 2
+# Of the largest value: sums of at most 30 terms, which are 10 times as large before they cancel;
+# each term is rounded, in 16 bits (added up in fp32) the result alone.
+DTYPES = {
+    torch.float64: 10 * 30 * 2.0**-53,
+    torch.float32: 10 * 30 * 2.0**-24,
+    torch.bfloat16: 10 * 2.0**-8,
+}
+
+
+def make(sequence_parallel=True):
+    return TensorParallel(TorchCollectives(), sequence_parallel=sequence_parallel)
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)  # the default one is shared by threads
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def slices(whole, dim):
+    return whole.chunk(RANKS, dim)
+
+
+def assert_close(got, expected, dtype, wide=None):
+    assert got.dtype == (wide or dtype)
+    assert got.shape == expected.shape
+    assert got.isfinite().all()
+    bound = DTYPES[dtype] * expected.abs().max().item()
+    assert (got.double() - expected.double()).abs().max().item() <= bound
+
+
+# Conjugate operators: whole integers, so that sums are exact
+
+
+def ints(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-9, 9, shape, generator=generator).double()
+
+
+OPERATORS = ("copy_to", "reduce_from", "gather", "gather partial", "scatter", "scatter partial")
+SHAPES = [((4, 6), 0), ((4, 6), -2), ((4, 6), -1), ((3, 4, 6), 1), ((2, 4, 6), 0), ((2, 4, 6), -1)]
+
+
+def one_operator(name, shape, dim, strided):
+    """This rank's output and input gradient."""
+    tp = make()
+    mine = ints(*shape, seed=tp.rank if name in ("reduce_from", "scatter partial") else 9)
+    if name.startswith("gather"):
+        mine = slices(mine, dim)[tp.rank]
+    if strided:
+        mine = mine.transpose(0, -1).contiguous().transpose(0, -1)
+    x = mine.requires_grad_()
+    op, partial = name.split()[0], "partial" in name
+    if op == "copy_to":
+        y = copy_to(x, tp)
+    elif op == "reduce_from":
+        y = reduce_from(x, tp)
+    else:
+        y = {"gather": gather, "scatter": scatter}[op](x, dim, tp, partial=partial)
+    differs = name in ("copy_to", "gather partial")
+    dy = ints(*shape, seed=20 + tp.rank if differs else 20)
+    if op == "scatter":
+        dy = slices(dy, dim)[tp.rank]
+    y.backward(dy.transpose(0, -1).contiguous().transpose(0, -1) if strided else dy)
+    return y.detach(), x.grad, y.is_contiguous()
+
+
+def by_hand(name, shape, dim):
+    """y and dx of every rank."""
+    x, dy = ints(*shape, seed=9), ints(*shape, seed=20)
+    sum_of_x, sum_of_dy = (sum(ints(*shape, seed=s + r) for r in range(RANKS)) for s in (0, 20))
+    y, dx = {
+        "copy_to": (x, sum_of_dy),
+        "reduce_from": (sum_of_x, dy),
+        "gather": (x, dy),
+        "gather partial": (x, sum_of_dy),
+        "scatter": (x, dy),
+        "scatter partial": (sum_of_x, dy),
+    }[name]
+    ys = slices(y, dim) if name.startswith("scatter") else [y] * RANKS
+    return list(zip(ys, slices(dx, dim) if name.startswith("gather") else [dx] * RANKS))
+
+
+@sweep("strided", [False, True])
+@sweep(("shape", "dim"), SHAPES)
+@sweep("name", OPERATORS)
+def test_operators_and_their_adjoints(name, shape, dim, strided):
+    expected = by_hand(name, shape, dim)
+    found = run_ranks(one_operator, RANKS, name, shape, dim, strided)
+    for (y, grad, contiguous), (want, want_grad) in zip(found, expected, strict=True):
+        assert torch.equal(y, want)
+        assert torch.equal(grad, want_grad)
+        assert contiguous or name in ("copy_to", "gather", "gather partial")
+
+
+def test_operators_leave_their_input():
+    """A sum in place would change what others still read."""
+
+    def rank():
+        tp, x = make(), torch.ones(4, 2)
+        for y in (
+            *(reduce_from(x, tp), gather(x, 0, tp, partial=True)),
+            *(scatter(x, 0, tp, partial=p) for p in (True, False)),
+        ):
+            y.fill_(5.0)
+        return x.unique().tolist()
+
+    assert run_ranks(rank, 2) == [[1.0]] * 2
+
+
+# Layers
+
+C, FEATURES = 6, 8
+LINEAR = {"column": column_linear, "row": row_linear}
+
+
+def whole_inputs(kind, dtype, dims):
+    """x, weight, bias and dy."""
+    n_in, n_out = (C, FEATURES) if kind == "column" else (FEATURES, C)
+    rows = (4,) if dims == 2 else (3, 4)
+    shapes = ((*rows, n_in), (n_out, n_in), (n_out,), (*rows, n_out))
+    return [random(*shape, seed=1 + i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def parts_of(kind, sp, rank, x, w, b, dy):
+    """What one rank has of whole tensors."""
+    if kind == "column":
+        x = slices(x, -2)[rank] if sp else x
+        return x, slices(w, 0)[rank], slices(b, 0)[rank], slices(dy, -1)[rank]
+    return slices(x, -1)[rank], slices(w, 1)[rank], b, slices(dy, -2)[rank] if sp else dy
+
+
+def layer(kind, dtype, sp, dims, strided, bias, needed):
+    """One rank's y and the gradients that are asked for."""
+    tp = make(sp)
+    x, w, b, dy = parts_of(kind, sp, tp.rank, *whole_inputs(kind, dtype, dims))
+    tensors = [x, w, b if bias else None]
+    if strided:
+        tensors = [t if t is None or t.dim() < 2 else t.mT.contiguous().mT for t in tensors]
+    dy = dy.mT.contiguous().mT if strided else dy.contiguous()
+    tensors = [t if t is None else t.clone().requires_grad_(n) for t, n in zip(tensors, needed)]
+    before = [None if t is None else t.detach().clone() for t in (*tensors, dy)]
+    y = LINEAR[kind](*tensors, tp)
+    if any(needed[: 2 + bias]):
+        y.backward(dy)
+    for t, old in zip((*tensors, dy), before):
+        assert t is None or torch.equal(t.detach(), old)
+    return y.detach(), *(None if t is None else t.grad for t in tensors)
+
+
+def joined(kind, sp, results):
+    """y, dx, dw, db of the ranks as whole tensors."""
+    dims = (
+        (-1, -2 if sp else None, 0, 0) if kind == "column" else (-2 if sp else None, -1, 1, "sum")
+    )
+    for values, dim in zip(zip(*results), dims):
+        if values[0] is None or dim is None or (dim == "sum" and not sp):
+            assert all(v is None or torch.equal(v, values[0]) for v in values)  # the same bits
+            yield values[0]
+        else:
+            yield sum(values) if dim == "sum" else torch.cat(values, dim)
+
+
+def check_layer(kind, dtype, sp, dims, strided, bias=True, needed=(True, True, True)):
+    results = run_ranks(layer, RANKS, kind, dtype, sp, dims, strided, bias, needed)
+    y, *grads = joined(kind, sp, results)
+    x, w, b, dy = (t.double() for t in whole_inputs(kind, dtype, dims))
+    x, w, b = (t.requires_grad_() for t in (x, w, b))
+    expected = F.linear(x, w, b if bias else None)
+    expected.backward(dy)
+    assert_close(y, expected.detach(), dtype)
+    for grad, whole, need in zip(grads, (x, w, b), (*needed[:2], needed[2] and bias)):
+        assert (grad is not None) == need
+        if need:
+            assert_close(grad, whole.grad, dtype)
+
+
+kinds = sweep("kind", ["column", "row"])
+sequence = sweep("sp", [True, False])
+
+
+@sweep("strided", [False, True])
+@sweep("dims", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@sequence
+@kinds
+def test_layers_match_the_whole_linear(kind, sp, dtype, dims, strided):
+    check_layer(kind, dtype, sp, dims, strided)
+
+
+@sweep("bias", [True, False])
+@sweep("needed", list(itertools.product([True, False], repeat=3)))
+@sequence
+@kinds
+def test_only_the_gradients_that_are_needed(kind, sp, needed, bias):
+    check_layer(kind, torch.float64, sp, 2, False, bias, needed)
+
+
+@sequence
+def test_the_bias_of_a_row_layer_counts_once_and_there_may_be_no_tokens(sp):
+    def rank():
+        tp = make(sp)
+        y = row_linear(torch.zeros(4, 3), torch.zeros(2, 3), torch.tensor([1.0, 2.0]), tp)
+        assert y.tolist() == [[1.0, 2.0]] * (2 if sp else 4)
+        x = torch.zeros(0, C, requires_grad=True)
+        w, v = torch.ones(4, C, requires_grad=True), torch.ones(C, 4, requires_grad=True)
+        y = row_linear(column_linear(x, w, None, tp), v, None, tp)
+        y.sum().backward()
+        assert (list(y.shape), w.grad.any(), v.grad.any()) == ([0, C], False, False)
+
+    run_ranks(rank, 2)
+    for kind, op in LINEAR.items():  # without ranks layers are linear
+        x, w, b, _ = whole_inputs(kind, torch.float32, 3)
+        assert torch.equal(op(x, w, b), F.linear(x, w, b))
+
+
+# Which communication is under way beside which product
+
+
+class Recorded(TorchCollectives):
+    """Notes when an operation begins and when it is waited for."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def _noted(self, name, handle):
+        log = self.log
+        log.append(name)
+
+        class Waited:
+            def wait(self, timeout_s=None):
+                log.append(f"wait {name}")
+                handle.wait(timeout_s)
+
+        return Waited()
+
+    def _all_reduce(self, x, mean, tag):
+        return self._noted("all_reduce", super()._all_reduce(x, mean, tag))
+
+    def _reduce_scatter(self, out, x, mean, tag):
+        return self._noted("reduce_scatter", super()._reduce_scatter(out, x, mean, tag))
+
+    def _all_gather(self, out, x, tag):
+        return self._noted("all_gather", super()._all_gather(out, x, tag))
+
+
+def order(kind, sp, needed):
+    """Collectives and products of forward and backward, as this rank calls them."""
+    log = []
+    tp = TensorParallel(Recorded(log), sequence_parallel=sp)
+    tensors = [t.requires_grad_(n) for t, n in zip(whole_inputs(kind, torch.float32, 2), needed)]
+
+    def noted(a, b, **kwargs):
+        log.append(f"product {list(a.shape)} {list(b.shape)}")
+        return matmul(a, b, **kwargs)
+
+    with mock.patch.object(functional, "matmul", noted):
+        y = LINEAR[kind](*tensors, tp)
+        log.append("backward")
+        y.sum().backward()
+    return log
+
+
+FORWARD = {"column": "product [4, 6] [6, 8]", "row": "product [4, 8] [8, 6]"}
+DX = {"column": "product [4, 8] [8, 6]", "row": "product [4, 6] [6, 8]"}
+DW = {"column": "product [8, 4] [4, 6]", "row": "product [6, 4] [4, 8]"}
+ORDERS = {
+    ("column", False): "F backward X all_reduce W wait-all_reduce",
+    ("column", True): "all_gather wait-all_gather F backward all_gather X reduce_scatter "
+    "wait-all_gather W wait-reduce_scatter",
+    ("row", False): "F all_reduce wait-all_reduce backward X W",
+    ("row", True): "F reduce_scatter wait-reduce_scatter backward all_gather wait-all_gather X W",
+}
+
+
+def test_sums_are_under_way_during_the_weights_gradient():
+    """One rank, so that shapes are whole: the order is every rank's. What is not needed is not
+    sent: a frozen weight needs no input once more, a first layer no gradient of its input."""
+    for (kind, sp), words in ORDERS.items():
+        of = {"F": FORWARD[kind], "X": DX[kind], "W": DW[kind]}
+        expected = [of.get(word, word.replace("-", " ")) for word in words.split()]
+        assert run_ranks(order, 1, kind, sp, (True, True, True)) == [expected]
+    for needed, expected in (
+        ((True, False, True), [DX["column"], "reduce_scatter", "wait reduce_scatter"]),
+        ((False, True, False), ["all_gather", "wait all_gather", DW["column"]]),
+        ((False, False, True), []),
+    ):
+        [log] = run_ranks(order, 1, "column", True, needed)
+        assert log[log.index("backward") + 1 :] == expected
+
+
+# A vocabulary in parts
+
+N, WIDTH = 12, 16
+SHARES = Shard(0, pad_to=4)
+
+
+def inputs(vocab_size, dtype, factor=1.0, ignored=()):
+    generator = torch.Generator().manual_seed(3)
+    targets = torch.randint(0, vocab_size, (N,), generator=generator)
+    targets[:2] = torch.tensor([0, vocab_size - 1])
+    targets[list(ignored)] = -100
+    x, weight = (
+        random(N, WIDTH, seed=1, dtype=dtype),
+        random(vocab_size, WIDTH, seed=2, dtype=dtype),
+    )
+    return x * factor, weight, targets
+
+
+def padded_off(dweights, vocab_size):
+    """All ranks' gradients; rows of padding have exactly none."""
+    whole = torch.cat(dweights)
+    assert not whole[vocab_size:].any()
+    return whole[:vocab_size]
+
+
+def loss_of_a_rank(sp, vocab_size, dtype, factor, ignored, options, needed=(True, True)):
+    tp = make(sp)
+    x, weight, targets = inputs(vocab_size, dtype, factor, ignored)
+    mine = tp.slice(x, 0).clone() if sp else x
+    mine.requires_grad_(needed[0])
+    share = SHARES.cut(weight, tp.rank, tp.size).requires_grad_(needed[1])
+    loss = vocab_linear_cross_entropy(mine, share, targets, tp, vocab_size=vocab_size, **options)
+    if any(needed):
+        (loss * 3.0).backward()
+    return loss.detach(), mine.grad, share.grad
+
+
+def check_loss(sp, ranks, vocab_size, dtype, factor=1.0, ignored=(), **options):
+    args = (sp, vocab_size, dtype, factor, ignored, options)
+    results = run_ranks(loss_of_a_rank, ranks, *args)
+    x, weight, targets = inputs(vocab_size, dtype, factor, ignored)
+    x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    whole = {k: v for k, v in options.items() if k != "chunk_rows"}
+    expected = linear_cross_entropy(x, weight, targets, **whole)
+    (expected * 3.0).backward()
+    losses, dxs, dweights = zip(*results)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for loss in losses:
+        assert torch.equal(loss, losses[0])
+        assert_close(loss, expected.detach(), dtype, wide)
+    for dx in dxs:
+        assert sp or torch.equal(dx, dxs[0])
+    assert_close(torch.cat(dxs) if sp else dxs[0], x.grad, dtype)
+    assert_close(padded_off(dweights, vocab_size), weight.grad, dtype)
+
+
+LOSSES = [  # ranks, vocabulary, options
+    *((ranks, 30, {}) for ranks in (1, 2, 3, 4)),
+    *((2, 30, {"chunk_rows": n}) for n in (1, 5, 12, 100)),
+    *((2, 30, {"chunk_rows": n, "reduction": "sum"}) for n in (1, 5, 12, 100)),
+    (2, 30, {"ignored": (0,)}),
+    (2, 30, {"ignored": (3, 4, 11), "chunk_rows": 3}),
+    (2, 30, {"ignored": range(12), "chunk_rows": 3, "reduction": "sum"}),
+    # 4 ranks with 4 rows each: one, two or three have padding alone, and one is cut.
+    *((4, vocab_size, {}) for vocab_size in (2, 4, 5, 13)),
+]  # fmt: skip
+
+
+@sequence
+@sweep(("ranks", "vocab_size", "options"), LOSSES)
+def test_loss_and_gradients_are_those_of_the_whole(ranks, vocab_size, sp, options):
+    check_loss(sp, ranks, vocab_size, torch.float64, **options)
+
+
+@sweep("dtype", DTYPES)
+@sequence
+def test_losses_in_each_dtype_and_of_huge_logits(dtype, sp):
+    """Logits of about 1e4: exp() of them alone overflows."""
+    for factor in (1.0, 3e3):
+        check_loss(sp, 2, 30, dtype, factor=factor)
+
+
+def test_other_targets_and_logits_of_minus_infinity():
+    """A mean of no targets is nan and has no gradient; a class that cannot be has none, on the rank
+    that has it and on the others; another ignore_index."""
+    args = (True, 30, torch.float64, 1.0, range(12), {})
+    for loss, dx, dweight in run_ranks(loss_of_a_rank, 2, *args):
+        assert (loss.isnan(), dx.any(), dweight.any()) == (True, False, False)
+
+    def rank():
+        tp = make(False)
+        x, weight, targets = inputs(30, torch.float64)
+        targets[4] = 7
+        share = SHARES.cut(weight, tp.rank, tp.size)
+        loss = vocab_linear_cross_entropy(x, share, targets, tp, vocab_size=30, ignore_index=7)
+        assert (loss - linear_cross_entropy(x, weight, targets, ignore_index=7)).abs() < 1e-13
+        x = torch.ones(4, 2, dtype=torch.float64)
+        weight = torch.tensor([[0.0, 1], [-float("inf"), 1], [1, 1], [2, 0]], dtype=torch.float64)
+        targets = torch.tensor([0, 2, 3, 3])
+        logits = (x @ weight.T).requires_grad_()
+        expected = F.cross_entropy(logits, targets)
+        expected.backward()
+        share = Shard(0).cut(weight, tp.rank, 2).requires_grad_()
+        loss = vocab_linear_cross_entropy(x, share, targets, tp, vocab_size=4)
+        loss.backward()
+        dweight = Shard(0).cut(logits.grad.T @ x, tp.rank, 2)
+        assert (loss - expected).abs() < 1e-14
+        assert (share.grad - dweight).abs().max() < 1e-14
+
+    run_ranks(rank, 2)
+
+
+@sequence
+def test_only_the_gradients_of_the_loss_that_are_needed(sp):
+    args = (loss_of_a_rank, 2, sp, 30, torch.float64, 1.0, (), {})
+    everything = run_ranks(*args)
+    for needed in ((True, False), (False, True), (False, False)):
+        for got, expected in zip(run_ranks(*args, needed), everything):
+            assert torch.equal(got[0], expected[0])
+            for grad, want, need in zip(got[1:], expected[1:], needed):
+                assert torch.equal(grad, want) if need else grad is None
+
+    def rank():
+        tp = make(sp)
+        x, weight = torch.zeros(0, WIDTH, requires_grad=True), torch.ones(4, WIDTH)
+        weight.requires_grad_()
+        none = torch.zeros(0, dtype=torch.int64)
+        loss = vocab_linear_cross_entropy(x, weight, none, tp, vocab_size=8, reduction="sum")
+        loss.backward()
+        assert (loss.item(), x.grad.shape[0], weight.grad.any()) == (0.0, 0, False)
+        with torch.no_grad():
+            loss = vocab_linear_cross_entropy(x, weight, none, tp, vocab_size=8)
+        assert not loss.requires_grad
+
+    run_ranks(rank, 2)
+
+
+def test_one_exchange_of_twelve_bytes_a_row_and_chunk():
+    sent = []
+
+    class Sent(TorchCollectives):
+        def _all_gather(self, out, x, tag):
+            sent.append(("all_gather", x.nbytes))
+            return super()._all_gather(out, x, tag)
+
+        def _all_reduce(self, x, mean, tag):
+            sent.append(("all_reduce", x.nbytes))
+            return super()._all_reduce(x, mean, tag)
+
+    def rank():
+        tp = TensorParallel(Sent(), sequence_parallel=False)
+        x, weight, targets = inputs(30, torch.bfloat16)
+        share = SHARES.cut(weight, 0, 1).requires_grad_()
+        x.requires_grad_()
+        loss = vocab_linear_cross_entropy(x, share, targets, tp, vocab_size=30, chunk_rows=5)
+        forward = list(sent)
+        loss.backward()
+        return forward, sent[len(forward) :]
+
+    gathered = [("all_gather", 12 * rows) for rows in (5, 5, 2)]
+    assert run_ranks(rank, 1) == [(gathered, [("all_reduce", N * WIDTH * 2)])]
+
+
+def embedding_of_a_rank(sp, dtype, idx, vocab_size):
+    tp = make(sp)
+    weight = random(vocab_size, WIDTH, seed=2, dtype=dtype)
+    share = SHARES.cut(weight, tp.rank, tp.size).requires_grad_()
+    x = vocab_embedding(idx, share, tp)
+    dy = random(idx.numel(), WIDTH, seed=4, dtype=dtype)
+    x.backward(tp.slice(dy, 0) if sp else dy.view_as(x))
+    return x.detach(), share.grad
+
+
+@sweep("dtype", DTYPES)
+@sequence
+@sweep(("ranks", "vocab_size"), [(2, 30), (3, 30), (4, 5)])
+def test_the_embedding_is_that_of_the_whole(ranks, vocab_size, sp, dtype):
+    """Its sums have one term that is not 0: the same bits."""
+    idx = torch.randint(0, vocab_size, (2, 6), generator=torch.Generator().manual_seed(7))
+    idx[0, :2] = torch.tensor([0, vocab_size - 1])
+    results = run_ranks(embedding_of_a_rank, ranks, sp, dtype, idx, vocab_size)
+    weight = random(vocab_size, WIDTH, seed=2, dtype=dtype).requires_grad_()
+    expected = embedding(idx, weight)
+    expected.backward(random(12, WIDTH, seed=4, dtype=dtype).view_as(expected))
+    got = torch.cat([x for x, _ in results]).view_as(expected) if sp else results[0][0]
+    assert torch.equal(got, expected.detach())
+    assert all(torch.equal(x, results[0][0]) or sp for x, _ in results)
+    dweight = padded_off([grad for _, grad in results], vocab_size)
+    assert_close(dweight, weight.grad, dtype)
+
+
+def logits_of_a_rank(sp, dims):
+    tp = make(sp)
+    x, weight, _ = inputs(30, torch.float64)
+    x = x if dims == 2 else x.view(2, 6, WIDTH)
+    mine = (tp.slice(x, -2) if sp else x).clone().requires_grad_()
+    share = SHARES.cut(weight, tp.rank, tp.size).requires_grad_()
+    logits = vocab_linear(mine, share, tp)
+    logits[..., :30].square().sum().backward()
+    return logits.detach(), mine.grad, share.grad
+
+
+@sweep("dims", [2, 3])
+@sequence
+def test_logits_are_those_of_the_whole(sp, dims):
+    results = run_ranks(logits_of_a_rank, 2, sp, dims)
+    x, weight, _ = inputs(30, torch.float64)
+    x, weight = (x if dims == 2 else x.view(2, 6, WIDTH)).requires_grad_(), weight.requires_grad_()
+    expected = linear(x, weight)
+    expected.square().sum().backward()
+    for logits, dx, _ in results:
+        assert torch.equal(logits, results[0][0])
+        assert_close(logits[..., :30], expected.detach(), torch.float64)
+        assert sp or torch.equal(dx, results[0][1])
+    dxs = [dx for _, dx, _ in results]
+    assert_close(torch.cat(dxs, -2) if sp else dxs[0], x.grad, torch.float64)
+    assert_close(padded_off([g for _, _, g in results], 30), weight.grad, torch.float64)
+
+
+# Under torch's machinery
+
+
+def opchecked():
+    """On one rank: its checks run ops a number of times that other ranks would not follow."""
+    tp, of, check = make(), torch.ops.fastpar, torch.library.opcheck
+    x, w, v = random(4, C), random(FEATURES, C), random(C, FEATURES)
+    b, dy, wide = random(FEATURES), random(4, FEATURES), random(4, FEATURES)
+    for op, args in (
+        *((of.column_linear, (x, w, bias)) for bias in (b, None)),
+        *((of.row_linear, (wide, v, bias)) for bias in (random(C), None)),
+    ):
+        args = [t if t is None else t.clone().requires_grad_() for t in args]
+        check(op.default, (*args, tp.number))
+    for needed in itertools.product([True, False], repeat=3):
+        check(of.column_linear_bwd.default, (dy, x, w, *needed, tp.number))
+        check(of.row_linear_bwd.default, (x, wide, v, *needed, tp.number))
+    check(of.tp_all_reduce.default, (x, tp.number))
+    check(of.tp_all_gather.default, (x, 1, tp.number))
+    check(of.tp_reduce_scatter.default, (x, 0, tp.number))
+    x, weight, targets = inputs(8, torch.float32)
+    for needed in ((True, True), (True, False), (False, False)):
+        tensors = [t.clone().requires_grad_(n) for t, n in zip((x, weight), needed)]
+        args = (*tensors, targets, 8, -100, "mean", 5, *needed, tp.number)
+        check(of.vocab_linear_cross_entropy.default, args)
+    check(of.vocab_linear_cross_entropy_dx.default, (x, torch.tensor(2.0), tp.number))
+
+
+def test_opcheck():
+    run_ranks(opchecked, 1, timeout_s=300)
+
+
+def fakes(sp):
+    """Shapes that a compiler is told are those that come out."""
+    tp, of, every = make(sp), torch.ops.fastpar, (True, True, True)
+    x, w = random(4, C), random(4, C)
+    for call in (
+        lambda x, w: column_linear(x, w, None, tp),
+        lambda x, w: row_linear(x, w, None, tp),
+        lambda x, w: gather(x, -1, tp, partial=True),
+        lambda x, w: scatter(x, 0, tp, partial=True),
+        lambda x, w: of.column_linear_bwd(column_linear(x, w, None, tp), x, w, *every, tp.number)[
+            0
+        ],
+        lambda x, w: of.row_linear_bwd(row_linear(x, w, None, tp), x, w, *every, tp.number)[0],
+    ):
+        real, mode = call(x, w), FakeTensorMode()
+        fake = call(*(mode.from_tensor(t) for t in (x, w)))
+        found = (fake.shape, fake.dtype, fake.stride())
+        assert found == (real.shape, real.dtype, real.stride())
+
+
+@sequence
+def test_fake_tensors_have_the_shapes_of_real_ones(sp):
+    run_ranks(fakes, RANKS, sp)
+
+
+def test_a_handle_is_known_by_its_number_while_somebody_has_it():
+    def rank():
+        one, two = make(), make(False)
+        assert one.number != two.number
+        assert handle_of(two.number) is two
+        assert (one.per_token, two.per_token) == (Partial(), Replicate())
+        assert copy.deepcopy({"tp": one})["tp"] is one
+        number = two.number
+        del two
+        with pytest.raises(AssertionError, match=r"the model keeps it"):
+            handle_of(number)
+        message = (
+            r"TensorParallel: expected a model's state_dict\(\) to be saved, got the model itself "
+            rf"on rank {torch.distributed.get_rank()} of 2, which has a slice of it; save model\."
+        )
+        with pytest.raises(RuntimeError, match=message):
+            pickle.dumps(one)
+
+    run_ranks(rank, 2)
+
+
+# Refusals
+
+
+def of_loss(sp=False, **change):
+    """The loss of these arguments, of which some are changed."""
+
+    def call():
+        x, weight, targets = inputs(8, torch.float32)
+        call = {"x": x, "weight": weight[:4], "targets": targets, "vocab_size": 8, **change}
+        vocab_linear_cross_entropy(tp=make(sp), **call)
+
+    return call
+
+
+def of_linear(name, *shapes):
+    return lambda: LINEAR[name](*(torch.ones(s) for s in shapes), tp=make())
+
+
+def second_derivative(of):
+    """Of whatever of(x) is."""
+
+    def call():
+        x = torch.ones(12, WIDTH, requires_grad=True)
+        torch.autograd.grad(of(x).sum(), x, create_graph=True)
+
+    return call
+
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+SLICE = r"\[F, C\], got x=\[4, 3\] weight=\[2, 5\]; pass this rank's slice of the weight"
+LOSS = "vocab_linear_cross_entropy: "
+REFUSED = [
+    (lambda: scatter(torch.ones(4, 3), -1, make(), partial=False),
+     r"scatter: expected tp=2 to divide dimension -1, got x=\[4, 3\]; pad it to a multiple"),
+    (lambda: row_linear(torch.ones(3, 4), torch.ones(2, 4), None, make()),
+     r"row_linear: expected tp=2 to divide dimension 0, got x=\[3, 4\]; pad it"),
+    (lambda: vocab_embedding(zeros(1, 3), torch.ones(4, WIDTH), make()),
+     r"scatter: expected tp=2 to divide dimension 0, got x=\[3, 16\]"),
+    *((of_linear(kind, (4, 3), (2, 5)),
+       rf"{kind}_linear: expected x \[..., N, C\] and weight {SLICE}") for kind in LINEAR),
+    (of_linear("row", (3,), (2, 3)), r"got x=\[3\] weight=\[2, 3\]"),
+    (of_linear("column", (4, 3), (2, 3, 1)), r"weight=\[2, 3, 1\]"),
+    *((of_linear(kind, (4, 3), (2, 3), (3,)),
+       rf"{kind}_linear: expected bias \[F\] with weight \[F, C\], got bias=\[3\] weight=\[2, 3\]; "
+       "pass this rank's slice of it") for kind in LINEAR),
+    (of_loss(reduction="none"), LOSS + "expected reduction mean or sum, got reduction=none; comp"),
+    (of_loss(targets=zeros(5)), r"each of 12 tokens, .*=\[5\]"),
+    (of_loss(True, targets=zeros(12)), r"each of 24 tokens, .*=\[12\]"),
+    (of_loss(weight=torch.ones(4, 3)), r"got x=\[12, 16\] weight=\[4, 3\]"),
+    (of_loss(weight=torch.ones(4)), r"weight=\[4\] .*pass this rank's rows of the weight"),
+    *((of_loss(targets=torch.full((12,), n)), f"{LOSS}.*{n}") for n in (8, -1)),
+    *((second_derivative(lambda x, of=of: of(x, torch.ones(4, WIDTH), None, make(False))),
+       f"{kind}_linear") for kind, of in LINEAR.items()),
+    (second_derivative(lambda x: vocab_linear_cross_entropy(
+        x, torch.ones(4, WIDTH), zeros(12), make(False), vocab_size=8)), "linear_cross_entropy"),
+]  # fmt: skip
+
+
+@sweep(("call", "message"), REFUSED)
+def test_what_is_refused(call, message):
+    def rank():
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            call()
+
+    run_ranks(rank, 2)

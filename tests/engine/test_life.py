@@ -1,0 +1,365 @@
+"""The engine around its gradients: how models begin, are saved and copied; what breaks; reports."""
+
+import copy
+import gc
+import io
+import os
+import pickle
+import re
+import time
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from cells import covering, slow, sweep
+from test_engine import (
+    SMALL,
+    Net,
+    assert_same,
+    loss_of,
+    one_rank,
+)
+from torch import nn
+
+from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.engine.engine import engine_of_parameter
+from fastpar.settings.parallel import Parallel
+from fastpar.sharding.placements import Partial, Replicate, Shard
+from fastpar.testing import run_ranks
+
+
+class Split(nn.Module):
+    """With a frozen part, buffers, and one that is another one on each rank of tp."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.net, self.norm = Net(seed=seed), nn.BatchNorm1d(3)
+        self.net.extra.requires_grad_(False)
+        self.norm.running_mean.fill_(float(seed))
+        self.norm.num_batches_tracked.fill_(seed)
+        self.tp_states = {name: Replicate() for name, _ in self.named_parameters()}
+
+    def tensor_parallel(self, tp):
+        self.register_buffer("first_row", torch.tensor([tp.rank]))
+        return {}
+
+
+@covering(1, ("tp", [1, 2, 4]), ("stage", [0, 1, 2, 3]))
+def test_all_ranks_begin_with_the_values_of_the_first(tp, stage):
+    def ranks():
+        mesh = Mesh(tp=tp)
+        model = parallelize(Split(dist.get_rank()), mesh, Parallel.of(zero_stage=stage, **SMALL))
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    for rank, found in enumerate(run_ranks(ranks, 4)):
+        assert tp == 1 or found.pop("first_row") == rank % tp
+        assert_same(found, Split(0).state_dict())
+
+
+def test_copies_and_pickles_leave_the_engine_behind():
+    model = parallelize(Net(), one_rank())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert all(engine_of_parameter(p) is None for p in other.parameters())
+        assert_same(other.state_dict(), model.state_dict())
+        other.zero_grad()
+        loss_of(other, 0).backward()
+        assert model.wte.weight.grad is None
+        parallelize(other, one_rank())
+        assert engine_of(other) is not engine_of(model)
+
+
+def test_an_engine_lives_as_long_as_a_parameter():
+    model = parallelize(Net(), one_rank())
+    parameters, engine = list(model.parameters()), weakref.ref(engine_of(model))
+    del model
+    gc.collect()
+    assert engine() is not None
+    del parameters
+    gc.collect()
+    assert engine() is None
+
+
+# A model whose ranks have parts of it saves and loads whole tensors
+
+
+SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 30}
+CELLS = [(tp, stage) for tp in (1, 2) for stage in range(4) if (tp, stage) != (1, 0)]
+
+
+def gpt(seed=0, **changes):
+    return GPT(GPTConfig(**{**SIZES, **changes}), seed=seed)
+
+
+@sweep(("tp", "stage"), CELLS)
+def test_a_state_dict_has_whole_tensors(tp, stage):
+    """A copy that outlives a step; what is loaded is cut, or refused and changes nothing."""
+    first, other = gpt().state_dict(), gpt(seed=1).state_dict()
+
+    def split():
+        return parallelize(gpt(), Mesh(tp=tp), Parallel.of(zero_stage=stage, bucket_mb=0.01))
+
+    def rank():
+        model, idx, file = split(), torch.arange(8)[None], io.BytesIO()
+        saved = model.state_dict()
+        torch.save(saved, file)
+        assert_same(saved, first)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        model(idx, idx).backward()
+        optimizer.step()
+        assert_same(saved, first)
+        for value in saved.values():
+            value.fill_(7.0)
+        assert all((v != 7.0).all() for v in model.state_dict().values())
+        assert model.load_state_dict(other) == ([], [])
+        engine_of(model).check_replicas()
+        again = split()
+        again.load_state_dict(model.state_dict())
+        assert_same(again.state_dict(), other)
+        file.seek(0)
+        plain = gpt(seed=2)
+        plain.load_state_dict(torch.load(file, weights_only=True))
+        assert_same(plain.state_dict(), first)
+        # A wrong shape, also one that is a slice's: each rank would take the same for its own.
+        name = "h.0.mlp.c_fc.weight"
+        for n in (63, 32):
+            message = rf"size mismatch for {name}: .*\[{n}, 16\]"
+            if tp > 1:
+                message = (
+                    rf"{name}: expected the whole tensor's shape \[64, 16\], got \[{n}, 16\]; l"
+                )
+            with pytest.raises(RuntimeError, match=message):
+                model.load_state_dict({**first, name: torch.zeros(n, 16)}, strict=False)
+        short = {n: v for n, v in other.items() if n != "h.0.ln_1.bias"}
+        short["extra"] = torch.zeros(1)
+        message = r'(?s)Missing key.*"h\.0\.ln_1\.bias".*Unexpected key.*"extra"'
+        with pytest.raises(RuntimeError, match=message):
+            model.load_state_dict(short)
+        missing = model.load_state_dict(short, strict=False)
+        assert missing == (["h.0.ln_1.bias"], ["extra"])
+        assert_same(model.state_dict(), other)
+
+    run_ranks(rank, 4)
+    assert_same(first, gpt().state_dict())
+    assert_same(other, gpt(seed=1).state_dict())
+
+
+class Tied(nn.Module):
+    tp_states: ClassVar = {"a": Shard(0), "b": Shard(0), "scale": Partial(), "frozen": Shard(0)}
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.arange(8.0).view(4, 2))
+        self.b = self.a
+        self.scale = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.arange(4.0), requires_grad=False)
+        self.register_buffer("count", torch.zeros(2))
+
+
+def test_tied_frozen_and_buffers_inside_of_another_module():
+    """Tied names share their whole tensor, as in one process; a copy of this rank's part is a plain
+    module, for which nothing is gathered."""
+
+    def rank():
+        inner = parallelize(Tied(), Mesh(tp=2))
+        outer = nn.ModuleDict({"x": inner})
+        saved, plain = outer.state_dict(), nn.ModuleDict({"x": Tied()})
+        assert_same(saved, plain.state_dict())
+        assert saved["x.a"].data_ptr() == saved["x.b"].data_ptr()
+        loaded = {name: value + 1 for name, value in saved.items()}
+        outer.load_state_dict(loaded)
+        assert_same(outer.state_dict(), loaded)
+        twins = copy.deepcopy(inner), pickle.loads(pickle.dumps(inner)), inner
+        return inner.frozen.numel(), [list(m.state_dict()["a"].shape) for m in twins]
+
+    assert run_ranks(rank, 2) == [(2, [[2, 2], [2, 2], [4, 2]])] * 2
+
+
+@sweep("stage", [0, 2, 3])
+def test_a_model_with_experts_on_ranks_of_ep(stage):
+    """Saved by its state_dict; frozen experts stay what they were; replicas are compared."""
+    sizes = {"n_layer": 2, "n_expert": 4, "top_k": 2}
+
+    def rank():
+        model, mesh = gpt(**sizes), Mesh(ep=2)
+        frozen = model.h[1].mlp.c_fc.weight.requires_grad_(False)
+        whole, mine = frozen.detach().clone(), 2 * mesh.rank_in("ep")
+        parallelize(model, mesh, zero_stage=stage)
+        assert torch.equal(model.h[1].mlp.c_fc.weight, whole[mine : mine + 2])
+        assert copy.deepcopy(model.h[0].mlp.ep) is model.h[0].mlp.ep
+        with pytest.raises(RuntimeError, match=r"ExpertParallel: .* save model.state_dict\(\)"):
+            model.h[0].mlp.ep.__reduce__()
+        engine, optimizer = engine_of(model), AdamW(model.parameters())
+        assert "experts: ep=2" in engine.describe()
+        assert "2 ranks have" in engine.describe()
+        assert_same(model.state_dict(), gpt(**sizes).state_dict())
+        other = gpt(1, **sizes).state_dict()
+        model.load_state_dict(other)
+        assert_same(model.state_dict(), other)
+        x = torch.zeros(2, 8, dtype=torch.int64)
+        model(x, x).backward()
+        optimizer.step()
+        engine.check_replicas(optimizer)
+        with engine.gathered():
+            own = model.h[0].mlp.c_fc.weight
+            assert own.shape == (2, 64, 16)
+            if engine.mesh.rank == 2:
+                own.data[0, 0, 0] += 1.0  # as rank 0's own experts
+        if stage < 3:
+            with pytest.raises(RuntimeError, match=r"difference .*rank.*c_fc.weight"):
+                engine.check_replicas(optimizer)
+
+    run_ranks(rank, 4)
+
+
+# Reports
+
+
+def test_describe_shows_every_bucket():
+    text = engine_of(parallelize(Net(), one_rank(), Parallel.of(**SMALL))).describe()
+    assert text.startswith("engine: stage 0, dp=1, 1 shards, no communication, 408 trained param")
+    rows = re.findall(r"^ +(\d+) +- +float32 +(\d+) +[\d.]+ +[\d.]+  (.+)$", text, re.MULTILINE)
+    assert [int(r[0]) for r in rows] == list(range(7))  # the embedding has one of its own
+    assert (rows[0][2], rows[-1][2]) == ("extra.bias", "wte.weight")
+
+    def ranks():
+        model = parallelize(nn.Linear(2**9, 2**9), Mesh(), deterministic=True)
+        return engine_of(model).describe()
+
+    text = run_ranks(ranks, 2)[0]
+    for part in ("dp=2, 1 shards, shm", "1 buckets, deterministic", "all-reduce 1.0 MiB"):
+        assert part in text
+
+
+def after(steps, tp, dtype=torch.float32, **options):
+    """An engine after some steps, and the bytes of each."""
+    small = {"bucket_mb": 0.05, "first_bucket_mb": 0.01}
+    model = gpt(n_layer=2, n_embd=32, vocab_size=100).to(dtype)
+    model.wpe.weight.requires_grad_(tp > 1)
+    parallelize(model, Mesh(tp=tp), Parallel.of(**small, **options))
+    optimizer = AdamW(model.parameters(), master_weights=dtype != torch.float32)
+    engine, idx, sent = engine_of(model), torch.arange(8)[None], []
+    for _ in range(steps):
+        model(idx, idx).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(engine.report.wire_bytes)
+    return engine, sent, lambda: model(idx, idx).backward()
+
+
+@covering(
+    2,
+    (("dp", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]),
+    (("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)]),
+    ("dtype", [torch.float32, torch.bfloat16]),
+    ("reduce_dtype", [None, torch.bfloat16]),
+)
+def test_wire_bytes_are_those_of_a_step(dp, stage, tp, sequence_parallel, dtype, reduce_dtype):
+    asked = {"zero_stage": stage, "reduce_dtype": reduce_dtype}
+    asked |= {"sequence_parallel": sequence_parallel} if tp > 1 else {}
+
+    def ranks():
+        engine, sent, _ = after(4, tp, dtype, **asked)
+        # The gathers that zero_grad() launches belong to the step that follows.
+        assert sent[2] == sent[3] == sum(engine.wire_bytes().values())
+        return engine.wire_bytes().get("all-reduce of partial gradients", 0)
+
+    partial = (8 + 10 + 4) * 32 * dtype.itemsize  # wpe, norms, biases
+    sums = run_ranks(ranks, tp * dp)
+    if not sequence_parallel:
+        assert sums == [0] * tp * dp
+    elif stage == 0:
+        assert sums == [partial] * 2 * dp
+    else:  # the ranks of dp share the elements
+        assert sums[0] == sums[1]
+        assert sums[0] + sums[2] == partial
+
+
+KINDS = [
+    {"parameters": 4, "gradients": 4},
+    {"parameters": 4, "gradients": 4},
+    {"parameters": 4, "gradient shards": 2},
+    {"parameter shards": 2, "gradient shards": 2},
+]
+
+
+@sweep(("stage", "kinds"), list(enumerate(KINDS)))
+def test_memory_between_steps(stage, kinds):
+    """After one micro-batch a tree holds its reduced gradients once more."""
+
+    def ranks(deterministic):
+        engine, _, backward = after(2, 1, zero_stage=stage, deterministic=deterministic)
+        engine.zero_grad()
+        between = engine.memory()
+        backward()
+        return between, engine.memory(), sum(b.spec.numel for b in engine.buckets)
+
+    for memory, _, numel in run_ranks(ranks, 2, False):
+        expected = {k: n * numel for k, n in kinds.items()} | {"frozen parameters": 4 * 8 * 32}
+        assert {k: n for k, n in memory.items() if n} == expected
+    for memory, held, numel in run_ranks(ranks, 2, True):
+        assert held["partial sums"] == (0.5 if stage else 1.0) * 4 * numel
+        assert memory["partial sums"] == 0
+
+
+def wait_for_a_slow_rank():
+    mesh = Mesh()
+    model = parallelize(Net(), mesh)
+    engine, waited = engine_of(model), []
+    for step in range(3):
+        dist.barrier()
+        if step == 1 and mesh.rank == 1:
+            time.sleep(0.5)
+        loss_of(model, step).backward()
+        engine.before_step()
+        engine.exchange(None)
+        engine.after_step()
+        waited.append(engine.report.exposed_ms)
+        engine.zero_grad()
+    return waited
+
+
+def test_exposed_communication_is_the_time_spent_waiting():
+    """A lower bound only: rank 0 cannot have waited less than rank 1 slept after the barrier."""
+    fast, slow = run_ranks(wait_for_a_slow_rank, 2)
+    assert fast[1] > 400
+    assert fast[1] > slow[1]
+    assert fast[1] > fast[2]  # each step has its own
+    assert all(ms > 0 for ms in (*fast, *slow))
+    assert run_ranks(wait_for_a_slow_rank, 1) == [[0.0] * 3]
+
+
+def lose_a_rank(when, stage):
+    mesh = Mesh()
+    model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
+    for step in range(3):
+        if mesh.rank == 1 and step == 2:
+            if when == "in backward":
+                model.norm.weight.register_hook(lambda _: os._exit(9))
+            else:
+                os._exit(9)
+        if step == 2 and when == "before scalars":
+            engine_of(model).all_reduce_scalars(torch.ones(1))
+        loss_of(model, step).backward()
+
+
+@pytest.mark.parametrize(
+    ("when", "stage", "what"),
+    [
+        ("in backward", 3, r"(starting|waiting for|gathering) bucket \d+"),
+        slow("between steps", 0, r"(starting|waiting for|gathering) bucket \d+"),
+        slow("before scalars", 0, r"summing scalars after bucket \d"),
+    ],
+)
+def test_a_dead_rank_is_reported_with_rank_bucket_and_step(when, stage, what):
+    survivor, dead = run_ranks(
+        lose_a_rank, 2, when, stage, backend="gloo", timeout_s=30, return_exceptions=True
+    )
+    with pytest.raises(RuntimeError, match=rf"error on rank 0 while {what} of step 2"):
+        raise survivor
+    with pytest.raises(RuntimeError, match=r"rank 1: exit status 9"):
+        raise dead

@@ -1,0 +1,450 @@
+"""What does not fit is refused: named, at once, and on every rank that is still there.
+
+tests/settings/test_rules.py has every rule of fastpar/settings/rules.py; here some of each kind.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cells import slow, sweep
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.engine.debug import Debug
+from fastpar.kernels import _C
+from fastpar.settings.parallel import Parallel
+from fastpar.testing import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+SMALL = {"bucket_mb": 0.0025, "first_bucket_mb": 0.001}
+
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def stack():
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+
+
+def on_ranks(fn, world_size=2, **options):
+    """The error of each rank; none of them ends the others."""
+
+    def outcome():
+        try:
+            fn()
+        except Exception as error:
+            return error
+
+    return run_ranks(outcome, world_size, **options)
+
+
+def assert_all_raise(outcomes, kind, message):
+    for outcome in outcomes:
+        with pytest.raises(kind, match=message):
+            raise outcome
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_models_and_meshes_of_others(one_process):
+    """Modules that were wrapped, split or never filled, and other things than a Mesh."""
+
+    def lazy():
+        parallelize(nn.Sequential(nn.LazyLinear(4)), Mesh())
+
+    def no_mesh():
+        parallelize(stack(), None)
+
+    def no_model():
+        parallelize(stack().parameters(), Mesh())
+
+    def split():
+        model = stack()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        parallelize(model, Mesh())
+
+    def flat():
+        parallelize(FullyShardedDataParallel(stack(), device_id=torch.device("cpu")), Mesh())
+
+    def inside():
+        parallelize(DistributedDataParallel(stack()), Mesh())
+
+    def around():
+        DistributedDataParallel(parallelize(stack(), Mesh()))
+
+    for build, message in (
+        (lazy, r"parameters with values, got an uninitialized '0.weight'; call the model once"),
+        (no_mesh, r"expected a fastpar.Mesh, got mesh=NoneType; pass fastpar.Mesh\(\)"),
+        (no_model, r"expected a torch.nn.Module, got model=generator; pass the model"),
+        (split, r"plain parameters, got DTensor '0.weight'; leave FSDP and fully_sh"),
+        (flat, r"plain parameters, got Parameter '_fsdp_wrapped_module._flat_param'"),
+        (inside, r"without DistributedDataParallel, which averages gradients too, got 'model'"),
+        (around, r"DistributedDataParallel: expected a model without an engine, got one of fastp"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build()
+
+
+def gpt(**changes):
+    return GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 40, "vocab_size": 64, **changes}))
+
+
+def complex_stack():
+    model = stack()
+    model[1].weight = nn.Parameter(model[1].weight.to(torch.complex64))
+    return model
+
+
+def on_meta():
+    with torch.device("meta"):
+        return stack()
+
+
+EXPERTS = {"block_size": 16, "n_expert": 4, "top_k": 2}
+FED = {"wire_gradients": "int8", "error_feedback": True, "zero_stage": 1}
+INT8, SUMS = {"wire_gradients": "int8"}, {"deterministic": True}
+NODES = {"zero_stage": 3, "node_size": 2, "secondary_shards": True}
+HOST = {"zero_stage": 2, "offload": "optimizer"}
+REFUSED = [  # ranks, model, axes of the mesh, settings, words
+    (2, stack, {}, {"zero_stage": 4}, r"one of 0, 1, 2, 3 for zero_stage, got zero_sta.*4"),
+    (2, stack, {}, {"zero_stage": True}, r"of 0, 1, 2, 3 for zero_stage, got zero_stage=True"),
+    (2, stack, {}, {"shard_size": 3}, r"shard_size to divide the 2 data-.*, got shard_size=3"),
+    (2, stack, {}, {"grad_dtype": torch.int32}, r"of fp32, bf16, fp16 for grad_dtype, got .*int32"),
+    (2, stack, {}, {"reduce_dtype": torch.bool}, r"fp32, bf16, fp16 for reduce_dtype, got .*bool"),
+    (2, stack, {}, {"accumulate": "half"}, r"one of shard, full for accumulate, got .*'half'"),
+    (2, stack, {}, {"grad_accum_steps": 0}, r"expected grad_accum_steps >= 1, got .*0"),
+    (2, stack, {}, {"bucket_mb": 0.0}, r"expected bucket_mb > 0, got bucket_mb=0\.0"),
+    (2, stack, {"dp": 3}, {}, r"expected .*got .*dp=3"),
+    (2, complex_stack, {}, {}, r"fp16 or fp64 parameters, got dtype=torch\.complex64 for '1\.w"),
+    (2, lambda: stack().bfloat16(), {}, SUMS, r"in fp32 with deterministic=True, got .* for '0\."),
+    (2, stack, {}, {**SUMS, "reduce_dtype": "bf16"}, r"^deterministic does not run with reduce_dt"),
+    (2, on_meta, {}, {}, "got device=meta for '0.weight'; pass materialize="),
+    # Formats on the wire, and nodes
+    (2, gpt, {}, {"wire_gradients": "int2"}, "bf16, int8, int4 for wire_gradients, got .*int2"),
+    (2, gpt, {}, {**INT8, "error_feedback": 2}, "expected bool for error_feedback, got"),
+    (2, lambda: stack().double(), {}, FED, "gradients in fp32 or bf16 .* got dtype=torch.float64"),
+    (2, lambda: stack().half(), {}, FED, "gradients in fp32 or bf16 .* got dtype=torch.float16"),
+    (2, gpt, {}, {"wire_weights": "int8"}, "^wire_weights needs zero_stage=1, 2 or 3: stage 0 sen"),
+    (2, gpt, {}, {"wire_weights": "fp8", "zero_stage": 3}, "^wire_weights=fp8 needs fp8 with"),
+    (2, gpt, {}, {**INT8, "transport": "shm"}, "^transport=shm does not run with wire_grad"),
+    (4, gpt, {}, {**NODES, "node_size": 3}, "node_size to divide the ranks .* node_size=3"),
+    (4, gpt, {}, {**NODES, "node_size": True}, "expected int for node_size, got node_size=True"),
+    (4, gpt, {}, {"node_size": 2}, "^node_size needs wire_gradients; add wire_gradients, or drop"),
+    # Experts and hosts
+    (3, lambda: gpt(**EXPERTS), {"ep": 3}, {}, "ep to divide n_expert=4, got ep=3; change n"),
+    (2, gpt, {"ep": 2}, {}, "ep to divide n_expert=0, got ep=2; change n_expert"),
+    (4, lambda: gpt(**EXPERTS), {"ep": 2}, NODES, "^ep does not run with node_size; drop one of"),
+    (8, lambda: gpt(**EXPERTS), {"ep": 4}, {"zero_stage": 2, "shard_size": 2},
+     "shard_size to be a multiple of ep=4"),
+    (2, lambda: gpt(**EXPERTS, expert_capacity=1.0), {"cp": 2}, {},
+     "^expert_capacity does not run with cp: its ranks"),
+    (1, gpt, {}, {**HOST, "offload": "parameters"}, "offload=parameters needs zero_stage=3: it"),
+    (1, gpt, {}, {**HOST, "offload": "disk"}, "got offload='disk'"),
+    (1, gpt, {}, {**HOST, "offload_keep_mb": "5"}, "float for offload_keep_mb, got off.*='5'"),
+    (1, gpt, {}, {**HOST, "offload_keep_mb": True}, "got offload_keep_mb=True"),
+    (1, gpt, {}, {"offload_pinned": False}, "offload_pinned=False needs offload; add"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "model", "axes", "settings", "words"), REFUSED)
+def test_settings_that_do_not_fit(ranks, model, axes, settings, words):
+    def rank():
+        debug = Debug(bus_gb_s=12.0) if settings.get("offload") else None
+        made = model()
+        parallelize(made, Mesh(**axes), Parallel.of(**settings), debug=debug)
+
+    assert_all_raise(on_ranks(rank, ranks), ValueError, words)
+
+
+def test_models_that_do_not_fit():
+    def ranks(stage):
+        for kind in (nn.Embedding, nn.EmbeddingBag):  # each rank would write others of its rows
+            model = nn.Sequential(kind(5, 4, max_norm=0.5))
+            with pytest.raises(ValueError, match=r"that write no parameters .*max_norm=0.5 of emb"):
+                parallelize(model, Mesh(), zero_stage=stage)
+            model.requires_grad_(False)
+            parallelize(model.append(nn.Linear(4, 4)), Mesh(), zero_stage=stage)
+        with pytest.raises(
+            ValueError, match=r"every parameter on meta, got device=cpu for '0\.wei"
+        ):
+            parallelize(stack(), Mesh(), zero_stage=stage, materialize=lambda name, tensor: None)
+        with pytest.raises(ValueError, match=r"without an engine, got parameter '1\.weight'"):
+            parallelize(model, Mesh())
+        with pytest.raises(ValueError, match=r"a module that went through fastpar\.parallelize"):
+            engine_of(stack())
+
+    for stage in (0, 3):
+        run_ranks(ranks, 2, stage)
+
+
+def test_ranks_that_begin_differently_are_told():
+    def ranks(shape, bucket_mb):
+        here = dist.get_rank()
+        parallelize(
+            nn.Linear(3, 2 + shape * here), Mesh(), Parallel.of(bucket_mb=1.0 + bucket_mb * here)
+        )
+
+    for given, message in (
+        ((1, 0), r"got 'parameter weight \[3, 3\] .* on rank 1 where rank 0 has '.* \[2, 3\] "),
+        ((0, 1), r"got 'bucket_mb=2\.0' on rank 1 where rank 0 has 'bucket_mb=1\.0'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_ranks(ranks, 2, *given)
+
+
+@sweep(
+    ("ranks", "axes", "shape", "options", "rule"),
+    [
+        (2, {"tp": 2}, (1, 15), {"sequence_parallel": True}, r"B \* T divisible by 2 with"),
+        (4, {"tp": 2, "cp": 2}, (2, 10), {"cp_method": "keys"}, "T divisible by 4 with"),
+        (4, {"cp": 4}, (2, 12), {"cp_method": "keys"}, "T divisible by 8 with"),
+    ],
+)
+def test_tokens_that_sequence_parallelism_would_pad_are_refused(ranks, axes, shape, options, rule):
+    def rank():
+        model = parallelize(gpt(**EXPERTS), Mesh(**axes), Parallel.of(**options))
+        model(torch.zeros(shape, dtype=torch.int64))
+
+    with pytest.raises(ValueError, match=rf"{rule} experts .* got idx=\[{shape[0]}, "):
+        run_ranks(rank, ranks)
+
+
+# Models that change, and backwards
+
+
+def replaces(model):
+    model[1].weight = nn.Parameter(torch.ones(16, 16))
+
+
+def adds_a_parameter(model):
+    model[1].scale = nn.Parameter(torch.ones(16))
+
+
+def adds_a_module(model):
+    model[1].more = nn.Linear(2, 2)
+
+
+def in_place_of(model):
+    model[1] = nn.Linear(16, 16)
+
+
+def at_the_same_address(model):
+    del model[1]
+    model.append(nn.Linear(16, 16))
+
+
+def frozen_at_first(model):
+    model[1].scale = nn.Parameter(torch.ones(16), requires_grad=False)
+    engine_of(model).shards.check()
+    model[1].scale.requires_grad_(True)
+
+
+@stages
+def test_a_part_that_is_put_into_a_model(stage):
+    """At once, or after some steps, when check() has found the others right."""
+
+    def ranks(change, steps):
+        model = parallelize(stack(), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
+        for _ in range(steps):
+            model(torch.ones(2, 16)).sum().backward()
+        change(model)
+        model(torch.ones(2, 16)).sum().backward()
+        engine_of(model).shards.check()
+
+    message = r"to keep its parameter '1\.weight', got another object"
+    assert_all_raise(on_ranks(lambda: ranks(replaces, 0)), RuntimeError, message)
+    message = "expected the model's parameters of fastpar.parallelize, got '.*' beside them"
+    for change in (adds_a_parameter, adds_a_module, in_place_of, at_the_same_address):
+        for steps in (0, 2):
+            found = on_ranks(lambda change=change, steps=steps: ranks(change, steps))
+            assert_all_raise(found, RuntimeError, message)
+    assert_all_raise(on_ranks(lambda: ranks(frozen_at_first, 2)), RuntimeError, message)
+
+
+class Reentrant(nn.Linear):
+    """A reentrant checkpoint inside of a model that goes on after it."""
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        return super().forward(checkpoint(super().forward, x, use_reentrant=True))
+
+
+def rows():
+    table = nn.Embedding(5, 16, sparse=True)
+    table.forward = lambda x, of=table.forward: of(torch.arange(2))
+    return table
+
+
+@stages
+def test_backwards_that_do_not_fit(stage):
+    """Told by each rank, and torch's own errors are torch's; then the ranks go on."""
+
+    def ranks(build, message, backward=torch.Tensor.backward):
+        model = nn.Sequential(nn.Linear(16, 16), build())
+        parallelize(model, Mesh(), Parallel.of(zero_stage=stage, **SMALL))
+        loss = model(torch.ones(2, 16)).square().sum()
+        with pytest.raises(RuntimeError, match=message):
+            backward(loss)
+
+    create = functools.partial(torch.Tensor.backward, create_graph=True)
+    for case in (
+        (rows, r"a dense gradient for parameter '1\.weight', got layout=torch.sparse"),
+        (lambda: Reentrant(16, 16), r"a backward inside of a backward.*use_reentrant=False"),
+        (lambda: nn.Linear(16, 16), r"expected backward without create_graph", create),
+    ):
+        run_ranks(ranks, 2, *case)
+
+    def goes_on():
+        model = parallelize(stack(), Mesh(), zero_stage=stage)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        loss = model(torch.ones(2, 16)).square().sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match=r"backward through the graph a second time"):
+            loss.backward()
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        return model.state_dict()["0.weight"]
+
+    first, second = run_ranks(goes_on, 2)
+    assert torch.equal(first, second)
+
+
+def train(case, stage, transport, timeout_s=4.0):
+    """Rank 1 does something else in step 1."""
+    mesh = Mesh(timeout_s=timeout_s, device="cpu")
+    model = parallelize(stack(), mesh, Parallel.of(zero_stage=stage, transport=transport, **SMALL))
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        odd = mesh.rank == 1 and step == 1
+        for _ in range(2 if odd and case == "another backward" else 1):
+            model(torch.ones(2, 16)).square().sum().backward()
+        if odd and case == "no step":
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("case", ["another backward", "no step"])
+@stages
+def test_ranks_that_do_different_things(case, stage):
+    outcomes = on_ranks(lambda: train(case, stage, "auto"), timeout_s=30)
+    message = r"(on rank|of rank|from rank) \d.* (bucket \d+ of step \d|backward passes)"
+    message += r"|expected as many backward passes on every rank|every rank to begin the same, got"
+    assert_all_raise(outcomes, RuntimeError, message)
+
+
+@pytest.mark.parametrize(
+    ("case", "stage", "transport"), [("no step", 3, "shm"), slow("another backward", 2, "torch")]
+)
+def test_processes_that_do_different_things(case, stage, transport):
+    given, how = (case, stage, transport, 10.0), {"init": False, "return_exceptions": True}
+    outcomes = run_ranks(train, 2, *given, backend="gloo", timeout_s=60, **how)
+    assert_all_raise(outcomes, RuntimeError, r"rank \d")
+
+
+# In processes of their own
+
+THREADS = """
+import sys, warnings
+import torch
+first, dtype = sys.argv[1:]
+if first == "product":
+    torch.ones(64, 64) @ torch.ones(64, 64)
+import fastpar
+from fastpar.kernels.linear import depends_on_threads
+model = torch.nn.Linear(4, 4).to(getattr(torch, dtype))
+with warnings.catch_warnings(record=True) as caught:
+    fastpar.parallelize(model, fastpar.Mesh(), grad_dtype=torch.float32, deterministic=True)
+print(depends_on_threads(torch.float32), depends_on_threads(torch.bfloat16))
+print(*(w.message for w in caught))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "dtype", "setting"),
+    [
+        slow("import", "float32", {}),
+        ("product", "float32", {}),
+        slow("import", "float32", {"MKL_CBWR": "COMPATIBLE"}),
+        slow("import", "bfloat16", {}),
+        slow("import", "bfloat16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}),
+    ],
+)
+def test_products_that_depend_on_threads_are_said(first, dtype, setting):
+    """fastpar asks MKL for the same bits with any number of threads: before the first product."""
+    unset = {k: v for k, v in os.environ.items() if not k.startswith(("MKL_", "ONEDNN_"))}
+    command = [sys.executable, "-c", THREADS, first, dtype]
+    env = {**unset, "PYTHONPATH": str(ROOT), **setting}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    products, warned = done.stdout.split("\n", 1)
+    depends = dict(zip(("float32", "bfloat16"), products.split()))[dtype] == "True"
+    assert ("have other bits with other numbers of threads here" in warned) == depends
+    if _C is not None and _C.cpu_is_intel() and torch.backends.mkl.is_available():
+        assert depends or first == "import"
+        if dtype == "float32":
+            assert depends == (first == "product" or bool(setting))
+            assert ("set MKL_CBWR=AUTO,STRICT before" in warned) == depends
+        elif depends:
+            assert "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 before the process starts" in warned
+            assert not setting
+
+
+SNIPPET = """
+import torch, fastpar
+from torch import nn
+
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+x, y = torch.randn(4, 8), torch.randn(4, 1)
+loader = [(x[:2], y[:2]), (x[2:], y[2:])]
+forward = model.forward
+model.forward = lambda x, y: (forward(x) - y).square().mean()
+
+mesh = fastpar.Mesh(dp=2)
+model = fastpar.parallelize(model, mesh, zero_stage=2)
+opt = fastpar.AdamW(model.parameters(), lr=6e-4)
+for x, y in loader:
+    loss = model(x, y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+total = sum(v.double().sum() for v in model.state_dict().values())
+print(f"rank {mesh.rank}: {total.item()!r}\\n", end="", flush=True)  # one write: ranks share a pipe
+"""
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_readme_under_torchrun(tmp_path):
+    """Mesh(dp=2) alone initializes torch.distributed; equal batches: as one process."""
+    script = tmp_path / "loop.py"
+    script.write_text(SNIPPET)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert [line.split(":")[0] for line in lines] == ["rank 0", "rank 1"]
+    assert len({line.split(":")[1] for line in lines}) == 1

@@ -1,0 +1,572 @@
+"""Compressed gradients and weights, nodes and codes on the wire, in every layout.
+
+With a format that loses nothing a run has the bits of the same layout without formats: every
+gradient that is sent arrives, at its place, once. With real ones two runs are alike, and not far
+from the run without.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from cells import covering, slow, sweep
+
+import fastpar
+from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
+from fastpar.comm.wires import FORMATS, WireFormat
+from fastpar.engine.debug import Debug
+from fastpar.engine.pipeline_step import pipeline_loss
+from fastpar.kernels.linear_fp8 import WEIGHT, DelayedScales, Fp8
+from fastpar.models.gpt import use_fp8
+from fastpar.nn.recompute import recompute
+from fastpar.optim.schedule import AveragedWeights
+from fastpar.settings.model import GPTConfig
+from fastpar.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+LOSSLESS = WireFormat("int8", torch.float32, 32)
+SECOND = {"node_size": 2, "secondary_shards": True}
+# Layout -> ranks, axes, further options.
+LAYOUTS = {
+    "tp": (4, {"tp": 2}, {}),
+    "grid": (4, {"tp_grid": (1, 2)}, {}),
+    "grid of rows": (8, {"tp_grid": (2, 2)}, {}),
+    "tokens shared out": (4, {"tp": 2}, {"sequence_parallel": True}),
+    "pp": (4, {"pp": 2}, {}),
+    "pp, zb-v": (4, {"pp": 2}, {"schedule": "zb-v"}),
+    "cp": (2, {"cp": 2}, {}),
+    "cp by keys": (2, {"cp": 2}, {"cp_method": "keys"}),
+    "ep": (4, {"ep": 2}, {}),
+    "tp and cp": (4, {"tp": 2, "cp": 2}, {"cp_method": "keys"}),
+    "recomputation": (2, {}, {}),
+    "accumulation": (2, {}, {"grad_accum_steps": 2}),
+    "accumulation, whole": (2, {}, {"grad_accum_steps": 2, "accumulate": "full"}),
+    "copies": (4, {"replicas": 2}, {"shard_size": 2}),
+}
+# Ranks along dp alone, and on two nodes.
+PLAIN = {
+    "dp": (2, {}, {}),
+    "more of dp": (4, {}, {}),
+    "nodes": (4, {}, {"node_size": 2}),
+    "more nodes": (8, {}, {"node_size": 2}),
+}
+# Four ranks along dp, which two nodes have.
+BEFORE_NODES = {
+    "4 of dp, tp": (8, {"tp": 2}, {}),
+    "4 of dp, accumulation": (4, {}, {"grad_accum_steps": 2}),
+    "4 of dp, recomputation": (4, {}, {}),
+}
+# Two axes that have ranks beside each other.
+PAIRS = {
+    "tp and cp": LAYOUTS["tp and cp"],
+    "dp and tp": (4, {"tp": 2}, {}),
+    "dp and cp": (4, {"cp": 2}, {}),
+    "dp and ep": (4, {"ep": 2}, {}),
+    "dp and pp": (4, {"pp": 2}, {}),
+    "tp and ep": (4, {"tp": 2, "ep": 2}, {}),
+    "tp and pp": (4, {"tp": 2, "pp": 2}, {}),
+    "cp and ep": (4, {"cp": 2, "ep": 2}, {}),
+    "cp and pp": (4, {"cp": 2, "pp": 2}, {}),
+    "ep and pp": (4, {"ep": 2, "pp": 2}, {}),
+    "dp and rows": (4, {"tp_grid": (2, 1)}, {}),
+    "rows and tp": (4, {"tp_grid": (2, 2)}, {}),
+    "depth and tp": (4, {"tp_grid": (1, 2, 2)}, {}),
+    "partial sums": (4, {"tp": 2}, {"sequence_parallel": True}),
+    "dp and copies": (4, {}, {"shard_size": 2}),
+}
+OF = {**PLAIN, **LAYOUTS, **BEFORE_NODES, **PAIRS}
+WIRES = {
+    "bf16": {"wire_gradients": "bf16"},
+    "int8": {"wire_gradients": "int8"},
+    "int4, fed back": {"wire_gradients": "int4", "error_feedback": True},
+    "int8 both": {"wire_gradients": "int8", "wire_weights": "int8"},
+}
+
+
+def rows(step, mesh):
+    """The rows of this rank's number along dp, of 8."""
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(64, (8, 17), generator=draw, device="cpu")
+    n = 8 // mesh.dp_size
+    mine = tokens[mesh.dp_rank * n :][:n]
+    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+def start(layout):
+    shape = {"n_expert": 4, "top_k": 2} if "ep" in OF[layout][1] else {}
+    n_layer = 4 if "pp" in OF[layout][1] else 2
+    return fastpar.GPT(GPTConfig(n_layer, 2, 40, 16, 64, dropout=0.0, **shape), seed=0)
+
+
+def parallel(layout, stage, wire, model=None):
+    _, axes, options = OF[layout]
+    options = {**options, **wire}
+    debug = options.pop("debug", None)
+    if options.get("error_feedback") and stage > 1:
+        options["error_buffer"] = options.pop("error_feedback")
+    if stage == 0:
+        options.pop("wire_weights", None)
+    model = model or start(layout)
+    if "recomputation" in layout:
+        recompute(model, "full")
+    small = {"bucket_mb": 0.02, "first_bucket_mb": 0.01}
+    asked = fastpar.Parallel.of(zero_stage=stage, **small, **options)
+    model = fastpar.parallelize(model, fastpar.Mesh(**axes), asked, debug=debug)
+    return model, fastpar.AdamW(model.parameters(), lr=1e-2, eps=1e-3, max_grad_norm=1.0)
+
+
+def steps(model, optimizer, layout, first, last, each=lambda model: None):
+    """Steps first to last; this rank's whole weights. each: before each micro-batch."""
+    options, engine = OF[layout][2], fastpar.engine_of(model)
+    schedule, micro = options.get("schedule", "1f1b"), options.get("grad_accum_steps", 1)
+    for step in range(first, last):
+        for part in range(micro):
+            each(model)
+            x, y = rows(step * micro + part, engine.mesh)
+            if engine.mesh.size("pp") > 1:
+                fastpar.pipeline_step(model, x, y, micro_batches=2, schedule=schedule)
+            else:
+                model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.check_replicas(optimizer)
+    return {name: p.clone() for name, p in model.state_dict().items() if p.is_floating_point()}
+
+
+def train(layout, stage, wire, n=2, model=None, each=lambda model: None):
+    """Whole weights, bytes that were sent, those that are announced, memory."""
+    model, optimizer = parallel(layout, stage, wire, model)
+    found, engine = steps(model, optimizer, layout, 0, n, each), fastpar.engine_of(model)
+    return found, engine.report.wire_bytes, engine.wire_bytes(), engine.memory()
+
+
+def runs(layout, stage, wire, **more):
+    stage = stage or int("copies" in layout)
+    return run_ranks(functools.partial(train, layout, stage, wire, **more), OF[layout][0])
+
+
+def same(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def distance(a, b):
+    return sum((a[name] - b[name]).norm() ** 2 for name in a) ** 0.5
+
+
+STAGES = ("stage", [0, 1, 2, 3])
+
+
+@covering(1, ("layout", list(LAYOUTS)), STAGES)
+def test_what_loses_nothing_changes_no_bit(layout, stage, monkeypatch):
+    plain = runs(layout, stage, {})
+    monkeypatch.setitem(FORMATS, "int8", LOSSLESS)
+    for (a, *_), (b, *_) in zip(plain, runs(layout, stage, WIRES["int8"])):
+        assert same(a, b)
+
+
+@covering(1, ("layout", [*PLAIN, *LAYOUTS]), STAGES, ("wire", list(WIRES)))
+def test_two_runs_are_alike_and_near_the_one_without(layout, stage, wire):
+    """Another format is another run; it must be this one, twice, of the bytes that are announced.
+    On nodes gradients are added up in each node first."""
+    stage = stage or int("node" in layout)
+    one, two = (runs(layout, stage, WIRES[wire]) for _ in range(2))
+    layout_of_plain = "more of dp" if layout == "nodes" else layout
+    plain = runs(layout_of_plain, stage, {}) if layout != "more nodes" else None
+    begin = start(layout).state_dict()
+    for rank, ((a, sent, announced, _), (b, *_)) in enumerate(zip(one, two)):
+        assert same(a, b)
+        if layout in PLAIN:
+            assert same(a, one[0][0])
+            assert sent == sum(announced.values())
+        if plain is not None:
+            c, usual, *_ = plain[rank]
+            assert sent < usual
+            assert 0 < distance(a, c) < 0.6 * distance(c, begin)
+
+
+@covering(1, ("layout", ["tp", "pp, zb-v", "tp and cp", "ep", "copies"]), STAGES)
+def test_the_defaults_of_torch_change_no_bit(layout, stage):
+    wire = {} if stage == 0 else {**WIRES["int4, fed back"], "wire_weights": "int8"}
+    ranks, stage = OF[layout][0], stage or int(layout == "copies")
+    models = [start(layout) for _ in range(ranks)]
+
+    def other():
+        torch.set_default_dtype(torch.bfloat16)  # of all ranks, which are threads
+        with torch.device("meta"):
+            return train(layout, stage, wire, model=models.pop())
+
+    plain = runs(layout, stage, wire)
+    try:
+        found = run_ranks(other, ranks)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for (a, sent, *_), (b, also_sent, *_) in zip(plain, found):
+        assert same(a, b)
+        assert sent == also_sent
+
+
+def resumed(layout, stage, wire, folder, load):
+    """Two steps behind a checkpoint: it is written after two steps, or loaded."""
+    model, optimizer = parallel(layout, stage, wire)
+    if load:
+        load_checkpoint(folder / "latest", model=model, optimizer=optimizer)
+    else:
+        steps(model, optimizer, layout, 0, 2)
+        save_checkpoint(folder, step=2, model=model, optimizer=optimizer)
+    return steps(model, optimizer, layout, 2, 4)
+
+
+@covering(1, ("layout", ["dp", *PAIRS]), STAGES, ("wire", ["int8 both", "int4, fed back"]))
+def test_a_checkpoint_of_every_pair_of_axes_goes_on_with_the_same_bits(
+    layout, stage, wire, tmp_path
+):
+    stage, ranks = stage or int("copies" in layout), OF[layout][0]
+    whole, again = (
+        run_ranks(resumed, ranks, layout, stage, WIRES[wire], tmp_path, load)
+        for load in (False, True)
+    )
+    assert all(map(same, whole, again))
+
+
+def test_what_was_lost_on_the_wire_is_part_of_a_checkpoint(tmp_path):
+    of = ("dp", 1, WIRES["int4, fed back"], tmp_path)
+    [whole, _] = run_ranks(resumed, 2, *of, False)
+    assert not same(whole, run_ranks(resumed, 2, "dp", 1, WIRES["int8"], tmp_path, True)[0])
+    with pytest.warns(UserWarning, match="what gradients had lost on the wire is dropped"):
+        run_ranks(resumed, 4, *of, True)
+
+
+# What was lost is kept
+
+
+@sweep("name", ["int8", "int4"])
+@sweep("layout", ["dp", "nodes"])
+def test_errors_in_the_memory_of_gradients_are_those_of_a_buffer(layout, name):
+    """Stage 1 keeps them in place: the bits of stage 2 with a buffer, without any memory."""
+    wire = {"wire_gradients": name}
+    free = runs(layout, 1, {**wire, "error_feedback": True})
+    paid = runs(layout, 2, {**wire, "error_buffer": True})
+    for (a, *_, memory), (b, *_, buffered), (c, *_, usual) in zip(
+        free, paid, runs(layout, 1, wire)
+    ):
+        assert same(a, b)
+        assert not same(a, c)
+        assert memory == usual
+        assert buffered["errors on the wire"] == buffered["parameters"]
+
+
+def sent_in_all(stage, feedback):
+    """Of a parameter whose gradients are known: their mean after each of several backward passes,
+    some of which do not reach it."""
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(70, 9), "b": torch.nn.Linear(70, 9)})
+    options = {"wire_gradients": "int4"} | {name: True for name in [feedback] if name}
+    fastpar.parallelize(model, fastpar.Mesh(), fastpar.Parallel.of(zero_stage=stage, **options))
+    optimizer = fastpar.AdamW(model.parameters(), lr=0.0)
+    engine, true, got = fastpar.engine_of(model), 0.0, 0.0
+    for step in range(40):
+        scale = torch.randn(9, 70)
+        with engine.gathered():
+            pass
+        uses = dist.get_rank() or step % 3
+        for _ in range(2):  # added up
+            x = (model["a"].weight * scale).sum() if uses else 0.0
+            (x + model["b"](torch.ones(70)).sum()).backward()
+        true = true + 2 * scale * bool(uses)
+        piece = engine.shards.piece(model["a"].weight)
+        if piece.grad is not None:
+            mine = torch.zeros(9 * 70)
+            mine[piece.start :][: piece.grad.numel()] = piece.grad.view(-1)
+            got = got + mine
+        optimizer.step()
+        optimizer.zero_grad()
+    return true, got
+
+
+@sweep(("stage", "feedback"), [(0, "error_feedback"), (1, "error_feedback"), (2, "error_buffer")])
+def test_what_was_lost_is_sent_later(stage, feedback):
+    """Over 40 steps of two backward passes the sum of what arrived is within one error of the truth
+    (the distance of two int4 codes is max / 7, of |2 randn| + an error < 12; stage 0 rounds means
+    again), where without feedback it wanders off by the square root of the steps."""
+    found, other = (run_ranks(sent_in_all, 2, stage, how) for how in (feedback, None))
+    true = (found[0][0] + found[1][0]).view(-1) / 2
+    got, without = (of[0][1] if stage == 0 else of[0][1] + of[1][1] for of in (found, other))
+    assert (got - true).abs().max() < (2 if stage == 0 else 1) * 12 / 7
+    assert (got - true).norm() < 0.5 * (without - true).norm()
+
+
+def norm_after(wire, drop):
+    """Of the second step's gradients; drop: those of another backward are dropped before it."""
+    model, optimizer = parallel("dp", 1, wire)
+    steps(model, optimizer, "dp", 0, 1)
+    engine = fastpar.engine_of(model)
+    if drop is not None:
+        with engine.no_sync():
+            model(*rows(7, engine.mesh)).backward()
+        (model if drop == "model" else optimizer).zero_grad()
+    model(*rows(1, engine.mesh)).backward()
+    assert engine.buckets[0].grad.isfinite().all()
+    optimizer.step()
+    return optimizer.grad_norm.item()
+
+
+@sweep("drop", ["model", "optimizer"])
+def test_dropped_gradients_leave_nothing(drop):
+    """A norm as that of the gradients alone, not of two micro-batches."""
+    [expected, _] = run_ranks(norm_after, 2, {}, None)
+    for norm in run_ranks(norm_after, 2, {**WIRES["int8"], "error_feedback": True}, drop):
+        assert norm < 1.2 * expected
+
+
+def overflow(stage, options, factor):
+    model, optimizer = parallel("dp", stage, options)
+    loss = model(*rows(0, fastpar.engine_of(model).mesh))
+    (loss * (factor if dist.get_rank() == 1 else 1.0)).backward()
+    optimizer.step()
+    return optimizer.grad_norm.isfinite().item()
+
+
+@covering(1, STAGES, ("name", ["bf16", "int8", "int4"]))
+def test_an_overflow_on_one_rank_is_seen_by_all(stage, name):
+    for factor, finite in ((torch.inf, False), (1.0, True)):
+        assert run_ranks(overflow, 2, stage, {"wire_gradients": name}, factor) == [finite] * 2
+
+
+def look(model):
+    engine = fastpar.engine_of(model)
+    with engine.gathered():
+        before = model.h[0].mlp.c_fc.weight.clone()
+        with engine.gathered():
+            assert torch.equal(model.h[0].mlp.c_fc.weight, before)
+    model.state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, slow(2), 3])
+def test_looking_at_weights_changes_nothing(stage):
+    """Forwards have rounded weights, the optimizer and whoever asks for them the exact ones."""
+    wire = {"wire_weights": "int8"}
+    (one, *_), (two, *_) = (runs("dp", stage, wire, each=e)[0] for e in (lambda model: None, look))
+    assert same(one, two)
+    assert not same(one, runs("dp", stage, {})[0][0])
+
+
+@pytest.mark.slow
+def test_processes_have_the_bits_of_threads():
+    fed = {**WIRES["int8"], "error_feedback": True}
+    for stage, wire in ((1, WIRES["int8 both"]), (3, WIRES["int8 both"]), (0, fed)):
+        two = run_ranks(train, 2, "dp", stage, wire, backend="gloo")
+        assert same(runs("dp", stage, wire)[0][0], two[0][0])
+
+
+def test_int4_alone_warns_and_one_rank_sends_nothing():
+    with pytest.warns(UserWarning, match="int4 gradients without error_feedback train worse"):
+        run_ranks(parallel, 2, "dp", 1, {"wire_gradients": "int4"})
+    fed = {**WIRES["int8"], "error_feedback": True}
+    alone = [run_ranks(train, 1, "dp", 1, wire)[0][0] for wire in (fed, {})]
+    assert same(*alone)
+
+
+# Nodes
+
+
+def writes(model):
+    evaluates(model)
+    with fastpar.engine_of(model).gathered(), torch.no_grad():
+        model.h[0].mlp.c_fc.weight.mul_(1.5)
+
+
+@torch.no_grad()
+def evaluates(model):
+    model(*rows(9, fastpar.engine_of(model).mesh))
+
+
+@covering(
+    1,
+    ("layout", ["more of dp", *BEFORE_NODES]),
+    ("wire", [{}, {"wire_weights": "int8"}, {"deterministic": True}, WIRES["int8"]]),
+    ("each", [lambda model: None, evaluates, writes]),
+)
+def test_secondary_shards_change_no_bit(layout, wire, each):
+    """4 ranks along dp on two nodes; fewer bytes leave the node, where their number is known."""
+    plain = {**wire, "node_size": 2} if wire is WIRES["int8"] else wire
+    one, two = (runs(layout, 3, o, each=each) for o in (plain, {**wire, **SECOND}))
+    for (a, _, of_one, without), (b, sent, announced, memory) in zip(one, two):
+        assert same(a, b)
+        own = memory.pop("secondary shards")
+        assert memory == without
+        assert own == 2 * memory["parameter shards"]  # of 4 ranks: half instead of a quarter
+        if (layout, each.__name__) == ("more of dp", "<lambda>"):
+            assert sent == sum(announced.values())
+            assert announced["all-gather in the node"] > 0
+            assert announced["all-gather"] < of_one["all-gather"]
+
+
+def averaged(options):
+    """Losses with the weights, with their average, and with the weights again."""
+    model, optimizer = parallel("more of dp", 3, options)
+    average, x = AveragedWeights(optimizer, 0.9), rows(9, fastpar.Mesh())
+    for step in range(3):
+        steps(model, optimizer, "more of dp", step, step + 1)
+        average.update(step + 1)
+    with torch.no_grad():
+        losses = [model(*x).item()]
+        with average.in_the_model():
+            losses.append(model(*x).item())
+        return [*losses, model(*x).item()]
+
+
+def test_weights_that_are_exchanged_are_gathered_anew():
+    found = run_ranks(averaged, 4, SECOND)[0]
+    assert found == run_ranks(averaged, 4, {})[0]
+    assert found[0] == found[2] != found[1]
+
+
+def crossed(options, micro):
+    """Bytes of weights that a rank gathers over all ranks, and in its node, in a step."""
+    model, _ = parallel("more of dp", 3, options)
+    engine, bytes_of = fastpar.engine_of(model), Counter()
+
+    def note(name):
+        return lambda group, op, n_bytes, begin: bytes_of.update({name: n_bytes}) or begin()
+
+    groups = engine.buckets[0].groups
+    for name in ("gather", "node") if options else ("gather",):
+        getattr(groups, name).observers += (note(name),)
+    for part in range(micro):
+        model(*rows(part, engine.mesh)).backward()
+    return bytes_of
+
+
+def test_weights_cross_between_nodes_once_a_step():
+    """The forward's first gather does, whatever number of passes follows; the rest stays inside."""
+    (once, many), plain = (
+        [run_ranks(crossed, 4, options, micro)[0] for micro in (1, 3)] for options in (SECOND, {})
+    )
+    assert 0 < once["gather"] == many["gather"] < plain[0]["gather"] < plain[1]["gather"]
+    assert 0 < once["node"] < many["node"]
+
+
+# Weights that are gathered as the codes of 8-bit products
+
+
+def fp8_gpt(layers, dtype):
+    model = fastpar.GPT(GPTConfig(2, 2, 64, 16, 64, dropout=0.0), seed=0).to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    use_fp8(model, layers, scaling="tensor", emulate=True)
+    return model
+
+
+def train_fp8(layers, dtype, options, axes, idle):
+    """Losses, weights, what scales are made of, and overflows by step."""
+    model, mesh, kept = (
+        fp8_gpt(layers, dtype),
+        fastpar.Mesh(**axes),
+        torch.promote_types(dtype, torch.float32),
+    )
+    small = {"bucket_mb": 0.02, "first_bucket_mb": 0.005, "deterministic": True}
+    asked = fastpar.Parallel.of(zero_stage=3, grad_dtype=kept, **small, **options)
+    fastpar.parallelize(model, mesh, asked)
+    optimizer = fastpar.AdamW(model.parameters(), lr=0.3, eps=1e-3, master_weights=dtype != kept)
+    losses, over = [], []
+    for step in range(4):
+        tokens = torch.randint(64, (24, 17), generator=torch.Generator().manual_seed(step))
+        for part in tokens.chunk(1 if idle else 2):
+            x = part.chunk(mesh.dp_size)[mesh.dp_rank]
+            if idle and step == 2 and mesh.dp_rank == 1:  # without a batch
+                continue
+            if not idle:  # a validation between two
+                with torch.no_grad():
+                    model(x[:, :-1].contiguous())
+            loss = model(x[:, :-1].contiguous(), x[:, 1:].contiguous())
+            (loss / 2).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        over.append(model.fp8_scales.overflows.clone())
+    return losses, dict(model.state_dict()), model.fp8_scales.history, torch.stack(over)
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "ranks", "options", "axes", "idle"),
+    [
+        ("all", torch.float32, 2, {}, {}, False),
+        ("all", torch.float32, 2, {}, {}, True),
+        ("mlp", torch.bfloat16, 3, {"prefetch": 2}, {}, False),
+        slow("all", torch.float16, 4, {"shard_size": 2}, {}, False),
+        slow("all", torch.float64, 4, {}, {"tp": 2}, False),
+        slow("mlp", torch.float32, 4, SECOND, {}, False),
+    ],
+)
+def test_codes_on_the_wire_change_nothing(layers, dtype, ranks, options, axes, idle):
+    plain, codes = (
+        run_ranks(train_fp8, ranks, layers, dtype, {**options, **more}, axes, idle)
+        for more in ({}, {"wire_weights": "fp8"})
+    )
+    for (losses, weights, history, over), (l0, w0, h0, o0) in zip(codes, plain):
+        assert idle or losses == l0
+        assert same(weights, w0)
+        assert torch.equal(history, h0)
+        assert idle or torch.equal(over, o0)
+    assert sum(over[:, :, 1].sum() for *_, over in plain[:1]) > 0  # of weights, too
+
+
+def test_parts_tell_of_the_weights_of_their_step_alone():
+    scales, zero = DelayedScales(1), torch.zeros(2, dtype=torch.float64)
+    scales.note(0, (zero, zero + 448.0, zero))
+    scales.update()
+    how = Fp8("tensor", emulate=True, scales=scales)
+    codes = how.round_part(torch.tensor([500.0, *[1.0] * 15]), 2)
+    assert codes.view(torch.float8_e4m3fn).float().tolist() == [448.0, *[1.0] * 15]
+    scales.note(0, (zero, zero, zero))  # what a product finds in the codes
+    scales.update()
+    assert (scales.history[0, 0, WEIGHT], scales.overflows[0, WEIGHT]) == (500.0, 2.0)
+    scales.note(0, (zero, zero + 3.0, zero))  # of weights that were not gathered so
+    scales.update()
+    assert scales.history[0, 0, WEIGHT] == 3.0
+
+
+# Validation
+
+
+BUS = Debug(bus_gb_s=1000)  # a stand-in: there is no GPU
+KINDS = {
+    "plain": {},
+    "wires": {**WIRES["int4, fed back"], "wire_weights": "int8"},
+    "optimizer": {"offload": "optimizer", "debug": BUS},
+    "parameters": {"offload": "parameters", "debug": BUS},
+    "fp8": {},
+}
+CELLS = [
+    *(("dp and tp", 3, "plain"), ("partial sums", 0, "plain"), ("dp and cp", 1, "plain")),
+    *(("cp by keys", 2, "plain"), ("dp and ep", 0, "plain"), ("dp and pp", 1, "plain")),
+    *(("rows and tp", 0, "plain"), ("copies", 3, "plain"), ("dp and tp", 2, "wires")),
+    *(("dp and ep", 3, "wires"), ("dp and cp", 1, "optimizer"), ("dp and pp", 2, "optimizer")),
+    *(("dp and tp", 3, "parameters"), ("dp and tp", 0, "fp8"), ("dp and cp", 3, "fp8")),
+]
+
+
+@pytest.mark.parametrize(("layout", "stage", "kind"), CELLS)
+def test_validation_under_inference_mode_changes_nothing(layout, stage, kind):
+    """What is kept between calls serves training, too."""
+
+    def rank(mode):
+        def validate(model):
+            model.eval()
+            engine = fastpar.engine_of(model)
+            with mode():
+                x, y = rows(99, engine.mesh)
+                loss = pipeline_loss(model, x, y) if "pp" in OF[layout][1] else model(x, y)
+                engine.all_reduce_scalars(loss.detach().double().reshape(1))
+            model.train()
+
+        model = fp8_gpt("all", torch.float32) if kind == "fp8" else None
+        return train(layout, stage, KINDS[kind], 3, model, validate)[0]
+
+    want, got = (
+        run_ranks(rank, OF[layout][0], mode) for mode in (torch.no_grad, torch.inference_mode)
+    )
+    assert all(map(same, want, got))
