@@ -449,7 +449,7 @@ def _make_shards(
         bucket_bytes=settings.bucket_mb * 2**20,
         first_bucket_bytes=settings.asked.first_bucket_mb * 2**20,
         grad_dtype=settings.grad_dtype,
-        # Embeddings, which are ready last, let no block wait (test_tied_table.py).
+        # Embeddings, which are ready last, let no block wait (tests/engine/test_buckets.py).
         unit_of=[unit_of[p] if by_unit else min(unit_of[p], 1) for p in trained],
         alone=[i for i, p in enumerate(trained) if stages and p in stages.tied],
         part_of=None if chunk_of is None else [chunk_of[p] for p in trained],

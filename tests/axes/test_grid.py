@@ -136,11 +136,7 @@ def test_opcheck():
 
 
 N, C, F = 64, 64, 512  # of a product of tokens, in and out of the wide side, over all ranks
-
-
 GATHERED = 4 * N * C  # x or dy of all columns
-
-
 WIDE, WEIGHT = 4 * N * F // 2, 4 * F * C // 2  # by columns; the weight of all rows
 
 

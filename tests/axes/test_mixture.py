@@ -19,14 +19,10 @@ from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 V, T = 41, 8
-
-
 BASE = {
     "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": T, "vocab_size": V, "dropout": 0.0,
     "n_expert": 4, "top_k": 2, "balance_loss": 0.5, "router_z_loss": 0.02,
 }  # fmt: skip
-
-
 KINDS = {
     "top-2": {},
     "Switch": {"top_k": 1},

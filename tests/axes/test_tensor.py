@@ -4,13 +4,13 @@ whole, and what is under way beside which product."""
 import copy
 import itertools
 import pickle
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cells import sweep
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastpar.axes.tensor import functional
 from fastpar.axes.tensor.functional import (
@@ -256,25 +256,20 @@ class Recorded(TorchCollectives):
         super().__init__()
         self.log = log
 
-    def _noted(self, name, handle):
-        log = self.log
-        log.append(name)
 
-        class Waited:
-            def wait(self, timeout_s=None):
-                log.append(f"wait {name}")
-                handle.wait(timeout_s)
+def noting(name, begin):
+    def noted(self, *args):
+        self.log.append(name)
+        handle = begin(self, *args)
+        return SimpleNamespace(
+            wait=lambda timeout_s=None: self.log.append(f"wait {name}") or handle.wait(timeout_s)
+        )
 
-        return Waited()
+    return noted
 
-    def _all_reduce(self, x, mean, tag):
-        return self._noted("all_reduce", super()._all_reduce(x, mean, tag))
 
-    def _reduce_scatter(self, out, x, mean, tag):
-        return self._noted("reduce_scatter", super()._reduce_scatter(out, x, mean, tag))
-
-    def _all_gather(self, out, x, tag):
-        return self._noted("all_gather", super()._all_gather(out, x, tag))
+for name in ("all_reduce", "reduce_scatter", "all_gather"):
+    setattr(Recorded, f"_{name}", noting(name, getattr(TorchCollectives, f"_{name}")))
 
 
 def order(kind, sp, needed):
@@ -571,31 +566,6 @@ def opchecked():
 
 def test_opcheck():
     run_ranks(opchecked, 1, timeout_s=300)
-
-
-def fakes(sp):
-    """Shapes that a compiler is told are those that come out."""
-    tp, of, every = make(sp), torch.ops.fastpar, (True, True, True)
-    x, w = random(4, C), random(4, C)
-    for call in (
-        lambda x, w: column_linear(x, w, None, tp),
-        lambda x, w: row_linear(x, w, None, tp),
-        lambda x, w: gather(x, -1, tp, partial=True),
-        lambda x, w: scatter(x, 0, tp, partial=True),
-        lambda x, w: of.column_linear_bwd(column_linear(x, w, None, tp), x, w, *every, tp.number)[
-            0
-        ],
-        lambda x, w: of.row_linear_bwd(row_linear(x, w, None, tp), x, w, *every, tp.number)[0],
-    ):
-        real, mode = call(x, w), FakeTensorMode()
-        fake = call(*(mode.from_tensor(t) for t in (x, w)))
-        found = (fake.shape, fake.dtype, fake.stride())
-        assert found == (real.shape, real.dtype, real.stride())
-
-
-@sequence
-def test_fake_tensors_have_the_shapes_of_real_ones(sp):
-    run_ranks(fakes, RANKS, sp)
 
 
 def test_a_handle_is_known_by_its_number_while_somebody_has_it():

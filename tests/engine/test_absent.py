@@ -166,26 +166,16 @@ STOCK = (
     r"step: expected fastpar\.AdamW for parameters of an engine with zero_stage >= 1, got \w+ with "
     r"zero_stage={stage}; .* use fastpar\.AdamW"
 )
-
-
 SCALER = (  # it would find the nans of placeholders
     r"AdamW\.step: expected neither GradScaler nor found_inf with zero_stage >= 1 or tp > 1, got "
     r"one with zero_stage={stage}, .* set grad_scale from a fastpar\.optim\.schedule\.Dyn"
 )
-
-
 FACTORED = (
     r"Adafactor: expected parameters of an engine with zero_stage=0 and tp=1, got zero_stage="
     r"{stage}, tp=1; its row and column means need whole matrices of the whole model: use fastpar"
 )
-
-
 ZEROING = r"zero_stage >= 1 or offload, got True with zero_stage={stage}, "
-
-
 CAPTURE = r"zero_stage=0 and tp=1 while a CUDA graph .*, got zero_stage={stage},"
-
-
 REFUSED = [
     (torch.optim.SGD, {}, step, RuntimeError, r"SGD\." + STOCK),
     (torch.optim.AdamW, {}, step, RuntimeError, r"AdamW\." + STOCK),
@@ -283,16 +273,3 @@ def test_an_optimizer_older_than_the_engine_is_refused(cls):
     for stage in (0, 3):
         with pytest.raises(RuntimeError, match=message):
             run_ranks(ranks, 2, stage)
-
-
-def test_a_group_that_was_refused_may_come_again_after_parallelize():
-    model = nn.Linear(3, 3)
-    optimizer = AdamW([nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match="got lr="):
-        optimizer.add_param_group({"params": list(model.parameters()), "lr": -1.0})
-    fastpar.parallelize(model, Mesh())
-    optimizer.add_param_group({"params": list(model.parameters())})
-    model(torch.ones(2, 3)).sum().backward()
-    before = model.bias.clone()
-    optimizer.step()
-    assert not torch.equal(model.bias, before)

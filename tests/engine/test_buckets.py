@@ -1,20 +1,25 @@
 """Buckets: what a rank owns of a parameter, whole tensors of it, and gradients on their way in.
 
-tests/contracts/test_zero_parameters.py has what a loop may do with parameters and their gradients.
+tests/contracts/ has what a loop may do with parameters and their gradients.
 """
 
 import contextlib
+import copy
 import math
+import sys
 
+import pytest
 import torch
 import torch.distributed as dist
-from cells import sweep
+from cells import covering, sweep
 from torch import nn
 
-from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
+from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
 from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
-from fastpar.engine import bucket
+from fastpar.engine.bucket import WAIT_BYTES, BucketState
+from fastpar.kernels import backend, embedding, linear, linear_cross_entropy, make_key
+from fastpar.nn.recompute import recompute
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
@@ -143,7 +148,7 @@ def test_gradients_in_fp32_add_up_in_fp32(dtype, stage):
 @sweep("dropped", [False, True])
 def test_no_gradient_waits_longer_than_its_backward(stage, dropped, monkeypatch):
     """Of backwards that use some parameters only, all that they left is there, once."""
-    monkeypatch.setitem(bucket.WAIT_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(WAIT_BYTES, "cpu", 1 << 20)
 
     def of_rank():
         model, engine = managed(stage, Some(3, 2).bfloat16(), grad_dtype=torch.float32)
@@ -199,3 +204,246 @@ def test_what_the_table_of_gpt2_is_sent_with(stage):
     table, positions = (math.prod(buckets.shapes[i]) for i in (0, 1))
     assert {0, 1} <= {buckets.layout.slots[i].registered for i in last.slots}
     assert 0 <= last.numel - table - positions < 0.001 * table
+
+
+# Layers compute weights' gradients where the buckets keep them
+
+
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 30, "dropout": 0.1}
+PRODUCTS = {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
+IN_PLACE = {f"h.{i}.{name}.weight" for i in range(2) for name in PRODUCTS}
+
+
+def withdraw(model):
+    """Nobody offers a place any more."""
+    for p in model.parameters():
+        vars(p).pop("fastpar_place", None)
+        vars(p).pop("fastpar_wide_place", None)
+
+
+def named_grads(engine):
+    names = {p: b.name(i) for b in engine.buckets for i, p in enumerate(b.params)}
+    return [(names[p], g) for p, g in engine.grads()]
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Names of gradients that autograd has nothing of. In bucket.placed: those that are in their
+    places before take() comes."""
+    found, take = set(), BucketState.take
+
+    def noting(bucket, position, given=None):
+        bucket.open_grad()
+        grad, view = bucket.params[position].grad, bucket.grad_view(position)
+        if grad is None:
+            found.add(bucket.name(position))
+        elif grad.data_ptr() == view.data_ptr():
+            vars(bucket).setdefault("placed", set()).add(bucket.name(position))
+        return take(bucket, position, given)
+
+    monkeypatch.setattr(BucketState, "take", noting)
+    return found
+
+
+def run(offered, stage, how):
+    """Gradients of two micro-batches and of the next one; those in place of each of the three."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**SIZES))
+    if how == "recompute":
+        recompute(model, "full")
+    options = {"deterministic": how == "deterministic", "bucket_mb": 0.01}
+    model = parallelize(model, Mesh(device="cpu"), Parallel.of(zero_stage=stage, **options))
+    engine = engine_of(model)
+    if not offered:
+        withdraw(model)
+    grads, in_place = [], []
+    for micro in range(3):
+        for bucket in engine.buckets:
+            bucket.placed = set()
+        ids = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(micro))
+        with engine.no_sync() if micro == 0 else contextlib.nullcontext():
+            model(ids, ids, rng_key=make_key(1, micro)).backward()
+        in_place.append(set().union(*(bucket.placed for bucket in engine.buckets)))
+        if micro > 0:
+            grads.append({n: g.clone() for n, g in named_grads(engine)})
+            model.zero_grad()
+    return grads, in_place
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@covering(2, ("stage", [0, 1, 2, 3]), ("how", ["plain", "deterministic", "recompute"]))
+def test_gradients_have_the_bits_of_copied_ones(stage, how, wide):
+    ranks = 1 if stage == 0 else 2
+    (old, copied), (new, placed) = (run_ranks(run, ranks, x, stage, how)[0] for x in (False, True))
+    for one, other in zip(old, new, strict=True):
+        assert_same(one, other)
+    for step in (0, 2):  # the first of a step, and of the next
+        assert placed[step] >= IN_PLACE
+        assert not copied[step] & IN_PLACE
+
+
+class Layer(nn.Module):
+    """A linear layer of fastpar.kernels, and before it one whose gradient comes first."""
+
+    def __init__(self, times=1):
+        super().__init__()
+        self.weight, self.times = nn.Parameter(torch.randn(6, 6)), times
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = linear(x, self.weight).tanh()
+        return (x * self.scale).sum()
+
+
+def placed(layer, **options):
+    return parallelize(copy.deepcopy(layer), Mesh(device="cpu"), Parallel.of(**options))
+
+
+def test_whoever_else_has_a_gradient_keeps_it():
+    """A weight that is used twice gets the sum; a gradient that autograd is asked for, that a hook
+    has seen, or that a copy of the model has, is written by nobody else."""
+    layer, x = Layer(times=3), torch.randn(5, 6)
+    model = placed(layer)
+    twin = copy.deepcopy(model)
+    for each in (layer, model, twin):
+        each(x).backward()
+        assert torch.equal(each.weight.grad, layer.weight.grad)
+    assert model.weight.grad.data_ptr() != twin.weight.grad.data_ptr()
+    model, kept = placed(Layer(), deterministic=True), []
+    _, grad = torch.autograd.grad(model(x), [model.scale, model.weight])
+    before = grad.clone()
+    engine_of(model).buckets[0].grad.fill_(7.0)
+    assert torch.equal(grad, before)
+    model.weight.register_hook(kept.append)
+    for scale in (1.0, 2.0):
+        model(torch.full((5, 6), scale)).backward()
+        model.zero_grad()
+    first = kept[0].clone()
+    model(x).backward()
+    assert torch.equal(kept[0], first)
+    assert not torch.equal(kept[0], kept[1])
+
+
+# Gradients in fp32 of bf16 products
+
+
+@pytest.fixture
+def wide_products(monkeypatch):
+    module = sys.modules["fastpar.kernels.linear"]  # the function hides it
+    monkeypatch.setattr(module, "use_wide", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(backend, "cuda_on_cpu", True)  # of the table, too
+
+
+def wide_run(stage, how, accumulate, wide=True, **options):
+    """Gradients of a step of two micro-batches, of a bf16 model whose gradients are fp32."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**SIZES)).bfloat16()
+    if how == "recompute":
+        recompute(model, "full")
+    options = {"zero_stage": stage, "bucket_mb": 0.01, "accumulate": accumulate, **options}
+    model = parallelize(model, Mesh(device="cpu"), Parallel.of(grad_dtype=torch.float32, **options))
+    if not wide:
+        withdraw(model)
+    for micro in range(2):
+        ids = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(micro))
+        model(ids, ids, rng_key=make_key(1, micro)).backward()
+    return {n: g.clone() for n, g in named_grads(engine_of(model))}
+
+
+@pytest.mark.parametrize("accumulate", ["full", "shard"])
+@pytest.mark.parametrize("how", ["plain", "recompute"])
+def test_wide_gradients_are_the_same_at_every_stage(wide_products, wide, how, accumulate):
+    """Two ranks with the same batches: their mean has the bits of one."""
+    alone = wide_run(0, how, "full")
+    placed = IN_PLACE | {"wte.weight"}
+    assert wide >= placed
+    rounded = wide_run(0, how, "full", wide=False)
+    for name in alone:
+        assert torch.equal(alone[name], rounded[name]) == (name not in placed), name
+    for stage in (0, 1) if accumulate == "full" else (2, 3):
+        for found in run_ranks(wide_run, 2, stage, how, accumulate):
+            assert_same(found, alone)
+
+
+class Elsewhere(Layer):
+    def forward(self, x):
+        return super().forward(x) + (self.weight * 3).sum()
+
+
+def test_a_wide_weight_that_is_used_twice_and_elsewhere_gets_the_sum(wide_products):
+    layer, x = Elsewhere(times=3).bfloat16(), torch.randn(5, 6).bfloat16()
+    exact = copy.deepcopy(layer).double()
+    exact(x.double()).backward()
+    model = placed(layer, grad_dtype=torch.float32)
+    for times in (1, 2):
+        model(x).backward()
+        error = (model.weight.main_grad - times * exact.weight.grad).abs().max()
+        assert error < 0.02 * exact.weight.grad.abs().max(), error
+
+
+class Tied(nn.Module):
+    """A table that is read, and multiplied with."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)  # ranks may be threads
+        self.wte = nn.Parameter(torch.randn(30, 16, generator=generator).bfloat16())
+
+    def forward(self, ids, buffer=None):
+        x = embedding(ids, self.wte, wte_grad=buffer).sin()
+        return linear_cross_entropy(x, self.wte, ids, weight_grad=buffer)
+
+
+def table_run(stage, accumulate, micro_batches):
+    options = {"zero_stage": stage, "accumulate": accumulate, "grad_dtype": torch.float32}
+    model = parallelize(Tied(), Mesh(device="cpu"), Parallel.of(**options))
+    for ids in table_ids(micro_batches):
+        model(ids).backward()
+    [(_, grad)] = named_grads(engine_of(model))
+    return grad.clone()
+
+
+def table_ids(micro_batches):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(30, (2, 8), generator=generator) for _ in range(micro_batches)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "micro_batches"), [(0, "full", 2), (1, "full", 2), (2, "shard", 1)]
+)
+def test_on_a_gpu_the_gradient_of_a_tied_table_is_not_rounded(
+    monkeypatch, wide, stage, accumulate, micro_batches
+):
+    """The loss writes it where it is kept, and the embedding adds to it: the bits of an fp32 buffer
+    that is given to both."""
+    model, buffer = Tied(), torch.zeros(30, 16)
+    for ids in table_ids(micro_batches):
+        model(ids, buffer).backward()
+    given = stage, accumulate, micro_batches
+    rounded = table_run(*given)
+    assert not wide  # on a CPU autograd has it, in bf16
+    assert not torch.equal(rounded.view_as(buffer), buffer)
+    monkeypatch.setattr(backend, "cuda_on_cpu", True)
+    for found in (table_run(*given), *run_ranks(table_run, 2, *given)):
+        assert wide
+        assert torch.equal(found.view_as(buffer), buffer)
+
+
+def stages_run(schedule):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{**SIZES, "dropout": 0.0})).bfloat16()
+    options = {"grad_dtype": torch.float32, "schedule": schedule}
+    model = parallelize(model, Mesh(pp=2, device="cpu"), Parallel.of(**options))
+    ids = torch.randint(30, (4, 8), generator=torch.Generator().manual_seed(0))
+    pipeline_step(model, ids, ids, micro_batches=2)
+    return {n: g.clone() for n, g in named_grads(engine_of(model))}
+
+
+def test_a_split_backward_has_the_same_wide_gradients(wide_products):
+    for one, other in zip(run_ranks(stages_run, 2, "1f1b"), run_ranks(stages_run, 2, "zb-h1")):
+        assert_same(one, other)

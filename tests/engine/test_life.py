@@ -222,6 +222,9 @@ def test_a_model_with_experts_on_ranks_of_ep(stage):
 def test_describe_shows_every_bucket():
     text = engine_of(parallelize(Net(), one_rank(), Parallel.of(**SMALL))).describe()
     assert text.startswith("engine: stage 0, dp=1, 1 shards, no communication, 408 trained param")
+    for options in ({"zero_stage": 3}, {"zero_stage": 2, "shard_size": 1}):
+        alone = engine_of(parallelize(Net(), one_rank(), Parallel.of(**options))).describe()
+        assert alone.startswith("engine: stage 0")  # nobody to share with
     rows = re.findall(r"^ +(\d+) +- +float32 +(\d+) +[\d.]+ +[\d.]+  (.+)$", text, re.MULTILINE)
     assert [int(r[0]) for r in rows] == list(range(7))  # the embedding has one of its own
     assert (rows[0][2], rows[-1][2]) == ("extra.bias", "wte.weight")

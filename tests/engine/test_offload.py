@@ -107,22 +107,6 @@ def held(program, cells=HOSTS, ranks=1, **options):
         assert_same(run_ranks(run, ranks, *cell), expected, cell)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_of_the_state_is_on_the_device(dtype):
-    """Between steps: weights in their own dtype; no gradient, no master, no moment."""
-    model = made(dtype=dtype, grad_dtype=torch.float32)
-    optimizer = adamw(model, master_weights=dtype != torch.float32)
-    steps(model, optimizer)
-    engine, n = engine_of(model), sum(p.numel() for p in model.parameters())
-    kinds, padding = engine.memory(), 256 * dtype.itemsize * len(list(model.parameters()))
-    assert kinds["gradients"] == kinds["gradient shards"] == kinds["partial sums"] == 0
-    assert n * dtype.itemsize <= kinds["parameters"] <= n * dtype.itemsize + padding
-    assert kinds["host weights"] == kinds["parameters"]
-    assert kinds["host gradients"] == kinds["parameters"] // dtype.itemsize * 4
-    assert "offload: optimizer on the host" in engine.describe()
-    assert engine.report.offload_ms >= 0
-
-
 def test_few_gradients_are_on_their_way_at_once(monkeypatch):
     """A slow bus holds the backward up, rather than to let gradients pile up on the device."""
     under_way, most, down = [], [], SlowBus.down

@@ -26,11 +26,7 @@ from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 SMALL = {"bucket_mb": 0.0025, "first_bucket_mb": 0.001}
-
-
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
@@ -63,41 +59,27 @@ def one_process():
     dist.destroy_process_group()
 
 
+OTHERS = [
+    (lambda: parallelize(nn.Sequential(nn.LazyLinear(4)), Mesh()),
+     r"parameters with values, got an uninitialized '0.weight'; call the model once"),
+    (lambda: parallelize(stack(), None),
+     r"expected a fastpar.Mesh, got mesh=NoneType; pass fastpar.Mesh\(\)"),
+    (lambda: parallelize(stack().parameters(), Mesh()),
+     r"expected a torch.nn.Module, got model=generator; pass the model"),
+    (lambda: parallelize(fully_shard(stack(), mesh=init_device_mesh("cpu", (1,))), Mesh()),
+     r"plain parameters, got DTensor '0.weight'; leave FSDP and fully_sh"),
+    (lambda: parallelize(FullyShardedDataParallel(stack(), device_id=torch.device("cpu")), Mesh()),
+     r"plain parameters, got Parameter '_fsdp_wrapped_module._flat_param'"),
+    (lambda: parallelize(DistributedDataParallel(stack()), Mesh()),
+     r"without DistributedDataParallel, which averages gradients too, got 'model'"),
+    (lambda: DistributedDataParallel(parallelize(stack(), Mesh())),
+     r"DistributedDataParallel: expected a model without an engine, got one of fastp"),
+]  # fmt: skip
+
+
 def test_models_and_meshes_of_others(one_process):
     """Modules that were wrapped, split or never filled, and other things than a Mesh."""
-
-    def lazy():
-        parallelize(nn.Sequential(nn.LazyLinear(4)), Mesh())
-
-    def no_mesh():
-        parallelize(stack(), None)
-
-    def no_model():
-        parallelize(stack().parameters(), Mesh())
-
-    def split():
-        model = stack()
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        parallelize(model, Mesh())
-
-    def flat():
-        parallelize(FullyShardedDataParallel(stack(), device_id=torch.device("cpu")), Mesh())
-
-    def inside():
-        parallelize(DistributedDataParallel(stack()), Mesh())
-
-    def around():
-        DistributedDataParallel(parallelize(stack(), Mesh()))
-
-    for build, message in (
-        (lazy, r"parameters with values, got an uninitialized '0.weight'; call the model once"),
-        (no_mesh, r"expected a fastpar.Mesh, got mesh=NoneType; pass fastpar.Mesh\(\)"),
-        (no_model, r"expected a torch.nn.Module, got model=generator; pass the model"),
-        (split, r"plain parameters, got DTensor '0.weight'; leave FSDP and fully_sh"),
-        (flat, r"plain parameters, got Parameter '_fsdp_wrapped_module._flat_param'"),
-        (inside, r"without DistributedDataParallel, which averages gradients too, got 'model'"),
-        (around, r"DistributedDataParallel: expected a model without an engine, got one of fastp"),
-    ):
+    for build, message in OTHERS:
         with pytest.raises(ValueError, match=message):
             build()
 
@@ -350,15 +332,6 @@ def test_ranks_that_do_different_things(case, stage):
     message = r"(on rank|of rank|from rank) \d.* (bucket \d+ of step \d|backward passes)"
     message += r"|expected as many backward passes on every rank|every rank to begin the same, got"
     assert_all_raise(outcomes, RuntimeError, message)
-
-
-@pytest.mark.parametrize(
-    ("case", "stage", "transport"), [("no step", 3, "shm"), slow("another backward", 2, "torch")]
-)
-def test_processes_that_do_different_things(case, stage, transport):
-    given, how = (case, stage, transport, 10.0), {"init": False, "return_exceptions": True}
-    outcomes = run_ranks(train, 2, *given, backend="gloo", timeout_s=60, **how)
-    assert_all_raise(outcomes, RuntimeError, r"rank \d")
 
 
 # In processes of their own
