@@ -322,28 +322,25 @@ def test_keys_that_nobody_gave_are_the_same_on_all_ranks(pp):
     assert others == [first] * len(others)
 
 
-def held():
-    model = parallelize(gpt(dropout=0.1), Mesh(cp=2))
-    assert copy.deepcopy(model).cp is model.cp
-    with pytest.raises(RuntimeError, match=r"got the model itself on rank \d of 2; save model.sta"):
-        pickle.dumps(model)
-    with pytest.raises(ValueError, match=r"generate: expected .* got one with cp=2; load_hf"):
-        generate(model, batch()[0], 1)
-    with pytest.raises(ValueError, match="expected 1 <= T <= block_size=13, got T=14; crop the"):
-        model(*batch(14))
-
-
-def other_inputs():
-    model = parallelize(gpt(), Mesh(cp=2), debug=Debug(check_inputs=True))
-    x, y = batch()
-    x[1, 0] = torch.distributed.get_rank()
-    with pytest.raises(RuntimeError, match=r"of a cp group, .*'idx' first at index \[1, 0\] on cp"):
-        model(x, y)
-
-
 def test_what_a_model_of_cp_refuses():
-    run_ranks(held, 2)
-    run_ranks(other_inputs, 2)
+    def rank():
+        model = parallelize(gpt(dropout=0.1), Mesh(cp=2), debug=Debug(check_inputs=True))
+        assert copy.deepcopy(model).cp is model.cp
+        with pytest.raises(RuntimeError, match=r"got the model itself on rank \d of 2; save model"):
+            pickle.dumps(model)
+        with pytest.raises(ValueError, match=r"generate: expected .* got one with cp=2; load_hf"):
+            generate(model, batch()[0], 1)
+        with pytest.raises(
+            ValueError, match="expected 1 <= T <= block_size=13, got T=14; crop the"
+        ):
+            model(*batch(14))
+        x, y = batch()
+        x[1, 0] = torch.distributed.get_rank()
+        message = r"of a cp group, .*'idx' first at index \[1, 0\] on cp"
+        with pytest.raises(RuntimeError, match=message):
+            model(x, y)
+
+    run_ranks(rank, 2)
 
 
 BAD = [

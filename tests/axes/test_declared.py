@@ -250,20 +250,18 @@ def test_every_parameter_of_gpt_is_declared_and_reported(sequence_parallel):
     assert any(line.startswith("     1 h.*.ln_1.weight  [32]") for line in lines)
 
 
-def planned():
-    """A report of what a plan names, of one parameter more, and of nothing."""
-    plain = parallelize(nn.Linear(2, 2), Mesh(tp=1))
-    mlp = nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
-    model = nn.ModuleDict({"mlp": mlp, "norm": nn.LayerNorm(8)})
-    parallelize(
-        model, Mesh(tp=2), Parallel.of(**PLAIN), tp_plan={"mlp.up": Column(), "mlp.down": "row"}
-    )
-    return engine_of(plain).tp_report.splitlines(), engine_of(model).tp_report.splitlines()
-
-
 def test_a_report_of_a_plan():
-    """Every parameter has its line."""
-    nothing, lines = run_ranks(planned, 2)[0]
+    """Every parameter has its line, of what a plan names and of what it does not."""
+
+    def rank():
+        plain = parallelize(nn.Linear(2, 2), Mesh(tp=1))
+        mlp = nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
+        model = nn.ModuleDict({"mlp": mlp, "norm": nn.LayerNorm(8)})
+        plan = {"mlp.up": Column(), "mlp.down": "row"}
+        parallelize(model, Mesh(tp=2), Parallel.of(**PLAIN), tp_plan=plan)
+        return engine_of(plain).tp_report.splitlines(), engine_of(model).tp_report.splitlines()
+
+    nothing, lines = run_ranks(rank, 2)[0]
     assert nothing == ["tensor parallelism: tp=1, nothing is split"]
     assert lines == [
         "tensor parallelism: tp=2, sequence parallelism off, the given plan",

@@ -1,7 +1,4 @@
-"""Experts of one process against a dense fp64 oracle that computes all of them and masks.
-
-tests/contracts/test_same_run.py and test_ep_matrix.py have them on ranks.
-"""
+"""Experts of one process against a dense fp64 oracle that computes all of them and masks."""
 
 from collections import Counter
 

@@ -12,7 +12,7 @@ import time
 import fake_streams
 import pytest
 import torch
-from cells import slow
+from cells import covering, slow
 from fake_streams import FakeBus, device_is_busy
 from nan_bus import poisoned
 
@@ -250,8 +250,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, slow(2), slow(4)])
-@pytest.mark.parametrize(("dtype", "options"), FORMATS.values(), ids=FORMATS)
+@covering(1, ("ranks", [1, 2, 4]), (("dtype", "options"), FORMATS.values()))
 def test_formats_of_the_state(dtype, options, ranks):
     """Each format of the optimizer's state, at every stage, with clipping."""
     program = functools.partial(trains, **options)
@@ -402,7 +401,7 @@ def evaluates(model, clip=0.5, accum=1):
     return torch.tensor(losses), final(model, optimizer)
 
 
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("accum", [slow(1), 2])
 def test_copies_that_come_at_the_last_moment_change_nothing(streams, accum):
     held(functools.partial(evaluates, accum=accum), grad_accum_steps=accum)
 
@@ -452,7 +451,7 @@ def recomputed(bus, micro_batches):
     return [*found, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [slow(1), 2])
 def test_activations(streams, micro_batches):
     found = recomputed(poisoned(FakeBus)(), micro_batches)
     assert_same(found, recomputed(None, micro_batches), micro_batches)

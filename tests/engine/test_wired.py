@@ -157,17 +157,29 @@ def distance(a, b):
 
 
 STAGES = ("stage", [0, 1, 2, 3])
+WIRE = list(WIRES)
 
 
-@covering(1, ("layout", list(LAYOUTS)), STAGES)
-def test_what_loses_nothing_changes_no_bit(layout, stage, monkeypatch):
+def cells(names, quick):
+    """(layout, stage, format) of each layout at two stages; one of the quick ones is default."""
+    each = [(i, n, name) for n in (0, 2) for i, name in enumerate(names)]
+    found = [(name, (i + n) % 4, WIRE[(i // 4 + n) % 4]) for i, n, name in each]
+    return [c if i < len(names) and c[0] in quick else slow(*c) for i, c in enumerate(found)]
+
+
+def over(names, *quick):
+    return pytest.mark.parametrize(("layout", "stage", "wire"), cells(names, quick))
+
+
+@over(LAYOUTS, "tp", "grid of rows", "pp, zb-v", "cp by keys", "ep")
+def test_what_loses_nothing_changes_no_bit(layout, stage, wire, monkeypatch):
     plain = runs(layout, stage, {})
     monkeypatch.setitem(FORMATS, "int8", LOSSLESS)
     for (a, *_), (b, *_) in zip(plain, runs(layout, stage, WIRES["int8"])):
         assert same(a, b)
 
 
-@covering(1, ("layout", [*PLAIN, *LAYOUTS]), STAGES, ("wire", list(WIRES)))
+@over([*PLAIN, *LAYOUTS], "dp", "more of dp", "nodes", "tp", "pp", "accumulation")
 def test_two_runs_are_alike_and_near_the_one_without(layout, stage, wire):
     """Another format is another run; it must be this one, twice, of the bytes that are announced.
     On nodes gradients are added up in each node first."""
@@ -187,8 +199,8 @@ def test_two_runs_are_alike_and_near_the_one_without(layout, stage, wire):
             assert 0 < distance(a, c) < 0.6 * distance(c, begin)
 
 
-@covering(1, ("layout", ["tp", "pp, zb-v", "tp and cp", "ep", "copies"]), STAGES)
-def test_the_defaults_of_torch_change_no_bit(layout, stage):
+@over(["tp", "ep", "pp, zb-v", "tp and cp", "copies"], "tp", "pp, zb-v")
+def test_the_defaults_of_torch_change_no_bit(layout, stage, wire):
     wire = {} if stage == 0 else {**WIRES["int4, fed back"], "wire_weights": "int8"}
     ranks, stage = OF[layout][0], stage or int(layout == "copies")
     models = [start(layout) for _ in range(ranks)]
@@ -219,7 +231,7 @@ def resumed(layout, stage, wire, folder, load):
     return steps(model, optimizer, layout, 2, 4)
 
 
-@covering(1, ("layout", ["dp", *PAIRS]), STAGES, ("wire", ["int8 both", "int4, fed back"]))
+@over(["dp", *PAIRS], "dp", "dp and tp", "dp and copies")
 def test_a_checkpoint_of_every_pair_of_axes_goes_on_with_the_same_bits(
     layout, stage, wire, tmp_path
 ):
@@ -242,8 +254,7 @@ def test_what_was_lost_on_the_wire_is_part_of_a_checkpoint(tmp_path):
 # What was lost is kept
 
 
-@sweep("name", ["int8", "int4"])
-@sweep("layout", ["dp", "nodes"])
+@sweep(("layout", "name"), [("dp", "int4"), ("nodes", "int8")])
 def test_errors_in_the_memory_of_gradients_are_those_of_a_buffer(layout, name):
     """Stage 1 keeps them in place: the bits of stage 2 with a buffer, without any memory."""
     wire = {"wire_gradients": name}
@@ -519,12 +530,13 @@ KINDS = {
     "fp8": {},
 }
 CELLS = [
-    *(("dp and tp", 3, "plain"), ("partial sums", 0, "plain"), ("dp and cp", 1, "plain")),
-    *(("cp by keys", 2, "plain"), ("dp and ep", 0, "plain"), ("dp and pp", 1, "plain")),
-    *(("rows and tp", 0, "plain"), ("copies", 3, "plain"), ("dp and tp", 2, "wires")),
-    *(("dp and ep", 3, "wires"), ("dp and cp", 1, "optimizer"), ("dp and pp", 2, "optimizer")),
-    *(("dp and tp", 3, "parameters"), ("dp and tp", 0, "fp8"), ("dp and cp", 3, "fp8")),
-]
+    *(("dp and tp", 3, "plain"), ("copies", 3, "plain"), slow("dp and cp", 1, "plain")),
+    *(slow("cp by keys", 2, "plain"), slow("dp and ep", 0, "plain"), slow("dp and pp", 1, "plain")),
+    *(slow("rows and tp", 0, "plain"), slow("partial sums", 0, "plain"), ("dp and tp", 2, "wires")),
+    *(slow("dp and ep", 3, "wires"), slow("dp and pp", 2, "optimizer")),
+    ("dp and cp", 1, "optimizer"),
+    *(("dp and tp", 3, "parameters"), slow("dp and tp", 0, "fp8"), ("dp and cp", 3, "fp8")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "stage", "kind"), CELLS)
