@@ -50,6 +50,7 @@ COMMANDS = {  # which are no benches: module with a main()
     "study": "bench.systems.study",
     "tune": "bench.ops.tune",
 }
+SEVERAL = {"layouts": ("zero", "tp", "pp", "cp"), "links": ("overlap", "wires")}  # of a module
 
 
 def names() -> list[str]:
@@ -59,8 +60,18 @@ def names() -> list[str]:
 
 def homes() -> dict[str, str]:
     """name -> the module of a bench."""
-    files = Path(__file__).parent.glob("*/bench_*.py")
-    return {p.stem.removeprefix("bench_"): f"bench.{p.parent.name}.{p.stem}" for p in files}
+    found = {}
+    for path in Path(__file__).parent.glob("*/bench_*.py"):
+        stem = path.stem.removeprefix("bench_")
+        for name in SEVERAL.get(stem, (stem,)):
+            found[name] = f"bench.{path.parent.name}.{path.stem}"
+    return found
+
+
+def limit_of(name: str, device: str) -> float:
+    """Seconds that a bench may take."""
+    limits = importlib.import_module(homes()[name]).TIME_LIMIT_S
+    return limits.get(name, limits)[device]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -106,7 +117,7 @@ def run_apart(name: str, args: argparse.Namespace, left_s: float) -> str | None:
     limit = args.time_limit
     if limit is None:
         try:
-            limit = importlib.import_module(homes()[stem]).TIME_LIMIT_S[args.device]
+            limit = limit_of(stem, args.device)
         except Exception as error:  # a bench that cannot be imported fails alone
             return reason(error)
     limit = min(limit, left_s)

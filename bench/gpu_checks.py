@@ -39,7 +39,7 @@ from bench.harness import Bench
 from bench.ops.errors import orthogonals
 from bench.records import ROOT, ResultFile, Row, commit, machine
 from bench.systems import bench_train
-from bench.systems.worker import Spec, Variant
+from bench.systems.bench_train import Spec, Variant
 from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor
 from fastpar.doctor.cases import ErrorCase, attentions, experts, proof_cases
@@ -542,7 +542,7 @@ def in_turns(name: str, batch_size: int, *names: str, rounds: int = 2, steps: in
     known = {"eager": stock, "torch.compile": replace(stock, compiled=True)}
     known["fastpar"] = replace(stock, kind="fastpar")
     specs = {n: known[n] for n in names}
-    logs = bench_train.take_turns(specs, rounds=rounds, steps=steps, warmup=4, worker=Here)
+    logs = bench_train.take_turns(specs, rounds=rounds, steps=steps, warmup=4, begin=Here)
     one = bench_of("train", "")
     one.add(*bench_train.to_rows(one, f"{name} T=1024 B={batch_size}", specs, logs, names[0]))
     refused = [f"{n}: {log.refused}" for n, log in logs.items() if log.refused]
@@ -563,9 +563,9 @@ def step_of_124m() -> Found:
     found = in_turns("124M", 32, "eager", "fastpar")
     config, batch_size = (SMALL, 4) if RUN.quick else (GPT2, 32)
     variant = Variant(Spec("fastpar", config, batch_size, device=RUN.device))
-    variant.steps(0, 3)
+    variant.steps(3)
     with torch.profiler.profile() as trace:
-        variant.steps(3, 2)
+        variant.steps(2)
     trace.export_chrome_trace(str(RUN.scratch / "trace.json.gz"))
     events = [e for e in trace.key_averages() if e.self_device_time_total > 0]
     events.sort(key=lambda e: -e.self_device_time_total)
@@ -635,7 +635,7 @@ def compile_124m() -> None:
     """Fills the compiler's cache, for the headline."""
     config, batch_size = (SMALL, 4) if RUN.quick else (GPT2, 32)
     compiled = not RUN.quick
-    Variant(Spec("stock", config, batch_size, device=RUN.device, compiled=compiled)).steps(0, 1)
+    Variant(Spec("stock", config, batch_size, device=RUN.device, compiled=compiled)).steps(1)
 
 
 @cell("fast", "124M, B=32", limit_s=100, alone=True, must=True)

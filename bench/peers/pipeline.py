@@ -1,12 +1,9 @@
-"""Pipeline stages by torch, DeepSpeed and fastpar behind one door: build(name, ...).
+"""Pipeline stages of stock.py's model by torch and by DeepSpeed. A sequence is a micro-batch.
 
-torch and DeepSpeed train stock.py's model, fastpar its own. One sequence is a micro-batch. torch
-and fastpar cut the layers alike, by the flops of their parts, DeepSpeed by its default, parameters.
-
-torch: PipelineStage with Schedule1F1B and its fused AdamW. It has no tied tables: the first and the
-last stage have a copy each, whose gradients are added up after the schedule, by hand.
-DeepSpeed: PipelineModule with a TiedLayerSpec. fastpar: pipeline_step; the engine adds up the
-table's gradients of both stages.
+torch: PipelineStage with Schedule1F1B and its fused AdamW, layers cut as fastpar cuts them, by
+their flops. It has no tied tables: the first and the last stage have a copy each, whose gradients
+are added up after the schedule, by hand. DeepSpeed: PipelineModule with a TiedLayerSpec, which cuts
+by parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -23,21 +19,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.peers import engines, stock
+from bench.peers import stock
+from bench.peers.stock import stock_model
 from fastpar.axes.pipeline.schedules import cut
 from fastpar.comm.mesh import gather_objects
-from fastpar.models.gpt import GPT
 from fastpar.observe.strategies import Contender, Settings, adamw_of, import_deepspeed
 from fastpar.settings.model import GPTConfig, part_flops
 
 TORCH, DEEPSPEED = "torch Schedule1F1B", "DeepSpeed pipeline"
-OWN = "fastpar PP"
-# (schedule, sequences of a micro-batch)
-VARIANTS = {
-    "fastpar PP, 2 rows": ("1f1b", 2),
-    "fastpar PP, zb-v": ("zb-v", 1),
-    "fastpar PP, zb-v, 2 rows": ("zb-v", 2),
-}
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -68,15 +57,8 @@ class Stage(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight) if self.last else x
 
 
-def model_of(config: GPTConfig) -> stock.GPT:
-    """The weights that fastpar.GPT has with seed 0."""
-    return stock.GPT(config).load_fastpar(GPT(config, seed=0).state_dict())
-
-
 class _Pipeline(Contender):
     """Every rank is a stage and is given all rows."""
-
-    dp_rank, dp_size = 0, 1
 
     def __init__(self, name: str, model: nn.Module, optimizer: Any, settings: Settings) -> None:
         super().__init__(name, model, optimizer, settings)
@@ -97,7 +79,7 @@ class _Torch(_Pipeline):
 
         rank, size = dist.get_rank(), dist.get_world_size()
         ends = [0, *accumulate(cut(part_flops(config), size))]
-        model = Stage(model_of(config), range(ends[rank], ends[rank + 1]))
+        model = Stage(stock_model(config), range(ends[rank], ends[rank + 1]))
         super().__init__(name, model, adamw_of(model, settings), settings)
         self.ends, _ = dist.new_subgroups_by_enumeration(
             [[0, size - 1], *([r] for r in range(1, size - 1))]
@@ -119,11 +101,9 @@ class _Torch(_Pipeline):
             dist.all_reduce(model.wte.weight.grad, group=self.ends)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        loss = (
-            torch.stack(losses).double().mean().detach()
-            if losses
-            else torch.zeros((), dtype=torch.float64)
-        )
+        loss = torch.zeros((), dtype=torch.float64)
+        if losses:
+            loss = torch.stack(losses).double().mean().detach()
         dist.broadcast(loss, dist.get_world_size() - 1)
         return loss
 
@@ -155,7 +135,7 @@ class _DeepSpeed(_Pipeline):
         net = pipe.PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=loss_of)
         self.names = {"1": "wpe", str(config.n_layer + 2): "ln_f", "tied_modules.table": "wte"}
         self.names |= {str(i + 2): f"h.{i}" for i in range(config.n_layer)}
-        start = model_of(config).state_dict()
+        start = stock_model(config).state_dict()
         with torch.no_grad():
             for own, p in net.named_parameters():
                 p.copy_(start[self.stock_name(own)])
@@ -188,16 +168,9 @@ class _DeepSpeed(_Pipeline):
         return engine.train_batch(iter(zip(x.split(1), y.split(1)))).detach()
 
 
-def build(name: str, config: GPTConfig, settings: Settings) -> Contender:
-    """The contender, on this rank; of other names as bench.peers.engines. Ranks: all."""
-    if name == TORCH:
-        return _Torch(name, config, settings)
-    if name == DEEPSPEED:
-        return _DeepSpeed(name, config, settings)
-    if name in VARIANTS:
-        schedule, rows = VARIANTS[name]
-        parallel = settings.parallel.change(schedule=schedule)
-        settings = replace(settings, parallel=parallel, micro_rows=rows)
-        return engines.build(OWN, lambda: GPT(config, seed=0), settings)
-    own = name.startswith("fastpar")
-    return engines.build(name, lambda: GPT(config, seed=0) if own else model_of(config), settings)
+WAYS = {TORCH: _Torch, DEEPSPEED: _DeepSpeed}
+
+
+def build(title: str, config: GPTConfig, settings: Settings) -> Contender:
+    """The contender, on this rank. Ranks: all."""
+    return WAYS[title](title, config, settings)

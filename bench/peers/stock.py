@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fastpar
 from fastpar.observe.strategies import decay_groups
 from fastpar.settings.model import GPTConfig
 
@@ -91,6 +92,16 @@ class GPT(nn.Module):
         state["wte.weight"] = state["wte.weight"][: self.config.vocab_size]
         self.load_state_dict(state)
         return self
+
+
+def stock_model(config: GPTConfig) -> GPT:
+    """The weights that fastpar.GPT has with seed 0, without filling the module twice."""
+    state = fastpar.GPT(config, seed=0).state_dict()
+    state["wte.weight"] = state["wte.weight"][: config.vocab_size]
+    with torch.device("meta"):
+        model = GPT(config)
+    model.load_state_dict(state, assign=True)
+    return model
 
 
 def adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float):

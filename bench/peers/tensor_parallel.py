@@ -1,13 +1,13 @@
-"""Tensor-parallel training by torch's DTensor and by fastpar behind one door: build(way, ...).
+"""Tensor-parallel training by torch's DTensor.
 
-torch trains stock.py's GPT-2 with its tokens as [N, C] (it then gathers and scatters without a
+It trains stock.py's GPT-2 with its tokens as [N, C] (it then gathers and scatters without a
 copy), the head as a module of its own, which its plan names, and the rows of c_attn by heads,
 [H, 3, D] instead of [3, H, D], which is the layout in which a DTensor split along dim 0 is a split
 by heads. Parameters have stock.py's names; weights() yields them whole in its layout.
 parallelize_module with ColwiseParallel, RowwiseParallel, SequenceParallel and loss_parallel, local
 tensors between the modules, FSDP2 over dp in the same mesh; its fused AdamW. Every split module has
 its one collective in each direction, none is undone; without sequence parallelism norms are plain
-modules. fastpar trains fastpar.GPT, by compare's strategies.
+modules.
 
 Megatron-LM's and DeepSpeed's tensor parallelism need CUDA extensions that do not build for a CPU.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,35 +24,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastpar
-from bench.peers import engines, stock
+from bench.peers import stock
 from fastpar.observe.strategies import Contender, Settings, decay_groups
 from fastpar.settings.model import GPTConfig
 
-TORCH, OWN = "torch", "fastpar"
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to train on tp * dp ranks; str() is the row's variant.
-
-    kind: TORCH or OWN, which has tp=2; zero_stage: 3 is FSDP2 that frees after forward, 2 one that
-    does not. transport: of fastpar.
-    """
-
-    kind: str
-    tp: int = 2
-    sequence_parallel: bool = True
-    zero_stage: int = 0
-    transport: str = "torch"
-
-    def __str__(self) -> str:
-        if self.kind == TORCH:
-            fsdp = {0: "", 2: " + FSDP2, no reshard", 3: " + FSDP2"}
-            name = f"torch DTensor{fsdp[self.zero_stage]}"
-        else:
-            stage = f", ZeRO-{self.zero_stage}" if self.zero_stage else ""
-            name = f"fastpar{stage}, {'gloo' if self.transport == 'torch' else 'shm'}"
-        return name + ("" if self.sequence_parallel else ", whole sequences")
+TP = 2  # ranks that split the layers
+# Title -> sequence parallel; FSDP2 beside it: None, or whether it frees after forward.
+WAYS: dict[str, tuple[bool, bool | None]] = {
+    "torch DTensor": (True, None),
+    "torch DTensor, whole sequences": (False, None),
+    "torch DTensor + FSDP2": (True, True),
+    "torch DTensor + FSDP2, no reshard": (True, False),
+}
 
 
 class Attention(nn.Module):
@@ -183,28 +165,20 @@ def _adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     )
 
 
-def _torch(way: Way, config: GPTConfig, settings: Settings) -> Contender:
+def build(title: str, config: GPTConfig, settings: Settings, tp: int = TP) -> Contender:
+    """The contender, on this rank. Ranks: all, with the same arguments."""
     from torch.distributed.fsdp import fully_shard  # slow to import
 
     # It warns of the two gathers that make a parameter whole, for the gate.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    shape = (dist.get_world_size() // way.tp, way.tp)
+    sequence_parallel, reshard = WAYS[title]
+    shape = (dist.get_world_size() // tp, tp)
     mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     model: Any = model_of(config)
-    _split_by_torch(model, mesh["tp"], way.sequence_parallel)
-    if way.zero_stage:
-        for block in model.h:
-            fully_shard(block, mesh=mesh["dp"], reshard_after_forward=way.zero_stage == 3)
-        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=way.zero_stage == 3)
-    return _TorchTP(str(way), model, _adamw(model, settings))
-
-
-def build(way: Way, config: GPTConfig, settings: Settings | None = None) -> Contender:
-    """The contender, on this rank. Ranks: all, with the same arguments."""
-    settings = settings or Settings()
-    if way.kind == TORCH:
-        return _torch(way, config, settings)
-    options = {"transport": way.transport, "sequence_parallel": way.sequence_parallel}
-    title = f"fastpar TP, ZeRO-{way.zero_stage}" if way.zero_stage else "fastpar TP"
-    settings = replace(settings, parallel=settings.parallel.change(**options))
-    return engines.build(title, lambda: fastpar.GPT(config, seed=0), settings)
+    _split_by_torch(model, mesh["tp"], sequence_parallel)
+    if reshard is not None:
+        for unit in (*model.h, model):
+            fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=reshard)
+    made = _TorchTP(title, model, _adamw(model, settings), settings)
+    made.dp_rank, made.dp_size = dist.get_rank() // tp, shape[0]
+    return made

@@ -1,31 +1,44 @@
 """One training step (forward, backward, clip, AdamW): fastpar beside plain PyTorch.
 
 Plain PyTorch is bench/peers/stock.py, eager and under torch.compile, with fused AdamW and
-clip_grad_norm_; for two ranks it is DDP with 25 MB buckets. Same weights, batches and threads.
-Variants take turns of a few steps, so that their times are side by side; each lives in processes of
-its own, so that its peak memory is its own. Cases: 6x384 and 12x768 on a CPU, one process and two
-ranks; char, nanoGPT's CPU recipe with its loss curve; muon, fastpar.Muon beside it; on a GPU 124M
-and 1.5B.
+clip_grad_norm_; for two ranks it is DDP with 25 MB buckets. Same weights, batches and threads, in
+turns (bench/systems/steps.py). Cases: 6x384 and 12x768 on a CPU, one process and two ranks; char,
+nanoGPT's CPU recipe with its loss curve; muon, fastpar.Muon beside it; on a GPU 124M and 1.5B.
+
+[Note: the gate of a training step] After its timed steps a fastpar variant computes the gradients
+of one small batch; their error against plain PyTorch in fp64 on the same weights, as a vector norm,
+may be at most twice that of plain PyTorch in the same precision, plus one rounding.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from bench.harness import Bench
+from bench.peers import stock
+from bench.peers.contenders import update_error
 from bench.records import Row
-from bench.systems.links import Ranks
-from bench.systems.worker import Spec, Variant, start
+from bench.systems.steps import Log, Turns, start
+from fastpar.comm.host import memory_mb
+from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import RankFailed
-from fastpar.doctor.trial import Timing
+from fastpar.data.batches import eval_batches, load_data, sample_batch
+from fastpar.doctor.trial import Timing, stopwatch
+from fastpar.engine.engine import engine_of
+from fastpar.engine.parallelize import parallelize
+from fastpar.kernels import keep_freed_memory
+from fastpar.models.gpt import GPT
+from fastpar.optim.adamw import AdamW
+from fastpar.optim.muon import Muon, muon_groups
+from fastpar.optim.schedule import cosine_lr, param_groups
 from fastpar.settings.model import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 3600, "cuda": 280}
@@ -39,29 +52,222 @@ QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 CHAR_STEPS, CHAR_BATCH, CHAR_SLICE = 2000, 12, 50
 MUON_STEPS = 520  # to at most the loss of eager's CHAR_STEPS
 GPU_CASES = ("124M", "1.5B")
+BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0
+CHECK_TOKENS = 32
 
 
-@dataclass
-class Log:
-    """What one variant did so far."""
+@dataclass(frozen=True)
+class Spec:
+    """What a worker builds."""
 
-    ms: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # mean over ranks
-    exposed_comm_ms: list[float] = field(default_factory=list)
-    notes: dict[str, Any] = field(default_factory=dict)
-    peak_bytes: int | None = None
-    refused: str | None = None
+    kind: str  # "stock" | "fastpar"
+    config: GPTConfig
+    batch_size: int  # sequences of a step, over all ranks
+    device: str = "cpu"
+    threads: int = 1  # of each rank
+    ranks: int = 1
+    compiled: bool = False
+    keep_memory: bool = False  # glibc keeps freed memory, as fastpar's trainer asks it to
+    text: bool = False  # characters of fastpar's text instead of random tokens
+    lr: float = 6e-4
+    schedule: tuple[int, int, float] | None = None  # warm-up steps, all steps, last lr
+    muon_lr: float | None = None  # fastpar.Muon for the blocks' matrices, both rates down by a line
 
-    def extend(self, answers: Sequence[dict[str, list]], timed: bool) -> None:
-        self.losses += [statistics.fmean(step) for step in zip(*(a["losses"] for a in answers))]
-        if timed:
-            self.ms += [max(step) for step in zip(*(a["ms"] for a in answers))]
-            by_step = zip(*(a["exposed_comm_ms"] for a in answers))
-            self.exposed_comm_ms += [max(step) for step in by_step if None not in step]
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.config.block_size
 
 
-def _start(spec: Spec) -> Ranks:
-    return start(spec, Variant)
+class Variant:
+    """Model, optimizer and data of one rank of one variant; public methods are the commands."""
+
+    def __init__(self, spec: Spec):
+        self.spec, self.rank, self.count = spec, int(os.environ.get("RANK", "0")), 0
+        self.module, self.optimizer = self._build()
+        self.model: Callable[..., Tensor] = self.module
+        if spec.compiled:
+            self.model = torch.compile(self.module, dynamic=False)
+        self.data = load_text() if spec.text else None
+
+    def _build(self) -> tuple[nn.Module, Any]:
+        spec = self.spec
+        model = GPT(spec.config, seed=0)
+        if spec.keep_memory:
+            keep_freed_memory()
+        if spec.kind == "stock":
+            plain: nn.Module = stock.GPT(spec.config).load_fastpar(model.state_dict())
+            plain.to(spec.device)
+            optimizer = stock.adamw(plain, spec.lr, BETAS, WEIGHT_DECAY)
+            if spec.ranks > 1:
+                torch.distributed.init_process_group("nccl" if spec.device == "cuda" else "gloo")
+                plain = nn.parallel.DistributedDataParallel(
+                    plain, bucket_cap_mb=25, gradient_as_bucket_view=True
+                )
+            return plain, optimizer
+
+        on_gpu = spec.device == "cuda"
+        model.to(spec.device, torch.bfloat16 if on_gpu else torch.float32)
+        mesh = Mesh(device=None if on_gpu else "cpu")
+        parallelize(model, mesh, grad_dtype=torch.float32 if on_gpu else None)
+        common: dict[str, Any] = {"max_grad_norm": MAX_GRAD_NORM, "master_weights": on_gpu}
+        if spec.muon_lr is not None:
+            adamw = {"lr": spec.lr, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
+            return model, Muon(muon_groups(model), weight_decay=WEIGHT_DECAY, adamw=adamw, **common)
+        groups = param_groups(model, WEIGHT_DECAY)
+        return model, AdamW(groups, lr=spec.lr, betas=BETAS, **common)
+
+    def steps(self, count: int) -> dict[str, list]:
+        """Run the next steps; ms of each (CPU) or their mean (GPU), losses.
+
+        On a GPU the first two of more than four are not timed: they take the memory back that
+        was handed to the other variants, and training waits for nothing between steps.
+        """
+        first, self.count = self.count, self.count + count
+        batches = [self._batch(first + i) for i in range(count)]
+        on_gpu = self.spec.device == "cuda"
+        losses: list[Any] = []
+        reports: list[dict[str, float]] = []
+
+        def one(index: int) -> None:
+            losses.append(self._step(first + index, *batches[index]))
+            if not on_gpu:
+                losses[-1] = losses[-1].item()
+                reports.append(self._report())
+
+        if on_gpu:
+            untimed = 2 if count > 4 else 0
+            for i in range(untimed):
+                one(i)
+            total, _ = stopwatch(lambda: list(map(one, range(untimed, count))), "cuda")
+            times = [total / (count - untimed)]
+            losses = [loss.item() for loss in losses]
+            torch.cuda.empty_cache()  # the next variant's turn: same GPU
+        else:
+            times = [stopwatch(lambda i=i: one(i), "cpu")[0] for i in range(count)]  # type: ignore
+        return {"ms": times, "losses": losses, "reports": reports}
+
+    def _step(self, index: int, x: Tensor, y: Tensor) -> Tensor:
+        lr, muon_lr = self._lr(index), self.spec.muon_lr
+        for group in self.optimizer.param_groups:
+            of_muon = 1.0 if muon_lr is None or group["adamw"] else muon_lr / self.spec.lr
+            group["lr"] = lr * of_muon
+        loss = self._loss(x, y)
+        loss.backward()
+        if self.spec.kind == "stock":
+            nn.utils.clip_grad_norm_(self.module.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.spec.device == "cuda" and self.spec.kind == "stock":
+            with torch.autocast("cuda", torch.bfloat16):
+                return self.model(x, y)
+        return self.model(x, y)
+
+    def _lr(self, index: int) -> float:
+        if self.spec.schedule is None:
+            return self.spec.lr
+        warmup, steps, last = self.spec.schedule
+        if self.spec.muon_lr is not None and index >= warmup:
+            left = (steps - index) / (steps - warmup)
+            return last + (self.spec.lr - last) * max(0.0, left)
+        return cosine_lr(index, lr=self.spec.lr, min_lr=last, warmup_steps=warmup, max_steps=steps)
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's rows of the step's batch; the same batch for every variant."""
+        batch_size = self.spec.batch_size
+        rows = batch_size // self.spec.ranks
+        if self.data is not None:
+            first = step * batch_size + self.rank * rows
+            x, y = sample_batch(
+                self.data.train,
+                seed=1337,
+                first_sample=first,
+                n_samples=rows,
+                block_size=self.spec.config.block_size,
+                device=self.spec.device,
+            )
+            return x, y
+        generator = torch.Generator().manual_seed(step)
+        shape = (batch_size, self.spec.config.block_size + 1)
+        tokens = torch.randint(self.spec.config.vocab_size, shape, generator=generator)
+        tokens = tokens[self.rank * rows : (self.rank + 1) * rows].to(self.spec.device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def _report(self) -> dict[str, float]:
+        if self.spec.kind == "stock" or self.spec.ranks == 1:
+            return {}
+        report = engine_of(self.module).report
+        return {} if report is None else {"exposed_comm_ms": report.exposed_ms}
+
+    @torch.no_grad()
+    def val_loss(self) -> float:
+        """Mean loss over 64 batches from the start of the validation text."""
+        assert self.data is not None
+        batches = eval_batches(
+            self.data.val,
+            batch_size=self.spec.batch_size,
+            block_size=self.spec.config.block_size,
+            n_batches=64,
+            device=self.spec.device,
+        )
+        losses = [self._loss(x, y).item() * len(x) for x, y in batches]
+        return sum(losses) / (64 * self.spec.batch_size)
+
+    def reset_peak(self) -> None:
+        if self.spec.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        """Highest memory so far: of the GPU's allocator, or resident in this process."""
+        if self.spec.device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return round(1e6 * memory_mb()[1])
+
+    def check(self) -> dict[str, float]:
+        """Gradient error of this variant and of plain PyTorch; see [Note: the gate ...]."""
+        spec, config = self.spec, self.spec.config
+        length = min(CHECK_TOKENS, config.block_size)
+        generator = torch.Generator().manual_seed(9)
+        shape = (spec.ranks, length + 1)
+        tokens = torch.randint(config.vocab_size, shape, generator=generator).to(spec.device)
+        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.optimizer.zero_grad()
+        model = self.module  # never the compiled one: it would compile for this shape
+        model(x[self.rank : self.rank + 1], y[self.rank : self.rank + 1]).backward()
+        ours = self._gradients()
+        self.optimizer.zero_grad()
+
+        state = self.module.state_dict()
+        precision = next(self.module.parameters()).dtype
+        grads = {}
+        for dtype in (torch.float64, precision):
+            plain = stock.GPT(config).load_fastpar(state).to(spec.device, dtype)
+            plain(x, y).backward()
+            grads[dtype] = {n: p.grad.double() for n, p in plain.named_parameters()}  # type: ignore
+        exact = grads[torch.float64]
+        zero = dict.fromkeys(exact, torch.zeros((), dtype=torch.float64))
+        return {
+            "error": update_error(iter(ours.items()), exact, zero),
+            "stock_error": update_error(iter(grads[precision].items()), exact, zero),
+            "eps": torch.finfo(precision).eps,
+        }
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Name -> gradient (mean over ranks) in fp64, without the vocabulary's padding."""
+        engine = engine_of(self.module)
+        engine.reduce_rest()
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        found = {names[id(p)]: grad.double() for p, grad in engine.grads()}
+        found["wte.weight"] = found["wte.weight"][: self.spec.config.vocab_size]
+        return {name: grad.clone() for name, grad in found.items()}
+
+
+def load_text() -> Any:
+    """The text that ships with fastpar's dependency, as characters."""
+    return load_data("bible", "chars", val_fraction=0.1, progress=False)
 
 
 def take_turns(
@@ -71,58 +277,38 @@ def take_turns(
     steps: int | Mapping[str, int],
     warmup: int,
     val: bool = False,
-    timeout_s: float = 900.0,
-    worker: Callable[[Spec], Any] = _start,
+    begin: Callable[[Spec], Any] = lambda spec: start(spec, Variant),
 ) -> dict[str, Log]:
     """Every variant runs `steps` steps in each of `rounds` rounds; a failure stops only its own."""
-    logs = {name: Log() for name in specs}
-    many = steps if isinstance(steps, Mapping) else dict.fromkeys(specs, steps)
-    with contextlib.ExitStack() as stack:
-        workers: dict[str, Any] = {}
+    with Turns(begin, timeout_s=900.0) as turns:
+        logs = turns.logs
 
-        def tell(name: str, command: str, *args: Any) -> list[Any]:
-            return workers[name].ask(command, *args, timeout_s=timeout_s)
-
-        def each(job: Any) -> None:
-            for name in specs:
-                if logs[name].refused is None:
-                    try:
-                        job(name)
-                    except RankFailed as error:
-                        logs[name].refused = str(error)
-
-        def begin(name: str) -> None:
-            workers[name] = stack.enter_context(worker(specs[name]))
-            logs[name].extend(tell(name, "steps", 0, warmup), timed=False)
-            tell(name, "reset_peak")
-
-        each(begin)
-        for turn in range(rounds):
-
-            def some(name: str, turn: int = turn) -> None:
-                first, count = warmup + turn * many[name], many[name]
-                logs[name].extend(tell(name, "steps", first, count), timed=True)
-
-            each(some)
+        def reset(name: str) -> None:
+            turns.turn(name, warmup, None)
+            turns.ask(name, "reset_peak")
 
         def finish(name: str) -> None:
-            logs[name].peak_bytes = max(tell(name, "peak_bytes"))
+            logs[name].peak_bytes = max(turns.ask(name, "peak_bytes"))
             if val:
-                logs[name].notes["val_loss"] = statistics.fmean(tell(name, "val_loss"))
+                logs[name].notes["val_loss"] = statistics.fmean(turns.ask(name, "val_loss"))
             if specs[name].kind != "fastpar":
-                workers[name].close()  # the gate below needs memory for fp64 gradients
+                turns.close(name)  # the gate below needs memory for fp64 gradients
 
         def gate(name: str) -> None:
             if specs[name].kind == "fastpar":
-                judge(tell(name, "check"))
+                judge(turns.ask(name, "check"))
 
-        each(finish)
-        each(gate)
+        for name, spec in specs.items():
+            turns.start({name: spec})
+            turns.each(reset, [name])
+        turns.run(rounds, steps)
+        turns.each(finish)
+        turns.each(gate)
     return logs
 
 
 def judge(answers: Sequence[dict[str, float]]) -> None:
-    """The gate of worker.py's note: raises RankFailed when gradients are wrong."""
+    """Raises RankFailed when gradients are wrong."""
     for rank, answer in enumerate(answers):
         bound = 2 * answer["stock_error"] + answer["eps"]
         if not answer["error"] <= bound:
@@ -148,7 +334,7 @@ def to_rows(
         precision = "float32" if spec.device == "cpu" else "bfloat16"
         row = bench.row(case, "step", name, getattr(torch, precision), refused=log.refused)
         row.threads = spec.threads
-        row.notes = {"ranks": spec.world_size, "batch_size": spec.batch_size, **log.notes}
+        row.notes = {"ranks": spec.ranks, "batch_size": spec.batch_size, **log.notes}
         rows.append(row)
         if log.refused is not None or not log.ms:
             continue
@@ -156,8 +342,8 @@ def to_rows(
         row.median_ms, row.p20_ms, row.p80_ms, row.runs = timing
         row.tokens_per_s = 1e3 * spec.tokens_per_step / timing.median_ms
         row.peak_bytes = log.peak_bytes
-        if log.exposed_comm_ms:
-            row.notes["exposed_comm_ms"] = statistics.median(log.exposed_comm_ms)
+        if found := [r["exposed_comm_ms"] for r in log.reports if r]:
+            row.notes["exposed_comm_ms"] = statistics.median(found)
         if base.ms and base.refused is None:
             # Per token, since the best batches on a GPU differ.
             ratio = specs[baseline].tokens_per_step / statistics.median(base.ms)
@@ -186,7 +372,7 @@ def run_cpu(bench: Bench, name: str) -> None:
     }
     logs = take_turns(specs, rounds=rounds, steps=steps, warmup=2)
     bench.add(*to_rows(bench, title, specs, logs, "eager"))
-    two = replace(one, threads=max(1, cores // 2), world_size=2)
+    two = replace(one, threads=max(1, cores // 2), ranks=2)
     specs = {"DDP": two, "fastpar": replace(two, kind="fastpar", keep_memory=True)}
     specs["DDP, freed memory kept"] = replace(two, keep_memory=True)
     logs = take_turns(specs, rounds=rounds, steps=steps, warmup=2)
@@ -198,8 +384,6 @@ def run_char(bench: Bench, *, muon: bool = False) -> None:
 
     muon: fastpar.Muon beside it, with learning rates and a number of steps of its own.
     """
-    from bench.systems.worker import load_text
-
     data = load_text()
     total, width = (4, 2) if bench.quick else (CHAR_STEPS, CHAR_SLICE)
     config = GPTConfig(4, 4, 128, 64, data.vocab_size, dropout=0.0)
@@ -241,10 +425,10 @@ def run_gpu(bench: Bench, name: str) -> None:
     title = f"{'quick' if bench.quick else name} T={config.block_size} B={batch_size}"
     eager = Spec("stock", config, batch_size, device=bench.device)
     bases = {"eager": eager, "torch.compile": replace(eager, compiled=True)}
-    for base, stock in bases.items():
-        specs = {base: stock, "fastpar": replace(eager, kind="fastpar")}
+    for base, spec in bases.items():
+        specs = {base: spec, "fastpar": replace(eager, kind="fastpar")}
         logs = take_turns(specs, rounds=rounds, steps=steps, warmup=3)
-        case = f"{title}, compiled" if stock.compiled else title
+        case = f"{title}, compiled" if spec.compiled else title
         bench.add(*to_rows(bench, case, specs, logs, base))
 
 
