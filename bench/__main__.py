@@ -44,8 +44,10 @@ from fastpar.comm.ranks import reason
 
 COMMANDS = {  # which are no benches: module with a main()
     "errors": "bench.ops.errors",
+    "grid": "bench.systems.grid",
     "ingest": "bench.ingest",
     "matrix": "bench.systems.matrix",
+    "red_rows": "bench.systems.red_rows",
     "report": "bench.report.report",
     "study": "bench.systems.study",
     "tune": "bench.ops.tune",

@@ -5,7 +5,7 @@ nothing. So AdamW, at the best learning rate of those that were tried, is compar
 that were planned shorter and have a fall of their own; seed by seed, where both have that seed.
 
 [Note: time to a loss] Curves of wire formats are of one model and of runs of one length; a step's
-time on a slow link is of another, larger one (bench/systems/bench_wires.py). The table says how
+time on a slow link is of another, larger one (bench/systems/bench_links.py). The table says how
 long the steps of the first would take at the times of the second: those until the mean of the seeds
 is, between two moments on a straight line, the loss that every format reaches.
 """
@@ -134,7 +134,7 @@ def curves_table(rows: Sequence[Line]) -> str:
     return markdown(["gradients on the wire", "steps", "seeds", "bits a byte"], lines)
 
 
-STEP_OF = {  # format of a curve -> variant of bench_wires
+STEP_OF = {  # format of a curve -> variant of `bench wires`
     "fp32": "fastpar ZeRO-2",
     "bf16": "fastpar ZeRO-2, bf16 both",
     "int8, weights too": "fastpar ZeRO-2, int8 both",

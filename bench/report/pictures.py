@@ -26,7 +26,7 @@ OTHERS = (
 )  # fmt: skip
 DIRECTIONS = ("forward", "backward", "forward+backward", "step")
 BAR_INCHES = 0.17
-STOCK = ", stock model"  # bench_zero.py's: fastpar's engine alone
+STOCK = ", stock model"  # of `bench zero`: fastpar's engine alone
 
 
 def colours(variants: Sequence[str]) -> dict[str, str]:

@@ -18,9 +18,8 @@ memory beyond that before: of a save without the host copy, which the first row 
 torch's own train plain PyTorch's model with torch's AdamW (one process, DDP, FSDP2), fastpar its
 GPT with its AdamW: the same tensors, but for 47 rows of padding in memory that no file has.
 torch.save writes one file: of one process, of DDP's rank 0, and of FSDP2 one for each rank with
-what it has
-(which no other number of ranks can load). "flushed" is followed by fsync, which both fastpar and
-DCP (sync_files=True, its default) do by themselves.
+what it has (which no other number of ranks can load). "flushed" is followed by fsync, which both
+fastpar and DCP (sync_files=True, its default) do by themselves.
 
 [Note: the gate of bench checkpoint] Weights and moments are zeroed before every load; after it
 their bits must sum up to what they did before. A row whose sums differ is refused.

@@ -66,7 +66,7 @@ def _torch(device: str, compiled: bool = False) -> Callable[..., Any]:
 
 
 def _deepspeed(device: str) -> Callable[..., Any]:
-    from bench.peers import engines, stock
+    from bench.peers import contenders
     from fastpar.observe.strategies import Settings, import_deepspeed
     from fastpar.settings.model import GPTConfig
 
@@ -78,8 +78,7 @@ def _deepspeed(device: str) -> Callable[..., Any]:
         backend = "nccl" if device == "cuda" else "gloo"
         deepspeed.init_distributed(dist_backend=backend, verbose=False)
         config = GPTConfig(vocab_size=VOCAB, **shape)
-        settings = Settings(device=device)
-        return engines.build(DEEPSPEED, lambda: stock.GPT(config), settings).step
+        return contenders.build(DEEPSPEED, config, Settings(device=device)).step
 
     return make
 

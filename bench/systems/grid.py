@@ -1,7 +1,7 @@
 """One model on many ranks: tensor parallel, with ZeRO-3, grids; what each sends, holds and takes.
 
-    python -m bench.systems.grid                the page, from formulas and the rows of before
-    python -m bench.systems.grid --mbit 1000    steps of four ranks behind links of this rate, too
+    python -m bench grid                the page, from formulas and the rows of before
+    python -m bench grid --mbit 1000    steps of four ranks behind links of this rate, too
 
 Bytes, messages and memory are those of fastpar/cost's formulas; tests/predict and tests/contracts
 compare them with real ranks. With --mbit four ranks of one thread each train behind real links
@@ -190,7 +190,7 @@ def page(found: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Measures if asked to, and writes grid.json and README.md."""
-    parser = argparse.ArgumentParser(prog="python -m bench.systems.grid", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench grid", description=__doc__)
     parser.add_argument("--into", type=Path, default=RESULTS / "grid")
     parser.add_argument("--mbit", type=float, help="measure steps behind links of this rate")
     args = parser.parse_args(argv)

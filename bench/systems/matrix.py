@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from bench.peers import engines, pipeline, tensor_parallel
+from bench.peers import contenders, pipeline, tensor_parallel
 from bench.records import RESULTS, machine, machine_line, version_of
 from bench.report import cells
 from fastpar.comm.mesh import Mesh
@@ -37,7 +37,7 @@ from fastpar.comm.ranks import reason
 from fastpar.data.batches import load_data, sample_batch
 from fastpar.engine.debug import Debug
 from fastpar.models import set_up
-from fastpar.observe.strategies import STRATEGIES, Contender, Settings
+from fastpar.observe.strategies import STRATEGIES, Settings
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.mesh import axes_of
 from fastpar.settings.model import GPTConfig
@@ -170,28 +170,12 @@ def _measure(
 # Others
 
 _STRATEGIES = ("ddp", "fsdp2", "fsdp2-no-reshard", "deepspeed1", "deepspeed2", "deepspeed3")
-DTENSOR = "torch DTensor"
+DTENSOR = "torch DTensor"  # its model has no dropout here
 PEERS: tuple[tuple[str, int], ...] = (
     *((STRATEGIES[name].title, ranks) for name in _STRATEGIES for ranks in (2, 4)),
     *((DTENSOR, 2), (DTENSOR, 4)),
     *((pipeline.TORCH, 2), (pipeline.TORCH, 4), (pipeline.DEEPSPEED, 2)),
 )
-# Their models have no dropout here.
-_WITHOUT_DROPOUT = {DTENSOR}
-
-
-def _contender(title: str, config: GPTConfig, ranks: int) -> Contender:
-    settings = Settings(lr=SETTINGS["lr"], eps=1e-8)
-    if title == DTENSOR:
-        way = tensor_parallel.Way(tensor_parallel.TORCH, tp=ranks)
-        made = tensor_parallel.build(way, config, settings)
-        made.dp_rank, made.dp_size = 0, 1  # all ranks compute the same rows
-        return made
-    if title in (pipeline.TORCH, pipeline.DEEPSPEED):
-        return pipeline.build(
-            title, config, replace(settings, parallel=Parallel(grad_accum_steps=BATCH))
-        )
-    return engines.build(title, lambda: pipeline.model_of(config), settings)
 
 
 def _peer_rank(title: str, dropout: float) -> list[float]:
@@ -202,7 +186,13 @@ def _peer_rank(title: str, dropout: float) -> list[float]:
     data = load_data("bible", "bytes", progress=False)
     shape = {"n_layer": 4, "n_head": 4, "n_embd": 32, "block_size": LENGTH}
     config = GPTConfig(**shape, vocab_size=256, dropout=dropout)
-    made = _contender(title, config, ranks)
+    settings = Settings(lr=SETTINGS["lr"], eps=1e-8)
+    if title in pipeline.WAYS:
+        settings = replace(settings, parallel=Parallel(grad_accum_steps=BATCH))
+    if title == DTENSOR:
+        made = tensor_parallel.build(title, config, settings, tp=ranks)
+    else:
+        made = contenders.build(title, config, settings)
     torch.manual_seed(1 + rank)  # of dropout, as nanoGPT seeds its ranks
     losses = []
     for step in range(AT[-1]):
@@ -225,10 +215,10 @@ def peer_rows(peers: Sequence[tuple[str, int]] = PEERS) -> list[dict[str, Any]]:
     for title, ranks in peers:
         row: dict[str, Any] = {"layout": f"{title}, {ranks} ranks", "ranks": ranks, "who": title}
         for mode, dropout in (("no dropout", 0.0), ("dropout", SETTINGS["dropout"])):
-            if dropout and title in _WITHOUT_DROPOUT:
+            if dropout and title == DTENSOR:
                 continue
             if dropout not in known:
-                known[dropout] = _peer(engines.SINGLE, 1, dropout)
+                known[dropout] = _peer(contenders.SINGLE, 1, dropout)
             _measure(row, mode, partial(_peer, title, ranks, dropout), known[dropout])
         print(_line(row["layout"], row.get("no dropout"), row.get("dropout")), flush=True)
         rows.append(row)

@@ -1,7 +1,7 @@
 """One step on two ranks beside one process: what is wrong, refused or right, in whose hands.
 
-    python -m bench.systems.red_rows               every program in every way: rows and their table
-    python -m bench.systems.red_rows --only tied   some programs; --way FSDP2: some ways
+    python -m bench red_rows               every program in every way: rows and their table
+    python -m bench red_rows --only tied   some programs; --way FSDP2: some ways
 
 Rows of what was run replace those of before; another version of DeepSpeed on PYTHONPATH has rows
 of its own.
@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastpar
-from bench.peers import pipeline, tensor_parallel
+from bench.peers import pipeline
+from bench.peers.contenders import NAMES, PP, build
+from bench.peers.stock import stock_model
 from bench.records import RESULTS, machine, machine_line, version_of
 from bench.report.cells import table as markdown
 from fastpar.comm.ranks import reason
 from fastpar.kernels import make_key
-from fastpar.observe.strategies import Settings, import_deepspeed
+from fastpar.observe import strategies
+from fastpar.observe.strategies import SINGLE, Settings, import_deepspeed, whole
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
@@ -75,35 +78,37 @@ class Way:
         """In the program's format; exact: its values as fp64."""
         return x.to(self.dtype).double() if self.kind == EXACT else x.to(self.dtype)
 
-    def adamw(self, make: Any, model: nn.Module) -> Any:
-        gain = 1e3 if self.dtype == torch.bfloat16 else 1.0  # far above what weights round away
-        return make(model.parameters(), lr=EPS * gain, eps=EPS, weight_decay=0.0)
+    @property
+    def gain(self) -> float:
+        """Of the rate: an update is far above what weights round away."""
+        return 1e3 if self.dtype == torch.bfloat16 else 1.0
+
+    @property
+    def shown(self) -> str:
+        """In rows."""
+        mark = f"{DEEPSPEED} {version_of('deepspeed') or 'missing'}"
+        return f"torch {self.name}" if self.kind == TORCH else self.name.replace(DEEPSPEED, mark)
 
 
-def _whole(p: Any) -> Tensor:
-    return (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().double().clone()
+def _named(weights: Iterable[tuple[str, Tensor]]) -> Weights:
+    return {name: whole(w).detach().double().clone() for name, w in weights}
 
 
-def _named(model: nn.Module) -> Weights:
-    return {n.removeprefix("module."): _whole(p) for n, p in model.named_parameters()}
-
-
-def plain(way: Way, model: nn.Module, accumulate: int) -> Run:
-    opt = way.adamw(torch.optim.AdamW, model)
-    return Run(model, lambda loss: (loss / accumulate).backward(), opt.step, lambda: _named(model))
-
-
-def ddp(way: Way, model: nn.Module, accumulate: int) -> Run:
-    return plain(way, nn.parallel.DistributedDataParallel(model), accumulate)
-
-
-def fsdp2(way: Way, model: Any, accumulate: int) -> Run:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    for unit in (*model.h, model):
-        fully_shard(unit, mesh=mesh)
-    return plain(way, model, accumulate)
+def strategy(way: Way, model: nn.Module, accumulate: int) -> Run:
+    """As `fastpar compare` wraps it; exact: one process."""
+    name = NAMES.get(way.name, SINGLE)
+    settings = Settings(lr=EPS * way.gain, eps=EPS, weight_decay=0.0)
+    made = strategies.build(name, lambda: model, settings)
+    if way.kind == OURS and way.dtype == torch.bfloat16:
+        params = made.model.parameters()
+        own = {"lr": settings.lr, "eps": EPS, "weight_decay": 0.0, "master_weights": True}
+        made.optimizer = fastpar.AdamW(params, **own)
+    return Run(
+        made.model,
+        lambda loss: made._backward(loss, accumulate),
+        made._update,
+        lambda: _named(made.weights()),
+    )
 
 
 def deepspeed(way: Way, model: nn.Module, accumulate: int) -> Run:
@@ -119,7 +124,8 @@ def deepspeed(way: Way, model: nn.Module, accumulate: int) -> Run:
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
     }
-    opt = way.adamw(torch.optim.AdamW, model)
+    lr = EPS * way.gain
+    opt = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, weight_decay=0.0)
     engine, *_ = package.initialize(model=model, optimizer=opt, config=config)
 
     def backward(loss: Tensor) -> None:
@@ -129,28 +135,16 @@ def deepspeed(way: Way, model: nn.Module, accumulate: int) -> Run:
     def weights() -> Weights:
         some = list(engine.module.parameters())
         with package.zero.GatheredParameters(some, enabled=way.stage == 3):
-            return _named(engine.module)
+            return _named(engine.module.named_parameters())
 
     return Run(engine, backward, lambda: None, weights)
 
 
-def ours(way: Way, model: nn.Module, accumulate: int) -> Run:
-    net = fastpar.parallelize(model, fastpar.Mesh(device="cpu"), zero_stage=way.stage)
-    masters = way.dtype == torch.bfloat16
-    opt = way.adamw(partial(fastpar.AdamW, master_weights=masters), net)
-
-    def weights() -> Weights:
-        with fastpar.engine_of(net).gathered():
-            return _named(net)
-
-    return Run(net, lambda loss: (loss / accumulate).backward(), opt.step, weights)
-
-
 WAYS = (
-    Way("torch DDP", TORCH, ddp),
-    Way("torch FSDP2", TORCH, fsdp2),
+    Way("DDP", TORCH, strategy),
+    Way("FSDP2", TORCH, strategy),
     *(Way(f"DeepSpeed ZeRO-{stage}", DEEPSPEED, deepspeed, stage) for stage in (1, 2, 3)),
-    *(Way(f"fastpar ZeRO-{stage}", OURS, ours, stage) for stage in (0, 2, 3)),
+    *(Way(f"fastpar ZeRO-{stage}", OURS, strategy, stage) for stage in (0, 2, 3)),
 )
 
 
@@ -259,7 +253,7 @@ def dropped(way: Way) -> Weights:
     parts = 2 // dist.get_world_size()
     config = GPTConfig(**{**vars(GPT2), "dropout": 0.2})
     start = fastpar.GPT(config, seed=0)
-    model = start if way.kind == OURS else pipeline.model_of(config)
+    model = start if way.kind == OURS else stock_model(config)
     run = way.run(model, parts)
     torch.manual_seed(1 + dist.get_rank())
     x, y = _tokens_of(0)
@@ -313,8 +307,8 @@ def _exact(program: Program) -> tuple[Weights, Weights]:
     start: Weights = {}
 
     def wrap(way: Way, model: nn.Module, accumulate: int) -> Run:
-        start.update(_named(model))
-        return plain(way, model, accumulate)
+        start.update(_named(model.named_parameters()))
+        return strategy(way, model, accumulate)
 
     torch.manual_seed(0)
     return start, program.what(Way(EXACT, EXACT, wrap, dtype=program.dtype))
@@ -326,7 +320,7 @@ def error_of(program: Program, way: Way) -> float:
     found = run_ranks(_rank, 2, program.what, way, backend="gloo", timeout_s=180.0)[0]
     if program.alone:
         exact = run_ranks(_rank, 1, program.what, way, backend="gloo", timeout_s=180.0)[0]
-        start = {n: _whole(p) for n, p in fastpar.GPT(GPT2, seed=0).named_parameters()}
+        start = _named(fastpar.GPT(GPT2, seed=0).named_parameters())
     else:
         start, exact = _exact(program)
     names = [n for n in exact if n in found]
@@ -342,7 +336,7 @@ def clipped(rank_way: str) -> float:
     """The norm that clipping sees where two ranks split the layers, relative to one process's."""
     config = GPTConfig(**{**vars(GPT2), "n_embd": 32})
     x, y = _tokens_of(0)
-    exact = pipeline.model_of(config).double()
+    exact = stock_model(config).double()
     exact(x, y).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in exact.parameters() if p.grad is not None])
     if rank_way == OURS:
@@ -354,24 +348,19 @@ def clipped(rank_way: str) -> float:
     else:
         from torch.distributed.tensor.parallel import loss_parallel
 
-        kind = tensor_parallel.Way(tensor_parallel.TORCH)
-        made = tensor_parallel.build(kind, config, Settings())
+        made = build("torch DTensor", config)
         with loss_parallel():
             made.model(x, y).backward()
         found = torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1e-2)
-    found = found.full_tensor() if hasattr(found, "full_tensor") else found
-    return float(abs(found - norm) / norm)
+    return float(abs(whole(found) - norm) / norm)
 
 
 def tied_stages(rank_way: str) -> float:
     """How far the two stages' copies of a tied table are apart after a step, over what it moved."""
     x, y = _tokens_of(0)
     settings = Settings(lr=EPS, eps=EPS, weight_decay=0.0, parallel=Parallel(grad_accum_steps=8))
-    made: Any = pipeline.build(
-        {TORCH: pipeline.TORCH, DEEPSPEED: pipeline.DEEPSPEED, OURS: pipeline.OWN}[rank_way],
-        GPT2,
-        settings,
-    )
+    titles = {TORCH: pipeline.TORCH, DEEPSPEED: pipeline.DEEPSPEED, OURS: PP}
+    made: Any = build(titles[rank_way], GPT2, settings)
     if rank_way == TORCH:  # without the sum by hand that bench/peers/pipeline.py adds
         first = made.model.first
         made.schedule.step(x) if first else made.schedule.step(target=y, losses=[])
@@ -418,9 +407,10 @@ def trials() -> Iterator[tuple[str, str, str, float, Callable[[], float]]]:
     for program in PROGRAMS:
         for way in program.ways:
             measure = partial(error_of, program, way)
-            yield program.name, program.thread, way.name, ROUNDING[program.dtype], measure
+            yield program.name, program.thread, way.shown, ROUNDING[program.dtype], measure
     for name, what, thread, ways in LAYOUTS:
         for title, kind in ways.items():
+            title = title.replace(DEEPSPEED, f"{DEEPSPEED} {version_of('deepspeed') or 'missing'}")
             yield name, thread, title, ROUNDING[torch.float32], partial(_on_two, what, kind)
 
 
@@ -432,7 +422,6 @@ def rows(only: str = "", ways: str = "") -> list[dict[str, Any]]:
     """A row for each program and way."""
     found = []
     for program, thread, way, bound, measure in trials():
-        way = way.replace(DEEPSPEED, f"{DEEPSPEED} {version_of('deepspeed') or 'missing'}")
         if only not in program or ways not in way:
             continue
         row: dict[str, Any] = {"program": program, "thread": thread, "way": way}
@@ -469,7 +458,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status: 1 if a way of fastpar is not right."""
-    parser = argparse.ArgumentParser(prog="python -m bench.systems.red_rows", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench red_rows", description=__doc__)
     parser.add_argument("--only", default="", help="programs whose name contains this")
     parser.add_argument("--way", default="", help="ways whose name contains this")
     parser.add_argument("--into", type=Path, default=RESULTS / "red_rows")

@@ -1,281 +1,366 @@
-"""The timer, its gate, and the door."""
+"""Benches: the gate refuses what is wrong, rows outlive what dies, each runs, and the report."""
 
 import importlib
-import os
+import json
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from test_records import ABOUT
+from cells import slow
 
 from bench import __main__ as door
 from bench.harness import Bench, Case
-from bench.ops import bench_adamw, bench_quantize
 from bench.peers import packages
-from bench.records import ResultFile, load
+from bench.peers.published import TOLERANCE, predict, published, table
+from bench.records import RESULTS, ResultFile, Row, load, machine, machine_line, slug
+from bench.report import report
+from bench.systems import steps
+from bench.systems.study import STUDIES
 from bench.targets import faster
+from fastpar.comm.ranks import RankFailed
 from fastpar.doctor.trial import CpuClock
 from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.predict.machine import Ceilings
 
 ROOT = Path(__file__).resolve().parents[2]
+ABOUT = {
+    "device": "cpu", "cpu": "Test CPU (R) 9000", "cores": 2, "python": "3.11.0", "torch": "2.13.0",
+    "triton": None, "commit": "abc", "dirty": False, "date": "2026-01-02",
+}  # fmt: skip
+GPU = {**ABOUT, "device": "cuda", "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0"}
 
 
-def make_bench(tmp_path, name="gelu", **kwargs):
+def make_row(**changes):
+    values = {
+        "bench": "gelu", "case": "bias_gelu N=1 F=2", "direction": "forward", "variant": "eager",
+        "device": "cpu", "dtype": "float32", "threads": 2, "median_ms": 2.0, "p20_ms": 1.5,
+        "p80_ms": 3.0, "runs": 9, "gb_per_s": 12.0, "percent_of_ceiling": 34.5,
+        "baseline": "eager", "speedup": 1.0,
+    }  # fmt: skip
+    return Row(**{**values, **changes})
+
+
+def make_bench(tmp_path, name="gelu", **more):
     results = ResultFile(tmp_path / "rows.json", ABOUT)
     ceilings = Ceilings(100.0, 1.0, "fp32 64^3")
-    return Bench(name, "cpu", True, results, clock=CpuClock(), ceilings=ceilings, **kwargs)
+    return Bench(name, "cpu", True, results, clock=CpuClock(), ceilings=ceilings, **more)
 
 
 # The gate
 
 
-def gelu_case(ours, **changes):
+def gated(tmp_path, **variants):
+    """What becomes of variants of a bias + GELU, by name and direction."""
+
     def make_inputs(generator, small):
         x = torch.randn(8, 16, generator=generator)
         return x.requires_grad_(), torch.randn(16, generator=generator).requires_grad_()
 
-    case = Case(
-        "bias_gelu",
-        make_inputs,
-        {
-            "eager": lambda x, b: torch.nn.functional.gelu(x + b, approximate="tanh"),
-            "fastpar": ours,
-        },
-        bias_gelu_ref,
-        torch.float32,
-        bytes_moved={"forward": 1e3, "forward+backward": 2e3},
-        compiled=False,
-    )
-    return replace(case, **changes)
+    moved = {"forward": 1e3, "forward+backward": 2e3}
+    eager = {"eager": lambda x, b: torch.nn.functional.gelu(x + b, approximate="tanh")}
+    case = Case("bias_gelu", make_inputs, eager | variants, bias_gelu_ref, torch.float32, moved)
+    targets = {"forward": [faster(2.0, "eager")]}
+    make_bench(tmp_path).run([replace(case, compiled=False, targets=targets)])
+    return {(row.variant, row.direction): row for row in load(tmp_path / "rows.json")[1]}
 
 
-def test_right_variant_gets_a_row_with_rates(tmp_path):
-    bench = make_bench(tmp_path)
-    bench.run([gelu_case(bias_gelu_ref)])
-    _, rows = load(tmp_path / "rows.json")
-    assert [(r.direction, r.variant) for r in rows] == [
-        (direction, variant)
-        for direction in ("forward", "forward+backward")
-        for variant in ("eager", "fastpar")
-    ]
-    for row in rows:
+def coarse(x, b):  # more than twice eager's error
+    y = bias_gelu_ref(x, b)
+    return y + 2 * torch.finfo(y.dtype).eps * y.detach().abs().max()
+
+
+GATE = [  # a variant, what it computes, why each direction is refused; None: it is timed
+    ("fastpar", bias_gelu_ref, None, None),
+    ("fastpar", lambda x, b: bias_gelu_ref(x, b) * 1.001, "output 0: expected er", "output 0: ex"),
+    ("fastpar", lambda x, b: bias_gelu_ref(x, b.detach()), None, "results: expected"),
+    ("fastpar", coarse, "output 0: expected error", "output 0: expected error"),
+    ("peer", coarse, None, None),  # may round worse, but not compute something else
+    ("peer", lambda x, b: x * b, "output 0: expected error", "output 0: expected error"),
+    ("liger", packages.installed("no_such.ops", "gelu"), "no_such is not installed", "not instal"),
+]
+
+
+@pytest.mark.parametrize(("name", "function", "forward", "both"), GATE)
+def test_what_is_wrong_has_a_reason_in_the_place_of_a_time(tmp_path, name, function, forward, both):
+    found = gated(tmp_path, **{name: function})
+    for direction, why in (("forward", forward), ("forward+backward", both)):
+        row, eager = found[name, direction], found["eager", direction]
+        assert eager.median_ms > 0
+        if why is not None:
+            assert why in row.refused
+            assert row.median_ms is None
+            continue
         assert row.refused is None
-        assert row.median_ms > 0
-        assert row.gb_per_s == pytest.approx(
-            (1e3 if row.direction == "forward" else 2e3) / row.median_ms / 1e6, rel=1e-4
-        )
+        moved = 1e3 if direction == "forward" else 2e3
+        assert row.gb_per_s == pytest.approx(moved / row.median_ms / 1e6, rel=1e-4)
         assert row.percent_of_ceiling == pytest.approx(row.gb_per_s, rel=1e-4)  # of 100 GB/s
-        assert row.ceiling == "copy 100 GB/s"
-        assert row.baseline == "eager"
-        assert row.threads == torch.get_num_threads()
+        assert (row.ceiling, row.baseline) == ("copy 100 GB/s", "eager")
+    noted = {key for key, row in found.items() if row.notes}
+    assert noted == ({("fastpar", "forward")} if name == "fastpar" else set())
 
 
-def test_wrong_output_is_refused_and_said(tmp_path, capsys):
-    make_bench(tmp_path).run([gelu_case(lambda x, b: bias_gelu_ref(x, b) * 1.001)])
-    _, rows = load(tmp_path / "rows.json")
-    ours = [r for r in rows if r.variant == "fastpar"]
-    assert len(ours) == 2
-    for row in ours:
-        assert row.median_ms is None
-        assert row.refused.startswith("AssertionError: output 0: expected error <=")
-    assert all(r.median_ms for r in rows if r.variant == "eager")
-    assert "refused: AssertionError: output 0" in capsys.readouterr().out
+def test_weights_and_losses_of_another_run_are_refused():
+    reference = {"error": 4e-6, "loss_error": 1e-7, "loss": 5.5}
+    good = {"error": 7e-6, "first_loss": 5.5}
+    assert steps.judge_weights([good, good], reference) == 7e-6
+    for wrong in ({"error": 1e-5}, {"error": float("nan")}, {"first_loss": 5.50002}):
+        with pytest.raises(RankFailed, match="expected"):
+            steps.judge_weights([{**good, **wrong}, good], reference)
+    logs = {name: steps.Log(losses=[5.0, 4.0]) for name in ("DDP", "FSDP2")}
+    for loss in (4.001, float("nan")):
+        logs["FSDP2"] = steps.Log(losses=[5.0, loss])
+        steps.judge_losses(logs, "DDP")
+        assert "losses: expected those of DDP within 0.0001, got" in logs["FSDP2"].refused
 
 
-def test_wrong_gradient_is_refused_in_the_direction_that_shows_it(tmp_path):
-    def ours(x, b):
-        return bias_gelu_ref(x, b.detach())
-
-    make_bench(tmp_path).run([gelu_case(ours)])
-    _, rows = load(tmp_path / "rows.json")
-    refused = {r.direction: r.refused for r in rows if r.variant == "fastpar"}
-    assert refused["forward"] is None
-    assert "results: expected" in refused["forward+backward"]
+# Rows
 
 
-def test_peers_may_round_worse_but_not_compute_something_else(tmp_path):
-    def coarse(x, b):  # more than twice eager's error
-        y = bias_gelu_ref(x, b)
-        return y + 2 * torch.finfo(y.dtype).eps * y.detach().abs().max()
-
-    case = gelu_case(coarse, directions=("forward",))
-    make_bench(tmp_path).run([case])
-    case.variants = {"eager": case.variants["eager"], "peer": coarse}
-    make_bench(tmp_path).run([case])
-    case.variants = {"eager": case.variants["eager"], "other": lambda x, b: x * b}
-    make_bench(tmp_path).run([case])
-    refused = {r.variant: r.refused for r in load(tmp_path / "rows.json")[1]}
-    assert refused["fastpar"]
-    assert refused["peer"] is None
-    assert refused["other"]
-
-
-@pytest.mark.slow
-def test_compiled_backward_alone(tmp_path):
-    """Runs again and again although torch.compile would give its buffers away."""
-    case = gelu_case(bias_gelu_ref, compiled=True, directions=("backward",))
-    make_bench(tmp_path).run([case])
-    _, rows = load(tmp_path / "rows.json")
-    assert {r.variant: r.refused for r in rows} == {
-        "eager": None,
-        "fastpar": None,
-        "torch.compile": None,
-    }
+def test_rows_merge_by_key_and_survive_a_round_trip(tmp_path):
+    path = tmp_path / "new" / "rows.json"
+    ResultFile(path, ABOUT).add(make_row(), make_row(variant="fastpar", host_us=1.23456789))
+    later = {**ABOUT, "date": "2026-01-03", "commit": "def", "dirty": True}
+    ResultFile(path, later).add(make_row(median_ms=1.0))
+    about, rows = load(path)
+    assert about == later
+    assert [(r.variant, r.median_ms, r.commit, r.dirty) for r in rows] == [
+        ("eager", 1.0, "def", True),
+        ("fastpar", 2.0, "abc", False),
+    ]
+    assert rows[1].host_us == 1.23457
+    assert not list(path.parent.glob("*.tmp"))
+    with pytest.raises(ValueError, match="ResultFile: expected rows of cpu-other-2-cores, got"):
+        ResultFile(path, {**ABOUT, "cpu": "other"})
 
 
-def test_a_variant_that_overwrites_its_input_comes_last(tmp_path, monkeypatch):
-    """Or those after it would be judged and timed on what it left."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-
-    def overwrites(x, b):
-        y = bias_gelu_ref(x, b)
-        with torch.no_grad():
-            x.zero_()
-        return y
-
-    case = gelu_case(bias_gelu_ref, directions=("forward",), in_place=("liger",), compiled=True)
-    case.variants = {"liger": overwrites, **case.variants}
-    make_bench(tmp_path).run([case])
-    _, rows = load(tmp_path / "rows.json")
-    assert [r.variant for r in rows] == ["eager", "fastpar", "torch.compile", "liger"]
-    assert all(r.refused is None for r in rows)
+def test_foreign_and_damaged_files_are_refused(tmp_path):
+    path, row = tmp_path / "rows.json", {**make_row().to_json(), "watts": 3}
+    unknown = json.dumps({"schema": 1, "machine": ABOUT, "rows": [row]})
+    for text, why in (
+        ('{"schema": 99}', "load: expected schema=1, got schema=99"),
+        ('{"schema": 1, ', r"load: expected a result file, got path=rows\.json"),
+        (unknown, r"Row.from_json: expected .*, got fields=\['watts'\]"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=why):
+            load(path)
 
 
-def test_targets_go_into_the_notes_of_fastpar_alone(tmp_path):
-    case = gelu_case(bias_gelu_ref, targets={"forward": [faster(2.0, "eager")]})
-    make_bench(tmp_path).run([case])
-    case.variants["fastpar"] = lambda x, b: x  # wrong: refused, and still bound to its target
-    make_bench(tmp_path, only="bias").run([replace(case, name="bias wrong")])
-    _, rows = load(tmp_path / "rows.json")
-    noted = {(r.case, r.direction, r.variant): r.notes for r in rows if r.notes}
-    assert noted == {
-        (name, "forward", "fastpar"): {"targets": [["speed", 2.0, "eager"]]}
-        for name in ("bias_gelu", "bias wrong")
-    }
-
-
-def test_a_peer_that_is_not_installed_is_a_visible_row(tmp_path):
-    case = gelu_case(bias_gelu_ref, directions=("forward",))
-    case.variants["liger"] = packages.installed("no_such_package.ops", "gelu")
-    make_bench(tmp_path).run([case])
-    _, rows = load(tmp_path / "rows.json")
-    assert rows[-1].refused == "ImportError: no_such_package is not installed"
-    assert packages.installed("math", "sqrt")(9.0) == 3.0
-
-
-@pytest.mark.parametrize("variant", [*bench_adamw.STORAGE, "fp32"])
-@pytest.mark.parametrize("wrong", [{"lr": 1.2e-3}, {"beta1": 0.8}, {"beta2": 0.8}])
-def test_adamw_check_sees_a_wrong_step(variant, wrong, monkeypatch):
-    mode = bench_adamw.STORAGE.get(variant, bench_adamw.FP32)
-    bench_adamw.check("fastpar", mode, "cpu")
-    right = bench_adamw.adamw_step_
-
-    def step(*args, **kwargs):
-        *tensors, values = args
-        right(*tensors, values._replace(**wrong), **kwargs)
-
-    monkeypatch.setattr(bench_adamw, "adamw_step_", step)
-    with pytest.raises(AssertionError, match="expected error"):
-        bench_adamw.check("fastpar", mode, "cpu")
-
-
-@pytest.mark.parametrize("way", bench_quantize.WAYS)
-@pytest.mark.parametrize("form", [bench_quantize.INT8, bench_quantize.INT4])
-def test_quantize_check_sees_a_wrong_code(form, way, monkeypatch):
-    bench_quantize.check("fastpar", form, way, "cpu")
-    right = bench_quantize.quantize_blockwise
-
-    def one_level_off(x, **how):
-        codes, scales = right(x, **how)
-        codes.view(torch.int8)[3] += 2
-        return codes, scales
-
-    monkeypatch.setattr(bench_quantize, "quantize_blockwise", one_level_off)
-    with pytest.raises(AssertionError, match="codes: expected errors within"):
-        bench_quantize.check("fastpar", form, way, "cpu")
-
-
-def test_in_place_variants_are_judged_on_copies(tmp_path):
-    def eager(x, bias):
-        return x.add_(bias)
-
-    def wrong(x, bias):
-        return x.add_(bias, alpha=1.001)
-
-    variants = {"eager": eager, "ours": eager, "fastpar": eager, "fastpar wrong": wrong}
-    case = gelu_case(
-        eager, variants=variants, oracle=eager, directions=("call",), in_place=tuple(variants)
+def test_machine_names_what_a_reader_needs():
+    about = machine("cpu")
+    line = machine_line(about)
+    for part in (about["cpu"], f"{about['cores']} cores", torch.__version__, about["commit"]):
+        assert part in line
+    assert (slug(ABOUT), slug(GPU)) == ("cpu-test-cpu-r-9000-2-cores", "nvidia-h200")
+    assert machine_line({**GPU, "dirty": True}).startswith(
+        "NVIDIA H200, driver 580.1, CUDA 13.0; torch 2.13.0, triton none; commit abc + changes"
     )
-    bench = make_bench(tmp_path)
-    bench.run([case])
-    refused = {row.variant: row.refused for row in bench.results.rows.values()}
-    assert refused.pop("fastpar wrong").startswith("AssertionError: output 0")
-    assert set(refused.values()) == {None}
 
 
-def test_every_op_has_a_bench_that_can_be_run():
-    found = door.names()
-    assert found[-1] == "train"
-    modules = {p.stem for p in (ROOT / "kernels").glob("*.py")}
-    ops = {stem for stem in modules if "triton" not in stem}
-    parts = {stem for stem in ops if stem.startswith(("adamw_", "attention_", "layer_norm_"))}
-    parts |= {stem for stem in ops if stem.endswith("_configs")}
-    parts |= {"cross_entropy_shard", "choice", "config_table", "host", "weight_gradients"}
-    assert ops - {"__init__", "backend", "op", "reference", *parts} <= set(found)
-    for name in found:
-        module = importlib.import_module(door.homes()[name])
-        assert set(module.TIME_LIMIT_S) == {"cpu", "cuda"}
-        assert callable(module.run)
+# Each runs
+
+
+# What a machine may lack; torch's flash attention for CPUs has no dropout.
+MISSING = re.compile(r"not installed|No module named|NoLinkError|Ninja|C\+\+|g\+\+|flash")
+QUICKEST = ("embedding", "philox")
+
+
+def test_every_bench_can_be_found_and_has_a_limit():
+    assert door.names()[-1] == "train"
+    for name in door.names():
+        assert all(door.limit_of(name, device) > 0 for device in ("cpu", "cuda"))
+        assert callable(importlib.import_module(door.homes()[name]).run)
+
+
+@pytest.mark.parametrize("name", [n if n in QUICKEST else slow(n) for n in door.names()])
+def test_a_quick_run_has_rows_that_no_gate_refuses(name, tmp_path, monkeypatch):
+    """Without torch.compile, which takes most of the time."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    only = {"wires": "1000 Mbit/s, fastpar", "train": "6x384", "checkpoint": "stage 3"}
+    bench = make_bench(tmp_path, name, only=only.get(name, ""))
+    importlib.import_module(door.homes()[name]).run(bench)
+    rows = load(tmp_path / "rows.json")[1]
+    red = {row.variant: row.refused for row in rows if row.refused}
+    assert all(MISSING.search(why) for why in red.values()), red
+    assert any(row.variant.startswith("fastpar") for row in rows) or red
+    assert not any("targets" in row.notes for row in rows)  # they are for full shapes
+
+
+SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 256}
+PROGRAMS = {  # words of the command line, and what they write
+    "errors": ("errors bias_gelu --quick --device cpu --out {}/a.json", "a.json"),
+    "tune": ("tune bias_gelu --device cpu --out {}/a.json", "a.json"),
+    "study wires": ("study wires int8 --seeds 1 --steps-divided-by 100 --into {}", "wires/rows."),
+    "study fp8": ("study fp8 all --seeds 1 --steps-divided-by 100 --into {}", "fp8/rows.jsonl"),
+    "study muon": ("study muon 2 --steps-divided-by 3 --into {}", "muon/rows.jsonl"),
+    "study main_job": (
+        "study main_job muon,_16 --steps-divided-by 254 --set tokenizer=bytes n_embd=32 "
+        "block_size=16 eval_batches=1 muon_lr=0.04 --into {}",
+        "main_job/rows.jsonl",
+    ),
+    "matrix": ("matrix fastpar --only 2_ranks,_zero_3 --into {}", ""),
+    "matrix peers": ("matrix peers --only DDP,_2 --into {}", ""),
+    "matrix table": ("matrix table --into {}", "README.md"),
+    "red_rows": ("red_rows --way ZeRO-2 --into {}", "README.md"),
+    "grid": ("grid --into {}", "README.md"),
+}
+
+
+@pytest.mark.parametrize("name", [slow(n) for n in PROGRAMS])
+def test_the_other_programs_run(name, tmp_path, monkeypatch, capsys):
+    words, written = PROGRAMS[name]
+    for study in ("wires", "fp8", "muon"):
+        for each, small in (("shape", SHAPE), ("validated", 4)):
+            monkeypatch.setitem(STUDIES[study].common, each, small)
+    for path in (*RESULTS.glob("matrix/*.json"), *RESULTS.glob("grid/*.json")):
+        (tmp_path / path.name).write_text(path.read_text())
+    argv = [w.format(tmp_path).replace("_", " ") if "," in w or "2_r" in w else w.format(tmp_path)
+            for w in words.split()]  # fmt: skip
+    for _ in range(1 + name.startswith("study")):  # the second time it is there
+        assert door.main(argv) == 0, capsys.readouterr().out
+    found = [p for p in tmp_path.rglob("*") if written and written in str(p)]
+    assert found or not written
+    if name.startswith("study"):
+        rows = [json.loads(line) for line in found[0].read_text().splitlines()]
+        assert all(row["commit"] and row["machine"] for row in rows)
+        assert len({json.dumps(row["machine"]) for row in rows}) == 1
+    if name == "study muon":
+        assert all(row["sent_bytes"] == row["formula_bytes"] != [0, 0] for row in rows)
 
 
 # The door
 
 
-def run(*command, **env):
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_bench_refuses_bad_arguments_in_one_line(capsys):
-    assert door.main(["nope"]) == 2
-    assert "bench: expected one of adamw, " in capsys.readouterr().err
-    assert door.main(["gelu", "--quick", "--commit-results"]) == 2
-    assert "bench: expected full shapes and no --out" in capsys.readouterr().err
+def test_bad_arguments_are_refused_in_one_line(capsys):
+    rows = [
+        ("nope", "bench: expected one of adamw, "),
+        ("gelu --quick --commit-results", "bench: expected full shapes and no --out"),
+        ("errors --quick --commit-results", "errors: expected full shapes and no --out with"),
+        ("tune everything", "tune: expected a part of a place's name, got names=everything"),
+        ("tune --minutes 0", "tune: expected minutes > 0, got minutes=0"),
+        ("ingest nothing.json", "expected a report.json of bench/gpu.sh, got path=nothing.json"),
+        ("report --results nowhere", "report: expected a folder with rows of `python -m bench`"),
+    ]
     if not torch.cuda.is_available():
-        assert door.main(["gelu", "--device", "cuda"]) == 2
-        assert "bench: expected a GPU, got device=cuda" in capsys.readouterr().err
+        rows.append(("gelu --device cuda", "bench: expected a GPU, got device=cuda"))
+    for words, why in rows:
+        assert door.main(words.split()) == 2, words
+        error = capsys.readouterr().err
+        assert why in error
+        assert error.count("\n") == 1
 
 
 @pytest.mark.slow
 def test_one_bench_that_runs_out_of_time_does_not_stop_the_next(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    started = []
     apart = door.run_apart
 
     def run_apart(name, args, left_s):
         args.time_limit = 0.2 if name == "gelu" else 60.0
-        started.append(name)
         return apart(name, args, left_s)
 
     monkeypatch.setattr(door, "run_apart", run_apart)
     out = tmp_path / "rows.json"
     arguments = ["gelu", "route", "--device", "cpu", "--quick", "--out", str(out)]
     assert door.main(arguments) == 1
-    assert started == ["gelu", "route"]
     printed = capfd.readouterr().out
     assert "== gelu: stopped after 0 s; its rows so far are kept" in printed
     assert "failed: gelu" in printed
-    # Of tiny shapes no time, rate or ratio.
     assert re.search(r"\n(\d+) of \1 rows ran\n", printed)
-    assert not re.search(r"\d ms|[GT]B/s|FLOP/s|\d %|\dx ", printed)
-    assert "report --results" not in printed
+    assert not re.search(r"\d ms|[GT]B/s|FLOP/s|\d %|\dx ", printed)  # of tiny shapes
     assert {row.bench for row in load(out)[1]} == {"route"}
+
+
+# The report
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A folder with two files of one machine, one of an older one, and one of a GPU."""
+    folder, gelu = tmp_path / "results", {"case": "bias_gelu N=9 F=3072", "speedup": None}
+    gelu["direction"] = "forward+backward"
+    old = {**ABOUT, "cpu": "Old CPU", "date": "2025-12-31"}
+    ResultFile(folder / "z.json", old).add(make_row(median_ms=77.0), make_row(case="gone"))
+    ResultFile(folder / "b.json", {**ABOUT, "date": "2026-01-01"}).add(
+        make_row(median_ms=55.0),
+        make_row(bench="train", case="6x384", direction="step", tokens_per_s=600.0),
+    )
+    ResultFile(folder / "a.json", ABOUT).add(
+        make_row(),
+        make_row(variant="fastpar", median_ms=0.5, speedup=4.0),
+        make_row(variant="torch.compile", median_ms=1.0),
+        make_row(case="other", variant="fastpar", median_ms=None, refused="red check"),
+        make_row(**gelu, variant="fastpar", median_ms=0.5),
+        make_row(**gelu, median_ms=1.5),
+        make_row(**{**gelu, "bench": "cross_entropy", "case": "cross_entropy N=9 V=50304"}),
+    )
+    ResultFile(folder / "gpu.json", GPU).add(
+        make_row(**gelu, device="cuda", median_ms=0.3),
+        make_row(**gelu, device="cuda", median_ms=0.1, variant="fastpar"),
+    )
+    return folder
+
+
+def test_a_table_is_written_between_its_markers_from_the_newest_rows(results):
+    text = "before\n<!-- bench:ops-cpu -->\nold\n<!-- /bench:ops-cpu -->\nafter\n"
+    new = report.update(text, results)
+    assert new.startswith("before\n<!-- bench:ops-cpu -->\n| op |")
+    assert new.endswith("<!-- /bench:ops-cpu -->\nafter\n")
+    assert "| bias_gelu N=1 F=2, forward | 2 (eager) | 1 (torch.compile) | 0.5 | 2.00x |" in new
+    assert "refused: red check" in new
+    assert "CPU: Test CPU (R) 9000, 2 cores" in new
+    assert not re.search("old|77|gone|55", new)
+    assert report.update(new, results) == new
+    train = report.render("train-cpu", results)  # only the older file of this machine has it
+    assert "| 6x384 | eager | 1 x 2 | 2 | 600 | 1.00x |" in train
+    headline = report.render("headline", results)
+    assert (
+        "N=9 F=3072, forward+backward | 0.5 ms | 1.5 ms, eager | 3.00x | 0.1 ms, 3.00x eager |"
+        in (headline)
+    )
+    assert "`cross_entropy`" not in headline  # nothing of fastpar passed
+
+
+def test_the_report_refuses_what_it_cannot_fill(results):
+    marked = "<!-- bench:{0} -->\n<!-- /bench:{0} -->\n".format
+    for text, why in (
+        (marked("nope"), r"render: expected one of train, .*, got name=nope"),
+        ("<!-- bench:ops-cpu -->\n", "update: expected <!-- /bench:ops-cpu --> after"),
+        (marked("zero-cuda"), "render: expected rows for the table zero-cuda"),
+        (marked("errors-cuda"), "newest: expected results of device cuda, got none"),
+        (marked("checkpoint-cpu"), "render: expected rows for the table checkpoint-cpu"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            report.update(text, results)
+
+
+@pytest.mark.slow
+def test_a_users_own_rows_become_tables_and_pictures_and_stale_tables_are_told(results, capsys):
+    pytest.importorskip("matplotlib")
+    assert door.main(["report", "--results", str(results)]) == 0
+    assert capsys.readouterr().out.endswith("report.md: written\n")
+    text = (results / "report.md").read_text()
+    assert "## train, cpu\n\n| training step |" in text
+    assert "## tp" not in text
+    assert (results / "gelu.png").stat().st_size > 10_000
+    readme = results / "README.md"
+    readme.write_text("<!-- bench:published-cuda -->\n<!-- /bench:published-cuda -->\n")
+    assert report.main([str(readme), "--check"]) == 1
+    assert report.main([str(readme)]) == 0
+    assert report.main([str(readme), "--check"]) == 0
+
+
+def test_the_committed_tables_are_what_the_results_say():
+    assert report.main(["--check"]) == 0
+
+
+# Runs of others
+
+
+def test_the_planner_is_within_a_fifth_of_what_others_reported():
+    rows = list(published())
+    assert len(rows) == 10 + 8 + 2 + 6
+    for row in rows:
+        assert abs(predict(row)[1] / row.reported - 1) < TOLERANCE, row.name
+    assert table() in (RESULTS / "plan" / "published.md").read_text()

@@ -70,16 +70,14 @@ def test_strides_integers_and_several_outputs_are_kept():
 
 
 def test_the_yardstick_can_be_another_function():
+    """fn is off by 3 in one of four elements, the yardstick by 1 in all; inf is left out."""
+
     def rough(x):
         return (x * x).bfloat16().float()
 
     with pytest.raises(AssertionError, match="output 0"):
         assert_matches_oracle(rough, square, inputs(), grad=False)
     assert_matches_oracle(rough, square, inputs(), eager=rough, grad=False)
-
-
-def test_errors_are_those_of_each_against_fp64():
-    """fn is off by 3 in one of four elements, the yardstick by 1 in all; inf is left out."""
     exact = torch.tensor([1.0, -4.0, 2.0, 3.0, torch.inf])
     ours = exact + torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0])
     (errors,) = measure_errors(
@@ -99,11 +97,6 @@ def test_a_yardstick_without_error_leaves_the_condition_of_the_inputs():
         (errors,) = measure_errors(lambda x, e=off: x[:1] - x[1:] + e, take_away, x).values()
         assert errors.eager_max == 0.0
         assert (errors.max <= errors.bound) == passes
-
-
-def test_a_nan_is_an_infinite_error():
-    (errors,) = measure_errors(lambda x: x * torch.nan, square, inputs(), grad=False).values()
-    assert errors.max == errors.rms == float("inf")
 
 
 def test_gpu_arithmetic_of_the_interpreter():

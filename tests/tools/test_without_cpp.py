@@ -81,9 +81,8 @@ def test_a_model_trains_and_what_is_missing_is_said(tree):
 
 LISTS = """
 import torch
-from fastpar.kernels import accumulate_, cross_entropy_shard, dequantize_blockwise, global_norm
-from fastpar.kernels import keep_mask, make_key, pack_, quantize_blockwise, reference, Rng
-from fastpar.kernels import sum_shards, unpack_
+from fastpar.kernels import cross_entropy_shard, dequantize_blockwise, global_norm, keep_mask
+from fastpar.kernels import make_key, pack_, quantize_blockwise, reference, Rng, sum_shards, unpack_
 for dtype in (torch.float32, torch.bfloat16):
     x = [torch.randn(7, 5), torch.randn(64).to(dtype), torch.randn(3, 4).t().to(dtype)]
     norm, expected = global_norm(x, max_norm=1.0), reference.global_norm_ref(x, max_norm=1.0)
@@ -96,7 +95,6 @@ for dtype in (torch.float32, torch.bfloat16):
     unpack_(back, flat, scale=2.0)
     for got, want in zip(back, x):
         assert torch.equal(got, ((want.float() * 0.5).to(dtype).float() * 2).to(got.dtype))
-    accumulate_(back, x)
     shards, out = [torch.randn(9) for _ in range(3)], torch.empty(9)
     sum_shards(shards, out)
     assert torch.equal(out, (shards[0] + shards[1]) + shards[2])
@@ -106,8 +104,7 @@ for dtype in (torch.float32, torch.bfloat16):
     logits, targets = torch.randn(6, 32).to(dtype), torch.randint(32, (6,))
     top, total, target = cross_entropy_shard(logits, targets)
     loss = (total.log() + top - target).mean()
-    expected = torch.nn.functional.cross_entropy(logits.float(), targets)
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.float(), targets))
     mask = Rng(make_key(3, 5), 2), 0.3, (2, 9, 40)
     assert torch.equal(keep_mask(*mask), reference.keep_mask_ref(*mask))
 """
@@ -117,17 +114,8 @@ for dtype in (torch.float32, torch.bfloat16):
 def test_every_op_agrees_with_its_oracle_without_the_module(tree, tmp_path):
     done = python(tree, "-c", LISTS)
     assert done.returncode == 0, done.stderr
-    done = python(
-        tree,
-        "-m",
-        "bench",
-        "errors",
-        "--implementation",
-        "torch",
-        "--quick",
-        "--out",
-        str(tmp_path / "e.json"),
-    )
+    words = f"-m bench errors --implementation torch --quick --out {tmp_path}/e.json"
+    done = python(tree, *words.split())
     # torch's own attention is what runs; on huge fp32 scores its dv is 2.9 times eager's error.
     fails = [line for line in done.stdout.splitlines() if line.startswith("fails: ")]
     own = "fails: attention/B=1 T=33 D=16 H=2 scores 36/float32/torch/cpu"
@@ -138,36 +126,15 @@ def test_every_op_agrees_with_its_oracle_without_the_module(tree, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_rank_and_two_train_without_the_module(tree, tmp_path):
+def test_two_ranks_train_without_the_module(tree, tmp_path):
     (tmp_path / "text.txt").write_text("of the word and the world\n" * 400)
     flags = (
-        "--data text.txt --tokenizer bytes --model micro --n-layer 1 --n-head 2 --n-embd 16 "
-        "--block-size 16 --batch-size 8 --max-steps 3 --threads 1 --device cpu"
+        f"-m fastpar train --data {tmp_path}/text.txt --tokenizer bytes --model micro --n-layer 1 "
+        "--n-head 2 --n-embd 16 --block-size 16 --batch-size 8 --max-steps 3 --threads 1 "
+        f"--device cpu --nproc 2 --out {tmp_path}/run"
     )
-    losses = []
-    for nproc in (1, 2):
-        out = f"r{nproc}"
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "fastpar",
-                "train",
-                *flags.split(),
-                "--nproc",
-                str(nproc),
-                "--out",
-                out,
-            ],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        if nproc == 2:
-            assert "gloo" in done.stdout + done.stderr
-            assert "has no compiled module: it was installed with FASTPAR_CPP=0" in done.stderr
-        losses.append((tmp_path / out / "metrics.jsonl").read_text().count('"loss"'))
-    assert losses[0] == losses[1] > 0
+    done = python(tree, *flags.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gloo" in done.stdout + done.stderr
+    assert "has no compiled module: it was installed with FASTPAR_CPP=0" in done.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"loss"') > 0
