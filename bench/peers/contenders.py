@@ -135,9 +135,7 @@ def build(
 
 
 def update_error(
-    weights: Iterator[tuple[str, Tensor]],
-    exact: Mapping[str, Tensor],
-    start: Mapping[str, Tensor],
+    weights: Iterator[tuple[str, Tensor]], exact: Mapping[str, Tensor], start: Mapping[str, Tensor]
 ) -> float:
     """|w - exact| / |exact - start| over all tensors together, taken one after another."""
     wrong = moved = 0.0

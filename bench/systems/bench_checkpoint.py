@@ -80,11 +80,7 @@ class Case:
         return 2 // self.world_size
 
 
-CASES = (
-    Case("one process", 1, 0),
-    Case("2 ranks, stage 3", 2, 3),
-    Case("2 ranks, stage 0", 2, 0),
-)
+CASES = (Case("one process", 1, 0), Case("2 ranks, stage 3", 2, 3), Case("2 ranks, stage 0", 2, 0))
 
 
 class Rank(steps.Rank):

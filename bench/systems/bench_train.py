@@ -320,11 +320,7 @@ def judge(answers: Sequence[dict[str, float]]) -> None:
 
 
 def to_rows(
-    bench: Bench,
-    case: str,
-    specs: Mapping[str, Spec],
-    logs: Mapping[str, Log],
-    baseline: str,
+    bench: Bench, case: str, specs: Mapping[str, Spec], logs: Mapping[str, Log], baseline: str
 ) -> list[Row]:
     """A row for each variant, compared with the baseline of the same run."""
     rows = []

@@ -172,7 +172,7 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(
         [
             "# Tensor parallelism on a grid, beside what replaced it\n",
-            f"Written by `python -m bench.systems.grid`. {about_page}",
+            f"Written by `python -m bench grid`. {about_page}",
             f"4 ranks in network namespaces, each {link}, gloo; {SHAPE.n_layer} layers of "
             f"{SHAPE.n_embd}, T={SHAPE.block_size}, {B} sequences, fp32, AdamW; medians of "
             f"{2 * (STEPS - 1)} steps, bytes of a step and rank, those on the right by formula:\n",

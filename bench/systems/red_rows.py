@@ -440,7 +440,7 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         "# One step on two ranks: wrong, refused or right",
         "",
-        "Written by `python -m bench.systems.red_rows`, which has the programs. The figure is the",
+        "Written by `python -m bench red_rows`, which has the programs. The figure is the",
         "error of the step's update against one process in fp64 (dropout: against the same way on",
         "one rank; clipping: of the norm; stages: between both copies of a table). Means that are",
         "averaged over unequal targets are wrong in every package, fastpar among them; what its",

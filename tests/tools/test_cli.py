@@ -208,8 +208,7 @@ runpy.run_module("fastpar", run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments"),
-    [("fastpar.cli", ["--version"]), ("torch", ["train", "--nproc=2"])],
+    ("module", "arguments"), [("fastpar.cli", ["--version"]), ("torch", ["train", "--nproc=2"])]
 )
 def test_ctrl_c_during_an_import_ends_it_silently(here, module, arguments):
     command = [sys.executable, "-c", INTERRUPTED, module, *arguments]
