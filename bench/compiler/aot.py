@@ -202,7 +202,6 @@ def measure(
     loop = sass.main_loop(code)
     # Where a memory kernel's traffic is: its main loop, if that loads.
     path = loop if kind == "memory" and sass.count(loop, "LDG", "LDGSTS") else code
-    loads, stores = sass.loads(path), sass.stores(path)
     overlapped, _ = sass.in_flight(loop, "MUFU")
     shared_bytes, warps = compiled.metadata.shared, compiled.metadata.num_warps
     return {
@@ -220,14 +219,7 @@ def measure(
         "loop_instructions": len(loop),
         "tile_loads": _tiles(ttir, "load", 32 * warps),
         "tile_stores": _tiles(ttir, "store", 32 * warps),
-        "wide_loads": loads.wide,
-        "narrow_loads": loads.narrow,
-        "wide_load_bytes": loads.wide_bytes,
-        "narrow_load_bytes": loads.narrow_bytes,
-        "wide_stores": stores.wide,
-        "narrow_stores": stores.narrow,
-        "wide_store_bytes": stores.wide_bytes,
-        "narrow_store_bytes": stores.narrow_bytes,
+        **sass.accesses(path, path),
         "hmma": sass.count(code, *sass.WARP_PRODUCTS),
         "hgmma": sass.count(code, *sass.GROUP_PRODUCTS),
         "waits": sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in code),

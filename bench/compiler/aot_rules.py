@@ -9,7 +9,7 @@ that nothing needs is an error too.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,9 @@ EIGHT_BITS = ("f8E4M3FN", "f8E5M2")  # dots of these
 
 def spills(row: Row) -> str | None:
     if row["spill_instructions"] or row["stack_bytes"]:
-        return (
-            f"{row['spill_instructions']} LDL/STL, {row['loop_spills']} of them in the main loop; "
-            f"{row['stack_bytes']} bytes of stack a thread"
-        )
+        inner = f", {row['loop_spills']} of them in the main loop;" if "loop_spills" in row else ","
+        count, stack = row["spill_instructions"], row["stack_bytes"]
+        return f"{count} LDL/STL{inner} {stack} bytes of stack a thread"
     return None
 
 
@@ -134,14 +133,6 @@ def _mostly_narrow(row: Row, what: str) -> str | None:
     )
 
 
-def wide_loads(row: Row) -> str | None:
-    return _mostly_narrow(row, "load")
-
-
-def wide_stores(row: Row) -> str | None:
-    return _mostly_narrow(row, "store")
-
-
 RULES: dict[str, Callable[[Row], str | None]] = {
     "spills": spills,
     "shared memory": shared_memory,
@@ -153,8 +144,8 @@ RULES: dict[str, Callable[[Row], str | None]] = {
     "products in flight": products,
     "pipelined products": pipelined,
     "waits for products": waits,
-    "16-byte loads": wide_loads,
-    "16-byte stores": wide_stores,
+    "16-byte loads": lambda row: _mostly_narrow(row, "load"),
+    "16-byte stores": lambda row: _mostly_narrow(row, "store"),
 }
 
 
@@ -165,15 +156,23 @@ class Broken:
     detail: str
 
 
-def judge(row: Row, exempt: dict[str, dict[str, str]]) -> tuple[list[Broken], set[tuple[str, str]]]:
-    """(broken rules, exemptions that were needed); row["exempt"] gets the reasons of the latter."""
+def judge(
+    row: Row,
+    exempt: dict[str, dict[str, str]],
+    rules: dict[str, Callable[[Row], str | None]] = RULES,
+    names: Sequence[str] = (),
+) -> tuple[list[Broken], set[tuple[str, str]]]:
+    """(broken rules, exemptions that were needed); row["exempt"] gets the reasons of the latter.
+
+    names: that exemptions are for; empty: the kernel with each of its calls.
+    """
     if "error" in row:
         return [Broken(row, "compiles", row["error"])], set()
     broken: list[Broken] = []
     needed: set[tuple[str, str]] = set()
     row["exempt"] = {}
-    names = [f"{row['kernel']} {call}" for call in row["calls"]]
-    for rule, check in RULES.items():
+    names = names or [f"{row['kernel']} {call}" for call in row["calls"]]
+    for rule, check in rules.items():
         wrong = check(row)
         if wrong is None:
             continue

@@ -1,8 +1,8 @@
 """Compiles every csrc/*_cuda.cu for sm_80 and sm_90a, without a GPU, and judges the machine code.
 
     python -m bench.compiler.cuda_check            writes bench/results/cuda
-    python -m bench.compiler.cuda_check --check    writes nothing; 1 if the table lists other
-    kernels python -m bench.compiler.cuda_check bucket     one source's rows on the console
+    python -m bench.compiler.cuda_check --check    writes nothing; 1 if the table has other kernels
+    python -m bench.compiler.cuda_check bucket     one source's rows on the console
 
 Asked of every kernel: no spills and no stack; 16-byte loads and stores on its main path; no
 floating-point atomics. EXEMPT says which kernels rightly break a rule, and why; an exemption that
@@ -12,7 +12,6 @@ nothing needs is an error too. Without nvcc nothing is checked, which is said an
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
 import os
 import re
@@ -26,13 +25,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.compiler import sass
+from bench.compiler import aot_rules, sass
 from bench.records import ROOT, commit
 
 Row = dict[str, Any]
 TABLE = ROOT / "bench" / "results" / "cuda"
 ARCHS = {"80": "arch=compute_80,code=sm_80", "90a": "arch=compute_90a,code=sm_90a"}
-COUNTS = ("wide_loads", "narrow_loads", "wide_stores", "narrow_stores")
 LEGEND = """\
 Compiled, not run. Registers and bytes of stack are of one thread, shared memory of a block. Loads
 and stores: global ones of 16 bytes + narrower ones, on the main path: the innermost loop with most
@@ -54,16 +52,6 @@ EXEMPT = {
 }
 
 
-def spills(row: Row) -> str | None:
-    if row["spill_instructions"] or row["stack_bytes"]:
-        return f"{row['spill_instructions']} LDL/STL, {row['stack_bytes']} bytes of stack a thread"
-    return None
-
-
-def atomics(row: Row) -> str | None:
-    return f"{row['float_atomics']} sums in no fixed order" if row["float_atomics"] else None
-
-
 def _narrow(row: Row, what: str) -> str | None:
     if row[f"wide_{what}_bytes"] >= row[f"narrow_{what}_bytes"]:
         return None
@@ -71,10 +59,10 @@ def _narrow(row: Row, what: str) -> str | None:
 
 
 RULES: dict[str, Callable[[Row], str | None]] = {
-    "spills": spills,
+    "spills": aot_rules.spills,
     "16-byte loads": lambda row: _narrow(row, "load"),
     "16-byte stores": lambda row: _narrow(row, "store"),
-    "atomics": atomics,
+    "atomics": aot_rules.atomics,
 }
 
 
@@ -119,9 +107,8 @@ def short_name(demangled: str) -> str:
 
 def measure(source: str, arch: str, name: str, kernel: sass.Kernel) -> Row:
     path = main_path(kernel.code)
-    loads, stores = sass.loads(path), sass.stores(path)
-    if not stores.wide and not stores.narrow:  # a loop that only reads: its result comes after it
-        stores = sass.stores(kernel.code)
+    # Of a loop that only reads the result comes after it.
+    stores = path if sass.count(path, *sass.STORES) else kernel.code
     return {
         "source": source,
         "kernel": name,
@@ -132,14 +119,7 @@ def measure(source: str, arch: str, name: str, kernel: sass.Kernel) -> Row:
         "spill_instructions": sass.count(kernel.code, "LDL", "STL"),
         "instructions": len(kernel.code),
         "path_instructions": len(path),
-        "wide_loads": loads.wide,
-        "narrow_loads": loads.narrow,
-        "wide_load_bytes": loads.wide_bytes,
-        "narrow_load_bytes": loads.narrow_bytes,
-        "wide_stores": stores.wide,
-        "narrow_stores": stores.narrow,
-        "wide_store_bytes": stores.wide_bytes,
-        "narrow_store_bytes": stores.narrow_bytes,
+        **sass.accesses(path, stores),
         "float_atomics": sass.float_atomics(kernel.code),
     }
 
@@ -172,21 +152,13 @@ def judge(rows: Sequence[Row], exempt: dict[str, dict[str, str]]) -> list[str]:
     problems: list[str] = []
     needed: set[tuple[str, str]] = set()
     for row in rows:
-        for rule, check in RULES.items():
-            wrong = check(row)
-            if wrong is None:
-                continue
-            allowed = [p for p in exempt if rule in exempt[p] and fnmatch.fnmatch(row["kernel"], p)]
-            needed.update((p, rule) for p in allowed)
-            if allowed:
-                row.setdefault("exempt", {})[rule] = exempt[allowed[0]][rule]
-            else:
-                problems.append(f"{row['kernel']} sm_{row['arch']}: {rule}: {wrong}")
-    for pattern, rules in exempt.items():
-        for rule in rules:
-            if (pattern, rule) not in needed:
-                problems.append(f"exemption: nothing breaks {rule!r} under {pattern!r}; delete it")
-    return problems
+        broken, used = aot_rules.judge(row, exempt, RULES, [row["kernel"]])
+        problems += [f"{row['kernel']} sm_{row['arch']}: {b.rule}: {b.detail}" for b in broken]
+        needed |= used
+        row |= {} if row.pop("exempt") == {} else {"exempt": {r: exempt[p][r] for p, r in used}}
+    stale = {(pattern, rule) for pattern, rules in exempt.items() for rule in rules} - needed
+    found = [f"exemption: nothing breaks {rule!r} under {p!r}; delete it" for p, rule in stale]
+    return problems + sorted(found)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -194,20 +166,13 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = []
     for source in dict.fromkeys(row["source"] for row in rows):
         lines += [f"## {source}", "", f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * 8)} |"]
-        for row in rows:
-            if row["source"] != source:
-                continue
+        for row in (row for row in rows if row["source"] == source):
             wide = [f"{row[f'wide_{w}']} + {row[f'narrow_{w}']}" for w in ("loads", "stores")]
-            spilled = f"{row['spill_instructions']}, {row['stack_bytes']} B"
-            cells = [
-                f"`{row['kernel']}`",
-                row["arch"],
-                row["registers"],
-                spilled if row["spill_instructions"] or row["stack_bytes"] else 0,
-                row["shared_bytes"],
-                *wide,
-                f"{row['path_instructions']} of {row['instructions']}",
-            ]
+            spilled = row["spill_instructions"] or row["stack_bytes"]
+            spills = f"{row['spill_instructions']}, {row['stack_bytes']} B" if spilled else 0
+            cells = [f"`{row['kernel']}`", row["arch"], row["registers"], spills]
+            cells += [row["shared_bytes"], *wide]
+            cells.append(f"{row['path_instructions']} of {row['instructions']}")
             lines.append(f"| {' | '.join(map(str, cells))} |")
         lines.append("")
     reasons = {
@@ -273,11 +238,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     jobs = [(source, arch) for source in args.sources or sources() for arch in ARCHS]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        rows = [
-            row
-            for part in pool.map(lambda job: compile_source(nvcc, flags, *job), jobs)
-            for row in part
-        ]
+        parts = pool.map(lambda job: compile_source(nvcc, flags, *job), jobs)
+        rows = [row for part in parts for row in part]
     problems = judge(rows, {} if args.sources else EXEMPT)
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     release = re.search(r"release [\d.]+, V[\d.]+", version)

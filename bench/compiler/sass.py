@@ -124,29 +124,20 @@ def main_loop(code: Sequence[Instruction]) -> Sequence[Instruction]:
     return [code[at] for at in max(inner, key=work, default=[])]
 
 
-@dataclass(frozen=True)
-class Accesses:
-    """Global loads or stores: instructions of 16 bytes and narrower ones, and the bytes of each."""
+LOADS, STORES = ("LDG", "LDGSTS"), ("STG",)
 
-    wide: int
-    narrow: int
-    wide_bytes: int
-    narrow_bytes: int
 
-    @classmethod
-    def of(cls, code: Sequence[Instruction], *names: str) -> Accesses:
+def accesses(loads: Sequence[Instruction], stores: Sequence[Instruction]) -> dict[str, int]:
+    """Columns of a table: global loads and stores of 16 bytes, narrower ones, and their bytes."""
+    found = {}
+    for what, code, names in (("load", loads, LOADS), ("store", stores, STORES)):
         sizes = [i.bytes for i in code if i.name in names]
-        wide = [s for s in sizes if s == 16]
-        narrow = [s for s in sizes if s < 16]
-        return cls(len(wide), len(narrow), sum(wide), sum(narrow))
-
-
-def loads(code: Sequence[Instruction]) -> Accesses:
-    return Accesses.of(code, "LDG", "LDGSTS")
-
-
-def stores(code: Sequence[Instruction]) -> Accesses:
-    return Accesses.of(code, "STG")
+        for kind, some in (
+            ("wide", [s for s in sizes if s == 16]),
+            ("narrow", [s for s in sizes if s < 16]),
+        ):
+            found |= {f"{kind}_{what}s": len(some), f"{kind}_{what}_bytes": sum(some)}
+    return found
 
 
 def count(code: Sequence[Instruction], *names: str) -> int:

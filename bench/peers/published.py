@@ -1,7 +1,5 @@
 """Training runs that others published, and what fastpar's planner says of them on paper.
 
-    python -m bench.peers.published          prints the table of bench/results/plan/published.md
-
 [Note: sources] Narayanan et al. 2021, arXiv 2104.04473, table 1 (all ten rows; "percentage of peak"
 counts recomputation, its formula 3). Korthikanti et al. 2022, arXiv 2205.05198, tables 3 and 5
 (iteration times; MFU by its appendix) and abstract. llm.c: its scripts for GPT-2 and their step
@@ -21,8 +19,8 @@ text says was used. Taken for it: micro-batches of 4 where there are no stages a
 are, and the smallest number of parts above 1 that divides a stage's layers.
 
 [Note: calibration] GENERATIONS of predict/machine.py, "ampere" and "hopper", were set with these
-rows in view, one set of numbers for all of a device's rows. test_published.py says how far off each
-family is when `reached` is fitted to the others alone.
+rows in view, one set of numbers for all of a device's rows. With `reached` fitted to the other
+families alone, each family stays within TOLERANCE.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastpar.axes.step import CommOp, Op, Setup, Workload
+from fastpar.axes.step import Op, Setup, Workload
 from fastpar.predict.machine import Cluster, DatasheetRates
 from fastpar.predict.time import StepTime, comm_ops_of, ops_of, predict_step, time_of
 from fastpar.settings.model import GPTConfig, flops_per_token
@@ -110,6 +108,7 @@ _LLM_C = (
 )
 # torchtitan, 405B on 512 GPUs: tokens/s a GPU by schedule and chunks.
 _TITAN = {("1f1b", 1): 100, ("interleaved", 2): 128}
+FULL: dict[str, Any] = {"activation_checkpointing": "full", "sequence_parallel": False}
 _MEGATRON: dict[str, Any] = {"dtype": "fp16", "grad_dtype": "fp16", "reduce_dtype": "fp16"}
 
 
@@ -117,35 +116,19 @@ def published() -> Iterator[Published]:
     """All rows."""
     for size, heads, width, layers, tp, pp, gpus, batch, percent in _TABLE_1:
         micro, parts = (4, 1) if pp == 1 else (1, _smallest_divisor(layers // pp))
-        setup = Setup(
-            gpus,
-            tp=tp,
-            pp=pp,
-            schedule=_schedule(parts),
-            chunks=parts,
-            sequence_parallel=False,
-            micro_batch_size=micro,
-            grad_accum_steps=batch * tp * pp // gpus // micro,
-            activation_checkpointing="full",
-            **_MEGATRON,
-        )
+        axes: Any = {"tp": tp, "pp": pp, "schedule": _schedule(parts), "chunks": parts}
+        steps = batch * tp * pp // gpus // micro
+        batches = {"micro_batch_size": micro, "grad_accum_steps": steps}
+        setup = Setup(gpus, **axes, **batches, **FULL, **_MEGATRON)
         workload = Workload(_gpt(layers, heads, width, 2048, 51200), batch)
         yield Published("arXiv 2104.04473", f"{size:g}B", "a100", workload, setup, percent / 100)
     for billions, heads, width, layers, tp, pp, gpus, batch, parts, micro, slow, fast in _TABLE_5:
         workload = Workload(_gpt(layers, heads, width, 2048, 51200), batch)
         for core, step_s in ((False, slow), (True, fast)):
-            setup = Setup(
-                gpus,
-                tp=tp,
-                pp=pp,
-                schedule=_schedule(parts),
-                chunks=parts,
-                sequence_parallel=core,
-                micro_batch_size=micro,
-                grad_accum_steps=batch // micro,
-                activation_checkpointing="none" if core else "full",
-                **_MEGATRON,
-            )
+            axes = {"tp": tp, "pp": pp, "schedule": _schedule(parts), "chunks": parts}
+            batches = {"micro_batch_size": micro, "grad_accum_steps": batch // micro}
+            kept = {"sequence_parallel": True} if core else FULL
+            setup = Setup(gpus, **axes, **batches, **kept, **_MEGATRON)
             kind = "selective, sp" if core else "full"
             name = f"{billions}B {kind}"
             row = Published("arXiv 2205.05198", name, "a100", workload, setup, 0.0, core)
@@ -155,14 +138,8 @@ def published() -> Iterator[Published]:
                 job8 = replace(workload, batch_size=8 * batch)
                 yield replace(row, workload=job8, setup=setup, reported=_EIGHT_COPIES[core])
     for name, layers, heads, width, device, micro, tokens, step_s in _LLM_C:
-        setup = Setup(
-            8,
-            zero_stage=1,
-            micro_batch_size=micro,
-            grad_accum_steps=tokens // 1024 // 8 // micro,
-            grad_dtype="bf16",
-            reduce_dtype="bf16",
-        )
+        batches = {"micro_batch_size": micro, "grad_accum_steps": tokens // 1024 // 8 // micro}
+        setup = Setup(8, zero_stage=1, **batches, grad_dtype="bf16", reduce_dtype="bf16")
         workload = Workload(_gpt(layers, heads, width, 1024, 50257), tokens // 1024)
         yield _with_seconds(Published("llm.c", name, device, workload, setup, 0.0), step_s)
 
@@ -190,7 +167,7 @@ def predict(row: Published, rates: DatasheetRates | None = None) -> tuple[StepTi
     rates = rates or DatasheetRates(Cluster.of(row.device, setup.world_size), setup)
     ops, sends = list(ops_of(workload, setup)), list(comm_ops_of(workload, setup))
     if row.megatron:
-        ops, sends = list(_megatron_ops(row, ops)), list(_megatron_sends(sends))
+        ops, sends = list(_megatron_ops(row, ops)), [send._replace(under="") for send in sends]
     time = time_of(workload, setup, rates, ops, sends)
     return time, _fraction(row, time.step_s)
 
@@ -210,7 +187,7 @@ def _megatron_ops(row: Published, ops: list[Op]) -> Iterator[Op]:
         if op.name == "layer_norm":
             # Bias, dropout and residual sum apart from the norm, and masks of a byte.
             more = {"forward": 1.5, "recompute": 1.5, "backward": 3.0}[op.direction]
-            yield _through_memory(op, more * 2 * _numel(op.shape))
+            yield _through_memory(op, more * 2 * op.shape[0] * op.shape[1])
         if op.name == "loss" and op.direction == "forward":
             n, _, vocab = op.shape
             yield _through_memory(op, 40.0 * n * vocab)  # logits in fp32, an op at a time
@@ -232,31 +209,13 @@ def _through_memory(op: Op, n_bytes: float) -> Op:
     return op._replace(name="copy", shape=(int(n_bytes),), flops=0.0, bytes=n_bytes)
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    return shape[0] * shape[1]
-
-
-def _megatron_sends(sends: list[CommOp]) -> Iterator[CommOp]:
-    for send in sends:
-        yield send._replace(under="")
-
-
 def schedules() -> tuple[float, float]:
     """What torchtitan's run gained by interleaving, and what the planner says of it."""
     workload, speeds = Workload(_gpt(126, 128, 16384, 8192, 128256), 256), []
     for schedule, chunks in _TITAN:
-        setup = Setup(
-            512,
-            tp=8,
-            pp=8,
-            zero_stage=2,
-            accumulate="full",
-            schedule=schedule,
-            chunks=chunks,
-            micro_batch_size=4,
-            grad_accum_steps=8,
-            activation_checkpointing="full",
-        )
+        axes: Any = {"tp": 8, "pp": 8, "zero_stage": 2, "schedule": schedule, "chunks": chunks}
+        full = {"accumulate": "full", "activation_checkpointing": "full"}
+        setup = Setup(512, **axes, **full, micro_batch_size=4, grad_accum_steps=8)
         rates = DatasheetRates(Cluster.of("h100", setup.world_size), setup)
         speeds.append(predict_step(workload, setup, rates).tokens_per_s)
     slow, fast = _TITAN.values()
@@ -283,7 +242,3 @@ def table() -> str:
         f"{gain:.2f}x | {ours:.2f}x | {ours / gain - 1:+.1%} | |"
     )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())

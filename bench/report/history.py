@@ -14,7 +14,7 @@ import json
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.records import RESULTS, slug
 from bench.report.cells import table, times
@@ -32,18 +32,13 @@ class Point(NamedTuple):
     speedup: float
 
 
-Key = tuple[str, str, str, str, str]  # machine, bench, case, direction, variant
+Key = tuple[str, ...]  # machine, bench, case, direction, variant
 
 
 def _git(root: Path, *command: str) -> str | None:
+    git = ["git", "-c", "safe.directory=*", *command]
     try:
-        run = subprocess.run(
-            ["git", "-c", "safe.directory=*", *command],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        run = subprocess.run(git, cwd=root, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return run.stdout if run.returncode == 0 else None
@@ -81,21 +76,13 @@ def points_of(texts: Iterable[str]) -> dict[Key, list[Point]]:
         except (json.JSONDecodeError, KeyError, TypeError):
             continue  # removed in that commit, or of a format before the first one
         for row in rows:
-            point = _point(row)
-            if point is not None:
+            speedup, base, variant = row.get("speedup"), row.get("baseline"), row.get("variant", "")
+            if speedup and base not in (None, variant) and variant.startswith("fastpar"):
+                point = Point(row.get("commit", ""), row.get("date", ""), base, float(speedup))
                 key = (machine, *(row[k] for k in ("bench", "case", "direction", "variant")))
                 points = found.setdefault(key, [])
-                if point not in points:
-                    points.append(point)
+                points += [point] * (point not in points)
     return found
-
-
-def _point(row: dict[str, Any]) -> Point | None:
-    speedup, baseline = row.get("speedup"), row.get("baseline")
-    variant = row.get("variant", "")
-    if not speedup or baseline in (None, variant) or not variant.startswith("fastpar"):
-        return None
-    return Point(row.get("commit", ""), row.get("date", ""), baseline, float(speedup))
 
 
 def drop(points: Sequence[Point]) -> float:
