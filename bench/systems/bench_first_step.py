@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ def child(variant: str, shape: dict[str, int], device: str, begun: float) -> dic
         marks.append(time.time())
     names = ("import_s", "build_s", "first_step_s", "second_step_s")
     return dict(zip(names, (b - a for a, b in itertools.pairwise(marks))))
+
+
+# What is imported, then, with the shape, built: a function of x and y that trains a step. Imports
+# are in the functions: their seconds are a part of the result.
 
 
 def _torch(device: str, compiled: bool = False) -> Callable[..., Any]:
@@ -99,12 +104,9 @@ def _patched(device: str) -> Callable[..., Any]:
     import fastpar
 
     def make(shape: dict[str, int]) -> Callable[..., Any]:
-        own: dict[str, Any] = {
-            "n_positions" if n == "block_size" else n: v for n, v in shape.items()
-        }
-        config = transformers.GPT2Config(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, **own)
-        model: Any = transformers.GPT2LMHeadModel(config)
-        model.to(device)
+        sizes: Any = {"n_positions" if n == "block_size" else n: v for n, v in shape.items()}
+        sizes |= {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
+        model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).to(device)
         fastpar.patch(model)
         optimizer = fastpar.AdamW(model.parameters(), lr=1e-3)
         return _loop(lambda x, y: model(input_ids=x, labels=y).loss, optimizer)
@@ -125,8 +127,8 @@ def _loop(forward: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
 
 _MAKERS: dict[str, Callable[[str], Callable[..., Any]]] = {
     "eager": _torch,
-    COMPILED: lambda device: _torch(device, compiled=True),
-    CACHED: lambda device: _torch(device, compiled=True),
+    COMPILED: partial(_torch, compiled=True),
+    CACHED: partial(_torch, compiled=True),
     DEEPSPEED: _deepspeed,
     "fastpar": _fastpar,
     "fastpar.patch": _patched,
@@ -148,13 +150,8 @@ def measure(
         code = "import sys, json; from bench.systems import bench_first_step as b\n"
         code += "print(json.dumps(b.child(*json.loads(sys.argv[1]))))"
         asked = json.dumps([variant, shape, device, time.time()])
-        done = subprocess.run(
-            [sys.executable, "-c", code, asked],
-            env=environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
+        command, how = [sys.executable, "-c", code, asked], {"env": environment, "cwd": ROOT}
+        done = subprocess.run(command, **how, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"measure: {done.stderr.strip().splitlines()[-1]}")
         return json.loads(done.stdout.strip().splitlines()[-1])

@@ -125,6 +125,7 @@ def overlap(bench: Bench) -> None:
     for name in names:
         log = turns.logs[name]
         row = row_of(bench, title, trials[name], log, SAME, [base_ms] if base_ms else [])
+        print("DEBUG", name, log.sent_bytes, about["link_bytes_per_ms"], log.ms, flush=True)
         row.tokens_per_s = None
         row.notes |= {} if bench.quick else note(targets_of(name))
         bench.add(_exposed(row, about, alone_ms))

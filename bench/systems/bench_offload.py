@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -92,8 +92,9 @@ class Contender:
     """One way to train a model that makes a loss of tokens, a step at a time."""
 
     def __init__(self, name: str, model: nn.Module, rows: int, length: int) -> None:
-        self.name, self.shape, self.n_steps = name, (rows, length + 1), 0
-        self.model: Any = model
+        self.name, self.shape, self.model = name, (rows, length + 1), cast(Any, model)
+        self.losses: list[float] = []
+        self.ms: list[float] = []  # of a step, in each turn
         if name == "deepspeed":
             deepspeed = import_deepspeed("cpu")
             os.environ.setdefault("LOCAL_RANK", "0")
@@ -115,10 +116,8 @@ class Contender:
         )
         self.optimizer = AdamW(self.model.parameters(), lr=1e-3, max_grad_norm=1.0)
 
-    def step(self) -> float:
-        """The next step's loss."""
-        self.n_steps += 1
-        g = torch.Generator().manual_seed(self.n_steps)
+    def step(self) -> None:
+        g = torch.Generator().manual_seed(len(self.losses) + 1)
         x = torch.randint(0, 64, self.shape, generator=g)
         loss = self.model(x[:, :-1].contiguous(), x[:, 1:].contiguous())
         if self.name == "deepspeed":
@@ -128,52 +127,46 @@ class Contender:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return loss.item()
+        self.losses.append(loss.item())
+
+    def turn(self, count: int) -> None:
+        """ms of a step in a row of count + 1, start to start; the first is not counted.
+
+        Nothing waits between steps: what a step leaves to the next one is hidden as in training.
+        """
+        self.step()
+        begin = perf_counter()
+        for _ in range(count):
+            self.step()
+        self.ms.append((perf_counter() - begin) * 1e3 / count)
 
 
 def steps(bench: Bench, case: str, make: Callable[[], nn.Module], rows: int, length: int) -> None:
     """Rows of whole steps, which take turns."""
     if bench.only not in case:
         return
-    made: list[tuple[Contender, Row, list[float], list[float]]] = []
+    made: list[tuple[Contender, Row]] = []
     for name in ("deepspeed", "fastpar", *(f"fastpar offload {bus}" for bus in BUSES)):
         row = bench.row(case, "step", name, torch.float32)
         try:
-            made.append((Contender(name, make(), rows, length), row, [], []))
+            made.append((Contender(name, make(), rows, length), row))
         except Exception as error:
             row.refused = reason(error)
             bench.add(row)
     for _ in range(1 if bench.quick else TURNS):
-        for contender, _, losses, times_ms in made:
-            kept = partial(_keep, contender, losses)
-            times_ms.append(_steady_ms(kept, 1 if bench.quick else STEPS))
-    base = statistics.median(made[0][3])
-    for contender, row, losses, times_ms in made:
-        timing = Timing.of(times_ms)
-        row.median_ms, row.p20_ms, row.p80_ms, row.runs = timing
-        row.tokens_per_s = rows * length / timing.median_ms * 1e3
-        row.baseline, row.speedup = made[0][1].variant, base / timing.median_ms
-        row.notes = {"loss_difference": max(abs(a - b) for a, b in zip(losses, made[0][2]))}
+        for contender, _ in made:
+            contender.turn(1 if bench.quick else STEPS)
+    first = made[0][0]
+    for contender, row in made:
+        row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(contender.ms)
+        row.tokens_per_s = rows * length / row.median_ms * 1e3
+        row.baseline, row.speedup = first.name, statistics.median(first.ms) / row.median_ms
+        pairs = zip(contender.losses, first.losses)
+        row.notes = {"loss_difference": max(abs(a - b) for a, b in pairs)}
         if contender.name != "deepspeed":
             report = engine_of(contender.model).report
             row.notes["exposed_ms"] = report.offload_ms if report else None
         bench.add(row)
-
-
-def _steady_ms(step: Callable[[], object], count: int) -> float:
-    """ms of a step in a row of count + 1 on the CPU, start to start; the first is not counted.
-
-    Nothing waits between steps: work that a step leaves to the next one is hidden as in training.
-    """
-    step()
-    begin = perf_counter()
-    for _ in range(count):
-        step()
-    return (perf_counter() - begin) * 1e3 / count
-
-
-def _keep(contender: Contender, losses: list[float]) -> None:
-    losses.append(contender.step())
 
 
 def run(bench: Bench) -> None:

@@ -10,6 +10,7 @@ Every rank has one thread; a sample is the slowest rank's.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,37 +39,35 @@ def counted_bytes(op: str, world_size: int, numel: int) -> float:
 
 def call_of(op: str, by: Collectives | None, whole: Tensor, part: Tensor) -> Call:
     """The collective on these tensors; by None: torch.distributed's."""
-    calls: dict[str, Call]
-    if by is None:
-        calls = {
-            "all_reduce": lambda: dist.all_reduce(whole),
-            "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole),
-            "all_gather": lambda: dist.all_gather_single(whole, part),
-        }
-        if not hasattr(dist, "reduce_scatter_single"):  # torch < 2.13
-            calls["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(part, whole)
-            calls["all_gather"] = lambda: dist.all_gather_into_tensor(whole, part)
-    else:
-        calls = {
+    if by is not None:
+        calls: dict[str, Call] = {
             "all_reduce": lambda: by.all_reduce(whole),
             "reduce_scatter": lambda: by.reduce_scatter(part, whole),
             "all_gather": lambda: by.all_gather(whole, part),
         }
-    return calls[op]
+        return calls[op]
+    new = hasattr(dist, "reduce_scatter_single")  # torch >= 2.13
+    scatter = dist.reduce_scatter_single if new else dist.reduce_scatter_tensor
+    gather = dist.all_gather_single if new else dist.all_gather_into_tensor
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "reduce_scatter": lambda: scatter(part, whole),
+        "all_gather": lambda: gather(whole, part),
+    }[op]
+
+
+def values_of(rank: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
 class Subject:
     """One variant's tensors and call; fill() gives them this rank's values back."""
 
-    def __init__(self, op: str, variant: str, transports: dict[str, Collectives], numel: int):
-        self.op, self.rank, self.world_size = op, dist.get_rank(), dist.get_world_size()
-        by = transports.get(variant)
-        own = variant == "fastpar" and by is not None
-        part_size = numel // self.world_size
-        self.whole, self.part = (
-            by.empty(n, torch.float32) if own and by is not None else torch.empty(n)
-            for n in (numel, part_size)
-        )
+    def __init__(self, op: str, variant: str, by: Collectives | None, numel: int):
+        self.op, size = op, numel // dist.get_world_size()
+        shared = variant == "fastpar" and by is not None
+        make = partial(by.empty, dtype=torch.float32) if shared else torch.empty  # type: ignore[union-attr]
+        self.whole, self.part = make(numel), make(size)
         self.call = call_of(op, by, self.whole, self.part)
 
     def fill(self, values: Tensor) -> None:
@@ -77,28 +76,21 @@ class Subject:
 
     def judge(self, exact: bool) -> None:
         """The result against sums in rank order; exact: bit by bit."""
-        given = [values_of(rank, self.whole.numel()) for rank in range(self.world_size)]
-        self.fill(given[self.rank])
-        self.call()
-        total = given[0].clone()
-        for other in given[1:]:
-            total += other
         size = self.part.numel()
+        given = [values_of(rank, self.whole.numel()) for rank in range(dist.get_world_size())]
+        self.fill(given[dist.get_rank()])
+        self.call()
+        total = sum(given[1:], given[0])
+        got, wanted = self.whole, total
         if self.op == "all_gather":
-            got, wanted = self.whole, torch.cat([values[:size] for values in given])
-        elif self.op == "all_reduce":
-            got, wanted = self.whole, total
-        else:
-            got, wanted = self.part, total[self.rank * size : (self.rank + 1) * size]
+            wanted = torch.cat([values[:size] for values in given])
+        elif self.op == "reduce_scatter":
+            got, wanted = self.part, total[dist.get_rank() * size :][:size]
         if exact or self.op == "all_gather":
             same = torch.equal(got, wanted)
             assert same, f"{self.op}: expected the bits of the sum in rank order"
         else:
             torch.testing.assert_close(got, wanted)
-
-
-def values_of(rank: int, numel: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
 def attempt(make: Any) -> tuple[Any, str | None]:
@@ -132,9 +124,9 @@ def measure(op: str, numel: int, rounds: int, timeout_s: float) -> dict[str, Any
             continue  # torch.distributed's own all-gather is what fastpar takes over gloo
 
         def make(variant: str = variant) -> Subject:
-            exact = variant != "gloo"
-            Subject(op, variant, transports, SMALL * world_size).judge(exact)
-            return Subject(op, variant, transports, numel)
+            by = transports.get(variant)
+            Subject(op, variant, by, SMALL * world_size).judge(exact=variant != "gloo")
+            return Subject(op, variant, by, numel)
 
         made, why = attempt(make)
         if why is None:
@@ -168,8 +160,7 @@ def rows_of(bench: Bench, op: str, world_size: int, numel: int, ranks: list[Any]
             row.refused = first
         else:
             slowest = [max(times) for times in zip(*(rank[variant] for rank in ranks))]
-            for name, value in Timing.of(slowest)._asdict().items():
-                setattr(row, name, value)
+            row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(slowest)
             bench.rate(row, counted_bytes(op, world_size, numel), None)
         rows.append(row)
     base = rows[0].median_ms

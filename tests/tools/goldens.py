@@ -78,32 +78,29 @@ def plan_commands() -> list[str]:
     """Sixty, over all axes, kinds of machines and refusals."""
     models = ("gpt2", "gpt2-medium", "gpt2-xl")
     machines = ("--gpu h100 --gpus 8", "--gpu a100 --gpus 16", "--gpu 4090 --gpus 4")
-    more = [
-        "",
-        "--pp 2",
-        "--tp-grid 2x2",
-        "--optimizer muon",
-        "--moment-dtype int8 --master-weights remainder",
-    ]
+    stored = "--moment-dtype int8 --master-weights remainder"
+    more = ["", "--pp 2", "--tp-grid 2x2", "--optimizer muon", stored]
     words = [f"--model {m} {g} {x}" for m, g, x in itertools.product(models, machines, more)]
-    words += [
-        "--gpu cpu --gpus 2 --model mini",
-        "--gpu cpu --gpus 4 --model micro --pp 2",
-        "--gpu h100 --gpus 64 --model gpt2-xl --batch-size 256",
-        "--gpu h100 --gpus 64 --n-layer 48 --n-head 64 --n-embd 8192 --batch-size 512",
-        "--gpu h200 --fp8 mlp --gpus 8 --model gpt2-xl",
-        "--gpu v100 --gpus 8",
-        "--gpu h100 --gpus 8 --n-expert 8",
-        "--gpu h100 --gpus 8 --n-expert 8 --expert-top-k 1 --pp 2",
-        "--gpu h100 --gpus 8 --block-size 8192 --batch-size 8",
-        "--gpu h100 --gpus 8 --link pcie4",
-        "--gpu h100 --gpus 32 --inter-link ethernet-100",
-        "--gpu rtx9090",
-        "--gpus 0",
-        "--gpus 7 --batch-size 5",
-        "--gpu h100 --gpus 8 --tp-grid 3x3",
-    ]
-    return words
+    return words + OTHERS.strip().splitlines()
+
+
+OTHERS = """
+--gpu cpu --gpus 2 --model mini
+--gpu cpu --gpus 4 --model micro --pp 2
+--gpu h100 --gpus 64 --model gpt2-xl --batch-size 256
+--gpu h100 --gpus 64 --n-layer 48 --n-head 64 --n-embd 8192 --batch-size 512
+--gpu h200 --fp8 mlp --gpus 8 --model gpt2-xl
+--gpu v100 --gpus 8
+--gpu h100 --gpus 8 --n-expert 8
+--gpu h100 --gpus 8 --n-expert 8 --expert-top-k 1 --pp 2
+--gpu h100 --gpus 8 --block-size 8192 --batch-size 8
+--gpu h100 --gpus 8 --link pcie4
+--gpu h100 --gpus 32 --inter-link ethernet-100
+--gpu rtx9090
+--gpus 0
+--gpus 7 --batch-size 5
+--gpu h100 --gpus 8 --tp-grid 3x3
+"""
 
 
 def plans() -> dict[str, Any]:
@@ -125,21 +122,18 @@ def collectives() -> dict[str, list[str]]:
     from schedule_runs import Run
 
     found = {}
+    both, apart = ("shard", "full"), {"shard_size": 8}
     layouts: list[dict[str, Any]] = [
-        *({"zero_stage": stage} for stage in range(4)),
-        *({"zero_stage": stage, "shard_size": 8} for stage in (1, 2, 3)),
+        *({"zero_stage": z} for z in range(4)),
+        *({"zero_stage": z, **apart} for z in (1, 2, 3)),
+        *({"zero_stage": z, "accumulate": k, "n_micro": 3} for z in range(4) for k in both),
+        *({"zero_stage": z, "deterministic": True} for z in range(4)),
         *(
-            {"zero_stage": stage, "accumulate": kind, "n_micro": 3}
-            for stage in range(4)
-            for kind in ("shard", "full")
+            {"zero_stage": z, **apart, "accumulate": k, "n_micro": 2}
+            for z in (1, 2, 3)
+            for k in both
         ),
-        *({"zero_stage": stage, "deterministic": True} for stage in range(4)),
-        *(
-            {"zero_stage": stage, "shard_size": 8, "accumulate": kind, "n_micro": 2}
-            for stage in (1, 2, 3)
-            for kind in ("shard", "full")
-        ),
-        *({"zero_stage": stage, "wire_weights": "int8"} for stage in (1, 3)),
+        *({"zero_stage": z, "wire_weights": "int8"} for z in (1, 3)),
         {"zero_stage": 3, "node_size": 8, "secondary_shards": True},
         {"zero_stage": 3, "wire_weights": "bf16"},
         {"zero_stage": 3, "bucket_mb": 1.0},
