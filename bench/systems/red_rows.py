@@ -186,27 +186,20 @@ class Tied(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction=reduction)
 
 
-def used_twice(way: Way) -> Weights:
-    run = way.run(Twice())
-    run.backward(run.module(way.cast(_mine(torch.randn(8, 16)))))
+def step(
+    make: Callable[[], nn.Module], inputs: Callable[[], Any], pieces: int, way: Way
+) -> Weights:
+    """So many micro-batches of this rank's rows."""
+    run = way.run(make(), pieces)
+    parts = [_mine(way.cast(x) if x.is_floating_point() else x).chunk(pieces) for x in inputs()]
+    for part in zip(*parts):
+        run.backward(run.module(*part))
     run.step()
     return run.weights()
 
 
-def accumulated(way: Way) -> Weights:
-    run = way.run(Twice(), 4)
-    for x in way.cast(_mine(torch.randn(8, 16))).chunk(4):
-        run.backward(run.module(x))
-    run.step()
-    return run.weights()
-
-
-def tied(way: Way) -> Weights:
-    run = way.run(Tied())
-    x, y = _tokens()
-    run.backward(run.module(_mine(x), _mine(y)))
-    run.step()
-    return run.weights()
+def _floats() -> tuple[Tensor]:
+    return (torch.randn(8, 16),)
 
 
 def _some_targets() -> tuple[Tensor, Tensor]:
@@ -219,14 +212,7 @@ def _some_targets() -> tuple[Tensor, Tensor]:
 
 def averaged(way: Way) -> Weights:
     """The mean of each micro-batch, averaged over micro-batches and ranks, as loops usually do."""
-    if way.kind == EXACT:
-        return counted(way)
-    run = way.run(Tied(), 2)
-    x, y = _some_targets()
-    for part, target in zip(_mine(x).chunk(2), _mine(y).chunk(2)):
-        run.backward(run.module(part, target))
-    run.step()
-    return run.weights()
+    return counted(way) if way.kind == EXACT else step(Tied, _some_targets, 2, way)
 
 
 def counted(way: Way) -> Weights:
@@ -283,23 +269,28 @@ class Program:
     ways: tuple[Way, ...] = field(default=WAYS)
 
 
+TWICE, FOUR_TIMES = (partial(step, Twice, _floats, pieces) for pieces in (1, 4))
 PROGRAMS = (
-    Program("a layer used twice, bf16", used_twice, torch.bfloat16, "DeepSpeed 8224"),
-    Program("a layer used twice", used_twice),
-    Program("four micro-batches", accumulated, thread="DeepSpeed 7718"),
-    Program("four micro-batches, bf16", accumulated, torch.bfloat16, "DeepSpeed 7718"),
-    Program("a tied table", tied),
+    Program("a layer used twice, bf16", TWICE, torch.bfloat16, "DeepSpeed 8224"),
+    Program("a layer used twice", TWICE),
+    Program("four micro-batches", FOUR_TIMES, thread="DeepSpeed 7718"),
+    Program("four micro-batches, bf16", FOUR_TIMES, torch.bfloat16, "DeepSpeed 7718"),
+    Program("a tied table", partial(step, Tied, _tokens, 1)),
     Program(AVERAGED, averaged, thread="torchtitan 2972"),
     Program("unequal targets, counted", counted, thread="torchtitan 2972"),
     Program("dropout on one rank and on two", dropped, thread="pytorch 168058", alone=True),
 )
 
 
-def _rank(what: Callable[[Way], Weights], way: Way) -> Weights:
+def _rank(what: Callable[[Any], Any], way: Any) -> Any:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     return what(way)
+
+
+def on(ranks: int, what: Callable[[Any], Any], way: Any) -> Any:
+    return run_ranks(_rank, ranks, what, way, backend="gloo", timeout_s=180.0)[0]
 
 
 def _exact(program: Program) -> tuple[Weights, Weights]:
@@ -317,9 +308,9 @@ def _exact(program: Program) -> tuple[Weights, Weights]:
 def error_of(program: Program, way: Way) -> float:
     """Of the step on two ranks; raises what the way raises."""
     way = replace(way, dtype=program.dtype)
-    found = run_ranks(_rank, 2, program.what, way, backend="gloo", timeout_s=180.0)[0]
+    found = on(2, program.what, way)
     if program.alone:
-        exact = run_ranks(_rank, 1, program.what, way, backend="gloo", timeout_s=180.0)[0]
+        exact = on(1, program.what, way)
         start = _named(fastpar.GPT(GPT2, seed=0).named_parameters())
     else:
         start, exact = _exact(program)
@@ -376,30 +367,13 @@ def tied_stages(rank_way: str) -> float:
     return float((copies[0] - copies[1]).norm() / (copies[1] - start).norm())
 
 
+SPLIT = {"torch DTensor": TORCH, "fastpar tp=2": OURS}
+STAGES = {"torch Schedule1F1B, as it is": TORCH, "DeepSpeed TiedLayerSpec": DEEPSPEED}
+STAGES |= {"fastpar pp=2": OURS}
 LAYOUTS: tuple[tuple[str, Callable[[str], float], str, dict[str, str]], ...] = (
-    (
-        "clipping where ranks split layers",
-        clipped,
-        "",
-        {"torch DTensor": TORCH, "fastpar tp=2": OURS},
-    ),
-    (
-        "a tied table on two pipeline stages",
-        tied_stages,
-        "torchtitan 1524",
-        {
-            "torch Schedule1F1B, as it is": TORCH,
-            "DeepSpeed TiedLayerSpec": DEEPSPEED,
-            "fastpar pp=2": OURS,
-        },
-    ),
+    ("clipping where ranks split layers", clipped, "", SPLIT),
+    ("a tied table on two pipeline stages", tied_stages, "torchtitan 1524", STAGES),
 )
-
-
-def _layout_rank(what: Callable[[str], float], rank_way: str) -> float:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    return what(rank_way)
 
 
 def trials() -> Iterator[tuple[str, str, str, float, Callable[[], float]]]:
@@ -411,11 +385,7 @@ def trials() -> Iterator[tuple[str, str, str, float, Callable[[], float]]]:
     for name, what, thread, ways in LAYOUTS:
         for title, kind in ways.items():
             title = title.replace(DEEPSPEED, f"{DEEPSPEED} {version_of('deepspeed') or 'missing'}")
-            yield name, thread, title, ROUNDING[torch.float32], partial(_on_two, what, kind)
-
-
-def _on_two(what: Callable[[str], float], kind: str) -> float:
-    return run_ranks(_layout_rank, 2, what, kind, backend="gloo", timeout_s=180.0)[0]
+            yield name, thread, title, ROUNDING[torch.float32], partial(on, 2, what, kind)
 
 
 def rows(only: str = "", ways: str = "") -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ import triton.language as tl
 from bench.compiler import aot, aot_table, cuda_check, sass
 from bench.compiler.aot_rules import GPUS, judge
 from bench.compiler.sass import Instruction
-from fastpar.kernels.triton_launch import Launch, launch
+from fastpar.kernels.triton_launch import launch
 
 # A loop from .L_x_1 whose wait for a barrier was moved behind the kernel's end (.L_x_3), a shorter
 # one behind it, the trap at the end, and a comment with an address that is no instruction.
@@ -244,37 +243,6 @@ def test_alignment_tells_launches_apart_and_a_call_must_launch():
         aot.collect([("empty", lambda: copy(rows=0))])
 
 
-def job(name):
-    def kernel():
-        pass
-
-    kernel.__name__ = name
-    return aot.Job(90, Launch(kernel, (1,), {"x": "*bf16"}, {}, {}, {}), ["call"])
-
-
-@pytest.mark.slow
-def test_a_compiler_that_dies_hangs_or_raises_fails_alone(monkeypatch):
-    def compile_one(job):
-        if job.launch.name == "dies":
-            os.abort()
-        if job.launch.name == "hangs":
-            time.sleep(60)
-        if job.launch.name == "raises":
-            raise RuntimeError("PassManager::run failed")
-        return {**job.row(), "registers": 10}
-
-    monkeypatch.setattr(aot, "compile_one", compile_one)
-    monkeypatch.setattr(aot, "LIMIT_S", 3.0)
-    rows = aot.compile_all([job(n) for n in ("works", "dies", "hangs", "raises", "works too")], 2)
-    assert {row["kernel"]: row.get("error") for row in rows} == {
-        "works": None,
-        "works too": None,
-        "dies": "the compiler ended with exit code -6",
-        "hangs": "the compiler took more than 3 s",
-        "raises": "RuntimeError: PassManager::run failed",
-    }
-
-
 def test_the_committed_table_covers_every_module():
     committed = aot_table.load(aot.TABLE)
     assert aot.MINIMUM in committed["triton"]
@@ -381,15 +349,6 @@ def test_exemptions_and_tables_of_cuda_kernels(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("FASTPAR_CUDA", "0")
     assert cuda_check.main([]) == 0
     assert "skip: no nvcc found" in capsys.readouterr().out
-
-
-def test_the_main_path_is_the_loop_with_the_wide_accesses():
-    def loop(first, *opcodes):
-        return [*map(Instruction, opcodes), Instruction("BRA", target=first, conditional=True)]
-
-    tail, wide = loop(0, "LDG.E", "STG.E"), loop(3, "LDG.E.128", "STG.E.128")
-    assert cuda_check.main_path([*tail, *wide, Instruction("EXIT")]) == wide
-    assert cuda_check.main_path(tail) == tail
 
 
 @pytest.mark.slow

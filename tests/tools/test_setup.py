@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -157,50 +156,6 @@ def test_an_editable_install_leaves_the_module_out_and_takes_it_in_again(tmp_pat
 # .ci/torch
 
 
-def make_wheel(folder, name, version):
-    """A wheel without a file of its own, and its line in a page that pip takes for an index."""
-    file = f"{name}-{version}-py3-none-any.whl"
-    about = {
-        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        "RECORD": "",
-    }
-    (folder / name).mkdir(parents=True)
-    with zipfile.ZipFile(folder / name / file, "w") as wheel:
-        for entry, text in about.items():
-            wheel.writestr(f"{name}-{version}.dist-info/{entry}", text)
-    (folder / name / "index.html").write_text(f'<a href="{file}">{file}</a>')
-
-
-@pytest.fixture
-def choose(tmp_path):
-    """What .ci/torch would install: (exit status, pip's last line, what it says itself)."""
-    for index, version in (("public", "2.13.0"), ("cpu", "2.13.0+cpu")):
-        make_wheel(tmp_path / index, "torch", version)
-    make_wheel(tmp_path / "public", "numpy", "2.4.6")
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
-
-    def run(*more, gpu=False, index="public", torch_index=None):
-        smi = tools / "nvidia-smi"
-        smi.write_text(f"#!/bin/sh\nexit {int(not gpu)}\n")
-        smi.chmod(0o755)
-        env = {**clean, "PATH": f"{tools}:{os.environ['PATH']}", "PIP_CONFIG_FILE": os.devnull}
-        if torch_index:
-            env["TORCH_INDEX"] = (tmp_path / torch_index).as_uri()
-        pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
-        pip += ["--disable-pip-version-check", "--index-url", (tmp_path / index).as_uri(), *more]
-        done = subprocess.run(
-            [ROOT / ".ci" / "torch", *pip], env=env, capture_output=True, text=True
-        )
-        would = [x for x in done.stdout.splitlines() if x.startswith("Would install")]
-        own = [x for x in done.stdout.splitlines() if x.startswith("==")]
-        return done.returncode, would, own, done.stderr
-
-    return run
-
-
 FAKE_PIP = """#!/bin/sh
 echo "$@"
 case "$*" in
@@ -211,7 +166,7 @@ esac
 
 
 def test_the_builds_of_torch_in_their_order(tmp_path):
-    """The test below with pip itself, which takes long."""
+    """Which one .ci/torch asks pip for, and what it says."""
     for name, text in (("pip", FAKE_PIP), ("nvidia-smi", "#!/bin/sh\nexit $NO_GPU\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -234,29 +189,3 @@ def test_the_builds_of_torch_in_their_order(tmp_path):
     assert (status, said.count("\n")) == (2, 1)
     assert said.startswith("make: expected torch 2.13.0+cpu in TORCH_INDEX, got none in elsewhere;")
     assert run(NO_GPU="0") == (0, ["torch>=2.10 numpy"], "")
-
-
-@pytest.mark.slow
-def test_torch_without_cuda_is_taken_wherever_it_is(choose, tmp_path):
-    cpu = ["Would install numpy-2.4.6 torch-2.13.0+cpu"]
-    assert choose(torch_index="cpu") == (0, cpu, [], "")
-    local = str(tmp_path / "cpu" / "torch")  # as a folder of wheels that pip's configuration names
-    assert choose("--find-links", local) == (0, cpu, [], "")
-
-    status, would, own, said = choose()
-    assert (status, would, said) == (0, ["Would install numpy-2.4.6 torch-2.13.0"], "")
-    assert len(own) == 1
-    assert "(TORCH_INDEX names a place): downloading the index's build; on Linux x86-64" in own[0]
-
-    status, would, _, said = choose(torch_index="public")
-    assert (status, would) == (2, [])
-    assert said.startswith("make: expected torch 2.13.0+cpu in TORCH_INDEX, got none in file://")
-
-    assert choose(gpu=True)[:2] == (0, ["Would install numpy-2.4.6 torch-2.13.0"])
-
-
-@pytest.mark.slow
-def test_a_failure_of_pip_is_no_reason_for_another_build(choose):
-    status, would, own, said = choose("--no-such-option", torch_index="cpu")
-    assert (status, would, own) == (1, [], [])
-    assert "no such option" in said
