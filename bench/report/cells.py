@@ -62,6 +62,27 @@ def of_newest(about: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
     return {**about, "commit": last.commit, "dirty": last.dirty, "date": last.date}
 
 
+def pyplot() -> Any:
+    """matplotlib, which needs no screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def bare(axes: Any, *sides: str) -> None:
+    for side in sides or ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot().close(figure)
+
+
 class NoResultsError(ValueError):
     """There is no result file of a device, or no row for a table."""
 

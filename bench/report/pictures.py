@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import Row, machine_line
-from bench.report import roofline
+from bench.report import cells, roofline
 from bench.report.cells import ASIDE, OPS, NoResultsError, by_case, is_ours, newest, number
 from bench.report.tables import tp_rows, zero_rows
 
@@ -73,8 +73,7 @@ def _panel(
     axes.invert_yaxis()
     axes.set_xlabel(f"{unit} (longer is faster; the numbers are medians)", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    cells.bare(axes)
     right = axes.get_xlim()[1] * 1.18
     ceiling = max(ceilings, default=float("inf"))
     near = bool(ceiling <= 1.5 * right)  # far away, the line would only shrink the bars
@@ -91,10 +90,6 @@ def draw(bench: str, results: Sequence[tuple[dict[str, Any], Sequence[Row]]], pa
     Args:
         results: (machine, its rows of this bench), each with at least one row.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.patches import Patch
 
     kept = [(about, [r for r in rows if r.variant != ASIDE]) for about, rows in results]
@@ -107,7 +102,7 @@ def draw(bench: str, results: Sequence[tuple[dict[str, Any], Sequence[Row]]], pa
         bars = max(len([r for r in rows if r.direction == d]) for d in directions)
         groups = len({r.case for r in rows})
         heights.append(BAR_INCHES * (bars + groups) + 0.9)
-    figure, panels = pyplot.subplots(
+    figure, panels = cells.pyplot().subplots(
         len(kept),
         len(directions),
         figsize=(1.6 + 4.8 * len(directions), sum(heights) + 0.8),
@@ -140,19 +135,12 @@ def draw(bench: str, results: Sequence[tuple[dict[str, Any], Sequence[Row]]], pa
     lines = [machine_line(about) for about, _ in kept]
     lines += ["dashed: the ceiling that the same process measured"] * dashed
     figure.supxlabel("\n".join(lines), fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    cells.save(figure, path)
 
 
 def draw_steps(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
     """Tokens/s and peak memory a rank of every contender of one case, one under another."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(
+    figure, panels = cells.pyplot().subplots(
         1, 2, figsize=(11, 1.4 + 1.6 * BAR_INCHES * len(rows)), sharey=True, layout="constrained"
     )
     measures = (
@@ -168,16 +156,13 @@ def draw_steps(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
             axes.text(0.0 if row.refused else value or 0.0, at, text, va="center", fontsize=8)
         axes.set_xlabel(label, fontsize=9)
         axes.margins(x=0.12)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        cells.bare(axes)
     panels[0].set_yticks(range(len(rows)), [r.variant for r in rows], fontsize=9)
     panels[0].invert_yaxis()
     device = "CPU" if about["device"] == "cpu" else about["gpu"]
     figure.suptitle(f"{rows[0].case} ({device})", fontsize=11)
     figure.supxlabel(machine_line(about), fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    cells.save(figure, path)
 
 
 def draw_all(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.records import Row, machine_line
-from bench.report.cells import OPS, by_case, of_newest
+from bench.report.cells import OPS, bare, by_case, of_newest, pyplot, save
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 # FLOPs of an element, by direction. Of layer_norm: mean 1, variance 3, normalized 2, affine 2;
@@ -186,8 +186,7 @@ def _panel(axes: Any, about: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     axes.set_ylabel("TFLOP/s", fontsize=9)
     axes.grid(True, which="major", color="#EEEEEE")
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    bare(axes)
     where = about["gpu"] if about["device"] == "cuda" else f"CPU, {rows[0].threads} threads"
     axes.set_title(f"Roofline of every kernel ({where})", fontsize=11, loc="left")
     return left
@@ -220,14 +219,10 @@ def draw(results: Sequence[tuple[dict[str, Any], Sequence[Row]]], path: Path) ->
     Args:
         results: (machine, its rows).
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    figure, panels = pyplot.subplots(
+    figure, panels = pyplot().subplots(
         len(results),
         1,
         figsize=(11.5, 5.6 * len(results) + 0.6),
@@ -264,6 +259,4 @@ def draw(results: Sequence[tuple[dict[str, Any], Sequence[Row]]], path: Path) ->
     figure.supxlabel("\n".join(lines), fontsize=7)
     for axes, chosen, shown in named:
         _number(axes, chosen, shown)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path)

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from bench.peers import contenders, pipeline, tensor_parallel
 from bench.records import RESULTS, machine, machine_line, version_of
 from bench.report import cells
+from bench.report.pictures import OTHERS, OURS
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import reason
 from fastpar.data.batches import load_data, sample_batch
@@ -286,10 +287,7 @@ def _table(rows: Sequence[dict[str, Any]], first: str, second: str, *more: list[
 
 
 def _published() -> float:
-    return max(
-        PUBLISHED["highest"] - PUBLISHED["one_process"],
-        PUBLISHED["one_process"] - PUBLISHED["lowest"],
-    )
+    return max(abs(PUBLISHED[end] - PUBLISHED["one_process"]) for end in ("lowest", "highest"))
 
 
 def _split_products(row: dict[str, Any]) -> bool:
@@ -303,14 +301,10 @@ def _wrong(row: dict[str, Any]) -> bool:
     return "refused" in row or difference(row["deterministic"]) > bound
 
 
+OWN = "fastpar, dropout 0.1, deterministic"
+
+
 def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from bench.report.pictures import OTHERS, OURS
-
     whole = [row for row in own if not _split_products(row)]
     split = [row for row in own if _split_products(row)]
 
@@ -320,10 +314,7 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
     torchs = [row for row in others if not row["who"].startswith("DeepSpeed")]
     deepspeeds = [row for row in others if row["who"].startswith("DeepSpeed")]
     groups = [
-        (
-            "fastpar, dropout 0.1, deterministic:\ndp, ZeRO, pp, ep, offload, Muon",
-            of(whole, "deterministic"),
-        ),
+        (f"{OWN}:\ndp, ZeRO, pp, ep, offload, Muon", of(whole, "deterministic")),
         ("the same with tp, grids or cp", of(split, "deterministic")),
         ("all of them, default mode", of(own, "default")),
         ("torch: DDP, FSDP2, DTensor, 1F1B,\nno dropout", of(torchs, "no dropout")),
@@ -332,7 +323,7 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
         ("DeepSpeed, dropout 0.1", of(deepspeeds, "dropout")),
         ("torchtitan, its own published\nmatrix of 18 layouts", [_published()]),
     ]
-    figure, axes = pyplot.subplots(figsize=(8.2, 4.4), layout="constrained")
+    figure, axes = cells.pyplot().subplots(figsize=(8.2, 4.4), layout="constrained")
     smallest = 1e-8
     for at, (_label, values) in enumerate(groups):
         few = len(values) == 1
@@ -354,10 +345,8 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
     axes.set_xlabel(
         "distance of the loss to that of one process, at step 10 or 20; right: layouts", fontsize=9
     )
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    cells.bare(axes, "top", "right", "left")
+    cells.save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
