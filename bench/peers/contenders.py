@@ -115,7 +115,7 @@ def build(
 
     if variant.outer:
         apart = fastpar.Mesh(replicas=dist.get_world_size(), device="cpu")
-        model = fastpar.parallelize(make(), apart)
+        model = fastpar.parallelize(make(), apart, settings.parallel)
         optimizer = fastpar.AdamW(model.parameters(), **settings.adamw)
         fastpar.Outer(optimizer, **variant.outer)
         return Contender(title, model, optimizer, settings)

@@ -84,7 +84,8 @@ EXACT = (*FSDP2, *DEEPSPEED[1:], "fastpar ZeRO-2")
 def trial_of(name: str, config: GPTConfig, rows: int) -> Trial:
     """All train plain PyTorch's model but one."""
     title, own = name.partition(", fastpar.GPT")[:2]
-    settings = Settings(parallel=Parallel(bucket_mb=BUCKET_MB))
+    # Not "auto": ranks of two namespaces of one host could share memory.
+    settings = Settings(parallel=Parallel(bucket_mb=BUCKET_MB, transport="torch"))
     how: dict[str, Any] = {"rows": rows, "stock": not own, "settings": settings}
     return Trial(name, config, title=title, linked=True, gated=False, timeout_s=TIMEOUT_S, **how)
 
@@ -125,7 +126,6 @@ def overlap(bench: Bench) -> None:
     for name in names:
         log = turns.logs[name]
         row = row_of(bench, title, trials[name], log, SAME, [base_ms] if base_ms else [])
-        print("DEBUG", name, log.sent_bytes, about["link_bytes_per_ms"], log.ms, flush=True)
         row.tokens_per_s = None
         row.notes |= {} if bench.quick else note(targets_of(name))
         bench.add(_exposed(row, about, alone_ms))
