@@ -104,15 +104,7 @@ def test_each_operation_is_one_call_without_handle_events_or_copy(nccl):
     assert torch.equal(x, torch.ones(8))  # nothing is divided: the mean is NCCL's
 
 
-def test_a_handle_has_two_events(nccl):
-    make, calls = nccl
-    handle = make().reduce_scatter(torch.zeros(2), torch.ones(8), mean=True, async_op=True)
-    assert isinstance(handle, collectives.StreamHandle)
-    assert [(name, options) for name, options, _ in calls] == [("reduce_scatter", {"op": AVG})]
-    assert Event.made == 2
-
-
-def test_what_overlaps_has_a_high_priority(nccl, monkeypatch):
+def test_a_handle_has_two_events_and_a_stream_of_high_priority(nccl, monkeypatch):
     make, calls = nccl
     streams = []
 
@@ -123,8 +115,12 @@ def test_what_overlaps_has_a_high_priority(nccl, monkeypatch):
         streams.append((stream.priority, len(calls)))
 
     monkeypatch.setattr(torch.cuda, "stream", within)
-    make().all_gather(torch.zeros(8), torch.ones(2), async_op=True).wait()
+    handle = make().reduce_scatter(torch.zeros(2), torch.ones(8), mean=True, async_op=True)
+    handle.wait()
+    assert isinstance(handle, collectives.StreamHandle)
+    assert [(name, options) for name, options, _ in calls] == [("reduce_scatter", {"op": AVG})]
     assert streams == [(-1, 0), (-1, 1)]  # the call is made inside
+    assert Event.made == 2
 
 
 def test_groups_beside_the_default_one_are_nccls_alone(nccl, monkeypatch):
@@ -165,7 +161,8 @@ def test_the_default_group_has_gloo_for_objects(monkeypatch):
         assert (told, options["device_id"]) == (backend, bound)
 
 
-def test_16_bits_into_fp32_are_summed_in_place(nccl):
+def test_16_bits_other_backends_and_deterministic_sums(nccl):
+    """16 bits into fp32 are summed in place; without averages a sum is divided; else the tree."""
     make, calls = nccl
     x, out = torch.full((8,), 3.0, dtype=torch.bfloat16), torch.zeros(2)
     make().reduce_scatter(out, x, mean=True)
@@ -173,19 +170,13 @@ def test_16_bits_into_fp32_are_summed_in_place(nccl):
     assert (name, options, part.dtype) == ("reduce_scatter", {"op": AVG}, torch.bfloat16)
     assert (part.data_ptr(), whole.data_ptr()) == (x[2:4].data_ptr(), x.data_ptr())
     assert out.tolist() == [3.0, 3.0]
-
-
-def test_a_backend_without_averages_sums_and_divides(nccl):
-    make, calls = nccl
+    calls.clear()
     c, x, out = make("cuda:other"), torch.full((8,), 4.0), torch.full((2,), 8.0)
     c.all_reduce(x, mean=True)
     c.reduce_scatter(out, x, mean=True)
     assert [options["op"] for _, options, _ in calls] == [SUM, SUM]
     assert (x.unique().tolist(), out.tolist()) == ([1.0], [2.0, 2.0])
-
-
-def test_deterministic_sums_are_the_tree(nccl):
-    make, calls = nccl
+    calls.clear()
     c, x = make(in_rank_order=True), torch.ones(8)
     c.reduce_scatter(torch.zeros(2), x)
     c.all_reduce(x)
@@ -243,17 +234,3 @@ def test_tensor_parallel_waits_for_nothing_by_handle(nccl):
     names = ["all_reduce", "all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
     assert [name for name, _, _ in calls] == names
     assert Event.made == 0
-
-
-def test_modes_are_set_once_a_call(nccl, monkeypatch):
-    """Each costs as much host time as torch's own call; see [Note: who runs it]."""
-    make, calls = nccl
-    c, x = make(), torch.ones(8, requires_grad=True)
-    entered, enter = [], torch.no_grad.__enter__
-    monkeypatch.setattr(torch.no_grad, "__enter__", lambda mode: entered.append(1) or enter(mode))
-    monkeypatch.setattr(torch, "inference_mode", None)
-    for async_op in (False, True):
-        entered.clear()
-        c.all_reduce(x, mean=True, async_op=async_op)
-        assert len(entered) == 1
-    assert len(calls) == 2

@@ -1,25 +1,32 @@
 """Ranks as threads, forked and fresh processes: who fails is named, and nobody is left."""
 
+import mmap
 import os
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from cells import slow
 
 from fastpar.comm import ranks
-from fastpar.comm.ranks import RankFailed, Ranks, is_rank, launched_here, lost_peer
+from fastpar.comm.host import memory_mb
+from fastpar.comm.ranks import (
+    RankFailed,
+    Ranks,
+    available_cores,
+    is_rank,
+    launched_here,
+    lost_peer,
+    threads_per_rank,
+)
 from fastpar.testing import run_ranks
 
 BACKENDS = ["threads", "gloo"]
-needs_proc = pytest.mark.skipif(
-    not os.path.isdir("/proc/self"), reason="needs /proc to look for processes"
-)
 
 
 def is_running(pid):
@@ -35,16 +42,27 @@ def is_running(pid):
 def add_ranks(offset):
     total = torch.tensor([dist.get_rank() + offset])
     dist.all_reduce(total)
-    return dist.get_rank(), total
+    return dist.get_rank(), total, torch.get_num_threads()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_results_come_by_rank(backend, world_size):
-    results = run_ranks(add_ranks, world_size, 0.5, backend=backend)
-    expected = sum(range(world_size)) + 0.5 * world_size
-    assert results == [(r, torch.tensor([expected])) for r in range(world_size)]
-    assert not dist.is_initialized()
+def environment():
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+    return dist.is_initialized(), [os.environ[name] for name in names]
+
+
+def test_results_come_by_rank():
+    """Every rank computes with as many cores as the caller; without init none is in a group."""
+    for backend, world_size in (("threads", 1), ("threads", 3), ("gloo", 3)):
+        results = run_ranks(add_ranks, world_size, 0.5, backend=backend)
+        total = torch.tensor([sum(range(world_size)) + 0.5 * world_size])
+        assert [found[:2] for found in results] == [(r, total) for r in range(world_size)]
+        assert not dist.is_initialized()
+    results = run_ranks(environment, 2, backend="gloo", init=False)
+    assert results == [(False, [str(r), str(r), "2", "127.0.0.1"]) for r in range(2)]
+    with pytest.raises(ValueError, match=r"expected world_size >= 1, got world_size=0"):
+        run_ranks(environment, 0)
+    with pytest.raises(ValueError, match=r"expected backend threads or gloo, got backend=mpi"):
+        run_ranks(environment, 2, backend="mpi")
 
 
 class StrangeError(Exception):
@@ -56,6 +74,8 @@ class StrangeError(Exception):
 
 def fail(*error):
     if dist.get_rank() == 1:
+        if not error:
+            os._exit(7)
         raise error[0](*error[1:])
     dist.all_reduce(torch.ones(1))
 
@@ -71,78 +91,28 @@ def test_the_failure_that_others_follow_is_raised_with_its_rank(backend):
     assert isinstance(both[0], RuntimeError | SystemExit)
     assert isinstance(both[1], KeyError)
     assert len(run_ranks(add_ranks, 2, 0.0, backend=backend)) == 2
-
-
-def test_an_exception_that_does_not_travel_becomes_a_runtime_error():
-    with pytest.raises(RuntimeError, match="StrangeError: no luck"):
-        run_ranks(fail, 2, StrangeError, "no", "luck", backend="gloo")
-
-
-def leave():
-    if dist.get_rank() == 1:
-        os._exit(7)
-    dist.all_reduce(torch.ones(1))
-
-
-def test_a_process_that_dies_is_named():
-    with pytest.raises(RuntimeError, match=r"^rank 1: exit status 7$"):
-        run_ranks(leave, 2, backend="gloo")
+    if backend == "gloo":  # one that does not travel, and a death without words
+        with pytest.raises(RuntimeError, match="StrangeError: no luck"):
+            run_ranks(fail, 2, StrangeError, "no", "luck", backend="gloo")
+        with pytest.raises(RuntimeError, match=r"^rank 1: exit status 7$"):
+            run_ranks(fail, 2, backend="gloo")
 
 
 def sleep_on_rank_1(seconds):
-    if dist.get_rank() == 1:
+    if (dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])) == 1:
         time.sleep(seconds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "timeout_s", "hangs_s"), [("threads", 1, 2), ("gloo", 4, 600)])
 def test_a_rank_that_hangs_is_named(backend, timeout_s, hangs_s):
-    """Threads cannot be killed: that one ends by itself."""
+    """Threads cannot be killed: that one ends by itself. Processes make no group here: where they
+    take longer to meet than timeout_s, both are late."""
     with pytest.raises(TimeoutError, match=f"^rank 1: gave no answer for {timeout_s} s; a coll"):
-        run_ranks(sleep_on_rank_1, 2, hangs_s, backend=backend, timeout_s=timeout_s)
-
-
-def test_every_thread_has_the_callers_number_of_cores():
-    """Also one that starts while another computes with fewer, as fastpar.patch does."""
-    fewer, done = threading.Event(), threading.Event()
-
-    def rank():
-        if dist.get_rank() == 0:
-            before = torch.get_num_threads()
-            torch.set_num_threads(before + 1)
-            fewer.set()
-            done.wait(20)
-            torch.set_num_threads(before)
-            return before
-        fewer.wait(20)
-        found = torch.get_num_threads()
-        done.set()
-        return found
-
-    expected = torch.get_num_threads()
-    assert run_ranks(rank, 2) == [expected] * 2
-
-
-def environment():
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
-    return dist.is_initialized(), [os.environ[name] for name in names]
-
-
-def test_without_init_only_the_environment_is_set():
-    results = run_ranks(environment, 2, backend="gloo", init=False)
-    assert results == [(False, [str(r), str(r), "2", "127.0.0.1"]) for r in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "backend", "message"),
-    [
-        (0, "threads", r"expected world_size >= 1, got world_size=0"),
-        (2, "mpi", r"expected backend threads or gloo, got backend=mpi"),
-    ],
-)
-def test_bad_calls(world_size, backend, message):
-    with pytest.raises(ValueError, match=message):
-        run_ranks(environment, world_size, backend=backend)
+        run_ranks(
+            sleep_on_rank_1, 2, hangs_s, backend=backend, timeout_s=timeout_s,
+            init=backend == "threads",
+        )  # fmt: skip
 
 
 def forever():
@@ -150,7 +120,6 @@ def forever():
     time.sleep(600)
 
 
-@needs_proc
 def test_a_killed_parent_takes_its_forked_ranks_along(tmp_path):
     """Fresh ones are killed by the kernel: tests/files/test_packages.py."""
     (tmp_path / "killed_parent.py").write_text(
@@ -234,11 +203,11 @@ NO_ROOM = "ValueError: no room in <path>"
 @pytest.mark.parametrize(
     ("ways", "rank", "reason", "fork"),
     [
-        (("waits", "fails"), 1, NO_ROOM, False),
-        (("loses", "fails"), 1, NO_ROOM, True),
+        (("waits", "fails"), 1, NO_ROOM, True),
+        slow(("loses", "fails"), 1, NO_ROOM, False),
         (("dies",), 0, "died of SIGKILL (out of memory?)", True),
         (("leaves",), 0, "exit status 7", True),
-        pytest.param(("says",), 0, "last words", False, marks=pytest.mark.slow),
+        slow(("says",), 0, "last words", False),
     ],
 )
 def test_the_rank_that_failed_is_named_and_nobody_is_left(
@@ -276,34 +245,42 @@ def test_no_rank_outlives_an_interrupt():
     assert [process.wait(0) for process in processes] == [-9, -9]
 
 
-# Who is a rank, and who has lost one
+# Who is a rank, who has lost one, and what a rank has
 
 
-def test_who_is_a_rank(monkeypatch):
+def test_who_is_a_rank_and_who_has_lost_one(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "FASTPAR_LAUNCHER"):
         monkeypatch.delenv(name, raising=False)
-    assert not is_rank()
-    assert not launched_here()
+    assert (is_rank(), launched_here()) == (False, False)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert is_rank()
-    assert not launched_here()
-
-
-def test_lost_peers_are_told_from_other_errors():
+    assert (is_rank(), launched_here()) == (True, False)
     gloo = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
     assert lost_peer(RuntimeError(f"Engine: expected every rank to take part, got ... ({gloo})"))
     shm = "all_reduce: expected every rank to live, got the end of rank 1; restart the run"
     assert lost_peer(RuntimeError(shm))
     assert not lost_peer(RuntimeError("out of memory"))
-
-
-def test_shared_memory_still_says_what_is_looked_for():
     source = (Path(__file__).parents[2] / "csrc/shm_cpu.cpp").read_text()
     assert len([text for text in ranks._LOST_PEER_TEXTS if text in source]) == 4
-
-
-def test_a_reason_is_one_line_without_paths():
     assert ranks.without_paths("no /a/b.py\n  here, a/b stays") == "no <path> here, a/b stays"
     assert len(ranks.reason(RuntimeError("x" * 1000))) == 300
     assert ranks.reason(RuntimeError("caf\u00e9")) == "RuntimeError: caf?"
+
+
+def grows():
+    before, _ = memory_mb()
+    with mmap.mmap(-1, 64_000_000) as held:  # new pages, whatever the heap has kept
+        held.write(b"x" * 64_000_000)
+        now, peak = memory_mb()
+    return now - before, peak - now
+
+
+def test_cores_and_memory():
+    """In a process of its own: threads that other tests have left take memory too."""
+    ((grown, above),) = run_ranks(grows, 1, backend="gloo", init=False)
+    assert 50 < grown < 80
+    assert above >= -1
+    assert 1 <= available_cores() <= os.cpu_count()
+    assert threads_per_rank(3, 100) == 3
+    assert threads_per_rank(None, 1) == available_cores()
+    assert threads_per_rank(None, 10_000) == 1

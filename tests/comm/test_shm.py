@@ -1,6 +1,9 @@
 """Shared memory: order, failures, dead ranks, and that nothing is left behind."""
 
+import contextlib
+import functools
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import slow, sweep
 
 from fastpar.comm import transports
 from fastpar.comm.transports import ShmCollectives
@@ -47,7 +51,8 @@ def test_many_rounds(world_size):
     assert run_ranks(rounds, world_size, 5) == [0] * world_size
 
 
-def asynchronous():
+def asynchronous(asked):
+    """Many in flight on two groups at once; the time that an operation took; one kept alive."""
     c, other = make(), make()
     xs = [torch.full((20_000,), float(i + c.rank)) for i in range(12)]
     handles = [(c if i % 2 else other).all_reduce(x, async_op=True) for i, x in enumerate(xs)]
@@ -55,74 +60,72 @@ def asynchronous():
         handle.wait()
     assert all(handle.is_completed() for handle in handles)
     handles[0].wait()  # again
-    return [x[-1].item() for x in xs]
-
-
-def test_many_in_flight_and_two_groups_at_once():
-    assert run_ranks(asynchronous, 3) == [[3.0 * i + 3 for i in range(12)]] * 3
-
-
-def unlike(kind):
-    c = make()
-    try:
-        if kind == "sizes":
-            c.all_reduce(torch.ones(10 + c.rank))
-        elif kind == "dtypes":
-            c.all_reduce(torch.ones(10, dtype=torch.float64 if c.rank else torch.float32))
-        elif kind == "moved dtypes":  # of one size
-            x = torch.ones(10, dtype=torch.int32 if c.rank else torch.float32)
-            c.broadcast(x, 0)
-        elif kind == "tags":
-            c.all_gather(torch.empty(20), torch.ones(10), tag=7 + c.rank)
-        elif kind == "tags of barriers":
-            c.barrier(tag=-c.rank)
-        else:
-            c.all_reduce(torch.ones(10)) if c.rank else c.barrier()
-    except RuntimeError as error:
-        first = str(error)
-    try:
-        c.barrier()
-    except RuntimeError as error:
-        return first, str(error)
-
-
-@pytest.mark.parametrize(
-    "kind", ["sizes", "dtypes", "moved dtypes", "calls", "tags", "tags of barriers"]
-)
-def test_unlike_calls_are_errors_on_every_rank(kind):
-    outcomes = run_ranks(unlike, 2, kind)
-    for first, later in outcomes:
-        assert "expected the same call on every rank, got " in first or "its own message" in first
-        assert "barrier: expected a working group, got one that failed before" in later
-    named = {
-        "sizes": "all_reduce of 11 elements",
-        "dtypes": "(float64, option 0, tag 0) on rank 1",
-        "moved dtypes": "(int32, option 0, tag 0) on rank 1",
-        "calls": "barrier of 0",
-        "tags": "all_gather of 10 elements (float32, option 0, tag 8) on rank 1",
-        "tags of barriers": "tag -1) on rank 1",
-    }
-    assert any(named[kind] in first for first, _ in outcomes)
-
-
-def measured(asked):
-    c = make()
-    if c.rank == 1:
+    if c.rank:
         asked.wait(30)
-    handle = c.all_reduce(torch.ones(10), async_op=True)
+    dropped = torch.ones(50_000)
+    alive, handle = weakref.ref(dropped), c.all_reduce(dropped, async_op=True)
     if c.rank == 0:
+        with pytest.raises(
+            TimeoutError, match=r"all_reduce: expected to end within timeout_s=0.05"
+        ):
+            handle.wait(0.05)
         assert handle.ms is None
+        assert not handle.is_completed()
+        del dropped
+        gc.collect()
+        assert alive() is not None  # the operation under way writes to it
         asked.set()
     handle.wait()
     slow = c._submit("sleep", time.sleep, 0.02)
     slow.wait()
-    return handle.ms, slow.ms
+    assert handle.ms > 0
+    assert 20 <= slow.ms < 20_000
+    return [x[-1].item() for x in xs]
 
 
-def test_a_handle_knows_how_long_its_operation_took():
-    for reduction, slow in run_ranks(measured, 2, threading.Event()):
-        assert reduction > 0
-        assert 20 <= slow < 20_000
+def test_operations_under_way():
+    found = run_ranks(asynchronous, 3, threading.Event())
+    assert found == [[3.0 * i + 3 for i in range(12)]] * 3
+
+
+def of(dtype):
+    return torch.ones(10, dtype=dtype)
+
+
+UNLIKE = {  # the call of each rank, and what is named
+    "sizes": (lambda c: c.all_reduce(torch.ones(10 + c.rank)), "all_reduce of 11 elements"),
+    "dtypes": (
+        lambda c: c.all_reduce(of((torch.float32, torch.float64)[c.rank])),
+        "(float64, option 0, tag 0) on rank 1",
+    ),
+    "moved dtypes": (  # of one size
+        lambda c: c.broadcast(of((torch.float32, torch.int32)[c.rank]), 0),
+        "(int32, option 0, tag 0) on rank 1",
+    ),
+    "tags": (
+        lambda c: c.all_gather(torch.empty(20), torch.ones(10), tag=7 + c.rank),
+        "all_gather of 10 elements (float32, option 0, tag 8) on rank 1",
+    ),
+    "tags of barriers": (lambda c: c.barrier(tag=-c.rank), "tag -1) on rank 1"),
+    "calls": (lambda c: c.all_reduce(torch.ones(10)) if c.rank else c.barrier(), "barrier of 0"),
+}
+
+
+@sweep(["call", "named"], UNLIKE.values())
+def test_unlike_calls_are_errors_on_every_rank(call, named):
+    def rank():
+        c, said = make(), []
+        for act in (call, lambda c: c.barrier()):
+            with pytest.raises(RuntimeError) as error:
+                act(c)
+            said.append(str(error.value))
+        return said
+
+    outcomes = run_ranks(rank, 2)
+    for first, later in outcomes:
+        assert "the same call on every rank, got " in first or "its own message" in first
+        assert "barrier: expected a working group, got one that failed before" in later
+    assert any(named in first for first, _ in outcomes)
 
 
 def silent():
@@ -140,28 +143,16 @@ def test_a_silent_rank():
     run_ranks(silent, 2)
 
 
-def waits_briefly(gave_up):
-    c = make()
-    if c.rank == 0:
-        handle = c.all_reduce(torch.ones(3), async_op=True)
-        assert not handle.is_completed()
-        with pytest.raises(
-            TimeoutError, match=r"all_reduce: expected to end within timeout_s=0.05"
-        ):
-            handle.wait(0.05)
-        gave_up.set()
-        handle.wait()
-    else:
-        assert gave_up.wait(30)
-        c.all_reduce(torch.ones(3))
-
-
-def test_a_wait_that_ends_before_the_operation():
-    run_ranks(waits_briefly, 2, threading.Event())
+def blocks(process="self"):
+    """Inodes of the shared memory that a process has mapped."""
+    with contextlib.suppress(OSError):  # it is gone, or another user's
+        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+        return {line.split()[4] for line in lines if "memfd:fastpar" in line}
+    return set()
 
 
 def dies(victim, large):
-    c = make(chunk_kb=16)
+    before, c = blocks(), make(chunk_kb=16)
     c.barrier()
     c.empty(1 << 18, torch.float32).fill_(1.0)
     x = torch.ones(large)
@@ -175,38 +166,24 @@ def dies(victim, large):
         while True:
             c.all_reduce(x)
     except RuntimeError as error:
-        return str(error), time.monotonic() - start
+        return str(error), time.monotonic() - start, blocks() - before
 
 
-def shared_memory_kib():
-    (line,) = [x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("Shmem:")]
-    return int(line.split()[1])
-
-
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, slow(1)])
 def test_a_killed_rank_is_an_error_on_the_others(victim):
-    """Also in the middle of an operation of many rounds, and well within the time-out of 20 s."""
-    outcomes = run_ranks(
-        dies, 3, victim, 4_000_000, backend="gloo", timeout_s=60, return_exceptions=True
-    )
+    """Also in the middle of an operation of many rounds, and well within the time-out of 20 s.
+    Of their memory, which has no name, nothing stays."""
+    options = {"backend": "gloo", "timeout_s": 60, "return_exceptions": True}
+    outcomes = run_ranks(dies, 3, victim, 4_000_000, **options)
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             assert isinstance(outcome, Exception)
-        else:
-            message, seconds = outcome
-            assert f"expected every rank to live, got the end of rank {victim};" in message
-            assert seconds < 10
-
-
-def test_kill_leaves_nothing_behind():
-    before, memory = set(os.listdir("/dev/shm")), shared_memory_kib()
-    run_ranks(dies, 2, 0, 4_000_000, backend="gloo", timeout_s=60, return_exceptions=True)
-    assert set(os.listdir("/dev/shm")) <= before
-    # The block held over 1 MiB a rank. That of other programs and tests comes and goes meanwhile.
-    end = time.monotonic() + 20
-    while shared_memory_kib() - memory >= 1024 and time.monotonic() < end:
-        time.sleep(0.05)
-    assert shared_memory_kib() - memory < 1024
+            continue
+        message, seconds, mapped = outcome
+        assert f"expected every rank to live, got the end of rank {victim};" in message
+        assert seconds < 10
+        assert mapped
+        assert not any(blocks(p) & mapped for p in os.listdir("/proc") if p.isdigit())
 
 
 def who_may_open_it():
@@ -228,73 +205,45 @@ def test_the_block_has_no_name_and_belongs_to_its_user():
     assert run_ranks(who_may_open_it, 1) == [("/memfd:fastpar (deleted)", 0o600)]
 
 
-def wrong_block(kind):
+def attach_another(rank, fd, first, size, *, token, attach=transports._attach):
     """Rank 1 finds another file than rank 0 meant, or none."""
-    attach = transports._attach
-
-    def other(rank, fd, first, size):
-        place, pid, theirs, token, reason = first
-        if kind == "token":
-            token = bytes(16)
-        elif rank:
-            theirs = 999
-        return attach(rank, fd, (place, pid, theirs, token, reason), size)
-
-    transports._attach = other
-    try:
-        make()
-    except transports.ShmUnavailable as error:
-        return str(error)
-    finally:
-        transports._attach = attach
+    place, pid, theirs, right, reason = first
+    theirs = 999 if rank and not token else theirs
+    return attach(rank, fd, (place, pid, theirs, bytes(16) if token else right, reason), size)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [("token", "is another one than rank 0"), ("file", "rank 1 cannot open the memory of rank 0")],
-)
-def test_a_block_that_is_not_rank_0s(kind, message):
-    for said in run_ranks(wrong_block, 2, kind, backend="gloo"):
-        assert message in said
+def refuse(*args):
+    raise OSError("no such call")
 
 
-def no_memory():
-    real = os.memfd_create
-
-    def refuse(*args):
-        raise OSError("no such call")
-
-    os.memfd_create = refuse
-    try:
-        make()
-    except transports.ShmUnavailable as error:
-        return str(error)
-    finally:
-        os.memfd_create = real
+def without(cells):
+    """What a rank says where one part of the system does something else."""
+    said = []
+    for module, name, value in cells:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(importlib.import_module(module), name, value)
+            with pytest.raises(transports.ShmUnavailable) as error:
+                make()
+            said.append(str(error.value))
+    return said
 
 
-def test_a_system_without_memfd():
-    assert run_ranks(no_memory, 1) == ["rank 0 cannot make shared memory (no such call)"]
-
-
-def no_pidfd():
-    real = os.pidfd_open
-
-    def refuse(pid):
-        raise OSError("no such call")
-
-    os.pidfd_open = refuse
-    try:
-        make()
-    except transports.ShmUnavailable as error:
-        return str(error)
-    finally:
-        os.pidfd_open = real
-
-
-def test_a_system_that_cannot_watch_a_process():
-    for said in run_ranks(no_pidfd, 2, backend="gloo"):
-        assert "cannot watch process" in said
+def test_systems_that_cannot_share_memory():
+    assert run_ranks(without, 1, [("os", "memfd_create", refuse)]) == [
+        ["rank 0 cannot make shared memory (no such call)"]
+    ]
+    name, of = transports.__name__, functools.partial
+    cells = {
+        "is another one than rank 0": (name, "_attach", of(attach_another, token=True)),
+        "rank 1 cannot open the memory of rank 0": (
+            name,
+            "_attach",
+            of(attach_another, token=False),
+        ),
+        "cannot watch process": ("os", "pidfd_open", refuse),
+    }
+    for said in run_ranks(without, 2, list(cells.values()), backend="gloo"):
+        assert all(words in one for words, one in zip(cells, said, strict=True)), said
 
 
 def closes_early(closed):
@@ -324,27 +273,6 @@ def test_close_with_an_operation_under_way():
     run_ranks(closes_early, 2, threading.Event())
 
 
-def drops(looked):
-    c = make()
-    if c.rank == 0:
-        x = torch.ones(50_000)
-        alive = weakref.ref(x)
-        c.all_reduce(x, async_op=True)
-        del x
-        gc.collect()
-        kept = alive() is not None  # the operation under way writes to it
-        looked.set()
-        assert kept
-    else:
-        assert looked.wait(30)
-        c.all_reduce(torch.ones(50_000))
-    c.barrier()
-
-
-def test_an_operation_keeps_its_tensors():
-    run_ranks(drops, 2, threading.Event())
-
-
 def forks():
     c = make()
     c.barrier()
@@ -365,33 +293,6 @@ def forks():
 
 def test_a_fork_is_refused_and_harms_nobody():
     assert run_ranks(forks, 2, backend="gloo") == [2.0, 2.0]
-
-
-def mixed_places():
-    """Tensors of the heap on some ranks only, and at unlike places."""
-    c = make()
-    expected = torch.arange(3.0).repeat_interleave(4000)
-    results = []
-    for inside in range(4):
-        full = c.empty(12_000, torch.float32)  # on every rank, in the same order
-        if inside != 3 and inside != c.rank:
-            full = torch.empty(12_000)
-        own = full.view(3, -1)[c.rank].fill_(float(c.rank))
-        c.all_gather(full, own if inside != 1 or c.rank else own.clone())
-        results.append(torch.equal(full, expected))
-        x = full if inside != 2 or c.rank else c.empty(12_000, torch.float32)
-        x.fill_(float(c.rank))
-        c.broadcast(x, 2)
-        results.append(bool((x == 2.0).all()))
-        x.fill_(float(c.rank))
-        c.all_reduce(x)
-        results.append(bool((x == 3.0).all()))
-        c.barrier()
-    return all(results)
-
-
-def test_tensors_of_the_heap_on_some_ranks_only():
-    assert run_ranks(mixed_places, 3) == [True] * 3
 
 
 @pytest.mark.slow
@@ -428,10 +329,17 @@ def test_a_tensor_outlives_its_group():
     assert run_ranks(outlives, 2) == [0.0, 1000.0]
 
 
-def test_bad_codes():
+def test_bad_input():
     from fastpar.kernels import _C
 
     with pytest.raises(ValueError, match=r"expected whole pages of 4096 bytes, got chunk_bytes=5"):
         _C.ShmGroup(0, 0, 1, 5, 0, [-1], 1.0)
     with pytest.raises(ValueError, match=r"expected 2 descriptors, got 1"):
         _C.ShmGroup(0, 0, 2, 4096, 0, [-1], 1.0)
+    sizes = [2, 1], [2, 1]  # rank 0 sends 1 and rank 1 expects 2
+    act = lambda: make().all_to_all(torch.empty(3), torch.ones(3), *sizes)  # noqa: E731
+    for error in run_ranks(act, 2, return_exceptions=True):
+        assert "expected rank 0 to take the 2 elements that rank 1 sends it, got 1 in" in str(error)
+    message = r"ShmCollectives.empty: expected at most 1073152 bytes in all, got 4194304;"
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(lambda: make(heap_gb=0.001).empty(1 << 20, torch.float32), 2)

@@ -1,14 +1,15 @@
 """The watchdog with ranks that are threads of this process; for real ones: test_faults_hang.py."""
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from fastpar.comm import watchdog
@@ -19,7 +20,6 @@ from fastpar.comm.watchdog import (
     _process,
     _unfinished,
     activity,
-    count_call,
     in_step,
     on_stream,
     waiting,
@@ -28,21 +28,15 @@ from fastpar.comm.watchdog import (
 TIMEOUT_S = 1.2
 
 
-@pytest.fixture
-def store():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 class Ranks:
     """Threads with a watchdog each; what each of them said."""
 
-    def __init__(self, store, world_size):
-        self.store, self.world_size = store, world_size
-        self.said, self.dogs = {}, {}
-        self.released = threading.Event()
-        self.threads = []
+    def __init__(self, world_size):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.world_size, self.said, self.dogs = world_size, {}, {}
+        self.released, self.threads = threading.Event(), []
 
-    def start(self, rank, body):
+    def start(self, rank, body, *args):
         def run():
             def end(message, status, slow):
                 self.said[rank] = (message, status, slow)
@@ -50,75 +44,129 @@ class Ranks:
             dog = Watchdog(rank, self.world_size, timeout_s=TIMEOUT_S, store=self.store, end=end)
             self.dogs[rank] = dog
             with dog:
-                body(self)
+                body(self, *args)
 
         self.threads.append(threading.Thread(target=run, daemon=True))
         self.threads[-1].start()
 
-    def wait_for(self, *ranks, timeout_s=20.0):
+    def wait_for(self, ranks, timeout_s=20.0):
         deadline = time.monotonic() + timeout_s
         while not self.said.keys() >= set(ranks):
             assert time.monotonic() < deadline, self.said
             time.sleep(0.01)
 
-    def close(self):
+    def end(self):
         self.released.set()
         for thread in self.threads:
             thread.join(20)
             assert not thread.is_alive()
+        self.said.clear()
+        self.threads.clear()
+        self.released.clear()
 
 
 @pytest.fixture
-def ranks(store):
+def ranks():
     made = []
-
-    def make(world_size):
-        made.append(Ranks(store, world_size))
-        return made[-1]
-
-    yield make
+    yield lambda world_size: made.append(Ranks(world_size)) or made[-1]
     for each in made:
-        each.close()
+        each.end()
 
 
-def waits(step, op="all_reduce", place=None):
-    def body(ranks):
-        in_step(step)
-        activity().place = place
-        with waiting(op):
-            ranks.released.wait()
-
-    return body
-
-
-def computes(step):
-    def a_long_computation(ranks):
-        in_step(step)
+def a_long_computation(ranks, step, op=None, place=None):
+    """Or, with an op, a wait in it."""
+    in_step(step)
+    activity().place = place
+    with waiting(op) if op else contextlib.nullcontext():
         ranks.released.wait()
 
-    return a_long_computation
+
+class Hangs:
+    """A store that does not answer."""
+
+    def __init__(self, released):
+        self.released = released
+
+    def __getattr__(self, name):
+        return lambda *args: self.released.wait()
 
 
-def test_who_waits_for_nobody_is_named_with_its_stack(ranks):
-    three = ranks(3)
-    three.start(0, waits(7, place=("waiting for bucket", 2)))
-    three.start(1, computes(6))
-    three.start(2, waits(7, "all_gather"))
+SCENES = {  # (rank -> (step, op, place), what becomes of rank 1's store, who says what of the rest)
+    "waits for nobody": (
+        {0: (7, "all_reduce", ("waiting for bucket", 2)), 1: (6,), 2: (7, "all_gather")},
+        None,
+        {
+            0: r"got rank=1 that waits for nobody: step 6, outside of collectives; .*rank 0 has "
+            r"waited 1\..*step 7, waiting for bucket 2 \(all_reduce\)",
+            2: r"got rank=1 that waits for nobody: .*rank 2 has waited 1\..*step 7 \(all_gath",
+        },
+    ),
+    "no heartbeat": (
+        {1: (4, "reduce_scatter", ("waiting for bucket", 3)), 0: (5, "all_reduce")},
+        "gone",
+        {
+            0: "got rank=1 without a sign of life for .*last seen in step 4, waiting for bucket 3 "
+            r"\(reduce_scatter\); .*last stack of rank 1"
+        },
+    ),
+    "never came": (
+        {0: (1, "all_reduce")},
+        None,
+        {0: "got rank=1 without any sign of life; rank 0 has waited"},
+    ),
+    "behind": (
+        {0: (7, "all_reduce"), 1: (7, "all_reduce"), 2: (5, "all_gather")},
+        None,
+        dict.fromkeys((0, 1), r"got rank=2 that is behind: step 5 \(all_gather\); "),
+    ),
+    "nobody is behind": (
+        {0: (7, "all_gather"), 1: (7, "all_reduce")},
+        None,
+        dict.fromkeys((0, 1), r"none of them behind: rank 0 in step 7 \(all_gather\), rank 1 in"),
+    ),
+    "no answer": (
+        {1: (3, "all_reduce")},
+        "hangs",
+        {1: "got rank=0, or the host that keeps the ranks' store, without an answer for"},
+    ),
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_who_is_waited_for_is_named(ranks, scene, monkeypatch):
+    monkeypatch.setattr(watchdog, "_STORE_S", 0.5)
+    bodies, store, words = SCENES[scene]
+    some = ranks(max(2, len(bodies)))
+    for rank, body in bodies.items():
+        some.start(rank, a_long_computation, *body)
+        if rank == 1 and store:
+            time.sleep(0.3)
+            some.dogs[1]._store = Hangs(some.released) if store == "hangs" else None
     began = time.monotonic()
-    three.wait_for(0, 2)
+    some.wait_for(words)
     assert time.monotonic() - began < TIMEOUT_S + 5
-    for rank, where in ((0, "step 7, waiting for bucket 2 (all_reduce)"), (2, "step 7 (all_gath")):
-        message, status, slow = three.said[rank]
+    for rank, pattern in words.items():
+        message, status, slow = some.said[rank]
         assert status == HUNG
         first, *stack = message.splitlines()
         assert first.startswith("watchdog: expected every rank to take part within timeout=1.2s, ")
-        assert "got rank=1 that waits for nobody: step 6, outside of collectives; " in first
-        assert f"rank {rank} has waited 1." in first
-        assert where in first
-        assert stack[0] == "  last stack of rank 1, innermost last:"
-        assert any(row.endswith(" a_long_computation") for row in stack)
-        assert slow == _process(os.getpid())
-    assert 1 not in three.said
+        assert re.search(pattern, message, re.DOTALL), message
+        if scene == "waits for nobody":
+            assert stack[0] == "  last stack of rank 1, innermost last:"
+            assert any(row.endswith(" a_long_computation") for row in stack)
+            assert slow == _process(os.getpid())
+            assert 1 not in some.said
+
+
+def test_one_that_has_left_after_a_restart(ranks):
+    """The ranks after it share the store, and are told nothing by what is left there."""
+    two = ranks(2)
+    for rank in (0, 1):
+        two.start(rank, a_long_computation, 1, "all_reduce")
+        two.wait_for([rank])
+        message = two.said[rank][0]
+        two.end()
+    assert "got rank=0 that has left the run; rank 1 has waited 1." in message
 
 
 def test_nobody_is_named_as_long_as_nobody_waits_too_long(ranks):
@@ -133,75 +181,9 @@ def test_nobody_is_named_as_long_as_nobody_waits_too_long(ranks):
                 return
 
     two.start(0, works)
-    two.start(1, computes(0))
+    two.start(1, a_long_computation, 0)
     time.sleep(2 * TIMEOUT_S)
     assert two.said == {}
-
-
-def test_a_heartbeat_that_stands_still(ranks):
-    two = ranks(2)
-    two.start(1, waits(4, "reduce_scatter", ("waiting for bucket", 3)))
-    time.sleep(0.3)
-    dog = two.dogs[1]
-    dog._store = None  # it beats no more
-    two.start(0, waits(5))
-    two.wait_for(0)
-    assert "got rank=1 without a sign of life for " in two.said[0][0]
-    assert "last seen in step 4, waiting for bucket 3 (reduce_scatter); " in two.said[0][0]
-    assert "last stack of rank 1" in two.said[0][0]
-
-
-def test_a_rank_that_never_came_and_one_that_has_left(ranks):
-    two = ranks(2)
-    two.start(0, waits(1))
-    two.wait_for(0)
-    assert "got rank=1 without any sign of life; rank 0 has waited" in two.said[0][0]
-    two.close()
-    # The ranks after a restart share the store, and are told nothing by what is left there.
-    two.said.clear()
-    two.released.clear()
-    two.threads.clear()
-    two.start(1, waits(1))
-    two.wait_for(1)
-    assert "got rank=0 that has left the run; rank 1 has waited 1." in two.said[1][0]
-
-
-def test_of_ranks_that_all_wait_the_last_one_is_named(ranks):
-    three = ranks(3)
-    three.start(0, waits(7))
-    three.start(1, waits(7))
-    three.start(2, waits(5, "all_gather"))
-    three.wait_for(0, 1)
-    for rank in (0, 1):
-        assert "got rank=2 that is behind: step 5 (all_gather); " in three.said[rank][0]
-
-
-def test_when_nobody_is_behind_all_places_are_told(ranks):
-    two = ranks(2)
-    two.start(0, waits(7, "all_gather"))
-    two.start(1, waits(7, "all_reduce"))
-    two.wait_for(0, 1)
-    for rank in (0, 1):
-        said = two.said[rank][0]
-        assert "none of them behind: rank 0 in step 7 (all_gather), rank 1 in step 7 (all" in said
-
-
-def test_a_store_that_does_not_answer_blames_its_host(ranks, monkeypatch):
-    monkeypatch.setattr(watchdog, "_STORE_S", 0.5)
-    two = ranks(2)
-    two.start(1, waits(3))
-    time.sleep(0.3)
-
-    class Hangs:
-        def __getattr__(self, name):
-            return lambda *args: two.released.wait()
-
-    two.dogs[1]._store = Hangs()
-    two.wait_for(1)
-    assert (
-        "got rank=0, or the host that keeps the ranks' store, without an answer for"
-        in (two.said[1][0])
-    )
 
 
 @pytest.mark.slow
@@ -259,34 +241,22 @@ def test_a_device_that_is_in_a_collective():
         assert dog._now()[0] == key
 
 
-def test_what_a_rank_does_is_recorded():
-    here = activity()
-    before = here.waits, watchdog._calls[0]
-    with waiting("outer"), waiting("inner"):
-        assert here.op == "outer"
-    assert here.op is None
-    count_call()
-    assert (here.waits, watchdog._calls[0]) == (before[0] + 1, before[1] + 1)
-    other = []
-    thread = threading.Thread(target=lambda: other.append(activity()))
-    thread.start()
-    thread.join()
-    assert other[0] is not here
-
-
 def test_the_end_of_a_rank_leaves_its_message_and_kills_the_slow_one(tmp_path):
+    """And no other process that has got its number meanwhile."""
     stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    known = _process(stopped.pid)
+    _kill([*known[:3], "1"])
+    _kill([])
     code = f"""
 from fastpar.comm import watchdog
 watchdog._LINGER_S = 0.1
-watchdog._exit("watchdog: words", watchdog.HUNG, watchdog._process({stopped.pid}))
+watchdog._exit("watchdog: words", watchdog.HUNG, {known})
 """
     note = tmp_path / "error.json"
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(note)}
+    assert stopped.poll() is None
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(note)},
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
     assert done.returncode == HUNG
     assert done.stderr.startswith("\nwatchdog: words\n")
@@ -294,37 +264,10 @@ watchdog._exit("watchdog: words", watchdog.HUNG, watchdog._process({stopped.pid}
     assert stopped.wait(10) == -9
 
 
-def test_another_process_of_the_same_number_is_not_killed():
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    known = _process(other.pid)
-    _kill([*known[:3], "1"])
-    _kill([])
-    time.sleep(0.1)
-    assert other.poll() is None
-    _kill(known)
-    assert other.wait(10) == -9
-
-
 def test_one_rank_has_nobody_to_wait_for():
     before = threading.active_count()
     with Watchdog(0, 1, timeout_s=0.2):
         assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
-def test_a_timeout_that_is_none(timeout_s):
-    with pytest.raises(ValueError, match=r"Watchdog: expected timeout_s > 0, got timeout_s="):
-        Watchdog(0, 2, timeout_s=timeout_s)
-
-
-def test_threads_look_at_their_ranks_gpu(monkeypatch):
-    """Otherwise an event's query opens a context on GPU 0 in every rank."""
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    watchdog.on_this_gpu(chosen.append)("ran")
-    assert chosen == [5, "ran"]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    watchdog.on_this_gpu(chosen.append)("alone")
-    assert chosen == [5, "ran", "alone"]
+    for timeout_s in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"Watchdog: expected timeout_s > 0, got timeout_s="):
+            Watchdog(0, 2, timeout_s=timeout_s)

@@ -1,18 +1,16 @@
 """The scripts of fastpar/examples: all of them parse, and that for a single node is run."""
 
 import functools
-import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 from importlib import resources
 
 import pytest
-from fault_runs import SETTINGS, curve, finish, ranks_of, wait_for_steps
+from fault_runs import SETTINGS, curve, finish, kill, wait_for_steps
 
 EXAMPLES = resources.files("fastpar") / "examples"
+MORE = [f"--{name}={value}" for name, value in SETTINGS.items() if name != "save-every"]
 NAMES = ("one_node.sh", "several_nodes.sh", "slurm.sbatch")
 
 
@@ -26,6 +24,8 @@ def options_of(*command):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_is_one_and_has_no_option_that_we_do_not_know(name):
     path = EXAMPLES / name
+    scripts = [p.name for p in EXAMPLES.iterdir() if p.suffix in (".sh", ".sbatch")]
+    assert sorted(scripts) == sorted(NAMES)
     done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     ours = path.read_text().replace("\\\n", " ").partition("-m fastpar train")[2].split("\n")[0]
@@ -38,19 +38,13 @@ def test_a_script_is_one_and_has_no_option_that_we_do_not_know(name):
     assert theirs <= known | {"--save-every"}
 
 
-def test_all_scripts_are_known_and_shipped():
-    scripts = [p.name for p in EXAMPLES.iterdir() if p.suffix in (".sh", ".sbatch")]
-    assert sorted(scripts) == sorted(NAMES)
-
-
 @pytest.mark.slow
 def test_one_node_survives_a_killed_rank_and_goes_on_later(here, start):
-    more = [f"--{name}={value}" for name, value in SETTINGS.items() if name != "save-every"]
     env = {"PYTHON": sys.executable, "NPROC": "2", "SAVE_EVERY": "20", "MAX_RESTARTS": "2"}
-    script = ("bash", str(EXAMPLES / "one_node.sh"), *more)
+    script = ("bash", str(EXAMPLES / "one_node.sh"), *MORE)
     run = start(*script, "--max-steps=120", env={**env, "RUN": "r"})
     wait_for_steps(run, "r", 30)
-    os.kill(ranks_of(run.pid)[1], signal.SIGKILL)
+    kill(run, 1)
     code, _, err = finish(run)
     assert code == 0, err
     assert "restart 1 of 2, from step " in err
@@ -61,17 +55,9 @@ def test_one_node_survives_a_killed_rank_and_goes_on_later(here, start):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_several_nodes_of_one(here, start):
-    more = [f"--{name}={value}" for name, value in SETTINGS.items() if name != "save-every"]
     env = {"PYTHON": sys.executable, "NPROC": "2", "SAVE_EVERY": "20", "NODES": "1", "RUN": "r"}
-    run = start(
-        "bash",
-        str(EXAMPLES / "several_nodes.sh"),
-        *more,
-        "--max-steps=60",
-        env={**env, "HEAD": "localhost:0"},
-    )
-    code, out, err = finish(run)
+    script = ("bash", str(EXAMPLES / "several_nodes.sh"), *MORE, "--max-steps=60")
+    code, out, err = finish(start(*script, env={**env, "HEAD": "localhost:0"}))
     assert code == 0, err
     assert "run      r, steps 0 to 60" in out

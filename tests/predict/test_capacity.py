@@ -1,29 +1,30 @@
 """run.py: what a rank's states take, refusals that say what would hold the model."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from cells import sweep
 
-from fastpar import Mesh, engine_of, parallelize
 from fastpar.axes.step import Setup
-from fastpar.files.tensor_file import DTYPES
-from fastpar.models.gpt import GPT
-from fastpar.optim.schedule import make_optimizer
 from fastpar.predict.run import (
     bytes_per_rank,
     check_building,
     check_capacity,
     host_memory,
     memory_of,
+    predict,
     what_would_hold,
 )
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import PRESETS, VOCAB_MULTIPLE, GPTConfig, count_parameters
-from fastpar.testing import run_ranks
 
 GPT2 = PRESETS["gpt2"]
+
 N = count_parameters(GPT2, padded=True)
+
 HIDDEN = 12 * GPT2.n_layer * GPT2.n_embd**2  # in matrices of blocks
-MUON = {"optimizer": "muon"}
 
 
 def setup_of(world_size=1, dtype="fp32", **changes):
@@ -66,43 +67,29 @@ def test_bytes_of_a_rank(ranks, dtype, changes, expected):
         assert each * N * mine - 1 <= got <= (1 + above) * each * N * mine
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("dtype", "changes"), [("fp32", {}), ("bf16", {}), ("bf16", MUON)])
-def test_a_real_rank_has_no_less(stage, dtype, changes):
-    """What is refused could not have worked: nothing is counted that is not there."""
-    shape = GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=8, vocab_size=512, dropout=0.0)
-    real = DTYPES[dtype]
-
-    def of_rank():
-        mesh = Mesh(device="cpu")
-        model = GPT(shape).to(real)
-        parallelize(model, mesh, zero_stage=stage, grad_dtype=torch.float32)
-        config = TrainConfig().replace(changes)
-        optimizer = make_optimizer(model, config.optim, dtype=real, seed=1)
-        idx = torch.zeros(1, 8, dtype=torch.int64)
-        model(idx, idx).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        states = sum(
-            v.nbytes for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)
-        )
-        return states, sum(engine_of(model).memory().values())
-
-    found = run_ranks(of_rank, 2)
-    expected = bytes_per_rank(shape, setup_of(2, dtype, zero=stage, **changes))
-    # Pieces end at multiples of 256 elements: of all ranks together nothing is missing.
-    assert sum(states for states, _ in found) >= 2 * expected["optimizer"]
-    others = sum(other for _, other in found)
-    assert others >= 2 * (expected["weights"] + expected["gradients"])
-
-
-def refusal(setup, gb, shape=GPT2, sharing=1):
-    with pytest.raises(ValueError, match="train: expected a model whose states fit") as caught:
-        check_capacity(shape, setup, limit_bytes=int(gb * 1e9), of_what="a GPU", sharing=sharing)
-    return str(caught.value)
+@sweep(
+    ["changes", "dtype", "n_bytes"],
+    [
+        ({}, "fp32", (4, 4, 4, 8)),
+        ({}, "bf16", (2, 4, 4, 12)),
+        ({"master_weights": "remainder"}, "bf16", (2, 4, 4, 10)),
+        ({"stochastic_rounding": True, "moment_dtype": "int8"}, "bf16", (2, 4, 4, 2)),
+        ({"grad_dtype": "bf16"}, "bf16", (2, 2, 2, 12)),
+        ({"reduce_dtype": "bf16", "optimizer": "adafactor"}, "bf16", (2, 4, 2, 4)),
+    ],
+)
+def test_bytes_of_an_element(changes, dtype, n_bytes):
+    setup = setup_of(dtype=dtype, **changes)
+    found = (setup.weight_bytes, setup.grad_bytes, setup.wire_bytes, setup.state_bytes)
+    assert found == n_bytes
 
 
 def test_a_refusal_names_the_need_and_what_there_is():
+    def refusal(setup, gb, sharing=1):
+        with pytest.raises(ValueError, match="train: expected a model whose states fit") as caught:
+            check_capacity(GPT2, setup, limit_bytes=int(gb * 1e9), of_what="a GPU", sharing=sharing)
+        return str(caught.value)
+
     words = refusal(setup_of(), 1)
     assert words.startswith(
         "train: expected a model whose states fit into 1.0 GB of a GPU, got 124,475,904 parameters "
@@ -111,9 +98,7 @@ def test_a_refusal_names_the_need_and_what_there_is():
     assert words.endswith("use 2 ranks with as much memory each and --zero 3, or a smaller model")
     assert "fit into 0.5 GB of a GPU for each of 4 ranks" in refusal(setup_of(4), 2, sharing=4)
     check_capacity(GPT2, setup_of(), limit_bytes=2 * 10**9, of_what="a GPU")
-
-
-def test_every_rank_begins_with_the_whole_model():
+    # Every rank begins with the whole model.
     check_building(GPT2, limit_bytes=4 * N * 3, sharing=3)
     with pytest.raises(
         ValueError,
@@ -167,3 +152,23 @@ def test_memory_of_a_gpu():
     size, whose, sharing = memory_of(torch.device("cuda", 0))
     assert (whose, sharing) == (torch.cuda.get_device_name(0), 1)
     assert size > 1 << 30
+
+
+def test_a_run_on_a_grid_is_predicted_and_help_loads_no_planner():
+    """Its lines at the end are loaded when they are printed."""
+    config = TrainConfig().replace({"tp_grid": "2x2", "nproc": 4, "batch_size": 8})
+    shape = GPTConfig(2, 4, 64, 32, 200, dropout=0.0)
+    setup = Setup(4, config, "cpu", "shm", dtype="fp32", micro_batch_size=8)
+    found = predict(shape, setup, {"device": "CPU", "threads": 1})
+    assert found["predicted_bytes"] > sum(bytes_per_rank(shape, setup).values())
+    assert found["step_ms"]["tp"] > 0
+    code = (
+        "import contextlib, sys\n"
+        "from fastpar.cli import main\n"
+        "with contextlib.suppress(SystemExit):\n"
+        "    main(['train', '--help'])\n"
+        "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('fastpar.')}\n"
+        "print(sorted(rooms & {'predict', 'observe'}))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == "[]", ran.stdout + ran.stderr

@@ -1,124 +1,108 @@
+"""Rates that are measured here: kept, found again, scaled; what measures steps and their memory."""
+
+import gc
 import itertools
 import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from cells import slow
+from memory_cells import mesh_of, workload
 
-from fastpar.axes.step import Setup, Workload
+from fastpar.axes.step import CommOp, Op, Setup, Workload
+from fastpar.comm.transports import ShmCollectives
 from fastpar.predict import measure as module
-from fastpar.predict.machine import FOLDER, MeasuredRates, Overhead, find_rates
+from fastpar.predict.machine import (
+    FOLDER,
+    MeasuredRates,
+    Overhead,
+    Rate,
+    find_rates,
+    machine_name,
+    overhead_key,
+    rates_folder,
+)
 from fastpar.predict.measure import (
     WHOLE,
+    Chain,
+    Clock,
+    ShortRun,
     busy,
     cores_at_work,
+    fitted,
     keep_rates,
     known_s,
     measure,
+    slowest,
     solve,
     spaced,
     waited_for,
 )
+from fastpar.predict.memory import StepMemory, alive_bytes, held_bytes
 from fastpar.predict.time import comm_ops_of, ops_of, predict_step
 from fastpar.settings.model import GPTConfig
+from fastpar.testing import run_ranks
 
 SETUP = Setup(world_size=2, dtype="fp32", device_type="cpu", transport="shm")
 WORKLOAD = Workload(GPTConfig(2, 2, 32, 16, 128, dropout=0.0), 4)
-SETUPS = [
-    replace(SETUP, micro_batch_size=2),
-    replace(SETUP, zero_stage=3, accumulate="shard", grad_accum_steps=2),
-    replace(SETUP, tp=2, micro_batch_size=4, activation_checkpointing="full"),
-]
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rates")
-    before = os.environ.get(FOLDER)
-    os.environ[FOLDER] = str(folder)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(module, "_spread", lambda times: 0.1)  # whatever else runs here
-    try:
-        yield measure(WORKLOAD, SETUPS[1:2], threads=1, seconds=0.5), folder
-    finally:
-        patch.undo()
-        os.environ.pop(FOLDER)
-        if before is not None:
-            os.environ[FOLDER] = before
+KNOWN = {"device_type": "cpu", "dtype": "fp32", "ranks": 2, "threads": 1, "dropout": False}
+CPU = torch.device("cpu")
+MB = 1_000_000
 
 
 def check(rates, setups):
+    """All that a step of each setup does has been measured."""
     for setup in setups:
-        for op in ops_of(WORKLOAD, setup):
-            assert rates.op_s(op) > 0
+        assert all(rates.op_s(op) > 0 for op in ops_of(WORKLOAD, setup))
         for send in comm_ops_of(WORKLOAD, setup):
             assert rates.comm_s(send) > 0 or send.axis == "control"
         assert rates.overhead_s(WORKLOAD, setup) >= 0
         assert predict_step(WORKLOAD, setup, rates).step_s > known_s(WORKLOAD, setup, rates) * 0.999
-    assert not rates.scaled
-    assert len(rates.overheads) == len(setups)
-    assert rates.about["ranks"] == 2
-    assert rates.about["threads"] == 1
+    assert (rates.about["ranks"], rates.about["threads"]) == (2, 1)
 
 
-def test_all_that_a_setup_does_is_measured(measured):
-    check(measured[0], SETUPS[1:2])
-
-
-@pytest.mark.slow
-def test_all_that_several_setups_do_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    check(measure(WORKLOAD, SETUPS[1:], threads=1, seconds=0.5), SETUPS[1:])
+PIPED = replace(SETUP, micro_batch_size=2, grad_accum_steps=2, pp=2)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks"), [("1f1b", 1), pytest.param("zb-v", 2, marks=pytest.mark.slow)]
+    "setups",
+    [
+        [replace(SETUP, zero_stage=3, accumulate="shard", grad_accum_steps=2)],
+        slow([replace(SETUP, tp=2, micro_batch_size=4, activation_checkpointing="full")]),
+        [PIPED],
+        slow([replace(PIPED, schedule="zb-v", chunks=2)]),
+    ],
+    ids=["zero3", "tp", "1f1b", "zb-v"],
 )
-def test_what_stages_do_is_measured(schedule, chunks, tmp_path, monkeypatch):
-    """Messages too, and the overhead by models that have too few layers for stages."""
+def test_all_that_setups_do_is_measured_and_kept(setups, tmp_path, monkeypatch):
+    """Of stages messages too, and the overhead by models that have too few layers for stages."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    piped = {"pp": 2, "schedule": schedule, "chunks": chunks, "grad_accum_steps": 2}
-    setup = replace(SETUP, micro_batch_size=2, **piped)
-    rates = measure(WORKLOAD, [setup], threads=1, seconds=0.2)
-    assert all(rates.op_s(op) > 0 for op in ops_of(WORKLOAD, setup))
-    sends = [send for send in comm_ops_of(WORKLOAD, setup) if send.axis != "control"]
-    assert all(rates.comm_s(send) > 0 for send in sends)
-    assert predict_step(WORKLOAD, setup, rates).step_s > 0
-    assert "send, 2 ranks" in rates.sends
-    # What goes through a stage's parameters is in proportion to the whole model's.
-    assert {name.split()[0] for name in rates.scaled} <= {"copy", "optimizer"}
-
-
-def test_rates_are_kept_for_later_runs(measured):
-    rates, folder = measured
-    found = find_rates(device_type="cpu", dtype="fp32", ranks=2, threads=1, dropout=False)
-    assert found is not None
-    assert found.ops == rates.ops
-    assert [path.parent for path in folder.iterdir()] == [folder]
-    more = MeasuredRates({**rates.about, "date": "later"})
-    keep_rates(more)
-    found = find_rates(device_type="cpu", dtype="fp32", ranks=2, threads=1, dropout=False)
-    assert found is not None
+    monkeypatch.setattr(module, "_spread", lambda times: 0.1)  # whatever else runs here
+    rates = measure(WORKLOAD, setups, threads=1, seconds=0.2)
+    check(rates, setups)
+    if setups[0].pp > 1:
+        assert "send, 2 ranks" in rates.sends
+        # What goes through a stage's parameters is in proportion to the whole model's.
+        assert {name.split()[0] for name in rates.scaled} <= {"copy", "optimizer", "overhead"}
+        return
+    assert not rates.scaled
+    assert len(rates.overheads) == len(setups)
+    assert find_rates(**KNOWN).ops == rates.ops
+    keep_rates(MeasuredRates({**rates.about, "date": "later"}))
+    found = find_rates(**KNOWN)
     assert (found.about["date"], found.ops) == ("later", rates.ops)
-
-
-def test_rates_with_a_large_spread_are_not_kept(measured):
-    rates, folder = measured
-    before = [path.read_bytes() for path in folder.iterdir()]
+    before = [path.read_bytes() for path in tmp_path.iterdir()]  # a large spread is not kept
     keep_rates(MeasuredRates({**rates.about, "spread": 1.72, "date": "wild"}, rates.ops))
-    assert [path.read_bytes() for path in folder.iterdir()] == before
     keep_rates(MeasuredRates({**rates.about, "spread": 1.72, "threads": 7}, rates.ops))
-    assert len(list(folder.iterdir())) == len(before)
-
-
-def test_a_damaged_file_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    about = {"machine": module.machine_name(), "gpu": "", "device_type": "cpu", "dtype": "fp32"}
-    about |= {"dropout": False, "ranks": 1, "threads": 1, "date": "now", "spread": 0.0}
-    rates = MeasuredRates(about)
-    rates.path.parent.mkdir(exist_ok=True)
-    rates.path.write_text("{")
-    keep_rates(rates)
-    assert MeasuredRates.load(rates.path).about == about
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == before
 
 
 @pytest.mark.parametrize("setups", [[], [SETUP, replace(SETUP, world_size=4)]])
@@ -145,52 +129,418 @@ def test_overhead_is_solved_from_four_steps():
     assert solve([1.0, 1.0, 0.5, 0.5]) == (1.0, 0.0, 0.0, 0.0), "none is negative"
 
 
-def test_a_busy_machine_is_told_by_cores_and_spread(monkeypatch):
-    monkeypatch.setattr(module, "available_cores", lambda: 4)
-    assert busy(0.9, 0.1) == ""
-    assert busy(3.0, 0.1) == "3.0 of 4 cores at work before the start"
-    assert busy(0.0, 0.35) == "spread 35%"
-    assert busy(3.0, 0.35) == "3.0 of 4 cores at work before the start, spread 35%"
-
-
-def test_cores_at_work_are_counted(monkeypatch, tmp_path):
-    seen = iter([(100, 1000), (150, 1200)])
-    monkeypatch.setattr(module, "_ticks", lambda: next(seen))
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert cores_at_work(0.0) == pytest.approx(2.0)
-    monkeypatch.undo()
+def test_a_busy_machine_is_told_by_cores_and_spread(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "available_cores", lambda: 4)
+        assert busy(0.9, 0.1) == ""
+        assert busy(3.0, 0.1) == "3.0 of 4 cores at work before the start"
+        assert busy(0.0, 0.35) == "spread 35%"
+        assert busy(3.0, 0.35) == "3.0 of 4 cores at work before the start, spread 35%"
+    with monkeypatch.context() as patch:
+        seen = iter([(100, 1000), (150, 1200)])
+        patch.setattr(module, "_ticks", lambda: next(seen))
+        patch.setattr(os, "cpu_count", lambda: 8)
+        assert cores_at_work(0.0) == pytest.approx(2.0)
+        patch.setattr(module, "_ticks", lambda: None)
+        patch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+        assert cores_at_work(0.0) == 1.5
     file = tmp_path / "stat"
     file.write_text("cpu  10 1 5 100 7 2 1 3 0 0\ncpu0 1 1 1 1\n")
     assert module._ticks(file) == (22, 129)
     assert module._ticks(tmp_path / "none") is None
     file.write_text("nothing")
     assert module._ticks(file) is None
-    monkeypatch.setattr(module, "_ticks", lambda: None)
-    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
-    assert cores_at_work(0.0) == 1.5
 
 
-def test_sizes_of_exchanges_span_what_is_asked_for():
+def test_what_is_measured_of_ranks_and_sizes():
+    """Sizes of exchanges span what is asked for, cells of the same operations share a chain, the
+    slowest rank counts: ranks of dp meet behind the chain, those of tp at every operation."""
     found = spaced(40_000.0, 4e6)
-    assert found[0] <= 11_000
-    assert abs(found[-1] - 4e6) <= 1024
-    assert len(found) == 4
+    assert (len(found), found[0] <= 11_000, abs(found[-1] - 4e6) <= 1024) == (4, True, True)
     ratios = [b / a for a, b in itertools.pairwise(found)]
     assert max(ratios) / min(ratios) < 1.2
     assert spaced(8.0, 8.0) == [1024]
-
-
-def test_cells_of_the_same_operations_share_a_chain():
-    cells = [(WORKLOAD, s) for s in SETUPS]
-    again = (WORKLOAD, replace(SETUPS[0], zero_stage=1))
-    chains = module._distinct_chains([*cells, again])
-    assert [len(chain) for chain in chains] == [2, 1, 1]
-    assert chains[0] == [cells[0], again]
-
-
-def test_the_slowest_rank_is_the_one_that_counts():
-    """Ranks of dp meet behind the chain, those of tp at every operation."""
+    one = WORKLOAD, replace(SETUP, micro_batch_size=2)
+    again, other = (WORKLOAD, replace(one[1], zero_stage=1)), (WORKLOAD, replace(SETUP, tp=2))
+    assert module._distinct_chains([one, other, again]) == [[one, again], [other]]
     a, b = ("matmul", (1, 2, 3), "forward"), ("copy", (4,), "backward")
     ranks = [{a: [1.0, 5.0], b: [2.0], WHOLE: [3.0, 7.0]}, {a: [2.0, 4.0], b: [1.0], WHOLE: [9.0]}]
     assert waited_for(ranks, each_operation=False) is ranks[0]
     assert waited_for(ranks, each_operation=True) == {a: [2.0, 5.0], b: [2.0], WHOLE: [9.0]}
+    assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
+
+
+# Measured rates
+
+
+def rates(**about):
+    known = {
+        "machine": machine_name(),
+        "gpu": "",
+        "device_type": "cpu",
+        "dtype": "fp32",
+        "dropout": False,
+        "ranks": 2,
+        "threads": 1,
+        "torch": "2",
+        "date": "2026-11-22",
+        "spread": 0.07,
+        "busy": "",
+    }
+    return MeasuredRates(
+        {**known, **about},
+        {
+            ("matmul", (64, 32, 16), "forward"): Rate(1e-3, 2.0 * 64 * 32 * 16, 4.0 * 3584),
+            ("matmul", (64, 32, 64), "forward"): Rate(3e-3, 2.0 * 64 * 32 * 64, 4.0 * 8192),
+            ("copy", (4096,), "backward"): Rate(1e-5, 0.0, 4096.0),
+        },
+        {
+            "all_reduce, 2 ranks": [(1000.0, 1e-4), (3000.0, 2e-4), (9000.0, 8e-4)],
+            "all_reduce, 4 ranks": [(1000.0, 3e-4)],
+        },
+        {
+            overhead_key(SETUP): Overhead(1e-3, 2e-3, 3e-4, 4e-4),
+            overhead_key(replace(SETUP, zero_stage=3)): Overhead(5e-3, 0.0, 0.0, 0.0),
+        },
+    )
+
+
+def op(name, shape, flops, n_bytes, direction="forward"):
+    return Op(name, shape, direction, flops, n_bytes, 1)
+
+
+def send(n_bytes, ranks=2, kind="all_reduce", axis="dp"):
+    return CommOp(kind, axis, n_bytes, ranks, 1, 1, "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds", "scaled"),
+    [
+        (op("matmul", (64, 32, 16), 1.0, 1.0), 1e-3, None),
+        (op("matmul", (64, 32, 16), 1.0, 1.0, "recompute"), 1e-3, None),
+        # Of other shapes by flops or bytes of the nearest.
+        (
+            op("matmul", (64, 32, 128), 2.0 * 64 * 32 * 128, 4.0 * 8192),
+            6e-3,
+            "matmul (64, 32, 128) forward",
+        ),
+        (
+            op("matmul", (64, 32, 17), 2.0 * 64 * 32 * 16, 3 * 4.0 * 3584),
+            3e-3,
+            "matmul (64, 32, 17) forward",
+        ),
+        (op("copy", (8192,), 0.0, 8192.0, "backward"), 2e-5, "copy (8192,) backward"),
+        # Between what was measured; of other ranks and kinds the nearest.
+        *(
+            (send(float(n_bytes)), seconds, None)
+            for n_bytes, seconds in [
+                *((10, 1e-4), (1000, 1e-4), (2000, 1.5e-4)),
+                *((6000, 5e-4), (9000, 8e-4), (18000, 1.6e-3)),
+            ]
+        ),
+        (send(1000.0, ranks=3), 1e-4, "all_reduce of 3 ranks"),
+        (send(1000.0, ranks=8), 3e-4, "all_reduce of 8 ranks"),
+        (send(1000.0, kind="all_gather"), 1e-4, "all_gather of 2 ranks"),
+        (send(1000.0, ranks=1), 0.0, None),
+        (send(1000.0, axis="control"), 0.0, None),  # a part of the overhead
+    ],
+)
+def test_rates_are_what_was_measured_or_the_nearest(asked, seconds, scaled):
+    known = rates()
+    found = known.op_s(asked) if isinstance(asked, Op) else known.comm_s(asked)
+    assert found == pytest.approx(seconds)
+    assert known.scaled == ({scaled} if scaled else set())
+
+
+def test_unknown_operations_exchanges_along_tp_and_overhead():
+    known = rates()
+    peak = 2.0 * 64 * 32 * 64 / 3e-3
+    assert known.peak_flops == pytest.approx(peak)
+    assert known.op_s(op("attention", (1, 1, 8, 8), 1e6, 4.0)) == pytest.approx(1e6 / peak)
+    moved = op("bias_gelu", (8, 8), 1.0, 4096e3)
+    assert known.op_s(moved) == pytest.approx(1e-2)
+    known.sends["all_reduce, 2 ranks at once"] = [(1000.0, 7e-5)]
+    assert known.comm_s(send(1000.0, axis="tp")) == 7e-5
+    assert known.comm_s(send(1000.0)) == 1e-4
+    known.scaled.clear()
+    setup = replace(SETUP, grad_accum_steps=5)
+    expected = 1e-3 + 5 * (2e-3 + 2 * 3e-4) + 2 * 4e-4  # of two layers
+    assert known.overhead_s(WORKLOAD, setup) == pytest.approx(expected)
+    assert not known.scaled
+    other = replace(SETUP, zero_stage=3, activation_checkpointing="full")
+    assert known.overhead_s(WORKLOAD, other) == 5e-3
+    assert known.scaled == {"overhead of stage 3, tp 1, full"}
+    assert overhead_key(replace(SETUP, tp=2)) == "stage 0, tp 2 sequence, none"
+    assert overhead_key(replace(SETUP, tp=2, sequence_parallel=False)) == "stage 0, tp 2, none"
+    found = predict_step(replace(WORKLOAD, batch_size=2), SETUP, rates())
+    assert found.parts["other"] == pytest.approx(1e-3 + 2e-3 + 2 * 7e-4)
+    assert found.step_s > found.parts["other"]
+    none = MeasuredRates(known.about)
+    assert none.op_s(moved) == none.comm_s(send(1000.0)) == none.overhead_s(WORKLOAD, SETUP) == 0.0
+    assert (rates().overlap, rates(device_type="cuda").overlap) == (0.0, 1.0)  # CPUs hide nothing
+
+
+def test_what_is_saved_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert rates_folder() == tmp_path / "fastpar" / "rates"
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    known = rates(spread=0.3, busy="load 3.1 before the start")
+    path = known.save()
+    assert path.parent == tmp_path
+    loaded = MeasuredRates.load(path)
+    for name in ("ops", "sends", "overheads"):
+        assert getattr(loaded, name) == getattr(known, name)
+    assert str(loaded) == (
+        "measured on this machine, 2 ranks x 1 thread, 2026-11-22, spread 30%; busy: load 3.1 "
+        "before the start"
+    )
+    assert (known.steady, find_rates(**KNOWN).ops) == (True, known.ops)
+    for other in ({"ranks": 4}, {"threads": 2}, {"dtype": "bf16"}, {"dropout": True}):
+        assert find_rates(**{**KNOWN, **other}) is None, other
+    more = rates(date="2026-11-23")  # later measurements count
+    more.ops = {("matmul", (64, 32, 16), "forward"): Rate(9e-3, 1.0, 1.0)}
+    known.update(more)
+    assert known.ops["matmul", (64, 32, 16), "forward"].seconds == 9e-3
+    assert known.ops["matmul", (64, 32, 64), "forward"].seconds == 3e-3
+    assert known.about["date"] == "2026-11-23"
+    wild = rates(spread=1.72)
+    assert not wild.steady
+    assert "spread 172%; a spread above 30%: what follows is a rough guess, and not kept" in str(
+        wild
+    )
+    wild.save()  # as earlier versions did
+    with pytest.raises(
+        ValueError, match=r"find_rates: expected rates with a spread of at most 30%"
+    ):
+        find_rates(**KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        *(
+            (damage, "expected a file of measured rates, got")
+            for damage in (
+                lambda text: text[: len(text) // 2],
+                lambda text: "[]",
+                lambda text: text.replace('"ops"', '"oops"'),
+                lambda text: text.replace("0.001", "-0.001"),
+                lambda text: text.replace("0.001", "NaN"),
+                lambda text: text.replace('"spread": 0.07,', ""),
+            )
+        ),
+        (lambda text: text.replace('"version": 1', '"version": 99'), "version=1, got version=99"),
+    ],
+)
+def test_a_damaged_file_is_refused_and_replaced(tmp_path, monkeypatch, damage, words):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    path = rates().save()
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError, match=words):
+        MeasuredRates.load(path)
+    keep_rates(rates())
+    assert MeasuredRates.load(path).ops == rates().ops
+
+
+def test_another_machines_file_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    rates(machine="Z80, 1 CPUs").save()
+    with pytest.raises(ValueError, match=r"expected rates of this machine, got path=.* of Z80"):
+        find_rates(**KNOWN)
+
+
+# The chain of operations that is timed
+
+
+def setup(**changes):
+    values = {"dtype": "fp32", "device_type": "cpu", "transport": "shm"}
+    return Setup(**{**values, "micro_batch_size": 4, **changes})
+
+
+@pytest.mark.parametrize("tp", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_chain_has_the_operations_that_a_step_has(tp, dropout):
+    workload = Workload(GPTConfig(2, 4, 32, 16, 200, dropout=dropout), 4)
+    kind = setup(world_size=tp.get("tp", 1), **tp)
+    chain = Chain(workload, kind, torch.device("cpu"))
+    chain.step()
+    times = chain.times()
+    asked = Counter[Any]()
+    for o in ops_of(workload, kind):
+        asked[o.name, o.shape, o.direction] += o.count
+    optimizer = ("optimizer", (chain.n_elements,), "forward")
+    assert set(asked) == {*times, optimizer}
+    assert asked[optimizer] == 1
+    for key, seconds in times.items():
+        assert all(s > 0 for s in seconds), key
+        if key[0] == "layer_norm":
+            assert len(seconds) == asked[key] - 1, "the first one has no residual"
+        else:
+            assert len(seconds) == asked[key], key
+
+
+def test_a_chain_copies_or_adds_gradients_and_leaves_nothing_behind():
+    gc.collect()
+    before = alive_bytes()
+    chain = Chain(WORKLOAD, setup(), CPU)
+    chain.step()
+    first = chain.buffer.clone()
+    assert first.count_nonzero() > 0.5 * first.numel()
+    assert all(p.grad is None for p in chain.parameters)
+    chain.adding = True
+    chain.step()
+    # Twice the same products; each of 2 * 16 * 4 * 32 rounded sums is off by at most 2^-24 of it.
+    assert torch.allclose(chain.buffer, 2 * first, rtol=1e-4, atol=1e-7)
+    assert ("copy", (chain.added_bytes,), "backward") in chain.times()
+    two = {"grad_accum_steps": 2, "accumulate": "full"}
+    asked = {o.shape for o in ops_of(Workload(WORKLOAD.shape, 8), setup(**two)) if o.name == "copy"}
+    assert asked == {(chain.copied_bytes,), (chain.added_bytes,)}
+    assert alive_bytes() > before
+    del chain, first
+    gc.collect()
+    assert alive_bytes() <= before  # of other tests more may have gone
+
+
+def test_intervals_are_between_marks_and_inputs_are_cut_or_repeated():
+    clock = Clock(CPU)
+    for name in ("a", None, "b", "c", None):
+        clock.mark(name)
+    assert [name for name, _ in clock.intervals()] == ["a", "b", "c"]
+    clock.mark("d")
+    assert clock.intervals() == []
+    x = torch.arange(6.0, requires_grad=True)
+    assert fitted(x, (2, 2)).tolist() == [[0, 1], [2, 3]]
+    assert fitted(x, (8,)).tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
+    fitted(x, (8,)).sum().backward()
+    assert x.grad.tolist() == [2, 2, 1, 1, 1, 1]
+
+
+# A short run, and the memory of its steps
+
+
+def loss_after_steps(world_size, tp=1, **changes):
+    s = replace(SETUP, world_size=world_size, tp=tp, **changes)
+    rows = s.dp * s.micro_batch_size * s.grad_accum_steps
+    run = ShortRun(Workload(GPTConfig(2, 2, 32, 16, 128, dropout=0.1), rows), s, mesh_of(s))
+    assert len(run.seconds(3)) == 3
+    run.step()
+    return run.engine.control.contributed.item() / world_size
+
+
+def of_two_ranks():
+    """What a step leaves as far as StepMemory sees it, and what is held, beside what is alive."""
+    losses = [
+        loss_after_steps(2, micro_batch_size=2, zero_stage=3, accumulate="shard"),
+        loss_after_steps(2, tp=2, micro_batch_size=4),
+    ]
+    gc.collect()
+    left, heap, settled = [], ShmCollectives(dist.group.WORLD, heap_gb=0.1), settled_bytes()
+    x = heap.empty(2 * MB, torch.uint8)
+    with StepMemory(CPU) as memory:
+        x.fill_(1)
+    shared = memory.alive_bytes - settled, memory.peak_bytes - settled
+    del x
+    for stage, tp in ((3, 1), (0, 1), (0, 2)):
+        before = settled_bytes()
+        s = replace(SETUP, zero_stage=stage, tp=tp, micro_batch_size=2)
+        run = ShortRun(workload(batch=4 // tp), s, mesh_of(s))
+        for _ in range(4):
+            with StepMemory(CPU) as memory:
+                run.step()
+        alive = alive_bytes()
+        held = held_bytes(run.engine, run.optimizer)
+        left.append((memory.left_bytes, alive, held, settled_bytes() - before))
+        del run
+    return losses, shared, left
+
+
+def settled_bytes():
+    """alive_bytes() once the threads that set a group up have let go of what they sent."""
+    last, now = -1, 0
+    while now != last:
+        gc.collect()
+        time.sleep(0.1)
+        last, now = now, alive_bytes()
+    return now
+
+
+def test_steps_of_ranks():
+    """A step of 4 sequences: the samples, and so the loss after three steps, are the same in every
+    layout; a step frees what it takes as far as is seen, else the peak would be too high: what
+    another thread frees is not; memory that ranks share counts where it was taken."""
+    alone = loss_after_steps(1, micro_batch_size=4)
+    split = {"micro_batch_size": 2, "grad_accum_steps": 2, "activation_checkpointing": "full"}
+    assert abs(alone - loss_after_steps(1, **split)) < 1e-4
+    for losses, (alive, peak), left in run_ranks(of_two_ranks, 2, backend="gloo", timeout_s=240):
+        assert all(abs(loss - alone) < 1e-4 for loss in losses)
+        assert alive == 2 * MB
+        assert 2 * MB <= peak < 2 * MB + 1000
+        for left_bytes, alive, held, made in left:
+            assert left_bytes == pytest.approx(alive, rel=0.002)
+            assert held == pytest.approx(made, rel=0.02)
+
+
+def test_the_peak_of_what_comes_and_goes():
+    gc.collect()
+    before = alive_bytes()
+    with StepMemory(CPU, alive_bytes=0) as memory:
+        x = torch.zeros(9 * MB, dtype=torch.uint8)
+        x = torch.zeros(MB, dtype=torch.uint8)
+        memory.begin_step()  # forgets the peak of building
+        y = torch.zeros(3 * MB, dtype=torch.uint8)
+        del y
+        z = torch.zeros(MB, dtype=torch.uint8)
+    assert (memory.alive_bytes, memory.peak_bytes) == (x.nbytes, 4 * MB)
+    assert memory.left_bytes == x.nbytes + z.nbytes
+    wide = torch.randn(1000, 1000)
+    with StepMemory(CPU, alive_bytes=0) as memory:
+        wide.logsumexp(1)  # temporaries inside of an operation count
+    assert memory.peak_bytes >= wide.nbytes > memory.left_bytes
+    del wide, z
+    views = [x[10:], x.view(1000, 1000), torch.nn.Parameter(x.float())]
+    assert alive_bytes() - before == 5 * MB  # what is alive before counts once
+    with StepMemory(CPU) as memory:
+        torch.zeros(2 * MB, dtype=torch.uint8)
+    assert (memory.alive_bytes - before, memory.peak_bytes - before) == (5 * MB, 7 * MB)
+    del views
+
+
+def test_each_thread_measures_itself():
+    found = {}
+
+    def rank(size):
+        with StepMemory(CPU, alive_bytes=0) as memory:
+            torch.zeros(size, dtype=torch.uint8)
+        found[size] = memory.peak_bytes
+
+    threads = [threading.Thread(target=rank, args=(n * MB,)) for n in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n * MB: n * MB for n in (1, 2, 3)}
+
+
+def test_it_says_nothing_on_stderr():
+    code = (
+        "import torch\n"
+        "from fastpar.predict.memory import StepMemory\n"
+        "x = torch.zeros(1000)\n"
+        "with StepMemory(torch.device('cpu')):\n"
+        "    del x\n"
+        "import sys; print('still there', file=sys.stderr)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stderr == "still there\n", ran.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_it_is_the_allocators_peak():
+    device = torch.device("cuda")
+    with StepMemory(device) as memory:
+        x = torch.zeros(MB, device=device)
+        y = torch.zeros(3 * MB, device=device)
+        del y
+    assert memory.peak_bytes - memory.alive_bytes == pytest.approx(16 * MB, rel=0.01)
+    assert memory.left_bytes - memory.alive_bytes == pytest.approx(x.nbytes, rel=0.01)

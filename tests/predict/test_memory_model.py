@@ -1,53 +1,111 @@
-"""The predicted peak of a step against the measured one, and against figures of published work."""
+"""The predicted memory of a step against the measured one, and against figures of published work.
 
-import functools
-import itertools
+States are compared to the byte, peaks within 5 %. Every pair of settings is somewhere in the slow
+rows; what `make test` runs has each axis once.
+"""
+
+import gc
 import time
+from functools import partial
+from itertools import combinations, product
+from unittest import mock
 
 import pytest
-from memory_cells import SHAPES, measure, measure_alive, measure_all, setup, workload
+import torch
+from cells import few, slow
+from memory_cells import (
+    SHAPES,
+    measure,
+    measure_alive,
+    measure_all,
+    measure_first_rank,
+    mesh_of,
+    setup,
+    workload,
+)
 
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
-from fastpar.predict.memory import predict_memory, predict_ranks, predict_states
+from fastpar.engine.debug import Debug
+from fastpar.kernels import linear_fp8
+from fastpar.kernels.linear_fp8 import Codes, Fp8
+from fastpar.models import set_up
+from fastpar.predict.measure import ShortRun
+from fastpar.predict.memory import host_bytes, predict_memory, predict_ranks, predict_states
+from fastpar.settings.mesh import parse_grid
 from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
-
-def sample():
-    """(name of the shape, setup): every pair of settings somewhere, on one and on two ranks."""
-    rows = [
-        # shape, ranks, stage, tp, sequence parallel, checkpointing, micro-batch, format, steps
-        ("balanced", 1, 0, 1, True, "none", 8, "fp32", 1),
-        ("balanced", 1, 0, 1, True, "full", 4, "bf16", 2),
-        ("deep", 1, 0, 1, True, "selective", 4, "fp32", 2),
-        ("deep", 1, 0, 1, True, "none", 1, "bf16", 1),
-        ("wide", 1, 0, 1, True, "selective", 2, "bf16", 1),
-        ("wide", 1, 0, 1, True, "full", 8, "fp32", 1),
-        ("balanced", 2, 0, 1, True, "selective", 4, "bf16", 1),
-        ("balanced", 2, 1, 1, True, "full", 1, "fp32", 2),
-        ("balanced", 2, 2, 1, True, "none", 8, "fp32", 1),
-        ("balanced", 2, 3, 1, True, "none", 4, "bf16", 1),
-        ("balanced", 2, 0, 2, True, "none", 8, "bf16", 1),
-        ("balanced", 2, 0, 2, False, "full", 4, "fp32", 1),
-        ("deep", 2, 0, 1, True, "full", 8, "fp32", 2),
-        ("deep", 2, 1, 1, True, "none", 4, "fp32", 1),
-        ("deep", 2, 2, 1, True, "selective", 1, "bf16", 2),
-        ("deep", 2, 3, 1, True, "full", 4, "fp32", 1),
-        ("deep", 2, 0, 2, True, "selective", 4, "fp32", 2),
-        ("deep", 2, 0, 2, False, "none", 4, "fp32", 1),
-        ("wide", 2, 0, 1, True, "none", 1, "fp32", 1),
-        ("wide", 2, 1, 1, True, "selective", 4, "bf16", 1),
-        ("wide", 2, 2, 1, True, "full", 2, "bf16", 1),
-        ("wide", 2, 3, 1, True, "selective", 1, "fp32", 1),
-        ("wide", 2, 0, 2, True, "full", 2, "fp32", 1),
-        ("wide", 2, 0, 2, False, "selective", 8, "bf16", 1),
-    ]
-    return [(row[0], make(*row[1:])) for row in rows]
+# What stays between steps
 
 
-def make(ranks, stage, tp, sp, mode, micro_batch, dtype, steps, **more):
-    return setup(
+def rank_states(one, s):
+    """Bytes of weights, gradients and the optimizer's state of this rank; those on its host."""
+    debug = Debug(bus_gb_s=5.0) if s.offload else Debug()
+    make = partial(set_up.parallelize, debug=debug)
+    with mock.patch.object(set_up, "parallelize", make):
+        run = ShortRun(one, s, mesh_of(s))
+        run.step()
+    run.engine.shards.settle()
+    held = run.engine.memory()
+    states = [x for state in run.optimizer.state.values() for x in state.values()]
+    state = sum(x.nbytes for x in states if torch.is_tensor(x) and x.dim())
+    # At stage 3 the units that the next forward begins with may be whole.
+    weights = held.get("parameter shards", 0) + (held["parameters"] if s.stage < 3 else 0)
+    grads = held.get("gradients", 0) + held.get("gradient shards", 0)
+    host = held.get("host weights", 0) + held.get("host gradients", 0)
+    return (weights, grads, 0, host + state) if s.offload else (weights, grads, state, host)
+
+
+STATES = [
+    {"world_size": 1, "dtype": "bf16"},
+    *({"world_size": 2, "zero_stage": stage, "dtype": "bf16"} for stage in range(4)),
+    *({"world_size": 2, "zero_stage": stage, "optimizer": "muon"} for stage in (1, 3)),
+    {"world_size": 4, "zero_stage": 2, "shard_size": 2},
+    {"world_size": 4, "zero_stage": 3, "tp": 2},
+    {"world_size": 2, "tp_grid": "2x1"},
+    {"world_size": 8, "tp_grid": "2x2", "zero_stage": 3},
+    {"world_size": 4, "ep": 2, "zero_stage": 1},
+    *(
+        {"world_size": 1 + stage // 3, "zero_stage": stage, "offload": mode, "dtype": "bf16"}
+        for mode, stage in (("optimizer", 1), ("optimizer", 2), ("optimizer", 3), ("parameters", 3))
+    ),
+]
+MORE_STATES = [
+    *({"world_size": 2, "zero_stage": stage, "optimizer": "muon"} for stage in (0, 2)),
+    *({"world_size": 4, "tp": tp, "zero_stage": s} for tp in (2, 4) for s in (0, 1, 2)),
+    *(
+        {"world_size": ranks * (1 + (stage > 0)), "tp_grid": grid, "zero_stage": stage}
+        for grid, ranks in (("1x2", 2), ("2x1", 2), ("2x2", 4), ("4x2", 8), ("2x2x2", 8))
+        for stage in range(4)
+    ),
+    *({"world_size": 4, "ep": ep, "zero_stage": s} for ep in (2, 4) for s in range(4)),
+]
+
+
+@pytest.mark.parametrize("rows", [STATES, slow(MORE_STATES)], ids=["each axis", "more"])
+def test_states_are_those_of_real_engines(rows):
+    """On average over the ranks, whose pieces end at multiples of 256 elements."""
+    for settings in rows:
+        s = setup(micro_batch_size=8 if "tp_grid" in settings else 1, bucket_mb=0.2, **settings)
+        experts = {"n_expert": 4, "top_k": 4, "expert_hidden": 256} if s.ep > 1 else {}
+        rows_of_step = s.dp * s.micro_batch_size
+        one = workload(n_layer=2, tokens=8, batch=rows_of_step, **experts)
+        found = zip(*run_ranks(rank_states, s.world_size, one, s))
+        p = predict_states(one, s)
+        on_host = host_bytes(one, s) if s.offload else 0
+        for of_ranks, told in zip(found, (p.parameters, p.gradients, p.optimizer, on_host)):
+            mean = sum(of_ranks) / len(of_ranks)
+            assert mean == pytest.approx(told, rel=2e-3), settings
+            assert max(of_ranks) <= 1.03 * told, settings
+
+
+# The peak of a step
+
+
+def make(shape, ranks, stage, tp, sp, mode, micro_batch, dtype, steps, **more):
+    """What is trained, and how; tp 2: with sequence_parallel, unless told otherwise."""
+    s = setup(
         world_size=ranks,
         zero_stage=stage,
         tp=tp,
@@ -58,188 +116,300 @@ def make(ranks, stage, tp, sp, mode, micro_batch, dtype, steps, **more):
         grad_accum_steps=steps,
         **more,
     )
+    return workload(**SHAPES[shape]), s
 
 
-SAMPLE = sample()
+LAYOUTS = [(1, 0, 1, True), *((2, stage, 1, True) for stage in range(4)), (2, 0, 2, True)]
+LAYOUTS += [(2, 0, 2, False)]  # ranks, stage, tp, sequence parallel
+MODES = ("none", "selective", "full")
+PAIRS = few(
+    product(("balanced", "deep", "wide"), LAYOUTS, MODES, (1, 8), ("fp32", "bf16"), (1, 2)),
+    lambda cell: set(combinations(enumerate(cell), 2)),
+)
+PLAIN = ("balanced", 1, 0, 1, True, "none", 4, "bf16", 1)
 SPECIAL = [  # what the runtime can also be asked for
-    ("balanced", make(2, 2, 1, True, "none", 2, "fp32", 1, bucket_mb=1.0)),
-    ("wide", make(2, 3, 1, True, "none", 2, "fp32", 1, bucket_mb=1.0)),
-    ("wide", make(2, 2, 1, True, "none", 2, "fp32", 2, accumulate="full")),
-    ("wide", make(2, 0, 1, True, "none", 1, "bf16", 1, reduce_dtype="bf16")),
-    ("deep", make(2, 1, 1, True, "none", 1, "fp32", 3, accumulate="shard")),
-    ("split", make(2, 0, 1, True, "none", 4, "fp32", 1)),
-    ("split", make(2, 2, 1, True, "none", 4, "fp32", 1, bucket_mb=1.0)),
-    ("split", make(2, 3, 1, True, "full", 4, "bf16", 2, bucket_mb=1.0)),
-    ("balanced", make(1, 0, 1, True, "none", 4, "bf16", 1, moment_dtype="int8")),
-    ("balanced", make(1, 0, 1, True, "none", 4, "bf16", 1, master_weights="remainder")),
-    ("balanced", make(1, 0, 1, True, "none", 4, "fp32", 1, optimizer="adafactor")),
-    ("wide", make(3, 0, 1, True, "full", 1, "bf16", 1, optimizer="adafactor")),
+    (*("balanced", 2, 2, 1, True, "none", 2, "fp32", 1), {"bucket_mb": 1.0}),
+    (*("wide", 2, 3, 1, True, "none", 2, "fp32", 1), {"bucket_mb": 1.0}),
+    (*("wide", 2, 2, 1, True, "none", 2, "fp32", 2), {"accumulate": "full"}),
+    (*("wide", 2, 0, 1, True, "none", 1, "bf16", 1), {"reduce_dtype": "bf16"}),
+    (*("deep", 2, 1, 1, True, "none", 1, "fp32", 3), {"accumulate": "shard"}),
+    ("split", 2, 0, 1, True, "none", 4, "fp32", 1),
+    (*("split", 2, 3, 1, True, "full", 4, "bf16", 2), {"bucket_mb": 1.0}),
+    (*PLAIN, {"moment_dtype": "int8"}),
+    (*PLAIN, {"master_weights": "remainder"}),
 ]
 ADAFACTOR = [  # its update needs more than backward where activations are few
-    *(
-        ("wide", make(ranks, 0, 1, True, mode, micro_batch, dtype, 1, optimizer="adafactor"))
-        for ranks, mode, micro_batch, dtype in [
-            (1, "none", 1, "fp32"),
-            (2, "selective", 1, "fp32"),
-            (2, "full", 4, "bf16"),
-            (3, "full", 1, "fp32"),
-            (3, "selective", 4, "bf16"),
-            (4, "none", 1, "bf16"),
-            (4, "full", 4, "fp32"),
-        ]
-    ),
-    ("balanced", make(3, 0, 1, True, "full", 1, "bf16", 2, optimizer="adafactor")),
-    ("deep", make(4, 0, 1, True, "full", 1, "bf16", 1, optimizer="adafactor")),
-    *(
-        (shape, make(2, 0, 1, True, "full", 1, "bf16", 1, optimizer="adafactor", **more))
-        for shape in ("balanced", "wide")
-        for more in (
-            {"master_weights": "remainder"},
-            {"grad_dtype": "bf16", "reduce_dtype": "bf16"},
+    (shape, ranks, 0, 1, True, mode, micro_batch, dtype, 1, {"optimizer": "adafactor", **more})
+    for shape, ranks, mode, micro_batch, dtype, more in [
+        ("balanced", 1, "none", 4, "fp32", {}),
+        ("wide", 1, "none", 1, "fp32", {}),
+        ("wide", 3, "full", 1, "bf16", {}),
+        ("wide", 3, "selective", 4, "bf16", {}),
+        ("wide", 4, "full", 4, "fp32", {}),
+        ("deep", 4, "full", 1, "bf16", {}),
+        ("wide", 2, "full", 1, "bf16", {"master_weights": "remainder"}),
+        ("balanced", 2, "full", 1, "bf16", {"grad_dtype": "bf16", "reduce_dtype": "bf16"}),
+    ]
+]
+SEQUENCES = [  # over ranks of cp
+    (*row, {"cp": cp, "cp_method": way})
+    for row, cp, way in [
+        (("long", 2, 0, 1, True, "none", 1, "fp32", 1), 2, "heads"),
+        (("balanced", 2, 3, 1, True, "selective", 8, "fp32", 1), 2, "heads"),
+        (("wide", 2, 2, 1, True, "full", 2, "bf16", 2), 2, "heads"),
+        (("long", 3, 0, 1, True, "none", 1, "fp32", 1), 3, "heads"),  # 4 heads, padded to 6
+        (("long", 4, 3, 1, True, "none", 2, "fp32", 1), 4, "heads"),
+        (("long", 4, 0, 2, True, "none", 1, "fp32", 1), 2, "heads"),
+        (("long", 4, 0, 2, False, "full", 1, "fp32", 1), 2, "heads"),
+        (("long", 2, 0, 1, True, "none", 1, "fp32", 1), 2, "keys"),
+        (("balanced", 2, 3, 1, True, "selective", 8, "fp32", 1), 2, "keys"),
+        (("wide", 2, 2, 1, True, "full", 2, "bf16", 2), 2, "keys"),
+        (("long", 4, 3, 1, True, "none", 2, "fp32", 1), 4, "keys"),
+        (("long", 4, 0, 2, True, "none", 1, "fp32", 1), 2, "keys"),
+    ]
+]
+WAYS = (("none", 4, "fp32", 1), ("selective", 4, "bf16", 1), ("full", 8, "fp32", 1))
+EXPERTS = (
+    [  # where they are not chosen equally often, the fullest rank of ep needs more
+        (*row[:4], True, *WAYS[i % 3], {"ep": row[4]})
+        for i, row in enumerate(
+            [
+                ("experts", 2, 0, 1, 2),
+                ("experts", 2, 1, 1, 2),
+                ("experts", 2, 3, 1, 1),
+                ("experts", 4, 2, 1, 2),
+                ("experts", 4, 3, 1, 2),
+                ("experts", 4, 0, 2, 2),
+                ("mixed", 1, 0, 1, 1),
+                ("mixed", 2, 2, 1, 1),
+                ("mixed", 2, 0, 2, 1),
+            ]
         )
-    ),
+    ]
+    + [
+        ("experts", ranks, stage, 1, True, "full", 1, "fp32", 1, {"ep": ep, "optimizer": "muon"})
+        for ranks, stage, ep in ((1, 0, 1), (2, 0, 2), (4, 2, 2))
+    ]
+)
+FOUR_RANKS = [
+    (*("balanced", 4, 2, 1, True, "none", 4, "fp32", 1), {"shard_size": 2}),
+    (*("balanced", 4, 3, 1, True, "none", 4, "fp32", 1), {"shard_size": 2}),
+    ("deep", 4, 3, 1, True, "full", 4, "bf16", 1),
+    ("deep", 4, 2, 2, True, "none", 4, "fp32", 1),
+    ("wide", 4, 3, 2, True, "selective", 4, "fp32", 1),
+    ("wide", 4, 1, 2, False, "none", 4, "bf16", 1),
 ]
-GRID = [
-    (shape, make(ranks, stage, tp, sp, mode, micro_batch, dtype, 1))
-    for shape, mode, micro_batch, dtype in itertools.product(
-        ("balanced", "deep", "wide"), ("none", "selective", "full"), (1, 8), ("fp32", "bf16")
+
+
+def of_row(row):
+    return make(*row[:9], **(row[9] if len(row) > 9 else {}))
+
+
+def of_muon(ranks, stage, tp, layers, shard_size):
+    """So few tokens that the update is the peak, where gradients are whole."""
+    how = {"zero_stage": stage, "tp": tp, "optimizer": "muon", "shard_size": shard_size}
+    one = workload(n_layer=layers, width=128, tokens=8, batch=ranks // tp, vocab=256)
+    return one, setup(world_size=ranks, **how)
+
+
+MUON = [
+    of_muon(*cell)
+    for cell in ((2, 0, 1, 4, None), (3, 2, 1, 5, None), (2, 0, 2, 3, None), (4, 3, 1, 2, 2))
+]
+
+
+def check(cells, measured=None):
+    """Within 5 %; measured by ranks that are processes, which cells of a size share."""
+    for ranks in sorted({s.world_size for _, s in cells}):
+        some = [cell for cell in cells if cell[1].world_size == ranks]
+        if measured is None:
+            peaks = run_ranks(measure_all, ranks, some, backend="gloo", timeout_s=900)
+            found = [max(of_ranks) for of_ranks in zip(*peaks, strict=True)]
+        else:
+            found = [measured(*cell) for cell in some]
+        for (one, s), peak in zip(some, found, strict=True):
+            predicted = predict_memory(one, s)
+            assert predicted.total == pytest.approx(peak, rel=0.05), (s.in_effect(), str(predicted))
+
+
+KINDS = {
+    "pairs": [of_row((shape, *layout, *rest)) for shape, layout, *rest in PAIRS],
+    "special": [of_row(row) for row in SPECIAL],
+    "adafactor": [of_row(row) for row in ADAFACTOR],
+    "sequences": [of_row(row) for row in SEQUENCES],
+    "experts": [of_row(row) for row in EXPERTS],
+    "four ranks": [of_row(row) for row in FOUR_RANKS],
+    "muon": MUON,
+}
+SOME = [
+    of_row(("balanced", 2, 1, 1, True, "full", 1, "fp32", 2)),
+    of_row(("wide", 2, 3, 1, True, "selective", 1, "fp32", 1)),
+    of_row(("wide", 2, 0, 2, True, "full", 2, "fp32", 1)),
+]
+SOME += [KINDS["sequences"][0], KINDS["experts"][0], MUON[0], MUON[2]]
+
+
+@pytest.mark.parametrize("cells", [SOME, *map(slow, KINDS.values())], ids=["some", *KINDS])
+def test_peaks_are_predicted_within_five_percent(cells):
+    check(cells)
+
+
+GRIDS = [
+    cell
+    for cell in product(
+        ("balanced", "deep", "wide", "short"), ("1x2", "2x1", "2x2", "2x2x2"), range(4),
+        MODES, ("fp32", "bf16"), (1, 2),
     )
-    for ranks, stage, tp, sp in [
-        (1, 0, 1, True),
-        *((2, stage, 1, True) for stage in range(4)),
-        (2, 0, 2, True),
-        (2, 0, 2, False),
-    ]
+    if cell[5] == 1 or cell[0] != "short"
+]  # fmt: skip
+GRID_PAIRS = few(GRIDS, lambda cell: set(combinations(enumerate(cell), 2)))
+FEW_GRIDS = few(GRIDS, lambda cell: set(enumerate(cell)))
+
+
+def of_grid(shape, grid, stage, mode, dtype, steps):
+    """On two such grids where a stage shares out anything."""
+    dp = 1 + (stage > 0)
+    s = setup(
+        world_size=dp * torch.Size(parse_grid(grid)).numel(),
+        tp_grid=grid,
+        zero_stage=stage,
+        activation_checkpointing=mode,
+        micro_batch_size=8,
+        grad_accum_steps=steps,
+        dtype=dtype,
+    )
+    return workload(**SHAPES[shape], batch=8 * dp * steps), s
+
+
+@pytest.mark.parametrize("grids", [FEW_GRIDS, slow(GRID_PAIRS)], ids=["few", "pairs"])
+def test_peaks_of_grids_are_predicted_within_five_percent(grids):
+    """Of the first rank, alone; all ranks of a few as processes, where forward keeps what it
+    sends: of all else a thread of the transport can be the last to let go, which StepMemory does
+    not see."""
+    check([of_grid(*cell) for cell in grids], measure_first_rank)
+    if grids is GRID_PAIRS:
+        check([of_grid("balanced", "1x2", 0, "none", "fp32", 1)])
+        check([of_grid("deep", "2x2", 0, "selective", "fp32", 1)])
+
+
+# Products in 8-bit floats: what a GPU's casts and products allocate is what they leave; on a CPU
+# emulation has temporaries of its own. So here they leave codes and outputs of zeros, and
+# everything around them is real.
+
+
+def rounded_rows(x, form, group):
+    n, k = x.shape
+    return Codes(torch.zeros(n, k, dtype=form), torch.ones(n, -(-k // group)), group)
+
+
+def rounded(x, form, scale, flip=False):
+    n, k = x.shape
+    flipped = torch.zeros(k, n, dtype=form) if flip else None
+    found = torch.zeros(2, dtype=torch.float64)
+    return Codes(torch.zeros(n, k, dtype=form), scale, flipped=flipped), found
+
+
+def of_zeros(how, a, b, bias, like, own, product=Fp8._product):
+    if a.scales is None or b.scales is None:  # the first step of delayed scales
+        return product(how, a, b, bias, like, own)
+    return like.new_zeros(len(a.codes), len(b.codes))
+
+
+FP8 = list(
+    product(
+        ("balanced", "deep", "wide"), ("mlp", "all"), ("row", "block", "tensor"), ("none", "full"),
+        ("fp32", "bf16"),
+    )
+)  # fmt: skip
+FP8_PAIRS = few(FP8, lambda cell: set(combinations(enumerate(cell), 2)))
+FEW_FP8 = few(FP8, lambda cell: set(enumerate(cell)))
+
+
+@pytest.mark.parametrize("kinds", [FEW_FP8, slow(FP8_PAIRS)], ids=["few", "pairs"])
+def test_peaks_of_8_bit_products_are_predicted_within_five_percent(kinds, monkeypatch):
+    """Also where weights are gathered as codes: these messages are gone when a step has most."""
+    monkeypatch.setattr(linear_fp8, "round_rows", rounded_rows)
+    monkeypatch.setattr(linear_fp8, "round_all", rounded)
+    monkeypatch.setattr(Fp8, "_product", of_zeros)
+    found = []
+    for shape, layers, scaling, mode, dtype in kinds:
+        how = {"fp8": layers, "fp8_scaling": scaling, "fp8_emulate": True, "micro_batch_size": 8}
+        s = setup(activation_checkpointing=mode, dtype=dtype, **how)
+        found.append((workload(**SHAPES[shape], batch=8), s))
+    check(found, lambda one, s: measure(one, s, Mesh(device="cpu")))
+    how |= {"fp8": "all", "fp8_scaling": "tensor", "wire_weights": "fp8"}
+    wired = [("deep", "fp32"), ("wide", "bf16")][: 1 + (kinds is FP8_PAIRS)]
+    check(
+        [
+            (
+                workload(**SHAPES[shape], batch=16),
+                setup(world_size=2, zero_stage=3, dtype=dtype, transport="torch", **how),
+            )
+            for shape, dtype in wired
+        ],
+        measure_first_rank,
+    )
+
+
+# Pipelines: every stage
+
+PIPELINES = [
+    # ranks, stage, schedule, vocabulary, dropout, recomputation, experts
+    (2, 0, "1f1b", 4096, 0.0),
+    (2, 0, "zb-v", 512, 0.1),
+    (2, 0, "gpipe", 4096, 0.0),
+    (2, 0, "interleaved", 4096, 0.0, "full"),
+    (2, 0, "zb-h1", 4096, 0.1, "selective"),
+    (2, 0, "zb-v", 4096, 0.0, "full"),
+    (4, 0, "1f1b", 4096, 0.0),
+    (4, 0, "interleaved", 512, 0.1),
+    (4, 0, "zb-h1", 4096, 0.0),
+    (4, 3, "1f1b", 4096, 0.0),
+    (4, 1, "interleaved", 512, 0.0),
+    (4, 2, "1f1b", 4096, 0.1),
+    (4, 2, "zb-h1", 512, 0.0, "full"),
+    (4, 3, "zb-v", 512, 0.0),
 ]
 
 
-def name_of(cell):
-    shape, s = cell
-    kind = f"tp{'-sp' * s.sequence_parallel}" if s.tp > 1 else f"zero{s.zero_stage}"
-    kind += f"-cp{s.cp}" * (s.cp > 1) + f"-ep{s.ep}" * (s.ep > 1)
-    words = [shape, s.world_size, kind, s.activation_checkpointing, s.micro_batch_size, s.dtype]
-    return "-".join(map(str, words))
+def of_pipeline(ranks, stage, schedule, vocab, dropout, mode="none"):
+    pp = ranks // 2 if stage else ranks
+    s = setup(
+        world_size=ranks,
+        pp=pp,
+        schedule=schedule,
+        chunks=1 + (schedule in ("interleaved", "zb-v")),
+        zero_stage=stage,
+        micro_batch_size=2,
+        grad_accum_steps=8,
+        activation_checkpointing=mode,
+    )
+    return workload(n_layer=8, vocab=vocab, dropout=dropout, batch=16 * ranks // pp), s
 
 
-@functools.cache
-def measured(cells):
-    """Cell -> the largest peak of a rank; ranks are processes, the cells of a size share them."""
-    found = {}
-    for ranks, several in itertools.groupby(
-        sorted(cells, key=lambda cell: cell[1].world_size), key=lambda cell: cell[1].world_size
-    ):
-        several = list(several)
-        workloads = [(workload(**SHAPES[shape]), s) for shape, s in several]
-        peaks = run_ranks(measure_all, ranks, workloads, backend="gloo", timeout_s=900)
-        found |= {cell: max(p) for cell, p in zip(several, zip(*peaks), strict=True)}
-    return found
+def of_experts_in_stages(shape, ep):
+    s = setup(world_size=2 * ep, ep=ep, pp=2, micro_batch_size=2, grad_accum_steps=8)
+    return workload(**SHAPES[shape], batch=16 * ep), s
 
 
-def check(cell, cells):
-    shape, s = cell
-    predicted = predict_memory(workload(**SHAPES[shape]), s)
-    assert predicted.total == pytest.approx(measured(tuple(cells))[cell], rel=0.05), str(predicted)
+STAGES = [of_pipeline(*row) for row in PIPELINES]
+STAGES += [of_experts_in_stages(*row) for row in (("experts", 1), ("experts", 2), ("mixed", 1))]
 
 
-def test_predicted_within_five_percent():
-    """ZeRO-1, ZeRO-3 and tp; the slow tests have all pairs of settings, and every cell."""
-    kinds = [SAMPLE[i] for i in (7, 21, 22)]
-    for cell in kinds:
-        check(cell, kinds)
+def measure_stages(cells):
+    return [measure_alive(*cell) for cell in cells]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", SAMPLE + SPECIAL, ids=name_of)
-def test_predicted_within_five_percent_in_every_pair(cell):
-    check(cell, SAMPLE + SPECIAL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", GRID, ids=name_of)
-def test_predicted_within_five_percent_in_every_cell(cell):
-    check(cell, [other for other in GRID if other[0] == cell[0]])
-
-
-@pytest.mark.slow
-def test_predicted_within_five_percent_with_adafactor():
-    for cell in ADAFACTOR:
-        check(cell, ADAFACTOR)
-
-
-SHARED = [  # sequences over ranks of cp
-    ("long", make(2, 0, 1, True, "none", 1, "fp32", 1, cp=2)),
-    ("balanced", make(2, 3, 1, True, "selective", 8, "fp32", 1, cp=2)),
-    ("wide", make(2, 2, 1, True, "full", 2, "bf16", 2, cp=2)),
-    ("long", make(2, 1, 1, True, "selective", 1, "bf16", 1, cp=2)),
-    ("long", make(3, 0, 1, True, "none", 1, "fp32", 1, cp=3)),  # 4 heads, padded to 6
-    ("long", make(4, 3, 1, True, "none", 2, "fp32", 1, cp=4)),
-    ("long", make(4, 0, 2, True, "none", 1, "fp32", 1, cp=2)),
-    ("long", make(4, 0, 2, False, "full", 1, "fp32", 1, cp=2)),
-    ("long", make(2, 0, 1, True, "none", 1, "fp32", 1, cp=2, cp_method="keys")),
-    ("balanced", make(2, 3, 1, True, "selective", 8, "fp32", 1, cp=2, cp_method="keys")),
-    ("wide", make(2, 2, 1, True, "full", 2, "bf16", 2, cp=2, cp_method="keys")),
-    ("long", make(2, 1, 1, True, "selective", 1, "bf16", 1, cp=2, cp_method="keys")),
-    ("long", make(4, 3, 1, True, "none", 2, "fp32", 1, cp=4, cp_method="keys")),
-    ("long", make(4, 0, 2, True, "none", 1, "fp32", 1, cp=2, cp_method="keys")),
-]
-
-
-def test_sequences_over_ranks_are_predicted_within_five_percent():
-    for cell in SHARED[:2]:
-        check(cell, SHARED[:2])
-    one = workload(**SHAPES["long"])
-    alone = predict_memory(one, make(1, 0, 1, True, "none", 1, "fp32", 1))
-    shared = predict_memory(one, SHARED[0][1])
-    assert 2 * shared.activations == pytest.approx(alone.activations, rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", SHARED, ids=name_of)
-def test_sequences_over_ranks_are_predicted_within_five_percent_in_every_cell(cell):
-    check(cell, SHARED)
-
-
-EXPERTS = [  # where they are not chosen equally often, the fullest rank of ep needs more
-    (shape, make(ranks, stage, tp, True, *how, 1, ep=ep))
-    for shape in ("experts", "mixed")
-    for ranks, stage, tp, ep in [
-        *((1, 0, 1, 1), (2, 0, 1, 1), (2, 0, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1), (2, 3, 1, 1)),
-        *((2, 0, 2, 1), (4, 2, 1, 2), (4, 3, 1, 2), (4, 0, 2, 2)),
-    ]
-    for how in (("none", 4, "fp32"), ("selective", 4, "bf16"), ("full", 8, "fp32"))
-    if shape == "experts" or ep == 1
-] + [
-    ("experts", make(ranks, stage, 1, True, "full", 1, "fp32", 1, ep=ep, optimizer="muon"))
-    for ranks, stage, ep in ((1, 0, 1), (2, 0, 2), (4, 2, 2))
-]
-
-
-def test_experts_are_predicted_within_five_percent():
-    some = [EXPERTS[0], EXPERTS[6]]
-    for cell in some:
-        check(cell, some)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", EXPERTS, ids=name_of)
-def test_experts_are_predicted_within_five_percent_in_every_cell(cell):
-    check(cell, EXPERTS)
-
-
-HYBRID = [
-    ("balanced", make(4, 2, 1, True, "none", 4, "fp32", 1, shard_size=2)),
-    ("balanced", make(4, 3, 1, True, "none", 4, "fp32", 1, shard_size=2)),
-    ("deep", make(4, 3, 1, True, "full", 4, "bf16", 1)),
-    ("deep", make(4, 2, 2, True, "none", 4, "fp32", 1)),
-    ("wide", make(4, 3, 2, True, "selective", 4, "fp32", 1)),
-    ("wide", make(4, 1, 2, False, "none", 4, "bf16", 1)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", HYBRID, ids=name_of)
-def test_predicted_within_five_percent_on_four_ranks(cell):
-    check(cell, HYBRID)
+@pytest.mark.parametrize("cells", [STAGES[:2], slow(STAGES[2:])], ids=["some", "others"])
+def test_stages_are_predicted_within_five_percent(cells):
+    for ranks in sorted({s.world_size for _, s in cells}):
+        some = [cell for cell in cells if cell[1].world_size == ranks]
+        peaks = run_ranks(measure_stages, ranks, some, backend="gloo", timeout_s=900)
+        for (one, s), *of_ranks in zip(some, *peaks, strict=True):
+            each = ranks // s.pp
+            found = [max(of_ranks[i * each : (i + 1) * each]) for i in range(s.pp)]
+            predicted = [memory.total for memory in predict_ranks(one, s)]
+            assert predicted == pytest.approx(found, rel=0.05), s.in_effect()
 
 
 GPUS = [
@@ -296,25 +466,8 @@ def test_the_activations_of_a_published_layer(sp, formula):
 # What a planner needs
 
 
-def test_a_trillion_parameters_take_no_time():
-    shape = GPTConfig(n_layer=128, n_head=160, n_embd=25600, block_size=2048, vocab_size=51200)
-    one = Workload(shape, 3072)
-    setups = [
-        Setup(world_size=16384, tp=8, zero_stage=stage, micro_batch_size=m, bucket_mb=25.0)
-        for stage in range(4)
-        for m in range(1, 26)
-    ]
-    for s in setups:  # fills the caches
-        predict_memory(one, s)
-    begin = time.process_time()
-    for s in setups:
-        predict_memory(one, s)
-    assert (time.process_time() - begin) / len(setups) < 1e-3  # 0.1 ms on a quiet machine
-
-
-def test_more_of_what_takes_memory_takes_more():
+def test_what_takes_memory_and_what_prediction_takes():
     one = workload(n_layer=6)
-    base = setup(world_size=8, micro_batch_size=4)
 
     def total(**changes):
         return predict_memory(one, setup(world_size=8, **{"micro_batch_size": 4, **changes})).total
@@ -324,81 +477,26 @@ def test_more_of_what_takes_memory_takes_more():
     assert total(micro_batch_size=8) > total() > total(activation_checkpointing="selective")
     assert total(activation_checkpointing="selective") > total(activation_checkpointing="full")
     assert total(zero_stage=3, shard_size=2) > total(zero_stage=3)
-    assert total(tp=2) < predict_memory(one, base).total
-
-
-def test_one_rank_runs_stage_0():
-    one = workload()
+    assert total(tp=2) < total()
     assert predict_memory(one, setup(zero_stage=3)) == predict_memory(one, setup(zero_stage=0))
-
-
-def test_a_pipeline_keeps_as_many_micro_batches_as_stages():
-    one = workload(n_layer=8, vocab=64)
-    alone = setup(world_size=4, micro_batch_size=8)
+    one = workload(n_layer=8, vocab=64)  # a stage keeps a quarter of the layers 4 times
+    alone = predict_memory(one, setup(world_size=4, micro_batch_size=8))
     piped = setup(world_size=4, pp=4, micro_batch_size=8, grad_accum_steps=8)
-    a, b = predict_memory(one, alone), predict_memory(one, piped)
-    assert b.parameters < a.parameters / 2
-    assert b.activations == pytest.approx(
-        a.activations, rel=0.2
-    )  # a quarter of the layers, 4 times
+    piped = predict_memory(one, piped)
+    assert piped.parameters < alone.parameters / 2
+    assert piped.activations == pytest.approx(alone.activations, rel=0.2)
 
-
-PIPELINES = [
-    # ranks, stage, schedule, vocabulary, dropout, recomputation
-    (2, 0, "1f1b", 4096, 0.0),
-    (2, 0, "zb-v", 512, 0.1),
-    (2, 0, "1f1b", 512, 0.1),
-    (2, 0, "gpipe", 4096, 0.0),
-    (2, 0, "interleaved", 4096, 0.0),
-    (2, 0, "zb-h1", 4096, 0.0),
-    (2, 0, "zb-v", 4096, 0.0),
-    (4, 0, "1f1b", 4096, 0.0),
-    (4, 0, "interleaved", 512, 0.1),
-    (4, 0, "zb-h1", 4096, 0.0),
-    (4, 3, "1f1b", 4096, 0.0),
-    (4, 1, "interleaved", 512, 0.0),
-    (4, 2, "1f1b", 4096, 0.1),
-    (4, 2, "zb-v", 4096, 0.0),
-    (4, 2, "zb-h1", 4096, 0.0),
-    (4, 3, "zb-v", 512, 0.0),
-    (4, 2, "interleaved", 4096, 0.0),
-    (2, 0, "zb-h1", 4096, 0.0, "full"),
-    (2, 0, "zb-v", 4096, 0.0, "full"),
-    (2, 0, "zb-v", 512, 0.0, "selective"),
-    (2, 0, "zb-h1", 4096, 0.1, "selective"),
-    (2, 0, "interleaved", 4096, 0.0, "full"),
-    (4, 2, "zb-h1", 512, 0.0, "full"),
-]
-
-
-@pytest.mark.parametrize(
-    "cell", [*PIPELINES[:2], *(pytest.param(c, marks=pytest.mark.slow) for c in PIPELINES[2:])]
-)
-def test_a_stage_is_predicted_within_five_percent(cell):
-    ranks, stage, schedule, vocab, dropout, mode = (*cell, "none")[:6]
-    pp = ranks // 2 if stage else ranks
-    one = workload(n_layer=8, vocab=vocab, dropout=dropout, batch=16 * ranks // pp)
-    s = setup(
-        world_size=ranks,
-        pp=pp,
-        schedule=schedule,
-        chunks=1 + (schedule in ("interleaved", "zb-v")),
-        zero_stage=stage,
-        micro_batch_size=2,
-        grad_accum_steps=8,
-        activation_checkpointing=mode,
-    )
-    peaks = run_ranks(measure_alive, ranks, one, s, backend="gloo", timeout_s=300)
-    found = [max(peaks[i * ranks // pp : (i + 1) * ranks // pp]) for i in range(pp)]
-    predicted = [memory.total for memory in predict_ranks(one, s)]
-    assert predicted == pytest.approx(found, rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "ep"), [("experts", 1), ("experts", 2), ("mixed", 1)])
-def test_a_stage_with_experts_is_predicted_within_five_percent(shape, ep):
-    one = workload(**SHAPES[shape], batch=16 * ep)
-    s = setup(world_size=2 * ep, ep=ep, pp=2, micro_batch_size=2, grad_accum_steps=8)
-    peaks = run_ranks(measure_alive, 2 * ep, one, s, backend="gloo", timeout_s=300)
-    found = [max(peaks[:ep]), max(peaks[ep:])]
-    assert [memory.total for memory in predict_ranks(one, s)] == pytest.approx(found, rel=0.05)
+    shape = GPTConfig(n_layer=128, n_head=160, n_embd=25600, block_size=2048, vocab_size=51200)
+    one = Workload(shape, 3072)
+    setups = [
+        Setup(world_size=16384, tp=8, zero_stage=stage, micro_batch_size=m, bucket_mb=25.0)
+        for stage in range(4)
+        for m in range(1, 26)
+    ]
+    for s in setups:  # fills the caches
+        predict_memory(one, s)
+    gc.collect()
+    begin = time.process_time()
+    for s in setups:
+        predict_memory(one, s)
+    assert (time.process_time() - begin) / len(setups) < 1e-3  # 0.1 ms on a quiet machine

@@ -1,24 +1,254 @@
-"""The time of a step: the textbook's bubble, what hides what, and sums that add up."""
+"""The time of a step: its operations, the textbook's bubble, what hides what, sums that add up."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from cells import sweep
+from memory_cells import setup, workload
 
+from fastpar.axes.data import buckets_of
+from fastpar.axes.offload import UnitStep, exposed_s, stepped_elements, waiting_s
 from fastpar.axes.pipeline.schedules import Costs
 from fastpar.axes.pipeline.schedules import time_of as simulated
 from fastpar.axes.step import CommOp, Setup, Workload
-from fastpar.predict.machine import Cluster, DatasheetRates
+from fastpar.comm.mesh import Mesh
+from fastpar.predict.machine import Cluster, DatasheetRates, host_of
+from fastpar.predict.measure import ShortRun
+from fastpar.predict.memory import host_bytes, predict_memory, predict_states
 from fastpar.predict.time import (
+    STEPS,
     comm_ops_of,
     cost_per_billion_tokens,
     makespan_of,
     ops_of,
     predict_step,
+    product_flops,
     time_of,
+    updates_of,
 )
-from fastpar.settings.model import GPTConfig, flops_per_token
+from fastpar.settings.config import TrainConfig
+from fastpar.settings.model import PRESETS, GPTConfig, flops_per_token
+from fastpar.testing import run_ranks
 
 SHAPE = GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, dropout=0.0)
+LARGE = Workload(GPTConfig.preset("gpt2-xl"), 64)
+XL = Workload(PRESETS["gpt2-xl"], 8)
+
+
+# A setup
+
+
+def test_a_setup_is_what_its_settings_say():
+    setup = Setup(
+        world_size=4, tp=2, zero_stage=2, shard_size=2, micro_batch_size=2, grad_accum_steps=4,
+        activation_checkpointing="selective", accumulate="shard", bucket_mb=2.0, dtype="bf16",
+        master_weights="remainder", moment_dtype="bf16", device_type="cpu", transport="shm",
+    )  # fmt: skip
+    micro = GPTConfig.preset("micro", vocab_size=300)
+    config = setup.config(Workload(micro, batch_size=16))
+    assert Setup(4, config, "cpu", "shm").in_effect() == setup.in_effect()
+    assert config.model_config(300) == micro
+    setup = Setup(world_size=16, tp=2, zero_stage=3, shard_size=4)
+    assert (setup.dp, setup.n_shards) == (8, 4)
+    assert Setup(world_size=16, tp=2, zero_stage=0).n_shards == 1
+    assert Setup(world_size=16, tp=2, pp=4, zero_stage=1).dp == 2
+    config = TrainConfig().replace({"tp_grid": "2x2x2", "nproc": 8, "n_head": 4, "n_embd": 64})
+    setup = Setup(8, config)
+    assert (setup.tp, setup.rows, setup.depth, setup.data, setup.dp) == (2, 2, 2, 2, 1)
+    assert setup.config(Workload(SHAPE, 8)).mesh == config.mesh
+    assert replace(setup, tp_grid=None, tp=2).data == 4
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (
+            lambda: Setup(world_size=3, tp=3).config(Workload(GPTConfig.preset("micro"), 3)),
+            r"train: expected tp to divide the MLP's width of 512, got tp=3",
+        ),
+        (
+            lambda: predict_step(Workload(SHAPE, 7), Setup(8), Fixed()),
+            r"predict_step: expected batch_size = dp \* micro_batch_size .* = 8, got ba",
+        ),
+        (
+            lambda: predict_step(Workload(SHAPE, 8), Setup(8, tp=3), Fixed()),
+            r"expected tp \* pp to divide world_size=8, got tp \* pp=3",
+        ),
+        (
+            lambda: predict_step(Workload(SHAPE, 8), Setup(0), Fixed()),
+            "predict_step: expected world_size >= 1, got world_size=0; count from 1",
+        ),
+        (
+            lambda: predict_step(Workload(SHAPE, 8), Setup(8, micro_batch_size=-1), Fixed()),
+            "expected micro_batch_size >= 1, got micro_batch_size=-",
+        ),
+    ],
+)
+def test_bad_setups(act, words):
+    with pytest.raises(ValueError, match=words):
+        act()
+
+
+# Operations
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_operations_are_the_models_flops(tp):
+    """6 * P a token, and attention with its mask: half of the formula's 12 * L * T * C. The head's
+    product is 3 of the 6, and there is none for positions."""
+    setup = Setup(world_size=tp, tp=tp, micro_batch_size=4, grad_accum_steps=2)
+    tokens, s = 8 * LARGE.seq_len, LARGE.shape
+    found = dict.fromkeys(("matmul", "attention", "loss"), 0.0)
+    for op in ops_of(LARGE, setup):
+        if op.name in found and (op.name, op.direction) != ("loss", "backward"):
+            found[op.name] += op.flops * op.count * tp
+    padded = tp * s.heads_of_rank(tp) / s.n_head  # 25 heads: 25, 26, 28
+    widths = (8 + 4 * padded) * s.n_embd**2
+    assert found["matmul"] == pytest.approx(6 * tokens * s.n_layer * widths, rel=1e-12)
+    causal_bwd = 3.5 / 3
+    expected = tokens * 6 * s.n_layer * s.n_embd * LARGE.seq_len * causal_bwd * padded
+    assert found["attention"] == pytest.approx(expected, rel=1e-9)
+    assert found["loss"] == pytest.approx(6 * tokens * s.n_embd * s.padded_vocab_size, rel=0.01)
+
+
+def test_what_recomputation_and_layouts_change():
+    def ops(**settings):
+        return list(ops_of(LARGE, Setup(**settings)))
+
+    def again(mode):
+        found = ops(micro_batch_size=2, activation_checkpointing=mode)
+        return [op for op in found if op.direction == "recompute"]
+
+    full = again("full")
+    forward = {op.key: op for op in ops(micro_batch_size=2) if op.direction == "forward"}
+    assert again("none") == []
+    assert {op.name for op in again("selective")} == {"layer_norm", "bias_gelu"}
+    assert sum(op.count for op in full) == LARGE.shape.n_layer * 8
+    assert all(op.key in forward and forward[op.key].flops == op.flops for op in full)
+    norm = LARGE.seq_len // 2, LARGE.shape.n_embd  # of a part of the tokens
+    for sp in (True, False):
+        found = {op.shape for op in ops(world_size=2, tp=2, sequence_parallel=sp)}
+        assert (norm in found) == sp
+    for stage, shards in ((0, 1), (1, 8), (3, 8)):
+        (step,) = (op for op in ops(world_size=8, zero_stage=stage) if op.name == "optimizer")
+        assert step.shape[0] == -(-LARGE.n_parameters // shards)
+    assert ops(grad_accum_steps=4)[-2].count == 3
+
+
+@sweep(["ep", "tp"], [(1, 1), (2, 1), (4, 2)])
+def test_a_step_of_experts_has_the_flops_of_its_tokens(ep, tp):
+    """Top 4 of half of the features: twice the products of an MLP, and the router's."""
+    experts = GPTConfig(2, 2, 128, 16, 256, dropout=0.0, n_expert=4, top_k=4, expert_hidden=256)
+    setup = Setup(8, tp=tp, ep=ep)
+    found, mlps = (
+        sum(
+            op.flops * op.count
+            for op in ops_of(Workload(shape, setup.dp), setup)
+            if op.name == "matmul"
+        )
+        for shape in (experts, replace(experts, n_expert=0))
+    )
+    router = 6 * experts.n_layer * experts.n_embd * experts.n_expert * 16
+    assert found - router == mlps + 6 * experts.n_layer * 8 * experts.n_embd**2 * 16 / tp
+
+
+def test_exchanges_on_paper():
+    """Messages of stages; the bucket that is complete last hides nowhere: it has the tied table,
+    whose gradient is complete when backward ends."""
+    setup = Setup(world_size=16, pp=4, tp=2, grad_accum_steps=8, schedule="interleaved", chunks=2)
+    send, table = (s for s in comm_ops_of(LARGE, setup) if s.axis == "pp")
+    assert (send.count, send.stride) == (2 * 8 * 2, 4)
+    assert send.bytes == LARGE.seq_len * LARGE.shape.n_embd * 2 / 2
+    assert (table.kind, table.ranks) == ("all_reduce", 2)
+    layers = [op.count for op in ops_of(LARGE, setup) if op.name == "attention"]
+    assert layers == [8 * 12, 8 * 12]
+    sends = comm_ops_of(LARGE, Setup(world_size=8, zero_stage=2))
+    (last,) = (s for s in sends if s.kind == "reduce_scatter" and not s.under)
+    assert last.bytes >= 4.0 * LARGE.shape.padded_vocab_size * LARGE.shape.n_embd
+    assert last.count == 1
+    hidden = [s for s in sends if s.kind == "reduce_scatter" and s.under == "backward"]
+    assert sum(s.count for s in hidden) > 10
+    assert not comm_ops_of(LARGE, Setup(world_size=1))
+
+
+# Muon's homes: what really travels, products by hand
+
+
+def run_once(one, s):
+    """What this rank's meter counted in the update of a second step; (along dp, along tp)."""
+    run = ShortRun(one, s, Mesh(tp=s.tp, device="cpu"))
+    run.step()
+    homes, sent = next(iter(run.optimizer._known_homes.values())), {}
+    for axis, group in (("dp", homes.dp), ("tp", homes.tp)):
+        if group is not None:
+            group.all_to_all = counted(group.all_to_all, sent.setdefault(axis, []), group.rank)
+    run.step()
+    assert homes.sent_bytes == sum(map(sum, sent.values()))
+    return {axis: (sum(sizes), len(sizes)) for axis, sizes in sent.items()}
+
+
+def counted(call, sizes, me):
+    def all_to_all(out, x, out_sizes, in_sizes, **options):
+        sizes.append((sum(in_sizes) - in_sizes[me]) * x.element_size())
+        return call(out, x, out_sizes, in_sizes, **options)
+
+    return all_to_all
+
+
+@pytest.mark.parametrize(
+    "cell",  # ranks, stage, tp, layers, shard size
+    [
+        (2, 0, 1, 3, None),
+        (3, 2, 1, 5, None),
+        (2, 0, 2, 3, None),
+        (4, 1, 2, 3, None),
+        (4, 3, 1, 2, 2),
+    ],
+)
+def test_bytes_of_updates_are_what_ranks_send(cell):
+    ranks, stage, tp, layers, shard_size = cell
+    one = workload(n_layer=layers, width=64, tokens=16, batch=ranks // tp)
+    s = setup(world_size=ranks, zero_stage=stage, tp=tp, optimizer="muon", shard_size=shard_size)
+    found, said = (
+        updates_of(one.shape, buckets_of(one, s), s)[0],
+        run_ranks(run_once, ranks, one, s),
+    )
+    for rank, sent in enumerate(said):
+        along, count = found.sent[rank % len(found.sent)], found.messages
+        assert sent.get("tp", (0, 0)) == (4 * along.tp, count.tp)
+        if found.n_dp > 1:
+            assert sent["dp"] == (4 * along.dp, count.dp)
+    sends = [send for send in comm_ops_of(one, s) if send.kind == "all_to_all"]
+    for send in sends:
+        axis = "tp" if send.axis == "tp" else "dp"
+        most = max(sent[axis][0] for sent in said)
+        assert send.bytes * send.count * (send.ranks - 1) / send.ranks == pytest.approx(most)
+    assert len(sends) == len(said[0])
+
+
+def test_updates_are_done_once_and_take_time():
+    """12 products of q, k, v and the projection, 8 of the MLP: shared out, none twice."""
+    one = Workload(GPTConfig.preset("gpt2"), 8)
+    total = 12 * (4 * product_flops(768, 768) + 2 * product_flops(768, 3072))
+    assert STEPS * total == pytest.approx(1.6e12, rel=0.05)  # a step of 124M
+    for ranks in (1, 4):
+        s = Setup(world_size=ranks, zero_stage=1, optimizer="muon", micro_batch_size=8 // ranks)
+        ops = [op for op in ops_of(one, s) if op.name == "orthogonalize"]
+        share = sum(op.flops * op.count for op in ops) / STEPS / total
+        assert 1 / ranks <= share < 1.05 / ranks
+    assert not [op for op in ops_of(one, Setup(micro_batch_size=8)) if op.name == "orthogonalize"]
+    times, cluster = {}, Cluster.of("h100", 8)
+    for optimizer in ("adamw", "muon"):
+        s = Setup(world_size=8, zero_stage=1, micro_batch_size=8, optimizer=optimizer)
+        times[optimizer] = predict_step(replace(one, batch_size=64), s, DatasheetRates(cluster, s))
+    assert times["muon"].parts["optimizer"] > times["adamw"].parts["optimizer"]
+    assert times["muon"].comm_s > times["adamw"].comm_s
+    for name in ("forward", "backward"):
+        assert times["muon"].parts[name] == times["adamw"].parts[name]
+
+
+# Rates of one second an operation
 
 
 class Fixed:
@@ -92,7 +322,7 @@ def test_more_micro_batches_are_predicted_from_fewer(schedule):
     assert found == pytest.approx(whole, rel=0.01)
 
 
-# Sums
+# Sums, and what hides
 
 
 def test_parts_add_up():
@@ -127,24 +357,18 @@ def test_mfu_and_cost():
         cost_per_billion_tokens(time, cluster, -1)
 
 
-# What hides
-
-
 def send(under, kind="all_reduce", axis="dp", count=1.0):
     return CommOp(kind, axis, 1e6, 8, 1, count, under)
 
 
-def test_nothing_hides_without_overlap():
-    setup = Setup(8)
+def test_what_hides():
+    """With 4 micro-batches of b seconds each, what is sent once hides in b, what is sent by each in
+    4 b; recomputation hides too, and column products along tp."""
+    one = Setup(8)
     for under in ("", "forward", "backward"):
-        assert exposed(setup, [send(under, count=7)], Fixed(overlap=0.0)) == 7
-    assert exposed(setup, [send("", count=7)], Fixed()) == 7
-    assert exposed(setup, [send("backward", count=7)], Fixed()) == 0
-
-
-def test_sums_of_a_step_have_one_backward():
-    """With 4 micro-batches of b seconds each, what is sent once hides in b, what is sent by each
-    in 4 b."""
+        assert exposed(one, [send(under, count=7)], Fixed(overlap=0.0)) == 7
+    assert exposed(one, [send("", count=7)], Fixed()) == 7
+    assert exposed(one, [send("backward", count=7)], Fixed()) == 0
     full = Setup(8, grad_accum_steps=4)
     parts = predict(full).parts
     b, f = parts["backward"] / 4, parts["forward"] / 4
@@ -153,54 +377,21 @@ def test_sums_of_a_step_have_one_backward():
     assert exposed(replace(full, accumulate="shard", zero_stage=2), [reduce], Fixed()) == 0
     gather = send("forward", "all_gather", "shard", count=3 * f)
     assert exposed(replace(full, zero_stage=1), [gather], Fixed()) == pytest.approx(2 * f)
-    assert exposed(replace(full, zero_stage=3), [gather], Fixed()) == 0
-
-
-def test_each_micro_batch_waits_for_what_it_gathers():
-    """4 times (f + 1) seconds of gathers under 4 forwards of f each: 1 second each is seen."""
-    setup = Setup(8, zero_stage=3, grad_accum_steps=4)
-    f = predict(setup).parts["forward"] / 4
+    stage_3 = replace(full, zero_stage=3)
+    assert exposed(stage_3, [gather], Fixed()) == 0
+    f = predict(stage_3).parts["forward"] / 4
     gather = send("forward", "all_gather", "shard", count=4 * (f + 1))
-    assert exposed(setup, [gather], Fixed()) == pytest.approx(4)
-
-
-def test_recomputation_hides_too():
-    setup = Setup(8)
-    again = replace(setup, activation_checkpointing="full")
+    assert exposed(stage_3, [gather], Fixed()) == pytest.approx(4)  # each waits for 1 second
+    again = replace(one, activation_checkpointing="full")
     reduce = [send("backward", count=1000)]
-    less = exposed(setup, reduce, Fixed()) - exposed(again, reduce, Fixed())
+    less = exposed(one, reduce, Fixed()) - exposed(again, reduce, Fixed())
     assert less == pytest.approx(predict(again).parts["recompute"])
-
-
-def test_along_tp_column_products_hide():
-    setup = Setup(2, tp=2)
-    workload = Workload(SHAPE, 1)
+    setup, workload = Setup(2, tp=2), Workload(SHAPE, 1)
     products = 2.0 * 4 * SHAPE.n_layer * 7 / 12
     for count, expected in ((products, 0.0), (products + 5, 5.0)):
         comm = send("backward", axis="tp", count=count)
         found = time_of(workload, setup, Fixed(), ops_of(workload, setup), [comm])
         assert found.parts["tp"] == pytest.approx(expected)
-
-
-# Bad input, speed
-
-
-@pytest.mark.parametrize(
-    ("setup", "batch", "match"),
-    [
-        (Setup(8), 7, r"predict_step: expected batch_size = dp \* micro_batch_size .* = 8, got ba"),
-        (Setup(8, tp=3), 8, r"expected tp \* pp to divide world_size=8, got tp \* pp=3"),
-        (Setup(0), 8, "predict_step: expected world_size >= 1, got world_size=0; count from 1"),
-        (
-            Setup(8, micro_batch_size=-1),
-            8,
-            "expected micro_batch_size >= 1, got micro_batch_size=-",
-        ),
-    ],
-)
-def test_bad_setups(setup, batch, match):
-    with pytest.raises(ValueError, match=match):
-        predict_step(Workload(SHAPE, batch), setup, Fixed())
 
 
 def test_large_machines():
@@ -218,3 +409,80 @@ def test_large_machines():
     times = [predict_step(workload, setup, rates) for setup in setups]
     assert all(0 < t.mfu < 0.6 for t in times)
     assert all(t.step_s > t.compute_s for t in times)
+
+
+# Offload: what the device waits for
+
+ONE = Setup(zero_stage=2, offload="optimizer", grad_accum_steps=8, accumulate="shard")
+
+
+def by_events(units):
+    """The same by brute force: device, bus and host, a millisecond at a time."""
+    n, now, waited = len(units), 0, 0
+    made = [sum(u.backward_s for u in units[i:]) for i in range(n)]  # when gradients are there
+    end = sum(u.backward_s for u in units)
+    down, up, stepped = (
+        [u.down_s for u in units],
+        [u.up_s for u in units],
+        [u.host_s for u in units],
+    )
+    left = [u.forward_s for u in units]
+    while left:
+        while left and now >= end:  # the forward of units that are there
+            i = n - len(left)
+            if down[i] or stepped[i] or up[i] or left[0]:
+                break
+            left.pop(0)
+        if not left:
+            break
+        i = n - len(left)
+        queue = [j for j in reversed(range(n)) if down[j] and made[j] <= now]
+        work = [j for j in range(n) if stepped[j]]
+        lift = [j for j in range(n) if up[j] and not stepped[j] and not down[j]]
+        if now >= end:
+            waits = down[i] or stepped[i] or up[i]
+            waited += bool(waits)
+            if not waits:
+                left[0] -= 1
+        arrived = not any(down[: work[0] + 1]) if work else False
+        for j in lift[:1]:
+            up[j] -= 1
+        if queue:
+            down[queue[0]] -= 1
+        if arrived and now >= end:
+            stepped[work[0]] -= 1
+        now += 1
+    return waited
+
+
+def test_waiting_is_that_of_the_two_queues():
+    for host, down, up, forward in itertools.product((3, 8), (0, 2, 11), (0, 2), (1, 4, 9)):
+        units = [UnitStep(5, down, up, 0, 0), *[UnitStep(host, down, up, forward, 2 * forward)] * 4]
+        assert exposed_s(units) == by_events(units), units
+    assert exposed_s([UnitStep(0, 0, 0, 5, 9), *[UnitStep(4, 1, 1, 5, 9)] * 10]) == 0
+
+
+def test_a_longer_forward_hides_the_host():
+    """GPT-2 XL on one H100: what is left is what the first block needs, and the root."""
+    elements = stepped_elements(XL, ONE)
+    first = sum(elements[:2])
+    slow = waiting_s(XL, ONE, host_of("hopper"), 1e-9, 10.0)
+    hidden = waiting_s(XL, ONE, host_of("hopper"), 10.0, 10.0)
+    assert 1 < hidden / (first / sum(elements) * slow) < 1.3  # and the way down of the root
+    kept = replace(ONE, offload_keep_mb=12 * first / 2**20)
+    assert waiting_s(XL, kept, host_of("hopper"), 10.0, 10.0) < hidden / 10
+    assert waiting_s(XL, ONE, host_of("volta"), 1e-9, 10.0) > 3 * slow
+
+
+def test_gpt2_xl_fits_a_small_gpu():
+    """18.7 GB of state and 6.2 GB of gradients leave the device for the host."""
+    states = predict_states(XL, ONE)
+    assert (states.gradients, states.optimizer) == (0, 0)
+    assert states.parameters == pytest.approx(2 * XL.n_parameters, rel=1e-3)
+    assert host_bytes(XL, ONE) == pytest.approx(18 * XL.n_parameters, rel=1e-3)
+    without = replace(ONE, offload=None, zero_stage=0, accumulate="full")
+    once = replace(ONE, grad_accum_steps=1)
+    small = replace(XL, batch_size=1)
+    saved = predict_memory(small, replace(without, grad_accum_steps=1)).total
+    saved -= predict_memory(small, once).total
+    assert saved == pytest.approx((12 + 4) * XL.n_parameters, rel=0.03)

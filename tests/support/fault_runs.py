@@ -94,12 +94,29 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_for_steps(process, out, n, timeout_s=100):
-    deadline = time.monotonic() + timeout_s
-    while len(read_metrics(Path(out) / "metrics.jsonl")) < n:
-        assert process.poll() is None, process.communicate()
+def wait_for(seconds, happened, *args, process=None):
+    """Until happened(*args); the process must live meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not happened(*args):
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def wait_for_steps(process, out, n):
+    file = Path(out) / "metrics.jsonl"
+    wait_for(100, lambda: len(read_metrics(file)) >= n, process=process)
+
+
+def all_gone(pids):
+    return not any(map(is_alive, pids))
+
+
+def kill(launcher, rank, how=signal.SIGKILL):
+    """The ranks that lived until then, by their processes."""
+    ranks = ranks_of(launcher.pid)
+    os.kill(ranks[rank], how)
+    return set(ranks.values())
 
 
 def finish(process, timeout_s=100):
