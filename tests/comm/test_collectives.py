@@ -444,33 +444,24 @@ def test_a_profiler_and_hooks_of_the_caller():
 # The thread that ends operations in order
 
 
-def test_an_operation_that_fails_at_its_end_does_not_stop_the_next():
-    thread = TaskThread()
-    futures = [Future(), Future(), Future()]
+def test_operations_end_on_their_own():
+    """One that fails at its end does not stop the next; one without a second half is over at once:
+    its result does not wait for the operation behind it."""
+    thread, seen = TaskThread(), threading.Event()
+    futures = [Future() for _ in range(4)]
 
     def fail():
         raise ValueError("at the end")
 
-    for future, rest in zip(futures, (fail, None, lambda: None)):
+    for future, rest in zip(futures, (fail, lambda: None, None)):
         thread.put((future, lambda rest: rest, (rest,), ()))
+    thread.put((futures[3], lambda: seen.wait(30) and None, (), ()))
     with pytest.raises(ValueError, match="at the end"):
         futures[0].result(10)
     assert futures[1].result(10) >= 0
     assert futures[2].result(10) >= 0
-    thread.stop()
-
-
-def test_an_operation_without_a_second_half_is_over_at_once():
-    """Its result does not wait for the operation behind it."""
-    thread = TaskThread()
-    queued, seen = threading.Event(), threading.Event()
-    first, second = Future(), Future()
-    thread.put((first, lambda: queued.wait(10) and None, (), ()))
-    thread.put((second, lambda: seen.wait(30) and None, (), ()))
-    queued.set()
-    assert first.result(10) >= 0
     seen.set()
-    assert second.result(10) >= 0
+    assert futures[3].result(10) >= 0
     thread.stop()
 
 

@@ -155,13 +155,14 @@ def node_sums(name, n, steps, in_place):
 def test_what_two_levels_sent_and_left_are_the_gradients(name, in_place):
     """As above; a sum of a node is encoded again, and what that loses stays with its rank."""
     n, steps, ranks = 1024, 20, 4
-    found = run_ranks(node_sums, ranks, name, n, steps, in_place)
+    found, again = (run_ranks(node_sums, ranks, name, n, steps, in_place) for _ in range(2))
     true = sum(values(r, n, s).double() for r in range(ranks) for s in range(steps))
     sent = torch.cat([sum(out.double() for out in got) for got, *_ in found]) * ranks
     left = sum(rest.double() for _, rest, _ in found)
     bound = 8 * ranks * steps * 2.0**-24 * 4
     assert (sent + left - true).abs().max() <= bound
     assert left.any()
+    assert all(torch.equal(x, y) for (a, *_), (b, *_) in zip(found, again) for x, y in zip(a, b))
     assert {n_bytes for *_, n_bytes in found} == {3 * FORMATS[name].nbytes(n // ranks)}  # 2 + 1
 
 

@@ -33,11 +33,9 @@ from fastpar.predict.machine import (
 from fastpar.predict.measure import (
     WHOLE,
     Chain,
-    Clock,
     ShortRun,
     busy,
     cores_at_work,
-    fitted,
     keep_rates,
     known_s,
     measure,
@@ -400,20 +398,6 @@ def test_a_chain_copies_or_adds_gradients_and_leaves_nothing_behind():
     del chain, first
     gc.collect()
     assert alive_bytes() <= before  # of other tests more may have gone
-
-
-def test_intervals_are_between_marks_and_inputs_are_cut_or_repeated():
-    clock = Clock(CPU)
-    for name in ("a", None, "b", "c", None):
-        clock.mark(name)
-    assert [name for name, _ in clock.intervals()] == ["a", "b", "c"]
-    clock.mark("d")
-    assert clock.intervals() == []
-    x = torch.arange(6.0, requires_grad=True)
-    assert fitted(x, (2, 2)).tolist() == [[0, 1], [2, 3]]
-    assert fitted(x, (8,)).tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
-    fitted(x, (8,)).sum().backward()
-    assert x.grad.tolist() == [2, 2, 1, 1, 1, 1]
 
 
 # A short run, and the memory of its steps

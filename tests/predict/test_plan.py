@@ -3,6 +3,7 @@
 The commands that it prints are parsed and built in test_plan_commands.py.
 """
 
+import functools
 import json
 import re
 import time
@@ -84,6 +85,7 @@ class FreeLinks(PaperRates):
         return 0.0
 
 
+@functools.cache
 def found(workload=GPT2, world=8, limit=80e9, per_node=8, rates=PaperRates, **template):
     setup = Setup(world_size=world, **template)
     return search(workload, setup, rates=rates(), limit_bytes=limit, per_node=per_node)
@@ -160,15 +162,17 @@ def test_the_micro_batch_is_the_fastest_that_fits():
         assert e.setup.micro_batch_size == rows or predict_memory(GPT2, more).total > limit
 
 
-@sweep(
-    ["model", "world", "dtype"], [("gpt2", 8, "bf16"), ("gpt2-xl", 6, "fp32"), ("mini", 16, "bf16")]
+@pytest.mark.parametrize(
+    ("model", "world", "batch"), [("gpt2", 8, 64), slow("gpt2-xl", 6, 96), slow("mini", 16, 96)]
 )
-def test_nothing_is_proposed_that_the_trainer_refuses(model, world, dtype):
-    workload = Workload(PRESETS[model], 96)
-    for e in found(workload, world, dtype=dtype):
+def test_nothing_is_proposed_that_the_trainer_refuses(model, world, batch):
+    workload = Workload(PRESETS[model], batch)
+    for e in found(workload, world):
         assert refused(workload, e.setup) is None
-        batch = e.setup.config(workload).batch(workload.seq_len, e.setup.dp)
-        assert batch == (e.setup.micro_batch_size, e.setup.grad_accum_steps)
+        assert e.setup.config(workload).batch(workload.seq_len, e.setup.dp) == (
+            e.setup.micro_batch_size,
+            e.setup.grad_accum_steps,
+        )
 
 
 def test_what_the_trainer_refuses():
@@ -232,6 +236,7 @@ def test_the_smallest_changes_that_make_something_fit():
         assert (f"{flags}, with 49.6 GB of a rank's host" in found) == (device == "cuda")
 
 
+@pytest.mark.slow
 def test_sixteen_thousand_ranks_and_a_trillion_parameters_within_two_seconds():
     shape = GPTConfig(n_layer=128, n_head=160, n_embd=25600, block_size=2048)
     workload = Workload(shape, 16384)
@@ -530,37 +535,25 @@ def test_replicas_bytes_and_where_they_pay():
         workload, one = apart(Workload(GPT2.shape, 32), setup, 2)
         assert (workload.batch_size, one.world_size, one.dp) == (16, 4, 4)
         assert one.n_shards == (4 if stage else 1)
-    setup = Setup(world_size=2, device_type="cpu", transport="gloo", dtype="fp32")
-    rates = DatasheetRates(Cluster.of("cpu", 2), setup)
+    two = Setup(world_size=2, device_type="cpu", transport="gloo", dtype="fp32")
+    rates = DatasheetRates(Cluster.of("cpu", 2), two)
 
-    def lines(setup, rows, nodes):
-        prices = MachinePrices(rates, nodes)
-        return REPLICAS.what_if(Workload(GPT2.shape, rows), setup, prices)
+    def numbers(setup, rows, nodes):
+        """Of each line: steps between exchanges, MB a step, ms of one, Gbit/s where it pays."""
+        lines = REPLICAS.what_if(Workload(GPT2.shape, rows), setup, MachinePrices(rates, nodes))[1:]
+        told = r".*-every (\d+): .* sends ([\d.,]+) MB .* step ([\d.]+) ms, .* below ([\d.,e+]+) Gb"
+        found = [re.match(told, line).groups() for line in lines]
+        return [[float(x.replace(",", "")) for x in line] for line in found]
 
-    def number(text):
-        return float(text.replace(",", ""))
-
-    for nodes in (1, 2):
-        heading, *found = lines(setup, 2, nodes)
-        assert heading == "replicas, with a loss curve of their own"
-        for line, every in zip(found, (10, 50, 200), strict=True):
-            said = re.match(
-                rf"  --replicas 2 --outer-every {every}: a rank sends ([\d.,]+) MB a step to other "
-                r"replicas and 0 MB inside, not [\d.,]+ MB; outer step ([\d.]+) ms, step [\d.,e+]+ "
-                r"ms; pays below ([\d.,e+]+) Gbit/s a rank",
-                line,
-            )
-            mb, outer_ms, pays = map(number, said.groups())
-            assert mb == pytest.approx(4 * 124.4 / every, abs=1)
-            saved = 4 * 124.4e6 * (1 - 1 / every)
-            assert pays == pytest.approx(8 * saved / (outer_ms * 1e-3) / 1e9, rel=0.2)
+    for every, mb, outer_ms, pays in numbers(two, 2, 1):
+        assert mb == pytest.approx(4 * 124.4 / every, abs=1)
+        saved = 4 * 124.4e6 * (1 - 1 / every)
+        assert pays == pytest.approx(8 * saved / (outer_ms * 1e-3) / 1e9, rel=0.2)
+    assert [line[0] for line in numbers(two, 2, 2)] == [10, 50, 200]
     # What a replica of two ranks sends inside is on the same link of one machine only.
-    pays = [
-        number(re.search(r"below ([\d.,e+]+)", lines(replace(setup, world_size=4), 4, n)[1])[1])
-        for n in (1, 2)
-    ]
-    assert pays[0] < 0.5 * pays[1]
-    assert lines(setup, 3, 1) == ()
+    near, far = (numbers(replace(two, world_size=4), 4, n)[0][3] for n in (1, 2))
+    assert near < 0.5 * far
+    assert numbers(two, 3, 1) == []
 
 
 # The vocabulary is such that the loss is the fullest moment, when all layers keep what they keep.
