@@ -1,4 +1,4 @@
-"""AdamW on parameters of sharded engines: the bits, the state and the decisions of one process."""
+"""Optimizers on parameters of engines: the bits, the state and the decisions of one process."""
 
 import math
 import threading
@@ -6,19 +6,32 @@ import threading
 import pytest
 import torch
 from cells import cells
-from test_optim_state import MODES, assert_same_state
+from optimizers import (
+    BF16,
+    FP16,
+    FP32,
+    HYPER,
+    MODES,
+    UINT8,
+    adafactor,
+    adamw,
+    assert_same_state,
+    build,
+    vector,
+)
 from torch import nn
 
 import fastpar
-from fastpar.comm.mesh import Mesh
+from fastpar import GPT, AdamW, GPTConfig, Mesh
 from fastpar.engine import control
+from fastpar.kernels.adamw import master_split
 from fastpar.optim import adamw as optim
-from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import DynamicLossScale
+from fastpar.sharding.placements import Placement
 from fastpar.testing import run_ranks
 
-HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 SMALL = {"bucket_mb": 4e-3, "first_bucket_mb": 1e-3}  # several buckets; pieces of a few blocks
+SHAPES = {"weight": (40, 33), "bias": (33,), "table": (2, 700), "one": ()}
 stages = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
@@ -26,41 +39,49 @@ class Bag(nn.Module):
     """Each parameter gets the gradient that forward is told; without one it is unused.
 
     Some have several blocks of 256 elements, some end within one, some have one rank as owner.
+    With states, ranks of tp have slices of parameters and of the gradients that are told.
     """
 
-    def __init__(self, dtype=torch.float32, seed=0):
+    def __init__(self, dtype=FP32, seed=0, shapes=SHAPES, states=None):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        shapes = {"weight": (40, 33), "bias": (33,), "table": (2, 700), "one": ()}
         for name, shape in shapes.items():
             value = torch.randn(shape, generator=generator, dtype=torch.float64)
             self.register_parameter(name, nn.Parameter(value.to(dtype)))
+        self.states, self.tp = states, None
+
+    def tensor_parallel(self, tp):
+        self.tp = tp
+        return self.states
 
     def forward(self, grads):
-        used = [(p * grads[n].to(p.dtype)).sum() for n, p in self.named_parameters() if n in grads]
+        used = []
+        for name, p in self.named_parameters():
+            if name in grads:
+                grad = grads[name]
+                if self.tp is not None:
+                    placement = Placement({"tp": self.states[name]}, {"tp": self.tp.size})
+                    grad = placement.cut(grad, {"tp": self.tp.rank})
+                used.append((p * grad.to(p.dtype)).sum())
         return torch.stack(used).sum()
 
 
-def gradients(step, rank=0):
+def gradients(step, rank=0, shapes=SHAPES):
     """The gradients of one rank: sixteenths, whose sums are exact."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    shapes = {n: p.shape for n, p in Bag().named_parameters()}
     return {n: torch.randint(-64, 65, s, generator=generator) / 16 for n, s in shapes.items()}
-
-
-LATER = ("weight", "one")
 
 
 def groups(model):
     """With names, by which random bits go: the engine knows them without."""
-    fast, slow = ([(n, getattr(model, n)) for n in names] for names in (("bias", "table"), LATER))
+    fast = [(n, getattr(model, n)) for n in ("bias", "table")]
+    slow = [(n, getattr(model, n)) for n in ("weight", "one")]
     return [{"params": fast}, {"params": slow, "lr": 1e-3, "weight_decay": 0.0, "eps": 1e-3}]
 
 
-def sharded(stage, dtype=torch.float32, seed=0, **options):
-    return fastpar.parallelize(
-        Bag(dtype, seed), Mesh(), fastpar.Parallel.of(zero_stage=stage, **SMALL, **options)
-    )
+def sharded(stage, dtype=FP32, seed=0, **options):
+    asked = fastpar.Parallel.of(zero_stage=stage, **SMALL, **options)
+    return fastpar.parallelize(Bag(dtype, seed), Mesh(), asked)
 
 
 def values(model):
@@ -79,10 +100,10 @@ def put(model, grads):
         p.grad = grads[n].to(p.dtype) if n in grads else None
 
 
-def train(model, optimizer, steps, rank=0):
+def train(model, optimizer, steps):
     """With gradients of rank 0 on every rank."""
     for step in steps:
-        model(gradients(step, rank)).backward()
+        model(gradients(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -102,17 +123,22 @@ def some_unused(step, rank):
     return grads
 
 
-@pytest.mark.parametrize(("mode", "stage", "world"), cells(MODES, [1, 2, 3], [2, 3]))
-def test_steps_are_those_of_one_process(mode, stage, world):
+# stage, ranks, ranks that share out
+LAYOUTS = [*((stage, ranks, ranks) for stage in (1, 2, 3) for ranks in (2, 3)), (3, 4, 2)]
+
+
+@pytest.mark.parametrize(("mode", "layout"), cells(MODES, LAYOUTS, strength=1))
+def test_steps_are_those_of_one_process(mode, layout):
     """With clipping, groups of other options, and parameters that some or all do not use."""
-    dtype, options = mode
-    options = {**HYPER, **options, "max_grad_norm": 2.0, "seed": 5}
+    dtype, _, options = mode
+    stage, world, shards = layout
+    options = {**options, "max_grad_norm": 2.0, "seed": 5}
 
     def ranks():
-        model = sharded(stage, dtype)
+        model = sharded(stage, dtype, shard_size=shards if shards < world else None)
         engine = fastpar.engine_of(model)
         assert engine.stage.number == stage
-        optimizer = AdamW(groups(model), **options)
+        optimizer = adamw(groups(model), **options)
         seen = []
         for step in range(4):
             model(some_unused(step, engine.mesh.rank)).backward()
@@ -126,7 +152,7 @@ def test_steps_are_those_of_one_process(mode, stage, world):
 
     results = run_ranks(ranks, world)
     model = Bag(dtype)
-    alone = AdamW(groups(model), **options)
+    alone = adamw(groups(model), **options)
     for step, (grads, norm) in enumerate(results[0][0]):
         put(model, {n: g for n, g in grads.items() if not (step == 1 and n == "table")})
         alone.step()
@@ -139,35 +165,52 @@ def test_steps_are_those_of_one_process(mode, stage, world):
     for n, p in model.named_parameters():
         for name, whole in alone.state[p].items():
             parts = [owned[n][name] for _, _, _, owned in results]
-            if name != "step":
-                assert sum(part.numel() for part in parts) == whole.numel()
+            if name == "step":  # also where a rank owns nothing
+                assert all(part == whole for part in parts)
+            else:
+                assert sum(part.numel() for part in parts) == whole.numel() * world // shards
 
 
-def test_ranks_may_own_nothing_and_count_all_the_same():
+@pytest.mark.parametrize("make", [adamw, adafactor])
+def test_ranks_step_like_one_process_and_without_a_batch(make):
+    """The step finishes the reduction; a rank without a batch takes part in it."""
+
     def ranks():
-        model = sharded(2)
-        optimizer = AdamW(model.parameters(), **HYPER, max_grad_norm=1.0)
-        train(model, optimizer, range(3))
-        state = optimizer.state[model.one]
-        return state["step"].item(), state["exp_avg"].numel()
+        mesh = Mesh()
+        model = fastpar.parallelize(build(seed=mesh.rank), mesh)
+        optimizer, engine = make(model.parameters(), max_grad_norm=1.0), fastpar.engine_of(model)
+        for step in range(4):
+            if step != 2 or mesh.rank == 0:
+                with engine.no_sync():
+                    model(torch.full((2, 7), step + mesh.rank + 1.0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.check_replicas()
+        return vector(model), optimizer.grad_norm
 
-    assert sorted(run_ranks(ranks, 3)) == [(3.0, 0), (3.0, 0), (3.0, 1)]
+    plain = build()
+    optimizer = make(plain.parameters(), max_grad_norm=1.0)
+    for step in range(4):
+        for rank in range(1 if step == 2 else 2):
+            (plain(torch.full((2, 7), step + rank + 1.0)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, norm in run_ranks(ranks, 2, timeout_s=20):
+        assert torch.equal(found, vector(plain))
+        assert torch.equal(norm, optimizer.grad_norm)
 
 
 def test_all_pieces_are_one_call(monkeypatch):
     """The same number of launches as without shards, also for groups with other options."""
     calls = []
-
-    def spy(*args, **kwargs):
-        calls.append(len(args[0]))
-        return step_(*args, **kwargs)
-
     step_ = optim.adamw_step_
-    monkeypatch.setattr(optim, "adamw_step_", spy)
+    monkeypatch.setattr(
+        optim, "adamw_step_", lambda *a, **k: calls.append(len(a[0])) or step_(*a, **k)
+    )
 
     def ranks():
         model = sharded(3)
-        train(model, AdamW(groups(model), **HYPER, max_grad_norm=1.0), range(2))
+        train(model, adamw(groups(model), max_grad_norm=1.0), range(2))
 
     run_ranks(ranks, 2)
     assert len(calls) == 4
@@ -185,13 +228,13 @@ def test_a_step_reads_nothing_on_the_host(monkeypatch):
 
     def ranks():
         model = sharded(3)
-        engine = fastpar.engine_of(model)
-        options = {"lr": torch.tensor(1e-2), "capturable": True, "max_grad_norm": 1.0}
+        numbers = {"lr": torch.tensor(1e-2), "betas": (torch.tensor(0.9), torch.tensor(0.99))}
+        options = {**numbers, "capturable": True, "max_grad_norm": 1.0}
         optimizer = AdamW(model.parameters(), **options)
         optimizer.grad_scale = torch.tensor(4.0)
         train(model, optimizer, range(1))
         model(gradients(1)).backward()
-        engine.count_tokens(torch.tensor(3))
+        fastpar.engine_of(model).count_tokens(torch.tensor(3))
         counts = [s["step"] for s in optimizer.state.values()]
         if barrier.wait() == 0:
             for name in ("item", "tolist", "__bool__", "__float__"):
@@ -209,12 +252,37 @@ def test_a_step_reads_nothing_on_the_host(monkeypatch):
     assert run_ranks(ranks, 2) == [{2.0}, {2.0}]
 
 
+# Main gradients: fp32, of 16-bit parameters
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("make", [adamw, adafactor])
+def test_main_gradients_are_used_and_cleared(make, set_to_none):
+    model, single = build(BF16), build(BF16).float()
+    fastpar.parallelize(model, Mesh(), grad_dtype=FP32)
+    a, b = make(model.parameters(), master_weights=True), make(single.parameters())
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for p, q in zip(model.parameters(), single.parameters()):
+            q.grad = torch.zeros_like(q)
+            for _ in range(3):
+                g = torch.randn(p.shape, generator=generator).bfloat16()
+                (p * g).sum().backward()
+                q.grad += g.float()
+        a.step()
+        b.step()
+        a.zero_grad(set_to_none=set_to_none)
+        for p, q in zip(model.parameters(), single.parameters()):
+            assert torch.equal(a.state[p]["master_weight"], q)
+            assert torch.equal(p, master_split(q)[0])
+
+
 @stages
-def test_main_gradients_are_used(stage):
-    """fp32 gradients of bf16 parameters, two micro-batches added up."""
+def test_main_gradients_of_shards(stage):
+    """Two micro-batches added up."""
 
     def steps(model):
-        optimizer = AdamW(groups(model), **HYPER, master_weights="remainder", max_grad_norm=1.0)
+        optimizer = adamw(groups(model), master_weights="remainder", max_grad_norm=1.0)
         for step in range(3):
             for half in range(2):
                 grads = gradients(2 * step + half)
@@ -223,32 +291,11 @@ def test_main_gradients_are_used(stage):
             optimizer.zero_grad()
         return values(model), optimizer.grad_norm
 
-    def ranks():
-        return steps(sharded(stage, torch.bfloat16, grad_dtype=torch.float32))
-
-    expected, alone_norm = steps(sharded(0, torch.bfloat16, grad_dtype=torch.float32))
-    for mine, norm in run_ranks(ranks, 2):
+    expected, alone_norm = steps(sharded(0, BF16, grad_dtype=FP32))
+    for mine, norm in run_ranks(lambda: steps(sharded(stage, BF16, grad_dtype=FP32)), 2):
         assert torch.equal(norm, alone_norm)
         for n, value in mine.items():
             assert torch.equal(value, expected[n]), n
-
-
-def test_hsdp_counts_each_element_once():
-    options = {**HYPER, "max_grad_norm": 1.0}
-
-    def ranks():
-        model = sharded(3, shard_size=2)
-        optimizer = AdamW(groups(model), **options)
-        train(model, optimizer, range(3))
-        return values(model), optimizer.grad_norm, optimizer.state_dict()
-
-    model = Bag()
-    alone = AdamW(groups(model), **options)
-    train_alone(model, alone, range(3))
-    for mine, norm, state in run_ranks(ranks, 4):
-        assert_same_values(model, mine)
-        assert torch.equal(norm, alone.grad_norm)
-        assert_same_state(state, alone.state_dict())
 
 
 # Several engines, several optimizers
@@ -257,24 +304,24 @@ def test_hsdp_counts_each_element_once():
 @stages
 def test_one_optimizer_for_two_models_and_a_parameter_alone(stage):
     """One norm over all: stages differ, and one parameter has no engine."""
-    options = {**HYPER, "max_grad_norm": 1.0}
 
-    def build(parallel):
+    def make(parallel):
         a, b, c = Bag(seed=1), Bag(seed=2), nn.Parameter(torch.ones(300))
         if parallel:
-            fastpar.parallelize(a, Mesh(), fastpar.Parallel.of(zero_stage=stage, **SMALL))
-            fastpar.parallelize(b, Mesh(), fastpar.Parallel.of(zero_stage=(stage + 1) % 4, **SMALL))
-        return a, b, c, AdamW([*a.parameters(), c, *b.parameters()], **options)
+            for model, number in ((a, stage), (b, (stage + 1) % 4)):
+                asked = fastpar.Parallel.of(zero_stage=number, **SMALL)
+                fastpar.parallelize(model, Mesh(), asked)
+        return a, b, c, adamw([*a.parameters(), c, *b.parameters()], max_grad_norm=1.0)
 
     def ranks():
-        a, b, c, optimizer = build(parallel=True)
+        a, b, c, optimizer = make(parallel=True)
         for step in range(3):
             (a(gradients(step)) + b(gradients(step + 10)) + (c * step).sum()).backward()
             optimizer.step()
             optimizer.zero_grad()
         return values(a), values(b), c, optimizer.grad_norm
 
-    a, b, c, alone = build(parallel=False)
+    a, b, c, alone = make(parallel=False)
     for step in range(3):
         put(a, gradients(step))
         put(b, gradients(step + 10))
@@ -287,13 +334,15 @@ def test_one_optimizer_for_two_models_and_a_parameter_alone(stage):
         assert torch.equal(norm, alone.grad_norm)
 
 
+@pytest.mark.parametrize("only", [False, True], ids=["two", "one of a part"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_optimizers_for_one_model(stage):
+def test_optimizers_of_a_part_of_the_model(stage, only):
     """Each has its own norm; the second does not reduce again. One rank has no batch once."""
 
     def optimizers(model):
         first, second = ([model.weight, model.bias], [model.table, model.one])
-        return AdamW(first, lr=0.1, max_grad_norm=1.0), AdamW(second, lr=0.01, max_grad_norm=2.0)
+        pair = AdamW(first, lr=0.1, max_grad_norm=1.0), AdamW(second, lr=0.01, max_grad_norm=2.0)
+        return pair[only:]
 
     def ranks():
         model = sharded(stage)
@@ -323,23 +372,7 @@ def test_two_optimizers_for_one_model(stage):
         assert all(torch.equal(a, o.grad_norm) for a, o in zip(norms, pair))
 
 
-@stages
-def test_parameters_that_are_not_the_optimizers_do_not_count(stage):
-    def ranks():
-        model = sharded(stage)
-        optimizer = AdamW([model.table], lr=0.1, max_grad_norm=1.0)
-        train(model, optimizer, range(2))
-        return values(model), optimizer.grad_norm
-
-    model = Bag()
-    alone = AdamW([model.table], lr=0.1, max_grad_norm=1.0)
-    train_alone(model, alone, range(2))
-    for mine, norm in run_ranks(ranks, 2):
-        assert_same_values(model, mine)
-        assert torch.equal(norm, alone.grad_norm)
-
-
-# Tokens
+# Tokens and loss scales
 
 
 @pytest.mark.parametrize(
@@ -351,7 +384,7 @@ def test_gradients_are_divided_by_the_count_of_tokens(stage, max_grad_norm, scal
     def ranks():
         model = sharded(stage)
         engine = fastpar.engine_of(model)
-        optimizer = AdamW(groups(model), **HYPER, max_grad_norm=max_grad_norm)
+        optimizer = adamw(groups(model), max_grad_norm=max_grad_norm)
         for step in range(3):
             if scale:
                 optimizer.grad_scale = scale
@@ -361,10 +394,17 @@ def test_gradients_are_divided_by_the_count_of_tokens(stage, max_grad_norm, scal
                 model({n: g * (scale or 1.0) for n, g in grads.items()}).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return values(model), optimizer.grad_norm, optimizer.skipped
+        found = values(model), optimizer.grad_norm, optimizer.skipped
+        if scale is None:  # counting tokens alone skips nothing
+            engine.count_tokens(3)
+            model({n: g * math.nan for n, g in gradients(0).items()}).backward()
+            optimizer.step()
+            assert not optimizer.skipped
+            assert values(model)["table"].isnan().all() or max_grad_norm is None
+        return found
 
     model = Bag()
-    alone = AdamW(groups(model), **HYPER, max_grad_norm=max_grad_norm)
+    alone = adamw(groups(model), max_grad_norm=max_grad_norm)
     for step in range(3):
         alone.grad_scale = 5 + 6 + 6 + 7
         parts = [gradients(2 * step + half, rank) for half in range(2) for rank in range(2)]
@@ -379,21 +419,6 @@ def test_gradients_are_divided_by_the_count_of_tokens(stage, max_grad_norm, scal
             assert norm is None
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_counting_tokens_skips_nothing(stage):
-    def ranks():
-        model = sharded(stage)
-        optimizer = AdamW(model.parameters(), **HYPER, max_grad_norm=1.0)
-        fastpar.engine_of(model).count_tokens(3)
-        model({n: g * math.nan for n, g in gradients(0).items()}).backward()
-        optimizer.step()
-        return optimizer.skipped, values(model)
-
-    for skipped, mine in run_ranks(ranks, 2):
-        assert not skipped
-        assert mine["table"].isnan().all()
-
-
 def test_tokens_of_two_models_in_one_optimizer_are_refused():
     def ranks():
         a, b = sharded(1), sharded(1)
@@ -404,20 +429,17 @@ def test_tokens_of_two_models_in_one_optimizer_are_refused():
         run_ranks(ranks, 2)
 
 
-# Loss scale
-
-
 @pytest.mark.parametrize(
-    ("stage", "dtype", "world"), cells([0, 1, 2, 3], [torch.float16, torch.float32], [2, 3])
+    ("stage", "dtype", "world"), cells([0, 1, 2, 3], [FP16, FP32], [2, 3], strength=1)
 )
 def test_all_ranks_skip_or_none(stage, dtype, world):
     """One element of one rank overflows: it lies in the piece of one rank."""
-    options = {**HYPER, "master_weights": True} if dtype == torch.float16 else HYPER
+    options = {"master_weights": True} if dtype == FP16 else {}
 
     def ranks():
         model = sharded(stage, dtype)
         engine = fastpar.engine_of(model)
-        optimizer = AdamW(groups(model), **options)
+        optimizer = adamw(groups(model), **options)
         scale = DynamicLossScale(init=16.0, growth_interval=2)
         seen = []
         for step in range(6):
@@ -435,8 +457,166 @@ def test_all_ranks_skip_or_none(stage, dtype, world):
         return seen, {s["step"].item() for s in optimizer.state.values()}
 
     for seen, counts in run_ranks(ranks, world):
-        assert [row[0] for row in seen] == [row[1] for row in seen]
-        assert [row[0] for row in seen] == [True, False, False, True, False, False]
-        assert [row[2] for row in seen] == [16.0, 8.0, 8.0, 16.0, 8.0, 8.0]
-        assert [bool(row[3]) for row in seen] == [not row[0] for row in seen]
+        skipped, same, scales, finite = zip(*seen)
+        assert skipped == same == (True, False, False, True, False, False)
+        assert scales == (16.0, 8.0, 8.0, 16.0, 8.0, 8.0)
+        assert [bool(x) for x in finite] == [not x for x in skipped]
         assert counts == {4.0}
+
+
+# State: whole in state dicts and checkpoints, cut when loaded
+
+OPTIONS = {"master_weights": "remainder", "moment_dtype": UINT8, "max_grad_norm": 2.0}
+
+
+def train_in_a_process(transport):
+    model = sharded(3, BF16, transport=transport)
+    optimizer = adamw(groups(model), **OPTIONS)
+    train(model, optimizer, range(3))
+    return values(model), optimizer.state_dict()
+
+
+@pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), "shm"])
+def test_processes_have_the_state_of_one(transport):
+    model = Bag(BF16)
+    alone = adamw(groups(model), **OPTIONS)
+    train_alone(model, alone, range(3))
+    for mine, state in run_ranks(train_in_a_process, 2, transport, backend="gloo"):
+        assert_same_values(model, mine)
+        assert_same_state(state, alone.state_dict())
+
+
+def resume(place, dtype, options, model_state, state, steps):
+    """Values and state after a run on other ranks; stage None: one process without engine."""
+    stage, world = place
+
+    def run():
+        model = Bag(dtype, seed=9) if stage is None else sharded(stage, dtype, seed=9)
+        optimizer = adamw(groups(model), **options, max_grad_norm=2.0, seed=5)
+        model.load_state_dict(model_state)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        train(model, optimizer, steps)
+        return model.state_dict(), optimizer.state_dict()
+
+    return run() if stage is None else run_ranks(run, world)[world - 1]
+
+
+PATHS = [((1, 2), (3, 4)), ((2, 4), (None, 1)), ((None, 1), (2, 4)), ((3, 2), (0, 2))]
+
+
+@pytest.mark.parametrize(("mode", "path"), cells(MODES, PATHS, strength=1))
+def test_state_goes_to_other_stages_and_ranks(mode, path):
+    dtype, _, options = mode
+    model_state, state = Bag(dtype).state_dict(), None
+    for place, steps in zip(path, (range(2), range(2, 4))):
+        model_state, state = resume(place, dtype, options, model_state, state, steps)
+    model = Bag(dtype)
+    alone = adamw(groups(model), **options, max_grad_norm=2.0, seed=5)
+    train_alone(model, alone, range(4))
+    assert_same_values(model, model_state)
+    assert_same_state(state, alone.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("stage", "form"),
+    cells([1, 2, 3], {"plain": {}, "8-bit": {"moment_dtype": UINT8}, "amsgrad": {"amsgrad": True}},
+          strength=1),
+)  # fmt: skip
+def test_state_of_torch_loads_into_any_stage_and_goes_back(stage, form):
+    model = Bag()
+    theirs = torch.optim.AdamW(groups(model), **HYPER, amsgrad="amsgrad" in form)
+    train_alone(model, theirs, range(2))
+    saved = theirs.state_dict()
+    model_state = {n: p.clone() for n, p in model.state_dict().items()}
+
+    def ranks():
+        mine = sharded(stage)
+        optimizer = adamw(groups(mine), **form, seed=5)
+        mine.load_state_dict(model_state)
+        optimizer.load_state_dict(saved)
+        train(mine, optimizer, range(2, 4))
+        return values(mine), optimizer.torch_state_dict()
+
+    alone = adamw(groups(model), **form, seed=5)
+    alone.load_state_dict(saved)
+    train_alone(model, alone, range(2, 4))
+    for mine, state in run_ranks(ranks, 2):
+        assert_same_values(model, mine)
+        assert_same_state(state, alone.torch_state_dict())
+        torch.optim.AdamW(groups(model)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), cells([0, 1, 2, 3], [FP32, BF16], strength=1))
+def test_pieces_are_taken_over_in_place(stage, dtype):
+    """What a checkpoint does with this rank's part of every entry."""
+    options = {"moment_dtype": UINT8, "seed": 5}
+    if dtype == BF16:
+        options["master_weights"] = "remainder"
+
+    def ranks():
+        model = sharded(stage, dtype)
+        optimizer = adamw(groups(model), **options)
+        train(model, optimizer, range(1))
+        saved = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+        whole, state = values(model), optimizer.state_dict()
+        places = {p: s["exp_avg_codes"].data_ptr() for p, s in optimizer.state.items()}
+        train(model, optimizer, range(1, 3))
+        model.load_state_dict(whole)
+        [engine] = optimizer.engines()
+        for name, p in model.named_parameters():
+            target = engine.shards.piece(p).param.detach()
+            optimizer.load_piece(p, target, {**saved[p], "mine": torch.tensor(3)}, where=name)
+            assert optimizer.state[p].pop("mine") == 3
+            assert optimizer.state[p]["exp_avg_codes"].data_ptr() == places[p]
+        assert_same_state(optimizer.state_dict(), state)
+        return True
+
+    assert run_ranks(ranks, 2) == [True, True]
+
+
+@stages
+def test_states_are_checked_and_seen_in_their_whole_shapes(stage):
+    def ranks():
+        model = sharded(stage)
+        optimizer = AdamW(model.parameters())
+        train(model, optimizer, range(1))
+        seen = []
+        optimizer.register_state_dict_post_hook(
+            lambda _, state: seen.append(state["state"][0]["exp_avg"].shape)
+        )
+        state = optimizer.state_dict()
+        assert seen == [(40, 33)]
+        assert optimizer.state[model.weight]["exp_avg"].dim() == 1
+        state["state"][0]["exp_avg"] = torch.zeros(40, 34)
+        optimizer.load_state_dict(state)
+
+    words = r"expected exp_avg of shape \[40, 33\] for parameter 0 "
+    with pytest.raises(ValueError, match=words):
+        run_ranks(ranks, 2)
+    model = Bag()
+    optimizer = AdamW(model.parameters())
+    train_alone(model, optimizer, range(1))
+    saved = {**optimizer.state[model.bias], "exp_avg": torch.zeros(34, device="meta")}
+    words = r"expected exp_avg of shape \[33\] for its bias, got shape"
+    with pytest.raises(ValueError, match=words):
+        optimizer.check_saved(model.bias, saved, where="its bias")
+    optimizer.check_saved(model.bias, optimizer.state[model.bias], where="its bias")
+
+
+def test_a_state_of_split_parameters_comes_back():
+    """At stage 0 a parameter of tp ranks is its own piece, and smaller than its state on disk."""
+
+    def ranks():
+        config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=131)
+        model = fastpar.parallelize(GPT(config), Mesh(tp=2, device="cpu"))
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        x = torch.arange(8)[None]
+        model(x, x).backward()
+        optimizer.step()
+        before = optimizer.state_dict()
+        optimizer.load_state_dict(before)
+        assert_same_state(optimizer.state_dict(), before)
+        return True
+
+    assert run_ranks(ranks, 2) == [True, True]

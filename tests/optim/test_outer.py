@@ -1,4 +1,4 @@
-"""outer.py: what replicas that train apart have in common with runs that do not."""
+"""Outer: what replicas that train apart have in common with runs that do not."""
 
 import warnings
 from functools import partial
@@ -30,11 +30,12 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def train(model, opt, steps, first=0, data=lambda i: i):
-    """Training steps on batches of numbers that data gives."""
+def train(model, opt, steps, first=0, of=(0, 1)):
+    """Training steps; of n replicas each has every nth batch."""
     for i in range(first, first + steps):
-        logits = model(batch(data(i)))
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch(data(i)).flatten()).backward()
+        ids = batch(of[0] + i * of[1])
+        logits = model(ids)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
         opt.step()
         opt.zero_grad()
 
@@ -44,18 +45,24 @@ def weights(model):
         return [p.detach().clone() for p in model.parameters()]
 
 
-def run(mesh, steps, make=adamw, data=lambda i: i, dtype=None, options=None, **outer):
-    """The weights of this rank after some steps with an outer optimizer, without if not given."""
+def run(steps, make=adamw, replicas=1, dtype=None, options=None, apart=True, **outer):
+    """The weights of this rank after some steps with an outer optimizer, without if not given, and
+    the bytes that it sent. Replicas have batches of their own, or the same if not apart."""
+    mesh = Mesh(replicas=replicas)
     asked = Parallel.of(**SMALL, **options or {})
     model = parallelize(Net().to(dtype), mesh, asked, debug=Debug(bus_gb_s=12))
     opt = make(model)
     listening = Outer(opt, **outer) if outer else None
-    train(model, opt, steps, data=data)
-    return weights(model), listening
+    train(model, opt, steps, of=(mesh.replica, replicas) if apart else (0, 1))
+    return weights(model), listening and listening.sent_bytes
 
 
 def same(found, expected):
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def apart(found, expected):
+    return max((a - b).abs().max() for a, b in zip(found, expected, strict=True))
 
 
 @covering(1, ("stage", [0, 1, 2, 3]), ("make", [adamw, muon]), ("masters", [False, True]))
@@ -64,10 +71,9 @@ def test_one_replica_with_the_mean_alone_is_the_inner_run(stage, make, masters):
     dtype = torch.bfloat16 if masters else torch.float32
 
     def rank():
-        optimizer = partial(make, master_weights=masters)
-        how = {"make": optimizer, "dtype": dtype, "options": {"zero_stage": stage}}
-        found, _ = run(Mesh(), 9, **how, every=3, **AS_IT_IS)
-        return same(found, run(Mesh(), 9, **how)[0])
+        how = {"make": partial(make, master_weights=masters), "dtype": dtype}
+        how["options"] = {"zero_stage": stage}
+        return same(run(9, **how, every=3, **AS_IT_IS)[0], run(9, **how)[0])
 
     assert run_ranks(rank, 2) == [True, True]
 
@@ -75,17 +81,10 @@ def test_one_replica_with_the_mean_alone_is_the_inner_run(stage, make, masters):
 @sweep("stage", [0, 1, 2, 3])
 def test_replicas_with_equal_data_are_the_inner_run(stage):
     """Two replicas of two ranks each, by the bits of two ranks."""
-    options = {"zero_stage": stage}
-
-    def replicas():
-        found, outer = run(Mesh(replicas=2), 9, options=options, every=3, **AS_IT_IS)
-        return found, outer.sent_bytes
-
-    def alone():
-        return run(Mesh(), 9, options=options)[0]
-
-    expected = run_ranks(alone, 2)[0]
-    for found, sent in run_ranks(replicas, 4, timeout_s=30):
+    how = {"options": {"zero_stage": stage}, "apart": False}
+    expected = run_ranks(lambda: run(9, **how)[0], 2)[0]
+    outer = {"replicas": 2, "every": 3, **AS_IT_IS}
+    for found, sent in run_ranks(lambda: run(9, **how, **outer), 4, timeout_s=30):
         assert same(found, expected)
         assert sent > 0
 
@@ -93,48 +92,42 @@ def test_replicas_with_equal_data_are_the_inner_run(stage):
 @covering(1, ("stage", [0, 2, 3]), ("offload", ["optimizer", "parameters"]))
 def test_state_on_the_host(stage, offload):
     """The outer step is one of what lies there: the bits of the run without offload."""
-    kept = {"zero_stage": stage}
     offload = offload if stage == 3 else "optimizer"
-    away = {**kept, "offload": offload}
-    how = {"every": 3, "lr": 0.7, "momentum": 0.9}
 
-    def replicas(options):
-        mesh = Mesh(replicas=2)
-        data = lambda i: 2 * i + mesh.replica  # noqa: E731
-        return run(mesh, 8, data=data, options=options, **how)[0]
+    def replicas(**more):
+        how = {"replicas": 2, "every": 3, "lr": 0.7, "momentum": 0.9}
+        return run(8, options={"zero_stage": stage, **more}, **how)[0]
 
-    expected = run_ranks(replicas, 4, kept, timeout_s=30)
-    for found, plain in zip(run_ranks(replicas, 4, away, timeout_s=30), expected, strict=True):
-        assert same(found, plain)
+    expected = run_ranks(replicas, 4, timeout_s=30)
+    away = run_ranks(lambda: replicas(offload=offload), 4, timeout_s=30)
+    assert all(map(same, away, expected))
 
 
 def test_a_mean_after_every_step_of_sgd_is_data_parallel():
     """To rounding: the mean of weights is the weight less the mean of gradients."""
 
-    def replicas():
-        mesh = Mesh(replicas=4)
-        return run(mesh, 6, sgd, data=lambda i: 4 * i + mesh.replica, every=1, **AS_IT_IS)[0]
-
     def together():
         mesh = Mesh()
-        return run(mesh, 6, sgd, data=lambda i: 4 * i + mesh.dp_rank)[0]
+        model = parallelize(Net(), mesh, Parallel.of(**SMALL))
+        train(model, sgd(model), 6, of=(mesh.dp_rank, 4))
+        return weights(model)
 
     expected = run_ranks(together, 4)[0]
-    for found in run_ranks(replicas, 4, timeout_s=30):
-        for mine, theirs in zip(found, expected, strict=True):
-            # Six steps and as many means of weights below 1, each a few roundings.
-            assert (mine - theirs).abs().max() < 6 * 8 * 2**-24
+    replicas = partial(run, 6, sgd, replicas=4, every=1, **AS_IT_IS)
+    for found, _ in run_ranks(replicas, 4, timeout_s=30):
+        # Six steps and as many means of weights below 1, each a few roundings.
+        assert apart(found, expected) < 6 * 8 * 2**-24
 
 
 def diloco(n, steps, every, lr, momentum):
     """The weights of n replicas by the formula, in one process."""
     models = [Net() for _ in range(n)]
-    opts = [AdamW(m.parameters(), lr=1e-2, max_grad_norm=1.0) for m in models]
+    opts = [adamw(m) for m in models]
     at = [p.detach().clone() for p in models[0].parameters()]
     kept = [torch.zeros_like(p) for p in at]
     for step in range(steps):
         for m, (model, opt) in enumerate(zip(models, opts, strict=True)):
-            train(model, opt, 1, n * step + m)
+            train(model, opt, 1, step, of=(m, n))
         if (step + 1) % every:
             continue
         with torch.no_grad():
@@ -150,17 +143,11 @@ def diloco(n, steps, every, lr, momentum):
 @sweep("n", [1, 2, 3])
 def test_the_outer_step_is_diloco(n):
     """Nesterov's momentum on the mean of the differences."""
-
-    def rank():
-        mesh = Mesh(replicas=n)
-        data = lambda i: n * i + mesh.replica  # noqa: E731
-        return run(mesh, 8, data=data, every=4, lr=0.7, momentum=0.9)[0]
-
-    expected = diloco(n, 8, 4, 0.7, 0.9)
-    for found in run_ranks(rank, n):
-        for mine, theirs in zip(found, expected, strict=True):
-            # The second outer step is of Adam's updates, which a rounding of weights changes.
-            assert (mine - theirs).abs().max() < 2e-5
+    how = {"every": 4, "lr": 0.7, "momentum": 0.9}
+    expected = diloco(n, 8, **how)
+    for found, _ in run_ranks(lambda: run(8, replicas=n, **how), n):
+        # The second outer step is of Adam's updates, which a rounding of weights changes.
+        assert apart(found, expected) < 2e-5
 
 
 def test_lookahead():
@@ -185,48 +172,42 @@ def test_a_run_goes_on_from_its_state():
         opt = adamw(model)
         Outer(opt, every=3)
         train(model, opt, stop)
-        state = {"model": model.state_dict(), "opt": opt.state_dict()}
         other = Net(seed=7)
         second = adamw(other)
         outer = Outer(second, every=3)
-        other.load_state_dict(state["model"])
-        second.load_state_dict(state["opt"])
+        other.load_state_dict(model.state_dict())
+        second.load_state_dict(opt.state_dict())
         train(other, second, 11 - stop, stop)
         assert outer.steps == 11
         return list(other.parameters())
 
-    whole = Net()
-    opt = adamw(whole)
-    Outer(opt, every=3)
-    train(whole, opt, 11)
-    for stop in (4, 5, 6):
-        assert same(halves(stop), list(whole.parameters()))
+    whole = halves(0)
+    assert all(same(halves(stop), whole) for stop in (4, 5, 6))
 
 
-def resumed(folder, stage, outer, stop, first):
-    """The weights after 13 steps, of two runs if there is a stop; each replica has its folder."""
-    mesh = Mesh(replicas=2)
-    folder = f"{folder}/{mesh.replica}"
+def part(folder, replicas, steps, first=0, *, load=False, stage=0, shared=False, **outer):
+    """A part of a run, from a checkpoint where told and into one; each replica has its own, or all
+    load that of the first one."""
+    mesh = Mesh(replicas=replicas)
     model = parallelize(Net(), mesh, Parallel.of(zero_stage=stage, **SMALL))
     opt = adamw(model)
     Outer(opt, **outer)
-    if first:
-        train(model, opt, stop, data=lambda i: 2 * i + mesh.replica)
-        save_checkpoint(folder, step=stop, model=model, optimizer=opt)
-        return None
-    if stop:
-        load_checkpoint(f"{folder}/latest", model=model, optimizer=opt)
-    train(model, opt, 13 - stop, stop, data=lambda i: 2 * i + mesh.replica)
+    path = f"{folder}/{0 if shared else mesh.replica}"
+    if load:
+        load_checkpoint(f"{path}/latest", model=model, optimizer=opt)
+    train(model, opt, steps, first, of=(mesh.replica, replicas))
+    if mesh.replica == 0 or not shared:
+        save_checkpoint(path, step=first + steps, model=model, optimizer=opt)
     return weights(model)
 
 
 @covering(1, ("wire", ["fp32", "int4"]), ("stage", [0, 2]), ("stop", [6, 8]))
 def test_a_checkpoint_has_the_outer_state(wire, stage, stop, tmp_path):
     """Weights, momentum, errors of differences: the bits of the run without a stop."""
-    args = str(tmp_path), stage, {"every": 4, "wire": wire}
-    whole = run_ranks(resumed, 4, *args, 0, False, timeout_s=60)
-    run_ranks(resumed, 4, *args, stop, True, timeout_s=60)
-    again = run_ranks(resumed, 4, *args, stop, False, timeout_s=60)
+    how = partial(part, every=4, wire=wire, stage=stage)
+    whole = run_ranks(lambda: how(tmp_path / "whole", 2, 13), 4, timeout_s=60)
+    run_ranks(lambda: how(tmp_path, 2, stop), 4, timeout_s=60)
+    again = run_ranks(lambda: how(tmp_path, 2, 13 - stop, stop, load=True), 4, timeout_s=60)
     assert all(map(same, again, whole))
 
 
@@ -235,23 +216,15 @@ def test_a_checkpoint_has_the_outer_state(wire, stage, stop, tmp_path):
     [(2, "int4", None), (4, "int4", "4 go on"), (1, "int4", "1 go on"), (2, "fp32", "weights are")],
 )
 def test_errors_of_other_replicas_are_dropped_aloud(after, wire, why, tmp_path):
-    def rank(replicas, wire, steps, load):
-        mesh = Mesh(replicas=replicas)
-        model = parallelize(Net(), mesh, Parallel.of(**SMALL))
-        opt = adamw(model)
-        Outer(opt, every=2, wire=wire)
-        path = tmp_path / "0"
-        if load:
-            load_checkpoint(path / "latest", model=model, optimizer=opt)
-        train(model, opt, steps, data=lambda i: 2 * i + mesh.replica)
-        if mesh.replica == 0:
-            save_checkpoint(path, step=steps, model=model, optimizer=opt)
+    def go(replicas, wire, steps, first=0):
+        part_of = partial(part, tmp_path, replicas, steps, first, load=first > 0)
+        run_ranks(lambda: part_of(wire=wire, every=2, shared=True), replicas, timeout_s=60)
 
-    run_ranks(rank, 2, 2, "int4", 3, False, timeout_s=60)
+    go(2, "int4", 3)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        run_ranks(rank, after, after, wire, 4, True, timeout_s=60)
-        run_ranks(rank, after, after, wire, 5, True, timeout_s=60)  # of its own errors
+        go(after, wire, 4, 3)
+        go(after, wire, 5, 7)  # of its own errors
     found = [str(w.message) for w in told if "Outer" in str(w.message)]
     start = "Outer: what differences of 2 replicas had lost on the wire is dropped: "
     assert len(found) == (why is not None), found
@@ -261,55 +234,15 @@ def test_errors_of_other_replicas_are_dropped_aloud(after, wire, why, tmp_path):
 @sweep("form", ["bf16", "int8", "int4"])
 def test_compressed_differences(form):
     """All replicas get the same weights; fewer bytes."""
-
-    def replicas(wire):
-        mesh = Mesh(replicas=2)
-        data = lambda i: 2 * i + mesh.replica  # noqa: E731
-        found, outer = run(mesh, 12, data=data, every=2, wire=wire, **AS_IT_IS)
-        return found, outer.sent_bytes
-
-    exact, compressed = (run_ranks(replicas, 2, wire) for wire in ("fp32", form))
+    how = {"replicas": 2, "every": 2, **AS_IT_IS}
+    exact, compressed = (
+        run_ranks(lambda wire=wire: run(12, wire=wire, **how), 2) for wire in ("fp32", form)
+    )
     assert same(compressed[0][0], compressed[1][0])
     ratio = exact[0][1] / compressed[0][1]
     assert ratio >= {"bf16": 1.9, "int8": 3.0, "int4": 4.0}[form]  # padded to blocks
-    largest = max((a - b).abs().max() for a, b in zip(exact[0][0], compressed[0][0], strict=True))
     # Differences of two steps are at most 0.02 an element: codes of 4 bits keep a seventh of them.
-    assert 0 < largest < 0.02
-
-
-@sweep(
-    ["outer", "message"],
-    [
-        ({"every": 0}, r"Outer: expected every >= 1, got every=0; set every"),
-        ({"every": 4, "lr": 0.0}, r"expected lr in \(0, 2\], got lr=0.0; 0.7 is usual"),
-        ({"every": 4, "momentum": 1.0}, r"expected momentum in \[0, 1\), got momentum=1.0"),
-        ({"every": 4, "wire": "int2"}, r"expected wire to be one of fp32, bf16.*got wire=int2"),
-    ],
-)
-def test_bad_numbers(outer, message):
-    with pytest.raises(ValueError, match=message):
-        Outer(adamw(Net()), **outer)
-
-
-def test_one_optimizer_of_two_engines():
-    both = [parallelize(Net(seed=s), Mesh()) for s in (0, 1)]
-    opt = AdamW([p for model in both for p in model.parameters()])
-    with pytest.raises(ValueError, match=r"expected one engine, got 2 engines; build one"):
-        Outer(opt, every=2)
-
-
-def test_replicas_that_do_not_divide_the_ranks():
-    def rank():
-        with pytest.raises(
-            ValueError,
-            match=r"Mesh: expected replicas to divide the number of ranks, got replicas=3 with "
-            r"world_size=4; start a multiple of 3",
-        ):
-            Mesh(replicas=3)
-        with pytest.raises(ValueError, match=r"expected replicas to be a positive integer"):
-            Mesh(replicas=0)
-
-    run_ranks(rank, 4)
+    assert 0 < apart(exact[0][0], compressed[0][0]) < 0.02
 
 
 def test_two_models_on_the_same_replicas():
@@ -323,27 +256,47 @@ def test_two_models_on_the_same_replicas():
             Outer(opt, every=2)
         for i in range(4):
             for model, opt in zip(models, opts, strict=True):
-                train(model, opt, 1, i, lambda i: 2 * i + mesh.replica)
+                train(model, opt, 1, i, of=(mesh.replica, 2))
         return [weights(model) for model in models]
 
-    def alone():
-        mesh = Mesh(replicas=2)
-        return run(mesh, 4, data=lambda i: 2 * i + mesh.replica, every=2)[0]
-
-    expected = run_ranks(alone, 2)
+    expected = run_ranks(lambda: run(4, replicas=2, every=2)[0], 2)
     for (first, second), one in zip(run_ranks(together, 2), expected, strict=True):
         assert same(first, one)
         assert not same(second, one)
 
 
-def test_replicas_with_other_settings():
+def two_engines():
+    both = [parallelize(Net(seed=s), Mesh()) for s in (0, 1)]
+    Outer(AdamW([p for model in both for p in model.parameters()]), every=2)
+
+
+def other_settings():
+    mesh = Mesh(replicas=2)
+    Outer(adamw(parallelize(Net(), mesh)), every=2 + mesh.replica)
+
+
+def outer(**options):
+    return lambda: Outer(adamw(Net()), **options)
+
+
+REFUSED = [
+    (outer(every=0), r"Outer: expected every >= 1, got every=0; set every"),
+    (outer(every=4, lr=0.0), r"expected lr in \(0, 2\], got lr=0.0; 0.7 is usual"),
+    (outer(every=4, momentum=1.0), r"expected momentum in \[0, 1\), got momentum=1.0"),
+    (outer(every=4, wire="int2"), r"expected wire to be one of fp32, bf16.*got wire=int2"),
+    (two_engines, r"expected one engine, got 2 engines; build one"),
+    (other_settings, r"expected the same on every replica, got 'every=3 lr=0.7 .*' on replica 1 "
+     r"where"),
+    (lambda: Mesh(replicas=3), r"Mesh: expected replicas to divide the number of ranks, got "
+     r"replicas=3 with world_size=2; start a multiple of 3"),
+    (lambda: Mesh(replicas=0), r"expected replicas to be a positive integer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_is_refused(make, message):
     def rank():
-        mesh = Mesh(replicas=2)
-        opt = adamw(parallelize(Net(), mesh))
-        with pytest.raises(
-            ValueError,
-            match=r"expected the same on every replica, got 'every=3 lr=0.7 .*' on replica 1 where",
-        ):
-            Outer(opt, every=2 + mesh.replica)
+        with pytest.raises(ValueError, match=message):
+            make()
 
     run_ranks(rank, 2)

@@ -1,4 +1,4 @@
-"""schedule.py: the optimizer that settings describe, who is decayed, the learning rate of a run."""
+"""The optimizer that settings describe, who is decayed, learning rates, the loss scale."""
 
 import math
 
@@ -9,6 +9,7 @@ from torch import nn
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import (
+    DynamicLossScale,
     cosine_lr,
     make_optimizer,
     param_groups,
@@ -138,3 +139,36 @@ def test_cosine_lr():
     steps = [lr(s) for s in range(10, 111)]
     assert steps == sorted(steps, reverse=True)
     assert cosine_lr(0, lr=1.0, min_lr=1.0, warmup_steps=0, max_steps=0) == 1.0
+
+
+def test_the_loss_scale_grows_after_finite_steps_halves_on_overflow_and_has_limits():
+    scale = DynamicLossScale(init=8.0, growth_interval=3)
+    seen = []
+    for overflow in (False, False, True, False, False, False, False):
+        scale.update(overflow)
+        seen.append(scale.scale)
+    assert seen == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
+    scale = DynamicLossScale(init=8.0, growth_interval=1, min_scale=3.0, max_scale=20.0)
+    for _ in range(5):
+        scale.update(False)
+    assert scale.scale == 20.0
+    for _ in range(3):
+        scale.update(True)
+    assert scale.scale == 3.0
+    with pytest.raises(RuntimeError, match=r"got an overflow at scale=3\.0; the run diverges"):
+        scale.update(True)
+
+
+def test_a_saved_loss_scale_continues():
+    a, b = DynamicLossScale(init=8.0, growth_interval=3), DynamicLossScale(growth_interval=3)
+    for overflow in (True, False, False):
+        a.update(overflow)
+    b.load_state_dict(a.state_dict())
+    a.update(False)
+    b.update(False)
+    assert a.scale == b.scale == 8.0
+    assert a.state_dict() == b.state_dict()
+    for value in (0.0, math.nan, 2.0**40):
+        words = r"expected a scale in \[1\.0, 16777216\.0\], got scale="
+        with pytest.raises(ValueError, match=words):
+            b.load_state_dict({"scale": value, "finite_steps": 0})

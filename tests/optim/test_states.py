@@ -1,0 +1,477 @@
+"""What optimizers keep, in which form, and state dicts: through files, of torch, between forms."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from adamw_bound import ExactAdamW
+from optimizers import (
+    BF16,
+    FORMS,
+    FP16,
+    FP32,
+    FP64,
+    HYPER,
+    MODES,
+    UINT8,
+    adafactor,
+    adamw,
+    assert_same_state,
+    build,
+    muon,
+    put_gradients,
+    run,
+    step_counts,
+    vector,
+)
+from torch import nn
+
+from fastpar import Adafactor, AdamW, Muon
+from fastpar.kernels.adamw import decode_moment, encode_moment
+
+forms = pytest.mark.parametrize(("dtype", "make", "options"), FORMS.values(), ids=FORMS)
+
+
+def through_a_file(saved):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@forms
+def test_a_run_through_a_saved_state_continues_bit_for_bit(dtype, make, options):
+    """And its copies go on alone; what is loaded is a copy too."""
+    seed = {"seed": 7} if make is adamw else {}
+    model = build(dtype)
+    optimizer = make(model.parameters(), **{**options, "lr": torch.tensor(0.02)}, **seed)
+    optimizer.max_grad_norm, optimizer.grad_scale = 1.0, 2.0
+    run(model, optimizer, 3)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    resumed = build(dtype, seed=1)
+    resumed.load_state_dict(saved["model"])
+    other = make(resumed.parameters(), **options)  # its lr and its seed come from the file
+    other.max_grad_norm, other.grad_scale = optimizer.max_grad_norm, optimizer.grad_scale
+    other.load_state_dict(saved["optimizer"])
+    assert_same_state(other.state_dict(), optimizer.state_dict())
+    assert other.param_groups[0]["lr"] is not saved["optimizer"]["param_groups"][0]["lr"]
+    given = [x for entries in saved["optimizer"]["state"].values() for x in entries.values()]
+    taken = [x for entries in other.state.values() for x in entries.values()]
+    assert not {x.data_ptr() for x in given} & {x.data_ptr() for x in taken}
+    twins = [
+        (resumed, other),
+        copy.deepcopy((model, optimizer)),
+        pickle.loads(pickle.dumps((model, optimizer))),
+    ]
+    want = run(model, optimizer, 3, start=3)
+    for twin_model, twin in twins:
+        assert twin.skipped is False
+        assert torch.equal(run(twin_model, twin, 3, start=3), want)
+        assert torch.equal(twin.grad_norm, optimizer.grad_norm)
+        assert_same_state(twin.state_dict(), optimizer.state_dict())
+
+
+@forms
+def test_names_and_dtypes_are_the_documented_ones(dtype, make, options):
+    model = build(dtype)
+    optimizer = make(model.parameters(), **options)
+    run(model, optimizer, 1)
+    moments = FP64 if dtype == FP64 else options.get("moment_dtype", FP32)
+    adam = {"step": FP32}
+    for name in ("exp_avg", "exp_avg_sq"):
+        if moments == UINT8:
+            adam |= {f"{name}_codes": UINT8, f"{name}_scale": FP32}
+        else:
+            adam[name] = moments
+    if options.get("amsgrad"):
+        adam["max_exp_avg_sq"] = moments
+    rows = {"step": FP32} | ({"exp_avg": FP32} if "beta1" in options else {})
+    master = {}
+    if options.get("master_weights") == "remainder":
+        master["master_remainder"] = torch.int16
+    elif dtype in (BF16, FP16) and "stochastic_rounding" not in options:
+        master["master_weight"] = FP32
+    for p, state in optimizer.state.items():
+        names = adam
+        if make is adafactor:
+            shared = ("row_var", "col_var") if p.dim() > 1 else ("variance",)
+            names = rows | dict.fromkeys(shared, FP32)
+        elif make is muon and p.dim() == 2:
+            kept = options.get("momentum_dtype", FP32)
+            names = {"momentum_buffer": kept}
+            names |= {"row_second_moment": FP32} if "row_beta" in options else {}
+        found = {name: value.dtype for name, value in state.items()}
+        assert {**names, **master}.items() <= found.items()
+        assert found.keys() - names.keys() - master.keys() <= {"step"}
+        shapes = {name: value.shape for name, value in state.items()}
+        assert shapes.items() <= optimizer.entry_shapes(p).items(), "as checkpoints expect"
+        assert optimizer.master_entry(p) in (*master, None)
+
+
+# Random bits
+
+
+def round_stochastically(seed, grads):
+    """One step from 1.0 on four equal parameters, of which each None in grads has no gradient."""
+    params = [nn.Parameter(torch.ones(64, dtype=BF16)) for _ in grads]
+    optimizer = AdamW(params, lr=1e-3, stochastic_rounding=True, seed=seed)
+    for p, g in zip(params, grads):
+        p.grad = g if g is None else torch.full_like(p, g)
+    optimizer.step()
+    return [p.detach() for p in params]
+
+
+def test_each_element_draws_its_own_bits_and_the_seed_decides():
+    """Also equal parameters; and they do not depend on which others have a gradient."""
+    whole = round_stochastically(0, [1.0, 1.0, 1.0, 1.0])
+    assert len({tuple(p.tolist()) for p in whole}) == 4
+    part = round_stochastically(0, [None, 1.0, None, 1.0])
+    assert torch.equal(part[1], whole[1])
+    assert torch.equal(part[3], whole[3])
+    first, again, other = (round_stochastically(seed, [1.0]) for seed in (5, 5, 6))
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+
+
+# torch's state
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("first", ["torch's", "ours"])
+def test_adamw_goes_on_with_torchs_state_and_torchs_with_ours(first, amsgrad):
+    pairs = []
+    for dtype, cls in ((FP64, ExactAdamW), (FP32, torch.optim.AdamW)):
+        model = build(dtype)
+        pairs.append((model, cls(model.parameters(), **HYPER, amsgrad=amsgrad)))
+        run(*pairs[-1], 6)
+    exact, eager = pairs[0][1], pairs[1][0]
+    model = build()
+    kinds = [torch.optim.AdamW, AdamW][:: 1 if first == "torch's" else -1]
+    a = kinds[0](model.parameters(), **HYPER, amsgrad=amsgrad)
+    run(model, a, 3)
+    b = kinds[1](model.parameters(), lr=1.0)
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    assert b.param_groups[0]["lr"] == HYPER["lr"]
+    assert b.param_groups[0].keys() == a.param_groups[0].keys()
+    assert_same_state(a.state_dict(), b.state_dict())
+    run(model, b, 3, start=3)
+    exact.holds(eager.parameters(), model.parameters())
+
+
+@pytest.mark.parametrize(("dtype", "make", "options"), MODES.values(), ids=MODES)
+def test_every_form_loads_into_torch_and_comes_back(dtype, make, options):
+    """8 bits -> fp32 -> 8 bits are the same bits too: decoded values are codes exactly."""
+    ours = build(dtype)
+    b = make(ours.parameters(), **options)
+    run(ours, b, 3)
+    eager = copy.deepcopy(ours)
+    eager = eager if dtype == FP64 else eager.float()
+    a = torch.optim.AdamW(eager.parameters())
+    a.load_state_dict(through_a_file(b.torch_state_dict()))
+    for p, q in zip(ours.parameters(), eager.parameters()):
+        state = b.state[p]
+        for name in ("exp_avg", "exp_avg_sq"):
+            if f"{name}_codes" in state:
+                parts = (state[f"{name}_codes"], state[f"{name}_scale"])
+                expected = decode_moment(*parts, signed=name == "exp_avg")
+            else:
+                expected = state[name].to(q.dtype)
+            assert a.state[q][name].dtype == q.dtype
+            assert torch.equal(a.state[q][name], expected)
+    assert set(step_counts(a)) == {3}
+    if dtype == FP32:
+        c = make(ours.parameters(), **options)
+        c.load_state_dict(b.torch_state_dict())
+        assert_same_state(b.state_dict(), c.state_dict())
+    a.param_groups[0]["capturable"] = False  # on a CPU torch cannot
+    run(eager, a, 1)
+    assert vector(eager).isfinite().all()
+
+
+@pytest.mark.parametrize("step", [2, torch.tensor([2.0])])
+def test_an_older_state_of_torch_loads(step):
+    """Before 1.12 step was a number, to 2.0 of shape [1] too, and groups had fewer options."""
+    model = build()
+    a = torch.optim.AdamW(model.parameters(), **HYPER)
+    run(model, a, 2)
+    saved = copy.deepcopy(a.state_dict())
+    for state in saved["state"].values():
+        state["step"] = step
+    for name in ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"):
+        del saved["param_groups"][0][name]
+    b = AdamW(model.parameters())
+    b.load_state_dict(saved)
+    assert_same_state(a.state_dict(), b.state_dict())
+    assert b.param_groups[0]["capturable"] is False
+
+
+@pytest.mark.parametrize("moments", [BF16, UINT8])
+def test_moments_of_torch_are_stored_in_few_bits(moments):
+    model = build()
+    a = torch.optim.AdamW(model.parameters(), **HYPER)
+    run(model, a, 3)
+    b = AdamW(model.parameters(), moment_dtype=moments)
+    b.load_state_dict(a.state_dict())
+    for p in model.parameters():
+        for name in ("exp_avg", "exp_avg_sq"):
+            exact = a.state[p][name]
+            if moments == BF16:
+                assert torch.equal(b.state[p][name], exact.bfloat16())
+                continue
+            codes, scale = encode_moment(exact, signed=name == "exp_avg")
+            assert torch.equal(b.state[p][f"{name}_codes"], codes)
+            assert torch.equal(b.state[p][f"{name}_scale"], scale)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_adafactors_state_goes_both_ways(dtype):
+    theirs, ours = build(dtype), build(dtype)
+    a = torch.optim.Adafactor(theirs.parameters(), lr=0.03)
+    run(theirs, a, 3)
+    ours.load_state_dict(theirs.state_dict())
+    b = Adafactor(ours.parameters(), lr=1.0, master_weights=True)
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    assert b.param_groups[0]["lr"] == 0.03
+    assert b.param_groups[0]["add_eps"] is False
+    for p, q in zip(theirs.parameters(), ours.parameters()):
+        for name, value in a.state[p].items():
+            assert b.state[q][name].dtype == FP32
+            assert torch.equal(b.state[q][name], value.float())
+    run(ours, b, 3, start=3)
+    theirs.load_state_dict(ours.state_dict())
+    c = torch.optim.Adafactor(theirs.parameters())
+    c.load_state_dict(copy.deepcopy(b.state_dict()))
+    for p, q in zip(theirs.parameters(), ours.parameters()):
+        for name in a.state[p]:
+            assert torch.equal(c.state[p][name], b.state[q][name].to(c.state[p][name].dtype))
+    found = run(theirs, c, 1, start=6), run(ours, b, 1, start=6)
+    assert dtype == BF16 or torch.allclose(*found)
+
+
+@pytest.mark.parametrize("default", [FP32, FP64])
+def test_the_step_count_has_torchs_dtype(default, default_dtype):
+    """Loaded, from either default, in either optimizer; where the kernel reads it, it is fp32."""
+    default_dtype(default)
+    for ours, theirs in ((AdamW, torch.optim.AdamW), (Adafactor, torch.optim.Adafactor)):
+        params = [nn.Parameter(torch.ones(3, 2, dtype=FP32)) for _ in range(2)]
+        optimizers = [ours([params[0]]), theirs([params[1]])]
+        for p, optimizer in zip(params, optimizers):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            assert optimizer.state[p]["step"].dtype == default
+        for dtype in (FP32, FP64):
+            saved = optimizers[1].state_dict()
+            saved["state"][0]["step"] = torch.tensor(4.0, dtype=dtype)
+            for p, optimizer in zip(params, optimizers):
+                optimizer.load_state_dict(saved)
+                optimizer.step()
+                assert optimizer.state[p]["step"].dtype == dtype
+                assert optimizer.state[p]["step"] == 5
+    p = nn.Parameter(torch.ones(3, dtype=FP32))
+    p.grad = torch.ones_like(p)
+    optimizer = AdamW([p], capturable=True)
+    optimizer.step()
+    assert optimizer.state[p]["step"].dtype == FP32
+
+
+# From one form to another
+
+
+@pytest.mark.parametrize("make", [adamw, adafactor])
+def test_master_weights_change_their_form(make):
+    """fp32 master -> remainder -> fp32 master, and all three runs go on with the same bits."""
+    first = build(BF16)
+    a = make(first.parameters(), master_weights=True)
+    run(first, a, 3)
+    second, third = copy.deepcopy(first), copy.deepcopy(first)
+    b = make(second.parameters(), master_weights="remainder")
+    b.load_state_dict(a.state_dict())
+    c = make(third.parameters(), master_weights=True)
+    c.load_state_dict(b.state_dict())
+    assert_same_state(c.state_dict(), a.state_dict())
+    want, *others = (run(m, o, 3, start=3) for m, o in ((first, a), (second, b), (third, c)))
+    assert all(torch.equal(want, other) for other in others)
+
+
+def test_masters_that_are_stale_or_missing_are_made_anew():
+    """torch's AdamW casts entries it does not know, and steps the parameters without them."""
+    model = build(BF16)
+    a = adamw(model.parameters(), master_weights=True)
+    run(model, a, 1)
+    eager = torch.optim.AdamW(model.parameters(), **HYPER)
+    eager.load_state_dict(a.state_dict())
+    run(model, eager, 1)
+    rounded = adamw(model.parameters(), stochastic_rounding=True)
+    run(model, rounded, 1)
+    for saved in (eager.state_dict(), rounded.state_dict()):
+        b = AdamW(model.parameters(), master_weights=True)
+        b.load_state_dict(saved)
+        for p in model.parameters():
+            assert torch.equal(b.state[p]["master_weight"], p.detach().float())
+    c = AdamW(model.parameters(), stochastic_rounding=True)  # has no use for one
+    c.load_state_dict(b.state_dict())
+    assert_same_state(c.state_dict(), rounded.state_dict())
+
+
+def test_each_parameter_has_the_master_that_it_needs():
+    """fp32 norms beside bf16 matrices: one optimizer, one step; fp32 is its own master."""
+    model = build(BF16)
+    model[2].float()
+    for kind, entry in (("remainder", "master_remainder"), (True, "master_weight")):
+        optimizer = adamw(model.parameters(), master_weights=kind)
+        run(model, optimizer, 1)
+        kept = [entry in optimizer.state[p] for p in model.parameters()]
+        assert kept == [True, True, False, False, True, True]
+
+
+def test_amsgrad_can_be_switched_on_later():
+    model = build()
+    optimizer = adamw(model.parameters())
+    run(model, optimizer, 2)
+    optimizer.param_groups[0]["amsgrad"] = True
+    run(model, optimizer, 1, scale=0.0)
+    for state in optimizer.state.values():
+        assert (state["max_exp_avg_sq"] > state["exp_avg_sq"]).all()
+
+
+def test_entries_of_others_are_kept_and_hooks_see_what_is_loaded():
+    model = build()
+    a, b = adamw(model.parameters()), AdamW(model.parameters())
+    run(model, a, 1)
+    saved = a.state_dict()
+    saved["state"][0] = {**saved["state"][0], "ema": torch.ones(2)}
+    saved["state"]["note"] = 5
+    a.load_state_dict(saved)
+    assert torch.equal(a.state[model[0].weight]["ema"], torch.ones(2))
+    assert a.state["note"] == 5
+    seen = []
+    b.register_load_state_dict_pre_hook(lambda _, saved: {**saved, "state": {}})
+    b.register_load_state_dict_post_hook(lambda optimizer: seen.append(len(optimizer.state)))
+    b.load_state_dict(a.state_dict())
+    assert seen == [0]
+    assert b.param_groups[0]["lr"] == HYPER["lr"]
+
+
+# States that do not fit
+
+
+def altered(saved, **changes):
+    """A copy with entries of parameters, "index_name", or options of its group set, or left out
+    where they are None."""
+    saved = copy.deepcopy(saved)
+    for where, value in changes.items():
+        index, _, name = where.partition("_")
+        holder = saved["state"][int(index[1:])] if index[1:].isdigit() else saved["param_groups"][0]
+        name = name if index[1:].isdigit() else where
+        holder.pop(name) if value is None else holder.update({name: value})
+    return saved
+
+
+def saved_by(make=adamw, model=None, **options):
+    model = build() if model is None else model
+    optimizer = make(model.parameters(), **options)
+    run(model, optimizer, 1)
+    return optimizer.state_dict()
+
+
+def wider():
+    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.LayerNorm(33), nn.Linear(33, 4))
+
+
+SHAPE = r"of shape \[4, 33\] for parameter 4 of group 0 \('3\.weight'\), got shape=\[3, 33\]; load"
+SHORT = r"expected exp_avg_scale of shape \[1\] for parameter 0 of group 0"
+RANGE = r"load_state_dict: expected 0\.0 <= lr < inf, got"
+# what loads, the state, words
+UNFIT = {
+    "groups": (
+        lambda m: adamw(m.parameters()),
+        lambda: AdamW([{"params": [p]} for p in list(build().parameters())[:2]]).state_dict(),
+        r"AdamW\S* expected 1 parameter groups, got 2; load the state that was saved",
+    ),
+    "parameters": (
+        lambda m: adamw(m.parameters()),
+        lambda: saved_by(model=build()[0]),
+        r"expected 6 parameters in group 0, got 2; load",
+    ),
+    "shape": (lambda m: AdamW(wider().named_parameters()), saved_by, f"expected exp_avg {SHAPE}"),
+    "moment": (
+        lambda m: adamw(m.parameters()),
+        lambda: altered(saved_by(), p2_exp_avg_sq=None),
+        r"expected exp_avg_sq for parameter 2 of group 0.*entries=\['exp_avg",
+    ),
+    "step": (
+        lambda m: adamw(m.parameters()),
+        lambda: altered(saved_by(), p1_step=None),
+        r"expected step for parameter 1 of group 0",
+    ),
+    "scale": (
+        lambda m: adamw(m.parameters(), moment_dtype=UINT8),
+        lambda: altered(saved_by(moment_dtype=UINT8), p0_exp_avg_scale=torch.ones(2)),
+        SHORT,
+    ),
+    "Adam's": (
+        lambda m: adamw(m.parameters()),
+        lambda: torch.optim.Adam(build().parameters()).state_dict(),
+        r"load_state_dict: expected decoupled_weight_decay=True, got .*=False; continue",
+    ),
+    "lr": (
+        lambda m: adamw(m.parameters()), lambda: altered(saved_by(), lr=math.nan), "AdamW." + RANGE,
+    ),
+    "betas": (
+        lambda m: adamw(m.parameters()),
+        lambda: altered(saved_by(), betas=(0.9, 0.99, 0.999)),
+        r"AdamW.load_state_dict: expected betas to be two",
+    ),
+    "amsgrad": (
+        lambda m: adamw(m.parameters(), moment_dtype=UINT8),
+        lambda: saved_by(amsgrad=True),
+        r"expected amsgrad=False with moment_dtype=torch\.uint8",
+    ),
+    "remainder": (
+        lambda m: AdamW(build(BF16, seed=1).parameters(), master_weights="remainder"),
+        lambda: saved_by(model=build(BF16), master_weights=True),
+        r"parameter 0 of group 0.*rounding of its saved master",
+    ),
+    "adafactor, shape": (
+        lambda m: Adafactor(wider().named_parameters()),
+        lambda: saved_by(adafactor),
+        r"load_state_dict: expected row_var of shape \[4, 1\] for parameter 4 of group 0 \('3\.wei"
+        r"ght'\), got shape=\[3, 1\]; load the state that was saved with this model",
+    ),
+    "adafactor, kind": (
+        lambda m: Adafactor(list(m.parameters())[::-1]),
+        lambda: saved_by(adafactor),
+        r"expected variance for parameter 0 of group 0, got entr",
+    ),
+    "adafactor, groups": (
+        lambda m: Adafactor([{"params": [p]} for p in m.parameters()]),
+        lambda: saved_by(adafactor),
+        r"Adafactor.* expected 6 parameter groups, got 1; load",
+    ),
+    "adafactor, option": (
+        lambda m: adafactor(m.parameters()),
+        lambda: altered(saved_by(adafactor), d=0.5),
+        r"Adafactor.load_state_dict: expected 1.0 <= d < inf",
+    ),
+    "muon, AdamW's": (
+        lambda m: Muon([m[0].weight]),
+        lambda: saved_by(model=nn.ParameterList([build()[0].weight])),
+        r"expected momentum_buffer for parameter 0 of group 0, go",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_states_that_do_not_fit_are_refused_and_nothing_changes(case):
+    make, saved, message = UNFIT[case]
+    optimizer = make(build())
+    for group in optimizer.param_groups:
+        put_gradients(group["params"], 0)
+    optimizer.step()
+    before = str(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved())
+    assert str(optimizer.state_dict()) == before
