@@ -589,7 +589,7 @@ CELLS["right"] += [
     Cell(f"time {name}", partial(run_bench, name, only), 30, alone=True) for name, only in TIMED
 ]
 GPU_TESTS = {
-    "graphs": ("optim/test_optim_graphs", "train/test_cuda_graphs"),
+    "graphs": ("optim/test_steps", "train/test_cuda_graphs"),
     "engine": ("engine/test_engine", "comm/test_step_report", "engine/test_replicas"),
     "hopper": ("ops/test_attention_hopper", "ops/test_attention_hopper_bwd"),
     "ops": ("ops/test_attention", "ops/test_attention_peers", "ops/test_embedding",
