@@ -1,114 +1,75 @@
 """patch(fused_loss=True) on nanoGPT's shape: the loss of its own forward, without logits."""
 
-import copy
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_patched import Nano, another_thread_that_draws, random_weights
+from foreign_models import LossGPT, another_thread_that_draws, pair, random_weights
 from torch import nn
 
 import fastpar
 from fastpar.foreign import fused
 
 
-class GPT(Nano):
-    """nanoGPT's forward."""
-
-    def hidden(self, idx):
-        t = self.transformer
-        x = t.drop(t.wte(idx) + t.wpe(torch.arange(idx.shape[1], device=idx.device)))
-        for layer in t.h:
-            x = layer(x)
-        return t.ln_f(x)
-
-    def loss(self, logits, targets):
-        return F.cross_entropy(
-            logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1
-        )
-
-    def forward(self, idx, targets=None):
-        x = self.hidden(idx)
-        if targets is None:
-            return self.lm_head(x[:, [-1], :]), None
-        logits = self.lm_head(x)
-        return logits, self.loss(logits, targets)
-
-
-class AllLogits(GPT):
-    def forward(self, idx, targets=None):
-        logits = self.lm_head(self.hidden(idx))
-        return logits, None if targets is None else self.loss(logits, targets)
-
-
-class Ignoring(GPT):
-    def loss(self, logits, targets):
-        return F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=0).flatten())
-
-
-class Smoothed(GPT):
-    def loss(self, logits, targets):
-        return F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, label_smoothing=0.01
-        )
-
-
-class Drawing(GPT):
-    """Draws and does not use what it drew."""
-
-    def loss(self, logits, targets):
-        torch.rand(1)
-        return super().loss(logits, targets)
-
-
-class Capped(GPT):
-    def loss(self, logits, targets):
-        return super().loss(3e4 * torch.tanh(logits / 3e4), targets)
-
-
-class WithPenalty(GPT):
-    def loss(self, logits, targets):
-        return super().loss(logits, targets) + 1e-3 * logits.logsumexp(-1).square().mean()
-
-
-class LateLoss(GPT):
-    """Another loss in long rows."""
-
-    def loss(self, logits, targets):
-        return super().loss(logits, targets) * (1.0 if targets.shape[1] < 40 else 0.5)
-
-
-class NoGradient(GPT):
-    def loss(self, logits, targets):
-        return super().loss(logits, targets) + 0.0 * logits.sum().detach() + logits[0, 0, 0] * 1e-3
-
-
-class Experts(GPT):
-    """A loss of its blocks besides."""
+class Experts(LossGPT):
+    """A loss of its blocks besides, of a part that has none in a copy."""
 
     def forward(self, idx, targets=None):
         logits, loss = super().forward(idx, targets)
         return logits, loss if loss is None else loss + self.transformer.h[0].attn.n_head
 
 
-class Dict(GPT):
+class AllLogits(LossGPT):
+    def forward(self, idx, targets=None):
+        logits = self.lm_head(self.hidden(idx))
+        return logits, None if targets is None else self.loss(logits, targets)
+
+
+class Dict(LossGPT):
     def forward(self, idx, targets=None):
         logits, loss = super().forward(idx, targets)
         return {"logits": logits, "loss": loss}
 
 
+def with_loss(name, loss):
+    """loss(own, logits, targets), of the model's own loss."""
+
+    def method(self, logits, targets):
+        return loss(lambda x: LossGPT.loss(self, x, targets), logits, targets)
+
+    return type(name, (LossGPT,), {"loss": method})
+
+
+def smoothed(own, logits, targets):
+    options = {"ignore_index": -1, "label_smoothing": 0.01}
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
+
+
+def ignoring(own, logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=0).flatten())
+
+
+def drawing(own, logits, targets):
+    torch.rand(1)  # and does not use what it drew
+    return own(logits)
+
+
+ANOTHER = "returns another loss than the mean cross-entropy without -1"
+Drawing = with_loss("Drawing", drawing)
 REFUSED = {
     AllLogits: "computes logits of all tokens when it is given no targets",
-    Ignoring: "returns another loss than the mean cross-entropy without -1",
-    Smoothed: "returns another loss than",
-    Capped: "returns another loss than",
-    WithPenalty: "returns another loss than",
-    LateLoss: "returns another loss than",
-    NoGradient: "returns another loss than",
     Experts: "could not be checked: AttributeError",
     Dict: "returns something else than (logits, loss)",
-}
+    Drawing: "draws random numbers that are not dropout's",
+    with_loss("Ignoring", ignoring): ANOTHER,
+    with_loss("Smoothed", smoothed): ANOTHER,
+    with_loss("Capped", lambda own, x, t: own(3e4 * torch.tanh(x / 3e4))): ANOTHER,
+    with_loss("WithPenalty", lambda own, x, t: own(x) + 1e-3 * x.logsumexp(-1).square().mean()):
+        ANOTHER,
+    with_loss("LateLoss", lambda own, x, t: own(x) * (1.0 if t.shape[1] < 40 else 0.5)): ANOTHER,
+    with_loss("NoGradient", lambda own, x, t: own(x) + x[0, 0, 0] * 1e-3): ANOTHER,
+}  # fmt: skip
 
 
 def batch():
@@ -118,44 +79,36 @@ def batch():
     return idx, targets
 
 
-def pair(**options):
-    theirs = random_weights(GPT(**options)).train()
-    ours = copy.deepcopy(theirs)
-    report = fastpar.patch(ours, fused_loss=True)
-    assert report.replaced["GPT"] == ["model"]
+def both(**options):
+    theirs, ours, report = pair(
+        lambda: random_weights(LossGPT(**options)).train(), patched={"fused_loss": True}
+    )
+    assert report.replaced["LossGPT"] == ["model"]
     return theirs, ours, report
 
 
-def test_the_proof_of_the_loss_draws_no_numbers_of_the_run():
-    """The batches that a script draws after patching are those that it drew without."""
-    model = GPT()
-    before = torch.get_rng_state()
-    fastpar.patch(model, fused_loss=True)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_loss_and_its_gradients_match():
+@pytest.mark.parametrize("options", [{}, {"flash": False, "bias": False}], ids=str)
+def test_the_loss_and_its_gradients_match(options):
     idx, targets = batch()
-    for options in ({}, {"flash": False, "bias": False}):
-        theirs, ours, report = pair(**options)
-        logits, loss = ours(idx, targets)
-        want = theirs(idx, targets)[1]
-        assert logits is None
-        torch.testing.assert_close(loss, want)
-        for value in (loss, want):
-            (2 * value).backward()
-        for got, expected in zip(ours.parameters(), theirs.parameters()):
-            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-4, atol=1e-5)
-        assert not report.fallbacks
-        assert not ours.transformer.ln_f._forward_hooks
-        with torch.autocast("cpu", torch.bfloat16):
-            assert ours(idx, targets=targets)[1].dtype == theirs(idx, targets)[1].dtype
-        assert ours.bfloat16()(idx, targets)[1].dtype == theirs.bfloat16()(idx, targets)[1].dtype
+    theirs, ours, report = both(**options)
+    logits, loss = ours(idx, targets)
+    want = theirs(idx, targets)[1]
+    assert logits is None
+    torch.testing.assert_close(loss, want)
+    for value in (loss, want):
+        (2 * value).backward()
+    for got, expected in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-4, atol=1e-5)
+    assert not report.fallbacks
+    assert not ours.transformer.ln_f._forward_hooks
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(idx, targets=targets)[1].dtype == theirs(idx, targets)[1].dtype
+    assert ours.bfloat16()(idx, targets)[1].dtype == theirs.bfloat16()(idx, targets)[1].dtype
 
 
 def test_evaluation_and_calls_without_targets_stay():
     idx, targets = batch()
-    theirs, ours, _ = pair()
+    theirs, ours, _ = both()
     for training in (True, False):
         theirs.train(training)
         ours.train(training)
@@ -164,28 +117,33 @@ def test_evaluation_and_calls_without_targets_stay():
     for got, want in zip(ours(idx, targets), theirs(idx, targets)):
         torch.testing.assert_close(got, want)
     fastpar.unpatch(ours)
-    assert type(ours) is GPT
+    assert type(ours) is LossGPT
 
 
-def test_numbers_that_another_thread_draws_do_not_count():
+def test_numbers_of_the_run_and_of_another_thread_do_not_count():
+    """The batches that a script draws after patching are those that it drew without."""
+    model = LossGPT()
+    before = torch.get_rng_state()
+    fastpar.patch(model, fused_loss=True)
+    assert torch.equal(torch.get_rng_state(), before)
     with another_thread_that_draws():
-        assert fastpar.patch(GPT(), fused_loss=True).replaced["GPT"] == ["model"]
+        assert fastpar.patch(LossGPT(), fused_loss=True).replaced["LossGPT"] == ["model"]
         with pytest.raises(ValueError, match="draws random numbers that are not dropout's"):
             fastpar.patch(Drawing(), fused_loss=True)
 
 
-def test_another_loss_is_refused_before_anything_is_swapped():
-    for kind, why in REFUSED.items():
-        model = kind()
-        words = re.escape(f"for fused_loss=True, got model={kind.__name__}, which {why}")
-        with pytest.raises(ValueError, match=words + r".*; use fastpar\.LinearCrossEntropyLoss"):
-            fastpar.patch(model, fused_loss=True)
-        assert type(model.transformer.wte) is nn.Embedding
+@pytest.mark.parametrize("kind", REFUSED)
+def test_another_loss_is_refused_before_anything_is_swapped(kind):
+    model = kind()
+    words = re.escape(f"for fused_loss=True, got model={kind.__name__}, which {REFUSED[kind]}")
+    with pytest.raises(ValueError, match=words + r".*; use fastpar\.LinearCrossEntropyLoss"):
+        fastpar.patch(model, fused_loss=True)
+    assert type(model.transformer.wte) is nn.Embedding
 
 
 def test_what_falls_back():
     idx, targets = batch()
-    theirs, ours, report = pair()
+    theirs, ours, report = both()
     theirs.double()
     ours.double()
     with pytest.warns(UserWarning, match="GPT falls back .* torch.compile, fp64, hooks on or an"):
@@ -210,9 +168,5 @@ def test_the_copy_is_small(monkeypatch):
         return twin
 
     monkeypatch.setattr(fused.proof, "twin_of", counted)
-    model = GPT(width=48)
-    model.transformer.wte = nn.Embedding(5000, 48)
-    model.lm_head = nn.Linear(48, 5000, bias=False)
-    model.lm_head.weight = model.transformer.wte.weight
-    fastpar.patch(model, fused_loss=True)
+    fastpar.patch(LossGPT(vocab_size=5000, n_embd=48), fused_loss=True)
     assert sizes[0] < 5000 * 4

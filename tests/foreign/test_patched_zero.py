@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from test_patched import Nano, gpt2, random_weights
+from foreign_models import gpt2, nano
+from nanogpt_cells import NanoGPT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpar
@@ -16,7 +17,7 @@ from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("error:fastpar.patch")
-STEPS = 2
+SMALL = {"bucket_mb": 0.01, "first_bucket_mb": 0.005}
 
 
 class Ops(TorchDispatchMode):
@@ -34,21 +35,22 @@ class Ops(TorchDispatchMode):
 
 
 BUILD = {
-    "transformers": lambda: (gpt2("D8"), {}),
-    "transformers, fused loss": lambda: (gpt2("D8"), {"fused_loss": True}),
-    "nanoGPT": lambda: (random_weights(Nano()), {}),
+    "transformers": (lambda: gpt2("D8"), {}),
+    "transformers, fused loss": (lambda: gpt2("D8"), {"fused_loss": True}),
+    "nanoGPT": (nano, {}),
 }
 
 
 @functools.cache
 def patched(name):
-    model, options = BUILD[name]()
+    make, options = BUILD[name]
+    model = make()
     fastpar.patch(model, **options)
     return model
 
 
 def loss_of(model, ids):
-    if isinstance(model, Nano):
+    if isinstance(model, NanoGPT):
         logits = model(ids)
     else:
         output = model(ids, labels=ids, use_cache=False)
@@ -58,32 +60,30 @@ def loss_of(model, ids):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
+def batch(seed):
+    return torch.randint(67, (2, 11), generator=torch.Generator().manual_seed(seed))
+
+
 def run(name, stage, mode="none"):
     """Per pass what was called, and the final weights."""
-    model = copy.deepcopy(patched(name))
+    model, rank = copy.deepcopy(patched(name)), 0
     if mode != "none":
         recompute(model, mode)
-    if stage is None:
-        rank = 0
-    else:
+    if stage is not None:
         mesh = Mesh(dp=2)
         rank = mesh.dp_rank
-        parallelize(
-            model, mesh, Parallel.of(zero_stage=stage, bucket_mb=0.01, first_bucket_mb=0.005)
-        )
+        parallelize(model, mesh, Parallel.of(zero_stage=stage, **SMALL))
     optimizer = AdamW(model.parameters(), lr=1e-2)
     seen = []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(2 * step + rank)
-        ids = torch.randint(67, (2, 11), generator=generator)
+    for step in range(2):
         with Ops() as ops:
-            loss = loss_of(model, ids)
+            loss = loss_of(model, batch(2 * step + rank))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
         with torch.no_grad(), Ops() as evaluation:
-            loss_of(model, ids)
+            loss_of(model, batch(2 * step + rank))
         model.train()
         seen.append((ops.calls, evaluation.calls))
     return seen, {name: value.clone() for name, value in model.state_dict().items()}
@@ -107,13 +107,12 @@ def test_a_patched_model_stays_fused_at_every_stage(name, mode):
 
 def compiled(stage):
     model = copy.deepcopy(patched("transformers"))
-    parallelize(model, Mesh(), Parallel.of(zero_stage=stage, bucket_mb=0.01, first_bucket_mb=0.005))
-    ids = torch.randint(67, (2, 11), generator=torch.Generator().manual_seed(0))
+    parallelize(model, Mesh(), Parallel.of(zero_stage=stage, **SMALL))
     with torch.no_grad():
-        want = loss_of(model, ids)
+        want = loss_of(model, batch(0))
     for block in model.transformer.h:
         block.compile(backend="aot_eager")
-    loss = loss_of(model, ids)
+    loss = loss_of(model, batch(0))
     loss.backward()
     return (loss - want).abs().item() < 1e-5
 

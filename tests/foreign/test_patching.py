@@ -6,9 +6,22 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
-from test_patched import FeedForward, Layer, Nano, Norm, SelfAttention, gpt2, ids_for, logits_of
+import torch.distributed as dist
+from foreign_models import (
+    BOTH,
+    MODELS,
+    assert_same_logits,
+    assert_same_state,
+    gpt2,
+    ids_for,
+    logits_of,
+    nano,
+    state_of,
+)
+from nanogpt_cells import FeedForward, NanoGPT, SelfAttention
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
 import fastpar
@@ -18,89 +31,60 @@ from fastpar.kernels import backend
 from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
-MODELS = {"transformers": gpt2, "nanoGPT": Nano}
+both = pytest.mark.parametrize("name", BOTH)
 
 
-def state_of(model):
-    """Keys in order, identities of parameters, bytes."""
-    state = model.state_dict(keep_vars=True)
-    return [(k, id(v), v.detach().clone()) for k, v in state.items()]
-
-
-def assert_same_state(model, before):
-    after = state_of(model)
-    assert [row[:2] for row in after] == [row[:2] for row in before]
-    assert all(torch.equal(a[2], b[2]) for a, b in zip(after, before))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_state_is_untouched_and_unpatch_restores_every_bit(name):
+@both
+def test_state_and_names_are_untouched_and_unpatch_restores_every_bit(name):
+    """Also names that others look up, and signatures; a second patch changes nothing."""
     model = MODELS[name]()
     state, classes = state_of(model), [type(m) for m in model.modules()]
+    names = [(m._get_name(), type(m).__name__, repr(m)) for m in model.modules()]
+    signatures = [inspect.signature(m.forward) for m in model.modules()]
     attributes = [sorted(vars(m)) for m in model.modules()]
-    text, idx = repr(model), ids_for(model)
+    idx = ids_for()
     expected = logits_of(model, idx)
     attributes_of_a_run = [sorted(vars(m)) for m in model.modules()]
 
     report = fastpar.patch(model)
+    n = sum(map(len, report.replaced.values()))
+    if name != "nanoGPT":
+        fastpar.patch(model, fused_loss=True)
+        n += 1
+    patched = [type(m) for m in model.modules()]
+    again = fastpar.patch(model)
+    assert [type(m) for m in model.modules()] == patched
+    assert (again.replaced, again.already) == ({}, n)
+    assert f"0 modules replaced, {n} were before" in str(again)
+    assert again.fallbacks is report.fallbacks
     assert_same_state(model, state)
-    assert [type(m).__name__ for m in model.modules()] == [c.__name__ for c in classes]
-    for old, new in zip(classes, map(type, model.modules())):
+    assert [(m._get_name(), type(m).__name__, repr(m)) for m in model.modules()] == names
+    for old, new in zip(classes, patched):
+        assert issubclass(new, old)
         if not old.__module__.startswith("torch."):
             assert (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
-    assert all(isinstance(m, c) for m, c in zip(model.modules(), classes))
+    for module, signature in zip(model.modules(), signatures):
+        if not isinstance(module, nn.LayerNorm | nn.Embedding | nn.GELU):
+            assert inspect.signature(module.forward) == signature, type(module)
     assert not torch.equal(logits_of(model, idx), expected)
 
-    assert fastpar.unpatch(model) == sum(map(len, report.replaced.values()))
+    assert fastpar.unpatch(model) == n
     assert_same_state(model, state)
     assert [type(m) for m in model.modules()] == classes
     assert [sorted(vars(m)) for m in model.modules()] in (attributes, attributes_of_a_run)
-    assert repr(model) == text
+    assert [(m._get_name(), type(m).__name__, repr(m)) for m in model.modules()] == names
     assert torch.equal(logits_of(model, idx), expected)
     assert fastpar.unpatch(model) == 0
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_patching_twice_changes_nothing(name):
-    model = MODELS[name]()
-    first = fastpar.patch(model)
-    classes = [type(m) for m in model.modules()]
-    second = fastpar.patch(model)
-    n = sum(map(len, first.replaced.values()))
-    assert [type(m) for m in model.modules()] == classes
-    assert not second.replaced
-    assert second.already == n
-    assert f"0 modules replaced, {n} were before" in str(second)
-    assert second.fallbacks is first.fallbacks
-
-
-def test_fused_loss_can_be_added_later():
-    model = gpt2()
-    fastpar.patch(model)
-    report = fastpar.patch(model, fused_loss=True)
-    assert report.replaced == {"GPT2LMHeadModel": ["model"]}
-    idx = ids_for(model)
-    assert model(idx, labels=idx).logits is None
-
-
-@pytest.mark.parametrize("name", MODELS)
+@both
 def test_a_part_of_a_model_can_be_patched(name):
     model = MODELS[name]().eval()
-    idx = ids_for(model)
-    expected = logits_of(model, idx)
+    theirs = copy.deepcopy(model)
     fastpar.patch(model.transformer.h[0].attn)
     assert isinstance(model.transformer.h[0].attn, fused.Attention)
     assert not isinstance(model.transformer.h[1].attn, fused.Attention)
-    torch.testing.assert_close(logits_of(model, idx), expected)
-
-
-def test_signatures_stay():
-    model = gpt2()
-    before = [inspect.signature(m.forward) for m in model.modules()]
-    fastpar.patch(model, fused_loss=True)
-    for module, signature in zip(model.modules(), before):
-        if not isinstance(module, nn.LayerNorm | nn.Embedding):
-            assert inspect.signature(module.forward) == signature, type(module)
+    assert_same_logits(model, theirs)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +99,7 @@ def test_saved_and_loaded(name, tmp_path):
     import transformers
 
     model = gpt2(kind=name, pad_token_id=0).eval()
-    idx = ids_for(model)
+    idx = ids_for()
     expected = model(idx)[0]
     fastpar.patch(model)
     model.save_pretrained(tmp_path)
@@ -126,6 +110,59 @@ def test_saved_and_loaded(name, tmp_path):
     torch.testing.assert_close(again(idx)[0], expected)
     kind = type(model).from_pretrained(tmp_path)  # by the class that patch made
     torch.testing.assert_close(kind.eval()(idx)[0], expected)
+
+
+# The report
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_report_of_gpt2(device):
+    model = gpt2()
+    with torch.device(device):  # torch's default device changes nothing
+        report = fastpar.patch(model)
+    counts = {kind: len(names) for kind, names in report.replaced.items()}
+    assert counts == {
+        "GPT2Model": 1, "Embedding": 2, "GPT2Block": 2, "GPT2Attention": 2, "GPT2MLP": 2,
+        "LayerNorm": 5,
+    }  # fmt: skip
+    assert report.replaced["GPT2Attention"] == ["transformer.h.0.attn", "transformer.h.1.attn"]
+    left = {kind: names for (kind, _), names in report.left.items()}
+    assert left == {"GPT2LMHeadModel": ["model"], "Dropout": ["transformer.drop"],
+                    "Linear": ["lm_head"]}  # fmt: skip
+    text = str(report)
+    for line in (
+        "fastpar.patch(GPT2LMHeadModel): 14 modules replaced",
+        "   2 GPT2Attention: attention on the packed projection",
+        "   1 Linear (lm_head): torch's, no faster one here",
+        "GPT2Attention: an attention_mask (padding); leave it out when no token is padding",
+        "calls that fell back so far: none",
+        "torch.manual_seed rules its masks, which are not torch's",
+    ):
+        assert line in text
+    assert text.isascii()
+
+
+def test_report_of_nanogpt_and_of_others():
+    counts = {kind: len(names) for kind, names in fastpar.patch(NanoGPT()).replaced.items()}
+    assert counts == {
+        "Embedding": 2, "Layer": 2, "SelfAttention": 2, "FeedForward": 2, "GELU": 2, "Norm": 5,
+    }  # fmt: skip
+    assert str(fastpar.patch(nn.Linear(3, 3))) == (
+        "fastpar.patch(Linear): 0 modules replaced\n"
+        "left as they are:\n"
+        "     1 Linear (model): torch's, no faster one here"
+    )
+    assert str(fastpar.patch(nn.Sequential())) == "fastpar.patch(Sequential): 0 modules replaced"
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2,
+        vocab_size=50, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    report = fastpar.patch(transformers.LlamaForCausalLM(config))
+    assert report.replaced.keys() <= {"Embedding", "LayerNorm"}
+    line = "attention, MLPs and blocks are replaced in models of GPT-2's shape only"
+    assert line in str(report)
+    assert line not in str(fastpar.patch(NanoGPT()))
 
 
 def test_any_other_model():
@@ -151,12 +188,9 @@ def test_any_other_model():
         Gate(), nn.Embedding(11, 8, padding_idx=0), Cut(), nn.LayerNorm(20_000),
     )  # fmt: skip
     report = fastpar.patch(model)
-    assert [type(m) for m in model[:4]] == [
-        modules.Embedding, modules.LayerNorm, modules.RMSNorm, modules.GELU,
-    ]  # fmt: skip
-    assert report.replaced == {
-        "Embedding": ["0"], "LayerNorm": ["1"], "RMSNorm": ["2"], "GELU": ["3"],
-    }  # fmt: skip
+    swapped = [modules.Embedding, modules.LayerNorm, modules.RMSNorm, modules.GELU]
+    assert [type(m) for m in model[:4]] == swapped
+    assert report.replaced == {kind.__name__: [str(i)] for i, kind in enumerate(swapped)}
     assert report.left == {
         ("Linear", "torch's, no faster one here"): ["4"],
         ("MyNorm", "not known"): ["5"],
@@ -175,10 +209,8 @@ def test_own_modules_are_not_taken_for_swapped_ones():
     assert [type(m) for m in model] == [fastpar.LayerNorm, nn.LayerNorm]
     own = fastpar.GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32))
     assert str(fastpar.patch(own)) == "fastpar.patch(GPT): 0 modules replaced"
-
-
-def test_a_block_of_fastpars_own_modules_is_fused():
-    theirs = Nano()
+    # But a block of them is fused.
+    theirs = NanoGPT()
     ours = copy.deepcopy(theirs)
     for layer in ours.transformer.h:
         attn = fastpar.CausalSelfAttention(24, 3)
@@ -186,202 +218,11 @@ def test_a_block_of_fastpars_own_modules_is_fused():
         layer.attn, layer.ln_2 = attn, fastpar.LayerNorm(24)
     report = fastpar.patch(ours)
     assert len(report.replaced["Layer"]) == len(report.replaced["CausalSelfAttention"]) == 2
-    torch.testing.assert_close(logits_of(ours, ids_for(ours)), logits_of(theirs, ids_for(ours)))
-
-
-def test_nothing_to_replace():
-    model = nn.Linear(3, 3)
-    report = fastpar.patch(model)
-    assert str(report) == (
-        "fastpar.patch(Linear): 0 modules replaced\n"
-        "left as they are:\n"
-        "     1 Linear (model): torch's, no faster one here"
-    )
-    assert str(fastpar.patch(nn.Sequential())) == "fastpar.patch(Sequential): 0 modules replaced"
-
-
-def test_another_model_is_told_that_only_gpt2_is_served():
-    transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2,
-        vocab_size=50, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    report = fastpar.patch(transformers.LlamaForCausalLM(config))
-    assert report.replaced.keys() <= {"Embedding", "LayerNorm"}
-    line = "attention, MLPs and blocks are replaced in models of GPT-2's shape only"
-    assert line in str(report)
-    assert line not in str(fastpar.patch(Nano()))
-
-
-class Rotated(SelfAttention):
-    """Everything as in SelfAttention by its names; but the keys are rolled."""
-
-    def forward(self, x):
-        q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k.roll(1, -1), v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
-
-
-class Bidirectional(SelfAttention):
-    def forward(self, x):
-        y = F.scaled_dot_product_attention(
-            *self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
-        )
-        return self.c_proj(y.transpose(1, 2).flatten(2))
-
-
-class Interleaved(SelfAttention):
-    """q, k and v of a head stand together in c_attn's output."""
-
-    def forward(self, x):
-        q, k, v = self.c_attn(x).unflatten(-1, (self.n_head, 3, -1)).permute(3, 0, 2, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
-
-
-class Failing(SelfAttention):
-    def forward(self, x):
-        raise RuntimeError("not today")
-
-
-class Squared(FeedForward):
-    def forward(self, x):
-        return self.c_proj(self.gelu(self.c_fc(x)) ** 2)
-
-
-class OtherEps(Norm):
-    def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-6)
-
-
-class PostNorm(Layer):
-    def forward(self, x):
-        x = self.ln_1(x + self.attn(x))
-        return self.ln_2(x + self.mlp(x))
-
-
-OTHER = "computes something else than its parts' names say"
-IMPOSTORS = {
-    "rotated": ("attn", lambda: Rotated(24, 3, 0.0, True, True), OTHER),
-    "bidirectional": ("attn", lambda: Bidirectional(24, 3, 0.0, True, True), OTHER),
-    "interleaved": ("attn", lambda: Interleaved(24, 3, 0.0, True, True), OTHER),
-    "failing": ("attn", lambda: Failing(24, 3, 0.0, True, True),
-                "could not be checked: RuntimeError: not today"),
-    "squared": ("mlp", lambda: Squared(24, 0.0, True, "none"),
-                f"its gelu (GELU) is not GELU, or {OTHER}"),
-    "eps": ("ln_2", lambda: OtherEps(24, True), OTHER),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", IMPOSTORS)
-def test_parts_that_only_look_like_nanogpts_are_left(name):
-    part, make, reason = IMPOSTORS[name]
-    model = Nano().double()
-    impostor = make().double()
-    with torch.no_grad():  # as models start: the output does not show what it computes
-        if hasattr(impostor, "c_proj"):
-            impostor.c_proj.weight.zero_()
-    setattr(model.transformer.h[1], part, impostor)
-    if name != "failing":
-        expected = logits_of(model, ids_for(model))
-    report = fastpar.patch(model)
-    assert report.left[type(impostor).__name__, reason] == [f"transformer.h.1.{part}"]
-    assert type(impostor).__name__ not in report.replaced
-    assert isinstance(model.transformer.h[0], fused.Block)
-    if part != "mlp":
-        assert report.left["Layer", f"its {'attention' if part == 'attn' else part} was left"]
-    if name != "failing":
-        torch.testing.assert_close(logits_of(model, ids_for(model)), expected)
-
-
-def test_a_block_of_another_order_is_left():
-    model = Nano()
-    model.transformer.h[0] = PostNorm(24, 3, 0.0, True, True, "none")
-    report = fastpar.patch(model)
-    assert report.left["PostNorm", OTHER] == ["transformer.h.0"]
-    assert "transformer.h.0.attn" in report.replaced["SelfAttention"]
-
-
-def test_parts_of_unknown_dropout_or_width_are_left():
-    attention = SelfAttention(24, 3, 0.1, True, True)
-    attention.other_dropout = nn.Dropout(0.2)
-    assert fastpar.patch(attention).replaced  # it is not used, as was seen
-    attention = SelfAttention(24, 3, 0.1, True, True)
-    attention.other = nn.Linear(24, 24)
-    assert fastpar.patch(attention).left["SelfAttention", "a part of unknown use: other"]
-    mlp = FeedForward(24, 0.1, True, "none")
-    mlp.other = nn.Dropout(0.2)
-    reason = "dropouts of unknown places: dropout, other"
-    assert fastpar.patch(mlp).left["FeedForward", reason] == ["model"]
-    narrow = SelfAttention(24, 3, 0.1, True, True)
-    narrow.c_attn = nn.Linear(24, 40)
-    reason = "c_attn maps 24 to 40, not to q, k and v of 24 each"
-    assert fastpar.patch(narrow).left["SelfAttention", reason] == ["model"]
-
-
-def test_an_activation_that_is_not_gelu_is_left():
-    model = gpt2(activation_function="relu")
-    report = fastpar.patch(model)
-    reason = "its act (ReLU) is not GELU, or computes something else than its parts' names say"
-    assert len(report.left["GPT2MLP", reason]) == 2
-    idx = ids_for(model)
-    patched_logits = logits_of(model, idx)
-    fastpar.unpatch(model)
-    torch.testing.assert_close(patched_logits, logits_of(model, idx))
-
-
-def test_looking_leaves_no_trace():
-    """Neither hooks nor random numbers nor buffers notice that a part is looked at."""
-    model, seen = Nano(p=0.3), []
-    for part in model.modules():
-        part.register_forward_hook(lambda *_: seen.append(1))
-    state = state_of(model)
-    generator = torch.get_rng_state()
-    report = fastpar.patch(model)
-    assert len(report.replaced["Layer"]) == 2
-    assert not seen
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert_same_state(model, state)
-    assert all(m.training for m in model.modules())
-
-
-def test_looking_uses_no_kernel(monkeypatch):
-    """A forced backend that does not take fp64 is no reason to leave a part."""
-    monkeypatch.setattr(backend, "choice", "cpp")
-    assert len(fastpar.patch(Nano()).replaced["Layer"]) == 2
-
-
-def test_equal_parts_are_looked_at_once(monkeypatch):
-    looks = []
-    checked = recognize._checked
-    monkeypatch.setattr(recognize, "_checked", lambda *a, **k: looks.append(a) or checked(*a, **k))
-    fastpar.patch(Nano())
-    # SelfAttention, Layer, Norm once, FeedForward for both forms of GELU
-    assert len(looks) == 5
-
-
-def test_on_the_meta_device():
-    with torch.device("meta"):
-        model = Nano()
-    report = fastpar.patch(model)
-    assert len(report.left["SelfAttention", "on the meta device: load its weights first"]) == 2
-    with torch.device("meta"):
-        assert fastpar.patch(nn.LayerNorm(8)).replaced
-
-
-def test_another_forward_is_left():
-    model = gpt2()
-    own = model.transformer.h[0].attn.forward
-    model.transformer.h[0].attn.forward = lambda *args, **kwargs: own(*args, **kwargs)
-    report = fastpar.patch(model)
-    assert report.left["GPT2Attention", "its forward was replaced by someone else's"] == [
-        "transformer.h.0.attn"
-    ]
-    assert report.left["GPT2Block", "its attention was left"] == ["transformer.h.0"]
+    assert_same_logits(ours, theirs)
 
 
 def test_weights_that_are_tied_or_shared_stay_so():
-    model = Nano()
+    model = NanoGPT()
     shared = nn.LayerNorm(24)
     model.first, model.second = shared, shared
     report = fastpar.patch(model)
@@ -390,24 +231,166 @@ def test_weights_that_are_tied_or_shared_stay_so():
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_training_goes_the_same_way():
-    """Ten steps of AdamW: the losses agree to what fp32 allows after so many."""
-    theirs = Nano()
-    ours = copy.deepcopy(theirs)
-    fastpar.patch(ours)
-    idx = ids_for(theirs)
-    losses = []
-    for model in (theirs, ours):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        losses.append([])
-        for _ in range(10):
-            loss = F.cross_entropy(model(idx)[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    assert losses[1][-1] < losses[1][0] - 0.1
-    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-4, atol=0)
+# What is left
+
+
+def with_part(make, **parts):
+    made = make()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
+
+
+def replaced_forward():
+    model = gpt2()
+    attn = model.transformer.h[0].attn
+    own = attn.forward
+    attn.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    return model
+
+
+def on_meta():
+    with torch.device("meta"):
+        return NanoGPT()
+
+
+OTHER = "computes something else than its parts' names say"
+HEADS = "heads of 257 elements, the kernels take 1 to 256"
+LEFT = {
+    "a part more": (
+        lambda: with_part(SelfAttention, other=nn.Linear(24, 24)),
+        "SelfAttention", "a part of unknown use: other", ["model"],
+    ),
+    "a dropout more": (
+        lambda: with_part(FeedForward, other=nn.Dropout(0.2)),
+        "FeedForward", "dropouts of unknown places: dropout, other", ["model"],
+    ),
+    "narrow": (
+        lambda: with_part(SelfAttention, c_attn=nn.Linear(24, 40)),
+        "SelfAttention", "c_attn maps 24 to 40, not to q, k and v of 24 each", ["model"],
+    ),
+    "ReLU": (
+        lambda: gpt2(activation_function="relu"),
+        "GPT2MLP", f"its act (ReLU) is not GELU, or {OTHER}",
+        ["transformer.h.0.mlp", "transformer.h.1.mlp"],
+    ),
+    "wide heads": (lambda: SelfAttention(257, 1), "SelfAttention", HEADS, ["model"]),
+    "wide heads of transformers": (
+        lambda: gpt2(n_embd=514, n_head=2),
+        "GPT2Attention", HEADS, ["transformer.h.0.attn", "transformer.h.1.attn"],
+    ),
+    "meta": (
+        on_meta, "SelfAttention", "on the meta device: load its weights first",
+        ["transformer.h.0.attn", "transformer.h.1.attn"],
+    ),
+    "another forward": (
+        replaced_forward,
+        "GPT2Attention", "its forward was replaced by someone else's", ["transformer.h.0.attn"],
+    ),
+    "a block of what was left": (
+        replaced_forward, "GPT2Block", "its attention was left", ["transformer.h.0"],
+    ),
+    "cross-attention": (
+        lambda: gpt2(add_cross_attention=True),
+        "GPT2Attention", "cross-attention has no kernel",
+        ["transformer.h.0.crossattention", "transformer.h.1.crossattention"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left(case):
+    make, kind, reason, names = LEFT[case]
+    model = make()
+    theirs = copy.deepcopy(model)
+    assert fastpar.patch(model).left[kind, reason] == names
+    if hasattr(model, "transformer") and case != "meta":
+        assert_same_logits(model, theirs)
+    elif case == "wide heads":
+        x = torch.randn(1, 3, 257)
+        torch.testing.assert_close(model(x), theirs(x))
+
+
+def test_what_is_not_used_is_no_reason():
+    assert fastpar.patch(with_part(SelfAttention, other_dropout=nn.Dropout(0.2))).replaced
+    with torch.device("meta"):
+        assert fastpar.patch(nn.LayerNorm(8)).replaced
+
+
+def test_heads_that_kernels_take(monkeypatch):
+    x = torch.randn(1)
+    assert fused.head_dim_fits(x, 12)
+    assert not fused.head_dim_fits(x, 257)
+    monkeypatch.setattr(backend, "choice", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backend, "_triton_found", lambda: True)
+    fits = [D for D in (8, 12, 16, 64, 128, 136) if fused.head_dim_fits(x, D)]
+    assert fits == [16, 64, 128]
+
+
+def test_what_fully_shard_had_before():
+    """It gives modules classes of its own, which no formula is known of."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = gpt2()
+        fully_shard(model.transformer.h[0], mesh=init_device_mesh("cpu", (1,)))
+        words = "FSDPGPT2Block (transformer.h.0): fully_shard has changed its class: call patch bef"
+        assert words in str(fastpar.patch(model))
+    finally:
+        dist.destroy_process_group()
+
+
+# How parts are looked at
+
+
+def test_looking_leaves_no_trace_and_uses_no_kernel(monkeypatch):
+    """Neither hooks nor random numbers nor buffers notice that a part is looked at; a forced
+    backend that does not take fp64 is no reason to leave a part."""
+    monkeypatch.setattr(backend, "choice", "cpp")
+    model, seen = nano(dropout=0.3), []
+    for part in model.modules():
+        part.register_forward_hook(lambda *_: seen.append(1))
+    state = state_of(model)
+    generator, threads = torch.get_rng_state(), torch.get_num_threads()
+    report = fastpar.patch(model)
+    assert len(report.replaced["Layer"]) == 2
+    assert not seen
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.get_num_threads() == threads
+    assert_same_state(model, state)
+    assert all(m.training for m in model.modules())
+
+
+def own_numbers(*numbers):
+    model = NanoGPT(n_layer=len(numbers))
+    for block, number in zip(model.transformer.h, numbers):
+        block.attn.layer_idx = number
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "counts"),
+    [
+        (lambda: gpt2(n_layer=5), {"GPT2Attention": 1, "GPT2MLP": 1}),
+        (lambda: own_numbers(0, 0, 0), {"SelfAttention": 1, "Layer": 1}),
+        (lambda: own_numbers(0, 1, 2), {"SelfAttention": 3, "Layer": 1}),
+    ],
+)
+def test_equal_modules_are_proven_once(make, counts, monkeypatch):
+    """So that many layers take no longer than two; those with numbers of their own do."""
+    proven = []
+    prove = recognize.proof.prove
+    monkeypatch.setattr(
+        recognize.proof,
+        "prove",
+        lambda module, *a, **k: proven.append(type(module).__name__) or prove(module, *a, **k),
+    )
+    fastpar.patch(make())
+    assert {kind: proven.count(kind) for kind in counts} == counts
+    assert len(proven) <= sum(counts.values()) + 3  # Norm once, FeedForward for both forms of GELU
+
+
+# Errors
 
 
 def test_errors():
@@ -419,9 +402,9 @@ def test_errors():
         fastpar.unpatch(nn.Linear)
     message = re.escape(
         "patch: expected transformers' GPT2LMHeadModel or nanoGPT's forward(idx, targets=None) for "
-        "fused_loss=True, got model=Nano; use fastpar.LinearCrossEntropyLoss"
+        "fused_loss=True, got model=NanoGPT; use fastpar.LinearCrossEntropyLoss"
     )
-    model = Nano()
+    model = NanoGPT()
     with pytest.raises(ValueError, match=message):
         fastpar.patch(model, fused_loss=True)
     assert type(model.transformer.wte) is nn.Embedding
@@ -437,7 +420,7 @@ def test_errors():
 
 
 def test_a_split_model_is_refused():
-    base = Nano().double()
+    base = NanoGPT().double()
 
     def run():
         model = copy.deepcopy(base)

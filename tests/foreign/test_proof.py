@@ -1,31 +1,21 @@
-"""Attention, blocks and norms that only look like nanoGPT's: the patch leaves them or is equal.
+"""Parts that only look like nanoGPT's: the patch leaves them, or computes what they do.
 
-Each case is a small edit of test_patched's layers that shows outside of a few tokens in evaluation:
-in long rows, in training, in large values, in one layer's own buffers, or later on.
+Each is a small edit of nanoGPT's layers that shows outside of a few tokens in evaluation: in long
+rows, in training, in large values, in one layer's own buffers, or later on.
 """
 
 import copy
 import random
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_patched import (
-    FeedForward,
-    Layer,
-    Nano,
-    Norm,
-    SelfAttention,
-    another_thread_that_draws,
-    gpt2,
-    ids_for,
-    logits_of,
-)
-from torch import nn
+from foreign_models import another_thread_that_draws, gpt2, ids_for, logits_of, pair, quiet
+from nanogpt_cells import FeedForward, Layer, NanoGPT, Norm, SelfAttention
 
 import fastpar
-from fastpar.foreign import fused, recognize
+from fastpar.foreign import fused
+from fastpar.foreign.proof import run
 
 WIDTH, HEADS = 24, 3
 
@@ -34,11 +24,12 @@ class Attention(SelfAttention):
     """Manual attention with places to edit."""
 
     window = None
-    extra = False
 
     def __init__(self, p=0.0):
-        super().__init__(WIDTH, HEADS, p, True, True)
+        super().__init__(WIDTH, HEADS, p)
+        self.drop_of_probs = p
         self.register_buffer("mask", torch.ones(64, 64).tril()[None, None].bool())
+        self.register_buffer("temperature", torch.ones(()))
 
     def scores(self, s):
         return s
@@ -60,184 +51,185 @@ class Attention(SelfAttention):
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
-class Window(Attention):
-    window = 12
+def like(base, name, **methods):
+    return type(name, (base,), methods)
 
 
-class WideWindow(Attention):
-    window = 60
+Tempered = like(Attention, "Tempered", scores=lambda self, s: s / self.temperature)
+UnusualRate = like(  # dropout of the probabilities by an attribute of another name
+    Attention, "UnusualRate", rate=lambda self, y: F.dropout(y, self.drop_of_probs, self.training)
+)
+# The number `dropout` is the output's; the probabilities have none.
+OutputRate = like(Attention, "OutputRate", rate=lambda self, y: y)
 
 
-class Clamped(Attention):
-    def scores(self, s):
-        return s.clamp(-30, 30)
+def heads_of(self, x, order=(3, -1)):
+    """q, k and v, or with order (-1, 3) those of a head standing together in c_attn's output."""
+    whole = self.c_attn(x)
+    if order == (3, -1):
+        return whole.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+    return whole.unflatten(-1, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
 
 
-class Capped(Attention):
-    def scores(self, s):
-        return 1e4 * torch.tanh(s / 1e4)
+def attend(self, q, k, v, causal=True):
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
-class Tempered(Attention):
-    def __init__(self, p=0.0):
-        super().__init__(p)
-        self.register_buffer("temperature", torch.ones(()))
-
-    def scores(self, s):
-        return s / self.temperature
+def rolled(self, x):
+    q, k, v = heads_of(self, x)
+    return attend(self, q, k.roll(1, -1), v)
 
 
-class Trained(Attention):
-    """Another temperature while training."""
-
-    def scores(self, s):
-        return s * 0.5 if self.training else s
+def counting(self, x):
+    self.calls = getattr(self, "calls", 0) + 1
+    return Attention.forward(self, x) * (1.0 if self.calls < 1000 else 2.0)
 
 
-class LongTrained(Attention):
-    def scores(self, s):
-        return s * 0.5 if self.training and s.shape[-1] > 40 else s
+def failing(error):
+    def forward(self, x):
+        raise error
+
+    return forward
 
 
-class Detached(Attention):
-    def scores(self, s):
-        return s.detach()
+def keep(self, y):
+    if not self.training:
+        return y
+    return y * torch.empty(len(y), 1, 1).bernoulli_(0.8) / 0.8
 
 
-class Noisy(Attention):
-    def scores(self, s):
-        return s + 0.1 * torch.randn_like(s) if self.training else s
-
-
-class UnusualRate(Attention):
-    """Dropout of the probabilities by an attribute of another name."""
-
-    def __init__(self, p=0.0):
-        super().__init__(p)
-        self.drop_of_probs = p
-
-    def rate(self, probs):
-        return F.dropout(probs, self.drop_of_probs, self.training)
-
-
-class LiteralRate(Attention):
-    def rate(self, probs):
-        return F.dropout(probs, 0.3, self.training)
-
-
-class AlwaysDropped(Attention):
-    def rate(self, probs):
-        return F.dropout(probs, 0.3, True)
-
-
-class OutputRate(Attention):
-    """The number `dropout` is the output's; the probabilities have none."""
-
-    def rate(self, probs):
-        return probs
-
-
-class Counting(Attention):
-    calls = 0
+def block(step):
+    """A block by its two residual steps."""
 
     def forward(self, x):
-        self.calls += 1
-        return super().forward(x) * (1.0 if self.calls < 1000 else 2.0)
+        return step(self, step(self, x, self.attn, self.ln_1), self.mlp, self.ln_2)
+
+    return forward
 
 
-class DropPath(Layer):
-    def forward(self, x):
-        def keep(y):
-            if not self.training:
-                return y
-            return y * torch.empty(len(y), 1, 1).bernoulli_(0.8) / 0.8
-
-        x = x + keep(self.attn(self.ln_1(x)))
-        return x + keep(self.mlp(self.ln_2(x)))
+def more_dropout(self, x):
+    x = x + F.dropout(self.attn(self.ln_1(x)), 0.1, self.training)
+    return x + self.mlp(self.ln_2(x))
 
 
-class LayerDrop(Layer):
-    def forward(self, x):
-        if self.training and random.random() < 0.01:
-            return x
-        return super().forward(x)
+def layer_drop(self, x):
+    if self.training and random.random() < 0.01:
+        return x
+    return Layer.forward(self, x)
 
 
-class MoreDropout(Layer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        x = x + self.dropout(self.attn(self.ln_1(x)))
-        return x + self.mlp(self.ln_2(x))
+def mlp_first(self, x):
+    x = x + self.mlp(self.ln_1(x))
+    return x + self.attn(self.ln_2(x))
 
 
-class ClampedResidual(Layer):
-    def forward(self, x):
-        return super().forward(x).clamp(-1e4, 1e4)
+def halved(self, x):
+    x = x + 2 * self.attn(self.ln_1(x) / 2)
+    return x + self.mlp(self.ln_2(x))
 
 
-class ClippedNorm(Norm):
-    def forward(self, x):
-        return super().forward(x.clamp(-100, 100))
+def reaching(self, x):
+    return Layer.forward(self, x) * (1 if self.attn.n_head == HEADS else 2)
 
 
-class ClippedGelu(FeedForward):
-    def forward(self, x):
-        return self.c_proj(self.gelu(self.c_fc(x)).clamp(-10, 10))
+def other_eps(self, x):
+    return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-6)
 
 
-class Swapped(Layer):
-    """The MLP first."""
-
-    def forward(self, x):
-        x = x + self.mlp(self.ln_1(x))
-        return x + self.attn(self.ln_2(x))
+def drawing(self, x):
+    """Draws and does not use what it drew: another model's dropout would differ after it."""
+    torch.rand(1)
+    return Norm.forward(self, x)
 
 
-class Halved(Layer):
-    def forward(self, x):
-        x = x + 2 * self.attn(self.ln_1(x) / 2)
-        return x + self.mlp(self.ln_2(x))
-
-
-class Reaching(Layer):
-    """Looks into its attention."""
-
-    def forward(self, x):
-        return super().forward(x) * (1 if self.attn.n_head == HEADS else 2)
-
-
-ATTENTIONS = (
-    Window, WideWindow, Clamped, Capped, Trained, LongTrained, Detached, Noisy, LiteralRate,
-    AlwaysDropped, Counting,
-)  # fmt: skip
-BLOCKS = (DropPath, LayerDrop, MoreDropout, ClampedResidual, Swapped, Halved, Reaching)
-
-
-def layer(kind=Layer):
-    return kind(WIDTH, HEADS, 0.0, True, True, "none")
+OTHER = "computes something else than its parts' names say"
+DRAWS = "draws random numbers that are not dropout's"
+BASES = {"attn": SelfAttention, "edited": Attention, "mlp": FeedForward, "ln_2": Norm,
+         "block": Layer}  # fmt: skip
+# what it is made of, its methods, why it is left (None: a reason of the numbers at hand)
+IMPOSTORS = {
+    "Rolled": ("attn", {"forward": rolled}, OTHER),
+    "Bidirectional": (
+        "attn", {"forward": lambda self, x: attend(self, *heads_of(self, x), causal=False)}, OTHER,
+    ),
+    "Interleaved": (
+        "attn", {"forward": lambda self, x: attend(self, *heads_of(self, x, (-1, 3)))}, OTHER,
+    ),
+    "Failing": (
+        "attn", {"forward": failing(RuntimeError("not today"))},
+        "could not be checked: RuntimeError: not today",
+    ),
+    "Refusing": (
+        "attn", {"forward": failing(AssertionError())}, "could not be checked: AssertionError",
+    ),
+    "Window": ("edited", {"window": 12}, None),
+    "WideWindow": ("edited", {"window": 60}, None),
+    "Clamped": ("edited", {"scores": lambda self, s: s.clamp(-30, 30)}, None),
+    "Capped": ("edited", {"scores": lambda self, s: 1e4 * torch.tanh(s / 1e4)}, None),
+    "Trained": ("edited", {"scores": lambda self, s: s * 0.5 if self.training else s}, None),
+    "LongTrained": (
+        "edited",
+        {"scores": lambda self, s: s * 0.5 if self.training and s.shape[-1] > 40 else s}, None,
+    ),
+    "Detached": ("edited", {"scores": lambda self, s: s.detach()}, None),
+    "Noisy": (
+        "edited",
+        {"scores": lambda self, s: s + 0.1 * torch.randn_like(s) if self.training else s}, DRAWS,
+    ),
+    "LiteralRate": ("edited", {"rate": lambda self, y: F.dropout(y, 0.3, self.training)}, None),
+    "AlwaysDropped": ("edited", {"rate": lambda self, y: F.dropout(y, 0.3, True)}, None),
+    "Counting": ("edited", {"forward": counting}, None),
+    "Squared": (
+        "mlp", {"forward": lambda self, x: self.c_proj(self.gelu(self.c_fc(x)) ** 2)},
+        f"its gelu (GELU) is not GELU, or {OTHER}",
+    ),
+    "ClippedGelu": (
+        "mlp", {"forward": lambda self, x: self.c_proj(self.gelu(self.c_fc(x)).clamp(-10, 10))},
+        None,
+    ),
+    "OtherEps": ("ln_2", {"forward": other_eps}, OTHER),
+    "ClippedNorm": (
+        "ln_2", {"forward": lambda self, x: Norm.forward(self, x.clamp(-100, 100))}, None,
+    ),
+    "Drawing": ("ln_2", {"forward": drawing}, DRAWS),
+    "PostNorm": (
+        "block", {"forward": block(lambda self, x, part, norm: norm(x + part(x)))}, OTHER,
+    ),
+    "DropPath": (
+        "block", {"forward": block(lambda self, x, part, norm: x + keep(self, part(norm(x))))},
+        None,
+    ),
+    "LayerDrop": ("block", {"forward": layer_drop}, None),
+    "MoreDropout": ("block", {"forward": more_dropout}, None),
+    "ClampedResidual": (
+        "block", {"forward": lambda self, x: Layer.forward(self, x).clamp(-1e4, 1e4)}, None,
+    ),
+    "MLPFirst": ("block", {"forward": mlp_first}, None),
+    "Halved": ("block", {"forward": halved}, None),
+    "Reaching": ("block", {"forward": reaching}, None),
+}  # fmt: skip
+AS_MODELS_START = ("Rolled", "Bidirectional", "Interleaved", "Squared")
+DRAWN = ("Noisy", "LiteralRate", "AlwaysDropped", "DropPath", "LayerDrop", "MoreDropout", "Drawing")
 
 
 def with_attention(*kinds, p=0.0):
-    model = Nano(WIDTH, HEADS, p)
-    for block, kind in zip(model.transformer.h, kinds):
-        block.attn = kind(p)
+    model = NanoGPT(dropout=p)
+    for layer, kind in zip(model.transformer.h, kinds):
+        layer.attn = kind(p)
     return model
 
 
 def assert_equal_calls(ours, theirs, T=60):
-    """Logits and gradients in both modes; fp64, with large weights."""
-    idx = ids_for(None, T=T)
+    """Logits and gradients in both modes, in fp64."""
+    idx = ids_for(T=T)
     results = []
     for model in (theirs, ours):
         results.append([])
         for training in (False, True):
             model.train(training).zero_grad()
             torch.manual_seed(0)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "fastpar.patch")
+            with quiet():
                 logits = logits_of(model, idx)
             logits.square().mean().backward()
             results[-1] += [logits.detach(), *(p.grad.clone() for p in model.parameters())]
@@ -245,106 +237,69 @@ def assert_equal_calls(ours, theirs, T=60):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
-def large(model):
+def impostor(name):
+    """A model whose second block is one, or has one; with large weights."""
+    part, methods, _ = IMPOSTORS[name]
+    base = BASES[part]
+    part = "attn" if part == "edited" else part
+    model, made = NanoGPT(), like(base, name, **methods)()
+    if part == "block":
+        model.transformer.h[1] = made
+    else:
+        setattr(model.transformer.h[1], part, made)
     with torch.no_grad():
-        for name, p in model.double().named_parameters():
-            if name.endswith(("c_attn.weight", "c_fc.weight")):
+        for parameter, p in model.double().named_parameters():
+            if parameter.endswith(("c_attn.weight", "c_fc.weight")) and base is Attention:
                 p.mul_(60)
-    return model
+        if name in AS_MODELS_START:  # the output does not show what it computes
+            made.c_proj.weight.zero_()
+    return model, part
 
 
-def test_attention_that_does_more_is_left():
-    for kind in ATTENTIONS:
-        theirs = large(with_attention(kind, Attention))
-        ours = copy.deepcopy(theirs)
-        report = fastpar.patch(ours)
-        assert report.replaced["Attention"] == ["transformer.h.1.attn"], kind
-        assert [k for k, _ in report.left if k == kind.__name__], kind
-        if kind not in (Noisy, LiteralRate, AlwaysDropped):
-            assert_equal_calls(ours, theirs)
-
-
-class Drawing(Norm):
-    """Draws and does not use what it drew: another model's dropout would differ after it."""
-
-    def forward(self, x):
-        torch.rand(1)
-        return super().forward(x)
-
-
-def test_numbers_that_another_thread_draws_do_not_count():
-    alone = fastpar.patch(Nano(WIDTH, HEADS))
-    with another_thread_that_draws():
-        assert fastpar.patch(Nano(WIDTH, HEADS)).replaced == alone.replaced
-    for kind in (Noisy, Drawing):
-        model = with_attention(kind, Attention) if kind is Noisy else Nano(WIDTH, HEADS)
-        if kind is Drawing:
-            model.transformer.h[0].ln_1 = Drawing(WIDTH, True)
-        with another_thread_that_draws():
-            report = fastpar.patch(model)
-        assert (kind.__name__, "draws random numbers that are not dropout's") in [
-            (name, why.split(": ", 1)[-1]) for name, why in report.left
-        ], report
-
-
-def test_blocks_norms_and_layers_that_do_more_are_left():
-    for kind in BLOCKS:
-        model = Nano(WIDTH, HEADS)
-        model.transformer.h[1] = layer(kind)
-        report = fastpar.patch(model)
-        assert report.replaced["Layer"] == ["transformer.h.0"], kind
-        assert [k for k, _ in report.left if k == kind.__name__], kind
-    model = Nano(WIDTH, HEADS)
-    model.transformer.h[0].ln_2 = ClippedNorm(WIDTH, True)
-    model.transformer.h[1].mlp = ClippedGelu(WIDTH, 0.0, True, "none")
-    report = fastpar.patch(model)
-    assert {"ClippedNorm", "ClippedGelu"} <= {kind for kind, _ in report.left}
-
-
-def test_each_layer_is_looked_at_with_its_own_buffers():
-    """The first layer is what it looks like, the second has a temperature or a mask of its own."""
-    for name in ("temperature", "mask"):
-        theirs = with_attention(Tempered, Tempered).double()
-        attn = theirs.transformer.h[1].attn
-        if name == "mask":
-            attn.mask = attn.mask & torch.ones(64, 64).triu(-7).bool()
-        else:
-            attn.temperature.fill_(2.0)
-        ours = copy.deepcopy(theirs)
-        report = fastpar.patch(ours)
-        assert report.replaced["Tempered"] == ["transformer.h.0.attn"]
+@pytest.mark.parametrize("name", IMPOSTORS)
+def test_what_does_something_else_is_left(name):
+    theirs, part = impostor(name)
+    reason = IMPOSTORS[name][2]
+    _, ours, report = pair(lambda: theirs)
+    where = "transformer.h.1" + ("" if part == "block" else f".{part}")
+    found = {why.split(": ", 1)[-1] if reason == DRAWS else why: names
+             for (kind, why), names in report.left.items() if kind == name}  # fmt: skip
+    assert [where] in found.values() if reason is None else found[reason] == [where], report
+    assert name not in report.replaced
+    assert isinstance(ours.transformer.h[0], fused.Block)
+    assert "transformer.h.1.attn" in report.replaced["SelfAttention"] or part == "attn"
+    if part in ("attn", "ln_2"):
+        assert report.left["Layer", f"its {'attention' if part == 'attn' else part} was left"]
+    if (name not in DRAWN and not reason) or reason == OTHER:
         assert_equal_calls(ours, theirs)
 
 
-def test_equal_modules_are_proven_once(monkeypatch):
-    """So that many layers take no longer than two; those with numbers of their own do."""
-    proven = []
-    prove = recognize.proof.prove
+@pytest.mark.parametrize("name", [None, "Noisy", "Drawing"])
+def test_numbers_that_another_thread_draws_do_not_count(name):
+    model = impostor(name)[0] if name else NanoGPT()
+    alone = fastpar.patch(copy.deepcopy(model))
+    with another_thread_that_draws():
+        report = fastpar.patch(model)
+    assert report.replaced == alone.replaced
+    assert report.left.keys() == alone.left.keys()
 
-    def counted(module, *args, **options):
-        proven.append(type(module).__name__)
-        return prove(module, *args, **options)
 
-    monkeypatch.setattr(recognize.proof, "prove", counted)
-    threads = torch.get_num_threads()
-    fastpar.patch(gpt2(n_layer=5))
-    assert torch.get_num_threads() == threads
-    assert sorted(proven) == ["GPT2Attention", "GPT2MLP"]
-    for own_numbers, attentions in ((False, 1), (True, 3)):
-        proven.clear()
-        model = Nano(WIDTH, HEADS)
-        model.transformer.h = nn.ModuleList(layer() for _ in range(3))
-        for i, block in enumerate(model.transformer.h):
-            block.attn.layer_idx = i if own_numbers else 0
-        fastpar.patch(model)
-        counts = {kind: proven.count(kind) for kind in ("SelfAttention", "Layer")}
-        assert counts == {"SelfAttention": attentions, "Layer": 1}
+@pytest.mark.parametrize("name", ["temperature", "mask"])
+def test_each_layer_is_looked_at_with_its_own_buffers(name):
+    """The first layer is what it looks like, the second has a temperature or a mask of its own."""
+    theirs = with_attention(Tempered, Tempered).double()
+    attn = theirs.transformer.h[1].attn
+    if name == "mask":
+        attn.mask = attn.mask & torch.ones(64, 64).triu(-7).bool()
+    else:
+        attn.temperature.fill_(2.0)
+    _, ours, report = pair(lambda: theirs)
+    assert report.replaced["Tempered"] == ["transformer.h.0.attn"]
+    assert_equal_calls(ours, theirs)
 
 
 def places_of(kind, p=0.3):
     """Sizes and rates of what torch drops in one call."""
-    from fastpar.foreign.proof import run
-
     attn = kind(p).double()
     return sorted(run(attn.train(), torch.randn(2, 7, WIDTH, dtype=torch.float64))[2].seen)
 
@@ -365,44 +320,35 @@ def test_dropout_stays_where_it_is():
     assert fused.probs_rate(attn, attn.option("probs")) == 0.0
 
 
-def changed_window(attn):
-    attn.window = 4
+# What is changed after the patch counts
+
+NEAR = torch.ones(64, 64).triu(-4).bool()
+CHANGES = {
+    "window": lambda attn: setattr(attn, "window", 4),
+    "in the mask": lambda attn: attn.mask.logical_and_(NEAR),
+    "another mask": lambda attn: setattr(attn, "mask", attn.mask & NEAR),
+}
 
 
-def changed_mask(attn):
-    attn.mask &= torch.ones(64, 64).triu(-4).bool()
-
-
-def another_mask(attn):
-    attn.mask = attn.mask & torch.ones(64, 64).triu(-4).bool()
-
-
-def test_what_is_changed_after_the_patch_counts():
-    for change in (changed_window, changed_mask, another_mask):
-        theirs = with_attention(Attention, Attention).double()
-        ours = copy.deepcopy(theirs)
-        report = fastpar.patch(ours)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_after_the_patch_counts(change):
+    theirs, ours, report = pair(lambda: with_attention(Attention, Attention).double())
+    if change == "window":
         assert_equal_calls(ours, theirs)
+        copy.deepcopy(ours.float().double())(ids_for())  # a mask that was moved is the same mask
+        ours(ids_for())
         assert not report.fallbacks
-        for model in (theirs, ours):
-            change(model.transformer.h[1].attn)
-        assert_equal_calls(ours, theirs)
-        assert report.fallbacks, change
-    ours = with_attention(Attention, Attention)
-    report = fastpar.patch(ours)
-    ours.double().float()  # a mask that was moved is the same mask
-    copy.deepcopy(ours)(ids_for(None))
-    ours(ids_for(None))
-    assert not report.fallbacks
+    for model in (theirs, ours):
+        CHANGES[change](model.transformer.h[1].attn)
+    assert_equal_calls(ours, theirs)
+    assert report.fallbacks
 
 
 def test_longer_rows_than_were_looked_at_fall_back():
-    model = Nano(WIDTH, HEADS)
-    model.transformer.wpe = nn.Embedding(40, WIDTH)
+    model = NanoGPT(block_size=40)
     report = fastpar.patch(model)
-    x = torch.randn(1, 41, WIDTH)
     with pytest.warns(UserWarning, match="more than 40 tokens, the most that were looked at"):
-        model.transformer.h[0].attn(x)
+        model.transformer.h[0].attn(torch.randn(1, 41, WIDTH))
     assert sum(report.fallbacks.values()) == 1
 
 
@@ -410,9 +356,7 @@ def test_a_class_that_gets_another_forward_later():
     class Own(Attention):
         pass
 
-    theirs = with_attention(Own, Own).double()
-    ours = copy.deepcopy(theirs)
-    report = fastpar.patch(ours)
+    theirs, ours, report = pair(lambda: with_attention(Own, Own).double())
     forward = Attention.forward
     Own.forward = lambda self, x: 2 * forward(self, x)
     assert_equal_calls(ours, theirs)
@@ -424,42 +368,23 @@ def test_a_class_that_gets_another_forward_later():
 
 
 def test_options_of_an_embedding_set_later():
-    theirs = Nano(WIDTH, HEADS).double()
-    ours = copy.deepcopy(theirs)
-    fastpar.patch(ours)
+    theirs, ours, _ = pair(lambda: NanoGPT().double())
     for name, value in (("padding_idx", 3), ("max_norm", 0.5)):
         for model in (theirs, ours):
             setattr(model.transformer.wpe, name, value)
         assert_equal_calls(ours, theirs, T=9)
 
 
-def test_a_forward_that_raises_without_a_word():
-    class Refusing(Attention):
-        def forward(self, x):
-            raise AssertionError
-
-    report = fastpar.patch(with_attention(Refusing, Attention))
-    assert report.left["Refusing", "could not be checked: AssertionError"]
-
-
-def test_heads_that_no_kernel_takes():
-    wide = SelfAttention(257, 1, 0.0, True, True)
-    reason = "heads of 257 elements, the kernels take 1 to 256"
-    assert fastpar.patch(wide).left["SelfAttention", reason] == ["model"]
-    assert wide(torch.randn(1, 3, 257)).shape == (1, 3, 257)
-    model = gpt2(n_embd=514, n_head=2)
-    assert len(fastpar.patch(model).left["GPT2Attention", reason]) == 2
-    logits_of(model, ids_for(None))
-    x = torch.randn(1)
-    assert fused.head_dim_fits(x, 12)
-    assert not fused.head_dim_fits(x, 257)
-
-
-def test_heads_that_triton_does_not_take(monkeypatch):
-    from fastpar.kernels import backend
-
-    monkeypatch.setattr(backend, "choice", "triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(backend, "_triton_found", lambda: True)
-    fits = [D for D in (8, 12, 16, 64, 128, 136) if fused.head_dim_fits(torch.ones(1), D)]
-    assert fits == [16, 64, 128]
+@pytest.mark.parametrize(
+    ("name", "swapped"),
+    [("gelu_10", False), ("quick_gelu", False), ("gelu_new", True), ("gelu", True),
+     ("gelu_fast", True)],
+)  # fmt: skip
+def test_activations_that_differ_far_out_are_left(name, swapped):
+    theirs = gpt2("D8", activation_function=name).double().eval()
+    with torch.no_grad():
+        for layer in theirs.transformer.h:
+            layer.mlp.c_fc.weight.mul_(100)
+    _, ours, report = pair(lambda: theirs)
+    assert ("GPT2MLP" in report.replaced) is swapped
+    torch.testing.assert_close(logits_of(ours, ids_for()), logits_of(theirs, ids_for()))

@@ -1,10 +1,9 @@
 """nanoGPT's model and its ckpt.pt, made without nanoGPT: names and shapes as in its model.py."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 ARGS = {
     "n_layer": 2,
@@ -66,7 +65,7 @@ def write(path, model=None, args=ARGS, **more):
 class Norm(nn.Module):
     """LayerNorm whose bias can be left out."""
 
-    def __init__(self, width, bias):
+    def __init__(self, width=24, bias=True):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
@@ -75,40 +74,54 @@ class Norm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
-class Attention(nn.Module):
-    def __init__(self, width, n_head, bias):
+class SelfAttention(nn.Module):
+    """The fused projection, heads, both dropouts; with or without torch's fused attention."""
+
+    def __init__(self, width=24, heads=3, p=0.0, bias=True, flash=True):
         super().__init__()
         self.c_attn = nn.Linear(width, 3 * width, bias=bias)
         self.c_proj = nn.Linear(width, width, bias=bias)
-        self.n_head = n_head
+        self.attn_dropout = nn.Dropout(p)
+        self.resid_dropout = nn.Dropout(p)
+        self.n_head, self.n_embd, self.dropout, self.flash = heads, width, p, flash
+        if not flash:
+            self.register_buffer("bias", torch.ones(64, 64).tril()[None, None])
 
     def forward(self, x):
         B, T, C = x.shape
         q, k, v = (
-            t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2)
+            part.reshape(B, T, self.n_head, -1).transpose(1, 2)
+            for part in self.c_attn(x).split(self.n_embd, dim=2)
         )
-        scores = (q @ k.transpose(2, 3)) / math.sqrt(q.shape[-1])
-        mask = torch.ones(T, T, dtype=torch.bool).tril()
-        y = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        if self.flash:
+            p = self.dropout if self.training else 0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        else:
+            scores = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
+            scores = scores.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+            y = self.attn_dropout(scores.softmax(-1)) @ v
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
-class MLP(nn.Module):
-    def __init__(self, width, bias):
+class FeedForward(nn.Module):
+    def __init__(self, width=24, p=0.0, bias=True, approximate="none"):
         super().__init__()
         self.c_fc = nn.Linear(width, 4 * width, bias=bias)
-        self.gelu = nn.GELU()
+        self.gelu = nn.GELU(approximate)
         self.c_proj = nn.Linear(4 * width, width, bias=bias)
+        self.dropout = nn.Dropout(p)
 
     def forward(self, x):
-        return self.c_proj(self.gelu(self.c_fc(x)))
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
-class Block(nn.Module):
-    def __init__(self, width, n_head, bias):
+class Layer(nn.Module):
+    def __init__(self, width=24, heads=3, p=0.0, bias=True, flash=True, approximate="none"):
         super().__init__()
-        self.ln_1, self.attn = Norm(width, bias), Attention(width, n_head, bias)
-        self.ln_2, self.mlp = Norm(width, bias), MLP(width, bias)
+        self.ln_1 = Norm(width, bias)
+        self.attn = SelfAttention(width, heads, p, bias, flash)
+        self.ln_2 = Norm(width, bias)
+        self.mlp = FeedForward(width, p, bias, approximate)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
@@ -116,23 +129,44 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Its GPT, without dropout; logits of all tokens."""
+    """Its GPT, with logits of all tokens: transformer.{wte, wpe, drop, h, ln_f}, a tied lm_head."""
 
-    def __init__(self, vocab_size, n_embd, n_layer, n_head, block_size, bias):
+    def __init__(
+        self,
+        vocab_size=67,
+        n_embd=24,
+        n_layer=2,
+        n_head=3,
+        block_size=64,
+        bias=True,
+        dropout=0.0,
+        flash=True,
+        approximate="none",
+    ):
         super().__init__()
+        of_layer = n_embd, n_head, dropout, bias, flash, approximate
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(vocab_size, n_embd),
                 "wpe": nn.Embedding(block_size, n_embd),
-                "h": nn.ModuleList(Block(n_embd, n_head, bias) for _ in range(n_layer)),
+                "drop": nn.Dropout(dropout),
+                "h": nn.ModuleList(Layer(*of_layer) for _ in range(n_layer)),
                 "ln_f": Norm(n_embd, bias),
             }
         )
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
+        self.checkpointing = None  # or use_reentrant
+
+    def hidden(self, idx):
+        t = self.transformer
+        x = t.drop(t.wte(idx) + t.wpe(torch.arange(idx.shape[1], device=idx.device)))
+        for layer in t.h:
+            if self.checkpointing is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.checkpointing)
+        return t.ln_f(x)
 
     def forward(self, idx):
-        x = self.transformer.wte(idx) + self.transformer.wpe.weight[: idx.shape[1]]
-        for block in self.transformer.h:
-            x = block(x)
-        return self.lm_head(self.transformer.ln_f(x))
+        return self.lm_head(self.hidden(idx))

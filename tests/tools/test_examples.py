@@ -87,7 +87,7 @@ def test_a_loop_under_torchrun_and_its_resume_on_another_number_of_ranks(tmp_pat
 
 
 MODEL = """
-from test_patch_loss import GPT as Shape
+from foreign_models import LossGPT as Shape
 import torch
 
 class GPT(Shape):
@@ -118,7 +118,7 @@ def test_nanogpts_script_as_it_is(tmp_path):
     """With a model and a script of its shape: it is not ours to ship."""
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "train.py").write_text(TRAIN)
-    paths = [p for p in sys.path if p.endswith("tests/foreign")]
+    paths = [p for p in sys.path if p.endswith("tests/support")]
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.path += {paths!r}")
     runs = []
     for script in ("train.py", str(EXAMPLES / "nanogpt.py")):

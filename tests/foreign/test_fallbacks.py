@@ -1,0 +1,427 @@
+"""Calls that the kernels do not serve, parts that are not as they were, library code that was
+replaced: the numbers are the model's own."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cells import slow
+from foreign_models import (
+    BOTH,
+    MODELS,
+    assert_same_logits,
+    gpt2,
+    ids_for,
+    logits_of,
+    nano,
+    pair,
+    quiet,
+)
+from torch import nn
+from torch.nn.utils import parametrize
+
+import fastpar
+from fastpar.foreign.recognize import is_own, replaced_code, torch_forward
+from fastpar.foreign.swap import replaced_in
+
+transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
+both = pytest.mark.parametrize("name", BOTH)
+
+
+def evaluated(size="D40", **options):
+    return pair(lambda: gpt2(size, **options).eval())
+
+
+def calls_of(report, kind, reason):
+    return report.fallbacks == {f"{kind}: {reason}": 2}
+
+
+def padding(dropped=5):
+    mask = torch.ones_like(ids_for())
+    mask[0, :dropped] = 0
+    return mask
+
+
+# Arguments of a call
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "kind", "reason"),
+    [
+        ({}, lambda: {"attention_mask": padding()}, "GPT2Attention", "attention_mask"),
+        (
+            {}, lambda: {"position_ids": torch.cat((torch.arange(9), torch.arange(14)))[None],
+                         "use_cache": False},
+            "GPT2Attention", "attention_mask",  # packed documents
+        ),
+        (
+            {"add_cross_attention": True},
+            lambda: {"encoder_hidden_states": torch.ones(2, 5, 80), "use_cache": False},
+            "GPT2Block", "encoder_hidden_states",
+        ),
+        (
+            {"attn": "eager"}, lambda: {"output_attentions": True},
+            "GPT2Attention", "output_attentions=True",
+        ),
+    ],
+    ids=["padding", "documents", "encoder", "attentions"],
+)  # fmt: skip
+def test_arguments_fall_back(made, given, kind, reason):
+    theirs, ours, report = evaluated(**made)
+    given = given()
+    idx = ids_for(B=1) if "position_ids" in given else ids_for()
+    with pytest.warns(UserWarning, match=f"{kind} falls back .*{reason}"):
+        got = ours(idx, **given)
+    want = theirs(idx, **given)
+    torch.testing.assert_close(got.logits, want.logits)
+    for a, b in zip(got.attentions or (), want.attentions or (), strict=True):
+        torch.testing.assert_close(a, b)
+    assert report.fallbacks[f"{kind}: {reason}"] == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once for each reason
+        ours(idx, **given)
+    assert report.fallbacks[f"{kind}: {reason}"] == 4
+    assert f"4 {kind}: {reason}" in str(report)
+
+
+def test_a_mask_without_padding_is_none():
+    theirs, ours, report = evaluated()
+    got = logits_of(ours, ids_for(), attention_mask=padding(0))
+    torch.testing.assert_close(got, logits_of(theirs, ids_for()))
+    assert not report.fallbacks
+
+
+@pytest.mark.parametrize("p", [1.0, 1e-4])
+def test_rates_that_masks_do_not_have_fall_back(p):
+    _, model, report = pair(gpt2, attn_pdrop=p)
+    with pytest.warns(UserWarning, match="GPT2Attention falls back .*: a dropout rate of 1, or"):
+        logits_of(model, ids_for())
+    assert calls_of(report, "GPT2Attention", "a dropout rate of 1, or of 1/512 and less")
+
+
+@pytest.mark.slow
+def test_compiled_calls_warn_when_they_fall_back():
+    _, model, report = pair(gpt2)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    given = {"attention_mask": padding(3)}
+    with pytest.warns(UserWarning, match="GPT2Attention falls back .* this call: attention_mask"):
+        y = logits_of(compiled, ids_for(), **given, use_cache=False)
+    assert not report.fallbacks
+    with pytest.warns(UserWarning, match="attention_mask"):
+        torch.testing.assert_close(y, logits_of(model, ids_for(), **given))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:fastpar.patch")
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_output_hidden_states(attn):
+    """transformers leaves hooks on attn behind; they cost nothing while they record nothing."""
+    theirs, ours, report = evaluated(attn=attn)
+    idx = ids_for()
+    got, want = (m(idx, output_hidden_states=True).hidden_states for m in (ours, theirs))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert ours.transformer.h[0].attn._forward_hooks
+    logits_of(ours, idx)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    logits_of(compiled, idx, use_cache=False)
+    assert not report.fallbacks
+    seen = []
+    ours.transformer.h[0].attn.register_forward_hook(lambda m, i, o: seen.append(o[1]))
+    with pytest.warns(UserWarning, match="hooks on attn"):
+        logits_of(ours, idx)
+    assert len(seen) == 1
+    assert (seen[0] is None) == (attn == "sdpa")
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_generation_falls_back_after_its_first_step(attn):
+    theirs, ours, report = evaluated(attn=attn)
+    idx = ids_for(T=6)
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    with pytest.warns(UserWarning, match="a cache with tokens|attention_mask"):
+        got = ours.generate(idx, **options)
+    assert torch.equal(got, theirs.generate(idx, **options))
+    assert got.shape == (2, 15)
+    assert sum(report.fallbacks.values()) in ((2 * 8,) if attn == "sdpa" else (2 * 9,))
+
+
+def test_the_cache_of_the_first_step_is_theirs():
+    """By any name: releases of transformers call it past_key_value, past_key_values and cache."""
+    theirs, ours, report = evaluated()
+    got, want = (m(ids_for(), use_cache=True).past_key_values for m in (ours, theirs))
+    assert got.get_seq_length() == want.get_seq_length() == 23
+    for layer in range(2):
+        for name in ("keys", "values"):
+            torch.testing.assert_close(
+                getattr(got.layers[layer], name), getattr(want.layers[layer], name)
+            )
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    for name in ("past_key_value", "past_key_values", "cache"):
+        cache = cache_utils.DynamicCache()
+        ours.transformer.h[0].attn(torch.randn(2, 5, 80), **{name: cache})
+        assert cache.get_seq_length() == 5
+    assert not report.fallbacks
+
+
+@pytest.mark.parametrize("setting", [{"scale_attn_weights": False},
+                                     {"scale_attn_by_inverse_layer_idx": True}])  # fmt: skip
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_scales_of_attention_in_full_and_cached_forwards(attn, setting):
+    theirs, ours, _ = pair(lambda: gpt2("D8", attn=attn, **setting).double().eval())
+    assert_same_logits(ours, theirs, use_cache=False)
+    idx, found = ids_for(T=9), []
+    for model in (theirs, ours):
+        with quiet():
+            cache = model(idx[:, :5], use_cache=True).past_key_values
+            found.append(model(idx[:, 5:], past_key_values=cache).logits)
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"implementation": "fastpar_test"}, "attn_implementation=fastpar_test"),
+    ],
+)
+def test_settings_of_the_module_fall_back(settings, reason):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(*args, **kwargs):
+        assert not [name for name in kwargs if "fastpar" in name]
+        return sdpa_attention_forward(*args, **kwargs)
+
+    transformers.AttentionInterface.register("fastpar_test", attend)
+    theirs, ours, report = evaluated()
+    for model in (theirs, ours):
+        for layer in model.transformer.h:
+            vars(layer.attn).update(settings)
+        if "implementation" in settings:
+            model.config._attn_implementation = settings["implementation"]
+    with pytest.warns(UserWarning, match=reason):
+        got = logits_of(ours, ids_for(), use_cache=False)
+    torch.testing.assert_close(got, logits_of(theirs, ids_for(), use_cache=False))
+    assert calls_of(report, "GPT2Attention", reason)
+
+
+def test_eager_attention_called_alone():
+    """Without a mask it is not causal in newer versions; the model hands it one."""
+    theirs, ours, report = pair(lambda: gpt2("D8", attn="eager").double().eval())
+    x = torch.randn(2, 7, 24, dtype=torch.float64)
+    attn = ours.transformer.h[0].attn
+    with quiet():
+        torch.testing.assert_close(attn(x)[0], theirs.transformer.h[0].attn(x)[0])
+    counted = "GPT2Attention: eager attention without a mask, which is not causal"
+    assert report.fallbacks[counted] == ("bias" not in attn._buffers)
+    report.fallbacks.clear()
+    assert_same_logits(ours, theirs, use_cache=False)
+    assert not report.fallbacks
+
+
+# Parts that are not as they were
+
+
+@both
+def test_hooks_run_in_a_patched_model(name):
+    """Each part's hook runs as often as without the patch and sees the same values."""
+    theirs, ours, _ = pair(MODELS[name])
+    for part, _ in theirs.transformer.h.named_modules():
+        if not part or part.endswith("attn_dropout"):  # sdpa does not call it either
+            continue
+        seen = []
+        for model in (theirs, ours):
+            module, outputs = model.transformer.h.get_submodule(part), []
+
+            def keep(_module, _args, output, outputs=outputs):
+                outputs.append(output[0] if isinstance(output, tuple) else output)
+
+            handle = module.register_forward_hook(keep)
+            with quiet():
+                logits_of(model, ids_for())
+            handle.remove()
+            seen.append(outputs)
+        assert len(seen[0]) == len(seen[1]) == 1, part
+        torch.testing.assert_close(seen[1][0], seen[0][0])
+
+
+class Adapter(nn.Module):
+    """What LoRA does: c_attn becomes c_attn plus something."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, x):
+        return self.base(x) * 1.5
+
+
+class Double(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+@both
+def test_adapters_and_parametrized_weights_are_used(name):
+    """Adapters leave the rest fused."""
+    theirs, ours, report = pair(lambda: MODELS[name]().double())
+    for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        holder, inner = part.split(".")
+        for model in (theirs, ours):
+            whole = model.transformer.h[0].get_submodule(holder)
+            setattr(whole, inner, Adapter(getattr(whole, inner)))
+        assert_same_logits(ours, theirs)
+    assert not report.fallbacks or name == "nanoGPT"
+    theirs, ours, report = pair(lambda: MODELS[name]().double())
+    for model in (theirs, ours):
+        for part in ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc"):
+            layer = model.transformer.h[0].get_submodule(part)
+            parametrize.register_parametrization(layer, "weight", Double())
+    assert_same_logits(ours, theirs)
+
+
+@both
+def test_another_activation_falls_back(name):
+    theirs, ours, report = pair(MODELS[name])
+    for model in (theirs, ours):
+        setattr(model.transformer.h[1].mlp, "gelu" if name == "nanoGPT" else "act", nn.SiLU())
+    with pytest.warns(UserWarning, match="falls back .* hooks on the activation, or another one"):
+        torch.testing.assert_close(logits_of(ours, ids_for()), logits_of(theirs, ids_for()))
+    assert sum(report.fallbacks.values()) == 1
+
+
+def loss_of(logits, labels, vocab_size, factor=3.0, **_):
+    return factor * F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Loss:
+    def __call__(self, *args, **kwargs):
+        return loss_of(*args, factor=0.1, **kwargs)
+
+
+def named_as_theirs(*args, **kwargs):
+    return loss_of(*args, **kwargs)
+
+
+named_as_theirs.__name__ = "ForCausalLMLoss"
+OWN_LOSS = "another loss_function"
+
+
+@pytest.mark.parametrize(
+    ("loss_function", "why"),
+    [
+        (None, "hooks on or another lm_h"),
+        (functools.partial(loss_of, factor=0.5), OWN_LOSS),  # as an object, it has no __name__
+        (Loss(), OWN_LOSS),
+        (named_as_theirs, OWN_LOSS),
+    ],
+)
+def test_fused_loss_falls_back(loss_function, why):
+    theirs, ours, report = pair(gpt2, "D8", patched={"fused_loss": True})
+    idx = ids_for()
+    for model in (theirs, ours):
+        if loss_function is None:
+            model.lm_head.register_forward_hook(lambda *_: None)
+        else:
+            model.loss_function = loss_function
+    with pytest.warns(UserWarning, match=f"GPT2LMHeadModel falls back .* {why}"):
+        got = ours(idx, labels=idx)
+    want = theirs(idx, labels=idx)
+    torch.testing.assert_close(got.logits, want.logits)
+    torch.testing.assert_close(got.loss, want.loss)
+    assert sum(report.fallbacks.values()) == 1
+
+
+def test_a_second_derivative_is_refused():
+    model = nano()
+    fastpar.patch(model)
+    loss = logits_of(model, ids_for()).square().sum()
+    with pytest.raises(RuntimeError, match="expected one backward, got create_graph=True"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+# Known by its library's own code: whatever of transformers or torch was replaced is left
+
+
+def doubled(function):
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        result = function(*args, **kwargs)
+        if isinstance(result, tuple):
+            return (2 * result[0], *result[1:])
+        return 2 * result
+
+    return run
+
+
+def test_nothing_is_replaced_in_the_libraries_themselves():
+    model = gpt2("D8")
+    for part in (model, model.transformer, *model.transformer.h, model.transformer.h[0].attn):
+        assert replaced_code(type(part)) is None
+        assert replaced_in(part) is None
+    assert torch_forward(nn.LayerNorm) is None
+    assert not is_own(doubled(nn.LayerNorm.forward), torch.__path__[0])
+
+
+def holder_of(name):
+    from transformers.models.gpt2 import modeling_gpt2 as source
+
+    return nn.LayerNorm if name == "LayerNorm" else getattr(source, name, source)
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "kind"),
+    [
+        ("GPT2Attention", "forward", "GPT2Attention"),
+        slow("GPT2MLP", "forward", "GPT2MLP"),
+        ("Conv1D", "forward", "GPT2Attention"),
+        ("LayerNorm", "forward", "LayerNorm"),
+        ("", "eager_attention_forward", "GPT2Attention"),
+    ],
+)
+def test_forwards_replaced_in_classes_are_left(holder, name, kind, monkeypatch):
+    theirs, _, _ = pair(lambda: gpt2("D8", attn="eager").double().eval())
+    monkeypatch.setattr(holder_of(holder), name, doubled(getattr(holder_of(holder), name)))
+    _, ours, report = pair(lambda: theirs)
+    words = f"{holder}.{name}".removeprefix(".")
+    assert (kind, f"{words} was replaced by someone else's") in report.left
+    assert kind not in report.replaced
+    assert_same_logits(ours, theirs, use_cache=False)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_function_registered_for_sdpa(first):
+    """Before the patch the attention is left, after it the calls fall back."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    own = doubled(sdpa_attention_forward)
+    try:
+        if first:
+            transformers.AttentionInterface.register("sdpa", own)
+        theirs, ours, report = pair(lambda: gpt2("D8").double().eval())
+        transformers.AttentionInterface.register("sdpa", own)
+        assert ("GPT2Attention" in report.replaced) is not first
+        assert_same_logits(ours, theirs, use_cache=False)
+        assert bool(report.fallbacks) is not first
+    finally:
+        transformers.AttentionInterface.register("sdpa", sdpa_attention_forward)
+    assert_same_logits(ours, theirs, use_cache=False)
+
+
+def test_methods_replaced_in_an_instance_are_left():
+    theirs = gpt2("D8").double().eval()
+    _, ours, _ = pair(lambda: theirs)
+    fastpar.unpatch(ours)
+    for model in (theirs, ours):
+        mlp = model.transformer.h[0].mlp
+        mlp.forward = doubled(mlp.forward)
+        act = model.transformer.h[1].mlp.act
+        act.forward = doubled(act.forward)
+    report = fastpar.patch(ours)
+    reason = "{} was replaced by someone else's"
+    assert ("GPT2MLP", reason.format("its forward")) in report.left
+    assert ("GPT2MLP", reason.format("forward")) in report.left
+    assert_same_logits(ours, theirs, use_cache=False)
