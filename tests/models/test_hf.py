@@ -1,4 +1,4 @@
-"""fastpar.models.hf against transformers itself, and files that are not as they should be."""
+"""Weights of transformers: the same model, the same bytes, files that are not as they should be."""
 
 import copy
 import json
@@ -9,17 +9,26 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cells import cells
+from cells import cells, covering
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import fastpar.models.hf as hf
+from fastpar.checkpoint.saver import Saver
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.files.tensor_file import TensorFile
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import is_conv1d, list_weights, load_hf, load_hf_tensors, save_hf
+from fastpar.models.hf import (
+    cut_into_files,
+    is_conv1d,
+    list_weights,
+    load_hf,
+    load_hf_tensors,
+    save_hf,
+)
 from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
@@ -28,10 +37,10 @@ TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=67, d
 SHAPES = {
     "D40": {"vocab_size": 211, "n_positions": 37, "n_embd": 80, "n_layer": 2, "n_head": 2},
     "D64": {
-        "vocab_size": 1009,
+        "vocab_size": 509,
         "n_positions": 64,
         "n_embd": 192,
-        "n_layer": 3,
+        "n_layer": 2,
         "n_head": 3,
         "layer_norm_epsilon": 1e-4,
     },
@@ -71,22 +80,17 @@ def bytes_of(tensors):
 def test_config_is_read(pair):
     theirs, _, ours = pair
     c = theirs.config
-    assert ours.config == GPTConfig(
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-        n_embd=c.n_embd,
-        block_size=c.n_positions,
-        vocab_size=c.vocab_size,
-        dropout=0.1,
-        layer_norm_eps=c.layer_norm_epsilon,
-    )
+    sizes = c.n_layer, c.n_head, c.n_embd, c.n_positions, c.vocab_size
+    eps = c.layer_norm_epsilon
+    assert ours.config == GPTConfig(*sizes, dropout=0.1, layer_norm_eps=eps)
     assert ours.num_parameters() == theirs.num_parameters()
 
 
 @torch.no_grad()
 def test_logits_equal_transformers_at_every_length(pair):
     theirs, _, ours = pair
-    for T in range(1, theirs.config.n_positions + 1):
+    most = theirs.config.n_positions
+    for T in (*range(1, most, 9), most - 1, most):
         idx = random_ids(theirs.config, T)
         expected = theirs(idx).logits
         assert expected.abs().max() > 1
@@ -178,10 +182,14 @@ def edit_config(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def edit_weights(folder, edit):
+def edit_weights(folder, **changes):
+    """Tensors by names without "transformer.": functions of the old ones; None: left out."""
     tensors = {n: t.clone() for n, t in load_file(folder / hf.WEIGHTS_FILE).items()}
-    edit(tensors)
-    save_file(tensors, folder / hf.WEIGHTS_FILE)
+    old = dict(tensors)
+    for name, change in changes.items():
+        key = name if name.startswith("lm_head") else f"transformer.{name}"
+        tensors[key] = change and change(old)
+    save_file({n: t for n, t in tensors.items() if t is not None}, folder / hf.WEIGHTS_FILE)
 
 
 def assert_same_weights(model, other):
@@ -194,15 +202,24 @@ def assert_same_weights(model, other):
 def test_round_trip_without_transformers(model, folder):
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert_same_weights(load_hf(folder), model)
+    edit_config(folder, attn_pdrop=0.3)
+    assert load_hf(folder, dropout=0.25).config.dropout == 0.25
+    # Links, as in the caches of model hubs.
+    edit_config(folder, attn_pdrop=0.0)
+    for name in (hf.WEIGHTS_FILE, "config.json"):
+        (folder / name).rename(folder / f"{name}.blob")
+        (folder / name).symlink_to(f"{name}.blob")
+    assert_same_weights(load_hf(folder), model)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 30_000])
 def test_shards_hold_at_most_what_was_asked(model, tmp_path, max_shard_bytes):
     save_hf(model, tmp_path, max_shard_bytes=max_shard_bytes)
     files = sorted(tmp_path.glob("*.safetensors"))
+    weights = list_weights(model)
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((tmp_path / hf.INDEX_FILE).read_text())
-    assert index["metadata"]["total_size"] == sum(w.nbytes for w in list_weights(model))
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights)
     shards = [load_file(file) for file in files]
     sizes = [sum(t.nbytes for t in shard.values()) for shard in shards]
     for file, shard, size in zip(files, shards, sizes):
@@ -211,72 +228,55 @@ def test_shards_hold_at_most_what_was_asked(model, tmp_path, max_shard_bytes):
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}  # transformers < 5 refuses others
     assert all(a + b > max_shard_bytes for a, b in pairwise(sizes))
+    assert [name for name, _ in cut_into_files(weights, 1e9)] == ["model.safetensors"]
+    cut = cut_into_files(weights, max_shard_bytes)
+    assert [w.key for _, ws in cut for w in ws] == [w.key for w in weights]
     assert_same_weights(load_hf(tmp_path), model)
 
 
 def test_keys_of_older_files_are_read(model, folder):
-    def edit(tensors):
-        for name in list(tensors):
-            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
-        tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril().to(torch.uint8)
-        tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
-        tensors["lm_head.weight"] = tensors["wte.weight"].clone()
-
-    edit_weights(folder, edit)
+    """Without a prefix, with masks; a tied head may stand for the embedding."""
+    tensors = {
+        n.removeprefix("transformer."): t for n, t in load_file(folder / hf.WEIGHTS_FILE).items()
+    }
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril().to(torch.uint8)
+    tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    save_file(tensors, folder / hf.WEIGHTS_FILE)
     assert_same_weights(load_hf(folder), model)
-
-
-def test_a_tied_head_may_stand_for_the_embedding(model, folder):
-    def edit(tensors):
-        tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
-
-    edit_weights(folder, edit)
+    del tensors["wte.weight"]
+    save_file(tensors, folder / hf.WEIGHTS_FILE)
     assert_same_weights(load_hf(folder), model)
-
-
-def test_an_untied_head_is_refused(model, folder):
-    def edit(tensors):
-        tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1e-3
-
-    edit_weights(folder, edit)
-    with pytest.raises(ValueError, match=r"load_hf_tensors: expected lm_head.weight equal to"):
-        load_hf(folder)
 
 
 def test_other_tensors_are_refused_and_nothing_is_copied(model):
     tensors = {w.key: w.stored(w.tensor.detach()) + 1 for w in list_weights(model)}
     before = copy.deepcopy(model)
     name = "transformer.h.1.mlp.c_fc.weight"
-    missing = {n: t for n, t in tensors.items() if n != name}
-    wrapped = {
-        f"module.{n}": t for n, t in tensors.items()
-    }  # as DistributedDataParallel names them
-    first = "none of this name but module.transformer.wte.weight; cut the names down to transf"
-    with pytest.raises(ValueError, match=first):
-        load_hf_tensors(model, wrapped)
-    with pytest.raises(ValueError, match=f"expected a tensor {name}, got none of this name; pass"):
-        load_hf_tensors(model, missing)
-    turned = {**tensors, name: tensors[name].T}
-    with pytest.raises(
-        ValueError, match=rf"expected {name} of shape \[32, 128\], got shape=\[128, 32\]"
+    for given, words in (
+        (  # as DistributedDataParallel names them
+            {f"module.{n}": t for n, t in tensors.items()},
+            "none of this name but module.transformer.wte.weight; cut the names down to transf",
+        ),
+        (
+            {n: t for n, t in tensors.items() if n != name},
+            f"expected a tensor {name}, got none of this name; pass",
+        ),
+        (
+            {**tensors, name: tensors[name].T},
+            rf"expected {name} of shape \[32, 128\], got shape=\[128, 32\]",
+        ),
+        *(
+            ({**tensors, f"transformer.{n}": torch.zeros(32)}, f"GPT-2 with n_layer=2, got {n}")
+            for n in ("h.2.ln_1.bias", "h.2.attn.c_attn.bias")
+        ),
     ):
-        load_hf_tensors(model, turned)
-    for name in ("h.2.ln_1.bias", "h.2.attn.c_attn.bias"):
-        deeper = {**tensors, f"transformer.{name}": torch.zeros(32)}
-        with pytest.raises(ValueError, match=f"GPT-2 with n_layer=2, got {name}"):
-            load_hf_tensors(model, deeper)
+        with pytest.raises(ValueError, match=words):
+            load_hf_tensors(model, given)
     assert_same_weights(model, before)
     load_hf_tensors(model, tensors)
     assert torch.equal(model.h[1].mlp.c_fc.weight, before.h[1].mlp.c_fc.weight + 1)
     assert torch.count_nonzero(model.wte.weight[67:]) == 0
-
-
-def test_a_config_with_other_sizes_than_the_weights_is_refused(folder):
-    edit_config(folder, vocab_size=68)
-    with pytest.raises(
-        ValueError, match=r"transformer.wte.weight of shape \[68, 32\], got .*67, 32"
-    ):
-        load_hf(folder)
 
 
 @pytest.mark.parametrize(
@@ -299,113 +299,88 @@ def test_a_config_with_other_sizes_than_the_weights_is_refused(folder):
         ({"n_layer": 10**9}, "expected weights of n_layer=1000000000 layers, got 28 tensors in"),
         ({"n_embd": 2**62, "n_head": 2}, "expected a model that can be, got GPTConfig"),
         ({"attn_pdrop": 0.3}, "expected one dropout rate, got embd_pdrop=0.0, attn_pdrop=0.3"),
+        ({"vocab_size": 68}, r"transformer.wte.weight of shape \[68, 32\], got .*67, 32"),
+        ({"n_positions": 2**40}, r"transformer.wpe.weight of shape \[1099511627776, 32\]"),
     ],
 )
-def test_other_architectures_are_refused_by_name(folder, changes, message):
+def test_other_architectures_are_refused_by_name(folder, changes, message, monkeypatch):
+    """Before memory is taken for them."""
+    monkeypatch.setattr(GPT, "to_empty", None)
     edit_config(folder, **changes)
-    with pytest.raises(ValueError, match=f"load_hf: .*{message}"):
+    with pytest.raises(ValueError, match=f"load_hf.*: .*{message}"):
         load_hf(folder)
 
 
-def test_dropout_can_be_chosen(folder):
-    edit_config(folder, attn_pdrop=0.3)
-    assert load_hf(folder, dropout=0.25).config.dropout == 0.25
+def mixed(dtype):
+    return {"wpe.weight": lambda old: old["transformer.wpe.weight"].to(dtype)}
+
+
+def test_dtypes_and_heads(model, folder):
+    assert load_hf(folder, dtype=torch.bfloat16).wpe.weight.dtype == torch.bfloat16
+    edit_weights(folder, **mixed(torch.float16))
+    words = r"one dtype of .*torch.float16, torch.float32 in .*dtype="
+    with pytest.raises(ValueError, match=words):
+        load_hf(folder)
+    assert load_hf(folder, dtype=torch.float32).wpe.weight.dtype == torch.float32
+    edit_weights(folder, **mixed(torch.int8))
+    with pytest.raises(ValueError, match=r"got dtypes=torch.float32, torch.int8 in .*convert them"):
+        load_hf(folder, dtype=torch.float32)
+    edit_weights(folder, **mixed(torch.float32))
+    head = {"lm_head.weight": lambda old: old["transformer.wte.weight"] + 1e-3}
+    edit_weights(folder, **head)
+    with pytest.raises(ValueError, match=r"load_hf_tensors: expected lm_head.weight equal to"):
+        load_hf(folder)
+    words = r"save_hf: expected parameters of .* got dtype=torch.float64"
+    with pytest.raises(ValueError, match=words):
+        save_hf(model.double(), folder / "double")
+    with pytest.raises(ValueError, match=r"Saver: expected parameters of .* dtype=torch.float64"):
+        Saver(folder, model=model)
+
+
+def refused(folder, words):
+    with pytest.raises(ValueError, match=words):
+        load_hf(folder)
 
 
 def test_damaged_or_missing_files_are_named(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"readable config.json, got .*none/config.json \(no such"):
-        load_hf(tmp_path / "none")
-    weights = folder / hf.WEIGHTS_FILE
+    """A pipe is not waited for."""
+    refused(tmp_path / "none", r"readable config.json, got .*none/config.json \(no such")
+    weights, config = folder / hf.WEIGHTS_FILE, folder / "config.json"
     whole = weights.read_bytes()
     for size in (len(whole) - 1, 100, 4, 0):
         weights.write_bytes(whole[:size])
-        with pytest.raises(
-            ValueError, match=r"complete safetensors file, got .*model.safetensors \("
-        ):
-            load_hf(folder)
+        refused(folder, r"complete safetensors file, got .*model.safetensors \(")
     weights.unlink()
-    with pytest.raises(
-        ValueError, match=r"model.safetensors or .*index.json, got neither in folder="
-    ):
-        load_hf(folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"readable config.json, got .*config.json \("):
-        load_hf(folder)
-    (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"got .*config.json \(no JSON object but list\)"):
-        load_hf(folder)
-
-
-def test_sizes_are_compared_before_memory_is_taken(folder, monkeypatch):
-    monkeypatch.setattr(GPT, "to_empty", None)
-    edit_config(folder, n_positions=2**40)
-    with pytest.raises(ValueError, match=r"transformer.wpe.weight of shape \[1099511627776, 32\]"):
-        load_hf(folder)
-
-
-def test_a_pipe_is_not_waited_for(folder):
-    for name in (hf.WEIGHTS_FILE, "config.json"):
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-        with pytest.raises(ValueError, match=rf"got .*{name} \(.*not a regular file"):
-            load_hf(folder)
-
-
-def test_files_may_be_links_as_in_the_caches_of_model_hubs(model, folder):
-    for name in (hf.WEIGHTS_FILE, "config.json"):
-        (folder / name).rename(folder / f"{name}.blob")
-        (folder / name).symlink_to(f"{name}.blob")
-    assert_same_weights(load_hf(folder), model)
+    refused(folder, r"model.safetensors or .*index.json, got neither in folder=")
+    os.mkfifo(weights)
+    refused(folder, r"got .*model.safetensors \(.*not a regular file")
+    config.write_text("{")
+    refused(folder, r"readable config.json, got .*config.json \(")
+    config.write_text("[]")
+    refused(folder, r"got .*config.json \(no JSON object but list\)")
+    config.unlink()
+    os.mkfifo(config)
+    refused(folder, r"got .*config.json \(.*not a regular file")
 
 
 def test_damaged_shards_are_named(model, tmp_path):
     save_hf(model, tmp_path, max_shard_bytes=30_000)
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=f"complete safetensors file, got .*{shard.name}"):
-        load_hf(tmp_path)
+    refused(tmp_path, f"complete safetensors file, got .*{shard.name}")
     shard.unlink()
-    with pytest.raises(ValueError, match=f"complete safetensors file, got .*{shard.name}"):
-        load_hf(tmp_path)
+    refused(tmp_path, f"complete safetensors file, got .*{shard.name}")
     for name in ("../model.safetensors", "/etc/passwd", "a/b", "..", 3):
         (tmp_path / hf.INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
-        with pytest.raises(ValueError, match=r"expected names of files in the folder, got .*index"):
-            load_hf(tmp_path)
+        refused(tmp_path, r"expected names of files in the folder, got .*index")
     (tmp_path / hf.INDEX_FILE).write_text("{}")
-    with pytest.raises(ValueError, match=r"expected a weight_map with file names, got .*=None"):
-        load_hf(tmp_path)
-
-
-def test_dtypes(model, folder):
-    assert load_hf(folder, dtype=torch.bfloat16).wpe.weight.dtype == torch.bfloat16
-
-    def mix(tensors):
-        tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"].half()
-
-    edit_weights(folder, mix)
-    with pytest.raises(
-        ValueError, match=r"one dtype of .*torch.float16, torch.float32 in .*dtype="
-    ):
-        load_hf(folder)
-    assert load_hf(folder, dtype=torch.float32).wpe.weight.dtype == torch.float32
-
-    def quantize(tensors):
-        tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"].to(torch.int8)
-
-    edit_weights(folder, quantize)
-    with pytest.raises(ValueError, match=r"got dtypes=torch.float32, torch.int8 in .*convert them"):
-        load_hf(folder, dtype=torch.float32)
-    with pytest.raises(
-        ValueError, match=r"save_hf: expected parameters of .* got dtype=torch.float64"
-    ):
-        save_hf(model.double(), folder / "double")
+    refused(tmp_path, r"expected a weight_map with file names, got .*=None")
 
 
 def test_a_saved_model_is_never_overwritten(model, folder):
     before = (folder / hf.WEIGHTS_FILE).read_bytes()
-    with pytest.raises(
-        ValueError, match=r"save_hf: expected a folder without a model, got folder="
-    ):
+    words = r"save_hf: expected a folder without a model, got folder="
+    with pytest.raises(ValueError, match=words):
         save_hf(GPT(TINY, seed=1), folder)
     assert (folder / hf.WEIGHTS_FILE).read_bytes() == before
     with pytest.raises(ValueError, match="expected max_shard_bytes >= 1, got max_shard_bytes=0"):
@@ -437,9 +412,8 @@ def test_a_failed_save_leaves_no_model_and_can_be_repeated(model, tmp_path, monk
     assert (tmp_path / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("vocab_size", [67, 256, 301])  # 1, 2 and 3 times 128 rows
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_that_split_a_model_read_whole_tensors(tmp_path, vocab_size, stage):
+@covering(1, ("vocab_size", [67, 256, 301]), ("stage", [0, 3]))  # 1, 2 and 3 times 128 rows
+def test_ranks_that_split_a_model_read_whole_tensors(vocab_size, stage, tmp_path):
     config = replace(TINY, vocab_size=vocab_size)
     model = GPT(config, seed=1)
     save_hf(model, tmp_path / "whole")
@@ -484,3 +458,44 @@ def test_without_safetensors_the_message_says_what_to_install(model, folder, mon
         load_hf(folder)
     save_hf(model, folder / "new")  # needs no package
     assert (folder / "new" / hf.WEIGHTS_FILE).stat().st_size > 0
+
+
+# Names and layouts of weights
+
+
+def described(model):
+    """Names, and files that they are cut into."""
+    weights = list_weights(model)
+    files = [(file, [w.key for w in ws]) for file, ws in cut_into_files(weights, 30_000)]
+    return [(w.name, w.key, w.shape, w.transposed) for w in weights], files
+
+
+def test_a_gpt_has_transformers_tensors(tmp_path):
+    model = GPT(TINY)
+    stored = {w.key: w.stored(w.tensor.detach()) for w in list_weights(model)}
+    save_hf(model, tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    assert stored.keys() == expected.keys()
+    for w in list_weights(model):
+        assert tuple(expected[w.key].shape) == w.shape
+        assert torch.equal(stored[w.key], expected[w.key])
+        assert torch.equal(w.stored(w.local(stored[w.key])), stored[w.key])
+
+
+@pytest.mark.parametrize(("ranks", "tp", "stage"), [(2, 1, 3), (2, 2, 0), (4, 2, 3)])
+def test_the_layout_does_not_depend_on_the_mesh(ranks, tp, stage):
+    def work():
+        model = GPT(TINY)
+        model.wpe.weight.requires_grad_(False)
+        return described(parallelize(model, Mesh(tp=tp, device="cpu"), zero_stage=stage))
+
+    assert run_ranks(work, ranks) == [described(GPT(TINY))] * ranks
+
+
+def test_any_module_keeps_its_names_and_buffers():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(3, 2))
+    model[2].weight = model[0].weight
+    names = [w.key for w in list_weights(model)]
+    assert names == [n for n in model.state_dict() if n != "2.weight"][:4] + ["2.bias"] + [
+        f"1.{b}" for b in ("running_mean", "running_var", "num_batches_tracked")
+    ]

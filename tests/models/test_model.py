@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import slow, sweep
 
 import fastpar
-from fastpar import Mesh, parallelize
-from fastpar.kernels import keep_mask, make_key, quantize_p
+from fastpar import AdamW, Mesh, parallelize
+from fastpar.axes.tensor.functional import column_linear, row_linear
+from fastpar.kernels import DelayedScales, Fp8, keep_mask, make_key, quantize_p
 from fastpar.kernels.philox import Rng
-from fastpar.models.gpt import GPT
+from fastpar.models.gpt import GPT, use_fp8
 from fastpar.settings.model import PRESETS, GPTConfig
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
@@ -119,16 +121,14 @@ def test_logits_loss_and_gradients_match_plain_torch(dtype, train):
     assert_within_twice({"logits": logits.detach(), "loss": loss.detach(), **grads}, eager, oracle)
 
 
-@pytest.mark.parametrize("T", [1, 2, 36])
+@sweep("T", [1, 2, 36])
 def test_any_length_up_to_the_limit(T):
     model = model_of().eval()
     idx, targets = batch(T=T)
     oracle = results_of_ref(model, torch.float64, idx, targets, None)
     eager = results_of_ref(model, torch.float32, idx, targets, None)
-    logits = model(idx).detach()
-    assert_within_twice(
-        {"logits": logits}, {"logits": eager["logits"]}, {"logits": oracle["logits"]}
-    )
+    ours = {"logits": model(idx).detach()}
+    assert_within_twice(ours, {"logits": eager["logits"]}, {"logits": oracle["logits"]})
     torch.testing.assert_close(model(idx, targets).double(), oracle["loss"], atol=1e-5, rtol=0)
 
 
@@ -143,26 +143,21 @@ def test_loss_reduction_and_ignored_targets():
         torch.testing.assert_close(model(idx, targets), mean)
 
 
-def test_dropout_is_off_in_eval_mode_and_at_rate_zero():
+def test_dropout_is_off_in_eval_mode_and_at_rate_zero_and_torchs_seed_rules_it():
     idx, _ = batch()
     model = model_of()
-    trained = model(idx, rng_key=make_key(0, 0))
-    model.eval()
-    assert torch.equal(model(idx, rng_key=make_key(0, 0)), model(idx))
-    assert not torch.equal(model(idx), trained)
-    plain = GPT(GPTConfig(**{**TINY.__dict__, "dropout": 0.0}))
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(plain.train()(idx), model(idx))
-
-
-def test_without_a_key_torch_manual_seed_rules_the_dropout():
-    model, (idx, _) = model_of(), batch()
     drawn = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
         drawn.append(model(idx))
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
+    model.eval()
+    assert torch.equal(model(idx, rng_key=make_key(0, 0)), model(idx))
+    assert not torch.equal(model(idx), drawn[0])
+    plain = GPT(replace(TINY, dropout=0.0))
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain.train()(idx), model(idx))
 
 
 def test_masks_follow_the_sample_not_its_place_in_the_batch():
@@ -176,7 +171,7 @@ def test_masks_follow_the_sample_not_its_place_in_the_batch():
 
 
 @pytest.mark.parametrize("adamw", [torch.optim.AdamW, fastpar.AdamW], ids=["torch", "fastpar"])
-def test_padding_rows_stay_zero(adamw):
+def test_padding_rows_stay_zero_and_change_nothing(adamw):
     model, (idx, targets) = model_of(), batch()
     V = TINY.vocab_size
     assert model.wte.weight.shape == (256, 80)
@@ -188,13 +183,10 @@ def test_padding_rows_stay_zero(adamw):
         assert torch.equal(model.wte.weight.grad[V:], torch.zeros(256 - V, 80))
         optimizer.step()
         assert torch.equal(model.wte.weight[V:], torch.zeros(256 - V, 80))
-
-
-def test_padding_changes_neither_loss_nor_logits():
-    model, (idx, targets) = model_of().eval(), batch()
+    model.eval()
     logits, loss = model(idx), model(idx, targets)
     with torch.no_grad():
-        model.wte.weight[TINY.vocab_size :] = 100.0
+        model.wte.weight[V:] = 100.0
     assert torch.equal(model(idx), logits)
     assert torch.equal(model(idx, targets), loss)
 
@@ -208,7 +200,9 @@ def test_padding_changes_neither_loss_nor_logits():
         ("gpt2-xl", 1_557_611_200, 10.289),
     ],
 )
-def test_published_sizes(name, n_parameters, gflops):
+def test_published_sizes(name, n_parameters, gflops, monkeypatch):
+    """Of models on the meta device, which draw nothing."""
+    monkeypatch.setattr(torch.Tensor, "normal_", None, raising=False)
     with torch.device("meta"):
         model = GPT(PRESETS[name])
     assert model.num_parameters() == n_parameters
@@ -243,7 +237,7 @@ def test_each_tensor_is_drawn_from_seed_and_name_alone():
     small = GPT(TINY, seed=5).state_dict()
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(123)
-    deep = GPT(GPTConfig(**{**TINY.__dict__, "n_layer": 3}), seed=5).state_dict()
+    deep = GPT(replace(TINY, n_layer=3), seed=5).state_dict()
     other = GPT(TINY, seed=6).state_dict()
     for name, p in small.items():
         if not name.endswith("c_proj.weight"):
@@ -254,18 +248,10 @@ def test_each_tensor_is_drawn_from_seed_and_name_alone():
     assert len({tuple(m.tolist()) for m in matrices}) == len(matrices)
 
 
-def test_builds_on_the_meta_device_without_drawing(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "normal_", None, raising=False)
-    with torch.device("meta"):
-        model = GPT(TINY)
-    assert all(p.is_meta for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    "train", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["dropout", "eval"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("train", [True, False], ids=["dropout", "eval"])
 def test_compiles_to_one_graph(train):
-    model, (idx, targets) = model_of().train(train), batch()
+    model, (idx, targets) = model_of(replace(TINY, n_layer=1)).train(train), batch()
     rng_key = make_key(0, 0)
     eager = model(idx, targets, rng_key=rng_key)
     eager.backward()
@@ -349,3 +335,117 @@ def test_ranks_of_tp_draw_one_key_for_dropout(monkeypatch):
     for drawn, first, second in run_ranks(run, 2):
         assert torch.equal(drawn, first)
         assert not torch.equal(drawn, second)
+
+
+# Products in 8 bits
+
+FP8_SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 256, "block_size": 8, "vocab_size": 40}
+FP8 = GPTConfig(**FP8_SHAPE, dropout=0.0)
+
+
+def fp8_model(layers, dtype=torch.float64, **how):
+    model = GPT(FP8).to(dtype)
+    with torch.no_grad():  # at first a zero's column of values is 0
+        for p in model.parameters():
+            p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+        model.wte.weight[FP8.vocab_size :] = 0.0
+    use_fp8(model, layers, emulate=True, **how)
+    return model
+
+
+def fp8_batch(step, rows=2):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 40, (2, rows, 8), generator=generator)
+
+
+def test_which_layers_have_fp8():
+    for layers, names in (("mlp", {"c_fc", "mlp.c_proj"}), ("all", {"c_attn", "attn.c_proj"})):
+        model = fp8_model(layers, scaling="tensor")
+        found = {n: m.fp8 for n, m in model.named_modules() if getattr(m, "fp8", None)}
+        assert len(found) == {"mlp": 4, "all": 8}[layers]
+        for end in names:
+            assert sum(name.endswith(end) for name in found) == 2
+        assert len({how.layer for how in found.values()}) == len(found)
+        assert [n for n, how in found.items() if not how.keeps] == [
+            f"h.{i}.attn.c_proj" for i in range(2) if layers == "all"
+        ]
+    use_fp8(model, "none")
+    assert not any(getattr(m, "fp8", None) for m in model.modules())
+    assert model.fp8_scales is None
+
+
+def fp8_steps(steps, layers, mesh=None, options=None, **how):
+    """Losses and weights of one process, or of a rank, and its scales."""
+    model = fp8_model(layers, **how)
+    rows = slice(None)
+    if mesh is not None:
+        mesh = Mesh(tp=mesh, device="cpu")
+        rows = slice(mesh.dp_rank, None, mesh.dp_size)
+        parallelize(model, mesh, Parallel.of(**options))
+    optimizer = AdamW(model.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        x, y = fp8_batch(step)
+        loss = model(x[rows], y[rows])
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if model.fp8_scales is not None and mesh is None:
+            model.fp8_scales.update()
+    return losses, model.state_dict(), model.fp8_scales and model.fp8_scales.history
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "stage", "sequence", "layers", "how"),
+    [
+        (2, 1, 0, True, "all", {"scaling": "block"}),
+        (2, 1, 0, False, "all", {"scaling": "tensor", "weight_gradient": "fp8"}),
+        slow(1, 2, 3, True, "all", {"scaling": "row"}),
+        slow(2, 1, 0, True, "all", {"scaling": "tensor"}),
+        slow(2, 1, 0, False, "mlp", {"scaling": "block"}),
+        slow(1, 2, 2, True, "mlp", {"scaling": "tensor", "weight_gradient": "fp8"}),
+    ],
+)
+def test_fp8_on_ranks_is_the_run_of_one_process(tp, dp, stage, sequence, layers, how):
+    losses, weights, _ = fp8_steps(3, layers, **how)
+    rounded = fp8_steps(1, "none")[0]
+    if how["scaling"] != "tensor":  # which rounds nothing in the first step
+        assert abs(rounded[0] - losses[0]) > 1e-6
+    options = {"sequence_parallel": sequence, "zero_stage": stage}
+    results = run_ranks(lambda: fp8_steps(3, layers, tp, options, **how), tp * dp)
+    for step, loss in enumerate(losses):
+        mean = sum(found[0][step] for found in results) / len(results)
+        assert abs(mean - loss) <= 1e-12 * abs(loss)
+    for _, whole, history in results:
+        if tp == 1:
+            for name, p in weights.items():
+                assert (whole[name] - p).abs().max() <= 1e-12 * p.abs().max(), name
+        if history is not None:
+            assert torch.equal(history, results[0][2])
+
+
+def test_fp8_that_is_refused():
+    with pytest.raises(ValueError, match="expected one of none, mlp, all, got layers=attn"):
+        use_fp8(GPT(FP8), "attn")
+    experts = GPT(GPTConfig(**{**FP8_SHAPE, "n_embd": 16}, dropout=0.0, n_expert=2))
+    with pytest.raises(ValueError, match="expected a model without experts, got n_expert=2"):
+        use_fp8(experts, "mlp", emulate=True)
+    with pytest.raises(ValueError, match="got weight_gradient=fp8 with scaling=row"):
+        use_fp8(GPT(FP8), "mlp", weight_gradient="fp8")
+
+
+def split_fp8(op):
+    mesh = Mesh(tp=2, device="cpu")
+    model = parallelize(fp8_model("none"), mesh)
+    x, weight = torch.ones(2, 64).double(), torch.ones(64, 64).double()
+    with pytest.raises(ValueError, match=f"{op.__name__}: expected scaling=tensor, or block"):
+        op(x, weight, tp=model.tp, fp8=Fp8("block", emulate=True))
+    scales = DelayedScales(1)
+    y = op(x, weight, tp=model.tp, fp8=Fp8("tensor", emulate=True, scales=scales))
+    assert y.shape == ((4, 64) if op is column_linear else (1, 64))
+
+
+@sweep("op", [column_linear, row_linear])
+def test_layers_split_within_a_block_are_refused(op):
+    run_ranks(split_fp8, 2, op)
