@@ -36,18 +36,17 @@ from torch import Tensor
 import fastpar
 from bench.gpu_cells import AT_ONCE, CELLS, LIMIT_S, RUN, Cell, Runner, cell, note
 from bench.harness import Bench
-from bench.ops.errors import orthogonals
 from bench.records import ROOT, ResultFile, Row, commit, machine
 from bench.systems import bench_train
 from bench.systems.bench_train import Spec, Variant
 from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor
-from fastpar.doctor.cases import ErrorCase, attentions, experts, proof_cases
 from fastpar.doctor.report import row as proof_line
 from fastpar.doctor.table import VERSION, environment, row_of
 from fastpar.doctor.trial import clock_for
 from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import attention_peers, backend
+from fastpar.kernels.cases import OpCase, attention_case, experts, orthogonals, proof_cases
 from fastpar.kernels.choice import OWN, Case, trying
 from fastpar.predict.machine import Ceilings, measure_ceilings
 from fastpar.settings.config import TrainConfig
@@ -138,12 +137,12 @@ def guarded() -> Iterator[Callable[[], None]]:
         torch.empty, torch.empty_like, Tensor.new_empty = real  # type: ignore
 
 
-def judge(cases: Sequence[ErrorCase], dtypes: Sequence[torch.dtype], what: str = OWN) -> Found:
+def judge(cases: Sequence[OpCase], dtypes: Sequence[torch.dtype], what: str = OWN) -> Found:
     """Every result within the 2x rule, in two calls with the same bits; all that fails."""
     worst: dict[str, list[Any]] = {}
     wrong: list[str] = []
 
-    def look(one: ErrorCase, dtype: torch.dtype, where: str) -> None:
+    def look(one: OpCase, dtype: torch.dtype, where: str) -> None:
         with trying(one.op, what), guarded() as check:
             for result, e in one.measure(dtype, RUN.device).items():
                 share = e.max / e.bound if e.bound else float(e.max > 0) * 1e9
@@ -206,15 +205,20 @@ def check_attention(D: int, what: str) -> Found:
     why = attention_peers.refusal(peer, q, q, q, True) if peer else ""
     if why:
         return {"shown": f"left out: it {why}"}
-    shapes = [(2, T, T, 4, 4, D) for T in (LENGTHS[:3] if RUN.quick else LENGTHS)]
-    shapes += [] if peer else [(1, 300, 300, 6, 2, D), (2, 64, 96, 4, 4, D)]
-    cases = [one for one in attentions(tuple(shapes), RUN.device) if "documents" not in one.shape]
-    return judge([one for one in cases if not peer or "dropout" not in one.shape], HALF, what)
+    lengths = LENGTHS[:3] if RUN.quick else LENGTHS
+    cases = [attention_case(2, T, D, 4, RUN.device) for T in lengths]
+    if not peer:
+        cases.append(attention_case(1, 300, D, 6, RUN.device, Hkv=2))
+        cases.append(attention_case(2, 64, D, 4, RUN.device, Tk=96))
+        cases.append(attention_case(1, 48, D, 4, RUN.device, p=0.1))
+    cases.append(attention_case(2, 64, D, 4, RUN.device, causal=False))
+    cases.append(attention_case(2, 64, D, 4, RUN.device, scale=6.0))
+    return judge(cases, HALF, what)
 
 
 def check_matrices() -> Found:
     shapes = (768, 768), (768, 3072), (100, 257)
-    return judge(list(orthogonals(shapes)), (WIDE, HALF[0]))
+    return judge([next(orthogonals(*s, RUN.device)) for s in shapes], (WIDE, HALF[0]))
 
 
 CELLS["right"] += [
@@ -222,7 +226,7 @@ CELLS["right"] += [
       for op, size, n in LISTED),
     *(Cell(f"attention {D} {what}", partial(check_attention, D, what), 40)
       for D in (64, 128) for what in WHO),
-    Cell("experts", lambda: judge(list(experts(256, 128)), (*HALF, WIDE)), 40),
+    Cell("experts", lambda: judge(list(experts(256, 128, RUN.device)), (*HALF, WIDE)), 40),
     Cell("orthogonalize", check_matrices, 30),
 ]  # fmt: skip
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm.ranks import GRACE_S, Rank, RankFailed, Ranks, culprit, late
-from fastpar.doctor.cases import measure_errors
+from fastpar.kernels.cases import measure_errors
 
 
 def run_ranks(

@@ -43,7 +43,6 @@ from bench.records import (
 )
 from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor, report
-from fastpar.doctor.cases import proof_cases
 from fastpar.doctor.table import VERSION, environment, row_of
 from fastpar.doctor.trial import DEFAULT_ROWS, Way, time_ways, warm, what_is_wrong
 from fastpar.kernels import (
@@ -55,6 +54,7 @@ from fastpar.kernels import (
     gelu_configs,
     layer_norm_configs,
 )
+from fastpar.kernels.cases import proof_cases
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
 from fastpar.kernels.config_table import ConfigTable
 from fastpar.settings.model import GPTConfig

@@ -61,7 +61,7 @@ def proofs_folder() -> Path:
 def environment(device: str) -> dict[str, str]:
     """What a proof holds for: the device's name, and the versions of all that computes."""
     digest = hashlib.sha256()  # of the kernels installed: a checkout changes without its version
-    for path in sorted(Path(fastpar.kernels.__file__).parent.glob("*")):
+    for path in sorted(Path(fastpar.kernels.__file__).parent.rglob("*")):
         if path.suffix in (".py", ".json"):
             digest.update(path.read_bytes())
     about = {"fastpar": f"{__version__} {digest.hexdigest()[:8]}", "torch": torch.__version__}

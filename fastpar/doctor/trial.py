@@ -52,7 +52,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastpar.doctor.cases import HEADS, ErrorCase, cases_of_many_rows, proof_cases
 from fastpar.files.packages import call_command
 from fastpar.kernels import (  # noqa: F401  the tables fill TABLES
     attention_bits,
@@ -64,6 +63,7 @@ from fastpar.kernels import (  # noqa: F401  the tables fill TABLES
     layer_norm_configs,
 )
 from fastpar.kernels.attention_peers import PEERS, left_out
+from fastpar.kernels.cases import HEADS, OpCase, cases_of_many_rows, proof_cases
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
 from fastpar.kernels.config_table import TABLES
 
@@ -238,7 +238,7 @@ def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
             torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
-def _cases(case: Case, rows: int) -> tuple[list[ErrorCase], list[ErrorCase]]:
+def _cases(case: Case, rows: int) -> tuple[list[OpCase], list[OpCase]]:
     """What a proof has, the timed one first, and which of them are compared."""
     most = MOST_ELEMENTS[case.device] // max(case.size, 1)
     rows = min(rows or DEFAULT_ROWS[case.device], max(64, most))
@@ -285,7 +285,7 @@ def _fits(case: Case, rows: int) -> bool:
     return 8 * scores_bytes < torch.cuda.mem_get_info()[0]  # an oracle keeps 5 such tensors
 
 
-def _others(case: Case, timed: ErrorCase) -> list[str]:
+def _others(case: Case, timed: OpCase) -> list[str]:
     """Other implementations behind the op that can serve the timed call."""
     if case.op != "attention":
         return []
@@ -294,7 +294,7 @@ def _others(case: Case, timed: ErrorCase) -> list[str]:
 
 
 def _fastest(
-    case: Case, found: Sequence[ErrorCase], times: Mapping[str, tuple[float, float]]
+    case: Case, found: Sequence[OpCase], times: Mapping[str, tuple[float, float]]
 ) -> tuple[str, str]:
     """Who does forward and who backward: OWN but where another is faster, and right together."""
     able = [name for name in times if times[name][1] or not times[OWN][1]]  # of backward
@@ -308,7 +308,7 @@ def _fastest(
     return OWN, OWN
 
 
-def what_is_wrong(case: Case, found: Sequence[ErrorCase], what: str = OWN) -> str:
+def what_is_wrong(case: Case, found: Sequence[OpCase], what: str = OWN) -> str:
     """The first result that breaks a rule, with its numbers; "" where all keep them.
 
     Raises:
@@ -410,7 +410,7 @@ def _line(text: str, index: int) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in line)
 
 
-def _failure(case: Case, one: ErrorCase, what: str, error: Exception) -> str:
+def _failure(case: Case, one: OpCase, what: str, error: Exception) -> str:
     """Why `what` is wrong that raised an error, in one line."""
     why = f"at {one.shape}: {type(error).__name__}: {_line(str(error), 0) or 'no message'}"
     if case.device == "cuda":
@@ -430,7 +430,7 @@ Times = dict[str, tuple[float, float]]  # ms of forward and backward
 
 
 def _times(
-    case: Case, one: ErrorCase, compiled: bool, others: Sequence[str], *, host: bool
+    case: Case, one: OpCase, compiled: bool, others: Sequence[str], *, host: bool
 ) -> tuple[Times, dict[str, str]]:
     """Of the own kernel, of what runs instead, of stock PyTorch, of that under torch.compile, and
     of other implementations; see time_ways."""
@@ -449,7 +449,7 @@ def _times(
 
 
 def time_ways(
-    case: Case, one: ErrorCase, ways: Mapping[str, tuple[Way, Any]], *, host: bool = False
+    case: Case, one: OpCase, ways: Mapping[str, tuple[Way, Any]], *, host: bool = False
 ) -> tuple[Times, dict[str, str]]:
     """The times of each (way, function), which is called inside way(); why others have none.
 

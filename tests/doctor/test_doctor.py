@@ -124,7 +124,7 @@ def test_a_lost_gpu_bars_the_kernel_that_lost_it_and_ends_the_process(monkeypatc
         cuda.append(self.shape)
         lost()
 
-    monkeypatch.setattr(trial.ErrorCase, "measure", measure)
+    monkeypatch.setattr(trial.OpCase, "measure", measure)
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     prover = doctor.Prover()
     start = ProofTable.__init__  # with the CPU's file
@@ -141,7 +141,7 @@ def test_an_error_that_leaves_the_gpu_alone_is_of_one_kernel(monkeypatch):
     def refuse(*args):
         raise RuntimeError("CUDA error: too many resources requested for launch")
 
-    monkeypatch.setattr(trial.ErrorCase, "measure", refuse)
+    monkeypatch.setattr(trial.OpCase, "measure", refuse)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     found = trial.proof_cases("weight_gradient", 96, "cpu", 64)
     case = Case("cuda", "weight_gradient", torch.bfloat16, 96)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from fastpar.doctor import doctor, report, trial
-from fastpar.doctor.cases import proof_cases
 from fastpar.doctor.table import ProofTable
 from fastpar.kernels import attention_peers, choice
+from fastpar.kernels.cases import proof_cases
 from fastpar.kernels.choice import OWN, Case
 
 PLAIN = Case("cpu", "attention", torch.float32, 32)

@@ -9,8 +9,8 @@ from cells import slow
 
 from bench.ops.errors import cases
 from fastpar import kernels
-from fastpar.doctor.cases import evaluate, flat_ops, linears_fp8
 from fastpar.kernels import Rng, adamw_storage, backend, make_key
+from fastpar.kernels.cases import evaluate, flat_ops, linears_fp8
 
 LOGITS, TARGETS = torch.linspace(-3, 4, 5 * 70).view(5, 70), torch.tensor([0, 69, -100, 7, 31])
 KEY = make_key(3, 1)
@@ -57,7 +57,7 @@ DEFAULTS = [
 def every_case(implementation):
     """(name, op, inputs)"""
     interpreted = implementation == "triton"
-    more = [] if interpreted else [*flat_ops(500), *linears_fp8(24, 32)]
+    more = [] if interpreted else [*flat_ops(1, 500, "cpu"), *linears_fp8(24, 32, "cpu")]
     for case in [*cases("cpu", interpreted=interpreted, quick=True), *more]:
         for dtype in case.dtypes[: 1 if interpreted else None]:
             inputs = list(case.inputs(dtype, "cpu").values())

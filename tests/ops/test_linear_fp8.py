@@ -4,9 +4,9 @@ import pytest
 import torch
 from cells import sweep
 
-from fastpar.doctor.cases import proof_cases
 from fastpar.doctor.trial import launches_of
 from fastpar.kernels import DelayedScales, Fp8, backend, linear, linear_fp8
+from fastpar.kernels.cases import proof_cases
 from fastpar.kernels.choice import Case
 from fastpar.kernels.linear_fp8 import (
     BLOCK,

@@ -182,7 +182,9 @@ def test_every_op_has_an_oracle_and_a_bench():
     reference = (ROOT / "kernels" / "reference.py").read_text()
     for path in sources("kernels"):
         parts = r"(adamw|attention|layer_norm)_\w+|\w+_configs"
-        helpers = r"__init__|backend|reference|philox|choice|config_table|host|weight_gradients|op"
+        helpers = (
+            r"__init__|backend|cases|reference|philox|choice|config_table|host|weight_gradients|op"
+        )
         if re.fullmatch(f"{parts}|{helpers}", path.stem) or is_triton(path):
             continue
         bench = f"bench_{path.stem.removesuffix('_shard')}.py"  # the shards are cross_entropy's

@@ -1,0 +1,1345 @@
+"""What every op is proven, judged and timed by, once: inputs, oracle, stock PyTorch, bytes, FLOPs.
+
+A case is one op at one shape. `fastpar doctor` proves with cases (fastpar/doctor/trial.py), tests
+judge with them (tests/ops/test_cases.py), benches time them (bench/ops), and so do the checks on a
+GPU (bench/gpu_checks.py). Nothing else imports this file.
+
+To add an op, write a maker: a function of (rows, size, device, more) that yields cases, a plain one
+first, then hostile ones; with more=True also those that only tests and the ledger of errors need.
+`size` is the last dimension, 0 where it says nothing. `@makes("my_op")` puts it into the table.
+
+[Note: errors] An error is measured against fp64. It is judged in two ways. Errors.bound, the 2x
+rule, is what a machine is proven by: twice what plain PyTorch in the same dtype reaches there.
+allowed() comes from arithmetic alone, and holds on every machine: each step of the oracle is
+rounded once to the dtype, sums of n terms by sqrt(n) roundings of fp32 more, at random, and the
+results are compared with the exact ones. So an error is roundings times the condition of the
+inputs. n roundings add up to sqrt(n) of them, times a factor that is above LAMBDA in one of
+thousands of cases (Higham and Mary 2019, doi 10.1137/18M1226312).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastpar.kernels import (
+    DelayedScales,
+    Fp8,
+    Hyper,
+    Rng,
+    accumulate_,
+    adamw_step_,
+    attention,
+    attention_qkvpacked,
+    backend,
+    bias_gelu,
+    combine,
+    cross_entropy,
+    cross_entropy_shard,
+    cross_entropy_shard_grad,
+    dequantize_blockwise,
+    dropout,
+    embedding,
+    gelu_mlp,
+    global_norm,
+    grouped_linear,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    make_key,
+    orthogonalize,
+    pack_,
+    permute,
+    reference,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+    route,
+    sum_shards,
+    unpack_,
+)
+from fastpar.kernels.backend import wide
+from fastpar.kernels.linear import weight_gradient, wide_product
+from fastpar.kernels.orthogonalize import POLAR_EXPRESS
+
+
+class Errors(NamedTuple):
+    """Errors of one result against fp64, over all elements that are finite there."""
+
+    max: float
+    rms: float
+    eager_max: float  # of plain PyTorch in the same dtype
+    eager_rms: float
+    rounding: float  # of the largest value to the result's dtype: eps / 2 * max|oracle|
+    numel: int
+    condition: float = 0.0  # see bound; measured where the rest of it is not enough
+
+    @property
+    def bound(self) -> float:
+        """Twice what plain PyTorch's error and the condition are, and one rounding of the result.
+
+        The largest value of a result that was exact until it was stored can be off by that
+        rounding. PyTorch's error alone is no yardstick: it depends on the CPU's libraries, and is
+        small by luck where few elements are compared. The condition depends on the inputs only: it
+        is how far the exact result moves when each input is rounded once, in fp32 (fp64 for fp64).
+        Results of a stable algorithm are those of inputs that are off by a few such roundings.
+        """
+        return 2.0 * (self.eager_max + self.condition) + self.rounding
+
+
+def measure_errors(
+    fn: Callable[..., Any],
+    ref: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    eager: Callable[..., Any] | None = None,
+    grad: bool = True,
+    seed: int = 0,
+) -> dict[str, Errors]:
+    """The errors of fn and of eager (default: ref) against ref on fp64 copies of the inputs.
+
+    For every output and for the gradient of every input with requires_grad; one random cotangent
+    for all three.
+
+    Args:
+        fn, ref, eager: take *inputs, return a tensor or a tuple of tensors.
+        inputs: tensors and other arguments; floating-point tensors are upcast for the oracle, the
+            rest is passed on.
+        grad: also compare gradients of the inputs that require them.
+        seed: of the cotangents.
+    Returns:
+        "output 0", "gradient of input 0", ... -> Errors; results without elements are left out.
+    Raises:
+        AssertionError: on a missing result, a wrong shape or dtype, and where not both are finite.
+    """
+    truth = evaluate(ref, inputs, grad, seed, double=True)
+    base = evaluate(eager or ref, inputs, grad, seed)
+    ours = evaluate(fn, inputs, grad, seed)
+    assert ours.keys() == truth.keys(), f"results: expected {list(truth)}, got {list(ours)}"
+    measured = {}
+    for name, exact in truth.items():
+        got, plain = ours[name], base[name]
+        assert got.shape == exact.shape, f"{name}: expected shape {exact.shape}, got {got.shape}"
+        assert got.dtype == plain.dtype, f"{name}: expected dtype {plain.dtype}, got {got.dtype}"
+        if not exact.numel():
+            continue
+        finite = exact.isfinite()
+        same = torch.equal(got.double()[~finite].nan_to_num(), exact[~finite].nan_to_num())
+        assert same, f"{name}: expected the oracle's infinities and NaNs"
+        magnitude = exact[finite].abs().max().item() if finite.any() else 0.0
+        measured[name] = Errors(
+            *_max_and_rms(got, exact),
+            *_max_and_rms(plain, exact),
+            0.5 * torch.finfo(got.dtype).eps * magnitude,
+            exact.numel(),
+        )
+    if any(errors.max > errors.bound for errors in measured.values()):
+        for draw in range(3):  # of few elements one draw may leave little
+            moved = [_rounded(x, draw) for x in inputs]
+            values = evaluate(ref, moved, grad, seed, double=True)
+            for name, errors in measured.items():
+                change, _ = _max_and_rms(values[name], truth[name])
+                measured[name] = errors._replace(condition=max(change, errors.condition))
+    return measured
+
+
+def _rounded(x: Any, seed: int) -> Any:
+    """The tensor in fp64, with every element moved up or down by one rounding."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    unit = 2.0 ** (-53 if x.dtype == torch.float64 else -24)
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, x.shape, generator=generator, device="cpu")
+    moved = x.detach().double() * (1.0 + unit * (2.0 * signs - 1.0).double().to(x.device))
+    return moved.requires_grad_(x.requires_grad)
+
+
+def _max_and_rms(value: Tensor, exact: Tensor) -> tuple[float, float]:
+    difference = (value.double() - exact)[exact.isfinite()].abs().nan_to_num(nan=float("inf"))
+    if not difference.numel():
+        return 0.0, 0.0
+    return difference.max().item(), difference.square().mean().sqrt().item()
+
+
+def evaluate(
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    grad: bool = True,
+    seed: int = 0,
+    *,
+    double: bool = False,
+) -> dict[str, Tensor]:
+    """Outputs and gradients of fn on detached copies of the inputs, strides kept; arguments and
+    names of results as measure_errors has them."""
+    local: list[Any] = list(inputs)
+    for i, x in enumerate(inputs):
+        if isinstance(x, Tensor):
+            copy = x.detach().double() if double and x.is_floating_point() else x.detach()
+            local[i] = copy.requires_grad_(grad and x.requires_grad)
+    outputs = fn(*local)
+    outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    leaves = {i: x for i, x in enumerate(local) if isinstance(x, Tensor) and x.requires_grad}
+    if leaves:
+        device = next(iter(leaves.values())).device
+        generator = torch.Generator(device).manual_seed(seed)
+        smooth = [o for o in outputs if o.requires_grad]
+        drawn = [
+            torch.randn(o.shape, generator=generator, dtype=torch.float32, device=device)
+            for o in smooth
+        ]
+        # Rounded to bf16 first: exact in every dtype, so that all three see the same cotangent.
+        dy = [d.bfloat16().to(o.device, o.dtype) for d, o in zip(drawn, smooth)]
+        grads = torch.autograd.grad(smooth, list(leaves.values()), dy, allow_unused=True)
+        results |= {f"gradient of input {i}": g for i, g in zip(leaves, grads) if g is not None}
+    return results
+
+
+LAMBDA = 2.0  # of what DRAWS draws of roundings do to a result, see [Note: errors]
+DRAWS = 6
+EXACT = {  # steps that round nothing
+    "_to_copy", "abs", "amax", "amin", "arange", "argsort", "cat", "clamp", "clamp_min", "clone",
+    "copy", "detach", "empty_like", "eq", "expand", "fill", "full", "full_like", "gather", "gt",
+    "index", "index_select", "isfinite", "le", "lt", "masked_fill", "max", "maximum", "min", "ne",
+    "neg", "new_empty", "new_full", "new_zeros", "nonzero", "ones_like", "repeat", "sign",
+    "select_backward", "slice_backward", "stack", "tril", "where", "zero", "zeros", "zeros_like",
+}  # fmt: skip
+SPREAD = {"index_put", "_index_put_impl", "index_add", "scatter_add", "embedding_dense_backward"}
+SUMS = {"sum", "mean", "mm", "bmm", "addmm", "baddbmm", "linalg_vector_norm", *SPREAD}
+FP32, FP64 = torch.float32, torch.float64
+UNIT = {  # of one rounding, relative
+    dtype: torch.finfo(dtype).eps / 2 for dtype in (FP32, FP64, torch.bfloat16, torch.float16)
+}
+
+
+class _Roundings(TorchDispatchMode):
+    """Moves the result of every step as far as a rounding to dtype can, up or down at random, and
+    sums by sqrt(n) roundings of their terms' sizes in fp32 (fp64 for fp64)."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.unit = UNIT[dtype]
+        self.unit_of_sums = UNIT[FP64 if dtype == FP64 else FP32]
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def moved(self, size: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, size.shape, generator=self.generator, device="cpu")
+        return size.nan_to_num(0.0, 0.0, 0.0) * (2.0 * signs - 1.0).to(size)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__.removesuffix("_")
+        views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if name in EXACT or views:
+            return out
+        for one in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(one, Tensor) and one.dtype == FP64 and one.numel():
+                self.round(name, func, one, args, kwargs)
+        return out
+
+    def round(self, name: str, func: Any, out: Tensor, args: Any, kwargs: Any) -> None:
+        off = self.unit * out.abs()
+        if name in SUMS:
+            tensors = [a for a in args if isinstance(a, Tensor)]
+            if func._schema.is_mutable:
+                total = out.abs()
+            else:
+                sizes = [a.abs() if isinstance(a, Tensor) else a for a in args]
+                total = func(*sizes, **kwargs)
+            n_terms = max(a.numel() for a in tensors) / out.numel()
+            if name.endswith("mm"):
+                n_terms = tensors[-1].shape[-2]
+            elif name in SPREAD:
+                n_terms = max((a.shape[0] for a in tensors if a.dim()), default=1)
+            off = off + self.unit_of_sums * max(n_terms, 1.0) ** 0.5 * total
+        elif name in ("logsumexp", "_softmax", "_log_softmax"):
+            # exp(x - max) is off by |x - max| roundings of fp32, and their sum by sqrt(n).
+            x = args[0]
+            range_ = (x.amax(args[1], keepdim=True) - x).nan_to_num(0.0, 0.0, 0.0)
+            n = x.shape[args[1] if isinstance(args[1], int) else args[1][0]] ** 0.5
+            if name == "logsumexp":
+                off = off + self.unit_of_sums * (n + 1)
+            else:
+                relative = out.abs() if name == "_softmax" else 1.0
+                off = off + self.unit_of_sums * (range_ + n) * relative
+        elif name in ("_softmax_backward_data", "_log_softmax_backward_data"):
+            dy, y, dim = args[0], args[1], args[2]
+            y = y if name == "_softmax_backward_data" else y.exp()
+            size = y * (dy.abs() + (y * dy.abs()).sum(dim, keepdim=True))
+            off = off + self.unit_of_sums * y.shape[dim] ** 0.5 * size
+        out.add_(self.moved(off))
+
+
+def allowed(
+    formula: Callable[..., Any],
+    inputs: Sequence[Any],
+    results: dict[str, torch.dtype],
+    inner: torch.dtype,
+    stores: int = 1,
+    *,
+    grad: bool = True,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Result -> the largest error that the arithmetic explains; see [Note: errors].
+
+    Args:
+        formula: the oracle, or the same algorithm step by step; called on fp64 copies of inputs.
+        results: name -> dtype that it is stored in, of those asked for.
+        inner: dtype in which steps are kept.
+        stores: how often a result is rounded to the dtype that it is stored in.
+    """
+    exact = evaluate(formula, inputs, grad, seed, double=True)
+    most = dict.fromkeys(results, 0.0)
+    for draw in range(DRAWS):
+        with _Roundings(inner, draw):
+            values = evaluate(formula, inputs, grad, seed, double=True)
+        for name in results:
+            most[name] = max(most[name], _max_and_rms(values[name], exact[name])[0])
+    for name, dtype in results.items():
+        value = exact[name][exact[name].isfinite()]
+        largest = value.abs().max().item() if value.numel() else 0.0
+        least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        most[name] = LAMBDA * most[name] + stores * UNIT[dtype] * largest + least
+    return most
+
+
+# Cases
+
+
+P = 0.1  # of dropout
+LOGIT_STD = 3.0  # a spread like that of a trained model: some tokens are likely
+Inputs = dict[str, Any]
+Draw = Callable[..., Tensor]  # draw(*shape): standard normal, of the case's dtype and device
+Pair = tuple[float, float]
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class OpCase:
+    """One op at one shape. fn, ref and eager take the inputs in the order of make's dictionary.
+
+    Attributes:
+        ref: the oracle, in the dtype of its inputs.
+        eager: plain PyTorch, which torch.compile takes as it is; the yardstick of errors.
+        stock: PyTorch's own function, timed in the place of eager where its results are others.
+        formula: whose steps allowed() counts; None for ref.
+        inner: in which dtype the op keeps its steps; None for that of its inputs.
+        stores: how often a result is rounded to its own dtype.
+        in_fp64: whether it also computes in fp64.
+        elements: read or written by forward and by backward, of the inputs' dtype.
+        flops: of forward and of backward.
+    """
+
+    op: str
+    shape: str
+    make: Callable[[Draw], Inputs]
+    fn: Callable[..., Any]
+    ref: Callable[..., Any]
+    eager: Callable[..., Any]
+    outputs: tuple[str, ...] = ("y",)
+    dtypes: tuple[torch.dtype, ...] = (FP32, *HALF)
+    stock: Callable[..., Any] | None = None
+    formula: Callable[..., Any] | None = None
+    inner: torch.dtype | None = None
+    stores: int = 1
+    in_fp64: bool = False
+    elements: Pair = (0.0, 0.0)
+    flops: Pair = (0.0, 0.0)
+
+    def inputs(
+        self, dtype: torch.dtype, device: str, generator: torch.Generator | None = None
+    ) -> Inputs:
+        """By name, the same ones in every call without a generator; floating-point tensors ask for
+        gradients."""
+        generator = generator or torch.Generator(device).manual_seed(5)
+
+        def draw(*shape: int) -> Tensor:
+            x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+            return x.to(dtype)
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            value = value.to(device)
+            return value.requires_grad_() if value.is_floating_point() else value
+
+        return {name: leaf(value) for name, value in self.make(draw).items()}
+
+    def measure(self, dtype: torch.dtype, device: str) -> dict[str, Errors]:
+        """Result -> its errors: "y", "dx", ..."""
+        inputs = self.inputs(dtype, device)
+        measured = measure_errors(self.fn, self.ref, list(inputs.values()), eager=self.eager)
+        return self._by_name(inputs, measured)
+
+    def allowed(self, dtype: torch.dtype, device: str) -> dict[str, float]:
+        """Result -> the largest error that arithmetic explains; see [Note: errors]."""
+        inputs = self.inputs(dtype, device)
+        values = list(inputs.values())
+        stored = {name: x.dtype for name, x in evaluate(self.eager, values).items()}
+        inner = (self.inner or dtype) if dtype != FP64 else FP64
+        found = allowed(self.formula or self.ref, values, stored, inner, self.stores)
+        return self._by_name(inputs, found)
+
+    def results(self, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+        """Result -> its value in one call of the op."""
+        inputs = self.inputs(dtype, device)
+        return self._by_name(inputs, evaluate(self.fn, list(inputs.values())))
+
+    def _by_name(self, inputs: Inputs, found: dict[str, Any]) -> dict[str, Any]:
+        names = {f"output {i}": name for i, name in enumerate(self.outputs)}
+        names |= {f"gradient of input {i}": f"d{name}" for i, name in enumerate(inputs)}
+        return {names[result]: value for result, value in found.items()}
+
+
+Maker = Callable[..., Iterator[OpCase]]  # (rows, size, device, *, more=False)
+MAKERS: dict[str, Maker] = {}  # op -> maker
+UNPROVEN: set[str] = set()  # ops that run without a proof: their kernels are torch's
+
+
+def makes(*ops: str, proven: bool = True) -> Callable[[Maker], Maker]:
+    """Puts a maker into the table; proven=False: `fastpar doctor` has no proof of these ops."""
+
+    def put(maker: Maker) -> Maker:
+        MAKERS.update(dict.fromkeys(ops, maker))
+        UNPROVEN.update(() if proven else ops)
+        return maker
+
+    return put
+
+
+def cases_of(
+    op: str, rows: int, size: int, device: str = "cpu", *, more: bool = False, **how: Any
+) -> list[OpCase]:
+    """Cases of an op of MAKERS, a plain one of so many rows first."""
+    found = MAKERS[op](rows, size, device, more=more, **how)
+    return [case for case in found if case.op == op.removesuffix("_masked")]
+
+
+def _case(
+    op: Callable[..., Any],
+    shape: str,
+    make: Callable[[Draw], Inputs],
+    eager: Callable[..., Any] | None = None,
+    outputs: tuple[str, ...] = ("y",),
+    *,
+    elements: Pair = (0.0, 0.0),
+    flops: Pair = (0.0, 0.0),
+    **settings: Any,
+) -> OpCase:
+    """Of an op whose oracle has its name: settings are of both. eager: None is the oracle."""
+    ref = functools.partial(getattr(reference, f"{op.__name__}_ref"), **settings)
+    fn = functools.partial(op, **settings)
+    return OpCase(
+        op.__name__, shape.strip(), make, fn, ref, eager or ref, outputs,
+        elements=elements, flops=flops, in_fp64=True,
+    )  # fmt: skip
+
+
+def _dropped(p: float, device: str, stream: int) -> dict[str, Any]:
+    """The settings of an op with dropout p, none for 0."""
+    return {"dropout_p": p, "rng": Rng(make_key(1, 0, device), stream)} if p else {}
+
+
+def _generators_kept(x: Tensor) -> AbstractContextManager[None]:
+    """Torch's default generators give the same numbers after it as before."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return torch.random.fork_rng([x.device] if x.is_cuda else [])
+
+
+# Norms
+
+
+def _stock_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rms: bool = False
+) -> Tensor:
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if rms:
+        return F.rms_norm(x, weight.shape, weight, 1e-6)
+    return F.layer_norm(x, weight.shape, weight, bias)
+
+
+def norm(N: int, C: int, how: str = "", *, rms: bool = False, bias: bool = True) -> OpCase:
+    """how: "strided rows", "mean 100 std", "std 1e-3", "fp32 weights", "mean 1e4", "equal"."""
+
+    def make(draw: Draw) -> Inputs:
+        x = draw(N, 2 * C)[:, :C] if how == "strided rows" else draw(N, C)
+        if how.startswith("mean"):
+            x = x + float(how.split()[1])
+        x = x * 1e-3 if how == "std 1e-3" else torch.full_like(x, 7.0) if how == "equal" else x
+        inputs = {"x": x, "weight": 1 + 0.1 * draw(C)}
+        if bias and not rms:
+            inputs["bias"] = 0.1 * draw(C)
+        if how == "fp32 weights":
+            inputs |= {n: v.float() for n, v in inputs.items() if n != "x"}
+        return inputs
+
+    op, eager = rms_norm if rms else layer_norm, functools.partial(_stock_norm, rms=rms)
+    shape = f"N={N} C={C} {how}" + ("" if bias or rms else " no bias")
+    # Read x, write y; then read x and dy, write dx.
+    return _case(op, shape, make, eager, elements=(2.0 * N * C, 3.0 * N * C))
+
+
+def residual_norm(
+    N: int, C: int, p: float, device: str, *, rms: bool = False, x_bias: bool = True, how: str = ""
+) -> OpCase:
+    """how: "fp32 stream", of a 16-bit x."""
+    settings = _dropped(p, device, 2)
+    names = ["x", "residual", "weight"] + ["x_bias"] * x_bias + ["bias"] * (not rms)
+
+    def make(draw: Draw) -> Inputs:
+        inputs = {"x": draw(N, C), "residual": draw(N, C)}
+        inputs |= {n: (n == "weight") + 0.1 * draw(C) for n in names[2:]}
+        if how == "fp32 stream":
+            inputs |= {n: v.float() for n, v in inputs.items() if n not in ("x", "x_bias")}
+        return inputs
+
+    def by_name(op: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *values: op(**dict(zip(names, values)), **settings)
+
+    def eager(x, residual, weight, x_bias=None, bias=None, **_):
+        x = x if x_bias is None else x + x_bias
+        if p:
+            x = reference.dropout_ref(x, p, settings["rng"])
+        total = residual + x
+        return _stock_norm(total, weight, bias, rms=rms), total
+
+    def stock(x, residual, weight, x_bias=None, bias=None, **_):
+        x = x if x_bias is None else x + x_bias
+        with _generators_kept(x):
+            total = residual + F.dropout(x, p)
+        return _stock_norm(total, weight, bias, rms=rms), total
+
+    op = residual_rms_norm if rms else residual_layer_norm
+    ref = reference.residual_rms_norm_ref if rms else reference.residual_layer_norm_ref
+    shape = f"N={N} C={C}" + " x_bias" * x_bias + (f" dropout {p}" if p else "")
+    calls = by_name(op), by_name(ref), by_name(eager)
+    # Read x and residual, write y and the sum; then read the sum, dy and the sum's own gradient,
+    # write the gradient of both inputs: one stream, or with dropout two.
+    moved = 4.0 * N * C, (5.0 if p else 4.0) * N * C
+    case = OpCase(op.__name__, f"{shape} {how}".strip(), make, *calls, ("y", "residual_out"))
+    case = replace(case, elements=moved, stock=by_name(stock) if p else None)
+    return replace(case, in_fp64=how != "fp32 stream")
+
+
+@makes("layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm")
+def norms(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """Of plain and hostile rows, alone and after a residual add."""
+    for rms in (False, True):
+        yield norm(rows, size, rms=rms)
+        for how in ("mean 100 std", "std 1e-3", "strided rows"):
+            yield norm(min(rows, 127), size, how, rms=rms)
+        for N, C in ((63, 16), (1, 127), (63, 1000)) + (((5, 16384),) if rows > 127 else ()):
+            yield norm(min(rows, N), C, rms=rms)
+        yield residual_norm(rows, size, 0.0, device, rms=rms)
+        yield residual_norm(min(rows, 63), 127, 0.0, device, rms=rms)
+        # The oracle draws its mask in Python, one Philox call after another.
+        yield residual_norm(min(rows, 96), size, P, device, rms=rms)
+        if not more:
+            continue
+        few = min(rows, 7)
+        for N, C, how in ((few, 1, ""), (0, size, ""), (few, 63, "fp32 weights")):
+            yield norm(N, C, how, rms=rms)
+        yield residual_norm(few, 63, 0.5, device, rms=rms, x_bias=False)
+        yield residual_norm(few, 64, P, device, rms=rms, how="fp32 stream")
+    if more:
+        yield norm(few, size, bias=False)
+        yield norm(few, size, "equal")
+        yield norm(few, 768, "mean 1e4")
+
+
+# GELU
+
+
+def gelu(N: int, width: int, form: str = "tanh", scale: float = 1.0, *, bias: bool = True,
+         how: str = "") -> OpCase:  # fmt: skip
+    """form: "tanh" or "erf"; how: "fp32 bias"."""
+    settings: dict[str, Any] = {"approximate": "none" if form == "erf" else form}
+    shape = f"{form} N={N} F={width}" + (f" std {scale:g}" if scale != 1 else "")
+    shape += "" if bias else " no bias"
+
+    def make(draw: Draw) -> Inputs:
+        inputs = {"x": draw(N, width) * scale}
+        if bias:
+            inputs["bias"] = draw(width).float() if how else draw(width)
+        return inputs
+
+    def eager(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.gelu(x if bias is None else (x + bias).to(x.dtype), **settings)
+
+    # forward reads x and writes y; backward reads x and dy and writes dx.
+    elements = 2.0 * N * width, 3.0 * N * width
+    return _case(bias_gelu, f"{shape} {how}", make, eager, elements=elements, **settings)
+
+
+@makes("bias_gelu")
+def gelus(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """Both forms of GELU with a bias."""
+    for form in ("tanh", "erf"):
+        yield gelu(rows, size, form)
+        yield gelu(63, 127, form, 30.0)
+        if more:
+            yield gelu(min(rows, 7), 1000, form, bias=False)
+            yield gelu(1, 1, form)
+            yield gelu(0, size, form)
+            yield gelu(min(rows, 33), 65, form, how="fp32 bias")
+            yield gelu(min(rows, 300), 17, form, 3.0)
+
+
+@makes("gelu_mlp", proven=False)
+def mlps(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """gelu(x @ weight1.T + bias1) @ weight2.T + bias2."""
+
+    def one(last: bool) -> OpCase:
+        def make(draw: Draw) -> Inputs:
+            weights = {"weight1": draw(4 * size, size) * size**-0.5, "bias1": draw(4 * size)}
+            weights["weight2"] = draw(size, 4 * size) * (4 * size) ** -0.5
+            return {"x": draw(rows, size), **weights} | ({"bias2": draw(size)} if last else {})
+
+        def eager(x, weight1, bias1, weight2, bias2=None):
+            x = F.gelu(F.linear(x, weight1, bias1), approximate="tanh")
+            return F.linear(x, weight2, bias2)
+
+        product = 16.0 * rows * size * size
+        name = f"N={rows} C={size}" + ("" if last else " no last bias")
+        return _case(gelu_mlp, name, make, eager, flops=(product, 2 * product))
+
+    yield one(True)
+    if more:
+        yield one(False)
+
+
+# Losses
+
+
+_LOSSES: dict[str, dict[str, Any]] = {
+    "smoothing 0.1": {"label_smoothing": 0.1},
+    "z-loss 0.01": {"z_loss": 0.01},
+    "no reduction": {"reduction": "none"},
+    "all ignored": {"reduction": "sum"},
+}
+_MORE_LOSSES: dict[str, dict[str, Any]] = {
+    "sum": {"reduction": "sum"},
+    "both": {"label_smoothing": 1.0, "z_loss": 0.1},
+    "both, each": {"label_smoothing": 0.2, "z_loss": 1e-3, "reduction": "none"},
+    "another index": {"ignore_index": 3},
+}
+
+
+def _stock_loss(logits: Tensor, targets: Tensor, z_loss: float = 0.0, **settings: Any) -> Tensor:
+    logits = logits.to(wide(logits.dtype))
+    loss = F.cross_entropy(logits, targets, **settings)
+    if z_loss:
+        valid = targets != settings.get("ignore_index", -100)
+        squares = torch.where(valid, logits.logsumexp(-1).square(), 0.0) * z_loss
+        how = settings.get("reduction", "mean")
+        if how == "none":
+            return loss + squares
+        loss = loss + squares.sum() / (valid.sum() if how == "mean" else 1)
+    return loss
+
+
+def _targets_of(logits: Tensor, how: str) -> Tensor:
+    """Drawn from the model's own distribution, so that losses and gradients differ by row."""
+    generator = torch.Generator(logits.device).manual_seed(7)
+    if not len(logits):
+        return torch.zeros(0, dtype=torch.int64, device=logits.device)
+    probs = torch.softmax(logits.float(), -1)
+    targets = torch.multinomial(probs, 1, generator=generator)[:, 0]
+    if how == "logits 1e4":  # where the loss is not 0
+        targets = torch.arange(len(probs), device=probs.device) % probs.shape[1]
+    if how != "every row":
+        targets[::5] = 3 if how == "another index" else -100
+    return torch.full_like(targets, -100) if how == "all ignored" else targets
+
+
+def loss_of_logits(N: int, V: int, pad: int = 0, how: str = "") -> OpCase:
+    """cross_entropy; how: a key of the losses' settings, "logits 1e4", "-inf logits", or
+    "every row" for no ignored targets."""
+
+    def make(draw: Draw) -> Inputs:
+        logits = draw(N, V + pad) * (1e4 if how == "logits 1e4" else LOGIT_STD)
+        if how == "-inf logits":
+            third = torch.arange(V + pad, device=logits.device) % 3 == 0
+            logits = logits.masked_fill(third, -torch.inf)
+        return {"logits": logits, "targets": _targets_of(logits[:, :V], how)}
+
+    settings = (_LOSSES | _MORE_LOSSES).get(how, {})
+
+    def eager(logits: Tensor, targets: Tensor) -> Tensor:
+        return _stock_loss(logits[:, :V], targets, **settings)
+
+    one = float(N * V)  # logits are read once, and their gradient written once
+    case = _case(
+        cross_entropy, f"N={N} V={V}+{pad} {how}", make, eager, ("loss",),
+        elements=(one, one), vocab_size=V, **settings,
+    )  # fmt: skip
+    case.inner, case.stores = FP32, 2  # a gradient is kept, and scaled in backward
+    return case
+
+
+def loss_of_products(
+    N: int, C: int, V: int, pad: int = 0, how: str = "", chunk_rows: int | None = None
+) -> OpCase:
+    """linear_cross_entropy; how: as loss_of_logits, or "large logits"."""
+
+    def make(draw: Draw) -> Inputs:
+        x = draw(N, C)
+        weight = draw(V + pad, C) * (100.0 if how == "large logits" else LOGIT_STD * C**-0.5)
+        logits = (x.float() @ weight[:V].float().T).to(x.dtype)
+        return {"x": x, "weight": weight, "targets": _targets_of(logits, how)}
+
+    settings = (_LOSSES | _MORE_LOSSES).get(how, {})
+
+    def eager(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+        return _stock_loss(F.linear(x, w[:V]), targets, **settings)
+
+    product = 2.0 * N * C * V
+    case = _case(
+        linear_cross_entropy, f"N={N} C={C} V={V}+{pad} {how}", make, eager, ("loss",),
+        flops=(product, 2 * product), vocab_size=V, **settings,
+    )  # fmt: skip
+    if chunk_rows:
+        case.shape += f" in chunks of {chunk_rows}"
+        case.fn = functools.partial(case.fn, chunk_rows=chunk_rows)
+    return case
+
+
+@makes("cross_entropy", "linear_cross_entropy")
+def losses(
+    rows: int, size: int, device: str, *, more: bool = False, C: int = 64,
+    chunk_rows: int | None = None,
+) -> Iterator[OpCase]:  # fmt: skip
+    """Of a vocabulary of `size` with its padding; chunk_rows: of linear_cross_entropy."""
+    pad = size // 64
+    V = size - pad
+    yield loss_of_logits(rows, V, pad)
+    yield loss_of_products(rows, C, V, pad, chunk_rows=chunk_rows)
+    N, V = min(rows, 63), min(V, 1000)
+    for how in ("logits 1e4", "-inf logits", *_LOSSES):
+        yield loss_of_logits(N, V, 7, how)
+    for how in ("large logits", *_LOSSES):
+        yield loss_of_products(N, C, V, 24, how, chunk_rows)
+    if more:
+        N = min(rows, 23)
+        for how in _MORE_LOSSES:
+            yield loss_of_logits(N, 127, 1, how)
+            yield loss_of_products(N, 17, 127, 1, how, max(1, N // 3))
+        for N, V in ((2, 1), (1, 63)):
+            yield loss_of_logits(N, V)
+            yield loss_of_products(N, 8, V)
+        yield loss_of_logits(0, 20, 0, "sum")
+
+
+@makes("cross_entropy_shard", "cross_entropy_shard_grad", proven=False)
+def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """A vocabulary shard's part of a loss, and of its gradient."""
+
+    def one(N: int, V: int, first: int, z_loss: float, each: bool) -> Iterator[OpCase]:
+        options = {"first": first, "vocab_size": first + V - V // 10}
+
+        def make(draw: Draw) -> Inputs:
+            logits = draw(N, V) * LOGIT_STD
+            generator = torch.Generator().manual_seed(8)
+            targets = torch.randint(0, 2 * V, (N,), generator=generator, device="cpu")
+            targets[::5] = -100
+            return {"logits": logits.detach(), "targets": targets.to(logits.device)}
+
+        def without_gradient(op: Any, *dtypes: Any) -> Callable[..., Any]:
+            return lambda logits, *rest: op(logits.detach(), *(x.detach() for x in rest))
+
+        def grad_inputs(draw: Draw) -> Inputs:
+            inputs = make(draw)
+            x = inputs["logits"].to(wide(inputs["logits"].dtype))
+            lse = x.logsumexp(-1) + 0.5
+            scale = draw(N).to(x) if each else x.new_full((), 0.25)
+            return {**inputs, "lse": lse, "scale": scale}
+
+        def widened(op: Any) -> Callable[..., Any]:
+            def eager(logits: Tensor, *rest: Tensor) -> Any:
+                found = op(logits.to(wide(logits.dtype)), *rest)
+                return found.to(logits.dtype) if isinstance(found, Tensor) else found
+
+            return eager
+
+        shape = f"N={N} V={V} from {first}"
+        fwd = functools.partial(cross_entropy_shard, **options)
+        fwd_ref = functools.partial(reference.cross_entropy_shard_ref, **options)
+        bwd = functools.partial(cross_entropy_shard_grad, **options, z_loss=z_loss)
+        bwd_ref = functools.partial(
+            reference.cross_entropy_shard_grad_ref, **options, z_loss=z_loss
+        )
+        for name, maker, op, ref, outputs in (
+            ("cross_entropy_shard", make, fwd, fwd_ref, ("max", "sum", "logit")),
+            ("cross_entropy_shard_grad", grad_inputs, bwd, bwd_ref, ("dlogits",)),
+        ):
+            calls = (without_gradient(f) for f in (op, ref, widened(ref)))
+            how = f"{shape} z-loss {z_loss}" if outputs[1:] == () else shape
+            how += " each row" * (each and outputs[1:] == ())
+            yield OpCase(name, how, maker, *calls, outputs, inner=FP32, in_fp64=True)
+
+    yield from one(rows, size, size // 2, 0.0, False)
+    if more:
+        yield from one(min(rows, 7), 63, 40, 0.01, True)
+        yield from one(2, 1, 0, 0.01, False)
+        yield from one(0, 8, 0, 0.0, False)
+
+
+# Attention
+
+
+def attention_case(
+    B: int, T: int, D: int, H: int, device: str, *, Tk: int | None = None, Hkv: int | None = None,
+    p: float = 0.0, scale: float = 1.0, causal: bool = True, packed: bool = False,
+    softmax_scale: float | None = None,
+) -> OpCase:  # fmt: skip
+    """Beside it stands the formula, as nanoGPT writes it without flash attention. packed: q, k and
+    v are parts of one projection's output."""
+    Tk, Hkv = Tk or T, Hkv or H
+
+    def make(draw: Draw) -> Inputs:
+        if packed:
+            return {"qkv": draw(B, T, 3, H, D)}
+        q, k = (draw(*shape) * scale for shape in ((B, T, H, D), (B, Tk, Hkv, D)))
+        return {"q": q, "k": k, "v": draw(B, Tk, Hkv, D)}
+
+    def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        how: dict[str, Any] = {"is_causal": causal, "dropout_p": p, "enable_gqa": Hkv != H}
+        with _generators_kept(q):
+            o = F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, **how)
+        return o.transpose(1, 2)
+
+    shape = f"B={B} T={T} D={D} H={H}" + (f" Tk={Tk}" if Tk != T else "")
+    shape += f" Hkv={Hkv}" if Hkv != H else ""
+    shape += "" if causal else " full"
+    shape += f" scores {scale**2:g}" if scale != 1 else ""
+    shape += f" scale {softmax_scale:g}" if softmax_scale else ""
+    shape += f" dropout {p}" if p else ""
+    settings = {"causal": causal, **_dropped(p, device, 3)}
+    if softmax_scale:
+        settings["softmax_scale"] = softmax_scale
+    product = 4.0 * B * H * T * Tk * D / (2 if causal else 1)
+    case = _case(attention, shape, make, outputs=("o",), flops=(product, 2.5 * product), **settings)
+    case.stock = stock
+    if packed:
+        ref, case.shape = case.ref, f"{shape} packed"
+        case.fn = functools.partial(attention_qkvpacked, **settings)
+        case.ref = case.eager = lambda qkv: ref(*qkv.unbind(2))
+        case.stock = lambda qkv: stock(*qkv.unbind(2))
+    return case
+
+
+def attention_of_documents(
+    ends: Sequence[int], H: int, D: int, device: str, *, Hkv: int | None = None, p: float = 0.0,
+    causal: bool = True, packed: bool = False,
+) -> OpCase:  # fmt: skip
+    """Documents of one row after another: cu_seqlens."""
+    settings: dict[str, Any] = _dropped(p, device, 3)
+    settings["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
+    settings |= {} if causal else {"causal": False}
+    shape = f"documents up to {list(ends)}, D={D} H={H}" + (f" Hkv={Hkv}" if Hkv else "")
+    shape += (f" dropout {p}" if p else "") + ("" if causal else " full")
+
+    def make(draw: Draw) -> Inputs:
+        if packed:
+            return {"qkv": draw(ends[-1], 3, H, D)}
+        heads = {"q": H, "k": Hkv or H, "v": Hkv or H}
+        return {name: draw(ends[-1], n, D) for name, n in heads.items()}
+
+    case = _case(attention, shape, make, outputs=("o",), **settings)
+    if packed:
+        ref, case.shape = case.ref, f"{shape} packed"
+        case.fn = functools.partial(attention_qkvpacked, **settings)
+        case.ref = case.eager = lambda qkv: ref(*qkv.unbind(1))
+    return case
+
+
+def attentions(shape: tuple[int, int, int, int], device: str, p: float = 0.0) -> Iterator[OpCase]:
+    """shape: (B, T, H, D), with dropout p; then documents and hostile ones."""
+    B, T, H, D = shape
+    yield attention_case(B, T, D, H, device, p=p)
+    total = min(T, 300)
+    yield attention_of_documents([0, 1, total // 3, total // 3 + 2, total], H, D, device)
+    T = min(T, 96)
+    yield attention_case(B, T, D, H, device, causal=False)
+    yield attention_case(B, T, D, H, device, scale=6.0)
+    yield attention_case(1, min(T, 48), D, H, device, p=P)
+
+
+HEADS = 12  # GPT-2's
+
+
+@makes("attention")
+def plain_attentions(
+    rows: int, size: int, device: str, *, more: bool = False, masked: bool = False
+) -> Iterator[OpCase]:
+    """Plain attention, or attention with dropout or documents; see kernels/attention.py _case."""
+    T = min(rows, 1024)
+    heads = HEADS if rows > 320 else 2 if masked else 4  # a mask's oracle is drawn in Python
+    shape = (-(-rows // 1024), T, heads, size)
+    for case in attentions(shape, device, p=P if masked else 0.0):
+        if masked == ("dropout" in case.shape or "documents" in case.shape):
+            yield case
+    if not more:
+        return
+    T, B = min(T, 65), 8 if rows > 48 else 1  # enough elements for a steady largest error
+    if masked:
+        for causal in (True, False):
+            how: dict[str, Any] = {"causal": causal, "p": 0.3}
+            yield attention_case(1, 5, 16, 2, device, Tk=T, **how)
+            yield attention_of_documents([0, 1, 41, 48, 64], 4, 16, device, Hkv=2, **how)
+        yield attention_case(1, T, 24, 6, device, Hkv=2, p=0.3)
+        yield attention_case(1, T, 24, 2, device, p=0.3, packed=True, softmax_scale=0.3)
+        yield attention_of_documents([0, 30, 31, 51], 2, 24, device, p=0.3, packed=True)
+        yield attention_of_documents([0, 50], 6, 33, device, Hkv=1)
+        yield attention_of_documents(range(10), 3, 12, device)
+        return
+    for causal in (True, False):
+        yield attention_case(B, 5, 16, 2, device, Tk=T, causal=causal)  # the last queries
+        yield attention_case(B, T, 16, 2, device, Tk=33, causal=causal)  # some see no key
+    for Hkv in (1, 2):
+        yield attention_case(B, 20, 24, 6, device, Hkv=Hkv)
+    yield attention_case(2 * B, 1, 8, 3, device)
+    yield attention_case(2, T, 33, 2, device, packed=True)
+    yield attention_case(1, 63, 128, 1, device, softmax_scale=0.02)
+    yield attention_case(1, 33, 16, 2, device, scale=50.0)
+    yield attention_case(0, 4, 16, 2, device)
+    yield attention_case(2, 0, 16, 2, device, Tk=4)
+
+
+MAKERS["attention_masked"] = functools.partial(plain_attentions, masked=True)
+
+
+# Embedding, experts, dropout
+
+
+def embedding_case(
+    B: int, T: int, C: int, V: int, p: float, device: str, *, first: int = 0, wpe: bool = True
+) -> OpCase:
+    """first: position of the first token; wpe: whether positions are added."""
+    settings = _dropped(p, device, 4) | ({"first_position": first} if first else {})
+
+    def make(draw: Draw) -> Inputs:
+        idx = (draw(B, T).float().abs() * V / 8).long().clamp(max=V - 1)  # some tokens repeat
+        return {"idx": idx, "wte": draw(V, C)} | ({"wpe": draw(T + first, C)} if wpe else {})
+
+    def eager(idx: Tensor, wte: Tensor, wpe: Tensor | None = None) -> Tensor:
+        x = F.embedding(idx, wte)
+        x = x if wpe is None else x + wpe[first:]
+        return reference.dropout_ref(x, p, settings["rng"]) if p else x
+
+    shape = f"B={B} T={T} C={C} V={V}" + (f" dropout {p}" if p else "")
+    shape += (f" from {first}" if first else "") + ("" if wpe else " no positions")
+    row = float(B * T * C)
+    # forward reads a row and writes it; backward reads dy and writes the dense gradient.
+    return _case(embedding, shape, make, eager, elements=(2 * row, row + V * C), **settings)
+
+
+@makes("embedding")
+def embeddings(
+    rows: int, size: int, device: str, *, more: bool = False, B: int = 1, V: int = 4096
+) -> Iterator[OpCase]:
+    """Token and position embedding; some tokens repeat."""
+    yield embedding_case(B, rows, size, V, 0.0, device)
+    yield embedding_case(2, min(rows, 48), size, V, P, device)
+    yield embedding_case(1, 1, 63, V, 0.0, device)
+    if more:
+        yield embedding_case(2, min(rows, 63), 127, 50, 0.0, device, first=3)
+        yield embedding_case(2, 7, 8, 50, 0.3, device, first=3)
+        yield embedding_case(3, 5, 1000, 50, 0.0, device, wpe=False)
+        yield embedding_case(0, 4, 4, 5, 0.0, device)
+        yield embedding_case(2, min(rows, 20), 1, 5, 0.0, device)
+
+
+@makes("route", "permute", "combine", proven=False)
+@makes("grouped_linear")
+def experts(
+    rows: int, size: int, device: str, *, more: bool = False, E: int = 8, K: int = 2
+) -> Iterator[OpCase]:
+    """The ops of experts: their choice, tokens there and back, layers with an empty group."""
+    C = size
+    generator = torch.Generator().manual_seed(3)
+    chances = torch.rand(rows, E, generator=generator, dtype=torch.float32, device="cpu")
+    choices = chances.argsort(-1)[:, :K]
+    one = float(rows * C)
+
+    def eager(x: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+        parts = zip(x.split(counts.tolist()), weight, bias)
+        return torch.cat([F.linear(part, w, b) for part, w, b in parts])
+
+    def mix(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        scaled = x.to(weights.dtype) * weights.flatten()[order, None]
+        mixed = scaled.new_zeros(len(weights), C).index_add(0, order // K, scaled)
+        return mixed.to(x.dtype)
+
+    def sums(draw: Draw) -> Inputs:
+        x, order, _ = permute(draw(rows, C), choices.to(draw(1).device), E)
+        return {"rows": x, "weights": draw(rows, K).abs().to(wide(x.dtype)), "order": order}
+
+    def layers(draw: Draw) -> Inputs:
+        counts = torch.bincount(choices.flatten(), minlength=E)
+        counts[1], counts[0] = 0, counts[0] + counts[1]
+        x, weight = draw(rows * K, C), draw(E, 2 * C, C) * C**-0.5
+        counts = counts.to(x.device)
+        return {"x": x, "weight": weight, "bias": draw(E, 2 * C), "counts": counts}
+
+    yield OpCase(
+        "route",
+        f"N={rows} E={E} K={K}",
+        lambda draw: {"logits": draw(rows, E)},
+        lambda logits: route(logits, K)[0],
+        lambda logits: reference.route_ref(logits, K)[0],
+        lambda logits: logits.topk(K, -1).values.softmax(-1),
+        dtypes=(FP32,),
+        in_fp64=True,
+        elements=(3.0 * rows * E, 3.0 * rows * E),
+    )
+    yield OpCase(
+        "permute",
+        f"N={rows} C={C} K={K}",
+        lambda draw: {"x": draw(rows, C), "experts": choices.to(draw(1).device)},
+        lambda x, numbers: permute(x, numbers, E)[0],
+        lambda x, numbers: reference.permute_ref(x, numbers.cpu(), E)[0],
+        lambda x, numbers: x[numbers.flatten().argsort(stable=True) // K],
+        in_fp64=True,
+        elements=((1 + K) * one, (1 + K) * one),
+    )
+    moved = ((1 + K) * one, (1 + K) * one)
+    yield _case(combine, f"N={rows} C={C} K={K}", sums, mix, elements=moved)
+    product = 4.0 * rows * K * C * C
+    shape = f"M={rows * K} E={E} {C}->{2 * C}"
+    yield _case(grouped_linear, shape, layers, eager, flops=(product, 2 * product))
+    if more and rows:
+        yield from experts(min(rows, 12), 40, device, E=5, K=1)
+        yield from experts(min(rows, 33), 1, device, E=3, K=3)
+
+
+def dropout_case(shape: tuple[int, ...], device: str) -> OpCase:
+    """By the counter-based mask."""
+    rng = Rng(make_key(1, 0, device), 5)
+
+    def eager(x: Tensor) -> Tensor:
+        keep = reference.keep_mask_ref(rng, P, tuple(x.shape)).to(x.device, x.dtype)
+        return x * keep * (256 / (256 - round(256 * P)))
+
+    def stock(x: Tensor) -> Tensor:
+        with _generators_kept(x):
+            return F.dropout(x, P)
+
+    one = float(torch.Size(shape).numel())
+    # forward reads x and writes y; backward reads dy and writes dx, and draws the mask again.
+    how: dict[str, Any] = {"elements": (2 * one, 2 * one), "p": P, "rng": rng}
+    case = _case(dropout, f"{list(shape)} p={P}", lambda draw: {"x": draw(*shape)}, eager, **how)
+    case.stock = stock
+    return case
+
+
+@makes("dropout")
+def dropouts(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """Dropout by the counter-based mask."""
+    yield dropout_case((1, rows, size or 48), device)
+    if more:
+        for shape in ((2, 3, 40), (2, 3, 4, 17), (3, 1), (0, 4, 8)):
+            yield dropout_case(shape, device)
+
+
+# Flat memory
+
+
+@makes("adamw_step_")
+def adamw_steps(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """One step over rows * 8192 elements (or rows * size), beside torch's fused one."""
+    hyper: dict[str, Any] = {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    hyper["weight_decay"] = 0.1
+    # Of few values the time is that of the call, 0.07 ms for all of a model's at once.
+    numel = rows * size if size else min(rows * 8192, 1 << 23)
+
+    def make(draw: Draw) -> Inputs:
+        p, g, m, v = (draw(numel).float() for _ in range(4))
+        return {"p": p, "g": g, "exp_avg": m, "exp_avg_sq": v.square()}
+
+    def by(step: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+            p, g, m, v = (t.detach().clone() for t in tensors)
+            step([p], [g], [m], [v])
+            return p, m, v
+
+        return function
+
+    def ours(p: Any, g: Any, m: Any, v: Any) -> None:
+        adamw_step_(p, g, m, v, Hyper(**hyper, step=10))
+
+    def fused(p: Any, g: Any, m: Any, v: Any) -> None:
+        step = torch.tensor(10.0, device=p[0].device, dtype=torch.float32)
+        torch._fused_adamw_(p, g, m, v, [], [step], **hyper, amsgrad=False, maximize=False)
+
+    outputs = ("p", "exp_avg", "exp_avg_sq")
+    calls = by(ours), by(functools.partial(reference.adamw_step_ref, **hyper, step=10)), by(fused)
+    yield OpCase("adamw_step_", f"P={numel}", make, *calls, outputs, (FP32,))
+
+
+@makes("pack_", "unpack_", "accumulate_", "sum_shards", "global_norm")
+def flat_ops(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """Ops of buckets and of the norm: a list of two tensors, or flat memory."""
+    numel = rows * (size or 768)
+
+    def two(draw: Draw) -> Inputs:
+        return {"a": draw(numel // 3), "b": draw(numel - numel // 3)}
+
+    def packed(op: Callable[..., None], a: Tensor, b: Tensor) -> Tensor:
+        flat = a.new_empty(a.numel() + b.numel())
+        op(flat, [a, b], scale=0.5)
+        return flat
+
+    def unpacked(op: Callable[..., None], a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        results = [torch.empty_like(t) for t in (a, b)]
+        op(results, torch.cat([a, b]), scale=0.5)
+        return tuple(results)
+
+    def accumulated(op: Callable[..., None], a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        totals = [t.clone() for t in (a, b)]
+        op(totals, [a, b], scale=0.5)
+        return tuple(totals)
+
+    def summed(op: Callable[..., None], a: Tensor, b: Tensor) -> Tensor:
+        out = torch.empty_like(a)
+        op(torch.stack([a, b[: a.numel()]]), out, scale=0.5)
+        return out
+
+    def norm(op: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+        return op([a, b])
+
+    def norm_ref(tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors).to(wide(tensors[0].dtype)).norm()
+
+    def without_gradient(how: Any, op: Any) -> Callable[..., object]:
+        return lambda a, b: how(op, a.detach(), b.detach())
+
+    pairs: dict[str, tuple[Any, Any, Any]] = {
+        "pack_": (packed, pack_, reference.pack_ref),
+        "unpack_": (unpacked, unpack_, reference.unpack_ref),
+        "accumulate_": (accumulated, accumulate_, reference.accumulate_ref),
+        "sum_shards": (summed, sum_shards, reference.sum_shards_ref),
+        "global_norm": (norm, lambda two: global_norm(two, max_norm=1.0)[0], norm_ref),
+    }
+    for op, (how, *both) in pairs.items():
+        outputs = ("a", "b") if op in ("unpack_", "accumulate_") else ("y",)
+        ours, ref = (without_gradient(how, one) for one in both)
+        yield OpCase(op, f"P={numel}", two, ours, ref, ref, outputs)
+    if more and rows > 1:
+        yield from flat_ops(1, 1, device)
+        yield from flat_ops(1, 1003, device)
+
+
+@makes("dequantize_blockwise", proven=False)
+def codes(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """Values of 8-bit codes in blocks."""
+
+    def one(numel: int, block: int) -> OpCase:
+        def make(draw: Draw) -> Inputs:
+            codes = (draw(numel).float() * 40).clamp(-127, 127).to(torch.int8)
+            return {"codes": codes, "scales": draw(-(-numel // block)).abs().float()}
+
+        def by(op: Any) -> Callable[..., Tensor]:
+            return lambda codes, scales: op(codes, scales.detach(), block=block)
+
+        calls = by(dequantize_blockwise), *[by(reference.dequantize_blockwise_ref)] * 2
+        shape = f"P={numel} block {block}"
+        return OpCase("dequantize_blockwise", shape, make, *calls, dtypes=(FP32,))
+
+    yield one(rows * (size or 256), 256)
+    if more:
+        yield one(1, 16)
+        yield one(701, 128)
+
+
+# Products
+
+
+def linear_case(N: int, C: int, out: int, *, bias: bool = True) -> OpCase:
+    """linear, whose weight keeps the size of x."""
+
+    def make(draw: Draw) -> Inputs:
+        inputs = {"x": draw(N, C), "weight": draw(out, C) * C**-0.5}
+        return inputs | ({"bias": draw(out)} if bias else {})
+
+    product = 2.0 * N * C * out
+    shape = f"N={N} {C}->{out}" + ("" if bias else " no bias")
+    return _case(linear, shape, make, F.linear, flops=(product, 2 * product))
+
+
+@makes("linear", proven=False)
+def linears(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """A layer of (size, 3 * size) and more."""
+    for C, out in ((size, 3 * size), (4 * size, size), (127, 1)):
+        yield linear_case(rows, C, out)
+    if more:
+        for N, C, out in ((1, 1, 1), (0, 8, 4), (min(rows, 63), 64, 129)):
+            yield linear_case(N, C, out)
+        yield linear_case(min(rows, 63), size, 33, bias=False)
+
+
+@makes("weight_gradient")
+def weight_gradients(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """Of a linear layer, kept in fp32, beside one rounded to 16 bits first; then that of two
+    micro-batches, the second added to the first."""
+
+    def product(dy: Tensor, x: Tensor) -> Tensor:
+        return dy.detach().t() @ x.detach()
+
+    def halves(dy: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(dy.detach().chunk(2), x.detach().chunk(2))
+
+    def added(dy: Tensor, x: Tensor) -> Tensor:
+        (dy1, x1), (dy2, x2) = halves(dy, x)
+        return wide_product(dy2.t(), x2, weight_gradient(dy1, x1), add=True)
+
+    def plain(dy: Tensor, x: Tensor) -> Tensor:
+        return weight_gradient(dy.detach(), x.detach())
+
+    def rounded(dy: Tensor, x: Tensor) -> Tensor:
+        return product(dy, x).float()
+
+    def sum_of_rounded(dy: Tensor, x: Tensor) -> Tensor:
+        first, second = (rounded(*part) for part in halves(dy, x))
+        return first + second
+
+    for own, eager, how in ((plain, rounded, ""), (added, sum_of_rounded, " added")):
+        for C, out in ((size, 3 * size), (size, 8)):
+
+            def make(draw: Draw, C: int = C, out: int = out) -> Inputs:
+                return {"dy": draw(rows, out), "x": draw(rows, C)}
+
+            calls, shape = (own, product, eager), f"N={rows} {C}->{out}{how}"
+            yield OpCase("weight_gradient", shape, make, *calls, ("dweight",), HALF, inner=FP32)
+
+
+def linear_fp8_case(N: int, C: int, out: int, scaling: str, how: str = "") -> OpCase:
+    """scaling: "row", "block", "tensor", "tensor fp8"; how: "spread rows". The oracle is the
+    emulation in fp64."""
+    form, _, of_weight = scaling.partition(" ")  # and the format in a weight gradient
+
+    def make(draw: Draw) -> Inputs:
+        x = draw(N, C)
+        if how:
+            spread = torch.logspace(-6, 6, N, dtype=torch.float32, device="cpu")
+            x = x * spread[:, None].to(x)
+        return {"x": x, "weight": draw(out, C) * C**-0.5, "bias": draw(out)}
+
+    def emulated(x: Any, w: Any, b: Any, emulate: bool = True) -> Tensor:
+        scales = DelayedScales(1)
+        scales.load_state_dict({"history": [[[8.0] * 3]], "steps": 1})  # largest values
+        kind: Any = (form, of_weight or "bf16", emulate, scales if form == "tensor" else None)
+        return linear(x, w, b, fp8=Fp8(*kind))
+
+    def own(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return emulated(x, w, b, x.is_cpu and not backend.recording)
+
+    shape, product = f"N={N} {C}->{out} {scaling} {how}".strip(), 2.0 * N * C * out
+    calls, bf16 = (own, emulated, emulated), (torch.bfloat16,)
+    case = OpCase("linear_fp8", shape, make, *calls, dtypes=bf16, stock=F.linear)
+    return replace(case, flops=(product, 2 * product))
+
+
+@makes("linear_fp8")
+def linears_fp8(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """Layers with products in 8 bits; beside bf16."""
+    for scaling in ("row", "block", "tensor", "tensor fp8"):
+        for out, how in ((4 * size, ""), (size, ""), (16, "spread rows")):
+            yield linear_fp8_case(rows, size, out, scaling, how)
+
+
+def newton_schulz(x: Tensor, coefficients: Any = POLAR_EXPRESS) -> Tensor:
+    """The steps of orthogonalize in torch's products."""
+    y = x.detach().to(torch.promote_types(x.dtype, FP32))
+    y = (y / y.norm()).to(x.dtype)
+    y = y.T if x.shape[0] > x.shape[1] else y
+    for a, b, c in coefficients:
+        gram = y @ y.T
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return y.T if x.shape[0] > x.shape[1] else y
+
+
+@makes("orthogonalize", proven=False)
+def orthogonals(
+    rows: int, size: int, device: str, *, more: bool = False, coefficients: Any = POLAR_EXPRESS
+) -> Iterator[OpCase]:
+    """The orthogonal factor of matrices of normal numbers, beside plain products; no gradient."""
+
+    def one(m: int, n: int) -> OpCase:
+        how = {"coefficients": tuple(coefficients)}
+        steps = functools.partial(newton_schulz, **how)
+        return OpCase(
+            "orthogonalize",
+            f"{m}x{n}",
+            lambda draw: {"x": draw(m, n)},
+            lambda x: orthogonalize(x, **how, dtype=x.dtype),
+            lambda x: reference.orthogonalize_ref(x.detach(), **how),
+            steps,
+            dtypes=(FP32, torch.bfloat16),
+            formula=steps,
+            in_fp64=True,
+            elements=(15.0 * (m * n + m * m), 0.0),
+        )
+
+    yield one(rows, size)
+    if more:
+        for m, n in ((size, rows), (63, 127), (100, 257)):
+            yield one(m, n)
+
+
+# Proofs
+
+
+FEW_ROWS = 64  # of the hostile cases
+MANY_ELEMENTS = 1 << 22  # of a tensor: more than the tiles of all programs of a grid hold
+
+
+def proof_cases(op: str, size: int, device: str, rows: int) -> list[OpCase]:
+    """What an op is proven with for tensors of this last dimension: a plain case of so many rows
+    first, which can be timed, then hostile ones, on a GPU also those of many rows; none for an op
+    that has no proof."""
+    if op not in MAKERS or op in UNPROVEN:
+        return []
+    timed, few = cases_of(op, rows, size, device)[0], cases_of(op, FEW_ROWS, size, device)
+    return [timed, *few, *(cases_of_many_rows(op, size, device) if device == "cuda" else ())]
+
+
+def cases_of_many_rows(op: str, size: int, device: str) -> list[OpCase]:
+    """What FEW_ROWS do not reach: a kernel's loop over tiles and its last, partial one, a second
+    round of its programs, sums of what they leave behind, products that are added up.
+
+    All sizes are multiples of 16, as FEW_ROWS is, so that these launch the same compiled kernels.
+    """
+    rows: tuple[int, ...] = (208, 1024)
+    how: dict[str, Any] = {}
+    known = {case.shape for case in cases_of(op, FEW_ROWS, size, device)}
+    known.add("N=5 C=16384")  # rows that norms read twice: other kernels than this size's
+    if op == "attention":
+        rows = 320, 4096  # five tiles of 64, and 4 x 1024: more pairs of tiles than a GPU has SMs
+    elif op == "attention_masked":
+        rows = (320,)
+    elif op == "cross_entropy":
+        rows = (208,)
+    elif op == "linear_cross_entropy":
+        rows, how = (208,), {"chunk_rows": 48}
+    elif op == "embedding":  # 20 tokens, each of which fills several stretches of the sorted ids
+        rows, how = (2048,), {"B": 2, "V": 64}
+    elif not size:
+        rows = (208,) if op == "dropout" else (4096,)
+    elif op == "bias_gelu" or op.endswith("_norm"):
+        rows = 208, max(1024, MANY_ELEMENTS // size // 16 * 16)
+    found = [case for n in rows for case in cases_of(op, n, size, device, **how)]
+    return list({case.shape: case for case in found if case.shape not in known}.values())

@@ -1,0 +1,116 @@
+"""Every op on every case of kernels/cases.py, forward and backward against fp64, by each of its
+implementations: torch's functions, C++, Triton (interpreted without a GPU), CUDA (emulated without
+one).
+
+An error is within what arithmetic explains ([Note: errors] of cases.py), for the op's own kernels
+also within the 2x rule, which is a promise; and a second call has the same bits.
+"""
+
+import functools
+
+import pytest
+import torch
+from cells import slow
+
+from fastpar.kernels import backend, cases, reference
+from fastpar.kernels.cases import FP64, MAKERS, OpCase, cases_of
+
+# rows, last dimension; interpreted kernels cost by their programs
+SIZES = {"attention": (64, 40), "attention_masked": (64, 40), "adamw_step_": (7, 501)}
+SIZES |= dict.fromkeys(("cross_entropy", "linear_cross_entropy"), (40, 250))
+INTERPRETED = {"attention": (40, 16), "attention_masked": (20, 16), "dropout": (3, 40)}
+INTERPRETED |= dict.fromkeys(("cross_entropy", "linear_cross_entropy"), (11, 250))
+IN_TRITON = [op for op, (_, where) in backend.OPS.items() if "triton" in where and op in MAKERS]
+IN_CUDA = [op for op, (_, where) in backend.OPS.items() if "cuda" in where and op in MAKERS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _masks_are_drawn_once():
+    """The oracle draws in Python, and each case has it drawn a dozen times."""
+    draw = reference._keep_ref
+    reference._keep_ref = functools.cache(draw)
+    yield
+    reference._keep_ref = draw
+
+
+@functools.cache
+def known(op: str, rows: int, size: int, device: str) -> list[OpCase]:
+    return cases_of(op, rows, size, device, more=True)
+
+
+@functools.cache
+def explained(op: str, rows: int, size: int, device: str, number: int, dtype: torch.dtype):
+    return known(op, rows, size, device)[number].allowed(dtype, device)
+
+
+def dtypes_of(case: OpCase) -> list[torch.dtype]:
+    return [*case.dtypes, *([FP64] if case.in_fp64 else [])]
+
+
+def judge(op, sizes, device, dtypes=(), *, every=False, own=True, able=lambda inputs: True):
+    """Not every: of each case one dtype in turn, of the plain one all. dtypes: those asked for."""
+    for number, case in enumerate(known(op, *sizes, device)):
+        if not able(case.inputs(case.dtypes[0], device)):
+            continue
+        found = [d for d in dtypes_of(case) if d in dtypes or not dtypes]
+        for dtype in found if every or not (number or dtypes) else [found[number % len(found)]]:
+            where = f"{op} {case.shape} {dtype}"
+            most = explained(op, *sizes, device, number, dtype)
+            for result, errors in case.measure(dtype, device).items():
+                assert errors.max <= most[result], (where, result, most[result], errors)
+                if own and dtype != FP64:  # in fp64 the yardstick is the oracle
+                    assert errors.max <= errors.bound, (where, result, errors.bound, errors)
+            if number and not every:
+                continue
+            first, second = (case.results(dtype, device) for _ in range(2))
+            for result, value in first.items():
+                assert torch.equal(value.nan_to_num(), second[result].nan_to_num()), (where, result)
+
+
+EVERY = pytest.mark.parametrize("every", [False, slow(True)], ids=["some dtypes", "all dtypes"])
+
+
+@pytest.mark.usefixtures("poisoned")
+@EVERY
+@pytest.mark.parametrize("op", MAKERS)
+def test_on_a_cpu(op, every, monkeypatch):
+    for choice in ("torch", "auto"):
+        monkeypatch.setattr(backend, "choice", choice)
+        judge(op, SIZES.get(op, (24, 96)), "cpu", every=every, own=choice == "auto")
+
+
+def tiles_fit(inputs):
+    """Whether Triton's attention has kernels for this head dimension."""
+    q = next(iter(inputs.values()))
+    return q.shape[-1] % 8 == 0 and q.shape[-1] >= 16
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's
+@EVERY
+@pytest.mark.parametrize("op", IN_TRITON)
+def test_in_triton(op, every, triton_device):
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    able = tiles_fit if op.startswith("attention") else lambda inputs: True
+    judge(op, INTERPRETED.get(op, (7, 96)), triton_device, dtypes, every=every, able=able)
+
+
+@pytest.mark.usefixtures("poisoned")
+@EVERY
+@pytest.mark.parametrize("op", IN_CUDA)
+def test_in_cuda(op, every, cuda_device):
+    judge(op, SIZES.get(op, (4, 501)), cuda_device, every=every)
+
+
+@pytest.mark.parametrize("break_it", [lambda y: y * (1 + 2**-17), lambda y: y + 2**-17])
+def test_an_error_of_a_few_roundings_is_seen(break_it, monkeypatch):
+    case = cases.norm(24, 96)
+    right = case.fn
+    for fn, seen in ((right, False), (lambda *x: break_it(right(*x)), True)):
+        monkeypatch.setattr(case, "fn", fn)
+        most = case.allowed(torch.float32, "cpu")["y"]
+        assert (case.measure(torch.float32, "cpu")["y"].max > most) == seen
+
+
+def test_every_op_has_a_maker():
+    assert set(backend.OPS) - set(MAKERS) == {"quantize_blockwise"}  # whose tests know every bit
