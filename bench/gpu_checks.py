@@ -46,7 +46,7 @@ from fastpar.doctor.table import VERSION, environment, row_of
 from fastpar.doctor.trial import clock_for
 from fastpar.files.runs import list_checkpoints
 from fastpar.kernels import attention_peers, backend
-from fastpar.kernels.cases import OpCase, attention_case, experts, orthogonals, proof_cases
+from fastpar.kernels.cases import OpCase, attention_case, experts, orthogonal_case, proof_cases
 from fastpar.kernels.choice import OWN, Case, trying
 from fastpar.predict.machine import Ceilings, measure_ceilings
 from fastpar.settings.config import TrainConfig
@@ -218,7 +218,7 @@ def check_attention(D: int, what: str) -> Found:
 
 def check_matrices() -> Found:
     shapes = (768, 768), (768, 3072), (100, 257)
-    return judge([next(orthogonals(*s, RUN.device)) for s in shapes], (WIDE, HALF[0]))
+    return judge([orthogonal_case(*shape) for shape in shapes], (WIDE, HALF[0]))
 
 
 CELLS["right"] += [

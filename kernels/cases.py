@@ -653,14 +653,14 @@ def _stock_loss(logits: Tensor, targets: Tensor, z_loss: float = 0.0, **settings
 def _targets_of(logits: Tensor, how: str) -> Tensor:
     """Drawn from the model's own distribution, so that losses and gradients differ by row."""
     generator = torch.Generator(logits.device).manual_seed(7)
-    if not len(logits):
-        return torch.zeros(0, dtype=torch.int64, device=logits.device)
+    if how == "every row" or not len(logits):
+        N, V = logits.shape
+        return torch.randint(V, (N,), generator=generator, device=logits.device)
     probs = torch.softmax(logits.float(), -1)
     targets = torch.multinomial(probs, 1, generator=generator)[:, 0]
     if how == "logits 1e4":  # where the loss is not 0
         targets = torch.arange(len(probs), device=probs.device) % probs.shape[1]
-    if how != "every row":
-        targets[::5] = 3 if how == "another index" else -100
+    targets[::5] = 3 if how == "another index" else -100
     return torch.full_like(targets, -100) if how == "all ignored" else targets
 
 
@@ -697,7 +697,9 @@ def loss_of_products(
     def make(draw: Draw) -> Inputs:
         x = draw(N, C)
         weight = draw(V + pad, C) * (100.0 if how == "large logits" else LOGIT_STD * C**-0.5)
-        logits = (x.float() @ weight[:V].float().T).to(x.dtype)
+        logits = x[:, :1].expand(N, V)  # of which every row takes the shape
+        if how != "every row":
+            logits = (x.float() @ weight[:V].float().T).to(x.dtype)
         return {"x": x, "weight": weight, "targets": _targets_of(logits, how)}
 
     settings = (_LOSSES | _MORE_LOSSES).get(how, {})
@@ -963,67 +965,91 @@ def embeddings(
         yield embedding_case(2, min(rows, 20), 1, 5, 0.0, device)
 
 
-@makes("route", "permute", "combine", proven=False)
-@makes("grouped_linear")
-def experts(
-    rows: int, size: int, device: str, *, more: bool = False, E: int = 8, K: int = 2
-) -> Iterator[OpCase]:
-    """The ops of experts: their choice, tokens there and back, layers with an empty group."""
-    C = size
+def _choices(rows: int, E: int, K: int) -> Tensor:
+    """K different experts of each token."""
     generator = torch.Generator().manual_seed(3)
     chances = torch.rand(rows, E, generator=generator, dtype=torch.float32, device="cpu")
-    choices = chances.argsort(-1)[:, :K]
-    one = float(rows * C)
+    return chances.argsort(-1)[:, :K]
 
-    def eager(x: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-        parts = zip(x.split(counts.tolist()), weight, bias)
-        return torch.cat([F.linear(part, w, b) for part, w, b in parts])
 
-    def mix(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-        scaled = x.to(weights.dtype) * weights.flatten()[order, None]
-        mixed = scaled.new_zeros(len(weights), C).index_add(0, order // K, scaled)
-        return mixed.to(x.dtype)
-
-    def sums(draw: Draw) -> Inputs:
-        x, order, _ = permute(draw(rows, C), choices.to(draw(1).device), E)
-        return {"rows": x, "weights": draw(rows, K).abs().to(wide(x.dtype)), "order": order}
-
-    def layers(draw: Draw) -> Inputs:
-        counts = torch.bincount(choices.flatten(), minlength=E)
-        counts[1], counts[0] = 0, counts[0] + counts[1]
-        x, weight = draw(rows * K, C), draw(E, 2 * C, C) * C**-0.5
-        counts = counts.to(x.device)
-        return {"x": x, "weight": weight, "bias": draw(E, 2 * C), "counts": counts}
-
-    yield OpCase(
+def route_case(N: int, E: int, K: int) -> OpCase:
+    """A router's choice among E experts."""
+    return OpCase(
         "route",
-        f"N={rows} E={E} K={K}",
-        lambda draw: {"logits": draw(rows, E)},
+        f"N={N} E={E} K={K}",
+        lambda draw: {"logits": draw(N, E)},
         lambda logits: route(logits, K)[0],
         lambda logits: reference.route_ref(logits, K)[0],
         lambda logits: logits.topk(K, -1).values.softmax(-1),
         dtypes=(FP32,),
         in_fp64=True,
-        elements=(3.0 * rows * E, 3.0 * rows * E),
+        elements=(3.0 * N * E, 3.0 * N * E),
     )
-    yield OpCase(
+
+
+def permute_case(N: int, C: int, E: int, K: int) -> OpCase:
+    """Tokens to their experts."""
+    moved = float((1 + K) * N * C)
+    return OpCase(
         "permute",
-        f"N={rows} C={C} K={K}",
-        lambda draw: {"x": draw(rows, C), "experts": choices.to(draw(1).device)},
+        f"N={N} C={C} K={K}",
+        lambda draw: {"x": draw(N, C), "experts": _choices(N, E, K).to(draw(1).device)},
         lambda x, numbers: permute(x, numbers, E)[0],
         lambda x, numbers: reference.permute_ref(x, numbers.cpu(), E)[0],
-        lambda x, numbers: x[numbers.flatten().argsort(stable=True) // K],
+        lambda x, numbers: x.index_select(0, numbers.flatten().argsort(stable=True) // K),
         in_fp64=True,
-        elements=((1 + K) * one, (1 + K) * one),
+        elements=(moved, moved),
     )
-    moved = ((1 + K) * one, (1 + K) * one)
-    yield _case(combine, f"N={rows} C={C} K={K}", sums, mix, elements=moved)
-    product = 4.0 * rows * K * C * C
-    shape = f"M={rows * K} E={E} {C}->{2 * C}"
-    yield _case(grouped_linear, shape, layers, eager, flops=(product, 2 * product))
-    if more and rows:
-        yield from experts(min(rows, 12), 40, device, E=5, K=1)
-        yield from experts(min(rows, 33), 1, device, E=3, K=3)
+
+
+def combine_case(N: int, C: int, E: int, K: int) -> OpCase:
+    """Back from the experts. index_add of equal indices has no promised order on a GPU; it is what
+    others use."""
+
+    def make(draw: Draw) -> Inputs:
+        x, order, _ = permute(draw(N, C), _choices(N, E, K).to(draw(1).device), E)
+        return {"rows": x, "weights": draw(N, K).abs().to(wide(x.dtype)), "order": order}
+
+    def eager(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        scaled = x.to(weights.dtype) * weights.flatten()[order, None]
+        mixed = scaled.new_zeros(len(weights), C).index_add(0, order // K, scaled)
+        return mixed.to(x.dtype)
+
+    moved = float((1 + K) * N * C)
+    return _case(combine, f"N={N} C={C} K={K}", make, eager, elements=(moved, moved))
+
+
+def grouped_linear_case(tokens: int, C: int, out: int, E: int, K: int) -> OpCase:
+    """Layers of E experts, one of which has no rows."""
+    M = tokens * K
+
+    def make(draw: Draw) -> Inputs:
+        counts = torch.bincount(_choices(tokens, E, K).flatten(), minlength=E)
+        counts[1], counts[0] = 0, counts[0] + counts[1]
+        x, weight = draw(M, C), draw(E, out, C) * C**-0.5
+        return {"x": x, "weight": weight, "bias": draw(E, out), "counts": counts.to(x.device)}
+
+    def eager(x: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+        parts = zip(x.split(counts.tolist()), weight, bias)
+        return torch.cat([F.linear(part, w, b) for part, w, b in parts])
+
+    product = 2.0 * M * C * out
+    shape = f"M={M} E={E} {C}->{out}"
+    return _case(grouped_linear, shape, make, eager, flops=(product, 2 * product))
+
+
+@makes("route", "permute", "combine", proven=False)
+@makes("grouped_linear")
+def experts(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """The ops of experts: their choice, tokens there and back, layers with an empty group."""
+    shapes = [(rows, size, 8, 2)]
+    if more:
+        shapes += [(min(rows, 12), 40, 5, 1), (min(rows, 33), 1, 3, 3)]
+    for N, C, E, K in shapes:
+        yield route_case(N, E, K)
+        yield permute_case(N, C, E, K)
+        yield combine_case(N, C, E, K)
+        yield grouped_linear_case(N, C, 2 * C, E, K)
 
 
 def dropout_case(shape: tuple[int, ...], device: str) -> OpCase:
@@ -1272,32 +1298,30 @@ def newton_schulz(x: Tensor, coefficients: Any = POLAR_EXPRESS) -> Tensor:
     return y.T if x.shape[0] > x.shape[1] else y
 
 
+def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS) -> OpCase:
+    """The orthogonal factor of a matrix of normal numbers, beside plain products; no gradient."""
+    how = {"coefficients": tuple(coefficients)}
+    steps = functools.partial(newton_schulz, **how)
+    return OpCase(
+        "orthogonalize",
+        f"{m}x{n}",
+        lambda draw: {"x": draw(m, n)},
+        lambda x: orthogonalize(x, **how, dtype=x.dtype),
+        lambda x: reference.orthogonalize_ref(x.detach(), **how),
+        steps,
+        dtypes=(FP32, torch.bfloat16),
+        formula=steps,
+        in_fp64=True,
+        elements=(15.0 * (m * n + m * m), 0.0),
+    )
+
+
 @makes("orthogonalize", proven=False)
-def orthogonals(
-    rows: int, size: int, device: str, *, more: bool = False, coefficients: Any = POLAR_EXPRESS
-) -> Iterator[OpCase]:
-    """The orthogonal factor of matrices of normal numbers, beside plain products; no gradient."""
-
-    def one(m: int, n: int) -> OpCase:
-        how = {"coefficients": tuple(coefficients)}
-        steps = functools.partial(newton_schulz, **how)
-        return OpCase(
-            "orthogonalize",
-            f"{m}x{n}",
-            lambda draw: {"x": draw(m, n)},
-            lambda x: orthogonalize(x, **how, dtype=x.dtype),
-            lambda x: reference.orthogonalize_ref(x.detach(), **how),
-            steps,
-            dtypes=(FP32, torch.bfloat16),
-            formula=steps,
-            in_fp64=True,
-            elements=(15.0 * (m * n + m * m), 0.0),
-        )
-
-    yield one(rows, size)
-    if more:
-        for m, n in ((size, rows), (63, 127), (100, 257)):
-            yield one(m, n)
+def orthogonals(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[OpCase]:
+    """Matrices that are wide, high, and of odd sizes."""
+    shapes = ((size, rows), (63, 127), (100, 257)) if more else ()
+    for m, n in ((rows, size), *shapes):
+        yield orthogonal_case(m, n)
 
 
 # Proofs

@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
-from bench.harness import Bench, Case
-from fastpar.kernels.orthogonalize import QUINTIC, orthogonalize
-from fastpar.kernels.reference import orthogonalize_ref
+from bench.harness import Bench
+from bench.ops.timed import dtype_of, of_device, timed
+from fastpar.kernels.cases import orthogonal_case
+from fastpar.kernels.orthogonalize import QUINTIC
 
 TIME_LIMIT_S = {"cpu": 200, "cuda": 40}
+MUON = "torch.optim.Muon"
+
+
+def muon(x: Tensor) -> Tensor:
+    return _muon._zeropower_via_newtonschulz(x, QUINTIC[0], 5, 1e-7)
 
 
 def eager(x: Tensor) -> Tensor:
@@ -26,30 +32,11 @@ def eager(x: Tensor) -> Tensor:
     return y.t() if x.shape[0] > x.shape[1] else y
 
 
-def case(m: int, n: int, dtype: torch.dtype, device: str) -> Case:
-    def make_inputs(generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
-        shape = (64, 64 * n // m) if small else (m, n)
-        return (torch.randn(shape, generator=generator, device=device, dtype=dtype),)
-
-    return Case(
-        f"orthogonalize {'fp32' if dtype == torch.float32 else 'bf16'} {m}x{n}",
-        make_inputs,
-        {
-            "eager": eager,
-            "torch.optim.Muon": lambda x: _muon._zeropower_via_newtonschulz(x, QUINTIC[0], 5, 1e-7),
-            "fastpar": lambda x: orthogonalize(x, coefficients=QUINTIC, dtype=dtype),
-        },
-        lambda x: orthogonalize_ref(x, coefficients=QUINTIC),
-        dtype,
-        bytes_moved={"call": 15.0 * (m * n + m * m) * dtype.itemsize},
-        directions=("call",),
-        compiled=False,  # five times three products: nothing to fuse
-        unjudged=("torch.optim.Muon",) if dtype == torch.float32 else (),
-    )
-
-
 def run(bench: Bench) -> None:
-    dtype = torch.float32 if bench.device == "cpu" else torch.bfloat16
-    sizes = ((64, 64), (64, 256)) if bench.quick else ((768, 768), (768, 3072), (1600, 6400))
-    sizes = sizes[:2] if bench.device == "cpu" else sizes
-    bench.run([case(m, n, dtype, bench.device) for m, n in sizes])
+    on_cpu = [(768, 768), (768, 3072)]
+    wide = dtype_of(bench) == torch.float32
+    for m, n in of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)]):
+        whole, few = (orthogonal_case(*s, QUINTIC) for s in ((m, n), (64, 64 * n // m)))
+        how = {"directions": ("call",), "compiled": False, "unjudged": (MUON,) * wide}
+        name = f"orthogonalize {'fp32' if wide else 'bf16'} {m}x{n}"
+        bench.run([timed(bench, whole, few, {"eager": eager, MUON: muon}, name=name, **how)])
