@@ -262,17 +262,6 @@ def test_bare_ids_of_other_widths(tmp_path):
         assert open_source(str(file)).train[:].tolist() == few
 
 
-def test_meta_pkl_is_never_unpickled(tmp_path):
-    np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
-    # A pickle that would write a file.
-    bomb = f"cbuiltins\nopen\n(V{tmp_path}/pwned\nVw\ntR.".encode()
-    (tmp_path / "meta.pkl").write_bytes(bomb)
-    opened = tokens_of(tmp_path)
-    assert opened.tokenizer == "ids"
-    assert "asks for 'builtins.open', which is not made); nothing in it is" in opened.notes[0]
-    assert not (tmp_path / "pwned").exists()
-
-
 def test_llmc_shards(tmp_path):
     write_shard(tmp_path / "fineweb_train_000002.bin", [3, 4, 5])
     write_shard(tmp_path / "fineweb_train_000001.bin", [0, 1, 50256])
