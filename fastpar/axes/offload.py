@@ -272,7 +272,8 @@ class Offload:
         if source is None or source is grads:
             return
         self.await_weights(bucket)
-        self._bins[bucket] = self._bins_of(bucket, range(len(bucket.params)))
+        if bucket.stage.shards:  # at stage 0 not every gradient is in its p.grad yet
+            self._bins[bucket] = self._bins_of(bucket, range(len(bucket.params)))
         if not bucket.stage.frees_gradients:  # the next backward writes there
             source = source.clone()
         handle = self._down[bucket] = self._bus.down(grads, source)
@@ -329,7 +330,7 @@ class Offload:
         """The bins of these parameters' gradients on this rank, on the device.
 
         They were counted there as gradients went down; of a bucket that has other parameters too
-        they are counted on the host.
+        they are counted on the host. Stage 0 has gradients on the device, and counts now.
         """
         params = set(params)
         total = torch.zeros(NORM_WORDS, dtype=torch.int64, device=self._device)
@@ -339,7 +340,8 @@ class Offload:
                 continue
             bins = self._bins.get(bucket)
             if bins is None or len(mine) < len(bucket.params):
-                self._arrived(bucket)
+                if bucket.stage.shards:
+                    self._arrived(bucket)
                 bins = self._bins_of(bucket, mine)
             total += bins.to(self._device)
         return total
