@@ -1,5 +1,5 @@
 """Context parallelism: what ranks exchange or gather is what one process has, and each rank has as
-much to do. tests/contracts/test_same_run.py and test_cp_matrix.py have whole runs."""
+much to do. tests/contracts/test_same_run.py has whole runs."""
 
 import copy
 import math

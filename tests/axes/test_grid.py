@@ -1,6 +1,6 @@
 """Layers on a grid of ranks: losses, operators and what they hold, checkpoints, refusals.
 
-tests/contracts/test_same_run.py has whole runs, test_grid_schedules.py what they send.
+tests/contracts/test_same_run.py has whole runs, test_split_schedules.py what they send.
 """
 
 import itertools

@@ -1,35 +1,58 @@
-"""What a rank of a tp group says in a step, literally: kind, bytes and order.
+"""What ranks that split layers or sequences say in a step, literally: kind, bytes and order.
 
-One real rank of a lone mesh, as in test_collective_schedules.py. Between blocks of n tokens of
-C features a layer without sequence parallelism sums [n, C] twice forward and twice backward; with
-it each of these sums is a gather and a reduce-scatter, which together are as many bytes, and the
-inputs of the two column layers are gathered once more in backward (Korthikanti et al. 2022, arXiv
-2205.05198, section 4.2.2 and 4.3). The loss adds an exchange of 12 bytes a row and rank.
+One real rank of a lone mesh, as in test_collective_schedules.py.
+
+[Note: tp] Between blocks of n tokens of C features a layer without sequence parallelism sums [n, C]
+twice forward and twice backward; with it each of these sums is a gather and a reduce-scatter, which
+together are as many bytes, and the inputs of the two column layers are gathered once more in
+backward (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2 and 4.3). The loss adds an
+exchange of 12 bytes a row and rank.
+
+[Note: grid] On r x c ranks a layer's products gather or scatter [n/r, C] along the row, twice
+forward and three times backward of each pair of layers, as tp with sequence parallelism does with
+[n, C]; each gathers its weight along the column forward and backward, and sums its gradient there.
+A norm exchanges two numbers of a token and rank, forward and backward.
+
+[Note: cp] By heads a layer exchanges 8 (cp - 1) / cp^2 of B*T*C elements, both ways, of the heads
+as they are padded; by keys 2 (cp - 1) / cp forward, and twice that backward.
 """
+
+import math
+from collections import Counter
 
 import pytest
 import torch
-from cells import covering
+from cells import covering, slow
 from lone_rank import LoneRun, of_tp
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.kernels import make_key
+from fastpar.comm.recorder import WireMeter
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.nn.recompute import recompute
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
-DP, TP = 2, 4
-LAYERS, C, B, T = 2, 32, 2, 8
+DP, TP, V = 2, 4, 128
+LAYERS, C, B, T = 2, 32, 4, 8
 N = B * T
 SIZES = {"n_layer": LAYERS, "n_head": 4, "n_embd": C, "block_size": T, "vocab_size": 100}
 PARTIAL = T * C + (4 * LAYERS + 2) * C + 2 * LAYERS * C  # positions, norms, biases of row layers
+IDX = torch.arange(N).view(B, T) % 100
+MODES = ("none", "selective", "full")
 
 
-def run_of(*, world_size=DP * TP, tp=TP, rank=5, dropout=0.0, **options):
+def run_of(axes, *, dp=DP, rank=1, dropout=0.0, **options):
     """A rank that trains, see LoneRun."""
-    config, idx = GPTConfig(**SIZES, dropout=dropout), torch.arange(N).view(B, T)
-    return LoneRun(config, idx, world_size, rank, {"tp": tp}, **options)
+    ranks = math.prod(axes["tp_grid"]) if "tp_grid" in axes else axes["tp"]
+    config = GPTConfig(**SIZES, dropout=dropout)
+    return LoneRun(config, IDX, ranks * dp, rank, axes, **options)
+
+
+def partial_elements(run):
+    """Of this rank's pieces of parameters whose gradients are parts of sums."""
+    shards = engine_of(run.model).shards
+    parts = filter(shards.declared.is_partial, shards.params)
+    return sum(shards.piece(p).param.numel() for p in parts)
 
 
 SUM, GATHER, SCATTER = (
@@ -54,10 +77,9 @@ ALL_TOKENS = {
     "embedding, backward": [],
 }
 sequence = pytest.mark.parametrize("sp", [True, False], ids=["sp", "plain"])
-modes = pytest.mark.parametrize("mode", ["none", "selective", "full"])
 
 
-def schedule(sp, mode):
+def of_tp_ranks(sp, mode):
     """Forward and backward of one micro-batch."""
     said = SPLIT_TOKENS if sp else ALL_TOKENS
     again = said["layer"] if mode == "full" else []
@@ -66,51 +88,41 @@ def schedule(sp, mode):
     return forward, said["loss, backward"] + layers + said["embedding, backward"]
 
 
-def of_others(ops):
-    return [f"{op.role} {op.kind}" for op in ops if op.role != "tp"]
-
-
-@covering(
-    2, ("stage", [0, 1, 2, 3]), ("sp", [True, False]), ("mode", ["none", "selective", "full"])
-)
-def test_schedule_of_a_step(stage, sp, mode):
+@covering(2, ("stage", [0, 1, 2, 3]), ("sp", [True, False]), ("mode", MODES))
+def test_schedule_of_tp(stage, sp, mode):
     """Selective recomputation sends nothing again, a full one what a layer's forward sends."""
-    forward, backward = schedule(sp, mode)
-    with run_of(sequence_parallel=sp, zero_stage=stage, mode=mode) as run:
+    forward, backward = of_tp_ranks(sp, mode)
+    with run_of({"tp": TP}, sequence_parallel=sp, zero_stage=stage, mode=mode) as run:
         for _ in range(2):
             said = run.train()
-            partial = f"all_reduce {4 * PARTIAL}"
-            if stage:  # of this rank's pieces
-                shards = engine_of(run.model).shards
-                partial_ones = filter(shards.declared.is_partial, shards.params)
-                mine = sum(shards.piece(p).param.numel() for p in partial_ones)
-                assert mine < PARTIAL
-                partial = f"all_reduce {4 * mine}"
+            mine = partial_elements(run) if stage else PARTIAL
+            assert stage == 0 or mine < PARTIAL
+            partial = f"all_reduce {4 * mine}"
             assert of_tp(said[0]) == forward
             assert of_tp(said[1]) == backward + [partial] * (sp and stage == 0)
             assert of_tp(said[2]) == [partial] * (sp and stage > 0)
             control = [op for ops in said for op in ops if op.role == "control"]
             assert [(op.kind, op.world_size) for op in control] == [("all_gather", DP * TP)]
-            words = 5 + NORM_WORDS + 1
-            assert control[0].tensor_bytes == 8 * words * DP * TP
+            assert control[0].tensor_bytes == 8 * (5 + NORM_WORDS + 1) * DP * TP
 
 
 @sequence
 def test_nobody_else_along_dp(sp):
     """dp=1: activations, the partial sums and the control exchange are all there is."""
-    with run_of(sequence_parallel=sp, world_size=TP, rank=1, zero_stage=2) as run:
+    with run_of({"tp": TP}, dp=1, sequence_parallel=sp, zero_stage=2) as run:
         for _ in range(2):
             said = run.train()
-            others = [op for ops in said for op in of_others(ops)]
-            assert others == ["control all_gather"]
-            assert of_tp(said[1]) == schedule(sp, "none")[1] + [f"all_reduce {4 * PARTIAL}"] * sp
+            others = [op for ops in said for op in ops if op.role != "tp"]
+            assert [(op.role, op.kind) for op in others] == [("control", "all_gather")]
+            partial = [f"all_reduce {4 * PARTIAL}"] * sp
+            assert of_tp(said[1]) == of_tp_ranks(sp, "none")[1] + partial
 
 
 @pytest.mark.parametrize(("stage", "sums"), [(0, [1, 1, 1]), (2, [0, 0, 0])])
 def test_partial_sums_of_several_micro_batches(stage, sums):
     """At stage 0 after each backward, where p.grad can be read; later once in the step."""
-    forward, backward = schedule(True, "none")
-    with run_of(zero_stage=stage) as run:
+    forward, backward = of_tp_ranks(True, "none")
+    with run_of({"tp": TP}, zero_stage=stage) as run:
         *passes, step, _ = run.train(n_micro=3)
         assert [of_tp(ops) for ops in passes[::2]] == [forward] * 3
         assert [len(of_tp(ops)) - len(backward) for ops in passes[1::2]] == sums
@@ -123,7 +135,7 @@ def test_evaluation(sp):
     logits = f"all_gather {4 * N * TP * 128}"
     said = SPLIT_TOKENS if sp else ALL_TOKENS
     expected = said["embedding"] + said["layer"] * LAYERS + [GATHER] * sp + [logits]
-    with run_of(sequence_parallel=sp) as run:
+    with run_of({"tp": TP}, sequence_parallel=sp) as run:
         run.train()
         assert of_tp(run.evaluate()) == expected
 
@@ -131,12 +143,9 @@ def test_evaluation(sp):
 def test_every_rank_has_the_same_schedule():
     found = []
     for rank in range(TP):
-        with run_of(rank=rank, zero_stage=3, mode="full", dropout=0.1) as run:
+        with run_of({"tp": TP}, rank=rank, zero_stage=3, mode="full", dropout=0.1) as run:
             found.append([of_tp(ops) for ops in run.train()])
     assert all(said == found[0] for said in found)
-
-
-# Bytes
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -145,7 +154,7 @@ def test_bytes_on_the_wire(tp):
     gathered again."""
     sent = {}
     for sp in (True, False):
-        with run_of(world_size=2 * tp, tp=tp, rank=0, sequence_parallel=sp) as run:
+        with run_of({"tp": tp}, rank=0, sequence_parallel=sp) as run:
             ops = [op for phase in run.train()[:2] for op in phase if op.role == "tp"]
             activations = [op for op in ops if op.tensor_bytes == 4 * N * C]
             sent[sp] = sum(op.wire_bytes for op in activations)
@@ -155,21 +164,125 @@ def test_bytes_on_the_wire(tp):
     assert sent[True] == of_layers + 2 * LAYERS * share + 4 * share
 
 
-# What recomputation must not change
+# A grid
 
 
-def gradients(sp, mode, dropout):
-    model = GPT(GPTConfig(**SIZES, dropout=dropout))
-    parallelize(model, Mesh(tp=2), Parallel.of(sequence_parallel=sp))
+def of_grid(grid, mode):
+    """Forward and backward of one micro-batch, and the partial sums of stage 0."""
+    r, c, d = (*grid, 1)[:3]
+    n = N // (r * d)
+
+    def along(ranks, *messages):
+        return [message for message in messages if ranks > 1]
+
+    gather, scatter = (f"{kind} {4 * n * C}" for kind in ("all_gather", "reduce_scatter"))
+    norm = along(c, f"all_gather {4 * 2 * n * c}")
+
+    def weight(numel, kind="all_gather"):
+        return along(r, f"{kind} {4 * numel // c}")
+
+    def forward_of(numel, column):
+        return weight(numel) + along(c, gather if column else scatter)
+
+    def backward_of(numel, column):
+        moved = along(c, gather) + along(c, scatter) * column
+        return weight(numel) + moved + weight(numel, "reduce_scatter")
+
+    qkv, proj, fc = 3 * C * C, C * C, 4 * C * C
+    layer = norm + forward_of(qkv, True) + forward_of(proj, False)
+    layer += norm + forward_of(fc, True) + forward_of(fc, False)
+    layer_back = backward_of(fc, False) + backward_of(fc, True) + norm
+    layer_back += backward_of(proj, False) + backward_of(qkv, True) + norm
+    vocabulary = V * c * C  # each column has V rows, some of padding
+    table, of_rows = weight(vocabulary), along(c, f"all_gather {12 * n * c}")
+    forward = table + along(c, scatter) + layer * LAYERS + norm
+    forward += table + along(c, gather) + of_rows + along(r * d, "all_reduce 4")
+    back = along(c, scatter) + weight(vocabulary, "reduce_scatter") + norm
+    again = {"none": [], "selective": norm * 2, "full": layer}[mode]  # of norms, also selective
+    back += (again + layer_back) * LAYERS + along(c, gather) + weight(vocabulary, "reduce_scatter")
+    # Positions; weight and bias of norms; biases.
+    partial = (T * C + (4 * LAYERS + 2) * C + LAYERS * 9 * C) // c
+    return forward, back, along(r, f"all_reduce {4 * partial}")
+
+
+@covering(
+    1,
+    ("grid", [(2, 2), (1, 4), (4, 1), (2, 2, 2), (2, 4)]),
+    ("mode", MODES),
+    ("stage", [0, 1, 2, 3]),
+)
+def test_schedule_of_a_grid(grid, mode, stage):
+    forward, backward, partial = of_grid(grid, mode)
+    with run_of({"tp_grid": grid}, mode=mode, zero_stage=stage) as run:
+        for _ in range(2):
+            said = [of_tp(ops) for ops in run.train()]
+            assert said[0] == forward
+            assert sorted(said[1]) == sorted(backward + partial * (stage == 0))
+            mine = f"all_reduce {4 * partial_elements(run)}"
+            assert said[2] == [mine] * (grid[0] > 1 and stage > 0)
+
+
+def counted(grid):
+    """Bytes that a real rank counts in forward and backward."""
+    model = GPT(GPTConfig(**SIZES, dropout=0.0))
+    parallelize(model, Mesh(tp_grid=grid))
+    meter = WireMeter()
+    with meter.of_fastpar():
+        model(IDX, IDX).backward()
+    return meter.sent_bytes
+
+
+@pytest.mark.parametrize("grid", [(2, 2), slow((1, 4)), slow((4, 1))])
+def test_counters_of_real_ranks_are_the_schedule(grid):
+    with run_of({"tp_grid": grid}, dp=1) as run:
+        run.train()
+        run.ops.clear()
+        run.model(IDX, IDX).backward()
+        wire = sum(op.wire_bytes for op in run.ops)
+    n_said = sum(map(len, of_grid(grid, "none")))
+    assert n_said == len([op for op in run.ops if op.role == "tp"])
+    found = run_ranks(counted, math.prod(grid), grid, backend="gloo", timeout_s=120)
+    assert found == [wire] * math.prod(grid)
+
+
+# Ranks that share sequences
+
+
+def of_sequences(cp, method, heads, time, mode="none"):
+    """Bytes that a rank sends by kind in forward and backward, and how many operations."""
+    model = GPT(GPTConfig(LAYERS, heads, 4 * heads, time, 37, dropout=0.0), seed=0)
+    parallelize(model, Mesh(cp=cp), Parallel.of(cp_method=method))
     recompute(model, mode)
-    idx = torch.arange(N).view(B, T)
-    model(idx, idx, rng_key=make_key(1, 2)).backward()
-    return [p.grad.clone() for p in model.parameters()]
+    sent, said = Counter(), Counter()
+
+    def observer(group, op, n_bytes, begin):
+        sent[op] += n_bytes * (cp - 1) / cp  # of others
+        said[op] += 1
+        return begin()
+
+    model.cp.group.observers = (observer,)
+    idx = torch.arange(4 * time).view(4, time) % 37
+    model(idx, idx).backward()
+    return sent, said
 
 
-@sequence
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputed_gradients_have_the_same_bits(mode, sp):
-    expected = run_ranks(gradients, 2, sp, "none", 0.2)
-    for got, want in zip(run_ranks(gradients, 2, sp, mode, 0.2), expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+@pytest.mark.parametrize(("cp", "heads"), [(2, 4), (3, 4), (4, 4), (3, 6), (5, 4)])
+def test_bytes_of_cp(cp, heads):
+    for method in ("heads", "keys"):
+        if method == "heads" and cp > heads:
+            continue
+        time = 2 * cp
+        padded = -(-heads // cp) * cp if method == "heads" else heads
+        units = 4 * 4 * time * padded * 4  # bytes of B*T*C elements
+        for sent, _ in run_ranks(of_sequences, cp, cp, method, heads, time):
+            if method == "heads":
+                assert sent["all_to_all"] * cp**2 == LAYERS * 8 * (cp - 1) * units
+            else:
+                assert sent["all_gather"] * cp == LAYERS * 4 * (cp - 1) * units
+                assert sent["all_to_all"] * cp == LAYERS * 2 * (cp - 1) * units
+
+
+def test_recomputation_sends_the_forward_of_a_block_again():
+    """So that q, k, v and o are not kept twice."""
+    none, selective, full = (run_ranks(of_sequences, 2, 2, "heads", 4, 6, m)[0][1] for m in MODES)
+    assert selective == full == none + Counter({"all_to_all": 4})

@@ -1,6 +1,6 @@
 """The optimizer's step on the host's side of a stand-in bus: order, faults, memory, refusals.
 
-tests/contracts/test_offload_matrix.py has whole runs. The last part is offload as it runs on a GPU:
+tests/contracts/test_same_run.py has whole runs. The last part is offload as it runs on a GPU:
 which stream waits for which, with streams that are not there.
 """
 

@@ -110,7 +110,7 @@ CHECKS = {
     "fp32 products on CPUs": products,
     "fp16": half_precision,
     "Dropout": lambda: quantize_p(0.1) == 26 or pytest.fail("quantize_p"),
-    "Same bits": lambda: (ROOT / "tests/contracts/test_determinism.py").resolve(strict=True),
+    "Same bits": lambda: (ROOT / "tests/contracts/test_same_run.py").resolve(strict=True),
 }
 
 

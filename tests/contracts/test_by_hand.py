@@ -1,0 +1,343 @@
+"""What is done to parameters and gradients by hand: as in plain torch, or refused by name."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from programs import STAGES, assert_same, fill
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar.settings.parallel import Parallel
+from fastpar.testing import run_ranks
+
+SMALL = {"bucket_mb": 0.001, "first_bucket_mb": 1e-4}
+SHARDED = (1, 2, 3)
+C = 5
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(C, C), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(C, C)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale
+
+
+def start():
+    model = fill(Net())
+    return model, AdamW(model.parameters(), lr=0.05)
+
+
+def step(model, optimizer, i=0):
+    x = torch.randn(4, C, generator=torch.Generator().manual_seed(i))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def on_ranks(fn, stages=STAGES):
+    """fn(model, optimizer, stage) on two ranks after a step, at each stage; what follows trains."""
+
+    def rank(stage):
+        model = parallelize(fill(Net()), Mesh(), Parallel.of(zero_stage=stage, **SMALL))
+        optimizer = AdamW(model.parameters(), lr=0.05)
+        step(model, optimizer)
+        return fn(model, optimizer, stage)
+
+    return [result for stage in stages for result in run_ranks(rank, 2, stage)]
+
+
+def goes_on(model, optimizer):
+    step(model, optimizer, 1)
+    return all(value.isfinite().all() for value in whole(model).values())
+
+
+def whole(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# Values written inside of gathered()
+
+
+def give_data(model):
+    for i, p in enumerate(model.parameters()):
+        p.data = torch.full_like(p.data, 0.1 * i)
+
+
+def swap_data(model):
+    a, b = model.blocks[0][0].weight, model.blocks[2][0].weight
+    a.data, b.data = b.data, a.data
+    model.head.weight.data = model.head.weight.data.t().contiguous()
+
+
+def from_vector(model):
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector.flip(0) * 0.5, model.parameters())
+
+
+def set_memory(model):
+    with torch.no_grad():
+        model.head.bias.set_(torch.arange(float(C)))
+
+
+def in_place(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.clamp_(-0.1, 0.2)
+    nn.init.constant_(model.head.bias, 3.0)
+    model.blocks[1].load_state_dict(model.blocks[0].state_dict())
+
+
+@pytest.mark.parametrize("write", [give_data, swap_data, from_vector, set_memory, in_place])
+def test_what_is_written_in_gathered_is_kept(write):
+    model, optimizer = start()
+    step(model, optimizer)
+    write(model)
+    expected = [whole(model)]
+    step(model, optimizer, 1)
+    expected.append(whole(model))
+
+    def write_gathered(model, optimizer, stage):
+        with engine_of(model).gathered():
+            write(model)
+        first = whole(model)
+        step(model, optimizer, 1)
+        return [first, whole(model)]
+
+    for got in on_ranks(write_gathered):
+        for a, b in zip(got, expected, strict=True):
+            assert_same(a, b)
+
+
+def test_memory_that_does_not_fit_is_refused_at_the_end_of_gathered():
+    def run(model, optimizer, stage):
+        before = whole(model)
+        for new in (torch.ones(C + 1), torch.ones(C, dtype=torch.float64)):
+            message = (
+                rf"gathered: expected values for parameter 'head.bias' of shape \[{C}\], "
+                rf"torch.float32, on cpu, got p.data=\[{len(new)}\], {new.dtype}, .*; write them"
+            )
+            with pytest.raises(RuntimeError, match=message), engine_of(model).gathered():
+                model.head.bias.data = new
+        step(model, optimizer, 1)
+        return before["head.bias"].shape == whole(model)["head.bias"].shape
+
+    assert all(on_ranks(run))
+
+
+def test_what_changes_nothing():
+    """gathered() inside of gathered(), moves to where everything is, a state_dict that failed."""
+
+    def run(model, optimizer, stage):
+        engine = engine_of(model)
+        with engine.gathered():
+            model.state_dict()
+            with engine.gathered():
+                pass
+            assert all(p.isfinite().all() for p in model.parameters())
+        model.float().to("cpu").cpu().to(torch.float32).eval().train()
+
+        def fail(*args):
+            raise KeyError("mine")
+
+        handle = model.blocks[1].register_state_dict_pre_hook(fail)
+        with pytest.raises(KeyError, match="mine"):
+            model.state_dict()
+        handle.remove()
+        assert_same(whole(model), expected)
+        return goes_on(model, optimizer)
+
+    model, optimizer = start()
+    step(model, optimizer)
+    expected = whole(model)
+    assert all(on_ranks(run))
+
+
+# What is refused where a parameter or a gradient is absent
+
+
+def add_to(model):
+    with torch.no_grad():
+        model.scale += 1
+
+
+def backward(model):
+    model(torch.ones(2, C)).square().sum().backward()
+
+
+MEMORY = (
+    r"parallelize: expected parameter '[\w.]+' to keep its dtype, device and memory, .* got other "
+    r"memory for p\.data; call module\.to\(\) before .*gathered\(\)"
+)
+GRADIENT = (
+    r"p\.grad: expected to be left as it is, got \w+ for '[\w.]+', whose .*; clip with "
+    r"fastpar\.AdamW\(max_grad_norm=\.\.\.\), .*engine_of\(model\)\.grads\(\)"
+)
+PARAMETER = (
+    r"p\.\w+: expected a whole parameter, got '[\w.]+', of which this rank has its slice; "
+    r"write, .* inside `with fastpar\.engine_of\(model\)\.gathered\(\):`, on all ranks"
+)
+REFUSED = {
+    MEMORY: [
+        lambda model: model.bfloat16(),
+        lambda model: model.to(torch.float64),
+        lambda model: model.blocks[1].half(),
+        lambda model: setattr(model.head.weight, "data", torch.ones(C, C)),
+        lambda model: nn.utils.vector_to_parameters(
+            torch.ones(sum(p.numel() for p in model.parameters())), model.parameters()
+        ),
+    ],
+    GRADIENT: [
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
+        lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda model: model.head.bias.grad.mul_(0.5),
+        lambda model: model.head.bias.grad.data.div_(2),
+        lambda model: model.scale.grad.add_(1),
+        lambda model: model.head.bias.grad.detach().clamp_(0),
+        lambda model: model.head.bias.grad.__setitem__(0, 1.0),
+        lambda model: copy.deepcopy(model.head.bias.grad),
+    ],
+    PARAMETER: [
+        lambda model: model.head.weight.clamp_(-1, 1),
+        lambda model: model.head.weight.data.clamp_(-1, 1),
+        lambda model: model.head.weight.detach().mul_(2),
+        lambda model: nn.init.normal_(model.head.weight),
+        lambda model: model.scale.data.copy_(torch.ones(1)),
+        lambda model: model.head.bias.set_(torch.ones(C)),
+        add_to,
+    ],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED, ids=["memory", "gradients", "parameters"])
+def test_what_is_refused_at_once(message):
+    def run(model, optimizer, stage):
+        if message == GRADIENT:
+            backward(model)
+        for write in REFUSED[message]:
+            grad = torch.enable_grad() if message == MEMORY else torch.no_grad()
+            with grad, pytest.raises(RuntimeError, match=message):
+                write(model)
+        if message == GRADIENT:
+            assert model.head.bias.grad.norm().isnan()
+            assert torch.zeros(C).copy_(model.head.bias.grad).isnan().all()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            assert_same(whole(model), expected)
+        return goes_on(model, optimizer)
+
+    model, optimizer = start()
+    step(model, optimizer)
+    expected = whole(model)
+    assert all(on_ranks(run, SHARDED))
+
+
+def test_other_memory_is_refused_in_the_next_pass_where_a_parameter_is_there():
+    """Stages 1 and 2: from a forward to the step; stage 3: the last unit; or inside of it."""
+
+    def after_a_forward(model, optimizer, stage):
+        model(torch.ones(1, C))
+        last, dtype = model.blocks[2][0], torch.float32
+        if stage < 3:
+            model.bfloat16()
+            dtype = torch.bfloat16
+        else:
+            last.weight.data = last.weight.data.clone()
+        message = r"Engine: expected parameter '[\w.]+' to stay in its flat buffer, got other mem"
+        with pytest.raises(RuntimeError, match=message):
+            model(torch.ones(1, C, dtype=dtype)).sum().backward()
+
+    def inside(model, optimizer, stage):
+        def change(module, args):
+            module.weight.data = module.weight.data.clone()
+
+        model.blocks[1][0].register_forward_pre_hook(change)
+        with pytest.raises(RuntimeError, match=r"expected parameter 'blocks.1.0.weight' to stay "):
+            step(model, optimizer)
+
+    on_ranks(after_a_forward, SHARDED)
+    on_ranks(inside, SHARDED)
+
+
+def test_parameters_are_ordinary_ones_while_they_are_there():
+    def run(model, optimizer, stage):
+        kinds = []
+        model.head.register_forward_hook(lambda module, *_: kinds.append(type(module.weight)))
+        step(model, optimizer)
+        assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+        return kinds == [nn.Parameter]
+
+    assert all(on_ranks(run))
+
+
+# Copies and files
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = (
+    copy.deepcopy,
+    lambda model: pickle.loads(pickle.dumps(model)),
+    saved,
+    lambda model: AveragedModel(model).module,
+)
+
+
+def test_copies_are_whole_or_refused():
+    refused = r"(copy.deepcopy|pickle): expected a whole parameter, got '[\w.]+', of which this "
+    refused += r"rank has its slice; .* inside `with fastpar.engine_of\(model\).gathered"
+
+    def run(model, optimizer, stage):
+        for make in COPIES if stage else ():
+            with pytest.raises(RuntimeError, match=refused):
+                make(model)
+        for part in (model.blocks[0], model.head.bias, list(model.parameters())) if stage else ():
+            with pytest.raises(RuntimeError, match=r"expected a whole parameter, got "):
+                pickle.dumps(part)
+        for make in COPIES:
+            with engine_of(model).gathered():
+                made = make(model)
+            got = made.state_dict()
+            made(torch.ones(1, C)).sum().backward()
+            assert all(p.grad is not None for p in made.parameters())
+            assert_same(got, expected)
+
+    model, optimizer = start()
+    step(model, optimizer)
+    expected = whole(model)
+    on_ranks(run)
+
+
+def test_submodules_save_and_load_whole_tensors():
+    def run(model, optimizer, stage):
+        expected = whole(model)
+        for name in ("blocks.0", "blocks", "head", "blocks.1.0"):
+            got = model.get_submodule(name).state_dict()
+            for key, value in got.items():
+                assert torch.equal(value, expected[f"{name}.{key}"])
+            owned = {p.data_ptr() for p in model.parameters()}
+            assert stage == 0 or not owned & {value.data_ptr() for value in got.values()}
+        new = {name: value + 1 for name, value in model.blocks[1].state_dict().items()}
+        model.blocks[1].load_state_dict(new)
+        again = whole(model)
+        for name, value in expected.items():
+            assert torch.equal(again[name], value + 1 if "blocks.1" in name else value)
+        return goes_on(model, optimizer)
+
+    assert all(on_ranks(run))

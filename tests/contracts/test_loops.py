@@ -1,0 +1,462 @@
+"""Training loops as people write them for torch: every stage has the numbers of plain torch.
+
+The yardstick is torch.optim.AdamW on one process with the mean of the ranks' losses, in fp64. There
+rounding leaves some 1e-15; where a step divides by a count of tokens it multiplies by one fp32
+number, which is off by 6e-8 of an update.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from programs import SMALL, STAGES, Net, batch, fill
+from torch import nn
+
+from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.settings.parallel import Parallel
+from fastpar.testing import run_ranks
+
+WITHIN, COUNTED_WITHIN = 1e-11, 1e-8
+
+
+class Loop:
+    """What a loop needs, with an engine or without."""
+
+    def __init__(self, world_size, build=Net, *, mesh=None, stage=0, split=None, **options):
+        self.world_size, self.rank = world_size, None
+        self.model = fill(build().double())
+        self.engine, optimizer = None, torch.optim.AdamW
+        if mesh is not None:
+            self.rank = mesh.dp_rank
+            parallelize(self.model, mesh, Parallel.of(zero_stage=stage, **{**SMALL, **options}))
+            self.engine, optimizer = engine_of(self.model), AdamW
+        split = split or (lambda name: 0)
+        sets = [[], []]
+        for name, p in self.model.named_parameters():
+            sets[split(name)].append(p)
+        self.optimizers = [
+            optimizer(params, lr=0.05, weight_decay=0.1, eps=1e-4) for params in sets if params
+        ]
+        self.first, self.last = self.optimizers[0], self.optimizers[-1]
+        self.tokens = 0
+
+    def count(self, i):
+        """Before the backward of batch i, whose loss is then a sum."""
+        if self.engine is not None:
+            self.engine.count_tokens(5 * _size(i, self.rank))
+        else:
+            self.tokens += 5 * sum(_size(i, rank) for rank in range(self.world_size))
+
+    def step(self, *optimizers):
+        for optimizer in optimizers or self.optimizers:
+            if self.engine is None and self.tokens:
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            p.grad.div_(self.tokens)
+            optimizer.step()
+        self.tokens = 0
+
+    def backward(self, i, *, sums=False):
+        ranks = range(self.world_size) if self.rank is None else [self.rank]
+        for rank in ranks:
+            n = _size(i, rank) if sums else 3
+            idx = batch(i * self.world_size + rank, n)
+            targets = idx.roll(1, 1)
+            if isinstance(self.model, GPT):
+                loss = self.model(idx, targets)
+            else:
+                reduction = "sum" if sums else "mean"
+                logits = self.model(idx).flatten(0, -2)
+                loss = F.cross_entropy(logits, targets.flatten(), reduction=reduction)
+            (loss if sums else loss / len(ranks)).backward()
+
+
+def _size(i, rank):
+    return 1 + (i + rank) % 3
+
+
+def train(loop, body, steps=3):
+    for step in range(steps):
+        body(loop, step)
+    return {name: v.clone() for name, v in loop.model.state_dict().items()}
+
+
+def ranks_of(world_size, body, tp=1, **options):
+    def ranks():
+        return train(Loop(world_size, mesh=Mesh(tp=tp), **options), body)
+
+    return run_ranks(ranks, world_size * tp)
+
+
+FEW = [(2, {}), (2, {"stage": 3})]
+MORE = [
+    (1, {}),
+    (2, {"stage": 2}),
+    (2, {"stage": 3, "accumulate": "full", "grad_accum_steps": 2}),
+    (1, {"deterministic": True}),
+    (2, {"stage": 1}),
+    (3, {"stage": 0, "deterministic": True}),
+    (2, {"stage": 1, "deterministic": True}),
+    (2, {"stage": 2, "deterministic": True}),
+    (3, {"stage": 1}),
+    (4, {"stage": 3, "shard_size": 2}),
+]
+
+
+def check(names, cells=FEW, *, within=WITHIN, build=Net, split=None):
+    body = play(names)
+    for world_size, options in cells:
+        expected = train(Loop(world_size, build, split=split), body)
+        for result in ranks_of(world_size, body, build=build, split=split, **options):
+            for name, value in expected.items():
+                error = (result[name] - value).abs().max().item()
+                assert error <= within, (names, world_size, options, name, error)
+
+
+# What loops do, each of (loop, step); b10 is the backward of batch step + 10, sum10 of a sum
+
+
+def clear(loop, step=0):
+    for optimizer in loop.optimizers:
+        optimizer.zero_grad()
+
+
+def clear_model(loop, step=0):
+    loop.model.zero_grad()
+
+
+def fail(grad):
+    raise ArithmeticError
+
+
+def failing(loop, step):
+    """A backward that fails before anything was sent, but after the next units were gathered."""
+    norm = loop.model.norm
+    handle = norm.register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
+    with pytest.raises(ArithmeticError):
+        loop.backward(step + 10)
+    handle.remove()
+
+
+def no_sync(loop):
+    return contextlib.nullcontext() if loop.engine is None else loop.engine.no_sync()
+
+
+def locally(loop, step):
+    """Cleared while the gradients are this rank's own."""
+    with no_sync(loop):
+        loop.backward(step)
+        loop.first.zero_grad()
+
+
+def mixed(loop, step):
+    """Some micro-batches stay local in odd steps."""
+    for j in range(3):
+        with no_sync(loop) if step % 2 and j < 2 else contextlib.nullcontext():
+            loop.backward(3 * step + j)
+
+
+def submodules(loop, step):
+    x = loop.model.blocks[step](loop.model.wte(batch(step)))
+    loop.model.blocks[0](x)
+
+
+def no_grads_of(*names):
+    def body(loop, step):
+        for name in names:
+            loop.model.get_parameter(name).grad = None
+
+    return body
+
+
+def halve(loop, step):
+    for p in loop.model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+def only_in_step_1(names):
+    return lambda loop, step: play(names)(loop, step) if step == 1 else None
+
+
+DO = {
+    **{f"b{n}": lambda loop, step, n=n: loop.backward(step + n) for n in (0, 10, 20)},
+    **{f"sum{n}": lambda loop, i, n=n: loop.backward(i + n, sums=True) for n in (0, 10, 20)},
+    "count": lambda loop, step: loop.count(step),
+    "count10": lambda loop, step: loop.count(step + 10),
+    "forget": lambda loop, step: setattr(loop, "tokens", 0),
+    "step": lambda loop, step: loop.step(),
+    "step1": lambda loop, step: loop.step(loop.first),
+    "step2": lambda loop, step: loop.step(loop.last),
+    "clear": clear,
+    "clear1": lambda loop, step: loop.first.zero_grad(),
+    "clear2": lambda loop, step: loop.last.zero_grad(),
+    "zero": lambda loop, step: [o.zero_grad(set_to_none=False) for o in loop.optimizers],
+    "zero1": lambda loop, step: loop.first.zero_grad(set_to_none=False),
+    "zero2": lambda loop, step: loop.last.zero_grad(set_to_none=False),
+    "clear_model": clear_model,
+    "zero_model": lambda loop, step: loop.model.zero_grad(set_to_none=False),
+    "clear_block": lambda loop, step: loop.model.blocks[step % 3].zero_grad(),
+    "zero_block": lambda loop, step: loop.model.blocks[step % 3].zero_grad(set_to_none=False),
+    "clear_gpt_block": lambda loop, step: loop.model.h[0].zero_grad(),
+    "no_bias": no_grads_of("norm.bias"),
+    "no_tied": no_grads_of("norm.weight", "wte.weight"),
+    "zero_norm": lambda loop, step: loop.model.norm.weight.grad.zero_(),
+    "halve": halve,
+    "failing": failing,
+    "locally": locally,
+    "mixed": mixed,
+    "submodules": submodules,
+    "look": torch.no_grad()(submodules),
+}
+
+
+def play(names):
+    """A loop's body."""
+
+    def body(loop, step):
+        for name in names.split():
+            DO[name](loop, step)
+
+    body.__name__ = names
+    return body
+
+
+def thrown_away(clear):
+    """A step that does not come leaves no tokens."""
+    DO[f"again_{clear}"] = only_in_step_1(f"forget {clear} count sum10")
+    return f"{clear} count sum0 again_{clear} count sum20 step"
+
+
+DO["again"] = only_in_step_1("forget clear_model sum10 count10")
+COUNTED = [*map(thrown_away, ("clear", "clear_model", "zero")), "sum0 count again step clear"]
+LOOPS = [
+    "mixed step clear",
+    "look b0 look step clear",
+    "submodules b0 look step clear",
+    "failing clear_model b0 step clear_model",
+]
+WITH_TWO = [  # optimizers
+    "b0 clear b10 b20 step clear_model",
+    "b0 zero_model b10 b20 step clear_model",
+    "b0 step clear",
+    "b0 step1 clear1 step2 clear2",
+    "clear1 b0 step1 clear2 b10 step2",  # as a GAN's
+    "clear1 b0 b10 step1 clear1 b20 step2 clear2",  # the second steps with all three
+    "b0 zero1 b10 step1 zero2 step2 clear_model",
+    "locally b10 step clear",
+    # What is set to None is not stepped, what is zero is, by weight decay and momentum.
+    "b0 clear_block no_bias step clear",
+    "b0 clear_block b10 no_tied step clear_model",
+    "b0 zero_block b10 zero_norm step zero_model step",
+]
+BY_HAND = "clear b0 halve b20 step"
+HERE = [(1, {}), (2, {}), (1, {"deterministic": True}), (2, {"deterministic": True})]
+
+
+def halves(name):
+    """Across every bucket."""
+    return sum(map(ord, name)) % 2
+
+
+@pytest.mark.parametrize("cells", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=len)
+def test_loops(cells):
+    for names in COUNTED:
+        check(names, cells, within=COUNTED_WITHIN)
+    for names in (*LOOPS, *WITH_TWO[:2]):
+        check(names, cells)
+    for names in WITH_TWO:
+        check(names, cells, split=halves)
+    check(BY_HAND, HERE)  # where p.grad is the gradient
+
+
+def test_loops_under_tensor_parallelism():
+    """Parts of gradients are cleared by their optimizer, too."""
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=5, vocab_size=13, dropout=0.0)
+    options = {"tp": 2, "sequence_parallel": False}
+    how = {"build": lambda: GPT(config), "split": halves}
+    check(WITH_TWO[5], [(2, {**options, "stage": 2})], **how)
+    for names in (WITH_TWO[3], "b0 clear_gpt_block step clear_model"):
+        check(names, [(1, options)], **how)
+
+
+def test_what_was_told_of_gradients_that_a_module_zeroed():
+    """Placeholders say that they were zeroed; of p.grad itself nobody is told."""
+    names = thrown_away("zero_model")
+    check(names, [(2, {"stage": 3})], within=COUNTED_WITHIN)
+    with pytest.raises(
+        RuntimeError, match=r"after count_tokens\(\) or contribute\(\), got p\.grad"
+    ):
+        ranks_of(2, play(names))
+
+
+def test_what_was_contributed_to_a_step_that_did_not_come_is_dropped():
+    def body(loop):
+        for value in (1.0, 2.0):
+            clear(loop)
+            loop.engine.contribute(torch.tensor([value]))
+            loop.backward(0)
+        loop.step()
+        return loop.engine.control.contributed.tolist()
+
+    assert on_two(body, 2) == [[4.0]] * 2
+
+
+def on_two(body, stage, **options):
+    """body(loop) on two ranks."""
+    return run_ranks(lambda: body(Loop(2, mesh=Mesh(), stage=stage, **options)), 2, timeout_s=20)
+
+
+# Refused
+
+
+def dropped_count(some, clear):
+    def body(loop):
+        loop.count(0)
+        loop.backward(0, sums=True)
+        if some:
+            loop.last.zero_grad()  # what is counted is not the count of both
+            loop.first.step()
+        loop.step()
+        loop.count(0)
+        clear(loop)
+        loop.backward(0, sums=True)
+        loop.step()
+
+    return body
+
+
+def one_rank_clears(loop):
+    loop.backward(0)
+    if loop.rank == 1:
+        loop.model.norm.weight.grad = None
+    loop.step()
+
+
+def replaces(loop):
+    loop.backward(0)
+    loop.model.norm.weight.grad = torch.zeros_like(loop.model.norm.weight)
+    loop.step()
+
+
+def steps_twice(loop):
+    other = AdamW([loop.model.norm.weight])
+    for i in range(2):
+        loop.backward(i)
+        (loop.first if i else other).step()  # each with gradients of its own
+        clear_model(loop)
+    loop.backward(2)
+    loop.step()
+    other.step()
+
+
+def fails_after_sending(loop):
+    play("b0 step clear")(loop, 0)
+    handle = loop.model.blocks[1].up.weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loop.backward(1)
+    handle.remove()
+    clear_model(loop)
+    loop.backward(1)
+
+
+def begins_another(more):
+    """At stage 3 a forward waits for other ranks, and not for those in a step."""
+
+    def body(loop):
+        for step in range(3):
+            other = step == 1 and loop.rank == 0
+            if other and not more:
+                with torch.no_grad():
+                    loop.model(batch(0))
+            for _ in range(1 + (other and more)):
+                loop.backward(step)
+            loop.step()
+            clear(loop)
+
+    return body
+
+
+BEGIN = "every rank to begin the same, got "
+REFUSED = [
+    *(
+        (
+            dropped_count(some, how),
+            rf"Engine: expected count_tokens\(\) of .* got {got}.*; call zero_grad",
+            (0, 2),
+            {"split": halves},
+        )
+        for some, got in (
+            (False, "none after zero_grad"),
+            (True, "zero_grad.. of some parameters only, after"),
+        )
+        for how in (clear, clear_model)
+    ),
+    (
+        one_rank_clears,
+        r"same gradients set to None on every rank .*, got others on rank 1 than .*; do",
+        STAGES,
+        {},
+    ),
+    (
+        replaces,
+        r"p\.grad of 'norm\.weight' as backward left it, got another .*; set p\.grad to None",
+        STAGES,
+        {},
+    ),
+    (
+        steps_twice,
+        r"AdamW\.step: expected parameters of one .*, got 'norm\.weight', which AdamW has stepped",
+        STAGES,
+        {},
+    ),
+    (
+        fails_after_sending,
+        r"expected backward to run to its end, got .* buckets sent on rank",
+        STAGES,
+        {},
+    ),
+    *(
+        (begins_another(more), BEGIN + words, (3,), {"transport": transport})
+        for more, words in (
+            (True, "a step after 1 micro-batches on rank 1 where rank 0 begins a forward after 1;"),
+            (
+                False,
+                "a forward after 0 micro-batches on rank 1 where rank 0 begins a forward witho",
+            ),
+        )
+        for transport in ("shm", "torch")
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message", "stages", "options"), REFUSED)
+def test_loops_that_are_refused(body, message, stages, options):
+    for stage in stages:
+        with pytest.raises(RuntimeError, match=message):
+            on_two(body, stage, **options)
+
+
+def test_main_gradients_are_cleared_by_hand():
+    def ranks():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+        parallelize(fill(model), Mesh(), grad_dtype=torch.float32)
+        optimizer = AdamW(model.parameters(), lr=0.1, master_weights=True)
+        x, found = torch.ones(2, 4, dtype=torch.bfloat16), []
+        for _ in range(2):
+            model(x).float().sum().backward()
+            found.append(model[0].weight.main_grad.clone())
+            model.zero_grad()
+        model(x).float().sum().backward()
+        model[1].zero_grad()
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before)]
+        return found, moved
+
+    for world_size in (1, 2):
+        for found, moved in run_ranks(ranks, world_size):
+            assert torch.equal(*found)
+            assert moved == [True, True, False, False]
