@@ -1,10 +1,11 @@
-"""Placements: slices of every rank, joined, are the whole tensor again, along any axes."""
+"""Placements and runs of indices: slices of every rank, joined, are the whole tensor again."""
 
 import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from cells import sweep
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastpar.sharding.placements import (
@@ -12,10 +13,28 @@ from fastpar.sharding.placements import (
     Partial,
     Placement,
     Replicate,
+    Run,
     Shard,
     check_cover,
+    cut_runs,
+    intervals,
+    numel_of,
+    overlaps,
     runs_of_placement,
+    runs_of_slice,
+    share_of,
+    whole_run,
 )
+
+
+def indices(runs):
+    """Global index of every element, HOLE where there is none."""
+    return [
+        HOLE if run.start == HOLE else run.start + i * run.stride + j
+        for run in runs
+        for i in range(run.count)
+        for j in range(run.length)
+    ]
 
 
 def round_trip(state, whole, ranks):
@@ -28,6 +47,7 @@ def round_trip(state, whole, ranks):
     return slices
 
 
+@settings(max_examples=50)
 @given(
     dim=st.integers(0, 2),
     ranks=st.integers(1, 7),
@@ -45,6 +65,7 @@ def test_slices_joined_are_the_whole(dim, ranks, groups, each, others, transpose
     round_trip(Shard(dim, groups=groups), whole, ranks)
 
 
+@settings(max_examples=50)
 @given(
     dim=st.integers(0, 1),
     ranks=st.integers(1, 7),
@@ -77,17 +98,12 @@ def test_a_vocabulary_of_gpt2_on_eight_ranks():
     assert small == [[1, 2, 3, 4], [5, 6, 0, 0], [0] * 4, [0] * 4]
 
 
-def test_a_cut_is_a_copy():
-    whole = torch.zeros(4, 2)
-    for state in (Shard(0), Shard(1), Shard(0, groups=2), Shard(0, pad_to=4)):
-        state.cut(whole, 0, 2).fill_(1.0)
-    assert not whole.any()
-
-
-def test_one_rank_has_everything():
-    whole = torch.arange(12).view(3, 4)
+def test_a_cut_is_a_copy_and_one_rank_has_everything():
+    whole = torch.arange(24).view(6, 4)
     for state in (Shard(0), Shard(1), Shard(0, groups=3), Shard(1, pad_to=2)):
         assert torch.equal(state.cut(whole, 0, 1), whole)
+        state.cut(whole, 0, 2).fill_(-1)
+    assert (whole >= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -105,14 +121,9 @@ def test_what_does_not_split(state, message):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_states_are_values():
-    """Two modules that share a parameter may both declare it (declared.py compares)."""
-    assert Shard(0) == Shard(0)
-    assert Shard(0) != Shard(1)
-    assert Partial() == Partial()
-    assert Partial() != Replicate()
+    # States are values: two modules that share a parameter may both declare it.
+    assert state == Shard(state.dim, groups=state.groups)
+    assert state not in (Shard(3), Partial(), Replicate())
 
 
 AXES = ("replicas", "dp", "cp", "ep", "tp")
@@ -156,13 +167,7 @@ def test_any_axes_against_brute_force(states, counts, data):
 
     for at in places:
         runs, mine = runs_of_placement(placement, shape, at), local[tuple(at.values())].flatten()
-        indices = [
-            1 + run.start + i * run.stride + j if run.start != HOLE else 0
-            for run in runs
-            for i in range(run.count)
-            for j in range(run.length)
-        ]
-        assert indices == mine.tolist()
+        assert [0 if i == HOLE else 1 + i for i in indices(runs)] == mine.tolist()
         same = [x for x in places if all(x[a] == at[a] for a in placement.gather_axes)]
         assert placement.copy_of(at) == (same.index(at), len(same))
         if placement.copy_of(at)[0] == 0:
@@ -173,3 +178,88 @@ def test_any_axes_against_brute_force(states, counts, data):
     assert check_cover(owners, whole.numel()) is None
     summed = {axis for axis, state in states.items() if isinstance(state, Partial)}
     assert set(placement.reduce_axes) == summed
+
+
+# Runs of global indices
+
+
+CUTS = [
+    (Shard(0), (8, 6)),
+    (Shard(1), (4, 8)),
+    (Shard(1), (3, 8, 5)),
+    (Shard(0, groups=3), (24, 5)),
+    (Shard(1, groups=2), (3, 16)),
+    (Shard(0, pad_to=4), (10, 3)),
+    (Shard(0, pad_to=4), (3, 2)),
+    (Shard(1, pad_to=4), (2, 10)),
+    (Shard(0), (4,)),
+]
+cuts = pytest.mark.parametrize(("state", "shape"), CUTS, ids=str)
+
+
+@cuts
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_slice_holds_what_cut_takes(state, shape, ranks):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    pieces = []
+    for rank in range(ranks):
+        runs = runs_of_slice(state, shape, rank, ranks)
+        expected = state.cut(whole + 1, rank, ranks).reshape(-1) - 1  # padding is HOLE
+        assert indices(runs) == expected.tolist()
+        pieces.append(runs)
+    assert check_cover(pieces, whole.numel()) is None
+
+
+@cuts
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_cut_of_a_piece_is_a_cut_of_its_indices(state, shape, data):
+    runs = runs_of_slice(state, shape, data.draw(st.integers(0, 1)), 2)
+    n = numel_of(runs)
+    start = data.draw(st.integers(0, n))
+    stop = data.draw(st.integers(start, n))
+    assert indices(cut_runs(runs, start, stop)) == indices(runs)[start:stop]
+
+
+@cuts
+@settings(max_examples=15)
+@given(data=st.data())
+def test_overlaps_copy_what_both_have(state, shape, data):
+    mine = runs_of_slice(state, shape, 0, 2)
+    start = data.draw(st.integers(0, torch.Size(shape).numel()))
+    theirs = cut_runs(whole_run(torch.Size(shape).numel()), start, start + 9)
+    a, b = indices(mine), indices(theirs)
+    found = {}
+    for at, there, n in overlaps(intervals(mine), intervals(theirs)).tolist():
+        for i in range(n):
+            assert a[at + i] == b[there + i]
+            found[at + i] = a[at + i]
+    assert found == {i: x for i, x in enumerate(a) if x in set(b)}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "numel", "problem"),
+    [
+        ([[Run(0, 4)], [Run(4, 4)]], 8, None),
+        ([[Run(4, 4)], [Run(0, 2, 2, 2)]], 8, None),
+        ([[Run(0, 2, 4, 2)], [Run(2, 2, 4, 2), Run(HOLE, 7)]], 8, None),
+        ([], 0, None),
+        ([], 3, "no element 0"),
+        ([[Run(0, 4)], [Run(5, 3)]], 8, "no element 4"),
+        ([[Run(0, 4)], [Run(3, 5)]], 8, "element 3 twice"),
+        ([[Run(0, 4)]], 8, "no element 4"),
+        ([[Run(0, 9)]], 8, "element 8 of 8"),
+    ],
+)
+def test_what_is_missing_or_twice_is_told(pieces, numel, problem):
+    assert check_cover(pieces, numel) == problem
+
+
+@sweep("numel", [0, 1, 255, 4096, 12289, 100_000])
+def test_copies_share_out_a_piece(numel):
+    for copies, index in itertools.product((1, 2, 3, 8), (0, 1, 7)):
+        parts = [share_of(numel, copy, copies, index) for copy in range(copies)]
+        assert sorted(i for part in parts for i in range(*part)) == list(range(numel))
+        assert all(start % 256 == 0 for start, stop in parts if start < stop)
+        if numel >= 4096 * copies:
+            assert max(b - a for a, b in parts) <= -(-numel // copies) + 256
