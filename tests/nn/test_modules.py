@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import sweep
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -17,22 +18,21 @@ from fastpar.testing import assert_matches_oracle
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # ours, torch's, an input: every module that has a counterpart in torch.
 PAIRS = {
-    "LayerNorm": (fastpar.LayerNorm, nn.LayerNorm, (24,), {}),
-    "LayerNorm eps": (fastpar.LayerNorm, nn.LayerNorm, (24, 1e-2), {}),
-    "LayerNorm of two dims": (fastpar.LayerNorm, nn.LayerNorm, ((6, 24),), {}),
-    "LayerNorm without bias": (fastpar.LayerNorm, nn.LayerNorm, (24,), {"bias": False}),
-    "LayerNorm without weights": (
-        fastpar.LayerNorm, nn.LayerNorm, (24,), {"elementwise_affine": False},
-    ),
-    "RMSNorm": (fastpar.RMSNorm, nn.RMSNorm, (24,), {}),
-    "RMSNorm eps": (fastpar.RMSNorm, nn.RMSNorm, (24, 1e-2), {}),
-    "RMSNorm of two dims": (fastpar.RMSNorm, nn.RMSNorm, ((6, 24),), {}),
-    "RMSNorm without weights": (
-        fastpar.RMSNorm, nn.RMSNorm, (24,), {"elementwise_affine": False},
-    ),
-    "GELU": (fastpar.GELU, nn.GELU, (), {}),
-    "GELU tanh": (fastpar.GELU, nn.GELU, ("tanh",), {}),
-}  # fmt: skip
+    f"{ours.__name__} {args or ''} {options or ''}".strip(): (ours, torchs, args, options)
+    for ours, torchs, args, options in [
+        (fastpar.LayerNorm, nn.LayerNorm, (24,), {}),
+        (fastpar.LayerNorm, nn.LayerNorm, (24, 1e-2), {}),
+        (fastpar.LayerNorm, nn.LayerNorm, ((6, 24),), {}),
+        (fastpar.LayerNorm, nn.LayerNorm, (24,), {"bias": False}),
+        (fastpar.LayerNorm, nn.LayerNorm, (24,), {"elementwise_affine": False}),
+        (fastpar.RMSNorm, nn.RMSNorm, (24,), {}),
+        (fastpar.RMSNorm, nn.RMSNorm, (24, 1e-2), {}),
+        (fastpar.RMSNorm, nn.RMSNorm, ((6, 24),), {}),
+        (fastpar.RMSNorm, nn.RMSNorm, (24,), {"elementwise_affine": False}),
+        (fastpar.GELU, nn.GELU, (), {}),
+        (fastpar.GELU, nn.GELU, ("tanh",), {}),
+    ]
+}
 
 
 def randomize(module):
@@ -71,32 +71,26 @@ def test_matches_torch(name, dtype):
     assert len(report) == 1 + len(inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("dtype", DTYPES)
 def test_the_default_eps_of_rms_norm_is_torchs(dtype):
-    ours, torchs = make("RMSNorm", dtype)
+    ours, torchs = make("RMSNorm (24,)", dtype)
     x = (torch.randn(4, 24) * 1e-4).to(dtype)  # the mean square is far below fp16's epsilon
     assert_matches_oracle(ours, lambda x: F.rms_norm(x, (24,), torchs.weight.to(x.dtype),
                           torch.finfo(torch.float32).eps), (x,), eager=torchs)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_signature_keys_and_repr_are_torchs(name):
+def test_keys_repr_and_dtypes_under_autocast_are_torchs(name):
     ours, torchs = make(name)
     assert isinstance(ours, type(torchs))
     assert list(ours.state_dict()) == list(torchs.state_dict())
     assert repr(ours) == repr(torchs)
-
-
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", PAIRS)
-def test_dtypes_under_autocast_are_torchs(name, x_dtype):
-    ours, torchs = make(name)
-    x = torch.randn(2, 6, 24).to(x_dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = torchs(x)
-        y = ours(x)
-    assert y.dtype == expected.dtype
-    torch.testing.assert_close(y, expected)
+    for x_dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(2, 6, 24).to(x_dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected, y = torchs(x), ours(x)
+        assert y.dtype == expected.dtype
+        torch.testing.assert_close(y, expected)
 
 
 class Double(nn.Module):
@@ -117,32 +111,29 @@ def everything():
     ]
 
 
-def test_copies_pickles_and_dtypes():
+def test_copies_pickles_dtypes_and_no_grad():
     for module, x in everything():
         y = module(x)
         for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             assert type(other) is type(module)
             assert torch.equal(other(x), y)
-        half = module.to(torch.bfloat16)
-        x = x if x.dtype == torch.int64 else x.bfloat16()
-        assert half(x).dtype == torch.bfloat16
-
-
-def test_no_grad_is_the_same_and_keeps_nothing():
-    for module, x in everything():
         with torch.no_grad():
-            y = module(x)
-        assert not y.requires_grad
-        assert torch.equal(y, module(x))
+            kept = module(x)
+        assert not kept.requires_grad
+        assert torch.equal(y, kept)
+        half = module.to(torch.bfloat16)
+        assert half(x if x.dtype == torch.int64 else x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_compiles_without_graph_breaks():
-    for module, x in everything():
-        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-        y = compiled(x)
-        assert torch.equal(y, module(x)), type(module).__name__
-        if y.requires_grad:
-            y.sum().backward()
+    """All of them in one graph."""
+    parts = {type(module).__name__: module for module, _ in everything()}
+    module = nn.Sequential(parts.pop("Embedding"), *parts.values())
+    idx = torch.randint(11, (2, 5))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    y = compiled(idx)
+    assert torch.equal(y, module(idx))
+    y.sum().backward()
 
 
 def test_parametrized_weights_are_used():
@@ -156,38 +147,21 @@ def test_parametrized_weights_are_used():
                 assert torch.equal(module(x), y)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (2, 5), (2, 3, 4), (0, 5), (2, 0)])
-@pytest.mark.parametrize("idx_dtype", [torch.int64, torch.int32])
-def test_embedding_is_torchs_for_any_index(shape, idx_dtype):
+@sweep("idx_dtype", [torch.int64, torch.int32])
+def test_embedding_is_torchs_for_any_index(idx_dtype):
     ours, torchs = fastpar.Embedding(11, 16), nn.Embedding(11, 16)
     ours.load_state_dict(torchs.state_dict())
-    idx = torch.randint(11, shape, dtype=idx_dtype)
-    y, expected = ours(idx), torchs(idx)
-    assert torch.equal(y, expected)
-    y.sum().backward()
-    expected.sum().backward()
-    assert torch.equal(ours.weight.grad, torchs.weight.grad)
-
-
-def test_embedding_from_pretrained():
-    weight = torch.randn(11, 16)
-    ours = fastpar.Embedding.from_pretrained(weight)
-    assert not ours.weight.requires_grad
-    assert torch.equal(ours(torch.tensor([3])), weight[3:4])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"padding_idx": 0}, "padding_idx to be left out, got padding_idx=0"),
-        ({"max_norm": 1.0}, "max_norm to be left out, got max_norm=1.0"),
-        ({"scale_grad_by_freq": True}, "scale_grad_by_freq to be left out, got scale_grad_by_f"),
-        ({"sparse": True}, "sparse to be left out, got sparse=True; use torch.nn.Embedding"),
-    ],
-)
-def test_embedding_refuses_what_it_does_not_do(options, message):
-    with pytest.raises(ValueError, match=f"Embedding: expected {message}"):
-        fastpar.Embedding(11, 16, **options)
+    for shape in ((), (7,), (2, 5), (2, 3, 4), (0, 5), (2, 0)):
+        idx = torch.randint(11, shape, dtype=idx_dtype)
+        y, expected = ours(idx), torchs(idx)
+        assert torch.equal(y, expected)
+        ours.weight.grad = torchs.weight.grad = None
+        y.sum().backward()
+        expected.sum().backward()
+        assert torch.equal(ours.weight.grad, torchs.weight.grad)
+    given = fastpar.Embedding.from_pretrained(torchs.weight.detach())
+    assert not given.weight.requires_grad
+    assert torch.equal(given(torch.tensor([3])), torchs.weight[3:4])
 
 
 class StockMLP(nn.Module):
@@ -214,27 +188,45 @@ class StockAttention(nn.Module):
         return self.c_proj(o.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("approximate", ["tanh", "none"])
-def test_mlp_matches_torch(approximate, bias):
-    ours = fastpar.MLP(16, 40, bias, approximate=approximate)
-    torchs = StockMLP(approximate, bias)
+STOCK = {
+    **{
+        f"MLP {approximate} {bias}": (
+            fastpar.MLP(16, 40, bias, approximate=approximate), StockMLP(approximate, bias),
+        )
+        for approximate in ("tanh", "none")
+        for bias in (True, False)
+    },
+    **{
+        f"attention {bias} {scale}": (
+            fastpar.CausalSelfAttention(16, 2, bias=bias, softmax_scale=scale),
+            StockAttention(bias, scale),
+        )
+        for bias in (True, False)
+        for scale in (None, 0.7)
+    },
+}  # fmt: skip
+
+
+def cast(f):
+    def run(*inputs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return f(*inputs)
+
+    return run
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_mlp_and_attention_match_torch(name):
+    """Under autocast at most with twice the error of torch's own composition under it."""
+    ours, torchs = STOCK[name]
     assert list(ours.state_dict()) == list(torchs.state_dict())
     torchs.load_state_dict(randomize(ours).state_dict())
     x = torch.randn(3, 7, 16, requires_grad=True)
-    assert_matches_oracle(functional(ours), functional(torchs), (x, *torchs.parameters()))
+    inputs = (x, *torchs.parameters())
+    assert_matches_oracle(functional(ours), functional(torchs), inputs)
+    eager = cast(functional(torchs))
+    assert_matches_oracle(cast(functional(ours)), functional(torchs), inputs, eager=eager)
     assert fastpar.MLP(16).c_fc.out_features == 64
-
-
-@pytest.mark.parametrize("scale", [None, 0.7])
-@pytest.mark.parametrize("bias", [True, False])
-def test_attention_matches_torch(bias, scale):
-    ours = fastpar.CausalSelfAttention(16, 2, bias=bias, softmax_scale=scale)
-    torchs = StockAttention(bias, scale)
-    assert list(ours.state_dict()) == list(torchs.state_dict())
-    torchs.load_state_dict(randomize(ours).state_dict())
-    x = torch.randn(3, 7, 16, requires_grad=True)
-    assert_matches_oracle(functional(ours), functional(torchs), (x, *torchs.parameters()))
 
 
 def test_attention_of_documents_is_that_of_each():
@@ -243,28 +235,6 @@ def test_attention_of_documents_is_that_of_each():
     y = attention(x, cu_seqlens=torch.tensor([0, 5, 12], dtype=torch.int32))
     torch.testing.assert_close(y[:5], attention(x[None, :5])[0])
     torch.testing.assert_close(y[5:], attention(x[None, 5:])[0])
-
-
-@pytest.mark.parametrize("module", ["MLP", "CausalSelfAttention"])
-def test_autocast_computes_in_its_dtype(module):
-    """At most twice the error of torch's own composition under the same autocast."""
-    if module == "MLP":
-        ours, torchs = fastpar.MLP(16, 40), StockMLP("tanh", True)
-    else:
-        ours, torchs = fastpar.CausalSelfAttention(16, 2), StockAttention(True)
-    torchs.load_state_dict(randomize(ours).state_dict())
-
-    def cast(f):
-        def run(*inputs):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return f(*inputs)
-
-        return run
-
-    x = torch.randn(3, 7, 16, requires_grad=True)
-    inputs = (x, *torchs.parameters())
-    eager = cast(functional(torchs))
-    assert_matches_oracle(cast(functional(ours)), functional(torchs), inputs, eager=eager)
 
 
 def test_autocast_rules_large_products_too():
@@ -355,16 +325,25 @@ def test_loss_under_autocast_is_fp32():
     assert torch.equal(loss, expected)
 
 
-def test_errors():
-    with pytest.raises(ValueError, match=r"LayerNorm: expected x of shape \[..., 3, 4\], got x="):
-        fastpar.LayerNorm((3, 4))(torch.ones(2, 6, 2))
-    with pytest.raises(ValueError, match=r"RMSNorm: expected x of shape \[..., 4\], got x=\[2, 3"):
-        fastpar.RMSNorm(4)(torch.ones(2, 3))
-    with pytest.raises(ValueError, match="n_embd to be a multiple of n_head, got n_embd=10 n_hea"):
-        fastpar.CausalSelfAttention(10, 3)
-    with pytest.raises(
-        ValueError, match=r"CausalSelfAttention: expected x \[B, T, 16\].* got x=\["
-    ):
-        fastpar.CausalSelfAttention(16, 2)(torch.ones(3, 16))
-    with pytest.raises(ValueError, match=r"expected weight=None, got weight=Tensor .* pass the"):
-        fastpar.LinearCrossEntropyLoss(torch.ones(5))
+REFUSED = [
+    (lambda: fastpar.LayerNorm((3, 4))(torch.ones(2, 6, 2)),
+     r"LayerNorm: expected x of shape \[..., 3, 4\], got x="),
+    (lambda: fastpar.RMSNorm(4)(torch.ones(2, 3)),
+     r"RMSNorm: expected x of shape \[..., 4\], got x=\[2, 3"),
+    (lambda: fastpar.CausalSelfAttention(10, 3),
+     "n_embd to be a multiple of n_head, got n_embd=10 n_hea"),
+    (lambda: fastpar.CausalSelfAttention(16, 2)(torch.ones(3, 16)),
+     r"CausalSelfAttention: expected x \[B, T, 16\].* got x=\["),
+    (lambda: fastpar.LinearCrossEntropyLoss(torch.ones(5)),
+     r"expected weight=None, got weight=Tensor .* pass the"),
+    *((lambda name=name, value=value: fastpar.Embedding(11, 16, **{name: value}),
+       f"Embedding: expected {name} to be left out, got {name}={value}; use torch.nn.Embedding")
+      for name, value in [("padding_idx", 0), ("max_norm", 1.0), ("scale_grad_by_freq", True),
+                          ("sparse", True)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

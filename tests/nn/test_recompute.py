@@ -1,18 +1,23 @@
-"""recompute.py: the same bits with less memory, for our model, transformers' and any other."""
+"""Recomputed blocks: the same bits with less memory, for our model, transformers' and any other;
+their inputs on the host."""
 
 import copy
 import pickle
+import weakref
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import slow
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastpar import GPT, GPTConfig
+from fastpar import GPT, AdamW, GPTConfig, patch
+from fastpar.comm.host import SlowBus, bus_of
+from fastpar.kernels import make_key
 from fastpar.kernels.backend import has_gemm
-from fastpar.nn.recompute import Recomputed, recompute
+from fastpar.nn.recompute import HostActivations, Recomputed, recompute
 
 IDS = torch.arange(96).view(2, 48) * 7 % 61
 
@@ -53,10 +58,7 @@ class Nested(nn.Module):
 
 
 def gpt(dtype=torch.float32, dropout=0.1):
-    config = GPTConfig(
-        n_layer=3, n_head=4, n_embd=32, block_size=48, vocab_size=61, dropout=dropout
-    )
-    return GPT(config).to(dtype)
+    return GPT(GPTConfig(3, 4, 32, block_size=48, vocab_size=61, dropout=dropout)).to(dtype)
 
 
 def transformers_gpt2(patched=False, cache=False):
@@ -66,8 +68,6 @@ def transformers_gpt2(patched=False, cache=False):
     )
     model = transformers.GPT2LMHeadModel(config).train()
     if patched:
-        from fastpar import patch
-
         patch(model)
     return model
 
@@ -129,7 +129,7 @@ def test_gradients_have_the_same_bits(name):
             assert torch.equal(grad, expected[1][parameter]), (mode, parameter)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["ours", "transformers patched", slow("transformers"), "nested"])
 def test_less_is_kept_between_forward_and_backward(name):
     model = MODELS[name]()
     kept = {m: kept_bytes(recompute(model, m)) for m in ("none", "full", "selective")}
@@ -239,18 +239,6 @@ def test_without_gradients_nothing_is_recomputed_and_caches_work():
     assert model(IDS).past_key_values.get_seq_length() == 0  # withheld: gradients are recorded
 
 
-def test_full_recompute_can_go_backward_twice():
-    model = gpt()
-    expected = {n: 2 * g for n, g in loss_and_gradients(model)[1].items()}
-    recompute(model)
-    model.zero_grad()
-    loss = loss_of(model)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    for name, p in model.named_parameters():
-        assert torch.equal(p.grad, expected[name]), name
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -258,6 +246,10 @@ def test_full_recompute_can_go_backward_twice():
         ({"every": 0}, r"expected every >= 1, got every=0"),
         ({"blocks": nn.Conv2d}, r"got model=Nested without any of those asked for; pass blocks="),
         ({"blocks": [nn.Linear(1, 1)]}, r"got blocks\[0\]=Linear, which is none; take them"),
+        (
+            {"mode": "selective", "offload": SlowBus(1.0)},
+            "expected mode='full' with offload, got mode='selective'",
+        ),
     ],
 )
 def test_bad_arguments(options, message):
@@ -265,3 +257,69 @@ def test_bad_arguments(options, message):
         recompute(Nested(), **options)
     with pytest.raises(ValueError, match=r"got model=Linear without an nn\.ModuleList"):
         recompute(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="expected a GPU, got device=cpu"):
+        bus_of(torch.device("cpu"))
+
+
+# Inputs of recomputed blocks on the host: the same bits, few of them on the device
+
+DEEP = GPTConfig(6, 2, 128, vocab_size=97, block_size=64, dropout=0.1)
+
+
+def deep_batch(step):
+    x = torch.randint(0, 97, (4, 65), generator=torch.Generator().manual_seed(step))
+    return x[:, :-1].contiguous(), x[:, 1:].contiguous()
+
+
+def train(bus, micro_batches=1):
+    model = recompute(GPT(DEEP, seed=0), "full", offload=bus)
+    optimizer, losses = AdamW(model.parameters(), lr=1e-2), []
+    for step in range(3):
+        for i in range(micro_batches):
+            loss = model(*deep_batch(10 * step + i), rng_key=make_key(1, 10 * step + i))
+            loss.backward()
+            losses.append(loss.item())
+        grads = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses, grads
+
+
+@pytest.mark.parametrize(("gb_s", "micro_batches"), [(0.05, 2), slow(0.05, 1), (5.0, 1)])
+def test_the_bits_of_the_run_without_a_host(gb_s, micro_batches, monkeypatch):
+    """Whenever a block begins its backward its own input is on the device, and those that come up
+    for the next one; the host keeps its memory from step to step."""
+    _, losses, grads = train(None, micro_batches)
+    alive, most, made = [], [], []
+    bus, up = SlowBus(gb_s), SlowBus.up
+    memory = bus.memory
+
+    def seen(self, x, host):
+        alive.append(weakref.ref(x))
+        most.append(sum(ref() is not None for ref in alive))
+        return up(self, x, host)
+
+    bus.memory = lambda *given: made.append(given) or memory(*given)
+    monkeypatch.setattr(SlowBus, "up", seen)
+    model, found, same = train(bus, micro_batches)
+    assert found == losses
+    assert all(map(torch.equal, same, grads))
+    n_inputs = 2 * DEEP.n_layer - 1
+    # Each of a step but the last one, which never leaves
+    assert len(alive) == 3 * micro_batches * (n_inputs - 1)
+    assert max(most) <= 5
+    keeper: HostActivations = vars(model.h[0])["forward"].keeper
+    assert len(made) == n_inputs - 1
+    assert keeper.host_bytes == len(made) * 4 * 64 * 128 * 4
+
+
+@pytest.mark.parametrize("offload", [None, SlowBus(5.0)], ids=["device", "host"])
+def test_a_second_backward_and_a_forward_alone(offload):
+    model = recompute(GPT(DEEP, seed=0), "full", offload=offload)
+    batch, key = deep_batch(0), make_key(1, 2)
+    model(*batch, rng_key=key)  # without a backward
+    loss = model(*batch, rng_key=key)
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), first))

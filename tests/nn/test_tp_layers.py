@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
-from test_tp_plan import batch, same
+from cells import cells
+from test_tp_plan import batch, grads_of, same
 from torch import nn
 
 import fastpar
@@ -17,10 +19,10 @@ from fastpar import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLinear,
-    engine_of,
     parallelize,
 )
-from fastpar.nn.tp_layers import TokenDropout, VocabParallelLoss, convert
+from fastpar.comm.transports import TorchCollectives
+from fastpar.nn.tp_layers import TokenDropout, VocabParallelLoss, check_generators, convert
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
@@ -58,15 +60,13 @@ def plain(**options):
     """The same weights in torch's layers."""
     theirs = model(**options)
     tied = theirs.head.weight is theirs.words.weight
-    for name, layer in list(theirs.named_children()):
-        if name != "norm":
-            kind = nn.Embedding if name == "words" else nn.Linear
-            args = (67, 8) if name == "words" else (layer.in_features, layer.out_features)
-            other = kind(*args).double() if name == "words" else kind(
-                *args, bias=layer.bias is not None
-            ).double()  # fmt: skip
-            other.load_state_dict(layer.state_dict())
-            setattr(theirs, name, other)
+    for name, layer in [c for c in theirs.named_children() if c[0] != "norm"]:
+        if name == "words":
+            other = nn.Embedding(67, 8)
+        else:
+            other = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
+        other.double().load_state_dict(layer.state_dict())
+        setattr(theirs, name, other)
     if tied:
         theirs.head.weight = theirs.words.weight
     return theirs
@@ -81,32 +81,31 @@ def steps(model, optimizer):
     for step in range(3):
         loss = loss_of(model, batch(step))
         loss.backward()
-        if hasattr(model.norm.weight, "_fastpar_engine"):
-            grads = [grad.clone() for _, grad in engine_of(model).grads()]
-            names = {id(p): i for i, (p, _) in enumerate(engine_of(model).grads())}
-            grads = [grads[names[id(p)]] for p in model.parameters()]
-        else:
-            grads = [p.grad.clone() for p in model.parameters()]
+        seen.append((loss.detach(), grads_of(model)))
         optimizer.step()
         optimizer.zero_grad()
-        seen.append((loss.detach(), grads))
     return seen, model.state_dict()
 
 
-def split(base, tp):
+def split(base, tp=2, **options):
     torch.set_num_threads(1)
     mine = copy.deepcopy(base)
-    parallelize(mine, Mesh(tp=tp))
+    return parallelize(mine, Mesh(tp=tp), Parallel.of(**options))
+
+
+def train(base, tp):
+    mine = split(base, tp)
     return steps(mine, AdamW(mine.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01))
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"tied": False}], ids=str)
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_model_of_split_layers_equals_torchs(tp, options):
+@pytest.mark.parametrize(
+    ("options", "tp"), cells([{}, {"bias": False}, {"tied": False}], [1, 2, 4], strength=1)
+)
+def test_a_model_of_split_layers_equals_torchs(options, tp):
     theirs = plain(**options)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01)
     want, whole = steps(theirs, optimizer)
-    for seen, state in run_ranks(split, tp, model(**options), tp):
+    for seen, state in run_ranks(train, tp, model(**options), tp):
         for (loss, grads), (want_loss, want_grads) in zip(seen, want):
             same(loss, want_loss)
             for grad, other in zip(grads, want_grads):
@@ -128,8 +127,7 @@ def test_a_whole_embedding_takes_any_shape():
     base = model()
 
     def run():
-        mine = copy.deepcopy(base)
-        parallelize(mine, Mesh(tp=2), Parallel.of(sequence_parallel=False))
+        mine = split(base, sequence_parallel=False)
         mine.words.tp.sequence_parallel = False
         return mine.words(torch.tensor(5)), mine.words(torch.zeros(1, 2, 3, dtype=torch.int64))
 
@@ -139,12 +137,15 @@ def test_a_whole_embedding_takes_any_shape():
         assert torch.equal(many, want[0].expand(1, 2, 3, 8))
 
 
-def test_how_a_split_layer_prints():
+def test_a_split_model_prints_its_ranks_and_is_copied_but_not_pickled():
     base = model()
 
     def run():
-        mine = copy.deepcopy(base)
-        parallelize(mine, Mesh(tp=2))
+        mine = split(base)
+        twin = copy.deepcopy(mine)
+        assert torch.equal(twin(batch(0)), mine(batch(0)))
+        with pytest.raises(RuntimeError, match=r"expected a model's state_dict\(\) to be saved"):
+            pickle.dumps(mine)
         return repr(mine.up), repr(mine.head)
 
     up, head = run_ranks(run, 2)[1]
@@ -152,28 +153,12 @@ def test_how_a_split_layer_prints():
     assert head.startswith("VocabParallelLinear(in_features=8, out_features=67")
 
 
-def test_a_split_model_is_copied_and_not_pickled():
-    base = model()
-
-    def run():
-        mine = copy.deepcopy(base)
-        parallelize(mine, Mesh(tp=2))
-        twin = copy.deepcopy(mine)
-        assert torch.equal(twin(batch(0)), mine(batch(0)))
-        with pytest.raises(RuntimeError, match=r"expected a model's state_dict\(\) to be saved"):
-            pickle.dumps(mine)
-        return True
-
-    assert run_ranks(run, 2) == [True, True]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_they_return_what_torchs_do(dtype):
     theirs, base = plain().float(), model().float()
 
     def run():
-        mine = copy.deepcopy(base)
-        parallelize(mine, Mesh(tp=2))
+        mine = split(base)
         with torch.autocast("cpu", dtype):
             x = mine.words(batch(0))
             y = mine.up(x)
@@ -210,13 +195,18 @@ def test_convert_keeps_parameters_and_hooks_and_can_be_undone():
 
 def test_convert_of_transformers_conv1d():
     transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
-    layer = transformers.pytorch_utils.Conv1D(6, 4)
-    x = torch.randn(2, 4)
+    layer, x = transformers.pytorch_utils.Conv1D(6, 4), torch.randn(2, 4)
     want = layer(x)
     convert(layer, RowParallelLinear)
     assert type(layer).__name__ == "RowParallelConv1D"
     assert isinstance(layer, transformers.pytorch_utils.Conv1D)
     assert torch.equal(layer(x), want)
+
+
+def with_own_forward():
+    layer = nn.Linear(4, 4)
+    layer.forward = lambda x: x
+    return layer
 
 
 @pytest.mark.parametrize(
@@ -230,18 +220,12 @@ def test_convert_of_transformers_conv1d():
         (fastpar.LinearCrossEntropyLoss(z_loss=0.1), VocabParallelLoss,
          r"got h\.0=LinearCrossEntropyLoss, vocab_size=None, z_loss=0\.1"),
         (nn.AlphaDropout(), TokenDropout, r"expected nn\.Dropout to make a TokenDropout of, got"),
+        (with_own_forward(), ColumnParallelLinear, r"a ColumnParallelLinear of, got h\.0=Linear;"),
     ],
 )  # fmt: skip
 def test_convert_refuses(layer, kind, message):
     with pytest.raises(ValueError, match=message):
         convert(layer, kind, name="h.0")
-
-
-def test_a_forward_of_someone_elses_is_not_lost():
-    layer = nn.Linear(4, 4)
-    layer.forward = lambda x: x
-    with pytest.raises(ValueError, match=r"to make a ColumnParallelLinear of, got layer=Linear;"):
-        convert(layer, ColumnParallelLinear)
 
 
 # Losses
@@ -270,8 +254,7 @@ def test_a_loss_of_a_split_weight(tp):
         parallelize(mine, Mesh(tp=tp), tp_plan={"words": "vocab", "loss": "head"})
         loss = mine(batch(0))
         loss.backward()
-        grads = {id(p): grad.clone() for p, grad in engine_of(mine).grads()}
-        return loss.detach(), [grads[id(p)] for p in mine.parameters()]
+        return loss.detach(), grads_of(mine)
 
     for loss, grads in run_ranks(run, tp):
         same(loss, want.detach())
@@ -279,15 +262,30 @@ def test_a_loss_of_a_split_weight(tp):
             same(grad, p.grad)
 
 
-def test_a_heads_loss_needs_a_split_head():
+def test_what_is_refused():
     message = (
         r"VocabParallelLinear: expected a layer without bias, after parallelize\(\) with tp > 1, "
         r"got tp=None bias=True; use fastpar\.LinearCrossEntropyLoss before"
     )
     with pytest.raises(ValueError, match=message):
         VocabParallelLinear(4, 6).loss(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
-
-
-def test_the_vocabulary_options_of_the_plain_embedding():
     with pytest.raises(ValueError, match=r"Embedding: expected padding_idx to be left out, got"):
         VocabParallelEmbedding(4, 4, padding_idx=1)
+
+
+def test_ranks_that_would_draw_other_masks(monkeypatch):
+    """Ranks are threads here, which share a generator: one is told another state."""
+    state, seeds = torch.get_rng_state, threading.local()
+
+    def of_rank():
+        return state() + getattr(seeds, "other", 0)
+
+    monkeypatch.setattr(torch, "get_rng_state", of_rank)
+
+    def run(other):
+        seeds.other = other * torch.distributed.get_rank()
+        check_generators(TorchCollectives(), "tp")
+
+    run_ranks(run, 2, 0)
+    with pytest.raises(ValueError, match="the 2 ranks of tp to have the same torch generator"):
+        run_ranks(run, 2, 1)
