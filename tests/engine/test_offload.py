@@ -371,6 +371,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.slow
 def test_a_process_may_end_while_the_host_steps():
     """Threads in a kernel when Python ends would abort it."""
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from cells import covering, slow, sweep
+from cells import covering, slow
 
 import fastpar
 from fastpar.checkpoint.restore import load_checkpoint
@@ -19,7 +19,6 @@ from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.comm.wires import FORMATS, WireFormat
 from fastpar.engine.debug import Debug
 from fastpar.engine.pipeline_step import pipeline_loss
-from fastpar.kernels.linear_fp8 import WEIGHT, DelayedScales, Fp8
 from fastpar.models.gpt import use_fp8
 from fastpar.nn.recompute import recompute
 from fastpar.optim.schedule import AveragedWeights
@@ -254,7 +253,7 @@ def test_what_was_lost_on_the_wire_is_part_of_a_checkpoint(tmp_path):
 # What was lost is kept
 
 
-@sweep(("layout", "name"), [("dp", "int4"), ("nodes", "int8")])
+@pytest.mark.parametrize(("layout", "name"), [("nodes", "int4"), slow("dp", "int8")])
 def test_errors_in_the_memory_of_gradients_are_those_of_a_buffer(layout, name):
     """Stage 1 keeps them in place: the bits of stage 2 with a buffer, without any memory."""
     wire = {"wire_gradients": name}
@@ -297,7 +296,10 @@ def sent_in_all(stage, feedback):
     return true, got
 
 
-@sweep(("stage", "feedback"), [(0, "error_feedback"), (1, "error_feedback"), (2, "error_buffer")])
+@pytest.mark.parametrize(
+    ("stage", "feedback"),
+    [slow(0, "error_feedback"), (1, "error_feedback"), slow(2, "error_buffer")],
+)
 def test_what_was_lost_is_sent_later(stage, feedback):
     """Over 40 steps of two backward passes the sum of what arrived is within one error of the truth
     (the distance of two int4 codes is max / 7, of |2 randn| + an error < 12; stage 0 rounds means
@@ -483,8 +485,8 @@ def train_fp8(layers, dtype, options, axes, idle):
     ("layers", "dtype", "ranks", "options", "axes", "idle"),
     [
         ("all", torch.float32, 2, {}, {}, False),
-        ("all", torch.float32, 2, {}, {}, True),
-        ("mlp", torch.bfloat16, 3, {"prefetch": 2}, {}, False),
+        slow("all", torch.float32, 2, {}, {}, True),
+        slow("mlp", torch.bfloat16, 3, {"prefetch": 2}, {}, False),
         slow("all", torch.float16, 4, {"shard_size": 2}, {}, False),
         slow("all", torch.float64, 4, {}, {"tp": 2}, False),
         slow("mlp", torch.float32, 4, SECOND, {}, False),
@@ -503,21 +505,6 @@ def test_codes_on_the_wire_change_nothing(layers, dtype, ranks, options, axes, i
     assert sum(over[:, :, 1].sum() for *_, over in plain[:1]) > 0  # of weights, too
 
 
-def test_parts_tell_of_the_weights_of_their_step_alone():
-    scales, zero = DelayedScales(1), torch.zeros(2, dtype=torch.float64)
-    scales.note(0, (zero, zero + 448.0, zero))
-    scales.update()
-    how = Fp8("tensor", emulate=True, scales=scales)
-    codes = how.round_part(torch.tensor([500.0, *[1.0] * 15]), 2)
-    assert codes.view(torch.float8_e4m3fn).float().tolist() == [448.0, *[1.0] * 15]
-    scales.note(0, (zero, zero, zero))  # what a product finds in the codes
-    scales.update()
-    assert (scales.history[0, 0, WEIGHT], scales.overflows[0, WEIGHT]) == (500.0, 2.0)
-    scales.note(0, (zero, zero + 3.0, zero))  # of weights that were not gathered so
-    scales.update()
-    assert scales.history[0, 0, WEIGHT] == 3.0
-
-
 # Validation
 
 
@@ -530,12 +517,12 @@ KINDS = {
     "fp8": {},
 }
 CELLS = [
-    *(("dp and tp", 3, "plain"), ("copies", 3, "plain"), slow("dp and cp", 1, "plain")),
+    *(("dp and tp", 3, "plain"), slow("copies", 3, "plain"), slow("dp and cp", 1, "plain")),
     *(slow("cp by keys", 2, "plain"), slow("dp and ep", 0, "plain"), slow("dp and pp", 1, "plain")),
     *(slow("rows and tp", 0, "plain"), slow("partial sums", 0, "plain"), ("dp and tp", 2, "wires")),
     *(slow("dp and ep", 3, "wires"), slow("dp and pp", 2, "optimizer")),
     ("dp and cp", 1, "optimizer"),
-    *(("dp and tp", 3, "parameters"), slow("dp and tp", 0, "fp8"), ("dp and cp", 3, "fp8")),
+    *(slow("dp and tp", 3, "parameters"), slow("dp and tp", 0, "fp8"), slow("dp and cp", 3, "fp8")),
 ]  # fmt: skip
 
 
