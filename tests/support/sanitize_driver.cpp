@@ -1,7 +1,8 @@
 // Runs the ops of csrc/ops.h on memory whose ends the sanitizers watch: odd sizes, odd offsets, one
 // thread and several, every instruction set of the machine; and the shared-memory collectives by
 // threads in place of ranks. tests/tools/test_sanitizers.py builds it with ASan and UBSan, and with
-// TSan.
+// TSan. With the argument `digest` it prints a hash of all that the ops wrote, which .ci/aarch64
+// compares between machines; then attention runs, too.
 
 #include <cstdio>
 #include <cstdlib>
@@ -25,20 +26,66 @@ constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::float16};
 
 int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
+// A hash of what the ops wrote, unless it is off. All nans are one: their bits differ by machine.
+class Digest {
+ public:
+  void fold(const void* data, int64_t bytes, int64_t element) {
+    if (!on) return;
+    for (int64_t i = 0; i < bytes; i += element) {
+      uint64_t word = 0;
+      std::memcpy(&word, static_cast<const char*>(data) + i, element);
+      const uint64_t size = word & 0x7fffffffU;
+      const bool half = (size & 0x7fffU) > 0x7c00U && (size & 0x7c00U) == 0x7c00U;
+      if (element == 4 && size > 0x7f800000U) word = size | 0x7fffffffU;
+      if (element == 2 && (half || (size & 0x7fffU) > 0x7f80U)) word = 0x7fffU;
+      hash = (hash ^ word) * 0x100000001b3U;
+    }
+  }
+  void print(const char* name) {
+    if (on) std::printf("%s %016llx\n", name, static_cast<unsigned long long>(hash));
+    hash = 0xcbf29ce484222325U;
+  }
+
+  bool on = false;
+  uint64_t hash = 0xcbf29ce484222325U;
+} digest;
+
+uint32_t random_bits(int64_t i) {
+  uint64_t x = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15U;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
+  return static_cast<uint32_t>((x ^ (x >> 27)) >> 16);
+}
+
 // Heap memory that ends where the last element does and begins `offset` elements before the first.
+// Floats of 32 bits from -2 to 2, or of 16 bits (of either kind), or bytes.
 class Memory {
  public:
-  Memory(int64_t n, int64_t element, int64_t offset = 0)
+  Memory(int64_t n, int64_t element, int64_t offset = 0, bool positive = false)
       : base_(static_cast<char*>(std::malloc(n * element + offset * element + (n == 0)))),
         data_(base_ + offset * element),
-        bytes_(n * element) {
-    for (int64_t i = 0; i < bytes_; ++i)
-      data_[i] = static_cast<char>(i % 61);  // finite in any type
+        bytes_(n * element),
+        element_(element) {
+    for (int64_t i = 0; i < n; ++i) {
+      uint32_t bits = random_bits(i);
+      if (element == 2) {
+        bits = (bits & 0x87ffU) | 0x3800U;
+      } else if (element > 2) {
+        const float value = static_cast<float>(static_cast<int32_t>(bits) >> 8) * 0x1p-22F;
+        std::memcpy(&bits, &value, 4);
+      }
+      if (positive) bits &= element == 2 ? 0x7fffU : element == 1 ? 0xffU : 0x7fffffffU;
+      const uint64_t word = bits;
+      std::memcpy(data_ + i * element, &word, element);
+    }
   }
-  Memory(Memory&& other) : base_(other.base_), data_(other.data_), bytes_(other.bytes_) {
+  Memory(Memory&& other)
+      : base_(other.base_), data_(other.data_), bytes_(other.bytes_), element_(other.element_) {
     other.base_ = nullptr;
   }
-  ~Memory() { std::free(base_); }
+  ~Memory() {
+    if (base_ != nullptr) digest.fold(data_, bytes_, element_);
+    std::free(base_);
+  }
   void* at() const { return data_; }
   float* floats() const { return reinterpret_cast<float*>(data_); }
   void zero() { std::memset(data_, 0, bytes_); }
@@ -46,7 +93,7 @@ class Memory {
  private:
   char* base_;
   char* data_;
-  int64_t bytes_;
+  int64_t bytes_, element_;
 };
 
 struct Storage {
@@ -74,8 +121,8 @@ void run_adamw(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
       const bool mastered = s.master == Master::full || s.master == Master::remainder;
       std::vector<Memory> kept;
       std::vector<AdamwRange> ranges;
-      auto take = [&](int64_t n, int64_t element) {
-        kept.emplace_back(n, element, offset);
+      auto take = [&](int64_t n, int64_t element, bool positive = false) {
+        kept.emplace_back(n, element, offset, positive);
         return kept.back().at();
       };
       int64_t first = 0;
@@ -84,12 +131,12 @@ void run_adamw(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
         r.param = take(n, bytes_of(s.param));
         r.grad = take(n, bytes_of(s.grad));
         r.exp_avg = take(n, of_moment);
-        r.exp_avg_sq = take(n, of_moment);
-        if (amsgrad) r.max_exp_avg_sq = take(n, of_moment);
+        r.exp_avg_sq = take(n, of_moment, true);
+        if (amsgrad) r.max_exp_avg_sq = take(n, of_moment, true);
         if (mastered) r.master = take(n, of_master);
         if (s.moment == Moment::uint8) {
-          r.exp_avg_scale = static_cast<float*>(take((n + 255) / 256, 4));
-          r.exp_avg_sq_scale = static_cast<float*>(take((n + 255) / 256, 4));
+          r.exp_avg_scale = static_cast<float*>(take((n + 255) / 256, 4, true));
+          r.exp_avg_sq_scale = static_cast<float*>(take((n + 255) / 256, 4, true));
         }
         r.size = n;
         r.first_index = first;
@@ -131,6 +178,7 @@ void run_bucket(const std::vector<int64_t>& sizes, int64_t offset, int threads) 
         Memory out(n, bytes_of(to), 1);
         int64_t words[kNormWords] = {};
         sum_shards(at.data(), world, out.at(), n, from, to, {0.5F, nullptr}, words, threads);
+        digest.fold(words, sizeof(words), 8);
       }
     }
   }
@@ -147,6 +195,7 @@ void run_norm(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
   }
   int64_t words[kNormWords] = {};
   norm_bins(ranges.data(), static_cast<int64_t>(ranges.size()), words, threads);
+  digest.fold(words, sizeof(words), 8);
   Memory result(3, 4);
   norm_from_bins(words, {1.0, 1e-6, {1.0F, nullptr}}, result.floats());
 }
@@ -195,6 +244,31 @@ void run_rows(int64_t n, int64_t c, int64_t offset, int threads) {
     cross_entropy_rows(rows, dx.at(), loss.floats(), dtype, threads);
   }
 }
+
+#ifdef DRIVE_ATTENTION
+void run_attention(int threads) {
+  for (Dtype dtype : kDtypes) {
+    for (int64_t d : {8, 64}) {
+      for (bool causal : {false, true}) {
+        const int64_t t = 37, tk = 53, heads = 4, key_heads = 2, element = bytes_of(dtype);
+        std::vector<Memory> kept;
+        auto take = [&](int64_t rows, int64_t h) {
+          kept.emplace_back(2 * rows * h * d, element);
+          return Strided{kept.back().at(), rows * h * d, h * d, d};
+        };
+        const Strided q = take(t, heads), k = take(tk, key_heads), v = take(tk, key_heads);
+        const Strided o = take(t, heads), d_o = take(t, heads);
+        const Strided dq = take(t, heads), dk = take(tk, key_heads), dv = take(tk, key_heads);
+        Memory stats(2 * heads * t * 2, 4);
+        const AttentionShape shape = {2, t, tk, heads, key_heads, d, causal, 0.3F, nullptr};
+        const MaskBlock mask = {1, 0, 2, causal ? 26 : 0, 2, heads, t, tk, 0, 0, 0, 0};
+        attention_fwd(q, k, v, o, stats.floats(), dtype, shape, mask, threads);
+        attention_bwd(d_o, q, k, v, stats.floats(), dq, dk, dv, dtype, shape, mask, threads);
+      }
+    }
+  }
+}
+#endif
 
 // Threads stand for the ranks of one block of shared memory.
 void run_shm(int world, int64_t n) {
@@ -254,30 +328,41 @@ void run_wrong(const std::string& how) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 1) {
+  digest.on = argc > 1 && std::string(argv[1]) == "digest";
+  if (argc > 1 && !digest.on) {
     run_wrong(argv[1]);
     return 0;
   }
   const std::vector<int64_t> tails = {0, 1, 5, 15, 16, 17, 31, 63, 64, 65, 255, 256, 257, 515};
   for (const char* name : {"baseline", "avx2", "avx512"}) {
     if (!isa_supported(name)) {
-      std::printf("%s: not on this machine\n", name);
+      if (!digest.on) std::printf("%s: not on this machine\n", name);
       continue;
     }
     set_isa(name);
-    for (int64_t offset : {0, 1, 3}) {
-      for (int threads : {1, 3}) {
+    for (int threads : {1, 3}) {
+      for (int64_t offset : {0, 1, 3}) {
         std::vector<int64_t> sizes = tails;
-        if (threads > 1) sizes.push_back(140001);  // more than a chunk
+        if (threads > 1 || digest.on) sizes.push_back(140001);  // more than a chunk
         run_adamw(sizes, offset, threads);
+        digest.print("adamw");
         run_bucket(sizes, offset, threads);
+        digest.print("bucket");
         run_norm(sizes, offset, threads);
+        digest.print("norm");
         run_quantize(sizes, offset, threads);
+        digest.print("quantize");
         for (int64_t c : {1, 17, 40}) run_rows(65, c, offset, threads);
+        digest.print("rows");
       }
+#ifdef DRIVE_ATTENTION
+      run_attention(threads);
+      digest.print("attention");
+#endif
     }
-    std::printf("%s: done\n", name);
+    if (!digest.on) std::printf("%s: done\n", name);
   }
+  if (digest.on) return 0;
   for (int world : {2, 3}) {
     for (int64_t n : {1, 77, 3001}) run_shm(world, n);
   }
