@@ -99,7 +99,8 @@ class Bench:
         for case in cases:
             if self.only in case.name:
                 for direction in case.directions:
-                    torch._dynamo.reset()  # a recompilation would count against dynamo's limit
+                    if case.compiled:
+                        torch._dynamo.reset()  # its limit is of recompilations
                     # Where one graph is run backward again and again, its buffers must stay.
                     with functorch_config.patch(donated_buffer=direction != "backward"):
                         self._run_direction(case, direction)

@@ -9,7 +9,19 @@ from typing import Any
 from bench.records import Row
 
 HOST_US = 15.0  # of a forward call
-MEASURES = ("speed", "ceiling", "memory", "host", "time", "exposed")
+SAID = {  # measure -> the bound in words
+    "speed": ">= {value:.3g}x {others}",
+    "ceiling": ">= {value:.3g} % of the ceiling",
+    "memory": "peak <= {percent:.3g} % of {others}",
+    "host": "host <= {value:.3g} us",
+    "time": "<= {value:.6g} ms",
+    "exposed": "exposed <= {value:.3g} % of communication",
+}
+SHOWN = dict(
+    zip(
+        SAID, ("{:.2f}x", "{:.0f} %", "{:.1f} %", "{:.1f} us", "{:.3g} ms", "{:.0f} %"), strict=True
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -27,21 +39,14 @@ class Target:
     of: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.measure not in MEASURES:
+        if self.measure not in SAID:
             raise ValueError(
-                f"Target: expected measure in {MEASURES}, got measure={self.measure}; choose one"
+                f"Target: expected measure in {tuple(SAID)}, got measure={self.measure}; choose one"
             )
 
     def __str__(self) -> str:
         others = self.of[0] if len(self.of) == 1 else f"the best of {', '.join(self.of)}"
-        return {
-            "speed": f">= {self.value:.3g}x {others}",
-            "ceiling": f">= {self.value:.3g} % of the ceiling",
-            "memory": f"peak <= {100 * self.value:.3g} % of {others}",
-            "host": f"host <= {self.value:.3g} us",
-            "time": f"<= {self.value:.6g} ms",
-            "exposed": f"exposed <= {self.value:.3g} % of communication",
-        }[self.measure]
+        return SAID[self.measure].format(value=self.value, percent=100 * self.value, others=others)
 
     def reached(self, row: Row, others: Iterable[Row]) -> float | None:
         """What the row reaches, in the target's unit; None where it or every peer has no time."""
@@ -65,14 +70,7 @@ class Target:
         return reached <= self.value
 
     def show(self, reached: float) -> str:
-        return {
-            "speed": f"{reached:.2f}x",
-            "ceiling": f"{reached:.0f} %",
-            "memory": f"{100 * reached:.1f} %",
-            "host": f"{reached:.1f} us",
-            "time": f"{reached:.3g} ms",
-            "exposed": f"{reached:.0f} %",
-        }[self.measure]
+        return SHOWN[self.measure].format(100 * reached if self.measure == "memory" else reached)
 
     def to_json(self) -> list[Any]:
         return [self.measure, self.value, *self.of]

@@ -28,34 +28,30 @@ class Line(NamedTuple):
 
 ZERO = r"(GPT-2 124M T=\d+ B=\d+ a rank, 2 ranks)"
 CHECKPOINT = "(GPT-2 124M and AdamW), one process"
-CLIPPING = r"norm \+ clip \+ adamw"
 BOTH = "forward+backward"
 
 LINES = (
     Line("`AdamW` step, fp32", "adamw", r"adamw fp32 (\d{3,}M)", "step", "fastpar AdamW"),
-    Line(
-        "`AdamW` step with clipping, fp32",
-        "adamw",
-        rf"{CLIPPING} fp32 (GPT-2, \d+.*M) .*",
-        "step",
-        "fastpar AdamW",
+    *(
+        Line(what, "adamw", rf"norm \+ clip \+ adamw {dtype} (GPT-2, \d+.*M) .*", "step", variant)
+        for what, dtype, variant in (
+            ("`AdamW` step with clipping, fp32", "fp32", "fastpar AdamW"),
+            ("clipping and step, bf16 with fp32 masters", "bf16", "fastpar"),
+        )
     ),
-    Line(
-        "clipping and step, bf16 with fp32 masters",
-        "adamw",
-        rf"{CLIPPING} bf16 (GPT-2, \d+.*M) .*",
-        "step",
+    *(
+        Line(what, bench, case, BOTH)
+        for what, bench, case in (
+            ("`LayerNorm`", "layer_norm", r"layer_norm (N=\d+ C=768)"),
+            (
+                "bias + dropout + residual + `LayerNorm`",
+                *("layer_norm", r"bias \+ dropout \+ residual_layer_norm (N=\d+ C=768)"),
+            ),
+            ("`attention`", "attention", r"attention (B=\d+ H=12 T=1024 D=64)"),
+            ("bias + GELU", "gelu", r"bias_gelu (N=\d+ F=3072)"),
+            ("`cross_entropy`", "cross_entropy", r"cross_entropy (N=\d+ V=50304)"),
+        )
     ),
-    Line("`LayerNorm`", "layer_norm", r"layer_norm (N=\d+ C=768)", BOTH),
-    Line(
-        "bias + dropout + residual + `LayerNorm`",
-        "layer_norm",
-        r"bias \+ dropout \+ residual_layer_norm (N=\d+ C=768)",
-        BOTH,
-    ),
-    Line("`attention`", "attention", r"attention (B=\d+ H=12 T=1024 D=64)", BOTH),
-    Line("bias + GELU", "gelu", r"bias_gelu (N=\d+ F=3072)", BOTH),
-    Line("`cross_entropy`", "cross_entropy", r"cross_entropy (N=\d+ V=50304)", BOTH),
     Line("`linear_cross_entropy`", "linear_cross_entropy", r".* (N=.* V=50304)", "forward"),
     Line("training step, one process", "train", r"(12x768 T=\d+ B=\d+|124M T=1024 B=32)", "step"),
     *(

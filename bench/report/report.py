@@ -17,10 +17,10 @@ several of its files hold a key, the newest row counts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from bench.ops.errors import ErrorRow
 from bench.peers import published
@@ -32,13 +32,8 @@ from bench.report.pictures import draw_all
 from bench.report.tables import TABLES, errors_table, ops_table
 
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
-DOCUMENTS = [
-    ROOT / "README.md",
-    *(
-        RESULTS / name
-        for name in ("README.md", "errors/table.md", "plan/published.md", "parameter_server.md")
-    ),
-]
+_PAGES = ("README.md", "errors/table.md", "plan/published.md", "parameter_server.md")
+DOCUMENTS = [ROOT / "README.md", *(RESULTS / name for name in _PAGES)]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
 
 
@@ -75,19 +70,13 @@ def render(name: str, folder: Path) -> str:
 
 
 def _headline(folder: Path) -> str:
-    found: dict[str, tuple[dict[str, Any], list[Row]]] = {}
-    for device in ("cpu", "cuda"):
-        try:
-            found[device] = newest(device, folder)
-        except NoResultsError:
-            if device == "cpu":
-                raise
+    found = {"cpu": newest("cpu", folder)}
+    with contextlib.suppress(NoResultsError):
+        found["cuda"] = newest("cuda", folder)
     rows = {device: part for device, (_, part) in found.items()}
-    machines = "; ".join(
-        machine_line(about).partition("; commit")[0] for about, _ in found.values()
-    )
+    lines = [machine_line(about).partition("; commit")[0] for about, _ in found.values()]
     return (
-        f"{headline_table(rows['cpu'], rows.get('cuda', []))}\n\n{machines}; each row of\n"
+        f"{headline_table(rows['cpu'], rows.get('cuda', []))}\n\n{'; '.join(lines)}; each row of\n"
         "bench/results has its date and commit. A speed-up is of two variants that took turns, "
         "which their\nmedians over the whole run need not show exactly.\n"
     )
@@ -160,8 +149,7 @@ def write_own(folder: Path) -> None:
 
 def draw_pictures(folder: Path = RESULTS) -> None:
     """Every picture that comes from the results in folder."""
-    for path in draw_all(folder):
-        print(f"{path.name}: drawn")
+    print("\n".join(f"{path.name}: drawn" for path in draw_all(folder)))
 
 
 def _tables(files: list[Path], *, check: bool) -> int:

@@ -28,6 +28,7 @@ their bits must sum up to what they did before. A row whose sums differ is refus
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import shutil
 import tempfile
@@ -92,7 +93,7 @@ class Rank(steps.Rank):
         # Of DCP's thread: in the default group its messages would meet those of the training.
         self.apart = dist.new_group() if trial.ranks > 1 and not own else None
         self.folder, self.rank = Path(trial.folder), int(os.environ.get("RANK", "0"))
-        self.saver: Saver | None = None
+        self.saver: Any = None
         self.running: Any = None
 
     def train(self, n: int) -> list[float]:
@@ -117,50 +118,27 @@ class Rank(steps.Rank):
     def prepare(self) -> dict[str, float]:
         """fastpar's host copy, in the background; ms and memory until it is there."""
         self.saver = Saver(self.folder, model=self.made.model, optimizer=self.made.optimizer)
-        saver = self.saver
-
-        def make() -> None:
-            saver.prepare()
-            assert saver._preparing is not None
-            saver._preparing.join()
-
-        return self._measure(make)
-
-    def _remove_own(self) -> None:
-        """The counterpart of _fresh() for the peers."""
-        if self.rank == 0:
-            for path in list_checkpoints(self.folder):
-                shutil.rmtree(path)
-        self._barrier()
-
-    def _save(self) -> None:
-        assert self.saver is not None
-        self.saver.save(self.count, {})
-        self._settle()
+        saver: Any = self.saver
+        return self._measure(lambda: (saver.prepare(), saver._preparing.join()))
 
     def save(self, way: str) -> dict[str, float]:
         """Until it is on the disk; of UNFLUSHED until it is in the page cache."""
+        self._fresh()
         if way == OWN:
-            self._remove_own()
-            return self._measure(self._save)
-        name = self._fresh(way)
+            return self._measure(lambda: (self.saver.save(self.count, {}), self._settle()))
         if way == DCP:
-            return self._measure(lambda: self._dcp().save(self._state(), **self._writer(name)))
-        return self._measure(lambda: self._torch_save(name, flushed=way == FLUSHED))
+            return self._measure(lambda: dcp().save(self._state(), **self._writer()))
+        return self._measure(lambda: self._torch_save(flushed=way == FLUSHED))
 
     def begin(self, way: str) -> dict[str, float]:
         """Start an asynchronous save: ms until training goes on."""
-        saver = self.saver
+        self._fresh()
         if way == OWN:
-            assert saver is not None
-            self._remove_own()
-            return self._measure(lambda: saver.save(self.count, {}))
-        name = self._fresh(way)
+            return self._measure(lambda: self.saver.save(self.count, {}))
 
         def call() -> None:
-            self.running = self._dcp().async_save(
-                self._state(), process_group=self.apart, **self._writer(name)
-            )
+            how = {"process_group": self.apart, **self._writer()}
+            self.running = dcp().async_save(self._state(), **how)
 
         return self._measure(call)
 
@@ -178,7 +156,7 @@ class Rank(steps.Rank):
 
     def _busy(self, way: str) -> bool:
         """Whether any rank's save runs: all train the same number of steps."""
-        mine = self.saver.busy if way == OWN and self.saver else not self.running.done()
+        mine = self.saver.busy if way == OWN else not self.running.done()
         if self.trial.ranks == 1:
             return bool(mine)
         busy = torch.tensor([float(mine)])
@@ -186,7 +164,6 @@ class Rank(steps.Rank):
         return bool(busy.item())
 
     def _settle(self) -> None:
-        assert self.saver is not None
         result = self.saver.settle()
         if result is None or not result.ok:
             raise RuntimeError(f"the save failed: {result and result.errors}")
@@ -197,16 +174,9 @@ class Rank(steps.Rank):
         self.zero()
         if cold:
             drop_cache(self.folder)
-        if way == OWN:
-            path = self.folder / "latest"
-            made = self.made
-            found = self._measure(
-                lambda: load_checkpoint(path, model=made.model, optimizer=made.optimizer)
-            )
-        elif way == DCP:
-            found = self._measure(self._dcp_load)
-        else:
-            found = self._measure(self._torch_load)
+        path, both = self.folder / "latest", (self.made.model, self.made.optimizer)
+        ways = {OWN: lambda: load_checkpoint(path, model=both[0], optimizer=both[1])}
+        found = self._measure(ways.get(way, self._dcp_load if way == DCP else self._torch_load))
         if self.sums() != before:
             raise RuntimeError(f"{way}: other weights or moments than before the save")
         return found
@@ -236,28 +206,18 @@ class Rank(steps.Rank):
     def _state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        model, optimizer = get_state_dict(self.made.model, self.made.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return dict(zip(("model", "optim"), get_state_dict(self.made.model, self.made.optimizer)))
 
-    def _dcp(self) -> Any:
-        import torch.distributed.checkpoint as dcp
-
-        return dcp
-
-    def _writer(self, name: Path) -> dict[str, Any]:
-        return {"storage_writer": self._dcp().FileSystemWriter(name)}
+    def _writer(self) -> dict[str, Any]:
+        return {"storage_writer": dcp().FileSystemWriter(self.folder / "dcp")}
 
     def _dcp_load(self) -> None:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         state = self._state()
-        self._dcp().load(state, checkpoint_id=self.folder / "dcp")
-        set_state_dict(
-            self.made.model,
-            self.made.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        dcp().load(state, checkpoint_id=self.folder / "dcp")
+        found = {f"{name}_state_dict": value for name, value in state.items()}
+        set_state_dict(self.made.model, self.made.optimizer, **found)
 
     @property
     def _sharded(self) -> bool:
@@ -266,12 +226,10 @@ class Rank(steps.Rank):
     def _file(self) -> Path:
         return self.folder / f"torch-{self.rank if self._sharded else 0}.pt"
 
-    def _torch_save(self, _name: Path, *, flushed: bool) -> None:
+    def _torch_save(self, *, flushed: bool) -> None:
         if self.rank == 0 or self._sharded:
-            state = {
-                "model": self.made.model.state_dict(),
-                "optimizer": self.made.optimizer.state_dict(),
-            }
+            both = {"model": self.made.model, "optimizer": self.made.optimizer}
+            state = {name: each.state_dict() for name, each in both.items()}
             with open(self._file(), "wb") as file:
                 torch.save(tree_map(_local, state), file)
                 if flushed:
@@ -293,15 +251,21 @@ class Rank(steps.Rank):
         self.made.model.load_state_dict(state["model"])
         self.made.optimizer.load_state_dict(state["optimizer"])
 
-    def _fresh(self, way: str) -> Path:
-        """Where the peer writes; what was there before is gone."""
+    def _fresh(self) -> None:
+        """What this contender wrote before is gone."""
         self._barrier()
         if self.rank == 0:
-            shutil.rmtree(self.folder / "dcp", ignore_errors=True)
-            for old in self.folder.glob("torch-*.pt"):
-                old.unlink()
+            for old in (*list_checkpoints(self.folder), self.folder / "dcp"):
+                if (self.trial.name == OWN) != (old.name == "dcp"):
+                    shutil.rmtree(old, ignore_errors=True)
+            for file in self.folder.glob("torch-*.pt") if self.trial.name != OWN else ():
+                file.unlink()
         self._barrier()
-        return self.folder / "dcp"
+
+
+def dcp() -> Any:
+    """torch's distributed checkpoints; slow to import."""
+    return importlib.import_module("torch.distributed.checkpoint")
 
 
 def _local(x: Any) -> Any:
@@ -381,13 +345,8 @@ def measure(case: Case, config: GPTConfig, rounds: int, folder: str) -> Samples:
 
 def rows_of(bench: Bench, case: str, of: Case, found: Samples, nbytes: int) -> list[Row]:
     """A row for each direction and variant; speed-ups are over torch's own of the same bytes."""
-    base = {
-        "save": FLUSHED,
-        LOAD: "torch.load",
-        COLD: "torch.load",
-        PAUSE: WHOLE,
-        STEP: UNDISTURBED,
-    }
+    base = {"save": FLUSHED, **dict.fromkeys((LOAD, COLD), "torch.load")}
+    base |= {PAUSE: WHOLE, STEP: UNDISTURBED}
     targets = {
         "save": [faster(1.0, FLUSHED), faster(1.0, DCP)],
         LOAD: [faster(1.0, "torch.load"), faster(1.0, DCP)],

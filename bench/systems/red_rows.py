@@ -99,10 +99,6 @@ def strategy(way: Way, model: nn.Module, accumulate: int) -> Run:
     name = NAMES.get(way.name, SINGLE)
     settings = Settings(lr=EPS * way.gain, eps=EPS, weight_decay=0.0)
     made = strategies.build(name, lambda: model, settings)
-    if way.kind == OURS and way.dtype == torch.bfloat16:
-        params = made.model.parameters()
-        own = {"lr": settings.lr, "eps": EPS, "weight_decay": 0.0, "master_weights": True}
-        made.optimizer = fastpar.AdamW(params, **own)
     return Run(
         made.model,
         lambda loss: made._backward(loss, accumulate),

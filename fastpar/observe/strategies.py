@@ -87,7 +87,10 @@ def adamw_of(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
 
 def _optimizer_of(model: nn.Module, settings: Settings, ours: bool = False) -> Any:
     """Over a module that is whole on every rank, or fastpar's own, which measures and clips."""
-    limit: dict[str, Any] = {"max_grad_norm": settings.max_grad_norm or None} if ours else {}
+    limit: dict[str, Any] = {}
+    if ours:
+        half = any(p.dtype != torch.float32 for p in model.parameters())
+        limit = {"max_grad_norm": settings.max_grad_norm or None, "master_weights": half}
     decay = settings.weight_decay
     if settings.optimizer == "muon":
         groups, adamw = muon_groups(model), {**settings.adamw, "weight_decay": decay}

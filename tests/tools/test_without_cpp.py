@@ -74,6 +74,7 @@ assert losses[-1] < 0.9 * losses[0], losses
 """
 
 
+@pytest.mark.slow
 def test_a_model_trains_and_what_is_missing_is_said(tree):
     done = python(tree, "-c", STEP)
     assert done.returncode == 0, done.stderr
