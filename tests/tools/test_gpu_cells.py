@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,6 +110,14 @@ def test_a_report_becomes_results_and_a_rehearsal_does_not(tmp_path, capsys):
     path.write_text("no report")
     with pytest.raises(ValueError, match=r"expected a report.json of bench/gpu.sh, got path=rep"):
         ingest.ingest(path, tmp_path / "results", tmp_path)
+
+
+def test_the_tests_that_run_on_a_gpu_are_there():
+    text = (ROOT / "bench" / "gpu_checks.py").read_text()
+    listed = text.split("GPU_TESTS = {")[1].split("\n}")[0]
+    files = re.findall(r'"(\w+/test_\w+)"', listed)
+    assert len(files) > 5
+    assert [file for file in files if not (ROOT / "tests" / f"{file}.py").exists()] == []
 
 
 KINDS = [  # a cell of each kind

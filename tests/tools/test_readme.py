@@ -51,13 +51,13 @@ def test_the_loop_runs_as_it_stands(tmp_path, monkeypatch):
 
 
 def gpu_figures():
-    """Those of the step are the ones that were measured."""
-    (path,) = (ROOT / "bench/results").glob("nvidia-*.json")
-    rows = json.loads(path.read_text())["rows"]
-    steps = [row for row in rows if row["case"] == "124M T=1024 B=32"]
-    assert len(steps) == 3
-    for row in steps:
-        assert f"{row['median_ms']:.1f}" in LIMITS, row["variant"]
+    """Those of the step are the ones that one run measured."""
+    found = []
+    for path in (ROOT / "bench/results").glob("nvidia-*.json"):
+        rows = json.loads(path.read_text())["rows"]
+        steps = [row["median_ms"] for row in rows if row["case"] == "124M T=1024 B=32"]
+        found.append(len(steps) == 3 and all(f"{ms:.1f}" in LIMITS for ms in steps))
+    assert any(found)
 
 
 def _with_stages():
