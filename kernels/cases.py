@@ -907,6 +907,8 @@ def plain_attentions(
         yield attention_of_documents([0, 30, 31, 51], 2, 24, device, p=0.3, packed=True)
         yield attention_of_documents([0, 50], 6, 33, device, Hkv=1)
         yield attention_of_documents(range(10), 3, 12, device)
+        if rows > 48:  # several blocks of queries and panels of keys
+            yield attention_of_documents([0, 200, 203], 4, 16, device, Hkv=2)
         return
     for causal in (True, False):
         yield attention_case(B, 5, 16, 2, device, Tk=T, causal=causal)  # the last queries
@@ -917,6 +919,8 @@ def plain_attentions(
     yield attention_case(2, T, 33, 2, device, packed=True)
     yield attention_case(1, 63, 128, 1, device, softmax_scale=0.02)
     yield attention_case(1, 33, 16, 2, device, scale=50.0)
+    if rows > 48:  # several blocks of queries and panels of keys
+        yield attention_case(1, 300, 64, 2, device)
     yield attention_case(0, 4, 16, 2, device)
     yield attention_case(2, 0, 16, 2, device, Tk=4)
 

@@ -1,20 +1,26 @@
-"""attention against fp64: compiled and composed, packed and strided, with the mask of philox.py."""
+"""attention beyond test_cases.py: packed, composed in blocks, documents (cu_seqlens), refusals."""
 
 import importlib
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from cells import covering, sweep
+from cells import sweep
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.kernels import Rng, attention, attention_qkvpacked, backend, make_key
+from fastpar.kernels.attention_composed import (
+    BLOCK_BYTES,
+    BLOCK_QUERIES,
+    Dropout,
+    composed_bwd,
+    composed_fwd,
+)
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-RNG = Rng(make_key(3, 2**32 - 1), 4)
+RNG = Rng(make_key(3, 2**32 - 2), 4)  # the sample index crosses 2**32 at the third sample
 
 
 @pytest.fixture(params=["cpp", "torch"])
@@ -29,57 +35,15 @@ def draw(*shape, dtype=torch.float32, scale=1.0):
     return (torch.randn(shape) * scale).to(dtype).requires_grad_()
 
 
-def torch_attention(q, k, v, *, causal=True, softmax_scale=None, dropout_p=0.0, rng=None):
-    """torch's own kernel with an explicit mask."""
-    T, Tk = q.shape[1], k.shape[1]
-    seen = torch.ones(T, Tk, dtype=torch.bool, device=q.device)
-    o = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        attn_mask=seen.tril(Tk - T) if causal else None,
-        scale=softmax_scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return o.transpose(1, 2)
-
-
-def check(form, inputs, **settings):
-    """The 2x rule. Yardstick: the oracle in the inputs' dtype; torch's kernel where that runs."""
-
-    def call(op):
-        return lambda q, k, v: op(q, k, v, **settings)
-
-    yardstick = attention_ref if form == "cpp" or settings.get("dropout_p") else torch_attention
-    fn, ref, eager = (call(op) for op in (attention, attention_ref, yardstick))
-    return assert_matches_oracle(fn, ref, inputs, eager=eager)
-
-
-@covering(
-    2,
-    (("T", "D"), [(1, 1), (2, 8), (7, 40), (63, 64), (65, 16), (127, 33), (96, 128)]),
-    ("p", [0.0, 0.3]),
-    ("causal", [True, False]),
-    ("dtype", DTYPES),
-)
-def test_matches_oracle(form, T, D, p, causal, dtype):
-    B = 2 if T > 60 else 16  # enough elements for a steady largest error
-    inputs = [draw(B, T, 3, D, dtype=dtype) for _ in range(3)]
-    report = check(form, inputs, causal=causal, dropout_p=p, rng=RNG)
-    assert len(report) == 4
-
-
-@sweep("causal", [True, False])
-@sweep(("T", "Tk"), [(1, 50), (5, 50), (50, 1), (70, 33)])
+@sweep(("T", "Tk"), [(50, 1), (70, 33)])
 @sweep("p", [0.0, 0.3])
-def test_other_lengths(form, T, Tk, p, causal):
-    """Aligned to the last query and the last key; queries that see nothing give 0."""
-    inputs = [draw(8, T, 3, 16), draw(8, Tk, 3, 16), draw(8, Tk, 3, 16)]
-    check(form, inputs, causal=causal, dropout_p=p, rng=RNG)
-    if causal and Tk < T:
-        q, k, v = inputs
-        o = attention(q, k, v)
-        assert (o[:, : T - Tk] == 0).all()
-        (dq,) = torch.autograd.grad(o.sum(), q)
-        assert (dq[:, : T - Tk] == 0).all()
+def test_queries_that_see_nothing_give_0(form, T, Tk, p):
+    """Aligned to the last query and the last key."""
+    q, k, v = draw(2, T, 3, 16), draw(2, Tk, 3, 16), draw(2, Tk, 3, 16)
+    o = attention(q, k, v, dropout_p=p, rng=RNG)
+    assert (o[:, : T - Tk] == 0).all()
+    (dq,) = torch.autograd.grad(o.sum(), q)
+    assert (dq[:, : T - Tk] == 0).all()
 
 
 def test_last_queries_of_a_sequence_equal_the_whole(form):
@@ -90,47 +54,23 @@ def test_last_queries_of_a_sequence_equal_the_whole(form):
         torch.testing.assert_close(attention(q[:, -n:], k, v), whole[:, -n:])
 
 
-@sweep("Hkv", [1, 2, 3, 6])
+@sweep("documents", [None, [30, 1, 20]])
+@sweep("causal", [True, False])
 @sweep("p", [0.0, 0.3])
-def test_fewer_key_heads(form, Hkv, p):
-    inputs = [draw(2, 20, 6, 24), draw(2, 20, Hkv, 24), draw(2, 20, Hkv, 24)]
-    check(form, inputs, dropout_p=p, rng=RNG)
-
-
-def test_long_sequence(form):
-    """Several blocks of queries and panels of keys, sums over 1000 terms."""
-    inputs = [draw(1, 1000, 2, 64) for _ in range(3)]
-    check(form, inputs)
-
-
-@sweep("softmax_scale", [0.02, 3.0])
-def test_softmax_scale(form, softmax_scale):
-    inputs = [draw(2, 30, 2, 32) for _ in range(3)]
-    for p in (0.0, 0.3):
-        check(form, inputs, softmax_scale=softmax_scale, dropout_p=p, rng=RNG)
-
-
-def test_huge_scores(form):
-    """Scores of 1e4: exp overflows unless the maximum is taken off first."""
-    inputs = [draw(1, 33, 2, 16, scale=50.0), draw(1, 33, 2, 16, scale=50.0), draw(1, 33, 2, 16)]
-    check(form, inputs)
-
-
-@sweep("p", [0.0, 0.3])
-def test_packed_is_the_same_attention(form, p):
-    qkv = draw(2, 50, 3, 4, 24)
-    settings = {"dropout_p": p, "rng": RNG, "softmax_scale": 0.3}
-    for causal in (True, False):
-        o = attention_qkvpacked(qkv, causal=causal, **settings)
-        q, k, v = (x.detach().contiguous().requires_grad_() for x in qkv.unbind(2))
-        want = attention(q, k, v, causal=causal, **settings)
-        assert torch.equal(o, want)
-        assert o.is_contiguous()
-        do = torch.randn_like(o)
-        (dqkv,) = torch.autograd.grad(o, qkv, do)
-        assert dqkv.is_contiguous()
-        for got, grad in zip(dqkv.unbind(2), torch.autograd.grad(want, (q, k, v), do)):
-            assert torch.equal(got, grad)
+def test_packed_is_the_same_attention(form, documents, p, causal):
+    settings = {"dropout_p": p, "rng": RNG, "causal": causal, "softmax_scale": 0.3}
+    if documents:
+        settings["cu_seqlens"] = cumulate(documents)
+    qkv = draw(51, 3, 4, 24) if documents else draw(2, 50, 3, 4, 24)
+    o = attention_qkvpacked(qkv, **settings)
+    inputs = [x.detach().contiguous().requires_grad_() for x in qkv.unbind(-3)]
+    want = attention(*inputs, **settings)
+    assert torch.equal(o, want)
+    assert o.is_contiguous()
+    (dqkv,) = grads_of(o, [qkv])
+    assert dqkv.is_contiguous()
+    for got, grad in zip(dqkv.unbind(-3), grads_of(want, inputs)):
+        assert torch.equal(got, grad)
 
 
 def test_a_batch_is_its_samples(form):
@@ -160,31 +100,6 @@ def test_mean_over_masks_is_attention_without():
     )
     error = (runs.mean(0) - attention(q, k, v)).abs()
     assert (error <= 6 * runs.std(0) / math.sqrt(400) + 1e-6).all()
-
-
-@sweep("shape", [(0, 4, 2, 8), (2, 0, 2, 8)])
-@sweep("p", [0.0, 0.3])
-def test_nothing_to_attend(form, shape, p):
-    q, k, v = draw(*shape), draw(shape[0], 4, 2, 8), draw(shape[0], 4, 2, 8)
-    o = attention(q, k, v, dropout_p=p, rng=RNG)
-    assert o.shape == shape
-    grads = torch.autograd.grad(o.sum(), (q, k, v))
-    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
-    assert all((g == 0).all() for g in grads)
-
-
-def test_float64():
-    q, k, v = (draw(1, 5, 2, 4, dtype=torch.float64) for _ in range(3))
-    for p in (0.0, 0.3):
-        fn = lambda q, k, v, p=p: attention(q, k, v, dropout_p=p, rng=RNG)  # noqa: E731
-        torch.autograd.gradcheck(fn, (q, k, v))
-
-
-def test_equals_torch():
-    q, k, v = (draw(2, 70, 3, 32) for _ in range(3))
-    heads = (x.transpose(1, 2) for x in (q, k, v))
-    want = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
-    torch.testing.assert_close(attention(q, k, v), want)
 
 
 @pytest.mark.slow
@@ -339,12 +254,196 @@ def test_triton_reads_and_writes_the_packed_tensor_in_place(triton_device, monke
         torch.testing.assert_close(got, grad)
 
 
-@pytest.mark.gpu
-@sweep("dtype", DTYPES)
+@sweep(
+    ("kilobytes", "queries", "causal"),
+    [
+        (1, 7, True),
+        (1, 64, False),
+        (40, 7, False),
+        (40, 64, True),
+        (100, 7, True),
+        (100, 64, False),
+    ],
+)
+def test_many_blocks(monkeypatch, kilobytes, queries, causal):
+    """One key head a block, some heads, all heads: the same attention and mask."""
+    monkeypatch.setattr(backend, "choice", "torch")
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", kilobytes << 10)
+    monkeypatch.setitem(BLOCK_QUERIES, "cpu", queries)
+    inputs = [torch.randn(3, 70, n, 16).requires_grad_() for n in (4, 2, 2)]
+
+    def call(op):
+        return lambda q, k, v: op(q, k, v, causal=causal, dropout_p=0.3, rng=RNG)
+
+    assert_matches_oracle(call(attention), call(attention_ref), inputs)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that an op returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+@sweep("bounds", [None, [0, 500, 512]])
+def test_scores_are_never_all_alive(bounds):
+    T, H, D = 512, 8, 16
+    qkv = torch.randn(*([T] if bounds else [2, T]), 3, H, D)
+    drop = Dropout(make_key(1, 2), 3, 26)
+    inputs, grads = qkv.unbind(-3), torch.empty_like(qkv).unbind(-3)
+    with LargestTensor() as mode:
+        o = composed_fwd(inputs, bounds, True, 0.25, drop)
+        composed_bwd(o, inputs, grads, bounds, True, 0.25, drop)
+    assert 0 < mode.numel <= max(3 * BLOCK_BYTES["cpu"] // 4, qkv.numel())
+    assert mode.numel < H * T * T / 4
+
+
+def cumulate(lengths, device=None):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+
+
+def draw_qkv(total, H=4, Hkv=2, D=16, dtype=torch.float32):
+    return [draw(total, heads, D, dtype=dtype) for heads in (H, Hkv, Hkv)]
+
+
+def grads_of(o, inputs):
+    generator = torch.Generator().manual_seed(7)
+    do = torch.randn(o.shape, generator=generator).to(o)
+    return torch.autograd.grad(o, inputs, do)
+
+
 @sweep("p", [0.0, 0.3])
-@sweep("choice", ["auto", "torch"])
-def test_on_a_gpu(monkeypatch, choice, p, dtype):
-    monkeypatch.setattr(backend, "choice", choice)
-    for T, Tk, Hkv in ((65, 65, 4), (1, 40, 2), (33, 40, 1), (40, 33, 4)):
-        inputs = [draw(2, n, H, 64, dtype=dtype) for n, H in ((T, 4), (Tk, Hkv), (Tk, Hkv))]
-        check("torch", on("cuda", inputs), dropout_p=p, rng=RNG)
+@sweep("causal", [True, False])
+def test_a_document_is_a_sample(form, causal, p):
+    """Each alone, with the sample index it has here: the same bits."""
+    lengths = [70, 1, 33, 8]
+    cu_seqlens, inputs = cumulate(lengths), draw_qkv(sum(lengths))
+    o = attention(*inputs, causal=causal, dropout_p=p, rng=RNG, cu_seqlens=cu_seqlens)
+    grads = grads_of(o, inputs)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(7))
+    for i, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist())):
+        alone = [x[None, start:end].detach().requires_grad_() for x in inputs]
+        rng = Rng(RNG.key + torch.tensor([0, i]), RNG.site)
+        document = torch.tensor([0, end - start], dtype=torch.int32)
+        want = attention(*alone, causal=causal, dropout_p=p, rng=rng)
+        part = [x[0].detach().requires_grad_() for x in alone]
+        got = attention(*part, causal=causal, dropout_p=p, rng=rng, cu_seqlens=document)
+        assert torch.equal(o[start:end], got)
+        for grad, one in zip(grads, torch.autograd.grad(got, part, do[start:end])):
+            assert torch.equal(grad[start:end], one)
+        torch.testing.assert_close(got, want[0])  # torch's own kernel may have served this one
+        if form == "cpp":
+            assert torch.equal(got, want[0])
+
+
+@sweep("causal", [True, False])
+def test_a_document_sees_nothing_of_another(form, causal):
+    """NaN and infinity in some documents stay there, though buffers serve one after another."""
+    lengths = [100, 9, 70, 33]
+    inputs, cu_seqlens = draw_qkv(sum(lengths)), cumulate(lengths)
+    o = attention(*inputs, causal=causal, cu_seqlens=cu_seqlens)
+    want = (o, *grads_of(o, inputs))
+    spoilt = [x.detach().clone() for x in inputs]
+    for x, value in zip(spoilt, (1.0, float("nan"), float("inf"))):
+        for start, end in ((0, 100), (109, 179)):
+            x[start:end] = value
+    spoilt = [x.requires_grad_() for x in spoilt]
+    o = attention(*spoilt, causal=causal, cu_seqlens=cu_seqlens)
+    for got, expected in zip((o, *grads_of(o, spoilt)), want):
+        assert got[0:100].isnan().any()
+        for part in (slice(100, 109), slice(179, 212)):
+            assert torch.equal(got[part], expected[part])
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@sweep(
+    ("cu_seqlens", "message"),
+    [
+        (int32(0, 3, 8).long(), r"cu_seqlens int32 of shape \[n \+ 1\], n >= 1, got .*int64 \[3\]"),
+        (int32(0, 3, 5, 8).view(2, 2), r"int32 of shape .*got cu_seqlens=torch.int32 \[2, 2\]"),
+        (int32(0), r"cu_seqlens int32 of shape .*got cu_seqlens=torch.int32 \[1\]"),
+        (int32(), r"cu_seqlens int32 of shape .*got cu_seqlens=torch.int32 \[0\]"),
+        (int32(0, 8).to("meta"), r"cu_seqlens on q's device, got cu_seqlens=meta q=cpu"),
+        (int32(1, 8), r"cu_seqlens to start at 0, got cu_seqlens\[0\]=1;"),
+        (int32(-1, 8), r"cu_seqlens to start at 0, got cu_seqlens\[0\]=-1;"),
+        (int32(0, 5, 3, 8), r"to increase, got cu_seqlens\[1\]=5 cu_seqlens\[2\]=3; leave out"),
+        (int32(0, 3, 3, 8), r"to increase, got cu_seqlens\[1\]=3 cu_seqlens\[2\]=3; leave out"),
+        (int32(0, 0, 8), r"to increase, got cu_seqlens\[0\]=0 cu_seqlens\[1\]=0; leave out"),
+        (int32(0, 9, 8), r"to increase, got cu_seqlens\[1\]=9 cu_seqlens\[2\]=8; leave out"),
+        (int32(0, 3, 7), r"to end at q's total, got cu_seqlens\[2\]=7 total=8;"),
+        (int32(0, 9), r"to end at q's total, got cu_seqlens\[1\]=9 total=8;"),
+    ],
+)
+def test_bad_cu_seqlens_are_refused(form, cu_seqlens, message):
+    inputs = draw_qkv(8)
+    with pytest.raises(ValueError, match="attention: expected .*" + message):
+        attention(*inputs, cu_seqlens=cu_seqlens)
+    with pytest.raises(ValueError, match="attention: expected .*" + message):
+        attention_qkvpacked(draw(8, 3, 2, 16), cu_seqlens=cu_seqlens)
+
+
+def test_backward_checks_cu_seqlens_too(form):
+    """Called as an op of its own it must not read outside the tensors either."""
+    q = torch.randn(8, 2, 16)
+    settings = (True, 0.5, None, 0, 0)
+    _, stats = torch.ops.fastpar.attention(q, q, q, *settings, int32(0, 8))
+    with pytest.raises(ValueError, match=r"to end at q's total, got cu_seqlens\[1\]=9 total=8"):
+        torch.ops.fastpar.attention_bwd(q, q, q, q, None, stats, *settings, int32(0, 9))
+
+
+ROWS = torch.ones(8, 6, 16)
+
+
+@sweep(
+    ("q", "k", "v", "message"),
+    [
+        (ROWS[None], ROWS, ROWS, r"expected q of shape \[total, H, D\], got q=\[1, 8, 6, 16\]"),
+        (ROWS, ROWS[0], ROWS, r"expected k of shape \[total, H, D\], got k=\[6, 16\]"),
+        (ROWS, ROWS[:7], ROWS[:7], r"expected equal total of q and k, got q=8 k=7"),
+        (
+            ROWS,
+            ROWS,
+            ROWS[:, :3],
+            r"expected k and v of one shape, got k=\[8, 6, 16\] v=\[8, 3, 16\]",
+        ),
+        (ROWS, ROWS[..., :8], ROWS[..., :8], r"expected equal D of q and k, got q=16 k=8"),
+        (ROWS, ROWS[:, :4], ROWS[:, :4], r"H divisible by the heads of k, got H=6 k=\[8, 4, 16\]"),
+        (
+            ROWS,
+            ROWS.half(),
+            ROWS,
+            r"expected q, k and v of one device and dtype, got .*k=cpu torch.float16",
+        ),
+        (ROWS, ROWS, ROWS.to("meta"), r"expected q, k and v of one device and dtype, got .*v=meta"),
+        (
+            ROWS,
+            ROWS,
+            ROWS.mT.contiguous().mT,
+            r"expected v with a contiguous last dimension, got v.stride",
+        ),
+        (*[ROWS[..., :1].expand(8, 6, 257).contiguous()] * 3, r"head dim in \[1, 256\], got D=257"),
+    ],
+)
+def test_bad_documents_are_refused(q, k, v, message):
+    with pytest.raises(ValueError, match="attention: .*" + message):
+        attention(q, k, v, cu_seqlens=int32(0, 3, 8))
+
+
+def test_bad_packed_documents_are_refused():
+    for qkv in (ROWS, ROWS[:, None], ROWS[:, :, None]):
+        with pytest.raises(ValueError, match=r"qkv of shape \[total, 3, H, D\], got qkv=\[8, "):
+            attention_qkvpacked(qkv, cu_seqlens=int32(0, 8))
+    with pytest.raises(ValueError, match=r"expected qkv of shape \[B, T, 3, H, D\], got qkv=\[8, "):
+        attention_qkvpacked(torch.ones(8, 3, 2, 16))
+    with pytest.raises(ValueError, match=r"expected q of shape \[B, T, H, D\], got q=\[8, 6, 16\]"):
+        attention(ROWS, ROWS, ROWS)

@@ -1,31 +1,34 @@
-"""The norms' Triton kernels, through the public ops: on a GPU, else in Triton's interpreter."""
+"""The norms' Triton kernels beyond test_cases.py: tiles, masks, mixed dtypes, partial sums."""
 
 import pytest
 import torch
-from cells import covering, slow, sweep
+from cells import covering, sweep
 
 pytest.importorskip("triton", reason="needs triton")
+
+import itertools
+
+import pytest
+from cells import slow
 
 from fastpar.kernels import (
     Rng,
     layer_norm,
     make_key,
     residual_layer_norm,
-    residual_rms_norm,
     rms_norm,
     triton_launch,
 )
+from fastpar.kernels import layer_norm_bwd_triton as bwd
 from fastpar.kernels import layer_norm_triton as fwd
 from fastpar.kernels.layer_norm_configs import TABLE, Config
 from fastpar.kernels.reference import (
     layer_norm_ref,
     residual_layer_norm_ref,
-    residual_rms_norm_ref,
     rms_norm_ref,
 )
 from fastpar.testing import assert_matches_oracle
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RNG = Rng(make_key(3, 5), 2)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -33,55 +36,6 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 def with_bias(op, p=0.0, rng=RNG):
     """op of (x, residual, weight, bias, x_bias)."""
     return lambda x, r, w, b=None, xb=None: op(x, r, w, b, x_bias=xb, dropout_p=p, rng=rng)
-
-
-def without_bias(op, p=0.0):
-    """op of (x, residual, weight, x_bias)."""
-    return lambda x, r, w, xb=None: op(x, r, w, x_bias=xb, dropout_p=p, rng=RNG)
-
-
-@pytest.mark.parametrize(
-    ("c", "dtype"),
-    [
-        (1, torch.float32),
-        (768, torch.float32),
-        (1600, torch.bfloat16),
-        (127, torch.float16),
-        slow(127, torch.float32),
-        *(slow(c, torch.bfloat16) for c in (1, 63, 768)),
-        slow(1000, torch.float16),
-    ],
-)
-def test_layer_norm_matches_oracle(draw, c, dtype):
-    """More rows than a tile has, for the widths that share one."""
-    inputs = [draw(3, 7, c, dtype=dtype), draw(c, dtype=dtype), draw(c, dtype=dtype)]
-    assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
-
-
-@covering(1, ("c", [1, 127, 600]), ("dtype", DTYPES))
-def test_rms_norm_matches_oracle(draw, c, dtype):
-    inputs = [draw(3, 5, c, dtype=dtype), draw(c, dtype=dtype)]
-    assert_matches_oracle(rms_norm, rms_norm_ref, inputs)
-
-
-@covering(1, ("c", [63, 300]), ("x_bias", [True, False]), ("p", [0.0, 0.1]), ("dtype", DTYPES))
-def test_residual_forms_match_oracle(draw, c, x_bias, p, dtype):
-    """y and residual_out, and dx, dresidual, dweight, dbias, dx_bias."""
-    inputs = [draw(2, 7, c, dtype=dtype) for _ in range(2)]
-    inputs += [draw(c, dtype=dtype) for _ in range(3 if x_bias else 2)]
-    ops = residual_layer_norm, residual_layer_norm_ref
-    report = assert_matches_oracle(*(with_bias(op, p) for op in ops), inputs)
-    assert len(report) == 2 + len(inputs)
-    ops = residual_rms_norm, residual_rms_norm_ref
-    report = assert_matches_oracle(*(without_bias(op, p) for op in ops), inputs[:-1])
-    assert len(report) == 1 + len(inputs)
-
-
-def test_weight_without_bias(draw):
-    inputs = [draw(2, 3, 40), draw(2, 3, 40), draw(40)]
-    assert_matches_oracle(layer_norm, layer_norm_ref, inputs[1:])
-    ops = residual_layer_norm, residual_layer_norm_ref
-    assert_matches_oracle(*(with_bias(op) for op in ops), inputs)
 
 
 @covering(1, ("c", [768, 2500]), ("mean", [1e2, 1e4, -1e6]))
@@ -160,3 +114,55 @@ def test_every_kind_of_config(triton_device, how):
             [x, r, w, b],
         )
     assert len(found) == 5
+
+
+@pytest.mark.parametrize("c", [5000, slow(2500)])
+def test_wide_rows(draw, c, triton_device):
+    """Rows that warps share; from 4096 on rows whose columns programs share in backward."""
+    # fp16, because the interpreter adds what warps exchange one after another, a GPU in a tree.
+    dtype = torch.float32 if triton_device == "cuda" else torch.float16
+    inputs = [draw(1, 3, c, dtype=dtype), draw(1, 3, c, dtype=dtype)]
+    inputs += [draw(c, dtype=dtype) for _ in range(3)]
+    ops = residual_layer_norm, residual_layer_norm_ref
+    assert_matches_oracle(*(with_bias(op, 0.1) for op in ops), inputs)
+    assert_matches_oracle(rms_norm, rms_norm_ref, inputs[1:3])
+
+
+@pytest.mark.slow
+def test_widest_rows(draw, triton_device):
+    dtype = torch.float32 if triton_device == "cuda" else torch.float16
+    c = 16384
+    inputs = [draw(1, c, dtype=dtype), draw(c, dtype=dtype), draw(c, dtype=dtype)]
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("arch", [90, *(slow(a) for a in triton_launch.SMS if a != 90)])
+def test_every_arch(monkeypatch, draw, arch):
+    """Its number of programs, and so few that each walks over several tiles, some over one more."""
+    monkeypatch.setattr(triton_launch, "INTERPRETED_ARCH", arch)
+    inputs = [draw(2, 13, 200) for _ in range(2)] + [draw(200) for _ in range(3)]
+    for sms in (1, triton_launch.SMS[arch]):
+        monkeypatch.setattr(triton_launch, "_INTERPRETED_SMS", sms)
+        ops = residual_layer_norm, residual_layer_norm_ref
+        assert_matches_oracle(*(with_bias(op, 0.1) for op in ops), inputs)
+
+
+def test_more_programs_than_one_block_of_partials(monkeypatch, draw):
+    """Counts rows: exact in fp32."""
+    monkeypatch.setattr(triton_launch, "_INTERPRETED_SMS", 132)
+    x, weight, bias = draw(4300, 3), draw(3), draw(3)
+    layer_norm(x, weight, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full_like(bias, 4300.0))
+
+
+@sweep("itemsize", [2, 4])
+@sweep("c", [1, 63, 768, 1024, 1280, 1600, 4096])
+@sweep("sums", [1, 2, 3])
+@sweep("tensors", [2, 3])
+def test_programs_of_an_sm_fit_together(c, itemsize, sums, tensors):
+    """Or the last of a fixed number of programs would run alone, after the others."""
+    for rms, how in itertools.product((False, True), TABLE.candidates(90)):
+        tile, programs, registers = bwd.bwd_tile_of(c, itemsize, sums, tensors, rms, how)
+        assert tile.rows * tile.chunk == 32 * tile.num_warps * tile.side
+        assert programs * 32 * tile.num_warps * registers <= 65536
+        assert programs * tile.num_warps >= 8
