@@ -115,11 +115,17 @@ def test_what_must_not_change_the_run(made, here, monkeypatch):
     ],
 )
 def test_who_takes_which_micro_batches(here, monkeypatch, changes, first, second):
-    taken, batch = {}, train_module.sample_batch
+    """And draws the masks of its dropout by them."""
+    taken, keys = ({0: [], 1: []} for _ in range(2))
+    batch, key = train_module.sample_batch, train_module.make_key
 
     def sample_batch(tokens, *, first_sample, **rest):
-        taken.setdefault(dist.get_rank(), []).append(first_sample)
+        taken[dist.get_rank()].append(first_sample)
         return batch(tokens, first_sample=first_sample, **rest)
+
+    def make_key(seed, first_sample):
+        keys[dist.get_rank()].append(first_sample)
+        return key(seed, first_sample)
 
     def two_steps():
         trainer = Runs().trainer(micro_batch_size=2, **changes)
@@ -127,8 +133,9 @@ def test_who_takes_which_micro_batches(here, monkeypatch, changes, first, second
             trainer.train_step()
 
     monkeypatch.setattr(train_module, "sample_batch", sample_batch)
+    monkeypatch.setattr(train_module, "make_key", make_key)
     run_ranks(two_steps, 2)
-    assert taken == {0: first, 1: second}
+    assert taken == keys == {0: first, 1: second}
 
 
 def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_used(made, capsys):
