@@ -26,7 +26,7 @@ from fastpar.checkpoint.reader import verify_checkpoint
 from fastpar.cli import main
 from fastpar.files.runs import list_checkpoints
 
-LENGTH = ("--max-steps=240", "--save-every=40", "--batch-size=12", "--keep-last=0")
+LENGTH = ("--max-steps=160", "--save-every=40", "--batch-size=12", "--keep-last=0")
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def test_torchrun_restarts_a_run_whose_folder_it_chose_itself(whole, start):
     code, out, err = finish(launcher)
     assert code == 0, err
     assert [p.name for p in Path("runs").iterdir()] == ["micro-text"]
-    assert out.count(f"run      {run}, steps 0 to 240") == 2
-    assert re.search(rf"run      {run}, steps \d*[48]0 to 240", out)
+    assert out.count(f"run      {run}, steps 0 to 160") == 2
+    assert re.search(rf"run      {run}, steps \d*[48]0 to 160", out)
     assert_same(run, whole)
 
 

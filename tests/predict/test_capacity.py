@@ -154,6 +154,7 @@ def test_memory_of_a_gpu():
     assert size > 1 << 30
 
 
+@pytest.mark.slow
 def test_a_run_on_a_grid_is_predicted_and_help_loads_no_planner():
     """Its lines at the end are loaded when they are printed."""
     config = TrainConfig().replace({"tp_grid": "2x2", "nproc": 4, "batch_size": 8})

@@ -85,7 +85,8 @@ MORE_STATES = [
 
 @pytest.mark.parametrize("rows", [STATES, slow(MORE_STATES)], ids=["each axis", "more"])
 def test_states_are_those_of_real_engines(rows):
-    """On average over the ranks, whose pieces end at multiples of 256 elements."""
+    """On average over the ranks. Pieces of buckets end at multiples of 256 elements, of which a
+    bucket of 0.2 MB has 52,400: at most 0.5 % of it is padding."""
     for settings in rows:
         s = setup(micro_batch_size=8 if "tp_grid" in settings else 1, bucket_mb=0.2, **settings)
         experts = {"n_expert": 4, "top_k": 4, "expert_hidden": 256} if s.ep > 1 else {}
@@ -96,7 +97,7 @@ def test_states_are_those_of_real_engines(rows):
         on_host = host_bytes(one, s) if s.offload else 0
         for of_ranks, told in zip(found, (p.parameters, p.gradients, p.optimizer, on_host)):
             mean = sum(of_ranks) / len(of_ranks)
-            assert mean == pytest.approx(told, rel=2e-3), settings
+            assert mean == pytest.approx(told, rel=5e-3), settings
             assert max(of_ranks) <= 1.03 * told, settings
 
 
@@ -242,13 +243,13 @@ KINDS = {
     "muon": MUON,
 }
 SOME = [
-    of_row(("balanced", 2, 1, 1, True, "full", 1, "fp32", 2)),
     of_row(("wide", 2, 3, 1, True, "selective", 1, "fp32", 1)),
     of_row(("wide", 2, 0, 2, True, "full", 2, "fp32", 1)),
 ]
-SOME += [KINDS["sequences"][0], KINDS["experts"][0], MUON[0], MUON[2]]
+SOME += [KINDS["sequences"][0], KINDS["experts"][0], MUON[2]]
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("cells", [SOME, *map(slow, KINDS.values())], ids=["some", *KINDS])
 def test_peaks_are_predicted_within_five_percent(cells):
     check(cells)
@@ -281,6 +282,7 @@ def of_grid(shape, grid, stage, mode, dtype, steps):
     return workload(**SHAPES[shape], batch=8 * dp * steps), s
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("grids", [FEW_GRIDS, slow(GRID_PAIRS)], ids=["few", "pairs"])
 def test_peaks_of_grids_are_predicted_within_five_percent(grids):
     """Of the first rank, alone; all ranks of a few as processes, where forward keeps what it
@@ -325,6 +327,7 @@ FP8_PAIRS = few(FP8, lambda cell: set(combinations(enumerate(cell), 2)))
 FEW_FP8 = few(FP8, lambda cell: set(enumerate(cell)))
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kinds", [FEW_FP8, slow(FP8_PAIRS)], ids=["few", "pairs"])
 def test_peaks_of_8_bit_products_are_predicted_within_five_percent(kinds, monkeypatch):
     """Also where weights are gathered as codes: these messages are gone when a step has most."""
@@ -400,7 +403,9 @@ def measure_stages(cells):
     return [measure_alive(*cell) for cell in cells]
 
 
-@pytest.mark.parametrize("cells", [STAGES[:2], slow(STAGES[2:])], ids=["some", "others"])
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cells", [STAGES[:2], STAGES[2:]], ids=["some", "others"])
 def test_stages_are_predicted_within_five_percent(cells):
     for ranks in sorted({s.world_size for _, s in cells}):
         some = [cell for cell in cells if cell[1].world_size == ranks]
