@@ -128,7 +128,8 @@ def every_operation(kind, cells):
 
 SIZES = (0, 1, 127, 10_007)
 ALL = [(dtype, n) for dtype in SUMMABLE for n in SIZES]
-SOME = [(torch.bfloat16, n) for n in SIZES] + [(torch.float32, 1), (torch.int64, 127)]
+SOME = [(torch.bfloat16, n) for n in SIZES]
+SOME += [(torch.float32, 1), (torch.int64, 127), (torch.float64, 127)]
 
 
 @pytest.mark.parametrize(
