@@ -103,6 +103,7 @@ FAMILIES = {
         "deterministic": BOTH,
         "model": tuple(Program.EXPERTS),
         "precision": ("fp64",),
+        "time": (8,),
         "recompute": RECOMPUTE,
         "clip": BOTH,
         "counted": (True, False),
