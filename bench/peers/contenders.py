@@ -108,7 +108,7 @@ def build(
     own = title.startswith("fastpar") and not stock
 
     def make() -> nn.Module:
-        model = fastpar.GPT(config, seed=0) if own else stock_model(config)
+        model: Any = fastpar.GPT(config, seed=0) if own else stock_model(config)
         if variant.fp8:
             use_fp8(model, variant.fp8, scaling="tensor", emulate=True)
         return model

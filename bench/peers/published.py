@@ -118,7 +118,7 @@ def published() -> Iterator[Published]:
         micro, parts = (4, 1) if pp == 1 else (1, _smallest_divisor(layers // pp))
         axes: Any = {"tp": tp, "pp": pp, "schedule": _schedule(parts), "chunks": parts}
         steps = batch * tp * pp // gpus // micro
-        batches = {"micro_batch_size": micro, "grad_accum_steps": steps}
+        batches: Any = {"micro_batch_size": micro, "grad_accum_steps": steps}
         setup = Setup(gpus, **axes, **batches, **FULL, **_MEGATRON)
         workload = Workload(_gpt(layers, heads, width, 2048, 51200), batch)
         yield Published("arXiv 2104.04473", f"{size:g}B", "a100", workload, setup, percent / 100)
@@ -214,7 +214,7 @@ def schedules() -> tuple[float, float]:
     workload, speeds = Workload(_gpt(126, 128, 16384, 8192, 128256), 256), []
     for schedule, chunks in _TITAN:
         axes: Any = {"tp": 8, "pp": 8, "zero_stage": 2, "schedule": schedule, "chunks": chunks}
-        full = {"accumulate": "full", "activation_checkpointing": "full"}
+        full: Any = {"accumulate": "full", "activation_checkpointing": "full"}
         setup = Setup(512, **axes, **full, micro_batch_size=4, grad_accum_steps=8)
         rates = DatasheetRates(Cluster.of("h100", setup.world_size), setup)
         speeds.append(predict_step(workload, setup, rates).tokens_per_s)

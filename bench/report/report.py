@@ -21,6 +21,7 @@ import contextlib
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from bench.ops.errors import ErrorRow
 from bench.peers import published
@@ -70,7 +71,7 @@ def render(name: str, folder: Path) -> str:
 
 
 def _headline(folder: Path) -> str:
-    found = {"cpu": newest("cpu", folder)}
+    found: dict[str, tuple[dict[str, Any], list[Row]]] = {"cpu": newest("cpu", folder)}
     with contextlib.suppress(NoResultsError):
         found["cuda"] = newest("cuda", folder)
     rows = {device: part for device, (_, part) in found.items()}

@@ -125,7 +125,7 @@ class Rank(steps.Rank):
         """Until it is on the disk; of UNFLUSHED until it is in the page cache."""
         self._fresh()
         if way == OWN:
-            return self._measure(lambda: (self.saver.save(self.count, {}), self._settle()))
+            return self._measure(lambda: self._settle(self.saver.save(self.count, {})))
         if way == DCP:
             return self._measure(lambda: dcp().save(self._state(), **self._writer()))
         return self._measure(lambda: self._torch_save(flushed=way == FLUSHED))
@@ -163,7 +163,7 @@ class Rank(steps.Rank):
         dist.all_reduce(busy)
         return bool(busy.item())
 
-    def _settle(self) -> None:
+    def _settle(self, _: Any = None) -> None:
         result = self.saver.settle()
         if result is None or not result.ok:
             raise RuntimeError(f"the save failed: {result and result.errors}")

@@ -106,7 +106,8 @@ def _patched(device: str) -> Callable[..., Any]:
     def make(shape: dict[str, int]) -> Callable[..., Any]:
         sizes: Any = {"n_positions" if n == "block_size" else n: v for n, v in shape.items()}
         sizes |= {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
-        model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).to(device)
+        model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+        model.to(device)
         fastpar.patch(model)
         optimizer = fastpar.AdamW(model.parameters(), lr=1e-3)
         return _loop(lambda x, y: model(input_ids=x, labels=y).loss, optimizer)
@@ -150,7 +151,10 @@ def measure(
         code = "import sys, json; from bench.systems import bench_first_step as b\n"
         code += "print(json.dumps(b.child(*json.loads(sys.argv[1]))))"
         asked = json.dumps([variant, shape, device, time.time()])
-        command, how = [sys.executable, "-c", code, asked], {"env": environment, "cwd": ROOT}
+        command, how = (
+            [sys.executable, "-c", code, asked],
+            dict[str, Any](env=environment, cwd=ROOT),
+        )
         done = subprocess.run(command, **how, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"measure: {done.stderr.strip().splitlines()[-1]}")

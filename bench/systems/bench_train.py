@@ -199,7 +199,7 @@ class Variant:
         if self.spec.kind == "stock" or self.spec.ranks == 1:
             return {}
         report = engine_of(self.module).report
-        return {} if report is None else {"exposed_comm_ms": report.exposed_ms}
+        return {} if report is None else {"exposed_comm_ms": report.exposed_ms or 0.0}
 
     @torch.no_grad()
     def val_loss(self) -> float:
