@@ -129,7 +129,7 @@ LOADS, STORES = ("LDG", "LDGSTS"), ("STG",)
 
 def accesses(loads: Sequence[Instruction], stores: Sequence[Instruction]) -> dict[str, int]:
     """Columns of a table: global loads and stores of 16 bytes, narrower ones, and their bytes."""
-    found = {}
+    found: dict[str, int] = {}
     for what, code, names in (("load", loads, LOADS), ("store", stores, STORES)):
         sizes = [i.bytes for i in code if i.name in names]
         for kind, some in (
