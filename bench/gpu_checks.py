@@ -45,7 +45,8 @@ from fastpar.doctor.report import row as proof_line
 from fastpar.doctor.table import VERSION, environment, row_of
 from fastpar.doctor.trial import clock_for
 from fastpar.files.runs import list_checkpoints
-from fastpar.kernels import attention_peers, backend
+from fastpar.kernels import backend
+from fastpar.kernels.attention import peers as attention_peers
 from fastpar.kernels.cases import OpCase, attention_case, experts, orthogonal_case, proof_cases
 from fastpar.kernels.choice import OWN, Case, trying
 from fastpar.predict.machine import Ceilings, measure_ceilings

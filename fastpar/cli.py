@@ -574,7 +574,7 @@ def _info(arguments: list[str]) -> int:
     import platform
 
     from fastpar.doctor.report import known_choices
-    from fastpar.kernels import attention_peers
+    from fastpar.kernels.attention import peers as attention_peers
     from fastpar.kernels.backend import describe
 
     print(f"fastpar   {__version__}, {available_cores()} cores, {platform.platform()}")

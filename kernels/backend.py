@@ -12,9 +12,9 @@ FASTPAR_BACKEND=auto|torch|cpp|triton
             switches on (for tests: it is slow, and its bf16 matrix products are wrong)
 FASTPAR_ISA=auto|baseline|avx2|avx512
     the instruction set of the compiled kernels; results have the same bits on each
-FASTPAR_ATTENTION=auto|own|<one of attention_peers.py>
+FASTPAR_ATTENTION=auto|own|<one of attention/peers.py>
     who serves attention's plain calls; auto: what a proof found right and fastest
-FASTPAR_PEERS=-<one of attention_peers.py>,...
+FASTPAR_PEERS=-<one of attention/peers.py>,...
     who is left out, untried
 
 Without the compiled module (installed with FASTPAR_CPP=0) auto is torch, and cpp is refused.
@@ -49,7 +49,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 # op -> (on CPU tensors, on CUDA tensors); "cpp" names the compiled kernel's source.
 OPS = {
-    "attention": ("cpp: attention_cpu.cpp", "triton: attention_triton.py, attention_bwd_triton.py"),
+    "attention": ("cpp: attention_cpu.cpp", "triton: attention/triton.py"),
     "layer_norm": ("cpp: layer_norm_cpu.cpp", "triton: layer_norm_triton.py"),
     "rms_norm": ("cpp: layer_norm_cpu.cpp", "triton: layer_norm_triton.py"),
     "residual_layer_norm": ("cpp: layer_norm_cpu.cpp", "triton: layer_norm_triton.py"),
@@ -234,8 +234,8 @@ _has_triton: bool = importlib.util.find_spec("triton") is not None
 
 @functools.cache
 def triton_module(name: str) -> Any:
-    """kernels/<name>_triton.py, imported when a kernel of it is first needed."""
-    return importlib.import_module(f"fastpar.kernels.{name}_triton")
+    """A module of Triton kernels by its path below kernels/, imported when one is first needed."""
+    return importlib.import_module(f"fastpar.kernels.{name}")
 
 
 def _triton_found() -> bool:

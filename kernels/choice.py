@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 class PeerProof(NamedTuple):
-    """What was found out about another implementation of an op; see attention_peers.py."""
+    """What was found out about another implementation of an op; see attention/peers.py."""
 
     name: str
     wrong: str  # why it must not run; "" where it is right

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ class ConfigTable(Generic[C]):
     """One table.
 
     Args:
-        name: of its file <name>.json beside this one.
+        name: of its file <name>.json beside the module that defines kind.
         kind: of a config, a NamedTuple.
         archs: compute capabilities with a part of their own (80 for 8.0).
         places: keys of configs below the architecture; () where there is one.
@@ -48,7 +49,7 @@ class ConfigTable(Generic[C]):
     ) -> None:
         self.name, self.kind, self.places = name, kind, list(places)
         self.archs, self.part_for, self.candidates = archs, part_for, candidates
-        self.path = Path(__file__).with_name(f"{name}.json")
+        self.path = Path(inspect.getfile(kind)).with_name(f"{name}.json")
         self._wrong, self._adapt = wrong, adapt
         self._tried: dict[Place, C] = {}
         self.load = functools.cache(self._load)

@@ -192,7 +192,7 @@ def cross_entropy_rows(
     targets [N] contiguous, checked on CPU.
     """
     if use_triton(op, logits):
-        cross_entropy_triton = triton_module("cross_entropy")
+        cross_entropy_triton = triton_module("cross_entropy_triton")
         return cross_entropy_triton.cross_entropy_rows(
             logits, targets, grad, vocab_size, ignore_index, label_smoothing, z_loss, scale
         )
@@ -273,7 +273,7 @@ def cross_entropy_bwd(dlogits: Tensor, by: Tensor) -> Tensor:
 def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
     """out = grad [N, Vp] * by ([] or [N]); out may be grad."""
     if use_triton("cross_entropy", grad):
-        cross_entropy_triton = triton_module("cross_entropy")
+        cross_entropy_triton = triton_module("cross_entropy_triton")
         return cross_entropy_triton.multiply_rows(grad, by, out)
     if out is grad and by.dim() == 0 and by.device.type == "cpu" and by.item() == 1.0:
         return out

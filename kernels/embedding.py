@@ -64,7 +64,7 @@ def embedding_fwd(
     """x, under its mask when there is a key. wte_grad is for backward only."""
     _check_ids(idx, wte.shape[0])
     if use_triton("embedding", wte):
-        embedding_triton = triton_module("embedding")
+        embedding_triton = triton_module("embedding_triton")
         return embedding_triton.embedding_fwd(idx, wte, wpe, first_position, key, site, threshold)
     x = F.embedding(idx, wte)
     if wpe is not None:
@@ -128,7 +128,7 @@ def embedding_bwd(
     """dwte [rows, C] and dwpe [positions, C]; either is [0, C] when its size is given as 0."""
     C = dx.shape[-1]
     if use_triton("embedding", dx):
-        embedding_triton = triton_module("embedding")
+        embedding_triton = triton_module("embedding_triton")
         dx, mask = dx.contiguous(), (key, site, threshold)
         dwte = dx.new_zeros(rows, C)
         if rows:
@@ -151,7 +151,7 @@ def embedding_bwd_(
 ) -> Tensor:
     """Adds dwte to wte_grad and returns dwpe as embedding_bwd."""
     if use_triton("embedding", dx):
-        embedding_triton = triton_module("embedding")
+        embedding_triton = triton_module("embedding_triton")
         dx, mask = dx.contiguous(), (key, site, threshold)
         embedding_triton.embedding_bwd_wte(dx, idx, *mask, wte_grad, add=True)
         return embedding_triton.embedding_bwd_wpe(dx, idx, *mask, positions, first_position)

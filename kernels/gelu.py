@@ -61,7 +61,7 @@ def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
 def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     """y = gelu(x + bias), contiguous."""
     if use_triton("bias_gelu", x):
-        gelu_triton = triton_module("gelu")
+        gelu_triton = triton_module("gelu_triton")
         return gelu_triton.bias_gelu_fwd(x, bias, tanh)
     if use_cpp("bias_gelu", x) and tanh:
         return _bias_gelu_cpp(x, bias)
@@ -71,7 +71,7 @@ def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
 def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
     """dx and dbias ([0] fp32 without a bias), contiguous."""
     if use_triton("bias_gelu", x):
-        gelu_triton = triton_module("gelu")
+        gelu_triton = triton_module("gelu_triton")
         return gelu_triton.bias_gelu_bwd(dy, x, bias, tanh)
     if use_cpp("bias_gelu", x) and tanh:
         return _bias_gelu_bwd_cpp(dy, x, bias)

@@ -91,7 +91,7 @@ def layer_norm_fwd(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, residual_out, stats); residual_out only with a residual."""
     if runs_triton(x):
-        layer_norm_triton = triton_module("layer_norm")
+        layer_norm_triton = triton_module("layer_norm_triton")
         return layer_norm_triton.layer_norm_fwd(
             x, residual, weight, bias, x_bias, key, site, threshold, rows, place, eps, rms
         )
@@ -136,7 +136,7 @@ def layer_norm_bwd(
     dtype of None.
     """
     if runs_triton(x):
-        layer_norm_bwd_triton = triton_module("layer_norm_bwd")
+        layer_norm_bwd_triton = triton_module("layer_norm_bwd_triton")
         return layer_norm_bwd_triton.layer_norm_bwd(
             dy,
             dtotal,

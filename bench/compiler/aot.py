@@ -7,7 +7,7 @@
     python -m bench.compiler.aot --others        sm_86, sm_89, sm_100 and sm_120 with the installed
                                                  Triton; writes bench/results/aot/others.md
 
-A launch comes from the calls that each kernels/<op>_triton.py lists in aot_calls(), recorded as a
+A launch comes from the calls that each module of Triton kernels lists in aot_calls(), recorded as a
 GPU of that kind would run them. The versions are the installed Triton and the copy of MINIMUM that
 `make aot` puts into build/. A broken rule of aot_rules.py makes the exit status 1.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib
 import io
@@ -69,7 +70,7 @@ class Job:
     @property
     def module(self) -> str:
         """Where the kernel is defined, which need not be the module that launches it."""
-        return self.launch.kernel.__module__.rpartition(".")[2].removesuffix("_triton")
+        return short(self.launch.kernel.__module__)
 
     @property
     def key(self) -> tuple[int, str, str, str]:
@@ -97,12 +98,23 @@ class Job:
         }
 
 
-def modules() -> list[str]:
-    return sorted(p.stem.removesuffix("_triton") for p in (ROOT / "kernels").glob("*_triton.py"))
+def short(module: str) -> str:
+    """fastpar.kernels.attention.bits_triton is attention_bits, fastpar.kernels.norm.triton norm."""
+    dotted = module.removeprefix("fastpar.kernels.").replace(".", "_")
+    return dotted.removesuffix("_triton")
+
+
+@functools.cache
+def modules() -> dict[str, str]:
+    """Short name -> dotted name of every module of Triton kernels."""
+    kernels = ROOT / "kernels"
+    paths = sorted({*kernels.rglob("*_triton.py"), *kernels.rglob("triton.py")})
+    dotted = [".".join(p.relative_to(kernels).with_suffix("").parts) for p in paths]
+    return {short(name): f"fastpar.kernels.{name}" for name in dotted}
 
 
 def imported(name: str) -> Any:
-    return importlib.import_module(f"fastpar.kernels.{name}_triton")
+    return importlib.import_module(modules()[name])
 
 
 def archs(module: Any) -> tuple[int, ...]:
@@ -400,7 +412,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    names = args.modules or modules()
+    names = args.modules or list(modules())
     if args.worker:
         gpus = OTHERS if args.others else GPUS
         args.worker.write_text(json.dumps(work(names, args.jobs, gpus)))

@@ -45,18 +45,11 @@ from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor, report
 from fastpar.doctor.table import VERSION, environment, row_of
 from fastpar.doctor.trial import DEFAULT_ROWS, Way, time_ways, warm, what_is_wrong
-from fastpar.kernels import (
-    attention_bits,
-    attention_configs,
-    attention_peers,
-    backend,
-    cross_entropy_configs,
-    gelu_configs,
-    layer_norm_configs,
-)
+from fastpar.kernels import backend
+from fastpar.kernels.attention import peers as attention_peers
 from fastpar.kernels.cases import proof_cases
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
-from fastpar.kernels.config_table import ConfigTable
+from fastpar.kernels.config_table import TABLES, ConfigTable
 from fastpar.settings.model import GPTConfig
 
 CHECKED_ROWS = 200  # a multiple of no tile, and more than one
@@ -127,15 +120,15 @@ def entries(device: str, dtype: torch.dtype) -> list[Entry]:
             op = "attention" if variant == "plain" else "attention_masked"
             case, direction = Case(device, op, dtype, head_dim), int(kernel != "fwd")
             place = (kernel, head_dim, variant)
-            found.append(Entry(case, gain, attention_configs.TABLE, place, direction))
+            found.append(Entry(case, gain, TABLES["attention_configs"], place, direction))
         for gain, op, size, table in (
-            (3.0, "attention_masked", 64, attention_bits.TABLE),
-            (0.5, "attention", 64, attention_configs.SECTIONS),
-            (0.3, "bias_gelu", 4 * gpt2.n_embd, gelu_configs.TABLE),
-            (0.4, "residual_layer_norm", gpt2.n_embd, layer_norm_configs.TABLE),
-            (0.4, "cross_entropy", gpt2.padded_vocab_size, cross_entropy_configs.TABLE),
+            (3.0, "attention_masked", 64, "attention_bits"),
+            (0.5, "attention", 64, "attention_sections"),
+            (0.3, "bias_gelu", 4 * gpt2.n_embd, "gelu_configs"),
+            (0.4, "residual_layer_norm", gpt2.n_embd, "layer_norm_configs"),
+            (0.4, "cross_entropy", gpt2.padded_vocab_size, "cross_entropy_configs"),
         ):
-            found.append(Entry(Case(device, op, dtype, size), gain, table))
+            found.append(Entry(Case(device, op, dtype, size), gain, TABLES[table]))
     return sorted(found, key=lambda entry: -entry.gain_ms)
 
 

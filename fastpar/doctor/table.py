@@ -41,7 +41,7 @@ from fastpar.files.plain_files import (
     write_text,
 )
 from fastpar.kernels import _C
-from fastpar.kernels.attention_peers import PEERS
+from fastpar.kernels.attention.peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof
 
 FOLDER = "FASTPAR_PROOFS"  # environment: another folder

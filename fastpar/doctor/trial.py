@@ -4,7 +4,7 @@ A proof says: is an op's own kernel right on this machine, and is it faster than
 Right: on a plain and on hostile inputs every result is within the 2x rule of cases.py, and a
 second call has the same bits. Fast: forward and backward, each timed in turn with what would run
 instead, and with stock PyTorch's own function where that is another. Of attention the other
-implementations of attention_peers.py are tried as well, by the same rules but that of equal bits.
+implementations of attention/peers.py are tried as well, by the same rules but that of equal bits.
 
 [Note: surroundings] The call that needs a proof may stand in an autograd.Function's forward (no
 gradients are recorded there), in a checkpointed block (whose hooks would see the trial's tensors),
@@ -53,16 +53,9 @@ import torch
 from torch import Tensor
 
 from fastpar.files.packages import call_command
-from fastpar.kernels import (  # noqa: F401  the tables fill TABLES
-    attention_bits,
-    attention_configs,
-    attention_peers,
-    backend,
-    cross_entropy_configs,
-    gelu_configs,
-    layer_norm_configs,
-)
-from fastpar.kernels.attention_peers import PEERS, left_out
+from fastpar.kernels import backend
+from fastpar.kernels.attention import peers as attention_peers
+from fastpar.kernels.attention.peers import PEERS, left_out
 from fastpar.kernels.cases import HEADS, OpCase, cases_of_many_rows, proof_cases
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
 from fastpar.kernels.config_table import TABLES
@@ -579,7 +572,7 @@ def _call_hopper_kernels(case: Case) -> None:
     """Those that a proof of this case tries; none where Triton is too old for them."""
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(case.dtype)
     with contextlib.suppress(ImportError):
-        for module in ("attention_hopper", "attention_hopper_bwd"):
+        for module in ("attention.hopper_triton", "attention.hopper_bwd_triton"):
             for name, call in backend.triton_module(module).aot_calls():
                 if name.startswith(f"D={case.size} {dtype} "):
                     call()

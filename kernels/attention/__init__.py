@@ -7,12 +7,12 @@ M is 1 without dropout, else 0 or 1 / (1 - p) by kernels/philox.py. All [B, H, T
 never alive at once. Kept for backward: q, k, v, the key of the mask and one or two numbers per row;
 P and M are computed again, with the same bits. Statistics and accumulators are fp32.
 
-On CUDA the kernels are those of attention_triton.py and attention_bwd_triton.py. They keep the
+On CUDA the kernels are those of triton.py. They keep the
 logarithm of a row's sum of exponentials, and o, because rowsum(dp * P) = rowsum(do * o). On CPU a
 compiled kernel reads strided q, k, v (or the packed projection) and writes their gradients in
 place. A head belongs to one thread, so every sum has one order for any number of threads. It keeps
 a row's largest score and the inverse of its sum: their logarithm would round P by its own size.
-fp64, FASTPAR_BACKEND=torch and other devices take attention_composed.py.
+fp64, FASTPAR_BACKEND=torch and other devices take composed.py.
 
 [Note: causal] The mask is aligned to the last query and the last key: query i sees keys
 j <= i + Tk - T, as in FlashAttention since 2.1 (torch's is_causal aligns to the first). With
@@ -27,19 +27,29 @@ GPU reading them would make the host wait, so they are not: wrong ones give a wr
 nothing outside the tensors is read or written. (The composed form needs them on the host: it waits
 and checks.)
 
+[Note: kept mask] A dropout mask is kept as bits from the forward on, or drawn again each time.
+Kept, a layer's mask takes B * H * T * Tk / 8 bytes from forward to backward (T and Tk rounded up to
+256): 12.6 MB for 8 samples of GPT-2 124M at T = 1024, 151 MB for its twelve layers. Drawn, it takes
+nothing, but each of the three kernels draws all of it. Which is faster a GPU decides:
+attention_bits.json says it for each architecture, `python -m bench tune` measures it. Until then it
+is 1, kept, on Hopper, where kernels that draw cannot load keys ahead: with registers for Philox and
+tiles on their way the assembler waits for each matrix product. The masks are the same. Calls with
+documents draw: how many blocks of keys a document has is known on the GPU alone.
+
 Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastpar.kernels import _C, attention_peers
-from fastpar.kernels.attention_bits import kept_bits
-from fastpar.kernels.attention_composed import (
+from fastpar.kernels import _C
+from fastpar.kernels.attention import peers as attention_peers
+from fastpar.kernels.attention.composed import (
     Dropout,
     Triple,
     bounds_of,
@@ -49,11 +59,77 @@ from fastpar.kernels.attention_composed import (
     sdpa,
 )
 from fastpar.kernels.backend import triton_module, use_cpp, use_triton
+from fastpar.kernels.config_table import ConfigTable
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p
 
 MAX_HEAD_DIM = 256
 TRITON_HEAD_DIM = (16, 128, 8)  # from, to, in steps of
+
+
+class Mask(NamedTuple):
+    """What is done with the mask of a call."""
+
+    kept: int  # 1: as bits, from forward to backward; 0: it is drawn again
+
+
+BITS = ConfigTable(
+    "attention_bits",
+    Mask,
+    (80, 90),
+    [()],
+    lambda arch, mask: None if mask.kept in (0, 1) else ("0 or 1", "kept"),
+    lambda arch: 90 if 90 <= arch < 120 else 80,
+    lambda arch: [Mask(0), Mask(1)],
+)
+
+
+def bits_shape(B: int, H: int, T: int, Tk: int) -> tuple[int, int, int, int]:
+    """See [Note: kept bits] of bits_triton.py."""
+    return B, H, -(-Tk // 256) * 4, -(-T // 256) * 256
+
+
+def _keeps(device: torch.device) -> int:
+    if device.index is not None and not torch.cuda.is_initialized():  # traced, by fake tensors
+        return 0
+    kept: int = BITS.get(triton_module("attention.triton").gpu_arch(device)).kept
+    return kept
+
+
+def _bits_fake(*mask: Any) -> Tensor:
+    *_, sizes, device = mask
+    shape = bits_shape(*sizes) if _keeps(device) else (0,)
+    return torch.empty(shape, dtype=torch.uint64, device=device)
+
+
+def _bits_run(*mask: Any) -> Tensor:
+    bits = _bits_fake(*mask)
+    if bits.numel():
+        from fastpar.kernels.attention.bits_triton import attention_bits_fwd
+
+        key, site_head, threshold, causal, sizes, _ = mask
+        attention_bits_fwd(key, site_head, threshold, causal, bits, tuple(sizes))
+    return bits
+
+
+_attention_bits = define_op(
+    "attention_bits(Tensor key, SymInt site_head, int threshold, bool causal, SymInt[] sizes, "
+    "Device device) -> Tensor",
+    _bits_run,
+    _bits_fake,
+    ("CPU", "CUDA"),
+)
+
+
+def kept_bits(
+    q: Tensor, Tk: int, causal: bool, key: Tensor, site_head: int, threshold: int
+) -> Tensor | None:
+    """The mask of a call with q [B, T, H, D] (or packed) and Tk keys; None where it is drawn."""
+    if not torch.compiler.is_compiling() and not _keeps(q.device):
+        return None  # without a call of the op
+    sizes = (q.shape[0], q.shape[-2], q.shape[1], Tk)
+    bits: Tensor = _attention_bits(key, site_head, threshold, causal, sizes, q.device)
+    return bits if bits.numel() else None
 
 
 def _split(q: Tensor, k: Tensor | None, v: Tensor | None) -> Triple:
@@ -143,7 +219,7 @@ def _attention_run(
     if (triton or cpp) and (peer := attention_peers.serving(op, q, k, v, causal, 0)):
         return attention_peers.forward(peer, q, k, v, causal, scale, base_2=triton)
     if triton:
-        attention_triton = triton_module("attention")
+        attention_triton = triton_module("attention.triton")
         return attention_triton.attention_fwd(
             q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, bits, first_row
         )
@@ -196,7 +272,7 @@ def _attention_bwd_run(
     ):
         attention_peers.backward(peer, do, *inputs, o, stats, causal, scale, grads)
     elif triton:
-        attention_bwd_triton = triton_module("attention_bwd")
+        attention_bwd_triton = triton_module("attention.triton")
         assert o is not None  # _setup_context keeps it where Triton runs
         attention_bwd_triton.attention_bwd(
             do, *inputs, o, stats, *grads, causal, scale, key, site_head, threshold, cu_seqlens,

@@ -2,14 +2,14 @@
 
 A kernel that draws pays for Philox, 4 to 6 instructions an element, and the forward and both
 backward kernels each draw the whole mask. Or _attention_bits_kernel draws it once before the
-forward and keeps a bit for each element (attention_bits.py decides); the three kernels then read 8
+forward and keeps a bit for each element (__init__.py decides); the three kernels then read 8
 bytes for 64 elements of a row. The masks are the same.
 
 [Note: kept bits] uint64 [B, H, ceil(Tk / 64), T], both counts rounded up so that no tile reaches
 beyond the memory. A word has the bits of one query and 64 keys: that of key 8 j + 2 c + e is bit
 16 c + 8 e + 7 - j. A thread with c = lane % 4 holds the scores of keys 2 c, 2 c + 1, 2 c + 8, ...,
 so a shift of the word by 16 c leaves what it needs in the low half, for all j and e. Keys are then
-read in their own order, also by descriptors, unlike in [Note: key order] of attention_triton.py.
+read in their own order, also by descriptors, unlike in [Note: key order] of triton.py.
 Drawing needs no shuffle: reached() has a flag in the highest bit of each byte of a Philox word, and
 with r[g] the four words of the block's 16-key group g, half h of the kept word is the sum over
 j = 2 g + i of (r[g][2 i + h] & 0x80808080) >> j.
@@ -53,7 +53,7 @@ def reached(words, threshold):
 
 @triton.jit
 def tile_order(BLOCK: tl.constexpr, DROPOUT: tl.constexpr, mask_ptr, zero=0):
-    """Key at each place of a tile; see [Note: key order] of attention_triton.py."""
+    """Key at each place of a tile; see [Note: key order] of triton.py."""
     place = tl.arange(0, BLOCK) + zero
     if DROPOUT and BLOCK >= 64:  # noqa: SIM102  without dropout there is no pointer
         if mask_ptr.dtype.element_ty != tl.uint64:

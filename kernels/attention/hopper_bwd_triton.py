@@ -1,8 +1,8 @@
 """dk and dv of causal attention for Hopper GPUs, in Gluon: a role for each group of warps.
 
-The formula is that of attention_bwd_triton.py, whose dq kernel runs before and leaves delta; there
+The formula is that of triton.py, whose dq kernel runs before and leaves delta; there
 is no dropout and there are no documents. Roles, rings, pairs of tiles and the order of products
-are those of attention_hopper_triton.py, whose notes explain them, the other way round: a consumer
+are those of hopper_triton.py, whose notes explain them, the other way round: a consumer
 owns HALF keys, and ROWS queries after ROWS queries come by, with their do, lse and delta.
 
 [Note: products in flight] Of a block of queries a consumer issues s = k q^T and dp = v do^T. p is
@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fastpar.kernels.attention_hopper_triton import (
+from fastpar.kernels.attention.hopper_triton import (
     BLOCK,
     HALF,
     _load,
@@ -46,7 +46,7 @@ from fastpar.kernels.attention_hopper_triton import (
     ring,
     tile_at,
 )
-from fastpar.kernels.attention_triton import LOG2_E, aot_inputs
+from fastpar.kernels.attention.triton import LOG2_E, aot_inputs
 from fastpar.kernels.triton_launch import Boxed, cdiv, launch, sm_count
 
 ROWS = gl.constexpr(64)  # queries of a block

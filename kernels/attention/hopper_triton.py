@@ -1,6 +1,6 @@
 """Causal attention's forward for Hopper GPUs, in Gluon: a role for each group of warps.
 
-The formula, o and lse are those of attention_triton.py, without dropout and documents. A program
+The formula, o and lse are those of triton.py, without dropout and documents. A program
 has 12 warps: two consumers, groups of four warps that own HALF queries each, and a producer, whose
 first warp issues all copies from global memory (TMA) while the consumers compute.
 
@@ -47,7 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fastpar.kernels.attention_triton import LOG2_E, aot_inputs
+from fastpar.kernels.attention.triton import LOG2_E, aot_inputs
 from fastpar.kernels.triton_launch import Boxed, cdiv, launch, sm_count
 
 # Triton 3.6's names of them, which later ones refuse.

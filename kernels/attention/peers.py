@@ -1,7 +1,7 @@
 """Others' attention kernels behind the op `attention`: forward and backward, each by the fastest.
 
     own        this package's: dropout and documents, too; the same bits on every layout
-    hopper     this package's kernels for sm_90: attention_hopper_triton.py and _bwd_triton.py
+    hopper     this package's kernels for sm_90: hopper_triton.py and hopper_bwd_triton.py
     flash      torch's FlashAttention 2
     cudnn      torch's call of cuDNN
     efficient  torch's memory-efficient kernel (fp32, too)
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import math
 import os
 from collections.abc import Callable
@@ -34,7 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels import attention_hopper, backend, choice
+from fastpar.kernels import backend, choice
+from fastpar.kernels.attention.plans import tma_reads
 from fastpar.kernels.choice import OWN
 
 LOG2_E = math.log2(math.e)
@@ -156,12 +158,117 @@ def _fa4_bwd(do, q, k, v, o, lse, causal, scale):
     return _fa4()._flash_attn_bwd(q, k, v, o, do, lse, softmax_scale=scale, causal=causal)[:3]
 
 
+_HOPPER_HEAD_DIMS = (64, 128)
+
+
+def _gluon_found() -> bool:
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    except ModuleNotFoundError:  # no triton at all, or one before Gluon
+        return False
+
+
+def refusal_of_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    dropout: bool = False,
+    documents: bool = False,
+) -> str:
+    """Why attention_forward_hopper cannot serve such a call; "" if it can."""
+    arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    if arch != (9, 0):
+        return "needs a GPU of sm_90 (H100, H200)"
+    if not _gluon_found():
+        return "needs Triton 3.6 or later, with triton.experimental.gluon"
+    if dropout:
+        return "has no dropout"
+    if documents:
+        return "knows no documents (cu_seqlens)"
+    if not causal or q.shape[1] != k.shape[1]:
+        return "is causal, with as many keys as queries"
+    if q.shape[-1] not in _HOPPER_HEAD_DIMS:
+        return f"has head dimensions {_HOPPER_HEAD_DIMS}, not {q.shape[-1]}"
+    if q.dtype not in _HALF:
+        return f"takes bfloat16 and float16, not {q.dtype}"
+    if not all(tma_reads(x) for x in (q, k, v)):
+        return "needs addresses and steps of 16 bytes"
+    return ""
+
+
+def attention_forward_hopper(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal attention's forward on a Hopper GPU, without dropout.
+
+    Args:
+        q: [B, T, H, D], bf16 | fp16, D 64 | 128, last dimension contiguous.
+        k, v: [B, T, Hkv, D], H a multiple of Hkv.
+        scale: of the scores; 1 / sqrt(D) by default.
+    Returns:
+        o: [B, T, H, D], contiguous. lse: [B, H, T], fp32, base 2: what attention's backward takes.
+    Raises:
+        RuntimeError: refusal_of_hopper() says why it cannot serve this call.
+    Deterministic: yes, bitwise.
+    Oracle: fastpar.kernels.reference.attention_ref
+    """
+    why = refusal_of_hopper(q, k, v)
+    if why:
+        raise RuntimeError(
+            f"attention_forward_hopper: expected a call that it can serve, got one that it cannot: "
+            f"it {why}; call attention"
+        )
+    from fastpar.kernels.attention.hopper_triton import attention_hopper_fwd
+
+    return attention_hopper_fwd(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def refusal_of_backward(q: Tensor) -> str:
+    """Why attention_backward_hopper cannot serve what the forward can; "" if it can."""
+    if q.shape[-1] != 64:
+        return f"has a backward for head dimension 64, not {q.shape[-1]}"
+    if q.shape[1] % 4:
+        return f"reads statistics of rows by 16 bytes, not T={q.shape[1]} of them"
+    return ""
+
+
+def attention_backward_hopper(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, scale: float | None = None,
+) -> None:  # fmt: skip
+    """Writes dq, dk and dv of attention_forward_hopper: dq by the same kernel as everywhere.
+
+    Args:
+        do, q, k, v, o: as in the forward, D 64. lse: [B, H, T], fp32, base 2, contiguous.
+        dq, dk, dv: shapes of q, k and v, last dimension contiguous, maybe parts of one tensor.
+        scale: of the scores; 1 / sqrt(D) by default.
+    Raises:
+        RuntimeError: refusal_of_hopper() or refusal_of_backward() refuses this call.
+    Deterministic: yes, bitwise.
+    Oracle: fastpar.kernels.reference.attention_ref
+    """
+    why = refusal_of_hopper(q, k, v) or refusal_of_backward(q)
+    if why:
+        raise RuntimeError(
+            f"attention_backward_hopper: expected a call that it can serve, got one that it "
+            f"cannot: it {why}; call attention"
+        )
+    from fastpar.kernels.attention.triton import attention_bwd
+
+    do = do if tma_reads(do) else do.contiguous()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    mask = None, 0, 0, None
+    attention_bwd(do, q, k, v, o, lse, dq, dk, dv, True, scale, *mask, hopper=True)
+
+
 def _hopper_fwd(q, k, v, causal, scale):
-    return attention_hopper.attention_forward_hopper(q, k, v, scale)
+    return attention_forward_hopper(q, k, v, scale)
 
 
 def _hopper_bwd(do, q, k, v, o, stats, causal, scale, dq, dk, dv) -> None:
-    attention_hopper.attention_backward_hopper(do, q, k, v, o, stats, dq, dk, dv, scale)
+    attention_backward_hopper(do, q, k, v, o, stats, dq, dk, dv, scale)
 
 
 PEERS = {
@@ -232,7 +339,7 @@ def refusal(
         return "would align a causal mask to another key"
     if name == "cudnn" and 1 in (q.shape[-3], k.shape[-3]):
         return "takes two tokens or more"  # cuDNN 9.19 refuses one, or ends the process
-    return attention_hopper.refusal(q, k, v, causal=causal) if name == "hopper" else ""
+    return refusal_of_hopper(q, k, v, causal=causal) if name == "hopper" else ""
 
 
 def wanted(op: str, q: Tensor, direction: int) -> str:
@@ -269,7 +376,7 @@ def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: i
     name = wanted(op, q, direction)
     if name == OWN or (direction and PEERS[name].backward is None):
         return ""
-    if direction and name == "hopper" and attention_hopper.refusal_of_backward(q):
+    if direction and name == "hopper" and refusal_of_backward(q):
         return ""
     why = refusal(name, q, k, v, causal, masked=op != "attention")
     if not asked:

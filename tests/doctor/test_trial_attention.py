@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from fastpar.doctor import doctor, report, trial
 from fastpar.doctor.table import ProofTable
-from fastpar.kernels import attention_peers, choice
+from fastpar.kernels import choice
+from fastpar.kernels.attention import peers as attention_peers
 from fastpar.kernels.cases import proof_cases
 from fastpar.kernels.choice import OWN, Case
 
@@ -131,7 +132,7 @@ def test_a_real_trial_tries_torchs_kernel(monkeypatch):
 CHILD = """
 import ctypes, sys, time
 from fastpar.doctor import trial
-from fastpar.kernels.attention_peers import PEERS
+from fastpar.kernels.attention.peers import PEERS
 how = sys.argv.pop(1)
 forward = PEERS["cpu"].forward
 faults = {"hangs": lambda: time.sleep(1e6), "crashes": lambda: ctypes.string_at(0), "is right": str}

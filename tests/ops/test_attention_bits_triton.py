@@ -11,19 +11,17 @@ pytest.importorskip("triton", reason="needs triton")
 from test_attention_triton import RNG, draw
 
 from fastpar.kernels import Rng, attention, attention_qkvpacked, keep_mask, make_key
-from fastpar.kernels import attention_bits as choice_of_bits
-from fastpar.kernels import attention_bits_triton as kernels
-from fastpar.kernels import attention_bwd_triton as bwd
-from fastpar.kernels import attention_triton as fwd
-from fastpar.kernels.attention_bits import TABLE, Mask, bits_shape
-from fastpar.kernels.attention_configs import Config
+from fastpar.kernels.attention import BITS, Mask, _attention_bits, bits_shape
+from fastpar.kernels.attention import bits_triton as kernels
+from fastpar.kernels.attention import triton as host
+from fastpar.kernels.attention.plans import Config
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
 
 
 @pytest.fixture
 def kept():
-    with TABLE.trying((), Mask(1)):
+    with BITS.trying((), Mask(1)):
         yield
 
 
@@ -82,12 +80,11 @@ def test_attention_with_kept_bits_matches_the_oracle(triton_device, sizes, dtype
 def test_kept_bits_serve_every_tile(triton_device, monkeypatch, block_q, block_k):
     """The results differ from those of a drawn mask by the order of sums alone."""
     config = Config(block_q, block_k, 4, 1, "tma")
-    for module in (fwd, bwd):
-        monkeypatch.setattr(module, "get_config", lambda *_: config)
+    monkeypatch.setattr(host, "get_config", lambda *_: config)
     qkv = torch.randn(1, 140, 3, 1, 16).to(triton_device).requires_grad_()
     found = []
     for mask in (Mask(0), Mask(1)):
-        with TABLE.trying((), mask):
+        with BITS.trying((), mask):
             o = attention_qkvpacked(qkv, dropout_p=0.4, rng=RNG)
             found.append((o, *torch.autograd.grad(o.cos().sum(), qkv)))
     for drawn, kept in zip(*found):
@@ -117,7 +114,7 @@ def test_bits_are_drawn_once_for_three_kernels(triton_device, monkeypatch, kept)
 
 @pytest.mark.usefixtures("kept")
 def test_the_op_with_bits_passes_torchs_checks(triton_device):
-    bits = choice_of_bits._attention_bits
+    bits = _attention_bits
     shape = [1, 2, 20, 30]
     args = (make_key(3, 0, triton_device), 4, 77, True, shape, torch.device(triton_device))
     torch.library.opcheck(bits.overload, args, test_utils=("test_schema", "test_faketensor"))
@@ -135,6 +132,6 @@ def test_the_op_with_bits_passes_torchs_checks(triton_device):
 
 def test_bits_take_an_eighth_of_a_byte_an_element_and_are_kept_on_hopper():
     assert 8 * math.prod(bits_shape(8, 12, 1024, 1024)) == 8 * 12 * 1024 * 1024 // 8
-    assert [TABLE.get(arch).kept for arch in (80, 90, 120)] == [0, 1, 0]
+    assert [BITS.get(arch).kept for arch in (80, 90, 120)] == [0, 1, 0]
     with pytest.raises(ValueError, match="attention_bits: expected 0 or 1, got kept=2"):
-        TABLE.write(90, (), Mask(2))
+        BITS.write(90, (), Mask(2))

@@ -5,8 +5,8 @@ import json
 import pytest
 from cells import sweep
 
-from fastpar.kernels import attention_configs as configs
-from fastpar.kernels.attention_configs import TABLE, Config, candidates, get_config
+from fastpar.kernels.attention import plans as configs
+from fastpar.kernels.attention.plans import TABLE, Config, candidates, get_config
 from fastpar.kernels.config_table import render
 
 PLACES = [(k, d, v) for k in configs.KERNELS for d in configs.HEAD_DIMS for v in configs.VARIANTS]

@@ -15,9 +15,9 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Tri
 
 from gluon_roles import emulate, explore
 
-from fastpar.kernels import attention_hopper
-from fastpar.kernels import attention_hopper_triton as hopper
-from fastpar.kernels.attention_hopper import attention_forward_hopper, refusal
+from fastpar.kernels.attention import hopper_triton as hopper
+from fastpar.kernels.attention import peers as attention_hopper
+from fastpar.kernels.attention.peers import attention_forward_hopper, refusal_of_hopper
 from fastpar.kernels.reference import attention_ref
 
 ROOT = Path(__file__).parents[2]
@@ -207,18 +207,18 @@ def fake_gpu(*shape, dtype=torch.bfloat16, cuda=True):
 def test_what_it_cannot_serve_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     x = fake_gpu(2, 128, 4, 64)
-    assert refusal(x, x, x) == ""
-    assert "no dropout" in refusal(x, x, x, dropout=True)
-    assert "cu_seqlens" in refusal(x, x, x, documents=True)
-    assert "causal" in refusal(x, x, x, causal=False)
-    assert "as many keys" in refusal(x, *[fake_gpu(2, 64, 4, 64)] * 2)
-    assert "not 80" in refusal(*[fake_gpu(2, 128, 4, 80)] * 3)
-    assert "float32" in refusal(*[fake_gpu(2, 128, 4, 64, dtype=torch.float32)] * 3)
-    assert "16 bytes" in refusal(*[fake_gpu(0, 128, 4, 64)] * 3)
+    assert refusal_of_hopper(x, x, x) == ""
+    assert "no dropout" in refusal_of_hopper(x, x, x, dropout=True)
+    assert "cu_seqlens" in refusal_of_hopper(x, x, x, documents=True)
+    assert "causal" in refusal_of_hopper(x, x, x, causal=False)
+    assert "as many keys" in refusal_of_hopper(x, *[fake_gpu(2, 64, 4, 64)] * 2)
+    assert "not 80" in refusal_of_hopper(*[fake_gpu(2, 128, 4, 80)] * 3)
+    assert "float32" in refusal_of_hopper(*[fake_gpu(2, 128, 4, 64, dtype=torch.float32)] * 3)
+    assert "16 bytes" in refusal_of_hopper(*[fake_gpu(0, 128, 4, 64)] * 3)
     monkeypatch.setattr(attention_hopper, "_gluon_found", lambda: False)
-    assert "Triton 3.6" in refusal(x, x, x)
+    assert "Triton 3.6" in refusal_of_hopper(x, x, x)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "sm_90" in refusal(x, x, x)
+    assert "sm_90" in refusal_of_hopper(x, x, x)
     with pytest.raises(RuntimeError, match=r"cannot: it needs a GPU of sm_90 .*; call attention"):
         attention_forward_hopper(*draw(1, 8, 1, 1, 64))
 
@@ -229,7 +229,7 @@ def test_what_it_cannot_serve_is_refused_by_name(monkeypatch):
 def test_on_a_gpu(T, D):
     for dtype in (torch.bfloat16, torch.float16):
         q, k, v = draw(3, T, 12, 4, D, dtype=dtype, device="cuda")
-        why = refusal(q, k, v)
+        why = refusal_of_hopper(q, k, v)
         if why:
             pytest.skip(f"the Hopper forward {why}")
         o, lse = attention_forward_hopper(q, k, v)

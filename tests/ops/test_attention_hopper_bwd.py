@@ -13,12 +13,12 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Tri
 from gluon_roles import emulate, explore
 from test_attention_hopper import draw, fake_gpu, moved, roundings, without
 
-from fastpar.kernels import attention_hopper_bwd_triton as hopper
-from fastpar.kernels.attention_hopper import (
+from fastpar.kernels.attention import hopper_bwd_triton as hopper
+from fastpar.kernels.attention.peers import (
     attention_backward_hopper,
     attention_forward_hopper,
-    refusal,
     refusal_of_backward,
+    refusal_of_hopper,
 )
 from fastpar.kernels.reference import attention_ref
 
@@ -184,7 +184,7 @@ def test_what_it_cannot_serve_is_refused_by_name(monkeypatch):
 def test_on_a_gpu(T):
     for dtype in (torch.bfloat16, torch.float16):
         q, k, v = draw(3, T, 12, 4, 64, dtype=dtype, device="cuda")
-        why = refusal(q, k, v)
+        why = refusal_of_hopper(q, k, v)
         if why:
             pytest.skip(f"the Hopper backward {why}")
         o, lse = attention_forward_hopper(q, k, v)

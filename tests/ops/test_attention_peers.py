@@ -1,21 +1,13 @@
 """Others' kernels behind the op attention: any forward with any backward, who serves, forcing."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fastpar.kernels import (
-    Rng,
-    attention,
-    attention_peers,
-    attention_qkvpacked,
-    backend,
-    choice,
-    make_key,
-)
-from fastpar.kernels.attention_peers import PEERS, read_forced, read_left_out, refusal
+from fastpar.kernels import Rng, attention, attention_qkvpacked, backend, choice, make_key
+from fastpar.kernels.attention import peers as attention_peers
+from fastpar.kernels.attention.peers import PEERS, read_forced, read_left_out, refusal
 from fastpar.kernels.choice import OWN, PeerProof, Proof, trying
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
@@ -94,11 +86,10 @@ def test_statistics_go_through_both_forms():
 def test_the_hopper_kernels_statistics_are_the_own_ones(monkeypatch):
     """Its backward gets the numbers that its forward wrote: nothing is made of them in between."""
     q, o, lse, got = torch.ones(1, 4, 2, 64), torch.ones(1, 4, 2, 64), torch.randn(1, 2, 4), []
-    fake = SimpleNamespace(
-        attention_forward_hopper=lambda *a: (o, lse),
-        attention_backward_hopper=lambda do, q, k, v, o, stats, *rest: got.append(stats),
+    monkeypatch.setattr(attention_peers, "attention_forward_hopper", lambda *a: (o, lse))
+    monkeypatch.setattr(
+        attention_peers, "attention_backward_hopper", lambda *a, **k: got.append(a[5])
     )
-    monkeypatch.setattr(attention_peers, "attention_hopper", fake)
     found, stats = attention_peers.forward("hopper", q, q, q, True, 0.125, True)
     attention_peers.backward("hopper", q, q, q, q, found, stats, True, 0.125, (q, q, q))
     assert found is o

@@ -39,7 +39,7 @@ def messages() -> dict[str, list[str]]:
         return "{}"
 
     found: dict[str, list[str]] = {}
-    for path in sorted([*ROOT.glob("fastpar/**/*.py"), *ROOT.glob("kernels/*.py")]):
+    for path in sorted([*ROOT.glob("fastpar/**/*.py"), *ROOT.glob("kernels/**/*.py")]):
         for node in ast.walk(ast.parse(path.read_text())):
             call = node.exc if isinstance(node, ast.Raise) else node
             if not isinstance(call, ast.Call):
