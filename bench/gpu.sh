@@ -30,7 +30,7 @@ make_shim() {
   rm -rf "$shim"
   mkdir -p "$shim/fastpar/kernels"
   ln -s "$PWD"/fastpar/* "$shim/fastpar/"
-  ln -s "$PWD"/kernels/*.py "$PWD"/kernels/*.json "$PWD"/kernels/[a-z]*/ "$shim/fastpar/kernels/"
+  ln -s "$PWD"/kernels/*.py "$PWD"/kernels/[a-z]*/ "$shim/fastpar/kernels/"
   ln -s "$PWD/bench" "$shim/bench"
   ln -s "$PWD/bench/triton_key.py" "$shim/sitecustomize.py"
   export PYTHONPATH="$shim${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1

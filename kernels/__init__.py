@@ -44,24 +44,19 @@ else:
     from fastpar.kernels.attention import attention, attention_qkvpacked
     from fastpar.kernels.backend import keep_freed_memory
     from fastpar.kernels.bucket import accumulate_, pack_, sum_shards, unpack_
-    from fastpar.kernels.cross_entropy import cross_entropy
-    from fastpar.kernels.cross_entropy_shard import (
-        cross_entropy_shard,
-        cross_entropy_shard_grad,
-    )
     from fastpar.kernels.embedding import embedding
     from fastpar.kernels.gelu import bias_gelu, gelu_mlp
     from fastpar.kernels.global_norm import global_norm
     from fastpar.kernels.grouped_linear import grouped_linear
-    from fastpar.kernels.layer_norm import (
-        layer_norm,
-        residual_layer_norm,
-        residual_rms_norm,
-        rms_norm,
-    )
     from fastpar.kernels.linear import linear
-    from fastpar.kernels.linear_cross_entropy import linear_cross_entropy
-    from fastpar.kernels.linear_fp8 import DelayedScales, Fp8
+    from fastpar.kernels.linear.fp8 import DelayedScales, Fp8
+    from fastpar.kernels.loss.cross_entropy import (
+        cross_entropy,
+        cross_entropy_shard,
+        cross_entropy_shard_grad,
+    )
+    from fastpar.kernels.loss.linear_cross_entropy import linear_cross_entropy
+    from fastpar.kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
     from fastpar.kernels.orthogonalize import orthogonalize
     from fastpar.kernels.permute import combine, permute
     from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p

@@ -13,56 +13,349 @@ instruction set or device: shards of any world size hold the parameters of one r
 A 16-bit parameter is the rounded image of fp32 master weights, which take p's part above. A bf16
 parameter may have an int16 remainder instead, its master's lower half: the same bits in half the
 memory. Or it has no master and is rounded stochastically. Moments are fp32, bf16 or 8-bit codes
-with a scale for each 256 elements (kernels/adamw_storage.py); the latter two are rounded
-stochastically as well, because to nearest exp_avg_sq would stop moving at beta2 = 0.999.
+with a scale for each 256 elements; the latter two are rounded stochastically as well, because to
+nearest exp_avg_sq would stop moving at beta2 = 0.999.
+
+8-bit moments are torch.uint8 codes in the order of memory and fp32 scales, one for each
+MOMENT_BLOCK codes: exp_avg is scale * sign(k) * (k / 127)^2, k being the code as int8; exp_avg_sq
+is scale * (k / 255)^4. The step works on these forms in the compiled kernel (csrc/adamw_math.h,
+which says why they are what they are); here they are made, and turned into fp32 and back for state
+dicts.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpar.kernels import _C, backend, choice
-from fastpar.kernels.adamw_checks import (
-    MOMENT_CODES,
-    Hyper,
-    check_one,
-    check_scalar,
-    checked_seed,
-    checked_threads,
-    flatten_hypers,
-)
-from fastpar.kernels.adamw_storage import (
-    MOMENT_BLOCK,
-    decode_moment,
-    encode_moment,
-    in_order,
-    master_join,
-    master_split,
-    new_moment,
-    round_to_bf16,
-)
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
 from fastpar.kernels.op import define_op
 
-__all__ = [
-    "MOMENT_BLOCK",
-    "Hyper",
-    "adamw_step_",
-    "adamw_step_flat_",
-    "decode_moment",
-    "encode_moment",
-    "master_join",
-    "master_split",
-    "new_moment",
-]
-
-
+MOMENT_BLOCK = 256
+MOMENT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # of csrc/ops.h
 _COPIED_ELEMENTS = 1 << 26  # of scaled or widened gradients that exist at once
 # Codes of csrc/ops.h.
 _MASTERS = {torch.float32: 1, torch.int16: 2}
 _STOCHASTIC = 3
+
+
+class Hyper(NamedTuple):
+    """The scalars of a step; a tensor is fp32 [] on the parameters' device and read there."""
+
+    lr: float | Tensor
+    beta1: float | Tensor
+    beta2: float | Tensor
+    eps: float | Tensor
+    weight_decay: float | Tensor
+    step: float | Tensor
+
+
+def check_one(
+    i: int,
+    p: Tensor,
+    g: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+    master: Tensor | None,
+    scales: Sequence[Tensor | None],
+    stochastic: bool,
+) -> None:
+    """Check one parameter of a call and its state."""
+    half = p.dtype in (torch.bfloat16, torch.float16)
+    full = master is not None and master.dtype == torch.float32
+    if p.dtype not in (*DTYPE_CODES, torch.float64) or not (
+        g.dtype == p.dtype
+        or (half and (g.dtype == torch.float32 or (full and g.dtype in DTYPE_CODES)))
+    ):
+        raise ValueError(
+            "adamw_step_: expected fp32, bf16 or fp16 parameters and gradients of the same "
+            "dtype, for 16-bit parameters also fp32 and with fp32 master weights all three, got "
+            f"params[{i}]={p.dtype} grads[{i}]={g.dtype}; cast the gradient"
+        )
+    allowed = {
+        torch.bfloat16: (torch.float32, torch.int16, *((None,) if stochastic else ())),
+        torch.float16: (torch.float32,),
+    }.get(p.dtype, (None,))
+    if (None if master is None else master.dtype) not in allowed:
+        raise ValueError(
+            "adamw_step_: expected a master weight for each 16-bit parameter (fp32, or for bf16 an "
+            "int16 remainder, or None with stochastic_rounding_seed) and None for fp32, got "
+            f"params[{i}]={p.dtype} master_weights[{i}]={None if master is None else master.dtype};"
+            " pass p.float(), made once before the first step"
+        )
+    moments = [exp_avg, exp_avg_sq, *([] if max_exp_avg_sq is None else [max_exp_avg_sq])]
+    kinds = (torch.float64,) if p.dtype == torch.float64 else tuple(MOMENT_CODES)
+    if any(s.dtype != exp_avg.dtype or s.dtype not in kinds for s in moments):
+        raise ValueError(
+            "adamw_step_: expected exp_avgs, exp_avg_sqs and max_exp_avg_sqs of one dtype, fp32, "
+            f"bf16 or uint8, got {[s.dtype for s in moments]} at index {i}; use new_moment"
+        )
+    eight_bit = exp_avg.dtype == torch.uint8
+    if eight_bit and max_exp_avg_sq is not None:
+        raise ValueError(
+            f"adamw_step_: expected no max_exp_avg_sqs with uint8 moments, got one at index {i}; "
+            "use fp32 or bf16 moments with amsgrad"
+        )
+    blocks = (-(-p.numel() // MOMENT_BLOCK),)
+    if any(
+        (s is not None) != eight_bit
+        or (
+            s is not None
+            and (s.dtype != torch.float32 or s.shape != blocks or not s.is_contiguous())
+        )
+        for s in scales
+    ):
+        raise ValueError(
+            "adamw_step_: expected fp32 exp_avg_scales and exp_avg_sq_scales of shape "
+            f"{list(blocks)} for uint8 moments and none for others, got exp_avgs[{i}]="
+            f"{exp_avg.dtype} and {[None if s is None else list(s.shape) for s in scales]}; "
+            "use new_moment"
+        )
+    states = [*moments, *([] if master is None else [master])]
+    if any(s.shape != p.shape for s in (g, *states)):
+        raise ValueError(
+            "adamw_step_: expected one shape per parameter, got "
+            f"{[list(s.shape) for s in (p, g, *states)]} at index {i}; pass matching tensors"
+        )
+    everything = [p, g, *states, *(s for s in scales if s is not None)]
+    if any(s.device != p.device for s in everything):
+        raise ValueError(
+            "adamw_step_: expected one device per parameter, got "
+            f"{[str(s.device) for s in everything]} at index {i}; move them together"
+        )
+    if not is_dense(p):
+        raise ValueError(
+            "adamw_step_: expected dense parameters and states, got a view with gaps or repeated "
+            f"elements, params[{i}]={list(p.shape)} with strides {p.stride()}; step the tensor "
+            "that it is a view of, or a copy made by contiguous()"
+        )
+    same = all(s.stride() == p.stride() for s in states)
+    if not same and not all(s.is_contiguous() for s in (p, *states)):
+        raise ValueError(
+            "adamw_step_: expected dense parameters and states of the same strides, got "
+            f"{[s.stride() for s in (p, *states)]} at index {i}; create states with "
+            "torch.zeros_like(param), and after a change of the parameter's strides reload an "
+            "optimizer's by load_state_dict(state_dict())"
+        )
+
+
+def check_scalar(name: str, value: Tensor | None, device: torch.device) -> None:
+    """grad_scale, found_inf or a hyper-parameter that is a tensor."""
+    if value is not None and (
+        value.numel() != 1 or value.dtype != torch.float32 or value.device != device
+    ):
+        raise ValueError(
+            f"adamw_step_: expected an fp32 {name} of one element on {device}, got "
+            f"{list(value.shape)} {value.dtype} on {value.device}; pass torch.tensor(factor)"
+        )
+
+
+_BELOW = {"beta1": 1.0, "beta2": 1.0}
+
+
+def flatten_hypers(
+    hypers: Hyper | Sequence[Hyper], device: torch.device
+) -> tuple[list[float], list[Tensor], list[int]]:
+    """Numbers of all hypers, 6 each, and the tensors among them with their places."""
+    rows = [hypers] if isinstance(hypers, Hyper) else hypers
+    numbers: list[float] = []
+    tensors, slots = [], []
+    for row in rows:
+        for name, value in zip(Hyper._fields, row):
+            if isinstance(value, Tensor):
+                check_scalar(name, value, device)
+                tensors.append(value)
+                slots.append(len(numbers))
+                numbers.append(0.0)
+                continue
+            low, high = (1.0 if name == "step" else 0.0), _BELOW.get(name, float("inf"))
+            if not low <= value < high:
+                raise ValueError(
+                    f"adamw_step_: expected {name} >= {low:g}"
+                    + (f" and < {high:g}" if name in _BELOW else "")
+                    + f", got {name}={value}; "
+                    + ("count from 1" if name == "step" else "correct the hyper-parameter")
+                )
+            numbers.append(float(value))
+    return numbers, tensors, slots
+
+
+def checked_seed(seed: int | None) -> int:
+    """The seed of the random bits, 0 for None."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(
+            "adamw_step_: expected 0 <= stochastic_rounding_seed < 2**63, got "
+            f"stochastic_rounding_seed={seed}; choose another seed"
+        )
+    return seed or 0
+
+
+def checked_threads(threads: int | None) -> int:
+    """The number of threads; 0 is torch's, asked for outside of a compiled graph."""
+    if threads is not None and threads < 1:
+        raise ValueError(
+            f"adamw_step_: expected threads >= 1 or None, got threads={threads}; "
+            "None takes torch.get_num_threads()"
+        )
+    return threads or 0
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether t's elements fill one block of memory without overlap."""
+    if t.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def in_order(g: Tensor, p: Tensor) -> Tensor:
+    """g, its elements lying in memory in the order of p's: both are updated as flat memory."""
+    if g.stride() == p.stride() or (g.is_contiguous() and p.is_contiguous()):
+        return g
+    return torch.empty_strided(p.shape, p.stride(), dtype=g.dtype, device=g.device).copy_(g)
+
+
+def _in_memory_order(t: Tensor, op: str) -> Tensor:
+    if not is_dense(t):
+        raise ValueError(
+            f"{op}: expected a dense tensor, got stride={t.stride()} for shape={list(t.shape)}; "
+            "make it contiguous"
+        )
+    return t.as_strided((t.numel(),), (1,))
+
+
+def new_moment(param: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A moment of zeros for a dense parameter, and its scales where dtype is torch.uint8."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.uint8):
+        raise ValueError(
+            "new_moment: expected dtype torch.float32, torch.bfloat16 or torch.uint8, got "
+            f"dtype={dtype}; choose one of these"
+        )
+    moment = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    if dtype != torch.uint8:
+        return moment, None
+    blocks = -(-param.numel() // MOMENT_BLOCK)
+    return moment, torch.zeros(blocks, dtype=torch.float32, device=param.device)
+
+
+def _levels(signed: bool, device: torch.device) -> Tensor:
+    """The value of each code for a scale of 1."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    if signed:
+        t = codes.view(torch.int8).float() * (
+            torch.ones((), device=device, dtype=torch.float32) / 127
+        )
+        return t * t.abs()
+    t = codes.float() * (torch.ones((), device=device, dtype=torch.float32) / 255)
+    return t * t * (t * t)
+
+
+@torch.no_grad()
+def decode_moment(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
+    """The fp32 values of an 8-bit moment, with the codes' shape and strides.
+
+    Args:
+        codes: uint8, dense.
+        scale: [ceil(codes.numel() / MOMENT_BLOCK)] fp32.
+        signed: True for exp_avg, False for exp_avg_sq.
+    """
+    flat = _in_memory_order(codes, "decode_moment")
+    blocks = -(-flat.numel() // MOMENT_BLOCK)
+    if codes.dtype != torch.uint8 or scale.shape != (blocks,) or scale.dtype != torch.float32:
+        raise ValueError(
+            f"decode_moment: expected uint8 codes and fp32 scale of shape [{blocks}], got "
+            f"{codes.dtype} and {scale.dtype} {list(scale.shape)}; pass what new_moment made"
+        )
+    values = torch.empty_like(codes, dtype=torch.float32)
+    wide = scale.repeat_interleave(MOMENT_BLOCK)[: flat.numel()]
+    _in_memory_order(values, "decode_moment").copy_(
+        _levels(signed, codes.device)[flat.int()] * wide
+    )
+    return values
+
+
+@torch.no_grad()
+def encode_moment(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """The nearest codes of an fp32 moment, with its shape and strides, and the scales.
+
+    exp_avg_sq > 0 gets a code of at least 1, as in the step.
+    """
+    flat = _in_memory_order(values, "encode_moment").float()
+    blocks = -(-flat.numel() // MOMENT_BLOCK)
+    padded = flat.new_zeros(blocks * MOMENT_BLOCK)
+    padded[: flat.numel()] = flat
+    scale = padded.view(blocks, MOMENT_BLOCK).abs().amax(1)
+    wide = scale.repeat_interleave(MOMENT_BLOCK)[: flat.numel()]
+    levels = _levels(signed, values.device)
+    if signed:
+        levels = levels[:128]
+    ratio = torch.where(wide > 0, flat.abs() / wide, 0.0)
+    middles = (levels[:-1].double() + levels[1:].double()) / 2
+    found = torch.bucketize(ratio.double(), middles)
+    if signed:
+        found = torch.where(flat < 0, 256 - found, found) % 256
+    else:
+        found = torch.where(flat > 0, found.clamp(min=1), found)
+    codes = torch.empty_like(values, dtype=torch.uint8)
+    _in_memory_order(codes, "encode_moment").copy_(found)
+    return codes, scale
+
+
+@torch.no_grad()
+def round_to_bf16(master: Tensor) -> Tensor:
+    """The bf16 parameter of an fp32 master: to nearest, ties away from zero, one nan."""
+    return _upper_half(_bits(master))
+
+
+def _bits(master: Tensor) -> Tensor:
+    """The fp32 values' bits as a new int32 tensor, with one nan."""
+    return torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
+
+
+def _upper_half(bits: Tensor) -> Tensor:
+    """The bf16 half, as in round_to_bf16. Overwrites bits: a copy would not fit in memory."""
+    bits += 0x8000
+    bits >>= 16
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+@torch.no_grad()
+def master_split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """An fp32 master as (bf16 parameter, int16 remainder), which master_join puts together again.
+
+    Exact for every value; nan becomes the nan 0x7fc00000. Strides are kept.
+    """
+    if master.dtype != torch.float32:
+        raise ValueError(
+            f"master_split: expected an fp32 master, got dtype={master.dtype}; pass param.float()"
+        )
+    bits = _bits(master)
+    remainder = bits.to(torch.int16)
+    return _upper_half(bits), remainder
+
+
+@torch.no_grad()
+def master_join(param: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master of a bf16 parameter and its int16 remainder."""
+    if param.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
+        raise ValueError(
+            "master_join: expected a bf16 parameter and an int16 remainder, got "
+            f"{param.dtype} and {remainder.dtype}; pass what master_split made"
+        )
+    low = remainder.to(torch.int32)
+    bits = param.view(torch.int16).to(torch.int32)
+    bits += low >> 31  # -1 where the remainder is negative
+    bits <<= 16
+    low &= 0xFFFF
+    bits |= low
+    return bits.view(torch.float32)
 
 
 def _storage(p: Tensor, g: Tensor, exp_avg: Tensor, masters: list[Tensor]) -> list[int]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C, backend
-from fastpar.kernels.adamw_storage import is_dense
+from fastpar.kernels.adamw import is_dense
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
 from fastpar.kernels.op import define_op

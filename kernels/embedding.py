@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels.backend import FLOATS, triton_module, use_triton
+from fastpar.kernels.linear.weight_gradients import wide_room
 from fastpar.kernels.op import (
     check_dense,
     define_autograd,
@@ -37,7 +38,6 @@ from fastpar.kernels.philox import (
     quantize_p,
     refuse_parts,
 )
-from fastpar.kernels.weight_gradients import wide_room
 
 
 def _check_ids(idx: Tensor, rows: int) -> None:
@@ -64,8 +64,9 @@ def embedding_fwd(
     """x, under its mask when there is a key. wte_grad is for backward only."""
     _check_ids(idx, wte.shape[0])
     if use_triton("embedding", wte):
-        embedding_triton = triton_module("embedding_triton")
-        return embedding_triton.embedding_fwd(idx, wte, wpe, first_position, key, site, threshold)
+        return triton_module("embedding_triton").embedding_fwd(
+            idx, wte, wpe, first_position, key, site, threshold
+        )
     x = F.embedding(idx, wte)
     if wpe is not None:
         x.add_(wpe[first_position : first_position + idx.shape[1]])

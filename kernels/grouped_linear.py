@@ -12,7 +12,7 @@ micro-batch, whatever the GEMM does with other numbers of rows. For the same rea
 function, is handed the gradients [S, E, F, C] of the groups where somebody has set it: sums over
 the micro-batches of several ranks have one order (fastpar/axes/experts/__init__.py).
 
-On a CPU the products are matmul's (linear.py). On CUDA, in bf16, torch's grouped product runs where
+On a CPU the products are matmul's (linear). On CUDA, in bf16, torch's grouped product runs where
 a proof on first use found it right and faster and S is 1, without the host knowing the counts.
 Saved for backward: x, weight, counts.
 """

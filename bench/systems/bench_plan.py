@@ -21,7 +21,7 @@ from bench.records import Row
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.ranks import Rank, Ranks, threads_per_rank
 from fastpar.doctor.trial import Timing
-from fastpar.kernels.linear_cross_entropy import release_workspaces
+from fastpar.kernels.loss.linear_cross_entropy import release_workspaces
 from fastpar.predict.measure import Cell, ShortRun, measure_cells, slowest
 from fastpar.predict.memory import StepMemory, held_bytes, predict_memory
 from fastpar.predict.time import predict_step

@@ -64,7 +64,7 @@ from fastpar.axes.tensor.functional import (
 )
 from fastpar.comm.collectives import Collectives, Handle, OneRank
 from fastpar.kernels.linear import matmul
-from fastpar.kernels.linear_cross_entropy import default_chunk_rows
+from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, keep_mask, quantize_p
 from fastpar.settings.mesh import divisors, parse_grid

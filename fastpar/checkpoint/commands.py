@@ -38,7 +38,7 @@ from fastpar.checkpoint.reader import (
 from fastpar.files.plain_files import read_object, reason, shown
 from fastpar.files.runs import is_step_name, list_checkpoints
 from fastpar.files.tensor_file import HF_NAMES, STORED, Spec, TensorFile
-from fastpar.kernels.adamw_storage import master_join
+from fastpar.kernels.adamw import master_join
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import (
     EXPERTS,

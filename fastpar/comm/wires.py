@@ -61,7 +61,7 @@ from fastpar.comm.collectives import (
     through,
 )
 from fastpar.kernels import dequantize_blockwise, quantize_blockwise
-from fastpar.kernels.linear_fp8 import WEIGHT, Fp8
+from fastpar.kernels.linear.fp8 import WEIGHT, Fp8
 from fastpar.kernels.quantize import pack_int4, unpack_int4
 
 _PAD = 16

@@ -16,7 +16,7 @@ from fastpar.doctor.table import VERSION, row_of
 from fastpar.files.tensor_file import DTYPES
 from fastpar.kernels import backend
 from fastpar.kernels.choice import OWN, Case, Proof
-from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
+from fastpar.kernels.linear.fp8 import LEAST_CAPABILITY
 from fastpar.settings.model import GPTConfig
 
 

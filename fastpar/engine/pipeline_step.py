@@ -14,7 +14,7 @@ waits for it while the last one waits for the first's part of the sum. Nobody wa
 [Note: two halves] The input's gradient comes at once, the parameters' gradients later:
 
     input_gradient()     autograd runs; what parameters get is set aside, and the engine knows
-                         nothing of it; weights of linear layers wait (kernels/weight_gradients.py)
+                         nothing of it; weights of linear layers wait (linear/weight_gradients.py)
     weight_gradients()   the rest is computed, and everything goes into the buckets, as one
                          backward of the engine
 
@@ -40,7 +40,7 @@ from fastpar.comm.recorder import BACKWARD, FORWARD
 from fastpar.comm.watchdog import in_place
 from fastpar.engine.bucket import BucketState
 from fastpar.engine.engine import Engine, engine_of
-from fastpar.kernels.weight_gradients import WeightGradients
+from fastpar.kernels.linear.weight_gradients import WeightGradients
 
 
 def pipeline_step(

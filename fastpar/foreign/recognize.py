@@ -27,7 +27,7 @@ from fastpar import nn as modules
 from fastpar.foreign import fused, proof, swap
 from fastpar.foreign.swap import Swap
 from fastpar.kernels.attention import MAX_HEAD_DIM
-from fastpar.kernels.layer_norm_checks import MAX_COLUMNS
+from fastpar.kernels.norm import MAX_COLUMNS
 from fastpar.nn import embedding_options, is_linear
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"

@@ -37,7 +37,7 @@ import fastpar.axes.grid
 import fastpar.kernels  # noqa: F401 (these define ops that KEPT names)
 from fastpar.comm.collectives import Handle
 from fastpar.comm.host import Bus
-from fastpar.kernels.weight_gradients import WeightGradients, current_queue
+from fastpar.kernels.linear.weight_gradients import WeightGradients, current_queue
 
 MODES = ("none", "full", "selective")
 _LEAST_BYTES = 1 << 16  # of an input that goes to the host: keys, scales stay

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpar.engine.engine import Engine, engine_of_parameter
-from fastpar.kernels.adamw_storage import is_dense
+from fastpar.kernels.adamw import is_dense
 from fastpar.kernels.global_norm import (
     NORM_WORDS,
     GlobalNorm,

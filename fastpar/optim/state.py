@@ -41,8 +41,8 @@ from fastpar.kernels.adamw import (
     master_join,
     master_split,
     new_moment,
+    round_to_bf16,
 )
-from fastpar.kernels.adamw_storage import round_to_bf16
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -957,7 +957,7 @@ def measure_ceilings(device: str, quick: bool = False) -> Ceilings:
     timings = interleave(
         {
             "copy": [lambda: target.copy_(source)],
-            # torch's fp32 product is not the fastest on every CPU (kernels/linear.py).
+            # torch's fp32 product is not the fastest on every CPU (kernels/linear).
             "torch": [lambda: a @ b],
             "linear": [lambda: linear(a, b)],
         },

@@ -86,8 +86,8 @@ from fastpar.axes.wires import message_bytes
 from fastpar.comm.transports import shared_bytes, shared_ranges
 from fastpar.engine.engine import Engine
 from fastpar.engine.gradients import IN_FLIGHT as IN_REDUCTION
-from fastpar.kernels.linear_cross_entropy import default_chunk_rows, workspace_bytes
-from fastpar.kernels.linear_fp8 import BLOCK
+from fastpar.kernels.linear.fp8 import BLOCK
+from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows, workspace_bytes
 from fastpar.optim.adafactor import BATCH
 from fastpar.predict.time import product_bytes, updates_of
 from fastpar.settings.model import Part, block_parts, products, widths

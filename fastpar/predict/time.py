@@ -35,7 +35,7 @@ from fastpar.axes.pipeline.schedules import ENOUGH, Costs, Kind
 from fastpar.axes.pipeline.schedules import time_of as simulated
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.engine.control import count_words
-from fastpar.kernels.linear_cross_entropy import default_chunk_rows
+from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows
 from fastpar.optim.muon import Home, assign
 from fastpar.predict.machine import STEPS, Cluster, Rates
 from fastpar.settings import model as block

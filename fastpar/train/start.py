@@ -32,7 +32,7 @@ from fastpar.data.tokenizer import tokenizer_of_weights
 from fastpar.engine.engine import Engine
 from fastpar.files.runs import checkpoint_folder, hold, list_checkpoints, step_of
 from fastpar.files.tensor_file import DTYPES
-from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
+from fastpar.kernels.linear.fp8 import LEAST_CAPABILITY
 from fastpar.models.gpt import GPT, upcycled
 from fastpar.optim.schedule import describe_storage
 from fastpar.settings.config import TrainConfig

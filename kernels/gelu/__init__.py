@@ -9,9 +9,15 @@ The compiled tanh form (C++) and both forms in Triton are one pass each way. The
 evaluated as u * sigmoid(2k(u + 0.044715u^3)), the same function with one exp and one division; on
 CPU the erf form is torch's. Saved for backward: x and bias, the inputs, so that nothing is kept
 which the layer before does not hold anyway; u and the sigmoid are recomputed. dbias sums fixed
-blocks of rows, the blocks in order, so its bits depend neither on threads nor on the run.
+blocks of rows, the blocks in order, so its bits depend neither on threads nor on the run. How the
+Triton kernels are cut on which GPU: gelu_configs.json is arch -> Config; see config_table.py.
 Source: Hendrycks, Gimpel 2016, arXiv 1606.08415.
 """
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +25,47 @@ from torch import Tensor
 
 from fastpar.kernels import _C
 from fastpar.kernels.backend import triton_module, use_cpp, use_triton
+from fastpar.kernels.config_table import ConfigTable
 from fastpar.kernels.linear import linear
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
+
+
+class Config(NamedTuple):
+    """Tile and occupancy of one architecture.
+
+    Bandwidth times latency, by the data sheets: an H200 needs about 25 KB in flight a
+    multiprocessor, an A100 12 KB. A program of backward loads 8 KB at a time with 2048 elements;
+    its 80 to 96 registers a thread let five be resident.
+    """
+
+    tile: int  # elements a program has in flight
+    num_warps: int
+    programs_per_sm: int  # of backward, all resident at once
+
+
+def _wrong(arch: int, config: Config) -> tuple[str, str] | None:
+    if config.tile not in (512, 1024, 2048, 4096, 8192):
+        return "a power of 2 in [512, 8192]", "tile"
+    if config.num_warps not in (1, 2, 4, 8):
+        return "1, 2, 4 or 8", "num_warps"
+    return None if 1 <= config.programs_per_sm <= 16 else ("1 to 16", "programs_per_sm")
+
+
+def candidates(arch: int) -> list[Config]:
+    """Configs worth timing: 8 to 32 elements a thread."""
+    found = itertools.starmap(Config, itertools.product((1024, 2048, 4096), (4, 8), (3, 4, 5, 6)))
+    return [config for config in found if 8 <= config.tile // (32 * config.num_warps) <= 32]
+
+
+TABLE = ConfigTable(
+    "gelu_configs",
+    Config,
+    (80, 90),
+    [()],
+    _wrong,
+    lambda arch: 90 if arch >= 90 else 80,
+    candidates,
+)
 
 _FORMS = ("none", "tanh")  # torch's names, by whether it is the tanh form
 
@@ -61,8 +106,7 @@ def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
 def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     """y = gelu(x + bias), contiguous."""
     if use_triton("bias_gelu", x):
-        gelu_triton = triton_module("gelu_triton")
-        return gelu_triton.bias_gelu_fwd(x, bias, tanh)
+        return triton_module("gelu.triton").bias_gelu_fwd(x, bias, tanh)
     if use_cpp("bias_gelu", x) and tanh:
         return _bias_gelu_cpp(x, bias)
     return F.gelu(_pre_activation(x, bias).contiguous(), approximate=_FORMS[tanh])
@@ -71,8 +115,7 @@ def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
 def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
     """dx and dbias ([0] fp32 without a bias), contiguous."""
     if use_triton("bias_gelu", x):
-        gelu_triton = triton_module("gelu_triton")
-        return gelu_triton.bias_gelu_bwd(dy, x, bias, tanh)
+        return triton_module("gelu.triton").bias_gelu_bwd(dy, x, bias, tanh)
     if use_cpp("bias_gelu", x) and tanh:
         return _bias_gelu_bwd_cpp(dy, x, bias)
     u = _pre_activation(x, bias).contiguous()

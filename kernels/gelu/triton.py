@@ -1,4 +1,4 @@
-"""Bias + GELU in Triton; formulas, what is saved and what is recomputed: gelu.py.
+"""Bias + GELU in Triton; formulas, what is saved and what is recomputed: __init__.py.
 
 With u = x + bias in fp32, clamped where y and y' have reached their limits (|u| > 20), so that
 infinities need no special case and NaN passes:
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.gelu_configs import TABLE
+from fastpar.kernels.gelu import TABLE
 from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, next_power_of_2, sm_count
 
 _TWO_K = 2 * math.sqrt(2 / math.pi)

@@ -31,11 +31,11 @@ from torch import Tensor
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import has_gemm
 from fastpar.kernels.choice import is_proven, is_real, may_run
+from fastpar.kernels.linear.weight_gradients import place_for, queue_for
 from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_double_backward
-from fastpar.kernels.weight_gradients import place_for, queue_for
 
 if TYPE_CHECKING:
-    from fastpar.kernels.linear_fp8 import Fp8
+    from fastpar.kernels.linear.fp8 import Fp8
 
 # Multiply-adds of a product from which ours is faster than MKL's: measured equal at 64^3.
 _OURS_FROM = 1 << 18
@@ -242,7 +242,7 @@ def linear(
         x: [..., C], any dtype that F.linear takes (fp64 too); strides are free.
         weight: [F, C], dtype of x.
         bias: [F], dtype of x, or None.
-        fp8: round the products' operands to 8 bits so, in forward and backward; linear_fp8.py.
+        fp8: round the products' operands to 8 bits so, in forward and backward; fp8.py.
     Returns:
         y: [..., F]. x, with fp8 its codes, and weight are kept for backward.
     Raises:

@@ -136,7 +136,7 @@ def note_(noted: Tensor, layer: int, found: Sequence[Tensor]) -> None:
 
 def _kernels(own: bool) -> Any:
     """The module with round_rows(), round_all() and note_()."""
-    return backend.triton_module("linear_fp8_triton") if own else sys.modules[__name__]
+    return backend.triton_module("linear.fp8_triton") if own else sys.modules[__name__]
 
 
 class DelayedScales:
@@ -343,7 +343,7 @@ class Fp8:
             y = _emulated(a, b, wide(like.dtype))
             return (y if bias is None else y.add_(bias)).to(like.dtype)
         if not whole:
-            kernels = backend.triton_module("linear_fp8_triton")
+            kernels = backend.triton_module("linear.fp8_triton")
             made: Tensor = kernels.block_product(a, b, bias, like.dtype)
             return made
         if backend.recording:

@@ -3,7 +3,7 @@
 A cast reads x once for a scale that is given (fused: the codes, their transpose, each tile's
 largest value and count of overflows, which one launch for each backward adds to the step's notes),
 or twice, the second time from cache, where scales come from its rows.
-Formulas, formats and what is not finite: linear_fp8.py; the codes and scales have its bits.
+Formulas, formats and what is not finite: fp8.py; the codes and scales have its bits.
 
 A product sums 128 features in the tensor cores, then adds them in fp32 by both operands' scales:
 Hopper's keep about 14 bits of what they sum up themselves. Products with other scales are torch's.
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.linear_fp8 import BLOCK, LARGEST, Codes
+from fastpar.kernels.linear.fp8 import BLOCK, LARGEST, Codes
 from fastpar.kernels.triton_launch import cdiv, launch
 
 AOT_ARCHS = (89, 90)  # older ones have no such products
@@ -199,7 +199,7 @@ def _block_product_kernel(
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
-    """As linear_fp8.round_rows()."""
+    """As fp8.round_rows()."""
     n, k = x.shape
     groups = cdiv(k, group)
     codes = torch.empty(n, k, dtype=dtype, device=x.device)
@@ -225,7 +225,7 @@ def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
 def round_all(
     x: Tensor, dtype: torch.dtype, scale: Tensor, flip: bool = False
 ) -> tuple[Codes, Tensor]:
-    """As linear_fp8.round_all(), with what it finds in parts: [2, P]."""
+    """As fp8.round_all(), with what it finds in parts: [2, P]."""
     n, k = x.shape
     codes = torch.empty(n, k, dtype=dtype, device=x.device)
     flipped = torch.empty(k, n, dtype=dtype, device=x.device) if flip else None
@@ -251,7 +251,7 @@ def round_all(
 
 
 def note_(noted: Tensor, layer: int, found: Sequence[Tensor]) -> None:
-    """As linear_fp8.note_()."""
+    """As fp8.note_()."""
     _, layers, which = noted.shape
     parts = [each.numel() // 2 for each in found]
     sizes = layer * which, layers * which, *parts

@@ -17,8 +17,8 @@ Memory of the weight's dtype that holds nothing yet: autograd hands the gradient
 see it, and who offered the memory finds it there instead of copying it; where it is added to,
 autograd gets none. Memory in fp32 for a 16-bit weight is weight.fastpar_wide_place: the product,
 which is summed in fp32, goes there without being rounded to 16 bits, and autograd gets no gradient.
-See linear.py, [Note: wide gradients]. On a GPU the loss and the embedding use it, too: the gradient
-of a tied table, which both have in fp32, is then rounded nowhere and never copied.
+See __init__.py, [Note: wide gradients]. On a GPU the loss and the embedding use it, too: the
+gradient of a tied table, which both have in fp32, is then rounded nowhere and never copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""How a row of logits is swept on which GPU: cross_entropy_configs.json is arch -> Config; see
+"""The losses: of logits, of hidden states, of a shard of the vocabulary.
+
+How a row of logits is swept on which GPU: cross_entropy_configs.json is arch -> Config; see
 config_table.py. The bits of a result may differ between configs, by the order of sums.
 """
 
@@ -10,7 +12,7 @@ from fastpar.kernels.config_table import ConfigTable
 
 
 class Config(NamedTuple):
-    """Of one architecture; see the notes of cross_entropy_triton.py."""
+    """Of one architecture; see the notes of triton.py."""
 
     unroll: int  # accesses of 16 bytes that a thread has in flight
     kb_per_warp: int  # of a row; 4 to 32 warps sweep it

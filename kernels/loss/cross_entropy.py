@@ -12,6 +12,17 @@ logits once and writes their gradient once, where the usual three kernels move 3
 
 cross_entropy_rows() is also what linear_cross_entropy runs on each chunk of its logits.
 
+[Note: shards] Of a vocabulary that is spread over several ranks each holds the logits of the
+classes from `first` on. With an all-reduce MAX of m and two all-reduce SUMs, [N] numbers each,
+
+    m, s, t = cross_entropy_shard(logits, targets, first=first)
+    M = MAX(m),  lse = log(SUM(s * exp(m - M))) + M,  loss_i = lse_i - SUM(t)_i  where not ignored
+    dlogits = cross_entropy_shard_grad(logits, targets, lse, scale, first=first)
+
+the logits are never gathered. For linear_cross_entropy the same holds chunk by chunk: the logits
+are those of a chunk of x and of this rank's rows of the weight. The collectives are the caller's.
+Neither function is differentiable: they are the forward and the backward of the caller's own.
+
 [Note: fp16]
 A gradient divided by the number of targets underflows in fp16 before a loss scale could save it. So
 fp16 gradients are kept undivided, and backward applies 1 / targets together with the incoming
@@ -42,6 +53,19 @@ from fastpar.kernels.op import (
 REDUCTIONS = ("mean", "sum", "none")
 
 
+def _check_targets(op: str, targets: Tensor, shape: torch.Size, like: Tensor) -> None:
+    if targets.shape != shape or targets.dtype != torch.int64:
+        raise ValueError(
+            f"{op}: expected int64 targets of shape {list(shape)}, got "
+            f"targets={list(targets.shape)} {targets.dtype}; pass one target for each row"
+        )
+    if targets.device != like.device:
+        raise ValueError(
+            f"{op}: expected targets on {like.device}, got targets.device={targets.device}; "
+            "move them"
+        )
+
+
 def check_loss(
     op: str,
     columns: int,
@@ -59,16 +83,7 @@ def check_loss(
             f"{op}: expected mean, sum or none, got reduction={reduction}; choose one of these"
         )
     check_dense(op, "targets", targets)
-    if targets.shape != shape or targets.dtype != torch.int64:
-        raise ValueError(
-            f"{op}: expected int64 targets of shape {list(shape)}, got "
-            f"targets={list(targets.shape)} {targets.dtype}; pass one target for each row"
-        )
-    if targets.device != like.device:
-        raise ValueError(
-            f"{op}: expected targets on {like.device}, got targets.device={targets.device}; "
-            "move them"
-        )
+    _check_targets(op, targets, shape, like)
     vocab_size = columns if vocab_size is None else vocab_size
     if not 0 < vocab_size <= columns:
         raise ValueError(
@@ -192,8 +207,7 @@ def cross_entropy_rows(
     targets [N] contiguous, checked on CPU.
     """
     if use_triton(op, logits):
-        cross_entropy_triton = triton_module("cross_entropy_triton")
-        return cross_entropy_triton.cross_entropy_rows(
+        return triton_module("loss.triton").cross_entropy_rows(
             logits, targets, grad, vocab_size, ignore_index, label_smoothing, z_loss, scale
         )
     if not use_cpp(op, logits):
@@ -273,8 +287,7 @@ def cross_entropy_bwd(dlogits: Tensor, by: Tensor) -> Tensor:
 def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
     """out = grad [N, Vp] * by ([] or [N]); out may be grad."""
     if use_triton("cross_entropy", grad):
-        cross_entropy_triton = triton_module("cross_entropy_triton")
-        return cross_entropy_triton.multiply_rows(grad, by, out)
+        return triton_module("loss.triton").multiply_rows(grad, by, out)
     if out is grad and by.dim() == 0 and by.device.type == "cpu" and by.item() == 1.0:
         return out
     return torch.mul(grad, by if by.dim() == 0 else by[:, None], out=out)
@@ -368,6 +381,18 @@ def _check_logits(op: str, logits: Tensor) -> None:
         )
 
 
+def _even_rows(x: Tensor) -> Tensor | None:
+    """x as the [N, Vp] view that can be overwritten, None where its rows are not evenly apart."""
+    columns = x.shape[-1]
+    if x.numel() and x.stride(-1) != 1 and columns != 1:
+        return None
+    try:
+        rows = x.detach().view(-1, columns) if columns else x.detach().flatten(0, -2)
+    except RuntimeError:
+        return None
+    return None if rows.shape[0] > 1 and rows.stride(0) < columns else rows
+
+
 def _check_inplace(logits: Tensor) -> Tensor:
     """logits as the [N, Vp] view that can be overwritten, outside the graph."""
     if logits.is_leaf:
@@ -375,14 +400,8 @@ def _check_inplace(logits: Tensor) -> Tensor:
             "cross_entropy: expected logits that were computed for this loss only, got "
             "inplace=True with a leaf; pass inplace=False"
         )
-    columns = logits.shape[-1]
-    rows: Tensor | None = None
-    if logits.numel() == 0 or (logits.stride(-1) == 1 or columns == 1):
-        try:
-            rows = logits.detach().view(-1, columns)
-        except RuntimeError:
-            rows = None
-    if rows is None or (rows.shape[0] > 1 and rows.stride(0) < columns):
+    rows = _even_rows(logits)
+    if rows is None:
         raise ValueError(
             "cross_entropy: expected logits whose rows are evenly apart in memory, got "
             f"inplace=True with strides={list(logits.stride())}; pass inplace=False"
@@ -455,3 +474,219 @@ def cross_entropy(
         rows = logits.reshape(-1, logits.shape[-1])
         loss = _cross_entropy(rows, flat, *options, need_grad)[0]
     return loss.view(targets.shape) if reduction == "none" else loss
+
+
+# A shard of the vocabulary; see [Note: shards].
+
+
+def cross_entropy_shard_fwd(
+    logits: Tensor, targets: Tensor, first: int, v: int, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(max, sum_exp, target_logit) of logits [N, Vp] whose first v columns are classes."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    targets = targets.contiguous()
+    if use_triton("cross_entropy_shard", logits):
+        return triton_module("loss.triton").shard_fwd(logits, targets, first, v, ignore_index)
+    if use_cpp("cross_entropy_shard", logits):
+        top, total, target_logit = (
+            torch.empty(logits.shape[0], dtype=torch.float32, device="cpu") for _ in range(3)
+        )
+        options = (first, v, ignore_index, torch.get_num_threads())
+        _C.cross_entropy_shard(logits, targets, top, total, target_logit, *options)
+        return top, total, target_logit
+    valid, local = targets != ignore_index, targets - first
+    here = valid & (local >= 0) & (local < v)
+    x = logits[:, :v].to(wide(logits.dtype))
+    if v == 0:
+        top = torch.full_like(targets, -torch.inf, dtype=x.dtype)
+        total, target_logit = torch.zeros_like(top), torch.zeros_like(top)
+    else:
+        top = x.amax(-1)
+        total = (x - torch.where(top == -torch.inf, 0.0, top)[:, None]).exp().sum(-1)
+        picked = x.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
+        target_logit = torch.where(here, picked, 0.0)
+    return torch.where(valid, top, 0.0), torch.where(valid, total, 1.0), target_logit
+
+
+def _write_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    first: int,
+    v: int,
+    ignore_index: int,
+    z_loss: float,
+) -> None:
+    """Writes dlogits [N, Vp] into grad, which may be logits; lse [N], scale [] or [N]."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    targets, lse, scale = targets.contiguous(), lse.contiguous(), scale.to(lse.dtype)
+    if use_triton("cross_entropy_shard_grad", logits):
+        triton_module("loss.triton").shard_bwd(
+            logits, targets, lse, scale, grad, first, v, ignore_index, z_loss
+        )
+    elif use_cpp("cross_entropy_shard_grad", logits):
+        options = (first, v, ignore_index, z_loss, torch.get_num_threads())
+        _C.cross_entropy_shard_grad(logits, targets, lse, scale, grad, *options)
+    else:
+        valid, local = targets != ignore_index, targets - first
+        x = (logits[:, :v] - lse[:, None]).exp() * (1.0 + 2.0 * z_loss * lse[:, None])
+        x -= (torch.arange(v, device=local.device) == local[:, None]).to(x.dtype)
+        x *= scale if scale.dim() == 0 else scale[:, None]
+        grad[:, :v].copy_(x.masked_fill_(~valid[:, None], 0.0))
+        grad[:, v:].zero_()
+
+
+def cross_entropy_shard_bwd(logits: Tensor, *options) -> Tensor:
+    """dlogits [N, Vp] in new memory."""
+    grad = logits.new_empty(logits.shape)
+    _write_gradient(grad, logits, *options)
+    return grad
+
+
+def cross_entropy_shard_bwd_(out: Tensor, logits: Tensor, *options) -> None:
+    """dlogits in out."""
+    _write_gradient(out, logits, *options)
+    torch.autograd.graph.increment_version(out)
+
+
+def _fake_fwd(logits, targets, first, v, ignore_index):
+    dtype = wide(logits.dtype)
+    return tuple(logits.new_empty(logits.shape[:1], dtype=dtype) for _ in range(3))
+
+
+_cross_entropy_shard = define_op(
+    "cross_entropy_shard(Tensor logits, Tensor targets, SymInt first, SymInt v, int ignore_index)"
+    " -> (Tensor, Tensor, Tensor)",
+    cross_entropy_shard_fwd,
+    _fake_fwd,
+    ("CPU", "CUDA"),
+)
+_cross_entropy_shard_grad = define_op(
+    "cross_entropy_shard_grad(Tensor logits, Tensor targets, Tensor lse, Tensor scale, "
+    "SymInt first, SymInt v, int ignore_index, float z_loss) -> Tensor",
+    cross_entropy_shard_bwd,
+    lambda logits, *_: logits.new_empty(logits.shape),
+    ("CPU", "CUDA"),
+)
+_cross_entropy_shard_grad_ = define_op(
+    "cross_entropy_shard_grad_(Tensor(a!) out, Tensor logits, Tensor targets, Tensor lse, "
+    "Tensor scale, SymInt first, SymInt v, int ignore_index, float z_loss) -> ()",
+    cross_entropy_shard_bwd_,
+    lambda *_: None,
+    ("CPU", "CUDA"),
+)
+
+
+def _columns(op: str, logits: Tensor, targets: Tensor, first: int, vocab_size: int | None) -> int:
+    """The number of columns that are classes."""
+    _check_logits(op, logits)
+    _check_targets(op, targets, logits.shape[:-1], logits)
+    if first < 0:
+        raise ValueError(
+            f"{op}: expected first >= 0, got first={first}; pass the class of column 0"
+        )
+    columns = logits.shape[-1]
+    return columns if vocab_size is None else max(0, min(columns, vocab_size - first))
+
+
+def cross_entropy_shard(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    first: int = 0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One shard's part of the loss: max, sum of exponentials, logit of the target.
+
+    Args:
+        logits: [..., Vp], bf16 | fp16 | fp32 | fp64: the classes first .. first + Vp - 1.
+        targets: [...], int64, classes of the whole vocabulary or ignore_index.
+        first: the class of column 0.
+        vocab_size: classes of the whole vocabulary: columns from vocab_size - first on are padding
+            (that may be all of them). None means that no column is.
+        ignore_index: targets of rows that do not count.
+    Returns:
+        max [N], sum_exp [N] of exp(logits - max), target_logit [N], 0 where another shard holds the
+        target; all fp32 (fp64 for fp64). In ignored rows 0, 1, 0; where all columns are padding
+        -inf, 0, 0.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, first < 0.
+    Traffic: N * Vp elements read.
+    Deterministic: yes, bitwise.
+    Oracle: fastpar.kernels.reference.cross_entropy_shard_ref
+    """
+    v = _columns("cross_entropy_shard", logits, targets, first, vocab_size)
+    rows = logits.detach().reshape(targets.numel(), logits.shape[-1])
+    return _cross_entropy_shard(rows, targets.reshape(-1), first, v, ignore_index)
+
+
+def cross_entropy_shard_grad(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    *,
+    first: int = 0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One shard's dlogits = scale * (softmax * (1 + 2 * z_loss * lse) - onehot).
+
+    Args:
+        logits, targets, first, vocab_size, ignore_index: as for cross_entropy_shard.
+        lse: [N], fp32 (fp64 for fp64), logsumexp over the whole vocabulary.
+        scale: [] or [N], the incoming gradient, over the number of targets for a mean.
+        z_loss: as in cross_entropy, for a loss that adds z_loss * lse^2.
+        out: shape, dtype and device of logits, rows contiguous and evenly apart: what is written
+            and returned. It may be logits itself; other overlaps give a wrong result.
+    Returns:
+        dlogits: [..., Vp], dtype of logits; 0 in padding columns and ignored rows.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, first < 0.
+    Traffic: N * Vp elements read and as many written.
+    Deterministic: yes, bitwise.
+    Oracle: fastpar.kernels.reference.cross_entropy_shard_grad_ref
+    """
+    op = "cross_entropy_shard_grad"
+    v = _columns(op, logits, targets, first, vocab_size)
+    n = targets.numel()
+    dtype = wide(logits.dtype)
+    if lse.shape != (n,) or lse.dtype != dtype or scale.shape not in ((), (n,)):
+        raise ValueError(
+            f"{op}: expected {dtype} lse [{n}] and scale [] or [{n}], got lse={list(lse.shape)} "
+            f"{lse.dtype} scale={list(scale.shape)}; pass one value for each row"
+        )
+    if lse.device != logits.device or scale.device != logits.device:
+        raise ValueError(
+            f"{op}: expected lse and scale on {logits.device}, got lse.device={lse.device} "
+            f"scale.device={scale.device}; move them"
+        )
+    rows = logits.detach().reshape(n, logits.shape[-1])
+    tensors = (rows, targets.reshape(-1), lse.detach(), scale.detach())
+    options = (first, v, ignore_index, float(z_loss))
+    if out is None:
+        return _cross_entropy_shard_grad(*tensors, *options).view(logits.shape)
+    _cross_entropy_shard_grad_(_out_rows(op, out, logits), *tensors, *options)
+    return out
+
+
+def _out_rows(op: str, out: Tensor, logits: Tensor) -> Tensor:
+    """out as the [N, Vp] view that is written."""
+    if out.shape != logits.shape or out.dtype != logits.dtype or out.device != logits.device:
+        raise ValueError(
+            f"{op}: expected out like logits ({list(logits.shape)}, {logits.dtype}, "
+            f"{logits.device}), got out={list(out.shape)} {out.dtype} on {out.device}; "
+            "make it with torch.empty_like(logits)"
+        )
+    rows = _even_rows(out)
+    if rows is None:
+        raise ValueError(
+            f"{op}: expected out with contiguous rows evenly apart, got out.stride()="
+            f"{out.stride()}; make it with torch.empty_like(logits)"
+        )
+    return rows

@@ -1,7 +1,7 @@
 """Linear + cross-entropy without the full logits.
 
     logits = x @ weight.T                             [N, V]
-    loss_i, dlogits_i: as in kernels/cross_entropy.py, summed or averaged over the valid targets
+    loss_i, dlogits_i: as in cross_entropy.py, summed or averaged over the valid targets
     dx = dlogits @ weight,  dweight = dlogits.T @ x
 
 The rows are cut into chunks. For each chunk the logits are computed into one workspace, turned into
@@ -49,14 +49,15 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels.backend import FLOATS, wide
-from fastpar.kernels.cross_entropy import (
+from fastpar.kernels.linear import add_matmul_, matmul, wide_product
+from fastpar.kernels.linear.weight_gradients import wide_room
+from fastpar.kernels.loss.cross_entropy import (
     check_loss,
     count_targets,
     cross_entropy_rows,
     gradient_scale,
     reduce_losses,
 )
-from fastpar.kernels.linear import add_matmul_, matmul, wide_product
 from fastpar.kernels.op import (
     check_dense,
     define_autograd,
@@ -67,7 +68,6 @@ from fastpar.kernels.op import (
     refuse_buffer,
     refuse_double_backward,
 )
-from fastpar.kernels.weight_gradients import wide_room
 
 _local = threading.local()  # ranks may be threads of one process: one workspace each
 

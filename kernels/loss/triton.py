@@ -1,4 +1,4 @@
-"""Cross-entropy in Triton: the rows of cross_entropy.py.
+"""Cross-entropy in Triton: the rows of cross_entropy.py, whole or of a shard of the vocabulary.
 
     sweep 1   m = max(x), s = sum(exp(x - m)), online and per lane; with smoothing also sum(x)
     loss      log(s) + (1 - a) * (m - x_t) + a * (m - mean(x)) + z * lse^2,  lse = log(s) + m
@@ -25,6 +25,10 @@ multiprocessor, 22 and 26 MB; with 8 warps it would be four. Rows of fp32 have 3
 
 [Note: bad targets] A target that is neither ignored nor a class is found by comparing: its row gets
 the loss nan and the gradient 0, and nothing is addressed with it.
+
+[Note: shards] Forward is sweep 1 of a row, backward sweep 2, with lse in place of the row's own
+maximum and sum. Nothing is saved. A target of another shard equals no column here and is never an
+address.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.cross_entropy_configs import TABLE, Config
+from fastpar.kernels.loss import TABLE, Config
 from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, next_power_of_2
 
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -358,8 +362,145 @@ def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+@triton.jit(do_not_specialize=["ignore_index", "first"])
+def _cross_entropy_shard_kernel(
+    logits_ptr,
+    targets_ptr,
+    top_ptr,
+    total_ptr,
+    hit_ptr,
+    stride,
+    first,
+    v,
+    ignore_index,
+    U: tl.constexpr,
+    W: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    if target != ignore_index:
+        ptr, _, shift = rows_of(logits_ptr, logits_ptr, row, stride, stride, True)
+        top, total, _ = row_statistics(ptr, shift, v, U, W, False)
+        local = target - first
+        here = (local >= 0) & (local < v)
+        hit = tl.load(logits_ptr + row * stride + local, mask=here, other=0.0).to(tl.float32)
+        tl.store(top_ptr + row, tl.where(top == LOWEST, -float("inf"), top))
+        tl.store(total_ptr + row, total)
+        tl.store(hit_ptr + row, hit)
+    else:
+        tl.store(top_ptr + row, 0.0)
+        tl.store(total_ptr + row, 1.0)
+        tl.store(hit_ptr + row, 0.0)
+
+
+@triton.jit(do_not_specialize=["ignore_index", "first"])
+def _cross_entropy_shard_grad_kernel(
+    logits_ptr,
+    grad_ptr,
+    targets_ptr,
+    lse_ptr,
+    scale_ptr,
+    stride,
+    grad_stride,
+    scale_stride,
+    first,
+    v,
+    width,
+    ignore_index,
+    z_loss,
+    INPLACE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    U: tl.constexpr,
+    W: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    if target != ignore_index:
+        ptr, out_ptr, shift = rows_of(logits_ptr, grad_ptr, row, stride, grad_stride, ALIGNED)
+        local = target - first
+        here = (local >= 0) & (local < v)
+        hit = tl.load(logits_ptr + row * stride + local, mask=here, other=0.0).to(tl.float32)
+        if INPLACE:  # every warp reads hit, and none may have written over it before
+            tl.debug_barrier()
+        lse = tl.load(lse_ptr + row)
+        scale = tl.load(scale_ptr + row * scale_stride)
+        p = exp_fast(hit - lse)
+        extra = 2.0 * z_loss * lse
+        chosen = scale * ((p - 1.0) + extra * p)
+        factor = scale * (1.0 + extra)
+        column = tl.where(here, local, -1).to(tl.int32)
+        write_gradient(ptr, out_ptr, shift, v, width, lse, factor, 0.0, column, chosen, U, W)
+    else:
+        write_zeros(grad_ptr + row * grad_stride, width, W)
+
+
+def shard_fwd(
+    logits: Tensor, targets: Tensor, first: int, v: int, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(max, sum_exp, target_logit), [N] fp32."""
+    top, total, hit = (
+        torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3)
+    )
+    launch(
+        _cross_entropy_shard_kernel,
+        (logits.shape[0],),
+        logits,
+        targets,
+        top,
+        total,
+        hit,
+        logits.stride(0),
+        first,
+        v,
+        ignore_index,
+        **config_of(logits),
+    )
+    return top, total, hit
+
+
+def shard_bwd(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    grad: Tensor,
+    first: int,
+    v: int,
+    ignore_index: int,
+    z_loss: float,
+) -> None:
+    """Fills grad [N, Vp], which may be logits."""
+    launch(
+        _cross_entropy_shard_grad_kernel,
+        (logits.shape[0],),
+        logits,
+        grad,
+        targets,
+        lse,
+        scale,
+        logits.stride(0),
+        grad.stride(0),
+        scale_stride_of(scale),
+        first,
+        v,
+        logits.shape[1],
+        ignore_index,
+        z_loss,
+        INPLACE=grad is logits or grad.data_ptr() == logits.data_ptr() != 0,
+        ALIGNED=same_row_alignment(logits, grad),
+        **config_of(logits),
+    )
+
+
+AOT_EXEMPT = {
+    "_cross_entropy_shard_grad_kernel bf16": {
+        "16-byte loads": "only the masked first and last tile of a row are loaded by element"
+    }
+}
+
+
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
-    """The calls that `make aot` compiles: GPT-2's vocabulary, padded and not, and a small one."""
+    """The calls that `make aot` compiles: GPT-2's vocabulary, padded, not, halved; a small one."""
 
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -379,6 +520,15 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
 
         return call
 
+    def shard(dtype: torch.dtype) -> Any:
+        def call() -> None:
+            logits, targets = meta(8, 25216, dtype=dtype), meta(8, dtype=torch.int64)
+            shard_fwd(logits, targets, 25216, 25041, -100)
+            for grad in (torch.empty_like(logits), logits):
+                shard_bwd(logits, targets, meta(8), meta(8), grad, 25216, 25041, -100, 0.0)
+
+        return call
+
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     return [
         ("padded bf16", rows(50257, 50304, bf16, 0.0, True)),
@@ -390,4 +540,6 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("V=4096 bf16", rows(4096, 4096, bf16, 0.0, True)),
         ("multiply bf16", multiply(50304, bf16)),
         ("multiply odd bf16", multiply(50257, bf16)),
+        ("bf16", shard(bf16)),
+        ("fp32", shard(fp32)),
     ]

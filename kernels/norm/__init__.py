@@ -15,29 +15,30 @@ accuracy. Sums over rows add fixed blocks of rows in order: their bits do not de
 run (those of torch's kernel do). fp64 and FASTPAR_BACKEND=torch are composed from torch ops.
 Saved for backward: the normalized rows (x or residual_out) and their statistics, fp32 [2, N]: rstd
 and mean; RMSNorm has rstd alone, [1, N].
+
+How rows lie in threads of the Triton kernels on which GPU: layer_norm_configs.json is arch ->
+Config; see config_table.py. The bits of a result may differ between configs, by the order of sums.
+
 Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450; Zhang, Sennrich 2019, arXiv 1910.07467.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import (
-    runs_triton,
-    triton_module,
-    use_cpp,
-    use_triton,
-    wide,
-)
-from fastpar.kernels.layer_norm_checks import check, check_residual, is_usual
+from fastpar.kernels.backend import FLOATS, runs_triton, triton_module, use_cpp, use_triton, wide
+from fastpar.kernels.config_table import ConfigTable
 from fastpar.kernels.op import (
     check_dense,
     check_eps,
+    check_float,
     define_autograd,
     define_op,
     refuse_double_backward,
@@ -52,6 +53,111 @@ from fastpar.kernels.philox import (
     quantize_p,
     refuse_parts,
 )
+
+
+class Config(NamedTuple):
+    """Of one architecture; see [Note: tile] of triton.py."""
+
+    fwd_values: int  # of a row that a thread holds at most: forward
+    bwd_values: int  # backward, where more are live for each, so that fewer may be left of these
+    num_warps: int  # of a program at least, which has several rows then
+
+
+def _wrong(arch: int, config: Config) -> tuple[str, str] | None:
+    if not 8 <= config.fwd_values <= 64:
+        return "8 to 64", "fwd_values"
+    if not 8 <= config.bwd_values <= 24:  # more spill
+        return "8 to 24", "bwd_values"
+    return None if config.num_warps in (1, 2, 4, 8) else ("1, 2, 4 or 8", "num_warps")
+
+
+TABLE = ConfigTable(
+    "layer_norm_configs",
+    Config,
+    (80, 90),
+    [()],
+    _wrong,
+    lambda arch: 90 if arch >= 90 else 80,
+    lambda arch: list(
+        itertools.starmap(Config, itertools.product((16, 32, 64), (16, 24), (2, 4, 8)))
+    ),
+)
+
+MAX_COLUMNS = 16384
+
+
+def check(name: str, x: Tensor, **vectors: Tensor | None) -> None:
+    """x is [..., C] with 1 <= C <= MAX_COLUMNS; each vector is [C], of x's dtype or fp32."""
+    check_float(name, "x", x)
+    c = x.shape[-1] if x.dim() else 0
+    if not 1 <= c <= MAX_COLUMNS:
+        raise ValueError(
+            f"{name}: expected x of shape [..., C] with 1 <= C <= {MAX_COLUMNS}, got "
+            f"x={list(x.shape)}; normalize narrower rows"
+        )
+    for key, vector in vectors.items():
+        if vector is None:
+            continue
+        if vector.shape != (c,):
+            raise ValueError(
+                f"{name}: expected {key} of shape [C]=[{c}], got {key}={list(vector.shape)}; "
+                "it goes with x's last dimension"
+            )
+        if vector.dtype != x.dtype and vector.dtype != torch.float32:
+            raise ValueError(
+                f"{name}: expected {key} of x's dtype {x.dtype} or float32, got "
+                f"{key}={vector.dtype}; cast one of them"
+            )
+        if vector.device != x.device:
+            raise ValueError(
+                f"{name}: expected {key} on x's device {x.device}, got {key} on {vector.device}; "
+                "move one of them"
+            )
+
+
+def is_usual(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> bool:
+    """Whether all are of one dtype and device and of the right shapes: what check and
+    check_residual look at one by one is right then."""
+    dtype, device, shape = x.dtype, x.device, x.shape
+    if residual is not None and (
+        residual.dtype != dtype or residual.shape != shape or residual.device != device
+    ):
+        return False
+    row = shape[-1:]
+    for v in vectors:
+        if v is not None and (v.shape != row or v.dtype != dtype or v.device != device):
+            return False
+    return dtype in FLOATS and len(row) == 1 and 1 <= row[0] <= MAX_COLUMNS and not x.is_sparse
+
+
+def check_residual(
+    name: str,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_bias: Tensor | None,
+) -> None:
+    """x like residual, or narrower; vectors as check() wants them."""
+    check(name, residual, weight=weight, bias=bias)
+    if x.shape != residual.shape:
+        raise ValueError(
+            f"{name}: expected x and residual of one shape, got x={list(x.shape)} "
+            f"residual={list(residual.shape)}; they are added element by element"
+        )
+    narrow = residual.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    if x.dtype != residual.dtype and not narrow:
+        raise ValueError(
+            f"{name}: expected x of residual's dtype {residual.dtype}, or 16 bits with a float32 "
+            f"residual, got x={x.dtype}; cast one of them"
+        )
+    if x.device != residual.device:
+        raise ValueError(
+            f"{name}: expected x on residual's device {residual.device}, got x on {x.device}; "
+            "move one of them"
+        )
+    if x_bias is not None:
+        check(name, x, x_bias=x_bias)
 
 
 def _float(vector: Tensor | None, like: Tensor) -> Tensor:
@@ -91,8 +197,7 @@ def layer_norm_fwd(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, residual_out, stats); residual_out only with a residual."""
     if runs_triton(x):
-        layer_norm_triton = triton_module("layer_norm_triton")
-        return layer_norm_triton.layer_norm_fwd(
+        return triton_module("norm.triton").layer_norm_fwd(
             x, residual, weight, bias, x_bias, key, site, threshold, rows, place, eps, rms
         )
     x = x.contiguous() if residual is None else x.to(residual.dtype).contiguous()
@@ -136,8 +241,7 @@ def layer_norm_bwd(
     dtype of None.
     """
     if runs_triton(x):
-        layer_norm_bwd_triton = triton_module("layer_norm_bwd_triton")
-        return layer_norm_bwd_triton.layer_norm_bwd(
+        return triton_module("norm.triton").layer_norm_bwd(
             dy,
             dtotal,
             x,

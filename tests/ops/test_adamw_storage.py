@@ -6,7 +6,7 @@ import torch
 from cells import sweep
 
 from fastpar.kernels import Hyper, adamw_step_
-from fastpar.kernels.adamw_storage import (
+from fastpar.kernels.adamw import (
     MOMENT_BLOCK,
     decode_moment,
     encode_moment,

@@ -8,8 +8,9 @@ pytest.importorskip("triton", reason="needs triton")
 
 from test_gelu import DTYPES, eager, gradients, make
 
-from fastpar.kernels import bias_gelu, gelu_triton, triton_launch
-from fastpar.kernels.gelu_configs import TABLE, Config
+from fastpar.kernels import bias_gelu, triton_launch
+from fastpar.kernels.gelu import TABLE, Config
+from fastpar.kernels.gelu import triton as gelu_triton
 from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.testing import assert_matches_oracle
 

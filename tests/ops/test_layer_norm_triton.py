@@ -19,9 +19,8 @@ from fastpar.kernels import (
     rms_norm,
     triton_launch,
 )
-from fastpar.kernels import layer_norm_bwd_triton as bwd
-from fastpar.kernels import layer_norm_triton as fwd
-from fastpar.kernels.layer_norm_configs import TABLE, Config
+from fastpar.kernels.norm import TABLE, Config
+from fastpar.kernels.norm import triton as fwd
 from fastpar.kernels.reference import (
     layer_norm_ref,
     residual_layer_norm_ref,

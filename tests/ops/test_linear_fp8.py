@@ -5,10 +5,11 @@ import torch
 from cells import sweep
 
 from fastpar.doctor.trial import launches_of
-from fastpar.kernels import DelayedScales, Fp8, backend, linear, linear_fp8
+from fastpar.kernels import DelayedScales, Fp8, backend, linear
 from fastpar.kernels.cases import proof_cases
 from fastpar.kernels.choice import Case
-from fastpar.kernels.linear_fp8 import (
+from fastpar.kernels.linear import fp8 as linear_fp8
+from fastpar.kernels.linear.fp8 import (
     BLOCK,
     DY,
     LARGEST,
@@ -286,7 +287,7 @@ def hostile():
 
 def test_triton_casts_have_the_same_bits(triton_device):
     x = hostile().to(triton_device)
-    kernels = backend.triton_module("linear_fp8_triton")
+    kernels = backend.triton_module("linear.fp8_triton")
     for form, group, values in ((E4M3, BLOCK, x), (E5M2, 272, x), (E4M3, 37, x.bfloat16().t())):
         want, got = round_rows(values, form, group), kernels.round_rows(values, form, group)
         assert torch.equal(got.scales.nan_to_num(), want.scales.nan_to_num())
@@ -320,7 +321,7 @@ def test_triton_notes_are_torchs(triton_device):
     want[:, 1] = torch.tensor(
         [[parts[0].max(), 4.0, parts[0, :7].max()], [4 + 4096 * 1499 + 1, 9, 4 + 4096 * 6 + 1]]
     )
-    for notes in (linear_fp8, backend.triton_module("linear_fp8_triton")):
+    for notes in (linear_fp8, backend.triton_module("linear.fp8_triton")):
         noted = torch.full((2, 3, 3), 4.0, dtype=torch.float64, device=triton_device)
         notes.note_(noted, 1, [x.contiguous() for x in found])
         assert torch.equal(noted.cpu(), want)
@@ -388,7 +389,7 @@ def test_a_gpus_layer_is_the_emulated_one(
 
 def test_triton_products_with_blocks(triton_device):
     x, weight, bias = (t.detach().to(triton_device) for t in make(n=130, c=272, f=144))
-    kernels = backend.triton_module("linear_fp8_triton")
+    kernels = backend.triton_module("linear.fp8_triton")
     a, b = round_rows(x, E5M2, BLOCK), round_rows(weight, E4M3, BLOCK)
     y = kernels.block_product(a, b, bias, torch.float32).cpu()
     want = (a.values(torch.float64) @ b.values(torch.float64).t()).cpu() + bias.double().cpu()

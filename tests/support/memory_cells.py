@@ -11,7 +11,7 @@ from lone_rank import LoneMesh, heard
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.debug import Debug
-from fastpar.kernels.linear_cross_entropy import release_workspaces, workspace_bytes
+from fastpar.kernels.loss.linear_cross_entropy import release_workspaces, workspace_bytes
 from fastpar.models import set_up
 from fastpar.predict.measure import ShortRun
 from fastpar.predict.memory import StepMemory, alive_bytes, held_bytes

@@ -7,7 +7,7 @@ from train_runs import start
 
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
-from fastpar.kernels.linear_cross_entropy import release_workspaces
+from fastpar.kernels.loss.linear_cross_entropy import release_workspaces
 from fastpar.predict.machine import FOLDER, MeasuredRates, Rate, machine_name
 from fastpar.predict.measure import ShortRun
 from fastpar.predict.run import lines_of, predict

@@ -12,7 +12,7 @@ from fastpar.axes.tensor.declared import split_model
 from fastpar.axes.tensor.functional import TensorParallel
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
-from fastpar.kernels.linear_cross_entropy import default_chunk_rows
+from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows
 from fastpar.settings.mesh import divisors
 from fastpar.settings.model import (
     FIRST,

@@ -41,8 +41,8 @@ from torch import Tensor
 from fastpar.comm.collectives import Collectives, Handle
 from fastpar.kernels import Fp8, linear
 from fastpar.kernels.linear import matmul
+from fastpar.kernels.linear.weight_gradients import queue_for
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
-from fastpar.kernels.weight_gradients import queue_for
 from fastpar.sharding.placements import Partial, Replicate, State
 
 _numbers = itertools.count(1)

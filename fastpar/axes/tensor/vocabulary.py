@@ -27,9 +27,14 @@ from fastpar.axes.tensor.functional import (
     scatter,
 )
 from fastpar.kernels import cross_entropy_shard, cross_entropy_shard_grad, embedding, linear
-from fastpar.kernels.cross_entropy import count_targets, gradient_scale, reduce_losses
 from fastpar.kernels.linear import matmul
-from fastpar.kernels.linear_cross_entropy import accumulate, default_chunk_rows, scaled, workspace
+from fastpar.kernels.loss.cross_entropy import count_targets, gradient_scale, reduce_losses
+from fastpar.kernels.loss.linear_cross_entropy import (
+    accumulate,
+    default_chunk_rows,
+    scaled,
+    workspace,
+)
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 
 
