@@ -53,16 +53,10 @@ class Hyper(NamedTuple):
 
 
 def check_one(
-    i: int,
-    p: Tensor,
-    g: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    master: Tensor | None,
-    scales: Sequence[Tensor | None],
+    i: int, p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None, master: Tensor | None, scales: Sequence[Tensor | None],
     stochastic: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Check one parameter of a call and its state."""
     half = p.dtype in (torch.bfloat16, torch.float16)
     full = master is not None and master.dtype == torch.float32
@@ -367,19 +361,10 @@ def _storage(p: Tensor, g: Tensor, exp_avg: Tensor, masters: list[Tensor]) -> li
 
 
 def _step_compiled(
-    columns: list[list[Tensor]],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    ranges: list[int],
-    hypers: list[float],
-    hyper_tensors: list[Tensor],
-    hyper_slots: list[int],
-    maximize: bool,
-    zero_grad: bool,
-    seed: int,
-    threads: int,
-    on_cuda: bool,
-) -> None:
+    columns: list[list[Tensor]], grad_scale: Tensor | None, found_inf: Tensor | None,
+    ranges: list[int], hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int],
+    maximize: bool, zero_grad: bool, seed: int, threads: int, on_cuda: bool,
+) -> None:  # fmt: skip
     params, grads = columns[0], columns[1]
     ordered = [in_order(g, p) for p, g in zip(params, grads)]
     hypers_at: list[Tensor | None] = [None] * len(hypers)
@@ -409,16 +394,10 @@ def _step_compiled(
 
 
 def _step_torch(
-    columns: list[list[Tensor]],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    ranges: list[int],
-    hypers: list[float],
-    hyper_tensors: list[Tensor],
-    hyper_slots: list[int],
-    maximize: bool,
-    zero_grad: bool,
-) -> None:
+    columns: list[list[Tensor]], grad_scale: Tensor | None, found_inf: Tensor | None,
+    ranges: list[int], hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int],
+    maximize: bool, zero_grad: bool,
+) -> None:  # fmt: skip
     """torch's fused AdamW on fp32 tensors, then a copy to 16-bit parameters.
 
     Hyper-parameters that are tensors are read on the host.
@@ -460,14 +439,9 @@ def _step_torch(
 
 
 def _fused_torch(
-    rows: list[list[Tensor]],
-    hyper: list[float],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    maximize: bool,
-    amsgrad: bool,
-    half: bool,
-) -> None:
+    rows: list[list[Tensor]], hyper: list[float], grad_scale: Tensor | None,
+    found_inf: Tensor | None, maximize: bool, amsgrad: bool, half: bool,
+) -> None:  # fmt: skip
     """Rows of param, grad, exp_avg, exp_avg_sq, then max_exp_avg_sq and master where they are."""
     params, grads, exp_avgs, exp_avg_sqs, *rest = (list(column) for column in zip(*rows))
     weights = rest[-1] if half else params
@@ -477,21 +451,11 @@ def _fused_torch(
         scaled = list(torch._foreach_mul(scaled, grad_scale.to(scaled[0].dtype)))
     lr, beta1, beta2, eps, weight_decay, step = hyper
     torch._fused_adamw_(
-        weights,
-        scaled,
-        exp_avgs,
-        exp_avg_sqs,
-        rest[0] if amsgrad else [],
-        [torch.full((), step, device=params[0].device, dtype=torch.float32)] * len(rows),
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=amsgrad,
-        maximize=maximize,
-        found_inf=found_inf,
-    )
+        weights, scaled, exp_avgs, exp_avg_sqs, rest[0] if amsgrad else [],
+        [torch.full((), step, device=params[0].device, dtype=torch.float32)] * len(rows), lr=lr,
+        beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad,
+        maximize=maximize, found_inf=found_inf,
+    )  # fmt: skip
     if half:
         for p, master in zip(params, weights):
             rounded = round_to_bf16(master) if p.dtype == torch.bfloat16 else master.to(p.dtype)
@@ -499,25 +463,12 @@ def _fused_torch(
 
 
 def _run(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    master_weights: list[Tensor],
-    exp_avg_scales: list[Tensor],
-    exp_avg_sq_scales: list[Tensor],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    ranges: list[int],
-    hypers: list[float],
-    hyper_tensors: list[Tensor],
-    hyper_slots: list[int],
-    maximize: bool,
-    zero_grad: bool,
-    seed: int,
-    threads: int,
-) -> None:
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor], master_weights: list[Tensor], exp_avg_scales: list[Tensor],
+    exp_avg_sq_scales: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None,
+    ranges: list[int], hypers: list[float], hyper_tensors: list[Tensor], hyper_slots: list[int],
+    maximize: bool, zero_grad: bool, seed: int, threads: int,
+) -> None:  # fmt: skip
     states = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs, master_weights)
     columns = [params, grads, *states, exp_avg_scales, exp_avg_sq_scales]
     call = (columns, grad_scale, found_inf, ranges, hypers, hyper_tensors, hyper_slots)
@@ -781,13 +732,7 @@ def adamw_step_flat_(
     check_scalar("grad_scale", grad_scale, param.device)
     check_scalar("found_inf", found_inf, param.device)
     _call(
-        [[] if t is None else [t] for t in (param, grad, *states, *scales)],
-        grad_scale,
-        found_inf,
-        flat,
-        *flatten_hypers(hypers, param.device),
-        maximize,
-        zero_grad,
-        checked_seed(stochastic_rounding_seed),
-        checked_threads(threads),
-    )
+        [[] if t is None else [t] for t in (param, grad, *states, *scales)], grad_scale, found_inf,
+        flat, *flatten_hypers(hypers, param.device), maximize, zero_grad,
+        checked_seed(stochastic_rounding_seed), checked_threads(threads),
+    )  # fmt: skip

@@ -52,15 +52,9 @@ def _check_ids(idx: Tensor, rows: int) -> None:
 
 
 def embedding_fwd(
-    idx: Tensor,
-    wte: Tensor,
-    wpe: Tensor | None,
-    first_position: int,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-    wte_grad: Tensor | None = None,
-) -> Tensor:
+    idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int, key: Tensor | None,
+    site: int, threshold: int, wte_grad: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """x, under its mask when there is a key. wte_grad is for backward only."""
     _check_ids(idx, wte.shape[0])
     if use_triton("embedding", wte):
@@ -117,15 +111,9 @@ def _masked(dx: Tensor, key: Tensor | None, site: int, threshold: int) -> Tensor
 
 
 def embedding_bwd(
-    dx: Tensor,
-    idx: Tensor,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-    rows: int,
-    positions: int,
-    first_position: int,
-) -> tuple[Tensor, Tensor]:
+    dx: Tensor, idx: Tensor, key: Tensor | None, site: int, threshold: int, rows: int,
+    positions: int, first_position: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dwte [rows, C] and dwpe [positions, C]; either is [0, C] when its size is given as 0."""
     C = dx.shape[-1]
     if use_triton("embedding", dx):
@@ -141,15 +129,9 @@ def embedding_bwd(
 
 
 def embedding_bwd_(
-    wte_grad: Tensor,
-    dx: Tensor,
-    idx: Tensor,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-    positions: int,
-    first_position: int,
-) -> Tensor:
+    wte_grad: Tensor, dx: Tensor, idx: Tensor, key: Tensor | None, site: int, threshold: int,
+    positions: int, first_position: int,
+) -> Tensor:  # fmt: skip
     """Adds dwte to wte_grad and returns dwpe as embedding_bwd."""
     if use_triton("embedding", dx):
         embedding_triton = triton_module("embedding_triton")

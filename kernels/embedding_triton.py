@@ -293,14 +293,9 @@ def _rows_of(table: Tensor) -> Tensor:
 
 
 def embedding_fwd(
-    idx: Tensor,
-    wte: Tensor,
-    wpe: Tensor | None,
-    first_position: int,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-) -> Tensor:
+    idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int, key: Tensor | None,
+    site: int, threshold: int,
+) -> Tensor:  # fmt: skip
     """x [B, T, C], under its mask when there is a key."""
     T, C = idx.shape[1], wte.shape[1]
     x = wte.new_empty(*idx.shape, C)
@@ -308,41 +303,18 @@ def embedding_fwd(
     width = block_columns(C)
     rows = 2048 // width
     launch(
-        _embedding_fwd_kernel,
-        (cdiv(idx.numel(), rows) * cdiv(C, width),),
-        idx.contiguous(),
-        wte,
-        table,
-        x,
-        x if key is None else device_key(key, x.device),
-        idx.numel(),
-        T,
-        wte.shape[0],
-        C,
-        wte.stride(0),
-        table.stride(0),
-        first_position,
-        site,
-        threshold,
-        256.0 / (256 - threshold),
-        ROWS=rows,
-        BLOCK_C=width,
-        HAS_WPE=wpe is not None,
-        DROPOUT=key is not None,
-        num_warps=4,
-    )
+        _embedding_fwd_kernel, (cdiv(idx.numel(), rows) * cdiv(C, width),),
+        idx.contiguous(), wte, table, x, x if key is None else device_key(key, x.device),
+        idx.numel(), T, wte.shape[0], C, wte.stride(0), table.stride(0), first_position, site,
+        threshold, 256.0 / (256 - threshold),
+        ROWS=rows, BLOCK_C=width, HAS_WPE=wpe is not None, DROPOUT=key is not None, num_warps=4,
+    )  # fmt: skip
     return x
 
 
 def embedding_bwd_wte(
-    dx: Tensor,
-    idx: Tensor,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-    dwte: Tensor,
-    add: bool,
-) -> None:
+    dx: Tensor, idx: Tensor, key: Tensor | None, site: int, threshold: int, dwte: Tensor, add: bool,
+) -> None:  # fmt: skip
     """Writes the gradient's rows of the ids that occur to dwte, or adds to them.
 
     See [Note: gradient of wte].
@@ -355,77 +327,33 @@ def embedding_bwd_wte(
     partial = dx.new_empty(2 * stretches, C, dtype=torch.float32)
     programs = max(1, min(N, _PROGRAMS_PER_SM * sm_count(dx.device) // max(1, blocks)))
     launch(
-        _embedding_bwd_tokens_kernel,
-        (programs * blocks if N else 0,),
-        dx,
-        tokens,
-        order,
-        dx if key is None else device_key(key, dx.device),
-        dwte,
-        partial,
-        N,
-        idx.shape[1],
-        V,
-        C,
-        dwte.stride(0),
-        site,
-        threshold,
-        256.0 / (256 - threshold),
-        PIECE=_PIECE,
-        ROWS=1024 // width,
-        BLOCK_C=width,
-        ADD=add,
-        DROPOUT=key is not None,
+        _embedding_bwd_tokens_kernel, (programs * blocks if N else 0,),
+        dx, tokens, order, dx if key is None else device_key(key, dx.device), dwte, partial, N,
+        idx.shape[1], V, C, dwte.stride(0), site, threshold, 256.0 / (256 - threshold),
+        PIECE=_PIECE, ROWS=1024 // width, BLOCK_C=width, ADD=add, DROPOUT=key is not None,
         num_warps=1,
-    )
+    )  # fmt: skip
     launch(
-        _embedding_bwd_runs_kernel,
-        (stretches * blocks,),
-        tokens,
-        partial,
-        dwte,
-        N,
-        V,
-        C,
-        dwte.stride(0),
-        PIECE=_PIECE,
-        ROWS=1024 // width,
-        BLOCK_C=width,
-        ADD=add,
-        num_warps=1,
-    )
+        _embedding_bwd_runs_kernel, (stretches * blocks,),
+        tokens, partial, dwte, N, V, C, dwte.stride(0),
+        PIECE=_PIECE, ROWS=1024 // width, BLOCK_C=width, ADD=add, num_warps=1,
+    )  # fmt: skip
 
 
 def embedding_bwd_wpe(
-    dx: Tensor,
-    idx: Tensor,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-    positions: int,
+    dx: Tensor, idx: Tensor, key: Tensor | None, site: int, threshold: int, positions: int,
     first_position: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """dwpe [positions, C], every row of it."""
     C = dx.shape[-1]
     dwpe = dx.new_empty(positions, C)
     width = block_columns(C)
     launch(
-        _embedding_bwd_positions_kernel,
-        (positions * cdiv(C, width),),
-        dx,
-        dx if key is None else device_key(key, dx.device),
-        dwpe,
-        *idx.shape,
-        C,
-        first_position,
-        site,
-        threshold,
-        256.0 / (256 - threshold),
-        ROWS=1024 // width,
-        BLOCK_C=width,
-        DROPOUT=key is not None,
-        num_warps=1,
-    )
+        _embedding_bwd_positions_kernel, (positions * cdiv(C, width),),
+        dx, dx if key is None else device_key(key, dx.device), dwpe, *idx.shape, C, first_position,
+        site, threshold, 256.0 / (256 - threshold),
+        ROWS=1024 // width, BLOCK_C=width, DROPOUT=key is not None, num_warps=1,
+    )  # fmt: skip
     return dwpe
 
 

@@ -285,17 +285,9 @@ def dropout_block(
     if x.numel():
         seed, first_sample = key.tolist()
         _C.dropout(
-            x,
-            y,
-            seed,
-            first_sample + at.first_sample,
-            site,
-            threshold,
-            *at[:4],
-            at.first_head,
-            at.first_row,
-            torch.get_num_threads(),
-        )
+            x, y, seed, first_sample + at.first_sample, site, threshold, *at[:4], at.first_head,
+            at.first_row, torch.get_num_threads(),
+        )  # fmt: skip
     return y
 
 
@@ -354,28 +346,16 @@ def _keep_block(
     if keep.numel():
         seed, first_sample = key.tolist()
         _C.keep_mask(
-            keep,
-            seed,
-            first_sample + at.first_sample,
-            site,
-            threshold,
-            *at[:4],
-            at.first_head,
-            at.first_row,
-            torch.get_num_threads(),
-        )
+            keep, seed, first_sample + at.first_sample, site, threshold, *at[:4], at.first_head,
+            at.first_row, torch.get_num_threads(),
+        )  # fmt: skip
     return keep
 
 
 def _keep_mask_run(
-    key: Tensor,
-    site_head: int,
-    threshold: int,
-    rows: int | None,
-    place: Sequence[int],
-    shape: Sequence[int],
-    device: torch.device,
-) -> Tensor:
+    key: Tensor, site_head: int, threshold: int, rows: int | None, place: Sequence[int],
+    shape: Sequence[int], device: torch.device,
+) -> Tensor:  # fmt: skip
     site, first_head = divmod(site_head, MAX_HEADS)
     parts = [
         _keep_block(key, site, threshold, at, device)

@@ -205,21 +205,11 @@ def dropout_fwd(
     y = torch.empty_like(x) if out is None else out
     grid, shape, groups = _grid_and_shape(at)
     launch(
-        _dropout_fwd_kernel,
-        grid,
-        x,
-        y,
-        device_key(key, x.device),
-        *shape,
-        groups,
-        site,
-        threshold,
-        256.0 / (256 - threshold),
+        _dropout_fwd_kernel, grid,
+        x, y, device_key(key, x.device), *shape, groups, site, threshold, 256.0 / (256 - threshold),
         at.cols,
-        GROUPS=_GROUPS,
-        BY_16=at.cols % 16 == 0,
-        num_warps=4,
-    )
+        GROUPS=_GROUPS, BY_16=at.cols % 16 == 0, num_warps=4,
+    )  # fmt: skip
     return y
 
 
@@ -230,19 +220,10 @@ def keep_mask_fwd(
     keep = torch.empty(tuple(at[:4]), dtype=torch.bool, device=device)
     grid, shape, groups = _grid_and_shape(at)
     launch(
-        _keep_mask_fwd_kernel,
-        grid,
-        keep,
-        device_key(key, device),
-        *shape,
-        groups,
-        site,
-        threshold,
-        at.cols,
-        GROUPS=_GROUPS,
-        BY_16=at.cols % 16 == 0,
-        num_warps=4,
-    )
+        _keep_mask_fwd_kernel, grid,
+        keep, device_key(key, device), *shape, groups, site, threshold, at.cols,
+        GROUPS=_GROUPS, BY_16=at.cols % 16 == 0, num_warps=4,
+    )  # fmt: skip
     return keep
 
 

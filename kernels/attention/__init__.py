@@ -74,14 +74,10 @@ class Mask(NamedTuple):
 
 
 BITS = ConfigTable(
-    "attention_bits",
-    Mask,
-    (80, 90),
-    [()],
+    "attention_bits", Mask, (80, 90), [()],
     lambda arch, mask: None if mask.kept in (0, 1) else ("0 or 1", "kept"),
-    lambda arch: 90 if 90 <= arch < 120 else 80,
-    lambda arch: [Mask(0), Mask(1)],
-)
+    lambda arch: 90 if 90 <= arch < 120 else 80, lambda arch: [Mask(0), Mask(1)],
+)  # fmt: skip
 
 
 def bits_shape(B: int, H: int, T: int, Tk: int) -> tuple[int, int, int, int]:
@@ -163,14 +159,9 @@ def _of_triton(stats: Tensor, o: Tensor) -> bool:
 
 
 def attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    drop: Dropout,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: Dropout,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o, shape of q, and the two statistics of each row by the compiled kernel."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     stats = q.new_empty(*_stats_shape(q), 2, dtype=torch.float32)
@@ -179,33 +170,19 @@ def attention_fwd(
 
 
 def attention_bwd(
-    do: Tensor,
-    inputs: Triple,
-    stats: Tensor,
-    grads: Triple,
-    causal: bool,
-    scale: float,
-    drop: Dropout,
-    cu_seqlens: Tensor | None,
-) -> None:
+    do: Tensor, inputs: Triple, stats: Tensor, grads: Triple, causal: bool, scale: float,
+    drop: Dropout, cu_seqlens: Tensor | None,
+) -> None:  # fmt: skip
     """Writes the gradients, which may be parts of one packed tensor, by the compiled kernel."""
     rest = _arguments(causal, scale, drop)
     _C.attention_bwd(do, *inputs, stats, *grads, cu_seqlens, *rest)
 
 
 def _attention_run(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    causal: bool,
-    scale: float,
-    key: Tensor | None,
-    site_head: int,
-    threshold: int,
-    cu_seqlens: Tensor | None,
-    bits: Tensor | None = None,
+    q: Tensor, k: Tensor | None, v: Tensor | None, causal: bool, scale: float, key: Tensor | None,
+    site_head: int, threshold: int, cu_seqlens: Tensor | None, bits: Tensor | None = None,
     first_row: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     op = _case(threshold, cu_seqlens)
     triton = use_triton(op, q)
     bounds = None
@@ -231,21 +208,10 @@ def _attention_run(
 
 
 def _attention_bwd_run(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    o: Tensor | None,
-    stats: Tensor,
-    causal: bool,
-    scale: float,
-    key: Tensor | None,
-    site_head: int,
-    threshold: int,
-    cu_seqlens: Tensor | None,
-    bits: Tensor | None = None,
-    first_row: int | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    do: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, o: Tensor | None, stats: Tensor,
+    causal: bool, scale: float, key: Tensor | None, site_head: int, threshold: int,
+    cu_seqlens: Tensor | None, bits: Tensor | None = None, first_row: int | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """dq, dk and dv; for a packed q its gradient alone."""
     inputs = _split(q, k, v)
     dq = _contiguous_like(q)
@@ -417,15 +383,9 @@ def _check_cu_seqlens(cu_seqlens: Tensor, device: torch.device) -> None:
 
 
 def _run(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    causal: bool,
-    softmax_scale: float | None,
-    p: float,
-    rng: Rng | None,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
+    q: Tensor, k: Tensor | None, v: Tensor | None, causal: bool, softmax_scale: float | None,
+    p: float, rng: Rng | None, cu_seqlens: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The call after the checks of q, k and v against each other; q may be packed."""
     H, D = q.shape[-2:]
     threshold = quantize_p(p)

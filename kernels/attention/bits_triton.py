@@ -181,20 +181,10 @@ def attention_bits_fwd(
     B, H, T, Tk = sizes
     blocks, step = bits.shape[2:]
     launch(
-        _attention_bits_kernel,
-        (B * H * (blocks // _BLOCKS) * (step // _ROWS),),
-        bits,
-        device_key(key, bits.device),
-        T,
-        Tk,
-        H,
-        site_head,
-        threshold,
-        CAUSAL=causal,
-        ROWS=_ROWS,
-        BLOCKS=_BLOCKS,
-        num_warps=2,
-    )
+        _attention_bits_kernel, (B * H * (blocks // _BLOCKS) * (step // _ROWS),),
+        bits, device_key(key, bits.device), T, Tk, H, site_head, threshold,
+        CAUSAL=causal, ROWS=_ROWS, BLOCKS=_BLOCKS, num_warps=2,
+    )  # fmt: skip
 
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:

@@ -161,14 +161,9 @@ def composed_fwd(
 
 
 def composed_bwd(
-    do: Tensor,
-    inputs: Triple,
-    grads: Triple,
-    bounds: Sequence[int] | None,
-    causal: bool,
-    scale: float,
-    drop: Dropout,
-) -> None:
+    do: Tensor, inputs: Triple, grads: Triple, bounds: Sequence[int] | None, causal: bool,
+    scale: float, drop: Dropout,
+) -> None:  # fmt: skip
     """Writes the gradients, which may be parts of one packed tensor."""
     parts = (documents(x, bounds) for x in (do, *inputs, *grads))
     for sample, (do, q, k, v, dq, dk, dv) in enumerate(zip(*parts)):

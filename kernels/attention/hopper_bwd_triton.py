@@ -243,24 +243,12 @@ def attention_hopper_dkdv(
     kv_heads, n_tiles = k.shape[2], cdiv(T, BLOCK.value)
     pairs = B * kv_heads * cdiv(n_tiles, 2)
     launch(
-        _attention_hopper_bwd_dkdv_kernel,
-        (min(pairs, sm_count(q.device)),),
-        boxed(q, ROWS.value),
-        boxed(do, ROWS.value),
-        _lines_of(lse),
-        _lines_of(delta),
-        *(boxed(x, HALF.value) for x in (k, v, dk, dv)),
-        B * kv_heads,
-        kv_heads,
-        H // kv_heads,
-        n_tiles,
-        cdiv(T, ROWS.value),
-        scale,
-        scale * LOG2_E.value,
-        SLOTS=SLOTS,
-        KV_SLOTS=KV_SLOTS,
-        num_warps=4,
-    )
+        _attention_hopper_bwd_dkdv_kernel, (min(pairs, sm_count(q.device)),),
+        boxed(q, ROWS.value), boxed(do, ROWS.value), _lines_of(lse), _lines_of(delta),
+        *(boxed(x, HALF.value) for x in (k, v, dk, dv)), B * kv_heads, kv_heads, H // kv_heads,
+        n_tiles, cdiv(T, ROWS.value), scale, scale * LOG2_E.value,
+        SLOTS=SLOTS, KV_SLOTS=KV_SLOTS, num_warps=4,
+    )  # fmt: skip
 
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:

@@ -277,23 +277,11 @@ def attention_hopper_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple
     n_tiles = cdiv(T, BLOCK.value)
     pairs = B * H * cdiv(n_tiles, 2)
     launch(
-        _attention_hopper_fwd_kernel,
-        (min(pairs, sm_count(q.device)),),
-        boxed(q, HALF.value),
-        boxed(k, BLOCK.value),
-        boxed(v, BLOCK.value),
-        boxed(o, HALF.value),
-        lse,
-        B * H,
-        H,
-        H // k.shape[2],
-        T,
-        n_tiles,
-        scale * LOG2_E.value,
-        KV_SLOTS=KV_SLOTS,
-        Q_SLOTS=Q_SLOTS,
-        num_warps=4,
-    )
+        _attention_hopper_fwd_kernel, (min(pairs, sm_count(q.device)),),
+        boxed(q, HALF.value), boxed(k, BLOCK.value), boxed(v, BLOCK.value), boxed(o, HALF.value),
+        lse, B * H, H, H // k.shape[2], T, n_tiles, scale * LOG2_E.value,
+        KV_SLOTS=KV_SLOTS, Q_SLOTS=Q_SLOTS, num_warps=4,
+    )  # fmt: skip
     return o, lse
 
 

@@ -169,14 +169,9 @@ def _gluon_found() -> bool:
 
 
 def refusal_of_hopper(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    dropout: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, dropout: bool = False,
     documents: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """Why attention_forward_hopper cannot serve such a call; "" if it can."""
     arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     if arch != (9, 0):

@@ -305,18 +305,10 @@ def mask_source(key: Tensor | None, bits: Tensor | None, device: torch.device) -
 
 
 def attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    key: Tensor | None,
-    site_head: int,
-    threshold: int,
-    cu_seqlens: Tensor | None,
-    bits: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, key: Tensor | None, site_head: int,
+    threshold: int, cu_seqlens: Tensor | None, bits: Tensor | None = None,
     first_row: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o, contiguous, and lse: [B, H, T] for q [B, T, H, D], [H, total] for q [total, H, D].
 
     bits: the mask, where __init__.py keeps it; it is drawn without, then its rows are those
@@ -340,23 +332,12 @@ def attention_fwd(
     )  # fmt: skip
     tma = plan.k is not None and plan.v is not None and aligned(k, v)
     launch(
-        _attention_fwd_kernel,
-        plan.grid,
-        q,
-        Boxed(k, plan.k) if tma else k,
-        Boxed(v, plan.v) if tma else v,
-        o,
-        lse,
-        mask_source(key, bits, q.device),
-        cu_seqlens,
-        *plan.numbers,
-        scale,
-        site_head,
-        threshold,
+        _attention_fwd_kernel, plan.grid,
+        q, Boxed(k, plan.k) if tma else k, Boxed(v, plan.v) if tma else v, o, lse,
+        mask_source(key, bits, q.device), cu_seqlens, *plan.numbers, scale, site_head, threshold,
         first_row,
-        TMA=tma,
-        **plan.constants,
-    )
+        TMA=tma, **plan.constants,
+    )  # fmt: skip
     return o, lse
 
 
@@ -677,25 +658,11 @@ def _attention_bwd_dkdv_kernel(
 
 
 def attention_bwd(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    causal: bool,
-    scale: float,
-    key: Tensor | None,
-    site_head: int,
-    threshold: int,
-    cu_seqlens: Tensor | None,
-    bits: Tensor | None = None,
-    first_row: int | None = None,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor, causal: bool, scale: float, key: Tensor | None, site_head: int, threshold: int,
+    cu_seqlens: Tensor | None, bits: Tensor | None = None, first_row: int | None = None,
     hopper: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Writes dq, dk and dv, maybe parts of one packed tensor; the rest is as in the forward.
 
     hopper: dk and dv by the kernel of hopper_bwd_triton.py, where that can serve.
@@ -721,27 +688,11 @@ def attention_bwd(
     k_box, v_box, do_box, q_box = plan.boxes
     tma = k_box is not None and v_box is not None and aligned(k, v)
     launch(
-        _attention_bwd_dq_kernel,
-        plan.grids[0],
-        do,
-        q,
-        Boxed(k, k_box) if tma else k,
-        Boxed(v, v_box) if tma else v,
-        o,
-        lse,
-        delta,
-        norm,
-        dq,
-        mask,
-        cu_seqlens,
-        *plan.numbers[0],
-        scale,
-        site_head,
-        threshold,
-        first_row,
-        TMA=tma,
-        **plan.constants[0],
-    )
+        _attention_bwd_dq_kernel, plan.grids[0],
+        do, q, Boxed(k, k_box) if tma else k, Boxed(v, v_box) if tma else v, o, lse, delta, norm,
+        dq, mask, cu_seqlens, *plan.numbers[0], scale, site_head, threshold, first_row,
+        TMA=tma, **plan.constants[0],
+    )  # fmt: skip
 
     if hopper:
         from fastpar.kernels.attention.hopper_bwd_triton import attention_hopper_dkdv
@@ -750,27 +701,11 @@ def attention_bwd(
         return
     tma = do_box is not None and q_box is not None and aligned(do, q)
     launch(
-        _attention_bwd_dkdv_kernel,
-        plan.grids[1],
-        Boxed(do, do_box) if tma else do,
-        Boxed(q, q_box) if tma else q,
-        k,
-        v,
-        lse,
-        delta,
-        norm,
-        dk,
-        dv,
-        mask,
-        cu_seqlens,
-        *plan.numbers[1],
-        scale,
-        site_head,
-        threshold,
-        first_row,
-        TMA=tma,
-        **plan.constants[1],
-    )
+        _attention_bwd_dkdv_kernel, plan.grids[1],
+        Boxed(do, do_box) if tma else do, Boxed(q, q_box) if tma else q, k, v, lse, delta, norm, dk,
+        dv, mask, cu_seqlens, *plan.numbers[1], scale, site_head, threshold, first_row,
+        TMA=tma, **plan.constants[1],
+    )  # fmt: skip
 
 
 _SPILLS = {

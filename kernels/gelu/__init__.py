@@ -58,14 +58,9 @@ def candidates(arch: int) -> list[Config]:
 
 
 TABLE = ConfigTable(
-    "gelu_configs",
-    Config,
-    (80, 90),
-    [()],
-    _wrong,
-    lambda arch: 90 if arch >= 90 else 80,
+    "gelu_configs", Config, (80, 90), [()], _wrong, lambda arch: 90 if arch >= 90 else 80,
     candidates,
-)
+)  # fmt: skip
 
 _FORMS = ("none", "tanh")  # torch's names, by whether it is the tanh form
 

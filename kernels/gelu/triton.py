@@ -163,19 +163,10 @@ def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     how, width = TABLE.get(gpu_arch(x.device)), block_columns(C)
     rows = how.tile // width
     launch(
-        _bias_gelu_fwd_kernel,
-        (cdiv(N, rows) * cdiv(C, width),),
-        x,
-        x if bias is None else bias.contiguous(),
-        y,
-        N,
-        C,
-        ROWS=rows,
-        BLOCK_C=width,
-        TANH=tanh,
-        HAS_BIAS=bias is not None,
-        num_warps=how.num_warps,
-    )
+        _bias_gelu_fwd_kernel, (cdiv(N, rows) * cdiv(C, width),),
+        x, x if bias is None else bias.contiguous(), y, N, C,
+        ROWS=rows, BLOCK_C=width, TANH=tanh, HAS_BIAS=bias is not None, num_warps=how.num_warps,
+    )  # fmt: skip
     return y
 
 
@@ -192,36 +183,18 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tup
     parts = cdiv(N, rows_per_program) if N else 0
     partial = x.new_empty((parts, C) if bias is not None else (0,), dtype=torch.float32)
     launch(
-        _bias_gelu_bwd_kernel,
-        (parts * blocks,),
-        dy,
-        x,
-        x if bias is None else bias.contiguous(),
-        dx,
-        partial,
-        N,
-        C,
-        rows_per_program,
-        ROWS=rows,
-        BLOCK_C=width,
-        TANH=tanh,
-        HAS_BIAS=bias is not None,
-        num_warps=how.num_warps,
-    )
+        _bias_gelu_bwd_kernel, (parts * blocks,),
+        dy, x, x if bias is None else bias.contiguous(), dx, partial, N, C, rows_per_program,
+        ROWS=rows, BLOCK_C=width, TANH=tanh, HAS_BIAS=bias is not None, num_warps=how.num_warps,
+    )  # fmt: skip
     if bias is None:
         return dx, partial
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     launch(
-        _bias_gelu_bwd_dbias_kernel,
-        (cdiv(C, 32),),
-        partial,
-        dbias,
-        parts,
-        C,
-        ROWS=32,
-        BLOCK_C=32,
-        num_warps=4,
-    )
+        _bias_gelu_bwd_dbias_kernel, (cdiv(C, 32),),
+        partial, dbias, parts, C,
+        ROWS=32, BLOCK_C=32, num_warps=4,
+    )  # fmt: skip
     return dx, dbias
 
 

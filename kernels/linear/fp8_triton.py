@@ -205,20 +205,10 @@ def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
     codes = torch.empty(n, k, dtype=dtype, device=x.device)
     scales = torch.empty(n, groups, dtype=torch.float32, device=x.device)
     launch(
-        _round_rows_kernel,
-        (cdiv(n, _ROWS), groups),
-        x,
-        codes,
-        scales,
-        n,
-        k,
-        *x.stride(),
-        GROUP_TILES=cdiv(group, BLOCK),
-        LARGEST=LARGEST[dtype],
-        ROWS=_ROWS,
-        COLS=BLOCK,
-        num_warps=4,
-    )
+        _round_rows_kernel, (cdiv(n, _ROWS), groups),
+        x, codes, scales, n, k, *x.stride(),
+        GROUP_TILES=cdiv(group, BLOCK), LARGEST=LARGEST[dtype], ROWS=_ROWS, COLS=BLOCK, num_warps=4,
+    )  # fmt: skip
     return Codes(codes, scales, group)
 
 
@@ -232,21 +222,10 @@ def round_all(
     grid = cdiv(n, _TILE), cdiv(k, _TILE)
     found = torch.empty(2, grid[0] * grid[1], dtype=torch.float32, device=x.device)
     launch(
-        _round_all_kernel,
-        grid,
-        x,
-        scale,
-        codes,
-        codes if flipped is None else flipped,
-        found,
-        n,
-        k,
-        *x.stride(),
-        FLIP=flip,
-        LARGEST=LARGEST[dtype],
-        TILE=_TILE,
-        num_warps=4,
-    )
+        _round_all_kernel, grid,
+        x, scale, codes, codes if flipped is None else flipped, found, n, k, *x.stride(),
+        FLIP=flip, LARGEST=LARGEST[dtype], TILE=_TILE, num_warps=4,
+    )  # fmt: skip
     return Codes(codes, scale, flipped=flipped), found
 
 
@@ -264,25 +243,12 @@ def block_product(a: Codes, b: Codes, bias: Tensor | None, dtype: torch.dtype) -
     y = torch.empty(m, n, dtype=dtype, device=a.codes.device)
     rows, cols = 128, 128
     launch(
-        _block_product_kernel,
-        (cdiv(m, rows) * cdiv(n, cols),),
-        a.codes,
-        b.codes,
-        a.scales,
-        b.scales,
-        a.scales if bias is None else bias.contiguous(),
-        y,
-        m,
-        n,
-        k,
-        HAS_BIAS=bias is not None,
-        ROWS=rows,
-        COLS=cols,
-        BLOCK=BLOCK,
-        BAND=8,
-        num_warps=8,
+        _block_product_kernel, (cdiv(m, rows) * cdiv(n, cols),),
+        a.codes, b.codes, a.scales, b.scales, a.scales if bias is None else bias.contiguous(), y, m,
+        n, k,
+        HAS_BIAS=bias is not None, ROWS=rows, COLS=cols, BLOCK=BLOCK, BAND=8, num_warps=8,
         num_stages=3,
-    )
+    )  # fmt: skip
     return y
 
 

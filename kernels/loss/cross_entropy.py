@@ -67,16 +67,9 @@ def _check_targets(op: str, targets: Tensor, shape: torch.Size, like: Tensor) ->
 
 
 def check_loss(
-    op: str,
-    columns: int,
-    shape: torch.Size,
-    like: Tensor,
-    targets: Tensor,
-    vocab_size: int | None,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-) -> int:
+    op: str, columns: int, shape: torch.Size, like: Tensor, targets: Tensor, vocab_size: int | None,
+    reduction: str, label_smoothing: float, z_loss: float,
+) -> int:  # fmt: skip
     """The checks that both losses share; returns vocab_size."""
     if reduction not in REDUCTIONS:
         raise ValueError(
@@ -140,15 +133,9 @@ def reduce_losses(losses: Tensor, count: Tensor, reduction: str) -> Tensor:
 
 
 def _rows_torch(
-    logits: Tensor,
-    targets: Tensor,
-    grad: Tensor | None,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: Tensor,
-) -> Tensor:
+    logits: Tensor, targets: Tensor, grad: Tensor | None, vocab_size: int, ignore_index: int,
+    label_smoothing: float, z_loss: float, scale: Tensor,
+) -> Tensor:  # fmt: skip
     valid = (targets != ignore_index)[:, None]
     inside = (targets >= 0) & (targets < vocab_size)
     picked = torch.where(inside, targets, 0)[:, None]
@@ -190,16 +177,9 @@ def _rows_torch(
 
 
 def cross_entropy_rows(
-    op: str,
-    logits: Tensor,
-    targets: Tensor,
-    grad: Tensor | None,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: Tensor,
-) -> Tensor:
+    op: str, logits: Tensor, targets: Tensor, grad: Tensor | None, vocab_size: int,
+    ignore_index: int, label_smoothing: float, z_loss: float, scale: Tensor,
+) -> Tensor:  # fmt: skip
     """The loss of each row, [N] fp32 (fp64 for fp64); its gradient times scale ([] or [N]) in
     `grad`.
 
@@ -225,15 +205,9 @@ def _rows_contiguous(logits: Tensor) -> Tensor:
 
 
 def cross_entropy_fwd(
-    logits: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    need_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, reduction: str,
+    label_smoothing: float, z_loss: float, need_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, dlogits, the factor that dlogits still lack); dlogits [0] if not needed."""
     grad = logits.new_empty(logits.shape) if need_grad else None
     loss, factor = _fwd_into(
@@ -249,28 +223,16 @@ def _fwd_into(
     count = count_targets("cross_entropy", targets, vocab_size, ignore_index)
     scale, factor = gradient_scale(count, reduction, logits.dtype)
     losses = cross_entropy_rows(
-        "cross_entropy",
-        logits,
-        targets,
-        grad,
-        vocab_size,
-        ignore_index,
-        label_smoothing,
-        z_loss,
+        "cross_entropy", logits, targets, grad, vocab_size, ignore_index, label_smoothing, z_loss,
         scale,
-    )
+    )  # fmt: skip
     return reduce_losses(losses, count, reduction), factor
 
 
 def cross_entropy_fwd_(
-    logits: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, reduction: str,
+    label_smoothing: float, z_loss: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(loss, the factor that the gradient still lacks); the gradient overwrites logits."""
     outputs = _fwd_into(
         logits, logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss
@@ -453,16 +415,9 @@ def cross_entropy(
     """
     _check_logits("cross_entropy", logits)
     vocab_size = check_loss(
-        "cross_entropy",
-        logits.shape[-1],
-        logits.shape[:-1],
-        logits,
-        targets,
-        vocab_size,
-        reduction,
-        label_smoothing,
-        z_loss,
-    )
+        "cross_entropy", logits.shape[-1], logits.shape[:-1], logits, targets, vocab_size,
+        reduction, label_smoothing, z_loss,
+    )  # fmt: skip
     flat = targets.reshape(-1)
     options = (vocab_size, ignore_index, reduction, float(label_smoothing), float(z_loss))
     need_grad = torch.is_grad_enabled() and (logits.requires_grad or in_transform())
@@ -509,16 +464,9 @@ def cross_entropy_shard_fwd(
 
 
 def _write_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    first: int,
-    v: int,
-    ignore_index: int,
-    z_loss: float,
-) -> None:
+    grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, first: int, v: int,
+    ignore_index: int, z_loss: float,
+) -> None:  # fmt: skip
     """Writes dlogits [N, Vp] into grad, which may be logits; lse [N], scale [] or [N]."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     targets, lse, scale = targets.contiguous(), lse.contiguous(), scale.to(lse.dtype)

@@ -108,18 +108,9 @@ def default_chunk_rows(n: int, c: int, v: int, device: str) -> int:
 
 
 def _run_chunks(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    scale: Tensor,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    chunk_rows: int,
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, vocab_size: int, ignore_index: int,
+    label_smoothing: float, z_loss: float, chunk_rows: int, need_dx: bool, need_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(losses [N], dx, dweight in fp32), the gradients times scale ([] or [N])."""
     n, c = x.shape
     rows = chunk_rows or default_chunk_rows(n, c, weight.shape[0], x.device.type)
@@ -131,16 +122,10 @@ def _run_chunks(
         out = workspace("logits", x[part].shape[0], weight.shape[0], x)
         logits = matmul(x[part], weight.t(), out=out)  # [R, Vp]
         losses[part] = cross_entropy_rows(
-            "linear_cross_entropy",
-            logits,
-            targets[part],
-            logits if need_dx or need_dweight else None,
-            vocab_size,
-            ignore_index,
-            label_smoothing,
-            z_loss,
-            scale if scale.dim() == 0 else scale[part],
-        )
+            "linear_cross_entropy", logits, targets[part],
+            logits if need_dx or need_dweight else None, vocab_size, ignore_index, label_smoothing,
+            z_loss, scale if scale.dim() == 0 else scale[part],
+        )  # fmt: skip
         if need_dx:
             matmul(logits, weight, out=dx[part])
         if need_dweight:
@@ -161,19 +146,10 @@ def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear_cross_entropy_fwd(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    chunk_rows: int,
-    need_dx: bool,
-    need_dweight: bool,
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, reduction: str,
+    label_smoothing: float, z_loss: float, chunk_rows: int, need_dx: bool, need_dweight: bool,
     weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, dx, dweight in fp32, the factor that dx and dweight still lack).
 
     x [N, C], weight [Vp, C], targets [N]. What is not needed is [0], with reduction "none" both
@@ -184,18 +160,9 @@ def linear_cross_entropy_fwd(
     scale, factor = gradient_scale(count, reduction, x.dtype)
     now = reduction != "none"
     losses, dx, dweight = _run_chunks(
-        x,
-        weight,
-        targets,
-        scale,
-        vocab_size,
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        chunk_rows,
-        need_dx and now,
-        need_dweight and now,
-    )
+        x, weight, targets, scale, vocab_size, ignore_index, label_smoothing, z_loss, chunk_rows,
+        need_dx and now, need_dweight and now,
+    )  # fmt: skip
     return reduce_losses(losses, count, reduction), dx, dweight, factor
 
 
@@ -218,19 +185,9 @@ def linear_cross_entropy_bwd(
 
 
 def _fake(
-    x,
-    weight,
-    targets,
-    vocab_size,
-    ignore_index,
-    reduction,
-    label_smoothing,
-    z_loss,
-    chunk_rows,
-    need_dx,
-    need_dweight,
-    weight_grad,
-):
+    x, weight, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, chunk_rows,
+    need_dx, need_dweight, weight_grad,
+):  # fmt: skip
     none = reduction == "none"
     loss = x.new_empty(x.shape[:1] if none else (), dtype=wide(x.dtype))
     dx, dweight = _fake_gradients(x, weight, need_dx and not none, need_dweight and not none)
@@ -394,16 +351,9 @@ def linear_cross_entropy(
             f"x.device={x.device} weight.device={weight.device}; move one of them"
         )
     vocab_size = check_loss(
-        "linear_cross_entropy",
-        weight.shape[0],
-        x.shape[:-1],
-        x,
-        targets,
-        vocab_size,
-        reduction,
-        label_smoothing,
-        z_loss,
-    )
+        "linear_cross_entropy", weight.shape[0], x.shape[:-1], x, targets, vocab_size, reduction,
+        label_smoothing, z_loss,
+    )  # fmt: skip
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(
             f"linear_cross_entropy: expected chunk_rows >= 1, got chunk_rows={chunk_rows}; "

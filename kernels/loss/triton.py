@@ -307,58 +307,29 @@ def scale_stride_of(scale: Tensor) -> int:
 
 
 def cross_entropy_rows(
-    logits: Tensor,
-    targets: Tensor,
-    grad: Tensor | None,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: Tensor,
-) -> Tensor:
+    logits: Tensor, targets: Tensor, grad: Tensor | None, vocab_size: int, ignore_index: int,
+    label_smoothing: float, z_loss: float, scale: Tensor,
+) -> Tensor:  # fmt: skip
     """The loss of each row, [N] fp32; its gradient times scale ([] or [N]) in `grad`."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     out = logits if grad is None else grad
     launch(
-        _cross_entropy_kernel,
-        (logits.shape[0],),
-        logits,
-        out,
-        targets,
-        scale,
-        losses,
-        logits.stride(0),
-        out.stride(0),
-        scale_stride_of(scale),
-        vocab_size,
-        logits.shape[1],
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        GRAD=grad is not None,
-        SMOOTH=label_smoothing != 0.0,
-        ALIGNED=same_row_alignment(logits, out),
-        **config_of(logits),
-    )
+        _cross_entropy_kernel, (logits.shape[0],),
+        logits, out, targets, scale, losses, logits.stride(0), out.stride(0),
+        scale_stride_of(scale), vocab_size, logits.shape[1], ignore_index, label_smoothing, z_loss,
+        GRAD=grad is not None, SMOOTH=label_smoothing != 0.0,
+        ALIGNED=same_row_alignment(logits, out), **config_of(logits),
+    )  # fmt: skip
     return losses
 
 
 def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
     """out = grad [N, Vp] * by ([] or [N]); out may be grad, and is left alone where by is 1."""
     launch(
-        _cross_entropy_bwd_kernel,
-        (grad.shape[0],),
-        grad,
-        by,
-        out,
-        grad.stride(0),
-        out.stride(0),
-        scale_stride_of(by),
-        grad.shape[1],
-        INPLACE=out is grad,
-        ALIGNED=same_row_alignment(grad, out),
-        **config_of(grad),
-    )
+        _cross_entropy_bwd_kernel, (grad.shape[0],),
+        grad, by, out, grad.stride(0), out.stride(0), scale_stride_of(by), grad.shape[1],
+        INPLACE=out is grad, ALIGNED=same_row_alignment(grad, out), **config_of(grad),
+    )  # fmt: skip
     return out
 
 
@@ -442,54 +413,25 @@ def shard_fwd(
         torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3)
     )
     launch(
-        _cross_entropy_shard_kernel,
-        (logits.shape[0],),
-        logits,
-        targets,
-        top,
-        total,
-        hit,
-        logits.stride(0),
-        first,
-        v,
-        ignore_index,
+        _cross_entropy_shard_kernel, (logits.shape[0],),
+        logits, targets, top, total, hit, logits.stride(0), first, v, ignore_index,
         **config_of(logits),
-    )
+    )  # fmt: skip
     return top, total, hit
 
 
 def shard_bwd(
-    logits: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    grad: Tensor,
-    first: int,
-    v: int,
-    ignore_index: int,
-    z_loss: float,
-) -> None:
+    logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, grad: Tensor, first: int, v: int,
+    ignore_index: int, z_loss: float,
+) -> None:  # fmt: skip
     """Fills grad [N, Vp], which may be logits."""
     launch(
-        _cross_entropy_shard_grad_kernel,
-        (logits.shape[0],),
-        logits,
-        grad,
-        targets,
-        lse,
-        scale,
-        logits.stride(0),
-        grad.stride(0),
-        scale_stride_of(scale),
-        first,
-        v,
-        logits.shape[1],
-        ignore_index,
-        z_loss,
+        _cross_entropy_shard_grad_kernel, (logits.shape[0],),
+        logits, grad, targets, lse, scale, logits.stride(0), grad.stride(0), scale_stride_of(scale),
+        first, v, logits.shape[1], ignore_index, z_loss,
         INPLACE=grad is logits or grad.data_ptr() == logits.data_ptr() != 0,
-        ALIGNED=same_row_alignment(logits, grad),
-        **config_of(logits),
-    )
+        ALIGNED=same_row_alignment(logits, grad), **config_of(logits),
+    )  # fmt: skip
 
 
 AOT_EXEMPT = {

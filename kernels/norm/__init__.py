@@ -182,19 +182,10 @@ def _mask(
 
 
 def layer_norm_fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_bias: Tensor | None,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-    rows: int | None,
-    place: Sequence[int],
-    eps: float,
-    rms: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, x_bias: Tensor | None,
+    key: Tensor | None, site: int, threshold: int, rows: int | None, place: Sequence[int],
+    eps: float, rms: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(y, residual_out, stats); residual_out only with a residual."""
     if runs_triton(x):
         return triton_module("norm.triton").layer_norm_fwd(
@@ -207,34 +198,18 @@ def layer_norm_fwd(
     stats = x.new_empty((1 if rms else 2, n), dtype=torch.float32)
     if n:
         _C.layer_norm_fwd(
-            x,
-            None if residual is None else residual.contiguous(),
-            *(_float(vector, x) for vector in (x_bias, weight, bias)),
-            *(total, y, stats),
-            eps,
-            rms,
-            *_mask(x, key, site, threshold, rows, place),
-            torch.get_num_threads(),
-        )
+            x, None if residual is None else residual.contiguous(),
+            *(_float(vector, x) for vector in (x_bias, weight, bias)), *(total, y, stats), eps, rms,
+            *_mask(x, key, site, threshold, rows, place), torch.get_num_threads(),
+        )  # fmt: skip
     return y, total, stats
 
 
 def layer_norm_bwd(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    stats: Tensor,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-    rows: int | None,
-    place: Sequence[int],
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    x_bias_dtype: torch.dtype | None,
-    rms: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, stats: Tensor, key: Tensor | None,
+    site: int, threshold: int, rows: int | None, place: Sequence[int], x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None, x_bias_dtype: torch.dtype | None, rms: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dtotal, dx, dweight, dbias, dx_bias) of the rows x that were normalized.
 
     dx is None where it would equal dtotal (no mask, x_dtype is x's), dbias and dx_bias are for a
@@ -242,21 +217,9 @@ def layer_norm_bwd(
     """
     if runs_triton(x):
         return triton_module("norm.triton").layer_norm_bwd(
-            dy,
-            dtotal,
-            x,
-            weight,
-            stats,
-            key,
-            site,
-            threshold,
-            rows,
-            place,
-            x_dtype,
-            bias_dtype,
-            x_bias_dtype,
-            rms,
-        )
+            dy, dtotal, x, weight, stats, key, site, threshold, rows, place, x_dtype, bias_dtype,
+            x_bias_dtype, rms,
+        )  # fmt: skip
     dy, x = dy.contiguous(), x.contiguous()
     C = x.shape[-1]
     n = x.numel() // C
@@ -269,15 +232,10 @@ def layer_norm_bwd(
     )
     if n:
         _C.layer_norm_bwd(
-            dy,
-            None if dtotal is None else dtotal.contiguous(),
-            x,
-            _float(weight, x),
-            *(stats, dsum, dx, dweight, dbias, dx_bias),
-            rms,
-            *_mask(x, key, site, threshold, rows, place),
-            torch.get_num_threads(),
-        )
+            dy, None if dtotal is None else dtotal.contiguous(), x, _float(weight, x),
+            *(stats, dsum, dx, dweight, dbias, dx_bias), rms,
+            *_mask(x, key, site, threshold, rows, place), torch.get_num_threads(),
+        )  # fmt: skip
     if x_dtype != x.dtype:
         dx = (dsum if dx is None else dx).to(x_dtype)
     return (
@@ -347,18 +305,9 @@ def _backward(ctx, dy, dtotal, *_):
     if dy is None:
         dy = torch.zeros_like(rows)
     dsum, dx, dweight, dbias, dx_bias = _layer_norm_bwd.after(dy, dtotal)(
-        dy,
-        None if ctx.plain else dtotal,
-        rows,
-        weight,
-        stats,
-        key,
-        *ctx.mask,
-        ctx.x_dtype,
-        ctx.bias_dtype,
-        ctx.x_bias_dtype,
-        ctx.rms,
-    )
+        dy, None if ctx.plain else dtotal, rows, weight, stats, key, *ctx.mask, ctx.x_dtype,
+        ctx.bias_dtype, ctx.x_bias_dtype, ctx.rms,
+    )  # fmt: skip
     return (
         dx if key is not None or ctx.x_dtype != rows.dtype else dsum,
         None if ctx.plain else dsum,
@@ -397,17 +346,9 @@ def _plain(
 
 
 def _after_residual(
-    name: str,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_bias: Tensor | None,
-    dropout_p: float,
-    rng: Rng | None,
-    eps: float,
-    rms: bool,
-) -> tuple[Tensor, Tensor]:
+    name: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None,
+    x_bias: Tensor | None, dropout_p: float, rng: Rng | None, eps: float, rms: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, residual_out)"""
     if not is_usual(x, residual, weight, bias, x_bias):
         check_residual(name, x, residual, weight, bias, x_bias)

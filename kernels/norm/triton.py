@@ -311,19 +311,10 @@ def _fwd_plan(
 
 
 def layer_norm_fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_bias: Tensor | None,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-    sample_rows: int | None,
-    place: Sequence[int],
-    eps: float,
-    rms: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, x_bias: Tensor | None,
+    key: Tensor | None, site: int, threshold: int, sample_rows: int | None, place: Sequence[int],
+    eps: float, rms: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(y, residual_out, stats); see fastpar.kernels.norm."""
     device, C = x.device, x.shape[-1]
     wide = x if residual is None else residual
@@ -338,27 +329,13 @@ def layer_norm_fwd(
     x, x_step = flat_rows(x, n, C)
     residual, residual_step = (None, 0) if residual is None else flat_rows(residual, n, C)
     launch(
-        _layer_norm_fwd_kernel,
-        plan.grid,
-        x,
-        residual,
-        weight.contiguous(),
-        None if bias is None else bias.contiguous(),
+        _layer_norm_fwd_kernel, plan.grid,
+        x, residual, weight.contiguous(), None if bias is None else bias.contiguous(),
         None if x_bias is None else x_bias.contiguous(),
-        None if key is None else device_key(key, device),
-        total,
-        y,
-        stats,
-        x_step,
-        residual_step,
-        n,
-        *plan.places,
-        site,
-        threshold,
-        256.0 / (256 - threshold),
-        eps,
+        None if key is None else device_key(key, device), total, y, stats, x_step, residual_step, n,
+        *plan.places, site, threshold, 256.0 / (256 - threshold), eps,
         **plan.constants,
-    )
+    )  # fmt: skip
     return y, total, stats
 
 
@@ -723,61 +700,24 @@ def layer_norm_bwd(
         slope = x.new_empty(n, dtype=torch.float32)
         offset = None if rms else torch.empty_like(slope)
         launch(
-            _layer_norm_bwd_rows_kernel,
-            (cdiv(n, wide.rows),),
-            dy,
-            x,
-            weight,
-            stats,
-            slope,
-            offset,
-            dy_step,
-            x_step,
-            n,
-            C=C,
-            CHUNK=wide.chunk,
-            ROWS=wide.rows,
-            SIDE=wide.side,
-            RMS=rms,
+            _layer_norm_bwd_rows_kernel, (cdiv(n, wide.rows),),
+            dy, x, weight, stats, slope, offset, dy_step, x_step, n,
+            C=C, CHUNK=wide.chunk, ROWS=wide.rows, SIDE=wide.side, RMS=rms,
             num_warps=wide.num_warps,
-        )
+        )  # fmt: skip
     partials = stats.new_empty((len(sums), plan.grid[0], C))
     launch(
-        _layer_norm_bwd_kernel,
-        plan.grid,
-        dy,
-        given,
-        x,
-        weight,
-        stats,
-        slope,
-        offset,
-        None if key is None else device_key(key, device),
-        dsum,
-        dx,
-        partials,
-        dy_step,
-        given_step,
-        x_step,
-        n,
-        *plan.places,
-        site,
-        threshold,
-        256.0 / (256 - threshold),
+        _layer_norm_bwd_kernel, plan.grid,
+        dy, given, x, weight, stats, slope, offset,
+        None if key is None else device_key(key, device), dsum, dx, partials, dy_step, given_step,
+        x_step, n, *plan.places, site, threshold, 256.0 / (256 - threshold),
         **plan.constants,
-    )
+    )  # fmt: skip
     launch(
-        _layer_norm_bwd_sum_kernel,
-        plan.sum_grid,
-        partials,
-        *sums,
-        *(None, None, None)[len(sums) :],
-        plan.grid[0],
-        C=C,
-        BLOCK_P=128,
-        BLOCK_C=16,
-        num_warps=4,
-    )
+        _layer_norm_bwd_sum_kernel, plan.sum_grid,
+        partials, *sums, *(None, None, None)[len(sums) :], plan.grid[0],
+        C=C, BLOCK_P=128, BLOCK_C=16, num_warps=4,
+    )  # fmt: skip
     return dsum, dx, dweight, dbias, dx_bias
 
 
@@ -785,15 +725,10 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """Every kernel, in the variants that GPT-2's shapes and options lead to."""
 
     def call(
-        C: int,
-        dtype: torch.dtype = torch.bfloat16,
-        x_dtype: torch.dtype | None = None,
-        residual: bool = False,
-        dropout: bool = False,
-        rms: bool = False,
-        sample_rows: int | None = None,
-        moved: tuple[int, int] = (0, 0),
-    ) -> Callable[[], Any]:
+        C: int, dtype: torch.dtype = torch.bfloat16, x_dtype: torch.dtype | None = None,
+        residual: bool = False, dropout: bool = False, rms: bool = False,
+        sample_rows: int | None = None, moved: tuple[int, int] = (0, 0),
+    ) -> Callable[[], Any]:  # fmt: skip
         """Forward and backward; residual: with x_bias."""
         narrow = x_dtype or dtype
         x, dy = (torch.empty((8, 1024, C), dtype=d, device="meta") for d in (narrow, dtype))
