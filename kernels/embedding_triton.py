@@ -44,26 +44,10 @@ _PROGRAMS_PER_SM = 20  # all resident: one warp each, at most 96 registers a thr
     do_not_specialize=["N", "T", "V", "first_position", "site", "threshold", "scale"],
 )
 def _embedding_fwd_kernel(
-    idx_ptr,
-    wte_ptr,
-    wpe_ptr,
-    x_ptr,
-    key_ptr,
-    N,
-    T,
-    V,
-    C,
-    stride_wte,
-    stride_wpe,
-    first_position,
-    site,
-    threshold,
-    scale,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    HAS_WPE: tl.constexpr,
+    idx_ptr, wte_ptr, wpe_ptr, x_ptr, key_ptr, N, T, V, C, stride_wte, stride_wpe, first_position,
+    site, threshold, scale, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, HAS_WPE: tl.constexpr,
     DROPOUT: tl.constexpr,
-):
+):  # fmt: skip
     blocks = tl.cdiv(C, BLOCK_C)
     block = tl.program_id(0) % blocks
     n = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
@@ -79,14 +63,9 @@ def _embedding_fwd_kernel(
         x += tl.load(row + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
         keep = keep_tile(
-            key_ptr,
-            (n // T)[:, None],
-            site * 65536,
-            n % T,
-            block * (BLOCK_C // 16),
-            threshold,
+            key_ptr, (n // T)[:, None], site * 65536, n % T, block * (BLOCK_C // 16), threshold,
             BLOCK_C,
-        )
+        )  # fmt: skip
         x = tl.where(keep, x * scale, 0.0)
     offset = n.to(tl.int64)[:, None] * C + cols[None, :]
     tl.store(x_ptr + offset, x.to(x_ptr.dtype.element_ty), mask=inside)
@@ -94,19 +73,9 @@ def _embedding_fwd_kernel(
 
 @triton.jit
 def _masked_rows(
-    dx_ptr,
-    key_ptr,
-    n,
-    inside,
-    block,
-    T,
-    C,
-    site,
-    threshold,
-    scale,
-    BLOCK_C: tl.constexpr,
+    dx_ptr, key_ptr, n, inside, block, T, C, site, threshold, scale, BLOCK_C: tl.constexpr,
     DROPOUT: tl.constexpr,
-):
+):  # fmt: skip
     """Rows n of dx under the mask, in fp32; 0 where not inside."""
     cols = block * BLOCK_C + tl.arange(0, BLOCK_C)
     offset = n.to(tl.int64)[:, None] * C + cols[None, :]
@@ -115,14 +84,9 @@ def _masked_rows(
     if DROPOUT:
         n = n.to(tl.int32)
         keep = keep_tile(
-            key_ptr,
-            (n // T)[:, None],
-            site * 65536,
-            n % T,
-            block * (BLOCK_C // 16),
-            threshold,
+            key_ptr, (n // T)[:, None], site * 65536, n % T, block * (BLOCK_C // 16), threshold,
             BLOCK_C,
-        )
+        )  # fmt: skip
         dx = tl.where(keep, dx * scale, 0.0)
     return dx
 
@@ -140,26 +104,10 @@ def _write_row(
 
 @triton.jit(do_not_specialize=["N", "T", "V", "site", "threshold", "scale"])
 def _embedding_bwd_tokens_kernel(
-    dx_ptr,
-    token_ptr,
-    order_ptr,
-    key_ptr,
-    dwte_ptr,
-    partial_ptr,
-    N,
-    T,
-    V,
-    C,
-    stride_dwte,
-    site,
-    threshold,
-    scale,
-    PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ADD: tl.constexpr,
-    DROPOUT: tl.constexpr,
-):
+    dx_ptr, token_ptr, order_ptr, key_ptr, dwte_ptr, partial_ptr, N, T, V, C, stride_dwte, site,
+    threshold, scale, PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    ADD: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(C, BLOCK_C)
     block = tl.program_id(0) % blocks
     first = tl.program_id(0) // blocks
@@ -204,18 +152,9 @@ def _embedding_bwd_tokens_kernel(
 
 @triton.jit(do_not_specialize=["N", "V"])
 def _embedding_bwd_runs_kernel(
-    token_ptr,
-    partial_ptr,
-    dwte_ptr,
-    N,
-    V,
-    C,
-    stride_dwte,
-    PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ADD: tl.constexpr,
-):
+    token_ptr, partial_ptr, dwte_ptr, N, V, C, stride_dwte, PIECE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     """The run that begins in this program's stretch and reaches beyond it, if there is one."""
     blocks = tl.cdiv(C, BLOCK_C)
     block = tl.program_id(0) % blocks
@@ -247,20 +186,9 @@ def _embedding_bwd_runs_kernel(
 
 @triton.jit(do_not_specialize=["B", "T", "first_position", "site", "threshold", "scale"])
 def _embedding_bwd_positions_kernel(
-    dx_ptr,
-    key_ptr,
-    dwpe_ptr,
-    B,
-    T,
-    C,
-    first_position,
-    site,
-    threshold,
-    scale,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    DROPOUT: tl.constexpr,
-):
+    dx_ptr, key_ptr, dwpe_ptr, B, T, C, first_position, site, threshold, scale, ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(C, BLOCK_C)
     block = tl.program_id(0) % blocks
     position = tl.program_id(0) // blocks

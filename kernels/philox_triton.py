@@ -73,19 +73,9 @@ def _keep_words(w0, w1, w2, w3, threshold, R: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _run_of_groups(
-    key_ptr,
-    cols,
-    heads,
-    rows,
-    first_sample,
-    first_head,
-    first_row,
-    n_groups,
-    site,
-    threshold,
-    GROUPS: tl.constexpr,
-    BY_16: tl.constexpr,
-):
+    key_ptr, cols, heads, rows, first_sample, first_head, first_row, n_groups, site, threshold,
+    GROUPS: tl.constexpr, BY_16: tl.constexpr,
+):  # fmt: skip
     """(offset, inside, keep), each [GROUPS, 16], of this program's groups."""
     per_row = tl.cdiv(cols, 16)
     # As wide as the number of groups: 64 bits only where 32 do not hold it.
@@ -120,36 +110,13 @@ def _run_of_groups(
 
 @triton.jit(do_not_specialize=[3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
 def _dropout_fwd_kernel(
-    x_ptr,
-    y_ptr,
-    key_ptr,
-    heads,
-    rows,
-    first_sample,
-    first_head,
-    first_row,
-    n_groups,
-    site,
-    threshold,
-    scale,
-    cols,
-    GROUPS: tl.constexpr,
-    BY_16: tl.constexpr,
-):
+    x_ptr, y_ptr, key_ptr, heads, rows, first_sample, first_head, first_row, n_groups, site,
+    threshold, scale, cols, GROUPS: tl.constexpr, BY_16: tl.constexpr,
+):  # fmt: skip
     offset, inside, keep = _run_of_groups(
-        key_ptr,
-        cols,
-        heads,
-        rows,
-        first_sample,
-        first_head,
-        first_row,
-        n_groups,
-        site,
-        threshold,
-        GROUPS,
-        BY_16,
-    )
+        key_ptr, cols, heads, rows, first_sample, first_head, first_row, n_groups, site, threshold,
+        GROUPS, BY_16,
+    )  # fmt: skip
     x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     y = tl.where(keep, x * scale, 0.0)
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -157,34 +124,13 @@ def _dropout_fwd_kernel(
 
 @triton.jit(do_not_specialize=[2, 3, 4, 5, 6, 7, 8, 9, 10])
 def _keep_mask_fwd_kernel(
-    keep_ptr,
-    key_ptr,
-    heads,
-    rows,
-    first_sample,
-    first_head,
-    first_row,
-    n_groups,
-    site,
-    threshold,
-    cols,
-    GROUPS: tl.constexpr,
-    BY_16: tl.constexpr,
-):
+    keep_ptr, key_ptr, heads, rows, first_sample, first_head, first_row, n_groups, site, threshold,
+    cols, GROUPS: tl.constexpr, BY_16: tl.constexpr,
+):  # fmt: skip
     offset, inside, keep = _run_of_groups(
-        key_ptr,
-        cols,
-        heads,
-        rows,
-        first_sample,
-        first_head,
-        first_row,
-        n_groups,
-        site,
-        threshold,
-        GROUPS,
-        BY_16,
-    )
+        key_ptr, cols, heads, rows, first_sample, first_head, first_row, n_groups, site, threshold,
+        GROUPS, BY_16,
+    )  # fmt: skip
     tl.store(keep_ptr + offset, keep, mask=inside)
 
 

@@ -65,16 +65,9 @@ def _gelu_grad(u, TANH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def _bias_gelu_fwd_kernel(
-    x_ptr,
-    bias_ptr,
-    y_ptr,
-    N,
-    C,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    TANH: tl.constexpr,
+    x_ptr, bias_ptr, y_ptr, N, C, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, TANH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):
+):  # fmt: skip
     blocks = tl.cdiv(C, BLOCK_C)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -88,19 +81,9 @@ def _bias_gelu_fwd_kernel(
 
 @triton.jit(do_not_specialize=["N", "rows_per_program"])
 def _bias_gelu_bwd_kernel(
-    dy_ptr,
-    x_ptr,
-    bias_ptr,
-    dx_ptr,
-    partial_ptr,
-    N,
-    C,
-    rows_per_program,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    TANH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, N, C, rows_per_program, ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr, TANH: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(C, BLOCK_C)
     part = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -43,18 +43,9 @@ def _power_of_two(top, LARGEST: tl.constexpr):
 
 @triton.jit
 def _round_rows_kernel(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    N,
-    K,
-    stride_row,
-    stride_col,
-    GROUP_TILES: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    x_ptr, codes_ptr, scales_ptr, N, K, stride_row, stride_col, GROUP_TILES: tl.constexpr,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1)
     cols = group * GROUP_TILES * COLS + tl.arange(0, COLS)
@@ -78,19 +69,9 @@ def _round_rows_kernel(
 
 @triton.jit
 def _round_all_kernel(
-    x_ptr,
-    scale_ptr,
-    codes_ptr,
-    flipped_ptr,
-    found_ptr,
-    N,
-    K,
-    stride_row,
-    stride_col,
-    FLIP: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, scale_ptr, codes_ptr, flipped_ptr, found_ptr, N, K, stride_row, stride_col,
+    FLIP: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     cols = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (rows < N)[:, None] & (cols < K)[None, :]
@@ -127,17 +108,8 @@ def _note_one(noted_ptr, words, found_ptr, n, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "words", "of_x", "of_weight", "of_dy"])
 def _note_kernel(
-    noted_ptr,
-    x_ptr,
-    weight_ptr,
-    dy_ptr,
-    first,
-    words,
-    of_x,
-    of_weight,
-    of_dy,
-    LANES: tl.constexpr,
-):
+    noted_ptr, x_ptr, weight_ptr, dy_ptr, first, words, of_x, of_weight, of_dy, LANES: tl.constexpr,
+):  # fmt: skip
     which = tl.program_id(0)
     noted_ptr += first + which
     if which == 0:
@@ -150,21 +122,9 @@ def _note_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _block_product_kernel(
-    a_ptr,
-    b_ptr,
-    a_scales_ptr,
-    b_scales_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    K,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BAND: tl.constexpr,
-):
+    a_ptr, b_ptr, a_scales_ptr, b_scales_ptr, bias_ptr, y_ptr, M, N, K, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
     # Bands of BAND rows of tiles, so that neighbouring programs share operands in the L2 cache.
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLS)
     band = tl.program_id(0) // (BAND * tiles_n)

@@ -130,19 +130,9 @@ def _masked_gradient(
 
 @triton.jit
 def write_gradient(
-    ptr,
-    out_ptr,
-    shift,
-    v,
-    width,
-    top,
-    factor,
-    spread,
-    target,
-    chosen,
-    U: tl.constexpr,
+    ptr, out_ptr, shift, v, width, top, factor, spread, target, chosen, U: tl.constexpr,
     W: tl.constexpr,
-):
+):  # fmt: skip
     """The gradient of the row, from its end to its start; chosen is that of the target.
 
     target: int32, as columns are: a comparison of 64 bits takes two instructions more."""
@@ -186,25 +176,10 @@ def rows_of(ptr, out_ptr, row, stride, out_stride, ALIGNED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy_kernel(
-    logits_ptr,
-    grad_ptr,
-    targets_ptr,
-    scale_ptr,
-    loss_ptr,
-    stride,
-    grad_stride,
-    scale_stride,
-    v,
-    width,
-    ignore_index,
-    label_smoothing,
-    z_loss,
-    GRAD: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    U: tl.constexpr,
-    W: tl.constexpr,
-):
+    logits_ptr, grad_ptr, targets_ptr, scale_ptr, loss_ptr, stride, grad_stride, scale_stride, v,
+    width, ignore_index, label_smoothing, z_loss, GRAD: tl.constexpr, SMOOTH: tl.constexpr,
+    ALIGNED: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     counts = target != ignore_index
@@ -227,19 +202,9 @@ def _cross_entropy_kernel(
             spread = label_smoothing / v
             chosen = (p - 1.0) + (extra * p + (label_smoothing - spread))
             write_gradient(
-                ptr,
-                out_ptr,
-                shift,
-                v,
-                width,
-                top,
-                scale * (1.0 + extra) / total,
-                scale * spread,
-                target.to(tl.int32),
-                scale * chosen,
-                U // 2,
-                W,
-            )
+                ptr, out_ptr, shift, v, width, top, scale * (1.0 + extra) / total, scale * spread,
+                target.to(tl.int32), scale * chosen, U // 2, W,
+            )  # fmt: skip
     else:
         tl.store(loss_ptr + row, tl.where(counts, float("nan"), 0.0))
         if GRAD:
@@ -248,18 +213,9 @@ def _cross_entropy_kernel(
 
 @triton.jit
 def _cross_entropy_bwd_kernel(
-    grad_ptr,
-    by_ptr,
-    out_ptr,
-    stride,
-    out_stride,
-    by_stride,
-    width,
-    INPLACE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    U: tl.constexpr,
-    W: tl.constexpr,
-):
+    grad_ptr, by_ptr, out_ptr, stride, out_stride, by_stride, width, INPLACE: tl.constexpr,
+    ALIGNED: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     by = tl.load(by_ptr + row * by_stride)
     if (by != 1.0) | (not INPLACE):
@@ -335,18 +291,9 @@ def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["ignore_index", "first"])
 def _cross_entropy_shard_kernel(
-    logits_ptr,
-    targets_ptr,
-    top_ptr,
-    total_ptr,
-    hit_ptr,
-    stride,
-    first,
-    v,
-    ignore_index,
-    U: tl.constexpr,
-    W: tl.constexpr,
-):
+    logits_ptr, targets_ptr, top_ptr, total_ptr, hit_ptr, stride, first, v, ignore_index,
+    U: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     if target != ignore_index:
@@ -366,24 +313,10 @@ def _cross_entropy_shard_kernel(
 
 @triton.jit(do_not_specialize=["ignore_index", "first"])
 def _cross_entropy_shard_grad_kernel(
-    logits_ptr,
-    grad_ptr,
-    targets_ptr,
-    lse_ptr,
-    scale_ptr,
-    stride,
-    grad_stride,
-    scale_stride,
-    first,
-    v,
-    width,
-    ignore_index,
-    z_loss,
-    INPLACE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    U: tl.constexpr,
+    logits_ptr, grad_ptr, targets_ptr, lse_ptr, scale_ptr, stride, grad_stride, scale_stride, first,
+    v, width, ignore_index, z_loss, INPLACE: tl.constexpr, ALIGNED: tl.constexpr, U: tl.constexpr,
     W: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     if target != ignore_index:

@@ -97,21 +97,9 @@ def row_means(a, b, C: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def drop(
-    value,
-    key_ptr,
-    site,
-    threshold,
-    scale,
-    rows,
-    first_row,
-    low,
-    high,
-    plane_rows,
-    heads,
-    first_col,
-    CHUNK: tl.constexpr,
-    SIDE: tl.constexpr,
-):
+    value, key_ptr, site, threshold, scale, rows, first_row, low, high, plane_rows, heads,
+    first_col, CHUNK: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
     """value [ROWS, CHUNK] under the mask; see [Note: mask in registers]. first_row None is 0, and
     costs no register: backward at C = 16384 has none left. So do low and high: Rng.moved."""
     ROWS: tl.constexpr = rows.shape[0]
@@ -145,33 +133,11 @@ UNSPECIALIZED = ("n", "plane_rows", "heads", "first_row", "low", "high", "site",
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _layer_norm_fwd_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    x_bias_ptr,
-    key_ptr,
-    total_ptr,
-    y_ptr,
-    stats_ptr,
-    stride_x_row,
-    stride_residual_row,
-    n,
-    plane_rows,
-    heads,
-    first_row,
-    low,
-    high,
-    site,
-    threshold,
-    scale,
-    eps,
-    C: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIDE: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, key_ptr, total_ptr, y_ptr, stats_ptr,
+    stride_x_row, stride_residual_row, n, plane_rows, heads, first_row, low, high, site, threshold,
+    scale, eps, C: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr,
     RMS: tl.constexpr,
-):
+):  # fmt: skip
     K: tl.constexpr = (C + CHUNK - 1) // CHUNK
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = (rows < n)[:, None]
@@ -189,21 +155,9 @@ def _layer_norm_fwd_kernel(
                 value += load_vector(x_bias_ptr, rows, cols, C, (k + 1) * CHUNK <= C)
             if key_ptr is not None:
                 value = drop(
-                    value,
-                    key_ptr,
-                    site,
-                    threshold,
-                    scale,
-                    rows,
-                    first_row,
-                    low,
-                    high,
-                    plane_rows,
-                    heads,
-                    k * CHUNK,
-                    CHUNK,
-                    SIDE,
-                )
+                    value, key_ptr, site, threshold, scale, rows, first_row, low, high, plane_rows,
+                    heads, k * CHUNK, CHUNK, SIDE,
+                )  # fmt: skip
             value = (added.to(tl.float32) + value).to(total_ptr.dtype.element_ty)
             store_rows(total_ptr, starts * C, cols, ok, value, C, (k + 1) * CHUNK <= C)
         values = values + (value.to(tl.float32),)
@@ -341,22 +295,10 @@ def layer_norm_fwd(
 
 @triton.jit
 def _bwd_rows(
-    dy_ptr,
-    given_ptr,
-    x_ptr,
-    stats_ptr,
-    stride_dy_row,
-    stride_given_row,
-    stride_x_row,
-    rows,
-    n,
-    first_col,
-    C: tl.constexpr,
-    CHUNK: tl.constexpr,
-    K: tl.constexpr,
-    WHOLE: tl.constexpr,
+    dy_ptr, given_ptr, x_ptr, stats_ptr, stride_dy_row, stride_given_row, stride_x_row, rows, n,
+    first_col, C: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
     RMS: tl.constexpr,
-):
+):  # fmt: skip
     """What backward reads of these rows, by chunks, in the types it is stored in."""
     inside = rows < n
     starts = rows.to(tl.int64)[:, None]
@@ -381,21 +323,9 @@ def _bwd_rows(
 
 @triton.jit(do_not_specialize=["n"])
 def _layer_norm_bwd_rows_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    stats_ptr,
-    slope_ptr,
-    offset_ptr,
-    stride_dy_row,
-    stride_x_row,
-    n,
-    C: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIDE: tl.constexpr,
-    RMS: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, stats_ptr, slope_ptr, offset_ptr, stride_dy_row, stride_x_row, n,
+    C: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, RMS: tl.constexpr,
+):  # fmt: skip
     """mean(g * n) and mean(g) of each row, for rows too wide for _layer_norm_bwd_kernel."""
     K: tl.constexpr = (C + CHUNK - 1) // CHUNK
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -427,38 +357,12 @@ def _layer_norm_bwd_rows_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _layer_norm_bwd_kernel(
-    dy_ptr,
-    given_ptr,
-    x_ptr,
-    weight_ptr,
-    stats_ptr,
-    slope_ptr,
-    offset_ptr,
-    key_ptr,
-    dsum_ptr,
-    dx_ptr,
-    partial_ptr,
-    stride_dy_row,
-    stride_given_row,
-    stride_x_row,
-    n,
-    plane_rows,
-    heads,
-    first_row,
-    low,
-    high,
-    site,
-    threshold,
-    scale,
-    C: tl.constexpr,
-    CHUNK: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIDE: tl.constexpr,
-    RMS: tl.constexpr,
-    DBIAS: tl.constexpr,
+    dy_ptr, given_ptr, x_ptr, weight_ptr, stats_ptr, slope_ptr, offset_ptr, key_ptr, dsum_ptr,
+    dx_ptr, partial_ptr, stride_dy_row, stride_given_row, stride_x_row, n, plane_rows, heads,
+    first_row, low, high, site, threshold, scale, C: tl.constexpr, CHUNK: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, RMS: tl.constexpr, DBIAS: tl.constexpr,
     DX_BIAS: tl.constexpr,
-):
+):  # fmt: skip
     first_col = tl.program_id(1) * (K * CHUNK)
     WHOLE: tl.constexpr = slope_ptr is None
     dweight, dbias, dx_bias = (), (), ()
@@ -470,41 +374,15 @@ def _layer_norm_bwd_kernel(
     step = tl.num_programs(0) * ROWS
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dys, given, xs, mean, rstd = _bwd_rows(
-        dy_ptr,
-        given_ptr,
-        x_ptr,
-        stats_ptr,
-        stride_dy_row,
-        stride_given_row,
-        stride_x_row,
-        rows,
-        n,
-        first_col,
-        C,
-        CHUNK,
-        K,
-        WHOLE,
-        RMS,
-    )
+        dy_ptr, given_ptr, x_ptr, stats_ptr, stride_dy_row, stride_given_row, stride_x_row, rows, n,
+        first_col, C, CHUNK, K, WHOLE, RMS,
+    )  # fmt: skip
     for first in range(tl.program_id(0) * ROWS, n, step):
         rows = first + tl.arange(0, ROWS)
         next_dys, next_given, next_xs, next_mean, next_rstd = _bwd_rows(
-            dy_ptr,
-            given_ptr,
-            x_ptr,
-            stats_ptr,
-            stride_dy_row,
-            stride_given_row,
-            stride_x_row,
-            rows + step,
-            n,
-            first_col,
-            C,
-            CHUNK,
-            K,
-            WHOLE,
-            RMS,
-        )
+            dy_ptr, given_ptr, x_ptr, stats_ptr, stride_dy_row, stride_given_row, stride_x_row,
+            rows + step, n, first_col, C, CHUNK, K, WHOLE, RMS,
+        )  # fmt: skip
         ok = (rows < n)[:, None]
         starts = rows.to(tl.int64)[:, None]
         slope = tl.zeros([ROWS, CHUNK], tl.float32)
@@ -547,21 +425,9 @@ def _layer_norm_bwd_kernel(
             store_rows(dsum_ptr, starts * C, cols, ok, d, C, WHOLE and (k + 1) * CHUNK <= C)
             if key_ptr is not None:
                 d = drop(
-                    d,
-                    key_ptr,
-                    site,
-                    threshold,
-                    scale,
-                    rows,
-                    first_row,
-                    low,
-                    high,
-                    plane_rows,
-                    heads,
-                    first_col + k * CHUNK,
-                    CHUNK,
-                    SIDE,
-                )
+                    d, key_ptr, site, threshold, scale, rows, first_row, low, high, plane_rows,
+                    heads, first_col + k * CHUNK, CHUNK, SIDE,
+                )  # fmt: skip
             if dx_ptr is not None:
                 store_rows(dx_ptr, starts * C, cols, ok, d, C, WHOLE and (k + 1) * CHUNK <= C)
             if DX_BIAS:
@@ -584,15 +450,9 @@ def _layer_norm_bwd_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def _layer_norm_bwd_sum_kernel(
-    partial_ptr,
-    first_ptr,
-    second_ptr,
-    third_ptr,
-    programs,
-    C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    partial_ptr, first_ptr, second_ptr, third_ptr, programs, C: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):
+):  # fmt: skip
     """Sums of the programs' partials, in an order that C and their number fix."""
     which = tl.program_id(1)
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
