@@ -522,7 +522,6 @@ _adamw_step = define_op(
     "bool maximize, bool zero_grad, int seed, int threads) -> ()",
     _run,
     lambda *args: None,
-    ("CPU", "CUDA"),
 )
 
 

@@ -27,13 +27,9 @@ from fastpar.kernels.op import define_op
 
 
 def _copy(
-    op: str,
-    to: list[Tensor],
-    source: list[Tensor],
-    to_offsets: list[int],
-    offsets: list[int],
+    op: str, to: list[Tensor], source: list[Tensor], to_offsets: list[int], offsets: list[int],
     *how: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Runs the compiled copy; a list with offsets is one buffer. how: add, scale, its tensor."""
     x, arguments = to[0], (op, to, source, to_offsets, offsets, *how)
     if use_cuda(op, x):
@@ -131,30 +127,25 @@ def _sum_shards(
     _bump([out] if bins is None else [out, bins])
 
 
-_DEVICES = ("CPU", "CUDA")
 _pack_op = define_op(
     "pack_(Tensor(a!) flat, Tensor[] tensors, int[] offsets, float scale, Tensor? at) -> ()",
     _pack,
     lambda *args: None,
-    _DEVICES,
 )
 _unpack_op = define_op(
     "unpack_(Tensor(a!)[] tensors, Tensor flat, int[] offsets, float scale, Tensor? at) -> ()",
     _unpack,
     lambda *args: None,
-    _DEVICES,
 )
 _accumulate_op = define_op(
     "accumulate_(Tensor(a!)[] totals, Tensor[] values, float scale, Tensor? at) -> ()",
     _accumulate,
     lambda *args: None,
-    _DEVICES,
 )
 _sum_shards_op = define_op(
     "sum_shards(Tensor[] shards, Tensor(a!) out, float scale, Tensor? at, Tensor(b!)? bins) -> ()",
     _sum_shards,
     lambda *args: None,
-    _DEVICES,
 )
 
 

@@ -104,7 +104,6 @@ def _sum_by_position(dx: Tensor, T: int, positions: int, first_position: int) ->
 
 
 def _masked(dx: Tensor, key: Tensor | None, site: int, threshold: int) -> Tensor:
-    dx = dx.contiguous()
     if key is None:
         return dx
     return dropout_block(dx, key, site, threshold, mask_shape(dx.shape))
@@ -115,17 +114,16 @@ def embedding_bwd(
     positions: int, first_position: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dwte [rows, C] and dwpe [positions, C]; either is [0, C] when its size is given as 0."""
-    C = dx.shape[-1]
+    dx, mask, places = dx.contiguous(), (key, site, threshold), (positions, first_position)
     if use_triton("embedding", dx):
-        embedding_triton = triton_module("embedding_triton")
-        dx, mask = dx.contiguous(), (key, site, threshold)
-        dwte = dx.new_zeros(rows, C)
+        kernels = triton_module("embedding_triton")
+        dwte = dx.new_zeros(rows, dx.shape[-1])
         if rows:
-            embedding_triton.embedding_bwd_wte(dx, idx, *mask, dwte, add=False)
-        return dwte, embedding_triton.embedding_bwd_wpe(dx, idx, *mask, positions, first_position)
-    dx = _masked(dx, key, site, threshold)
-    dwte = _sum_by_token(dx, idx, rows) if rows else dx.new_empty(0, C)
-    return dwte, _sum_by_position(dx, idx.shape[1], positions, first_position)
+            kernels.embedding_bwd_wte(dx, idx, *mask, dwte, add=False)
+        return dwte, kernels.embedding_bwd_wpe(dx, idx, *mask, *places)
+    dx = _masked(dx, *mask)
+    dwte = _sum_by_token(dx, idx, rows) if rows else dx.new_empty(0, dx.shape[-1])
+    return dwte, _sum_by_position(dx, idx.shape[1], *places)
 
 
 def embedding_bwd_(
@@ -133,14 +131,14 @@ def embedding_bwd_(
     positions: int, first_position: int,
 ) -> Tensor:  # fmt: skip
     """Adds dwte to wte_grad and returns dwpe as embedding_bwd."""
+    dx, mask, places = dx.contiguous(), (key, site, threshold), (positions, first_position)
     if use_triton("embedding", dx):
-        embedding_triton = triton_module("embedding_triton")
-        dx, mask = dx.contiguous(), (key, site, threshold)
-        embedding_triton.embedding_bwd_wte(dx, idx, *mask, wte_grad, add=True)
-        return embedding_triton.embedding_bwd_wpe(dx, idx, *mask, positions, first_position)
-    dx = _masked(dx, key, site, threshold)
+        kernels = triton_module("embedding_triton")
+        kernels.embedding_bwd_wte(dx, idx, *mask, wte_grad, add=True)
+        return kernels.embedding_bwd_wpe(dx, idx, *mask, *places)
+    dx = _masked(dx, *mask)
     _add_by_token(dx, idx, wte_grad)
-    return _sum_by_position(dx, idx.shape[1], positions, first_position)
+    return _sum_by_position(dx, idx.shape[1], *places)
 
 
 def _fake(idx, wte, wpe, first_position, key, site, threshold, wte_grad=None):
@@ -160,21 +158,18 @@ _embedding = define_op(
     "SymInt site, int threshold, Tensor? wte_grad) -> Tensor",
     embedding_fwd,
     _fake,
-    ("CPU", "CUDA"),
 )
 _embedding_bwd = define_op(
     "embedding_bwd(Tensor dx, Tensor idx, Tensor? key, SymInt site, int threshold, SymInt rows, "
     "SymInt positions, SymInt first_position) -> (Tensor, Tensor)",
     embedding_bwd,
     _bwd_fake,
-    ("CPU", "CUDA"),
 )
 _embedding_bwd_ = define_op(
     "embedding_bwd_(Tensor(a!) wte_grad, Tensor dx, Tensor idx, Tensor? key, SymInt site, "
     "int threshold, SymInt positions, SymInt first_position) -> Tensor",
     embedding_bwd_,
     _add_fake,
-    ("CPU", "CUDA"),
 )
 
 
@@ -202,8 +197,7 @@ def _backward(ctx, dx):
     else:
         dwte, dwpe = _embedding_bwd(dx, idx, *mask, ctx.rows, *places)
         dwte = dwte if ctx.rows else None
-    none = (None,) * 5
-    return None, dwte, dwpe if ctx.positions else None, *none
+    return None, dwte, dwpe if ctx.positions else None, *[None] * 5
 
 
 define_autograd(_embedding, _setup_context, _backward)

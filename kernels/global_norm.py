@@ -45,13 +45,9 @@ def _partials(tensors: list[Tensor], counted: list[bool]) -> tuple[Tensor, int]:
 
 
 def _finish(
-    rows: Tensor,
-    count: int,
-    clip: tuple[float, float, float],
-    loss_scale_at: Tensor | None,
-    bins: Tensor | None,
-    result: Tensor | None,
-) -> None:
+    rows: Tensor, count: int, clip: tuple[float, float, float], loss_scale_at: Tensor | None,
+    bins: Tensor | None, result: Tensor | None,
+) -> None:  # fmt: skip
     tensors = (loss_scale_at, bins, result)
     backend.cuda_kernels.norm_finish_cuda(rows, count, *clip, *tensors, backend.cuda_stream(rows))
 
@@ -138,13 +134,9 @@ def _norm_from_bins(
 
 
 def _global_norm(
-    tensors: list[Tensor],
-    counted: list[bool],
-    max_norm: float,
-    eps: float,
-    loss_scale: float,
+    tensors: list[Tensor], counted: list[bool], max_norm: float, eps: float, loss_scale: float,
     loss_scale_at: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     clip = (max_norm, eps, loss_scale)
     if not use_cuda("global_norm", tensors[0]):
         return _norm_from_bins(_norm_bins(tensors, counted), *clip, loss_scale_at)
@@ -154,26 +146,22 @@ def _global_norm(
     return result
 
 
-_DEVICES = ("CPU", "CUDA")
 _norm_bins_op = define_op(
     "norm_bins(Tensor[] tensors, bool[] counted) -> Tensor",
     _norm_bins,
     lambda tensors, counted: tensors[0].new_empty(NORM_WORDS, dtype=torch.int64),
-    _DEVICES,
 )
 _norm_from_bins_op = define_op(
     "norm_from_bins(Tensor bins, float max_norm, float eps, float loss_scale, "
     "Tensor? loss_scale_at) -> Tensor",
     _norm_from_bins,
     lambda bins, *args: bins.new_empty(3, dtype=torch.float32),
-    _DEVICES,
 )
 _global_norm_op = define_op(
     "global_norm(Tensor[] tensors, bool[] counted, float max_norm, float eps, float loss_scale, "
     "Tensor? loss_scale_at) -> Tensor",
     _global_norm,
     lambda tensors, *args: tensors[0].new_empty(3, dtype=torch.float32),
-    _DEVICES,
 )
 
 
@@ -206,12 +194,9 @@ def _checked(
 
 
 def _clip(
-    op: str,
-    max_norm: float | None,
-    loss_scale: float | Tensor | None,
-    eps: float,
+    op: str, max_norm: float | None, loss_scale: float | Tensor | None, eps: float,
     device: torch.device,
-) -> tuple[float, float, float, Tensor | None]:
+) -> tuple[float, float, float, Tensor | None]:  # fmt: skip
     """(max_norm or -1, eps, loss scale by value, the tensor to read it from instead)"""
     if max_norm is not None and not max_norm > 0:
         raise ValueError(
@@ -313,12 +298,9 @@ def norm_bins(
 
 @torch.no_grad()
 def norm_from_bins(
-    bins: Tensor,
-    *,
-    max_norm: float | None = None,
-    loss_scale: float | Tensor | None = None,
+    bins: Tensor, *, max_norm: float | None = None, loss_scale: float | Tensor | None = None,
     eps: float = 1e-6,
-) -> GlobalNorm:
+) -> GlobalNorm:  # fmt: skip
     """global_norm's result, from the bins of norm_bins or from sums of such bins.
 
     Args:

@@ -26,8 +26,6 @@ from fastpar.kernels.choice import is_proven, is_real
 from fastpar.kernels.linear import add_matmul_, matmul
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 
-_DEVICES = ("CPU", "CUDA")
-
 
 def use_grouped(x: Tensor, weight: Tensor, counts: Tensor) -> bool:
     """Whether torch's grouped product serves tensors like these."""
@@ -129,14 +127,12 @@ _grouped_linear = define_op(
     "grouped_linear(Tensor x, Tensor weight, Tensor? bias, Tensor counts) -> Tensor",
     grouped_linear_fwd,
     lambda x, weight, bias, counts: x.new_empty(x.shape[0], weight.shape[1]),
-    _DEVICES,
 )
 _grouped_linear_bwd = define_op(
     "grouped_linear_bwd(Tensor dy, Tensor x, Tensor weight, Tensor counts, bool[] need, bool apart)"
     " -> (Tensor, Tensor, Tensor)",
     grouped_linear_bwd,
     _bwd_fake,
-    _DEVICES,
 )
 
 

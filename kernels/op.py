@@ -178,13 +178,9 @@ def look_at(args: tuple) -> int:
 _look_at = look_at
 if _C is not None:
     _C.prepare_eager(
-        Tensor,
-        Parameter,
-        _has_storage,
-        torch._C._functorch.peek_interpreter_stack,
-        torch._C._len_torch_dispatch_stack,
-        torch._C._len_torch_function_stack,
-    )
+        Tensor, Parameter, _has_storage, torch._C._functorch.peek_interpreter_stack,
+        torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack,
+    )  # fmt: skip
     _look_at = _C.look_at
 
 
@@ -238,15 +234,15 @@ def check_eps(op: str, eps: float) -> None:
 
 
 def define_op(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any], devices: Sequence[str]
-) -> Op:
-    """The op fastpar::<schema> that calls `run` on tensors of these devices ("CPU", "CUDA").
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any],
+    devices: Sequence[str] = ("CPU", "CUDA"),
+) -> Op:  # fmt: skip
+    """The op fastpar::<schema> that calls `run` on tensors of these devices.
 
     `run` returns new tensors, never its inputs. See [Note: eager calls]. Of several, it may leave
     out those that are empty (None): complete() makes them for the dispatcher's callers.
     """
     name = schema.split("(")[0]
-
     _library.define(schema)
     op = Op(getattr(torch.ops.fastpar, name).default, run, fake)
     for device in devices:
@@ -256,12 +252,9 @@ def define_op(
 
 
 def define_autograd(
-    op: Op,
-    setup_context: Callable[..., None],
-    backward: Callable[..., Any],
-    *,
+    op: Op, setup_context: Callable[..., None], backward: Callable[..., Any], *,
     by_products: int = 0,
-) -> None:
+) -> None:  # fmt: skip
     """Gradients of op: setup_context(ctx, inputs, output) and backward(ctx, *grads).
 
     backward is not called where no output has a gradient; of several, some may be None.

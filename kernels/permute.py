@@ -21,8 +21,6 @@ from torch import Tensor
 from fastpar.kernels.backend import wide
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 
-_DEVICES = ("CPU", "CUDA")
-
 
 def _places(order: Tensor, slots: int) -> Tensor:
     """The row of each slot; len(order) where it was dropped."""
@@ -109,26 +107,22 @@ _permute = define_op(
     "permute(Tensor x, Tensor experts, int n_expert, SymInt? capacity) -> (Tensor, Tensor, Tensor)",
     permute_fwd,
     _permute_fake,
-    _DEVICES,
 )
 _permute_bwd = define_op(
     "permute_bwd(Tensor drows, Tensor order, SymInt n, int k) -> Tensor",
     permute_bwd,
     lambda drows, order, n, k: drows.new_empty(n, drows.shape[1]),
-    _DEVICES,
 )
 _combine = define_op(
     "combine(Tensor rows, Tensor weights, Tensor order) -> Tensor",
     combine_fwd,
     lambda rows, weights, order: rows.new_empty(weights.shape[0], rows.shape[1]),
-    _DEVICES,
 )
 _combine_bwd = define_op(
     "combine_bwd(Tensor dy, Tensor rows, Tensor weights, Tensor order, bool need_rows, "
     "bool need_weights) -> (Tensor, Tensor)",
     combine_bwd,
     _combine_bwd_fake,
-    _DEVICES,
 )
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import use_cpp, use_triton
+from fastpar.kernels.backend import triton_module, use_cpp, use_triton
 from fastpar.kernels.op import check_float, define_autograd, define_op
 
 MAX_SITES = 1 << 15
@@ -269,25 +269,25 @@ def mask_parts(
     return parts
 
 
+def _block_for_cpp(key: Tensor, site: int, threshold: int, at: MaskBlock) -> tuple[int, ...]:
+    seed, first_sample = key.tolist()
+    place = (*at[:4], at.first_head, at.first_row)
+    return seed, first_sample + at.first_sample, site, threshold, *place, torch.get_num_threads()
+
+
 def dropout_block(
     x: Tensor, key: Tensor, site: int, threshold: int, at: MaskBlock, out: Tensor | None = None
 ) -> Tensor:
     """A block of x, contiguous, under its part of the mask. No autograd; out may be x."""
     if use_triton("dropout", x):
-        from fastpar.kernels import philox_triton
-
-        return philox_triton.dropout_fwd(x, key, site, threshold, at, out)
+        return triton_module("philox_triton").dropout_fwd(x, key, site, threshold, at, out)
     if not use_cpp("dropout", x):
         keep = _keep_torch(key, site, threshold, at, x.device).view(x.shape)
         scaled = torch.where(keep, x * (256.0 / (256 - threshold)), 0.0)
         return scaled if out is None else out.copy_(scaled)
     y = torch.empty_like(x) if out is None else out
     if x.numel():
-        seed, first_sample = key.tolist()
-        _C.dropout(
-            x, y, seed, first_sample + at.first_sample, site, threshold, *at[:4], at.first_head,
-            at.first_row, torch.get_num_threads(),
-        )  # fmt: skip
+        _C.dropout(x, y, *_block_for_cpp(key, site, threshold, at))
     return y
 
 
@@ -315,7 +315,6 @@ _dropout = define_op(
     " -> Tensor",
     _dropout_run,
     _dropout_fake,
-    ("CPU", "CUDA"),
 )
 
 
@@ -337,18 +336,12 @@ def _keep_block(
     """bool [samples, heads, rows, cols]"""
     like = torch.empty(0, dtype=torch.float32, device=device)
     if use_triton("keep_mask", like):
-        from fastpar.kernels import philox_triton
-
-        return philox_triton.keep_mask_fwd(key, site, threshold, at, like.device)
+        return triton_module("philox_triton").keep_mask_fwd(key, site, threshold, at, like.device)
     if not use_cpp("keep_mask", like):
         return _keep_torch(key, site, threshold, at, device)
     keep = torch.empty(at[:4], dtype=torch.bool, device=device)
     if keep.numel():
-        seed, first_sample = key.tolist()
-        _C.keep_mask(
-            keep, seed, first_sample + at.first_sample, site, threshold, *at[:4], at.first_head,
-            at.first_row, torch.get_num_threads(),
-        )  # fmt: skip
+        _C.keep_mask(keep, *_block_for_cpp(key, site, threshold, at))
     return keep
 
 
@@ -378,7 +371,6 @@ _keep_mask = define_op(
     "SymInt[] shape, Device device) -> Tensor",
     _keep_mask_run,
     _keep_mask_fake,
-    ("CPU", "CUDA"),
 )
 
 

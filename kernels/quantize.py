@@ -110,33 +110,28 @@ def _dequantize_fake(codes: Tensor, scales: Tensor, dtype: int, block: int) -> T
     return torch.empty(codes.shape, dtype=tuple(DTYPE_CODES)[dtype], device=codes.device)
 
 
-_DEVICES = ("CPU", "CUDA")
 _quantize_op = define_op(
     "quantize_blockwise(Tensor x, int bits, int block, int? seed, int first_index) "
     "-> (Tensor, Tensor)",
     lambda x, *args: _quantize(x, None, *args),
     lambda x, bits, block, *args: _outputs(x, block),
-    _DEVICES,
 )
 _feedback_op = define_op(
     "quantize_blockwise_feedback(Tensor x, Tensor(a!) error, int bits, int block, int? seed, "
     "int first_index) -> (Tensor, Tensor)",
     _quantize,
     lambda x, error, bits, block, *args: _outputs(x, block),
-    _DEVICES,
 )
 _in_place_op = define_op(
     "quantize_blockwise_in_place(Tensor(a!) x, int bits, int block, int? seed, int first_index) "
     "-> (Tensor, Tensor)",
     lambda x, *args: _quantize(x, x, *args),
     lambda x, bits, block, *args: _outputs(x, block),
-    _DEVICES,
 )
 _dequantize_op = define_op(
     "dequantize_blockwise(Tensor codes, Tensor scales, int dtype, int block) -> Tensor",
     _dequantize,
     _dequantize_fake,
-    _DEVICES,
 )
 
 

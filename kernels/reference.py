@@ -48,10 +48,8 @@ def permute_ref(
     """Rows of x, expert by expert, those of the first `capacity` slots."""
     flat = experts.flatten()
     slots = [(flat == e).nonzero().flatten()[:capacity] for e in range(n_expert)]
-    order, counts = (
-        torch.cat(slots),
-        torch.tensor([len(s) for s in slots], dtype=torch.int64, device="cpu"),
-    )
+    order = torch.cat(slots)
+    counts = torch.tensor([len(s) for s in slots], dtype=torch.int64, device="cpu")
     return x.repeat_interleave(experts.shape[1], 0)[order], order, counts
 
 
@@ -71,15 +69,9 @@ def grouped_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None, counts: T
 
 
 def cross_entropy_ref(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    vocab_size: int | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> Tensor:
+    logits: Tensor, targets: Tensor, *, vocab_size: int | None = None, ignore_index: int = -100,
+    reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
+) -> Tensor:  # fmt: skip
     """-sum of log softmax(logits[..., :vocab_size]) over the smoothed targets, + z * lse^2."""
     logits = logits[..., :vocab_size].flatten(0, -2)  # [N, V]
     shape, targets = targets.shape, targets.reshape(-1)
@@ -103,13 +95,9 @@ def linear_cross_entropy_ref(x: Tensor, weight: Tensor, targets: Tensor, **kwarg
 
 
 def cross_entropy_shard_ref(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    first: int = 0,
-    vocab_size: int | None = None,
+    logits: Tensor, targets: Tensor, *, first: int = 0, vocab_size: int | None = None,
     ignore_index: int = -100,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Max, sum of exp(logits - max), target's logit (0 if elsewhere); 0, 1, 0 if ignored."""
     targets = targets.reshape(-1)
     classes = first + torch.arange(logits.shape[-1], device=logits.device)
@@ -120,24 +108,15 @@ def cross_entropy_shard_ref(
     hit = (classes == targets[:, None]) & real
     target_logit = torch.where(hit, rows, 0.0).sum(-1)
     valid = targets != ignore_index
-    return (
-        torch.where(valid, top, 0.0),
-        torch.where(valid, total, 1.0),
-        torch.where(valid, target_logit, 0.0),
-    )
+    parts = ((top, 0.0), (total, 1.0), (target_logit, 0.0))
+    top, total, target_logit = (torch.where(valid, x, otherwise) for x, otherwise in parts)
+    return top, total, target_logit
 
 
 def cross_entropy_shard_grad_ref(
-    logits: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    *,
-    first: int = 0,
-    vocab_size: int | None = None,
-    ignore_index: int = -100,
-    z_loss: float = 0.0,
-) -> Tensor:
+    logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, *, first: int = 0,
+    vocab_size: int | None = None, ignore_index: int = -100, z_loss: float = 0.0,
+) -> Tensor:  # fmt: skip
     """scale * (softmax * (1 + 2 * z * lse) - onehot) in the classes from `first` on."""
     targets = targets.reshape(-1, 1)
     classes = first + torch.arange(logits.shape[-1], device=logits.device)
@@ -149,21 +128,10 @@ def cross_entropy_shard_grad_ref(
 
 
 def adamw_step_ref(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float = 1.0,
-    maximize: bool = False,
-    max_exp_avg_sqs: list[Tensor] | None = None,
-) -> None:
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], *,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
+    grad_scale: float = 1.0, maximize: bool = False, max_exp_avg_sqs: list[Tensor] | None = None,
+) -> None:  # fmt: skip
     """One AdamW step in place, as in the paper: decay, moments, corrected update.
 
     max_exp_avg_sqs: largest second moments so far, which take their place (amsgrad).
@@ -204,9 +172,8 @@ def _keep_ref(seed: int, first_sample: int, site: int, p: float, shape: tuple[in
                     words = philox_ref((group, r, site * 2**16 + h, sample % 2**32), key)
                     row += (word // 256**i % 256 for word in words for i in range(4))
                 drawn.append(row[:C])
-    return (torch.tensor(drawn, dtype=torch.int64, device="cpu") >= min(255, round(256 * p))).view(
-        shape
-    )
+    bytes_of_x = torch.tensor(drawn, dtype=torch.int64, device="cpu")
+    return (bytes_of_x >= min(255, round(256 * p))).view(shape)
 
 
 def keep_mask_ref(rng: tuple, p: float, shape: tuple[int, ...]) -> Tensor:
@@ -226,45 +193,27 @@ def keep_mask_ref(rng: tuple, p: float, shape: tuple[int, ...]) -> Tensor:
     return _keep_ref(seed, first_sample, site, p, tuple(shape))
 
 
-def dropout_ref(x: Tensor, p: float, rng: tuple) -> Tensor:
+def dropout_ref(x: Tensor, p: float, rng: tuple | None) -> Tensor:
     """x where kept, over the probability of being kept (which is a multiple of 1/256)."""
     if p == 0:
         return x
+    assert rng is not None
     scale = 256 / (256 - min(255, round(256 * p)))
     return x * keep_mask_ref(rng, p, tuple(x.shape)).to(x) * scale
 
 
 def attention_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: tuple | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, softmax_scale: float | None = None,
+    dropout_p: float = 0.0, rng: tuple | None = None, cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """All scores at once; queries that see no key give 0. Documents one after another."""
     if cu_seqlens is not None:
         outputs = []
         for i, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist())):
-            sample = (
-                None
-                if rng is None
-                else (
-                    rng[0].cpu() + torch.tensor([0, i], dtype=torch.int64, device="cpu"),
-                    *rng[1:],
-                )
-            )
-            o = attention_ref(
-                *(x[None, start:end] for x in (q, k, v)),
-                causal=causal,
-                softmax_scale=softmax_scale,
-                dropout_p=dropout_p,
-                rng=sample,
-            )
-            outputs.append(o[0])
+            document = torch.tensor([0, i], dtype=torch.int64, device="cpu")
+            options = {"causal": causal, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
+            options["rng"] = None if rng is None else (rng[0].cpu() + document, *rng[1:])
+            outputs.append(attention_ref(*(x[None, start:end] for x in (q, k, v)), **options)[0])
         return torch.cat(outputs)
     T, H, D = q.shape[1:]
     Tk = k.shape[1]
@@ -278,10 +227,7 @@ def attention_ref(
         probs = torch.softmax(scores, -1) * sighted
     else:
         probs = torch.softmax(scores, -1)
-    if dropout_p > 0:
-        assert rng is not None
-        probs = dropout_ref(probs, dropout_p, rng)
-    return torch.einsum("bhij,bjhd->bihd", probs, v)
+    return torch.einsum("bhij,bjhd->bihd", dropout_ref(probs, dropout_p, rng), v)
 
 
 def layer_norm_ref(
@@ -299,61 +245,35 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def residual_layer_norm_ref(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    x_bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng: tuple | None = None,
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    x_bias: Tensor | None = None, dropout_p: float = 0.0, rng: tuple | None = None,
     eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One step after another."""
     x = x if x_bias is None else (x + x_bias).to(x.dtype)
-    if dropout_p > 0:
-        assert rng is not None
-        x = dropout_ref(x, dropout_p, rng)
-    residual_out = residual + x
+    residual_out = residual + dropout_ref(x, dropout_p, rng)
     return layer_norm_ref(residual_out, weight, bias, eps), residual_out
 
 
 def residual_rms_norm_ref(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    *,
-    x_bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng: tuple | None = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, *, x_bias: Tensor | None = None,
+    dropout_p: float = 0.0, rng: tuple | None = None, eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One step after another."""
     x = x if x_bias is None else (x + x_bias).to(x.dtype)
-    if dropout_p > 0:
-        assert rng is not None
-        x = dropout_ref(x, dropout_p, rng)
-    residual_out = residual + x
+    residual_out = residual + dropout_ref(x, dropout_p, rng)
     return rms_norm_ref(residual_out, weight, eps), residual_out
 
 
 def embedding_ref(
-    idx: Tensor,
-    wte: Tensor,
-    wpe: Tensor | None = None,
-    *,
-    first_position: int = 0,
-    dropout_p: float = 0.0,
-    rng: tuple | None = None,
-) -> Tensor:
+    idx: Tensor, wte: Tensor, wpe: Tensor | None = None, *, first_position: int = 0,
+    dropout_p: float = 0.0, rng: tuple | None = None,
+) -> Tensor:  # fmt: skip
     """Rows picked by advanced indexing."""
     x = wte[idx.long()]
     if wpe is not None:
         x = x + wpe[first_position : first_position + idx.shape[1]]
-    if dropout_p > 0:
-        assert rng is not None
-        x = dropout_ref(x, dropout_p, rng)
-    return x
+    return dropout_ref(x, dropout_p, rng)
 
 
 def pack_ref(
@@ -458,14 +378,9 @@ def _random_bits_ref(seed: int, index: Tensor) -> Tensor:
 
 
 def quantize_blockwise_ref(
-    x: Tensor,
-    *,
-    bits: int = 8,
-    block: int = 256,
-    seed: int | None = None,
-    first_index: int = 0,
+    x: Tensor, *, bits: int = 8, block: int = 256, seed: int | None = None, first_index: int = 0,
     error: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """codes and scales of an fp32 x, block by block; error is updated."""
     largest = torch.tensor(2.0 ** (bits - 1) - 1, dtype=torch.float32, device="cpu")
     codes, scales = torch.zeros(x.numel(), dtype=torch.int8, device="cpu"), []
@@ -502,6 +417,5 @@ def quantize_blockwise_ref(
 
 def dequantize_blockwise_ref(codes: Tensor, scales: Tensor, *, block: int = 256) -> Tensor:
     """codes * scales of their blocks, in the dtype of scales."""
-    return (
-        codes.flatten().to(scales.dtype) * scales.repeat_interleave(block)[: codes.numel()]
-    ).view(codes.shape)
+    each = scales.repeat_interleave(block)[: codes.numel()]
+    return (codes.flatten().to(scales.dtype) * each).view(codes.shape)

@@ -18,8 +18,6 @@ from torch import Tensor
 from fastpar.kernels.backend import wide
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
 
-_DEVICES = ("CPU", "CUDA")
-
 
 def _weights(logits: Tensor, experts: Tensor) -> Tensor:
     if experts.shape[1] > 1:
@@ -58,13 +56,12 @@ def _fake(logits, k, bias):
 
 
 _route = define_op(
-    "route(Tensor logits, int k, Tensor? bias) -> (Tensor, Tensor)", route_fwd, _fake, _DEVICES
+    "route(Tensor logits, int k, Tensor? bias) -> (Tensor, Tensor)", route_fwd, _fake
 )
 _route_bwd = define_op(
     "route_bwd(Tensor dweights, Tensor logits, Tensor experts) -> Tensor",
     route_bwd,
     lambda dweights, logits, experts: torch.empty_like(logits),
-    _DEVICES,
 )
 
 

@@ -113,7 +113,6 @@ _attention_bits = define_op(
     "Device device) -> Tensor",
     _bits_run,
     _bits_fake,
-    ("CPU", "CUDA"),
 )
 
 
@@ -281,7 +280,6 @@ _attention = define_op(
     "SymInt? first_row=None) -> (Tensor, Tensor)",
     _attention_run,
     _fake,
-    ("CPU", "CUDA"),
 )
 _attention_bwd = define_op(
     "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? o, Tensor stats, "
@@ -289,7 +287,6 @@ _attention_bwd = define_op(
     "Tensor? bits=None, SymInt? first_row=None) -> (Tensor, Tensor, Tensor)",
     _attention_bwd_run,
     _bwd_fake,
-    ("CPU", "CUDA"),
 )
 
 

@@ -74,24 +74,9 @@ def _bias_gelu_cpp(x: Tensor, bias: Tensor | None) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
     if x.numel():
-        b = _float_bias(bias)
         c = x.shape[-1] if x.dim() else 1
-        _C.bias_gelu_fwd(x, b, y, c, torch.get_num_threads())
+        _C.bias_gelu_fwd(x, _float_bias(bias), y, c, torch.get_num_threads())
     return y
-
-
-def _bias_gelu_bwd_cpp(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dx and dbias of the tanh form by the compiled kernel."""
-    dy, x = dy.contiguous(), x.contiguous()
-    dx = torch.empty_like(x)
-    b = _float_bias(bias)
-    dbias = None if b is None else x.new_zeros(b.shape[0], dtype=torch.float32)
-    if x.numel():
-        c = x.shape[-1] if x.dim() else 1
-        _C.bias_gelu_bwd(dy, x, b, dx, dbias, c, torch.get_num_threads())
-    if bias is None or dbias is None:
-        return dx, x.new_zeros(0, dtype=torch.float32)
-    return dx, dbias.to(bias.dtype)
 
 
 def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -112,7 +97,15 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tup
     if use_triton("bias_gelu", x):
         return triton_module("gelu.triton").bias_gelu_bwd(dy, x, bias, tanh)
     if use_cpp("bias_gelu", x) and tanh:
-        return _bias_gelu_bwd_cpp(dy, x, bias)
+        dy, x = dy.contiguous(), x.contiguous()
+        dx = torch.empty_like(x)
+        dbias = None if bias is None else x.new_zeros(bias.shape[0], dtype=torch.float32)
+        if x.numel():
+            c = x.shape[-1] if x.dim() else 1
+            _C.bias_gelu_bwd(dy, x, _float_bias(bias), dx, dbias, c, torch.get_num_threads())
+        if bias is None or dbias is None:
+            return dx, x.new_zeros(0, dtype=torch.float32)
+        return dx, dbias.to(bias.dtype)
     u = _pre_activation(x, bias).contiguous()
     dx = torch.ops.aten.gelu_backward(dy.contiguous(), u, approximate=_FORMS[tanh])
     if bias is None:
@@ -134,16 +127,12 @@ def _bwd_fake(dy, x, bias, tanh):
 
 
 _bias_gelu = define_op(
-    "bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor",
-    bias_gelu_fwd,
-    _fake,
-    ("CPU", "CUDA"),
+    "bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor", bias_gelu_fwd, _fake
 )
 _bias_gelu_bwd = define_op(
     "bias_gelu_bwd(Tensor dy, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
     bias_gelu_bwd,
     _bwd_fake,
-    ("CPU", "CUDA"),
 )
 
 

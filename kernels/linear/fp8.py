@@ -355,13 +355,9 @@ class Fp8:
             for x in (a, b)
         )
         return torch._scaled_mm(
-            a8,
-            b8.t(),
-            a.scales,
-            b.scales.t() if of_rows else b.scales,
-            bias=bias,
+            a8, b8.t(), a.scales, b.scales.t() if of_rows else b.scales, bias=bias,
             out_dtype=like.dtype,
-        )
+        )  # fmt: skip
 
 
 def _emulated(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:

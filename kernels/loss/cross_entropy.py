@@ -35,6 +35,7 @@ the logits for its own backward raises there, because their version counter move
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -177,31 +178,25 @@ def _rows_torch(
 
 
 def cross_entropy_rows(
-    op: str, logits: Tensor, targets: Tensor, grad: Tensor | None, vocab_size: int,
-    ignore_index: int, label_smoothing: float, z_loss: float, scale: Tensor,
-) -> Tensor:  # fmt: skip
+    op: str, logits: Tensor, targets: Tensor, grad: Tensor | None, *options: Any
+) -> Tensor:
     """The loss of each row, [N] fp32 (fp64 for fp64); its gradient times scale ([] or [N]) in
     `grad`.
 
     logits [N, Vp], last dimension contiguous; grad the same, or logits themselves, or None.
-    targets [N] contiguous, checked on CPU.
+    targets [N] contiguous, checked on CPU. options: vocab_size to scale, as in _rows_torch().
     """
     if use_triton(op, logits):
-        return triton_module("loss.triton").cross_entropy_rows(
-            logits, targets, grad, vocab_size, ignore_index, label_smoothing, z_loss, scale
+        losses: Tensor = triton_module("loss.triton").cross_entropy_rows(
+            logits, targets, grad, *options
         )
+        return losses
     if not use_cpp(op, logits):
-        return _rows_torch(
-            logits, targets, grad, vocab_size, ignore_index, label_smoothing, z_loss, scale
-        )
+        return _rows_torch(logits, targets, grad, *options)
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device="cpu")
-    options = (vocab_size, ignore_index, label_smoothing, z_loss)
-    _C.cross_entropy_rows(logits, targets, scale, grad, losses, *options, torch.get_num_threads())
+    *others, scale = options
+    _C.cross_entropy_rows(logits, targets, scale, grad, losses, *others, torch.get_num_threads())
     return losses
-
-
-def _rows_contiguous(logits: Tensor) -> Tensor:
-    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
 def cross_entropy_fwd(
@@ -210,33 +205,28 @@ def cross_entropy_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, dlogits, the factor that dlogits still lack); dlogits [0] if not needed."""
     grad = logits.new_empty(logits.shape) if need_grad else None
-    loss, factor = _fwd_into(
-        grad, logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss
-    )
+    options = vocab_size, ignore_index, reduction, label_smoothing, z_loss
+    loss, factor = _fwd_into(grad, logits, targets, *options)
     return loss, logits.new_empty(0) if grad is None else grad, factor
 
 
 def _fwd_into(
-    grad, logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss
-) -> tuple[Tensor, Tensor]:
-    targets, logits = targets.contiguous(), _rows_contiguous(logits)
+    grad: Tensor | None, logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int,
+    reduction: str, label_smoothing: float, z_loss: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    targets = targets.contiguous()
+    if logits.stride(1) != 1 and logits.shape[1] != 1:
+        logits = logits.contiguous()
     count = count_targets("cross_entropy", targets, vocab_size, ignore_index)
     scale, factor = gradient_scale(count, reduction, logits.dtype)
-    losses = cross_entropy_rows(
-        "cross_entropy", logits, targets, grad, vocab_size, ignore_index, label_smoothing, z_loss,
-        scale,
-    )  # fmt: skip
+    options = vocab_size, ignore_index, label_smoothing, z_loss, scale
+    losses = cross_entropy_rows("cross_entropy", logits, targets, grad, *options)
     return reduce_losses(losses, count, reduction), factor
 
 
-def cross_entropy_fwd_(
-    logits: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, reduction: str,
-    label_smoothing: float, z_loss: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def cross_entropy_fwd_(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """(loss, the factor that the gradient still lacks); the gradient overwrites logits."""
-    outputs = _fwd_into(
-        logits, logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss
-    )
+    outputs = _fwd_into(logits, logits, targets, *options)
     torch.autograd.graph.increment_version(logits)
     return outputs
 
@@ -277,26 +267,20 @@ _cross_entropy = define_op(
     f"cross_entropy(Tensor logits, {_OPTIONS}, bool need_grad) -> (Tensor, Tensor, Tensor)",
     cross_entropy_fwd,
     _fake,
-    ("CPU", "CUDA"),
 )
 _cross_entropy_ = define_op(
-    f"cross_entropy_(Tensor(a!) logits, {_OPTIONS}) -> (Tensor, Tensor)",
-    cross_entropy_fwd_,
-    _fake_,
-    ("CPU", "CUDA"),
+    f"cross_entropy_(Tensor(a!) logits, {_OPTIONS}) -> (Tensor, Tensor)", cross_entropy_fwd_, _fake_
 )
 _cross_entropy_bwd = define_op(
     "cross_entropy_bwd(Tensor dlogits, Tensor by) -> Tensor",
     cross_entropy_bwd,
     lambda dlogits, by: torch.empty_like(dlogits),
-    ("CPU", "CUDA"),
 )
 # The loss that cross_entropy_ has computed, as a function of the logits that it has overwritten.
 _attach = define_op(
     "cross_entropy_attach(Tensor dlogits, Tensor loss, Tensor factor) -> Tensor",
     lambda dlogits, loss, factor: loss.clone(),
     lambda dlogits, loss, factor: torch.empty_like(loss),
-    ("CPU", "CUDA"),
 )
 
 
@@ -509,21 +493,18 @@ _cross_entropy_shard = define_op(
     " -> (Tensor, Tensor, Tensor)",
     cross_entropy_shard_fwd,
     _fake_fwd,
-    ("CPU", "CUDA"),
 )
 _cross_entropy_shard_grad = define_op(
     "cross_entropy_shard_grad(Tensor logits, Tensor targets, Tensor lse, Tensor scale, "
     "SymInt first, SymInt v, int ignore_index, float z_loss) -> Tensor",
     cross_entropy_shard_bwd,
     lambda logits, *_: logits.new_empty(logits.shape),
-    ("CPU", "CUDA"),
 )
 _cross_entropy_shard_grad_ = define_op(
     "cross_entropy_shard_grad_(Tensor(a!) out, Tensor logits, Tensor targets, Tensor lse, "
     "Tensor scale, SymInt first, SymInt v, int ignore_index, float z_loss) -> ()",
     cross_entropy_shard_bwd_,
     lambda *_: None,
-    ("CPU", "CUDA"),
 )
 
 

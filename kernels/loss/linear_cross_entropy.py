@@ -215,14 +215,12 @@ _linear_cross_entropy = define_op(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     linear_cross_entropy_fwd,
     _fake,
-    ("CPU", "CUDA"),
 )
 _linear_cross_entropy_bwd = define_op(
     "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor targets, "
     f"SymInt vocab_size, int ignore_index, {_OPTIONS}) -> (Tensor, Tensor)",
     linear_cross_entropy_bwd,
     _bwd_fake,
-    ("CPU", "CUDA"),
 )
 
 

@@ -131,13 +131,9 @@ def is_usual(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> boo
 
 
 def check_residual(
-    name: str,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    name: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None,
     x_bias: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """x like residual, or narrower; vectors as check() wants them."""
     check(name, residual, weight=weight, bias=bias)
     if x.shape != residual.shape:
@@ -276,7 +272,6 @@ _layer_norm = define_op(
     " -> (Tensor, Tensor, Tensor)",
     layer_norm_fwd,
     _fake,
-    ("CPU", "CUDA"),
 )
 _layer_norm_bwd = define_op(
     "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor stats, "
@@ -285,7 +280,6 @@ _layer_norm_bwd = define_op(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     layer_norm_bwd,
     _bwd_fake,
-    ("CPU", "CUDA"),
 )
 
 
