@@ -26,11 +26,11 @@ class ConfigTable(Generic[C]):
     Args:
         name: of its file <name>.json beside the module that defines kind.
         kind: of a config, a NamedTuple.
+        wrong: (arch, config) -> (rule, field) of a value that cannot be, or None.
+        candidates: (arch, *place) -> configs worth timing.
         archs: compute capabilities with a part of their own (80 for 8.0).
         places: keys of configs below the architecture; () where there is one.
-        wrong: (arch, config) -> (rule, field) of a value that cannot be, or None.
         part_for: compute capability -> the one of archs whose part serves it.
-        candidates: (arch, *place) -> configs worth timing.
         adapt: (arch, config) -> the config as a GPU of that kind can run it.
     Attributes:
         get: (arch, *place) -> the config of a GPU of this compute capability.
@@ -40,11 +40,11 @@ class ConfigTable(Generic[C]):
         self,
         name: str,
         kind: type[C],
-        archs: Sequence[int],
-        places: Sequence[Place],
         wrong: Callable[[int, C], tuple[str, str] | None],
-        part_for: Callable[[int], int],
         candidates: Callable[..., list[C]],
+        archs: Sequence[int] = (80, 90),
+        places: Sequence[Place] = ((),),
+        part_for: Callable[[int], int] = lambda arch: 90 if arch >= 90 else 80,
         adapt: Callable[[int, C], C] = lambda arch, config: config,
     ) -> None:
         self.name, self.kind, self.places = name, kind, list(places)

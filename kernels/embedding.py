@@ -141,23 +141,15 @@ def embedding_bwd_(
     return _sum_by_position(dx, idx.shape[1], *places)
 
 
-def _fake(idx, wte, wpe, first_position, key, site, threshold, wte_grad=None):
-    return wte.new_empty(*idx.shape, wte.shape[1])
-
-
 def _bwd_fake(dx, idx, key, site, threshold, rows, positions, first_position):
     return dx.new_empty(rows, dx.shape[-1]), dx.new_empty(positions, dx.shape[-1])
-
-
-def _add_fake(wte_grad, dx, idx, key, site, threshold, positions, first_position):
-    return dx.new_empty(positions, dx.shape[-1])
 
 
 _embedding = define_op(
     "embedding(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position, Tensor? key, "
     "SymInt site, int threshold, Tensor? wte_grad) -> Tensor",
     embedding_fwd,
-    _fake,
+    lambda idx, wte, *_: wte.new_empty(*idx.shape, wte.shape[1]),
 )
 _embedding_bwd = define_op(
     "embedding_bwd(Tensor dx, Tensor idx, Tensor? key, SymInt site, int threshold, SymInt rows, "
@@ -169,7 +161,7 @@ _embedding_bwd_ = define_op(
     "embedding_bwd_(Tensor(a!) wte_grad, Tensor dx, Tensor idx, Tensor? key, SymInt site, "
     "int threshold, SymInt positions, SymInt first_position) -> Tensor",
     embedding_bwd_,
-    _add_fake,
+    lambda wte_grad, dx, *args: dx.new_empty(args[-2], dx.shape[-1]),
 )
 
 

@@ -127,19 +127,9 @@ def _embedding_bwd_tokens_kernel(
                 place = start + tl.arange(0, ROWS)
                 n = tl.load(order_ptr + place, mask=place < last, other=0)
                 total += _masked_rows(
-                    dx_ptr,
-                    key_ptr,
-                    n,
-                    place < last,
-                    block,
-                    T,
-                    C,
-                    site,
-                    threshold,
-                    scale,
-                    BLOCK_C,
-                    DROPOUT,
-                )
+                    dx_ptr, key_ptr, n, place < last, block, T, C, site, threshold, scale,
+                    BLOCK_C, DROPOUT,
+                )  # fmt: skip
             piece = tl.sum(total, 0)
             ends = tl.load(token_ptr + last, mask=last < N, other=-2) != token
             if begins & ends:
@@ -198,19 +188,9 @@ def _embedding_bwd_positions_kernel(
     for start in range(0, samples, ROWS):
         b = start + tl.arange(0, ROWS)
         total += _masked_rows(
-            dx_ptr,
-            key_ptr,
-            b * T + t,
-            b < B,
-            block,
-            T,
-            C,
-            site,
-            threshold,
-            scale,
-            BLOCK_C,
-            DROPOUT,
-        )
+            dx_ptr, key_ptr, b * T + t, b < B, block, T, C, site, threshold, scale,
+            BLOCK_C, DROPOUT,
+        )  # fmt: skip
     cols = block * BLOCK_C + tl.arange(0, BLOCK_C)
     at = dwpe_ptr + position.to(tl.int64) * C + cols
     tl.store(at, tl.sum(total, 0).to(dwpe_ptr.dtype.element_ty), mask=cols < C)

@@ -306,15 +306,11 @@ def _dropout_run(
     return y
 
 
-def _dropout_fake(x, *_):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 _dropout = define_op(
     "dropout(Tensor x, Tensor key, SymInt site_head, int threshold, SymInt? rows, SymInt[] place)"
     " -> Tensor",
     _dropout_run,
-    _dropout_fake,
+    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 
 
@@ -362,15 +358,11 @@ def _keep_mask_run(
     return keep
 
 
-def _keep_mask_fake(key, site_head, threshold, rows, place, shape, device):
-    return torch.empty(shape, dtype=torch.bool, device=device)
-
-
 _keep_mask = define_op(
     "keep_mask(Tensor key, SymInt site_head, int threshold, SymInt? rows, SymInt[] place, "
     "SymInt[] shape, Device device) -> Tensor",
     _keep_mask_run,
-    _keep_mask_fake,
+    lambda *args: torch.empty(args[-2], dtype=torch.bool, device=args[-1]),
 )
 
 

@@ -106,10 +106,6 @@ def _dequantize(codes: Tensor, scales: Tensor, dtype: int, block: int) -> Tensor
     return out
 
 
-def _dequantize_fake(codes: Tensor, scales: Tensor, dtype: int, block: int) -> Tensor:
-    return torch.empty(codes.shape, dtype=tuple(DTYPE_CODES)[dtype], device=codes.device)
-
-
 _quantize_op = define_op(
     "quantize_blockwise(Tensor x, int bits, int block, int? seed, int first_index) "
     "-> (Tensor, Tensor)",
@@ -131,7 +127,9 @@ _in_place_op = define_op(
 _dequantize_op = define_op(
     "dequantize_blockwise(Tensor codes, Tensor scales, int dtype, int block) -> Tensor",
     _dequantize,
-    _dequantize_fake,
+    lambda codes, scales, dtype, block: codes.new_empty(
+        codes.shape, dtype=tuple(DTYPE_CODES)[dtype]
+    ),
 )
 
 

@@ -74,10 +74,12 @@ class Mask(NamedTuple):
 
 
 BITS = ConfigTable(
-    "attention_bits", Mask, (80, 90), [()],
+    "attention_bits",
+    Mask,
     lambda arch, mask: None if mask.kept in (0, 1) else ("0 or 1", "kept"),
-    lambda arch: 90 if 90 <= arch < 120 else 80, lambda arch: [Mask(0), Mask(1)],
-)  # fmt: skip
+    lambda arch: [Mask(0), Mask(1)],
+    part_for=lambda arch: 90 if 90 <= arch < 120 else 80,
+)
 
 
 def bits_shape(B: int, H: int, T: int, Tk: int) -> tuple[int, int, int, int]:

@@ -202,13 +202,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
             mask = torch.ones(T, Tk, dtype=torch.bool, device=q.device).tril(Tk - T)
     # A branch, because comparing sizes gives no bool while torch.compile treats them as symbols.
     grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
-    o = F.scaled_dot_product_attention(
-        q[:, unseeing:].transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scale,
-        **grouped,
-    ).transpose(1, 2)
+    inputs = (x.transpose(1, 2) for x in (q[:, unseeing:], k, v))
+    options = {"attn_mask": mask, "is_causal": causal, "scale": scale, **grouped}
+    o = F.scaled_dot_product_attention(*inputs, **options).transpose(1, 2)
     return F.pad(o, (0, 0, 0, 0, unseeing, 0)) if unseeing else o

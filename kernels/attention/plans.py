@@ -93,8 +93,8 @@ def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Conf
 
 
 TABLE = ConfigTable(
-    "attention_configs", Config, tuple(SHARED_BYTES),
-    list(itertools.product(KERNELS, HEAD_DIMS, VARIANTS)), _wrong, table_for, candidates,
+    "attention_configs", Config, _wrong, candidates, tuple(SHARED_BYTES),
+    list(itertools.product(KERNELS, HEAD_DIMS, VARIANTS)), table_for,
     lambda arch, config: config if arch == 90 else config._replace(load="ptr"),
 )  # fmt: skip
 get_config = TABLE.get  # (arch, kernel, padded head dim, variant) -> Config
@@ -107,10 +107,11 @@ class Section(NamedTuple):
 
 
 SECTIONS = ConfigTable(
-    "attention_sections", Section, (80, 90), [()],
+    "attention_sections",
+    Section,
     lambda arch, s: None if 1 <= s.megabytes <= 1024 else ("1 to 1024", "megabytes"),
-    lambda arch: 90 if arch >= 90 else 80, lambda arch: [Section(n) for n in (4, 8, 16, 32, 64)],
-)  # fmt: skip
+    lambda arch: [Section(n) for n in (4, 8, 16, 32, 64)],
+)
 
 
 Layout = Any  # a descriptor of Triton's without memory

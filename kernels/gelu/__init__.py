@@ -57,10 +57,7 @@ def candidates(arch: int) -> list[Config]:
     return [config for config in found if 8 <= config.tile // (32 * config.num_warps) <= 32]
 
 
-TABLE = ConfigTable(
-    "gelu_configs", Config, (80, 90), [()], _wrong, lambda arch: 90 if arch >= 90 else 80,
-    candidates,
-)  # fmt: skip
+TABLE = ConfigTable("gelu_configs", Config, _wrong, candidates)
 
 _FORMS = ("none", "tanh")  # torch's names, by whether it is the tanh form
 

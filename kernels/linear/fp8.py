@@ -340,7 +340,8 @@ class Fp8:
             return matmul(a.codes, b.codes.t(), bias=bias)
         whole = self.scaling != "block"  # rows or tensors: torch has such products on a GPU
         if not (own or (whole and like.is_cuda and not self.emulate)):
-            y = _emulated(a, b, wide(like.dtype))
+            inputs = (each.values(wide(like.dtype)) for each in (a, b))
+            y = _by_halves(*inputs, a.group if a.group == BLOCK else 0)
             return (y if bias is None else y.add_(bias)).to(like.dtype)
         if not whole:
             kernels = backend.triton_module("linear.fp8_triton")
@@ -360,12 +361,8 @@ class Fp8:
         )  # fmt: skip
 
 
-def _emulated(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
-    """a[M, K] @ b[N, K].T; see [Note: emulation]."""
-    return _by_halves(a.values(dtype), b.values(dtype), a.group if a.group == BLOCK else 0)
-
-
 def _by_halves(a: Tensor, b: Tensor, block: int) -> Tensor:
+    """a[M, K] @ b[N, K].T; see [Note: emulation]."""
     half = a.shape[1] // 2
     if not block or half % block or not half:
         return matmul(a, b.t())

@@ -30,10 +30,7 @@ def _wrong(arch: int, config: Config) -> tuple[str, str] | None:
 TABLE = ConfigTable(
     "cross_entropy_configs",
     Config,
-    (80, 90),
-    [()],
     _wrong,
-    lambda arch: 90 if arch >= 90 else 80,
     # Four accesses spill where registers end at 64.
     lambda arch: [Config(2, kb, 64) for kb in (4, 8, 16)] + [Config(4, kb, 128) for kb in (8, 16)],
 )

@@ -361,20 +361,12 @@ def linear_cross_entropy(
     if weight_grad is not None:
         refuse_buffer("linear_cross_entropy", "weight_grad")
         _check_weight_grad(weight_grad, weight, grad)
-    loss = _linear_cross_entropy(
-        x.reshape(-1, x.shape[-1]),
-        weight,
-        targets.reshape(-1),
-        vocab_size,
-        ignore_index,
-        reduction,
-        float(label_smoothing),
-        float(z_loss),
-        chunk_rows or 0,
-        grad and (x.requires_grad or in_transform()),
-        grad and (weight.requires_grad or in_transform()),
-        weight_grad,
-    )[0]
+    options = reduction, float(label_smoothing), float(z_loss), chunk_rows or 0
+    need = (grad and (t.requires_grad or in_transform()) for t in (x, weight))
+    tensors = x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1)
+    loss, *_ = _linear_cross_entropy(
+        *tensors, vocab_size, ignore_index, *options, *need, weight_grad
+    )
     return loss.view(targets.shape) if reduction == "none" else loss
 
 

@@ -71,17 +71,9 @@ def _wrong(arch: int, config: Config) -> tuple[str, str] | None:
     return None if config.num_warps in (1, 2, 4, 8) else ("1, 2, 4 or 8", "num_warps")
 
 
-TABLE = ConfigTable(
-    "layer_norm_configs",
-    Config,
-    (80, 90),
-    [()],
-    _wrong,
-    lambda arch: 90 if arch >= 90 else 80,
-    lambda arch: list(
-        itertools.starmap(Config, itertools.product((16, 32, 64), (16, 24), (2, 4, 8)))
-    ),
-)
+_SIZES = itertools.product((16, 32, 64), (16, 24), (2, 4, 8))
+_CANDIDATES = list(itertools.starmap(Config, _SIZES))
+TABLE = ConfigTable("layer_norm_configs", Config, _wrong, lambda arch: _CANDIDATES)
 
 MAX_COLUMNS = 16384
 

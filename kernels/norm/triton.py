@@ -522,16 +522,9 @@ def _bwd_plan(
 
 
 def layer_norm_bwd(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, stats: Tensor,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-    sample_rows: int | None,
-    place: Sequence[int],
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    x_bias_dtype: torch.dtype | None,
-    rms: bool,
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, stats: Tensor, key: Tensor | None,
+    site: int, threshold: int, sample_rows: int | None, place: Sequence[int], x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None, x_bias_dtype: torch.dtype | None, rms: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dtotal, dx, dweight, dbias, dx_bias); see fastpar.kernels.norm."""
     device, C = x.device, x.shape[-1]
