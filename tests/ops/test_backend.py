@@ -96,7 +96,7 @@ def test_the_report_names_only_what_can_run_and_why_not(monkeypatch):
 
     runs, text = report(monkeypatch)
     assert set(runs) == set(backend.OPS)
-    assert runs["layer_norm"]["cuda"] == ("triton: layer_norm_triton.py", "")
+    assert runs["layer_norm"]["cuda"] == ("triton: norm/triton.py", "")
     assert runs["adamw_step_"]["cuda"] == ("cuda: adamw_cuda.cu", "")
     what, why = runs["linear"]["cuda"]
     assert (what, why[:17]) == ("torch", "torch's own kerne")
@@ -119,7 +119,7 @@ def test_the_report_names_only_what_can_run_and_why_not(monkeypatch):
     )
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     runs, _ = report(monkeypatch, choice="triton")
-    assert runs["layer_norm"]["cpu"] == ("interpreted triton: layer_norm_triton.py", "")
+    assert runs["layer_norm"]["cpu"] == ("interpreted triton: norm/triton.py", "")
     assert runs["pack_"]["cpu"][0] == "torch"
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     runs, _ = report(monkeypatch, choice="triton")

@@ -51,12 +51,7 @@ def test_a_machine_without_an_isa_says_so(monkeypatch):
 
 @sweep(
     ("text", "expected"),
-    [
-        ("0-3\n", (0, 1, 2, 3)),
-        ("0,2-3,9", (0, 2, 3, 9)),
-        ("7", (7,)),
-        ("\n", ()),
-    ],
+    [("0-3\n", (0, 1, 2, 3)), ("0,2-3,9", (0, 2, 3, 9)), ("7", (7,)), ("\n", ())],
 )
 def test_cpu_lists(text, expected):
     assert host.read_cpu_list(text) == expected

@@ -262,16 +262,8 @@ KEY = make_key(0, 0)
     ("x", "rng", "message"),
     [
         ((2, 3), Rng(KEY, 2**15), r"expected 0 <= site < 32768, got site=32768"),
-        (
-            (2, 3),
-            Rng(KEY.float(), 0),
-            r"expected an int64 key of shape \[2\], got key=torch.flo",
-        ),
-        (
-            (2, 3),
-            Rng(KEY[:1], 0),
-            r"expected an int64 key of shape \[2\], got key=.* \[1\]",
-        ),
+        ((2, 3), Rng(KEY.float(), 0), r"expected an int64 key of shape \[2\], got key=torch.flo"),
+        ((2, 3), Rng(KEY[:1], 0), r"expected an int64 key of shape \[2\], got key=.* \[1\]"),
         ((2, 3), Rng(KEY.to("meta"), 0), r"expected a key on the CPU or on cpu, got key on meta"),
         ((1, 2**16, 1, 1), Rng(KEY, 0), r"expected fewer than 65536 heads .*got H=65536"),
         ((3,), Rng(KEY, 0), r"expected x of shape \[B, ..., C\], got x=\[3\]"),
