@@ -417,7 +417,7 @@ def test_what_a_capture_allows_passes():
 
 def test_it_looks_inside_of_ops(monkeypatch):
     """A host read in the code that launches a kernel, in forward and in backward."""
-    from fastpar.kernels import gelu_triton
+    from fastpar.kernels.gelu import triton as gelu_triton
 
     for name in ("bias_gelu_fwd", "bias_gelu_bwd"):
         launch = getattr(gelu_triton, name)
@@ -462,7 +462,7 @@ def test_a_training_micro_batch_can_be_captured(dropout, adds):
 def after_two_steps(monkeypatch, dtype=torch.float32, scale=None, **options):
     """The optimizer of a StepGraph, and its third step of two micro-batches, on a GPU's way."""
     monkeypatch.setattr(cuda_graphs, "check_device", lambda device: None)
-    module = sys.modules["fastpar.kernels.linear_cross_entropy"]  # torch has it on CUDA alone
+    module = sys.modules["fastpar.kernels.loss.linear_cross_entropy"]  # torch has it on CUDA alone
     monkeypatch.setattr(module, "wide_product", lambda a, b, *_, add: a.float() @ b.float())
     model = parallelize(GPT(SMALL).to(dtype).train(), Mesh(), grad_dtype=torch.float32)
     optimizer = AdamW(model.parameters(), max_grad_norm=1.0, **options)
