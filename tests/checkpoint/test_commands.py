@@ -27,7 +27,7 @@ from fastpar.checkpoint.commands import (
 from fastpar.checkpoint.manifest import MANIFEST
 from fastpar.checkpoint.reader import TensorReader, list_plain_tensors
 from fastpar.checkpoint.saver import save_checkpoint
-from fastpar.kernels.adamw_storage import master_join
+from fastpar.kernels.adamw import master_join
 from fastpar.models.hf import load_hf, save_hf
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131, dropout=0.0)

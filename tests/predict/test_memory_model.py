@@ -27,8 +27,8 @@ from memory_cells import (
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
 from fastpar.engine.debug import Debug
-from fastpar.kernels import linear_fp8
-from fastpar.kernels.linear_fp8 import Codes, Fp8
+from fastpar.kernels.linear import fp8 as linear_fp8
+from fastpar.kernels.linear.fp8 import Codes, Fp8
 from fastpar.models import set_up
 from fastpar.predict.measure import ShortRun
 from fastpar.predict.memory import host_bytes, predict_memory, predict_ranks, predict_states
