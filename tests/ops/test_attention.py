@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.kernels import Rng, attention, attention_qkvpacked, backend, make_key
-from fastpar.kernels.attention_composed import (
+from fastpar.kernels.attention.composed import (
     BLOCK_BYTES,
     BLOCK_QUERIES,
     Dropout,

@@ -13,11 +13,10 @@ pytest.importorskip("triton", reason="needs triton")
 import pytest
 
 from fastpar.kernels import Rng, attention, make_key, triton_launch
-from fastpar.kernels import attention_bwd_triton as bwd
-from fastpar.kernels import attention_plans as plans
-from fastpar.kernels import attention_triton as fwd
-from fastpar.kernels.attention_configs import SECTIONS, Config
-from fastpar.kernels.attention_plans import tma_reads
+from fastpar.kernels.attention import plans
+from fastpar.kernels.attention import triton as bwd
+from fastpar.kernels.attention import triton as fwd
+from fastpar.kernels.attention.plans import SECTIONS, Config, tma_reads
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
 

@@ -6,8 +6,9 @@ from cells import cells, slow
 
 pytest.importorskip("triton", reason="needs triton")
 
-from fastpar.kernels import cross_entropy, cross_entropy_triton
-from fastpar.kernels.cross_entropy_configs import TABLE
+from fastpar.kernels import cross_entropy
+from fastpar.kernels.loss import TABLE
+from fastpar.kernels.loss import triton as cross_entropy_triton
 from fastpar.kernels.reference import cross_entropy_ref
 from fastpar.kernels.triton_launch import record
 from fastpar.testing import assert_matches_oracle
