@@ -14,8 +14,6 @@ import pytest
 
 from fastpar.kernels import Rng, attention, make_key, triton_launch
 from fastpar.kernels.attention import plans
-from fastpar.kernels.attention import triton as bwd
-from fastpar.kernels.attention import triton as fwd
 from fastpar.kernels.attention.plans import SECTIONS, Config, tma_reads
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
@@ -51,9 +49,9 @@ def check(inputs, **settings):
 def run(q, k, v, do, *, mask: Mask = NO_MASK, cu=None, causal=True):
     """o, lse, dq, dk, dv by the host functions."""
     scale = q.shape[-1] ** -0.5
-    o, lse = fwd.attention_fwd(q, k, v, causal, scale, *mask, cu)
+    o, lse = host.attention_fwd(q, k, v, causal, scale, *mask, cu)
     grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
-    bwd.attention_bwd(do, q, k, v, o, lse, *grads, causal, scale, *mask, cu)
+    host.attention_bwd(do, q, k, v, o, lse, *grads, causal, scale, *mask, cu)
     return o, lse, *grads
 
 
@@ -102,8 +100,7 @@ def test_every_kind_of_threshold(triton_device, p):
 )
 def test_the_mask_does_not_depend_on_the_tile(triton_device, monkeypatch, block_q, block_k):
     config = Config(block_q, block_k, 4, 1, "tma")  # which dropout must not take for its keys
-    for module in (fwd, bwd):
-        monkeypatch.setattr(module, "get_config", lambda *_: config)
+    monkeypatch.setattr(host, "get_config", lambda *_: config)
     inputs = [draw(triton_device, 1, 140, 1, 16, dtype=torch.float32) for _ in range(3)]
     check(inputs, dropout_p=0.4, rng=RNG)
 
@@ -177,10 +174,10 @@ def test_a_document_does_not_see_its_neighbours(triton_device, arch):
 def test_wrong_cu_seqlens_write_nowhere_else(triton_device, cu):
     _, (q, k, v, do) = documents(triton_device, (70,))
     cu = torch.tensor(cu, dtype=torch.int32).to(triton_device)
-    o, lse = fwd.attention_fwd(q, k, v, True, 0.2, *NO_MASK, cu)
+    o, lse = host.attention_fwd(q, k, v, True, 0.2, *NO_MASK, cu)
     room = torch.full((3, 70 + 400, 2, 32), 7.0).to(q)
     grads = [x[200:270] for x in room]
-    bwd.attention_bwd(do, q, k, v, o, lse, *grads, True, 0.2, *NO_MASK, cu)
+    host.attention_bwd(do, q, k, v, o, lse, *grads, True, 0.2, *NO_MASK, cu)
     assert (room[:, :200] == 7).all()
     assert (room[:, 270:] == 7).all()
 
@@ -223,22 +220,23 @@ def test_heads_by_sections_are_all_computed(triton_device, monkeypatch):
     for heads in (2,) if triton_device == "cpu" else (2, 5):
         monkeypatch.setattr(plans, "heads_per_section", lambda *_, n=heads: n)
         # Without what was planned before.
-        monkeypatch.setattr(fwd, "fwd_plan", plans.fwd_plan.__wrapped__)
-        monkeypatch.setattr(bwd, "bwd_plan", plans.bwd_plan.__wrapped__)
+        monkeypatch.setattr(host, "fwd_plan", plans.fwd_plan.__wrapped__)
+        monkeypatch.setattr(host, "bwd_plan", plans.bwd_plan.__wrapped__)
         for a, b in zip(run(*inputs, do), want):
             assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("recorded", [80, 90])
 def test_descriptors_are_hoppers(recorded):
-    for calls in (fwd.aot_calls(), bwd.aot_calls()):
-        used = set()
-        for label, call in calls:
-            with triton_launch.record(recorded) as launches:
-                call()
-            assert launches, label
-            used |= {launch.constants["TMA"] for launch in launches}
-        assert used == ({True, False} if recorded == 90 else {False})
+    used: dict[str, set[bool]] = {"fwd": set(), "bwd": set()}
+    for label, call in host.aot_calls():
+        with triton_launch.record(recorded) as launches:
+            call()
+        assert len(launches) == 3, label
+        for launch in launches:
+            used["fwd" if "_fwd_" in launch.name else "bwd"].add(launch.constants["TMA"])
+    expected = {True, False} if recorded == 90 else {False}
+    assert used == {"fwd": expected, "bwd": expected}
 
 
 def test_strides_are_read_and_written_in_place(triton_device):
@@ -267,7 +265,7 @@ def test_gradients_of_a_packed_tensor_leave_their_neighbours_alone(triton_device
     o, lse, *want = run(q, k, v, do)
     room = torch.full((3, T + 2, 5, H + 1, D + 8), 7.0).to(triton_device)
     grads = [room[1:2, 1 : T + 1, i, :H, :D] for i in (1, 2, 3)]
-    bwd.attention_bwd(do, q, k, v, o, lse, *grads, True, D**-0.5, *NO_MASK, None)
+    host.attention_bwd(do, q, k, v, o, lse, *grads, True, D**-0.5, *NO_MASK, None)
     for got, grad in zip(grads, want):
         assert torch.equal(got, grad)
         got.fill_(7.0)

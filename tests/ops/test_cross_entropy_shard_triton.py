@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="needs triton")
 
 from fastpar.kernels import cross_entropy_shard, cross_entropy_shard_grad
 from fastpar.kernels.loss import TABLE
-from fastpar.kernels.loss import triton as loss_triton
+from fastpar.kernels.loss import triton as cross_entropy_shard_triton
+from fastpar.kernels.loss import triton as cross_entropy_triton
 from fastpar.kernels.reference import (
     cross_entropy_shard_grad_ref,
     cross_entropy_shard_ref,
@@ -103,11 +104,11 @@ def test_padding_only_and_no_rows(triton_device):
 
 def test_launches_are_recorded():
     for arch in (80, 90):
-        for label, call in loss_triton.aot_calls():
+        for label, call in cross_entropy_shard_triton.aot_calls():
             if label not in ("bf16", "fp32"):  # of whole vocabularies
                 continue
             with record(arch) as launches:
                 call()
             assert len(launches) == 3, label
             assert all(x.options["num_warps"] in (8, 16) for x in launches)
-    assert loss_triton.config(25216 * 2, 2, TABLE.get(90))["num_warps"] == 8
+    assert cross_entropy_triton.config(25216 * 2, 2, TABLE.get(90))["num_warps"] == 8

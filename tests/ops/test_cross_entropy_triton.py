@@ -210,4 +210,4 @@ def test_launches_are_recorded():
         for label, call in cross_entropy_triton.aot_calls():
             with record(arch) as launches:
                 call()
-            assert len(launches) == 1, label
+            assert len(launches) == (3 if label in ("bf16", "fp32") else 1), label

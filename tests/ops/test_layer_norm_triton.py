@@ -20,6 +20,7 @@ from fastpar.kernels import (
     triton_launch,
 )
 from fastpar.kernels.norm import TABLE, Config
+from fastpar.kernels.norm import triton as bwd
 from fastpar.kernels.norm import triton as fwd
 from fastpar.kernels.reference import (
     layer_norm_ref,

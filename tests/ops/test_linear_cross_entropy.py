@@ -9,7 +9,7 @@ from cells import sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastpar.kernels import backend, linear_cross_entropy
+from fastpar.kernels import backend, embedding, linear_cross_entropy
 from fastpar.kernels.loss.linear_cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy_bwd,
