@@ -14,6 +14,7 @@ import pytest
 
 from fastpar.kernels import Rng, attention, make_key, triton_launch
 from fastpar.kernels.attention import plans
+from fastpar.kernels.attention import triton as host
 from fastpar.kernels.attention.plans import SECTIONS, Config, tma_reads
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
