@@ -265,8 +265,8 @@ def masks_and_seeds(ranks):
 
 @pytest.mark.slow
 def test_the_same_masks_as_one_process():
-    ((once, _),) = run_ranks(masks_and_seeds, 1, 1, backend="gloo")
-    ranks = run_ranks(masks_and_seeds, 2, 2, backend="gloo")
+    ((once, _),) = run_ranks(masks_and_seeds, 1, 1, backend="gloo", timeout_s=300)
+    ranks = run_ranks(masks_and_seeds, 2, 2, backend="gloo", timeout_s=300)
     for name in DROPPED:
         for i in range(2):
             compare([rank[name, i] for rank, _ in ranks], 1, once[name, 0][1:3])
