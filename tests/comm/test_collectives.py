@@ -36,7 +36,9 @@ def values(rank, n, dtype, *, whole=False):
     if whole or dtype == torch.int64:
         most = 50 if whole else 2**40
         return torch.randint(-most, most, (n,), generator=generator).to(dtype)
-    return (torch.randn(n, generator=generator) * 10.0 ** (rank % 3)).to(dtype)
+    # Sums of what has 24 bits would be exact in fp64.
+    drawn = torch.float64 if dtype == torch.float64 else torch.float32
+    return (torch.randn(n, generator=generator, dtype=drawn) * 10.0 ** (rank % 3)).to(dtype)
 
 
 def tree(x):
