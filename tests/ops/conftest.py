@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from fastpar.kernels import backend
+
 
 @pytest.fixture
 def poisoned(monkeypatch):
@@ -31,3 +33,17 @@ def draw(triton_device):
         return x.to(triton_device).requires_grad_()
 
     return draw
+
+
+@pytest.fixture(params=["cpp", "torch", "cuda"])
+def device(request, monkeypatch):
+    """Every test that uses it runs the compiled CPU kernels, the composed path and CUDA's."""
+    if request.param == "torch":
+        monkeypatch.setattr(backend, "choice", "torch")
+    return request.getfixturevalue("cuda_device") if request.param == "cuda" else "cpu"
+
+
+@pytest.fixture(params=["cpu", "triton"])
+def place(request):
+    """Where tensors are: with the CPU's own kernels, with Triton's."""
+    return request.getfixturevalue("triton_device") if request.param == "triton" else "cpu"

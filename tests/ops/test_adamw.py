@@ -1,5 +1,14 @@
-"""adamw_step_ against its oracle and torch.optim.AdamW."""
+"""adamw_step_ against its oracle and torch's AdamW; what every storage mode keeps, the same bits
+however the work is cut; the forms of the state against their definition; what is refused.
 
+Statistical tests say 5.5 standard deviations: a false alarm in less than 1 of 10^7 runs, and none
+once a seed has passed, since every random number here is a function of seeds.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
 from adamw_bound import Bound
@@ -7,30 +16,140 @@ from cells import sweep
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastpar.kernels import Hyper, adamw_step_, adamw_step_flat_, backend
-from fastpar.kernels.adamw import master_join, master_split
+from fastpar.kernels import _C, Hyper, adamw_step_, adamw_step_flat_, backend
+from fastpar.kernels.adamw import (
+    MOMENT_BLOCK,
+    decode_moment,
+    encode_moment,
+    master_join,
+    master_split,
+    new_moment,
+    round_to_bf16,
+)
 from fastpar.kernels.reference import adamw_step_ref
 
-HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-SIZES = (0, 1, 63, 127, 1000, 50257)
+HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
+SIGMAS = 5.5
+F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
+SEED = 11
 
 
-def make(sizes=SIZES, dtype=torch.float32, grad_dtype=None):
-    params = [torch.randn(n).to(dtype) for n in sizes]
-    grads = [torch.randn(n).to(grad_dtype or dtype) for n in sizes]
-    exp_avgs = [torch.randn(n) * 0.1 for n in sizes]
-    exp_avg_sqs = [torch.rand(n) * 0.1 for n in sizes]
-    return params, grads, exp_avgs, exp_avg_sqs
+@dataclass(frozen=True)
+class Mode:
+    param: torch.dtype
+    grad: torch.dtype
+    moment: torch.dtype = F32
+    master: str = "none"
+    amsgrad: bool = False
 
 
-def clone(lists):
-    return [[t.clone() for t in tensors] for tensors in lists]
+MODES = {
+    "fp32": Mode(F32, F32),
+    "fp32 amsgrad": Mode(F32, F32, amsgrad=True),
+    "fp32 bf16 moments": Mode(F32, F32, BF16),
+    "fp32 8-bit moments": Mode(F32, F32, U8),
+    "bf16 full": Mode(BF16, BF16, master="full"),
+    "bf16 full fp32 grad": Mode(BF16, F32, master="full"),
+    "bf16 full fp16 grad": Mode(BF16, F16, master="full"),
+    "bf16 full bf16 moments amsgrad": Mode(BF16, BF16, BF16, "full", True),
+    "fp16 full": Mode(F16, F16, master="full"),
+    "fp16 full bf16 grad": Mode(F16, BF16, master="full"),
+    "fp16 full fp32 grad 8-bit moments": Mode(F16, F32, U8, "full"),
+    "bf16 remainder": Mode(BF16, BF16, master="remainder"),
+    "bf16 remainder fp32 grad 8-bit moments": Mode(BF16, F32, U8, "remainder"),
+    "bf16 stochastic": Mode(BF16, BF16, master="stochastic"),
+    "bf16 stochastic fp32 grad bf16 moments": Mode(BF16, F32, BF16, "stochastic"),
+    "bf16 stochastic 8-bit moments": Mode(BF16, BF16, U8, "stochastic"),
+}
+NAMES = ("param", "grad", "exp_avg", "exp_avg_sq", "master", "max", "exp_avg_scale",
+         "exp_avg_sq_scale")  # fmt: skip
+KEYWORDS = dict(
+    zip(NAMES[4:], ("master_weights", "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"))
+)
+State = dict[str, torch.Tensor]
 
 
-def assert_same(got, want):
-    for a, b in zip(got, want):
-        for x, y in zip(a, b):
-            assert torch.equal(x, y)
+def moment(values, dtype, signed):
+    if dtype == U8:
+        return encode_moment(values, signed=signed)
+    return values.to(dtype), None
+
+
+def make(n: int, mode: Mode, seed: int = 0) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    p, g, m, v, w = (torch.randn(n, generator=generator) for _ in range(5))
+    state = {"grad": g.to(mode.grad)}
+    state["exp_avg"], m_scale = moment(m * 0.1, mode.moment, True)
+    state["exp_avg_sq"], v_scale = moment(v**2 * 0.1, mode.moment, False)
+    if mode.moment == U8:
+        state |= {"exp_avg_scale": m_scale, "exp_avg_sq_scale": v_scale}
+    if mode.amsgrad:
+        state["max"] = (w**2 * 0.1).to(mode.moment)
+    if mode.master == "full":
+        state["master"] = p
+        state["param"] = master_split(p)[0] if mode.param == BF16 else p.to(mode.param)
+    elif mode.master == "remainder":
+        state["param"], state["master"] = master_split(p)
+    else:
+        state["param"] = p.to(mode.param)
+    return state
+
+
+def clone(state: State) -> State:
+    return {name: t.clone() for name, t in state.items()}
+
+
+def step(states: list[State], mode: Mode, hypers=HYPER, **kwargs) -> None:
+    """adamw_step_ on a list of states."""
+    lists = {name: [s[name] for s in states] for name in NAMES if name in states[0]}
+    optional = {word: lists[name] for name, word in KEYWORDS.items() if name in lists}
+    kwargs.setdefault("stochastic_rounding_seed", SEED if mode.master == "stochastic" else None)
+    adamw_step_(*(lists[name] for name in NAMES[:4]), hypers, **optional, **kwargs)
+
+
+def step_flat(state: State, ranges, mode: Mode, hypers=HYPER, **kwargs) -> None:
+    optional = {word[:-1]: state[name] for name, word in KEYWORDS.items() if name in state}
+    kwargs.setdefault("stochastic_rounding_seed", SEED if mode.master == "stochastic" else None)
+    adamw_step_flat_(*(state[name] for name in NAMES[:4]), ranges, hypers, **optional, **kwargs)
+
+
+def part(state: State, start: int, stop: int) -> State:
+    def cut(name, t):
+        return t[start // 256 : -(-stop // 256)] if name.endswith("scale") else t[start:stop]
+
+    return {name: cut(name, t) for name, t in state.items()}
+
+
+def same_bits(a: State, b: State) -> bool:
+    return all(torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8)) for n in b)
+
+
+@pytest.fixture(params=MODES, ids=lambda name: name.replace(" ", "-"))
+def mode(request) -> Mode:
+    return MODES[request.param]
+
+
+def widened(state: State, mode: Mode) -> State:
+    """The same numbers in plain fp32 form."""
+    wide = {"grad": state["grad"].float()}
+    for name in ("exp_avg", "exp_avg_sq"):
+        t = state[name]
+        signed = name == "exp_avg"
+        wide[name] = (
+            decode_moment(t, state[name + "_scale"], signed=signed) if t.dtype == U8 else t.float()
+        )
+    if mode.amsgrad:
+        wide["max"] = state["max"].float()
+    if mode.master == "full":
+        wide["param"] = state["master"].clone()
+    elif mode.master == "remainder":
+        wide["param"] = master_join(state["param"], state["master"])
+    else:
+        wide["param"] = state["param"].float()
+    return {name: t.clone() for name, t in wide.items()}
+
+
+# The step
 
 
 @sweep("choice", ["auto", "torch"])
@@ -38,80 +157,27 @@ def assert_same(got, want):
 def test_one_step_matches_the_oracle(maximize, eps, choice, monkeypatch):
     """Parameters and moments, ours and torch's, within the bound of their roundings."""
     monkeypatch.setattr(backend, "choice", choice)
-    hyper = {**HYPER, "eps": eps}
-    state = make()
-    exact = [[t.double() for t in tensors] for tensors in state]
-    before, ours, plain = clone(exact), clone(state), clone(state)
+    hyper = HYPER._replace(eps=eps, step=5)._asdict()
     scale = torch.tensor(0.37)
-    adamw_step_(*ours, Hyper(**hyper, step=5), grad_scale=scale, maximize=maximize)
-    adamw_step_ref(*exact, **hyper, step=5, grad_scale=scale.item(), maximize=maximize)
-    lr, beta1, beta2, eps, decay = hyper.values()
-    for i, (p, g, m, v) in enumerate(zip(*plain)):
-        parameter = torch.nn.Parameter(p)
-        parameter.grad = g * scale
-        optimizer = torch.optim.AdamW(
-            [parameter], lr, (beta1, beta2), eps, decay, foreach=False, maximize=maximize
-        )
-        optimizer.state[parameter] = {"step": torch.tensor(4.0), "exp_avg": m, "exp_avg_sq": v}
+    for n in (0, 1, 63, 127, 1000, 50257):
+        p, g = torch.randn(n), torch.randn(n)
+        m, v = torch.randn(n) * 0.1, torch.rand(n) * 0.1
+        (p0, g0, m0, v0), (p1, g1, m1, v1) = ([t.double() for t in (p, g, m, v)] for _ in "01")
+        parameter = torch.nn.Parameter(p.clone())
+        parameter.grad, plain, before = g * scale, (m.clone(), v.clone()), g.clone()
+        adamw_step_([p], [g], [m], [v], Hyper(**hyper), grad_scale=scale, maximize=maximize)
+        assert torch.equal(g, before)  # gradients are left alone
+        adamw_step_ref([p1], [g1], [m1], [v1], **hyper, grad_scale=scale.item(), maximize=maximize)
+        options = {name: hyper[name] for name in ("lr", "eps", "weight_decay")}
+        optimizer = torch.optim.AdamW([parameter], **options, maximize=maximize, foreach=False)
+        old = {"step": torch.tensor(4.0), "exp_avg": plain[0], "exp_avg_sq": plain[1]}
+        optimizer.state[parameter] = old
         optimizer.step()
-        (p0, g, m0, v0), (p1, _, m1, v1) = ([x[i] for x in lists] for lists in (before, exact))
-        g = g * scale.item() * (-1 if maximize else 1)
-        bound = Bound(p0.shape)
-        bound.step(g, 1, p0, m0, v0, p1, m1, v1, v1, **hyper, step=5)
-        for found in (ours[0][i], *(x[i] for x in ours[2:])), (parameter.detach(), m, v):
+        bound = Bound(n)
+        g0 = g0 * scale.item() * (-1 if maximize else 1)
+        bound.step(g0, 1, p0, m0, v0, p1, m1, v1, v1, **hyper)
+        for found in (p, m, v), (parameter.detach(), *plain):
             bound.holds(*found, {"p": p1, "m": m1, "v": v1})
-    assert_same([ours[1]], [state[1]])  # gradients are left alone
-
-
-@sweep("amsgrad", [False, True])
-@sweep("maximize", [False, True])
-def test_100_steps_within_the_derived_bound_of_torch(amsgrad, maximize):
-    """Parameters and moments, of ours against the exact run and against torch's single-tensor loop:
-    two evaluations differ by at most twice the bound."""
-    n = 3000
-    p, m, v, u = torch.randn(n), torch.zeros(n), torch.zeros(n), torch.zeros(n)
-    parameter = torch.nn.Parameter(p.clone())
-    lr, b1, b2, eps, decay = HYPER.values()
-    optimizer = torch.optim.AdamW(
-        [parameter],
-        lr=lr,
-        betas=(b1, b2),
-        eps=eps,
-        weight_decay=decay,
-        foreach=False,
-        amsgrad=amsgrad,
-        maximize=maximize,
-    )
-    exact = {name: t.double() for name, t in (("p", p), ("m", m), ("v", v), ("u", u))}
-    bound = Bound(n)
-    for step in range(1, 101):
-        g = torch.randn(n) * (1.0 if step < 30 else 0.1)  # so that the maximum stays behind
-        most = [u] if amsgrad else None
-        adamw_step_(
-            [p], [g], [m], [v], Hyper(**HYPER, step=step), max_exp_avg_sqs=most, maximize=maximize
-        )
-        parameter.grad = g
-        optimizer.step()
-        before = [exact[name].clone() for name in "pmv"]
-        most = [exact["u"]] if amsgrad else None
-        adamw_step_ref(
-            *([t] for t in (exact["p"], g.double(), exact["m"], exact["v"])),
-            **HYPER,
-            step=step,
-            maximize=maximize,
-            max_exp_avg_sqs=most,
-        )
-        signed = -g.double() if maximize else g.double()
-        after = [exact["p"], exact["m"], exact["v"], exact["u"] if amsgrad else exact["v"]]
-        bound.step(signed, 0, *before, *after, **HYPER, step=step)
-        if not amsgrad:
-            bound.u = torch.zeros(n, dtype=torch.float64)
-        bound.holds(p, m, v, exact)
-        state = optimizer.state[parameter]
-        bound.holds(parameter.detach(), state["exp_avg"], state["exp_avg_sq"], exact)
-    # The bound says something: parameters moved by about 0.5.
-    assert bound.p.max() < 1e-4
-    assert (exact["u"] > 1.02 * exact["v"]).any() == amsgrad
 
 
 hyper_parameters = st.builds(
@@ -154,35 +220,24 @@ def test_any_step_is_within_the_bound_of_the_oracle(
     exp_avgs = [torch.randn(shape) * 0.1 for shape in shapes]
     exp_avg_sqs = [torch.rand(shape) * 0.1 for shape in shapes]
     most = [torch.rand(shape) * 0.1 for shape in shapes] if amsgrad else None
-    before = clone([weights, grads, exp_avgs, exp_avg_sqs, most or exp_avg_sqs])
+    lists = (weights, grads, exp_avgs, exp_avg_sqs, most or exp_avg_sqs)
+    before = [[t.clone() for t in tensors] for tensors in lists]
     params, masters = weights, None
     if storage[2] == "full":
         params, masters = [w.to(dtype) for w in weights], weights
     elif storage[2] == "remainder":
         params, masters = (list(x) for x in zip(*map(master_split, weights))) if n else ([], [])
-    adamw_step_(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        hypers,
-        hyper_index=hyper_index,
-        master_weights=masters,
-        max_exp_avg_sqs=most,
-        grad_scale=None if scale is None else torch.tensor(scale),
-        maximize=maximize,
-    )
+    factor = None if scale is None else torch.tensor(scale)
+    optional = {"hyper_index": hyper_index, "master_weights": masters, "max_exp_avg_sqs": most}
+    options = {**optional, "grad_scale": factor, "maximize": maximize}
+    adamw_step_(params, grads, exp_avgs, exp_avg_sqs, hypers, **options)
     for i, row in enumerate(zip(*before)):
         exact = [t.double() for t in row]
         w0, _, m0, v0, _ = (t.clone() for t in exact)
         hyper = hypers[hyper_index[i]]._asdict()
-        adamw_step_ref(
-            *([t] for t in exact[:4]),
-            **hyper,
-            grad_scale=1.0 if scale is None else scale,
-            maximize=maximize,
-            max_exp_avg_sqs=exact[4:] if amsgrad else None,
-        )
+        options = {"grad_scale": 1.0 if scale is None else scale, "maximize": maximize}
+        options["max_exp_avg_sqs"] = exact[4:] if amsgrad else None
+        adamw_step_ref(*([t] for t in exact[:4]), **hyper, **options)
         bound = Bound(w0.shape)
         w1, _, m1, v1, u1 = exact if amsgrad else (*exact[:4], exact[3])
         g = exact[1] * (1.0 if scale is None else scale) * (-1 if maximize else 1)
@@ -194,125 +249,633 @@ def test_any_step_is_within_the_bound_of_the_oracle(
             assert torch.equal(params[i], rounded)
 
 
-@sweep("choice", ["auto", "torch"])
-@sweep("grad_dtype", [None, torch.float32])
-@sweep("dtype", [torch.bfloat16, torch.float16])
-def test_master_weights(dtype, grad_dtype, choice, monkeypatch):
-    """The master takes fp32's step bit for bit; the parameter is the master, rounded."""
-    monkeypatch.setattr(backend, "choice", choice)
-    params, grads, exp_avgs, exp_avg_sqs = make(dtype=dtype, grad_dtype=grad_dtype)
-    masters = [p.float() + 1e-4 for p in params]
-    wide = clone([masters, [g.float() for g in grads], exp_avgs, exp_avg_sqs])
-    for step in (1, 2):
-        adamw_step_(
-            params, grads, exp_avgs, exp_avg_sqs, Hyper(**HYPER, step=step), master_weights=masters
-        )
-        adamw_step_(*wide, Hyper(**HYPER, step=step))
-    assert_same([masters, exp_avgs, exp_avg_sqs], [wide[0], wide[2], wide[3]])
-    rounded = [master_split(w)[0] if dtype == torch.bfloat16 else w.to(dtype) for w in masters]
-    assert_same([params], [rounded])
-
-
-def test_mixed_dtypes_in_one_call():
-    low, high = make((100,), torch.bfloat16), make((50,))
-    master = low[0][0].float()
-    alone = clone([*low, [master]]), clone(high)
-    adamw_step_(*alone[0][:4], Hyper(**HYPER, step=1), master_weights=alone[0][4])
-    adamw_step_(*alone[1], Hyper(**HYPER, step=1))
-    both = [[a[0], b[0]] for a, b in zip(low, high)]
-    adamw_step_(*both, Hyper(**HYPER, step=1), master_weights=[master, None])
-    assert_same([both[0]], [[alone[0][0][0], alone[1][0][0]]])
-
-
-def test_empty_list_and_repeatability():
-    adamw_step_([], [], [], [], Hyper(**HYPER, step=1))
-    state = make()
-    other = clone(state)
-    adamw_step_(*state, Hyper(**HYPER, step=2))
-    adamw_step_(*other, Hyper(**HYPER, step=2))
-    assert_same(state, other)
-
-
-def test_strided_parameters_and_gradients():
-    p = torch.randn(30, 20)
-    g, m, v = torch.randn(30, 20), torch.zeros(30, 20), torch.zeros(30, 20)
-    state = [[t.t().contiguous().t()] for t in (p, m, v)]  # dense, transposed
-    adamw_step_(state[0], [g], state[1], state[2], Hyper(**HYPER, step=1))
-    adamw_step_([p], [g], [m], [v], Hyper(**HYPER, step=1))
-    assert_same(state, [[p], [m], [v]])
-    q, same = p.clone(), p.clone()
+def test_odd_calls():
+    """Nothing; two types at once; gradients that are expanded; a dimension of one; nan and inf."""
+    adamw_step_([], [], [], [], HYPER)
+    low, high = make(100, MODES["bf16 full"]), make(50, MODES["fp32"])
+    alone = clone(low), clone(high)
+    step([alone[0]], MODES["bf16 full"])
+    step([alone[1]], MODES["fp32"])
+    both = ([a, b] for a, b in ((low[name], high[name]) for name in NAMES[:4]))
+    adamw_step_(*both, HYPER, master_weights=[low["master"], None])
+    assert same_bits(low, alone[0])
+    assert same_bits(high, alone[1])
     row = torch.randn(1, 20)
-    states = [torch.zeros(30, 20) for _ in range(4)]
-    adamw_step_([q], [row.expand(30, 20)], states[:1], states[1:2], Hyper(**HYPER, step=1))
-    adamw_step_([same], [row.repeat(30, 1)], states[2:3], states[3:], Hyper(**HYPER, step=1))
-    assert torch.equal(q, same)
-
-
-def test_strides_of_a_dimension_of_one_do_not_matter():
+    first, second = ([torch.ones(30, 20), torch.zeros(30, 20), torch.zeros(30, 20)] for _ in "01")
+    adamw_step_(first[:1], [row.expand(30, 20)], first[1:2], first[2:], HYPER)
+    adamw_step_(second[:1], [row.repeat(30, 1)], second[1:2], second[2:], HYPER)
+    assert torch.equal(first[0], second[0])
     p, m, v = torch.ones(1, 5), torch.empty_strided((1, 5), (9, 1)).zero_(), torch.zeros(1, 5)
-    adamw_step_([p], [torch.ones(1, 5)], [m], [v], Hyper(**HYPER, step=1))
+    adamw_step_([p], [torch.ones(1, 5)], [m], [v], HYPER._replace(step=1))
     torch.testing.assert_close(p, torch.full((1, 5), 1 - 1e-3 - 1e-2))
-
-
-def test_non_finite_gradients_reach_the_parameters():
-    p, m, v = torch.zeros(3), torch.zeros(3), torch.zeros(3)
-    adamw_step_([p], [torch.tensor([torch.nan, torch.inf, 1.0])], [m], [v], Hyper(**HYPER, step=1))
+    p, g = torch.zeros(3), torch.tensor([torch.nan, torch.inf, 1.0])
+    adamw_step_([p], [g], [torch.zeros(3)], [torch.zeros(3)], HYPER)
     assert p.isnan().tolist() == [True, True, False]
 
 
-def test_autograd_notices_the_change():
-    p = torch.randn(5, requires_grad=True)
-    y = (p * p).sum()
-    states = [torch.zeros(5), torch.zeros(5)]
-    adamw_step_([p], [torch.ones(5)], states[:1], states[1:], Hyper(**HYPER, step=1))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
-
-
-@sweep("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@sweep("dtype", [F32, torch.float64, BF16, F16])
 def test_torchs_kernel_skips_zeroes_scales_and_takes_tensors(dtype, monkeypatch):
-    """Where torch's fused AdamW serves, the keywords mean the same."""
+    """Where torch's fused AdamW serves, the keywords mean the same, and ranges of flat buffers."""
+    exact = torch.promote_types(dtype, F32)
+    state = make(50, Mode(dtype, dtype, exact, "full" if dtype in (BF16, F16) else "none", True))
+    state["exp_avg"].abs_()
     monkeypatch.setattr(backend, "choice", "torch")
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    params, grads, exp_avgs, exp_avg_sqs = make((5, 0, 7), dtype)
-    exp_avgs, exp_avg_sqs = ([t.to(exact) for t in column] for column in (exp_avgs, exp_avg_sqs))
-    masters = [p.float() for p in params] if dtype in (torch.bfloat16, torch.float16) else None
-    most = [t.clone() for t in exp_avg_sqs]
-    hyper = Hyper(**HYPER, step=3)
-    before = clone([params, exp_avgs, exp_avg_sqs, masters or params, most])
-    tensors = hyper._replace(lr=torch.tensor(1e-2), step=torch.tensor(3.0))
-    kept = clone([grads])[0]
-    lists = (params, grads, exp_avgs, exp_avg_sqs)
-    keywords = {"master_weights": masters, "max_exp_avg_sqs": most, "zero_grad": True}
-    adamw_step_(*lists, tensors, found_inf=torch.ones(()), **keywords)
-    assert_same([params, exp_avgs, exp_avg_sqs, masters or params, most], before)
-    assert not any(g.any() for g in grads)
-    scale = torch.tensor(0.5)
-    grads[:] = clone([kept])[0]
-    found = torch.zeros(())
-    adamw_step_(*lists, tensors, found_inf=found, grad_scale=scale, maximize=True, **keywords)
-    wide = [[t.double() for t in column] for column in (before[3], kept, *before[1:3], before[4])]
-    adamw_step_ref(
-        *wide[:4],
-        **{**HYPER, "lr": torch.tensor(1e-2).item()},
-        step=3,
-        grad_scale=0.5,
-        maximize=True,
-        max_exp_avg_sqs=wide[4],
+    before, mode = clone(state), MODES["fp32"]
+    hyper = HYPER._replace(lr=torch.tensor(1e-2), step=torch.tensor(3.0))
+    step([state], mode, hyper, found_inf=torch.ones(()), zero_grad=True)
+    assert not state["grad"].any()
+    state["grad"].copy_(before["grad"])
+    assert same_bits(state, before)
+    options = {"found_inf": torch.zeros(()), "grad_scale": torch.tensor(0.5), "maximize": True}
+    step([state], mode, hyper, zero_grad=True, **options)
+    names = ("master" if "master" in before else "param", *NAMES[1:4])
+    wide = [[before[name].double()] for name in names]
+    numbers = {**HYPER._asdict(), "lr": torch.tensor(1e-2).item(), "grad_scale": 0.5}
+    adamw_step_ref(*wide, **numbers, maximize=True, max_exp_avg_sqs=[before["max"].double()])
+    bound = 16 * torch.finfo(exact).eps
+    torch.testing.assert_close(state[names[0]].double(), wide[0][0], rtol=0, atol=bound)
+    if dtype == F32:
+        first, second = clone(before), clone(before)
+        hypers, ranges = [HYPER, HYPER._replace(lr=0.1, step=9)], [(3, 20, 1, 0), (20, 31, 0, 17)]
+        step_flat(first, [*ranges, (40, 40, 0, 0)], mode, hypers, zero_grad=True)
+        monkeypatch.setattr(backend, "choice", "auto")
+        step_flat(second, [*ranges, (40, 40, 0, 0)], mode, hypers, zero_grad=True)
+        for name, t in first.items():
+            torch.testing.assert_close(t, second[name])
+        assert not first["grad"][3:31].any()
+        assert first["grad"][31:].all()
+
+
+# Storage modes
+
+
+def bf16_neighbours(x):
+    low = (x.view(torch.int32) & ~0xFFFF).view(F32)
+    high = ((x.view(torch.int32) & ~0xFFFF) + 0x10000).view(F32)
+    return low, high
+
+
+def assert_fair(stored, low, high, exact):
+    """stored is low or high, with probabilities that make its expectation exact."""
+    stored, low, high, exact = (t.double() for t in (stored, low, high, exact))
+    assert ((stored == low) | (stored == high) | (stored == exact)).all()
+    chance = (exact - low) / (high - low)
+    surprise = (stored == high).double() - chance
+    deviation = (chance * (1 - chance)).sum().sqrt()
+    assert deviation > 10  # there was something to draw
+    assert surprise.sum().abs() <= SIGMAS * deviation
+    # And not in halves that cancel: where the upper neighbour is likely, where it is not.
+    for where in (chance < 0.3, chance > 0.7):
+        deviation = (chance * (1 - chance))[where].sum().sqrt()
+        assert surprise[where].sum().abs() <= SIGMAS * deviation
+
+
+def test_every_mode_is_fp32s_step_and_then_stored(mode):
+    """The step of the widened state, bit for bit, then each array rounded as its form says."""
+    n = 20_011
+    state = make(n, mode)
+    wide = widened(state, mode)
+    step([wide], MODES["fp32"])
+    step([state], mode)
+    exact = wide["param"]
+    if mode.master == "stochastic":
+        assert_fair(state["param"].float(), *bf16_neighbours(exact), exact)
+    elif mode.param == BF16:
+        assert torch.equal(state["param"], master_split(exact)[0])
+    else:
+        assert torch.equal(state["param"], exact.to(mode.param))
+    if mode.master == "full":
+        assert torch.equal(state["master"], exact)
+    if mode.master == "remainder":
+        assert torch.equal(state["master"], master_split(exact)[1])
+    for name in ("exp_avg", "exp_avg_sq", "max"):
+        if name not in state:
+            continue
+        if mode.moment == F32:
+            assert torch.equal(state[name], wide[name])
+        elif mode.moment == BF16:
+            assert_fair(state[name].float(), *bf16_neighbours(wide[name]), wide[name])
+        else:
+            assert_fair_codes(state[name], state[name + "_scale"], wide[name], name == "exp_avg")
+
+
+def assert_fair_codes(codes, scale, exact, signed):
+    n = exact.numel()
+    blocks = torch.nn.functional.pad(exact, (0, -n % 256)).view(-1, 256)
+    assert torch.equal(scale, blocks.abs().amax(1))
+    values = decode_moment(codes, scale, signed=signed)
+    assert (values[exact == 0] == 0).all()
+    if not signed:
+        assert (codes[exact > 0] > 0).all()
+    levels = decode_moment(
+        torch.arange(128 if signed else 256, dtype=U8), torch.ones(1), signed=signed
     )
-    for got, want in zip(masters or params, wide[0]):
-        assert torch.allclose(got.double(), want, rtol=0, atol=16 * torch.finfo(exact).eps)
+    ratio = exact.abs().double() / scale.repeat_interleave(256)[:n].double()
+    upper = torch.bucketize(ratio, levels.double()).clamp(1, len(levels) - 1)
+    wide = scale.repeat_interleave(256)[:n]
+    drawn = (ratio > 1.001 * levels[1]) & (
+        ratio < 1
+    )  # below, 1 is the only code that exp_avg_sq has
+    # A ratio next to a level may be rounded to its other side: take those as on the level.
+    near = (
+        torch.minimum((ratio - levels[upper - 1]).abs(), (ratio - levels[upper]).abs())
+        < 1e-5 * ratio
+    )
+    where = drawn & ~near
+    low, high = levels[upper - 1] * wide, levels[upper] * wide
+    assert_fair(values.abs()[where], low[where], high[where], exact.abs()[where])
+    assert (values.sign() * exact.sign() >= 0).all()
 
 
-def test_ranges_of_flat_buffers_with_torchs_kernel(monkeypatch):
-    state = [torch.rand(50) for _ in range(4)]
-    ours = clone([state])[0]
-    hypers = [Hyper(**HYPER, step=3), Hyper(**{**HYPER, "lr": 0.1}, step=9)]
-    ranges = [(3, 20, 1, 0), (20, 31, 0, 17), (40, 40, 0, 0)]
-    adamw_step_flat_(*ours, ranges, hypers, zero_grad=True)
+def test_random_bits_depend_on_seed_step_and_index_only():
+    mode = MODES["bf16 stochastic 8-bit moments"]
+    n = 4096
+
+    def run(seed=SEED, t=3, first=0):
+        state = make(n, mode)
+        step(
+            [state],
+            mode,
+            HYPER._replace(step=t, lr=0.0),
+            stochastic_rounding_seed=seed,
+            first_indices=[first],
+        )
+        return state
+
+    first = run()
+    assert same_bits(run(), first)
+    for other in (run(seed=SEED + 1), run(first=256)):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert not torch.equal(other[name], first[name])
+    # No two of parameter, exp_avg and exp_avg_sq share their draws: with the same exact values and
+    # the same bits they would be rounded up together.
+    wide = make(n, Mode(BF16, F32, BF16, "stochastic"))
+    for name in ("param", "exp_avg", "exp_avg_sq"):
+        wide[name] = torch.ones(n, dtype=BF16)
+    wide["grad"] = torch.full((n,), 1.0 + 2**-5)
+    hyper = Hyper(lr=2**-4, beta1=0.9, beta2=0.9, eps=0.0, weight_decay=0.0, step=1)
+    step([wide], Mode(BF16, F32, BF16, "stochastic"), hyper)
+    ups = torch.stack(
+        [(wide[k] > wide[k].float().min()).double() for k in ("param", "exp_avg", "exp_avg_sq")]
+    )
+    assert (ups.mean(1) > 0.01).all()
+    assert (ups.mean(1) < 0.99).all()
+    assert (torch.corrcoef(ups) - torch.eye(3)).abs().max() < SIGMAS / n**0.5
+
+
+def test_indices_beyond_32_bits():
+    """A range that crosses 2^32 draws what its two halves draw."""
+    mode = MODES["bf16 stochastic fp32 grad bf16 moments"]
+    whole = make(2000, mode)
+    halves = clone(whole)
+    first = 2**32 - 768
+    step([whole], mode, first_indices=[first])
+    pieces = [part(halves, 0, 768), part(halves, 768, 2000)]
+    step(pieces, mode, first_indices=[first, first + 768])
+    assert same_bits(whole, halves)
+    low = make(2000, mode)
+    step([low], mode, first_indices=[0])
+    assert not torch.equal(low["param"][:1232], whole["param"][768:])
+
+
+def test_same_bits_for_any_cut_threads_and_isa(mode):
+    n = 70_003
+    before, start = _C.isa(), make(n, mode)
+    expected = clone(start)
+    step([expected], mode, threads=1)
+    unit = 256 if mode.moment == U8 else 1
+    try:
+        for isa in ("baseline", "avx2", "avx512"):
+            if not _C.isa_supported(isa):
+                continue
+            _C.set_isa(isa)
+            far = (16_384, 16_384 + unit, n - n % 256 - unit)
+            for threads, cuts in ((1, ()), (3, (unit,)), (2, (5 * unit, 7 * unit, *far))):
+                got = clone(start)
+                edges = (0, *cuts, n)
+                pieces = [part(got, a, b) for a, b in itertools.pairwise(edges)]
+                step(pieces, mode, threads=threads, first_indices=edges[:-1])
+                assert same_bits(got, expected), (isa, threads, cuts)
+                got = clone(start)
+                ranges = [(a, b, 0, a) for a, b in itertools.pairwise(edges)]
+                step_flat(got, ranges[::-1], mode, threads=threads)
+                assert same_bits(got, expected), (isa, threads, cuts, "flat")
+    finally:
+        _C.set_isa(before)
+
+
+def test_alignment_torture(mode):
+    """Every offset of 0 to 63 bytes and every tail, with bytes around the arrays left alone."""
+    longest = 70
+    before = make(longest, mode)
+    fenced = {}
+    for name, t in before.items():
+        memory = torch.full((longest * t.element_size() + 256,), 0xA5, dtype=U8)
+        shift = -memory.data_ptr() % 64
+        fenced[name] = memory[shift : shift + longest * t.element_size() + 128]
+    for n in range(longest + 1):
+        expected = clone(part(before, 0, n))
+        step([expected], mode, zero_grad=True)
+        # Few of the long ones: a tail is the rest of a division by at most 64 elements.
+        for offset in range(64) if n % 23 == 0 or n < 4 else (n % 64,):
+            state = {}
+            for name, t in part(before, 0, n).items():
+                size = t.element_size()
+                at = offset // size * size
+                fenced[name].fill_(0xA5)
+                state[name] = fenced[name][at : at + t.numel() * size].view(t.dtype)
+                state[name].copy_(t)
+            step([state], mode, zero_grad=True)
+            for name, t in expected.items():
+                at = offset // t.element_size() * t.element_size()
+                stop = at + t.numel() * t.element_size()
+                assert torch.equal(fenced[name][at:stop], t.view(U8)), (name, n, offset)
+                assert (fenced[name][:at] == 0xA5).all()
+                assert (fenced[name][stop:] == 0xA5).all()
+
+
+def test_a_list_is_its_tensors_one_by_one(mode):
+    """Empty ones, of one element, with hypers of their own."""
+    sizes, hypers = (
+        (0, 1, 300, 0, 1, 5, 16_385, 0),
+        [HYPER, HYPER._replace(lr=3e-3, step=17, eps=0.1)],
+    )
+    states = [make(n, mode, seed=i) for i, n in enumerate(sizes)]
+    alone = [clone(s) for s in states]
+    first, index = [256 * i for i in range(len(sizes))], [i % 2 for i in range(len(sizes))]
+    step(states, mode, hypers, hyper_index=index, first_indices=first)
+    for i, s in enumerate(alone):
+        step([s], mode, hypers[i % 2], first_indices=[256 * i])
+        assert same_bits(states[i], s)
+
+
+def test_tensors_as_hypers_give_the_same_bits(mode):
+    numbers = [float(torch.tensor(x)) for x in HYPER]  # what fp32 holds
+    for names in (Hyper._fields, ("lr",), ("step",), ("beta1", "beta2")):
+        a, b = make(5000, mode), make(5000, mode)
+        hyper = Hyper(*numbers)
+        step([a], mode, hyper)
+        step([b], mode, hyper._replace(**{k: torch.tensor(getattr(hyper, k)) for k in names}))
+        assert same_bits(a, b)
+
+
+@sweep("zero_grad", [False, True])
+def test_found_inf_skips_but_zeroes(mode, zero_grad):
+    before = make(20_000, mode)
+    for found in (0.0, 1.0, float("nan")):
+        state, expected = clone(before), clone(before)
+        step([state], mode, found_inf=torch.tensor(found), zero_grad=zero_grad)
+        if found == 0:
+            step([expected], mode)
+        if zero_grad:
+            expected["grad"].zero_()
+        assert same_bits(state, expected)
+
+
+def test_grad_scale_and_maximize(mode):
+    """A power of two commutes with every rounding of the gradient, a sign with all."""
+    a, b = make(3000, mode), make(3000, mode)
+    b["grad"] = -b["grad"] * 4
+    step([a], mode)
+    step([b], mode, grad_scale=torch.tensor(0.25), maximize=True)
+    del a["grad"]
+    assert same_bits(b, a)
+
+
+def test_strided_gradients_and_parameters():
+    mode = MODES["bf16 remainder fp32 grad 8-bit moments"]
+    flat = make(600, mode)
+    strided = {}
+    for name, t in flat.items():
+        strided[name] = t.clone() if name.endswith("scale") else t.clone().view(30, 20).t()
+    grad = strided["grad"]
+    strided["grad"] = grad.contiguous()
+    step([flat], mode, zero_grad=True)
+    step([strided], mode, zero_grad=True)
+    for name, t in flat.items():
+        got = strided[name] if name.endswith("scale") else strided[name].t().reshape(-1)
+        assert torch.equal(got, t)
+
+
+def test_a_block_with_an_infinity_is_lost_and_no_other():
+    mode = MODES["fp32 8-bit moments"]
+    for wrong in (torch.inf, torch.nan):
+        state = make(768, mode)
+        state["grad"][300] = wrong
+        step([state], mode)
+        for name in ("exp_avg", "exp_avg_sq"):
+            finite = state[name + "_scale"].isfinite().tolist()
+            assert finite == [True, False, True]
+            values = decode_moment(state[name], state[name + "_scale"], signed=name == "exp_avg")
+            assert values[:256].isfinite().all()
+            assert not values[300].isfinite()
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements():
+    """Parameter, gradient and codes take 13 GB; windows are compared with runs of their own."""
+    n = 2**31 + 5
+    mode = MODES["bf16 stochastic 8-bit moments"]
+    state = {
+        "param": torch.full((n,), 0.5, dtype=BF16),
+        "grad": torch.full((n,), 0.25, dtype=BF16),
+        "exp_avg": torch.full((n,), 40, dtype=U8),
+        "exp_avg_sq": torch.full((n,), 200, dtype=U8),
+        "exp_avg_scale": torch.full((n // 256 + 1,), 0.1),
+        "exp_avg_sq_scale": torch.full((n // 256 + 1,), 0.1),
+    }
+    windows = ((0, 1024), (2**30, 2**30 + 768), (2**31 - 512, n))
+    kept = []
+    for start, stop in windows:
+        part(state, start, stop)["grad"].copy_(torch.randn(stop - start))
+        kept.append(clone(part(state, start, stop)))
+    step([state], mode, threads=2)
+    for (start, stop), window in zip(windows, kept):
+        step([window], mode, first_indices=[start])
+        assert same_bits(part(state, start, stop), window)
+
+
+# Forms of the state
+
+
+def every_upper_half():
+    """Every upper half of an fp32 number with the lower halves at which rounding changes."""
+    top = np.arange(2**16, dtype=np.uint32) << 16
+    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
+    bits = (top[:, None] | low).reshape(-1)
+    return torch.from_numpy(bits.view(np.float32).copy())
+
+
+def test_split_and_join_are_exact_and_round_to_nearest():
+    """Ties away from zero; one nan."""
+    x = torch.cat([every_upper_half(), torch.randn(100_000), torch.tensor([-0.0, 1e-45, 3.4e38])])
+    param, remainder = master_split(x)
+    back, nan = master_join(param, remainder).view(torch.int32), x.isnan()
+    assert torch.equal(back[~nan], x.view(torch.int32)[~nan])
+    assert (back[nan] == 0x7FC00000).all()
+    x = x[x.isfinite() & (x.abs() < 3.38e38)]
+    low, high = (t.double() for t in bf16_neighbours(x))  # `high` is away from zero
+    nearest = torch.where((x - low).abs() < (high - x).abs(), low, high)
+    assert torch.equal(round_to_bf16(x).double(), nearest)
+
+
+@sweep("signed", [True, False])
+def test_codes_mean_what_the_header_says(signed):
+    codes = torch.arange(256, dtype=torch.uint8)
+    if signed:
+        k = codes.view(torch.int8).double()
+        want = 3.0 * k.sign() * (k / 127) ** 2
+    else:
+        want = 3.0 * (codes.double() / 255) ** 4
+    got = decode_moment(codes, torch.tensor([3.0]), signed=signed)
+    # Roundings of k / 127 (reciprocal, product), its powers and the scale: at most 4 * 2 + 3 units.
+    assert ((got - want).abs() <= 11 * 2.0**-24 * want.abs()).all()
+
+
+@sweep("signed", [True, False])
+@sweep("n", [0, 1, 255, 256, 257, 1000])
+def test_encoding_takes_the_nearest_level(n, signed):
+    x = torch.randn(n) ** 3
+    x = x if signed else x.abs()
+    codes, scale = encode_moment(x, signed=signed)
+    assert codes.dtype == torch.uint8
+    assert scale.shape == (-(-n // MOMENT_BLOCK),)
+    got = decode_moment(codes, scale, signed=signed)
+    table = torch.arange(256, dtype=torch.uint8)
+    if signed:
+        table = table[table != 128]  # -128 is not used
+    for i in range(0, n, MOMENT_BLOCK):
+        block = x[i : i + MOMENT_BLOCK]
+        levels = decode_moment(table, scale[i // MOMENT_BLOCK][None], signed=signed)
+        allowed = levels if signed else levels[1:]
+        best = (block[:, None] - allowed).abs().amin(1)
+        error = (got[i : i + MOMENT_BLOCK] - block).abs()
+        assert (error <= best + 2.0**-22 * block.abs()).all()
+        assert scale[i // MOMENT_BLOCK] == block.abs().max()
+    again, scale_again = encode_moment(got, signed=signed)
+    assert torch.equal(again, codes)
+    assert torch.equal(scale_again, scale)
+
+
+def test_forms_keep_strides_zeros_and_small_squares():
+    x = torch.zeros(512)
+    x[3], x[4] = 1.0, 1e-30
+    codes, _ = encode_moment(x, signed=False)
+    assert codes[:6].tolist() == [0, 0, 0, 255, 1, 0]
+    assert not codes[256:].any()
+    x = torch.randn(6, 50).t()
+    codes, scale = encode_moment(x, signed=True)
+    back = decode_moment(codes, scale, signed=True)
+    assert codes.stride() == back.stride() == master_split(x)[1].stride() == x.stride()
+    assert (back - x).abs().max() < 0.02 * x.abs().max()
+    p = x.requires_grad_()
+    for dtype in (F32, BF16, U8):
+        moment, scale = new_moment(p, dtype)
+        assert (moment.dtype, moment.stride(), moment.requires_grad) == (dtype, p.stride(), False)
+        assert (scale is None) == (dtype != U8)
+    assert scale.shape == (2,)
+    assert not decode_moment(moment, scale, signed=True).any()
+    # A small exp_avg over the root of 0 would be a step that Adam does not make.
+    state = {"param": torch.zeros(512), "grad": torch.full((512,), 1e-9)}
+    state["grad"][::256], state["grad"][7::256] = 1.0, 0.0
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name], state[name + "_scale"] = new_moment(torch.zeros(512), U8)
+    step([state], MODES["fp32 8-bit moments"], HYPER._replace(step=1))
+    assert torch.equal(state["exp_avg_sq"] > 0, state["grad"] != 0)
+
+
+@sweep("master_dtype", [torch.float32, torch.int16])
+def test_a_nan_stays_one_whatever_its_lower_bits(master_dtype):
+    """The upper half of some nans is an infinity, and rounding others would make them -0."""
+    bits = torch.tensor([0x7F800001, 0x7FC0FFFF, 0x7FFFFFFF, -1], dtype=torch.int32)
+    param = torch.zeros(4, dtype=torch.bfloat16)
+    master = torch.zeros(4, dtype=master_dtype)
+    moments = torch.zeros(4), torch.zeros(4)
+    adamw_step_([param], [bits.view(torch.float32)], *([m] for m in moments), HYPER,
+                master_weights=[master])  # fmt: skip
+    assert param.isnan().all()
+    whole = master if master_dtype == torch.float32 else master_join(param, master)
+    assert torch.equal(whole.view(torch.int32), torch.full((4,), 0x7FC00000, dtype=torch.int32))
+
+
+# What is refused
+
+
+def four(n=4, dtype=F32):
+    """Parameter, gradient and moments, in lists of one."""
+    kinds = (torch.ones, torch.ones, torch.zeros, torch.zeros)
+    return tuple([make(n, dtype=dtype)] for make in kinds)
+
+
+P, G, M, V = four()
+LOW, HALF, REMAINDER = [P[0].bfloat16()], [P[0].half()], [torch.zeros(4, dtype=torch.int16)]
+CODES = [torch.zeros(4, dtype=U8)]
+SCALED = {"exp_avg_scales": [torch.zeros(1)], "exp_avg_sq_scales": [torch.zeros(1)]}
+FLAT = [torch.zeros(300) for _ in range(4)]
+CODES_FLAT = [*FLAT[:2], *(torch.zeros(300, dtype=U8) for _ in "mv")]
+OF_FLAT = {"exp_avg_scale": torch.zeros(2), "exp_avg_sq_scale": torch.zeros(2)}
+WHOLE, MEMORY = torch.ones(10), torch.ones(100)
+LONG = [torch.ones(80), torch.ones(10), MEMORY[50:60]]  # of gradients one is over the third
+REFUSALS = [  # (words, lists, options); hypers: one of them
+    ("expected lists of one length, got lengths=.*'exp_avg_sqs': 0", (P, G, M, []), {}),
+    ("got lengths=.*'first_indices': 2", (P, G, M, V), {"first_indices": [0, 0]}),
+    ("hyper_index to name one of 2 hypers", (P, G, M, V), {"hypers": [HYPER, HYPER]}),
+    (r"got hyper_index=\[1\]", (P, G, M, V), {"hyper_index": [1]}),
+    (r"got hyper_index=\[-1\]", (P, G, M, V), {"hyper_index": [-1]}),
+    (r"params\[0\]=torch.float64 grads\[0\]=torch.float32", ([P[0].double()], G, M, V), {}),
+    (r"got params\[0\]=torch.int32", ([P[0].int()], G, M, V), {}),
+    (r"params\[0\]=torch.float32 grads\[0\]=torch.bfloat16", (P, LOW, M, V), {}),
+    (r"params\[0\]=torch.bfloat16 grads\[0\]=torch.float16", (LOW, HALF, M, V), {}),
+    ("grads.0.=torch.float16", (LOW, HALF, M, V), {"master_weights": REMAINDER}),
+    ("a master weight for each 16-bit .* master_weights.0.=None", (LOW, G, M, V), {}),
+    ("master_weights.0.=None", (HALF, G, M, V), {"stochastic_rounding_seed": 1}),
+    ("master_weights.0.=torch.int16", (HALF, G, M, V), {"master_weights": REMAINDER}),
+    ("None for fp32, .* master_weights.0.=torch.float32", (P, G, M, V), {"master_weights": V}),
+    ("exp_avg_sqs and max_exp_avg_sqs of one dtype, .* at index 0", (P, G, LOW, V), {}),
+    ("of one dtype, fp32, bf16 or uint8, got", (P, G, HALF, HALF), {}),
+    ("of one dtype", (P, G, M, V), {"max_exp_avg_sqs": LOW}),
+    (r"scales of shape \[1\] .* got exp_avgs\[0\]=torch.uint8 and \[No", (P, G, CODES, CODES), {}),
+    (r"scales of shape \[1\] .* \[\[1\], \[2\]\]", (P, G, CODES, CODES),
+     {**SCALED, "exp_avg_sq_scales": [torch.zeros(2)]}),
+    ("and none for others", (P, G, M, V), SCALED),
+    ("no max_exp_avg_sqs with uint8", (P, G, CODES, CODES), {"max_exp_avg_sqs": CODES, **SCALED}),
+    (r"multiples of 256 for uint8 moments, got first_indices\[0\]=100", (P, G, CODES, CODES),
+     {**SCALED, "first_indices": [100]}),
+    (r"one shape per parameter, got \[\[4\], \[4\], \[3\]", (P, G, [M[0][:3]], V), {}),
+    (r"one device per parameter, got \['cpu', 'meta'", (P, [G[0].to("meta")], M, V), {}),
+    ("expected dense parameters and states", ([torch.ones(8)[::2]], G, M, V), {}),
+    ("expected dense parameters and states", (P, G, [torch.zeros(8)[::2]], V), {}),
+    *((f"expected {name} >= .*got {name}={value}", (P, G, M, V),
+       {"hypers": HYPER._replace(**{name: value})})
+      for name, value in (("lr", -1.0), ("lr", float("nan")), ("beta1", 1.0), ("beta1", -0.1),
+                          ("beta2", 1.0), ("eps", -1e-8), ("weight_decay", -0.1),
+                          ("weight_decay", float("inf")), ("step", 0))),
+    ("an fp32 grad_scale of one element on cpu", (P, G, M, V), {"grad_scale": torch.ones(2)}),
+    ("an fp32 found_inf .* got .*float64", (P, G, M, V), {"found_inf": torch.zeros(1).double()}),
+    ("an fp32 lr of one element on cpu, got .* on meta", (P, G, M, V),
+     {"hypers": HYPER._replace(lr=torch.tensor(1e-2, device="meta"))}),
+    ("got stochastic_rounding_seed=-1", (P, G, M, V), {"stochastic_rounding_seed": -1}),
+    ("got stochastic_rounding_seed=9223", (P, G, M, V), {"stochastic_rounding_seed": 2**63}),
+    ("expected threads >= 1 or None, got threads=0", (P, G, M, V), {"threads": 0}),
+    (r"got first_indices\[0\]=-1", (P, G, M, V), {"first_indices": [-1]}),
+    (r"got params\[0\] overlapping params\[1\]", ([WHOLE[:6], WHOLE[5:]],
+     *([torch.zeros(n) for n in (6, 5)] for _ in "gmv")), {}),
+    (r"got exp_avgs\[0\] overlapping exp_avg_sqs\[0\]|exp_avg_sqs.0. over", (P, G, M, M), {}),
+    ("got params.0. overlapping grads.0.|grads.0. overlapping params", (P, P, M, V), {}),
+    (r"grads\[.\] overlapping grads", ([P[0], torch.ones(4)], [G[0], G[0]],
+     *([torch.zeros(4), torch.zeros(4)] for _ in "mv")), {"zero_grad": True}),
+    # Sorted by address, the neighbours of this overlap do not touch.
+    (r"got grads\[0\] overlapping params\[2\]", (LONG, [MEMORY[:80], MEMORY[:10], torch.ones(10)],
+     *([torch.zeros_like(p) for p in LONG] for _ in "mv")), {}),
+    *((r"got ranges\[1\]=\(", FLAT, {"ranges": [(0, 0, 0, 0), wrong]})
+      for wrong in ((-1, 3, 0, 0), (5, 4, 0, 0), (0, 301, 0, 0), (0, 3, 1, 0), (0, 3, 0, -1))),
+    *(("multiples of 256, got", CODES_FLAT, {"ranges": [wrong], **OF_FLAT})
+      for wrong in ((5, 300, 0, 0), (0, 300, 0, 5))),
+    ("sharing|share no memory", FLAT, {"ranges": [(0, 10, 0, 0), (9, 12, 0, 0)]}),
+    ("contiguous buffers of one dimension", [t.view(10, 30) for t in FLAT],
+     {"ranges": [(0, 1, 0, 0)]}),
+    ("expected contiguous buffers", [FLAT[0], torch.ones(1).expand(300), *FLAT[2:]],
+     {"ranges": [(0, 1, 0, 0)]}),
+]  # fmt: skip
+
+
+@sweep(("words", "lists", "options"), REFUSALS)
+def test_what_is_refused(words, lists, options):
+    options = dict(options)
+    ranges, hypers = options.pop("ranges", None), options.pop("hypers", HYPER)
+    call, middle = (adamw_step_, ()) if ranges is None else (adamw_step_flat_, (ranges,))
+    with pytest.raises(ValueError, match=words):
+        call(*lists, *middle, hypers, **options)
+
+
+@sweep("lists", [
+    (P, G, [M[0].bfloat16()], [V[0].bfloat16()], {}),
+    (LOW, G, M, V, {"stochastic_rounding_seed": 1}),
+    (LOW, G, M, V, {"master_weights": REMAINDER}),
+])  # fmt: skip
+def test_modes_that_torchs_kernel_has_not(lists, monkeypatch):
     monkeypatch.setattr(backend, "choice", "torch")
-    adamw_step_flat_(*state, ranges, hypers, zero_grad=True)
-    for a, b in zip(state, ours):
-        torch.testing.assert_close(a, b)
-    assert not state[1][3:31].any()
-    assert state[1][31:].all()
+    with pytest.raises(RuntimeError, match="expected fp32 moments, and fp32 master weights"):
+        adamw_step_(*lists[:4], HYPER, **lists[4])
+
+
+@sweep(("call", "words"), [
+    (lambda: new_moment(P[0], F16), r"new_moment: expected dtype .* got dtype=torch.float16"),
+    (lambda: decode_moment(torch.zeros(300, dtype=U8), torch.zeros(1), signed=True),
+     r"decode_moment: expected uint8 codes .* shape \[2\]"),
+    (lambda: decode_moment(torch.zeros(300, dtype=U8)[::2], torch.zeros(1), signed=True),
+     "decode_moment: expected a dense tensor, got stride="),
+    (lambda: encode_moment(torch.ones(4)[::2], signed=True), "encode_moment: expected a dense"),
+    (lambda: master_split(P[0].double()), "master_split: expected an fp32 master, got"),
+    (lambda: master_join(P[0], REMAINDER[0]), "master_join: expected a bf16 parameter and an in"),
+])  # fmt: skip
+def test_forms_that_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+LISTS = ("p", "g", "m", "v", "max_exp_avg_sqs", "master_weights")
+SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
+FORMS = {
+    "shape": lambda t: t[:, :4].clone(),
+    "strides": lambda t: t.t().contiguous().t(),
+    "device": lambda t: t.to("meta"),
+}
+
+
+def call(lists):
+    """adamw_step_ on lists by name."""
+    lists = dict(lists)
+    adamw_step_(*(lists.pop(name) for name in LISTS[:4]), HYPER, **lists)
+
+
+@sweep(
+    ("name", "form"),
+    [
+        (name, form)
+        for name in (*LISTS, *SCALES)
+        for form in FORMS
+        if form != "strides" or name not in ("g", *SCALES)  # which may have any, and have none
+    ],
+)
+def test_dtypes_that_were_accepted_are_no_reason_to_look_less(name, form):
+    """Dtypes are checked once in a process; all else in each call."""
+    lists = {n: [torch.ones(8, 6)] for n in LISTS[:5]}
+    if name == "master_weights":
+        lists["p"] = [torch.ones(8, 6, dtype=torch.bfloat16)]
+        lists["master_weights"] = [torch.ones(8, 6)]
+    if name in SCALES:
+        del lists["max_exp_avg_sqs"]
+        lists |= {n: [torch.ones(8, 6, dtype=torch.uint8)] for n in "mv"}
+        lists |= {n: [torch.ones(1)] for n in SCALES}
+    call(lists)
+    x = lists[name][0]
+    lists[name] = [torch.ones(2) if name in SCALES and form == "shape" else FORMS[form](x)]
+    with pytest.raises(ValueError, match=r"adamw_step_: expected (one|dense|fp32 exp_avg_scales)"):
+        call(lists)
+
+
+def test_compiled_module_checks_its_lists():
+    def call(columns, ranges=(), hypers=(0.0,) * 6, hypers_at=(None,) * 6, storage=(0, 0, 0, 0)):
+        scalars = (False, False, None, None, 0, 1)
+        _C.adamw_step(columns, list(ranges), list(hypers), list(hypers_at), storage, *scalars)
+
+    x = torch.zeros(3)
+    columns = [[x], [x], [x], [x], [], [], [], []]
+    call(columns)
+    for wrong in (x[:2], x.bfloat16(), torch.zeros(6)[::2]):
+        for i in range(1, 4):
+            with pytest.raises(ValueError, match=r"expected \w+\[0\] of 3 elements of float32"):
+                call([*columns[:i], [wrong], *columns[i + 1 :]])
+    with pytest.raises(ValueError, match="expected ranges within their lists, got range 0"):
+        call(columns, ranges=(0, 0, 4, 0, 0))
+    with pytest.raises(ValueError, match="expected lists of equal length, got params=1 grads=0"):
+        call([[x], [], *columns[2:]])
+    with pytest.raises(ValueError, match="expected 6 numbers and tensors per hyper and 5 per"):
+        call(columns, ranges=(0, 0, 0))
+    with pytest.raises(ValueError, match="expected ranges within their lists, got range 0"):
+        call(columns, ranges=(1, 0, 0, 0, 0))
+    with pytest.raises(ValueError, match="expected moment codes 0 to 2 and master codes 0 to 3"):
+        call(columns, storage=(0, 0, 3, 0))
+    with pytest.raises(ValueError, match="expected dtype code 0, 1 or 2, got code=7"):
+        call(columns, storage=(7, 0, 0, 0))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from cells import covering, slow
-from test_adamw_modes import (
+from test_adamw import (
     F32,
     HYPER,
     MODES,

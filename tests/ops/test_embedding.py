@@ -1,8 +1,8 @@
-"""embedding against fp64, its dense deterministic gradients, and its refusals."""
+"""embedding against fp64, its dense deterministic gradients and runs of tokens, its refusals."""
 
 import pytest
 import torch
-from cells import sweep
+from cells import slow, sweep
 
 from fastpar.kernels import Rng, dropout, embedding, make_key
 from fastpar.kernels.reference import embedding_ref
@@ -12,39 +12,43 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RNG = Rng(make_key(3, 5), 0)
 
 
-def tables(V, positions, C, dtype=torch.float32):
-    return [torch.randn(n, C).to(dtype).requires_grad_() for n in (V, positions)]
+def tables(V, positions, C, dtype=torch.float32, device="cpu"):
+    return [torch.randn(n, C).to(device, dtype).requires_grad_() for n in (V, positions)]
 
 
-@sweep("dtype", DTYPES)
-@sweep(("B", "T", "C"), [(1, 1, 1), (2, 63, 127), (3, 5, 1000), (2, 12, 384)])
-@sweep("p", [0.0, 0.3])
-def test_matches_oracle(B, T, C, dtype, p):
-    idx = torch.randint(0, 50, (B, T))
-    for first in (0, 3):
+def reference(idx, wte, wpe=None, **options):
+    """The oracle, whose mask is made on the CPU."""
+    found = [None if t is None else t.cpu() for t in (wte, wpe)]
+    return embedding_ref(idx.cpu(), *found, **options).to(wte.device)
 
-        def call(op, first=first):
+
+@pytest.mark.usefixtures("poisoned")
+@sweep(
+    ("B", "T", "C", "dtype"),
+    [(1, 1, 1, DTYPES[0]), (5, 7, 127, DTYPES[1]), (2, 3, 1000, DTYPES[2]), (9, 2, 130, DTYPES[0])],
+)
+def test_matches_oracle(B, T, C, dtype, place):
+    idx = torch.randint(0, 50, (B, T)).to(place)
+    inputs = [idx, *tables(50, T + 4, C, dtype, place)]
+    for first, p in ((0, 0.3), (3, 0.0)):
+
+        def call(op, first=first, p=p):
             return lambda i, wte, wpe: op(i, wte, wpe, first_position=first, dropout_p=p, rng=RNG)
 
-        report = assert_matches_oracle(
-            call(embedding), call(embedding_ref), [idx, *tables(50, T + 4, C, dtype)]
-        )
-        assert len(report) == 3
+        assert len(assert_matches_oracle(call(embedding), call(reference), inputs)) == 3
+    assert_matches_oracle(embedding, embedding_ref, inputs[:2])
+    assert torch.equal(embedding(idx.int(), inputs[1]), embedding(idx, inputs[1]))
+    one = inputs[1].detach()  # wpe may be the very tensor wte
+    assert torch.equal(embedding(idx, one, one), embedding_ref(idx, one, one))
 
 
-def test_without_positions():
-    wte, _ = tables(50, 1, 8)
-    idx = torch.randint(0, 50, (2, 7))
-    assert_matches_oracle(embedding, embedding_ref, [idx, wte])
-    assert torch.equal(embedding(idx.int(), wte), embedding(idx, wte))
-
-
-def test_16_bit_gradients_of_a_frequent_token_are_summed_in_float32():
+def test_16_bit_gradients_of_a_frequent_token_are_summed_in_float32(place):
     """1000 terms of 1 + 1/128: bf16 sums stop growing at 256."""
-    wte = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True)
-    idx = torch.ones(1, 1000, dtype=torch.int64)
-    embedding(idx, wte).backward(torch.full((1, 1000, 4), 1.0078125, dtype=torch.bfloat16))
-    assert torch.equal(wte.grad[1], torch.full((4,), 1007.8125).bfloat16())
+    wte = torch.zeros(3, 4, dtype=torch.bfloat16, device=place, requires_grad=True)
+    idx = torch.ones(1, 1000, dtype=torch.int64, device=place)
+    dx = torch.full((1, 1000, 4), 1.0078125, dtype=torch.bfloat16, device=place)
+    embedding(idx, wte).backward(dx)
+    assert torch.equal(wte.grad[1].cpu(), torch.full((4,), 1007.8125).bfloat16())
     assert (wte.grad[[0, 2]] == 0).all()
 
 
@@ -58,21 +62,32 @@ def test_only_the_gradients_that_are_needed():
         assert torch.equal(grad, torch.tensor(want)[:, None].expand(-1, 4).float())
 
 
-@sweep("shape", [(0, 4), (2, 0)])
-def test_no_tokens(shape):
-    wte, wpe = tables(5, 6, 4)
-    x = embedding(torch.zeros(shape, dtype=torch.int64), wte, wpe)
-    assert x.shape == (*shape, 4)
-    x.sum().backward()
-    assert (wte.grad == 0).all()
-    assert (wpe.grad == 0).all()
+def test_nothing(place):
+    """No samples, no tokens, no columns."""
+    for shape, c in (((0, 4), 4), ((2, 0), 4), ((1, 2), 0)):
+        wte, wpe = tables(5, 6, c, device=place)
+        idx = torch.zeros(shape, dtype=torch.int64, device=place)
+        x = embedding(idx, wte, wpe)
+        assert x.shape == (*shape, c)
+        x.sum().backward()
+        assert (wte.grad == 0).all()
+        assert (wpe.grad == 0).all()
+        total = torch.ones(5, c, device=place)
+        embedding(idx, wte, wpe, wte_grad=total).sum().backward()
+        assert (total == 1).all()
 
 
-def test_dropout_is_that_of_the_op_alone():
-    wte, wpe = tables(5, 3, 40)
-    idx = torch.tensor([[4, 0, 4], [1, 2, 3]])
-    expected = dropout(embedding(idx, wte, wpe), 0.5, RNG)
-    assert torch.equal(embedding(idx, wte, wpe, dropout_p=0.5, rng=RNG), expected)
+def test_dropout_is_that_of_the_op_alone_and_of_the_samples_of_the_batch(place):
+    """Also of a batch cut in two, whose second half starts at the next sample."""
+    wte, wpe = (t.detach() for t in tables(5, 9, 40, device=place))
+    idx, first = torch.randint(0, 5, (4, 9)).to(place), 2**33 - 2
+    rng = Rng(make_key(7, first), 3)
+    whole = embedding(idx, wte, wpe, dropout_p=0.5, rng=rng)
+    assert torch.equal(whole, dropout(embedding(idx, wte, wpe), 0.5, rng))
+    for start, n in ((0, 1), (1, 3)):
+        rng = Rng(make_key(7, first + start), 3)
+        part = embedding(idx[start : start + n], wte, wpe, dropout_p=0.5, rng=rng)
+        assert torch.equal(part, whole[start : start + n])
 
 
 def added(op, p):
@@ -93,23 +108,23 @@ def added(op, p):
 
 
 @sweep(("dtype", "wide"), [(d, w) for d in DTYPES for w in (d, torch.float32)])
-@sweep("p", [0.0, 0.3])
-def test_wte_grad_gets_the_gradient_added(dtype, wide, p):
-    wte, wpe = tables(50, 20, 33, dtype)
-    idx = torch.randint(0, 20, (4, 17), dtype=torch.int32)
-    dx, total = torch.randn(4, 17, 33).to(dtype), torch.randn(50, 33).to(wide)
+def test_wte_grad_gets_the_gradient_added(dtype, wide, place):
+    """To rows that may lie apart; those of ids that do not occur stay as they are."""
+    wte, wpe = tables(50, 12, 33, dtype, place)
+    idx = torch.randint(0, 2, (13, 12), dtype=torch.int32).to(place)
+    dx, total = (
+        torch.randn(13, 12, 33).to(place, dtype),
+        torch.randn(50, 66).to(place, wide)[:, 33:],
+    )
     inputs = [idx, wte.detach(), wpe.detach(), total, dx]
-    assert_matches_oracle(added(embedding, p), added(embedding_ref, p), inputs)
-    got, _ = added(embedding, p)(*inputs)
-    assert torch.equal(got[20:], total[20:])
-
-
-def test_wte_grad_with_rows_apart():
-    wte, _ = tables(5, 1, 4)
-    both = torch.zeros(5, 8)
-    embedding(torch.tensor([[4, 0, 4]]), wte, wte_grad=both[:, 4:]).sum().backward()
-    assert torch.equal(both[:, 4], torch.tensor([1.0, 0, 0, 0, 2]))
-    assert (both[:, :4] == 0).all()
+    assert_matches_oracle(added(embedding, 0.0), added(embedding_ref, 0.0), inputs)
+    got, _ = added(embedding, 0.0)(*inputs)
+    assert torch.equal(got[4:], total[4:])
+    x = embedding(idx, wte, wpe, dropout_p=0.3, rng=RNG)
+    want = torch.autograd.grad(x, (wte, wpe), dx)
+    zeros = torch.zeros(50, 66, dtype=dtype, device=place)[:, 33:]
+    got = added(embedding, 0.3)(idx, wte, wpe, zeros, dx)
+    assert all(map(torch.equal, got, want))
 
 
 def test_wte_grad_sums_in_float32_before_it_rounds():
@@ -144,6 +159,77 @@ def test_frozen_wte_leaves_wte_grad_alone():
     assert torch.equal(wpe.grad[:, 0], torch.tensor([1.0, 1, 0]))
 
 
+def test_infinite_rows_stay_their_own(place):
+    wte = torch.ones(4, 20, device=place, requires_grad=True)
+    dx = torch.ones(1, 4, 20, device=place)
+    dx[0, 1], dx[0, 2] = torch.inf, torch.nan
+    embedding(torch.tensor([[0, 1, 2, 0]], device=place), wte).backward(dx)
+    want = torch.tensor([2.0, torch.inf, torch.nan, 0])
+    torch.testing.assert_close(wte.grad[:, 0].cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
+PIECE = 64  # of the sorted list, in Triton
+RUNS = {
+    "one token": [5 * PIECE + 3],
+    "whole pieces": [PIECE, PIECE, 2 * PIECE],
+    "crosses every border": [PIECE - 1, 2, PIECE - 1, PIECE + 1, 3 * PIECE, 1],
+    "more pieces than are added at once": [10, 11 * PIECE, 7],
+    "single ones": [1] * (PIECE + 5),
+    "begins and ends at a border": [3, PIECE - 3, 3 * PIECE, 5],
+}
+BORDERS = "crosses every border", "more pieces than are added at once"
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", [n if n in ("one token", *BORDERS) else slow(n) for n in RUNS])
+def test_runs_of_every_length(triton_device, monkeypatch, name):
+    """Small whole numbers: the sums are exact, so a term lost or counted twice shows; with any
+    number of programs."""
+    from fastpar.kernels import embedding_triton
+
+    assert embedding_triton._PIECE == PIECE
+    runs = RUNS[name]
+    ids = torch.repeat_interleave(torch.arange(len(runs)) * 2 + 1, torch.tensor(runs))
+    order = torch.randperm(len(ids))
+    idx, dx = ids[order][None], torch.randint(-8, 9, (1, len(ids), 128)).float()
+    wte = torch.zeros(2 * len(runs) + 2, 128)
+    want = torch.zeros_like(wte).index_add_(0, idx[0], dx[0])
+    wte = wte.to(triton_device).requires_grad_()
+    x = embedding(idx.to(triton_device), wte)
+    for sms in (3, 1, 1000) if name == "crosses every border" else (3,):
+        monkeypatch.setattr(embedding_triton, "sm_count", lambda device, sms=sms: sms)
+        (got,) = torch.autograd.grad(x, wte, dx.to(triton_device), retain_graph=True)
+        assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("wrong", [-1, 5, -(2**40), 2**31, 2**32 + 3])
+def test_ids_outside_give_nan_and_no_gradient(triton_device, wrong):
+    """Straight to the host functions: on CPU tensors the op refuses such ids."""
+    from fastpar.kernels import embedding_triton
+
+    wte, wpe = (t.detach().to(triton_device) for t in tables(5, 3, 20))
+    idx = torch.tensor([[4, wrong, 0]], device=triton_device)
+    mask = (make_key(1, 2, triton_device), 3, 77)
+    x = embedding_triton.embedding_fwd(idx, wte, wpe, 0, None, 0, 0)
+    assert x[0, 1].isnan().all()
+    assert torch.equal(x[0, [0, 2]], wte[[4, 0]] + wpe[[0, 2]])
+    dropped = embedding_triton.embedding_fwd(idx, wte, wpe, 0, *mask)
+    assert (dropped[0, 1].isnan() | (dropped[0, 1] == 0)).all()
+    dx = torch.ones(1, 3, 20, device=triton_device)
+    for add in (False, True):
+        # Rows of a larger buffer on each side: nothing may be written there.
+        around = torch.zeros(9, 20, device=triton_device)
+        embedding_triton.embedding_bwd_wte(dx, idx, None, 0, 0, around[2:7], add)
+        assert torch.equal(around[:, 0].cpu(), torch.tensor([0.0, 0, 1, 0, 0, 0, 1, 0, 0]))
+    # A run of them that crosses a border of the sorted list.
+    many = torch.full((1, 3 * PIECE), wrong, device=triton_device)
+    around.zero_()
+    ones = torch.ones(1, 3 * PIECE, 20, device=triton_device)
+    embedding_triton.embedding_bwd_wte(ones, many, None, 0, 0, around[2:7], False)
+    assert (around == 0).all()
+
+
 IDX = torch.tensor([[4, 0]])
 
 
@@ -151,50 +237,35 @@ def ones(*shape, **kwargs):
     return torch.ones(shape, **kwargs)
 
 
-@sweep(
-    ("args", "first_position", "message"),
-    [
-        ((IDX + 1, ones(5, 4)), 0, r"expected token ids in \[0, 5\), got id=5"),
-        ((IDX - 1, ones(5, 4)), 0, r"expected token ids in \[0, 5\), got id=-1"),
-        ((IDX[0], ones(5, 4)), 0, r"expected idx \[B, T\] of int64 or int32, got idx=\[2\]"),
-        ((IDX.float(), ones(5, 4)), 0, r"got idx=\[1, 2\] torch.float32"),
-        ((IDX, ones(5)), 0, r"expected wte \[V, C\] of a floating dtype, got wte=\[5\]"),
-        ((IDX, ones(5, 4).long()), 0, r"expected wte \[V, C\] of a floating dtype, got .*int64"),
-        ((IDX, ones(5, 4, device="meta")), 0, r"expected idx on wte's device meta, got idx on cpu"),
-        (
-            (IDX, ones(5, 4), ones(3, 5)),
-            0,
-            r"expected wpe \[positions, C\] with C=4, got wpe=\[3, 5",
-        ),
-        ((IDX, ones(5, 4), ones(3, 4).half()), 0, r"expected wpe like wte .*got wpe=torch.float16"),
-        ((IDX, ones(5, 4), ones(3, 4)), 2, r"expected positions in \[0, 3\), got first_position=2"),
-        (
-            (IDX, ones(5, 4), ones(3, 4)),
-            -1,
-            r"expected positions in \[0, 3\), got first_position=-1",
-        ),
-    ],
-)
-def test_bad_input_is_refused(args, first_position, message):
-    with pytest.raises(ValueError, match="embedding: .*" + message):
-        embedding(*args, first_position=first_position)
+WTE, WPE = ones(5, 4), ones(3, 4)
 
 
 @sweep(
-    ("wte_grad", "message"),
+    ("args", "options", "words"),
     [
-        (ones(5, 3), r"expected wte_grad like wte \(\[5, 4\], cpu\), got wte_grad=\[5, 3\] on cpu"),
-        (ones(5, 4, device="meta"), r"got wte_grad=\[5, 4\] on meta"),
-        (
-            ones(5, 4).half(),
-            r"expected wte_grad of wte's dtype .*float32, got wte_grad=torch.float16",
-        ),
-        (ones(4, 5).T, r"expected wte_grad with contiguous rows, got wte_grad.stride\(\)=\(1, 5\)"),
+        ((IDX + 1, WTE), {}, r"expected token ids in \[0, 5\), got id=5"),
+        ((IDX - 1, WTE), {}, r"expected token ids in \[0, 5\), got id=-1"),
+        ((IDX[0], WTE), {}, r"expected idx \[B, T\] of int64 or int32, got idx=\[2\]"),
+        ((IDX.float(), WTE), {}, r"got idx=\[1, 2\] torch.float32"),
+        ((IDX, WTE[0]), {}, r"expected wte \[V, C\] of a floating dtype, got wte=\[4\]"),
+        ((IDX, WTE.long()), {}, r"expected wte \[V, C\] of a floating dtype, got .*int64"),
+        ((IDX, WTE.to("meta")), {}, r"expected idx on wte's device meta, got idx on cpu"),
+        ((IDX, WTE, ones(3, 5)), {}, r"wpe \[positions, C\] with C=4, got wpe=\[3, 5"),
+        ((IDX, WTE, WPE.half()), {}, r"expected wpe like wte .*got wpe=torch.float16"),
+        *(((IDX, WTE, WPE), {"first_position": n}, rf"in \[0, 3\), got first_position={n}")
+          for n in (2, -1)),
+        *(((IDX, WTE), {"wte_grad": bad}, words) for bad, words in (
+            (ones(5, 3), r"expected wte_grad like wte \(\[5, 4\], cpu\), got wte_grad=\[5, 3\]"),
+            (WTE.to("meta"), r"got wte_grad=\[5, 4\] on meta"),
+            (WTE.half(), r"expected wte_grad of wte's dtype .*, got wte_grad=torch.float16"),
+            (ones(4, 5).T, r"wte_grad with contiguous rows, got wte_grad.stride\(\)=\(1, 5\)"),
+        )),
     ],
-)
-def test_bad_wte_grad_is_refused(wte_grad, message):
-    with pytest.raises(ValueError, match="embedding: .*" + message):
-        embedding(IDX, ones(5, 4), wte_grad=wte_grad)
+)  # fmt: skip
+def test_what_is_refused(args, options, words, place):
+    if place == "cpu":  # ids on a GPU are not checked
+        with pytest.raises(ValueError, match="embedding: .*" + words):
+            embedding(*args, **options)
 
 
 @pytest.mark.gpu

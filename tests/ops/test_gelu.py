@@ -1,4 +1,4 @@
-"""bias_gelu against its oracle, on every instruction set, with hostile inputs."""
+"""bias_gelu against its oracle, with the CPU's kernels and Triton's, with hostile inputs."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from cells import sweep
 
 from fastpar.kernels import backend, bias_gelu, gelu_mlp
+from fastpar.kernels.gelu import TABLE, Config
 from fastpar.kernels.reference import bias_gelu_ref, gelu_mlp_ref
 from fastpar.testing import assert_matches_oracle
 
@@ -17,9 +18,9 @@ def eager(x, bias=None, *, approximate="tanh"):
     return F.gelu(u, approximate=approximate)
 
 
-def make(shape, dtype, bias_dtype=None):
-    x = (torch.randn(shape) * 3).to(dtype).requires_grad_()
-    return x, torch.randn(shape[-1]).to(bias_dtype or dtype).requires_grad_()
+def make(shape, dtype, bias_dtype=None, device="cpu"):
+    x = (torch.randn(shape) * 3).to(device, dtype).requires_grad_()
+    return x, torch.randn(shape[-1]).to(device, bias_dtype or dtype).requires_grad_()
 
 
 def gradients(x, bias, dy):
@@ -32,63 +33,136 @@ def gradients(x, bias, dy):
 
 @pytest.mark.usefixtures("poisoned")
 @sweep("approximate", ["tanh", "none"])
-@sweep("dtype", DTYPES)
-@sweep("shape", [(1, 1), (63, 127), (2, 3, 1000), (300, 17), (4, 3072)])
-def test_matches_oracle(shape, dtype, approximate):
-    x, bias = make(shape, dtype)
-
+@sweep(  # one tile and less, many tiles both ways, several row ranges a program
+    ("shape", "dtype"),
+    [
+        ((1, 1), 0),
+        ((63, 127), 1),
+        ((2, 3, 1000), 2),
+        ((300, 17), 0),
+        ((50, 256), 1),
+        ((2, 3072), 2),
+    ],
+)
+def test_matches_oracle(shape, dtype, approximate, place):
     def with_form(f):
         return lambda *args: f(*args, approximate=approximate)
 
     ours, ref, plain = (with_form(f) for f in (bias_gelu, bias_gelu_ref, eager))
-    assert_matches_oracle(ours, ref, (x, bias), eager=plain)
-    assert_matches_oracle(ours, ref, (x,), eager=plain)
+    x, bias = make(shape, DTYPES[dtype], device=place)
+    assert len(assert_matches_oracle(ours, ref, (x, bias), eager=plain)) == 3
+    assert len(assert_matches_oracle(ours, ref, (x,), eager=plain)) == 2
 
 
-@sweep("dtype", [torch.bfloat16, torch.float16])
-def test_fp32_bias_of_a_16_bit_input(dtype):
-    assert_matches_oracle(
-        bias_gelu, bias_gelu_ref, make((33, 65), dtype, torch.float32), eager=eager
-    )
-
-
-def test_torch_backend_matches_oracle(monkeypatch):
+@sweep("dtype", DTYPES)
+def test_fp32_bias_of_any_input_and_the_torch_backend(dtype, place, monkeypatch):
+    inputs = make((33, 65), dtype, torch.float32, place)
+    assert_matches_oracle(bias_gelu, bias_gelu_ref, inputs, eager=eager)
+    assert gradients(*inputs, torch.ones_like(inputs[0]))[2].dtype == torch.float32
     monkeypatch.setattr(backend, "choice", "torch")
-    assert_matches_oracle(bias_gelu, bias_gelu_ref, make((33, 65), torch.float32), eager=eager)
+    assert_matches_oracle(bias_gelu, bias_gelu_ref, inputs, eager=eager)
 
 
 @sweep("shape", [(0,), (0, 5), (5, 0), ()])
-def test_empty_and_scalar(shape):
-    x = torch.randn(shape, requires_grad=True)
+def test_empty_and_scalar(shape, place):
+    x = torch.randn(shape, device=place, requires_grad=True)
     y = bias_gelu(x)
     y.sum().backward()
-    assert y.shape == x.shape
-    assert x.grad.shape == x.shape
+    assert y.shape == x.shape == x.grad.shape
 
 
-def test_far_out_values():
-    x = torch.tensor([1e4, -1e4, 1e30, -torch.inf, torch.inf, torch.nan, 0.0, -0.0])
-    y, dx, _ = gradients(x, None, torch.ones_like(x))
-    want = torch.tensor([1e4, 0, 1e30, 0, torch.inf, torch.nan, 0, 0])
-    assert torch.equal(y.nan_to_num(7.0, 8.0), want.nan_to_num(7.0, 8.0))
-    slope = torch.tensor([1, 0, 1, 0, 1, torch.nan, 0.5, 0.5])
-    torch.testing.assert_close(dx, slope, rtol=0, atol=1e-30, equal_nan=True)
+@sweep("approximate", ["tanh", "none"])
+@sweep("dtype", DTYPES)
+def test_far_out_values(dtype, approximate, place):
+    big = torch.finfo(dtype).max
+    x = [1e4, -1e4, big, -big, -torch.inf, torch.inf, torch.nan, 0.0, -0.0, 21.0, -21.0]
+    want = [1e4, 0, big, 0, 0, torch.inf, torch.nan, 0, 0, 21, 0]
+    slope = [1, 0, 1, 0, 0, 1, torch.nan, 0.5, 0.5, 1, 0]
+    if approximate == "none" and place == "cpu":  # torch's
+        x, want, slope = ([t[i] for i in (0, 1, 5, 6, 7, 8, 9)] for t in (x, want, slope))
+    x = torch.tensor(x, dtype=dtype, device=place, requires_grad=True)
+    y = bias_gelu(x, approximate=approximate)
+    y.sum().backward()
+    for got, exact in ((y, want), (x.grad, slope)):
+        exact = torch.tensor(exact).to(dtype)
+        torch.testing.assert_close(got.cpu(), exact, rtol=0, atol=1e-30, equal_nan=True)
 
 
-def test_errors():
-    x = torch.ones(2, 3)
-    with pytest.raises(ValueError, match="expected tanh or none, got approximate=erf"):
-        bias_gelu(x, approximate="erf")
-    with pytest.raises(
-        ValueError, match=r"expected bias of shape \[C\] .* got bias=\[2\] x=\[2, 3\]"
-    ):
-        bias_gelu(x, torch.ones(2))
-    with pytest.raises(ValueError, match=r"expected a bias of x's dtype or float32, got bias"):
-        bias_gelu(x, torch.ones(3, dtype=torch.float16))
-    with pytest.raises(ValueError, match=r"expected bias on x's device cpu, got bias on meta"):
-        bias_gelu(x, torch.ones(3, device="meta"))
-    with pytest.raises(ValueError, match=r"expected a floating dtype, got x=torch.int64"):
-        bias_gelu(x.long())
+def test_tails_are_as_accurate_as_torch(place):
+    """Where y is small, the error of y itself: absolute errors of large elements hide it."""
+    for low, high in ((-9.0, -3.0), (-3.0, -0.5), (-0.5, 0.5)):
+        x = torch.linspace(low, high, 999, device=place, requires_grad=True)
+        assert_matches_oracle(bias_gelu, bias_gelu_ref, (x,), eager=eager)
+
+
+def test_dbias_of_16_bits_is_summed_in_float32_and_then_rounded(place):
+    """1000 terms of 1 + 1/128: bf16 sums stop growing at 256. y'(1) = 1.0830 lies between bf16's
+    1.0781 and 1.0859; n fp32 additions err by n * eps / 2."""
+    x = torch.full((1000, 4), 30.0, dtype=torch.bfloat16, device=place)
+    dbias = gradients(x, torch.zeros_like(x[0]), torch.full_like(x, 1.0078125))[2]
+    assert torch.equal(dbias.float().cpu(), torch.full((4,), 1008.0))
+    x = torch.ones_like(x)
+    dbias = gradients(x, torch.zeros(4, device=place), torch.ones_like(x))[2].cpu()
+    one = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    bias_gelu_ref(one).backward()
+    want = 1000 * one.grad
+    assert ((dbias - want).abs() <= 1000 * torch.finfo(torch.float32).eps / 2 * want).all()
+
+
+def test_every_configuration_and_number_of_programs_has_the_same_answer(triton_device, monkeypatch):
+    """For more programs than tiles, fewer, and one; each architecture's table, each candidate."""
+    from fastpar.kernels.gelu import triton as kernels
+
+    x, bias = make((150, 20), torch.float32, device=triton_device)
+    dy = torch.randn(150, 20, device=triton_device)
+    want = gradients(x, bias, dy)
+
+    def check():
+        y, dx, dbias = gradients(x, bias, dy)
+        assert torch.equal(y, want[0])
+        assert torch.equal(dx, want[1])
+        torch.testing.assert_close(dbias, want[2])
+
+    for sms in (1, 2, 7, 200):
+        monkeypatch.setattr(kernels, "sm_count", lambda device, sms=sms: sms)
+        check()
+    for arch in TABLE.archs:
+        monkeypatch.setattr(kernels, "gpu_arch", lambda device, arch=arch: arch)
+        check()
+    for config in TABLE.candidates(90):
+        with TABLE.trying((), config):
+            assert torch.equal(bias_gelu(x, bias), want[0])
+
+
+def test_the_table():
+    assert TABLE.get(75) == TABLE.get(86) == TABLE.get(80) == Config(2048, 4, 4)
+    assert TABLE.get(100) == TABLE.get(90) == Config(2048, 4, 5)
+    for arch in TABLE.archs:
+        for config in TABLE.candidates(arch):
+            assert TABLE.check((arch,), config._asdict()) == config
+    rules = {"tile": "a power of 2", "num_warps": "1, 2, 4 or 8", "programs_per_sm": "1 to 16"}
+    for field, rule in rules.items():
+        entry = {**TABLE.get(90)._asdict(), field: 33}
+        with pytest.raises(ValueError, match=f"gelu_configs: expected {rule}.* {field}=33 at 90"):
+            TABLE.check((90,), entry)
+
+
+X = torch.ones(2, 3)
+
+
+@sweep(
+    ("args", "options", "words"),
+    [
+        ((X,), {"approximate": "erf"}, "expected tanh or none, got approximate=erf"),
+        ((X, X[:, 0]), {}, r"expected bias of shape \[C\] .* got bias=\[2\] x=\[2, 3\]"),
+        ((X, X[0].half()), {}, "expected a bias of x's dtype or float32, got bias"),
+        ((X, X[0].to("meta")), {}, "expected bias on x's device cpu, got bias on meta"),
+        ((X.long(),), {}, "expected a floating dtype, got x=torch.int64"),
+    ],
+)
+def test_what_is_refused(args, options, words):
+    with pytest.raises(ValueError, match=words):
+        bias_gelu(*args, **options)
 
 
 @sweep("dtype", [torch.float32, torch.bfloat16])

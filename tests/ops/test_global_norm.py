@@ -18,14 +18,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 63, 127, 1000, 0, 20011)
 
 
-@pytest.fixture(params=["cpp", "torch", "cuda"])
-def device(request, monkeypatch):
-    """Every test that uses it runs the compiled CPU kernels, the composed path and CUDA's."""
-    if request.param == "torch":
-        monkeypatch.setattr(backend, "choice", "torch")
-    return request.getfixturevalue("cuda_device") if request.param == "cuda" else "cpu"
-
-
 def rand(n, dtype=torch.float32, spread=12):
     """Random values of many magnitudes."""
     return (torch.randn(n) * torch.exp2(torch.randint(-spread, spread, (n,)).float())).to(dtype)
@@ -74,18 +66,16 @@ RANGES = {
     "outlier first": lambda: torch.cat([torch.ones(1), torch.full((10_000,), 1e-7)]),
     "outlier last": lambda: torch.cat([torch.full((10_000,), 1e-7), torch.ones(1)]),
     "one": lambda: torch.tensor([0.3]),
+    "nothing": lambda: torch.ones(0),
+    "an outlier in the middle": lambda: torch.full((200_000,), 1e-3).index_fill_(
+        0, torch.tensor([77_777]), 1e6
+    ),
 }
 
 
 @sweep("name", RANGES)
 def test_ranges(name, device):
     x = RANGES[name]()
-    assert_rounded(global_norm([x.to(device)]).norm.cpu(), exact_norm([x]), x.numel())
-
-
-def test_an_outlier_among_a_million(device):
-    x = torch.full((1_000_000,), 1e-3).normal_(1e-3, 1e-4)
-    x[777_777] = 1e6
     assert_rounded(global_norm([x.to(device)]).norm.cpu(), exact_norm([x]), x.numel())
 
 
@@ -181,61 +171,6 @@ def test_hypothesis_any_cut_and_order(values, data):
     assert bits(norm_from_bins(ranks, max_norm=1.0)) == bits(whole)
 
 
-@sweep("dtype", DTYPES[1:])
-def test_storage_of_the_same_values_does_not_matter(dtype, device):
-    x = rand(30_001, dtype, spread=6).to(device)
-    want = bits(global_norm([x]))
-    assert bits(global_norm([x.float()])) == want
-    assert bits(global_norm([x[:999], x[999:20_000].float(), x[20_000:]])) == want
-
-
-@sweep("isa", ["baseline", "avx2", "avx512"])
-def test_threads_and_instruction_sets_give_the_same_bits(isa, monkeypatch):
-    if not _C.isa_supported(isa):
-        pytest.skip(f"needs a machine with {isa}")
-    tensors = [rand(n, d) for d in DTYPES for n in (150_001, 3, 70_000)]
-    bad = [torch.tensor([1.0, torch.inf, 2.0] * 2000), torch.tensor([torch.nan])]
-    monkeypatch.setattr(backend, "choice", "torch")
-    want = bits(global_norm(tensors)), norm_bins(bad, counted=[True, False])[-2:].tolist()
-    monkeypatch.setattr(backend, "choice", "auto")
-    before = _C.isa()
-    _C.set_isa(isa)
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert bits(global_norm(tensors)) == want[0]
-            assert norm_bins(bad, counted=[True, False])[-2:].tolist() == want[1]
-    finally:
-        _C.set_isa(before)
-
-
-def test_devices_give_the_same_bits(cuda_device, monkeypatch):
-    tensors = [rand(n, d) for d in DTYPES for n in (50_001, 3, 20_000)]
-    got = bits(global_norm([t.to(cuda_device) for t in tensors], max_norm=1.0))
-    monkeypatch.setattr(backend, "cuda_on_cpu", False)
-    assert got == bits(global_norm(tensors, max_norm=1.0))
-
-
-def total(words):
-    """What the bins hold, an exact number of units 2^-350."""
-    units = [low + (high << 32) for low, high in zip(words[:-2:2], words[1:-2:2])]
-    return sum(n << (52 * b) for b, n in enumerate(units))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)])
-def test_every_offset_and_tail(dtype, device):
-    """All starts within 64 bytes, tails of up to two vectors, exactly; what lies around is not
-    read."""
-    integers = torch.randint(-999, 999, (400,)).to(dtype)
-    for k, offset in enumerate(range(64 // dtype.itemsize)):
-        parts, exact = [], 0
-        for n in (*range(k % 3, 34, 3), 130 + k % 16):
-            around = torch.full((400,), torch.nan, dtype=dtype, device=device)
-            parts.append(around[offset : offset + n].copy_(integers[offset : offset + n]))
-            exact += sum(int(x) ** 2 for x in integers[offset : offset + n].tolist())
-        assert total(norm_bins(parts).tolist()) == exact << 350
-
-
 @sweep("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", [torch.float16, slow(torch.bfloat16), slow(torch.float32)])
 def test_what_is_not_finite_is_found_anywhere(dtype, bad, device):
@@ -254,13 +189,6 @@ def test_what_is_not_finite_is_found_anywhere(dtype, bad, device):
         assert words[-2:].tolist() == ([0, 1] if math.isnan(bad) else [1, 0])
         words[-2:] = 0
         assert bits(norm_from_bins(words)) == rest
-
-
-def test_everything_not_finite(device):
-    x = torch.tensor([torch.inf, torch.nan, -torch.inf] * 1500).to(device)
-    words = norm_bins([x]).tolist()
-    assert words == [0] * (NORM_WORDS - 2) + [3000, 1500]
-    assert global_norm([x]).norm.isnan()
 
 
 def test_a_norm_beyond_fp32_is_an_overflow(device):
@@ -318,65 +246,20 @@ def test_words_of_many_chunks_carry(device):
 
 @sweep("max_norm", [None, 0.01, 1.0, 1e6, math.inf])
 @sweep("loss_scale", [None, 65536.0, 0.3])
-def test_factor(max_norm, loss_scale, device):
+@sweep("eps", [0.0, 1e-6, 5.0])
+def test_factor(max_norm, loss_scale, eps, device):
     x = [torch.randn(2000).to(device), torch.randn(30).to(device)]
-    got = global_norm(x, max_norm=max_norm, loss_scale=loss_scale)
+    got = global_norm(x, max_norm=max_norm, eps=eps, loss_scale=loss_scale)
     scale = torch.tensor(1.0 if loss_scale is None else loss_scale).item()
     as_tensor = torch.tensor([scale]).to(device)
-    assert bits(global_norm(x, max_norm=max_norm, loss_scale=as_tensor)) == bits(got)
+    assert bits(global_norm(x, max_norm=max_norm, eps=eps, loss_scale=as_tensor)) == bits(got)
     bins = norm_bins(x)
-    assert bits(norm_from_bins(bins, max_norm=max_norm, loss_scale=as_tensor)) == bits(got)
+    assert bits(norm_from_bins(bins, max_norm=max_norm, eps=eps, loss_scale=as_tensor)) == bits(got)
     norm = float(got.norm)
     assert_rounded(got.norm.cpu(), exact_norm(x) / scale, 2030)
-    factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+    factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + eps))
     assert got.grad_scale.item() == torch.tensor(factor / scale, dtype=torch.float64).float().item()
     assert got.found_inf.item() == 0
-
-
-def test_factor_is_torchs(device):
-    """clip_grad_norm_ forms the same expression in fp32, with four roundings."""
-    grads = [torch.randn(100), torch.randn(7, 5)]
-    params = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
-    for p, g in zip(params, grads):
-        p.grad = g.clone()
-    torch.nn.utils.clip_grad_norm_(params, 0.5)
-    factor = global_norm([g.to(device) for g in grads], max_norm=0.5).grad_scale.cpu()
-    for p, g in zip(params, grads):
-        assert p.grad is not None
-        torch.testing.assert_close(p.grad, g * factor, rtol=6 * 2.0**-24, atol=0)
-
-
-def test_eps(device):
-    x = [torch.tensor([3.0, 4.0]).to(device)]
-    assert global_norm(x, max_norm=1.0, eps=5.0).grad_scale.item() == torch.tensor(0.1).item()
-    assert global_norm([x[0] * 0], max_norm=1.0, eps=0.0).grad_scale.item() == 1
-
-
-def test_shapes_and_strides(device):
-    x = rand(600).to(device)
-    want = bits(global_norm([x]))
-    assert bits(global_norm([x.view(20, 30).t()])) == want
-    assert bits(global_norm([x.view(20, 30)[:, ::2], x.view(20, 30)[:, 1::2]])) == want
-    assert bits(global_norm([x[0], x[1:].view(1, 599, 1)])) == want
-    assert global_norm([torch.ones(1).to(device).expand(100)]).norm.item() == 10
-
-
-def test_fp64_is_rounded_to_fp32_first(device):
-    x = torch.randn(3000, dtype=torch.float64).to(device)
-    assert bits(global_norm([x, x[:5].float()])) == bits(global_norm([x.float(), x[:5].float()]))
-    assert global_norm([x * 1e300]).found_inf.item() == 1
-
-
-def test_empty(device):
-    for tensors in ([], [torch.ones(0).to(device)], [torch.ones(3, 0).to(device)] * 5):
-        result = global_norm(tensors, max_norm=1.0)
-        assert [x.item() for x in result] == [0, 1, 0]
-        assert not norm_bins(tensors).any()
-
-
-def test_more_tensors_than_a_launch_takes(cuda_device):
-    x = rand(3000).to(cuda_device)
-    assert bits(global_norm(list(x.split(1)))) == bits(global_norm([x]))
 
 
 def test_norm_takes_two_launches(cuda_device, monkeypatch):
@@ -404,63 +287,74 @@ def test_captured_in_a_cuda_graph():
         assert bits(captured) == bits(global_norm(x, max_norm=1.0, loss_scale=scale))
 
 
-@pytest.mark.slow
-def test_more_than_two_to_the_31_elements():
-    n = 2**31 + 5
-    x = torch.ones(n, dtype=torch.bfloat16)
-    x[-1] = 2.0**15
-    exact = math.sqrt(n - 1 + 2.0**30)
-    assert_rounded(global_norm([x]).norm, exact, n)
-    x[-2] = torch.nan
-    assert global_norm([x], counted=[False]).norm.isnan()
-
-
-def test_gradients_that_require_grad_and_autograd():
-    x = torch.randn(50, requires_grad=True)
-    result = global_norm([x])
+def test_storage_shapes_and_strides_of_the_same_values_do_not_matter(device):
+    """Also tensors that require a gradient, and fp64, which is rounded to fp32 first."""
+    for dtype in DTYPES[1:]:
+        x = rand(30_001, dtype, spread=6).to(device)
+        want = bits(global_norm([x]))
+        assert bits(global_norm([x.float()])) == want
+        assert bits(global_norm([x[:999], x[999:20_000].float(), x[20_000:]])) == want
+    x = rand(600).to(device)
+    want, square = bits(global_norm([x])), x.view(20, 30)
+    for same in ([square.t()], [square[:, ::2], square[:, 1::2]], [x[0], x[1:].view(1, 599, 1)]):
+        assert bits(global_norm(same)) == want
+    result = global_norm([x.clone().requires_grad_()])
+    assert bits(result) == want
     assert not result.norm.requires_grad
-    with torch.inference_mode():
-        assert bits(global_norm([x.detach()])) == bits(result)
+    assert global_norm([torch.ones(1).to(device).expand(100)]).norm.item() == 10
+    x = torch.randn(3000, dtype=torch.float64).to(device)
+    assert bits(global_norm([x, x[:5].float()])) == bits(global_norm([x.float(), x[:5].float()]))
+    assert global_norm([x * 1e300]).found_inf.item() == 1
+    for tensors in ([], [torch.ones(0).to(device)], [torch.ones(3, 0).to(device)] * 5):
+        assert [t.item() for t in global_norm(tensors, max_norm=1.0)] == [0, 1, 0]
+        assert not norm_bins(tensors).any()
 
 
-def test_errors():
-    x = [torch.ones(3), torch.ones(2)]
-
-    def refuses(match, function, *args, **kwargs):
-        with pytest.raises(ValueError, match=match):
-            function(*args, **kwargs)
-
-    for f in (global_norm, norm_bins):
-        refuses(r"expected one entry of counted .* got 1 for 2 tensors", f, x, counted=[True])
-        refuses(r"got tensors\[1\]=torch.int32; cast it", f, [x[0], x[1].int()])
-        refuses(r"dense tensors, got tensors\[0\]=torch.sparse_coo", f, [x[0].to_sparse()])
-        refuses(r"one device, got tensors\[1\] on meta", f, [x[0], x[1].to("meta")])
-    for f, first in ((global_norm, x), (norm_from_bins, norm_bins(x))):
-        for bad in (0.0, -1.0, math.nan):
-            refuses(r"expected max_norm > 0 or None, got max_norm=", f, first, max_norm=bad)
-        for bad in (-1.0, math.inf, math.nan):
-            refuses(r"expected 0 <= eps < inf, got eps=", f, first, eps=bad)
-        for bad in (0.0, -1.0, math.inf, math.nan):
-            refuses(r"expected 0 < loss_scale < inf, got loss_scale=", f, first, loss_scale=bad)
-        for scale in (torch.ones(2), torch.ones(1).double(), torch.ones((), device="meta")):
-            refuses(r"a loss_scale of one fp32 element on cpu", f, first, loss_scale=scale)
-    for bins in (torch.zeros(3).long(), torch.zeros(NORM_WORDS), torch.zeros(NORM_WORDS, 2)[:, 0]):
-        refuses(r"expected contiguous bins of shape \[26\] int64", norm_from_bins, bins)
-        refuses(r"expected contiguous bins of shape \[26\] int64", norm_bins, x, out=bins)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)])
+def test_every_offset_and_tail(dtype, device):
+    """All starts within 64 bytes, tails of up to two vectors, exactly; what lies around is not
+    read."""
+    integers = torch.randint(-999, 999, (400,)).to(dtype)
+    for k, offset in enumerate(range(64 // dtype.itemsize)):
+        parts, exact = [], 0
+        for n in (*range(k % 3, 34, 3), 130 + k % 16):
+            around = torch.full((400,), torch.nan, dtype=dtype, device=device)
+            parts.append(around[offset : offset + n].copy_(integers[offset : offset + n]))
+            exact += sum(int(x) ** 2 for x in integers[offset : offset + n].tolist())
+        words = norm_bins(parts).tolist()  # an exact number of units 2^-350
+        units = [low + (high << 32) for low, high in zip(words[:-2:2], words[1:-2:2])]
+        assert sum(n << (52 * b) for b, n in enumerate(units)) == exact << 350
 
 
-def test_compiled_module_checks_its_tensors():
-    x, words = torch.ones(3), torch.zeros(NORM_WORDS, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"expected tensors of float32, .* got float64"):
-        _C.norm_bins([x.double()], [True], words, 1)
-    with pytest.raises(ValueError, match=f"expected words of {NORM_WORDS} .* int64, got 3 of int6"):
-        _C.norm_bins([x], [True], words[:3], 1)
-    with pytest.raises(ValueError, match=r"expected result of 3 .* float32, got 3 of float64"):
-        _C.norm_from_bins(words, -1.0, 0.0, 1.0, None, x.double())
+X, WORDS = [torch.ones(3), torch.ones(2)], torch.zeros(NORM_WORDS, dtype=torch.int64)
+REFUSALS = [
+    *((words, f, args, options) for f in (global_norm, norm_bins) for words, args, options in (
+        ("one entry of counted .* got 1 for 2 tensors", (X,), {"counted": [True]}),
+        (r"got tensors\[1\]=torch.int32; cast it", ([X[0], X[1].int()],), {}),
+        (r"dense tensors, got tensors\[0\]=torch.sparse_coo", ([X[0].to_sparse()],), {}),
+        (r"one device, got tensors\[1\] on meta", ([X[0], X[1].to("meta")],), {}),
+    )),
+    *((words + name, f, (first,), {name: bad})
+      for f, first in ((global_norm, X), (norm_from_bins, WORDS))
+      for name, words, values in (
+        ("max_norm", "expected max_norm > 0 or None, got ", (0.0, -1.0, math.nan)),
+        ("eps", "expected 0 <= eps < inf, got ", (-1.0, math.inf, math.nan)),
+        ("loss_scale", "expected 0 < loss_scale < inf, got ", (0.0, -1.0, math.inf, math.nan)),
+        ("loss_scale", "one fp32 element on cpu, got ",
+         (torch.ones(2), torch.ones(1).double(), torch.ones((), device="meta"))),
+      ) for bad in values),
+    *(("expected contiguous bins of shape .26. int64", f, args, {name: bins} if name else {})
+      for bins in (torch.zeros(3).long(), torch.zeros(NORM_WORDS), torch.zeros(NORM_WORDS, 2)[:, 0])
+      for f, args, name in ((norm_from_bins, (bins,), ""), (norm_bins, (X,), "out"))),
+    ("tensors of float32, .* got float64", _C.norm_bins, ([X[0].double()], [True], WORDS, 1), {}),
+    (f"words of {NORM_WORDS} .* int64, got 3 of int6", _C.norm_bins,
+     (X, [True] * 2, WORDS[:3], 1), {}),
+    ("expected result of 3 .* float32, got 3 of float64", _C.norm_from_bins,
+     (WORDS, -1.0, 0.0, 1.0, None, X[0].double()), {}),
+]  # fmt: skip
 
 
-def test_cuda_without_cuda_says_how_to_build(monkeypatch):
-    monkeypatch.setattr(backend, "cuda_kernels", None)
-    monkeypatch.setattr(backend, "cuda_on_cpu", True)
-    with pytest.raises(RuntimeError, match=r"global_norm: expected .* with CUDA .* put nvcc"):
-        global_norm([torch.ones(2)])
+@sweep(("words", "call", "args", "options"), REFUSALS)
+def test_what_is_refused(words, call, args, options):
+    with pytest.raises(ValueError, match=words):
+        call(*args, **options)

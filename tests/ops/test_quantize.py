@@ -161,15 +161,6 @@ def test_stochastic_rounding_is_unbiased(bits):
             assert abs(ups - p * draws) < 6 * math.sqrt(draws * p * (1 - p)), (low, fraction)
 
 
-@sweep("bits", [8, 4])
-def test_exact_values_are_kept(bits, device):
-    """A number that is a code is that code, whatever the random bits."""
-    x = torch.arange(-BITS[bits], BITS[bits] + 1, device=device)
-    for seed in (None, 1, 2):
-        y, scales = quantize_blockwise(x * 2.0**-20, bits=bits, seed=seed)
-        assert torch.equal(dequantize_blockwise(y, scales), x * 2.0**-20)
-
-
 def test_seeds_and_cuts(device):
     """Same seed, same bits; another seed, others; a cut at a multiple of the block changes none."""
     x = rand(4000, torch.bfloat16, device)
@@ -243,35 +234,6 @@ def test_what_is_not_finite_does_not_vanish(device):
                 assert scales[b] == clean_scales[b]
 
 
-def test_zeros_and_tiny_blocks(device):
-    for bits in BITS:
-        for seed in (None, 3):
-            x = torch.zeros(256, device=device)
-            x[:16] = -0.0
-            codes, scales = quantize_blockwise(x, bits=bits, block=64, seed=seed)
-            assert (codes == 0).all()
-            assert (scales == 0).all()
-            assert (dequantize_blockwise(codes, scales, block=64) == 0).all()
-            x = torch.full((64,), 2.0**-149, device=device)
-            x[0] = 2.0**-126
-            error = torch.zeros(64, device=device)
-            codes, scales = quantize_blockwise(x, bits=bits, block=64, seed=seed, error=error)
-            assert scales.item() == 2.0**-126
-            values = dequantize_blockwise(codes, scales, block=64)
-            assert values[0] == 2.0**-126
-            assert torch.equal(values + error, x)  # what is lost is kept
-
-
-def test_the_largest_numbers_stay_finite(device):
-    for bits in BITS:
-        x = torch.tensor([BIG, -BIG, 1.0, BIG / 2], device=device)
-        for top in (BIG, BIG * (1 - 2**-20), 3e38):
-            x[0], x[1] = top, -top
-            values = dequantize_blockwise(*quantize_blockwise(x, bits=bits))
-            assert values.isfinite().all()
-            torch.testing.assert_close(values[0].item(), top, rtol=2.0**-20, atol=0)
-
-
 def test_every_offset_and_tail(device):
     """Offsets 0..63 bytes of x and error, all tails, codes that start anywhere."""
     for offset in range(16):
@@ -293,44 +255,6 @@ def test_every_offset_and_tail(device):
         check(x, 4, device, block=32, seed=2, error=torch.randn(n).bfloat16())
 
 
-def test_shapes_and_strides(device):
-    x = torch.randn(30, 20, device=device)
-    codes, scales = quantize_blockwise(x.t(), block=64)
-    assert codes.shape == (20, 30)
-    assert scales.shape == (10,)
-    want, _ = quantize_blockwise(x.t().contiguous(), block=64)
-    assert_same(codes, want)
-    values = dequantize_blockwise(codes.t(), scales, block=64)
-    assert_same(values, dequantize_blockwise(codes.t().contiguous(), scales, block=64))
-    codes, scales = quantize_blockwise(torch.tensor(3.0, device=device))
-    assert dequantize_blockwise(codes, scales).item() == 3.0
-
-
-@sweep("name", ["baseline", "avx2", "avx512"])
-def test_same_bits_on_every_instruction_set_and_thread_count(name):
-    if not _C.isa_supported(name):
-        pytest.skip(f"this machine has no {name}")
-    x = rand(200_003, torch.bfloat16)
-    results = []
-    for isa, threads in ((_C.isa(), 1), (name, 3)):
-        before = _C.isa()
-        _C.set_isa(isa)
-        torch.set_num_threads(threads)
-        try:
-            found = []
-            for bits in BITS:
-                for seed in (None, 8):
-                    error = torch.linspace(-1, 1, 200_003)
-                    codes, scales = quantize_blockwise(x, bits=bits, seed=seed, error=error)
-                    values = dequantize_blockwise(codes, scales, out_dtype=torch.float16)
-                    found += [codes, scales, error, values]
-            results.append(found)
-        finally:
-            _C.set_isa(before)
-    for a, b in zip(*results):
-        assert_same(a, b)
-
-
 @given(
     st.integers(0, 300),
     st.sampled_from(FLOATS),
@@ -350,58 +274,72 @@ def test_hypothesis_finds_nothing(
     check(x, bits, "cpu", block=block, seed=seed, first_index=first_index, error=error)
 
 
-def test_autograd_notices_the_change():
-    error = torch.randn(5, requires_grad=True)
-    y = (error * error).sum()
-    quantize_blockwise(torch.ones(5), error=error)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
+@sweep("seed", [None, 3])
+@sweep("bits", [8, 4])
+def test_values_at_the_edges(bits, seed, device):
+    """Zeros, blocks below the least scale, the largest numbers, numbers that are codes."""
+    x = torch.zeros(256, device=device)
+    x[:16] = -0.0
+    codes, scales = quantize_blockwise(x, bits=bits, block=64, seed=seed)
+    assert not codes.any()
+    assert not scales.any()
+    assert (dequantize_blockwise(codes, scales, block=64) == 0).all()
+    x = torch.full((64,), 2.0**-149, device=device)
+    x[0], error = 2.0**-126, torch.zeros(64, device=device)
+    codes, scales = quantize_blockwise(x, bits=bits, block=64, seed=seed, error=error)
+    assert scales.item() == 2.0**-126
+    values = dequantize_blockwise(codes, scales, block=64)
+    assert values[0] == 2.0**-126
+    assert torch.equal(values + error, x)  # what is lost is kept
+    for top in (BIG, BIG * (1 - 2**-20), 3e38):
+        x = torch.tensor([top, -top, 1.0, BIG / 2], device=device)
+        values = dequantize_blockwise(*quantize_blockwise(x, bits=bits, seed=seed))
+        assert values.isfinite().all()
+        torch.testing.assert_close(values[0].item(), top, rtol=2.0**-20, atol=0)
+    x = torch.arange(-BITS[bits], BITS[bits] + 1, device=device) * 2.0**-20
+    assert torch.equal(dequantize_blockwise(*quantize_blockwise(x, bits=bits, seed=seed)), x)
 
 
-def test_errors():
-    x = torch.ones(300)
-    codes, scales = quantize_blockwise(x)
-
-    def refuses(match, op, *args, **kwargs):
-        with pytest.raises(ValueError, match=match):
-            op(*args, **kwargs)
-
-    refuses("expected fp32, bf16 or fp16, got x=torch.float64", quantize_blockwise, x.double())
-    for block in (0, 8, 48, 8192):
-        refuses(
-            f"power of two from 16 to 4096, got block={block}", quantize_blockwise, x, block=block
-        )
-    refuses("got block=8", dequantize_blockwise, codes, scales, block=8)
-    refuses(r"expected 0 <= seed < 2\*\*64, got seed=-1", quantize_blockwise, x, seed=-1)
-    refuses("got seed=18446744073709551616", quantize_blockwise, x, seed=2**64)
-    refuses("got first_index=-1", quantize_blockwise, x, first_index=-1)
-    refuses(r"error of shape \[300\] .* got error=\[2\]", quantize_blockwise, x, error=x[:2])
-    refuses("got error=.* torch.float16", quantize_blockwise, x, error=x.half())
-    refuses("on cpu, got error=.* on meta", quantize_blockwise, x, error=x.to("meta"))
-    refuses("expected bits=8 or 4, got bits=2", quantize_blockwise, x, bits=2)
-    strided = torch.zeros(600)[::2]
-    refuses(r"got error=.* stride=\(2,\)", quantize_blockwise, x, error=strided)
-    refuses("got codes=torch.float32 out", dequantize_blockwise, x, scales)
-    refuses("out_dtype=torch.float64", dequantize_blockwise, codes, scales, out_dtype=torch.float64)
-    refuses(r"2 fp32 scales .* got scales=\[1\]", dequantize_blockwise, codes, scales[:1])
-    refuses("got scales=.* torch.float64", dequantize_blockwise, codes, scales.double())
-    refuses("got scales=.* on meta", dequantize_blockwise, codes, scales.to("meta"))
-    with pytest.raises(ValueError, match="expected codes of int8, float8_e4m3fn or float8_e5"):
-        _C.dequantize_blockwise(x, scales, 256, x, 1)
-    with pytest.raises(ValueError, match="a power of two from 16 to 4096, got block=100"):
-        _C.dequantize_blockwise(codes, scales, 100, x, 1)
-    for wrong in (x[:-1], x.double(), x.new_zeros(2 * x.numel())[::2]):
-        with pytest.raises(ValueError, match="_C: expected out of"):
-            _C.dequantize_blockwise(codes, scales, 256, wrong, 1)
+def test_shapes_and_strides(device):
+    x = torch.randn(30, 20, device=device)
+    codes, scales = quantize_blockwise(x.t(), block=64)
+    assert (codes.shape, scales.shape) == ((20, 30), (10,))
+    assert_same(codes, quantize_blockwise(x.t().contiguous(), block=64)[0])
+    values = dequantize_blockwise(codes.t(), scales, block=64)
+    assert_same(values, dequantize_blockwise(codes.t().contiguous(), scales, block=64))
+    assert dequantize_blockwise(*quantize_blockwise(torch.tensor(3.0, device=device))).item() == 3.0
 
 
-@pytest.mark.slow
-def test_more_than_2_to_the_31_elements():
-    n = 2**31 + 5
-    x = torch.ones(n, dtype=torch.bfloat16)
-    x[-5:] = torch.arange(5.0).bfloat16()
-    codes, scales = quantize_blockwise(x, seed=1)
-    assert codes[-5:].tolist() == quantize_blockwise(x[-5:], seed=1, first_index=2**31)[0].tolist()
-    assert codes[:-5].min() == 127
-    values = dequantize_blockwise(codes, scales, out_dtype=torch.bfloat16)
-    assert values[-1] == 4
+X = torch.ones(300)
+Q, SCALES = quantize_blockwise(X)
+TO, FROM = quantize_blockwise, dequantize_blockwise
+REFUSALS = [
+    ("expected fp32, bf16 or fp16, got x=torch.float64", TO, (X.double(),), {}),
+    *((f"power of two from 16 to 4096, got block={n}", TO, (X,), {"block": n})
+      for n in (0, 8, 48, 8192)),
+    ("got block=8", FROM, (Q, SCALES), {"block": 8}),
+    (r"expected 0 <= seed < 2\*\*64, got seed=-1", TO, (X,), {"seed": -1}),
+    ("got seed=18446744073709551616", TO, (X,), {"seed": 2**64}),
+    ("got first_index=-1", TO, (X,), {"first_index": -1}),
+    (r"error of shape \[300\] .* got error=\[2\]", TO, (X,), {"error": X[:2]}),
+    ("got error=.* torch.float16", TO, (X,), {"error": X.half()}),
+    ("on cpu, got error=.* on meta", TO, (X,), {"error": X.to("meta")}),
+    (r"got error=.* stride=\(2,\)", TO, (X,), {"error": torch.zeros(600)[::2]}),
+    ("expected bits=8 or 4, got bits=2", TO, (X,), {"bits": 2}),
+    ("got codes=torch.float32 out", FROM, (X, SCALES), {}),
+    ("out_dtype=torch.float64", FROM, (Q, SCALES), {"out_dtype": torch.float64}),
+    (r"2 fp32 scales .* got scales=\[1\]", FROM, (Q, SCALES[:1]), {}),
+    ("got scales=.* torch.float64", FROM, (Q, SCALES.double()), {}),
+    ("got scales=.* on meta", FROM, (Q, SCALES.to("meta")), {}),
+    ("codes of int8, float8_e4m3fn or float8_e", _C.dequantize_blockwise,
+     (X, SCALES, 256, X, 1), {}),
+    ("power of two .* got block=100", _C.dequantize_blockwise, (Q, SCALES, 100, X, 1), {}),
+    *(("_C: expected out of", _C.dequantize_blockwise, (Q, SCALES, 256, wrong, 1), {})
+      for wrong in (X[:-1], X.double(), torch.zeros(600)[::2])),
+]  # fmt: skip
+
+
+@sweep(("words", "op", "args", "options"), REFUSALS)
+def test_what_is_refused(words, op, args, options):
+    with pytest.raises(ValueError, match=words):
+        op(*args, **options)
