@@ -20,43 +20,6 @@ def free_again():
         _C.bind_workers(list(before), 3)
 
 
-def test_threads():
-    host.set_threads(2)
-    assert host.threads() == torch.get_num_threads() == 2
-    with pytest.raises(ValueError, match="set_threads: expected count >= 1, got count=0"):
-        host.set_threads(0)
-
-
-def test_isa():
-    before = host.isa()
-    assert before in host.supported_isas()
-    try:
-        for name in host.supported_isas():
-            host.set_isa(name)
-            assert host.isa() == name
-        host.set_isa("auto")
-        assert host.isa() == host.supported_isas()[-1]
-        with pytest.raises(
-            ValueError, match="expected auto, baseline, avx2 or avx512, got isa=sse"
-        ):
-            host.set_isa("sse")
-    finally:
-        host.set_isa(before)
-
-
-def test_a_machine_without_an_isa_says_so(monkeypatch):
-    monkeypatch.setattr(_C, "isa_supported", lambda name: name != "avx512")
-    assert host.supported_isas() == ("baseline", "avx2")
-
-
-@sweep(
-    ("text", "expected"),
-    [("0-3\n", (0, 1, 2, 3)), ("0,2-3,9", (0, 2, 3, 9)), ("7", (7,)), ("\n", ())],
-)
-def test_cpu_lists(text, expected):
-    assert host.read_cpu_list(text) == expected
-
-
 def test_nodes_are_read_from_the_system(tmp_path):
     for node, text in ((0, "0-1,4"), (10, "8-9"), (2, "2"), (3, "\n")):  # node 3 has memory only
         (tmp_path / f"node{node}").mkdir()
@@ -66,12 +29,6 @@ def test_nodes_are_read_from_the_system(tmp_path):
     assert nodes == {0: (0, 1, 4), 2: (2,), 10: (8, 9)}
     assert list(nodes) == [0, 2, 10]
     assert host.numa_nodes(tmp_path / "nothing") == {0: host.cpus()}
-
-
-@linux
-def test_every_cpu_of_this_process_is_on_a_node():
-    known = {cpu for found in host.numa_nodes().values() for cpu in found}
-    assert known.issuperset(host.cpus())
 
 
 @linux
@@ -103,16 +60,37 @@ def test_a_limit_of_the_process_is_an_error_and_changes_nothing(free_again, monk
     assert host.worker_cpus(2) == [before] * 2
     with pytest.raises(RuntimeError, match="expected CPUs that this process may use, got Invalid"):
         host.bind_threads(cpus=[beyond], count=2)
+    known = {cpu for found in host.numa_nodes().values() for cpu in found}
+    assert known.issuperset(host.cpus())
 
 
-def test_bind_errors():
-    with pytest.raises(ValueError, match="expected node or cpus, got node=None cpus=None"):
-        host.bind_threads()
-    with pytest.raises(ValueError, match="expected node or cpus, got node=0 cpus="):
-        host.bind_threads(0, [0])
-    with pytest.raises(ValueError, match=r"expected a node of .* got node=99"):
-        host.bind_threads(99)
-    with pytest.raises(ValueError, match=r"expected CPUs of .* got cpus=\[\]"):
-        host.bind_threads(cpus=[])
-    with pytest.raises(ValueError, match=r"expected CPUs of .* got cpus=\[-1\]"):
-        host.bind_threads(cpus=[-1])
+def test_threads_and_isas(monkeypatch):
+    host.set_threads(2)
+    assert host.threads() == torch.get_num_threads() == 2
+    before = host.isa()
+    try:
+        for name in host.supported_isas():
+            host.set_isa(name)
+            assert host.isa() == name
+        host.set_isa("auto")
+        assert host.isa() == host.supported_isas()[-1]
+    finally:
+        host.set_isa(before)
+    monkeypatch.setattr(_C, "isa_supported", lambda name: name != "avx512")
+    assert host.supported_isas() == ("baseline", "avx2")
+    lists = {"0-3\n": (0, 1, 2, 3), "0,2-3,9": (0, 2, 3, 9), "7": (7,), "\n": ()}
+    assert {text: host.read_cpu_list(text) for text in lists} == lists
+
+
+@sweep(("call", "words"), [
+    (lambda: host.set_threads(0), "set_threads: expected count >= 1, got count=0"),
+    (lambda: host.set_isa("sse"), "expected auto, baseline, avx2 or avx512, got isa=sse"),
+    (lambda: host.bind_threads(), "expected node or cpus, got node=None cpus=None"),
+    (lambda: host.bind_threads(0, [0]), "expected node or cpus, got node=0 cpus="),
+    (lambda: host.bind_threads(99), r"expected a node of .* got node=99"),
+    (lambda: host.bind_threads(cpus=[]), r"expected CPUs of .* got cpus=\[\]"),
+    (lambda: host.bind_threads(cpus=[-1]), r"expected CPUs of .* got cpus=\[-1\]"),
+])  # fmt: skip
+def test_what_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

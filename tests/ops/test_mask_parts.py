@@ -188,13 +188,6 @@ def assert_equal(a, b):
     assert torch.equal(a, b)
 
 
-def test_grouped_key_heads(form):
-    q, kv = torch.randn(1, 9, 6, 16, device=form[1]), torch.randn(2, 1, 9, 2, 16, device=form[1])
-    whole = attention(q, *kv, dropout_p=P, rng=RNG)
-    part = attention(q[:, :, 3:], *kv[:, :, :, 1:], dropout_p=P, rng=RNG._replace(first_head=3))
-    torch.testing.assert_close(part, whole[:, :, 3:])
-
-
 def test_oracles_know_parts():
     x = torch.randn(B, T, C, dtype=torch.float64)
     whole = dropout(x, P, RNG).view(B * T, C)
@@ -218,16 +211,6 @@ def test_oracles_know_parts():
     heads = keep_mask(rng, P, (2, 4, 5, 33))
     assert torch.equal(heads, keep_mask_ref(rng, P, (2, 4, 5, 33)))
     assert torch.equal(heads, keep_mask(RNG, P, (2, 13, 5, 33))[:, 9:])
-
-
-def test_nothing_is_a_part(form):
-    rng = Rng(KEY, 1, first_row=5, rows=3)
-    x = torch.empty(0, C, device=form[1])
-    assert dropout(x, P, rng).shape == (0, C)
-    assert dropout(x.view(2, 0, C), P, rng).shape == (2, 0, C)
-    assert dropout(torch.empty(4, 0, device=form[1]), P, rng).shape == (4, 0)
-    assert keep_mask(rng, P, (0, C), device=form[1]).shape == (0, C)
-    assert residual_layer_norm(x, x, torch.ones(C, device=form[1]), dropout_p=P, rng=rng)[0].shape
 
 
 def test_whole_samples_are_one_block():
@@ -269,75 +252,46 @@ def test_registration_and_compile():
 
 ROWS = Rng(KEY, 0, first_row=2, rows=3)
 X = torch.ones(2, 3, 8)
+Q, CU = torch.ones(1, 2, 3, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+IDX = torch.zeros(2, 3, dtype=torch.int64)
+NORMS = (residual_layer_norm, residual_rms_norm)
+HEAD = RNG._replace(first_head=1)
+OTHERS = [ROWS, RNG._replace(rows=0), RNG._replace(moved=(1, 2))]
+REFUSALS = [  # (words, op, tensors, rng, more)
+    *(("%s: expected an rng without first_head", op, (x, x, x[0, 0]), HEAD, {})
+      for op in NORMS for x in (X, X.double())),
+    *(("%s: expected an rng without (rows|moved)", attention, (q, q, q), rng, {})
+      for rng in OTHERS for q in (Q, Q.double())),
+    *((f"%s: expected 0 <= rng.first_row .* got first_row={n} T=2; count row", attention, (Q, Q, Q),
+       RNG._replace(first_row=n), {}) for n in (-1, 2**31 - 2)),
+    ("%s: expected an rng without first_row, got fir", attention, (torch.ones(5, 3, 8),) * 3,
+     RNG._replace(first_row=2), {"cu_seqlens": CU}),
+    *(("%s: expected an rng without (first_row|rows|mov)", embedding, (IDX, X[0]), rng, {})
+      for rng in (*OTHERS, RNG._replace(first_row=2))),
+    ("%s: expected an rng without first_head, got fir", embedding, (IDX, X[0]),
+     RNG._replace(first_head=2), {}),
+    *((f"dropout: expected 0 <= rng.first_head .*got first_head={n} H=3", attention, (Q, Q, Q),
+       RNG._replace(first_head=n), {}) for n in (-1, 2**16 - 3)),
+    *((f"%s: {words}", op, tensors, ROWS._replace(**changes), {})
+      for op, tensors in ((dropout, ()), (residual_layer_norm, (X, X, X[0, 0])), (keep_mask, ()))
+      for changes, words in (
+        ({"rows": 0}, "expected rng.rows >= 1, .*got rows=0"),
+        ({"first_row": -1}, "expected 0 <= rng.first_row .*got first_row=-1 N=6"),
+        ({"first_row": 2**31 - 6}, "expected 0 <= .* first_row=2147483642 N=6"),
+        ({"first_head": 1}, "expected an rng without first_head, got first_head=1"),
+        ({"rows": None}, "expected an rng without first_row, got first_row=2"),
+        ({"moved": (1, 2)}, "expected rng.rows >= 1, even where .*got rows=3 moved"),
+        ({"rows": 4, "moved": (-1, 2)}, "expected rng.moved that leave no row below 0"),
+        ({"rows": 4, "moved": (1, -3)}, r"expected rng.moved that leave .*moved=\(1, -3"),
+        ({"rows": 4, "moved": (0, 2**30)}, "expected rng.moved that leave .*1073741824"),
+      )),
+]  # fmt: skip
 
 
-@sweep("op", [residual_layer_norm, residual_rms_norm])
-def test_a_part_of_heads_is_refused_by_norms(op):
-    for x in (X, X.double()):
-        with pytest.raises(ValueError, match=rf"{op.__name__}: expected an rng without first_head"):
-            op(x, x, x[0, 0], dropout_p=P, rng=RNG._replace(first_head=1))
-
-
-@sweep("rng", [ROWS, RNG._replace(rows=0), RNG._replace(moved=(1, 2))])
-def test_a_part_of_rows_is_refused_by_attention(rng):
-    q = torch.ones(1, 2, 3, 8)
-    for x in (q, q.double()):
-        with pytest.raises(ValueError, match=r"attention: expected an rng without (rows|moved)"):
-            attention(x, x, x, dropout_p=P, rng=rng)
-
-
-@sweep("first_row", [-1, 2**31 - 2])
-def test_a_row_beyond_the_mask_is_refused_by_attention(first_row):
-    q, rng = torch.ones(1, 2, 3, 8), RNG._replace(first_row=first_row)
-    message = rf"attention: expected 0 <= rng.first_row .* got first_row={first_row} T=2; count row"
-    with pytest.raises(ValueError, match=message):
-        attention(q, q, q, dropout_p=P, rng=rng)
-
-
-def test_documents_have_no_first_row():
-    q, cu_seqlens = torch.ones(5, 3, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
-    rng = RNG._replace(first_row=2)
-    with pytest.raises(ValueError, match="attention: expected an rng without first_row, got fir"):
-        attention(q, q, q, dropout_p=P, rng=rng, cu_seqlens=cu_seqlens)
-
-
-@sweep("rng", [ROWS, RNG._replace(first_row=2), RNG._replace(rows=0), RNG._replace(moved=(1, 2))])
-def test_a_part_of_rows_is_refused_by_embedding(rng):
-    idx = torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match=r"embedding: expected an rng without (first_row|rows|mov)"
-    ):
-        embedding(idx, X[0], dropout_p=P, rng=rng)
-    with pytest.raises(ValueError, match=r"embedding: expected an rng without first_head, got fir"):
-        embedding(idx, X[0], dropout_p=P, rng=RNG._replace(first_head=2))
-
-
-@sweep(
-    ("rng", "message"),
-    [
-        (ROWS._replace(rows=0), r": expected rng.rows >= 1, .*got rows=0"),
-        (ROWS._replace(first_row=-1), r": expected 0 <= rng.first_row .*got first_row=-1 N=6"),
-        (ROWS._replace(first_row=2**31 - 6), r": expected 0 <= .* first_row=2147483642 N=6"),
-        (ROWS._replace(first_head=1), r": expected an rng without first_head, got first_head=1"),
-        (ROWS._replace(rows=None), r": expected an rng without first_row, got first_row=2"),
-        (ROWS._replace(moved=(1, 2)), r": expected rng.rows >= 1, even where .*got rows=3 moved"),
-        (ROWS._replace(rows=4, moved=(-1, 2)), r": expected rng.moved that leave no row below 0"),
-        (ROWS._replace(rows=4, moved=(1, -3)), r": expected rng.moved that leave .*moved=\(1, -3"),
-        (ROWS._replace(rows=4, moved=(0, 2**30)), r": expected rng.moved that leave .*1073741824"),
-    ],
-)
-def test_bad_parts_are_refused(rng, message):
-    with pytest.raises(ValueError, match="dropout" + message):
-        dropout(X, P, rng)
-    with pytest.raises(ValueError, match="keep_mask" + message):
-        keep_mask(rng, P, X.shape)
-    with pytest.raises(ValueError, match="residual_layer_norm" + message):
-        residual_layer_norm(X, X, X[0, 0], dropout_p=P, rng=rng)
-
-
-@sweep("first_head", [-1, 2**16 - 3])
-def test_bad_heads_are_refused(first_head):
-    q = torch.ones(1, 2, 3, 8)
-    message = rf"dropout: expected 0 <= rng.first_head .*got first_head={first_head} H=3"
-    with pytest.raises(ValueError, match=message):
-        attention(q, q, q, dropout_p=P, rng=RNG._replace(first_head=first_head))
+@sweep(("words", "op", "tensors", "rng", "more"), REFUSALS)
+def test_what_is_refused(words, op, tensors, rng, more):
+    words = words % op.__name__ if "%s" in words else words
+    calls = {keep_mask: lambda: keep_mask(rng, P, X.shape), dropout: lambda: dropout(X, P, rng)}
+    call = calls.get(op, lambda: op(*tensors, dropout_p=P, rng=rng, **more))
+    with pytest.raises(ValueError, match=words):
+        call()

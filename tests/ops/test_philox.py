@@ -12,7 +12,7 @@ from cells import sweep
 
 from fastpar.kernels import _C, Rng, backend, draw_key, dropout, keep_mask, make_key, quantize_p
 from fastpar.kernels.philox import MaskBlock, dropout_block, mask_shape, philox_4x32
-from fastpar.kernels.reference import dropout_ref, keep_mask_ref, philox_ref
+from fastpar.kernels.reference import keep_mask_ref, philox_ref
 
 # Known answers of Philox4x32-10, from the Random123 library's own test.
 KNOWN = [
@@ -82,35 +82,9 @@ def test_dropout_is_the_mask_times_the_scale(device, shape, dtype):
     assert y.dtype == dtype
     expected = torch.where(keep_mask_ref(r, 0.3, shape), x * (256 / (256 - 77)), 0.0)
     assert torch.equal(y.cpu(), expected)
-
-
-def test_infinite_and_nan_elements_are_dropped_like_others(device):
-    x = torch.full((2, 4, 64), math.inf, device=device)
-    x[1] = math.nan
-    keep = keep_mask(rng(), 0.5, x.shape, device=device)
-    y = dropout(x, 0.5, rng())
-    assert (y[~keep] == 0).all()
-    assert (y[0][keep[0]] == math.inf).all()
-    assert y[1][keep[1]].isnan().all()
-
-
-@sweep("threads", [1, 2, 3])
-def test_mask_does_not_depend_on_threads(threads):
-    x = torch.randn(3, 2, 500, 65)
-    torch.set_num_threads(1)
-    expected = dropout(x, 0.2, rng())
-    torch.set_num_threads(threads)
-    assert torch.equal(dropout(x, 0.2, rng()), expected)
-
-
-def test_a_batch_has_the_masks_of_its_samples():
-    whole = keep_mask(rng(3, 100, 4), 0.4, (4, 5, 33))
-    for cut in ((2, 2), (1, 3), (1, 1, 1, 1)):
-        parts, first = [], 100
-        for n in cut:
-            parts.append(keep_mask(rng(3, first, 4), 0.4, (n, 5, 33)))
-            first += n
-        assert torch.equal(torch.cat(parts), whole), cut
+    x[x > 1], x[x < -1] = math.inf, math.nan  # are dropped like others
+    expected = torch.where(keep_mask_ref(r, 0.3, shape), x, 0.0) * (256 / (256 - 77))
+    assert torch.equal(dropout(x.to(device), 0.3, r).cpu().nan_to_num(7), expected.nan_to_num(7))
 
 
 def test_blocks_are_slices_of_the_mask(device):
@@ -124,19 +98,6 @@ def test_blocks_are_slices_of_the_mask(device):
         assert torch.equal(dropout_block(part, key, 2, quantize_p(0.4), at), expected)
         assert dropout_block(part, key, 2, quantize_p(0.4), at, out=part) is part
         assert torch.equal(part, expected)
-
-
-def test_column_slices_keep_their_bits():
-    assert torch.equal(
-        keep_mask(rng(), 0.3, (2, 9, 100))[..., :37], keep_mask(rng(), 0.3, (2, 9, 37))
-    )
-
-
-def test_extra_dimensions_fold_into_rows():
-    assert mask_shape((2, 3, 4, 5, 6)) == MaskBlock(2, 3, 20, 6)
-    flat = keep_mask(rng(), 0.3, (2, 3, 20, 6))
-    assert torch.equal(keep_mask(rng(), 0.3, (2, 3, 4, 5, 6)), flat.view(2, 3, 4, 5, 6))
-    assert torch.equal(keep_mask(rng(), 0.3, (2, 6)), keep_mask(rng(), 0.3, (2, 1, 6))[:, 0])
 
 
 @sweep("p", [1 / 256, 0.1, 0.5, 0.9, 255 / 256])
@@ -211,22 +172,6 @@ def test_backward_draws_the_same_mask():
         assert torch.equal(dx, dropout(dy.contiguous(), 0.3, rng()))
 
 
-def test_gradcheck():
-    x = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(lambda x: dropout(x, 0.3, rng()), x)
-    torch.autograd.gradgradcheck(lambda x: dropout(x, 0.3, rng()), x)
-
-
-def test_matches_oracle():
-    from fastpar.testing import assert_matches_oracle
-
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(2, 5, 63).to(dtype).requires_grad_()
-        assert_matches_oracle(
-            lambda x: dropout(x, 0.1, rng()), lambda x: dropout_ref(x, 0.1, rng()), [x]
-        )
-
-
 def test_without_rng_torch_decides():
     x = torch.ones(2, 100)
     torch.manual_seed(5)
@@ -237,54 +182,61 @@ def test_without_rng_torch_decides():
     assert draw_key().shape == (2,)
 
 
-def test_no_dropout_returns_x():
+def test_a_mask_by_its_samples_columns_and_dimensions():
+    """Those of a batch are those of its samples; more columns change none; dimensions fold."""
+    whole = keep_mask(rng(3, 100, 4), 0.4, (4, 5, 33))
+    for cut in ((2, 2), (1, 3), (1, 1, 1, 1)):
+        firsts = [100 + sum(cut[:i]) for i in range(len(cut))]
+        parts = [keep_mask(rng(3, f, 4), 0.4, (n, 5, 33)) for f, n in zip(firsts, cut)]
+        assert torch.equal(torch.cat(parts), whole), cut
+    assert torch.equal(keep_mask(rng(3, 100, 4), 0.4, (4, 5, 100))[..., :33], whole)
+    assert mask_shape((2, 3, 4, 5, 6)) == MaskBlock(2, 3, 20, 6)
+    flat = keep_mask(rng(), 0.3, (2, 3, 20, 6))
+    assert torch.equal(keep_mask(rng(), 0.3, (2, 3, 4, 5, 6)), flat.view(2, 3, 4, 5, 6))
+    assert torch.equal(keep_mask(rng(), 0.3, (2, 6)), keep_mask(rng(), 0.3, (2, 1, 6))[:, 0])
+
+
+def test_gradients():
+    x = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda x: dropout(x, 0.3, rng()), x)
+    torch.autograd.gradgradcheck(lambda x: dropout(x, 0.3, rng()), x)
+
+
+def test_no_dropout_and_p_in_units_of_a_256th():
     x = torch.randn(3)
     assert dropout(x, 0.0) is x
     assert dropout(torch.empty(0, 5), 0.5).shape == (0, 5)
     assert keep_mask(rng(), 0.5, (2, 0, 7)).shape == (2, 0, 7)
-
-
-@sweep(("p", "threshold"), [(0.0, 0), (0.1, 26), (0.5, 128), (0.002, 1), (0.999, 255)])
-def test_quantize_p(p, threshold):
-    assert quantize_p(p) == threshold
-
-
-@sweep("p", [-0.1, 1.0, 1.5, math.nan])
-def test_p_outside_is_refused(p):
-    with pytest.raises(ValueError, match=r"dropout: expected 0 <= p < 1, got p="):
-        dropout(torch.randn(2, 3), p)
+    for p, threshold in ((0.0, 0), (0.1, 26), (0.5, 128), (0.002, 1), (0.999, 255)):
+        assert quantize_p(p) == threshold
 
 
 KEY = make_key(0, 0)
+OF_RNG = [  # of dropout and of keep_mask
+    ((2, 3), Rng(KEY, 2**15), r"expected 0 <= site < 32768, got site=32768"),
+    ((2, 3), Rng(KEY.float(), 0), r"expected an int64 key of shape \[2\], got key=torch.flo"),
+    ((2, 3), Rng(KEY[:1], 0), r"expected an int64 key of shape \[2\], got key=.* \[1\]"),
+    ((2, 3), Rng(KEY.to("meta"), 0), r"expected a key on the CPU or on cpu, got key on meta"),
+    ((1, 2**16, 1, 1), Rng(KEY, 0), r"expected fewer than 65536 heads .*got H=65536"),
+    ((3,), Rng(KEY, 0), r"expected x of shape \[B, ..., C\], got x=\[3\]"),
+]
+REFUSALS = [
+    *((words, dropout, (torch.empty(x), 0.1, r)) for x, r, words in OF_RNG),
+    *((words, keep_mask, (r, 0.1, x, "cpu")) for x, r, words in OF_RNG),
+    *((r"expected 0 <= p < 1, got p=", dropout, (torch.ones(2, 3), p))
+      for p in (-0.1, 1.0, 1.5, math.nan)),
+    (r"expected p = 0 or p > 1/512, got p=0.001", quantize_p, (0.001,)),
+    (r"make_key: expected 0 <= seed < 2\*\*63, got seed=-1", make_key, (-1, 0)),
+    (r"make_key: expected 0 <= first_sample < 2\*\*63, got", make_key, (0, 2**63)),
+    (r"expected 0 <= threshold <= 255, got thresh", _C.keep_mask,
+     (torch.empty(1, dtype=torch.bool), 0, 0, 0, 256, 1, 1, 1, 1, 0, 0, 1)),
+]  # fmt: skip
 
 
-@sweep(
-    ("x", "rng", "message"),
-    [
-        ((2, 3), Rng(KEY, 2**15), r"expected 0 <= site < 32768, got site=32768"),
-        ((2, 3), Rng(KEY.float(), 0), r"expected an int64 key of shape \[2\], got key=torch.flo"),
-        ((2, 3), Rng(KEY[:1], 0), r"expected an int64 key of shape \[2\], got key=.* \[1\]"),
-        ((2, 3), Rng(KEY.to("meta"), 0), r"expected a key on the CPU or on cpu, got key on meta"),
-        ((1, 2**16, 1, 1), Rng(KEY, 0), r"expected fewer than 65536 heads .*got H=65536"),
-        ((3,), Rng(KEY, 0), r"expected x of shape \[B, ..., C\], got x=\[3\]"),
-    ],
-)
-def test_bad_rng_is_refused(x, rng, message):
-    with pytest.raises(ValueError, match="dropout: " + message):
-        dropout(torch.empty(x), 0.1, rng)
-    with pytest.raises(ValueError, match="dropout: " + message):
-        keep_mask(rng, 0.1, x, device="cpu")
-
-
-def test_bad_numbers_are_refused():
-    with pytest.raises(ValueError, match=r"dropout: expected p = 0 or p > 1/512, got p=0.001"):
-        quantize_p(0.001)
-    with pytest.raises(ValueError, match=r"make_key: expected 0 <= seed < 2\*\*63, got seed=-1"):
-        make_key(-1, 0)
-    with pytest.raises(ValueError, match=r"make_key: expected 0 <= first_sample < 2\*\*63, got"):
-        make_key(0, 2**63)
-    with pytest.raises(ValueError, match=r"dropout: expected 0 <= threshold <= 255, got thresh"):
-        _C.keep_mask(torch.empty(1, dtype=torch.bool), 0, 0, 0, 256, 1, 1, 1, 1, 0, 0, 1)
+@sweep(("words", "call", "args"), REFUSALS)
+def test_what_is_refused(words, call, args):
+    with pytest.raises(ValueError, match=words):
+        call(*args)
 
 
 @pytest.mark.gpu
