@@ -28,43 +28,9 @@ def isa(request):
     _C.set_isa(before)
 
 
-def run_python(*args, **env):
-    return subprocess.run(
-        [sys.executable, *args], env={**os.environ, **env}, capture_output=True, text=True
-    )
-
-
-def test_describe_lists_every_op():
-    text = backend.describe()
-    helpers = {
-        "Hyper",
-        "Rng",
-        "draw_key",
-        "keep_mask",
-        "make_key",
-        "quantize_p",
-        "keep_freed_memory",
-        "DelayedScales",
-        "Fp8",
-        "gelu_mlp",
-    }
-    for op in set(kernels.__all__) - helpers:
-        assert f"\n{op.split('_qkv')[0].replace('_flat', '')} " in text, op
-    assert f"isa       {_C.isa()}" in text
-
-
-def test_module_prints_forced_choices_without_warning():
-    run = run_python(
-        "-m", "fastpar.kernels.backend", FASTPAR_BACKEND="torch", FASTPAR_ISA="baseline"
-    )
-    assert run.returncode == 0
-    assert not run.stderr
-    assert "isa       baseline (FASTPAR_ISA=baseline" in run.stdout
-    assert "backend   torch" in run.stdout
-    assert "adamw_step_              cpu  torch [1]\n" in run.stdout
-    assert "\n[1] FASTPAR_BACKEND=torch is set; unset it\n" in run.stdout
-    assert "gemm_cpu" not in run.stdout
-    assert "adamw_cuda" not in run.stdout
+def run_python(*args, cwd=None, **env):
+    env = {**os.environ, **env}
+    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def report(monkeypatch, **changes):
@@ -96,6 +62,11 @@ def test_the_report_names_only_what_can_run_and_why_not(monkeypatch):
 
     runs, text = report(monkeypatch)
     assert set(runs) == set(backend.OPS)
+    assert f"isa       {_C.isa()}" in text
+    own = {name for name in kernels.__all__ if name[0].islower()} - {
+        "draw_key", "keep_mask", "make_key", "quantize_p", "keep_freed_memory", "gelu_mlp",
+    }  # fmt: skip
+    assert {name.split("_qkv")[0].replace("_flat", "") for name in own} <= set(runs)
     assert runs["layer_norm"]["cuda"] == ("triton: norm/triton.py", "")
     assert runs["adamw_step_"]["cuda"] == ("cuda: adamw_cuda.cu", "")
     what, why = runs["linear"]["cuda"]
@@ -124,24 +95,6 @@ def test_the_report_names_only_what_can_run_and_why_not(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     runs, _ = report(monkeypatch, choice="triton")
     assert runs["layer_norm"]["cpu"][0] == "refused"
-
-
-def test_unknown_backend():
-    with pytest.raises(
-        ValueError, match="expected auto, torch, cpp or triton, got FASTPAR_BACKEND=cuda"
-    ):
-        backend.read_backend("cuda")
-
-
-def test_forced_backend_that_cannot_run(monkeypatch):
-    monkeypatch.setattr(backend, "choice", "cpp")
-    x = torch.ones(3, dtype=torch.float64)
-    with pytest.raises(
-        RuntimeError, match=r"bias_gelu: expected a CPU tensor .* dtype=torch.float64"
-    ):
-        kernels.bias_gelu(x)
-    monkeypatch.setattr(backend, "choice", "auto")
-    assert kernels.bias_gelu(x).dtype == torch.float64
 
 
 def test_cuda_kernels_are_chosen_or_missed_with_a_message(monkeypatch):
@@ -185,19 +138,6 @@ def test_a_gpu_without_kernels_is_refused(monkeypatch, hip, capability, message)
     assert backend.use_triton("layer_norm", x)
 
 
-def test_unknown_isa():
-    with pytest.raises(ValueError, match="expected auto, baseline, avx2 or avx512, got isa=sse9"):
-        _C.set_isa("sse9")
-
-
-def test_isa_that_the_machine_lacks():
-    missing = [name for name in ISAS if not _C.isa_supported(name)]
-    if not missing:
-        pytest.skip("needs a CPU without AVX-512: this one supports every instruction set")
-    with pytest.raises(RuntimeError, match="expected an instruction set of this machine"):
-        _C.set_isa(missing[0])
-
-
 def test_the_compiled_module_checks_what_it_writes():
     """A wrong dtype, size or layout would reach memory that is another's."""
     x, y = torch.zeros(6, 4), torch.zeros(6, 4)
@@ -229,27 +169,6 @@ def test_the_compiled_module_checks_what_it_writes():
         _C.round_array(x, y, 7)
 
 
-def test_name_guard():
-    probe = "import kernels; print(hasattr(kernels, '__version__')); from kernels import attention"
-    run = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT.parent, capture_output=True, text=True
-    )
-    assert run.stdout == "False\n"
-    assert "imported as fastpar.kernels, got kernels; run `pip install" in run.stderr
-    run = subprocess.run(
-        [sys.executable, "-c", "import kernels.gelu"], cwd=ROOT.parent, capture_output=True
-    )
-    assert b"ModuleNotFoundError" in run.stderr
-
-
-def test_missing_compiled_module():
-    run = run_python(
-        "-c", "import sys; sys.modules['fastpar.kernels._C'] = None; import fastpar.kernels"
-    )
-    assert "expected the compiled module _C" in run.stderr
-    assert "pip install -e . --no-build-isolation" in run.stderr
-
-
 def test_one_openmp_library():
     """Two would keep two thread pools that spin against each other."""
     maps = Path("/proc/self/maps")
@@ -263,17 +182,14 @@ def test_exp_is_within_rounding(isa):
     x = torch.cat([torch.linspace(-86.5, 88.7, 200_001), torch.linspace(-1, 1, 100_003)])
     y = torch.empty_like(x)
     _C.exp_array(x, y)
+    ends = torch.tensor([-torch.inf, -1e30, -87.0, 0.0, 88.8, 1e30, torch.inf, torch.nan])
+    found = torch.empty_like(ends)
+    _C.exp_array(ends, found)
+    want = torch.tensor([0, 0, 0, 1, torch.inf, torch.inf, torch.inf, torch.nan])
+    assert torch.equal(found.nan_to_num(7.0), want.nan_to_num(7.0))
     exact = x.double().exp()
     ulp = torch.nextafter(y, torch.full_like(y, torch.inf)).double() - y.double()
     assert ((y.double() - exact) / ulp).abs().max() < 1.5
-
-
-def test_exp_at_the_ends(isa):
-    x = torch.tensor([-torch.inf, -1e30, -87.0, 0.0, 88.8, 1e30, torch.inf, torch.nan])
-    y = torch.empty_like(x)
-    _C.exp_array(x, y)
-    expected = torch.tensor([0, 0, 0, 1, torch.inf, torch.inf, torch.inf, torch.nan])
-    assert torch.equal(y.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 @sweep("dtype", [torch.bfloat16, torch.float16])
@@ -322,3 +238,41 @@ def test_the_profiler_sees_ops_with_and_without_gradients():
     assert shapes["layer_norm"][0] == [4, 8]
     assert shapes["fastpar::layer_norm"][0] == [4, 8]
     assert shapes["fastpar::layer_norm_bwd"][0] == [4, 8]
+
+
+def test_the_module_as_a_program_and_imports_that_are_refused():
+    run = run_python(
+        "-m", "fastpar.kernels.backend", FASTPAR_BACKEND="torch", FASTPAR_ISA="baseline"
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "isa       baseline (FASTPAR_ISA=baseline" in run.stdout
+    assert "adamw_step_              cpu  torch [1]\n" in run.stdout
+    assert "\n[1] FASTPAR_BACKEND=torch is set; unset it\n" in run.stdout
+    assert not re.search("gemm_cpu|adamw_cuda", run.stdout)
+    probe = "import kernels; print(hasattr(kernels, '__version__')); from kernels import attention"
+    run = run_python("-c", probe, cwd=ROOT.parent)
+    assert run.stdout == "False\n"
+    assert "imported as fastpar.kernels, got kernels; run `pip install" in run.stderr
+    run = run_python("-c", "import kernels.gelu", cwd=ROOT.parent)
+    assert "ModuleNotFoundError" in run.stderr
+    without = "import sys; sys.modules['fastpar.kernels._C'] = None; import fastpar.kernels"
+    run = run_python("-c", without)
+    assert "expected the compiled module _C" in run.stderr
+    assert "pip install -e . --no-build-isolation" in run.stderr
+
+
+def test_choices_that_cannot_be(monkeypatch):
+    with pytest.raises(ValueError, match="torch, cpp or triton, got FASTPAR_BACKEND=cuda"):
+        backend.read_backend("cuda")
+    monkeypatch.setattr(backend, "choice", "cpp")
+    x = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"bias_gelu: expected a CPU tensor .*=torch.float64"):
+        kernels.bias_gelu(x)
+    monkeypatch.setattr(backend, "choice", "auto")
+    assert kernels.bias_gelu(x).dtype == torch.float64
+    with pytest.raises(ValueError, match="auto, baseline, avx2 or avx512, got isa=sse9"):
+        _C.set_isa("sse9")
+    missing = [name for name in ISAS if not _C.isa_supported(name)]
+    if missing:  # not on a CPU with AVX-512
+        with pytest.raises(RuntimeError, match="expected an instruction set of this machine"):
+            _C.set_isa(missing[0])

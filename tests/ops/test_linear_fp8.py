@@ -64,6 +64,9 @@ def settle(how, *step):
 
 @sweep("form", [E4M3, E5M2])
 def test_codes_are_the_formats_own_and_scales_the_least_that_fit(form):
+    tops = torch.tensor([448.0, 449.0, 224.0, 0.0, 1e-45, torch.inf, torch.nan])
+    want = torch.tensor([1.0, 2.0, 0.5, 2.0**-126, 2.0**-126, 9.0, 9.0])
+    assert torch.equal(power_of_two(tops, 448.0).nan_to_num(9.0), want)
     x = torch.randn(64, 304) * torch.logspace(-30, 30, 64)[:, None]
     x[3] = 0.0
     for group in (304, BLOCK):
@@ -76,14 +79,6 @@ def test_codes_are_the_formats_own_and_scales_the_least_that_fit(form):
         tops = x[:, :group].abs().amax(1)
         assert (tops / codes.scales[:, 0] <= LARGEST[form]).all()
         assert (tops / codes.scales[:, 0] > LARGEST[form] / 2).logical_or(tops == 0).all()
-
-
-def test_a_power_of_two_fits_exactly():
-    tops = torch.tensor([448.0, 449.0, 224.0, 0.0, 1e-45, torch.inf, torch.nan])
-    want = torch.tensor([1.0, 2.0, 0.5, 2.0**-126, 2.0**-126])
-    found = power_of_two(tops, 448.0)
-    assert torch.equal(found[:5], want)
-    assert found[5:].isnan().all()
 
 
 @sweep("scaling", SCALINGS)
@@ -251,32 +246,39 @@ def test_x_is_kept_in_8_bits_or_not_at_all():
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_what_is_refused(monkeypatch):
+class OfGpu(torch.Tensor):
+    is_cuda = True
+
+
+REFUSALS = [
+    (lambda: linear(torch.ones(1, 16), torch.ones(40, 16), fp8=layer("row")),
+     r"multiples of 16 with fp8, got weight=\[40, 16\]"),
+    (lambda: linear(*make()[:2], fp8=Fp8()),
+     r"8\.9 or newer with fp8, got device=cpu dtype=.*emulate"),
+    (lambda: Fp8("rows"), "scaling row, block or tensor, got scaling=rows"),
+    (lambda: Fp8("row", weight_gradient="fp8"), "got weight_gradient=fp8 with scaling=row"),
+    (lambda: Fp8("tensor"), "scales with scaling=tensor alone, got .*tensor"),
+    (lambda: Fp8("row", scales=DelayedScales(1)), "scales with scaling=tensor alone, got .*row"),
+    (lambda: Fp8("block").check_split("column_linear", 64, 2),
+     "with tp=2, got scaling=block with 64; scales would dep"),
+    (lambda: Fp8("row").check_split("column_linear", 256, 2),
+     "column_linear: .* got scaling=row with 256"),
+    (lambda: Fp8()._check(torch.ones(2).bfloat16().as_subclass(OfGpu), torch.ones(16, 16)),
+     r"got compute capability 8\.6 dtype=torch\.bfloat16"),
+]  # fmt: skip
+
+
+@sweep(("call", "words"), REFUSALS)
+def test_what_is_refused(call, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_second_derivative_is_refused():
     x, weight, _ = make()
-    with pytest.raises(ValueError, match=r"multiples of 16 with fp8, got weight=\[40, 16\]"):
-        linear(torch.ones(1, 16), torch.ones(40, 16), fp8=layer("row"))
-    with pytest.raises(ValueError, match=r"8\.9 or newer with fp8, got device=cpu dtype=.*emulate"):
-        linear(x, weight, fp8=Fp8())
-    with pytest.raises(ValueError, match="scaling row, block or tensor, got scaling=rows"):
-        Fp8("rows")
-    with pytest.raises(ValueError, match="got weight_gradient=fp8 with scaling=row"):
-        Fp8("row", weight_gradient="fp8")
-    for scaling, scales in (("tensor", None), ("row", DelayedScales(1))):
-        with pytest.raises(ValueError, match=f"scales with scaling=tensor alone, got .*{scaling}"):
-            Fp8(scaling, scales=scales)
-    with pytest.raises(ValueError, match="with tp=2, got scaling=block with 64; scales would dep"):
-        Fp8("block").check_split("column_linear", 64, 2)
-    with pytest.raises(ValueError, match=r"column_linear: .* got scaling=row with 256"):
-        Fp8("row").check_split("column_linear", 256, 2)
     with pytest.raises(RuntimeError, match="linear: expected one backward"):
         torch.autograd.grad(linear(x, weight, fp8=layer("row")).sum(), x, create_graph=True)
-
-    class OfGpu(torch.Tensor):
-        is_cuda = True
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(ValueError, match=r"got compute capability 8\.6 dtype=torch\.bfloat16"):
-        Fp8()._check(x.bfloat16().as_subclass(OfGpu), weight)
 
 
 def hostile():

@@ -91,10 +91,12 @@ def test_launch_runs_the_kernel():
     out = torch.full_like(x, float("nan"))
     launch_add(x, y, out, num_warps=4)
     assert torch.equal(out, x + y)
-
-
-def test_an_empty_grid_launches_nothing():
-    launch(_add_kernel, (4, 0), "not an argument", BLOCK=64)  # a launch would raise
+    launch(_add_kernel, (4, 0), "not an argument", BLOCK=64)  # an empty grid launches nothing
+    key = torch.tensor([1, 2])
+    assert triton_launch.device_key(key, torch.device("cpu")) is key
+    assert triton_launch.device_key(key, torch.device("meta")).is_meta
+    assert [triton_launch.cdiv(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert [triton_launch.next_power_of_2(n) for n in (1, 3, 768, 1024)] == [1, 4, 1024, 1024]
 
 
 def test_a_kernel_that_takes_descriptors_only():
@@ -103,17 +105,6 @@ def test_a_kernel_that_takes_descriptors_only():
     tiles = [TensorDescriptor(t, [64, 32], [32, 1], [16, 32]) for t in (x, out)]
     launch(_double_kernel, (4,), *tiles, ROWS=16, COLUMNS=32)
     assert torch.equal(out, 2 * x)
-
-
-def test_device_key_moves_only_when_it_must():
-    key = torch.tensor([1, 2])
-    assert triton_launch.device_key(key, torch.device("cpu")) is key
-    assert triton_launch.device_key(key, torch.device("meta")).is_meta
-
-
-def test_integer_helpers():
-    assert [triton_launch.cdiv(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
-    assert [triton_launch.next_power_of_2(n) for n in (1, 3, 768, 1024)] == [1, 4, 1024, 1024]
 
 
 # Recording
@@ -420,25 +411,6 @@ def test_a_launch_again_is_what_triton_would_launch(tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-def test_fp_fusion_can_be_refused():
-    with record(80) as launches:
-        launch_add(meta(64), meta(64), meta(64), enable_fp_fusion=False)
-    assert launches[0].options == {"enable_fp_fusion": False}
-
-
-def test_an_option_that_triton_does_not_know():
-    with record(80), pytest.raises(KeyError, match="num_warp was specified but unrecognised"):
-        launch_add(meta(64), meta(64), meta(64), num_warp=4)
-
-
-def test_nothing_runs_while_recording():
-    out = torch.full((64,), 7.0)
-    with record(80) as launches:
-        launch_add(torch.ones(64), torch.ones(64), out)
-    assert len(launches) == 1
-    assert torch.equal(out, torch.full((64,), 7.0))
-
-
 def test_the_recorded_gpu_is_the_one_asked_for():
     device = torch.device("cpu")
     outside = triton_launch.gpu_arch(device), triton_launch.sm_count(device)
@@ -465,37 +437,29 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
     assert now() == known[0]
 
 
-def test_recording_ends_with_an_error_inside():
+def test_recording_runs_nothing_and_is_of_its_thread_until_its_end():
+    out = torch.full((64,), 7.0, device=DEVICE)
+    ones = torch.ones_like(out)
     with record(80) as outer:
         with pytest.raises(ZeroDivisionError), record(90):
             raise ZeroDivisionError
-        launch_add(meta(64), meta(64), meta(64))
-    assert len(outer) == 1
-    out = torch.full((64,), float("nan"), device=DEVICE)
-    launch_add(torch.ones_like(out), torch.ones_like(out), out)
-    assert torch.equal(out, torch.full_like(out, 2.0))
-
-
-def test_other_threads_are_not_recorded():
-    out = torch.full((64,), float("nan"), device=DEVICE)
-    with record(80) as launches:
-        worker = threading.Thread(
-            target=launch_add, args=(*torch.ones_like(out).expand(2, 64), out)
-        )
+        launch_add(ones, ones, out, enable_fp_fusion=False)
+        assert torch.equal(out, torch.full_like(out, 7.0))
+        worker = threading.Thread(target=launch_add, args=(ones, ones, out))
         worker.start()
         worker.join()
-    assert launches == []
-    assert torch.equal(out, torch.full_like(out, 2.0))
+    assert torch.equal(out, 2 * ones)
+    assert [only.options for only in outer] == [{"enable_fp_fusion": False}]
+    launch_add(out, ones, out)
+    assert torch.equal(out, 3 * ones)
 
 
-def test_record_of_a_gpu_without_configurations():
-    expected = r"record: expected arch in \[80, 86, .*\], got arch=75; choose one"
-    with pytest.raises(ValueError, match=expected), record(75):
+def test_what_is_refused(monkeypatch):
+    with record(80), pytest.raises(KeyError, match="num_warp was specified but unrecognised"):
+        launch_add(meta(64), meta(64), meta(64), num_warp=4)
+    words = r"record: expected arch in \[80, 86, .*\], got arch=75; choose one"
+    with pytest.raises(ValueError, match=words), record(75):
         pass
-
-
-def test_a_key_on_the_cpu_is_refused_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    gpu = torch.device("cuda", 0)
     with pytest.raises(RuntimeError, match=r"expected a key on cuda:0 while a CUDA graph .* cpu"):
-        triton_launch.device_key(torch.tensor([1, 2]), gpu)
+        triton_launch.device_key(torch.tensor([1, 2]), torch.device("cuda", 0))
