@@ -79,7 +79,7 @@ def test_far_out_values(dtype, approximate, place):
     want = [1e4, 0, big, 0, 0, torch.inf, torch.nan, 0, 0, 21, 0]
     slope = [1, 0, 1, 0, 0, 1, torch.nan, 0.5, 0.5, 1, 0]
     if place == "cpu":  # the erf form, and what rounds on its way, is torch's
-        some = (0, 1, 5, 6, 7, 8, *[4] * (approximate == "tanh"))
+        some = (0, 1, 6, 7, 8, *((4, 5) if approximate == "tanh" else ()))
         x, want, slope = ([t[i] for i in some] for t in (x, want, slope))
     x = torch.tensor(x, dtype=dtype, device=place, requires_grad=True)
     y = bias_gelu(x, approximate=approximate)
