@@ -21,6 +21,7 @@ with the host that keeps it, the other one judges with what is known.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -151,6 +152,22 @@ def on_this_gpu(run: Callable[..., None]) -> Callable[..., None]:
     return there
 
 
+_one_looks = threading.Lock()
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """Where a thread is. Before Python 3.12 a garbage collection inside of sys._current_frames()
+    can stop every thread for good (gh-106883): there is none meanwhile."""
+    with _one_looks:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)
+        finally:
+            if enabled:
+                gc.enable()
+
+
 class Watchdog:
     """Watches this rank and, when it waits for too long, the others; see the notes above.
 
@@ -243,7 +260,7 @@ class Watchdog:
             "place": now and now[1],
             "op": now and now[2],
             "waited": self._waited if now else 0.0,
-            "stack": _stack(sys._current_frames().get(self._thread)),
+            "stack": _stack(_frame_of(self._thread)),
             "process": self._process,
             "verdict": self._verdict,
         }

@@ -104,7 +104,8 @@ def parallelize(
             have, and layers on each of them; training steps are those of fastpar.pipeline_step.
         deterministic: sums over ranks and micro-batches in a fixed tree, so that the same bits come
             out at every stage and for any split of equal micro-batches into ranks and accumulation
-            (sizes that are powers of two); costs a copy of the gradients at stages 0 and 1.
+            (sizes that are powers of two; with cp or a grid only where every backward reduces);
+            costs a copy of the gradients at stages 0 and 1.
         units: modules, or their types, whose parameters are gathered together; None: the elements
             of ModuleLists and Sequentials except torch's RNN cells. At stage 3 all ranks call a
             unit equally often in a forward, or some not at all: leave out what runs once a time
