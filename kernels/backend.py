@@ -36,7 +36,7 @@ from fastpar.kernels import _C
 from fastpar.kernels.choice import is_real, may_run, refuse_wrong
 
 # Storage types of the compiled kernels; the codes are csrc/simd.h's Dtype.
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # What the losses take; fp64 has no kernel, it runs in torch ops.
 FLOATS = (*DTYPE_CODES, torch.float64)

@@ -749,7 +749,7 @@ def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -
     """A vocabulary shard's part of a loss, and of its gradient."""
 
     def one(N: int, V: int, first: int, z_loss: float, each: bool) -> Iterator[OpCase]:
-        options = {"first": first, "vocab_size": first + V - V // 10}
+        options: dict[str, Any] = {"first": first, "vocab_size": first + V - V // 10}
 
         def make(draw: Draw) -> Inputs:
             logits = draw(N, V) * LOGIT_STD
@@ -786,10 +786,10 @@ def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -
             ("cross_entropy_shard", make, fwd, fwd_ref, ("max", "sum", "logit")),
             ("cross_entropy_shard_grad", grad_inputs, bwd, bwd_ref, ("dlogits",)),
         ):
-            calls = (without_gradient(f) for f in (op, ref, widened(ref)))
+            ours, by_ref, eager = (without_gradient(f) for f in (op, ref, widened(ref)))
             how = f"{shape} z-loss {z_loss}" if outputs[1:] == () else shape
             how += " each row" * (each and outputs[1:] == ())
-            yield OpCase(name, how, maker, *calls, outputs, inner=FP32, in_fp64=True)
+            yield OpCase(name, how, maker, ours, by_ref, eager, outputs, inner=FP32, in_fp64=True)
 
     yield from one(rows, size, size // 2, 0.0, False)
     if more:
@@ -1185,9 +1185,9 @@ def codes(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[
         def by(op: Any) -> Callable[..., Tensor]:
             return lambda codes, scales: op(codes, scales.detach(), block=block)
 
-        calls = by(dequantize_blockwise), *[by(reference.dequantize_blockwise_ref)] * 2
+        op, ref = by(dequantize_blockwise), by(reference.dequantize_blockwise_ref)
         shape = f"P={numel} block {block}"
-        return OpCase("dequantize_blockwise", shape, make, *calls, dtypes=(FP32,))
+        return OpCase("dequantize_blockwise", shape, make, op, ref, ref, dtypes=(FP32,))
 
     yield one(rows * (size or 256), 256)
     if more:
@@ -1304,7 +1304,7 @@ def newton_schulz(x: Tensor, coefficients: Any = POLAR_EXPRESS) -> Tensor:
 
 def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS) -> OpCase:
     """The orthogonal factor of a matrix of normal numbers, beside plain products; no gradient."""
-    how = {"coefficients": tuple(coefficients)}
+    how: dict[str, Any] = {"coefficients": tuple(coefficients)}
     steps = functools.partial(newton_schulz, **how)
     return OpCase(
         "orthogonalize",

@@ -6,6 +6,7 @@ V vocabulary, N rows (B*T), P flat parameters, S shard of P.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -211,7 +212,11 @@ def attention_ref(
         outputs = []
         for i, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist())):
             document = torch.tensor([0, i], dtype=torch.int64, device="cpu")
-            options = {"causal": causal, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
+            options: dict[str, Any] = {
+                "causal": causal,
+                "softmax_scale": softmax_scale,
+                "dropout_p": dropout_p,
+            }
             options["rng"] = None if rng is None else (rng[0].cpu() + document, *rng[1:])
             outputs.append(attention_ref(*(x[None, start:end] for x in (q, k, v)), **options)[0])
         return torch.cat(outputs)

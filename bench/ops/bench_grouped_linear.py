@@ -3,6 +3,8 @@ of as many rows, which is what sparsity has to beat."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from bench.harness import Bench
@@ -23,6 +25,9 @@ def run(bench: Bench) -> None:
     rows, C = of_device(bench, (32768, 768), (4096, 384), (256, 128))
     for layer, c, out in (("c_fc", C, 2 * C), ("c_proj", 2 * C, C)):
         whole, few = (grouped_linear_case(n // K, c, out, E, K) for n in (rows, min(rows, 256)))
-        how = {"name": f"grouped_linear {layer} {whole.shape}", "unjudged": (DENSE,)}
+        how: dict[str, Any] = {
+            "name": f"grouped_linear {layer} {whole.shape}",
+            "unjudged": (DENSE,),
+        }
         # counts are numbers of the host: nothing to compile
         bench.run([timed(bench, whole, few, {DENSE: dense}, compiled=False, **how)])

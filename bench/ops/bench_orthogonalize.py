@@ -6,6 +6,8 @@ same products in the dtype of fastpar's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import _muon
@@ -36,7 +38,12 @@ def run(bench: Bench) -> None:
     on_cpu = [(768, 768), (768, 3072)]
     wide = dtype_of(bench) == torch.float32
     for m, n in of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)]):
-        whole, few = (orthogonal_case(*s, QUINTIC) for s in ((m, n), (64, 64 * n // m)))
-        how = {"directions": ("call",), "compiled": False, "unjudged": (MUON,) * wide}
+        shapes = (m, n), (64, 64 * n // m)
+        whole, few = (orthogonal_case(a, b, QUINTIC) for a, b in shapes)
+        how: dict[str, Any] = {
+            "directions": ("call",),
+            "compiled": False,
+            "unjudged": (MUON,) * wide,
+        }
         name = f"orthogonalize {'fp32' if wide else 'bf16'} {m}x{n}"
         bench.run([timed(bench, whole, few, {"eager": eager, MUON: muon}, name=name, **how)])

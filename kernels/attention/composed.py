@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -202,7 +202,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
             mask = torch.ones(T, Tk, dtype=torch.bool, device=q.device).tril(Tk - T)
     # A branch, because comparing sizes gives no bool while torch.compile treats them as symbols.
     grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
-    inputs = (x.transpose(1, 2) for x in (q[:, unseeing:], k, v))
-    options = {"attn_mask": mask, "is_causal": causal, "scale": scale, **grouped}
-    o = F.scaled_dot_product_attention(*inputs, **options).transpose(1, 2)
+    qh, kh, vh = (x.transpose(1, 2) for x in (q[:, unseeing:], k, v))
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": scale, **grouped}
+    o = F.scaled_dot_product_attention(qh, kh, vh, **options).transpose(1, 2)
     return F.pad(o, (0, 0, 0, 0, unseeing, 0)) if unseeing else o

@@ -340,8 +340,8 @@ class Fp8:
             return matmul(a.codes, b.codes.t(), bias=bias)
         whole = self.scaling != "block"  # rows or tensors: torch has such products on a GPU
         if not (own or (whole and like.is_cuda and not self.emulate)):
-            inputs = (each.values(wide(like.dtype)) for each in (a, b))
-            y = _by_halves(*inputs, a.group if a.group == BLOCK else 0)
+            left, right = (each.values(wide(like.dtype)) for each in (a, b))
+            y = _by_halves(left, right, a.group if a.group == BLOCK else 0)
             return (y if bias is None else y.add_(bias)).to(like.dtype)
         if not whole:
             kernels = backend.triton_module("linear.fp8_triton")
