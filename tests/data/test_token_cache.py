@@ -249,13 +249,14 @@ def test_without_locks_the_first_rename_wins(tmp_path, monkeypatch):
 
 def test_who_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     """A killed writer, a broken tokenizer, a full disk."""
-    tokens_of(source_of(DOCUMENTS), cache=tmp_path / "killed")
-    entry = entry_of(tmp_path / "killed")
+    killed = cache_folder(tmp_path / "killed")
+    tokens_of(source_of(DOCUMENTS), cache=killed)
+    entry = entry_of(killed)
     left = entry.with_name(f".tmp-{entry.name.rpartition('-')[2]}-abc")
     os.rename(entry, left)  # complete but for the rename
     (left / "train.bin").unlink()
-    tokens_of(source_of(DOCUMENTS), cache=tmp_path / "killed")
-    assert entry_of(tmp_path / "killed") == entry
+    tokens_of(source_of(DOCUMENTS), cache=killed)
+    assert entry_of(killed) == entry
 
     library = pytest.importorskip("tokenizers")
     broken = library.Tokenizer(library.models.WordLevel({"a": 0}, unk_token="a"))

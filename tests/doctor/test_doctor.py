@@ -451,7 +451,7 @@ def test_the_first_call_of_a_patched_model_has_all_of_it_proven_at_once(patched,
     C = ARGS["n_embd"]
     expected = {
         ("embedding", C), ("layer_norm", C), ("residual_layer_norm", C), ("bias_gelu", 4 * C),
-        ("attention", C // ARGS["n_head"]),
+        ("attention", C // ARGS["n_head"]), ("attention_masked", C // ARGS["n_head"]),
     }  # fmt: skip
     assert doctor._expected == expected
     asked = []
