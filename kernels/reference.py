@@ -6,7 +6,6 @@ V vocabulary, N rows (B*T), P flat parameters, S shard of P.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,13 +211,13 @@ def attention_ref(
         outputs = []
         for i, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist())):
             document = torch.tensor([0, i], dtype=torch.int64, device="cpu")
-            options: dict[str, Any] = {
-                "causal": causal,
-                "softmax_scale": softmax_scale,
-                "dropout_p": dropout_p,
-            }
-            options["rng"] = None if rng is None else (rng[0].cpu() + document, *rng[1:])
-            outputs.append(attention_ref(*(x[None, start:end] for x in (q, k, v)), **options)[0])
+            mask = None if rng is None else (rng[0].cpu() + document, *rng[1:])
+            parts = [x[None, start:end] for x in (q, k, v)]
+            found = attention_ref(
+                parts[0], parts[1], parts[2], causal=causal, softmax_scale=softmax_scale,
+                dropout_p=dropout_p, rng=mask,
+            )  # fmt: skip
+            outputs.append(found[0])
         return torch.cat(outputs)
     T, H, D = q.shape[1:]
     Tk = k.shape[1]
