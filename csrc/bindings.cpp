@@ -102,13 +102,13 @@ fastpar::CrossEntropyRows cross_entropy_rows(const View& logits, const Memory& t
   if (grad) grad.as(type, {rows.n, rows.width}, "grad");
   rows.targets = static_cast<const int64_t*>(targets.of(Type::i64, rows.n, "targets"));
   FASTPAR_CHECK(v <= rows.width, "cross_entropy: expected v <= ", rows.width, ", got v=", v,
-                "; use kernels/cross_entropy.py");
+                "; use kernels/loss/cross_entropy.py");
   rows.v = v;
   rows.stride = logits.stride[0];
   rows.grad_stride = grad.stride[0];
   FASTPAR_CHECK(!scale || (scale.type == Type::f32 && scale.numel == (scale.dims ? rows.n : 1)),
                 "cross_entropy: expected scale of float32, one or ", rows.n, ", got ", scale.numel,
-                " of ", type_name(scale.type), "; use kernels/cross_entropy.py");
+                " of ", type_name(scale.type), "; use kernels/loss/cross_entropy.py");
   rows.scale = at<const float>(scale.address);
   rows.scale_stride = scale.stride[0];
   rows.ignore_index = ignore_index;

@@ -1,5 +1,5 @@
-// fp32 matrix product for AVX-512 machines whose BLAS does not use it (kernels/linear.py says
-// when).
+// fp32 matrix product for AVX-512 machines whose BLAS does not use it (kernels/linear/__init__.py
+// says when).
 //
 // [Note: blocking]
 // C[M, N] is made of tiles of kMr x kNr that live in registers while k runs. k is cut into passes
