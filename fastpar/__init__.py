@@ -40,6 +40,7 @@ _PUBLIC = {
     "optim.adamw": ("AdamW",),
     "optim.muon": ("Muon", "muon_groups"),
     "optim.outer": ("Outer",),
+    "optim.sharded": ("Sharded",),
     "settings.model": ("GPTConfig",),
     "settings.parallel": ("Offload", "Parallel", "Pipeline", "Precision", "Wires"),
     "sharding.placements": ("Partial", "Replicate", "Shard"),

@@ -27,6 +27,7 @@ from fastpar.optim.adamw import AdamW as AdamW
 from fastpar.optim.muon import Muon as Muon
 from fastpar.optim.muon import muon_groups as muon_groups
 from fastpar.optim.outer import Outer as Outer
+from fastpar.optim.sharded import Sharded as Sharded
 from fastpar.settings.model import GPTConfig as GPTConfig
 from fastpar.settings.parallel import Offload as Offload
 from fastpar.settings.parallel import Parallel as Parallel

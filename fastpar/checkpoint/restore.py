@@ -48,7 +48,6 @@ from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import Weight, list_weights, load_hf
 from fastpar.models.nanogpt import load_nanogpt
-from fastpar.optim.state import entry_block
 from fastpar.settings.model import GPTConfig
 from fastpar.sharding.placements import whole_run
 
@@ -289,7 +288,8 @@ class _Plan:
             saved["master_weight"] = values.reshape(-1)[start:stop].view(target.shape)
             saved.pop("master_remainder", None)
         saved = {
-            name: x.view(target.shape) if entry_block(name) == 1 else x for name, x in saved.items()
+            name: x.view(target.shape) if self.optimizer.entry_block(name) == 1 else x
+            for name, x in saved.items()
         }
         self.optimizer.load_piece(p, target, saved, where=weight.name)
 
@@ -321,7 +321,7 @@ class _Plan:
         mine, out = self.optimizer.state.get(p, {}).get(name), None
         if isinstance(mine, Tensor) and mine.device.type == "cpu" and mine.is_contiguous():
             out = mine.detach().view(-1)
-        block = entry_block(name)
+        block = self.optimizer.entry_block(name)
         if engine is None or not engine.shares or not block:
             shape = found[0].shape
             return self._reader.gather(found, whole_run(math.prod(shape)), out).view(shape)

@@ -104,7 +104,7 @@ from fastpar.models.hf import (
     list_weights,
     weights_file,
 )
-from fastpar.optim.state import entry_block, settle
+from fastpar.optim.state import settle
 from fastpar.sharding.placements import HOLE, Run, cut_runs, numel_of, share_of, whole_run
 
 SHARD_MB = 64.0  # a file of weights has at least so much, if there is as much
@@ -309,7 +309,10 @@ class Capture:
             for entry, value in state.items():
                 if not isinstance(value, Tensor):
                     value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
-                shape, block = tuple(shapes.get(entry, value.shape)), entry_block(entry)
+                shape, block = (
+                    tuple(shapes.get(entry, value.shape)),
+                    self.optimizer.entry_block(entry),
+                )
                 runs, which = whole_run(value.numel()), (self._place, self._peers)
                 if engine is not None and engine.shares and block:
                     runs, which = piece_runs(p, engine, block=block), engine.shards.copy_of(p)

@@ -421,14 +421,12 @@ def _refuse_sharded(optimizer: torch.optim.Optimizer) -> None:
             continue
         engine.partials.check()
         if engine.shards.has_main_grads:
-            what, got = "with main gradients", f"grad_dtype={engine.settings.grad_dtype}"
-            advice = "it reads p.grad only: use fastpar.AdamW, or parallelize without grad_dtype"
+            why = f"main gradients (grad_dtype={engine.settings.grad_dtype}) are not in p.grad"
         elif engine.stage.shards:
-            what, got = "of an engine with zero_stage >= 1", f"zero_stage={engine.stage.number}"
-            advice = "their gradients exist only as shards: use fastpar.AdamW, or zero_stage=0"
+            why = f"with zero_stage={engine.stage.number} gradients exist only as shards"
         else:
             continue
         raise RuntimeError(
-            f"{name}.step: expected fastpar.AdamW for parameters {what}, got {name} "
-            f"with {got}; {advice}"
+            f"{name}.step: {why}, which {name} cannot step; use fastpar.AdamW, or "
+            f"fastpar.Sharded({name}, params, ...) for any elementwise optimizer"
         )

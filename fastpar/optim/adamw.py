@@ -19,13 +19,11 @@ of elements have bits of their own.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,9 +48,7 @@ from fastpar.optim.state import (
     add_master,
     master_entry,
     moment_names,
-    settle,
     torch_state,
-    whole_entry,
     whole_shape,
 )
 
@@ -385,8 +381,7 @@ class AdamW(EngineOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with the seed where steps draw random bits: see Ranks and State above."""
-        with self._whole_state():
-            state_dict = super().state_dict()
+        state_dict = super().state_dict()
         if self.storage.random:
             state_dict["seed"] = self.seed
         return state_dict
@@ -398,30 +393,6 @@ class AdamW(EngineOptimizer):
         params = list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
         state = {i: torch_state(s, params[i]) for i, s in state_dict["state"].items()}
         return {"state": state, "param_groups": state_dict["param_groups"]}
-
-    @contextlib.contextmanager
-    def _whole_state(self) -> Iterator[None]:
-        """Inside, self.state has whole entries, on the CPU, for parameters of sharded engines."""
-        settle(self)
-        mine, whole = self.state, {}
-        for p in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
-            engine = engine_of_parameter(p)
-            if engine is not None:
-                engine.shards.settle()
-            if engine is not None and engine.shares:
-                whole[p] = {
-                    name: x.cpu() if isinstance(x, Tensor) else x
-                    for name, value in mine.get(p, {}).items()
-                    for x in [whole_entry(name, value, p, engine)]
-                }
-        if not whole:
-            yield
-            return
-        self.state = defaultdict(dict, {**mine, **{p: s for p, s in whole.items() if s}})
-        try:
-            yield
-        finally:
-            self.state = mine
 
 
 @functools.cache

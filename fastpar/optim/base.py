@@ -15,6 +15,7 @@ that never compile (test_a_step_does_not_import_the_compiler); uncompiled() chec
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -22,7 +23,7 @@ import math
 import numbers
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,15 @@ from fastpar.kernels.global_norm import (
     norm_bins,
     norm_from_bins,
 )
-from fastpar.optim.state import add_master, cut_entry, kept_entries, master_entry
+from fastpar.optim.state import (
+    add_master,
+    cut_entry,
+    entry_block,
+    kept_entries,
+    master_entry,
+    settle,
+    whole_entry,
+)
 
 
 def number(caller: str, name: str, value: Any) -> float:
@@ -482,8 +491,37 @@ class EngineOptimizer(torch.optim.Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's own."""
-        return plain(torch.optim.Optimizer.state_dict)(self)
+        """torch's, of whole tensors. Ranks: all, where they share the parameters out."""
+        with self._whole_state():
+            return plain(torch.optim.Optimizer.state_dict)(self)
+
+    @contextlib.contextmanager
+    def _whole_state(self) -> Iterator[None]:
+        """Inside, self.state has whole entries, on the CPU, for parameters of sharded engines."""
+        settle(self)
+        mine, whole = self.state, {}
+        for p in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
+            engine = engine_of_parameter(p)
+            if engine is not None:
+                engine.shards.settle()
+            if engine is not None and engine.shares:
+                whole[p] = {
+                    name: x.cpu() if isinstance(x, Tensor) else x
+                    for name, value in mine.get(p, {}).items()
+                    for x in [whole_entry(value, p, engine, self.entry_block(name))]
+                }
+        if not whole:
+            yield
+            return
+        self.state = defaultdict(dict, {**mine, **{p: s for p, s in whole.items() if s}})
+        try:
+            yield
+        finally:
+            self.state = mine
+
+    def entry_block(self, name: str) -> int:
+        """Elements of the parameter for each element of an entry; 0: every rank has all of it."""
+        return entry_block(name)
 
     def master_entry(self, p: Tensor) -> str | None:
         """The name under which the fp32 master of a parameter is kept; None if it has none."""
@@ -521,7 +559,10 @@ class EngineOptimizer(torch.optim.Optimizer):
                 target, engine = p, engine_of_parameter(p)
                 if engine is not None and engine.steps_pieces:
                     target = engine.shards.piece(p).param.detach()
-                    saved_state = {n: cut_entry(n, x, p, engine) for n, x in saved_state.items()}
+                    saved_state = {
+                        n: cut_entry(x, p, engine, self.entry_block(n))
+                        for n, x in saved_state.items()
+                    }
                 state[p] = self._convert(saved_state, target, group, where=place, copy=True)
         state.update(left)
         for name in self._in_state_dict & state_dict.keys():

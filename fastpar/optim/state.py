@@ -200,15 +200,16 @@ def whole_shape(p: Tensor) -> torch.Size:
     return p.shape if engine is None else engine.shards.whole_shape(p)
 
 
-def whole_entry(name: str, value: Any, p: Tensor, engine: Engine) -> Any:
-    """An entry for all elements of a parameter that ranks share out. Ranks: all."""
-    block = entry_block(name)  # 0: a count, or what others put there: every rank has it
+def whole_entry(value: Any, p: Tensor, engine: Engine, block: int) -> Any:
+    """An entry for all elements of a parameter that ranks share out. Ranks: all.
+
+    block: elements of the parameter for each of the entry's; 0: every rank has all of it.
+    """
     return engine.shards.full(value, p, block=block) if block else value
 
 
-def cut_entry(name: str, whole: Any, p: Tensor, engine: Engine) -> Any:
+def cut_entry(whole: Any, p: Tensor, engine: Engine, block: int) -> Any:
     """This rank's part of a whole entry, a copy; the inverse of whole_entry()."""
-    block = entry_block(name)
     return engine.shards.shard_of(whole, p, block=block) if block else whole
 
 

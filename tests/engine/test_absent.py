@@ -162,10 +162,7 @@ def captured(optimizer):
         optimizer.step()
 
 
-STOCK = (
-    r"step: expected fastpar\.AdamW for parameters of an engine with zero_stage >= 1, got \w+ with "
-    r"zero_stage={stage}; .* use fastpar\.AdamW"
-)
+STOCK = r"step: with zero_stage={stage} gradients exist only as shards, .* use fastpar\.AdamW, or"
 SCALER = (  # it would find the nans of placeholders
     r"AdamW\.step: expected neither GradScaler nor found_inf with zero_stage >= 1 or tp > 1, got "
     r"one with zero_stage={stage}, .* set grad_scale from a fastpar\.optim\.schedule\.Dyn"
@@ -248,7 +245,7 @@ def test_main_gradients_need_an_optimizer_that_knows_them():
     model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
     with pytest.raises(
         RuntimeError,
-        match=r"SGD\.step: expected fastpar\.AdamW for .* main gradients, got SGD with",
+        match=r"SGD\.step: main gradients .* fastpar\.Sharded\(SGD, params",
     ):
         torch.optim.SGD(model.parameters()).step()
     with pytest.raises(
