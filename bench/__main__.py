@@ -26,18 +26,19 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from bench.records import (
     RESULTS,
     SCRATCH,
     ResultFile,
     Row,
+    check_out,
     default_path,
     device_of,
+    homes,
     machine,
     machine_line,
-    parser_with_device,
+    parser_of,
 )
 from bench.report.tables import summary
 from fastpar.comm.ranks import reason
@@ -52,22 +53,11 @@ COMMANDS = {  # which are no benches: module with a main()
     "study": "bench.systems.study",
     "tune": "bench.ops.tune",
 }
-SEVERAL = {"layouts": ("zero", "tp", "pp", "cp"), "links": ("overlap", "wires")}  # of a module
 
 
 def names() -> list[str]:
     """Benches in the order they run."""
     return sorted(homes(), key=lambda name: (name == "train", name))
-
-
-def homes() -> dict[str, str]:
-    """name -> the module of a bench."""
-    found = {}
-    for path in Path(__file__).parent.glob("*/bench_*.py"):
-        stem = path.stem.removeprefix("bench_")
-        for name in SEVERAL.get(stem, (stem,)):
-            found[name] = f"bench.{path.parent.name}.{path.stem}"
-    return found
 
 
 def limit_of(name: str, device: str) -> float:
@@ -77,11 +67,8 @@ def limit_of(name: str, device: str) -> float:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = parser_with_device("bench", __doc__)
+    parser = parser_of("bench", __doc__, device=True, rows=True)
     parser.add_argument("names", nargs="*", metavar="name[:case]", help=", ".join(names()))
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: does the code run?")
-    parser.add_argument("--out", type=Path, help="JSON file the rows are merged into")
-    parser.add_argument("--commit-results", action="store_true", help="write to bench/results")
     parser.add_argument("--time-limit", type=float, help="seconds for each bench")
     parser.add_argument("--total-limit", type=float, help="seconds for all benches together")
     parser.add_argument("--here", action="store_true", help="in this process, without a limit")
@@ -93,11 +80,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(
                 f"bench: expected one of {', '.join(names())}, got name={name}; choose one of these"
             )
-    if args.commit_results and (args.quick or args.out):
-        raise ValueError(
-            "bench: expected full shapes and no --out with --commit-results, got "
-            f"quick={args.quick} out={args.out}; tiny shapes are no results"
-        )
+    check_out(args, "bench")
     if args.out is None:
         folder = RESULTS if args.commit_results else SCRATCH / ("quick" if args.quick else "full")
         args.out = default_path(machine(args.device), folder)

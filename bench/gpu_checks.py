@@ -36,7 +36,7 @@ from torch import Tensor
 import fastpar
 from bench.gpu_cells import AT_ONCE, CELLS, LIMIT_S, RUN, Cell, Runner, cell, note
 from bench.harness import Bench
-from bench.records import ROOT, ResultFile, Row, commit, machine
+from bench.records import ROOT, ResultFile, Row, commit, homes, machine
 from bench.systems import bench_train
 from bench.systems.bench_train import Spec, Variant
 from fastpar.comm.ranks import reason
@@ -493,7 +493,7 @@ def run_bench(name: str, only: str, kind: type[Bench] = NotedBench) -> Found:
     """The bench of one op at one shape."""
     torch._dynamo.config.disable = RUN.quick
     one = bench_of(name, only, kind)
-    importlib.import_module(f"bench.ops.bench_{name}").run(one)
+    importlib.import_module(homes()[name]).run(one)
     rows = list(one.results.rows.values())
     refused = [f"{r.variant}: {r.refused}" for r in rows if r.refused and "fastpar" in r.variant]
     assert not refused, "\n".join(refused)

@@ -126,15 +126,53 @@ def commit() -> tuple[str, bool]:
     return head, changed != ""
 
 
-def parser_with_device(name: str, description: str | None) -> argparse.ArgumentParser:
-    """For a command that runs on a CPU or a GPU; device_of() reads its --device."""
+SEVERAL = {  # benches of one module
+    "layouts": ("zero", "tp", "pp", "cp"),
+    "links": ("overlap", "wires"),
+    "ops": (
+        *("attention", "bucket", "cross_entropy", "embedding", "gelu", "global_norm"),
+        *("grouped_linear", "layer_norm", "linear", "linear_cross_entropy", "linear_fp8"),
+        *("orthogonalize", "permute", "philox", "quantize", "route"),
+    ),
+}
+
+
+def homes() -> dict[str, str]:
+    """name -> the module of a bench."""
+    found = {}
+    for path in Path(__file__).parent.glob("*/bench_*.py"):
+        stem = path.stem.removeprefix("bench_")
+        for name in SEVERAL.get(stem, (stem,)):
+            found[name] = f"bench.{path.parent.name}.{path.stem}"
+    return found
+
+
+def parser_of(
+    name: str, description: str | None, *, device: bool = False, rows: bool = False
+) -> argparse.ArgumentParser:
+    """Of a command. device: it runs on a CPU or a GPU; rows: it writes a file of results."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    if device:
+        how = "default: cuda if there is a GPU"
+        parser.add_argument("--device", choices=("cpu", "cuda"), help=how)
+    if rows:
+        parser.add_argument("--quick", action="store_true", help="tiny shapes: does the code run?")
+        parser.add_argument("--out", type=Path, help="JSON file the rows are merged into")
+        parser.add_argument("--commit-results", action="store_true", help="write to bench/results")
     return parser
+
+
+def check_out(args: argparse.Namespace, command: str) -> None:
+    """Refuses options of parser_of(rows=True) that do not go together."""
+    if args.commit_results and (args.quick or args.out):
+        raise ValueError(
+            f"{command}: expected full shapes and no --out with --commit-results, got "
+            f"quick={args.quick} out={args.out}; tiny shapes are no results"
+        )
 
 
 def device_of(args: argparse.Namespace, command: str) -> str:

@@ -18,17 +18,17 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from bench.records import (
     RESULTS,
     SCRATCH,
     Record,
     ResultFile,
+    check_out,
     default_path,
     device_of,
     machine,
-    parser_with_device,
+    parser_of,
 )
 from fastpar.comm.ranks import reason
 from fastpar.kernels import backend
@@ -159,14 +159,11 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = parser_with_device("bench errors", __doc__)
+    parser = parser_of("bench errors", __doc__, device=True, rows=True)
     parser.add_argument("op", nargs="?", default="", help="a part of the ops' names; all of them")
     parser.add_argument(
         "--implementation", choices=IMPLEMENTATIONS, help="default: triton on a GPU, cpp on a CPU"
     )
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: does the code run?")
-    parser.add_argument("--out", type=Path, help="JSON file the rows are merged into")
-    parser.add_argument("--commit-results", action="store_true", help="write to bench/results")
     parser.add_argument("--total-limit", type=float, default=float("inf"), help="seconds")
     args = parser.parse_args(argv)
     try:
@@ -179,11 +176,7 @@ def main(argv: list[str] | None = None) -> int:
                 "errors: expected --implementation triton or torch on a GPU, got cpp; "
                 "C++ runs with --device cpu"
             )
-        if args.commit_results and (args.quick or args.out):
-            raise ValueError(
-                "errors: expected full shapes and no --out with --commit-results, got "
-                f"quick={args.quick} out={args.out}; tiny shapes are no results"
-            )
+        check_out(args, "errors")
         about = machine(device)
         folder = RESULTS if args.commit_results else SCRATCH
         out = args.out or default_path(about, folder / "errors")

@@ -39,7 +39,7 @@ from bench.records import (
     device_of,
     machine,
     machine_line,
-    parser_with_device,
+    parser_of,
 )
 from fastpar.comm.ranks import reason
 from fastpar.doctor import doctor, report
@@ -331,7 +331,7 @@ def run(
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the list; 2 for what cannot be, 1 where something could not be compiled."""
-    parser = parser_with_device("bench tune", __doc__)
+    parser = parser_of("bench tune", __doc__, device=True)
     parser.add_argument("names", nargs="*", metavar="TEXT", help="parts of names of places")
     parser.add_argument("--minutes", type=float, default=10.0, help="for the whole list")
     parser.add_argument("--alternative", default="", metavar="TEXT", help="only those named so")

@@ -20,24 +20,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.records import Row, machine_line
-from bench.report.cells import table as markdown
+from bench.records import Row
+from bench.report.tables import Line, NoResultsError, Table
 from fastpar.settings.config import TrainConfig
 
-Line = dict[str, Any]  # of a rows.jsonl
+Run = dict[str, Any]  # a line of a rows.jsonl
 _COMPARED = {"seed", "optimizer", "lr", "muon_lr", "max_steps"}  # all else is the task
 
 
-def _grouped(rows: Sequence[Line], without: set[str]) -> list[list[Line]]:
+def _grouped(rows: Sequence[Run], without: set[str]) -> list[list[Run]]:
     """Rows that differ in these settings alone, in the order in which they were measured."""
-    found: dict[str, list[Line]] = defaultdict(list)
+    found: dict[str, list[Run]] = defaultdict(list)
     for row in rows:
         kept = {name: value for name, value in row["settings"].items() if name not in without}
         found[json.dumps(kept, sort_keys=True)].append(row)
     return list(found.values())
 
 
-def _bits(rows: Sequence[Line]) -> list[str]:
+def _bits(rows: Sequence[Run]) -> list[str]:
     """Number of seeds; bits a byte, with their range."""
     values = [row["bits_per_byte"] for row in rows]
     text = f"{statistics.fmean(values):.3f}"
@@ -46,21 +46,21 @@ def _bits(rows: Sequence[Line]) -> list[str]:
     return [str(len(values)), text]
 
 
-def _mean(rows: Sequence[Line], name: str) -> float:
+def _mean(rows: Sequence[Run], name: str) -> float:
     return statistics.fmean(row[name] for row in rows)
 
 
-def recipes_table(rows: Sequence[Line]) -> str:
+def recipes_table(rows: Sequence[Run]) -> Table:
     lines = []
     for some in _grouped(rows, {"seed"}):
         settings = some[0]["settings"]
         steps, seconds = f"{settings['max_steps']}", f"{_mean(some, 'cpu_s'):.0f}"
         words = [w for w in some[0]["recipe"].split(", ") if not w.startswith("max_steps=")]
-        lines.append([", ".join(words), steps, *_bits(some), seconds])
-    return markdown(["recipe", "steps", "seeds", "bits a byte", "CPU s"], lines)
+        lines.append(Line([", ".join(words), steps, *_bits(some), seconds], some))
+    return Table(["recipe", "steps", "seeds", "bits a byte", "CPU s"], lines)
 
 
-def steps_table(rows: Sequence[Line]) -> str:
+def steps_table(rows: Sequence[Run]) -> Table:
     """See [Note: steps to a loss]."""
     lines = []
     for task in _grouped([r for r in rows if r["settings"].get("lr_schedule")], _COMPARED):
@@ -79,22 +79,15 @@ def steps_table(rows: Sequence[Line]) -> str:
             reached = sum(of_seed[seed] <= goal[seed] for seed in common)
             is_muon = some not in adamw
             what = f"{'Muon' if is_muon else 'AdamW'}, lr {config.optim.lr:g}"
-            lines.append(
-                [
-                    _task(config),
-                    f"**{what}**" if some is best else what,
-                    f"{config.run.max_steps}",
-                    f"{config.run.max_steps / steps:.2f}x",
-                    *_bits(some),
-                    f"{reached} of {len(common)}" if is_muon else "",
-                    f"{_mean(some, 'cpu_s') / seconds:.2f}x",
-                ]
-            )
+            cells = [_task(config), f"**{what}**" if some is best else what]
+            cells += [f"{config.run.max_steps}", f"{config.run.max_steps / steps:.2f}x"]
+            cells += [*_bits(some), f"{reached} of {len(common)}" if is_muon else ""]
+            lines.append(Line([*cells, f"{_mean(some, 'cpu_s') / seconds:.2f}x"], some))
     head = ["model, batch", "optimizer", "steps", "of AdamW's", "seeds", "bits a byte"]
-    return markdown([*head, "seeds that reach AdamW's best", "CPU time"], lines)
+    return Table([*head, "seeds that reach AdamW's best", "CPU time"], lines)
 
 
-def _config(row: Line) -> TrainConfig:
+def _config(row: Run) -> TrainConfig:
     return TrainConfig().replace(row["settings"])
 
 
@@ -103,35 +96,30 @@ def _task(config: TrainConfig) -> str:
     return f"{shape.n_layer} x {shape.n_embd}, {config.text.batch_size} x {shape.block_size}"
 
 
-def muon_table(rows: Sequence[Line]) -> str:
+def muon_table(rows: Sequence[Run]) -> Table:
     lines = []
     for row in rows:
         shape = row["shape"]
         sent = [a == b for a, b in zip(row["sent_bytes"], row["formula_bytes"])]
-        lines.append(
-            [
-                f"{shape['n_layer']} x {shape['n_embd']}, stage {row['zero_stage']}",
-                str(row["ranks"]),
-                f"{row['sharded_ms']:.0f}",
-                f"{row['repeated_ms']:.0f}",
-                f"{row['ratio']:.3f}x",
-                f"{row['least_ratio']:.3f}x" if "least_ratio" in row else "",
-                f"{max(row['sent_bytes']) / 1e6:.1f}, {'equal' if all(sent) else 'NOT equal'}",
-                row["commit"] + " + changes" * row["dirty"],
-            ]
-        )
+        cells = [f"{shape['n_layer']} x {shape['n_embd']}, stage {row['zero_stage']}"]
+        cells += [str(row["ranks"]), f"{row['sharded_ms']:.0f}", f"{row['repeated_ms']:.0f}"]
+        cells += [f"{row['ratio']:.3f}x"]
+        cells += [f"{row['least_ratio']:.3f}x" if "least_ratio" in row else ""]
+        cells += [f"{max(row['sent_bytes']) / 1e6:.1f}, {'equal' if all(sent) else 'NOT equal'}"]
+        lines.append(Line(cells, [row]))
     head = ["Muon's step", "ranks", "shared out, ms", "repeated, ms", "ratio", "of the least"]
-    return markdown([*head, "MB sent by the busiest rank, and the formula", "commit"], lines)
+    return Table([*head, "MB sent by the busiest rank, and the formula"], lines)
 
 
-def curves_table(rows: Sequence[Line]) -> str:
+def curves_table(rows: Sequence[Run]) -> Table:
     """Losses after the same steps with each format on the wire."""
     lines = []
     for some in _grouped(rows, {"seed"}):
         for run in dict.fromkeys((row["steps"], row["ranks"]) for row in some):
             alike = [row for row in some if (row["steps"], row["ranks"]) == run]
-            lines.append([alike[0]["format"], f"{run[0]} on {run[1]} ranks", *_bits(alike)])
-    return markdown(["gradients on the wire", "steps", "seeds", "bits a byte"], lines)
+            cells = [alike[0]["format"], f"{run[0]} on {run[1]} ranks", *_bits(alike)]
+            lines.append(Line(cells, alike))
+    return Table(["gradients on the wire", "steps", "seeds", "bits a byte"], lines)
 
 
 STEP_OF = {  # format of a curve -> variant of `bench wires`
@@ -146,10 +134,10 @@ STEP_OF = {  # format of a curve -> variant of `bench wires`
 }
 
 
-def time_table(rows: Sequence[Line], steps: Sequence[Row]) -> str:
+def time_table(rows: Sequence[Run], steps: Sequence[Row]) -> Table:
     """See [Note: time to a loss]."""
     longest = max((row["steps"] for row in rows if "curve" in row), default=0)
-    curves: dict[str, list[Line]] = defaultdict(list)
+    curves: dict[str, list[Run]] = defaultdict(list)
     for row in rows:
         if row["steps"] == longest and "curve" in row and row["format"] in STEP_OF:
             curves[row["format"]].append(row)
@@ -161,10 +149,12 @@ def time_table(rows: Sequence[Line], steps: Sequence[Row]) -> str:
         for name, some in curves.items()
     }
     if not means:
-        return "No curves of formats yet: `python -m bench study wires`."
+        raise NoResultsError(
+            "time_table: expected curves of formats, got none; run `python -m bench study wires`"
+        )
     goal = max(min(bits for _, bits in mean) for mean in means.values())
     ms = {
-        (row.variant, row.notes["link_mbit"]): row.median_ms
+        (row.variant, row.notes["link_mbit"]): row
         for row in steps
         if row.bench == "wires" and row.median_ms is not None
     }
@@ -172,14 +162,17 @@ def time_table(rows: Sequence[Line], steps: Sequence[Row]) -> str:
     for name, mean in means.items():
         if not any((STEP_OF[name], mbit) in ms for mbit in (1000, 100)):
             continue
-        needed, cells = _reached(mean, goal), []
+        needed, cells, used = _reached(mean, goal), [], []
         for mbit in (1000, 100):
-            each = ms.get((STEP_OF[name], mbit))
+            row = ms.get((STEP_OF[name], mbit))
+            used += [row] * (row is not None)
+            each = row.median_ms if row is not None else None
             cells += ["", ""] if each is None else [f"{each:.0f}", f"{needed * each / 1e3:.0f}"]
         seeds = str(len(curves[name]))
-        lines.append([name, seeds, f"{needed:.0f}", STEP_OF[name], *cells])
+        cells = [name, seeds, f"{needed:.0f}", STEP_OF[name], *cells]
+        lines.append(Line(cells, [*curves[name], *used]))
     head = ["gradients on the wire", "seeds", f"steps to {goal:.3f} bits a byte", "step measured"]
-    return markdown([*head, "ms, 1 Gbit/s", "s", "ms, 100 Mbit/s", "s"], lines)
+    return Table([*head, "ms, 1 Gbit/s", "s", "ms, 100 Mbit/s", "s"], lines)
 
 
 def _reached(mean: Sequence[tuple[int, float]], goal: float) -> float:
@@ -193,9 +186,9 @@ def _reached(mean: Sequence[tuple[int, float]], goal: float) -> float:
     raise AssertionError("every curve reaches the goal")
 
 
-def beside_table(rows: Sequence[Line], word: str, loss: str, what: str) -> str:
+def beside_table(rows: Sequence[Run], word: str, loss: str, what: str) -> Table:
     """Every cell of a study beside the first one, on the same seeds."""
-    cells: dict[str, dict[int, Line]] = defaultdict(dict)
+    cells: dict[str, dict[int, Run]] = defaultdict(dict)
     for row in rows:
         cells[row[word]][row["seed"]] = row
     first = next(iter(cells))
@@ -208,14 +201,15 @@ def beside_table(rows: Sequence[Line], word: str, loss: str, what: str) -> str:
         mean, each = statistics.fmean(apart), ", ".join(f"{x:+.4f}" for x in apart)
         numbers = [str(len(own)), f"{_mean([*own.values()], loss):.4f}", f"{mean:+.4f} ({each})"]
         numbers += ["yes" if mean <= spread else "**no**"]
-        lines.append([name, *numbers, *(f"{_mean([*own.values()], n):,.0f}" for n in more)])
+        numbers += [f"{_mean([*own.values()], n):,.0f}" for n in more]
+        lines.append(Line([name, *numbers], [*own.values()]))
     head = [what, "seeds", "bits a byte" if loss == "bits_per_byte" else "validation loss"]
     head += [f"from {first}, mean (each)", "within the spread", *more.values()]
-    return f"{markdown(head, lines)}\n\nSpread of {first} over its seeds: {spread:.4f}."
+    return Table(head, lines, f"Spread of {first} over its seeds: {spread:.4f}.")
 
 
 # Name of a table -> the folder of its rows, what makes it.
-TABLES: dict[str, tuple[str, Callable[[Sequence[Line]], str]]] = {
+TABLES: dict[str, tuple[str, Callable[[Sequence[Run]], Table]]] = {
     "recipes": ("main_job", recipes_table),
     "steps": ("main_job", steps_table),
     "muon": ("muon", muon_table),
@@ -227,11 +221,12 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Line]], str]]] = {
 }
 
 
-def table(name: str, results: Path, steps: Callable[[], Sequence[Row]]) -> str:
-    """The table, and the machine and commit of its newest row; steps: rows of benches."""
+def table(
+    name: str, results: Path, steps: Callable[[], Sequence[Row]]
+) -> tuple[dict[str, Any], Table]:
+    """The newest machine and the table; steps: rows of benches."""
     folder, make = TABLES[name]
     text = (results / folder / "rows.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
     about = max((row["machine"] for row in rows), key=lambda machine: machine["date"])
-    text = time_table(rows, steps()) if name == "time" else make(rows)
-    return f"{text}\n\n{machine_line(about)}.\n"
+    return about, time_table(rows, steps()) if name == "time" else make(rows)

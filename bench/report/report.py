@@ -4,14 +4,12 @@
     python -m bench report --check        exit code 1 when a table is not what the results say
     python -m bench report --tables [FILE ...]     rewrite the tables of these files alone
     python -m bench report --pictures     draw bench/results/*.png alone: ops, roofline, zero, tp
-    python -m bench report --history      bench/results/history.md: speed-ups over commits
     python -m bench report --results DIR  of your own rows in DIR: its pictures and DIR/report.md
 
 The documents are README.md, bench/results/README.md, errors/table.md and plan/published.md beside
-it; each has the markers it wants. NAME is headline, or <table>-<device>: train, char, zero, tp,
-overlap, checkpoint, ops, targets, errors, published, recipes, steps, muon or
-one bench (attention, ...), and cpu or cuda. Rows come from the newest machine of that device; where
-several of its files hold a key, the newest row counts.
+it; each has the markers it wants. NAME is headline, or <table>-<device>: a table of tables.py or
+learning.py, errors, published or one bench (attention, ...), and cpu or cuda. Rows come from the
+newest machine of that device; where several of its files hold a key, the newest row counts.
 """
 
 from __future__ import annotations
@@ -25,12 +23,10 @@ from typing import Any
 
 from bench.ops.errors import ErrorRow
 from bench.peers import published
-from bench.records import RESULTS, ROOT, Row, machine_line
-from bench.report import history, learning
-from bench.report.cells import OPS, NoResultsError, newest, of_newest
-from bench.report.headline import headline_table
+from bench.records import RESULTS, ROOT, Row, machine_line, parser_of
+from bench.report import learning, tables
 from bench.report.pictures import draw_all
-from bench.report.tables import TABLES, errors_table, ops_table
+from bench.report.tables import OPS, TABLES, NoResultsError, newest
 
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 _PAGES = ("README.md", "errors/table.md", "plan/published.md", "parameter_server.md")
@@ -52,22 +48,20 @@ def render(name: str, folder: Path) -> str:
     if kind == "published":
         return published.table() + "\n"
     if kind in learning.TABLES:
-        return learning.table(kind, folder, lambda: newest(device, folder)[1])
-    if kind == "errors":
+        about, table = learning.table(kind, folder, lambda: newest(device, folder)[1])
+    elif kind == "errors":
         about, errors = newest(device, folder / "errors", ErrorRow)
-        text = errors_table(errors)
+        table = tables.errors_table(errors)
     else:
         about, rows = newest(device, folder, Row)
-        own = [row for row in rows if row.bench == kind.removesuffix("-link")]
-        shown = own or [row for row in rows if row.bench in OPS] or rows
-        about = of_newest(about, shown)
-        text = TABLES[kind](rows) if kind in TABLES else ops_table(own)
-    if text.count("\n") < 2:
+        one = [row for row in rows if row.bench == kind]
+        table = TABLES[kind](rows) if kind in TABLES else tables.ops_table(one)
+    if not table.lines:
         raise NoResultsError(
             f"render: expected rows for the table {name}, got none in {folder.name}; "
             "run its bench with --commit-results first"
         )
-    return f"{text}\n\n{machine_line(about)}.\n"
+    return tables.render(table, about)
 
 
 def _headline(folder: Path) -> str:
@@ -77,7 +71,7 @@ def _headline(folder: Path) -> str:
     rows = {device: part for device, (_, part) in found.items()}
     lines = [machine_line(about).partition("; commit")[0] for about, _ in found.values()]
     return (
-        f"{headline_table(rows['cpu'], rows.get('cuda', []))}\n\n{'; '.join(lines)}; each row of\n"
+        f"{tables.headline(rows['cpu'], rows.get('cuda', []))}\n\n{'; '.join(lines)}; each row of\n"
         "bench/results has its date and commit. A speed-up is of two variants that took turns, "
         "which their\nmedians over the whole run need not show exactly.\n"
     )
@@ -101,32 +95,24 @@ def update(text: str, folder: Path = RESULTS) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench report", __doc__)
     parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
     only.add_argument("--tables", action="store_true", help="no pictures")
     only.add_argument("--pictures", action="store_true", help="no tables")
-    only.add_argument("--history", action="store_true", help="only bench/results/history.md")
     only.add_argument("--results", type=Path, metavar="DIR", help="rows that you have measured")
     args = parser.parse_args(argv)
-    if args.results is not None:
-        try:
+    try:
+        if args.results is not None:
             write_own(args.results)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
-        return 0
-    if args.history:
-        print(f"{history.write().name}: written")
-        return 0
-    if not (args.check or args.tables or args.files is not DOCUMENTS):
-        draw_pictures()
-    return 0 if args.pictures else _tables(args.files, check=args.check)
+            return 0
+        if not (args.check or args.tables or args.files is not DOCUMENTS):
+            draw_pictures()
+        return 0 if args.pictures else _tables(args)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def write_own(folder: Path) -> None:
@@ -134,10 +120,8 @@ def write_own(folder: Path) -> None:
     parts = []
     for device in ("cuda", "cpu"):
         for kind in [*TABLES, "errors"]:
-            try:
+            with contextlib.suppress(NoResultsError):
                 parts.append(f"## {kind}, {device}\n\n{render(f'{kind}-{device}', folder)}")
-            except NoResultsError:
-                continue
     if not parts:
         raise NoResultsError(
             f"report: expected a folder with rows of `python -m bench`, got results={folder}; "
@@ -153,22 +137,18 @@ def draw_pictures(folder: Path = RESULTS) -> None:
     print("\n".join(f"{path.name}: drawn" for path in draw_all(folder)))
 
 
-def _tables(files: list[Path], *, check: bool) -> int:
+def _tables(args: argparse.Namespace) -> int:
     """Makes every table of these files anew, or looks whether that would change one."""
     stale = 0
-    for path in files:
-        try:
-            old = path.read_text()
-            new = update(old)
-        except (OSError, ValueError) as error:
-            print(error, file=sys.stderr)
-            return 2
+    for path in args.files:
+        old = path.read_text()
+        new = update(old)
         if new != old:
             stale += 1
-            print(f"{path.name}: {'out of date' if check else 'tables rewritten'}")
-            if not check:
+            print(f"{path.name}: {'out of date' if args.check else 'tables rewritten'}")
+            if not args.check:
                 path.write_text(new)
-    return 1 if check and stale else 0
+    return int(args.check and stale > 0)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,173 @@
-"""Rows as Markdown: the columns of each table of a document, and a summary for the console."""
+"""Tables of rows: which rows each shows, the columns they get, and how numbers are written.
+
+A table is data: spec() takes the rows, the headings of what names a row, and those of what it says;
+a heading stands for a cell in CELLS. render() writes one, with the machine under it. Rows of
+several commits say theirs in a last column; of one commit, the line under the table does.
+"""
 
 from __future__ import annotations
 
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from bench.ops.errors import ErrorRow
-from bench.records import Row
-from bench.report.cells import OPS, by_case, is_ours, megabytes, number, rate, table, times
+from bench.records import AnyRecord, Row, homes, load, machine_line, slug
 from bench.targets import targets_of
 
+OPS = {"shm"} | {name for name, module in homes().items() if module.startswith("bench.ops.")}
+ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 PLAN_LIMITS = {"peak memory": 0.05, "step time": 0.15}  # of a layout's error
 Cell = Callable[[Row, Sequence[Row]], str]  # what a row says, beside the others of its table
+
+
+class NoResultsError(ValueError):
+    """There is no result file of a device, or no row for a table."""
+
+
+class Line(NamedTuple):
+    cells: Sequence[str]
+    rows: Sequence[Any]  # that the cells come from: records, or lines of a rows.jsonl
+
+
+class Table(NamedTuple):
+    head: Sequence[str]
+    lines: Sequence[Line]
+    after: str = ""  # a sentence under it
+
+
+def newest(
+    device: str,
+    folder: Path,
+    kind: type[AnyRecord] = Row,  # type: ignore[assignment]
+) -> tuple[dict[str, Any], list[AnyRecord]]:
+    """The newest machine of this device and its newest row of every key."""
+    files = [load(path, kind) for path in sorted(folder.glob("*.json"))]
+    files = [(about, rows) for about, rows in files if about["device"] == device]
+    if not files:
+        how = "make gpu" if device == "cuda" else "python -m bench --commit-results"
+        if kind is ErrorRow:
+            how = f"python -m bench errors --device {device} --commit-results"
+        raise NoResultsError(
+            f"newest: expected results of device {device}, got none in {folder.name}; "
+            f"run `{how}` first"
+        )
+    files.sort(key=lambda file: file[0]["date"])
+    about = files[-1][0]
+    rows = {row.key: row for other, part in files if slug(other) == slug(about) for row in part}
+    return about, list(rows.values())
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """The first column is text, the others are numbers."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
+
+
+def commit_of(row: Any) -> str:
+    found = row if isinstance(row, dict) else vars(row)
+    return found["commit"][:12] + " + changes" * found["dirty"]
+
+
+def origin(about: dict[str, Any], rows: Sequence[Any], several: str = "") -> str:
+    """The machine, and the commit and days of these rows; several: in the place of many commits."""
+    commits = dict.fromkeys(map(commit_of, rows))
+    dates = sorted({r["machine"]["date"] if isinstance(r, dict) else r.date for r in rows})
+    commit = several if several and len(commits) > 1 else ", ".join(commits)
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return machine_line({**about, "commit": commit, "dirty": False, "date": days})
+
+
+def render(table: Table, about: dict[str, Any]) -> str:
+    """The table as Markdown, and the machine; see the top of this file."""
+    rows = [row for line in table.lines for row in line.rows]
+    head, lines = list(table.head), [list(line.cells) for line in table.lines]
+    if len(set(map(commit_of, rows))) > 1:
+        head.append("commit")
+        for cells, line in zip(lines, table.lines):
+            cells.append(", ".join(dict.fromkeys(map(commit_of, line.rows))))
+    after = f"\n\n{table.after}" if table.after else ""
+    return f"{markdown(head, lines)}{after}\n\n{origin(about, rows, 'of each row')}.\n"
+
+
+# Numbers
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Three significant digits, plain notation."""
+    if value is None:
+        return ""
+    if value == 0 or abs(value) >= 10 ** (digits - 1):
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}"
+
+
+def times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def rate(row: Row) -> str:
+    if row.tflop_per_s:
+        return f"{number(row.tflop_per_s)} TFLOP/s"
+    return f"{number(row.gb_per_s)} GB/s" if row.gb_per_s else ""
+
+
+def megabytes(row: Row | None) -> str:
+    return "" if row is None or row.peak_bytes is None else number(row.peak_bytes / 1e6)
+
+
+# Rows
+
+
+def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """(case, direction) -> its variants."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.case, row.direction), []).append(row)
+    return groups
+
+
+def grouped(rows: Sequence[Row]) -> list[Row]:
+    return [row for group in by_case(rows).values() for row in group]
+
+
+def is_ours(row: Row) -> bool:
+    return row.variant.startswith("fastpar") and row.variant != ASIDE
+
+
+def peers(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """The rows of the same case and direction, this one too."""
+    return [r for r in rows if (r.case, r.direction) == (row.case, row.direction)]
+
+
+def only(
+    bench: str, keep: Callable[[Row], bool] = lambda row: True, *, together: bool = False
+) -> Callable[[Sequence[Row]], list[Row]]:
+    """The rows of a bench; together: those of a case are neighbours."""
+    order = grouped if together else list
+    return lambda rows: order([row for row in rows if row.bench == bench and keep(row)])
+
+
+def zero_rows(rows: Sequence[Row]) -> list[Row]:
+    """One process, DDP, FSDP2, DeepSpeed, fastpar, fastpar's engine on the stock model."""
+    families = ("one process", "DDP", "FSDP2", "DeepSpeed", "fastpar")
+
+    def place(row: Row) -> tuple[int, bool, str]:
+        family = next((i for i, f in enumerate(families) if row.variant.startswith(f)), -1)
+        return family, row.variant.endswith("stock model"), row.variant
+
+    return sorted(only("zero")(rows), key=place)
+
+
+def tp_rows(rows: Sequence[Row]) -> list[Row]:
+    """Side by side, torch's first."""
+    return grouped(sorted(only("tp")(rows), key=lambda r: (len(r.case), is_ours(r))))
+
+
+# Cells
 
 
 def note(name: str, scale: float = 1.0, form: str = "") -> Cell:
@@ -32,18 +186,17 @@ def of(cell: Callable[[Row], str]) -> Cell:
     return lambda row, rows: cell(row)
 
 
-def peers(row: Row, rows: Sequence[Row]) -> list[Row]:
-    """The rows of the same case and direction, this one too."""
-    return [r for r in rows if (r.case, r.direction) == (row.case, row.direction)]
+def over(found: Sequence[Row], row: Row) -> float | None:
+    """The row's speed-up over the best of those found; all took turns with the same baseline."""
+    best = max((r.speedup for r in found if r.speedup), default=None)
+    return row.speedup / best if row.speedup and best else None
 
 
 def against(family: str, target: float) -> Cell:
-    """Over the fastest of a family, by speed-ups over DDP, which took turns with each of them."""
+    """Over the fastest of a family."""
 
     def cell(row: Row, rows: Sequence[Row]) -> str:
-        found = (r.speedup for r in rows if r.variant.startswith(family) and r.speedup)
-        best = max(found, default=None)
-        ratio = row.speedup / best if row.speedup and best else None
+        ratio = over([r for r in rows if r.variant.startswith(family)], row)
         short = row.variant.startswith("fastpar") and ratio is not None and ratio < target
         return times(ratio) + f", short of {target}x" * short
 
@@ -51,10 +204,7 @@ def against(family: str, target: float) -> Cell:
 
 
 def against_dtensor(row: Row, rows: Sequence[Row]) -> str:
-    """By their speed-up over one way of torch, which took turns with all others."""
-    found = (r.speedup for r in peers(row, rows) if not is_ours(r) and r.speedup)
-    best = max(found, default=None)
-    ratio = row.speedup / best if row.speedup and best else None
+    ratio = over([r for r in peers(row, rows) if not is_ours(r)], row)
     return times(ratio) + ", loses" * (is_ours(row) and ratio is not None and ratio < 1)
 
 
@@ -75,23 +225,23 @@ def missed(row: Row, rows: Sequence[Row]) -> str:
 
 
 SPEEDUP = of(lambda row: times(row.speedup))
-CONTENDER = of(lambda row: f"{row.case}: {row.variant}")
 CELLS: dict[str, Cell] = {  # heading -> cell, in every table that says nothing else
     "case": of(lambda row: row.case),
     "variant": of(lambda row: row.variant),
     "case, variant": of(lambda row: f"{row.case}, {row.variant}"),
-    "case: variant": CONTENDER,
+    "case: variant": of(lambda row: f"{row.case}: {row.variant}"),
+    "case: direction": of(lambda row: f"{row.case}: {row.direction}"),
     "ranks x threads": of(lambda row: f"{row.notes.get('ranks', 1)} x {row.threads}"),
     "ms": of(lambda row: number(row.median_ms)),
     "s": of(lambda row: number((row.median_ms or 0.0) / 1e3)),
     "tokens/s": of(lambda row: number(row.tokens_per_s or row.notes.get("tokens_per_s"))),
-    "rate": of(lambda row: rate(row) if row.gb_per_s or row.tflop_per_s else ""),
+    "rate": of(rate),
+    "of the ceiling": of(lambda row: f"{number(row.percent_of_ceiling)} %"),
+    "host us": of(lambda row: number(row.host_us)),
     "peak MB": of(megabytes),
-    "extra MB": of(megabytes),
     "live MB": note("live_bytes", 1e-6),
     "wire MB": note("wire_bytes", 1e-6),
     "MB sent": note("sent_bytes", 1e-6),
-    "MB sent by the busiest": note("sent_bytes", 1e-6),
     "MB sent a step": note("sent_mb"),
     "by a worker": note("worker_bytes", 1e-6),
     "communication ms": note("comm_ms"),
@@ -99,9 +249,6 @@ CELLS: dict[str, Cell] = {  # heading -> cell, in every table that says nothing 
     "exposed, of communication": note("exposed_percent", form="{:.0f} %"),
     "waited, of communication": waited,
     "speed-up": SPEEDUP,
-    "speed-up of a step": SPEEDUP,
-    "against the case's first": SPEEDUP,
-    "against torch.compile": SPEEDUP,
     "speed-up over": of(lambda row: f"{times(row.speedup)} {row.baseline}" * bool(row.baseline)),
     "memory": of(lambda row: times(row.notes.get("memory_ratio"))),
     "time": of(lambda row: times(row.notes.get("time_ratio"))),
@@ -116,6 +263,7 @@ CELLS: dict[str, Cell] = {  # heading -> cell, in every table that says nothing 
     "first step": note("first_step_s"),
     "second step": note("second_step_s"),
     "against the fastest DTensor": against_dtensor,
+    "over FSDP2": against_fsdp2,
     "target missed": missed,
     **{
         f"against {'the fastest ' * (family != 'DDP')}{family}": against(family, target)
@@ -124,92 +272,66 @@ CELLS: dict[str, Cell] = {  # heading -> cell, in every table that says nothing 
 }
 
 
-def zero_rows(rows: Sequence[Row]) -> list[Row]:
-    """One process, DDP, FSDP2, DeepSpeed, fastpar, fastpar's engine on the stock model."""
-    families = ("one process", "DDP", "FSDP2", "DeepSpeed", "fastpar")
-
-    def place(row: Row) -> tuple[int, bool, str]:
-        family = next((i for i, f in enumerate(families) if row.variant.startswith(f)), -1)
-        return family, row.variant.endswith("stock model"), row.variant
-
-    return sorted((row for row in rows if row.bench == "zero"), key=place)
-
-
-def tp_rows(rows: Sequence[Row]) -> list[Row]:
-    """Side by side, torch's first."""
-    return sorted((r for r in rows if r.bench == "tp"), key=lambda r: (len(r.case), is_ours(r)))
-
-
-def grouped(rows: Sequence[Row]) -> list[Row]:
-    return [row for group in by_case(rows).values() for row in group]
-
-
-def by_cases(bench: str) -> Callable[[Sequence[Row]], list[Row]]:
-    """The rows of a bench, those of a case together."""
-    return lambda rows: grouped([r for r in rows if r.bench == bench])
-
-
-def only(
-    bench: str, keep: Callable[[Row], bool] = lambda row: True
-) -> Callable[[Sequence[Row]], list[Row]]:
-    return lambda rows: [row for row in rows if row.bench == bench and keep(row)]
-
-
 def spec(
     choose: Callable[[Sequence[Row]], Sequence[Row]],
     names: str,
     values: str,
     own: Mapping[str, Cell] | None = None,
-) -> Callable[[Sequence[Row]], str]:
+    also: Callable[[Row], Sequence[Row | None]] = lambda row: (),
+) -> Callable[[Sequence[Row]], Table]:
     """A table: its rows, the headings of what names a row, and those of what it says.
 
-    A heading "text = case" shows CELLS["case"] under another text; own: cells of this table alone.
+    A heading "text = case" shows CELLS["case"] under another text; own: cells of this table alone;
+    also: other rows that a line is of.
     """
     headings = [h.partition(" = ") for h in f"{names} | {values}".split(" | ")]
     cells = [{**CELLS, **(own or {})}[key or text] for text, _, key in headings]
     count = names.count(" | ") + 1
 
-    def make(every: Sequence[Row]) -> str:
+    def make(every: Sequence[Row]) -> Table:
         rows, lines = choose(every), []
         for row in rows:
             line = [cell(row, rows) for cell in (cells[:count] if row.refused else cells)]
             line += [f"refused: {row.refused}"] * bool(row.refused)
-            lines.append(line + [""] * (len(cells) - len(line)))
-        return table([text for text, _, _ in headings], lines)
+            others = [r for r in also(row) if r is not None]
+            lines.append(Line(line + [""] * (len(cells) - len(line)), [row, *others]))
+        return Table([text for text, _, _ in headings], lines)
 
     return make
 
 
-PP = "case: contender = case: variant | ranks x threads"
-PP_SAYS = "ms | tokens/s | against the case's first | peak MB | loss differs by | MB sent a step"
-
-
-def pp_link_table(rows: Sequence[Row], base: str = "fastpar ZeRO-0") -> str:
+def pp_link_table(rows: Sequence[Row], base: str = "fastpar ZeRO-0") -> Table:
     """Steps behind a link by their tokens: milliseconds, and how much faster than dp in turn."""
-    found: dict[tuple[int, int], dict[str, str]] = {}
+    found: dict[tuple[int, int], dict[str, Row]] = {}
     for row in only("pp")(rows):
         shape = re.search(r"T=(\d+) B=(\d+), .* Mbit/s", row.case)
         if shape and row.median_ms:
             n_rows, length = int(shape[2]), int(shape[1])
-            faster = f" ({times(row.speedup)})" if row.baseline == base != row.variant else ""
-            of_tokens = found.setdefault((n_rows * length, n_rows), {})
-            of_tokens[row.variant] = f"{number(row.median_ms)}{faster}"
+            found.setdefault((n_rows * length, n_rows), {})[row.variant] = row
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return ""
+        faster = f" ({times(row.speedup)})" if row.baseline == base != row.variant else ""
+        return f"{number(row.median_ms)}{faster}"
+
     names = sorted({name for each in found.values() for name in each}, key=lambda n: (n != base, n))
     lines = [
-        [f"{tokens} in {n_rows} rows", *(each.get(name, "") for name in names)]
+        Line([f"{tokens} in {n_rows} rows", *(cell(each.get(n)) for n in names)], [*each.values()])
         for (tokens, n_rows), each in sorted(found.items())
     ]
-    return table(["tokens a step", *names], lines)
+    return Table(["tokens a step", *names], lines)
 
 
-def plan_table(rows: Sequence[Row]) -> str:
+def plan_table(rows: Sequence[Row]) -> Table:
     """Errors of memory and step time, of all layouts and of those of each number of ranks."""
     own = [row for row in only("plan")(rows) if row.median_ms is not None]
     ranks = sorted({row.notes["ranks"] for row in own})
     lines = []
     for kind, limit in PLAN_LIMITS.items():
         for n in (None, *ranks) if len(ranks) > 1 else (None,) * bool(own):
-            errors = [_error(kind, row) for row in own if n in (None, row.notes["ranks"])]
+            some = [row for row in own if n in (None, row.notes["ranks"])]
+            errors = [_error(kind, row) for row in some]
             sizes = sorted(map(abs, errors))
             ninth = sizes[-(-9 * len(sizes) // 10) - 1]  # nine tenths are no larger
             which = "all layouts" if n is None else f"{n} rank{'s' * (n > 1)}"
@@ -217,11 +339,12 @@ def plan_table(rows: Sequence[Row]) -> str:
             spread = [f"{value:.1%}" for value in (statistics.median(sizes), ninth, sizes[-1])]
             bias = f"{statistics.median(errors):+.1%}"
             target = f"{within} of {len(sizes)} within {limit:.0%}"
-            lines.append([f"{kind}, {which}", str(len(sizes)), *spread, bias, target])
+            cells = [f"{kind}, {which}", str(len(sizes)), *spread, bias, target]
+            lines.append(Line(cells, some))
     head = ["predicted against measured", "layouts", "median error", "nine tenths within"]
-    text = table([*head, "worst", "bias", "target"], lines)
     busy = sorted({row.notes["busy"] for row in own if row.notes.get("busy")})
-    return text + (f"\n\nMeasured on a busy machine ({'; '.join(busy)})." if busy else "")
+    after = f"Measured on a busy machine ({'; '.join(busy)})." if busy else ""
+    return Table([*head, "worst", "bias", "target"], lines, after)
 
 
 def _error(kind: str, row: Row) -> float:
@@ -230,20 +353,7 @@ def _error(kind: str, row: Row) -> float:
     return row.notes["predicted_ms"] / (row.median_ms or 1.0) - 1
 
 
-def _base(row: Row, rows: Sequence[Row]) -> Row | None:
-    return next((r for r in _stock(row, rows) if r.variant == r.baseline), None)
-
-
-def _best(row: Row, rows: Sequence[Row]) -> Row | None:
-    return min(_stock(row, rows), key=lambda r: r.median_ms or 0.0, default=None)
-
-
-def _stock(row: Row, rows: Sequence[Row]) -> list[Row]:
-    timed = [r for r in peers(row, rows) if r.median_ms is not None]
-    return [r for r in timed if not r.variant.startswith("fastpar")]
-
-
-def ops_table(rows: Sequence[Row]) -> str:
+def ops_table(rows: Sequence[Row]) -> Table:
     """fastpar beside eager and beside the fastest other variant; memory and host time where known.
 
     A row that is slower than the fastest other one says so.
@@ -251,18 +361,22 @@ def ops_table(rows: Sequence[Row]) -> str:
     every = [r for r in rows if r.bench in OPS]
     own = list(filter(is_ours, grouped(every)))
 
-    def shown(find: Callable[[Row, Sequence[Row]], Row | None]) -> Cell:
-        def cell(row: Row, _: Sequence[Row]) -> str:
-            peer = find(row, every)
-            return f"{number(peer.median_ms)} ({peer.variant})" if peer else ""
+    def stock(row: Row) -> list[Row]:
+        timed = [r for r in peers(row, every) if r.median_ms is not None]
+        return [r for r in timed if not r.variant.startswith("fastpar")]
 
-        return cell
+    def base(row: Row) -> Row | None:
+        return next((r for r in stock(row) if r.variant == r.baseline), None)
 
-    def fastest(row: Row, _: Sequence[Row]) -> str:
-        best = _best(row, every)
-        ratio = (
-            best.median_ms / row.median_ms if best and best.median_ms and row.median_ms else None
-        )
+    def best(row: Row) -> Row | None:
+        return min(stock(row), key=lambda r: r.median_ms or 0.0, default=None)
+
+    def shown(peer: Row | None) -> str:
+        return f"{number(peer.median_ms)} ({peer.variant})" if peer else ""
+
+    def fastest(row: Row) -> str:
+        other = best(row)
+        ratio = other.median_ms / row.median_ms if other and row.median_ms else None  # type: ignore[operator]
         return times(ratio) + ", loses" * (ratio is not None and ratio < 1)
 
     def name(row: Row) -> str:
@@ -274,36 +388,31 @@ def ops_table(rows: Sequence[Row]) -> str:
     values += " | host us" * any(r.host_us is not None for r in every)
     cells = {
         "op": of(name),
-        "stock ms": shown(_base),
-        "fastest stock ms": shown(_best),
-        "against fastest": fastest,
-        "rate": of(rate),
-        "of the ceiling": of(lambda row: f"{number(row.percent_of_ceiling)} %"),
-        "stock peak MB": of(lambda row: megabytes(_base(row, every))),
-        "host us": of(lambda row: number(row.host_us)),
+        "stock ms": of(lambda row: shown(base(row))),
+        "fastest stock ms": of(lambda row: shown(best(row))),
+        "against fastest": of(fastest),
+        "stock peak MB": of(lambda row: megabytes(base(row))),
     }
-    return spec(lambda rows: own, "op | stock ms | fastest stock ms", values, cells)(rows)
+    names = "op | stock ms | fastest stock ms"
+    return spec(lambda rows: own, names, values, cells, lambda row: (base(row), best(row)))(rows)
 
 
-def targets_table(rows: Sequence[Row]) -> str:
+def targets_table(rows: Sequence[Row]) -> Table:
     """Every target of every row: what it reached, and whether that is enough."""
     lines = []
-    for (case, direction), group in by_case(rows).items():
-        for row in group:
-            for target in targets_of(row):
-                cells = [f"{case}, {direction}", str(target)]
-                reached = target.reached(row, group)
-                if row.refused:
-                    cells += [f"refused: {row.refused}", "no"]
-                elif reached is None:
-                    cells += ["nothing to compare with", "open"]
-                else:
-                    cells += [target.show(reached), "yes" if target.met(reached) else "**no**"]
-                lines.append(cells)
-    return table(["op", "target", "reached", "met"], lines)
+    for row in grouped(rows):
+        for target in targets_of(row):
+            reached = target.reached(row, peers(row, rows))
+            found = ["nothing to compare with", "open"]
+            if row.refused:
+                found = [f"refused: {row.refused}", "no"]
+            elif reached is not None:
+                found = [target.show(reached), "yes" if target.met(reached) else "**no**"]
+            lines.append(Line([f"{row.case}, {row.direction}", str(target), *found], [row]))
+    return Table(["op", "target", "reached", "met"], lines)
 
 
-def errors_table(rows: Sequence[ErrorRow]) -> str:
+def errors_table(rows: Sequence[ErrorRow]) -> Table:
     """A line for each op, implementation and dtype: the worst ratios over shapes and results."""
     groups: dict[tuple[str, str, str], list[ErrorRow]] = {}
     for row in rows:
@@ -322,9 +431,75 @@ def errors_table(rows: Sequence[ErrorRow]) -> str:
             worst, _, where = max(ratios)
             cells = [f"{worst:.2f}x", where, f"{max(rms for _, rms, _ in ratios):.2f}x"]
         held = sum(not row.fails for row in group)
-        lines.append([*names, *cells, f"{held} of {len(group)} shapes"])
+        lines.append(Line([*names, *cells, f"{held} of {len(group)} shapes"], group))
     head = ["op", "implementation", "dtype", "largest error / PyTorch's, worst", "where"]
-    return table([*head, "RMS error / PyTorch's, worst", "2x rule holds"], lines)
+    return Table([*head, "RMS error / PyTorch's, worst", "2x rule holds"], lines)
+
+
+PP = "case: contender = case: variant | ranks x threads"
+PP_SAYS = "ms | tokens/s | against the case's first = speed-up | peak MB | loss differs by"
+PP_SAYS += " | MB sent a step"
+TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
+    "train": spec(
+        only("train", lambda row: not row.case.startswith("char")),
+        "training step = case | variant | ranks x threads",
+        "ms | tokens/s | speed-up | peak MB | memory",
+    ),
+    "char": spec(
+        only("train", lambda row: row.case.startswith("char")),
+        "run = case | variant",
+        "seconds | ms a step = ms | speed-up of a step = speed-up | time | validation loss"
+        " | largest loss difference in 200 steps",
+    ),
+    "zero": spec(
+        zero_rows,
+        "contender = variant | ranks x threads",
+        "ms | tokens/s | against DDP | against the fastest FSDP2 | against the fastest DeepSpeed"
+        " | peak MB | live MB | exposed ms | wire MB",
+    ),
+    "tp": spec(
+        tp_rows,
+        "training step = case: variant | ranks x threads",
+        "ms | tokens/s | against the fastest DTensor | peak MB",
+    ),
+    "ops": ops_table,
+    "targets": targets_table,
+    "overlap": spec(
+        only("overlap", together=True),
+        "step on a limited link = case, variant",
+        "ms | MB sent | communication ms | exposed ms | exposed, of communication"
+        " | waited, of communication | against DDP = speed-up | against FSDP2 = over FSDP2",
+    ),
+    "wires": spec(
+        only("wires"),
+        "step on a slow link = case, variant",
+        "ms | tokens/s | MB sent | exposed ms | against FSDP2 = speed-up",
+    ),
+    "ps": spec(
+        only("ps"),
+        "step = case: variant",
+        "ms | tokens/s | MB sent by the busiest = MB sent | by a worker | staleness | bits a byte",
+    ),
+    "checkpoint": spec(
+        only("checkpoint", together=True),
+        "checkpoint = case: direction | variant",
+        "ms | rate | speed-up over | extra MB = peak MB | target missed",
+    ),
+    "plan": plan_table,
+    "first_step": spec(
+        only("first_step"),
+        "until the first step is done = case: variant",
+        "s | import | build | first step | second step | against torch.compile = speed-up",
+    ),
+    "pp": spec(only("pp"), PP, PP_SAYS),
+    "cp": spec(only("cp"), PP, PP_SAYS),
+    "pp-link": pp_link_table,
+    "offload": spec(
+        only("offload"),
+        "case: contender = case: variant",
+        "ms | tokens/s | against the case's first = speed-up | exposed ms",
+    ),
+}
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -335,86 +510,108 @@ def summary(rows: Sequence[Row]) -> str:
     for (case, direction), group in by_case(rows).items():
         cells = []
         for row in group:
-            if row.refused:
-                cells.append(f"{row.variant} refused")
-                continue
-            text = f"{row.variant} {number(row.median_ms)}"
+            text = f"{row.variant} {'refused' if row.refused else number(row.median_ms)}"
             if row.percent_of_ceiling is not None:
                 text += f" ({row.percent_of_ceiling:.0f} %)"
             if row.tokens_per_s is not None:
                 text += f" ({row.tokens_per_s:.0f} tokens/s)"
             cells.append(text)
-        short = {"forward": "fwd", "forward+backward": "fwd+bwd"}.get(direction, direction)
-        lines.append(f"{case}, {short}, ms: {' | '.join(cells)}")
+        lines.append(f"{case}, {direction}, ms: {' | '.join(cells)}")
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
-    "train": spec(
-        only("train", lambda row: not row.case.startswith("char")),
-        "training step = case | variant | ranks x threads",
-        "ms | tokens/s | speed-up | peak MB | memory",
-    ),
-    "char": spec(
-        only("train", lambda row: row.case.startswith("char")),
-        "run = case | variant",
-        "seconds | ms a step = ms | speed-up of a step | time | validation loss"
-        " | largest loss difference in 200 steps",
-    ),
-    "zero": spec(
-        zero_rows,
-        "contender = variant | ranks x threads",
-        "ms | tokens/s | against DDP | against the fastest FSDP2 | against the fastest DeepSpeed"
-        " | peak MB | live MB | exposed ms | wire MB",
-    ),
-    "tp": spec(
-        lambda rows: grouped(tp_rows(rows)),
-        "training step = case: variant | ranks x threads",
-        "ms | tokens/s | against the fastest DTensor | peak MB",
-    ),
-    "ops": ops_table,
-    "targets": targets_table,
-    "overlap": spec(
-        by_cases("overlap"),
-        "step on a limited link = case, variant",
-        "ms | MB sent | communication ms | exposed ms | exposed, of communication"
-        " | waited, of communication | against DDP | against FSDP2",
-        {"against DDP": SPEEDUP, "against FSDP2": against_fsdp2},
-    ),
-    "wires": spec(
-        only("wires"),
-        "step on a slow link = case, variant",
-        "ms | tokens/s | MB sent | exposed ms | against FSDP2",
-        {"against FSDP2": SPEEDUP},
-    ),
-    "ps": spec(
-        only("ps"),
-        "step = case: variant",
-        "ms | tokens/s | MB sent by the busiest | by a worker | staleness | bits a byte",
-    ),
-    "checkpoint": spec(
-        by_cases("checkpoint"),
-        "checkpoint | variant",
-        "ms | rate | speed-up over | extra MB | target missed",
-        {"checkpoint": of(lambda row: f"{row.case}: {row.direction}")},
-    ),
-    "plan": plan_table,
-    "first_step": spec(
-        only("first_step"),
-        "until the first step is done",
-        "s | import | build | first step | second step | against torch.compile",
-        {
-            "until the first step is done": of(
-                lambda row: f"{row.case.removeprefix('first_step ')}: {row.variant}"
-            )
-        },
-    ),
-    "pp": spec(only("pp"), PP, PP_SAYS),
-    "cp": spec(only("cp"), PP, PP_SAYS),
-    "pp-link": pp_link_table,
-    "offload": spec(
-        only("offload"),
-        "case: contender = case: variant",
-        "ms | tokens/s | against the case's first | exposed ms",
-    ),
-}
+# The README's only table: what a user would swap or run, beside the fastest other way to do it
+
+
+class Shown(NamedTuple):
+    """A line of the README's table and where its rows are.
+
+    case is a regular expression for a row's whole case, because a GPU measures other sizes than a
+    CPU; its group is the size that is shown. The first case with a fastpar row that passed its
+    check counts. Others whose name begins like `without` do less, and are left out.
+    """
+
+    what: str
+    bench: str
+    case: str
+    direction: str = "step"
+    variant: str = "fastpar"
+    without: str = r"(?!)"  # matches nothing
+
+
+_ZERO = r"(GPT-2 124M T=\d+ B=\d+ a rank, 2 ranks)"
+_CHECKPOINT = "(GPT-2 124M and AdamW), one process"
+_BOTH = "forward+backward"
+_LN = r"(N=\d+ C=768)"
+_CLIP = r"norm \+ clip \+ adamw {} (GPT-2, \d+.*M) .*"
+_CE = "linear_cross_entropy"
+HEADLINE = (
+    Shown("`AdamW` step, fp32", "adamw", r"adamw fp32 (\d{3,}M)", variant="fastpar AdamW"),
+    Shown("`AdamW` step with clipping, fp32", "adamw", _CLIP.format("fp32"), "step",
+          "fastpar AdamW"),
+    Shown("clipping and step, bf16 with fp32 masters", "adamw", _CLIP.format("bf16")),
+    Shown("`LayerNorm`", "layer_norm", f"layer_norm {_LN}", _BOTH),
+    Shown("bias + dropout + residual + `LayerNorm`", "layer_norm",
+          rf"bias \+ dropout \+ residual_layer_norm {_LN}", _BOTH),
+    Shown("`attention`", "attention", r"attention (B=\d+ H=12 T=1024 D=64)", _BOTH),
+    Shown("bias + GELU", "gelu", r"bias_gelu (N=\d+ F=3072)", _BOTH),
+    Shown("`cross_entropy`", "cross_entropy", r"cross_entropy (N=\d+ V=50304)", _BOTH),
+    Shown(f"`{_CE}`", _CE, r".* (N=.* V=50304)", "forward"),
+    Shown("training step, one process", "train", r"(12x768 T=\d+ B=\d+|124M T=1024 B=32)"),
+    *(Shown(f"training step, ZeRO-{n}", "zero", _ZERO, "step", f"fastpar ZeRO-{n}", "one")
+      for n in (1, 2, 3)),
+    Shown("training step, tensor parallel", "tp", r"tp=2, (.*, 2 ranks)", variant="fastpar, shm"),
+    Shown("checkpoint save to disk", "checkpoint", _CHECKPOINT, "save", without="torch.save$"),
+    Shown("pause of a checkpoint save", "checkpoint", _CHECKPOINT, "pause of a save"),
+    Shown("checkpoint load", "checkpoint", _CHECKPOINT, "load"),
+)  # fmt: skip
+
+
+def headline(cpu: Sequence[Row], cuda: Sequence[Row]) -> str:
+    """A line for each of HEADLINE with a CPU row that passed its check; slower ones say so."""
+    lines = []
+    for line in HEADLINE:
+        pair, gpu = _find(line, cpu), _find(line, cuda)
+        if pair is None:
+            continue
+        ours, other = pair
+        size = re.sub(line.case, r"\1", ours.case)
+        direction = f", {line.direction}" if "forward" in line.direction else ""
+        ratio, on_gpu = _ratio(ours, other), "not yet measured"
+        if gpu is not None:
+            on_gpu = f"{number(gpu[0].median_ms)} ms, {times(_ratio(*gpu))} {gpu[1].variant}"
+        lines.append(
+            [
+                f"{line.what}: {size}{direction}",
+                f"{number(ours.median_ms)} ms",
+                f"{number(other.median_ms)} ms, {other.variant}",
+                times(ratio) + ", slower" * (ratio < 1),
+                on_gpu,
+            ]
+        )
+    return markdown(["what", "fastpar, CPU", "fastest other, CPU", "speed-up", "GPU"], lines)
+
+
+def _find(line: Shown, rows: Sequence[Row]) -> tuple[Row, Row] | None:
+    """fastpar's row and the fastest other one of its case; None where either is missing."""
+    timed = [
+        row
+        for row in rows
+        if (row.bench, row.direction) == (line.bench, line.direction)
+        and row.median_ms is not None
+        and row.refused is None
+        and re.fullmatch(line.case, row.case)
+    ]
+    for ours in (row for row in timed if row.variant == line.variant):
+        others = [r for r in timed if r.case == ours.case and not r.variant.startswith("fastpar")]
+        others = [r for r in others if not re.match(line.without, r.variant)]
+        if others:
+            return ours, min(others, key=lambda other: _ratio(ours, other))
+    return None
+
+
+def _ratio(ours: Row, other: Row) -> float:
+    """How many times faster: of the speed-ups over the variant with which both took turns."""
+    if ours.speedup and other.speedup and ours.baseline == other.baseline:
+        return ours.speedup / other.speedup
+    return (other.median_ms or 0.0) / (ours.median_ms or 1.0)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.records import RESULTS, machine, machine_line
-from bench.report.cells import table
+from bench.report.tables import markdown
 from bench.systems import links
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.axes import grid as grid_axis
@@ -176,11 +176,11 @@ def page(found: dict[str, Any]) -> str:
             f"4 ranks in network namespaces, each {link}, gloo; {SHAPE.n_layer} layers of "
             f"{SHAPE.n_embd}, T={SHAPE.block_size}, {B} sequences, fp32, AdamW; medians of "
             f"{2 * (STEPS - 1)} steps, bytes of a step and rank, those on the right by formula:\n",
-            table(["layout", "ms a step", "of the fastest", "MB sent, with headers", *mb], four),
+            markdown(["layout", "ms a step", "of the fastest", "MB sent, with headers", *mb], four),
             "\nPublished by the authors of ColossalAI's layers:\n",
             *(f"- {text}" for text in PUBLISHED),
             "\nOn paper: GPT-2 XL, bf16, 4 sequences a rank and step (grids with stage 0):\n",
-            table(["ranks: layout", *mb], many),
+            markdown(["ranks: layout", *mb], many),
             "\nWhat `fastpar plan` says of the same model and batch on H100s, 8 a node:\n",
             *map(planned, PAPER),
             f"\n{machine_line(about)}.\n",

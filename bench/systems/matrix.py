@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from bench.peers import contenders, pipeline, tensor_parallel
 from bench.records import RESULTS, machine, machine_line, version_of
-from bench.report import cells
+from bench.report import pictures, tables
 from bench.report.pictures import OTHERS, OURS
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import reason
@@ -283,7 +283,7 @@ def _table(rows: Sequence[dict[str, Any]], first: str, second: str, *more: list[
         lines.append([row["layout"], *losses, *far])
     titles = [first, "dropout 0.1" if second == "dropout" else second]
     head = [*(f"loss at step {step}" for step in AT), *(f"distance, {mode}" for mode in titles)]
-    return cells.table(["layout", *head], [*lines, *more])
+    return tables.markdown(["layout", *head], [*lines, *more])
 
 
 def _published() -> float:
@@ -323,7 +323,7 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
         ("DeepSpeed, dropout 0.1", of(deepspeeds, "dropout")),
         ("torchtitan, its own published\nmatrix of 18 layouts", [_published()]),
     ]
-    figure, axes = cells.pyplot().subplots(figsize=(8.2, 4.4), layout="constrained")
+    figure, axes = pictures.pyplot().subplots(figsize=(8.2, 4.4), layout="constrained")
     smallest = 1e-8
     for at, (_label, values) in enumerate(groups):
         few = len(values) == 1
@@ -345,8 +345,8 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
     axes.set_xlabel(
         "distance of the loss to that of one process, at step 10 or 20; right: layouts", fontsize=9
     )
-    cells.bare(axes, "top", "right", "left")
-    cells.save(figure, path)
+    pictures.bare(axes, "top", "right", "left")
+    pictures.save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

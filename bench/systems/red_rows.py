@@ -34,7 +34,7 @@ from bench.peers import pipeline
 from bench.peers.contenders import NAMES, PP, build
 from bench.peers.stock import stock_model
 from bench.records import RESULTS, machine, machine_line, version_of
-from bench.report.cells import table as markdown
+from bench.report.tables import markdown
 from fastpar.comm.ranks import reason
 from fastpar.kernels import make_key
 from fastpar.observe import strategies

@@ -179,14 +179,14 @@ def test_triton_modules_are_imported_when_a_kernel_is_needed_and_launched_in_one
 
 def test_every_op_has_an_oracle_and_a_bench():
     import fastpar.kernels
+    from bench.records import homes
 
     reference = (ROOT / "kernels" / "reference.py").read_text()
     for path in sources("kernels"):
         if "define_op(" not in path.read_text() or path.stem == "op":
             continue
         stem = path.parent.name if path.stem == "__init__" else path.stem
-        bench = f"bench_{'layer_norm' if stem == 'norm' else stem}.py"
-        assert (ROOT / "bench" / "ops" / bench).exists(), path.stem
+        assert ("layer_norm" if stem == "norm" else stem) in homes(), path.stem
     for name in fastpar.kernels.__all__:
         without = ("make_key", "draw_key", "quantize_p", "keep_freed_memory", "describe")
         if name[0].islower() and name not in without:
