@@ -46,7 +46,7 @@ from bench.compiler.aot_rules import (
     judge,
     stale_exemptions,
 )
-from bench.records import ROOT, commit
+from bench.records import ROOT, commit, parser_of
 from fastpar.comm.ranks import reason
 
 MINIMUM = "3.6.0"  # what torch 2.11 comes with
@@ -156,7 +156,7 @@ def distinct(jobs: Sequence[Job]) -> list[Job]:
 
 
 def compile_one(job: Job) -> Row:
-    """Runs in a process apart: a compiler that aborts takes no other launch with it."""
+    """What the compiler made of a launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -170,9 +170,8 @@ def compile_one(job: Job) -> Row:
         source, target=GPUTarget("cuda", job.arch, 32), options=launch.options
     )
     seconds = time.monotonic() - start
-    code, registers, stack_bytes = sass.disassemble(compiled.asm["cubin"])
-    row = measure(job, code, registers, stack_bytes, compiled, seconds)
-    return {**row, "warnings": warnings(compiled.asm["ptx"], job.arch, launch.options)}
+    said = warnings(compiled.asm["ptx"], job.arch, launch.options)
+    return {**measure(job, compiled), "seconds": seconds, "warnings": said}
 
 
 def warnings(ptx: str, arch: int, options: dict[str, Any]) -> list[str]:
@@ -198,14 +197,8 @@ def _tiles(ttir: str, what: str, threads: int) -> int:
     return descriptors + sum(math.prod(map(int, s.split("x"))) >= threads for s in shapes)
 
 
-def measure(
-    job: Job,
-    code: Sequence[sass.Instruction],
-    registers: int,
-    stack_bytes: int,
-    compiled: Any,
-    seconds: float,
-) -> Row:
+def measure(job: Job, compiled: Any) -> Row:
+    code, registers, stack_bytes = sass.disassemble(compiled.asm["cubin"])
     ttir = compiled.asm.get("ttir") or compiled.asm["ttgir"]  # Gluon begins with the latter
     dots = re.findall(
         r"(?:tt\.dot|warp_group_dot)(?:_scaled)? .*? : (?:tensor|!ttg\.memdesc)<[\dx]*x(\w+)", ttir
@@ -245,7 +238,6 @@ def measure(
         "overlapped_mufu": overlapped,
         "product_writes": sass.in_flight(code, "MUFU")[1],
         "float_atomics": sass.float_atomics(code),
-        "seconds": seconds,
     }
 
 
@@ -258,80 +250,43 @@ def _why(error: BaseException) -> str:
     return reason(RuntimeError(text)).replace("RuntimeError", type(error).__name__, 1)
 
 
-def _serve(jobs: Sequence[Job], pipe: Connection) -> None:
-    """Compiles the jobs whose numbers come in, until the parent is gone."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    while pipe in wait([pipe, parent.sentinel]):
-        job = jobs[pipe.recv()]
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):  # Triton prints what ptxas refuses
-                row = compile_one(job)
-        except Exception as error:
-            row = {**job.row(), "error": _why(error)}
-        pipe.send(row)
-
-
-class _Compiler:
-    """A process that compiles one job at a time; a new one takes the place of one that dies."""
-
-    def __init__(self, jobs: Sequence[Job]):
-        self.jobs = jobs
-        self._start()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("fork")  # the modules and their launches are there
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(self.jobs, theirs), daemon=True)
-        self.process.start()
-        theirs.close()  # so that a process that dies is an end of file here
-
-    def give(self, index: int) -> None:
-        self.job = self.jobs[index]
-        self.since = time.monotonic()
-        self.pipe.send(index)
-
-    def late(self) -> bool:
-        return time.monotonic() - self.since > LIMIT_S
-
-    def take(self, ready: bool) -> Row:
-        """The row of the job, or why there is none."""
-        if ready:
-            try:
-                return self.pipe.recv()
-            except EOFError:
-                self.process.join()
-                error = f"the compiler ended with exit code {self.process.exitcode}"
-        else:
-            error = f"the compiler took more than {LIMIT_S:.0f} s"
-        self.stop()
-        self._start()
-        return {**self.job.row(), "error": error}
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
+def _compile(job: Job, pipe: Connection) -> None:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Triton prints what ptxas refuses
+            pipe.send(compile_one(job))
+    except Exception as error:
+        pipe.send({**job.row(), "error": _why(error)})
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
-    """A row for every job, in any order."""
-    waiting = list(reversed(range(len(jobs))))
-    idle = [_Compiler(jobs) for _ in range(min(processes, len(jobs)))]
-    busy: list[_Compiler] = []
-    rows: list[Row] = []
-    while waiting or busy:
-        while waiting and idle:
-            compiler = idle.pop()
-            compiler.give(waiting.pop())
-            busy.append(compiler)
-        ready = wait([c.pipe for c in busy], timeout=1.0)
-        for compiler in [c for c in busy if c.pipe in ready or c.late()]:
-            rows.append(compiler.take(compiler.pipe in ready))
-            busy.remove(compiler)
-            idle.append(compiler)
-    for compiler in idle:
-        compiler.stop()
+    """A row for every job, in any order; each in a process of its own, which may die or hang."""
+    context = multiprocessing.get_context("fork")  # the modules and their launches are there
+    todo, rows = list(reversed(jobs)), list[Row]()
+    busy: dict[Connection, tuple[Job, Any, float]] = {}
+    while todo or busy:
+        while todo and len(busy) < processes:
+            pipe, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_compile, args=(todo[-1], theirs), daemon=True)
+            process.start()
+            theirs.close()  # so that a process that dies is an end of file here
+            busy[pipe] = todo.pop(), process, time.monotonic()
+        ready = wait(list(busy), timeout=1.0)
+        for pipe, (job, process, since) in list(busy.items()):
+            if pipe in ready:
+                try:
+                    rows.append(pipe.recv())
+                except EOFError:
+                    process.join()
+                    error = f"the compiler ended with exit code {process.exitcode}"
+                    rows.append({**job.row(), "error": error})
+            elif time.monotonic() - since > LIMIT_S:
+                rows.append({**job.row(), "error": f"it took more than {LIMIT_S:.0f} s"})
+            else:
+                continue
+            process.kill()
+            process.join()
+            del busy[pipe]
+            pipe.close()
     return rows
 
 
@@ -375,11 +330,7 @@ def run_version(folder: Path | None, names: Sequence[str], processes: int, *more
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.compiler.aot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench.compiler.aot", __doc__)
     parser.add_argument("modules", nargs="*", metavar="module", help=", ".join(modules()))
     parser.add_argument("--check", action="store_true", help="write nothing; compare the launches")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
@@ -432,13 +383,8 @@ def main(argv: list[str] | None = None) -> int:
             wrong, used = judge(row, {} if args.others else exempt[row["module"]])
             broken += [b for b in wrong if not args.others or b.rule in ON_ANY_GPU]
             needed |= {(row["module"], *pair) for pair in used}
-        slowest = max(found["rows"], key=lambda row: row.get("seconds", 0.0), default=None)
-        note = f"; slowest {slowest['kernel']} {slowest.get('seconds', 0):.1f} s" if slowest else ""
-        seconds = time.monotonic() - start
-        print(
-            f"triton {found['triton']}: {len(found['rows'])} launches in {seconds:.0f} s{note}",
-            flush=True,
-        )
+        seconds, many = time.monotonic() - start, len(found["rows"])
+        print(f"triton {found['triton']}: {many} launches in {seconds:.0f} s", flush=True)
         rows += found["rows"]
     problems += describe(broken)
     if not args.installed:

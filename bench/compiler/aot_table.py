@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.compiler.aot_rules import GPUS, OTHERS, Row
+from bench.compiler.aot_rules import GPUS, OTHERS, Gpu, Row
 
 SCHEMA = 1
 COUNTS = (
@@ -108,59 +108,77 @@ def _line(versions: Sequence[Row]) -> list[str]:
     return cells
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """A heading and a table for each module; then what is exempt from which rule and why."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in sorted(rows, key=order):
-        groups.setdefault(identity(row), []).append(row)
-    head = ["kernel", "call", "types", "configuration", "sm", *CELLS]
+def write_page(folder: Path, name: str, title: str, *parts: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("\n".join([f"# {title}, compiled ahead of time\n", *parts]))
+
+
+def write_rows(folder: Path, head: dict[str, Any], rows: Sequence[Row]) -> None:
+    """table.json, a row a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(map(json.dumps, rows))
+    text = json.dumps({"schema": SCHEMA, **head})[:-1] + f', "rows": [\n{lines}\n]}}\n'
+    (folder / "table.json").write_text(text)
+
+
+def sections(
+    head: Sequence[str], found: dict[str, list[list[str]]], rows: Sequence[Row], whose: str
+) -> str:
+    """A heading and a table for each part; then what is exempt from which rule and why."""
     text = []
-    for module in sorted({row["module"] for row in rows}):
-        lines = [_line(group) for key, group in groups.items() if key[0] == module]
-        text.append(f"## {module}\n")
+    for part, lines in found.items():
+        text.append(f"## {part}\n")
         text += [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
         text.append("")
     exempt = {
-        f"* {row['module']} {row['kernel']}: {rule}: {why}"
+        f"* {whose.format(**row)}: {rule}: {why}"
         for row in rows
         for rule, why in row.get("exempt", {}).items()
     }
-    if exempt:
-        text += ["## Exempt, and why\n", *sorted(exempt), ""]
-    return "\n".join(text)
+    return "\n".join(text + (["## Exempt, and why\n", *sorted(exempt), ""] if exempt else []))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in sorted(rows, key=order):
+        groups.setdefault(identity(row), []).append(row)
+    found: dict[str, list[list[str]]] = {name: [] for name in sorted({r["module"] for r in rows})}
+    for key, group in groups.items():
+        found[key[0]].append(_line(group))
+    head = ["kernel", "call", "types", "configuration", "sm", *CELLS]
+    return sections(head, found, rows, "{module} {kernel}")
+
+
+def _about(rows: Sequence[Row], commit: str, dirty: bool, gpus: dict[int, Gpu], how: str) -> str:
+    versions = " and ".join(sorted({row["triton"] for row in rows}))
+    limits = ", ".join(f"sm_{arch}: {gpu.shared_per_cta} B" for arch, gpu in gpus.items())
+    return (
+        f"{LEGEND}\nTriton {versions}; commit {commit}{' + changes' * dirty}; "
+        f"shared memory limits {limits}. Written by `{how}`.\n"
+    )
 
 
 def write(folder: Path, rows: Sequence[Row], commit: str, dirty: bool) -> None:
-    versions = sorted({row["triton"] for row in rows})
-    head = {"schema": SCHEMA, "commit": commit, "dirty": dirty, "triton": versions}
-    kept = []
-    for row in sorted(rows, key=order):
-        row = {k: v for k, v in row.items() if k != "seconds" and v not in (0, [], {})}
-        kept.append(json.dumps(row))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "table.json").write_text(
-        json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(kept) + "\n]}\n"
-    )
-    limits = ", ".join(f"sm_{arch}: {gpu.shared_per_cta} B" for arch, gpu in GPUS.items())
-    (folder / "table.md").write_text(
-        "# Every Triton launch, compiled ahead of time\n\n"
-        f"{LEGEND}\nTriton {' and '.join(versions)}; commit {commit}{' + changes' * dirty}; "
-        f"shared memory limits {limits}. Written by `make aot`.\n\n{markdown(rows)}"
-    )
+    head = {"commit": commit, "dirty": dirty, "triton": sorted({row["triton"] for row in rows})}
+    empty = (0, [], {})
+    kept = [
+        {k: v for k, v in row.items() if k != "seconds" and v not in empty}
+        for row in sorted(rows, key=order)
+    ]
+    write_rows(folder, head, kept)
+    about = _about(rows, commit, dirty, GPUS, "make aot")
+    write_page(folder, "table.md", "Every Triton launch", about, markdown(rows))
 
 
 def write_others(
     folder: Path, rows: Sequence[Row], broken: Sequence[str], commit: str, dirty: bool
 ) -> None:
     """others.md: GPUs for which nothing is tuned, and by name what spills or does not fit there."""
-    limits = ", ".join(f"sm_{arch}: {gpu.shared_per_cta} B" for arch, gpu in OTHERS.items())
+    about = _about(rows, commit, dirty, OTHERS, "make aot ARGS=--others")
     named = "\n".join(f"- {line}" for line in broken) or "None."
-    (folder / "others.md").write_text(
-        "# Every Triton launch on other GPUs, compiled ahead of time\n\n"
-        f"{LEGEND}\nTriton {rows[0]['triton']}; commit {commit}{' + changes' * dirty}; "
-        f"shared memory limits {limits}. Written by `make aot ARGS=--others`.\n\n"
-        f"## What breaks a rule\n\n{named}\n\n{markdown(rows)}"
-    )
+    wrong = f"## What breaks a rule\n\n{named}\n"
+    title = "Every Triton launch on other GPUs"
+    write_page(folder, "others.md", title, about, wrong, markdown(rows))
 
 
 def load(folder: Path) -> dict[str, Any]:

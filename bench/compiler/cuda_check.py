@@ -11,7 +11,6 @@ nothing needs is an error too. Without nvcc nothing is checked, which is said an
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -25,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.compiler import aot_rules, sass
-from bench.records import ROOT, commit
+from bench.compiler import aot_rules, aot_table, sass
+from bench.records import ROOT, commit, parser_of
 
 Row = dict[str, Any]
 TABLE = ROOT / "bench" / "results" / "cuda"
@@ -162,42 +161,25 @@ def judge(rows: Sequence[Row], exempt: dict[str, dict[str, str]]) -> list[str]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
+    found: dict[str, list[list[str]]] = {}
+    for row in rows:
+        spilled = row["spill_instructions"] or row["stack_bytes"]
+        spills = f"{row['spill_instructions']}, {row['stack_bytes']} B" if spilled else "0"
+        cells = [f"`{row['kernel']}`", row["arch"], f"{row['registers']}", spills]
+        cells.append(f"{row['shared_bytes']}")
+        cells += [f"{row[f'wide_{w}']} + {row[f'narrow_{w}']}" for w in ("loads", "stores")]
+        cells.append(f"{row['path_instructions']} of {row['instructions']}")
+        found.setdefault(row["source"], []).append(cells)
     head = ["kernel", "sm", "regs", "spills", "shared B", "loads", "stores", "instructions"]
-    lines = []
-    for source in dict.fromkeys(row["source"] for row in rows):
-        lines += [f"## {source}", "", f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * 8)} |"]
-        for row in (row for row in rows if row["source"] == source):
-            wide = [f"{row[f'wide_{w}']} + {row[f'narrow_{w}']}" for w in ("loads", "stores")]
-            spilled = row["spill_instructions"] or row["stack_bytes"]
-            spills = f"{row['spill_instructions']}, {row['stack_bytes']} B" if spilled else 0
-            cells = [f"`{row['kernel']}`", row["arch"], row["registers"], spills]
-            cells += [row["shared_bytes"], *wide]
-            cells.append(f"{row['path_instructions']} of {row['instructions']}")
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-        lines.append("")
-    reasons = {
-        f"* `{row['kernel']}`: {rule}: {why}"
-        for row in rows
-        for rule, why in row.get("exempt", {}).items()
-    }
-    if reasons:
-        lines += ["## Exempt, and why", "", *sorted(reasons), ""]
-    return "\n".join(lines)
+    return aot_table.sections(head, found, rows, "`{kernel}`")
 
 
 def write(rows: Sequence[Row], version: str) -> None:
     name, dirty = commit()
-    head = {"schema": 1, "commit": name, "dirty": dirty, "nvcc": version}
-    TABLE.mkdir(parents=True, exist_ok=True)
-    (TABLE / "table.json").write_text(
-        json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
-    )
-    (TABLE / "table.md").write_text(
-        "# Every CUDA kernel, compiled ahead of time\n\n"
-        f"{LEGEND}\n"
-        f"{version}; commit {name}{' + changes' * dirty}. Written by `make cuda-check`.\n\n"
-        f"{markdown(rows)}"
-    )
+    aot_table.write_rows(TABLE, {"commit": name, "dirty": dirty, "nvcc": version}, rows)
+    about = f"{LEGEND}\n{version}; commit {name}{' + changes' * dirty}. "
+    about += "Written by `make cuda-check`.\n"
+    aot_table.write_page(TABLE, "table.md", "Every CUDA kernel", about, markdown(rows))
 
 
 def differences(rows: Sequence[Row]) -> list[str]:
@@ -216,11 +198,7 @@ def differences(rows: Sequence[Row]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.compiler.cuda_check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench.compiler.cuda_check", __doc__)
     parser.add_argument("sources", nargs="*", metavar="source", help=", ".join(sources()))
     parser.add_argument("--check", action="store_true", help="write nothing; compare the kernels")
     args = parser.parse_args(argv)

@@ -26,12 +26,11 @@ from bench.harness import Bench
 from bench.peers import stock
 from bench.peers.contenders import update_error
 from bench.records import Row
-from bench.systems.steps import Log, Turns, start
+from bench.systems.steps import Log, Turns, batch, judge_error, row_of, start
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.ranks import RankFailed
 from fastpar.data.batches import eval_batches, load_data, sample_batch
-from fastpar.doctor.trial import Timing, stopwatch
+from fastpar.doctor.trial import stopwatch
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import keep_freed_memory
@@ -62,7 +61,7 @@ class Spec:
 
     kind: str  # "stock" | "fastpar"
     config: GPTConfig
-    batch_size: int  # sequences of a step, over all ranks
+    rows: int  # sequences of a step, over all ranks
     device: str = "cpu"
     threads: int = 1  # of each rank
     ranks: int = 1
@@ -75,7 +74,7 @@ class Spec:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.batch_size * self.config.block_size
+        return self.rows * self.config.block_size
 
 
 class Variant:
@@ -176,24 +175,14 @@ class Variant:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's rows of the step's batch; the same batch for every variant."""
-        batch_size = self.spec.batch_size
-        rows = batch_size // self.spec.ranks
-        if self.data is not None:
-            first = step * batch_size + self.rank * rows
-            x, y = sample_batch(
-                self.data.train,
-                seed=1337,
-                first_sample=first,
-                n_samples=rows,
-                block_size=self.spec.config.block_size,
-                device=self.spec.device,
-            )
-            return x, y
-        generator = torch.Generator().manual_seed(step)
-        shape = (batch_size, self.spec.config.block_size + 1)
-        tokens = torch.randint(self.spec.config.vocab_size, shape, generator=generator)
-        tokens = tokens[self.rank * rows : (self.rank + 1) * rows].to(self.spec.device)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        spec = self.spec
+        if self.data is None:
+            x, y = batch(spec.config, step, self.rank, spec.ranks, spec.rows)
+            return x.to(spec.device), y.to(spec.device)
+        n = spec.rows // spec.ranks
+        at: dict[str, int] = {"first_sample": step * spec.rows + self.rank * n, "n_samples": n}
+        length = spec.config.block_size
+        return sample_batch(self.data.train, seed=1337, block_size=length, device=spec.device, **at)
 
     def _report(self) -> dict[str, float]:
         if self.spec.kind == "stock" or self.spec.ranks == 1:
@@ -207,13 +196,13 @@ class Variant:
         assert self.data is not None
         batches = eval_batches(
             self.data.val,
-            batch_size=self.spec.batch_size,
+            batch_size=self.spec.rows,
             block_size=self.spec.config.block_size,
             n_batches=64,
             device=self.spec.device,
         )
         losses = [self._loss(x, y).item() * len(x) for x, y in batches]
-        return sum(losses) / (64 * self.spec.batch_size)
+        return sum(losses) / (64 * self.spec.rows)
 
     def reset_peak(self) -> None:
         if self.spec.device == "cuda":
@@ -311,12 +300,7 @@ def judge(answers: Sequence[dict[str, float]]) -> None:
     """Raises RankFailed when gradients are wrong."""
     for rank, answer in enumerate(answers):
         bound = 2 * answer["stock_error"] + answer["eps"]
-        if not answer["error"] <= bound:
-            raise RankFailed(
-                rank,
-                f"gradients: expected an error against fp64 of at most {bound:.2e}, "
-                f"got {answer['error']:.2e}",
-            )
+        judge_error(rank, "gradients: expected an error against fp64", answer["error"], bound)
 
 
 def to_rows(
@@ -327,24 +311,12 @@ def to_rows(
     base = logs[baseline]
     for name, log in logs.items():
         spec = specs[name]
-        precision = "float32" if spec.device == "cpu" else "bfloat16"
-        row = bench.row(case, "step", name, getattr(torch, precision), refused=log.refused)
-        row.threads = spec.threads
-        row.notes = {"ranks": spec.ranks, "batch_size": spec.batch_size, **log.notes}
+        base_ms = base.ms if base.refused is None else []
+        row = row_of(bench, case, spec, log, baseline, base_ms, name=name)
+        row.dtype = "float32" if spec.device == "cpu" else "bfloat16"
+        row.notes["batch_size"] = spec.rows
         rows.append(row)
-        if log.refused is not None or not log.ms:
-            continue
-        timing = Timing.of(log.ms)
-        row.median_ms, row.p20_ms, row.p80_ms, row.runs = timing
-        row.tokens_per_s = 1e3 * spec.tokens_per_step / timing.median_ms
-        row.peak_bytes = log.peak_bytes
-        if found := [r["exposed_comm_ms"] for r in log.reports if r]:
-            row.notes["exposed_comm_ms"] = statistics.median(found)
-        if base.ms and base.refused is None:
-            # Per token, since the best batches on a GPU differ.
-            ratio = specs[baseline].tokens_per_step / statistics.median(base.ms)
-            row.baseline = baseline
-            row.speedup = row.tokens_per_s / 1e3 / ratio
+        if row.speedup is not None:
             if base.peak_bytes and log.peak_bytes:
                 row.notes["memory_ratio"] = log.peak_bytes / base.peak_bytes
             if spec.schedule == specs[baseline].schedule:

@@ -200,22 +200,19 @@ class Reference:
         return losses[0], {name: p.detach() for name, p in model.named_parameters()}
 
 
+def judge_error(rank: int, what: str, error: float, bound: float) -> None:
+    if not error <= bound:
+        raise RankFailed(rank, f"{what} of at most {bound:.2e}, got {error:.2e}")
+
+
 def judge_weights(answers: Sequence[dict[str, float]], reference: Mapping[str, float]) -> float:
     """Raises RankFailed where weights or loss are wrong; the weights' error."""
-    eps = torch.finfo(torch.float32).eps
-    error, bound = answers[0]["error"], 2 * reference["error"] + eps
-    if not error <= bound:
-        raise RankFailed(
-            0,
-            f"weights after {GATE_STEPS} steps: expected an error of the update of at most "
-            f"{bound:.2e}, got {error:.2e}",
-        )
-    loss = statistics.fmean(a["first_loss"] for a in answers)
-    bound = 2 * reference["loss_error"] + 2 * len(answers) * eps * reference["loss"]
-    if not abs(loss - reference["loss"]) <= bound:
-        raise RankFailed(
-            0, f"first loss: expected {reference['loss']:.7f} within {bound:.1e}, got {loss:.7f}"
-        )
+    eps, error = torch.finfo(torch.float32).eps, answers[0]["error"]
+    what = f"weights after {GATE_STEPS} steps: expected an error of the update"
+    judge_error(0, what, error, 2 * reference["error"] + eps)
+    loss, exact = statistics.fmean(a["first_loss"] for a in answers), reference["loss"]
+    bound = 2 * reference["loss_error"] + 2 * len(answers) * eps * exact
+    judge_error(0, f"first loss: expected {exact:.7f} within an error", abs(loss - exact), bound)
     return error
 
 
@@ -355,12 +352,8 @@ class Turns:
     ) -> None:
         """Every contender's steps in each of the rounds."""
         for _ in range(rounds):
-            self.each(
-                lambda name: self.turn(
-                    name, steps[name] if isinstance(steps, Mapping) else steps, warm
-                ),
-                names,
-            )
+            of = steps if isinstance(steps, Mapping) else dict.fromkeys(self.trials, steps)
+            self.each(lambda name, of=of: self.turn(name, of[name], warm), names)  # type: ignore[misc]
 
 
 def judge_losses(
@@ -383,10 +376,11 @@ def judge_losses(
 
 
 def row_of(
-    bench: Bench, case: str, trial: Any, log: Log, base: str, base_ms: Sequence[float]
-) -> Row:
+    bench: Bench, case: str, trial: Any, log: Log, base: str, base_ms: Sequence[float],
+    name: str = "",
+) -> Row:  # fmt: skip
     """A row; base_ms: the times of `base` in the same turns."""
-    row = bench.row(case, "step", trial.name, torch.float32, refused=log.refused)
+    row = bench.row(case, "step", name or trial.name, torch.float32, refused=log.refused)
     row.threads, row.notes = trial.threads, {"ranks": trial.ranks, **log.notes}
     if log.refused is not None or not log.ms:
         return row
