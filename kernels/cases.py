@@ -30,42 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastpar.kernels import (
-    DelayedScales,
-    Fp8,
-    Hyper,
-    Rng,
-    accumulate_,
-    adamw_step_,
-    attention,
-    attention_qkvpacked,
-    backend,
-    bias_gelu,
-    combine,
-    cross_entropy,
-    cross_entropy_shard,
-    cross_entropy_shard_grad,
-    dequantize_blockwise,
-    dropout,
-    embedding,
-    gelu_mlp,
-    global_norm,
-    grouped_linear,
-    layer_norm,
-    linear,
-    linear_cross_entropy,
-    make_key,
-    orthogonalize,
-    pack_,
-    permute,
-    reference,
-    residual_layer_norm,
-    residual_rms_norm,
-    rms_norm,
-    route,
-    sum_shards,
-    unpack_,
-)
+from fastpar import kernels
+from fastpar.kernels import Rng, backend, make_key, reference
 from fastpar.kernels.backend import wide
 from fastpar.kernels.linear import weight_gradient, wide_product
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
@@ -485,7 +451,10 @@ def norm(N: int, C: int, how: str = "", *, rms: bool = False, bias: bool = True)
             inputs |= {n: v.float() for n, v in inputs.items() if n != "x"}
         return inputs
 
-    op, eager = rms_norm if rms else layer_norm, functools.partial(_stock_norm, rms=rms)
+    op, eager = (
+        kernels.rms_norm if rms else kernels.layer_norm,
+        functools.partial(_stock_norm, rms=rms),
+    )
     shape = f"N={N} C={C} {how}" + ("" if bias or rms else " no bias")
     # Read x, write y; then read x and dy, write dx.
     return _case(op, shape, make, eager, elements=(2.0 * N * C, 3.0 * N * C))
@@ -521,7 +490,7 @@ def residual_norm(
             total = residual + F.dropout(x, p)
         return _stock_norm(total, weight, bias, rms=rms), total
 
-    op = residual_rms_norm if rms else residual_layer_norm
+    op = kernels.residual_rms_norm if rms else kernels.residual_layer_norm
     ref = reference.residual_rms_norm_ref if rms else reference.residual_layer_norm_ref
     shape = f"N={N} C={C}" + " x_bias" * x_bias + (f" dropout {p}" if p else "")
     calls = by_name(op), by_name(ref), by_name(eager)
@@ -580,7 +549,7 @@ def gelu(N: int, width: int, form: str = "tanh", scale: float = 1.0, *, bias: bo
 
     # forward reads x and writes y; backward reads x and dy and writes dx.
     elements = 2.0 * N * width, 3.0 * N * width
-    return _case(bias_gelu, f"{shape} {how}", make, eager, elements=elements, **settings)
+    return _case(kernels.bias_gelu, f"{shape} {how}", make, eager, elements=elements, **settings)
 
 
 @makes("bias_gelu")
@@ -613,7 +582,7 @@ def mlps(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[O
 
         product = 16.0 * rows * size * size
         name = f"N={rows} C={size}" + ("" if last else " no last bias")
-        return _case(gelu_mlp, name, make, eager, flops=(product, 2 * product))
+        return _case(kernels.gelu_mlp, name, make, eager, flops=(product, 2 * product))
 
     yield one(True)
     if more:
@@ -682,7 +651,7 @@ def loss_of_logits(N: int, V: int, pad: int = 0, how: str = "") -> OpCase:
 
     one = float(N * V)  # logits are read once, and their gradient written once
     case = _case(
-        cross_entropy, f"N={N} V={V}+{pad} {how}", make, eager, ("loss",),
+        kernels.cross_entropy, f"N={N} V={V}+{pad} {how}", make, eager, ("loss",),
         elements=(one, one), vocab_size=V, **settings,
     )  # fmt: skip
     case.inner, case.stores = FP32, 2  # a gradient is kept, and scaled in backward
@@ -709,7 +678,7 @@ def loss_of_products(
 
     product = 2.0 * N * C * V
     case = _case(
-        linear_cross_entropy, f"N={N} C={C} V={V}+{pad} {how}", make, eager, ("loss",),
+        kernels.linear_cross_entropy, f"N={N} C={C} V={V}+{pad} {how}", make, eager, ("loss",),
         flops=(product, 2 * product), vocab_size=V, **settings,
     )  # fmt: skip
     if chunk_rows:
@@ -776,9 +745,9 @@ def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -
             return eager
 
         shape = f"N={N} V={V} from {first}"
-        fwd = functools.partial(cross_entropy_shard, **options)
+        fwd = functools.partial(kernels.cross_entropy_shard, **options)
         fwd_ref = functools.partial(reference.cross_entropy_shard_ref, **options)
-        bwd = functools.partial(cross_entropy_shard_grad, **options, z_loss=z_loss)
+        bwd = functools.partial(kernels.cross_entropy_shard_grad, **options, z_loss=z_loss)
         bwd_ref = functools.partial(
             reference.cross_entropy_shard_grad_ref, **options, z_loss=z_loss
         )
@@ -833,11 +802,13 @@ def attention_case(
     if softmax_scale:
         settings["softmax_scale"] = softmax_scale
     product = 4.0 * B * H * T * Tk * D / (2 if causal else 1)
-    case = _case(attention, shape, make, outputs=("o",), flops=(product, 2.5 * product), **settings)
+    case = _case(
+        kernels.attention, shape, make, outputs=("o",), flops=(product, 2.5 * product), **settings
+    )
     case.stock = stock
     if packed:
         ref, case.shape = case.ref, f"{shape} packed"
-        case.fn = functools.partial(attention_qkvpacked, **settings)
+        case.fn = functools.partial(kernels.attention_qkvpacked, **settings)
         case.ref = case.eager = lambda qkv: ref(*qkv.unbind(2))
         case.stock = lambda qkv: stock(*qkv.unbind(2))
     return case
@@ -860,10 +831,10 @@ def attention_of_documents(
         heads = {"q": H, "k": Hkv or H, "v": Hkv or H}
         return {name: draw(ends[-1], n, D) for name, n in heads.items()}
 
-    case = _case(attention, shape, make, outputs=("o",), **settings)
+    case = _case(kernels.attention, shape, make, outputs=("o",), **settings)
     if packed:
         ref, case.shape = case.ref, f"{shape} packed"
-        case.fn = functools.partial(attention_qkvpacked, **settings)
+        case.fn = functools.partial(kernels.attention_qkvpacked, **settings)
         case.ref = case.eager = lambda qkv: ref(*qkv.unbind(1))
     return case
 
@@ -950,7 +921,7 @@ def embedding_case(
     shape += (f" from {first}" if first else "") + ("" if wpe else " no positions")
     row = float(B * T * C)
     # forward reads a row and writes it; backward reads dy and writes the dense gradient.
-    return _case(embedding, shape, make, eager, elements=(2 * row, row + V * C), **settings)
+    return _case(kernels.embedding, shape, make, eager, elements=(2 * row, row + V * C), **settings)
 
 
 @makes("embedding")
@@ -982,7 +953,7 @@ def route_case(N: int, E: int, K: int) -> OpCase:
         "route",
         f"N={N} E={E} K={K}",
         lambda draw: {"logits": draw(N, E)},
-        lambda logits: route(logits, K)[0],
+        lambda logits: kernels.route(logits, K)[0],
         lambda logits: reference.route_ref(logits, K)[0],
         lambda logits: logits.topk(K, -1).values.softmax(-1),
         dtypes=(FP32,),
@@ -998,7 +969,7 @@ def permute_case(N: int, C: int, E: int, K: int) -> OpCase:
         "permute",
         f"N={N} C={C} K={K}",
         lambda draw: {"x": draw(N, C), "experts": _choices(N, E, K).to(draw(1).device)},
-        lambda x, numbers: permute(x, numbers, E)[0],
+        lambda x, numbers: kernels.permute(x, numbers, E)[0],
         lambda x, numbers: reference.permute_ref(x, numbers.cpu(), E)[0],
         lambda x, numbers: x.index_select(0, numbers.flatten().argsort(stable=True) // K),
         in_fp64=True,
@@ -1011,7 +982,7 @@ def combine_case(N: int, C: int, E: int, K: int) -> OpCase:
     others use."""
 
     def make(draw: Draw) -> Inputs:
-        x, order, _ = permute(draw(N, C), _choices(N, E, K).to(draw(1).device), E)
+        x, order, _ = kernels.permute(draw(N, C), _choices(N, E, K).to(draw(1).device), E)
         return {"rows": x, "weights": draw(N, K).abs().to(wide(x.dtype)), "order": order}
 
     def eager(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
@@ -1020,7 +991,7 @@ def combine_case(N: int, C: int, E: int, K: int) -> OpCase:
         return mixed.to(x.dtype)
 
     moved = float((1 + K) * N * C)
-    return _case(combine, f"N={N} C={C} K={K}", make, eager, elements=(moved, moved))
+    return _case(kernels.combine, f"N={N} C={C} K={K}", make, eager, elements=(moved, moved))
 
 
 def grouped_linear_case(tokens: int, C: int, out: int, E: int, K: int) -> OpCase:
@@ -1039,7 +1010,7 @@ def grouped_linear_case(tokens: int, C: int, out: int, E: int, K: int) -> OpCase
 
     product = 2.0 * M * C * out
     shape = f"M={M} E={E} {C}->{out}"
-    return _case(grouped_linear, shape, make, eager, flops=(product, 2 * product))
+    return _case(kernels.grouped_linear, shape, make, eager, flops=(product, 2 * product))
 
 
 @makes("route", "permute", "combine", proven=False)
@@ -1071,7 +1042,9 @@ def dropout_case(shape: tuple[int, ...], device: str) -> OpCase:
     one = float(torch.Size(shape).numel())
     # forward reads x and writes y; backward reads dy and writes dx, and draws the mask again.
     how: dict[str, Any] = {"elements": (2 * one, 2 * one), "p": P, "rng": rng}
-    case = _case(dropout, f"{list(shape)} p={P}", lambda draw: {"x": draw(*shape)}, eager, **how)
+    case = _case(
+        kernels.dropout, f"{list(shape)} p={P}", lambda draw: {"x": draw(*shape)}, eager, **how
+    )
     case.stock = stock
     return case
 
@@ -1109,7 +1082,7 @@ def adamw_steps(rows: int, size: int, device: str, *, more: bool = False) -> Ite
         return function
 
     def ours(p: Any, g: Any, m: Any, v: Any) -> None:
-        adamw_step_(p, g, m, v, Hyper(**hyper, step=10))
+        kernels.adamw_step_(p, g, m, v, kernels.Hyper(**hyper, step=10))
 
     def fused(p: Any, g: Any, m: Any, v: Any) -> None:
         step = torch.tensor(10.0, device=p[0].device, dtype=torch.float32)
@@ -1158,11 +1131,11 @@ def flat_ops(rows: int, size: int, device: str, *, more: bool = False) -> Iterat
         return lambda a, b: how(op, a.detach(), b.detach())
 
     pairs: dict[str, tuple[Any, Any, Any]] = {
-        "pack_": (packed, pack_, reference.pack_ref),
-        "unpack_": (unpacked, unpack_, reference.unpack_ref),
-        "accumulate_": (accumulated, accumulate_, reference.accumulate_ref),
-        "sum_shards": (summed, sum_shards, reference.sum_shards_ref),
-        "global_norm": (norm, lambda two: global_norm(two, max_norm=1.0)[0], norm_ref),
+        "pack_": (packed, kernels.pack_, reference.pack_ref),
+        "unpack_": (unpacked, kernels.unpack_, reference.unpack_ref),
+        "accumulate_": (accumulated, kernels.accumulate_, reference.accumulate_ref),
+        "sum_shards": (summed, kernels.sum_shards, reference.sum_shards_ref),
+        "global_norm": (norm, lambda two: kernels.global_norm(two, max_norm=1.0)[0], norm_ref),
     }
     for op, (how, *both) in pairs.items():
         outputs = ("a", "b") if op in ("unpack_", "accumulate_") else ("y",)
@@ -1185,7 +1158,7 @@ def codes(rows: int, size: int, device: str, *, more: bool = False) -> Iterator[
         def by(op: Any) -> Callable[..., Tensor]:
             return lambda codes, scales: op(codes, scales.detach(), block=block)
 
-        op, ref = by(dequantize_blockwise), by(reference.dequantize_blockwise_ref)
+        op, ref = by(kernels.dequantize_blockwise), by(reference.dequantize_blockwise_ref)
         shape = f"P={numel} block {block}"
         return OpCase("dequantize_blockwise", shape, make, op, ref, ref, dtypes=(FP32,))
 
@@ -1207,7 +1180,7 @@ def linear_case(N: int, C: int, out: int, *, bias: bool = True) -> OpCase:
 
     product = 2.0 * N * C * out
     shape = f"N={N} {C}->{out}" + ("" if bias else " no bias")
-    return _case(linear, shape, make, F.linear, flops=(product, 2 * product))
+    return _case(kernels.linear, shape, make, F.linear, flops=(product, 2 * product))
 
 
 @makes("linear", proven=False)
@@ -1269,10 +1242,10 @@ def linear_fp8_case(N: int, C: int, out: int, scaling: str, how: str = "") -> Op
         return {"x": x, "weight": draw(out, C) * C**-0.5, "bias": draw(out)}
 
     def emulated(x: Any, w: Any, b: Any, emulate: bool = True) -> Tensor:
-        scales = DelayedScales(1)
+        scales = kernels.DelayedScales(1)
         scales.load_state_dict({"history": [[[8.0] * 3]], "steps": 1})  # largest values
         kind: Any = (form, of_weight or "bf16", emulate, scales if form == "tensor" else None)
-        return linear(x, w, b, fp8=Fp8(*kind))
+        return kernels.linear(x, w, b, fp8=kernels.Fp8(*kind))
 
     def own(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return emulated(x, w, b, x.is_cpu and not backend.recording)
@@ -1310,7 +1283,7 @@ def orthogonal_case(m: int, n: int, coefficients: Any = POLAR_EXPRESS) -> OpCase
         "orthogonalize",
         f"{m}x{n}",
         lambda draw: {"x": draw(m, n)},
-        lambda x: orthogonalize(x, **how, dtype=x.dtype),
+        lambda x: kernels.orthogonalize(x, **how, dtype=x.dtype),
         lambda x: reference.orthogonalize_ref(x.detach(), **how),
         steps,
         dtypes=(FP32, torch.bfloat16),
