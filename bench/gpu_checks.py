@@ -277,13 +277,8 @@ def gpt_against_fp64() -> Found:
 def patched_gpt2() -> Found:
     import transformers
 
-    shape: Found = {
-        "n_layer": 2,
-        "n_head": 4,
-        "n_embd": 256,
-        "n_positions": 128,
-        "vocab_size": 1000,
-    }
+    shape: Found = {"n_layer": 2, "n_head": 4, "n_embd": 256, "n_positions": 128}
+    shape["vocab_size"] = 1000
     no_dropout: Found = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
     def gradients(dtype: torch.dtype, ours: bool) -> dict[str, Tensor]:
@@ -331,10 +326,8 @@ def same_run(base: Found, changes: Found, within: float = 0.0) -> Found:
     """A run with changes has the losses of the run without: bit for bit, or within a distance."""
     with tempfile.TemporaryDirectory() as folder:
         write_ids(folder)
-        plain, changed = (
-            losses_of(folder, "a", **base),
-            losses_of(folder, "b", **{**base, **changes}),
-        )
+        plain = losses_of(folder, "a", **base)
+        changed = losses_of(folder, "b", **{**base, **changes})
     off = max(abs(a - b) for a, b in zip(plain, changed, strict=True))
     assert off <= within, f"losses differ by {off:.3g}: {plain} {changed}"
     assert RUN.quick or plain[-1] < plain[0] - 0.1, f"the loss did not fall: {plain}"
@@ -722,9 +715,9 @@ def tune() -> Found:
     """The places with the most to gain; all times are kept."""
     from bench.ops import tune as tuning
 
-    listed = [e for e in tuning.entries(RUN.device, HALF[0]) if e.table is not None]
-    session = tuning.Session(RUN.device, 90, False, RUN.scratch / "tune.json", ROOT)
-    tuning.run([e for e in listed if e.gain_ms >= 0.3], session, minutes=1.2)
+    session = tuning.Session(90, False, RUN.scratch / "tune.json")
+    listed = [e for e in tuning.entries() if e.gain_ms >= 0.3]
+    tuning.run(listed, session, minutes=1.2)
     note(tuned={name: vars(one) for name, one in session.found.items()})
     return {"lines": [f"{name}: {one.chosen}" for name, one in session.found.items()]}
 

@@ -9,6 +9,7 @@ Times are taken by fastpar/doctor/trial.py, variants in turn.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,27 @@ class Bench:
             threads=torch.get_num_threads(),
             **values,
         )
+
+    def timed_row(
+        self,
+        case: str,
+        direction: str,
+        variant: str,
+        ms: Sequence[float],
+        base: tuple[str, Sequence[float]] = ("", ()),
+        dtype: torch.dtype = torch.float32,
+        threads: int = 1,
+        refused: str | None = None,
+        **notes: Any,
+    ) -> Row:
+        """A row of these times; base: the variant that it took turns with, and its times."""
+        row = self.row(case, direction, variant, dtype, refused=refused, notes=notes)
+        row.threads = threads
+        if ms and refused is None:
+            row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(ms)
+            if base[1]:
+                row.baseline, row.speedup = base[0], statistics.median(base[1]) / row.median_ms
+        return row
 
     def add(self, *rows: Row) -> None:
         self.results.add(*rows)

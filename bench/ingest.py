@@ -8,14 +8,13 @@ drawn anew. A rehearsal (--quick) is no result: with --into DIR what it found go
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from bench.gpu_cells import report as page
-from bench.records import RESULTS, ROOT, ResultFile, Row, default_path, slug
+from bench.records import RESULTS, ROOT, ResultFile, Row, default_path, parser_of, slug
 from fastpar.comm.ranks import without_paths
 from fastpar.doctor.table import SHIPPED, file_name
 
@@ -77,7 +76,7 @@ def ship_proofs(content: dict[str, Any], package: Path) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """Takes over reports, then draws the tables and pictures."""
-    parser = argparse.ArgumentParser(prog="python -m bench ingest", description=__doc__)
+    parser = parser_of("bench ingest", __doc__)
     parser.add_argument("reports", nargs="+", type=Path)
     parser.add_argument("--into", type=Path, metavar="DIR", help="instead of bench/results")
     args = parser.parse_args(argv)

@@ -20,6 +20,11 @@ def gpt2_shapes(quick: bool) -> list[torch.Size]:
     config = GPTConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50257)
     if quick:
         config = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, vocab_size=256)
+    return shapes_of(config)
+
+
+def shapes_of(config: GPTConfig) -> list[torch.Size]:
+    """Of all weights, the tied head's once."""
     with torch.device("meta"):
         return [p.shape for p in GPT(config).parameters()]
 

@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_map
 
 from bench.harness import Bench
 from bench.peers.contenders import DDP, SINGLE
+from bench.peers.stock import shapes_of
 from bench.records import SCRATCH, Row
 from bench.systems import steps
 from bench.systems.links import Ranks
@@ -55,7 +56,6 @@ from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
 from fastpar.comm.host import memory_mb
 from fastpar.comm.ranks import RankFailed
-from fastpar.doctor.trial import Timing
 from fastpar.files.runs import list_checkpoints
 from fastpar.settings.model import GPTConfig
 
@@ -354,22 +354,20 @@ def rows_of(bench: Bench, case: str, of: Case, found: Samples, nbytes: int) -> l
     }
     rows = []
     for (direction, variant), ms in found.ms.items():
-        row = bench.row(case, direction, variant, torch.float32)
-        row.threads, row.notes = of.threads, {"ranks": of.world_size, "stage": of.stage}
-        if variant == OWN and not bench.quick:
-            row.notes |= note(targets.get(direction, ()))
-        row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(ms)
+        own = variant == OWN and not bench.quick
+        notes = {"ranks": of.world_size, "stage": of.stage}
+        notes |= note(targets.get(direction, ())) if own else {}
+        against = base.get(direction, "")
+        both = against, found.ms.get((direction, against), ())
+        how: dict[str, Any] = {"threads": of.threads, **notes}
+        row = bench.timed_row(case, direction, variant, ms, both, **how)
         row.peak_bytes = found.peak.get((direction, variant))
         if direction != STEP:
             bench.rate(row, nbytes, None)
             row.percent_of_ceiling = row.ceiling = None  # no memory's, and no disk's known
-        against = base.get(direction)
-        times = found.ms.get((direction, against or ""))
-        if times:
-            row.baseline, row.speedup = against, Timing.of(times).median_ms / row.median_ms
         rows.append(row)
-    for way, why in found.refused.items():
-        rows.append(bench.row(case, "save", way, torch.float32, refused=why))
+    refused = found.refused.items()
+    rows += [bench.timed_row(case, "save", way, (), refused=why) for way, why in refused]
     return rows
 
 
@@ -388,11 +386,5 @@ def run(bench: Bench) -> None:
             found = measure(case, config, 1 if bench.quick else ROUNDS, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        nbytes = 3 * 4 * parameters(config)
+        nbytes = 3 * 4 * sum(shape.numel() for shape in shapes_of(config))
         bench.add(*rows_of(bench, f"{size}, {case.title}", case, found, nbytes))
-
-
-def parameters(config: GPTConfig) -> int:
-    """Elements of the weights, the tied head counted once."""
-    n, c = config.n_layer, config.n_embd
-    return n * (12 * c * c + 13 * c) + (config.vocab_size + config.block_size + 2) * c

@@ -205,21 +205,15 @@ def run(bench: Bench) -> None:
                     times[variant] += [found] * bool(turn)
                 except Exception as error:
                     failed[variant] = reason(error)
-    total = {v: [_until_first(t) for t in found] for v, found in times.items() if found}
+    total = {v: [1e3 * _until_first(t) for t in found] for v, found in times.items()}
     for variant in VARIANTS:
-        row = bench.row(case, "first step", variant, torch.float32)
-        row.refused = failed.get(variant)
-        if not row.refused:
-            spent = sorted(total[variant])
-            row.median_ms, row.runs = statistics.median(spent) * 1e3, len(spent)
-            row.p20_ms, row.p80_ms = spent[0] * 1e3, spent[-1] * 1e3
-            names = times[variant][0]
-            row.notes = {n: statistics.median(t[n] for t in times[variant]) for n in names}
-            if COMPILED in total and variant != COMPILED:
-                row.baseline = COMPILED
-                pairs = zip(total[COMPILED], total[variant])
-                row.speedup = statistics.median(a / b for a, b in pairs)
-        bench.add(row)
+        some = times[variant]
+        notes = {n: statistics.median(t[n] for t in some) for n in (some[0] if some else ())}
+        base = (COMPILED, total[COMPILED] if variant != COMPILED else ())
+        how: dict[str, Any] = {"refused": failed.get(variant), **notes}
+        threads = torch.get_num_threads()
+        ms = total[variant]
+        bench.add(bench.timed_row(case, "first step", variant, ms, base, threads=threads, **how))
 
 
 def _until_first(parts: dict[str, float]) -> float:

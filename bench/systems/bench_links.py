@@ -96,8 +96,7 @@ def turns_on(link: Link) -> Turns:
 
 def choose_rate(config: GPTConfig, backward_ms: float) -> float:
     """Mbit/s at which all gradients take COMM_RATIO of a backward; two ranks send each once."""
-    with torch.device("meta"):
-        numel = sum(p.numel() for p in stock.GPT(config).parameters())
+    numel = sum(shape.numel() for shape in stock.shapes_of(config))
     return 8e-3 * 4 * numel / (COMM_RATIO * backward_ms)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import os
-import statistics
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter, sleep
@@ -27,10 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.harness import Bench
-from bench.records import Row
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import reason
-from fastpar.doctor.trial import Timing
 from fastpar.engine.debug import Debug
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
@@ -145,27 +142,26 @@ def steps(bench: Bench, case: str, make: Callable[[], nn.Module], rows: int, len
     """Rows of whole steps, which take turns."""
     if bench.only not in case:
         return
-    made: list[tuple[Contender, Row]] = []
+    made: list[Contender] = []
     for name in ("deepspeed", "fastpar", *(f"fastpar offload {bus}" for bus in BUSES)):
-        row = bench.row(case, "step", name, torch.float32)
         try:
-            made.append((Contender(name, make(), rows, length), row))
+            made.append(Contender(name, make(), rows, length))
         except Exception as error:
-            row.refused = reason(error)
-            bench.add(row)
+            bench.add(bench.timed_row(case, "step", name, (), refused=reason(error)))
     for _ in range(1 if bench.quick else TURNS):
-        for contender, _ in made:
+        for contender in made:
             contender.turn(1 if bench.quick else STEPS)
-    first = made[0][0]
-    for contender, row in made:
-        row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(contender.ms)
-        row.tokens_per_s = rows * length / row.median_ms * 1e3
-        row.baseline, row.speedup = first.name, statistics.median(first.ms) / row.median_ms
-        pairs = zip(contender.losses, first.losses)
-        row.notes = {"loss_difference": max(abs(a - b) for a, b in pairs)}
-        if contender.name != "deepspeed":
-            report = engine_of(contender.model).report
-            row.notes["exposed_ms"] = report.offload_ms if report else None
+    first = made[0]
+    for one in made:
+        notes: dict[str, Any] = {
+            "loss_difference": max(abs(a - b) for a, b in zip(one.losses, first.losses))
+        }
+        if one.name != "deepspeed":
+            report = engine_of(one.model).report
+            notes["exposed_ms"] = report.offload_ms if report else None
+        base, threads = (first.name, first.ms), torch.get_num_threads()
+        row = bench.timed_row(case, "step", one.name, one.ms, base, threads=threads, **notes)
+        row.tokens_per_s = rows * length / (row.median_ms or 1.0) * 1e3
         bench.add(row)
 
 

@@ -20,7 +20,6 @@ from bench.harness import Bench
 from bench.records import Row
 from fastpar.axes.step import Setup, Workload
 from fastpar.comm.ranks import Rank, Ranks, threads_per_rank
-from fastpar.doctor.trial import Timing
 from fastpar.kernels.loss.linear_cross_entropy import release_workspaces
 from fastpar.predict.measure import Cell, ShortRun, measure_cells, slowest
 from fastpar.predict.memory import StepMemory, held_bytes, predict_memory
@@ -119,16 +118,16 @@ def measure(bench: Bench, pool: Ranks, cell: Cell, rates_s: float) -> Row:
         spreads.append(rates.about["spread"])
         busy = busy or rates.about["busy"]
     dtype = torch.float32 if bench.device == "cpu" else torch.bfloat16
-    row = bench.row(title_of(*cell), "step", "fastpar", dtype)
-    row.threads, row.peak_bytes = pool.threads, peak
-    row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of([1e3 * s for s in times])
-    row.notes = {
+    notes = {
         "ranks": cell[1].world_size,
         "predicted_ms": 1e3 * statistics.median_low(predicted),
         "predicted_bytes": predict_memory(*cell).total,
         "spread": statistics.median(spreads),
         "busy": busy,
     }
+    ms, how = [1e3 * s for s in times], {"dtype": dtype, "threads": pool.threads}
+    row = bench.timed_row(title_of(*cell), "step", "fastpar", ms, **how, **notes)
+    row.peak_bytes = peak
     return row
 
 

@@ -23,7 +23,7 @@ from bench.targets import faster, note
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.ranks import reason
 from fastpar.comm.transports import make_collectives
-from fastpar.doctor.trial import Call, Timing
+from fastpar.doctor.trial import Call
 from fastpar.testing import run_ranks
 
 TIME_LIMIT_S = {"cpu": 300, "cuda": 30}
@@ -39,18 +39,14 @@ def counted_bytes(op: str, world_size: int, numel: int) -> float:
 
 def call_of(op: str, by: Collectives | None, whole: Tensor, part: Tensor) -> Call:
     """The collective on these tensors; by None: torch.distributed's."""
-    if by is not None:
-        calls: dict[str, Call] = {
-            "all_reduce": lambda: by.all_reduce(whole),
-            "reduce_scatter": lambda: by.reduce_scatter(part, whole),
-            "all_gather": lambda: by.all_gather(whole, part),
-        }
-        return calls[op]
     new = hasattr(dist, "reduce_scatter_single")  # torch >= 2.13
-    scatter = dist.reduce_scatter_single if new else dist.reduce_scatter_tensor
-    gather = dist.all_gather_single if new else dist.all_gather_into_tensor
+    names = ("reduce_scatter_single", "all_gather_single")
+    names = names if new else ("reduce_scatter_tensor", "all_gather_into_tensor")
+    if by is not None:
+        names = ("reduce_scatter", "all_gather")
+    reduce, scatter, gather = (getattr(by or dist, name) for name in ("all_reduce", *names))
     return {
-        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_reduce": lambda: reduce(whole),
         "reduce_scatter": lambda: scatter(part, whole),
         "all_gather": lambda: gather(whole, part),
     }[op]
@@ -151,22 +147,22 @@ def measure(op: str, numel: int, rounds: int, timeout_s: float) -> dict[str, Any
 def rows_of(bench: Bench, op: str, world_size: int, numel: int, ranks: list[Any]) -> list[Row]:
     case = f"{op} {4 * numel / 1e6:.4g} MB, {world_size} ranks"
     targets = [faster(TARGETS[op], "gloo")] if world_size == 2 and not bench.quick else []
+    ms = {  # of the slowest rank
+        name: [max(each) for each in zip(*(rank[name] for rank in ranks))]
+        for name, first in ranks[0].items()
+        if not isinstance(first, str)
+    }
     rows = []
-    for variant, first in sorted(ranks[0].items(), key=lambda item: VARIANTS.index(item[0])):
-        row = bench.row(case, "call", variant, torch.float32)
-        row.threads, row.baseline = 1, "gloo"
-        row.notes = {"ranks": world_size, **(note(targets) if variant == "fastpar" else {})}
-        if isinstance(first, str):
-            row.refused = first
-        else:
-            slowest = [max(times) for times in zip(*(rank[variant] for rank in ranks))]
-            row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(slowest)
+    for variant in sorted(ranks[0], key=VARIANTS.index):
+        why = None if variant in ms else ranks[0][variant]
+        notes = {"ranks": world_size, **(note(targets) if variant == "fastpar" else {})}
+        base = "gloo", ms.get("gloo", ())
+        row = bench.timed_row(
+            case, "call", variant, ms.get(variant, ()), base, refused=why, **notes
+        )
+        if row.median_ms is not None:
             bench.rate(row, counted_bytes(op, world_size, numel), None)
         rows.append(row)
-    base = rows[0].median_ms
-    for row in rows:
-        if base is not None and row.median_ms is not None:
-            row.speedup = base / row.median_ms
     return rows
 
 

@@ -12,7 +12,6 @@ sequence parallelism. Nobody has published them beside tensor parallelism x ZeRO
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.records import RESULTS, machine, machine_line
+from bench.records import RESULTS, machine, machine_line, parser_of
 from bench.report.tables import markdown
 from bench.systems import links
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
@@ -190,7 +189,7 @@ def page(found: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Measures if asked to, and writes grid.json and README.md."""
-    parser = argparse.ArgumentParser(prog="python -m bench grid", description=__doc__)
+    parser = parser_of("bench grid", __doc__)
     parser.add_argument("--into", type=Path, default=RESULTS / "grid")
     parser.add_argument("--mbit", type=float, help="measure steps behind links of this rate")
     args = parser.parse_args(argv)

@@ -13,7 +13,6 @@ of one process, without dropout and with it. Rows go to bench/results/matrix.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from bench.peers import contenders, pipeline, tensor_parallel
-from bench.records import RESULTS, machine, machine_line, version_of
+from bench.records import RESULTS, machine, machine_line, parser_of, version_of
 from bench.report import pictures, tables
 from bench.report.pictures import OTHERS, OURS
 from fastpar.comm.mesh import Mesh
@@ -351,7 +350,7 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status: 1 if a layout in deterministic mode is another run."""
-    parser = argparse.ArgumentParser(prog="python -m bench matrix", description=__doc__)
+    parser = parser_of("bench matrix", __doc__)
     parser.add_argument("what", choices=("fastpar", "peers", "table"))
     parser.add_argument("--into", type=Path, default=RESULTS / "matrix")
     parser.add_argument("--only", default="", help="layouts whose name contains this; shown alone")

@@ -14,7 +14,6 @@ is the same way on one rank. "Wrong" begins where rounding ends: 1e-3 in fp32, 0
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import warnings
@@ -33,7 +32,7 @@ import fastpar
 from bench.peers import pipeline
 from bench.peers.contenders import NAMES, PP, build
 from bench.peers.stock import stock_model
-from bench.records import RESULTS, machine, machine_line, version_of
+from bench.records import RESULTS, machine, machine_line, parser_of, version_of
 from bench.report.tables import markdown
 from fastpar.comm.ranks import reason
 from fastpar.kernels import make_key
@@ -424,7 +423,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status: 1 if a way of fastpar is not right."""
-    parser = argparse.ArgumentParser(prog="python -m bench red_rows", description=__doc__)
+    parser = parser_of("bench red_rows", __doc__)
     parser.add_argument("--only", default="", help="programs whose name contains this")
     parser.add_argument("--way", default="", help="ways whose name contains this")
     parser.add_argument("--into", type=Path, default=RESULTS / "red_rows")

@@ -43,7 +43,6 @@ from bench.records import Row
 from bench.systems.links import Link, Ranks
 from fastpar.comm.host import memory_mb
 from fastpar.comm.ranks import RankFailed
-from fastpar.doctor.trial import Timing
 from fastpar.kernels import keep_freed_memory
 from fastpar.observe.strategies import Settings, adamw_of, import_deepspeed
 from fastpar.settings.model import GPTConfig
@@ -380,15 +379,13 @@ def row_of(
     name: str = "",
 ) -> Row:  # fmt: skip
     """A row; base_ms: the times of `base` in the same turns."""
-    row = bench.row(case, "step", name or trial.name, torch.float32, refused=log.refused)
-    row.threads, row.notes = trial.threads, {"ranks": trial.ranks, **log.notes}
-    if log.refused is not None or not log.ms:
+    found: dict[str, Any] = {"threads": trial.threads, "refused": log.refused, "ranks": trial.ranks}
+    name = name or trial.name
+    row = bench.timed_row(case, "step", name, log.ms, (base, base_ms), **found, **log.notes)
+    if row.median_ms is None:
         return row
-    row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(log.ms)
     row.tokens_per_s = 1e3 * trial.tokens_per_step / row.median_ms
     row.peak_bytes = log.peak_bytes
-    if base_ms:
-        row.baseline, row.speedup = base, statistics.median(base_ms) / row.median_ms
     mark = "engine_" if log.sent_bytes else ""  # where the bench has an account of its own
     for name in log.reports[-1] if log.reports else ():
         row.notes[mark + name] = statistics.median(r[name] for r in log.reports)

@@ -23,7 +23,6 @@ least ones, and the bytes that ranks sent beside the formula's.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -45,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.records import RESULTS, commit, machine
+from bench.records import RESULTS, commit, machine, parser_of
 from fastpar import GPT, AdamW, Mesh, Muon, Outer, engine_of, muon_groups, parallelize
 from fastpar.axes.data import buckets_of
 from fastpar.axes.step import Setup, Workload
@@ -349,11 +348,7 @@ def _value(text: str) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench study", __doc__)
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("words", nargs="*", help="cells that have one of these in their name")
     parser.add_argument("--seeds", nargs="+", type=int, help="unset: the study's own")

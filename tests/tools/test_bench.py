@@ -191,7 +191,7 @@ def test_a_quick_run_has_rows_that_no_gate_refuses(name, tmp_path, monkeypatch):
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 256}
 PROGRAMS = {  # words of the command line, and what they write
     "errors": ("errors bias_gelu --quick --device cpu --out {}/a.json", "a.json"),
-    "tune": ("tune bias_gelu --device cpu --out {}/a.json", "a.json"),
+    "tune": ("tune attention_bits --compile 90", ""),
     "study wires": ("study wires int8 --seeds 1 --steps-divided-by 100 --into {}", "wires/rows."),
     "study fp8": ("study fp8 all --seeds 1 --steps-divided-by 100 --into {}", "fp8/rows.jsonl"),
     "study muon": ("study muon 2 --steps-divided-by 3 --into {}", "muon/rows.jsonl"),
@@ -240,6 +240,7 @@ def test_bad_arguments_are_refused_in_one_line(capsys):
         ("errors --quick --commit-results", "errors: expected full shapes and no --out with"),
         ("tune everything", "tune: expected a part of a place's name, got names=everything"),
         ("tune --minutes 0", "tune: expected minutes > 0, got minutes=0"),
+        ("tune --device cpu", "tune: expected a GPU, got device=cpu, whose kernels have no tables"),
         ("ingest nothing.json", "expected a report.json of bench/gpu.sh, got path=nothing.json"),
         ("report --results nowhere", "report: expected a folder with rows of `python -m bench`"),
     ]
