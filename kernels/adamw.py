@@ -521,7 +521,6 @@ _adamw_step = define_op(
     "Tensor? found_inf, int[] ranges, float[] hypers, Tensor[] hyper_tensors, int[] hyper_slots, "
     "bool maximize, bool zero_grad, int seed, int threads) -> ()",
     _run,
-    lambda *args: None,
 )
 
 

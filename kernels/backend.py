@@ -50,10 +50,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 # op -> (on CPU tensors, on CUDA tensors); "cpp" names the compiled kernel's source.
 OPS = {
     "attention": ("cpp: attention_cpu.cpp", "triton: attention/triton.py"),
-    "layer_norm": ("cpp: layer_norm_cpu.cpp", "triton: norm/triton.py"),
-    "rms_norm": ("cpp: layer_norm_cpu.cpp", "triton: norm/triton.py"),
-    "residual_layer_norm": ("cpp: layer_norm_cpu.cpp", "triton: norm/triton.py"),
-    "residual_rms_norm": ("cpp: layer_norm_cpu.cpp", "triton: norm/triton.py"),
+    **dict.fromkeys(
+        ("layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm"),
+        ("cpp: layer_norm_cpu.cpp", "triton: norm/triton.py"),
+    ),
     "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "triton: gelu/triton.py"),
     "embedding": ("torch; cpp: dropout_cpu.cpp", "triton: embedding_triton.py"),
     "linear": ("{gemm} (fp32); torch (16 bits)", "torch"),
@@ -61,28 +61,24 @@ OPS = {
         "products by {gemm}, of values rounded by torch (emulate)",
         "triton: linear/fp8_triton.py (casts, products with blocks); torch's scaled products",
     ),
-    "cross_entropy": ("cpp: cross_entropy_cpu.cpp", "triton: loss/triton.py"),
-    "cross_entropy_shard": ("cpp: cross_entropy_cpu.cpp", "triton: loss/triton.py"),
-    "cross_entropy_shard_grad": (
-        "cpp: cross_entropy_cpu.cpp",
-        "triton: loss/triton.py",
+    **dict.fromkeys(
+        ("cross_entropy", "cross_entropy_shard", "cross_entropy_shard_grad"),
+        ("cpp: cross_entropy_cpu.cpp", "triton: loss/triton.py"),
     ),
     "linear_cross_entropy": (
         "chunks of rows by {gemm}, cpp: cross_entropy_cpu.cpp between",
         "torch: GEMMs by chunks of rows, triton: loss/triton.py between",
     ),
     "adamw_step_": ("cpp: adamw_cpu.cpp", "cuda: adamw_cuda.cu"),
-    "pack_": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
-    "unpack_": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
-    "accumulate_": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
-    "sum_shards": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
+    **dict.fromkeys(
+        ("pack_", "unpack_", "accumulate_", "sum_shards"),
+        ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
+    ),
     "global_norm": ("cpp: global_norm_cpu.cpp", "cuda: global_norm_cuda.cu"),
     "quantize_blockwise": ("cpp: quantize_cpu.cpp", "cuda: quantize_cuda.cu"),
     "dequantize_blockwise": ("cpp: quantize_cpu.cpp", "cuda: quantize_cuda.cu"),
     "dropout": ("cpp: dropout_cpu.cpp", "triton: philox_triton.py"),
-    "route": ("torch", "torch"),
-    "permute": ("torch", "torch"),
-    "combine": ("torch", "torch"),
+    **dict.fromkeys(("route", "permute", "combine"), ("torch", "torch")),
     "grouped_linear": (
         "{gemm} (fp32) or torch, expert by expert",
         "torch, expert by expert; its grouped product in bf16 where proven faster",
@@ -158,10 +154,8 @@ cuda_kernels: Any = _C if _C is not None and _C.built_with_cuda else None
 cuda_on_cpu = False
 
 
-LEAST_CAPABILITY = (
-    8,
-    0,
-)  # A100: bf16 products, asynchronous copies; csrc/ is compiled from there on
+# A100: bf16 products, asynchronous copies; csrc/ is compiled from there on.
+LEAST_CAPABILITY = (8, 0)
 _able_gpus: set[int | None] = set()  # indices of GPUs that were looked at
 
 
@@ -173,10 +167,8 @@ def check_gpu(op: str, device: torch.device) -> None:
     """
     if device.index in _able_gpus:
         return
-    name, way_out = (
-        torch.cuda.get_device_name(device),
-        "set FASTPAR_BACKEND=torch for plain PyTorch",
-    )
+    name = torch.cuda.get_device_name(device)
+    way_out = "set FASTPAR_BACKEND=torch for plain PyTorch"
     if torch.version.hip is not None:
         raise RuntimeError(
             f"{op}: expected an NVIDIA GPU, got {name} with ROCm {torch.version.hip}; {way_out}"
@@ -306,10 +298,8 @@ def _on_cpu(cpu: str, gpu: str) -> tuple[str, str]:
     if choice == "triton" and "triton: " in gpu:
         if os.environ.get("TRITON_INTERPRET") == "1":
             return f"interpreted {gpu[gpu.index('triton: ') :]}", ""
-        return (
-            "refused",
-            "FASTPAR_BACKEND=triton runs on a CPU with TRITON_INTERPRET=1 only; unset it",
-        )
+        why = "FASTPAR_BACKEND=triton runs on a CPU with TRITON_INTERPRET=1 only; unset it"
+        return "refused", why
     if choice in ("torch", "triton"):
         return "torch", _forced()
     cpu = cpu.format(gemm="cpp: gemm_cpu.cpp" if has_gemm else "torch.mm")

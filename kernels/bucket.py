@@ -130,22 +130,18 @@ def _sum_shards(
 _pack_op = define_op(
     "pack_(Tensor(a!) flat, Tensor[] tensors, int[] offsets, float scale, Tensor? at) -> ()",
     _pack,
-    lambda *args: None,
 )
 _unpack_op = define_op(
     "unpack_(Tensor(a!)[] tensors, Tensor flat, int[] offsets, float scale, Tensor? at) -> ()",
     _unpack,
-    lambda *args: None,
 )
 _accumulate_op = define_op(
     "accumulate_(Tensor(a!)[] totals, Tensor[] values, float scale, Tensor? at) -> ()",
     _accumulate,
-    lambda *args: None,
 )
 _sum_shards_op = define_op(
     "sum_shards(Tensor[] shards, Tensor(a!) out, float scale, Tensor? at, Tensor(b!)? bins) -> ()",
     _sum_shards,
-    lambda *args: None,
 )
 
 

@@ -234,10 +234,11 @@ def check_eps(op: str, eps: float) -> None:
 
 
 def define_op(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any],
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any] = lambda *args: None,
     devices: Sequence[str] = ("CPU", "CUDA"),
 ) -> Op:  # fmt: skip
-    """The op fastpar::<schema> that calls `run` on tensors of these devices.
+    """The op fastpar::<schema> that calls `run` on tensors of these devices; what returns nothing
+    needs no fake.
 
     `run` returns new tensors, never its inputs. See [Note: eager calls]. Of several, it may leave
     out those that are empty (None): complete() makes them for the dispatcher's callers.

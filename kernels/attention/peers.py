@@ -168,20 +168,13 @@ def _gluon_found() -> bool:
         return False
 
 
-def refusal_of_hopper(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, dropout: bool = False,
-    documents: bool = False,
-) -> str:  # fmt: skip
+def refusal_of_hopper(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> str:
     """Why attention_forward_hopper cannot serve such a call; "" if it can."""
     arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     if arch != (9, 0):
         return "needs a GPU of sm_90 (H100, H200)"
     if not _gluon_found():
         return "needs Triton 3.6 or later, with triton.experimental.gluon"
-    if dropout:
-        return "has no dropout"
-    if documents:
-        return "knows no documents (cu_seqlens)"
     if not causal or q.shape[1] != k.shape[1]:
         return "is causal, with as many keys as queries"
     if q.shape[-1] not in _HOPPER_HEAD_DIMS:

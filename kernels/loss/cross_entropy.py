@@ -504,7 +504,6 @@ _cross_entropy_shard_grad_ = define_op(
     "cross_entropy_shard_grad_(Tensor(a!) out, Tensor logits, Tensor targets, Tensor lse, "
     "Tensor scale, SymInt first, SymInt v, int ignore_index, float z_loss) -> ()",
     cross_entropy_shard_bwd_,
-    lambda *_: None,
 )
 
 

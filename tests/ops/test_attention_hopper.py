@@ -208,8 +208,6 @@ def test_what_it_cannot_serve_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     x = fake_gpu(2, 128, 4, 64)
     assert refusal_of_hopper(x, x, x) == ""
-    assert "no dropout" in refusal_of_hopper(x, x, x, dropout=True)
-    assert "cu_seqlens" in refusal_of_hopper(x, x, x, documents=True)
     assert "causal" in refusal_of_hopper(x, x, x, causal=False)
     assert "as many keys" in refusal_of_hopper(x, *[fake_gpu(2, 64, 4, 64)] * 2)
     assert "not 80" in refusal_of_hopper(*[fake_gpu(2, 128, 4, 80)] * 3)
