@@ -727,38 +727,30 @@ def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -
             targets[::5] = -100
             return {"logits": logits.detach(), "targets": targets.to(logits.device)}
 
-        def without_gradient(op: Any, *dtypes: Any) -> Callable[..., Any]:
-            return lambda logits, *rest: op(logits.detach(), *(x.detach() for x in rest))
-
         def grad_inputs(draw: Draw) -> Inputs:
             inputs = make(draw)
             x = inputs["logits"].to(wide(inputs["logits"].dtype))
-            lse = x.logsumexp(-1) + 0.5
             scale = draw(N).to(x) if each else x.new_full((), 0.25)
-            return {**inputs, "lse": lse, "scale": scale}
+            return {**inputs, "lse": x.logsumexp(-1) + 0.5, "scale": scale}
 
-        def widened(op: Any) -> Callable[..., Any]:
-            def eager(logits: Tensor, *rest: Tensor) -> Any:
-                found = op(logits.to(wide(logits.dtype)), *rest)
+        def by(op: Any, widen: bool = False, **how: Any) -> Callable[..., Any]:
+            def call(logits: Tensor, *rest: Tensor) -> Any:
+                x = logits.detach().to(wide(logits.dtype)) if widen else logits.detach()
+                found = op(x, *(t.detach() for t in rest), **options, **how)
                 return found.to(logits.dtype) if isinstance(found, Tensor) else found
 
-            return eager
+            return call
 
-        shape = f"N={N} V={V} from {first}"
-        fwd = functools.partial(kernels.cross_entropy_shard, **options)
-        fwd_ref = functools.partial(reference.cross_entropy_shard_ref, **options)
-        bwd = functools.partial(kernels.cross_entropy_shard_grad, **options, z_loss=z_loss)
-        bwd_ref = functools.partial(
-            reference.cross_entropy_shard_grad_ref, **options, z_loss=z_loss
-        )
-        for name, maker, op, ref, outputs in (
-            ("cross_entropy_shard", make, fwd, fwd_ref, ("max", "sum", "logit")),
-            ("cross_entropy_shard_grad", grad_inputs, bwd, bwd_ref, ("dlogits",)),
-        ):
-            ours, by_ref, eager = (without_gradient(f) for f in (op, ref, widened(ref)))
-            how = f"{shape} z-loss {z_loss}" if outputs[1:] == () else shape
-            how += " each row" * (each and outputs[1:] == ())
-            yield OpCase(name, how, maker, ours, by_ref, eager, outputs, inner=FP32, in_fp64=True)
+        shape, more = f"N={N} V={V} from {first}", {"z_loss": z_loss}
+        op, ref = kernels.cross_entropy_shard, reference.cross_entropy_shard_ref
+        calls, outputs = (by(op), by(ref), by(ref, True)), ("max", "sum", "logit")
+        how: dict[str, Any] = {"inner": FP32, "in_fp64": True}
+        yield OpCase("cross_entropy_shard", shape, make, *calls, outputs, **how)
+        op, ref = kernels.cross_entropy_shard_grad, reference.cross_entropy_shard_grad_ref
+        calls = by(op, **more), by(ref, **more), by(ref, True, **more)
+        shape += f" z-loss {z_loss}" + " each row" * each
+        name = "cross_entropy_shard_grad"
+        yield OpCase(name, shape, grad_inputs, *calls, ("dlogits",), **how)
 
     yield from one(rows, size, size // 2, 0.0, False)
     if more:
@@ -806,12 +798,18 @@ def attention_case(
         kernels.attention, shape, make, outputs=("o",), flops=(product, 2.5 * product), **settings
     )
     case.stock = stock
-    if packed:
-        ref, case.shape = case.ref, f"{shape} packed"
-        case.fn = functools.partial(kernels.attention_qkvpacked, **settings)
-        case.ref = case.eager = lambda qkv: ref(*qkv.unbind(2))
-        case.stock = lambda qkv: stock(*qkv.unbind(2))
-    return case
+    return _packed(case, 2, settings) if packed else case
+
+
+def _packed(case: OpCase, dim: int, settings: Inputs) -> OpCase:
+    """The same of one tensor that has q, k and v along dim."""
+
+    def split(by: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda qkv: by(*qkv.unbind(dim))
+
+    ref, stock = split(case.ref), split(case.stock) if case.stock else None
+    own = functools.partial(kernels.attention_qkvpacked, **settings)
+    return replace(case, shape=f"{case.shape} packed", fn=own, ref=ref, eager=ref, stock=stock)
 
 
 def attention_of_documents(
@@ -832,11 +830,7 @@ def attention_of_documents(
         return {name: draw(ends[-1], n, D) for name, n in heads.items()}
 
     case = _case(kernels.attention, shape, make, outputs=("o",), **settings)
-    if packed:
-        ref, case.shape = case.ref, f"{shape} packed"
-        case.fn = functools.partial(kernels.attention_qkvpacked, **settings)
-        case.ref = case.eager = lambda qkv: ref(*qkv.unbind(1))
-    return case
+    return _packed(case, 1, settings) if packed else case
 
 
 def attentions(shape: tuple[int, int, int, int], device: str, p: float = 0.0) -> Iterator[OpCase]:
@@ -1101,33 +1095,33 @@ def flat_ops(rows: int, size: int, device: str, *, more: bool = False) -> Iterat
     def two(draw: Draw) -> Inputs:
         return {"a": draw(numel // 3), "b": draw(numel - numel // 3)}
 
-    def packed(op: Callable[..., None], a: Tensor, b: Tensor) -> Tensor:
+    def packed(op: Any, a: Tensor, b: Tensor) -> Tensor:
         flat = a.new_empty(a.numel() + b.numel())
         op(flat, [a, b], scale=0.5)
         return flat
 
-    def unpacked(op: Callable[..., None], a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        results = [torch.empty_like(t) for t in (a, b)]
-        op(results, torch.cat([a, b]), scale=0.5)
-        return tuple(results)
+    def unpacked(op: Any, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        results = torch.empty_like(a), torch.empty_like(b)
+        op(list(results), torch.cat([a, b]), scale=0.5)
+        return results
 
-    def accumulated(op: Callable[..., None], a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        totals = [t.clone() for t in (a, b)]
-        op(totals, [a, b], scale=0.5)
-        return tuple(totals)
+    def accumulated(op: Any, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        totals = a.clone(), b.clone()
+        op(list(totals), [a, b], scale=0.5)
+        return totals
 
-    def summed(op: Callable[..., None], a: Tensor, b: Tensor) -> Tensor:
+    def summed(op: Any, a: Tensor, b: Tensor) -> Tensor:
         out = torch.empty_like(a)
         op(torch.stack([a, b[: a.numel()]]), out, scale=0.5)
         return out
 
-    def norm(op: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
-        return op([a, b])
+    def norm(two: list[Tensor]) -> Tensor:
+        return kernels.global_norm(two, max_norm=1.0)[0]
 
-    def norm_ref(tensors: list[Tensor]) -> Tensor:
-        return torch.cat(tensors).to(wide(tensors[0].dtype)).norm()
+    def norm_ref(two: list[Tensor]) -> Tensor:
+        return torch.cat(two).to(wide(two[0].dtype)).norm()
 
-    def without_gradient(how: Any, op: Any) -> Callable[..., object]:
+    def by(how: Any, op: Any) -> Callable[..., Any]:
         return lambda a, b: how(op, a.detach(), b.detach())
 
     pairs: dict[str, tuple[Any, Any, Any]] = {
@@ -1135,12 +1129,12 @@ def flat_ops(rows: int, size: int, device: str, *, more: bool = False) -> Iterat
         "unpack_": (unpacked, kernels.unpack_, reference.unpack_ref),
         "accumulate_": (accumulated, kernels.accumulate_, reference.accumulate_ref),
         "sum_shards": (summed, kernels.sum_shards, reference.sum_shards_ref),
-        "global_norm": (norm, lambda two: kernels.global_norm(two, max_norm=1.0)[0], norm_ref),
+        "global_norm": (lambda op, *two: op(list(two)), norm, norm_ref),
     }
-    for op, (how, *both) in pairs.items():
+    for op, (how, own, ref) in pairs.items():
         outputs = ("a", "b") if op in ("unpack_", "accumulate_") else ("y",)
-        ours, ref = (without_gradient(how, one) for one in both)
-        yield OpCase(op, f"P={numel}", two, ours, ref, ref, outputs)
+        calls = by(how, own), by(how, ref), by(how, ref)
+        yield OpCase(op, f"P={numel}", two, *calls, outputs)
     if more and rows > 1:
         yield from flat_ops(1, 1, device)
         yield from flat_ops(1, 1003, device)
@@ -1205,12 +1199,12 @@ def weight_gradients(rows: int, size: int, device: str, *, more: bool = False) -
     def halves(dy: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(dy.detach().chunk(2), x.detach().chunk(2))
 
-    def added(dy: Tensor, x: Tensor) -> Tensor:
-        (dy1, x1), (dy2, x2) = halves(dy, x)
-        return wide_product(dy2.t(), x2, weight_gradient(dy1, x1), add=True)
-
     def plain(dy: Tensor, x: Tensor) -> Tensor:
         return weight_gradient(dy.detach(), x.detach())
+
+    def added(dy: Tensor, x: Tensor) -> Tensor:
+        first, (dy2, x2) = halves(dy, x)
+        return wide_product(dy2.t(), x2, weight_gradient(*first), add=True)
 
     def rounded(dy: Tensor, x: Tensor) -> Tensor:
         return product(dy, x).float()
