@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastpar
-from fastpar.observe.strategies import decay_groups
 from fastpar.settings.model import GPTConfig
 
 
@@ -107,8 +106,3 @@ def stock_model(config: GPTConfig) -> GPT:
         model = GPT(config)
     model.load_state_dict(state, assign=True)
     return model
-
-
-def adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float):
-    """torch's fused AdamW over decay_groups."""
-    return torch.optim.AdamW(decay_groups(model, weight_decay), lr=lr, betas=betas, fused=True)

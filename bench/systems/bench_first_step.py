@@ -31,7 +31,7 @@ SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256}
 QUICK = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32}
 VOCAB, BATCH, ROUNDS = 256, 8, 3
 COMPILED, CACHED, TRAIN = "torch.compile", "torch.compile, cached", "fastpar train"
-DEEPSPEED = "DeepSpeed ZeRO-1"
+SINGLE, DEEPSPEED = "one process", "DeepSpeed ZeRO-1"  # of bench/peers/contenders.py
 VARIANTS = ("eager", COMPILED, CACHED, DEEPSPEED, "fastpar", "fastpar.patch", TRAIN)
 
 
@@ -56,34 +56,26 @@ def child(variant: str, shape: dict[str, int], device: str, begun: float) -> dic
 # are in the functions: their seconds are a part of the result.
 
 
-def _torch(device: str, compiled: bool = False) -> Callable[..., Any]:
+def _stock(device: str, title: str = SINGLE, compiled: bool = False) -> Callable[..., Any]:
     import torch
 
-    from bench.peers import stock
-    from fastpar.settings.model import GPTConfig
-
-    def make(shape: dict[str, int]) -> Callable[..., Any]:
-        model = stock.GPT(GPTConfig(vocab_size=VOCAB, **shape)).to(device)
-        optimizer = stock.adamw(model, 1e-3, (0.9, 0.95), 0.1)
-        return _loop(torch.compile(model) if compiled else model, optimizer)
-
-    return make
-
-
-def _deepspeed(device: str) -> Callable[..., Any]:
     from bench.peers import contenders
     from fastpar.observe.strategies import Settings, import_deepspeed
     from fastpar.settings.model import GPTConfig
 
-    deepspeed = import_deepspeed(device)
+    deepspeed = import_deepspeed(device) if title == DEEPSPEED else None
 
     def make(shape: dict[str, int]) -> Callable[..., Any]:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone, MASTER_PORT="29555")
-        backend = "nccl" if device == "cuda" else "gloo"
-        deepspeed.init_distributed(dist_backend=backend, verbose=False)
+        if deepspeed is not None:
+            backend = "nccl" if device == "cuda" else "gloo"
+            deepspeed.init_distributed(dist_backend=backend, verbose=False)
         config = GPTConfig(vocab_size=VOCAB, **shape)
-        return contenders.build(DEEPSPEED, config, Settings(device=device)).step
+        made = contenders.build(title, config, Settings(device=device))
+        if compiled:
+            made.model = torch.compile(made.model)  # type: ignore[assignment]
+        return made.step
 
     return make
 
@@ -127,10 +119,10 @@ def _loop(forward: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
 
 
 _MAKERS: dict[str, Callable[[str], Callable[..., Any]]] = {
-    "eager": _torch,
-    COMPILED: partial(_torch, compiled=True),
-    CACHED: partial(_torch, compiled=True),
-    DEEPSPEED: _deepspeed,
+    "eager": _stock,
+    COMPILED: partial(_stock, compiled=True),
+    CACHED: partial(_stock, compiled=True),
+    DEEPSPEED: partial(_stock, title=DEEPSPEED),
     "fastpar": _fastpar,
     "fastpar.patch": _patched,
 }
@@ -151,11 +143,8 @@ def measure(
         code = "import sys, json; from bench.systems import bench_first_step as b\n"
         code += "print(json.dumps(b.child(*json.loads(sys.argv[1]))))"
         asked = json.dumps([variant, shape, device, time.time()])
-        command, how = (
-            [sys.executable, "-c", code, asked],
-            dict[str, Any](env=environment, cwd=ROOT),
-        )
-        done = subprocess.run(command, **how, capture_output=True, text=True)
+        command, how = [sys.executable, "-c", code, asked], {"env": environment, "cwd": ROOT}
+        done = subprocess.run(command, **how, capture_output=True, text=True)  # type: ignore[call-overload]
         if done.returncode:
             raise RuntimeError(f"measure: {done.stderr.strip().splitlines()[-1]}")
         return json.loads(done.stdout.strip().splitlines()[-1])

@@ -35,6 +35,7 @@ from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
+from fastpar.observe.strategies import Settings, adamw_of
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.muon import Muon, muon_groups
 from fastpar.optim.schedule import cosine_lr, param_groups
@@ -96,7 +97,8 @@ class Variant:
         if spec.kind == "stock":
             plain: nn.Module = stock.GPT(spec.config).load_fastpar(model.state_dict())
             plain.to(spec.device)
-            optimizer = stock.adamw(plain, spec.lr, BETAS, WEIGHT_DECAY)
+            how: Any = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "eps": 1e-8}
+            optimizer = adamw_of(plain, Settings(lr=spec.lr, **how))
             if spec.ranks > 1:
                 torch.distributed.init_process_group("nccl" if spec.device == "cuda" else "gloo")
                 plain = nn.parallel.DistributedDataParallel(
