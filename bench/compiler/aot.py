@@ -4,8 +4,6 @@
     bench/results/aot
     python -m bench.compiler.aot --check         writes nothing; 1 if the table lists other launches
     python -m bench.compiler.aot layer_norm      one module's rows on the console
-    python -m bench.compiler.aot --others        sm_86, sm_89, sm_100 and sm_120 with the installed
-                                                 Triton; writes bench/results/aot/others.md
 
 A launch comes from the calls that each module of Triton kernels lists in aot_calls(), recorded as a
 GPU of that kind would run them. The versions are the installed Triton and the copy of MINIMUM that
@@ -29,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,9 +35,7 @@ from typing import Any
 
 from bench.compiler import aot_table, sass
 from bench.compiler.aot_rules import (
-    ANY_GPU,
     GPUS,
-    OTHERS,
     Broken,
     Row,
     describe,
@@ -53,7 +49,6 @@ MINIMUM = "3.6.0"  # what torch 2.11 comes with
 MINIMUM_FOLDER = ROOT / "build" / "triton-3.6"
 TABLE = ROOT / "bench" / "results" / "aot"
 LIMIT_S = 300.0  # for one kernel
-ON_ANY_GPU = ("compiles", "spills", "shared memory", "resident", "grid", "atomics")
 
 
 # What there is to compile
@@ -119,7 +114,7 @@ def imported(name: str) -> Any:
 
 def archs(module: Any) -> tuple[int, ...]:
     """What the module's kernels are for: AOT_ARCHS if it has that, all otherwise."""
-    return getattr(module, "AOT_ARCHS", tuple(ANY_GPU))
+    return getattr(module, "AOT_ARCHS", tuple(GPUS))
 
 
 def collect(
@@ -219,7 +214,7 @@ def measure(job: Job, compiled: Any) -> Row:
         "loop_spills": sass.count(loop, "LDL", "STL"),
         "shared_bytes": shared_bytes,
         "warps": warps,
-        "ctas_per_sm": ANY_GPU[job.arch].ctas_per_sm(registers, shared_bytes, warps),
+        "ctas_per_sm": GPUS[job.arch].ctas_per_sm(registers, shared_bytes, warps),
         "instructions": len(code),
         "loop_instructions": len(loop),
         "tile_loads": _tiles(ttir, "load", 32 * warps),
@@ -290,7 +285,7 @@ def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
     return rows
 
 
-def work(names: Sequence[str], processes: int, gpus: Collection[int] = GPUS) -> Row:
+def work(names: Sequence[str], processes: int) -> Row:
     """In a process of one Triton version: all rows and exemptions of these modules."""
     import triton
 
@@ -301,8 +296,7 @@ def work(names: Sequence[str], processes: int, gpus: Collection[int] = GPUS) -> 
         try:
             module = imported(name)
             exempt[name] = getattr(module, "AOT_EXEMPT", {})
-            wanted = [arch for arch in archs(module) if arch in gpus]
-            jobs += collect(module.aot_calls(), wanted)
+            jobs += collect(module.aot_calls(), archs(module))
         except Exception as error:
             errors.append(f"{name} triton {triton.__version__}: records: {reason(error)}")
     for job in jobs:
@@ -314,7 +308,7 @@ def work(names: Sequence[str], processes: int, gpus: Collection[int] = GPUS) -> 
     return {"triton": triton.__version__, "rows": rows, "exempt": exempt, "errors": errors}
 
 
-def run_version(folder: Path | None, names: Sequence[str], processes: int, *more: str) -> Row:
+def run_version(folder: Path | None, names: Sequence[str], processes: int) -> Row:
     """work() in a process that imports the Triton of this folder, or the installed one."""
     dropped = ("TRITON_INTERPRET", "FASTPAR_BACKEND")
     env = {k: v for k, v in os.environ.items() if k not in dropped}
@@ -325,7 +319,7 @@ def run_version(folder: Path | None, names: Sequence[str], processes: int, *more
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "rows.json"
         command = [sys.executable, "-m", "bench.compiler.aot", "--worker", str(out), "--jobs"]
-        subprocess.run([*command, str(processes), *more, *names], cwd=ROOT, env=env, check=True)
+        subprocess.run([*command, str(processes), *names], cwd=ROOT, env=env, check=True)
         return json.loads(out.read_text())
 
 
@@ -335,7 +329,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="write nothing; compare the launches")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--installed", action="store_true", help="only the installed Triton")
-    parser.add_argument("--others", action="store_true", help="GPUs that the table does not list")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     for name in args.modules:
@@ -343,12 +336,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(
                 f"aot: expected one of {', '.join(modules())}, got module={name}; choose one"
             )
-    if args.check and (args.modules or args.installed or args.others):
+    if args.check and (args.modules or args.installed):
         raise ValueError(
             "aot: expected all modules and versions with --check, got "
-            f"modules={args.modules} installed={args.installed} others={args.others}; drop one"
+            f"modules={args.modules} installed={args.installed}; drop one"
         )
-    args.installed |= args.others
     if not args.installed and not args.worker and not (MINIMUM_FOLDER / "triton").is_dir():
         raise ValueError(
             f"aot: expected Triton {MINIMUM} in build/{MINIMUM_FOLDER.name}, got "
@@ -365,8 +357,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     names = args.modules or list(modules())
     if args.worker:
-        gpus = OTHERS if args.others else GPUS
-        args.worker.write_text(json.dumps(work(names, args.jobs, gpus)))
+        args.worker.write_text(json.dumps(work(names, args.jobs)))
         return 0
     rows: list[Row] = []
     problems: list[str] = []
@@ -375,13 +366,12 @@ def main(argv: list[str] | None = None) -> int:
     exempt: dict[str, Any] = {}
     for folder in (None,) if args.installed else (MINIMUM_FOLDER, None):
         start = time.monotonic()
-        found = run_version(folder, names, args.jobs, *["--others"] * args.others)
+        found = run_version(folder, names, args.jobs)
         problems += found["errors"]
         exempt = found["exempt"]
         for row in found["rows"]:
-            # Exemptions were measured on the table's GPUs and would hide spills on others.
-            wrong, used = judge(row, {} if args.others else exempt[row["module"]])
-            broken += [b for b in wrong if not args.others or b.rule in ON_ANY_GPU]
+            wrong, used = judge(row, exempt[row["module"]])
+            broken += wrong
             needed |= {(row["module"], *pair) for pair in used}
         seconds, many = time.monotonic() - start, len(found["rows"])
         print(f"triton {found['triton']}: {many} launches in {seconds:.0f} s", flush=True)
@@ -392,8 +382,6 @@ def main(argv: list[str] | None = None) -> int:
     rows.sort(key=aot_table.order)
     if args.check:
         problems += aot_table.differences(TABLE, rows)
-    elif args.others and not args.modules:
-        aot_table.write_others(TABLE, rows, describe(broken), *commit())
     elif args.modules or args.installed:
         print(aot_table.markdown(rows))
     else:

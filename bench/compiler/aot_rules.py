@@ -42,14 +42,6 @@ GPUS = {
     80: Gpu(shared_per_cta=163 * 1024, shared_per_sm=164 * 1024),
     90: Gpu(shared_per_cta=227 * 1024, shared_per_sm=228 * 1024),
 }
-OTHERS = {  # not in the table of `make aot`; with --others
-    86: Gpu(shared_per_cta=99 * 1024, shared_per_sm=100 * 1024, warps=48, ctas=16),  # A10
-    89: Gpu(shared_per_cta=99 * 1024, shared_per_sm=100 * 1024, warps=48, ctas=24),  # L40S
-    100: Gpu(shared_per_cta=227 * 1024, shared_per_sm=228 * 1024),  # B200
-    120: Gpu(shared_per_cta=99 * 1024, shared_per_sm=100 * 1024, warps=48, ctas=24),  # RTX 5090
-}
-ANY_GPU = GPUS | OTHERS
-
 
 EIGHT_BITS = ("f8E4M3FN", "f8E5M2")  # dots of these
 
@@ -65,7 +57,7 @@ def spills(row: Row) -> str | None:
 
 
 def shared_memory(row: Row) -> str | None:
-    limit = ANY_GPU[row["arch"]].shared_per_cta
+    limit = GPUS[row["arch"]].shared_per_cta
     if row["shared_bytes"] > limit:
         return f"{row['shared_bytes']} bytes, limit {limit}"
     return None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.compiler.aot_rules import GPUS, OTHERS, Gpu, Row
+from bench.compiler.aot_rules import GPUS, Row
 
 SCHEMA = 1
 COUNTS = (
@@ -149,36 +149,21 @@ def markdown(rows: Sequence[Row]) -> str:
     return sections(head, found, rows, "{module} {kernel}")
 
 
-def _about(rows: Sequence[Row], commit: str, dirty: bool, gpus: dict[int, Gpu], how: str) -> str:
-    versions = " and ".join(sorted({row["triton"] for row in rows}))
-    limits = ", ".join(f"sm_{arch}: {gpu.shared_per_cta} B" for arch, gpu in gpus.items())
-    return (
-        f"{LEGEND}\nTriton {versions}; commit {commit}{' + changes' * dirty}; "
-        f"shared memory limits {limits}. Written by `{how}`.\n"
-    )
-
-
 def write(folder: Path, rows: Sequence[Row], commit: str, dirty: bool) -> None:
-    head = {"commit": commit, "dirty": dirty, "triton": sorted({row["triton"] for row in rows})}
+    versions = sorted({row["triton"] for row in rows})
+    head = {"commit": commit, "dirty": dirty, "triton": versions}
     empty = (0, [], {})
     kept = [
         {k: v for k, v in row.items() if k != "seconds" and v not in empty}
         for row in sorted(rows, key=order)
     ]
     write_rows(folder, head, kept)
-    about = _about(rows, commit, dirty, GPUS, "make aot")
+    limits = ", ".join(f"sm_{arch}: {gpu.shared_per_cta} B" for arch, gpu in GPUS.items())
+    about = (
+        f"{LEGEND}\nTriton {' and '.join(versions)}; commit {commit}{' + changes' * dirty}; "
+        f"shared memory limits {limits}. Written by `make aot`.\n"
+    )
     write_page(folder, "table.md", "Every Triton launch", about, markdown(rows))
-
-
-def write_others(
-    folder: Path, rows: Sequence[Row], broken: Sequence[str], commit: str, dirty: bool
-) -> None:
-    """others.md: GPUs for which nothing is tuned, and by name what spills or does not fit there."""
-    about = _about(rows, commit, dirty, OTHERS, "make aot ARGS=--others")
-    named = "\n".join(f"- {line}" for line in broken) or "None."
-    wrong = f"## What breaks a rule\n\n{named}\n"
-    title = "Every Triton launch on other GPUs"
-    write_page(folder, "others.md", title, about, wrong, markdown(rows))
 
 
 def load(folder: Path) -> dict[str, Any]:

@@ -265,7 +265,7 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.setattr(aot, "modules", lambda: ["toy"])
     given = {"rows": [GOOD], "exempt": {}}
 
-    def run_version(folder, names, processes, *more):
+    def run_version(folder, names, processes):
         version = "3.6.0" if folder else "3.9.0"
         rows = [{**row, "triton": version} for row in given["rows"]]
         return {"triton": version, "rows": rows, "exempt": {"toy": given["exempt"]}, "errors": []}
@@ -285,13 +285,10 @@ def test_the_command_writes_the_table_and_fails_for_what_is_broken(fake, capsys)
         ([], spilled, {}, 1, "spills: 265 LDL/STL, 0 of them in the main loop; 8 bytes"),
         ([], spilled, exempt, 0, "0 broken rules"),
         ([], {}, exempt, 1, "nothing breaks 'spills'"),
-        # An exemption was measured on the table's GPUs; it says nothing about another.
-        (["--others"], {**spilled, "arch": 89}, exempt, 1, "spills: 265 LDL/STL"),
     ):
         fake["rows"], fake["exempt"] = [{**GOOD, **row}], exempted
         assert aot.main(argv) == status
         assert said in capsys.readouterr().out
-    assert "[sm_89 triton 3.9.0]" in (aot.TABLE / "others.md").read_text()
     for argv, said in (
         (["nothing"], "aot: expected one of toy, got module=nothing; choose one"),
         (["toy", "--check"], "aot: expected all modules and versions with --check, got modules="),
