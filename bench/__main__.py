@@ -31,7 +31,6 @@ from bench.records import (
     RESULTS,
     SCRATCH,
     ResultFile,
-    Row,
     check_out,
     default_path,
     device_of,
@@ -92,7 +91,7 @@ def run_here(name: str, args: argparse.Namespace) -> None:
 
     stem, _, case = name.partition(":")
     module = importlib.import_module(homes()[stem])
-    results = ResultFile(args.out, machine(args.device), Row)
+    results = ResultFile(args.out, machine(args.device))
     module.run(Bench(stem, args.device, args.quick, results, only=case))
 
 
@@ -143,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         return int(command.main(argv[1:]))
     try:
         args = parse(argv)
-        ResultFile(args.out, machine(args.device), Row)  # refuses a file of another machine now
+        ResultFile(args.out, machine(args.device))  # refuses a file of another machine now
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -157,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         failures = run_all(args)
     finally:
         signal.signal(signal.SIGTERM, previous)
-    results = ResultFile(args.out, machine(args.device), Row)  # what the benches wrote
+    results = ResultFile(args.out, machine(args.device))  # what the benches wrote
     ran = {name.partition(":")[0] for name in args.names}
     rows = [row for row in results.rows.values() if row.bench in ran]
     if not args.quick:

@@ -477,7 +477,7 @@ def bench_of(name: str, only: str, kind: type[Bench] = NotedBench) -> Bench:
     with contextlib.suppress(OSError, ValueError, KeyError):
         found = json.loads((RUN.scratch / "facts.json").read_text())["ceilings"]
     path = RUN.scratch / f"rows_{os.getpid()}.json"
-    results = ResultFile(path, machine(RUN.device), Row)
+    results = ResultFile(path, machine(RUN.device))
     only = "" if RUN.quick else only
     return kind(name, RUN.device, RUN.quick, results, only, ceilings=Ceilings(*found))
 

@@ -69,7 +69,7 @@ class Bench:
     name: str
     device: str
     quick: bool
-    results: ResultFile[Row]
+    results: ResultFile
     only: str = ""  # a part of the case names to run
     clock: Any = None
     ceilings: Ceilings | None = None

@@ -43,7 +43,7 @@ def ingest(path: Path, results: Path = RESULTS, package: Path = ROOT) -> list[st
     said: list[str] = []
     rows = [Row.from_json(row) for cell in cells for row in cell.get("rows", ())]
     if rows:
-        file = ResultFile(default_path(about, results), about, Row)
+        file = ResultFile(default_path(about, results), about)
         file.add(*rows)
         said.append(f"{len(rows)} rows in {file.path.name}")
     for cell in cells:

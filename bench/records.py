@@ -6,7 +6,6 @@ other, so that benches run alone, in any order, and one that dies loses nothing 
 
 from __future__ import annotations
 
-import abc
 import argparse
 import datetime
 import functools
@@ -17,7 +16,7 @@ import re
 import subprocess
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,39 +30,8 @@ RESULTS = ROOT / "bench" / "results"  # tracked: the documents' tables are made 
 SCRATCH = ROOT / "build" / "bench"  # not tracked
 
 
-class Record(abc.ABC):
-    """What a result file holds: a dataclass with these fields, a `key`, and a JSON form."""
-
-    commit: str
-    dirty: bool  # the tree differed from commit
-    date: str
-
-    @property
-    @abc.abstractmethod
-    def key(self) -> str:
-        """Rows of one key replace each other."""
-
-    def to_json(self) -> dict[str, Any]:
-        kept = {k: v for k, v in asdict(self).items() if v is not None and v != {}}  # type: ignore[call-overload]
-        return {"key": self.key, **{k: _rounded(v) for k, v in kept.items()}}
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Any:
-        names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-        unknown = set(row) - names - {"key"}
-        if unknown:
-            raise ValueError(
-                f"{cls.__name__}.from_json: expected the fields of schema {SCHEMA}, got "
-                f"fields={sorted(unknown)}; read the file with the version that wrote it"
-            )
-        return cls(**{k: v for k, v in row.items() if k != "key"})
-
-
-AnyRecord = TypeVar("AnyRecord", bound=Record)
-
-
 @dataclass
-class Row(Record):
+class Row:
     """One measured variant. Times are of one call; None means not measured."""
 
     bench: str  # "layer_norm"
@@ -72,7 +40,7 @@ class Row(Record):
     variant: str  # "eager", "torch.compile", "fastpar", ...
     device: str  # "cpu" | "cuda"
     dtype: str
-    threads: int  # of the process, or of each rank
+    threads: int = 0  # of the process, or of each rank
     median_ms: float | None = None
     p20_ms: float | None = None
     p80_ms: float | None = None
@@ -94,7 +62,22 @@ class Row(Record):
 
     @property
     def key(self) -> str:
+        """Rows of one key replace each other."""
         return "/".join((self.bench, self.case, self.direction, self.variant, self.device))
+
+    def to_json(self) -> dict[str, Any]:
+        kept = {k: v for k, v in asdict(self).items() if v is not None and v != {}}
+        return {"key": self.key, **{k: _rounded(v) for k, v in kept.items()}}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Row:
+        unknown = set(row) - {f.name for f in fields(cls)} - {"key"}
+        if unknown:
+            raise ValueError(
+                f"Row.from_json: expected the fields of schema {SCHEMA}, got "
+                f"fields={sorted(unknown)}; read the file with the version that wrote it"
+            )
+        return cls(**{k: v for k, v in row.items() if k != "key"})
 
 
 def _rounded(value: Any) -> Any:
@@ -235,20 +218,15 @@ def default_path(about: dict[str, Any], folder: Path) -> Path:
     return folder / f"{slug(about)}_{about['date']}.json"
 
 
-class ResultFile(Generic[AnyRecord]):
+class ResultFile:
     """Rows of one machine by key; every add() leaves a complete file behind."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        about: dict[str, Any],
-        kind: type[AnyRecord] = Row,  # type: ignore[assignment]
-    ):
+    def __init__(self, path: str | os.PathLike[str], about: dict[str, Any]):
         self.path = Path(path)
         self.about = about
-        self.rows: dict[str, AnyRecord] = {}
+        self.rows: dict[str, Row] = {}
         if self.path.exists():
-            old, rows = load(self.path, kind)
+            old, rows = load(self.path)
             if slug(old) != slug(about):
                 raise ValueError(
                     f"ResultFile: expected rows of {slug(about)}, got "
@@ -256,7 +234,7 @@ class ResultFile(Generic[AnyRecord]):
                 )
             self.rows = {row.key: row for row in rows}
 
-    def add(self, *rows: AnyRecord) -> None:
+    def add(self, *rows: Row) -> None:
         for row in rows:
             row.commit, row.dirty, row.date = (self.about[k] for k in ("commit", "dirty", "date"))
             self.rows[row.key] = row
@@ -268,10 +246,7 @@ class ResultFile(Generic[AnyRecord]):
         os.replace(partial, self.path)
 
 
-def load(
-    path: str | os.PathLike[str],
-    kind: type[AnyRecord] = Row,  # type: ignore[assignment]
-) -> tuple[dict[str, Any], list[AnyRecord]]:
+def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Row]]:
     """The machine and the rows of a result file."""
     try:
         stored = json.loads(Path(path).read_text())
@@ -286,4 +261,4 @@ def load(
             f"load: expected schema={SCHEMA}, got schema={schema} in {Path(path).name}; "
             "delete it and run `python -m bench` again"
         )
-    return stored["machine"], [kind.from_json(row) for row in stored["rows"]]
+    return stored["machine"], [Row.from_json(row) for row in stored["rows"]]

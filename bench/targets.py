@@ -17,11 +17,6 @@ SAID = {  # measure -> the bound in words
     "time": "<= {value:.6g} ms",
     "exposed": "exposed <= {value:.3g} % of communication",
 }
-SHOWN = dict(
-    zip(
-        SAID, ("{:.2f}x", "{:.0f} %", "{:.1f} %", "{:.1f} us", "{:.3g} ms", "{:.0f} %"), strict=True
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -68,9 +63,6 @@ class Target:
         if self.measure in ("speed", "ceiling"):
             return reached >= self.value
         return reached <= self.value
-
-    def show(self, reached: float) -> str:
-        return SHOWN[self.measure].format(100 * reached if self.measure == "memory" else reached)
 
     def to_json(self) -> list[Any]:
         return [self.measure, self.value, *self.of]

@@ -2,7 +2,9 @@
 
 For every op, dtype and shape the largest and the RMS error of each output and gradient against
 fp64, and those of stock PyTorch in the same dtype. Rows go to build/bench/errors, or with
---commit-results to bench/results/errors, from which the README's table is made.
+--commit-results to bench/results/errors, from which the README's table is made. bench is the op,
+case its shape, variant the implementation ("triton" on a CPU is its interpreter); notes have for
+each result the largest and the RMS error, PyTorch's own two, one rounding, the number of elements.
 
 [Note: ratios] A ratio is an error over stock PyTorch's of the same kind, in results of at least 16
 elements (the error of a single number can be 0 by luck). A row fails when it breaks the 2x rule of
@@ -17,13 +19,12 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from bench.records import (
     RESULTS,
     SCRATCH,
-    Record,
     ResultFile,
+    Row,
     check_out,
     default_path,
     device_of,
@@ -40,53 +41,32 @@ INTERPRETED_ROWS = 24  # Triton's interpreter takes milliseconds for each progra
 IMPLEMENTATIONS = ("cpp", "torch", "triton")
 
 
-@dataclass
-class ErrorRow(Record):
-    """One op at one shape in one dtype by one implementation."""
-
-    op: str
-    shape: str
-    dtype: str
-    implementation: str  # "cpp" | "torch" | "triton"; on CPU the last is Triton's interpreter
-    device: str
-    # result -> [max, RMS, PyTorch's max, PyTorch's RMS, one rounding, elements]
-    results: dict[str, list[float]] = field(default_factory=dict)
-    refused: str | None = None
-    commit: str = ""
-    dirty: bool = False
-    date: str = ""
-
-    @property
-    def key(self) -> str:
-        return "/".join((self.op, self.shape, self.dtype, self.implementation, self.device))
-
-    def ratios(self) -> dict[str, tuple[float, float]]:
-        """Result -> ratios of the largest and of the RMS error; see [Note: ratios]."""
-        return {
-            name: (worst / stock_worst, rms / stock_rms)
-            for name, (worst, rms, stock_worst, stock_rms, _, numel, *_) in self.results.items()
-            if numel >= FEW and stock_worst and stock_rms
-        }
-
-    @property
-    def fails(self) -> bool:
-        """Whether a result is beyond its bound, or nothing could be measured."""
-        measured = (Errors(*result) for result in self.results.values())  # type: ignore[arg-type]
-        return bool(self.refused) or any(errors.max > errors.bound for errors in measured)
+def ratios(row: Row) -> dict[str, tuple[float, float]]:
+    """Result -> ratios of the largest and of the RMS error; see [Note: ratios]."""
+    return {
+        name: (worst / stock_worst, rms / stock_rms)
+        for name, (worst, rms, stock_worst, stock_rms, _, numel, *_) in row.notes.items()
+        if numel >= FEW and stock_worst and stock_rms
+    }
 
 
-def format_row(row: ErrorRow) -> str:
-    what = f"{row.op:21} {row.shape:38} {row.dtype:9} {row.implementation:7}"
+def fails(row: Row) -> bool:
+    """Whether a result is beyond its bound, or nothing could be measured."""
+    measured = (Errors(*result) for result in row.notes.values())
+    return bool(row.refused) or any(errors.max > errors.bound for errors in measured)
+
+
+def format_row(row: Row) -> str:
+    what = f"{row.bench:21} {row.case:38} {row.dtype:9} {row.variant:7}"
     if row.refused:
         return f"{what} refused: {row.refused}"
-    ratios = row.ratios()
-    cells = []
-    for name, (worst, _, stock_worst, *_) in row.results.items():
-        if name in ratios:
-            cells.append("{} {:.2f}/{:.2f}".format(name, *ratios[name]))
+    found, cells = ratios(row), []
+    for name, (worst, _, stock_worst, *_) in row.notes.items():
+        if name in found:
+            cells.append("{} {:.2f}/{:.2f}".format(name, *found[name]))
         else:
             cells.append(f"{name} {worst:.1e} ({stock_worst:.1e})")
-    return f"{what} {'  '.join(cells)}{'  FAILS' if row.fails else ''}"
+    return f"{what} {'  '.join(cells)}{'  FAILS' if fails(row) else ''}"
 
 
 # op -> (rows, last dimension) of what is judged; others have SIZE.
@@ -130,7 +110,7 @@ def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> lis
 
 def measure(
     implementation: str, device: str, *, quick: bool = False, only: str = ""
-) -> Iterable[ErrorRow]:
+) -> Iterable[Row]:
     """A row for each case and dtype of the ops whose name holds `only`."""
     interpreted = implementation == "triton" and device == "cpu"
     rounding = contextlib.ExitStack()
@@ -143,15 +123,15 @@ def measure(
                 continue
             for dtype in case.dtypes:
                 name = str(dtype).removeprefix("torch.")
-                row = ErrorRow(case.op, case.shape, name, implementation, device)
+                row = Row(case.op, case.shape, name, implementation, device, name)
                 try:
-                    row.results = {
+                    row.notes = {
                         result: [float(value) for value in errors]
                         for result, errors in case.measure(dtype, device).items()
                     }
                 except Exception as error:
                     row.refused = reason(error)
-                if row.results or row.refused:  # not of cases without elements
+                if row.notes or row.refused:  # not of cases without elements
                     yield row
     finally:
         backend.choice = before
@@ -180,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
         about = machine(device)
         folder = RESULTS if args.commit_results else SCRATCH
         out = args.out or default_path(about, folder / "errors")
-        file = ResultFile(out, about, ErrorRow)
+        file = ResultFile(out, about)
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -190,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     for row in measure(implementation, device, quick=args.quick, only=args.op):
         print(format_row(row), flush=True)
         file.add(row)
-        if row.fails:
+        if fails(row):
             failing.append(row.key)
         if time.monotonic() - start > args.total_limit:
             failing.append(f"all after {row.key}: --total-limit is used up")

@@ -318,7 +318,7 @@ def draw_all(folder: Path) -> list[Path]:
     machines = []
     for device in ("cuda", "cpu"):
         try:
-            machines.append(newest(device, folder, Row))
+            machines.append(newest(device, folder))
         except NoResultsError:
             continue
     drawn = []

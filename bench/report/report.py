@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.ops.errors import ErrorRow
 from bench.peers import published
 from bench.records import RESULTS, ROOT, Row, machine_line, parser_of
 from bench.report import learning, tables
@@ -50,10 +49,10 @@ def render(name: str, folder: Path) -> str:
     if kind in learning.TABLES:
         about, table = learning.table(kind, folder, lambda: newest(device, folder)[1])
     elif kind == "errors":
-        about, errors = newest(device, folder / "errors", ErrorRow)
+        about, errors = newest(device, folder / "errors")
         table = tables.errors_table(errors)
     else:
-        about, rows = newest(device, folder, Row)
+        about, rows = newest(device, folder)
         one = [row for row in rows if row.bench == kind]
         table = TABLES[kind](rows) if kind in TABLES else tables.ops_table(one)
     if not table.lines:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.ops.errors import ErrorRow
-from bench.records import AnyRecord, Row, homes, load, machine_line, slug
+from bench.ops.errors import fails, ratios
+from bench.records import Row, homes, load, machine_line, slug
 from bench.targets import targets_of
 
 OPS = {"shm"} | {name for name, module in homes().items() if module.startswith("bench.ops.")}
@@ -39,17 +39,13 @@ class Table(NamedTuple):
     after: str = ""  # a sentence under it
 
 
-def newest(
-    device: str,
-    folder: Path,
-    kind: type[AnyRecord] = Row,  # type: ignore[assignment]
-) -> tuple[dict[str, Any], list[AnyRecord]]:
+def newest(device: str, folder: Path) -> tuple[dict[str, Any], list[Row]]:
     """The newest machine of this device and its newest row of every key."""
-    files = [load(path, kind) for path in sorted(folder.glob("*.json"))]
+    files = [load(path) for path in sorted(folder.glob("*.json"))]
     files = [(about, rows) for about, rows in files if about["device"] == device]
     if not files:
         how = "make gpu" if device == "cuda" else "python -m bench --commit-results"
-        if kind is ErrorRow:
+        if folder.name == "errors":
             how = f"python -m bench errors --device {device} --commit-results"
         raise NoResultsError(
             f"newest: expected results of device {device}, got none in {folder.name}; "
@@ -397,40 +393,25 @@ def ops_table(rows: Sequence[Row]) -> Table:
     return spec(lambda rows: own, names, values, cells, lambda row: (base(row), best(row)))(rows)
 
 
-def targets_table(rows: Sequence[Row]) -> Table:
-    """Every target of every row: what it reached, and whether that is enough."""
-    lines = []
-    for row in grouped(rows):
-        for target in targets_of(row):
-            reached = target.reached(row, peers(row, rows))
-            found = ["nothing to compare with", "open"]
-            if row.refused:
-                found = [f"refused: {row.refused}", "no"]
-            elif reached is not None:
-                found = [target.show(reached), "yes" if target.met(reached) else "**no**"]
-            lines.append(Line([f"{row.case}, {row.direction}", str(target), *found], [row]))
-    return Table(["op", "target", "reached", "met"], lines)
-
-
-def errors_table(rows: Sequence[ErrorRow]) -> Table:
+def errors_table(rows: Sequence[Row]) -> Table:
     """A line for each op, implementation and dtype: the worst ratios over shapes and results."""
-    groups: dict[tuple[str, str, str], list[ErrorRow]] = {}
+    groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        interpreted = row.implementation == "triton" and row.device == "cpu"
-        name = "triton, interpreted" if interpreted else row.implementation
-        groups.setdefault((row.op, name, row.dtype), []).append(row)
+        interpreted = row.variant == "triton" and row.device == "cpu"
+        name = "triton, interpreted" if interpreted else row.variant
+        groups.setdefault((row.bench, name, row.dtype), []).append(row)
     lines = []
     for names, group in groups.items():
-        ratios = [
-            (worst, rms, f"{result}, {row.shape}")
+        found = [
+            (worst, rms, f"{result}, {row.case}")
             for row in group
-            for result, (worst, rms) in row.ratios().items()
+            for result, (worst, rms) in ratios(row).items()
         ]
         cells = ["", "", ""]
-        if ratios:
-            worst, _, where = max(ratios)
-            cells = [f"{worst:.2f}x", where, f"{max(rms for _, rms, _ in ratios):.2f}x"]
-        held = sum(not row.fails for row in group)
+        if found:
+            worst, _, where = max(found)
+            cells = [f"{worst:.2f}x", where, f"{max(rms for _, rms, _ in found):.2f}x"]
+        held = sum(not fails(row) for row in group)
         lines.append(Line([*names, *cells, f"{held} of {len(group)} shapes"], group))
     head = ["op", "implementation", "dtype", "largest error / PyTorch's, worst", "where"]
     return Table([*head, "RMS error / PyTorch's, worst", "2x rule holds"], lines)
@@ -463,7 +444,6 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
         "ms | tokens/s | against the fastest DTensor | peak MB",
     ),
     "ops": ops_table,
-    "targets": targets_table,
     "overlap": spec(
         only("overlap", together=True),
         "step on a limited link = case, variant",
