@@ -218,6 +218,15 @@ def cuda_stream(x: Tensor) -> int:
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
+def run_compiled(name: str, cuda: bool, x: Tensor, *args: Any) -> None:
+    """The compiled function of that name, on x's GPU where cuda, else by torch's threads."""
+    if cuda:
+        with torch.cuda.device_of(x):
+            getattr(cuda_kernels, f"{name}_cuda")(*args, cuda_stream(x))
+    else:
+        getattr(_C, name)(*args, torch.get_num_threads())
+
+
 # Whether launches are recorded, not run, for tensors on the CPU and the meta device:
 # fastpar/doctor/trial.py sets it.
 recording = False

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.kernels import _C, backend
+from fastpar.kernels import backend
 from fastpar.kernels.adamw import is_dense
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
@@ -31,12 +31,8 @@ def _copy(
     *how: Any,
 ) -> None:  # fmt: skip
     """Runs the compiled copy; a list with offsets is one buffer. how: add, scale, its tensor."""
-    x, arguments = to[0], (op, to, source, to_offsets, offsets, *how)
-    if use_cuda(op, x):
-        with torch.cuda.device_of(x):
-            backend.cuda_kernels.bucket_copy_cuda(*arguments, backend.cuda_stream(x))
-    else:
-        _C.bucket_copy(*arguments, torch.get_num_threads())
+    cuda = use_cuda(op, to[0])
+    backend.run_compiled("bucket_copy", cuda, to[0], op, to, source, to_offsets, offsets, *how)
 
 
 def _is_compiled(op: str, x: Tensor) -> bool:
@@ -118,12 +114,8 @@ def _sum_shards(
         if bins is not None:
             norm_bins([out], out=bins)
         return
-    args = (shards, out, scale, at, bins)
-    if use_cuda("sum_shards", out):
-        with torch.cuda.device_of(out):
-            backend.cuda_kernels.sum_shards_cuda(*args, backend.cuda_stream(out))
-    else:
-        _C.sum_shards(*args, torch.get_num_threads())
+    cuda = use_cuda("sum_shards", out)
+    backend.run_compiled("sum_shards", cuda, out, shards, out, scale, at, bins)
     _bump([out] if bins is None else [out, bins])
 
 

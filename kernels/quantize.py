@@ -18,7 +18,7 @@ Source: Seide et al. 2014 (error feedback), Interspeech.
 import torch
 from torch import Tensor
 
-from fastpar.kernels import _C, backend
+from fastpar.kernels import backend
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
 from fastpar.kernels.op import define_op
 
@@ -66,18 +66,9 @@ def _quantize(
         return _quantize_torch(x, error, bits, block, seed)
     x = x.contiguous()  # error, which may be x, is
     codes, scales = _outputs(x, block)
-    args = (
-        *(x, error, codes, scales),
-        block,
-        bits,
-        None if seed is None else seed % 2**64,
-        first_index,
-    )
-    if cuda:
-        with torch.cuda.device_of(x):
-            backend.cuda_kernels.quantize_blockwise_cuda(*args, backend.cuda_stream(x))
-    else:
-        _C.quantize_blockwise(*args, torch.get_num_threads())
+    seed = None if seed is None else seed % 2**64
+    args = x, error, codes, scales, block, bits, seed, first_index
+    backend.run_compiled("quantize_blockwise", cuda, x, *args)
     if error is not None and not error.is_inference():
         torch.autograd.graph.increment_version(error)
     return codes, scales
@@ -97,12 +88,7 @@ def _dequantize(codes: Tensor, scales: Tensor, dtype: int, block: int) -> Tensor
         return (codes.float() * each).to(out_dtype)
     codes, scales = codes.contiguous(), scales.contiguous()
     out = torch.empty(codes.shape, dtype=out_dtype, device=codes.device)
-    args = (codes, scales, block, out)
-    if cuda:
-        with torch.cuda.device_of(codes):
-            backend.cuda_kernels.dequantize_blockwise_cuda(*args, backend.cuda_stream(codes))
-    else:
-        _C.dequantize_blockwise(*args, torch.get_num_threads())
+    backend.run_compiled(op, cuda, codes, codes, scales, block, out)
     return out
 
 

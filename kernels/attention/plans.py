@@ -150,6 +150,19 @@ def heads_per_section(k: tuple[int, ...], itemsize: int, megabytes: int) -> int:
     return max(1, (megabytes << 20) // (2 * k[1] * k[3] * itemsize))
 
 
+def _constants(
+    D: int, config: Config, causal: bool, dropout: bool, varlen: bool, n: int, **more: Any
+) -> dict[str, Any]:
+    """Of all three kernels, and how they are run; more: in between."""
+    from fastpar.kernels.triton_launch import next_power_of_2
+
+    tile = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k}
+    how = {"CAUSAL": causal, "DROPOUT": dropout, "VARLEN": varlen, **more}
+    how |= {"STEPS": n.bit_length() if varlen else 0}
+    run = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return {"D": D, "BLOCK_D": max(16, next_power_of_2(D)), **tile, **how, **run}
+
+
 class FwdPlan(NamedTuple):
     """What a launch gets besides tensors, the scale and the mask; the same for equal layouts."""
 
@@ -175,18 +188,7 @@ def fwd_plan(
     boxed = config.load == "tma" and not drawn
     section = heads_per_section(k, dtype.itemsize, megabytes) * group
     numbers = (*q_stride[:3], *k_stride[:3], *v_stride[:3], n, T, k[1], H, group, section)
-    constants = {
-        "D": D,
-        "BLOCK_D": block_d,
-        "BLOCK_Q": config.block_q,
-        "BLOCK_K": config.block_k,
-        "CAUSAL": causal,
-        "DROPOUT": dropout,
-        "VARLEN": varlen,
-        "STEPS": n.bit_length() if varlen else 0,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+    constants = _constants(D, config, causal, dropout, varlen, n)
     k_box, v_box = (
         layout_of(k, stride, dtype, config.block_k, block_d) if boxed else None
         for stride in (k_stride, v_stride)
@@ -223,26 +225,11 @@ def bwd_plan(
     tiles = T // dq.block_q + n if varlen else cdiv(T, dq.block_q) * n
     key_tiles = Tk // dkdv.block_k + n if varlen else cdiv(Tk, dkdv.block_k) * n
     sizes, section = (n, T, Tk, H, group), heads_per_section(k, dtype.itemsize, megabytes)
-    constants = [
-        {
-            "D": D,
-            "BLOCK_D": block_d,
-            "BLOCK_Q": config.block_q,
-            "BLOCK_K": config.block_k,
-            "CAUSAL": causal,
-            "DROPOUT": dropout,
-            "VARLEN": varlen,
-            "FP32": dtype == torch.float32,
-            "STEPS": n.bit_length() if varlen else 0,
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-            **more,
-        }
-        for config, more in (
-            (dq, {}),
-            (dkdv, {"EVEN": not varlen and T % dkdv.block_q == 0, "GROUPED": group != 1}),
-        )
-    ]
+    common = causal, dropout, varlen, n
+    even, fp32 = not varlen and T % dkdv.block_q == 0, {"FP32": dtype == torch.float32}
+    constants = _constants(D, dq, *common, **fp32), {
+        **_constants(D, dkdv, *common, **fp32), "EVEN": even, "GROUPED": group != 1,
+    }  # fmt: skip
     return BwdPlan(
         tuple(boxes),
         ((tiles * H,), (key_tiles * Hkv,)),
@@ -250,5 +237,5 @@ def bwd_plan(
             (*itertools.chain(*steps[:5]), *sizes, section * group),
             (*itertools.chain(*steps[:4], *steps[5:]), *sizes, section),
         ),
-        (constants[0], constants[1]),
+        constants,
     )

@@ -203,11 +203,6 @@ def _bwd_fake(dlosses, x, weight, targets, *options):
     return _fake_gradients(x, weight, *options[-2:])
 
 
-def add_gradient_(buffer: Tensor, grad: Tensor, by: Tensor) -> None:
-    """buffer += grad * by, by [] a tensor."""
-    buffer.addcmul_(grad, by)
-
-
 _OPTIONS = "float label_smoothing, float z_loss, SymInt chunk_rows, bool need_dx, bool need_dweight"
 _linear_cross_entropy = define_op(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
@@ -270,11 +265,11 @@ def _backward(ctx, dloss, *_):
     grad_weight = None
     if ctx.weight_grad is not None:
         refuse_batch("linear_cross_entropy", "weight_grad", by)
-        add_gradient_(ctx.weight_grad, dweight, by)
+        ctx.weight_grad.addcmul_(dweight, by)
     elif ctx.need_dweight and (found := wide_room(ctx.weight, by)) is not None:
         room, add = found
         if add:
-            add_gradient_(room, dweight, by)
+            room.addcmul_(dweight, by)
         else:
             torch.mul(dweight, by, out=room)
     elif ctx.need_dweight:
