@@ -8,12 +8,11 @@ from cells import sweep
 from torch import nn
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.axes.tensor.declared import Declared, add_state, find_states, split_parameters
+from fastpar.axes.tensor.declared import add_state, find_states
 from fastpar.axes.tensor.functional import TensorParallel
 from fastpar.comm.transports import TorchCollectives
 from fastpar.foreign.tp_plan import Column
 from fastpar.settings.parallel import Parallel
-from fastpar.sharding.layout import parameter_names
 from fastpar.sharding.placements import Partial, Replicate, Shard
 from fastpar.testing import run_ranks
 
@@ -55,62 +54,6 @@ def one_rank():
     return TensorParallel(TorchCollectives())
 
 
-def split(model, tp, mesh):
-    return split_parameters(
-        parameter_names(model),
-        find_states(model, tp),
-        tp,
-        lambda tensors: mesh.broadcast_(tensors, "tp"),
-    )
-
-
-SHAPES = {
-    "pair.a.weight": (Shard(0), [8, 6], [4, 6]),
-    "pair.a.bias": (Shard(0), [8], [4]),
-    "pair.b.weight": (Shard(1), [6, 8], [6, 4]),
-    "norm.scale": (Partial(), [6], [6]),
-    "table": (Shard(0, pad_to=2), [5, 3], [4, 3]),
-    "same.weight": (Replicate(), [2, 3], [2, 3]),
-}
-
-
-def test_states_come_from_attributes_and_methods():
-    """A shared module is asked once; a method of that name which means something else is not."""
-    calls = []
-
-    class Counts(Scale):
-        def tensor_parallel(self, tp):
-            calls.append(self)
-            return {}
-
-    class Foreign(nn.Linear):
-        def tensor_parallel(self, device_mesh):
-            raise AssertionError("transformers' own")
-
-    def rank():
-        model, tp = Model(), one_rank()
-        states = find_states(model, tp)
-        assert model.pair.tp is tp
-        names = {names[0]: states[p] for p, names in parameter_names(model).items()}
-        assert names == {name: state for name, (state, *_) in SHAPES.items()}
-        one = Counts(3)
-        assert len(find_states(nn.ModuleList([one, one]), tp)) == len(calls) == 1
-        assert find_states(Foreign(2, 2), tp) == {}
-        # Renamed parameters keep their states.
-        new, of = Model(), {p: {"tp": state} for p, state in states.items()}
-        shapes = {p: torch.Size([i]) for i, p in enumerate(model.parameters())}
-        declared = Declared(tp, of, shapes)
-        declared.rename(parameter_names(model), parameter_names(new))
-        assert [declared.states(p)["tp"] for p in new.parameters()] == [
-            states[p] for p in model.parameters()
-        ]
-        assert [list(declared.whole_shape(p)) for p in new.parameters()] == [[i] for i in range(6)]
-        with pytest.raises(KeyError):
-            declared.states(next(model.parameters()))
-
-    run_ranks(rank, 1)
-
-
 def test_states_that_contradict_each_other_or_are_of_no_parameter():
     """Tied parameters have the state of either name."""
 
@@ -141,39 +84,6 @@ def test_states_that_contradict_each_other_or_are_of_no_parameter():
         assert states == {p: Replicate()}
 
     run_ranks(rank, 1)
-
-
-def splits_a_model():
-    mesh = Mesh(tp=2)
-    tp = TensorParallel(TorchCollectives(mesh.tp_group))
-    model, first = Model(), Model()
-    generator = torch.Generator().manual_seed(mesh.rank)  # ranks begin with other values
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator))
-        generator.manual_seed(0)
-        for p in first.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator))
-    declared = split(model, tp, mesh)
-    wholes = [p.detach() for p in first.parameters()]
-    for (name, p), whole in zip(model.named_parameters(), wholes):
-        (state, shape, own), part = SHAPES[name], p.detach()
-        assert declared.states(p)["tp"] == state
-        expected = state.cut(whole, mesh.tp_rank, 2) if isinstance(state, Shard) else whole
-        assert torch.equal(part, expected), name
-        assert (list(p.shape), list(declared.whole_shape(p))) == (own, shape)
-        for dtype in (p.dtype, torch.float64, torch.bfloat16, torch.uint8, torch.bool):
-            values = whole.to(dtype)  # of an optimizer
-            assert torch.equal(declared.whole(declared.cut(values, p), p), values)
-        declared.whole(part, p).fill_(5.0)  # copies
-        declared.cut(whole.clone(), p).fill_(5.0)
-        assert torch.equal(part, expected)
-        assert declared.counts(p) == (mesh.tp_rank == 0 or isinstance(state, Shard))
-
-
-@pytest.mark.parametrize("backend", ["threads", pytest.param("gloo", marks=pytest.mark.slow)])
-def test_parameters_are_cut_in_place_with_the_first_ranks_values(backend):
-    run_ranks(splits_a_model, 2, backend=backend)
 
 
 # Refusals

@@ -8,16 +8,12 @@ import math
 
 import pytest
 import torch
-from cells import slow, sweep
+from cells import sweep
 from lone_rank import LoneMesh, heard
-from saved import bits
 from torch import nn
 
-from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, engine_of, parallelize
+from fastpar import GPT, GPTConfig, Mesh, Muon, engine_of, parallelize
 from fastpar.axes.grid import Grid
-from fastpar.checkpoint.reader import verify_checkpoint
-from fastpar.checkpoint.restore import load_checkpoint
-from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.comm.collectives import OneRank
 from fastpar.engine.debug import Debug
 from fastpar.kernels import make_key
@@ -166,45 +162,6 @@ def test_gathered_blocks_are_let_go_of_within_an_op(op, forward, backward):
         with StepMemory(mesh.device, alive_bytes=0) as memory:
             y.backward(dy)
         assert memory.peak_bytes == pytest.approx(backward, rel=0.01)
-
-
-# States
-
-
-def take_steps(model, n=2):
-    optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-3, max_grad_norm=0.25)
-    for step in range(n):
-        model(*batch(), rng_key=make_key(0, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
-SPLIT = [({"tp_grid": (2, 2)}, 4), ({"tp_grid": (2, 1, 2)}, 4), ({"tp": 2}, 2), ({}, 1)]
-
-
-@pytest.mark.parametrize("stage", [3, *map(slow, (0, 1, 2))])
-def test_a_checkpoint_of_a_grid_is_that_of_any_layout(tmp_path, stage):
-    """Trained on a grid, loaded and saved by others and by one process: the same bytes."""
-
-    def one(number, source):
-        mesh = Mesh(**SPLIT[number][0])
-        model = build(torch.float32, mesh.rank + 1, n_head=5, n_embd=20)  # padded heads
-        parallelize(model, mesh, zero_stage=stage)
-        optimizer = take_steps(model, 2 if source is None else 0)
-        if source is not None:
-            load_checkpoint(source, model=model, optimizer=optimizer)
-        return save_checkpoint(tmp_path / str(number), model=model, optimizer=optimizer, step=2)
-
-    ours = run_ranks(one, 4, 0, None)[0]
-    verify_checkpoint(ours)
-    path = ours
-    for number in range(1, len(SPLIT)):
-        path = run_ranks(one, SPLIT[number][1], number, path)[0]
-        verify_checkpoint(path)
-        assert bits(path) == bits(ours), SPLIT[number]
-    back = run_ranks(one, 4, 0, path)[0]
-    assert bits(back) == bits(ours)
 
 
 def test_reports_name_the_grid():

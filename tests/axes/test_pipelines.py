@@ -103,21 +103,6 @@ def test_bubbles_and_peaks(p, m):
         assert held == pytest.approx(peak, abs=0.01), name
 
 
-@sweep("p", [1, 2, 3, 4, 8])
-@sweep("m", [1, 2, 5, 8, 32])
-def test_formulas_of_bubble_and_peak(p, m):
-    F, D, W = 1.0, 1.5, 0.75
-    costs = Costs([F] * p, [D] * p, [W] * p)
-    for name in ("gpipe", "1f1b"):
-        assert time_of(name, p, m, 1, costs, 0.0)[0] == pytest.approx((m + p - 1) * (F + D + W))
-        peaks = [m if name == "gpipe" else min(p - rank, m) for rank in range(p)]
-        assert [*map(most_held, make_schedule(name, p, m).ops)] == peaks
-    assert [*map(most_held, make_schedule("zb-h1", p, m).ops)] == [min(p, m)] * p
-    if m >= p:
-        ideal = m * (F + D + W) + (p - 1) * (F + D - W)
-        assert time_of("zb-h1", p, m, 1, costs, 0.0)[0] == pytest.approx(ideal)
-
-
 def test_stages_owners_and_messages_between_ranks():
     for name in ("interleaved", "zb-v"):
         schedule = make_schedule(name, 4, 8, 2)

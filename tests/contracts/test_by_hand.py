@@ -205,7 +205,12 @@ REFUSED = {
         lambda model: model.scale.grad.add_(1),
         lambda model: model.head.bias.grad.detach().clamp_(0),
         lambda model: model.head.bias.grad.__setitem__(0, 1.0),
+        lambda model: torch._foreach_mul_([torch.ones(1), model.head.bias.grad], 2.0),
+        lambda model: torch.add(torch.ones(C), 1, out=model.head.bias.grad),
+        lambda model: model.head.weight.grad[0].sub_(1),
+        lambda model: model.head.weight.grad.view(-1).clamp_(0),
         lambda model: copy.deepcopy(model.head.bias.grad),
+        lambda model: pickle.dumps(model.head.bias.grad),
     ],
     PARAMETER: [
         lambda model: model.head.weight.clamp_(-1, 1),
@@ -214,9 +219,20 @@ REFUSED = {
         lambda model: nn.init.normal_(model.head.weight),
         lambda model: model.scale.data.copy_(torch.ones(1)),
         lambda model: model.head.bias.set_(torch.ones(C)),
+        lambda model: model.head.bias.data.zero_(),
         add_to,
     ],
 }
+
+
+READS = (
+    *(torch.Tensor.norm, torch.Tensor.sum, torch.clone),
+    lambda x: torch.stack([x, x]),
+    lambda x: torch.zeros(C).copy_(x),
+    lambda x: torch.ones(C).add_(x),
+    lambda x: torch._foreach_norm([x])[0],
+    lambda x: torch.add(x, 1, out=torch.zeros(C)),
+)
 
 
 @pytest.mark.parametrize("message", REFUSED, ids=["memory", "gradients", "parameters"])
@@ -229,8 +245,13 @@ def test_what_is_refused_at_once(message):
             with grad, pytest.raises(RuntimeError, match=message):
                 write(model)
         if message == GRADIENT:
-            assert model.head.bias.grad.norm().isnan()
-            assert torch.zeros(C).copy_(model.head.bias.grad).isnan().all()
+            grad = model.head.bias.grad
+            assert (grad.shape, grad.dtype, grad.requires_grad) == ((C,), torch.float32, False)
+            for read in READS:
+                value = read(grad)
+                assert type(value) is torch.Tensor
+                assert value.isnan().all()
+            assert "nan" in repr(grad)
             optimizer.step()
             optimizer.zero_grad()
         else:

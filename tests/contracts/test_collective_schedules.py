@@ -188,26 +188,6 @@ def test_volumes_of_hsdp(d):
             assert sum(run.engine.wire_bytes().values()) == sent(said)
 
 
-@STAGES
-def test_accumulation_sends_each_micro_batch_or_the_sum(stage):
-    """A micro-batches: "shard" reduces A times, "full" once; parameters are gathered once a step at
-    stages 1 and 2, for each micro-batch at stage 3. The control exchange is one in all cases."""
-    n_micro = 3
-    reduced, gathered = {}, {}
-    for mode in ("shard", "full"):
-        kwargs = {"accumulate": mode, "grad_accum_steps": n_micro, "n_micro": n_micro}
-        with Run(zero_stage=stage, **kwargs) as run:
-            run.train()
-            said = run.train()
-            ops = run.ops(said)
-            reduced[mode] = sum(op.tensor_bytes for op in ops if op.role == "reduce")
-            gathered[mode] = sum(op.tensor_bytes for op in ops if op.role == "gather") / KIB
-            assert sum(map(is_control, run.ops(said, control=True))) == 1
-    assert reduced["shard"] == n_micro * reduced["full"]
-    expected = {0: 0, 1: P, 2: P, 3: n_micro * (2 * P - ROOT - LAST)}[stage]
-    assert gathered == {"shard": expected, "full": expected}
-
-
 def test_16_bit_gradients_halve_the_reduction():
     with Run(zero_stage=2, reduce_dtype=torch.bfloat16) as run:
         run.train()

@@ -24,14 +24,12 @@ from programs import (
     gradients,
     loss_of,
     on_ranks,
-    plain,
     set_mean,
 )
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-import fastpar
 from fastpar import AdamW, Mesh, engine_of, parallelize
 from fastpar.nn.recompute import recompute
 from fastpar.settings.parallel import Parallel
@@ -124,7 +122,8 @@ def groups_of(model):
 
 
 class Small(nn.Module):
-    """0-dim and one-element parameters, one without elements; less than one shard per rank."""
+    """0-dim and one-element parameters, one without elements, one that is not contiguous; less than
+    one shard per rank."""
 
     def __init__(self):
         super().__init__()
@@ -132,9 +131,10 @@ class Small(nn.Module):
         self.shift = nn.Parameter(torch.ones(1))
         self.empty = nn.Parameter(torch.ones(0, 3))
         self.table = nn.Parameter(torch.ones(V, 1))
+        self.turned = nn.Parameter(torch.ones(V, 5).t())
 
     def forward(self, idx):
-        return self.scale * self.table[idx].squeeze(-1) @ torch.ones(5, V) + self.shift
+        return self.scale * self.table[idx].squeeze(-1) @ self.turned + self.shift
 
 
 class Lists(nn.Module):
@@ -277,28 +277,14 @@ class Whole(Net):
         return x
 
 
-def gpt(mode):
-    config = fastpar.GPTConfig(3, 2, C, 5, V, dropout=0.0)
-    return recompute(fastpar.GPT(config), mode)
-
-
 CHECKPOINTED = {
     "blocks": lambda: Net(run=checkpointed),
     "stack": Whole,
     "recompute full": lambda: recompute(Net()),
     "recompute selective": lambda: recompute(Net(), "selective"),
     "recompute every second": lambda: recompute(Net(), every=2),
-    "GPT full": lambda: gpt("full"),
-    "GPT selective": lambda: gpt("selective"),
 }
 CASES |= {f"checkpoints, {name}": Case(build) for name, build in CHECKPOINTED.items()}
-
-
-def test_checkpointing_changes_no_bit():
-    for name, case in CASES.items():
-        if "checkpoints, " in name:
-            stored = Case(lambda: gpt("none")) if "GPT" in name else Case()
-            assert_same(plain(case, 2)[0], plain(stored, 2)[0])
 
 
 # Passes
@@ -433,11 +419,12 @@ CHANGES = {
     "scaled": scaled_rows,
     "sin_": lambda x: x.sin_().view_as(x),
 }
-for name, form in FORMS.items():
-    for how, after in CHANGES.items():
+for i, (name, form) in enumerate(FORMS.items()):
+    whole = name == "its own memory"
+    for how, after in list(CHANGES.items()) if whole else [*CHANGES.items()][i % 2 :: 2]:
         CASES[f"output {name}, {how} in place"] = unit_case(
             lambda form=form, after=after: Stack(lambda: Plain(form), after),
-            stages=STAGES if name == "its own memory" else (3,),
+            stages=STAGES if whole else (3,),
         )
 
 

@@ -1,5 +1,6 @@
 """A checkpoint of any layout is loaded at any other: the same bits, and the same run goes on."""
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,27 +13,30 @@ from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint.reader import verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
+from fastpar.engine.debug import Debug
 from fastpar.optim.schedule import param_groups
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=8, vocab_size=301, dropout=0.1)
-ROWS = 12  # sequences a step, one in each micro-batch
-DATA = torch.randint(0, 301, (8 * ROWS, 9), generator=torch.Generator().manual_seed(3))
+ROWS = 12  # micro-batches a step, of two sequences each
+DATA = torch.randint(0, 301, (8 * ROWS, 2, 9), generator=torch.Generator().manual_seed(3))
 
 
 class Rank:
     """A model and an optimizer on one rank."""
 
     def __init__(self, layout):
-        self.mesh = Mesh(tp=layout.tp, device="cpu")
+        grid = {"tp_grid": layout.tp} if isinstance(layout.tp, tuple) else {"tp": layout.tp}
+        self.mesh = Mesh(**grid, device="cpu")
         self.config = replace(CONFIG, n_head=layout.n_head, n_embd=8 * layout.n_head)
         self.model = GPT(self.config, seed=layout.ranks + layout.stage).to(layout.dtype)
         self.rounds = ROWS // self.mesh.dp_size
         options = {"grad_dtype": torch.float32, "deterministic": True, "bucket_mb": 0.02}
         options |= {"accumulate": "shard", "grad_accum_steps": self.rounds}
         asked = Parallel.of(zero_stage=layout.stage, **{**options, **(layout.options or {})})
-        parallelize(self.model, self.mesh, asked)
+        debug = Debug(bus_gb_s=2.0) if "offload" in (layout.options or {}) else None
+        parallelize(self.model, self.mesh, asked, debug=debug)
         groups = param_groups(self.model, 0.1)
         self.optimizer = AdamW(groups, lr=1e-2, max_grad_norm=1.0, **(layout.optimizer or {}))
 
@@ -43,14 +47,15 @@ class Rank:
             total = torch.zeros(1, dtype=torch.float64)
             for j in range(self.rounds):
                 row = step * ROWS + j * self.mesh.dp_size + self.mesh.dp_rank
-                x = DATA[row : row + 1]
-                loss = self.model(x[:, :-1], x[:, 1:], rng_key=torch.tensor([5, row]))
+                x = DATA[row]
+                loss = self.model(x[:, :-1], x[:, 1:], rng_key=torch.tensor([5, 2 * row]))
                 (loss / self.rounds).backward()
                 total += loss.detach().double()
             self.optimizer.step()
             self.optimizer.zero_grad()
             engine = self.optimizer.engines()[0]
-            losses.append(engine.all_reduce_scalars(total).item() / (ROWS * self.mesh.tp_size))
+            rows = ROWS * self.mesh.world_size // self.mesh.dp_size
+            losses.append(engine.all_reduce_scalars(total).item() / rows)
         return losses
 
     def whole(self):
@@ -68,7 +73,7 @@ class Rank:
 class Layout(NamedTuple):
     ranks: int
     stage: int = 0
-    tp: int = 1
+    tp: int | tuple = 1  # of a grid: its rows and columns
     options: dict | None = None  # of parallelize()
     dtype: torch.dtype = torch.float32
     optimizer: dict | None = None
@@ -77,9 +82,10 @@ class Layout(NamedTuple):
     @property
     def tree(self):
         """What the bits of sums over tokens and features depend on."""
+        tp = math.prod(self.tp) if isinstance(self.tp, tuple) else self.tp
         return (
             self.tp,
-            self.ranks // self.tp % 3 == 0,
+            self.ranks // tp % 3 == 0,
             (self.options or {}).get("sequence_parallel"),
         )
 
@@ -95,6 +101,7 @@ REMAINDER = {
 }
 CODES = {"optimizer": {"moment_dtype": torch.uint8}}
 AMSGRAD = {"optimizer": {"amsgrad": True}}
+HOST = {"offload": "optimizer"}
 FIVE = {"n_head": 5}  # padded to 6 and to 8 where tp does not divide them
 PAIRS = [
     ((4, 3), (1,), {}),
@@ -103,6 +110,8 @@ PAIRS = [
     ((2, 1, 2), (4, 0, 4), FIVE),
     ((4, 3, 2), (2,), MASTERS),
     ((2, 2), (4, 3), REMAINDER),
+    ((2, 1), (1, 0, 1, HOST), {}),
+    ((4, 3, (2, 2)), (2, 0, 2), FIVE),
 ]
 MORE_PAIRS = [
     ((1,), (4, 0, 4), {}),
@@ -119,6 +128,11 @@ MORE_PAIRS = [
     ((4, 1, 4), (4, 3, 2), {}),
     ((4, 3), (2, 1), MASTERS),
     ((2, 3), (4, 1), CODES),
+    ((2, 3, 1, HOST), (1,), {}),
+    ((2,), (2, 3, 1, {"offload": "parameters"}), {}),
+    ((1,), (4, 1, (2, 2)), {}),
+    ((2, 0, (2, 1)), (1,), FIVE),
+    ((2, 0, 2), (4, 2, (2, 2)), {}),
     ((2, 1), (4, 3), AMSGRAD),
 ]
 

@@ -31,6 +31,7 @@ from same_run import (
     train,
     values_of,
 )
+from test_memory import assert_a_part, materialized
 
 from fastpar.comm.mesh import Mesh
 from fastpar.engine import bucket
@@ -64,6 +65,9 @@ FAMILIES = {
         "prefetch": (1, 0, 3),
         "units": (None, "layers", "blocks"),
         "watched": BOTH,
+        "wire": (None, *Layout.WIRES),
+        "inference": BOTH,
+        "resumed": BOTH,
     },
     "split": {
         "tp": (1, 2, 4),
@@ -88,6 +92,9 @@ FAMILIES = {
         "n_head": (4, 5),  # a tp that does not divide them pads them
         "time": (6, 5),
         "offload": HOST,
+        "wire": (None, *Layout.WIRES),
+        "inference": BOTH,
+        "resumed": BOTH,
     },
     "experts": {
         "ep": (1, 2, 4),
@@ -111,22 +118,24 @@ FAMILIES = {
         "offload": HOST,
     },
 }
-SEEDS = 6
+SEEDS = 3
 
 
-AXES = ("tp", "grid", "cp", "pp", "ep")
+AT_EVERY_STAGE = ("accum", "precision", "deterministic", "offload", "wire", "resumed")
 
 
 def rows(family):
-    """Of splits and experts `make test` runs those with every value, of axes at every stage."""
+    """`make test` runs those that together have every value; where data alone is split every one of
+    some settings at each stage."""
 
     def groups(row):
         values = {**vars(row[0]), **vars(row[1])}
+        beside = AT_EVERY_STAGE if family == "data" else ()
         items = {item for item in values.items() if item[0] in FAMILIES[family]}
-        return items | {(axis, values[axis], values["stage"]) for axis in AXES}
+        return items | {(name, values[name], values["stage"]) for name in beside}
 
     found = covering(FAMILIES[family], most=4)
-    quick = found if family == "data" else few(found, groups, lambda row: row[0].ranks ** 0.5)
+    quick = few(found, groups, lambda row: (row[0].ranks * row[0].micro) ** 0.5)
     return [
         pytest.param(*row, id=f"{row[0]}|{row[1]}", marks=[pytest.mark.slow] * (row not in quick))
         for row in found
@@ -182,6 +191,7 @@ MORE = [
     {"grid": "2x2", "dp": 2, "stage": 2, "precision": "bf16", "clip": True},
     {"tp": 4, "sequence": True, "dp": 2, "stage": 2, "time": 7, "clip": True, "n_head": 5},
     {"tp": 3, "sequence": True, "dp": 2, "stage": 3, "n_head": 3, "time": 7, "dropout": True},
+    {"pp": 2, "dp": 2, "stage": 2, "accum": "full_2", "precision": "bf16", "deterministic": True},
 ]
 MORE_SLOW = [
     *(
@@ -210,6 +220,8 @@ MORE_SLOW = [
     {"cp": 4, "n_head": 4, "time": 5, "dropout": True},
     {"cp": 4, "method": "keys", "pp": 2, "stage": 1, "accum": "full_2"},
     {"cp": 5, "method": "keys", "time": 6},
+    {"pp": 3, "accum": "full_4", "deterministic": True, "schedule": "zb-h1", "clip": True},
+    {"pp": 4, "accum": "full_4", "deterministic": True, "dp": 2, "stage": 2, "schedule": "zb-v"},
     {"dp": 8, "stage": 2, "shard_size": 4, "deterministic": True},
     {"dp": 8, "stage": 3, "shard_size": 2, "deterministic": True},
 ]
@@ -245,15 +257,16 @@ PROCESSES = {
 
 
 def train_each(rows):
-    return [train(*of_row(row), {"transport": transport}) for row, transport in rows]
+    return materialized(), *(train(*of_row(r), {"transport": where}) for r, where in rows)
 
 
 @pytest.mark.parametrize("n_ranks", [2, slow(4)])
 def test_processes(n_ranks):
     rows = PROCESSES[n_ranks]
-    results = run_ranks(train_each, n_ranks, rows, backend="gloo", timeout_s=200.0)
-    for (row, _), *of_ranks in zip(rows, *results, strict=True):
-        assert_same_run(*of_row(row), of_ranks)
+    peaks, *results = zip(*run_ranks(train_each, n_ranks, rows, backend="gloo", timeout_s=200.0))
+    assert_a_part(peaks)
+    for (row, _), of_ranks in zip(rows, results, strict=True):
+        assert_same_run(*of_row(row), list(of_ranks))
 
 
 # The references, without which cells could agree on nothing

@@ -1,10 +1,7 @@
-"""What a rank has only a part of: nans that can be read, hooks that keep nobody alive, and steps of
-optimizers that are refused."""
+"""Steps of optimizers over parameters of which a rank has only a part: taken, or refused.
 
-import copy
-import gc
-import pickle
-import weakref
+tests/contracts/test_by_hand.py has reads of such parameters and writes into them.
+"""
 
 import pytest
 import torch
@@ -12,119 +9,10 @@ from torch import nn
 
 import fastpar
 from fastpar.comm.mesh import Mesh
-from fastpar.engine.absent import Absent, AbsentParameter, Hook, Link, hide, show
 from fastpar.optim import adamw as optim
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
 from fastpar.testing import run_ranks
-
-
-def nans(*shape):
-    return torch.full((), float("nan")).expand(shape)
-
-
-def gradient():
-    return Absent.of(nans(2, 3), "gradient", "w")
-
-
-READS = (
-    *(torch.Tensor.norm, torch.Tensor.sum, torch.clone),
-    lambda x: torch.stack([x, x]),
-    lambda x: torch.zeros(2, 3).copy_(x),
-    lambda x: torch.ones(2, 3).add_(x),
-    lambda x: torch._foreach_norm([x])[0],
-    lambda x: torch.add(x, 1, out=torch.zeros(2, 3)),
-)
-WRITES = (
-    lambda x: x.mul_(2),
-    lambda x: x.__setitem__(0, 1.0),
-    lambda x: x.__imul__(2),
-    lambda x: x.detach().add_(1),
-    lambda x: x.data.fill_(1),
-    lambda x: x.view(6).clamp_(0),
-    lambda x: x[0].sub_(1),
-    lambda x: torch._foreach_mul_([torch.ones(1), x], 2.0),
-    lambda x: torch.add(torch.ones(2, 3), 1, out=x),
-    copy.deepcopy,
-    pickle.dumps,
-)
-LEFT = r"p\.grad: expected to be left as it is, got \w+ for 'w', whose gradient is not"
-WHOLE = r"[\w.]+: expected a whole parameter, got '\?', of which"
-
-
-def test_reads_are_nan_and_writes_and_copies_are_refused():
-    for x, message in ((gradient(), LEFT), (AbsentParameter(nans(2, 3)).data, WHOLE)):
-        for read in READS:
-            value = read(x)
-            assert type(value) is torch.Tensor
-            assert value.isnan().all()
-        kind = (x.shape, x.dtype, x.is_sparse, x.requires_grad)
-        assert kind == ((2, 3), torch.float32, False, False)
-        assert "nan" in repr(x)
-        for write in WRITES:
-            with pytest.raises(RuntimeError, match=message):
-                write(x)
-        assert x.isnan().all()
-
-
-def test_zeroing_a_gradient_is_noted():
-    a, b, plain = gradient(), gradient(), torch.ones(2)
-    assert a.zero_() is a
-    torch._foreach_zero_([plain, b])
-    assert (a.zeroed, b.zeroed, plain.tolist()) == (True, True, [0, 0])
-    assert torch.stack([a, b]).isnan().all()
-    with pytest.raises(RuntimeError, match=r"p\.zero_: expected a whole parameter"):
-        AbsentParameter(nans(2)).data.zero_()
-
-
-def test_a_parameter_is_absent_by_its_class():
-    p = nn.Parameter(torch.ones(2))
-    mine = type("Mine", (nn.Parameter,), {})(torch.ones(2))
-    for x in (p, mine):
-        x.data = nans(2)
-        hide(x)
-    assert (type(p), type(mine).__name__) == (AbsentParameter, "Mine")
-    for write in (WRITES[0], WRITES[1], copy.deepcopy, pickle.dumps):
-        with pytest.raises(RuntimeError, match=WHOLE):
-            write(p)
-    with pytest.raises(RuntimeError, match=r"parallelize: expected parameter '\?' to keep"):
-        p.data = torch.ones(2)
-    p.data = p  # nothing changes
-    p.requires_grad_(False)
-    assert p.isnan().all()
-    show(p)
-    show(mine)
-    p.data = torch.ones(2)
-    assert (type(p), p.mul_(2).tolist()) == (nn.Parameter, [2, 2])
-
-
-class Owner:
-    def __init__(self):
-        self.calls = []
-
-    def called(self, *args, **kwargs):
-        self.calls.append((args, kwargs))
-        return "result"
-
-
-def test_copies_of_hooks_are_empty_and_a_hook_keeps_nobody_alive():
-    owner = Owner()
-    link, hook = Link(owner), Hook(weakref.ref(owner), Owner.called, 1)
-    assert hook(2, key=3) == "result"
-    for make in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
-        assert make(link).target is None
-        assert make(hook)(2, key=3) is None
-    assert owner.calls == [((1, 2), {"key": 3})]
-    assert (hook.is_of(owner), hook.is_of(Owner()), copy.copy(hook).is_of(owner)) == (
-        *(True, False, False),
-    )
-    gone = weakref.ref(owner)
-    del owner, link
-    gc.collect()
-    assert (gone(), hook()) == (None, None)
-
-
-# Optimizers
 
 
 def step_with(stage, build, drive=lambda optimizer: optimizer.step()):

@@ -1,4 +1,4 @@
-"""Which ranks meet in which group, what the exchange of a step carries, and what it notices."""
+"""What the exchange of a step carries, and what it notices."""
 
 import contextlib
 from typing import NamedTuple
@@ -10,111 +10,13 @@ from cells import sweep
 from torch import nn
 
 from fastpar import parallelize
-from fastpar.axes.tensor import tp_group
-from fastpar.comm.collectives import OneRank
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.transports import TorchCollectives, make_collectives
+from fastpar.comm.transports import make_collectives
 from fastpar.engine import control as control_module
-from fastpar.engine.bucket import STAGES
 from fastpar.engine.control import Control, broadcast_text, gather_errors, gather_numbers
-from fastpar.engine.debug import Debug, Delays
 from fastpar.engine.engine import engine_of
-from fastpar.engine.parallelize import GroupMaker
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
-from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
-
-
-def members(collectives):
-    return None if collectives is None else dist.get_process_group_ranks(collectives.group)
-
-
-def made(mesh, stage, n_shards, transport="torch", debug=None, deterministic=False):
-    """A rank's groups by role."""
-    maker = GroupMaker(mesh, transport, Parallel(deterministic=deterministic), debug or Debug())
-    of_tp = tp_group(maker.mesh, maker.make) if mesh.tp_size > 1 else None
-    maker.again = of_tp is None
-    groups, control = maker.of_engine(STAGES[stage], n_shards)
-    assert (groups.again is not None) == (maker.again and stage == 0 and mesh.world_size > 1)
-    assert groups.again is None or members(groups.again) == members(groups.reduce)
-    found = {"tp": of_tp, **vars(groups), "control": control}
-    return {name: c for name, c in found.items() if name not in ("again", "node", "nodes")}
-
-
-ALL = list(range(8))
-
-
-@sweep(
-    ("tp", "stage", "n_shards", "expected"),
-    [
-        (1, 0, 1, (None, ALL, None, None, ALL)),
-        (1, 2, 8, (None, ALL, ALL, None, ALL)),
-        (1, 3, 2, (None, [4, 5], [4, 5], [1, 3, 5, 7], ALL)),
-        (2, 0, 1, ([4, 5], [1, 3, 5, 7], None, None, ALL)),
-        (2, 1, 4, ([4, 5], [1, 3, 5, 7], [1, 3, 5, 7], None, ALL)),
-        (2, 3, 2, ([4, 5], [5, 7], [5, 7], [1, 5], ALL)),
-        (8, 0, 1, (ALL, None, None, None, ALL)),
-    ],
-)
-def test_what_rank_5_of_8_is_told(tp, stage, n_shards, expected):
-    def rank():
-        found = made(Mesh(tp=tp), stage, n_shards)
-        return tuple(
-            members(found[name]) for name in ("tp", "reduce", "gather", "copies", "control")
-        )
-
-    assert run_ranks(rank, 8)[5] == expected
-
-
-def sums_at_once():
-    """Every role has something under way, in another order on each rank."""
-    mesh = Mesh(tp=2, timeout_s=30)
-    groups = {n: c for n, c in made(mesh, 3, 1).items() if c is not None}
-    names = sorted(groups, reverse=mesh.rank % 2 == 1)
-    sums = {name: torch.full((1000,), mesh.rank + 1.0) for name in names}
-    for handle in [groups[name].all_reduce(x, async_op=True) for name, x in sums.items()]:
-        handle.wait()
-    for c in groups.values():
-        c.close()
-    return {name: x.unique().tolist() for name, x in sums.items()}
-
-
-@pytest.mark.slow
-def test_roles_do_not_queue_behind_each_other():
-    """Over gloo, where two orders of one group's operations would add up other tensors."""
-    for rank, sums in enumerate(run_ranks(sums_at_once, 4, backend="gloo")):
-        pair, copies = 3.0 if rank < 2 else 7.0, 4.0 if rank % 2 == 0 else 6.0
-        alone = {"reduce": [rank + 1.0], "gather": [rank + 1.0]}
-        assert sums == {"tp": [pair], "copies": [copies], "control": [10.0], **alone}
-
-
-def test_what_is_asked_of_groups_is_asked_of_every_role():
-    """A factory, delays, sums in rank order; of ranks of one host the transport of each group."""
-    heard = []
-
-    def ranks(deterministic):
-        mesh = Mesh(tp=2)
-        shared = [c for c in made(mesh, 2, 2, "auto").values() if c is not None]
-
-        def factory(group, role):
-            heard.append((mesh.rank, role, dist.get_process_group_ranks(group)))
-            return TorchCollectives(group)
-
-        delayed = made(mesh, 3, 1, debug=Debug(delay_ms=1.0, collectives=factory)).values()
-        # Nothing travels where a shard is whole.
-        several = [c for c in delayed if not isinstance(c, OneRank | None)]
-        assert [[type(o) for o in c.observers] for c in several] == [[Delays]] * 3
-        ordered = made(mesh, 2, 2, deterministic=deterministic).values()
-        return [c.transport for c in shared], {c.in_rank_order for c in ordered if c is not None}
-
-    for deterministic in (False, True):
-        assert run_ranks(ranks, 4, deterministic) == [(["shm"] * 4, {deterministic})] * 4
-    assert sorted(x for x in heard[len(heard) // 2 :] if x[0] == 3) == [
-        (3, "control", [0, 1, 2, 3]),
-        (3, "reduce", [1, 3]),  # of the copies
-        (3, "tp", [2, 3]),
-    ]
-
 
 # Numbers and errors of every rank, on every rank
 
@@ -179,16 +81,6 @@ def test_what_a_step_carries():
             of_ranks = [sum([tenth] * 4), 0.0 + 0.3 + 0.6 + 3 * 0.3]
             assert values.tolist() == [4.0, of_ranks[0], 6.0, values[3], of_ranks[1]]
             assert tokens.item() == (10 + 20 + 30 + 12) / 4
-
-
-@sweep("n_params", [1, 62, 63, 200])
-def test_who_used_what(n_params):
-    def ranks():
-        c, rank = control(n_params)
-        exchange(c, used=[i % 4 == rank for i in range(n_params)])
-        return [c.used_anywhere(i) for i in range(n_params)]
-
-    assert run_ranks(ranks, 2) == [[i % 4 < 2 for i in range(n_params)]] * 2
 
 
 def test_one_rank_talks_to_itself_and_nobody_may_have_a_token():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastpar import Mesh, engine_of, parallelize
-from fastpar.engine.gathers import find_units, unit_of_parameters
+from fastpar.engine.gathers import find_units
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
@@ -194,44 +194,17 @@ def test_cells_that_ranks_call_differently_often():
         assert run_ranks(rank, 2, stage, timeout_s=20) == expected
 
 
-# Units
+def test_small_neighbours_are_one_unit():
+    model, size = Net(), 4 * (C * C + C)
+    for merge_bytes, n in ((2 * size, [1, 2, 2]), (3 * size, [1, 3, 1]), (2 * size - 1, [1] * 5)):
+        assert [len(unit) for unit in find_units(model, None, merge_bytes=merge_bytes)] == n
 
 
-def units(model, chosen=None, merge_bytes=0):
-    return find_units(model, chosen, merge_bytes=merge_bytes)
-
-
-def test_blocks_are_units_and_the_rest_is_the_roots():
+def test_units_that_are_named_by_hand():
     model = Net()
-    assert units(model) == [[model], *([block] for block in model.h)]
-    of = unit_of_parameters(units(model))
-    assert {of[p] for p in (*model.first.parameters(), *model.last.parameters())} == {0}
-    assert [of[block.weight] for block in model.h] == [1, 2, 3, 4]
-    size = 4 * (C * C + C)  # small neighbours are merged
-    for merge_bytes, sizes in (
-        (2 * size, [1, 2, 2]),
-        (3 * size, [1, 3, 1]),
-        (2 * size - 1, [1] * 5),
-    ):
-        assert [len(u) for u in units(model, merge_bytes=merge_bytes)] == sizes
-    model.h[2].weight = model.h[0].weight  # shared parameters are the root's
-    model.h[3].bias = model.first.bias
-    of = unit_of_parameters(units(model))
-    assert (of[model.h[0].weight], of[model.first.bias], of[model.h[0].bias]) == (0, 0, 1)
-
-
-def test_containers_are_looked_through_and_units_are_named_by_hand():
-    inner = nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])
-    model = nn.Sequential(
-        nn.Linear(2, 2), nn.ModuleList([inner, nn.Linear(2, 2)]), nn.Sequential(nn.Linear(2, 2))
-    )
-    assert units(model)[1:] == [[model[0]], [inner[0]], [inner[2]], [model[1][1]], [model[2]]]
-    model = Net()
-    assert units(model, nn.Linear)[1:] == [[model.first], *([b] for b in model.h)]
-    assert units(model, [model.h[2], model.last])[1:] == [[model.h[2]], [model.last]]
     for chosen, message in (
         ([nn.Linear(2, 2)], r"units inside the model, got .* a Linear that"),
         ([model.h, model.h[0]], "beside each other, got units with a Block inside"),
     ):
         with pytest.raises(ValueError, match=message):
-            units(model, chosen)
+            parallelize(model, Mesh(), zero_stage=3, units=chosen)

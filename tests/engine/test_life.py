@@ -14,13 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import covering, slow, sweep
-from test_engine import (
-    SMALL,
-    Net,
-    assert_same,
-    loss_of,
-    one_rank,
-)
+from programs import SMALL, Net, assert_same, fill, loss_of
+from test_engine import one_rank
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
@@ -35,8 +30,10 @@ class Split(nn.Module):
 
     def __init__(self, seed):
         super().__init__()
-        self.net, self.norm = Net(seed=seed), nn.BatchNorm1d(3)
-        self.net.extra.requires_grad_(False)
+        self.net, self.norm = fill(Net()), nn.BatchNorm1d(3)
+        with torch.no_grad():
+            self.net.norm.bias += seed
+            self.net.blocks[0].requires_grad_(False).down.weight += seed
         self.norm.running_mean.fill_(float(seed))
         self.norm.num_batches_tracked.fill_(seed)
         self.tp_states = {name: Replicate() for name, _ in self.named_parameters()}
@@ -221,13 +218,14 @@ def test_a_model_with_experts_on_ranks_of_ep(stage):
 
 def test_describe_shows_every_bucket():
     text = engine_of(parallelize(Net(), one_rank(), Parallel.of(**SMALL))).describe()
-    assert text.startswith("engine: stage 0, dp=1, 1 shards, no communication, 408 trained param")
+    assert text.startswith("engine: stage 0, dp=1, 1 shards, no communication, 1,008 trained param")
     for options in ({"zero_stage": 3}, {"zero_stage": 2, "shard_size": 1}):
         alone = engine_of(parallelize(Net(), one_rank(), Parallel.of(**options))).describe()
         assert alone.startswith("engine: stage 0")  # nobody to share with
     rows = re.findall(r"^ +(\d+) +- +float32 +(\d+) +[\d.]+ +[\d.]+  (.+)$", text, re.MULTILINE)
-    assert [int(r[0]) for r in rows] == list(range(7))  # the embedding has one of its own
-    assert (rows[0][2], rows[-1][2]) == ("extra.bias", "wte.weight")
+    assert [int(r[0]) for r in rows] == list(range(len(rows)))
+    assert sum(int(r[1]) for r in rows) == 21  # parameters
+    assert rows[-1][2] == "wte.weight"  # it has one of its own
 
     def ranks():
         model = parallelize(nn.Linear(2**9, 2**9), Mesh(), deterministic=True)
@@ -236,77 +234,6 @@ def test_describe_shows_every_bucket():
     text = run_ranks(ranks, 2)[0]
     for part in ("dp=2, 1 shards, shm", "1 buckets, deterministic", "all-reduce 1.0 MiB"):
         assert part in text
-
-
-def after(steps, tp, dtype=torch.float32, **options):
-    """An engine after some steps, and the bytes of each."""
-    small = {"bucket_mb": 0.05, "first_bucket_mb": 0.01}
-    model = gpt(n_layer=2, n_embd=32, vocab_size=100).to(dtype)
-    model.wpe.weight.requires_grad_(tp > 1)
-    parallelize(model, Mesh(tp=tp), Parallel.of(**small, **options))
-    optimizer = AdamW(model.parameters(), master_weights=dtype != torch.float32)
-    engine, idx, sent = engine_of(model), torch.arange(8)[None], []
-    for _ in range(steps):
-        model(idx, idx).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sent.append(engine.report.wire_bytes)
-    return engine, sent, lambda: model(idx, idx).backward()
-
-
-@covering(
-    2,
-    (("dp", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]),
-    (("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)]),
-    ("dtype", [torch.float32, torch.bfloat16]),
-    ("reduce_dtype", [None, torch.bfloat16]),
-)
-def test_wire_bytes_are_those_of_a_step(dp, stage, tp, sequence_parallel, dtype, reduce_dtype):
-    asked = {"zero_stage": stage, "reduce_dtype": reduce_dtype}
-    asked |= {"sequence_parallel": sequence_parallel} if tp > 1 else {}
-
-    def ranks():
-        engine, sent, _ = after(4, tp, dtype, **asked)
-        # The gathers that zero_grad() launches belong to the step that follows.
-        assert sent[2] == sent[3] == sum(engine.wire_bytes().values())
-        return engine.wire_bytes().get("all-reduce of partial gradients", 0)
-
-    partial = (8 + 10 + 4) * 32 * dtype.itemsize  # wpe, norms, biases
-    sums = run_ranks(ranks, tp * dp)
-    if not sequence_parallel:
-        assert sums == [0] * tp * dp
-    elif stage == 0:
-        assert sums == [partial] * 2 * dp
-    else:  # the ranks of dp share the elements
-        assert sums[0] == sums[1]
-        assert sums[0] + sums[2] == partial
-
-
-KINDS = [
-    {"parameters": 4, "gradients": 4},
-    {"parameters": 4, "gradients": 4},
-    {"parameters": 4, "gradient shards": 2},
-    {"parameter shards": 2, "gradient shards": 2},
-]
-
-
-@sweep(("stage", "kinds"), list(enumerate(KINDS)))
-def test_memory_between_steps(stage, kinds):
-    """After one micro-batch a tree holds its reduced gradients once more."""
-
-    def ranks(deterministic):
-        engine, _, backward = after(2, 1, zero_stage=stage, deterministic=deterministic)
-        engine.zero_grad()
-        between = engine.memory()
-        backward()
-        return between, engine.memory(), sum(b.spec.numel for b in engine.buckets)
-
-    for memory, _, numel in run_ranks(ranks, 2, False):
-        expected = {k: n * numel for k, n in kinds.items()} | {"frozen parameters": 4 * 8 * 32}
-        assert {k: n for k, n in memory.items() if n} == expected
-    for memory, held, numel in run_ranks(ranks, 2, True):
-        assert held["partial sums"] == (0.5 if stage else 1.0) * 4 * numel
-        assert memory["partial sums"] == 0
 
 
 def wait_for_a_slow_rank():

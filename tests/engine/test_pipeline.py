@@ -1,14 +1,11 @@
-"""Pipeline stages: each schedule's run has the bits of one, what is held and sent, refusals.
+"""Pipeline stages: weights of several layers, what is held and sent, refusals.
 
-tests/contracts/test_same_run.py has stages beside every other axis.
+tests/contracts/test_same_run.py has whole runs, which have the bits of the run without stages.
 """
-
-from dataclasses import replace
 
 import pytest
 import torch
-from cells import slow, sweep
-from same_run import covering, of_row, run
+from cells import sweep
 
 from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
 from fastpar.axes.pipeline.schedules import held_of, make_schedule
@@ -34,55 +31,6 @@ def staged(model, pp=2, **options):
 
 def zeros(rows):
     return torch.zeros(rows, T, dtype=torch.int64)
-
-
-ROWS = [
-    {"schedule": "interleaved", "dropout": True, "clip": True},
-    {"schedule": "zb-v", "dropout": True, "clip": True},
-    {"pp": 3, "schedule": "zb-h1"},
-    {"dp": 2, "stage": 2, "precision": "bf16", "clip": True},
-    {"dp": 2, "stage": 3, "accum": "full_4", "schedule": "gpipe"},
-    slow({"dp": 2, "stage": 2, "schedule": "zb-v", "precision": "bf16", "dropout": True}),
-    slow({"dp": 2, "stage": 3, "schedule": "interleaved"}),
-    slow({"dp": 4, "stage": 3, "shard_size": 2, "accum": "full_2", "clip": True}),
-    slow({"dp": 2, "schedule": "zb-v", "counted": True}),
-    slow({"tp": 2, "sequence": True, "schedule": "interleaved", "precision": "bf16"}),
-    slow({"cp": 2, "stage": 2, "schedule": "zb-h1", "dropout": True, "clip": True}),
-]
-USUAL = {"pp": 2, "accum": "full_4", "deterministic": True}
-MORE = {
-    "pp": (2, 3, 4),
-    "dp": (1, 2),
-    "stage": (0, 1, 2, 3),
-    "schedule": tuple(SCHEDULES),
-    "precision": ("fp32", "bf16"),
-    "accum": ("full_4", "shard_4"),
-    **dict.fromkeys(("dropout", "clip", "counted"), (False, True)),
-    "deterministic": (True,),
-}
-
-
-def assert_bits_without_stages(layout, program):
-    """Of parameters and norms; that a run is near fp64 is test_same_run.py's."""
-    count = f"full_{layout.micro_batches}"
-    kept = {"pp": 1, "schedule": "1f1b", "dp": 1, "stage": 0, "shard_size": None, "accum": count}
-    expected = run(replace(layout, **kept), program)[0]
-    for result in run(layout, program):
-        assert list(map(str, result["norms"])) == list(map(str, expected["norms"])), layout
-        for name, p in result["parameters"].items():
-            assert torch.equal(p, expected["parameters"][name]), (layout, name)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_stages_have_the_bits_of_one(row):
-    assert_bits_without_stages(*of_row({**USUAL, **row}))
-
-
-@pytest.mark.slow
-def test_stages_of_every_pair_have_the_bits_of_one():
-    for layout, program in covering(MORE):
-        if layout.pp > 1:
-            assert_bits_without_stages(layout, program)
 
 
 def steps(pp, dp, options, shared, scale):

@@ -1,12 +1,11 @@
 """debug.py: one flipped bit in what ranks have alike is found, and inputs that should be alike and
-are not; late collectives give the same results, and races that show."""
+are not; errors of late collectives. tests/contracts has runs with late ones."""
 
 import copy
 import functools
 import pickle
 import random
 import re
-import time
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from cells import slow, sweep
 from torch import nn
 
 from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.comm.transports import ShmCollectives, TorchCollectives
+from fastpar.comm.transports import ShmCollectives
 from fastpar.engine import debug
 from fastpar.engine.debug import Debug, checksum
 from fastpar.settings.parallel import Parallel
@@ -324,68 +323,16 @@ def test_inputs_of_compiled_models_are_compared():
         assert "'idx' first at index [0, 1] on tp rank 1" in said
 
 
-def test_equal_inputs_cost_eight_bytes():
-    def sends(check_inputs):
-        model = parallelize(gpt(), Mesh(tp=2), debug=Debug(check_inputs=check_inputs))
-        group, sizes = engine_of(model).declared.tp.group, []
-        inner = group._all_gather
-
-        def noted(out, x, tag):
-            sizes.append(x.numel() * x.element_size())
-            return inner(out, x, tag)
-
-        group._all_gather = noted
-        model(torch.arange(8)[None])
-        return sizes
-
-    plain = run_ranks(sends, 2, False)
-    assert run_ranks(sends, 2, True) == [[8, *sizes] for sizes in plain]
-
-
 # Late collectives
 
 
 make_shm = functools.partial(ShmCollectives, timeout_s=20.0, heap_gb=0.01)
 
 
-def everything(kind):
-    inner = make_shm() if kind == "shm" else TorchCollectives(in_rank_order=True)
-    why = inner.why
-    c = Debug(delay_ms=4.0, seed=7).delayed(inner)
-    draws = random.Random(f"7 {c.rank}")
-    seconds = sum(draws.uniform(0.0, 4.0) for _ in range(7)) / 1e3
-    start = time.perf_counter()
-    x = c.empty(6, torch.float32).fill_(1.0 + c.rank)
-    part, whole = torch.empty(3), torch.empty(6)
-    handles = [
-        c.all_reduce(x, async_op=True, tag=1),  # 3
-        c.reduce_scatter(part, x, mean=True, async_op=True, tag=2),  # 3, of what was made above
-        c.all_gather(whole, part, async_op=True, tag=3),
-        c.broadcast(whole, 1, async_op=True, tag=4),
-        c.all_reduce(whole, async_op=True, tag=5),  # 6
-    ]
-    c.barrier(tag=6)
-    with torch.inference_mode():
-        inside = torch.full((2,), 5.0)
-        c.all_reduce(inside, mean=True)
-    for handle in handles:
-        handle.wait()
-    late = time.perf_counter() - start >= seconds
-    c.close()
-    assert c.why == f"{why}; delayed by up to 4.0 ms"
-    return whole.tolist(), inside.tolist(), all(handle.ms > 0 for handle in handles), late
-
-
-@pytest.mark.parametrize(("kind", "backend"), [("shm", "threads"), ("torch", "threads")])
-def test_late_collectives_have_the_same_results_in_the_same_order(kind, backend):
-    for outcome in run_ranks(everything, 2, kind, backend=backend):
-        assert outcome == ([6.0] * 6, [5.0] * 2, True, True)
-    assert run_ranks(lambda: Debug(poison=True).delayed(make_shm()).observers, 1) == [()]
-
-
 def test_errors_of_late_collectives_come_out_of_wait():
     def fails():
         c = Debug(delay_ms=1.0).delayed(make_shm())
+        assert c.why.endswith("; delayed by up to 1.0 ms")
         handle = c.all_reduce(torch.ones(3 + c.rank), async_op=True)
         with pytest.raises(RuntimeError, match="expected the same call on every rank"):
             handle.wait()

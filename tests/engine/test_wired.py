@@ -1,8 +1,8 @@
-"""Compressed gradients and weights, nodes and codes on the wire, in every layout.
+"""Compressed gradients and weights, nodes and codes on the wire, with formats that lose something.
 
-With a format that loses nothing a run has the bits of the same layout without formats: every
-gradient that is sent arrives, at its place, once. With real ones two runs are alike, and not far
-from the run without.
+Two runs are alike, of the bytes that are announced, and not far from the run without. That every
+gradient that is sent arrives, at its place, once, is shown by a format that loses nothing:
+tests/contracts/test_same_run.py, `wire`.
 """
 
 import functools
@@ -12,71 +12,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import covering, slow
+from same_run import of_row
+from same_run import run as short_run
 
 import fastpar
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import save_checkpoint
-from fastpar.comm.wires import FORMATS, WireFormat
-from fastpar.engine.debug import Debug
-from fastpar.engine.pipeline_step import pipeline_loss
 from fastpar.models.gpt import use_fp8
-from fastpar.nn.recompute import recompute
 from fastpar.optim.schedule import AveragedWeights
 from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-LOSSLESS = WireFormat("int8", torch.float32, 32)
 SECOND = {"node_size": 2, "secondary_shards": True}
-# Layout -> ranks, axes, further options.
-LAYOUTS = {
-    "tp": (4, {"tp": 2}, {}),
-    "grid": (4, {"tp_grid": (1, 2)}, {}),
-    "grid of rows": (8, {"tp_grid": (2, 2)}, {}),
-    "tokens shared out": (4, {"tp": 2}, {"sequence_parallel": True}),
-    "pp": (4, {"pp": 2}, {}),
-    "pp, zb-v": (4, {"pp": 2}, {"schedule": "zb-v"}),
-    "cp": (2, {"cp": 2}, {}),
-    "cp by keys": (2, {"cp": 2}, {"cp_method": "keys"}),
-    "ep": (4, {"ep": 2}, {}),
-    "tp and cp": (4, {"tp": 2, "cp": 2}, {"cp_method": "keys"}),
-    "recomputation": (2, {}, {}),
-    "accumulation": (2, {}, {"grad_accum_steps": 2}),
-    "accumulation, whole": (2, {}, {"grad_accum_steps": 2, "accumulate": "full"}),
-    "copies": (4, {"replicas": 2}, {"shard_size": 2}),
-}
-# Ranks along dp alone, and on two nodes.
-PLAIN = {
+LAYOUTS = {  # ranks, axes, further options
     "dp": (2, {}, {}),
     "more of dp": (4, {}, {}),
     "nodes": (4, {}, {"node_size": 2}),
+    "tp": (4, {"tp": 2}, {}),
+    "pp, zb-v": (4, {"pp": 2}, {"schedule": "zb-v"}),
+    "cp by keys": (2, {"cp": 2}, {"cp_method": "keys"}),
+    "ep": (4, {"ep": 2}, {}),
+    "accumulation, whole": (2, {}, {"grad_accum_steps": 2, "accumulate": "full"}),
+    "copies": (4, {"replicas": 2}, {"shard_size": 2}),
     "more nodes": (8, {}, {"node_size": 2}),
 }
-# Four ranks along dp, which two nodes have.
-BEFORE_NODES = {
-    "4 of dp, tp": (8, {"tp": 2}, {}),
-    "4 of dp, accumulation": (4, {}, {"grad_accum_steps": 2}),
-    "4 of dp, recomputation": (4, {}, {}),
-}
-# Two axes that have ranks beside each other.
-PAIRS = {
-    "tp and cp": LAYOUTS["tp and cp"],
-    "dp and tp": (4, {"tp": 2}, {}),
-    "dp and cp": (4, {"cp": 2}, {}),
-    "dp and ep": (4, {"ep": 2}, {}),
-    "dp and pp": (4, {"pp": 2}, {}),
-    "tp and ep": (4, {"tp": 2, "ep": 2}, {}),
-    "tp and pp": (4, {"tp": 2, "pp": 2}, {}),
-    "cp and ep": (4, {"cp": 2, "ep": 2}, {}),
-    "cp and pp": (4, {"cp": 2, "pp": 2}, {}),
-    "ep and pp": (4, {"ep": 2, "pp": 2}, {}),
-    "dp and rows": (4, {"tp_grid": (2, 1)}, {}),
-    "rows and tp": (4, {"tp_grid": (2, 2)}, {}),
-    "depth and tp": (4, {"tp_grid": (1, 2, 2)}, {}),
-    "partial sums": (4, {"tp": 2}, {"sequence_parallel": True}),
-    "dp and copies": (4, {}, {"shard_size": 2}),
-}
-OF = {**PLAIN, **LAYOUTS, **BEFORE_NODES, **PAIRS}
 WIRES = {
     "bf16": {"wire_gradients": "bf16"},
     "int8": {"wire_gradients": "int8"},
@@ -95,31 +55,28 @@ def rows(step, mesh):
 
 
 def start(layout):
-    shape = {"n_expert": 4, "top_k": 2} if "ep" in OF[layout][1] else {}
-    n_layer = 4 if "pp" in OF[layout][1] else 2
+    shape = {"n_expert": 4, "top_k": 2} if "ep" in LAYOUTS[layout][1] else {}
+    n_layer = 4 if "pp" in LAYOUTS[layout][1] else 2
     return fastpar.GPT(GPTConfig(n_layer, 2, 40, 16, 64, dropout=0.0, **shape), seed=0)
 
 
 def parallel(layout, stage, wire, model=None):
-    _, axes, options = OF[layout]
+    _, axes, options = LAYOUTS[layout]
     options = {**options, **wire}
-    debug = options.pop("debug", None)
     if options.get("error_feedback") and stage > 1:
         options["error_buffer"] = options.pop("error_feedback")
     if stage == 0:
         options.pop("wire_weights", None)
     model = model or start(layout)
-    if "recomputation" in layout:
-        recompute(model, "full")
     small = {"bucket_mb": 0.02, "first_bucket_mb": 0.01}
     asked = fastpar.Parallel.of(zero_stage=stage, **small, **options)
-    model = fastpar.parallelize(model, fastpar.Mesh(**axes), asked, debug=debug)
+    model = fastpar.parallelize(model, fastpar.Mesh(**axes), asked)
     return model, fastpar.AdamW(model.parameters(), lr=1e-2, eps=1e-3, max_grad_norm=1.0)
 
 
 def steps(model, optimizer, layout, first, last, each=lambda model: None):
     """Steps first to last; this rank's whole weights. each: before each micro-batch."""
-    options, engine = OF[layout][2], fastpar.engine_of(model)
+    options, engine = LAYOUTS[layout][2], fastpar.engine_of(model)
     schedule, micro = options.get("schedule", "1f1b"), options.get("grad_accum_steps", 1)
     for step in range(first, last):
         for part in range(micro):
@@ -144,7 +101,7 @@ def train(layout, stage, wire, n=2, model=None, each=lambda model: None):
 
 def runs(layout, stage, wire, **more):
     stage = stage or int("copies" in layout)
-    return run_ranks(functools.partial(train, layout, stage, wire, **more), OF[layout][0])
+    return run_ranks(functools.partial(train, layout, stage, wire, **more), LAYOUTS[layout][0])
 
 
 def same(a, b):
@@ -156,52 +113,42 @@ def distance(a, b):
 
 
 STAGES = ("stage", [0, 1, 2, 3])
-WIRE = list(WIRES)
+CELLS = [
+    *(("dp", 0, "bf16"), ("dp", 3, "int8 both"), ("more of dp", 1, "int4, fed back")),
+    *(("nodes", 2, "int8"), ("tp", 3, "int8 both"), ("pp, zb-v", 2, "bf16")),
+    *(slow("cp by keys", 1, "int8 both"), slow("ep", 3, "int4, fed back"), slow("ep", 0, "int8")),
+    *(slow("accumulation, whole", 2, "int8 both"), slow("copies", 3, "int4, fed back")),
+    *(slow("more nodes", 1, "int4, fed back"), slow("tp", 0, "int4, fed back")),
+]
 
 
-def cells(names, quick):
-    """(layout, stage, format) of each layout at two stages; one of the quick ones is default."""
-    each = [(i, n, name) for n in (0, 2) for i, name in enumerate(names)]
-    found = [(name, (i + n) % 4, WIRE[(i // 4 + n) % 4]) for i, n, name in each]
-    return [c if i < len(names) and c[0] in quick else slow(*c) for i, c in enumerate(found)]
-
-
-def over(names, *quick):
-    return pytest.mark.parametrize(("layout", "stage", "wire"), cells(names, quick))
-
-
-@over(LAYOUTS, "tp", "grid of rows", "pp, zb-v", "cp by keys", "ep")
-def test_what_loses_nothing_changes_no_bit(layout, stage, wire, monkeypatch):
-    plain = runs(layout, stage, {})
-    monkeypatch.setitem(FORMATS, "int8", LOSSLESS)
-    for (a, *_), (b, *_) in zip(plain, runs(layout, stage, WIRES["int8"])):
-        assert same(a, b)
-
-
-@over([*PLAIN, *LAYOUTS], "dp", "more of dp", "nodes", "tp", "pp", "accumulation")
+@pytest.mark.parametrize(("layout", "stage", "wire"), CELLS)
 def test_two_runs_are_alike_and_near_the_one_without(layout, stage, wire):
-    """Another format is another run; it must be this one, twice, of the bytes that are announced.
-    On nodes gradients are added up in each node first."""
-    stage = stage or int("node" in layout)
+    """On nodes gradients are added up in each node first."""
     one, two = (runs(layout, stage, WIRES[wire]) for _ in range(2))
-    layout_of_plain = "more of dp" if layout == "nodes" else layout
-    plain = runs(layout_of_plain, stage, {}) if layout != "more nodes" else None
+    plain = runs("more of dp" if layout == "nodes" else layout, stage, {})
     begin = start(layout).state_dict()
-    for rank, ((a, sent, announced, _), (b, *_)) in enumerate(zip(one, two)):
+    for (a, sent, announced, _), (b, *_), (c, usual, *_) in zip(one, two, plain):
         assert same(a, b)
-        if layout in PLAIN:
+        assert layout == "more nodes" or sent < usual
+        assert 0 < distance(a, c) < 0.6 * distance(c, begin)
+        if not LAYOUTS[layout][1]:
             assert same(a, one[0][0])
             assert sent == sum(announced.values())
-        if plain is not None:
-            c, usual, *_ = plain[rank]
-            assert sent < usual
-            assert 0 < distance(a, c) < 0.6 * distance(c, begin)
 
 
-@over(["tp", "ep", "pp, zb-v", "tp and cp", "copies"], "tp", "pp, zb-v")
-def test_the_defaults_of_torch_change_no_bit(layout, stage, wire):
-    wire = {} if stage == 0 else {**WIRES["int4, fed back"], "wire_weights": "int8"}
-    ranks, stage = OF[layout][0], stage or int(layout == "copies")
+@pytest.mark.parametrize("more", [{"wire": "gradients"}, {"wire": "weights"}, {"resumed": True}])
+def test_experts_in_fp32_have_the_bits_of_the_run_without(more):
+    """test_same_run.py has them in fp64, which no format sends and no checkpoint has."""
+    row = {"dp": 4, "ep": 2, "stage": 1, "model": "balance", "time": 8, "clip": True}
+    plain, wired = (short_run(*of_row(r)) for r in (row, {**row, **more}))
+    for a, b in zip(plain, wired, strict=True):
+        assert same(a["parameters"], b["parameters"])
+
+
+@pytest.mark.parametrize(("layout", "stage"), [("tp", 1), slow("pp, zb-v", 3), slow("ep", 2)])
+def test_the_defaults_of_torch_change_no_bit(layout, stage):
+    wire, ranks = {**WIRES["int4, fed back"], "wire_weights": "int8"}, LAYOUTS[layout][0]
     models = [start(layout) for _ in range(ranks)]
 
     def other():
@@ -230,21 +177,11 @@ def resumed(layout, stage, wire, folder, load):
     return steps(model, optimizer, layout, 2, 4)
 
 
-@over(["dp", *PAIRS], "dp", "dp and tp", "dp and copies")
-def test_a_checkpoint_of_every_pair_of_axes_goes_on_with_the_same_bits(
-    layout, stage, wire, tmp_path
-):
-    stage, ranks = stage or int("copies" in layout), OF[layout][0]
-    whole, again = (
-        run_ranks(resumed, ranks, layout, stage, WIRES[wire], tmp_path, load)
-        for load in (False, True)
-    )
-    assert all(map(same, whole, again))
-
-
 def test_what_was_lost_on_the_wire_is_part_of_a_checkpoint(tmp_path):
     of = ("dp", 1, WIRES["int4, fed back"], tmp_path)
-    [whole, _] = run_ranks(resumed, 2, *of, False)
+    (whole, other), again = (run_ranks(resumed, 2, *of, load) for load in (False, True))
+    assert same(whole, again[0])
+    assert same(other, again[1])
     assert not same(whole, run_ranks(resumed, 2, "dp", 1, WIRES["int8"], tmp_path, True)[0])
     with pytest.warns(UserWarning, match="what gradients had lost on the wire is dropped"):
         run_ranks(resumed, 4, *of, True)
@@ -362,38 +299,6 @@ def test_int4_alone_warns_and_one_rank_sends_nothing():
 # Nodes
 
 
-def writes(model):
-    evaluates(model)
-    with fastpar.engine_of(model).gathered(), torch.no_grad():
-        model.h[0].mlp.c_fc.weight.mul_(1.5)
-
-
-@torch.no_grad()
-def evaluates(model):
-    model(*rows(9, fastpar.engine_of(model).mesh))
-
-
-@covering(
-    1,
-    ("layout", ["more of dp", *BEFORE_NODES]),
-    ("wire", [{}, {"wire_weights": "int8"}, {"deterministic": True}, WIRES["int8"]]),
-    ("each", [lambda model: None, evaluates, writes]),
-)
-def test_secondary_shards_change_no_bit(layout, wire, each):
-    """4 ranks along dp on two nodes; fewer bytes leave the node, where their number is known."""
-    plain = {**wire, "node_size": 2} if wire is WIRES["int8"] else wire
-    one, two = (runs(layout, 3, o, each=each) for o in (plain, {**wire, **SECOND}))
-    for (a, _, of_one, without), (b, sent, announced, memory) in zip(one, two):
-        assert same(a, b)
-        own = memory.pop("secondary shards")
-        assert memory == without
-        assert own == 2 * memory["parameter shards"]  # of 4 ranks: half instead of a quarter
-        if (layout, each.__name__) == ("more of dp", "<lambda>"):
-            assert sent == sum(announced.values())
-            assert announced["all-gather in the node"] > 0
-            assert announced["all-gather"] < of_one["all-gather"]
-
-
 def averaged(options):
     """Losses with the weights, with their average, and with the weights again."""
     model, optimizer = parallel("more of dp", 3, options)
@@ -437,6 +342,11 @@ def test_weights_cross_between_nodes_once_a_step():
     )
     assert 0 < once["gather"] == many["gather"] < plain[0]["gather"] < plain[1]["gather"]
     assert 0 < once["node"] < many["node"]
+    (_, sent, announced, memory), (*_, usual) = (runs("more of dp", 3, o)[0] for o in (SECOND, {}))
+    assert sent == sum(announced.values())
+    own = memory.pop("secondary shards")
+    assert memory == usual
+    assert own == 2 * memory["parameter shards"]  # of 4 ranks: half instead of a quarter
 
 
 # Weights that are gathered as the codes of 8-bit products
@@ -470,7 +380,7 @@ def train_fp8(layers, dtype, options, axes, idle):
             if idle and step == 2 and mesh.dp_rank == 1:  # without a batch
                 continue
             if not idle:  # a validation between two
-                with torch.no_grad():
+                with torch.inference_mode():
                     model(x[:, :-1].contiguous())
             loss = model(x[:, :-1].contiguous(), x[:, 1:].contiguous())
             (loss / 2).backward()
@@ -503,47 +413,3 @@ def test_codes_on_the_wire_change_nothing(layers, dtype, ranks, options, axes, i
         assert torch.equal(history, h0)
         assert idle or torch.equal(over, o0)
     assert sum(over[:, :, 1].sum() for *_, over in plain[:1]) > 0  # of weights, too
-
-
-# Validation
-
-
-BUS = Debug(bus_gb_s=1000)  # a stand-in: there is no GPU
-KINDS = {
-    "plain": {},
-    "wires": {**WIRES["int4, fed back"], "wire_weights": "int8"},
-    "optimizer": {"offload": "optimizer", "debug": BUS},
-    "parameters": {"offload": "parameters", "debug": BUS},
-    "fp8": {},
-}
-CELLS = [
-    *(("dp and tp", 3, "plain"), slow("copies", 3, "plain"), slow("dp and cp", 1, "plain")),
-    *(slow("cp by keys", 2, "plain"), slow("dp and ep", 0, "plain"), slow("dp and pp", 1, "plain")),
-    *(slow("rows and tp", 0, "plain"), slow("partial sums", 0, "plain"), ("dp and tp", 2, "wires")),
-    *(slow("dp and ep", 3, "wires"), slow("dp and pp", 2, "optimizer")),
-    ("dp and cp", 1, "optimizer"),
-    *(slow("dp and tp", 3, "parameters"), slow("dp and tp", 0, "fp8"), slow("dp and cp", 3, "fp8")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("layout", "stage", "kind"), CELLS)
-def test_validation_under_inference_mode_changes_nothing(layout, stage, kind):
-    """What is kept between calls serves training, too."""
-
-    def rank(mode):
-        def validate(model):
-            model.eval()
-            engine = fastpar.engine_of(model)
-            with mode():
-                x, y = rows(99, engine.mesh)
-                loss = pipeline_loss(model, x, y) if "pp" in OF[layout][1] else model(x, y)
-                engine.all_reduce_scalars(loss.detach().double().reshape(1))
-            model.train()
-
-        model = fp8_gpt("all", torch.float32) if kind == "fp8" else None
-        return train(layout, stage, KINDS[kind], 3, model, validate)[0]
-
-    want, got = (
-        run_ranks(rank, OF[layout][0], mode) for mode in (torch.no_grad, torch.inference_mode)
-    )
-    assert all(map(same, want, got))

@@ -26,13 +26,6 @@ def few(candidates, groups, effort=lambda candidate: 1):
     return chosen
 
 
-def few_fields(candidates, strength=2):
-    """parametrize's values: dataclasses, of which the few that together have every combination of
-    `strength` fields' values run in `make test`; the rest are slow."""
-    chosen = few(candidates, lambda cell: set(combinations(vars(cell).items(), strength)))
-    return [pytest.param(c, marks=[] if c in chosen else [pytest.mark.slow]) for c in candidates]
-
-
 def cells(*axes, strength=2):
     """Every combination of the axes' values; those that no new pair of values needs are slow.
 

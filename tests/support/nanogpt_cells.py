@@ -5,45 +5,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-ARGS = {
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 16,
-    "block_size": 8,
-    "bias": True,
-    "vocab_size": 40,
-    "dropout": 0.1,
-}
+ARGS = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8}
+ARGS |= {"bias": True, "vocab_size": 40, "dropout": 0.1}
 
 
 def weights(args=ARGS):
-    """What nanoGPT's model.state_dict() holds, from the names and shapes in its model.py."""
-    C, V, T = args["n_embd"], args["vocab_size"], args["block_size"]
-    shapes = {"transformer.wte.weight": (V, C), "transformer.wpe.weight": (T, C)}
-    for i in range(args["n_layer"]):
-        shapes |= {
-            f"transformer.h.{i}.{name}": shape
-            for name, shape in {
-                "ln_1.weight": (C,),
-                "ln_1.bias": (C,),
-                "attn.c_attn.weight": (3 * C, C),
-                "attn.c_attn.bias": (3 * C,),
-                "attn.c_proj.weight": (C, C),
-                "attn.c_proj.bias": (C,),
-                "ln_2.weight": (C,),
-                "ln_2.bias": (C,),
-                "mlp.c_fc.weight": (4 * C, C),
-                "mlp.c_fc.bias": (4 * C,),
-                "mlp.c_proj.weight": (C, 4 * C),
-                "mlp.c_proj.bias": (C,),
-            }.items()
-        }
-    shapes |= {"transformer.ln_f.weight": (C,), "transformer.ln_f.bias": (C,)}
-    generator = torch.Generator().manual_seed(0)
+    """What nanoGPT's model.state_dict() holds."""
+    generator, model = torch.Generator().manual_seed(0), NanoGPT(**args)
     values = {
-        name: (1.0 if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")) else 0.0)
-        + 0.2 * torch.randn(shape, generator=generator)
-        for name, shape in shapes.items()
+        name: ("ln_" in name and "weight" in name) + 0.2 * torch.randn(p.shape, generator=generator)
+        for name, p in model.named_parameters()
     }
     return {**values, "lm_head.weight": values["transformer.wte.weight"]}
 
@@ -132,17 +103,9 @@ class NanoGPT(nn.Module):
     """Its GPT, with logits of all tokens: transformer.{wte, wpe, drop, h, ln_f}, a tied lm_head."""
 
     def __init__(
-        self,
-        vocab_size=67,
-        n_embd=24,
-        n_layer=2,
-        n_head=3,
-        block_size=64,
-        bias=True,
-        dropout=0.0,
-        flash=True,
-        approximate="none",
-    ):
+        self, vocab_size=67, n_embd=24, n_layer=2, n_head=3, block_size=64, bias=True,
+        dropout=0.0, flash=True, approximate="none",
+    ):  # fmt: skip
         super().__init__()
         of_layer = n_embd, n_head, dropout, bias, flash, approximate
         self.transformer = nn.ModuleDict(

@@ -47,9 +47,11 @@ import functools
 import itertools
 import math
 import random
+import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
+from unittest import mock
 
 import dense_experts
 import torch
@@ -58,7 +60,10 @@ from torch import Tensor, nn
 
 from fastpar.axes.tensor.functional import TensorParallel, column_linear, row_linear
 from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear_cross_entropy
+from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.comm.mesh import Mesh
+from fastpar.comm.wires import FORMATS, WireFormat
 from fastpar.engine.debug import Debug
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
@@ -78,6 +83,7 @@ from fastpar.sharding.placements import Partial, Shard, State
 from fastpar.testing import run_ranks
 
 STEPS, V, C, HEADS, LAYERS = 4, 37, 16, 4, 2
+LOSSLESS = WireFormat("int8", torch.float32, 32)
 EVALUATION_STEP = 1
 OVERFLOW_STEP = 2  # fp16: the gradients of the last micro-batch are infinite
 READ_STEPS = (0, 3)  # engine.grads() makes sums along tp that a step would make itself
@@ -107,6 +113,18 @@ class Layout:
     prefetch: int = 1
     units: str | None = None
     watched: bool = False  # late collectives, freed memory full of nans, replicas compared
+    wire: str | None = None  # a key of WIRES
+    inference: bool = False  # evaluations are under inference_mode()
+    resumed: bool = False  # after two steps from a checkpoint, with models and optimizers anew
+
+    # With LOSSLESS as int8: every code arrives, at its place, once.
+    WIRES: ClassVar[dict[str, dict[str, Any]]] = {
+        "gradients": {"wire_gradients": "int8"},
+        "kept errors": {"wire_gradients": "int8", "error_feedback": True},
+        "weights": {"wire_gradients": "int8", "wire_weights": "int8"},
+        "nodes": {"wire_gradients": "int8", "node_size": 2},
+        "second shards": {"node_size": 2, "secondary_shards": True},
+    }
 
     def __str__(self) -> str:
         return told(self) or "one process"
@@ -144,9 +162,13 @@ class Layout:
 
     @property
     def whole(self) -> Layout:
-        """The same split of layers and sequences on one data-parallel rank, with nothing else."""
-        names = ("tp", "grid", "cp", "method", "sequence", "pp", "schedule")
-        kept = {name: getattr(self, name) for name in names}
+        """What has the same bits: where it is not deterministic the layout without formats on the
+        wire, else the same split of products on one data-parallel rank, with nothing else."""
+        if not self.deterministic:
+            return replace(self, wire=None)
+        kept = {n: getattr(self, n) for n in ("tp", "grid", "cp", "method", "sequence")}
+        if self.ep > 1:  # a tied table is summed in another order by stages
+            kept |= {"pp": self.pp, "schedule": self.schedule}
         return Layout(accum=f"shard_{self.micro_batches}", deterministic=True, **kept)
 
     @property
@@ -154,11 +176,20 @@ class Layout:
         """What ranks of cp have summed, or rows of a grid, is added up where a rank has summed its
         micro-batches: another order, if it has several."""
         joined = self.micro == 1 or not (self.grid or (self.cp > 1 and self.local))
-        return self.deterministic and joined and not self.splits_data_only and self != self.whole
+        return (
+            (joined or self.wire is not None) and not self.splits_data_only and self != self.whole
+        )
 
     def numbered(self, rank: int, j: int) -> int:
         """The global number of a rank's micro-batch j."""
         return rank * self.micro + j if self.local else j * self.dp + rank
+
+    @property
+    def on_wires(self) -> dict[str, Any]:
+        asked = dict(self.WIRES.get(self.wire or "", {}))
+        if self.stage > 1 and asked.pop("error_feedback", False):
+            asked["error_buffer"] = True
+        return asked
 
     def settings(self, **more: Any) -> dict[str, Any]:
         return {
@@ -175,6 +206,7 @@ class Layout:
             "bucket_mb": self.buckets[0],
             "first_bucket_mb": self.buckets[1],
             "prefetch": self.prefetch,
+            **self.on_wires,
             **more,
         }
 
@@ -197,7 +229,7 @@ class Program:
 
     EXPERTS: ClassVar[dict[str, dict[str, Any]]] = {
         "balance": {"balance_loss": 0.5, "router_z_loss": 0.02},
-        "bias": {"balance_loss": 0.0, "balance_rate": 0.05, "expert_every": 2},
+        "bias": {"balance_loss": 0.0, "balance_rate": 0.05, "expert_every": 2, "expert_hidden": 24},
         "capacity": {"balance_loss": 0.5, "balance_rate": 0.01, "expert_capacity": 0.8},
         "Switch": {"top_k": 1, "balance_loss": 0.5},
         "all": {"top_k": 4},
@@ -400,14 +432,8 @@ class Loop:
     """What one process and a rank of many do alike: losses, scale, optimizer, records."""
 
     def __init__(self, program: Program, layout: Layout, model: nn.Module, holder: nn.Module, **o):
-        self.program, self.layout, self.model = program, layout, model
-        limit = 0.25 if program.clip else float("inf")
-        if program.optimizer == "muon":
-            groups = muon_groups(holder)
-            self.optimizer: Any = Muon(groups, lr=1e-2, max_grad_norm=limit, **o)
-        else:
-            groups = param_groups(holder, 0.1)
-            self.optimizer = AdamW(groups, lr=2e-2, eps=1e-3, max_grad_norm=limit, **o)
+        self.program, self.layout = program, layout
+        self.begin(model, holder, **o)
         self.dynamic = DynamicLossScale(2.0**10, 2) if program.precision == "fp16" else None
         self.scale = 1.0
         self.losses: dict[Any, float] = {}
@@ -415,6 +441,15 @@ class Loop:
         self.norms: list[float] = []
         self.scales: list[float] = []
         self.announce()
+
+    def begin(self, model: nn.Module, holder: nn.Module, **o: Any) -> None:
+        self.model, limit = model, 0.25 if self.program.clip else float("inf")
+        if self.program.optimizer == "muon":
+            groups = muon_groups(holder)
+            self.optimizer: Any = Muon(groups, lr=1e-2, max_grad_norm=limit, **o)
+        else:
+            groups = param_groups(holder, 0.1)
+            self.optimizer = AdamW(groups, lr=2e-2, eps=1e-3, max_grad_norm=limit, **o)
 
     def announce(self) -> None:
         if self.dynamic is not None:
@@ -465,7 +500,7 @@ class Loop:
         given = micro_batch(self.program, 99, 0, samples(self.layout))
         given = {n: v for n, v in given.items() if n not in ("rng_key", "positions")}
         self.model.eval()
-        with torch.no_grad():
+        with torch.inference_mode() if self.layout.inference else torch.no_grad():
             self.losses["evaluation"] = loss_of(**given).item()
         self.model.train()
 
@@ -486,10 +521,12 @@ def of_ranks(layout: Layout) -> dict[str, Any]:
     )
 
 
-def train(layout: Layout, program: Program, beside: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's run. Every rank starts from other weights, which rank 0 replaces."""
+def parallel_model(
+    layout: Layout, program: Program, beside: dict[str, Any], seed: int
+) -> nn.Module:
+    """This rank's. Every rank starts from other weights, which rank 0 replaces."""
     mesh, beside = Mesh(device="cpu", **of_ranks(layout)), dict(beside)
-    model = build(program, 0 if layout.pp > 1 or layout.ep > 1 else mesh.rank)
+    model = build(program, seed if layout.pp > 1 or layout.ep > 1 else seed + mesh.rank)
     asked = layout.settings(grad_dtype=torch.float32 if program.half else None)
     debug = Debug(poison=True, bus_gb_s=0.5) if layout.offload else None
     if layout.watched:
@@ -501,16 +538,23 @@ def train(layout: Layout, program: Program, beside: Mapping[str, Any]) -> dict[s
         with torch.device("meta"):
             model = build(program, 0)
         more["materialize"] = lambda name, out: out.copy_(values[name])
-    asked |= beside
-    parallelize(model, mesh, Parallel.of(**asked), **more)
-    recompute(model, layout.recompute)
-    engine, start = engine_of(model), whole_state(model)
+    parallelize(model, mesh, Parallel.of(**asked | beside), **more)
+    return recompute(model, layout.recompute)
+
+
+def train(
+    layout: Layout, program: Program, beside: Mapping[str, Any], folder: str | None = None
+) -> dict[str, Any]:
+    """This rank's run; folder: of a checkpoint, where it is resumed."""
+    model = parallel_model(layout, program, beside, 0)
+    start, mesh = whole_state(model), engine_of(model).mesh
     masters = {"master_weights": True} if program.half else {}
     loop = Loop(program, layout, model, model, **masters)
-    names = {p: engine.shards.name_of(p) for p in engine.shards.params}
     mine = [layout.numbered(mesh.dp_rank, j) for j in range(layout.micro)]
     counts = []
     for step in range(STEPS):
+        engine = engine_of(model)
+        names = {p: engine.shards.name_of(p) for p in engine.shards.params}
         if program.counted:
             engine.count_tokens(loop.tokens(step, range(mesh.dp_rank, mesh.dp_rank + 1)))
         if layout.pp > 1:
@@ -520,6 +564,8 @@ def train(layout: Layout, program: Program, beside: Mapping[str, Any]) -> dict[s
                 quiet = layout.under_no_sync and j < layout.micro - 1
                 with engine.no_sync() if quiet else contextlib.nullcontext():
                     loop.backward(step, index)
+                if step == READ_STEPS[1] and layout.accum.startswith("shard"):
+                    engine.grads()  # who looks changes nothing
             if step in READ_STEPS:
                 loop.read(step, {names[p]: g for p, g in engine.grads()})
         loop.step()
@@ -527,6 +573,13 @@ def train(layout: Layout, program: Program, beside: Mapping[str, Any]) -> dict[s
             counts.append(model.experts.last.clone())
         if step == EVALUATION_STEP and not program.has_experts:
             loop.evaluate(functools.partial(pipeline_loss, model) if layout.pp > 1 else model)
+        if step == EVALUATION_STEP and folder is not None:
+            held = {"model": model, "optimizer": loop.optimizer}
+            path = save_checkpoint(folder, step=step, **held)
+            model = parallel_model(layout, program, beside, 7)
+            loop.begin(model, model, **masters)
+            load_checkpoint(path, model=model, optimizer=loop.optimizer)
+            loop.optimizer.grad_scale = loop.scale
     return {**loop.result(start, whole_state(model)), "counts": counts}
 
 
@@ -806,7 +859,10 @@ def run(
     layout: Layout, program: Program, *, backend: str = "threads", **beside: Any
 ) -> list[dict[str, Any]]:
     """The results of all ranks. The limit is for ranks that hang: 8 take 7 s alone."""
-    return run_ranks(train, layout.ranks, layout, program, beside, backend=backend, timeout_s=240.0)
+    given = (layout, program, beside)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(FORMATS, int8=LOSSLESS):
+        given += (folder,) if layout.resumed else ()
+        return run_ranks(train, layout.ranks, *given, backend=backend, timeout_s=240.0)
 
 
 def same_run(layout: Layout, program: Program, **beside: Any) -> list[dict[str, Any]]:
@@ -849,6 +905,9 @@ def refused(layout: Layout, program: Program, most: int = 8) -> bool:
         (layout.sequence is None) == (layout.tp > 1),
         layout.accum in ("full_1", "no_sync_1", "local_1"),
         layout.watched and layout.offload,
+        layout.wire is not None and (layout.dp == 1 or program.precision == "fp64"),
+        layout.wire == "kept errors" and program.precision == "fp16",
+        layout.resumed and program.precision == "fp64",  # no checkpoint has it
         # What models cannot do.
         foreign and (splits or program.documents or program.n_head != HEADS),
         foreign and (program.optimizer == "muon" or layout.units == "layers"),
