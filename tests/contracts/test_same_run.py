@@ -22,6 +22,7 @@ from same_run import (
     build,
     covering,
     covering_array,
+    error,
     expected,
     of_row,
     refused,
@@ -83,7 +84,7 @@ FAMILIES = {
         "accum": ("shard_1", "shard_2", "full_2", "no_sync_2", "local_2"),
         "deterministic": BOTH,
         "model": ("gpt", "foreign", "foreign tied"),
-        "precision": ("fp64", "fp32"),
+        "precision": ("fp32", "fp64"),
         "recompute": RECOMPUTE,
         "clip": BOTH,
         "dropout": BOTH,
@@ -92,7 +93,7 @@ FAMILIES = {
         "n_head": (4, 5),  # a tp that does not divide them pads them
         "time": (6, 5),
         "offload": HOST,
-        "wire": (None, *Layout.WIRES),
+        "wire": (None, "gradients", "weights"),
         "inference": BOTH,
         "resumed": BOTH,
     },
@@ -330,10 +331,12 @@ def test_masks_and_samples_follow_the_global_index():
             assert (value - other[key]).abs().max() <= 1e-12 * value.abs().max() + 1e-16, key
 
 
-@pytest.mark.parametrize(("precision", "at_most"), [("fp32", 1e-3)])
+@pytest.mark.parametrize(
+    ("precision", "at_most"), [("fp32", 1e-3), ("fp16", 0.1), slow("bf16", 0.5)]
+)
 def test_one_lost_sample_is_far_outside_of_the_bound(monkeypatch, precision, at_most):
     """And no bound is near a wrong factor."""
-    layout, program = Layout(tp=2, accum="full_8"), Program(precision=precision, dropout=True)
+    layout, program = Layout(tp=2, accum="full_4"), Program(precision=precision, dropout=True)
     truth = expected(layout, program)
     exact, limits = values_of(program, truth), bounds(layout, program)
     for key, bound in limits.items():
@@ -341,11 +344,11 @@ def test_one_lost_sample_is_far_outside_of_the_bound(monkeypatch, precision, at_
     given = Loop.given
 
     def lost(self, step, index):
-        return given(self, step, index - (step == 2 and index == 5))
+        return given(self, step, index - (step == 1 and index == 3))
 
     monkeypatch.setattr(Loop, "given", lost)
-    other = values_of(program, _expected.__wrapped__(Layout(accum="full_8"), program, True))
-    off = {key: (other[key] - value).abs().max().item() for key, value in exact.items()}
+    other = values_of(program, _expected.__wrapped__(Layout(accum="full_4"), program, True))
+    off = {key: error(other[key], value, precision) for key, value in exact.items()}
     assert sum(off[key] > limits[key] for key in limits if key[0] == "parameter") > 10
 
 

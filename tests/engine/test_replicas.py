@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from cells import slow, sweep
+from cells import sweep
 from torch import nn
 
 from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize
@@ -94,12 +94,12 @@ def trained(options, adamw, debug=None):
     return model, engine_of(model), optimizer
 
 
-def damaged(options, adamw, rank, name, key, seed):
+def damaged(options, adamw, rank, name, key):
     """Checks that it is fine, flips a bit on one rank, checks again; what the error said."""
     model, engine, optimizer = trained(options, adamw)
     engine.check_replicas(optimizer, step=7)
     if engine.mesh.rank == rank:
-        p, rng = dict(model.named_parameters())[name], random.Random(seed)
+        p, rng = dict(model.named_parameters())[name], random.Random(rank)
         x = engine.shards.piece(p).param if key is None else optimizer.state[p][key]
         flip(x, rng.randrange(x.numel() * x.element_size()), rng.randrange(8))
     with pytest.raises(RuntimeError, match=r"expected the same bits on every rank") as caught:
@@ -138,17 +138,15 @@ FLIPPED = [  # ranks, the damaged one, what of it, who else has a copy; of two n
 ]
 
 
-@pytest.mark.parametrize("seeds", [range(1), slow(range(1, 4))], ids=["one bit", "more bits"])
 @pytest.mark.parametrize(("ranks", "options", "adamw", "rank", "name", "key", "others"), FLIPPED)
-def test_a_flipped_bit_is_named(ranks, options, adamw, rank, name, key, others, seeds):
+def test_a_flipped_bit_is_named(ranks, options, adamw, rank, name, key, others):
     what = f"{f'{key} of ' if key else ''}parameter '{name}' after step 7, "
     if "and" in others:
         said = rf"a difference between rank {others} in {what}and no majority"
     else:
         said = rf"a difference on rank {rank} in {what}where ranks {others} agree; something chang"
-    for seed in seeds:
-        [found] = set(run_ranks(damaged, ranks, options, adamw, rank, name, key, seed))
-        assert re.search(said, found), found
+    [found] = set(run_ranks(damaged, ranks, options, adamw, rank, name, key))
+    assert re.search(said, found), found
 
 
 @pytest.mark.parametrize(
