@@ -26,12 +26,13 @@ By backward error analysis (Higham, Accuracy and Stability, 3.1) a sum of n prod
 order is the exact sum with each weight changed by at most n roundings u. How far such changes
 reach is measured: the run is repeated in fp64 with every element of every weight times 1 +- u at
 random, anew in every micro-batch, and of its gradient too: the largest root mean square over all
-steps of three such runs. Signs of roundings at n places know nothing of each other, so that these
-reach as far as sqrt(n) of one (Higham and Mary 2019, SIAM J. Sci. Comput. 41, A2815). With the
-roundings of the value itself, one, of an fp32 parameter two a step, this is the bound.
-n is as many as the longest sum has terms in fp32 (64: 4 C features; batches have fewer tokens).
-Products of 16-bit numbers are added up in fp32 and rounded once; with norms, residuals, activations
-and parts of ranks 16 between two weights. No part of it depends on a CPU.
+steps of three such runs, times the roundings. With those of the value itself, one, of an fp32
+parameter two a step, this is the bound.
+Roundings are as many as the longest sum has terms in fp32 (64: 4 C features; batches have fewer
+tokens). Products of 16-bit numbers are added up in fp32 and rounded once; with norms, residuals,
+activations and parts of ranks at 16 places between two weights. Signs of roundings at n places know
+nothing of each other, so that these reach as far as sqrt(n) of one (Higham and Mary 2019, SIAM J.
+Sci. Comput. 41, A2815): 4, where a lost sample is 12 or more. No part of it depends on a CPU.
 In deterministic mode the bits are those of the same split on one data-parallel rank: same_bits().
 
 [Note: accumulation] KIND_N: N micro-batches a rank and step, and what parallelize() is told:
@@ -770,10 +771,10 @@ def _bounds(layout: Layout, program: Program) -> dict[Any, float]:
         return found
     noisy = (_expected(layout, program, True, noise) for noise in (1, 2, 3))
     runs = [values_of(program, run) for run in noisy]
-    u, roundings = torch.finfo(FLOATS[program.precision]).eps / 2, 16 if program.half else 64
+    u, roundings = torch.finfo(FLOATS[program.precision]).eps / 2, 4 if program.half else 64
     kept = 1 if program.half else 2 * STEPS  # of a parameter: by decay and update
     return {
-        key: roundings**0.5 * max(error(run[key], value, program.precision) for run in runs)
+        key: roundings * max(error(run[key], value, program.precision) for run in runs)
         + u * (kept if key[0] == "parameter" else 1) * largest(value).max().item()
         for key, value in truth.items()
     }
