@@ -33,7 +33,7 @@ tokens). Products of 16-bit numbers are added up in fp32 and rounded once; with 
 activations and parts of ranks at 16 places between two weights. Signs of roundings at n places know
 nothing of each other, so that these reach as far as sqrt(n) of one (Higham and Mary 2019, SIAM J.
 Sci. Comput. 41, A2815): 4, where a lost sample is 12 or more. No part of it depends on a CPU.
-In deterministic mode the bits are those of the same split on one data-parallel rank: same_bits().
+In deterministic mode the bits are those of the same split on one data-parallel rank: Layout.whole.
 
 [Note: accumulation] KIND_N: N micro-batches a rank and step, and what parallelize() is told:
 shard and full are accumulate=, no_sync is shard under engine.no_sync(), local is full under it.
