@@ -1,9 +1,20 @@
 """Fixtures that several kernels' tests share."""
 
+import functools
+
 import pytest
 import torch
 
-from fastpar.kernels import backend
+from fastpar.kernels import backend, reference
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _masks_are_drawn_once():
+    """The oracle draws in Python, and each case has it drawn a dozen times."""
+    draw = reference._keep_ref
+    reference._keep_ref = functools.lru_cache(64)(draw)
+    yield
+    reference._keep_ref = draw
 
 
 @pytest.fixture
@@ -35,15 +46,28 @@ def draw(triton_device):
     return draw
 
 
+def place_of(implementation, request):
+    """Where tensors are, that this implementation's kernels run on."""
+    if implementation == "torch":
+        request.getfixturevalue("monkeypatch").setattr(backend, "choice", "torch")
+    if implementation in ("cuda", "triton"):
+        return request.getfixturevalue(f"{implementation}_device")
+    return "cpu"
+
+
 @pytest.fixture(params=["cpp", "torch", "cuda"])
-def device(request, monkeypatch):
+def device(request):
     """Every test that uses it runs the compiled CPU kernels, the composed path and CUDA's."""
-    if request.param == "torch":
-        monkeypatch.setattr(backend, "choice", "torch")
-    return request.getfixturevalue("cuda_device") if request.param == "cuda" else "cpu"
+    return place_of(request.param, request)
+
+
+@pytest.fixture(params=["cpp", "torch", "triton"])
+def form(request):
+    """The same, with Triton's kernels in the place of CUDA's; backend.choice says which run."""
+    return place_of(request.param, request)
 
 
 @pytest.fixture(params=["cpu", "triton"])
 def place(request):
     """Where tensors are: with the CPU's own kernels, with Triton's."""
-    return request.getfixturevalue("triton_device") if request.param == "triton" else "cpu"
+    return place_of(request.param, request)

@@ -1,30 +1,33 @@
-"""Attention's Triton kernels beyond test_cases.py: tiles, strides, what is written and what is not;
-in the interpreter or on a GPU."""
+"""Attention's Triton kernels beyond test_cases.py: tiles and their table, masks kept as bits,
+strides, what is written and what is not; in the interpreter or on a GPU."""
 
+import json
 import math
-from itertools import accumulate
 
 import pytest
 import torch
-from cells import cells, covering, sweep
+from cells import cells, slow, sweep
 
 pytest.importorskip("triton", reason="needs triton")
 
-import pytest
-
-from fastpar.kernels import Rng, attention, make_key, triton_launch
-from fastpar.kernels.attention import plans
+from fastpar.kernels import Rng, attention, attention_qkvpacked, keep_mask, make_key, triton_launch
+from fastpar.kernels.attention import BITS, Mask, _attention_bits, bits_shape, bits_triton, plans
 from fastpar.kernels.attention import triton as host
-from fastpar.kernels.attention.plans import SECTIONS, Config, tma_reads
+from fastpar.kernels.attention.plans import (
+    SECTIONS,
+    TABLE,
+    Config,
+    candidates,
+    get_config,
+    tma_reads,
+)
+from fastpar.kernels.config_table import render
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
 
 RNG = Rng(make_key(3, 2**32 - 1), 4)
 ARCHS = [80, 86, 90]
-HEAD_DIMS = [d for d in range(16, 129, 8) if d not in (24, 104)]
-SLOW = pytest.mark.slow
-Mask = tuple[torch.Tensor | None, int, int]
-NO_MASK: Mask = (None, 0, 0)
+NO_MASK = (None, 0, 0)
 
 
 @pytest.fixture
@@ -36,8 +39,8 @@ def arch(request, monkeypatch):
     return request.param
 
 
-def draw(device, *shape, dtype=torch.float16, scale=1.0):
-    return (torch.randn(shape) * scale).to(device, dtype).requires_grad_()
+def draw(device, *shape, dtype=torch.float16):
+    return torch.randn(shape).to(device, dtype).requires_grad_()
 
 
 def check(inputs, **settings):
@@ -47,25 +50,16 @@ def check(inputs, **settings):
     return assert_matches_oracle(call(attention), call(attention_ref), inputs)
 
 
-def run(q, k, v, do, *, mask: Mask = NO_MASK, cu=None, causal=True):
+def run(q, k, v, do, *, cu=None, causal=True):
     """o, lse, dq, dk, dv by the host functions."""
     scale = q.shape[-1] ** -0.5
-    o, lse = host.attention_fwd(q, k, v, causal, scale, *mask, cu)
+    o, lse = host.attention_fwd(q, k, v, causal, scale, *NO_MASK, cu)
     grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
-    host.attention_bwd(do, q, k, v, o, lse, *grads, causal, scale, *mask, cu)
+    host.attention_bwd(do, q, k, v, o, lse, *grads, causal, scale, *NO_MASK, cu)
     return o, lse, *grads
 
 
-def test_one_query_and_one_key(triton_device):
-    q, k, v, do = (torch.randn(4, 1, 2, 16).to(triton_device) for _ in range(4))
-    o, lse, dq, dk, dv = run(q, k, v, do)
-    assert torch.equal(o, v)
-    assert torch.equal(dv, do)
-    torch.testing.assert_close(lse[:, :, 0], (q * k).sum(-1)[:, 0] * 16**-0.5 / math.log(2))
-    # dp and delta are the same sum of 16 products in two orders: each is rounded 16 times.
-    bound = 2 * 16 * 2**-24 * (do * v).abs().sum(-1, keepdim=True) * 16**-0.5
-    assert (dq.abs() <= bound * k.abs()).all()
-    assert (dk.abs() <= bound * q.abs()).all()
+# Tiles
 
 
 @pytest.mark.parametrize(
@@ -80,128 +74,32 @@ def test_every_configuration(triton_device, arch, variant, D):
     check(inputs, dropout_p=0.0 if variant == "plain" else 0.3, rng=RNG)
 
 
-@pytest.mark.parametrize("D", [24, *(pytest.param(d, marks=SLOW) for d in (*HEAD_DIMS, 104))])
+@pytest.mark.slow
+@pytest.mark.parametrize("D", range(16, 129, 8))
 def test_every_head_dim(triton_device, D):
     inputs = [draw(triton_device, 1, 40, 2, D) for _ in range(3)]
     check(inputs, dropout_p=0.2, rng=RNG)
 
 
-@pytest.mark.parametrize(
-    "p", [127 / 256, 0.5, 200 / 256, *(pytest.param(x / 256, marks=SLOW) for x in (1, 255))]
-)
+@pytest.mark.parametrize("p", [127 / 256, 0.5, 200 / 256, slow(1 / 256), slow(255 / 256)])
 def test_every_kind_of_threshold(triton_device, p):
     """Below, at and above 128: four bytes are compared at once."""
-    inputs = [draw(triton_device, 1, 60, 1, 16, dtype=torch.float32) for _ in range(3)]
+    inputs = [draw(triton_device, 1, 33, 1, 16, dtype=torch.float32) for _ in range(3)]
     check(inputs, dropout_p=p, rng=RNG)
 
 
 @pytest.mark.parametrize(
-    ("block_q", "block_k"),
-    [(64, 16), *(pytest.param(*b, marks=SLOW) for b in ((32, 32), (16, 64), (64, 128)))],
-)
-def test_the_mask_does_not_depend_on_the_tile(triton_device, monkeypatch, block_q, block_k):
-    config = Config(block_q, block_k, 4, 1, "tma")  # which dropout must not take for its keys
+    ("kept", "tile"),
+    [(0, (64, 16)), (1, (64, 128)), *(slow(0, t) for t in ((32, 32), (16, 64), (64, 128))),
+     *(slow(1, t) for t in ((32, 16), (16, 64), (128, 32)))],
+)  # fmt: skip
+def test_the_mask_does_not_depend_on_the_tile(triton_device, monkeypatch, kept, tile):
+    """Drawn or kept as bits."""
+    config = Config(*tile, 4, 1, "tma")  # which dropout must not take for its keys
     monkeypatch.setattr(host, "get_config", lambda *_: config)
     inputs = [draw(triton_device, 1, 140, 1, 16, dtype=torch.float32) for _ in range(3)]
-    check(inputs, dropout_p=0.4, rng=RNG)
-
-
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("causal", [True, False])
-def test_every_output_is_written(triton_device, causal):
-    """NaN in fresh memory and in the gradients reaches no result; unseeing queries included. lse is
-    the logarithm of the sum in base 2."""
-    q, k, v = (torch.randn(1, n, 2, 40).to(triton_device) for n in (70, 65, 65))
-    o, lse, *grads = run(q, k, v, torch.randn_like(q), causal=causal)
-    for x in (o, *grads):
-        assert x.isfinite().all()
-    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * 40**-0.5
-    if causal:
-        assert (o[:, :5] == 0).all()
-        assert (grads[0][:, :5] == 0).all()
-        scores.masked_fill_(~torch.ones(70, 65, dtype=torch.bool).tril(-5).to(q.device), -math.inf)
-    want = scores.logsumexp(-1) / math.log(2)
-    want[want == -math.inf] = math.inf  # probabilities 2**(s - lse) of unseeing queries are 0
-    torch.testing.assert_close(lse.double(), want, rtol=1e-6, atol=1e-6)
-
-
-def documents(device, lengths, H=2, D=32, dtype=torch.float16, Hkv=None):
-    cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
-    shapes = [(sum(lengths), h, D) for h in (H, Hkv or H, Hkv or H, H)]
-    return cu, [torch.randn(s).to(device, dtype) for s in shapes]
-
-
-@covering(
-    1, ("lengths", [(5,), (1, 63, 64, 65, 7)]), ("causal", [True, False]), ("threshold", [0, 77])
-)
-def test_documents_are_samples(triton_device, lengths, causal, threshold):
-    """A document has the bits that it has alone, as sample d of a batch."""
-    cu, (q, k, v, do) = documents(triton_device, lengths, H=2, Hkv=1)
-    mask: Mask = (RNG.key, 4, threshold) if threshold else NO_MASK
-    o, lse, *grads = run(q, k, v, do, mask=mask, cu=cu, causal=causal)
-    assert lse.shape == (2, sum(lengths))
-    for d, (a, b) in enumerate(zip(cu.tolist(), cu.tolist()[1:])):
-        alone: Mask = (make_key(3, 2**32 - 1 + d), 4, threshold) if threshold else NO_MASK
-        parts = [x[a:b][None] for x in (q, k, v, do)]
-        o_d, lse_d, *grads_d = run(*parts, mask=alone, causal=causal)
-        assert torch.equal(lse[:, a:b], lse_d[0])
-        for x, y in zip((o, *grads), (o_d, *grads_d)):
-            assert torch.equal(x[a:b], y[0])
-
-
-@pytest.mark.parametrize("arch", ARCHS, indirect=True)
-def test_a_document_does_not_see_its_neighbours(triton_device, arch):
-    cu, tensors = documents(triton_device, (30, 45, 40))
-    for x in tensors:
-        x[:30] = math.nan
-        x[75:] = math.inf
-    o, lse, *grads = run(*tensors, cu=cu)
-    for x in (o, lse.T, *grads):
-        assert x[30:75].isfinite().all()
-
-
-@sweep(
-    "cu",
-    [
-        [5, 30, 70],
-        [0, 30, 200],
-        [0, 60, 20, 70],
-        [-(2**31), 2**31 - 1, 40],
-        [70, 35, 0],
-        [0, 0, 0, 70],
-        [2**31 - 1, 2**31 - 1],
-    ],
-)
-def test_wrong_cu_seqlens_write_nowhere_else(triton_device, cu):
-    _, (q, k, v, do) = documents(triton_device, (70,))
-    cu = torch.tensor(cu, dtype=torch.int32).to(triton_device)
-    o, lse = host.attention_fwd(q, k, v, True, 0.2, *NO_MASK, cu)
-    room = torch.full((3, 70 + 400, 2, 32), 7.0).to(q)
-    grads = [x[200:270] for x in room]
-    host.attention_bwd(do, q, k, v, o, lse, *grads, True, 0.2, *NO_MASK, cu)
-    assert (room[:, :200] == 7).all()
-    assert (room[:, 270:] == 7).all()
-
-
-def test_infinite_and_nan_inputs_stay_in_their_rows(triton_device):
-    q, k, v, do = (torch.randn(1, 90, 1, 64).to(triton_device, torch.float16) for _ in range(4))
-    clean = run(q, k, v, do)
-    q[0, 40], q[0, 50] = math.nan, math.inf
-    o, lse, *_ = run(q, k, v, do)
-    others = torch.ones(90, dtype=torch.bool)
-    others[[40, 50]] = False
-    assert torch.equal(o[0, others], clean[0][0, others])
-    assert o[0, 40].isnan().all()
-    assert not lse[0, 0, 50].isfinite()
-
-
-def test_scores_of_minus_infinity_weigh_nothing(triton_device):
-    q, k, v = (torch.ones(1, 70, 1, 16, device=triton_device) for _ in range(3))
-    v[:] = torch.randn(v.shape)
-    k[0, 3:20] = -math.inf
-    o, *_ = run(q, k, v, torch.ones_like(q), causal=False)
-    seen = torch.cat([v[:, :3], v[:, 20:]], 1)
-    torch.testing.assert_close(o, seen.mean(1, keepdim=True).expand_as(o))
+    with BITS.trying((), Mask(kept)):
+        check(inputs, dropout_p=0.4, rng=RNG)
 
 
 def test_a_section_is_of_the_heads_that_fit():
@@ -215,7 +113,7 @@ def test_a_section_is_of_the_heads_that_fit():
 
 def test_heads_by_sections_are_all_computed(triton_device, monkeypatch):
     """Sections that do not divide the number of heads; see [Note: order]."""
-    inputs = [torch.randn(2, 20, h, 16).to(triton_device) for h in (6, 3, 3)]
+    inputs = [torch.randn(1, 20, h, 16).to(triton_device) for h in (6, 3, 3)]
     do = torch.randn_like(inputs[0])
     want = run(*inputs, do)
     for heads in (2,) if triton_device == "cpu" else (2, 5):
@@ -240,34 +138,281 @@ def test_descriptors_are_hoppers(recorded):
     assert used == {"fwd": expected, "bwd": expected}
 
 
+# What is read and written
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_output_is_written(triton_device, causal):
+    """NaN in fresh memory and in the gradients reaches no result; unseeing queries included. lse is
+    the logarithm of the sum in base 2."""
+    q, k, v = (torch.randn(1, n, 1, 40).to(triton_device) for n in (70, 65, 65))
+    o, lse, *grads = run(q, k, v, torch.randn_like(q), causal=causal)
+    for x in (o, *grads):
+        assert x.isfinite().all()
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * 40**-0.5
+    if causal:
+        scores.masked_fill_(~torch.ones(70, 65, dtype=torch.bool).tril(-5).to(q.device), -math.inf)
+    want = scores.logsumexp(-1) / math.log(2)
+    want[want == -math.inf] = math.inf  # probabilities 2**(s - lse) of unseeing queries are 0
+    torch.testing.assert_close(lse.double(), want, rtol=1e-6, atol=1e-6)
+
+
+@sweep(
+    "cu",
+    [
+        [5, 30, 70],
+        [0, 30, 200],
+        [0, 60, 20, 70],
+        [-(2**31), 2**31 - 1, 40],
+        [70, 35, 0],
+        [0, 0, 0, 70],
+        [2**31 - 1, 2**31 - 1],
+    ],
+)
+def test_wrong_cu_seqlens_write_nowhere_else(triton_device, cu):
+    q, k, v, do = (torch.randn(70, 1, 32).to(triton_device, torch.float16) for _ in range(4))
+    cu = torch.tensor(cu, dtype=torch.int32).to(triton_device)
+    o, lse = host.attention_fwd(q, k, v, True, 0.2, *NO_MASK, cu)
+    room = torch.full((3, 70 + 400, 1, 32), 7.0).to(q)
+    grads = [x[200:270] for x in room]
+    host.attention_bwd(do, q, k, v, o, lse, *grads, True, 0.2, *NO_MASK, cu)
+    assert (room[:, :200] == 7).all()
+    assert (room[:, 270:] == 7).all()
+
+
+def test_what_is_not_finite_stays_in_its_rows(triton_device):
+    """And keys whose scores are -inf weigh nothing."""
+    q, k, v, do = (torch.randn(1, 70, 1, 16).to(triton_device, torch.float16) for _ in range(4))
+    clean = run(q, k, v, do)
+    q[0, 40], q[0, 50] = math.nan, math.inf
+    o, lse, *_ = run(q, k, v, do)
+    others = torch.ones(70, dtype=torch.bool)
+    others[[40, 50]] = False
+    assert torch.equal(o[0, others], clean[0][0, others])
+    assert o[0, 40].isnan().all()
+    assert not lse[0, 0, 50].isfinite()
+    q, k, v = torch.ones_like(q), torch.ones_like(k), v.float()
+    k[0, 3:20] = -math.inf
+    o, *_ = run(q.float(), k.float(), v, do.float(), causal=False)
+    seen = torch.cat([v[:, :3], v[:, 20:]], 1)
+    torch.testing.assert_close(o, seen.mean(1, keepdim=True).expand_as(o))
+
+
 def test_strides_are_read_and_written_in_place(triton_device):
-    """Packed, heads before rows, steps over samples, and addresses no descriptor can hold."""
-    B, T, H, D = 2, 40, 1, 32
+    """Packed, and at addresses that no descriptor can hold; gradients of a packed tensor leave
+    their neighbours alone. More layouts are in test_op.py."""
+    B, T, H, D = 1, 40, 2, 40
     packed = torch.randn(B, T, 3, H, D).to(triton_device)
-    ones = torch.ones(B, T, H, D, device=triton_device)
-    want = run(*(x.contiguous() for x in packed.unbind(2)), ones)
-    layouts = {
-        "packed": packed.clone().unbind(2),
-        "heads first": [x.transpose(1, 2).contiguous().transpose(1, 2) for x in packed.unbind(2)],
-        "every other sample": [x.repeat_interleave(2, 0)[::2] for x in packed.unbind(2)],
-        "odd address": [torch.cat([x[..., :1], x], -1)[..., 1:] for x in packed.unbind(2)],
-    }
-    for name, (q, k, v) in layouts.items():
-        expanded = ones[:1, :1, :1, :1].expand(B, T, H, D)
-        assert tma_reads(k) == (name != "odd address")
-        for a, b in zip(run(q, k, v, ones if name == "packed" else expanded), want):
-            torch.testing.assert_close(a, b, msg=name)
-
-
-def test_gradients_of_a_packed_tensor_leave_their_neighbours_alone(triton_device):
-    T, H, D = 70, 2, 40
-    q, k, v = (torch.randn(1, T, H, D).to(triton_device) for _ in range(3))
-    do = torch.randn_like(q)
-    o, lse, *want = run(q, k, v, do)
+    do = torch.randn(B, T, H, D).to(triton_device)
+    want = run(*(x.contiguous() for x in packed.unbind(2)), do)
+    odd = [torch.cat([x[..., :1], x], -1)[..., 1:] for x in packed.unbind(2)]
+    for layout in (packed.unbind(2), odd):
+        assert tma_reads(layout[1]) == (layout is not odd)
+        for a, b in zip(run(*layout, do), want):
+            torch.testing.assert_close(a, b)
     room = torch.full((3, T + 2, 5, H + 1, D + 8), 7.0).to(triton_device)
     grads = [room[1:2, 1 : T + 1, i, :H, :D] for i in (1, 2, 3)]
-    host.attention_bwd(do, q, k, v, o, lse, *grads, True, D**-0.5, *NO_MASK, None)
-    for got, grad in zip(grads, want):
-        assert torch.equal(got, grad)
+    scale = D**-0.5
+    host.attention_bwd(do, *packed.unbind(2), *want[:2], *grads, True, scale, *NO_MASK, None)
+    for got, grad in zip(grads, want[2:]):
+        torch.testing.assert_close(got, grad)
         got.fill_(7.0)
     assert (room == 7.0).all()
+
+
+# Masks kept as bits
+
+
+def unpacked(bits, T, Tk):
+    """bool [B, H, T, Tk] of [Note: kept bits], with the note's numbers."""
+    key = torch.arange(64)
+    place = 16 * (key // 2 % 4) + 8 * (key % 2) + 7 - key // 8
+    keep = (bits.cpu().view(torch.int64)[..., None] >> place) & 1  # [B, H, blocks, rows, 64]
+    return keep.bool().transpose(2, 3).flatten(3)[:, :, :T, :Tk]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "causal", "p"),
+    [
+        ((1, 2, 5, 70), True, 0.1),
+        ((2, 1, 5, 70), False, 0.5),
+        *(slow((2, 3, 70, 300), causal, p) for causal in (0, 1) for p in (1 / 256, 0.5, 0.9)),
+    ],
+)
+def test_kept_bits_are_the_mask(triton_device, sizes, causal, p):
+    rng = Rng(make_key(3, 2**32 - 1, triton_device), 4)
+    bits = torch.zeros(bits_shape(*sizes), dtype=torch.int64, device=triton_device)
+    mask = rng.key, rng.site_head, round(256 * p)
+    bits_triton.attention_bits_fwd(*mask, bool(causal), bits.view(torch.uint64), sizes)
+    got, want = unpacked(bits, *sizes[2:]), keep_mask(rng, p, sizes).cpu()
+    if causal:
+        seen = torch.ones(sizes[2:], dtype=torch.bool).tril(sizes[3] - sizes[2])
+        got, want = got & seen, want & seen
+    assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("B", "T", "Tk", "D", "Hkv", "dtype", "causal"),
+    [
+        (2, 1, 9, 16, 1, torch.float16, True),
+        (1, 40, 40, 40, 2, torch.float32, False),
+        slow(1, 130, 140, 64, 2, torch.float16, True),
+        slow(1, 70, 5, 24, 1, torch.float32, True),
+    ],
+)
+def test_attention_with_kept_bits_matches_the_oracle(
+    triton_device, B, T, Tk, D, Hkv, dtype, causal
+):
+    shapes = (T, 2), (Tk, Hkv), (Tk, Hkv)
+    inputs = [draw(triton_device, B, n, h, D, dtype=dtype) for n, h in shapes]
+    with BITS.trying((), Mask(1)):
+        check(inputs, causal=causal, dropout_p=0.3, rng=RNG)
+
+
+def test_bits_are_drawn_once_for_three_kernels(triton_device, monkeypatch):
+    """For calls with a mask and without documents, which draw theirs."""
+    calls = []
+    original = bits_triton.attention_bits_fwd
+    monkeypatch.setattr(
+        bits_triton, "attention_bits_fwd", lambda *args: (calls.append(args), original(*args))
+    )
+    q, k, v = (draw(triton_device, 1, 20, 1, 16) for _ in range(3))
+    with BITS.trying((), Mask(1)):
+        first = attention(q, k, v, dropout_p=0.3, rng=RNG)
+        grads = torch.autograd.grad(first.sum(), (q, k, v), retain_graph=True)
+        assert len(calls) == 1
+        again = torch.autograd.grad(first.sum(), (q, k, v))
+        assert all(map(torch.equal, grads, again))
+        attention(q, k, v)
+        flat = [x[0] for x in (q, k, v)]
+        cu = torch.tensor([0, 20], dtype=torch.int32, device=triton_device)
+        documents = attention(*flat, dropout_p=0.3, rng=RNG, cu_seqlens=cu)
+    assert len(calls) == 1
+    # fp16: the sums of the two ways differ, and are rounded once each.
+    torch.testing.assert_close(documents, first[0], rtol=2.0**-10, atol=2.0**-11)
+
+
+@pytest.mark.slow
+def test_the_op_with_bits_passes_torchs_checks(triton_device):
+    args = (make_key(3, 0, triton_device), 4, 77, True, [1, 2, 20, 30], torch.device(triton_device))
+    with BITS.trying((), Mask(1)):
+        tests = ("test_schema", "test_faketensor")
+        torch.library.opcheck(_attention_bits.overload, args, test_utils=tests)
+        (qkv,) = (draw(triton_device, 1, 20, 3, 1, 16),)
+        call = torch.compile(
+            lambda qkv: attention_qkvpacked(qkv, dropout_p=0.3, rng=RNG),
+            backend="aot_eager",
+            fullgraph=True,
+        )
+        want, got = attention_qkvpacked(qkv, dropout_p=0.3, rng=RNG), call(qkv)
+        assert torch.equal(got, want)
+        for a, b in zip(*(torch.autograd.grad(x.sum(), qkv) for x in (got, want))):
+            assert torch.equal(a, b)
+
+
+def test_bits_take_an_eighth_of_a_byte_an_element_and_are_kept_on_hopper():
+    assert 8 * math.prod(bits_shape(8, 12, 1024, 1024)) == 8 * 12 * 1024 * 1024 // 8
+    assert [BITS.get(arch).kept for arch in (80, 90, 120)] == [0, 1, 0]
+    with pytest.raises(ValueError, match="attention_bits: expected 0 or 1, got kept=2"):
+        BITS.write(90, (), Mask(2))
+
+
+# The table of tiles
+
+
+PLACES = [(k, d, v) for k in plans.KERNELS for d in plans.HEAD_DIMS for v in plans.VARIANTS]
+
+
+@pytest.fixture
+def path(tmp_path):
+    copy = tmp_path / "configs.json"
+    copy.write_text(TABLE.path.read_text())
+    return copy
+
+
+def test_the_table_is_whole_and_as_write_makes_it():
+    table = TABLE.load(TABLE.path)
+    assert set(table) == {(a, *place) for a in ARCHS for place in PLACES}
+    assert render(json.loads(TABLE.path.read_text())) == TABLE.path.read_text()
+    for (arch, kernel, _, variant), config in table.items():
+        if arch != 90 or (variant == "dropout" and kernel != "bwd_dkdv"):
+            # Only Hopper has descriptors; dropout reads keys in an order that their box has not.
+            assert config.load == "ptr"
+    assert any(config.load == "tma" for config in table.values())
+
+
+@sweep(
+    ("arch", "table"),
+    [(75, 86), (80, 80), (86, 86), (87, 80), (89, 86), (90, 90), (100, 90), (103, 90), (120, 86)],
+)
+def test_every_gpu_has_a_table(arch, table):
+    assert plans.table_for(arch) == table
+    for place in PLACES:
+        config, shipped = get_config(arch, *place), TABLE.load(TABLE.path)[(table, *place)]
+        assert config == (shipped if arch == 90 else shipped._replace(load="ptr"))
+
+
+IMPOSSIBLE = [  # what is changed in the entry, words
+    ({"block_q": 48}, "expected a power of 2 in .16, 256., got block_q=48"),
+    ({"block_k": 512}, "expected a power of 2 in .16, 256., got block_k=512"),
+    ({"num_warps": 3}, "expected 1, 2, 4 or 8, got num_warps=3"),
+    ({"num_stages": 0}, "expected 1 to 5, got num_stages=0"),
+    ({"load": "dma"}, "expected ptr, or tma in the table 90, got load=dma"),
+    ({"load": "tma"}, "expected ptr, or tma in the table 90, got load=tma"),
+]
+
+
+def test_an_impossible_entry_and_a_missing_one_are_named(path):
+    for changes, words in IMPOSSIBLE:
+        table = json.loads(TABLE.path.read_text())
+        table["80"]["bwd_dq"]["64"]["dropout"].update(changes)
+        path.write_text(json.dumps(table))
+        with pytest.raises(ValueError, match=f"{words} at 80 / bwd_dq / 64 / dropout; correct"):
+            TABLE.load(path)
+    del table["80"]["bwd_dq"]["64"]
+    path.write_text(json.dumps(table))
+    with pytest.raises(
+        ValueError, match=r"the fields block_q.* got entry=None at 80 / bwd_dq / 64"
+    ):
+        TABLE.load(path)
+    config = get_config(80, "fwd", 64, "plain")
+    with pytest.raises(ValueError, match=r"expected a place of .* got place=80 / fwd / 48 / plain"):
+        TABLE.write(80, ("fwd", 48, "plain"), config, path)
+
+
+def test_write_changes_one_line_and_calls_after_it_use_it(path, monkeypatch):
+    before = TABLE.path.read_text().splitlines()
+    monkeypatch.setattr(TABLE, "path", path)
+    place, config = ("fwd", 64, "plain"), Config(16, 16, 1, 1, "ptr")
+    try:
+        assert get_config(80, *place) != config
+        TABLE.write(80, place, config)
+        assert get_config(80, *place) == config
+    finally:
+        get_config.cache_clear()
+    after = path.read_text().splitlines()
+    assert sum(a != b for a, b in zip(before, after, strict=True)) == 1
+    assert TABLE.load(path)[(80, *place)] == config
+
+
+@sweep("arch", ARCHS)
+def test_candidates_are_possible_and_several(arch):
+    for place in PLACES:
+        found = candidates(arch, *place)
+        assert len(set(found)) == len(found) >= 3
+        for config in found:
+            TABLE.check((arch, *place), config._asdict())
+    # What the compiler counts as better is tried.
+    assert Config(64, 128, 4, 2, "tma") in candidates(90, "bwd_dq", 64, "plain")
+
+
+def test_trying_reaches_every_gpu_and_is_undone():
+    place, tried = ("fwd", 64, "plain"), Config(32, 32, 4, 1, "tma")
+    before = get_config(90, *place), get_config(80, *place)
+    with TABLE.trying(place, tried):
+        assert get_config(90, *place) == tried
+        assert get_config(80, *place) == tried._replace(load="ptr")
+        assert get_config(90, "fwd", 64, "dropout") != tried
+    assert (get_config(90, *place), get_config(80, *place)) == before

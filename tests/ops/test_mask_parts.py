@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from cells import covering, slow, sweep
+from cells import slow, sweep
 
 from fastpar.kernels import (
     Rng,
@@ -36,16 +36,6 @@ CUTS = [(0, 14, 28), (0, 9, 28), (0, 3, 6, 28), (0, 5, 23, 28), (0, 7, 14, 21, 2
 B, T, C = 4, 7, 37
 
 
-@pytest.fixture(params=["torch", "cpp", "triton"])
-def form(request, monkeypatch):
-    """(implementation, device): what runs without kernels, the compiled one, Triton."""
-    if request.param == "triton":
-        return request.param, request.getfixturevalue("triton_device")
-    if request.param == "torch":
-        monkeypatch.setattr(backend, "choice", "torch")
-    return request.param, "cpu"
-
-
 def parts(cut):
     for start, end in itertools.pairwise(cut):
         yield slice(start, end), Rng(*RNG[:2], first_row=start, rows=T)
@@ -68,124 +58,120 @@ def residual_ops(device):
     )
 
 
-@covering(1, ("cut", CUTS), ("shape", [(T, C), (T, 2, 16), (T, 3, 5, 64)]))
-def test_dropout_of_rows(form, cut, shape):
-    x = torch.randn(B, *shape, device=form[1])
-    (T, *_), cols, per = shape, shape[-1], x[0, 0].numel() // shape[-1]
+def same(a, b):
+    """Bits; composed of torch's functions, products of other shapes add in another order."""
+    if backend.choice == "torch":
+        torch.testing.assert_close(a, b)
+    else:
+        assert torch.equal(a, b)
+
+
+def of_interpreter(form, cuts):
+    """The second one where Triton is interpreted."""
+    return cuts[1:2] if backend.choice == "triton" and form == "cpu" else cuts
+
+
+@pytest.mark.parametrize("shape", [(T, 2, 16), slow((T, 3, 5, 64))])
+def test_dropout_of_rows(form, shape):
+    """Of more than one dimension a sample."""
+    x = torch.randn(B, *shape, device=form)
+    (n, *_), cols, per = shape, shape[-1], x[0, 0].numel() // shape[-1]
     whole = with_grads(lambda x: dropout(x.view(B, -1, cols), P, RNG), x)
     flat = x.view(B * T, *shape[1:])
-    for part, rng in parts(cut):
-        rng = rng._replace(rows=T * per, first_row=part.start * per)
+    for part, rng in itertools.chain(*map(parts, of_interpreter(form, CUTS))):
+        rng = rng._replace(rows=n * per, first_row=part.start * per)
         got = with_grads(lambda x, rng=rng: dropout(x, P, rng), flat[part])
         for a, b in zip(got, whole):
             assert torch.equal(a, b.reshape(flat.shape)[part])
-        mask = keep_mask(rng, P, flat[part].shape, device=form[1])
+        mask = keep_mask(rng, P, flat[part].shape, device=form)
         assert torch.equal(mask, whole[1].reshape(flat.shape)[part] != 0)
 
 
-@pytest.mark.parametrize("cut", [CUTS[1], *map(slow, (c for c in CUTS if c != CUTS[1]))])
-def test_residual_norms_of_rows(form, cut):
-    x, r = (torch.randn(B, T, C, device=form[1]) for _ in range(2))
-    for op in residual_ops(form[1]):
+def moved_parts(low, high):
+    """(rows of the whole batch, rng): the first and the second half of a rank's rows are runs of 2
+    that lie apart in a sample, all of them and some."""
+    places = torch.tensor([b * T + r for b in range(B) for r in (low, low + 1, high + 2, high + 3)])
+    for start, end in ((0, 4 * B), (1, 11)):
+        rng = Rng(*RNG[:2], first_row=start, rows=4, moved=(low, high))
+        yield places[start:end], rng
+
+
+def test_rows_of_ops(form):
+    """Of dropout and of the residual norms, in any leading dimensions."""
+    x, r = (torch.randn(B, T, C, device=form) for _ in range(2))
+    some = [part for cut in of_interpreter(form, CUTS) for part in parts(cut)]
+    some += [part for cut in of_interpreter(form, [(0, 2), (3, 1)]) for part in moved_parts(*cut)]
+    for op in [*residual_ops(form), lambda x, r, rng: dropout(x + r, P, rng)]:
         whole = with_grads(lambda x, r, op=op: op(x, r, RNG), x, r)
-        for part, rng in parts(cut):
-            for shape in ((1, -1, C), (-1, 1, C), (-1, C)):
+        for part, rng in some:
+            for shape in of_interpreter(form, [(1, -1, C), (-1, 1, C), (-1, C)]):
                 rows = (t.view(B * T, C)[part].view(shape) for t in (x, r))
                 got = with_grads(lambda x, r, op=op, rng=rng: op(x, r, rng), *rows)
                 for a, b in zip(got, whole):
                     assert torch.equal(a.view(-1, C), b.view(B * T, C)[part])
+    for part, rng in some:
+        n = len(torch.arange(B * T)[part])
+        exact = keep_mask_ref((KEY.cpu(), *rng[1:]), P, (n, C))
+        assert torch.equal(keep_mask(rng, P, (n, C), device=form).cpu(), exact)
 
 
 @pytest.mark.parametrize(
-    ("cut", "packed"),
+    ("cut", "documents"),
     [
-        ((0, 1, 4), False),
+        ((0, 1, 2), False),
         slow((0, 2, 4), True),
-        slow((0, 1, 6), False),
         slow((0, 1, 6), True),
-        *(slow(cut, packed) for cut in ((0, 1, 3, 6), (0, 1, 2, 5, 6)) for packed in (False, True)),
+        *(slow((0, 1, 3, 6), documents) for documents in (False, True)),
     ],
 )
-def test_attention_of_heads(form, cut, packed):
-    qkv = torch.randn(2, 19, 3, cut[-1], 16, device=form[1])
-    cu_seqlens = None
-    if packed:
-        qkv, cu_seqlens = qkv.flatten(0, 1), torch.tensor([0, 11, 38], dtype=torch.int32)
-        cu_seqlens = cu_seqlens.to(form[1])
-
-    def run(heads, rng):
-        settings = {"dropout_p": P, "rng": rng, "cu_seqlens": cu_seqlens}
-        first = with_grads(lambda x: attention_qkvpacked(x, **settings), heads)
-        q, k, v = heads.unbind(-3)
-        return first, with_grads(lambda *x: attention(*x, **settings), q, k, v)
-
-    whole = run(qkv, RNG)
-    same = torch.testing.assert_close if form[0] == "torch" else assert_equal
+def test_attention_of_heads(form, cut, documents):
+    qkv = torch.randn(2 if cut[-1] > 2 else 1, 19, 3, cut[-1], 16, device=form)
+    settings = {"dropout_p": P}
+    if documents:
+        qkv = qkv.flatten(0, 1)
+        settings["cu_seqlens"] = torch.tensor([0, 11, 38], dtype=torch.int32, device=form)
+    whole = with_grads(lambda x: attention_qkvpacked(x, rng=RNG, **settings), qkv)
     for start, end in itertools.pairwise(cut):
-        got = run(qkv[..., start:end, :], RNG._replace(first_head=start))
-        for a, b in zip(itertools.chain(*got), itertools.chain(*whole)):
+        settings["rng"] = RNG._replace(first_head=start)
+        heads = qkv[..., start:end, :]
+        got = with_grads(lambda x: attention_qkvpacked(x, **settings), heads)
+        apart = with_grads(lambda *x: attention(*x, **settings), *heads.unbind(-3))
+        for a, b in zip([*got, apart[0], torch.stack(apart[1:], -3)], whole * 2, strict=True):
             same(a, b[..., start:end, :])
-
-
-@pytest.mark.parametrize("cut", [(3, 2), slow((0, 4))])
-def test_two_runs_of_every_sample(form, cut):
-    """The first and the second half of a rank's rows are runs that lie apart in a sample."""
-    low, high = cut
-    whole_t, n = 10, 2  # rows of a sample; of a run
-    mine = [r + low for r in range(n)] + [r + high for r in range(n, 2 * n)]
-    x, r = (torch.randn(B, whole_t, C, device=form[1]) for _ in range(2))
-    flat = [t[:, mine].reshape(-1, C) for t in (x, r)]
-    ops = [*residual_ops(form[1]), lambda x, r, rng: dropout(x + r, P, rng)]
-    for op in ops:
-        whole = with_grads(lambda x, r, op=op: op(x, r, RNG), x, r)
-        whole = [t[:, mine].reshape(-1, C) for t in whole]
-        for start, end in ((0, 4 * B), (1, 11)):
-            rng = Rng(*RNG[:2], first_row=start, rows=2 * n, moved=cut)
-            got = with_grads(
-                lambda x, r, op=op, rng=rng: op(x, r, rng), *(t[start:end] for t in flat)
-            )
-            for a, b in zip(got, whole):
-                assert torch.equal(a, b[start:end])
-            mask = keep_mask(rng, P, (end - start, C), device=form[1])
-            exact = keep_mask_ref((KEY.cpu(), *rng[1:]), P, (end - start, C))
-            assert torch.equal(mask.cpu(), exact)
 
 
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
     [
-        ((5, 19, 16), torch.float32),
-        *(slow(s, torch.float16) for s in ((64, 128, 16), (1, 70, 64), (63, 150, 24))),
+        ((1, 9, 16), torch.float32),
+        slow((5, 19, 16), torch.float32),
+        *(slow(s, torch.float16) for s in ((64, 128, 16), (63, 150, 24))),
     ],
 )
 def test_attention_of_the_last_queries(form, sizes, dtype):
-    """Of their keys; first_row says where their rows lie in the mask."""
-    (T, Tk, D), H = sizes, 2
-    q, k, v = torch.randn(3, 2, Tk, H, D, device=form[1]).to(dtype)
-    at = Tk - T
+    """Of their keys, as a key/value cache has them; first_row says where their rows lie in the
+    mask."""
+    (n, Tk, D), H = sizes, 2 if sizes[0] > 1 else 1
+    q, k, v = torch.randn(3, H, Tk, H, D, device=form).to(dtype)
+    at = Tk - n
     whole = with_grads(lambda *x: attention(*x, dropout_p=P, rng=RNG), q, k, v)
     rng = RNG._replace(first_row=at)
     o, dq, *_ = with_grads(lambda *x: attention(*x, dropout_p=P, rng=rng), q[:, at:], k, v)
-    same = torch.testing.assert_close if form[0] == "torch" else assert_equal
     same(o, whole[0][:, at:])
     same(dq, whole[1][:, at:])
     first, last = (slice(0, at), RNG), (slice(at, Tk), rng)
-    parts = [
+    grads = [
         with_grads(
             lambda *x, rng=rng: attention(*x, dropout_p=P, rng=rng),
             q[:, rows], k[:, : rows.stop], v[:, : rows.stop],
         )[2:]
         for rows, rng in (first, last)
     ]  # fmt: skip
-    for whole_grad, head, tail in zip(whole[2:], *parts):
+    for whole_grad, head, tail in zip(whole[2:], *grads):
         tail[:, :at] += head
-        torch.testing.assert_close(
-            tail, whole_grad, atol=1e-5 if dtype == torch.float32 else 4e-3, rtol=0
-        )
-
-
-def assert_equal(a, b):
-    assert torch.equal(a, b)
+        # The sum of two parts: three roundings of values below 4, and what their sums differ by.
+        atol = 1e-5 if dtype == torch.float32 else 4e-3
+        torch.testing.assert_close(tail, whole_grad, atol=atol, rtol=0)
 
 
 def test_oracles_know_parts():
@@ -220,34 +206,6 @@ def test_whole_samples_are_one_block():
         MaskBlock(2, 1, 4, 8, 2, 0, 0),
         MaskBlock(1, 1, 3, 8, 4, 0, 0),
     ]
-
-
-@pytest.mark.slow
-def test_registration_and_compile():
-    x = torch.randn(9, C, requires_grad=True)
-    w, key = torch.randn(C, requires_grad=True), make_key(1, 2)
-    check, ops = torch.library.opcheck, torch.ops.fastpar
-    check(ops.dropout.default, (x, key, 3 << 16, 26, 4, (2, 0, 0)))
-    check(ops.keep_mask.default, (key, 3 << 16, 26, 4, (2, 0, 0), [9, C], torch.device("cpu")))
-    check(ops.layer_norm.default, (x, x.detach(), w, w, w, key, 3, 26, 4, (2, 0, 0), 1e-5, False))
-    q = torch.randn(1, 5, 2, 8, requires_grad=True)
-    check(ops.attention.default, (q, q, q, True, 0.5, key, 3 << 16 | 7, 26, None))
-    check(ops.attention.default, (q, q, q, True, 0.5, key, 3 << 16 | 7, 26, None, None, 4))
-
-    def f(x, w, q, rows, first):
-        rng = Rng(key, 3, first_row=first, rows=rows)
-        y, out = residual_layer_norm(x, x, w, w, dropout_p=P, rng=rng)
-        y = dropout(y, P, rng) + residual_rms_norm(out, y, w, dropout_p=P, rng=rng)[0]
-        return y, attention(q, q, q, dropout_p=P, rng=Rng(key, 4, first_head=first))
-
-    for dynamic in (False, True):
-        compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-        for rows, first in ((4, 2), (5, 3)):
-            for a, b in zip(
-                with_grads(lambda *x, g=compiled, r=rows, i=first: g(*x, r, i), x, w, q),
-                with_grads(lambda *x, r=rows, i=first: f(*x, r, i), x, w, q),
-            ):
-                torch.testing.assert_close(a, b)
 
 
 ROWS = Rng(KEY, 0, first_row=2, rows=3)
