@@ -27,7 +27,7 @@ from fastpar.engine import control
 from fastpar.kernels.adamw import master_split
 from fastpar.optim import adamw as optim
 from fastpar.optim.schedule import DynamicLossScale
-from fastpar.sharding.placements import Placement
+from fastpar.sharding.placements import Placement, Shard
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 4e-3, "first_bucket_mb": 1e-3}  # several buckets; pieces of a few blocks
@@ -169,6 +169,28 @@ def test_steps_are_those_of_one_process(mode, layout):
                 assert all(part == whole for part in parts)
             else:
                 assert sum(part.numel() for part in parts) == whole.numel() * world // shards
+
+
+@pytest.mark.parametrize(("mode", "rows", "columns"), [("stochastic", 6, 3),
+                                                       ("8-bit-stochastic", 4, 128)])  # fmt: skip
+def test_random_bits_of_a_slice_are_those_of_its_place_in_the_whole(mode, rows, columns):
+    """One that begins at an odd element, and one at a whole block of 8-bit moments."""
+    dtype, _, options = MODES[mode]
+    shapes = {"weight": (rows, columns)}
+
+    def train_bag(mesh=None):
+        model = Bag(dtype, shapes=shapes, states={"weight": Shard(0)} if mesh else None)
+        if mesh is not None:
+            fastpar.parallelize(model, mesh)
+        optimizer = adamw(model.named_parameters(), seed=5, lr=0.1, **options)
+        for step in range(3):
+            model(gradients(step, shapes=shapes)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.detach().clone()
+
+    parts = run_ranks(lambda: train_bag(Mesh(tp=2, device="cpu")), 2)
+    assert torch.equal(torch.cat(parts), train_bag())
 
 
 @pytest.mark.parametrize("make", [adamw, adafactor])
