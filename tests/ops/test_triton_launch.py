@@ -1,6 +1,5 @@
 """Launching and recording: what is recorded is what Triton's own launcher would compile."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -83,9 +82,6 @@ def launch_add(x, y, out, **options):
     launch(_add_kernel, (triton.cdiv(x.numel(), 64),), x, y, out, x.numel(), BLOCK=64, **options)
 
 
-# Launching
-
-
 def test_launch_runs_the_kernel():
     x, y = torch.randn(2, 1000, device=DEVICE)
     out = torch.full_like(x, float("nan"))
@@ -107,88 +103,7 @@ def test_a_kernel_that_takes_descriptors_only():
     assert torch.equal(out, 2 * x)
 
 
-# Recording
-
-
-def test_record_describes_every_kind_of_argument():
-    with record(90) as launches:
-        launch(_kinds_kernel, (7, 2), *kinds("meta"), **CONSTANTS)
-    (only,) = launches
-    assert only.name == "_kinds_kernel"
-    assert only.grid == (7, 2)
-    assert only.signature == {
-        "x_ptr": "*bf16",
-        "flags_ptr": "*u1",
-        "bytes_ptr": "*u8",
-        "index_ptr": "*i64",
-        "none_ptr": "constexpr",
-        "tile": "tensordesc<bf16[16, 32]>",
-        "site": "i32",
-        "threshold": "i32",
-        "one": "constexpr",
-        "n": "i32",
-        "stride": "i32",
-        "big": "i64",
-        "scale": "fp32",
-        "switch": "u1",
-        "CAUSAL": "constexpr",
-        "BLOCK": "constexpr",
-    }
-    assert only.constants == {"none_ptr": None, "one": 1, "CAUSAL": True, "BLOCK": 64}
-    assert only.divisible == ("flags_ptr", "bytes_ptr", "index_ptr", "stride", "big")
-    assert only.options == {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
-
-
-AS_JIT = """
-import json, sys
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../support"]
-import torch, triton
-from types import SimpleNamespace
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-from fastpar.kernels.triton_launch import launch, record
-import test_triton_launch as here
-
-driver.set_active(SimpleNamespace(
-    get_current_device=lambda: 0,
-    get_current_stream=lambda device: 0,
-    get_current_target=lambda: GPUTarget("cuda", 90, 32),
-))
-caught = []
-
-def hook(*, compile, **_):
-    options = {k: compile[k] for k in ("num_warps", "num_stages", "enable_fp_fusion")}
-    caught.append([compile["signature"], compile["constants"], compile["configs"][0], options])
-    return True  # stop here
-
-knobs.runtime.jit_cache_hook = hook
-here._kinds_kernel.run(
-    *here.kinds("cpu"), grid=(1,), warmup=True, enable_fp_fusion=True, **here.CONSTANTS
-)
-with record(90) as launches:
-    launch(here._kinds_kernel, (1,), *here.kinds("meta"), **here.CONSTANTS)
-(only,) = launches
-recorded = [only.signature, only.constexprs, only.attrs, only.options]
-print(json.dumps({"jit": repr(caught), "recorded": repr([recorded])}))
-"""
-
-
-@pytest.mark.slow
-def test_recorded_is_what_the_launcher_compiles():
-    """The launcher itself, up to the point where it calls the compiler, which needs no GPU."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    folder = os.path.dirname(__file__)
-    run = subprocess.run(
-        [sys.executable, "-c", AS_JIT, folder], env=env, capture_output=True, text=True, timeout=200
-    )
-    assert run.returncode == 0, run.stderr
-    both = json.loads(run.stdout.splitlines()[-1])
-    assert "tt.divisibility" in both["jit"]
-    assert both["jit"] == both["recorded"]
-
-
-AGAIN = """
+SCRIPT = """
 import random, struct, sys
 sys.path[:0] = sys.argv[1:3]
 import pytest, torch
@@ -212,6 +127,30 @@ driver.set_active(SimpleNamespace(
     get_current_stream=lambda device: state.stream + device,
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
 ))
+
+# What is recorded is what the launcher compiles, up to the point where it calls the compiler.
+caught = []
+
+def hook(*, compile, **_):
+    options = {k: compile[k] for k in ("num_warps", "num_stages", "enable_fp_fusion")}
+    caught.append([compile["signature"], compile["constants"], compile["configs"][0], options])
+    return True  # stop here
+
+knobs.runtime.jit_cache_hook = hook
+here._kinds_kernel.run(
+    *here.kinds("cpu"), grid=(1,), warmup=True, enable_fp_fusion=True, **here.CONSTANTS
+)
+knobs.runtime.jit_cache_hook = None
+with triton_launch.record(90) as launches:
+    triton_launch.launch(here._kinds_kernel, (7, 2), *here.kinds("meta"), **here.CONSTANTS)
+(only,) = launches
+assert (only.name, only.grid) == ("_kinds_kernel", (7, 2))
+assert only.divisible == ("flags_ptr", "bytes_ptr", "index_ptr", "stride", "big")
+assert only.constants == {"none_ptr": None, "one": 1, "CAUSAL": True, "BLOCK": 64}
+recorded = repr([[only.signature, only.constexprs, only.attrs, only.options]])
+assert repr(caught) == recorded and "tt.divisibility" in recorded, (caught, recorded)
+
+# A launch again is what Triton would launch.
 ran = []
 WIDTHS = {"u1": 8, "i32": 32, "i64": 64, "fp32": 32}
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 1, "block_size": [16, 32], "fp4_padded": False}
@@ -401,11 +340,12 @@ print(hits, slow)
 def test_a_launch_again_is_what_triton_would_launch(tmp_path):
     """Function, grid, threads, stream and every byte of the parameters: those of Triton's own
     launch, in calls of random types, alignments, integers, constants, devices and streams. What is
-    unusual goes through Triton; the driver's errors are raised."""
+    unusual goes through Triton; the driver's errors are raised. What is recorded is what the
+    launcher compiles."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     folders = [os.path.dirname(__file__), os.path.dirname(fake_cuda.__file__), str(tmp_path)]
     run = subprocess.run(
-        [sys.executable, "-c", AGAIN, *folders], env=env, capture_output=True, text=True,
+        [sys.executable, "-c", SCRIPT, *folders], env=env, capture_output=True, text=True,
         timeout=200,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
