@@ -1,66 +1,26 @@
-"""bias_gelu against its oracle, with the CPU's kernels and Triton's, with hostile inputs."""
+"""bias_gelu beyond the cases of kernels/cases.py: far-out values, tails, sums, configurations."""
+
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cells import sweep
 
-from fastpar.kernels import backend, bias_gelu, gelu_mlp
-from fastpar.kernels.gelu import TABLE, Config
-from fastpar.kernels.reference import bias_gelu_ref, gelu_mlp_ref
+from fastpar.kernels import bias_gelu
+from fastpar.kernels.gelu import TABLE
+from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.testing import assert_matches_oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def eager(x, bias=None, *, approximate="tanh"):
-    u = x if bias is None else (x + bias).to(x.dtype)
-    return F.gelu(u, approximate=approximate)
-
-
-def make(shape, dtype, bias_dtype=None, device="cpu"):
-    x = (torch.randn(shape) * 3).to(device, dtype).requires_grad_()
-    return x, torch.randn(shape[-1]).to(device, bias_dtype or dtype).requires_grad_()
-
-
 def gradients(x, bias, dy):
     x = x.detach().requires_grad_()
-    bias = None if bias is None else bias.detach().requires_grad_()
+    bias = bias.detach().requires_grad_()
     y = bias_gelu(x, bias)
     y.backward(dy)
-    return y.detach(), x.grad, None if bias is None else bias.grad
-
-
-@pytest.mark.usefixtures("poisoned")
-@sweep("approximate", ["tanh", "none"])
-@sweep(  # one tile and less, many tiles both ways, several row ranges a program
-    ("shape", "dtype"),
-    [
-        ((1, 1), 0),
-        ((63, 127), 1),
-        ((2, 3, 1000), 2),
-        ((300, 17), 0),
-        ((50, 256), 1),
-        ((2, 3072), 2),
-    ],
-)
-def test_matches_oracle(shape, dtype, approximate, place):
-    def with_form(f):
-        return lambda *args: f(*args, approximate=approximate)
-
-    ours, ref, plain = (with_form(f) for f in (bias_gelu, bias_gelu_ref, eager))
-    x, bias = make(shape, DTYPES[dtype], device=place)
-    assert len(assert_matches_oracle(ours, ref, (x, bias), eager=plain)) == 3
-    assert len(assert_matches_oracle(ours, ref, (x,), eager=plain)) == 2
-
-
-@sweep("dtype", DTYPES)
-def test_fp32_bias_of_any_input_and_the_torch_backend(dtype, place, monkeypatch):
-    inputs = make((33, 65), dtype, torch.float32, place)
-    assert_matches_oracle(bias_gelu, bias_gelu_ref, inputs, eager=eager)
-    assert gradients(*inputs, torch.ones_like(inputs[0]))[2].dtype == torch.float32
-    monkeypatch.setattr(backend, "choice", "torch")
-    assert_matches_oracle(bias_gelu, bias_gelu_ref, inputs, eager=eager)
+    return y.detach(), x.grad, bias.grad
 
 
 @sweep("shape", [(0,), (0, 5), (5, 0), ()])
@@ -93,7 +53,8 @@ def test_tails_are_as_accurate_as_torch(place):
     """Where y is small, the error of y itself: absolute errors of large elements hide it."""
     for low, high in ((-9.0, -3.0), (-3.0, -0.5), (-0.5, 0.5)):
         x = torch.linspace(low, high, 999, device=place, requires_grad=True)
-        assert_matches_oracle(bias_gelu, bias_gelu_ref, (x,), eager=eager)
+        torchs = functools.partial(F.gelu, approximate="tanh")
+        assert_matches_oracle(bias_gelu, bias_gelu_ref, (x,), eager=torchs)
 
 
 def test_dbias_of_16_bits_is_summed_in_float32_and_then_rounded(place):
@@ -114,8 +75,8 @@ def test_every_configuration_and_number_of_programs_has_the_same_answer(triton_d
     """For more programs than tiles, fewer, and one; each architecture's table, each candidate."""
     from fastpar.kernels.gelu import triton as kernels
 
-    x, bias = make((150, 20), torch.float32, device=triton_device)
-    dy = torch.randn(150, 20, device=triton_device)
+    x, dy = torch.randn(2, 150, 20).to(triton_device) * 3
+    bias = torch.randn(20).to(triton_device)
     want = gradients(x, bias, dy)
 
     def check():
@@ -136,8 +97,6 @@ def test_every_configuration_and_number_of_programs_has_the_same_answer(triton_d
 
 
 def test_the_table():
-    assert TABLE.get(75) == TABLE.get(86) == TABLE.get(80) == Config(2048, 4, 4)
-    assert TABLE.get(100) == TABLE.get(90) == Config(2048, 4, 5)
     for arch in TABLE.archs:
         for config in TABLE.candidates(arch):
             assert TABLE.check((arch,), config._asdict()) == config
@@ -164,16 +123,3 @@ X = torch.ones(2, 3)
 def test_what_is_refused(args, options, words):
     with pytest.raises(ValueError, match=words):
         bias_gelu(*args, **options)
-
-
-@sweep("dtype", [torch.float32, torch.bfloat16])
-def test_an_mlp_matches_its_oracle(dtype):
-    x, weight1, weight2 = torch.randn(5, 7, 24), torch.randn(40, 24), torch.randn(16, 40)
-    inputs = [x, weight1, torch.randn(40), weight2, torch.randn(16)]
-    inputs = [t.to(dtype).requires_grad_() for t in inputs]
-
-    def plain(x, weight1, bias1, weight2, bias2=None):
-        return F.linear(F.gelu(F.linear(x, weight1, bias1), approximate="tanh"), weight2, bias2)
-
-    assert_matches_oracle(gelu_mlp, gelu_mlp_ref, inputs, eager=plain)
-    assert_matches_oracle(gelu_mlp, gelu_mlp_ref, inputs[:4], eager=plain)
