@@ -39,7 +39,6 @@ from bench.records import (
     machine_line,
     parser_of,
 )
-from bench.report.tables import summary
 from fastpar.comm.ranks import reason
 
 COMMANDS = {  # which are no benches: module with a main()
@@ -69,7 +68,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of("bench", __doc__, device=True, rows=True)
     parser.add_argument("names", nargs="*", metavar="name[:case]", help=", ".join(names()))
     parser.add_argument("--time-limit", type=float, help="seconds for each bench")
-    parser.add_argument("--total-limit", type=float, help="seconds for all benches together")
     parser.add_argument("--here", action="store_true", help="in this process, without a limit")
     args = parser.parse_args(argv)
     args.device = device_of(args, "bench")
@@ -95,7 +93,7 @@ def run_here(name: str, args: argparse.Namespace) -> None:
     module.run(Bench(stem, args.device, args.quick, results, only=case))
 
 
-def run_apart(name: str, args: argparse.Namespace, left_s: float) -> str | None:
+def run_apart(name: str, args: argparse.Namespace) -> str | None:
     """Run one bench in its own process group; why it failed, or None."""
     stem = name.partition(":")[0]
     limit = args.time_limit
@@ -104,9 +102,6 @@ def run_apart(name: str, args: argparse.Namespace, left_s: float) -> str | None:
             limit = limit_of(stem, args.device)
         except Exception as error:  # a bench that cannot be imported fails alone
             return reason(error)
-    limit = min(limit, left_s)
-    if limit <= 0:
-        return "not started: --total-limit is used up"
     command = [sys.executable, "-m", "bench", name, "--here", "--device", args.device]
     command += ["--out", str(args.out), *(["--quick"] if args.quick else [])]
     process = subprocess.Popen(command, start_new_session=True)
@@ -124,11 +119,10 @@ def run_apart(name: str, args: argparse.Namespace, left_s: float) -> str | None:
 def run_all(args: argparse.Namespace) -> dict[str, str]:
     """Every bench in turn; name -> why it failed."""
     failures = {}
-    begin = time.monotonic()
     for name in args.names:
         start = time.monotonic()
         print(f"== {name}", flush=True)
-        failure = run_apart(name, args, (args.total_limit or float("inf")) - (start - begin))
+        failure = run_apart(name, args)
         if failure:
             failures[name] = failure
         print(f"== {name}: {failure or 'done'}, {time.monotonic() - start:.0f} s", flush=True)
@@ -159,8 +153,6 @@ def main(argv: list[str] | None = None) -> int:
     results = ResultFile(args.out, machine(args.device))  # what the benches wrote
     ran = {name.partition(":")[0] for name in args.names}
     rows = [row for row in results.rows.values() if row.bench in ran]
-    if not args.quick:
-        print(f"\n{machine_line(machine(args.device))}\n{summary(rows)}")
     red = [row for row in rows if row.refused and "fastpar" in row.variant]
     for row in red:
         print(f"refused: {row.key}: {row.refused}")

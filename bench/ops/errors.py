@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterable
 
 from bench.records import (
@@ -144,7 +143,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--implementation", choices=IMPLEMENTATIONS, help="default: triton on a GPU, cpp on a CPU"
     )
-    parser.add_argument("--total-limit", type=float, default=float("inf"), help="seconds")
     args = parser.parse_args(argv)
     try:
         device = device_of(args, "errors")
@@ -166,15 +164,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print("ratios of the largest and the RMS error to PyTorch's; single numbers: error (PyTorch's)")
     failing = []
-    start = time.monotonic()
     for row in measure(implementation, device, quick=args.quick, only=args.op):
         print(format_row(row), flush=True)
         file.add(row)
         if fails(row):
             failing.append(row.key)
-        if time.monotonic() - start > args.total_limit:
-            failing.append(f"all after {row.key}: --total-limit is used up")
-            break
     for key in failing:
         print(f"fails: {key}")
     print(f"{len(file.rows)} rows in {os.path.relpath(out)}")

@@ -76,13 +76,5 @@ def adamws(device: str, hyper: dict[str, Any]) -> dict[str, Callable[[list[Tenso
     if device == "cpu":
         deepspeed = installed("deepspeed.ops.adam", "DeepSpeedCPUAdam")
         return {"deepspeed": lambda params: deepspeed(params, **hyper, adamw_mode=True)}
-    apex = installed("apex.optimizers", "FusedAdam")
-    engine = installed("transformer_engine.pytorch.optimizers", "FusedAdam")
     bits = installed("bitsandbytes.optim", "AdamW8bit")
-    torchao = installed("torchao.optim", "AdamW8bit")
-    return {
-        "apex": lambda params: apex(params, **hyper, adam_w_mode=True),
-        "transformer-engine": lambda params: engine(params, **hyper, adam_w_mode=True),
-        "bitsandbytes 8-bit": lambda params: bits(params, **hyper),
-        "torchao 8-bit": lambda params: torchao(params, **hyper),
-    }
+    return {"bitsandbytes 8-bit": lambda params: bits(params, **hyper)}

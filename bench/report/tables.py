@@ -482,24 +482,6 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
 }
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """For the console: a line for each case and direction with all its variants that took time."""
-    rows, lines = [row for row in rows if row.refused or row.median_ms is not None], []
-    if any(row.percent_of_ceiling is not None for row in rows):
-        lines.append("%: of the rate of a plain copy or matrix product in the same process")
-    for (case, direction), group in by_case(rows).items():
-        cells = []
-        for row in group:
-            text = f"{row.variant} {'refused' if row.refused else number(row.median_ms)}"
-            if row.percent_of_ceiling is not None:
-                text += f" ({row.percent_of_ceiling:.0f} %)"
-            if row.tokens_per_s is not None:
-                text += f" ({row.tokens_per_s:.0f} tokens/s)"
-            cells.append(text)
-        lines.append(f"{case}, {direction}, ms: {' | '.join(cells)}")
-    return "\n".join(lines)
-
-
 # The README's only table: what a user would swap or run, beside the fastest other way to do it
 
 

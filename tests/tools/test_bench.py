@@ -257,9 +257,9 @@ def test_bad_arguments_are_refused_in_one_line(capsys):
 def test_one_bench_that_runs_out_of_time_does_not_stop_the_next(tmp_path, monkeypatch, capfd):
     apart = door.run_apart
 
-    def run_apart(name, args, left_s):
+    def run_apart(name, args):
         args.time_limit = 0.2 if name == "gelu" else 60.0
-        return apart(name, args, left_s)
+        return apart(name, args)
 
     monkeypatch.setattr(door, "run_apart", run_apart)
     out = tmp_path / "rows.json"
