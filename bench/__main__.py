@@ -3,7 +3,7 @@
     python -m bench                          all of them on the GPU if there is one, or on the CPU
     python -m bench layer_norm train:6x384   one bench; one case of one
     python -m bench --commit-results         rows go to bench/results, which the README shows
-    python -m bench tune                     tables of kernels/ that a GPU decides (bench/ops/tune.py)
+    python -m bench tune                     tables that a GPU decides (bench/ops/tune.py)
     python -m bench errors                   errors against fp64 (bench/ops/errors.py)
     python -m bench matrix fastpar           one run on every layout (bench/systems/matrix.py)
     python -m bench study wires              what settings do to a loss (bench/systems/study.py)
