@@ -10,7 +10,7 @@ implementations of attention/peers.py are tried as well, by the same rules but t
 gradients are recorded there), in a checkpointed block (whose hooks would see the trial's tensors),
 under autocast, inference mode or a default device. All of these hold for one thread, so a trial has
 a thread of its own. It draws from generators of its own, so that a run has the same random numbers
-with a trial as without (tests/doctor/test_first_use.py).
+with a trial as without (tests/doctor/test_doctor.py).
 
 [Note: timing on a GPU] Each sample is: flush the L2 cache, let the device sleep longer than the
 host needs to enqueue the call, record an event, call, record an event. Without the sleep a call

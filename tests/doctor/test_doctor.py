@@ -1,8 +1,8 @@
 """Proof on first use: what is wrong or slower does not run, whoever asks and however it ends."""
 
+import itertools
 import json
-import subprocess
-import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from nanogpt_cells import ARGS, NanoGPT
 from proofs import GELU, table_with
 from torch._subclasses import FakeTensorMode
+from torch.distributed import HashStore
+from torch.utils.checkpoint import checkpoint
 
 import fastpar
 from fastpar.doctor import doctor, report, trial
@@ -30,13 +32,13 @@ def quick(monkeypatch):
     monkeypatch.setattr(report, "cases_of_model", lambda *args, **sizes: [GELU])
 
 
+def refuse(*args):
+    pytest.fail("tried")
+
+
 def break_gelu(monkeypatch, fault):
     own = gelu._bias_gelu_cpp
-
-    def broken(x, bias):
-        return fault(own(x, bias))
-
-    monkeypatch.setattr(gelu, "_bias_gelu_cpp", broken)
+    monkeypatch.setattr(gelu, "_bias_gelu_cpp", lambda x, bias: fault(own(x, bias)))
 
 
 def run_doctor(**options):
@@ -60,33 +62,51 @@ def test_a_right_kernel_is_proven_and_the_table_is_kept(quick, no_proofs, tmp_pa
     assert ProofTable("cpu").proofs == choice.proofs  # as another process reads it
 
 
-def test_a_wrong_kernel_is_named_and_does_not_run(quick, monkeypatch, capsys):
-    break_gelu(monkeypatch, lambda y: y * 1.001)
+def flipping():
+    calls = itertools.count(1)
+    return lambda y: torch.nextafter(y, y + 1) if next(calls) % 2 else y
+
+
+def raising(error, above=0):
+    """Where there are more rows."""
+
+    def fault(y):
+        if len(y) > above:
+            raise error
+        return y
+
+    return fault
+
+
+LOST = "an illegal memory access was encountered"
+# what its results go through, what is said
+BROKEN = {
+    "wrong": (lambda: lambda y: y * 1.001, "error of y is"),
+    "changing": (flipping, "differs between two calls"),
+    "raising": (lambda: raising(RuntimeError(f"{LOST}\nmore")), f"RuntimeError: {LOST}"),
+    "raising without a word": (lambda: raising(AssertionError()), "AssertionError: no message"),
+    "raising at the timed size": (
+        lambda: raising(RuntimeError("out of resource"), above=100),
+        "at tanh N=512 F=96: RuntimeError: out of resource",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_kernel_is_named_and_does_not_run(case, quick, monkeypatch, capsys):
+    fault, words = BROKEN[case]
+    break_gelu(monkeypatch, fault())
     status, printed = run_doctor()
-    assert status == 1
+    assert (status, choice.proofs[GELU].chosen) == (1, STOCK)
     assert "torch: own is WRONG" in printed
-    assert (
-        "WRONG  bias_gelu float32 96: at tanh N=63 F=127" in printed or "error of y is" in printed
-    )
-    assert "error of y is" in capsys.readouterr().err
+    assert "WRONG  bias_gelu float32 96: at " in printed
+    assert words in printed
+    assert words in capsys.readouterr().err
     x = torch.randn(5, 96)
     assert torch.equal(bias_gelu(x), F.gelu(x, approximate="tanh"))
     monkeypatch.setattr(backend, "choice", "cpp")
-    with pytest.raises(RuntimeError, match=r"failed for bias_gelu float32 96: at .* error of y is"):
+    with pytest.raises(RuntimeError, match=f"failed for bias_gelu float32 96: at .*{words[-20:]}"):
         bias_gelu(x)
-
-
-def test_results_that_change_from_call_to_call_are_wrong(quick, monkeypatch):
-    calls = []
-
-    def flip(y):
-        calls.append(None)
-        return torch.nextafter(y, y + 1) if len(calls) % 2 else y
-
-    break_gelu(monkeypatch, flip)
-    status, printed = run_doctor()
-    assert status == 1
-    assert "differs between two calls" in printed
 
 
 def test_a_slow_kernel_is_not_chosen_but_may_be_forced(quick, monkeypatch):
@@ -103,22 +123,12 @@ def test_a_slow_kernel_is_not_chosen_but_may_be_forced(quick, monkeypatch):
     assert used
 
 
-def test_a_kernel_that_raises_is_wrong(quick, monkeypatch):
-    def fault(y):
-        raise RuntimeError("an illegal memory access was encountered\nmore")
-
-    break_gelu(monkeypatch, fault)
-    status, printed = run_doctor()
-    assert status == 1
-    assert "RuntimeError: an illegal memory access was encountered" in printed
-
-
 def test_a_lost_gpu_bars_the_kernel_that_lost_it_and_ends_the_process(monkeypatch):
     """Each later call of CUDA raises the same error, whichever kernel makes it."""
     cuda, cases = [], [GELU._replace(device="cuda", size=n) for n in (96, 64)]
 
     def lost():
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        raise torch.AcceleratorError(f"CUDA error: {LOST}")
 
     def measure(self, dtype, device):
         cuda.append(self.shape)
@@ -138,10 +148,10 @@ def test_a_lost_gpu_bars_the_kernel_that_lost_it_and_ends_the_process(monkeypatc
 
 
 def test_an_error_that_leaves_the_gpu_alone_is_of_one_kernel(monkeypatch):
-    def refuse(*args):
+    def too_large(*args):
         raise RuntimeError("CUDA error: too many resources requested for launch")
 
-    monkeypatch.setattr(trial.OpCase, "measure", refuse)
+    monkeypatch.setattr(trial.OpCase, "measure", too_large)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     found = trial.proof_cases("weight_gradient", 96, "cpu", 64)
     case = Case("cuda", "weight_gradient", torch.bfloat16, 96)
@@ -150,65 +160,32 @@ def test_an_error_that_leaves_the_gpu_alone_is_of_one_kernel(monkeypatch):
     assert (other.chosen, other.wrong, [peer.name for peer in other.peers]) == (OWN, "", ["flash"])
 
 
-def test_a_kernel_that_fails_at_the_timed_size_alone_does_not_run(quick, monkeypatch):
-    def fault(y):
-        if len(y) > 100:
-            raise RuntimeError("out of resource: shared memory")
-        return y
-
-    break_gelu(monkeypatch, fault)
-    status, printed = run_doctor()
-    assert status == 1
-    assert "WRONG  bias_gelu float32 96: at tanh N=512 F=96: RuntimeError: out of" in printed
-    assert choice.proofs[GELU].chosen == STOCK
-
-
-def test_what_has_no_memory_for_the_timed_size_is_not_timed(quick, monkeypatch):
-    found = trial.proof_cases("bias_gelu", 96, "cpu", 64)[:2]
+def test_what_is_much_slower_or_has_no_memory_is_not_timed_for_long(quick, monkeypatch):
+    found, calls = trial.proof_cases("bias_gelu", 96, "cpu", 64)[:2], []
 
     def no_memory(x, bias):
         if len(x) > 100:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return F.gelu(x + bias, approximate="tanh")
 
+    def slow(x, bias):
+        calls.append(time.sleep(0.05))
+        return F.gelu(x + bias, approximate="tanh")
+
+    for case in found:
+        monkeypatch.setattr(case, "eager", slow)
+    monkeypatch.setattr(trial, "proof_cases", lambda *args: found)
+    assert trial.prove(GELU).stock_ms[0] > 50
+    assert len(calls) == 1 + 1 + 2  # right, for backward, timed
     monkeypatch.setattr(found[0], "eager", no_memory)
     monkeypatch.setattr(found[0], "make", lambda draw: {"x": draw(512, 96), "bias": draw(96)})
-    monkeypatch.setattr(trial, "proof_cases", lambda *args: found)
     proof = trial.prove(GELU)
     assert (proof.chosen, proof.stock_ms) == (OWN, (0.0, 0.0))
     assert min(*proof.own_ms, *proof.instead_ms) > 0
 
 
-def test_an_error_without_a_message_is_named(quick, monkeypatch):
-    def fault(y):
-        raise AssertionError
-
-    break_gelu(monkeypatch, fault)
-    status, printed = run_doctor()
-    assert status == 1
-    assert "AssertionError: no message" in printed
-
-
-def test_what_is_much_slower_is_not_timed_for_long(quick, monkeypatch):
-    calls, plain = [], trial.proof_cases("bias_gelu", 96, "cpu", 64)[:2]
-
-    def slow(x, bias):
-        calls.append(time.sleep(0.05))
-        return F.gelu(x + bias, approximate="tanh")
-
-    for case in plain:
-        monkeypatch.setattr(case, "eager", slow)
-    monkeypatch.setattr(trial, "proof_cases", lambda *args: plain)
-    proof = trial.prove(GELU)
-    assert proof.stock_ms[0] > 50
-    assert len(calls) == 1 + 1 + 2  # right, for backward, timed
-
-
 def test_no_memory_says_nothing_about_a_kernel_and_is_not_kept(quick, monkeypatch, capsys):
-    def fault(y):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    break_gelu(monkeypatch, fault)
+    break_gelu(monkeypatch, raising(torch.OutOfMemoryError("CUDA out of memory")))
     proof = doctor.Prover().proof_of(GELU)
     assert proof == Proof(STOCK)
     assert "no memory is left to try it" in capsys.readouterr().err
@@ -226,10 +203,12 @@ def test_a_timed_call_is_never_larger_than_memory_allows(monkeypatch):
 
 def test_known_proofs_are_not_made_again_unless_asked_for(quick, monkeypatch):
     run_doctor()
-    monkeypatch.setattr(doctor, "prove", lambda *args: pytest.fail("proven again"))
+    monkeypatch.setattr(doctor, "prove", refuse)
     run_doctor()
     monkeypatch.setattr(doctor, "_prover", doctor.Prover())  # as another process
     run_doctor()
+    assert doctor.known_proof(GELU) == choice.proofs[GELU]
+    assert doctor.known_proof(GELU._replace(size=7)) is None
     monkeypatch.setattr(doctor, "prove", lambda *args: Proof(STOCK, "now wrong"))
     assert run_doctor(again=True)[0] == 1
 
@@ -274,36 +253,19 @@ def test_a_compiled_run_gives_the_compiler_what_it_makes_faster(quick, monkeypat
 
 
 def test_a_compiled_run_proves_again_what_has_no_time_under_torch_compile(quick, monkeypatch):
-    asked = []
+    asked, slow = [], (2.0, 2.0)
 
     def prove(case, rows, compiled):
         asked.append((case.op, compiled))
-        return Proof(
-            OWN, "", (2.0, 2.0), (3.0, 3.0), (3.0, 3.0), (1.0, 1.0) if compiled else (0, 0)
-        )
+        return Proof(OWN, "", slow, slow, slow, (1.0, 1.0) if compiled else (0, 0))
 
     monkeypatch.setattr(doctor, "prove", prove)
-    gelu, flat = GELU, GELU._replace(op="global_norm", size=0)
-    doctor.adopt([gelu, flat])
-    doctor.adopt([gelu, flat], compiled=True)
-    doctor.adopt([gelu, flat], compiled=True)
+    for compiled in (False, True, True):
+        doctor.adopt([GELU, GELU._replace(op="global_norm", size=0)], compiled=compiled)
     assert asked == [("bias_gelu", False), ("global_norm", False), ("bias_gelu", True)]
 
 
-def test_it_can_be_called_without_the_command_line_s_package():
-    code = "import sys; sys.modules['tyro'] = None; import fastpar.doctor.report as report; "
-    code += "report.cases_of_model = lambda *a, **k: []; "
-    code += "sys.exit(report.doctor(report.DoctorCommand(device='cpu')))"
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-
-
-def test_no_gpu_is_a_mistake_with_a_way_out(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"expected a GPU with --device cuda.*use --device cpu"):
-        report.doctor(DoctorCommand(device="cuda"))
-
-
-# The file
+# Trials that end otherwise
 
 
 def test_an_unwritable_folder_is_told_once_and_the_proofs_count(quick, monkeypatch, tmp_path):
@@ -363,30 +325,31 @@ class OnGpu:
 
 
 def test_a_gpu_class_is_proven_at_its_first_call_only(monkeypatch, real):
+    """Nothing is tried while a graph is captured."""
     asked = []
 
     def first_use(case, x):
         asked.append(case)
         return Proof(STOCK if case.op == "bias_gelu" else OWN)
 
-    monkeypatch.setattr(doctor, "prove_first_use", first_use)
+    monkeypatch.setattr(doctor, "prove_first_use", refuse)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not choice.may_run("layer_norm", OnGpu())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(doctor, "prove_first_use", first_use)
     assert [choice.may_run("layer_norm", OnGpu()) for _ in range(3)] == [True] * 3
     assert [choice.may_run("bias_gelu", OnGpu()) for _ in range(3)] == [False] * 3
     assert [case.op for case in asked] == ["layer_norm", "bias_gelu"]
     assert choice.may_run("layer_norm", torch.ones(4, 768))  # a CPU's is never proven by itself
-
-
-def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch, real):
-    monkeypatch.setattr(doctor, "prove_first_use", lambda *args: pytest.fail("tried"))
+    assert choice.case_of("norm_bins", torch.ones(3)).op == "global_norm"  # parts go by their op
+    assert choice.case_of("adamw_step_", torch.ones(3)).size == 0
+    monkeypatch.setattr(doctor, "prove_first_use", refuse)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not choice.may_run("layer_norm", OnGpu())
-    choice.proofs[choice.case_of("layer_norm", OnGpu())] = Proof(OWN)
-    assert choice.may_run("layer_norm", OnGpu())
+    assert choice.may_run("layer_norm", OnGpu())  # it is known
 
 
 def test_nothing_is_tried_while_torch_compile_traces(monkeypatch):
-    monkeypatch.setattr(doctor, "prove_first_use", lambda *args: pytest.fail("tried"))
+    monkeypatch.setattr(doctor, "prove_first_use", refuse)
     with FakeTensorMode():
         assert choice.may_run("layer_norm", torch.empty(4, 768, device="cuda"))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -396,7 +359,7 @@ def test_nothing_is_tried_while_torch_compile_traces(monkeypatch):
 def test_a_forced_kernel_that_failed_in_another_process_is_refused(monkeypatch, real):
     gelu = Case("cuda", "bias_gelu", torch.bfloat16, 768)
     monkeypatch.setattr(doctor, "known_proof", {gelu: Proof(STOCK, "error is 7")}.get)
-    monkeypatch.setattr(doctor, "prove_first_use", lambda *args: pytest.fail("tried"))
+    monkeypatch.setattr(doctor, "prove_first_use", refuse)
     monkeypatch.setattr(backend, "choice", "triton")
     monkeypatch.setattr(backend, "check_gpu", lambda *args: None)
     with pytest.raises(RuntimeError, match="failed for bias_gelu bfloat16 768: error is 7"):
@@ -404,16 +367,10 @@ def test_a_forced_kernel_that_failed_in_another_process_is_refused(monkeypatch, 
     assert backend.use_triton("layer_norm", OnGpu())  # nothing is known of it
 
 
-def test_a_table_serves_those_who_ask_without_a_trial():
-    table_with({GELU: Proof(STOCK, "error is 7")})
-    assert doctor.known_proof(GELU).wrong == "error is 7"
-    assert doctor.known_proof(GELU._replace(size=7)) is None
-
-
 @pytest.mark.parametrize("name", ["torch", "cpp", "triton"])
 def test_a_forced_implementation_leaves_no_proof_of_another(quick, monkeypatch, no_proofs, name):
     monkeypatch.setattr(backend, "choice", name)
-    monkeypatch.setattr(doctor, "prove", lambda *args: pytest.fail("tried"))
+    monkeypatch.setattr(doctor, "prove", refuse)
     with pytest.raises(ValueError, match=f"to choose from, got FASTPAR_BACKEND={name}; unset"):
         run_doctor()
     doctor.prove_before_training("cpu", torch.bfloat16, GPTConfig())
@@ -426,13 +383,16 @@ def test_an_old_gpu_is_refused_by_name_before_a_kernel_is_tried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (7, 5))
-    monkeypatch.setattr(doctor, "prove", lambda *args: pytest.fail("tried"))
+    monkeypatch.setattr(doctor, "prove", refuse)
     monkeypatch.setattr(table_module, "_driver", lambda: "570")
     message = r"fastpar: expected a GPU of compute capability 8.0 or newer .* Tesla T4 of 7.5"
     with pytest.raises(RuntimeError, match=message):
         doctor.prove_before_training("cuda", torch.bfloat16, GPTConfig())
     with pytest.raises(RuntimeError, match=message):
         report.doctor(DoctorCommand(device="cuda"), lambda line: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"expected a GPU with --device cuda.*use --device cpu"):
+        report.doctor(DoctorCommand(device="cuda"))
 
 
 # Patched models
@@ -493,7 +453,7 @@ def test_what_the_doctor_found_on_a_cpu_counts_in_a_patched_model(monkeypatch):
     C = ARGS["n_embd"]
     norm = Case("cpu", "layer_norm", torch.float32, C)
     table_with({norm: Proof(STOCK), norm._replace(size=C + 1): Proof(STOCK)})
-    monkeypatch.setattr(doctor, "prove", lambda *args: pytest.fail("tried"))
+    monkeypatch.setattr(doctor, "prove", refuse)
     fastpar.patch(model)
     assert choice.proofs == {norm: Proof(STOCK)}
 
@@ -511,11 +471,6 @@ def test_deterministic_runs_go_by_right_and_wrong_not_by_times(monkeypatch):
         assert choice.may_run("layer_norm", x) is runs
 
 
-def test_parts_of_an_op_go_by_its_proof():
-    assert choice.case_of("norm_bins", torch.ones(3)).op == "global_norm"
-    assert choice.case_of("adamw_step_", torch.ones(3)).size == 0
-
-
 def test_compiled_code_goes_by_the_proofs(quick, monkeypatch):
     x, weight = torch.randn(4, 96), torch.ones(96)
     choice.proofs[choice.case_of("layer_norm", x)] = Proof(STOCK)
@@ -523,3 +478,257 @@ def test_compiled_code_goes_by_the_proofs(quick, monkeypatch):
 
     compiled = torch.compile(lambda x: layer_norm(x, weight), fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), F.layer_norm(x, (96,), weight))
+
+
+# A trial at first use neither sees nor changes what the call happens in
+
+
+class First(torch.autograd.Function):
+    """An op in whose forward the proof is made, as when a real one is called."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        First.proof = doctor.prove_first_use(GELU, x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+def in_a_default_device(x):
+    with torch.device("meta"):
+        return First.apply(x)
+
+
+def in_autocast(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return First.apply(x)
+
+
+def in_inference(x):
+    with torch.inference_mode():
+        return First.apply(x)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        First.apply,
+        lambda x: checkpoint(First.apply, x, use_reentrant=False),
+        in_a_default_device,
+        in_autocast,
+        in_inference,
+    ],
+    ids=["forward", "checkpoint", "default device", "autocast", "inference"],
+)
+def test_what_surrounds_the_first_call_does_not_reach_the_trial(quick, call):
+    y = call(torch.randn(4, 96, requires_grad=True))
+    assert First.proof.wrong == ""
+    assert min(First.proof.own_ms) > 0  # backward was proven too
+    if y.requires_grad:
+        y.sum().backward()
+
+
+def test_a_trial_draws_no_number_of_the_run(quick):
+    before = torch.get_rng_state()
+    assert doctor.prove_first_use(GELU, torch.ones(4, 96)).own_ms[1] > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_oracle_without_a_deterministic_form_is_no_error_of_the_kernel(quick, monkeypatch):
+    def eager(x, bias, *rest):
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))  # has none
+        return torch.nn.functional.gelu(x + bias, approximate="tanh")
+
+    cases = trial.proof_cases("bias_gelu", 96, "cpu", 4)[:2]
+    for case in cases:
+        monkeypatch.setattr(case, "eager", eager)
+    monkeypatch.setattr(trial, "proof_cases", lambda *args: cases)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.warns(UserWarning, match="put_"):
+            assert trial.prove(GELU).wrong == ""
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# Several ranks: one proves, all go by the same
+
+
+def together(rank, names):
+    threads = [threading.Thread(target=rank, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+
+
+def test_one_rank_proves_and_all_have_its_result(monkeypatch):
+    made, lock = [], threading.Lock()
+
+    def prove(case, *how):
+        with lock:
+            made.append(threading.current_thread().name)
+        time.sleep(0.1)
+        return Proof(STOCK, "", (float(len(made)), 0.0))
+
+    monkeypatch.setattr(doctor, "prove", prove)
+    store, found = HashStore(), {}
+    kind = ProofTable("cpu").about["device"]
+
+    def rank(name):
+        found[name] = doctor.Prover(store, [kind]).proof_of(GELU)
+
+    together(rank, range(4))
+    assert len(made) == 1
+    assert list(found.values()) == [Proof(STOCK, "", (1.0, 0.0))] * 4
+
+
+def test_ranks_on_different_devices_run_what_both_can(monkeypatch, capsys):
+    store, found = HashStore(), {}
+    proofs = {"slow GPU": Proof(STOCK), "fast GPU": Proof(OWN)}
+
+    def rank(kind):
+        prover = doctor.Prover(store, proofs)
+        prover.proof_here = lambda case: proofs[kind]
+        prover.table = lambda device: SimpleNamespace(about={"device": kind})
+        found[kind] = prover.proof_of(GELU)
+
+    together(rank, proofs)
+    assert found == dict.fromkeys(proofs, Proof(STOCK))
+    assert "the ranks' GPUs differ (" in capsys.readouterr().err
+
+
+def test_ranks_whose_fastest_attention_differs_run_own_and_are_told(capsys):
+    case = choice.Case("cuda", "attention", torch.bfloat16, 64)
+    proofs = {"A": Proof(OWN, serves=("flash", OWN)), "B": Proof(OWN, serves=("cudnn", "cudnn"))}
+    assert doctor._common(case, proofs) == Proof(OWN)
+    told = "differ in what serves it fastest (A: flash / own, B: cudnn / cudnn); own on all"
+    assert told in capsys.readouterr().err
+
+
+def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch, capsys):
+    store, compiled = HashStore(), []
+
+    def compile_all(cases, gpu):
+        time.sleep(0.1)
+        compiled.append(gpu)
+        return ["_gelu_fwd_kernel: no registers"]
+
+    monkeypatch.setattr(doctor, "warm", compile_all)
+    seen = []
+
+    def rank(_):
+        doctor.Prover(store, ["GPU"]).warm([GELU], (90, 132))
+        seen.append(list(compiled))
+
+    together(rank, range(3))
+    assert seen == [[(90, 132)]] * 3
+    assert capsys.readouterr().err.count("not compiled ahead of its proof: _gelu_fwd") == 1
+
+
+# The file: damage, other versions, strangers, several hosts
+
+
+def test_a_shipped_table_serves_every_build_of_the_same_kernels(monkeypatch, tmp_path):
+    table = table_with({GELU: Proof(OWN)})
+    content = json.loads(table.path.read_text())
+    table.path.unlink()
+    content["about"]["module"] = "of another machine's compiler"
+    (tmp_path / table.path.name).write_text(json.dumps(content))
+    monkeypatch.setattr(table_module, "SHIPPED", tmp_path)
+    assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
+    content["about"]["torch"] = "1.0"
+    (tmp_path / table.path.name).write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="are not used"):
+        assert ProofTable("cpu").proofs == {}
+
+
+def test_proofs_of_another_version_are_told(no_proofs, monkeypatch):
+    table = table_with({GELU: Proof(OWN)})
+    table.path.rename(table.path.with_name(table.path.name[:-13] + "deadbeef.json"))
+    with pytest.warns(UserWarning, match="1 of another version of fastpar, torch or the driver"):
+        assert ProofTable("cpu").proofs == {}
+
+
+def test_a_damaged_file_is_told_ignored_and_replaced(no_proofs, tmp_path):
+    """Or a cache that somebody else wrote wrong."""
+    table = table_with({GELU: Proof(OWN)})
+    path, text = table.path, table.path.read_text()
+    sound = json.loads(text)
+    (row,) = sound["proofs"]
+    damaged = [
+        "", "[]", "{", text.replace('"own"', '"mine"'), text.replace("float32", "Tensor"),
+        text.replace("0.0", "-1.0", 1), text.replace("0.0", "NaN", 1),
+        text.replace('"version": 3', '"version": 2'),
+        text.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'),
+    ]  # fmt: skip
+    wrong = (
+        {"tried": {"x": 1e999}}, {"tried": {"x": -1}}, {"proofs": [row | {"size": 1e999}]},
+        {"proofs": [row | {"own_ms": [1e300 * 1e10, 0]}]}, {"proofs": [row | {"wrong": 7}]},
+        {"proofs": [row | {"wrong": "\x1b[2J"}]}, {"proofs": [row | {"wrong": "x" * 5000}]},
+        {"proofs": [row | {"serves": ["own"]}]}, {"proofs": [row | {"serves": ["own", "other"]}]},
+        {"proofs": [row | {"peers": [{"name": "cpu"}]}]},
+        {"proofs": [row | {"peers": [{"name": "cpu", "wrong": "", "ms": [-1, 0]}]}]},
+        {"proofs": [row | {"op": ["bias_gelu"]}]}, {"proofs": [row | {"size": "96"}]},
+        {"proofs": [row] * 100_000},
+    )  # fmt: skip
+    for content in (*damaged, *(json.dumps(sound | part) for part in wrong)):
+        assert content != text
+        path.write_text(content)
+        with pytest.warns(UserWarning, match=f"{path.name} in .* are not used"):
+            assert ProofTable("cpu").proofs == {}
+    table.save()
+    assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
+    path.write_text("[" * 100_000)
+    with pytest.warns(UserWarning, match="nested too deeply"):
+        assert ProofTable("cpu").proofs == {}
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match="a symbolic link"):
+        assert ProofTable("cpu").proofs == {}
+    with pytest.warns(UserWarning, match="a symbolic link"):
+        table_with({GELU: Proof(STOCK)})  # replaces the link, not what it leads to
+    assert not path.is_symlink()
+    assert ProofTable("cpu").proofs == {GELU: Proof(STOCK)}
+    path.unlink()
+    path.mkdir()
+    with pytest.warns(UserWarning, match="not a regular file") as told:
+        ProofTable("cpu").save()
+    assert len(told) == 1
+
+
+def test_hosts_that_share_a_folder_without_locks_do_not_count_each_others_trials(monkeypatch):
+    def no_lock(*args):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(table_module.fcntl, "flock", no_lock)
+    tables = [ProofTable("cpu") for _ in range(3)]  # hosts with the same GPU
+    trials = []
+    for table in tables:
+        with table.locked():
+            trials.append(table.trial(GELU))
+            assert trials[-1].__enter__() == ""  # all at it at the same time
+
+
+def test_hosts_that_share_a_folder_keep_each_others_proofs():
+    first, second = ProofTable("cpu"), ProofTable("cpu")
+    other = GELU._replace(size=64)
+    for table, case in ((first, GELU), (second, other)):
+        with table.locked(), table.trial(case):
+            table.proofs[case] = Proof(OWN)
+    assert ProofTable("cpu").proofs.keys() == {GELU, other}
+
+
+def test_a_cpu_table_of_other_threads_is_no_other_version(monkeypatch):
+    table_with({GELU: Proof(OWN)})
+    table_module.environment.cache_clear()
+    torch.set_num_threads(2)  # the tests have 1
+    try:
+        assert ProofTable("cpu").proofs == {}  # without a warning
+    finally:
+        torch.set_num_threads(1)
+        table_module.environment.cache_clear()

@@ -4,16 +4,21 @@ import copy
 import functools
 import pickle
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from foreign_models import BOTH, MODELS, gpt2, ids_for, logits_of, nano, pair, stock_bench_model
+from nanogpt_cells import NanoGPT
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpar
+from fastpar import AdamW, Mesh, parallelize
 from fastpar.foreign import fused
 from fastpar.foreign.swap import swap_of
-from fastpar.testing import assert_matches_oracle
+from fastpar.settings.parallel import Parallel
+from fastpar.testing import assert_matches_oracle, run_ranks
 
 THREE = ("transformers D40", "transformers eager", "nanoGPT")
 
@@ -107,7 +112,7 @@ def test_dropout_follows_training_and_the_seed(name):
 def test_dropout_is_where_theirs_is(rates):
     """Logits spread over masks as theirs do, for each kind of dropout alone."""
     theirs, ours, _ = pair(gpt2, "D8", **rates)
-    idx = ids_for()
+    idx = ids_for(T=9)
     with torch.no_grad():
         spread = [
             torch.stack([logits_of(m, idx) for _ in range(200)]).std(0).mean()
@@ -276,3 +281,104 @@ def test_matches_through_triton(triton_device):
     idx = ids_for(T=5, B=1).to(triton_device)
     inputs = list(theirs.parameters())
     assert_matches_oracle(functional(ours, idx), functional(theirs, idx), inputs)
+
+
+# Under ZeRO the fused ops run at every stage
+
+
+SMALL = {"bucket_mb": 0.01, "first_bucket_mb": 0.005}
+
+
+class Ops(TorchDispatchMode):
+    """Counts the calls of fastpar's ops, by their names and the tensors that they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastpar":
+            given = sum(isinstance(x, torch.Tensor) for x in (*args, *(kwargs or {}).values()))
+            self.calls[f"{func.name().removeprefix('fastpar::')} {given}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+BUILD = {
+    "transformers": functools.partial(gpt2, "D8"),
+    "transformers, fused loss": functools.partial(gpt2, "D8"),
+    "nanoGPT": nano,
+}
+
+
+@functools.cache
+def patched(name):
+    model = BUILD[name]()
+    fastpar.patch(model, fused_loss="loss" in name)
+    return model
+
+
+def loss_of(model, ids):
+    if isinstance(model, NanoGPT):
+        return next_token_loss(model, ids)
+    return model(ids, labels=ids, use_cache=False).loss
+
+
+def batch(seed):
+    return torch.randint(67, (2, 11), generator=torch.Generator().manual_seed(seed))
+
+
+def run_sharded(name, stage):
+    """Per pass what was called, and the final weights."""
+    model, rank = copy.deepcopy(patched(name)), 0
+    if stage is not None:
+        mesh = Mesh(dp=2)
+        rank = mesh.dp_rank
+        parallelize(model, mesh, Parallel.of(zero_stage=stage, **SMALL))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for step in range(2):
+        with Ops() as ops:
+            loss = loss_of(model, batch(2 * step + rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad(), Ops() as evaluation:
+            loss_of(model, batch(2 * step + rank))
+        model.train()
+        seen.append((ops.calls, evaluation.calls))
+    return seen, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("error:fastpar.patch")
+@pytest.mark.parametrize("name", BUILD)
+def test_a_patched_model_stays_fused_at_every_stage(name):
+    """The same numbers of calls of ops as in one process, the same weights at all stages."""
+    once, _ = run_sharded(name, None)
+    for calls in once[0]:
+        assert calls["layer_norm 5"] == calls["bias_gelu 2"] == 2, calls  # with residual; with bias
+    weights = None
+    for stage in range(4):
+        for seen, state in run_ranks(run_sharded, 2, name, stage):
+            assert seen == once, stage
+            weights = weights or state
+            for key, value in state.items():
+                assert torch.equal(value, weights[key]), (stage, key)
+
+
+def compiled(stage):
+    model = copy.deepcopy(patched("transformers"))
+    parallelize(model, Mesh(), Parallel.of(zero_stage=stage, **SMALL))
+    with torch.no_grad():
+        want = loss_of(model, batch(0))
+    for block in model.transformer.h:
+        block.compile(backend="aot_eager")
+    loss = loss_of(model, batch(0))
+    loss.backward()
+    return (loss - want).abs().item() < 1e-5
+
+
+@pytest.mark.slow
+def test_compiled_blocks_stay_fused():
+    """Traced code runs no hooks that gather: the unit waits for all of its weights."""
+    assert all(run_ranks(compiled, 2, 3, backend="gloo", timeout_s=300))

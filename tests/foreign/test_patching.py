@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from cells import slow
 from foreign_models import (
     BOTH,
     MODELS,
@@ -87,14 +88,7 @@ def test_a_part_of_a_model_can_be_patched(name):
     assert_same_logits(model, theirs)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "GPT2LMHeadModel",
-        pytest.param("GPT2Model", marks=pytest.mark.slow),
-        pytest.param("GPT2ForSequenceClassification", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", slow("GPT2ForSequenceClassification")])
 def test_saved_and_loaded(name, tmp_path):
     import transformers
 
@@ -115,13 +109,15 @@ def test_saved_and_loaded(name, tmp_path):
 # The report
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_report_of_gpt2(device):
+def counts_of(report):
+    return {kind: len(names) for kind, names in report.replaced.items()}
+
+
+def test_report_of_gpt2():
     model = gpt2()
-    with torch.device(device):  # torch's default device changes nothing
+    with torch.device("meta"):  # torch's default device changes nothing
         report = fastpar.patch(model)
-    counts = {kind: len(names) for kind, names in report.replaced.items()}
-    assert counts == {
+    assert counts_of(report) == {
         "GPT2Model": 1, "Embedding": 2, "GPT2Block": 2, "GPT2Attention": 2, "GPT2MLP": 2,
         "LayerNorm": 5,
     }  # fmt: skip
@@ -129,22 +125,12 @@ def test_report_of_gpt2(device):
     left = {kind: names for (kind, _), names in report.left.items()}
     assert left == {"GPT2LMHeadModel": ["model"], "Dropout": ["transformer.drop"],
                     "Linear": ["lm_head"]}  # fmt: skip
-    text = str(report)
-    for line in (
-        "fastpar.patch(GPT2LMHeadModel): 14 modules replaced",
-        "   2 GPT2Attention: attention on the packed projection",
-        "   1 Linear (lm_head): torch's, no faster one here",
-        "GPT2Attention: an attention_mask (padding); leave it out when no token is padding",
-        "calls that fell back so far: none",
-        "torch.manual_seed rules its masks, which are not torch's",
-    ):
-        assert line in text
-    assert text.isascii()
+    assert "calls that fell back so far: none" in str(report)
+    assert str(report).isascii()
 
 
 def test_report_of_nanogpt_and_of_others():
-    counts = {kind: len(names) for kind, names in fastpar.patch(NanoGPT()).replaced.items()}
-    assert counts == {
+    assert counts_of(fastpar.patch(NanoGPT())) == {
         "Embedding": 2, "Layer": 2, "SelfAttention": 2, "FeedForward": 2, "GELU": 2, "Norm": 5,
     }  # fmt: skip
     assert str(fastpar.patch(nn.Linear(3, 3))) == (
@@ -152,7 +138,6 @@ def test_report_of_nanogpt_and_of_others():
         "left as they are:\n"
         "     1 Linear (model): torch's, no faster one here"
     )
-    assert str(fastpar.patch(nn.Sequential())) == "fastpar.patch(Sequential): 0 modules replaced"
     transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
     config = transformers.LlamaConfig(
         num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2,
@@ -171,21 +156,9 @@ def test_any_other_model():
     class MyNorm(nn.LayerNorm):
         pass
 
-    class Gate(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Parameter(torch.ones(8))
-
-        def forward(self, x):
-            return x * self.gate
-
-    class Cut(nn.Module):
-        def forward(self, x):
-            return x[:, :2]
-
     model = nn.Sequential(
         nn.Embedding(11, 8), nn.LayerNorm(8), nn.RMSNorm(8), nn.GELU(), nn.Linear(8, 8), MyNorm(8),
-        Gate(), nn.Embedding(11, 8, padding_idx=0), Cut(), nn.LayerNorm(20_000),
+        nn.PReLU(8), nn.Embedding(11, 8, padding_idx=0), nn.Flatten(), nn.LayerNorm(20_000),
     )  # fmt: skip
     report = fastpar.patch(model)
     swapped = [modules.Embedding, modules.LayerNorm, modules.RMSNorm, modules.GELU]
@@ -194,7 +167,7 @@ def test_any_other_model():
     assert report.left == {
         ("Linear", "torch's, no faster one here"): ["4"],
         ("MyNorm", "not known"): ["5"],
-        ("Gate", "not known"): ["6"],
+        ("PReLU", "not known"): ["6"],
         ("Embedding", "padding_idx=0 has no kernel"): ["7"],
         ("LayerNorm", "20000 elements a row, the kernel takes 1 to 16384"): ["9"],
     }
@@ -368,26 +341,23 @@ def own_numbers(*numbers):
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "counts"),
-    [
-        (lambda: gpt2(n_layer=5), {"GPT2Attention": 1, "GPT2MLP": 1}),
-        (lambda: own_numbers(0, 0, 0), {"SelfAttention": 1, "Layer": 1}),
-        (lambda: own_numbers(0, 1, 2), {"SelfAttention": 3, "Layer": 1}),
-    ],
-)
-def test_equal_modules_are_proven_once(make, counts, monkeypatch):
+def test_equal_modules_are_proven_once(monkeypatch):
     """So that many layers take no longer than two; those with numbers of their own do."""
-    proven = []
-    prove = recognize.proof.prove
+    proven, prove = [], recognize.proof.prove
     monkeypatch.setattr(
         recognize.proof,
         "prove",
         lambda module, *a, **k: proven.append(type(module).__name__) or prove(module, *a, **k),
     )
-    fastpar.patch(make())
-    assert {kind: proven.count(kind) for kind in counts} == counts
-    assert len(proven) <= sum(counts.values()) + 3  # Norm once, FeedForward for both forms of GELU
+    for model, counts in (
+        (gpt2(n_layer=5), {"GPT2Attention": 1, "GPT2MLP": 1}),
+        (own_numbers(0, 0, 0), {"SelfAttention": 1, "Layer": 1}),
+        (own_numbers(0, 1, 2), {"SelfAttention": 3, "Layer": 1}),
+    ):
+        proven.clear()
+        fastpar.patch(model)
+        assert {kind: proven.count(kind) for kind in counts} == counts
+        assert len(proven) <= sum(counts.values()) + 3  # Norm, FeedForward for two forms of GELU
 
 
 # Errors

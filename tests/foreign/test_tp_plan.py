@@ -3,19 +3,20 @@ whose sequences ranks of cp share out, too."""
 
 import copy
 import functools
+import threading
 from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cells import covering, slow
+from cells import covering, slow, sweep
 from foreign_models import gpt2, logits_of
 from foreign_models import nano as nano_of
 from torch import nn
 
 import fastpar
-from fastpar import AdamW, Mesh, Replicate, Shard, engine_of, parallelize
-from fastpar.foreign.tp_plan import Column, Enter, Head, Leave
+from fastpar import AdamW, Mesh, Partial, Replicate, Shard, engine_of, parallelize
+from fastpar.foreign.tp_plan import GPT2, Column, Divide, Enter, Head, Leave
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
@@ -45,7 +46,7 @@ MODELS = {
     # Five heads, which tp pads.
     "transformers 5": lambda: hf(5),
     "transformers patched 5": lambda: patched(hf(5)),
-    "nanoGPT 5": lambda: nano(5),
+    "nanoGPT 5": lambda: patched(nano(5)),
     # Positions for 13 tokens: with cp some ranks pad the rows.
     "short": lambda: patched(hf(n_positions=13)),
     "short eager": lambda: patched(hf(n_positions=13, attn="eager")),
@@ -237,39 +238,33 @@ def dropped(ranks):
     return results
 
 
-def with_other_seeds():
-    """They are refused: ranks would draw other masks."""
-    mesh = Mesh(tp=2)
-    torch.manual_seed(mesh.rank)
-    model = hf(embd_pdrop=0.1)
-    torch.manual_seed(mesh.rank)
-    message = (
-        r"expected the 2 ranks of tp to have the same torch generator for dropout, got other "
-        r"states; call torch\.manual_seed\(seed \+ mesh\.dp_rank\) before"
-    )
-    with pytest.raises(ValueError, match=message):
-        parallelize(model, mesh)
-    torch.manual_seed(mesh.rank)
-    model = patched(hf(n_positions=13, dropout=0.1))
-    torch.manual_seed(mesh.rank)
-    with pytest.raises(ValueError, match="the 2 ranks of cp to have the same torch generator"):
-        parallelize(model, Mesh(cp=2))
-    torch.manual_seed(0)
-    parallelize(hf(embd_pdrop=0.1), mesh)
-    return True
-
-
-def masks_and_seeds(ranks):
-    return dropped(ranks), ranks == 1 or with_other_seeds()
-
-
 @pytest.mark.slow
 def test_the_same_masks_as_one_process():
-    ((once, _),) = run_ranks(masks_and_seeds, 1, 1, backend="gloo", timeout_s=300)
-    ranks = run_ranks(masks_and_seeds, 2, 2, backend="gloo", timeout_s=300)
+    (once,) = run_ranks(dropped, 1, 1, backend="gloo", timeout_s=300)
+    ranks = run_ranks(dropped, 2, 2, backend="gloo", timeout_s=300)
     for name in DROPPED:
         for i in range(2):
-            compare([rank[name, i] for rank, _ in ranks], 1, once[name, 0][1:3])
+            compare([rank[name, i] for rank in ranks], 1, once[name, 0][1:3])
+
+
+def test_ranks_that_would_draw_other_masks_are_refused(monkeypatch):
+    """Ranks are threads here, which share a generator: one is told another state."""
+    state, seeds = torch.get_rng_state, threading.local()
+    monkeypatch.setattr(torch, "get_rng_state", lambda: state() + getattr(seeds, "other", 0))
+    models = {"tp": hf(embd_pdrop=0.1), "cp": patched(hf(n_positions=13, dropout=0.1))}
+
+    def run(axis, other):
+        seeds.other = other * torch.distributed.get_rank()
+        parallelize(copy.deepcopy(models[axis]), Mesh(**{axis: 2}))
+
+    for axis in models:
+        run_ranks(run, 2, axis, 0)
+        message = (
+            rf"expected the 2 ranks of {axis} to have the same torch generator for dropout, got "
+            r"other states; call torch\.manual_seed\(seed \+ mesh\.dp_rank\) before"
+        )
+        with pytest.raises(ValueError, match=message):
+            run_ranks(run, 2, axis, 1)
 
 
 # What people do with a transformers model
@@ -301,7 +296,7 @@ def test_state_dict_and_save_pretrained(tmp_path):
         assert torch.equal(again.state_dict()[name], want)
 
 
-@pytest.mark.parametrize("name", ["transformers", "transformers patched"])
+@sweep("name", ["transformers", "transformers patched"])
 def test_generate(name):
     model, _ = model_and_reference(name)
 
@@ -321,41 +316,31 @@ def test_generate(name):
         run_ranks(generated, 2, 2, True)
 
 
-@covering(1, ("tp", [2, 4]), ("tokens", [False, True]))
+@pytest.mark.filterwarnings("ignore:fastpar.patch")
+@sweep(("tp", "tokens"), [(2, False), (4, True)])
 def test_a_fused_loss_never_joins_logits(tp, tokens):
+    """Nor of sequences that are cut, where the fused loss is that of one process."""
     torch.manual_seed(0)
-    model = patched(hf(), fused_loss=True)
+    model, ids = patched(hf(), fused_loss=True), batch(0)
     once = copy.deepcopy(model)
-    want, _ = loss_of(once, batch(0))
+    want, _ = loss_of(once, ids)
     want.backward()
 
-    def run():
-        mine = copy.deepcopy(model)
-        parallelize(mine, Mesh(tp=tp), Parallel.of(sequence_parallel=tokens))
-        output = mine(batch(0), labels=batch(0))
+    def run(mesh, labels):
+        mine = parallelize(copy.deepcopy(model), mesh, Parallel.of(sequence_parallel=tokens))
+        output = mine(ids, labels=labels)
         output.loss.backward()
-        return output.loss.detach(), output.logits, grads_of(mine)
+        assert output.logits is None
+        return output.loss.detach(), grads_of(mine)
 
-    for loss, logits, grads in run_ranks(run, tp):
-        assert logits is None
+    for loss, grads in run_ranks(lambda: run(Mesh(tp=tp), ids), tp):
         same(loss, want.detach())
         for grad, want_grad in zip(grads, grads_of(once), strict=True):
             same(grad, want_grad)
-
-
-def test_gpt2model_without_a_head_has_the_plan():
-    torch.manual_seed(0)
-    model = gpt2("D8", kind="GPT2Model", n_head=4, n_embd=32).double().eval()
-    want = model(batch(0)).last_hidden_state
-
-    def run():
-        mine = copy.deepcopy(model)
-        parallelize(mine, Mesh(tp=2), tp_plan="gpt2")
-        return mine(batch(0)).last_hidden_state, engine_of(mine).tp_report
-
-    for got, report in run_ranks(run, 2):
-        same(got, want)
-        assert "sequence parallelism on, plan gpt2\n" in report
+    tokens, model = None, model.float()
+    want = model(ids, labels=labels_of(ids)).loss.item()
+    for loss, _ in run_ranks(lambda: run(Mesh(cp=2), labels_of(ids)), 2):
+        assert loss.item() == pytest.approx(want, rel=1e-6)
 
 
 # The library's own loss, of sequences that are cut. It computes in fp32; here in fp64.
@@ -377,8 +362,7 @@ def labels_of(ids):
     return labels
 
 
-@pytest.mark.parametrize("items", [None, 7])
-@pytest.mark.parametrize("method", ["heads", "keys"])
+@sweep(("method", "items"), [("heads", None), ("keys", 7)])
 def test_the_loss_of_labels(method, items):
     """Shifted before they are cut; divided by the targets of all ranks."""
     base, _ = model_and_reference("short")
@@ -401,19 +385,6 @@ def test_the_loss_of_labels(method, items):
     for found in run_ranks(run, 2, 2):
         for got, want in zip(found, expected, strict=True):
             assert (got - want).abs().max() <= 1e-12
-
-
-def test_the_fused_loss_of_cut_sequences():
-    model = patched(gpt2("D8", n_head=4, n_embd=32), fused_loss=True)
-    ids = batch(0)
-    want = model(ids, labels=labels_of(ids)).loss.item()
-
-    def rank():
-        mine = parallelize(copy.deepcopy(model), Mesh(cp=2))
-        return mine(ids, labels=labels_of(ids)).loss.item()
-
-    for found in run_ranks(rank, 2):
-        assert found == pytest.approx(want, rel=1e-6)
 
 
 # A model of a user's
@@ -477,20 +448,15 @@ def test_a_users_own_model(plan, tokens, tp):
     compare(run_ranks(run, tp), 1, one_process(mine()))
 
 
-@pytest.mark.parametrize("plan", [PLAN, TOKENS])
+@sweep("plan", [PLAN, TOKENS])
 def test_a_model_on_the_meta_device(plan):
     whole, want = mine().state_dict(), mine()(batch(0)).detach()
 
     def run():
         with torch.device("meta"):
             model = Mine().double()
-        parallelize(
-            model,
-            Mesh(tp=2),
-            tp_plan=plan,
-            zero_stage=2,
-            materialize=lambda name, tensor: tensor.copy_(whole[name]),
-        )
+        made = {"materialize": lambda name, tensor: tensor.copy_(whole[name])}
+        parallelize(model, Mesh(tp=2), tp_plan=plan, zero_stage=2, **made)
         return model(batch(0)).detach()
 
     for got in run_ranks(run, 2):
@@ -512,3 +478,226 @@ def test_a_compiled_model():
     for grads in run_ranks(compiled, 2, mine(), TOKENS, backend="gloo", timeout_s=300):
         for got, want in zip(grads, compiled(mine(), None), strict=True):
             same(got, want)
+
+
+# Plans and models that do not fit are refused, and left as they were
+
+
+def without(plan, name):
+    return {pattern: style for pattern, style in plan.items() if pattern != name}
+
+
+def heads(divided):
+    return {**GPT2, "*.attn": Divide("num_heads", "split_size", heads=divided)}
+
+
+def tied():
+    model = mine()
+    model.head.weight = model.words.weight
+    return model
+
+
+def own_gpt():
+    config = fastpar.GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=67)
+    return fastpar.GPT(config)
+
+
+def named_like_gpt2():
+    """Names of GPT-2 alone do not say how c_attn is made up."""
+    model = nano()
+    for layer in model.transformer.h:
+        layer.attn.num_heads = layer.attn.split_size = layer.attn.n_head
+        layer.attn.n_head = None
+    return model
+
+
+def dropout_of_a_number():
+    model = mine()
+    model.layers[1].dropout_p = 0.1
+    return model
+
+
+STYLE = (
+    r"expected a style of tp_plan, got .* for 'head'; use column, row, vocab, head, tokens, "
+    r"enter, leave, replicate, partial, or Column\(groups=\.\.\.\), "
+)
+DROPOUT = (
+    r"expected no dropout that torch draws beside split layers, got it in '{}', the same mask "
+    r"for other features on every rank; run fastpar\.patch\(model\) first \(attention\), set "
+    r"it to 0, or name it in tp_plan as Tokens\(\)"
+)
+DIVIDE = (
+    r"expected tp to divide num_heads of 'transformer\.h\.0\.attn', got tp={} num_heads=4; choose "
+    r"another tp"
+)
+UPP = (
+    r"expected every pattern of tp_plan to name a module, got 'layers\.\*\.upp', which names "
+    r"nothing; close to it: layers\.\d\.up, "
+)
+# plan, model, mesh, options, words
+REFUSED = {
+    "a pattern of nothing": ({"layers.*.upp": "column"}, mine, {"tp": 2}, {}, UPP),
+    "a pattern of nothing, tp=1": ({"layers.*.upp": "column"}, mine, {"tp": 1}, {}, UPP),
+    "a pattern that is none": (
+        {"#": "column"}, mine, {"tp": 2}, {},
+        r"got '#', which names nothing; see model\.named_modules\(\)",
+    ),
+    "twice": (
+        {"layers.*.up": "column", "layers.0.*": "row"}, mine, {"tp": 2}, {},
+        r"expected one pattern of tp_plan for 'layers\.0\.up', got 'layers\.\*\.up' and "
+        r"'layers\.0\.\*'; make one of them narrower",
+    ),
+    **{
+        f"style {style}": ({"head": style}, mine, {"tp": 2}, {}, STYLE)
+        for style in ("colunm", Column)
+    },
+    "an unknown plan": (
+        "gpt3", mine, {"tp": 2}, {},
+        r"expected tp_plan as a mapping or one of gpt2, nanogpt, got tp_plan=gpt3; pass \{pattern",
+    ),
+    "another class": (
+        {"norm": "column"}, mine, {"tp": 2}, {},
+        r"expected nn\.Linear to make a ColumnParallelLinear of, got norm=LayerNorm; leave it out "
+        r"of tp_plan, or put the plain layer there",
+    ),
+    "no state": (
+        without(PLAN, "layers.*.gain"), mine, {"tp": 2}, {},
+        r"expected a declared state for every parameter beside split layers, got none for "
+        r"'layers\.0\.gain' beside 'layers\.0\.up'; name it in tp_plan: Shard, Replicate \(its",
+    ),
+    "no state of tokens": (
+        without(TOKENS, "head"), mine, {"tp": 2}, {},
+        r"expected tp_plan to name every parameter under sequence parallelism, got none of its "
+        r"patterns for 'head\.weight'; add Tokens\(\) for its module if it works on a rank's "
+        r"tokens, Replicate\(\) if on all, or pass sequence_parallel=False",
+    ),
+    "no place for tokens": (
+        PLAN, mine, {"tp": 2}, {"sequence_parallel": True},
+        r"expected a tp_plan with Enter, Tokens and Leave for sequence_parallel=True, got none of "
+        r"them; add them, or leave sequence_parallel out",
+    ),
+    "two states": (
+        {**PLAN, "scaled.scale": Partial()}, mine, {"tp": 2}, {},
+        r"expected one state for parameter 'scaled\.scale', got Replicate\(\) and Partial\(\); "
+        r"declare it once",
+    ),
+    "tied": (
+        without(PLAN, "head"), tied, {"tp": 2}, {},
+        r"expected every use of a split parameter in tp_plan, got 'head\.weight', which is tied to "
+        r"one; name 'head' too, as Head\(\) or Vocab\(\)",
+    ),
+    "more than heads": (heads("num_heads"), hf, {"tp": 8}, {}, DIVIDE.format(8)),
+    "heads not said": (heads(None), hf, {"tp": 3}, {}, DIVIDE.format(3)),
+    "features": (
+        PLAN, mine, {"tp": 8}, {},
+        r"expected tp=8 to split parameter 'layers\.0\.gain' of shape \[12\] as Shard\(.*dimension "
+        r"0 of size 12 does not divide by 8; choose another tp",
+    ),
+    "nothing said": (
+        None, mine, {"tp": 2}, {},
+        r"expected a declared state for every parameter with tp=2, got none for 'words\.weight'; "
+        r"name it in tp_plan",
+    ),
+    "a model that declares itself": (
+        {"wte": "vocab"}, own_gpt, {"tp": 2}, {},
+        r"expected no tp_plan for GPT, which declares its own states, got tp_plan=\{wte\}; leave it"
+        r" out",
+    ),
+    "nanoGPT as it is": (
+        None, nano, {"tp": 2}, {},
+        r"expected 'transformer\.h\.0\.attn' to be patched, got SelfAttention, whose own forward "
+        r"takes the number of features from its input; run fastpar\.patch\(model\) first",
+    ),
+    "no groups": (
+        {"*.c_attn": "column"}, hf, {"tp": 2}, {},
+        r"expected groups of the fused projection 'transformer\.h\.0\.attn\.c_attn', got Column\(\)"
+        r" of one, which would mix queries, keys and values; write Column\(groups=3\)",
+    ),
+    "named like GPT-2": (
+        None, named_like_gpt2, {"tp": 2}, {},
+        r"expected a declared state for every parameter with tp=2, got none for",
+    ),
+    "dropout": (
+        None, lambda: hf(attn_pdrop=0.1), {"tp": 2}, {},
+        DROPOUT.format(r"transformer\.h\.0\.attn\.attn_dropout"),
+    ),
+    "dropout, a number": (
+        PLAN, dropout_of_a_number, {"tp": 2}, {}, DROPOUT.format(r"layers\.1\.dropout_p"),
+    ),
+    "cp of nanoGPT": (
+        None, lambda: patched(nano_of(n_embd=32, n_head=4)), {"cp": 2}, {},
+        r"for cp=2, or a patched GPT-2 .* positions .* got NanoGPT; load its weigh",
+    ),
+    "cp before the patch": (
+        None, lambda: gpt2("D8", n_head=4, n_embd=32), {"cp": 2}, {},
+        r"patch\(model\) before cp=2, .* with its own transformer; call it",
+    ),
+    "dropout of cp and tp": (
+        None, lambda: patched(hf(n_positions=13, dropout=0.1)), {"cp": 2, "tp": 2}, {},
+        "no dropout .* with cp=2 and tp=2, got rates of 0.1; set",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    plan, make, mesh, options, message = REFUSED[case]
+    model = make()
+
+    def run():
+        target = copy.deepcopy(model)
+        before = {name: type(module) for name, module in target.named_modules()}
+        of_all = Mesh(**mesh)
+        torch.distributed.barrier()  # a rank that fails wakes those that still make groups
+        try:
+            parallelize(target, of_all, Parallel.of(**options), tp_plan=plan)
+        finally:
+            after = {name: type(module) for name, module in target.named_modules()}
+            assert before == after, "a refused plan leaves the model as it was"
+
+    with pytest.raises(ValueError, match=message):
+        run_ranks(run, torch.Size(mesh.values()).numel())
+
+
+def test_a_call_that_falls_back_with_dropout_is_refused():
+    with pytest.raises(ValueError, match="heads to be one of num_heads, got heads=n_head; name it"):
+        Divide("num_heads", heads="n_head")
+    torch.manual_seed(0)
+    model = patched(hf(attn_pdrop=0.1))
+
+    def run():
+        mine = copy.deepcopy(model)
+        parallelize(mine, Mesh(tp=2))
+        mask = torch.ones(4, T, dtype=torch.int64)
+        mask[0, 0] = 0
+        mine(batch(0), attention_mask=mask)
+
+    message = (
+        r"GPT2Attention: expected a call that needs no fallback while dropout is on in split "
+        r"attention, got attention_mask; see fastpar\.patch's report"
+    )
+    with pytest.raises(ValueError, match=message):
+        run_ranks(run, 2)
+
+
+def test_calls_of_shared_sequences_are_refused():
+    run_ranks(calls_of_shared_sequences, 2)
+
+
+def calls_of_shared_sequences():
+    model, ids = parallelize(patched(hf(n_positions=13)), Mesh(cp=2)), batch(0)
+    for more, message in [
+        ({"attention_mask": torch.ones_like(ids)}, "no argument but .*, got attention_mask; leave"),
+        ({"use_cache": True}, "no argument but .*, got use_cache; leave it out, generate and"),
+        ({"input_ids": ids.repeat(1, 2)}, r"T <= n_positions=13 with cp=2, got .*\[4, 24\]; crop"),
+    ]:
+        with pytest.raises(ValueError, match="GPT2LMHeadModel: expected .*" + message):
+            model(**{"input_ids": ids, **more})
+    model.loss_function = lambda logits, labels: None
+    message = r"loss_function of shift_labels .* got one of logits, lab"
+    with pytest.raises(ValueError, match=message):
+        model(ids, labels=ids)
+    model.transformer.h[0].attn.reorder_and_upcast_attn = True
+    message = r"Attention: expected a call .* with cp=2, .*got reorder_"
+    with pytest.raises(ValueError, match=message):
+        logits_of(model, ids)

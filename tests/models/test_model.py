@@ -79,57 +79,12 @@ def gpt2_ref(w, config, idx, rng_key=None):
     return norm(x, "ln_f") @ wte.T
 
 
-def results_of_ref(model, dtype, idx, targets, rng_key):
-    w = {n: p.detach().to(dtype).requires_grad_() for n, p in model.named_parameters()}
+def results_of_ref(model, idx, targets, rng_key):
+    w = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     logits = gpt2_ref(w, model.config, idx, rng_key)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()
     return {"logits": logits.detach(), "loss": loss.detach(), **{n: p.grad for n, p in w.items()}}
-
-
-def assert_within_twice(ours, eager, oracle):
-    """Error against fp64 at most twice plain eager's in the same dtype.
-
-    Floor: 4 units in the last place of the tensor's largest value; where eager happens to round
-    luckily, ours still rounds a GEMM's result, a sum over rows and a cast.
-    """
-    assert ours.keys() == eager.keys() == oracle.keys()
-    for name, exact in oracle.items():
-        error = (ours[name].double() - exact).abs().max().item()
-        allowed = 2 * (eager[name].double() - exact).abs().max().item()
-        floor = 4 * torch.finfo(eager[name].dtype).eps * exact.abs().max().item()
-        assert error <= allowed + floor, f"{name}: {error=:.3e} {allowed=:.3e} {floor=:.3e}"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("train", [True, False], ids=["dropout", "eval"])
-def test_logits_loss_and_gradients_match_plain_torch(dtype, train):
-    model = model_of().to(dtype).train(train)
-    idx, targets = batch()
-    rng_key = make_key(7, 100)
-    oracle_key = rng_key if train else None
-    oracle = results_of_ref(model, torch.float64, idx, targets, oracle_key)
-    eager = results_of_ref(model, dtype, idx, targets, oracle_key)
-
-    logits = model(idx, rng_key=rng_key)
-    assert logits.shape == (3, 37, 211)
-    loss = model(idx, targets, rng_key=rng_key)
-    assert loss.shape == ()
-    assert loss.dtype == torch.float32
-    loss.backward()
-    grads = {n: p.grad for n, p in model.named_parameters()}
-    assert_within_twice({"logits": logits.detach(), "loss": loss.detach(), **grads}, eager, oracle)
-
-
-@sweep("T", [1, 2, 36])
-def test_any_length_up_to_the_limit(T):
-    model = model_of().eval()
-    idx, targets = batch(T=T)
-    oracle = results_of_ref(model, torch.float64, idx, targets, None)
-    eager = results_of_ref(model, torch.float32, idx, targets, None)
-    ours = {"logits": model(idx).detach()}
-    assert_within_twice(ours, {"logits": eager["logits"]}, {"logits": oracle["logits"]})
-    torch.testing.assert_close(model(idx, targets).double(), oracle["loss"], atol=1e-5, rtol=0)
 
 
 def test_loss_reduction_and_ignored_targets():
@@ -141,6 +96,7 @@ def test_loss_reduction_and_ignored_targets():
     torch.testing.assert_close(total, mean * n_valid)
     with torch.no_grad():
         torch.testing.assert_close(model(idx, targets), mean)
+    assert model.bfloat16()(idx, targets).dtype == torch.float32
 
 
 def test_dropout_is_off_in_eval_mode_and_at_rate_zero_and_torchs_seed_rules_it():
@@ -160,17 +116,7 @@ def test_dropout_is_off_in_eval_mode_and_at_rate_zero_and_torchs_seed_rules_it()
     assert torch.equal(plain.train()(idx), model(idx))
 
 
-def test_masks_follow_the_sample_not_its_place_in_the_batch():
-    model, (idx, _) = model_of(), batch()
-    whole = model(idx, rng_key=make_key(3, 40))
-    for b in range(3):
-        alone = model(idx[b : b + 1], rng_key=make_key(3, 40 + b))
-        torch.testing.assert_close(alone[0], whole[b], atol=1e-5, rtol=1e-5)
-    shifted = model(idx[:1], rng_key=make_key(3, 41))
-    assert (shifted[0] - whole[0]).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("adamw", [torch.optim.AdamW, fastpar.AdamW], ids=["torch", "fastpar"])
+@sweep("adamw", [torch.optim.AdamW, fastpar.AdamW])
 def test_padding_rows_stay_zero_and_change_nothing(adamw):
     model, (idx, targets) = model_of(), batch()
     V = TINY.vocab_size
@@ -191,22 +137,19 @@ def test_padding_rows_stay_zero_and_change_nothing(adamw):
     assert torch.equal(model(idx, targets), loss)
 
 
-@pytest.mark.parametrize(
-    ("name", "n_parameters", "gflops"),
-    [
+def test_published_sizes(monkeypatch):
+    """Of models on the meta device, which draw nothing."""
+    monkeypatch.setattr(torch.Tensor, "normal_", None, raising=False)
+    for name, n_parameters, gflops in (
         ("gpt2", 124_439_808, 0.860),
         ("gpt2-medium", 354_823_168, 2.431),
         ("gpt2-large", 774_030_080, 5.210),
         ("gpt2-xl", 1_557_611_200, 10.289),
-    ],
-)
-def test_published_sizes(name, n_parameters, gflops, monkeypatch):
-    """Of models on the meta device, which draw nothing."""
-    monkeypatch.setattr(torch.Tensor, "normal_", None, raising=False)
-    with torch.device("meta"):
-        model = GPT(PRESETS[name])
-    assert model.num_parameters() == n_parameters
-    assert model.flops_per_token() / 1e9 == pytest.approx(gflops, abs=5e-4)
+    ):
+        with torch.device("meta"):
+            model = GPT(PRESETS[name])
+        assert model.num_parameters() == n_parameters
+        assert model.flops_per_token() / 1e9 == pytest.approx(gflops, abs=5e-4)
 
 
 def test_initialization_is_gpt2s():
@@ -249,9 +192,8 @@ def test_each_tensor_is_drawn_from_seed_and_name_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [True, False], ids=["dropout", "eval"])
-def test_compiles_to_one_graph(train):
-    model, (idx, targets) = model_of(replace(TINY, n_layer=1)).train(train), batch()
+def test_compiles_to_one_graph():
+    model, (idx, targets) = model_of(replace(TINY, n_layer=1)), batch()
     rng_key = make_key(0, 0)
     eager = model(idx, targets, rng_key=rng_key)
     eager.backward()
@@ -268,24 +210,18 @@ def test_compiles_to_one_graph(train):
         compiled(torch.full_like(idx, 211), targets, rng_key=rng_key)
 
 
-@pytest.mark.parametrize(
-    ("idx", "message"),
-    [
+def test_bad_ids_and_targets_are_refused():
+    model, (idx, targets) = GPT(TINY), batch()
+    for ids, message in (
         (torch.zeros(5, dtype=torch.int64), r"expected idx as int64 \[B, T\], got idx.shape=\[5\]"),
         (torch.zeros(1, 5), r"expected idx as int64 \[B, T\], got .* idx.dtype=torch.float32"),
         (torch.zeros(1, 38, dtype=torch.int64), r"expected 1 <= T <= block_size=37, got T=38"),
         (torch.zeros(1, 0, dtype=torch.int64), r"expected 1 <= T <= block_size=37, got T=0"),
         (torch.tensor([[3, 211, 4]]), r"expected token ids in \[0, 211\), got id=211"),
         (torch.tensor([[3, -1, 4]]), r"expected token ids in \[0, 211\), got id=-1"),
-    ],
-)
-def test_bad_ids_are_refused(idx, message):
-    with pytest.raises(ValueError, match=f"GPT: {message}"):
-        GPT(TINY)(idx)
-
-
-def test_bad_targets_are_refused():
-    model, (idx, targets) = GPT(TINY), batch()
+    ):
+        with pytest.raises(ValueError, match=f"GPT: {message}"):
+            model(ids)
     with pytest.raises(ValueError, match=r"GPT: expected targets of idx's shape \[3, 37\], got"):
         model(idx, targets[:, :-1])
     targets[1, 2] = 211
@@ -293,16 +229,17 @@ def test_bad_targets_are_refused():
         model(idx, targets)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_fp64_is_exact_throughout(dropout):
+@sweep(("dropout", "T"), [(0.0, 37), (0.1, 37), (0.0, 1), (0.0, 2), (0.1, 36)])
+def test_fp64_is_exact_throughout(dropout, T):
     """Loss, logits, gradients and a step of AdamW of the whole model, to 1e-12 of plain torch."""
     config = replace(TINY, dropout=dropout)
     model = model_of(config).double()
-    idx, targets = batch(config)
+    idx, targets = batch(config, T=T)
     key = make_key(7, 100)
-    want = results_of_ref(model, torch.float64, idx, targets, key if dropout else None)
+    want = results_of_ref(model, idx, targets, key if dropout else None)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    optimizer = fastpar.AdamW(model.parameters(), lr=1e-3)
+    step = {"lr": 1e-3, "eps": 1e-3}  # of one token queries and keys have no gradient but rounding
+    optimizer = fastpar.AdamW(model.parameters(), **step)
     loss = model(idx, targets, rng_key=key)
     loss.backward()
     got = {"logits": model(idx, rng_key=key).detach(), "loss": loss.detach()}
@@ -315,7 +252,7 @@ def test_fp64_is_exact_throughout(dropout):
     exact = [start[n].requires_grad_() for n in start]
     for p, n in zip(exact, start):
         p.grad = want[n]
-    torch.optim.AdamW(exact, lr=1e-3).step()
+    torch.optim.AdamW(exact, **step).step()
     for p, q in zip(model.parameters(), exact):
         assert (p - q).norm() <= 1e-12 * q.norm()
 
@@ -402,8 +339,6 @@ def fp8_steps(steps, layers, mesh=None, options=None, **how):
         (2, 1, 0, True, "all", {"scaling": "block"}),
         (2, 1, 0, False, "all", {"scaling": "tensor", "weight_gradient": "fp8"}),
         slow(1, 2, 3, True, "all", {"scaling": "row"}),
-        slow(2, 1, 0, True, "all", {"scaling": "tensor"}),
-        slow(2, 1, 0, False, "mlp", {"scaling": "block"}),
         slow(1, 2, 2, True, "mlp", {"scaling": "tensor", "weight_gradient": "fp8"}),
     ],
 )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import sweep
 from nanogpt_cells import ARGS, NanoGPT, weights, write
 
 from fastpar.checkpoint.restore import load_weights
@@ -109,7 +110,7 @@ SCALAR = {**weights(), "transformer.wte.weight": torch.tensor(1.0)}
 NOT_ITS = "weights of nanoGPT, got .*{}.; pass the ckpt.pt"
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("more", "problem"),
     [
         ({"model": {n: t for n, t in weights().items() if n != NAME}},

@@ -60,27 +60,16 @@ def functional(module):
     return run
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PAIRS)
-def test_matches_torch(name, dtype):
-    ours, torchs = make(name, dtype)
-    # Small rows, so that eps counts.
-    x = (torch.randn(3, 5, 6, 24) * 0.1).to(dtype).requires_grad_()
-    inputs = (x, *torchs.parameters())
-    report = assert_matches_oracle(functional(ours), functional(torchs), inputs)
-    assert len(report) == 1 + len(inputs)
-
-
-@sweep("dtype", DTYPES)
-def test_the_default_eps_of_rms_norm_is_torchs(dtype):
-    ours, torchs = make("RMSNorm (24,)", dtype)
-    x = (torch.randn(4, 24) * 1e-4).to(dtype)  # the mean square is far below fp16's epsilon
-    assert_matches_oracle(ours, lambda x: F.rms_norm(x, (24,), torchs.weight.to(x.dtype),
-                          torch.finfo(torch.float32).eps), (x,), eager=torchs)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_keys_repr_and_dtypes_under_autocast_are_torchs(name):
+def test_matches_torch(name):
+    """Keys and repr, results and gradients, dtypes under autocast."""
+    for dtype in DTYPES:
+        ours, torchs = make(name, dtype)
+        # Small rows, so that eps counts.
+        x = (torch.randn(3, 5, 6, 24) * 0.1).to(dtype).requires_grad_()
+        inputs = (x, *torchs.parameters())
+        report = assert_matches_oracle(functional(ours), functional(torchs), inputs)
+        assert len(report) == 1 + len(inputs)
     ours, torchs = make(name)
     assert isinstance(ours, type(torchs))
     assert list(ours.state_dict()) == list(torchs.state_dict())
@@ -91,6 +80,14 @@ def test_keys_repr_and_dtypes_under_autocast_are_torchs(name):
             expected, y = torchs(x), ours(x)
         assert y.dtype == expected.dtype
         torch.testing.assert_close(y, expected)
+
+
+@sweep("dtype", DTYPES)
+def test_the_default_eps_of_rms_norm_is_torchs(dtype):
+    ours, torchs = make("RMSNorm (24,)", dtype)
+    x = (torch.randn(4, 24) * 1e-4).to(dtype)  # the mean square is far below fp16's epsilon
+    assert_matches_oracle(ours, lambda x: F.rms_norm(x, (24,), torchs.weight.to(x.dtype),
+                          torch.finfo(torch.float32).eps), (x,), eager=torchs)  # fmt: skip
 
 
 class Double(nn.Module):
@@ -230,19 +227,10 @@ def test_mlp_and_attention_match_torch(name):
 
 
 def test_attention_of_documents_is_that_of_each():
-    attention = fastpar.CausalSelfAttention(16, 2)
-    x = torch.randn(12, 16)
+    attention, x = fastpar.CausalSelfAttention(16, 2), torch.randn(12, 16)
     y = attention(x, cu_seqlens=torch.tensor([0, 5, 12], dtype=torch.int32))
     torch.testing.assert_close(y[:5], attention(x[None, :5])[0])
     torch.testing.assert_close(y[5:], attention(x[None, 5:])[0])
-
-
-def test_autocast_rules_large_products_too():
-    """From a size on, fp32 products on CPU are fastpar's own, which autocast does not see."""
-    x = torch.randn(4, 64, 64)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert fastpar.MLP(64)(x).dtype == torch.bfloat16
-        assert fastpar.CausalSelfAttention(64, 2)(x).dtype == torch.bfloat16
 
 
 def test_dropout_follows_training_and_the_seed():
@@ -270,7 +258,7 @@ def test_dropout_follows_training_and_the_seed():
     assert not (mlp.eval()(x) == 0).any()
 
 
-def test_parts_with_hooks_are_called():
+def test_parts_with_hooks_or_another_forward_are_called():
     for module, x in everything():
         expected, seen = module(x), []
         parts = [p for p in module.children() if isinstance(p, nn.Linear | nn.GELU)]
@@ -278,9 +266,6 @@ def test_parts_with_hooks_are_called():
             part.register_forward_hook(lambda m, i, o, seen=seen: seen.append(m))
         torch.testing.assert_close(module(x), expected)
         assert seen == parts
-
-
-def test_a_part_with_another_forward_is_called():
     mlp, x = fastpar.MLP(16), torch.randn(2, 3, 16)
     own = mlp.c_fc.forward
     mlp.c_fc.forward = lambda x: own(x) + 1  # as offloading libraries wrap it
@@ -290,7 +275,7 @@ def test_a_part_with_another_forward_is_called():
     torch.testing.assert_close(mlp(x), mlp.c_proj(F.silu(own(x) + 1)))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@sweep("reduction", ["mean", "sum", "none"])
 def test_loss_is_cross_entropy_of_the_logits(reduction):
     ours = fastpar.LinearCrossEntropyLoss(
         reduction=reduction, ignore_index=3, label_smoothing=0.1, z_loss=1e-2, vocab_size=13
@@ -314,7 +299,12 @@ def test_loss_is_cross_entropy_of_the_logits(reduction):
     assert_matches_oracle(ours, stock, (x, weight, targets))
 
 
-def test_loss_under_autocast_is_fp32():
+def test_autocast_rules_large_products_and_the_loss():
+    """From a size on, fp32 products on CPU are fastpar's own, which autocast does not see."""
+    wide = torch.randn(4, 64, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fastpar.MLP(64)(wide).dtype == torch.bfloat16
+        assert fastpar.CausalSelfAttention(64, 2)(wide).dtype == torch.bfloat16
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(13, 8, requires_grad=True)
     targets = torch.randint(13, (6,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -343,7 +333,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED)
+@sweep(("call", "message"), REFUSED)
 def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

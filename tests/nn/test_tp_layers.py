@@ -2,17 +2,15 @@
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
-from cells import cells
-from test_tp_plan import batch, grads_of, same
+from cells import cells, sweep
+from test_tp_plan import batch, compare, grads_of, one_process, same, split_run
 from torch import nn
 
 import fastpar
 from fastpar import (
-    AdamW,
     ColumnParallelLinear,
     Mesh,
     Partial,
@@ -21,8 +19,7 @@ from fastpar import (
     VocabParallelLinear,
     parallelize,
 )
-from fastpar.comm.transports import TorchCollectives
-from fastpar.nn.tp_layers import TokenDropout, VocabParallelLoss, check_generators, convert
+from fastpar.nn.tp_layers import TokenDropout, VocabParallelLoss, convert
 from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
@@ -43,10 +40,10 @@ class Model(nn.Module):
             self.head.weight = self.words.weight
 
     def forward(self, ids):
-        """Logits [N, V] of all tokens."""
+        """Logits [B, T, V] of all tokens."""
         x = self.words(ids)  # under sequence parallelism [N/tp, C]
         q, k, v = self.up(self.norm(x)).chunk(3, -1)
-        return self.head(x + self.down(q * k.sigmoid() + v.tanh())).view(-1, 67)
+        return self.head(x + self.down(q * k.sigmoid() + v.tanh())).view(*ids.shape, 67)
 
 
 def model(**options):
@@ -72,47 +69,18 @@ def plain(**options):
     return theirs
 
 
-def loss_of(model, ids):
-    return nn.functional.cross_entropy(model(ids), ids.flip(1).flatten())
-
-
-def steps(model, optimizer):
-    seen = []
-    for step in range(3):
-        loss = loss_of(model, batch(step))
-        loss.backward()
-        seen.append((loss.detach(), grads_of(model)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen, model.state_dict()
-
-
 def split(base, tp=2, **options):
     torch.set_num_threads(1)
     mine = copy.deepcopy(base)
     return parallelize(mine, Mesh(tp=tp), Parallel.of(**options))
 
 
-def train(base, tp):
-    mine = split(base, tp)
-    return steps(mine, AdamW(mine.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01))
-
-
 @pytest.mark.parametrize(
     ("options", "tp"), cells([{}, {"bias": False}, {"tied": False}], [1, 2, 4], strength=1)
 )
 def test_a_model_of_split_layers_equals_torchs(options, tp):
-    theirs = plain(**options)
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01)
-    want, whole = steps(theirs, optimizer)
-    for seen, state in run_ranks(train, tp, model(**options), tp):
-        for (loss, grads), (want_loss, want_grads) in zip(seen, want):
-            same(loss, want_loss)
-            for grad, other in zip(grads, want_grads):
-                same(grad, other)
-        assert list(state) == list(whole)
-        for name, other in whole.items():
-            same(state[name], other)
+    ranks = run_ranks(split_run, tp, model(**options), {"tp": tp})
+    compare(ranks, 1, one_process(plain(**options)))
 
 
 def test_before_parallelize_they_are_plain():
@@ -123,24 +91,16 @@ def test_before_parallelize_they_are_plain():
     assert torch.equal(again(batch(0)), theirs(batch(0)))
 
 
-def test_a_whole_embedding_takes_any_shape():
-    base = model()
+def test_a_split_model_prints_its_ranks_and_is_copied_but_not_pickled():
+    """A whole embedding takes any shape."""
+    base, want = model(), plain().words.weight
 
     def run():
         mine = split(base, sequence_parallel=False)
         mine.words.tp.sequence_parallel = False
-        return mine.words(torch.tensor(5)), mine.words(torch.zeros(1, 2, 3, dtype=torch.int64))
-
-    want = plain().words.weight
-    for one, many in run_ranks(run, 2):
-        assert torch.equal(one, want[5])
+        assert torch.equal(mine.words(torch.tensor(5)), want[5])
+        many = mine.words(torch.zeros(1, 2, 3, dtype=torch.int64))
         assert torch.equal(many, want[0].expand(1, 2, 3, 8))
-
-
-def test_a_split_model_prints_its_ranks_and_is_copied_but_not_pickled():
-    base = model()
-
-    def run():
         mine = split(base)
         twin = copy.deepcopy(mine)
         assert torch.equal(twin(batch(0)), mine(batch(0)))
@@ -153,7 +113,7 @@ def test_a_split_model_prints_its_ranks_and_is_copied_but_not_pickled():
     assert head.startswith("VocabParallelLinear(in_features=8, out_features=67")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@sweep("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_they_return_what_torchs_do(dtype):
     theirs, base = plain().float(), model().float()
 
@@ -191,11 +151,8 @@ def test_convert_keeps_parameters_and_hooks_and_can_be_undone():
     undo()
     assert type(layer) is nn.Linear
     assert "groups" not in vars(layer)
-
-
-def test_convert_of_transformers_conv1d():
     transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
-    layer, x = transformers.pytorch_utils.Conv1D(6, 4), torch.randn(2, 4)
+    layer = transformers.pytorch_utils.Conv1D(6, 4)
     want = layer(x)
     convert(layer, RowParallelLinear)
     assert type(layer).__name__ == "RowParallelConv1D"
@@ -209,7 +166,7 @@ def with_own_forward():
     return layer
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("layer", "kind", "message"),
     [
         (nn.LayerNorm(4), RowParallelLinear, r"expected nn\.Linear to make a RowParallelLinear of, "
@@ -241,9 +198,8 @@ class WithLoss(nn.Module):
         return self.loss(self.norm(self.words(ids)), self.words.weight, ids.flip(1))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@sweep("tp", [2, 4])
 def test_a_loss_of_a_split_weight(tp):
-    torch.manual_seed(0)
     base = WithLoss().double()
     once = copy.deepcopy(base)
     want = once(batch(0))
@@ -271,21 +227,3 @@ def test_what_is_refused():
         VocabParallelLinear(4, 6).loss(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"Embedding: expected padding_idx to be left out, got"):
         VocabParallelEmbedding(4, 4, padding_idx=1)
-
-
-def test_ranks_that_would_draw_other_masks(monkeypatch):
-    """Ranks are threads here, which share a generator: one is told another state."""
-    state, seeds = torch.get_rng_state, threading.local()
-
-    def of_rank():
-        return state() + getattr(seeds, "other", 0)
-
-    monkeypatch.setattr(torch, "get_rng_state", of_rank)
-
-    def run(other):
-        seeds.other = other * torch.distributed.get_rank()
-        check_generators(TorchCollectives(), "tp")
-
-    run_ranks(run, 2, 0)
-    with pytest.raises(ValueError, match="the 2 ranks of tp to have the same torch generator"):
-        run_ranks(run, 2, 1)
