@@ -1,4 +1,4 @@
-"""The watchdog with ranks that are threads of this process; for real ones: test_faults_hang.py."""
+"""The watchdog with ranks that are threads of this process; for real ones: tests/faults."""
 
 import contextlib
 import json

@@ -1,5 +1,5 @@
-"""What is left of a run: its folder, rows and lines, the picture, MFU. Rank 0 writes, the others
-are silent; pauses do not count."""
+"""What is left of a run: its folder, rows and lines, the picture, MFU, predictions. Rank 0 writes,
+the others are silent; pauses do not count."""
 
 import errno
 import json
@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,13 +15,17 @@ import torch
 from train_runs import start
 
 from fastpar import parallelize
-from fastpar.axes.step import Setup
+from fastpar.axes.step import Setup, Workload
 from fastpar.comm.mesh import Mesh
 from fastpar.data.batches import TextData, to_device
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
 from fastpar.engine.engine import engine_of
 from fastpar.files.runs import newest_run
+from fastpar.kernels.loss.linear_cross_entropy import release_workspaces
 from fastpar.models.gpt import GPT
+from fastpar.predict.machine import FOLDER, MeasuredRates, Rate, machine_name
+from fastpar.predict.measure import ShortRun
+from fastpar.predict.run import lines_of, predict
 from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import SampleSettings
@@ -28,8 +33,10 @@ from fastpar.testing import run_ranks
 from fastpar.train import journal as module
 from fastpar.train.journal import (
     FILES,
+    SKIPPED,
     Journal,
     MetricsLog,
+    Predictions,
     RunFolder,
     Step,
     check_log,
@@ -62,69 +69,48 @@ def open_folder(step=0, name="text.txt", facts=FACTS, **changes):
     return RunFolder(config, model=GPT(SHAPE), data=data_of(name), step=step, facts=facts)
 
 
-# The folder
-
-
 def test_names_of_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert newest_run() is None
     for name, out, path in (
         *(("text.txt", None, f"runs/mini-text{n}") for n in ("", "-2", "-3")),
         ("my/own data!.txt", None, "runs/mini-own-data"),
-        ("x", None, "runs/mini-x"),
         ("text.txt", "deep/er/run", "deep/er/run"),
     ):
         assert open_folder(name=name, out=out).path == Path(path)
     assert str(newest_run("deep/er")) == "deep/er/run"
-    assert newest_run() == Path("runs/mini-x")
+    assert newest_run() == Path("runs/mini-own-data")
 
 
-@pytest.mark.parametrize("name", [*FILES, "{}", '{"settings": 1, "starts": []}', "[", "null"])
-def test_a_folder_with_any_file_of_a_run_is_never_overwritten(tmp_path, name):
+def test_a_folder_with_any_file_of_a_run_is_never_overwritten(tmp_path):
     """Nor a config.json of somebody else."""
-    config = TrainConfig().replace({"out": str(tmp_path)})
-    check_out(config)
-    if name in FILES:
-        (tmp_path / name).mkdir()
-    else:
-        (tmp_path / "config.json").write_text(name)
-    found = name if name in FILES else "config.json"
-    words = f"an --out without a run, got out={tmp_path} with {found}; the"
-    with pytest.raises(ValueError, match=words):
+    whose = ("{}", '{"settings": 1, "starts": []}', "[", "null")
+    for i, name in enumerate((*FILES, *whose)):
+        out, file = tmp_path / f"{i}", "config.json" if name in whose else name
+        out.mkdir()
+        config = TrainConfig().replace({"out": str(out)})
         check_out(config)
+        (out / file).write_text(name)
+        words = f"an --out without a run, got out={out} with {file}; the"
+        with pytest.raises(ValueError, match=words):
+            check_out(config)
 
 
-def test_settings_come_back_and_changes_are_told(tmp_path):
-    out = str(tmp_path / "r")
-    folder = open_folder(out=out, lr=0.5, betas=[0.8, 0.9])
-    assert not any(line.startswith("changed") for line in folder.header)
-    content = json.loads((folder.path / "config.json").read_text())
-    config = TrainConfig().replace(content["settings"])
-    assert (config.optim.betas, config.run.out, config.run.resume) == ((0.8, 0.9), out, False)
-    folder = open_folder(step=3, out=out, resume=True, lr=0.25, betas=[0.8, 0.9])
-    assert folder.header[-1] == "changed  lr 0.5 -> 0.25"
-    starts = json.loads((folder.path / "config.json").read_text())["starts"]
-    assert [s["step"] for s in starts] == [0, 3]
-    assert starts[0].keys() >= {"time", "torch", *FACTS}
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
+def test_the_header_names_every_automatic_choice(tmp_path):
+    tensor = {"world_size": 8, "tp": 4, "sequence_parallel": False}
+    for changes, parts in (
         ({}, ("CPU, ranks 2, threads a rank 1, fp32", "tokenizer bytes, 256 tokens",
               "256 tokens a step: 32 sequences = ranks 2 * micro-batch 4 * accumulation 2",
               "ranks    stage 2, shards 2, transport shm, accumulate shard; adamw, master weigh",
               f"{GPT(SHAPE).num_parameters():,} parameters")),
-        *(({"world_size": 8, "tp": 4, "sequence_parallel": shared},
-           ("CPU, ranks 8, threads", "32 sequences = dp 2 * micro-batch 4 * accumulation 2",
-            f"ranks    dp 2, tp 4 ({words}), stage 2, shards 2, tr"))
-          for shared, words in ((True, "sequence parallel"), (False, "no sequence parallelism"))),
-    ],
-)  # fmt: skip
-def test_the_header_names_every_automatic_choice(tmp_path, changes, parts):
-    text = "\n".join(open_folder(out=str(tmp_path / "r"), facts={**FACTS, **changes}).header)
-    assert all(part in text for part in parts), text
-    assert (" tp " in text) == bool(changes)
+        (tensor, ("CPU, ranks 8, threads", "32 sequences = dp 2 * micro-batch 4 * accumulation 2",
+                  "ranks    dp 2, tp 4 (no sequence parallelism), stage 2, shards 2, tr")),
+        ({**tensor, "sequence_parallel": True}, ("dp 2, tp 4 (sequence parallel), stage",)),
+    ):  # fmt: skip
+        facts = {**FACTS, **changes}
+        text = "\n".join(open_folder(out=str(tmp_path / f"{len(parts)}"), facts=facts).header)
+        assert all(part in text for part in parts), text
+        assert (" tp " in text) == bool(changes)
 
 
 def test_what_a_finished_run_shows_ends_it_no_more(here, monkeypatch, capsys):
@@ -142,31 +128,24 @@ def test_what_a_finished_run_shows_ends_it_no_more(here, monkeypatch, capsys):
 
 
 def test_prompts_are_of_the_runs_own_text_and_any_tokenizer_draws_without():
-    text = "cut line\n\n  3: it's  a very long line indeed\nand so on"
-    for words, tokenizer, expected in (
-        (text, make_tokenizer("bytes"), "3: it's a very"),
-        (text, CharTokenizer(text), "3: it's a very"),
-        ("one line only", make_tokenizer("bytes"), "one line only"),
-        ("a\n12 34\n\n\u4e16\u754c\n", make_tokenizer("bytes"), "\u4e16\u754c"),
-        ("1 2 3", IdTokenizer(9), ""),
-        ("\n\n", make_tokenizer("bytes"), ""),
+    text, of_bytes = "cut line\n\n  3: it's  a very long line indeed\n", make_tokenizer("bytes")
+    for words, tokenizer, expected, begins in (
+        (text, of_bytes, "3: it's a very", "\n"),
+        (text, CharTokenizer(text), "3: it's a very", "\n"),
+        ("one line only", of_bytes, "one line only", "\n"),
+        ("a\n12 34\n\n\u4e16\u754c\n", of_bytes, "\u4e16\u754c", "\n"),
+        ("1 2 3", IdTokenizer(9), "", "0 "),
+        ("ab", CharTokenizer("ab"), "ab", "a"),
+        ("\n\n", of_bytes, "", "\n"),
     ):
         ids = np.array(tokenizer.encode(words), dtype=np.uint16)
         found = example_prompt(TextData("a", ids, ids, tokenizer, tokenizer.vocab_size))
         assert found == expected
         assert not found or tokenizer.encode(found)
-    for tokenizer, begins in (
-        (make_tokenizer("bytes"), "\n"),
-        (CharTokenizer("ab"), "a"),
-        (IdTokenizer(9), "0 "),
-    ):
         model = GPT(GPTConfig(**{**vars(SHAPE), "vocab_size": tokenizer.vocab_size}))
         drawn = sample(model, tokenizer, SampleSettings(num_samples=1, max_new_tokens=3))
         assert "".join(drawn).startswith(begins)
         assert model.training
-
-
-# Rows and lines
 
 
 def journal_of(out, mesh, step=0):
@@ -183,27 +162,6 @@ def step_of(step, scale=None):
     return Step(step, 0.5, 64 * step, torch.tensor([]).double(), None, scale)
 
 
-def test_rows_and_lines_of_rank_0_alone(tmp_path, capsys):
-    def of_rank():
-        journal, engine = journal_of(tmp_path / "r", Mesh(device="cpu"))
-        journal.write_step(step_of(1, scale=4.0), loss=2.5, norm=1.5, engine=engine, skipped=1)
-        journal.note(1, "something happened", what=3)
-        journal.close()
-        return journal.folder is not None
-
-    assert run_ranks(of_rank, 2) == [True, False]
-    first, second = read_metrics(tmp_path / "r" / "metrics.jsonl")
-    assert {k: first[k] for k in ("step", "loss", "lr", "grad_norm", "tokens", "skipped")} == {
-        "step": 1, "loss": 2.5, "lr": 0.5, "grad_norm": 1.5, "tokens": 64, "skipped": 1,
-    }  # fmt: skip
-    assert first["loss_scale"] == 4.0
-    assert 0 < first["time_s"] <= second["time_s"]
-    assert (second["step"], second["what"]) == (1, 3)
-    out = capsys.readouterr().out
-    for words in ("run      ", "step 1/9  loss 2.500, ", "step 1  something happened"):
-        assert out.count(words) == 1
-
-
 def test_a_pause_does_not_count_as_time_of_a_step(tmp_path):
     journal, engine = journal_of(tmp_path / "r", Mesh(device="cpu"))
     for pause in (True, False):
@@ -215,6 +173,23 @@ def test_a_pause_does_not_count_as_time_of_a_step(tmp_path):
     quick, slow = (row["tokens_per_s"] for row in read_metrics(tmp_path / "r" / "metrics.jsonl"))
     assert slow <= 64 / 0.2 < quick
     assert journal.seconds >= 0.4
+    for gpu, flops, rate, expected in (  # MFU
+        ("NVIDIA H100 80GB HBM3", 989e12 / 1e9, 1e9, 1.0),
+        ("NVIDIA H100 PCIe", 378e12 / 1e9, 1e9, 0.5),
+        ("NVIDIA A100-SXM4-80GB", 1.0, 312e12, 1.0),
+        ("NVIDIA L40S", 1.0, 362e12, 1.0),
+        ("NVIDIA L4", 1.0, 121e12, 1.0),
+        ("GeForce 8800 GT", 1.0, 1.0, None),
+    ):
+        assert mfu(gpu, flops, rate) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_numbers_travel_there_and_back(device):
+    values = torch.tensor([1.5, 2.5], dtype=torch.float64)
+    there, ready = to_host(to_device(values, torch.device(device)) * 2)
+    assert Step(1, 0.0, 1, there, ready, None).numbers() == [3.0, 5.0]
+    assert (ready is None) == (device == "cpu")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -237,38 +212,33 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, capsys):
     assert capsys.readouterr().out.count("cannot be written") == 1
 
 
-def test_other_replicas_tell_only_what_is_unusual(tmp_path, capsys):
-    def of_replica():
-        mesh = Mesh(replicas=2, device="cpu")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_rank_0_of_a_replica_writes_and_the_first_replica_tells(tmp_path, capsys, replicas):
+    """The others tell only what is unusual."""
+
+    def of_rank():
+        mesh = Mesh(replicas=replicas, device="cpu")
         out = f"r{mesh.replica}"
         journal, engine = journal_of(tmp_path / out, mesh)
-        journal.write_step(step_of(1), loss=1.0, norm=1.0, engine=engine)
-        for name in ("val_loss", "save_mb", "save_error"):
-            journal.note(1, f"{name} of {out}", **{name: 1})
+        journal.write_step(step_of(1, scale=4.0), loss=2.5, norm=1.5, engine=engine, skipped=1)
+        for name in ("val_loss", "save_error"):
+            journal.note(1, f"{name} of {out}", **{name: 3})
         journal.close()
-        return len(read_metrics(tmp_path / out / "metrics.jsonl"))
+        return journal.folder is not None
 
-    assert run_ranks(of_replica, 2) == [4, 4]
-    lines = capsys.readouterr().out.splitlines()
-    told = [line for line in lines if "step " in line or "r1" in line]
-    assert [line for line in told if "r1" in line or line.startswith("replica 1")] == [
-        "replica 1  step 1  save_error of r1"
-    ]
-    assert [line for line in told if "r1" not in line and "_" in line] == [
-        f"step 1  {name} of r0" for name in ("val_loss", "save_mb", "save_error")
-    ]
-    assert sum("step 1/9" in line for line in told) == 1
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_numbers_travel_there_and_back(device):
-    values = torch.tensor([1.5, 2.5], dtype=torch.float64)
-    there, ready = to_host(to_device(values, torch.device(device)) * 2)
-    assert Step(1, 0.0, 1, there, ready, None).numbers() == [3.0, 5.0]
-    assert (ready is None) == (device == "cpu")
-
-
-# metrics.jsonl
+    assert run_ranks(of_rank, 2) == [True, replicas == 2]
+    for i in range(replicas):
+        first, second, third = read_metrics(tmp_path / f"r{i}" / "metrics.jsonl")
+        said = {"step": 1, "loss": 2.5, "lr": 0.5, "grad_norm": 1.5, "tokens": 64, "skipped": 1,
+                "loss_scale": 4.0}  # fmt: skip
+        assert first.items() >= said.items()
+        assert 0 < first["time_s"] <= second["time_s"]
+        assert (second["step"], second["val_loss"], third["save_error"]) == (1, 3, 3)
+    out = capsys.readouterr().out
+    for words in ("step 1/9  loss 2.500, ", "step 1  val_loss of r0", "step 1  save_error of r0"):
+        assert out.count(words) == 1
+    others = [line for line in out.splitlines() if line.endswith(" of r1") or "replica 1" in line]
+    assert others == ["replica 1  step 1  save_error of r1"][: replicas - 1]
 
 
 def test_rows_are_json_lines_and_a_resume_drops_later_ones(tmp_path):
@@ -296,8 +266,7 @@ def test_rows_are_json_lines_and_a_resume_drops_later_ones(tmp_path):
 def test_tensorboard_is_fed_where_it_is_installed(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is optional")
     log = MetricsLog(tmp_path / "metrics.jsonl", log="tensorboard")
-    log.write({"step": 1, "loss": 2.5, "grad_norm": None})
-    log.write({"step": 1, "numbers": [8, 16], "reason": "words"})  # no curves
+    log.write({"step": 1, "loss": 2.5, "grad_norm": None, "numbers": [8, 16], "reason": "words"})
     log.close()
     assert any((tmp_path / "tensorboard").iterdir())
 
@@ -307,33 +276,28 @@ def test_wandb_without_a_key_keeps_its_run_in_the_folder(tmp_path, monkeypatch, 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no key of this user's
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
-    path = tmp_path / "run" / "metrics.jsonl"
-    path.parent.mkdir()
-    log = MetricsLog(path, log="wandb", settings={"lr": 0.5})
-    log.write({"step": 1, "loss": 2.5, "grad_norm": None})
-    log.write({"step": 2, "loss": 2.25})
-    log.close()
-    log = MetricsLog(path, resume_step=1, log="wandb")  # step 2 comes again: in a run of its own
-    log.write({"step": 2, "loss": 2.0})
-    log.close()
-    kept = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    path = tmp_path / "metrics.jsonl"
+    for resume_step in (0, 1):  # step 2 comes again: in a run of its own
+        log = MetricsLog(path, resume_step=resume_step, log="wandb", settings={"lr": 0.5})
+        for step in range(resume_step + 1, 3):
+            log.write({"step": step, "loss": 2.5, "grad_norm": None})
+        log.close()
+    kept = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert len(kept) == 2
     assert b"loss" in kept[0].read_bytes()
     assert "wandb: no key, so curves stay on this machine" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("rows", [[], [{"step": 1, "loss": 2.0}], "both"])
-def test_picture(tmp_path, rows):
-    if rows == "both":
-        rows = [{"step": s, "loss": 8 / s**0.2} for s in range(1, 200)]
-        rows += [{"step": 100, "val_loss": 3.4}, {"step": 199, "val_loss": 3.0}]
-        rows += [{"step": 150, "loss": None}]
-    plot_loss(rows, tmp_path / "loss.png", title="a run")
+def test_picture(tmp_path):
     from matplotlib.image import imread
 
-    image = imread(tmp_path / "loss.png")
-    assert image.shape[:2] == (540, 960)
-    assert image[..., :3].min() < 0.5 < image[..., :3].max()
+    rows = [{"step": s, "loss": 8 / s**0.2} for s in range(1, 200)]
+    rows += [{"step": 100, "val_loss": 3.4}, {"step": 150, "loss": None}]
+    for some in ([], rows[:1], rows):
+        plot_loss(some, tmp_path / "loss.png", title="a run")
+        image = imread(tmp_path / "loss.png")
+        assert image.shape[:2] == (540, 960)
+        assert image[..., :3].min() < 0.5 < image[..., :3].max()
 
 
 def test_missing_packages_are_named(tmp_path, monkeypatch):
@@ -349,13 +313,122 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
         plot_loss([], tmp_path / "loss.png", title="")
 
 
-def test_mfu():
-    for gpu, flops, rate, expected in (
-        ("NVIDIA H100 80GB HBM3", 989e12 / 1e9, 1e9, 1.0),
-        ("NVIDIA H100 PCIe", 378e12 / 1e9, 1e9, 0.5),
-        ("NVIDIA A100-SXM4-80GB", 1.0, 312e12, 1.0),
-        ("NVIDIA L40S", 1.0, 362e12, 1.0),
-        ("NVIDIA L4", 1.0, 121e12, 1.0),
-    ):
-        assert mfu(gpu, flops, rate) == pytest.approx(expected)
-    assert mfu("GeForce 8800 GT", 1.0, 1.0) is None
+SIZES = {"n_embd": 64, "block_size": 32, "max_steps": 6, "eval_every": 0, "save_every": 0}
+SIZES |= {"num_samples": 0, "dropout": None}
+PREDICTED = GPTConfig(1, 2, 64, 32, 256, dropout=0.0)
+
+
+@pytest.fixture
+def rates(here, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(here / "rates"))
+
+
+def run(capsys, out="run", **changes):
+    """Predictions in metrics.jsonl, what the run said, and its two lines of them."""
+    assert start(out, **{**SIZES, **changes}) == 0
+    rows = [row for row in read_metrics(f"{out}/metrics.jsonl") if "prediction" in row]
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if line[:9] in ("memory   ", "step     ")]
+    return [row["prediction"] for row in rows], said, lines
+
+
+def save_rates(spread=0.05):
+    """Of one product, measured on this machine."""
+    known = {"machine": machine_name(), "gpu": "", "device_type": "cpu", "dtype": "fp32",
+             "dropout": False, "ranks": 1, "threads": 1, "date": "2026-11-22",
+             "spread": spread}  # fmt: skip
+    MeasuredRates(known, {("matmul", (1, 1, 1), "forward"): Rate(1.0, 1e9, 1e9)}).save()
+
+
+def test_a_run_tells_at_its_end(rates, capsys):
+    release_workspaces()  # those of other tests
+    save_rates()
+    (row,), _, (memory, step) = run(capsys)
+    assert memory.startswith("memory   predicted ")
+    assert ": parameters " in memory
+    assert step.startswith("step     predicted ")
+    assert "(measured on this machine, 1 rank x 1 thread, 2026-11-22, spread 5%), measured" in step
+    assert row["measured_ms"] > 0
+    assert abs(row["predicted_bytes"] / row["measured_bytes"] - 1) < 0.05
+    assert sum(row["memory"].values()) == row["predicted_bytes"]
+    assert sum(row["step_ms"].values()) == pytest.approx(row["predicted_ms"])
+    rows, _, lines = run(capsys, resume=True)
+    assert (len(rows), lines) == (1, [])  # it had nothing to do
+    # Too few steps are predicted and not measured: the first makes the optimizer's state.
+    (row,), _, (memory, step) = run(capsys, "few", max_steps=1)
+    assert row["measured_bytes"] is row["measured_ms"] is None
+    assert "measured" not in memory
+    assert step.endswith("spread 5%)")
+    assert run(capsys, "few", max_steps=2, resume=True)[0][1]["measured_bytes"] is None
+    assert len(run(capsys, "few", max_steps=6, resume=True)[0]) == 3
+
+
+def test_what_is_not_known_and_what_fails_fail_no_run(rates, capsys, monkeypatch):
+    (row,), _, lines = run(capsys)
+    assert lines == []
+    assert not row["measured_rates"]
+    assert row["rates"] == "data sheet of cpu; `fastpar plan --measure` makes it exact"
+    (row,), *_ = run(capsys, "other", init_from="run/latest", activation_checkpointing="full")
+    assert row["measured_bytes"]
+    assert row["step_ms"]["recompute"] > 0
+    save_rates(spread=1.72)
+    rows, said, _ = run(capsys, "no_use", max_steps=1)
+    assert rows == []
+    words = "predicted: not available, find_rates: expected rates with a spread of at most 30%"
+    assert words in said
+    assert "run `fastpar plan --measure` when nothing else runs here\n" in said
+
+    def fail(*_):
+        raise KeyError("flux")
+
+    monkeypatch.setattr(module, "predict", fail)
+    rows, said, _ = run(capsys, "fails", max_steps=1)
+    assert rows == []
+    assert "predicted: not available (KeyError: 'flux')\n" in said
+
+
+def test_a_run_in_the_planners_words(rates):
+    config = TrainConfig().replace({"batch_size": 8, **SIZES, "tp": 2, "zero_stage": 2})
+    counts = {"micro_batch_size": 2, "grad_accum_steps": 2, "block_size": 16}
+    setup = Setup(4, config, "cpu", "gloo", dtype="fp32", **counts)
+    workload = setup.workload(PREDICTED)
+    assert (workload.seq_len, workload.batch_size) == (16, 8)
+    assert (setup.world_size, setup.tp, setup.dp, setup.zero_stage) == (4, 2, 2, 2)
+    assert (setup.accumulate, setup.transport, setup.dtype) == ("shard", "gloo", "fp32")
+    row = {"predicted_bytes": 110_000_000, "measured_bytes": 100_000_000, "rates": "made up",
+           "memory": {"parameters": 110_000_000}, "predicted_ms": 9.0,
+           "measured_ms": 10.0}  # fmt: skip
+    assert lines_of(row) == [
+        "memory   predicted 0.1 GB, measured 0.1 GB (+10.0%): parameters 0.1 GB",
+        "step     predicted 9.0 ms (made up), measured 10.0 ms (-10.0%)",
+    ]
+    counts["micro_batch_size"] = 4
+    gpu = Setup(1, config.replace({"tp": 1}), "cuda", "nccl", dtype="bf16", **counts)
+    found = predict(PREDICTED, gpu, {"threads": 1, "device": "Voodoo 2"})["rates"]
+    assert found.startswith("data sheet of h100; Voodoo 2 is not in the table; ")
+
+
+def tell_on_two_ranks():
+    """Rank 0's row of what both have measured: 1000 and 2000 bytes, 10 and 20 ms."""
+    setup = Setup(world_size=2, dtype="fp32", device_type="cpu", transport="shm")
+    run = ShortRun(Workload(PREDICTED, 2), setup, Mesh(device="cpu"))
+    watch, rows = Predictions(run.engine, run.optimizer), []
+    for _ in range(6):
+        watch.watched(run.step)
+    assert len(watch.times_ms) == 6 - SKIPPED
+    assert watch.peak_bytes > 0
+    watch.peak_bytes = 1000 * (run.mesh.rank + 1)
+    watch.times_ms.clear()
+    watch.times_ms.extend([1.0, 10.0 * (run.mesh.rank + 1), 100.0])
+    folder = SimpleNamespace(notes=()) if run.mesh.is_main else None
+    journal = SimpleNamespace(folder=folder, keep=lambda **row: rows.append(row["prediction"]))
+    facts = {"device": "CPU", "threads": 1}
+    watch.tell(journal, PREDICTED, setup.change(batch_size=2, block_size=32), facts)
+    return rows
+
+
+@pytest.mark.slow
+def test_the_fullest_and_the_slowest_rank_count():
+    (row,), nothing = run_ranks(tell_on_two_ranks, 2, backend="gloo")
+    assert nothing == []
+    assert (row["measured_bytes"], row["measured_ms"]) == (2000, 20.0)

@@ -1,9 +1,8 @@
 """fastpar.train.sample: which tokens may come out, with which probability, and as which text."""
 
-import copy
-
 import pytest
 import torch
+from cells import sweep
 
 from fastpar.comm.mesh import Mesh
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
@@ -87,11 +86,10 @@ def test_what_was_read_gives_the_features_of_the_whole_text(model):
     model.double()
     got, expected = both()
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    moved = copy.deepcopy(model)
     with torch.no_grad():
-        for p in moved.parameters():
+        for p in model.parameters():
             p *= 1 + 2.0**-24 * torch.randint(-1, 2, p.shape, generator=seeded())
-        condition = (moved.features(idx) - expected).abs().max()
+    condition = (both()[1] - expected).abs().max()
     error = (single_whole - expected).abs().max()
     assert (single - expected).abs().max() <= 2 * (error + condition)
     read = nothing_read(TINY, 3, torch.zeros(()))
@@ -114,8 +112,8 @@ def test_tokens_come_one_by_one(model, monkeypatch):
     assert calls == [(0, 2)]
     assert torch.is_grad_enabled()
     assert len(list(stream)) == 8
-    one_by_one = [(read, 1) for read in range(2, 8)]
-    assert calls == [(0, 2), *one_by_one, (0, 8), (0, 8)]  # the window moves after 8 tokens
+    # The window moves after 8 tokens.
+    assert calls == [(0, 2), *((read, 1) for read in range(2, 8)), (0, 8), (0, 8)]
     assert list(generate(model, torch.tensor([[1]]), 0)) == []
 
 
@@ -134,7 +132,7 @@ def test_rows_without_a_token_are_never_drawn(model):
     assert set(tokens[0].tolist()) == {0, 1}
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3), (1.0, 99)])
+@sweep(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3), (1.0, 99)])
 def test_draws_follow_the_distribution(temperature, top_k):
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5])
     probs = (logits / temperature).softmax(0)
@@ -142,14 +140,13 @@ def test_draws_follow_the_distribution(temperature, top_k):
         probs[[0, 3]] = 0.0
         probs /= probs.sum()
     n = 20_000
-    drawn = _draw(logits.expand(n, 5), temperature, top_k, seeded())
-    frequencies = drawn.bincount(minlength=5) / n
+    frequencies = _draw(logits.expand(n, 5), temperature, top_k, seeded()).bincount(minlength=5) / n
     # Five sigma of a binomial frequency; 0 stays exactly 0.
     assert ((frequencies - probs).abs() <= 5 * (probs * (1 - probs) / n).sqrt()).all()
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
+@sweep(
+    ("changes", "message"),
     [
         ({"idx": torch.tensor([1, 2])}, r"expected idx \[B, T\] .* got idx.shape=\[2\]"),
         ({"idx": torch.zeros(1, 0).long()}, r"expected idx \[B, T\] .* got idx.shape=\[1, 0\]"),
@@ -161,28 +158,26 @@ def test_draws_follow_the_distribution(temperature, top_k):
         ({"top_k": 0}, "expected top_k >= 1, got top_k=0"),
     ],
 )
-def test_bad_arguments_are_refused_at_the_call(model, kwargs, message):
+def test_bad_arguments_are_refused_at_the_call(model, changes, message):
     with pytest.raises(ValueError, match=f"generate: {message}"):
-        generate(model, **{"idx": torch.tensor([[1]]), "max_new_tokens": 1, **kwargs})
+        generate(model, **{"idx": torch.tensor([[1]]), "max_new_tokens": 1, **changes})
 
 
 def test_models_ids_and_prompts_that_are_refused(model, byte_model):
     def draw():
         generate(parallelize(GPT(TINY), Mesh(device="cpu", tp=2)), torch.tensor([[1]]), 1)
 
-    with pytest.raises(ValueError, match=r"generate: expected a model .* got one with tp=2; load_"):
-        run_ranks(draw, 2)
-    with pytest.raises(ValueError, match=r"expected token ids in \[0, 67\), got id=67"):
-        next(generate(model, torch.tensor([[67]]), 1))
-    with pytest.raises(ValueError, match=r"sample: expected a prompt of one .* got prompt=' '"):
-        text_of(byte_model, " ", IdTokenizer(256))
+    for act, words in (
+        (lambda: run_ranks(draw, 2), r"generate: expected a model .* got one with tp=2; load_"),
+        (lambda: next(generate(model, torch.tensor([[67]]), 1)), r"ids in \[0, 67\), got id=67"),
+        (lambda: text_of(byte_model, " ", IdTokenizer(256)), r"a prompt of one .* got prompt=' '"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            act()
     assert text_of(byte_model, num_samples=0) == ""
 
 
-# As text
-
-
-def stream(chunks):
+def streamed(chunks):
     """Pieces of text from tokens that are byte strings."""
 
     def join(ids):
@@ -191,14 +186,12 @@ def stream(chunks):
     return list(stream_text(range(len(chunks)), join))
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_streamed_text_never_cuts_a_character(size):
+def test_streamed_text_never_cuts_a_character():
     text = "a\u00e9\u20ac\U0001f600\ufffd\u00e9z"
     data = text.encode()
-    for start in range(size):
-        chunks = [data[:start]] if start else []
-        chunks += [data[i : i + size] for i in range(start, len(data), size)]
-        pieces = stream(chunks)
+    for size, begin in ((1, 0), (3, 0), (3, 1), (3, 2)):
+        edges = [0, *range(begin, len(data), size)][begin == 0 :]
+        pieces = streamed([data[a:b] for a, b in zip(edges, [*edges[1:], None])])
         assert "".join(pieces) == text
         assert all(pieces)
         assert sum(piece.count("\ufffd") for piece in pieces) == 1
@@ -208,35 +201,19 @@ def test_streamed_text_is_not_held_back():
     """By bytes that are no text, and not until the end."""
     chunks = [b"ok", b"\x80", b"\xff", *(bytes([b]) for b in b"\xf0\x9f\x98\x80")]
     chunks += [b"\xe2\x82", b"!", b"\xe2"]
-    pieces = stream(chunks)
+    pieces = streamed(chunks)
     assert "".join(pieces) == b"".join(chunks).decode(errors="replace")
     assert pieces[:3] == ["ok", "\ufffd", "\ufffd"]
     assert "\U0001f600" in pieces
     assert pieces[-1] == "\ufffd"
-    taken = []
-
-    def tokens():
-        for token in b"abc":
-            taken.append(token)
-            yield token
-
-    assert next(stream_text(tokens(), BYTES.decode)) == "a"
-    assert len(taken) == 1
+    tokens = iter(b"abc")
+    assert next(stream_text(tokens, BYTES.decode)) == "a"
+    assert list(tokens) == list(b"bc")
 
 
 def text_of(model, prompt="Hi", tokenizer=BYTES, seed=0, **kwargs):
     settings = {"max_new_tokens": 12, "top_k": 200, **kwargs}
     return "".join(sample(model, tokenizer, SampleSettings(prompt, **settings), seed=seed))
-
-
-def test_sample_writes_the_prompt_and_a_continuation_for_each_sample(byte_model):
-    parts = text_of(byte_model, num_samples=3).split(SEPARATOR)
-    assert len(set(parts)) == len(parts) == 3
-    assert all(part.startswith("Hi") and part.endswith("\n") for part in parts)
-    assert text_of(byte_model, seed=1, num_samples=2).split(SEPARATOR) == parts[1:]
-    how = {"temperature": 0.8, "top_k": 200, "generator": seeded(2)}
-    tokens = tokens_of(byte_model, torch.tensor([[72, 105]]), 12, **how)
-    assert parts[2] == "Hi" + BYTES.decode(tokens[0].tolist()) + "\n"
 
 
 def test_rows_of_other_lengths_go_on_as_each_alone(model):
@@ -253,16 +230,20 @@ def test_rows_of_other_lengths_go_on_as_each_alone(model):
 
 
 def test_several_prompts_give_the_texts_of_each(byte_model, monkeypatch):
-    """Those of near lengths are computed at once; one beyond the context is told."""
+    """Each prompt and what follows, by the sample's seed. Near lengths are computed at once, and a
+    prompt beyond the context is told."""
     prompts = ("Hi", "Hello you", "H" * 40, "a", "Who are")
     parts = text_of(byte_model, prompts, num_samples=2).split(SEPARATOR)
-    alone = [
-        text
-        for i, prompt in enumerate(prompts)
-        for text in text_of(byte_model, prompt, num_samples=2, seed=2 * i).split(SEPARATOR)
-    ]
-    assert parts == alone
     assert len(parts) == 10
+    for i, part in enumerate(parts):
+        prompt = prompts[i // 2]
+        assert part == text_of(byte_model, prompt, num_samples=1, seed=i)
+        assert part.startswith(prompt)
+        assert part.endswith("\n")
+    assert len(set(parts)) == 10
+    how = {"temperature": 0.8, "top_k": 200, "generator": seeded(1)}
+    tokens = tokens_of(byte_model, torch.tensor([[72, 105]]), 12, **how)
+    assert parts[1] == "Hi" + BYTES.decode(tokens[0].tolist()) + "\n"
     batches, notes, features = [], [], byte_model.features
 
     def recorded(idx, read):
@@ -271,8 +252,7 @@ def test_several_prompts_give_the_texts_of_each(byte_model, monkeypatch):
 
     monkeypatch.setattr(byte_model, "features", recorded)
     text_of(byte_model, ("a", "abc", "abcdefgh"), num_samples=1, max_new_tokens=4)
-    assert set(batches[:6]) == {2}  # lengths 1 and 3: 4 + 2 steps
-    assert batches[6:] == [1] * 4
+    assert batches == [2] * 6 + [1] * 4  # lengths 1 and 3: 4 + 2 steps
     settings = SampleSettings(("H" * 9,), num_samples=1, max_new_tokens=1)
     "".join(sample(byte_model, BYTES, settings, say=notes.append))
     assert notes == ["the prompt has 9 tokens; the model reads the last 8 of them"]
