@@ -305,7 +305,8 @@ def draw_roofline(results: Sequence[tuple[dict[str, Any], Sequence[Row]]], path:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
         where = about["gpu"] if about["device"] == "cuda" else f"CPU, {rows[0].threads} threads"
         axes.set_title(f"Roofline of every kernel ({where})", fontsize=11, loc="left")
-    lines = [tables.origin(about, [r for r in rows if r.bench in OPS]) for about, rows in results]
+    ops = [(about, [row for row in rows if row.bench in OPS]) for about, rows in results]
+    lines = [tables.origin(about, rows, "of each row") for about, rows in ops]
     figure.supxlabel("\n".join(lines), fontsize=7)
     save(figure, path)
 
