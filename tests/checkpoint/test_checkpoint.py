@@ -108,7 +108,6 @@ def test_same_bits_back(tmp_path, form):
 
 
 MESHES = [(1, 1, 0), (2, 1, 3), (4, 4, 0), (4, 2, 1), (4, 2, 3)]  # ranks, tp, stage
-FEW = [(1, 1, 0), (4, 2, 3)]
 WIDE = replace(CONFIG, n_head=4, vocab_size=301)  # with tp=2 slices of 256 rows, the last with 45
 FROZEN = ("wte.weight", "h.0.attn.c_attn.weight", "h.1.ln_1.bias")
 
@@ -124,17 +123,14 @@ def on_mesh(ranks, tp, stage, work, **options):
 
 
 @pytest.mark.parametrize(
-    ("meshes", "form", "frozen"),
+    ("form", "meshes"),
     [
-        (FEW, "master", FROZEN),
-        slow(MESHES, "fp32", ()),
-        slow(MESHES, "master", FROZEN),
-        slow(MESHES, "all of 16 bits", ()),
-        slow(MESHES, "amsgrad", FROZEN),
+        ("master", [MESHES[0], MESHES[4]]),
+        *(slow(form, MESHES) for form in ("master", "amsgrad", "all of 16 bits")),
     ],
-    ids=lambda x: f"{len(x)}" if isinstance(x, list | tuple) else None,
+    ids=lambda x: None if isinstance(x, str) else f"{len(x)} meshes",
 )
-def test_the_same_bytes_from_every_mesh(tmp_path, meshes, form, frozen):
+def test_the_same_bytes_from_every_mesh(tmp_path, form, meshes):
     """What a mesh has trained goes through the next one, and what one process has through all.
 
     So a state has one form on disk, whoever read it before.
@@ -150,14 +146,14 @@ def test_the_same_bytes_from_every_mesh(tmp_path, meshes, form, frozen):
 
     sources = {}
     for mesh in meshes:
-        found = on_mesh(*mesh, work, form=form, frozen=frozen)[0]
+        found = on_mesh(*mesh, work, form=form, frozen=FROZEN)[0]
         for name, path in sources.items():
             assert bits(found[name]) == bits(path), (name, mesh)
         assert all(bits(found["own"]) != bits(path) for path in sources.values())
         sources = {"one": sources.get("one", found["own"]), "before": found["own"]}
 
 
-LAYOUTS = [(2, 3, 1), (1, 0, 1), (2, 1, 1), (2, 0, 2), (4, 3, 2)]  # ranks, stage, tp
+LAYOUTS = [(2, 3, 1), (1, 0, 1), (4, 3, 2)]  # ranks, stage, tp
 CHANGES = [
     *itertools.permutations(("fp32", "master", "remainder"), 2),
     ("fp32", "fp16"),
@@ -259,43 +255,30 @@ def frozen():
     return make(steps=0, frozen=("wpe.weight",))
 
 
+def of(**changes):
+    return lambda: make(replace(CONFIG, **changes), steps=0)
+
+
+def without_optimizer():
+    return make()[0], None
+
+
+def nested():
+    return torch.nn.Sequential(linear()[0]), None
+
+
 @sweep(
     ["saved", "target", "strict", "words"],
     [
-        *(
-            (make, lambda changes=changes: make(replace(CONFIG, **changes), steps=1), True, words)
-            for changes, words in [
-                ({"n_layer": 3}, r"expected the model of .* with n_layer=2, got n_layer=3; resume"),
-                ({"n_embd": 32}, r"expected the model of .* with n_embd=16, got n_embd=32"),
-                ({"vocab_size": 130}, r"of .* with vocab_size=131, got vocab_size=130"),
-            ]
-        ),
-        (
-            make,
-            lambda: make(replace(CONFIG, block_size=4), steps=0),
-            False,
-            r"expected transformer.wpe.weight of shape \[4, 16\], go",
-        ),
-        (
-            make,
-            lambda: make(form="amsgrad", steps=1),
-            True,
-            r"expected max_exp_avg_sq for .* in .*step_000001",
-        ),
-        (make, frozen, True, r"expected the optimizer's state .* got also wpe.weight;"),
-        (
-            lambda: (make()[0], None),
-            make,
-            True,
-            r"expected the optimizer's state .* got no h.0.attn",
-        ),
-        (
-            linear,
-            lambda: (torch.nn.Sequential(linear()[0]), None),
-            True,
-            r"expected the weights of this model in .*, got no 0.wei",
-        ),
-        (linear, lambda: linear(bias=False), True, r"the weights of this model .*, got also bia"),
+        (make, of(n_layer=3), True, "the model of .* with n_layer=2, got n_layer=3; resume"),
+        (make, of(n_embd=32), True, "expected the model of .* with n_embd=16, got n_embd=32"),
+        (make, of(vocab_size=130), True, "of .* with vocab_size=131, got vocab_size=130"),
+        (make, of(block_size=4), False, r"transformer.wpe.weight of shape \[4, 16\], go"),
+        (make, lambda: make(form="amsgrad", steps=1), True, "expected max_exp_avg_sq for .* in .*"),
+        (make, frozen, True, "expected the optimizer's state .* got also wpe.weight;"),
+        (without_optimizer, make, True, "expected the optimizer's state .* got no h.0.attn"),
+        (linear, nested, True, "expected the weights of this model in .*, got no 0.wei"),
+        (linear, lambda: linear(bias=False), True, "weights of this model .*, got also bia"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_left_alone(tmp_path, saved, target, strict, words):
@@ -428,27 +411,16 @@ def hugging(name, config, **sizes):
 
 
 GPT2 = {**SIZES, "n_positions": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-OTHERS = {"vocab_size": 32, "hidden_size": 16}
-
-
+FALCON = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+OURS = GPTConfig(**SIZES, block_size=8, dropout=0.0)
 MODELS = {
-    "GPT": lambda: GPT(
-        GPTConfig(**SIZES, block_size=8, dropout=0.0), seed=int(torch.randint(9, ()))
-    ),
+    "GPT": lambda: GPT(OURS, seed=int(torch.randint(9, ()))),
     "nanoGPT": lambda: NanoGPT(**SIZES, block_size=8, bias=False),
-    "nanoGPT with biases": lambda: NanoGPT(**SIZES, block_size=8, bias=True),
-    "GPT2Model": hugging("GPT2Model", "GPT2Config", **GPT2),
     "GPT2LMHeadModel": hugging("GPT2LMHeadModel", "GPT2Config", **GPT2),
     "untied": hugging("GPT2LMHeadModel", "GPT2Config", **GPT2, tie_word_embeddings=False),
-    "scores": hugging(
-        "GPT2ForSequenceClassification", "GPT2Config", **GPT2, num_labels=3, pad_token_id=0
-    ),
+    "scores": hugging("GPT2ForSequenceClassification", "GPT2Config", **GPT2, pad_token_id=0),
     "GPT-J": hugging("GPTJForCausalLM", "GPTJConfig", **{**GPT2, "rotary_dim": 4}),
-    "Falcon": hugging(
-        "FalconForCausalLM", "FalconConfig", **OTHERS, num_hidden_layers=2, num_attention_heads=2
-    ),
-    "BLOOM": hugging("BloomForCausalLM", "BloomConfig", **OTHERS, n_layer=2, n_head=2),
+    "Falcon": hugging("FalconForCausalLM", "FalconConfig", **FALCON),
     "any module": Odd,
 }
 CHEAP = ("nanoGPT", "any module")
@@ -518,7 +490,6 @@ def test_every_model_comes_back_and_goes_on(tmp_path, name):
         with torch.no_grad():  # the same products, in another order of sums of 16 values
             assert (theirs(idx).logits - ours).abs().max() < 1e-5
     if name == "nanoGPT":
-        with pytest.raises(
-            ValueError, match=r"of a GPT-2 with config.json, got path=.* another mo"
-        ):
+        words = r"of a GPT-2 with config.json, got path=.* another mo"
+        with pytest.raises(ValueError, match=words):
             load_weights(saved)

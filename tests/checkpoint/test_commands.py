@@ -149,25 +149,24 @@ def test_folders_of_transformers(tmp_path):
 
 
 def test_folders_that_are_none(tmp_path, monkeypatch):
-    for act in (lambda f: verify(f, print), lambda f: inspect(f, None, print)):
-        with pytest.raises(ValueError, match=r"fastpar \w+: expected a run, .*\(no such folder\)"):
-            act(tmp_path / "none")
-        (tmp_path / "file").write_text("")
-        with pytest.raises(ValueError, match=r"got folder=.*/file \(Not a directory\); give one"):
-            act(tmp_path / "file")
-        with pytest.raises(ValueError, match=r"a run with checkpoints, .* with file; give one of"):
-            act(tmp_path)
+    def refused(words, folder):
+        for act in (lambda f: verify(f, print), lambda f: inspect(f, None, print)):
+            with pytest.raises(ValueError, match=words):
+                act(folder)
+
+    refused(r"fastpar \w+: expected a run, .*\(no such folder\)", tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    refused(r"got folder=.*/file \(Not a directory\); give one", tmp_path / "file")
+    refused(r"a run with checkpoints, .* with file; give one of", tmp_path)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"with checkpoints, config.json, file; give one of these"):
-        verify(tmp_path, print)
+    refused(r"with checkpoints, config.json, file; give one of these", tmp_path)
 
     def refuse(_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("fastpar.checkpoint.commands.os.listdir", refuse)
-    with pytest.raises(ValueError, match=r"got folder=.* \(Permission denied\); give one that can"):
-        verify(tmp_path, print)
+    refused(r"got folder=.* \(Permission denied\); give one that can", tmp_path)
 
 
 def test_a_checkpoint_without_manifest_and_damage_that_stops_the_table(run):

@@ -170,25 +170,6 @@ def places_in(folder, manifest, file):
         return reader.places(file)
 
 
-def test_the_parts_read_every_byte_once(made, monkeypatch):
-    """Of nearly the same size; and what was written is right."""
-    folder, manifest = made
-    every = manifest.weights + manifest.optimizer
-    for tensor in every:
-        start, stop = places_in(folder, manifest, tensor.file)[tensor.key]
-        raw = (folder / tensor.file).read_bytes()[start:stop]
-        assert hashlib.sha256(raw).hexdigest() == tensor.sha256
-    read, compare = [], TensorReader.compare
-    monkeypatch.setattr(TensorReader, "compare", lambda self, t: read.append(t) or compare(self, t))
-    for n_parts in (1, 2, 3, 5, 40):
-        read.clear()
-        for part in range(n_parts):
-            verify_files(folder, manifest, part=part, n_parts=n_parts)
-        assert sorted(read, key=every.index) == list(every)
-    sizes = [sum(t.nbytes for t in reader_module._share(manifest, part, 2)) for part in range(2)]
-    assert abs(sizes[0] - sizes[1]) <= 64 < sum(sizes)
-
-
 @pytest.mark.parametrize(("n_parts", "step"), [(3, 13), slow(1, 5), slow(3, 5)])
 def test_every_changed_byte_is_found_by_one_part(made, n_parts, step):
     folder, manifest = made
@@ -222,8 +203,19 @@ def test_damage_is_named(made):
     ]
 
 
-def test_sizes_and_kinds_of_files(made):
+def test_sizes_and_kinds_of_files(made, monkeypatch):
+    """Also in the look before anything is read, which a loader needs to open the rest: what has
+    no tensors is hashed in blocks, the bytes of tensors are not its task."""
     folder, manifest = made
+    monkeypatch.setattr(reader_module, "BLOCK_BYTES", 4)
+    with open(folder / OPTIMIZER, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    verify_files(folder, manifest, tensors=False)
+    state = (folder / "trainer_state.json").read_bytes()
+    (folder / "trainer_state.json").write_bytes(state.replace(b"5", b"6"))
+    with pytest.raises(ValueError, match=r"got trainer_state.json \(other content\); the"):
+        verify_files(folder, manifest, tensors=False)
     os.truncate(folder / WEIGHTS, 100)
     with open(folder / OPTIMIZER, "ab") as file:
         file.write(b"\0")
@@ -232,6 +224,9 @@ def test_sizes_and_kinds_of_files(made):
     (folder / "trainer_state.json").rename(folder / "other")
     (folder / "trainer_state.json").symlink_to(folder / "other")
     size = manifest.files[OPTIMIZER].size
+    for tensors in (True, False):
+        with pytest.raises(ValueError, match=rf"got {WEIGHTS} \(100 bytes instead of .* 3 more"):
+            verify_files(folder, manifest, tensors=tensors)
     assert [str(d) for d in find_damage(folder, manifest)] == [
         f"{WEIGHTS} (100 bytes instead of {manifest.files[WEIGHTS].size})",
         f"{OPTIMIZER} ({size + 1} bytes instead of {size})",
@@ -286,8 +281,6 @@ def test_a_file_that_shrinks_while_it_is_read(made, monkeypatch):
     monkeypatch.setattr(TensorReader, "_compare_header", shrink)
     with pytest.raises(ValueError, match=f"ends at byte {place.start + 4} in {KEY}, elements 0"):
         verify_files(folder, manifest)
-    with pytest.raises(ValueError, match=f"{OPTIMIZER} .{place.start + 4} bytes instead of"):
-        verify_files(folder, manifest)
 
 
 def test_a_disk_that_cannot_be_read(made, monkeypatch):
@@ -303,29 +296,6 @@ def test_a_disk_that_cannot_be_read(made, monkeypatch):
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(ValueError, match=r"Input/output error at byte \d+ in transformer.wte"):
         verify_files(folder, manifest)
-
-
-def test_a_look_before_anything_is_read(made, monkeypatch):
-    """Sizes, kinds and what has no tensors, hashed in blocks: what a loader needs to open the
-    rest."""
-    folder, manifest = made
-    monkeypatch.setattr(reader_module, "BLOCK_BYTES", 4)
-    verify_files(folder, manifest, tensors=False)
-    with open(folder / OPTIMIZER, "r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\x01")
-    verify_files(folder, manifest, tensors=False)  # the bytes of tensors are not its task
-    state = (folder / "trainer_state.json").read_bytes()
-    (folder / "trainer_state.json").write_bytes(state.replace(b"5", b"6"))
-    with pytest.raises(ValueError, match=r"got trainer_state.json \(other content\); the"):
-        verify_files(folder, manifest, tensors=False)
-    (folder / OPTIMIZER).unlink()
-    os.mkfifo(folder / OPTIMIZER)
-    with pytest.raises(ValueError, match=rf"got {OPTIMIZER} \(not a regular file\), and 1 more"):
-        verify_files(folder, manifest, tensors=False)
-    os.truncate(folder / WEIGHTS, 50)
-    with pytest.raises(ValueError, match=f"got {WEIGHTS} .50 bytes instead of .* and 2 more"):
-        verify_files(folder, manifest, tensors=False)
 
 
 # Of two checkpoints of a run the newer is damaged
@@ -350,15 +320,10 @@ def write(run, tp, stage):
         save_checkpoint(run, step=step, state={"next_sample": step}, **given)
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("one rank", marks=pytest.mark.slow), "four ranks"]
-)
-def run(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("damage") / "run"
-    if request.param == "one rank":
-        run_ranks(lambda: write(path, 1, 0), 1, timeout_s=60)
-    else:
-        run_ranks(lambda: write(path, 2, 2), 4, timeout_s=60)
+    run_ranks(write, 4, path, 2, 2, timeout_s=60)
     return path
 
 
@@ -396,7 +361,7 @@ def check_found(run, name, target, case):
 def test_all_damage_is_found_and_named(run, target):
     newer, draw = run / "checkpoints" / "step_000002", random.Random(5)
     manifest = read_manifest(newer)
-    assert len({t.file for t in manifest.optimizer}) in (1, 4)
+    assert len({t.file for t in manifest.optimizer}) == 4
     for name in [*manifest.files, MANIFEST]:
         file = newer / name
         raw = file.read_bytes()
@@ -413,10 +378,6 @@ def test_all_damage_is_found_and_named(run, target):
     load_checkpoint(newer, model=target[0], optimizer=target[1])
 
 
-def first_piece(content):
-    return next(p for p in content["optimizer"] if p["key"].endswith("/exp_avg") and p["runs"])
-
-
 @contextlib.contextmanager
 def kept(file):
     """The file is as it was when the block ends."""
@@ -427,25 +388,9 @@ def kept(file):
         file.write_bytes(raw)
 
 
-PIECES = {
-    "shape": lambda content: first_piece(content).update(shape=[7]),
-    "dtype": lambda content: first_piece(content).update(dtype="F64"),
-    "overlap": lambda content: content["optimizer"].append(first_piece(content)),
-    "missing": lambda content: content["optimizer"].remove(first_piece(content)),
-}
-
-
-def test_under_a_right_digest(run, target):
-    """Of pieces that do not go together nothing is read. A checkpoint of another version is no
-    damage: a run of such a one does not go on from an older checkpoint, it says who reads this
-    one."""
+def test_a_checkpoint_of_another_version_is_no_damage(run, target):
+    """A run of such a one does not go on from an older checkpoint: it says who reads this one."""
     newer = run / "checkpoints" / "step_000002"
-    before = [p.detach().clone() for p in target[0].parameters()]
-    for kind, change in PIECES.items():
-        with kept(newer / MANIFEST):
-            reseal(newer, change)
-            check_found(run, MANIFEST, target, kind)
-            assert all(map(torch.equal, before, target[0].parameters()))
     with kept(newer / MANIFEST):
         reseal(newer, lambda content: content.update(version=2))
         for act in (

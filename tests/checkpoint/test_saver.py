@@ -33,14 +33,11 @@ DEEP = GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=16, vocab_size=256)
 class Rank:
     """A model that trains, and its saver."""
 
-    def __init__(
-        self, run, config=CONFIG, tp=1, stage=0, shard_size=None, bucket_mb=None, **options
-    ):
+    def __init__(self, run, config=CONFIG, tp=1, stage=0, shard_size=None, mb=None, **options):
         self.mesh = Mesh(tp=tp, device="cpu")
         self.model = GPT(config)
-        how = {"zero_stage": stage, "shard_size": shard_size, "bucket_mb": bucket_mb}
-        if bucket_mb is not None:
-            how["first_bucket_mb"] = bucket_mb
+        how = {"zero_stage": stage, "shard_size": shard_size, "bucket_mb": mb}
+        how |= {"first_bucket_mb": mb} if mb is not None else {}
         parallelize(self.model, self.mesh, Parallel.of(**how))
         self.optimizer = AdamW(self.model.parameters(), lr=1e-2)
         self.saver = Saver(run, model=self.model, optimizer=self.optimizer, **options)
@@ -102,9 +99,8 @@ def test_each_rank_copies_its_share(ranks, tp, stage, shard_size):
         assert cut_runs(last, 0, 5)[0].length == 5
 
 
-def test_the_host_copy_is_made_once(tmp_path, monkeypatch):
-    """Before the first save, if asked for; of powers of two, as torch rounds what it pins: of a
-    copy in one piece up to half would be unused."""
+def test_the_host_copy_is_made_once(tmp_path):
+    """Before the first save, if asked for."""
     rank = Rank(tmp_path, WIDE, asynchronous=False).step()
     rank.saver.prepare()
     capture, numel = rank.saver._capture, [p.numel() for p in rank.model.parameters()]
@@ -112,26 +108,11 @@ def test_the_host_copy_is_made_once(tmp_path, monkeypatch):
     assert capture.nbytes == sum(numel) * 12 + 4 * len(numel) - 4 * padding
     rank.saver.save(1, {})
     first = [block.data_ptr() for block in capture._blocks]
-    expected = {item.key: item.host.clone() for item in capture.take().items}
     rank.model.wpe.weight.data.fill_(7.0)
     rank.saver.save(2, {})
     assert [block.data_ptr() for block in capture._blocks] == first
     one, two = map(bits, list_checkpoints(tmp_path))
     assert (one[0] != two[0], one[1] == two[1]) == (True, True)
-    monkeypatch.setattr(saver_module, "_BLOCK", 1 << 17)
-    zeros, capture = torch.zeros, Capture(rank.model, rank.optimizer)
-    with monkeypatch.context() as on_a_gpu:
-        on_a_gpu.setattr(torch, "zeros", lambda *size, pin_memory=False, **of: zeros(*size, **of))
-        on_a_gpu.setattr(capture, "device", torch.device("cuda"))
-        capture.allocate()
-    sizes = [block.numel() for block in capture._blocks]
-    used = sum(-(-host.nbytes // 64) * 64 for host in expected.values())
-    assert all(size.bit_count() == 1 for size in sizes)
-    assert used <= sum(sizes) < used + (1 << 17)
-    found = {item.key: item.host for item in capture.take().items}
-    assert found.keys() == expected.keys()
-    expected["transformer.wpe.weight"].fill_(7.0)
-    assert all(torch.equal(found[key], host) for key, host in expected.items())
 
 
 # What a save and a load hold beyond the host copy and the state itself. `Alive` sees every tensor
@@ -177,7 +158,7 @@ def test_a_save_holds_one_bucket_and_a_load_one_weight(tmp_path, monkeypatch, ra
     monkeypatch.setattr(saver_module, "_write_tensors", write)
 
     def work():
-        rank = Rank(tmp_path, DEEP, tp, stage, bucket_mb=0.1).step()
+        rank = Rank(tmp_path, DEEP, tp, stage, mb=0.1).step()
         capture = Capture(rank.model, rank.optimizer, shard_mb=0.1)
         capture.take()
         with counting(rank, *capture._blocks) as taking:
@@ -246,8 +227,7 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_step(tmp_path, gate, rank
     assert all(torch.equal(p, expected[name]) for name, p in model.state_dict().items())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("overlap", ["skip", "wait"])
+@pytest.mark.parametrize(("overlap", "ranks"), [("skip", 2), ("wait", 1), ("wait", 2)])
 def test_a_second_save_while_one_is_running(tmp_path, gate, overlap, ranks):
     def work():
         rank = Rank(tmp_path, overlap=overlap).step()
@@ -349,8 +329,7 @@ def test_a_part_is_seen_when_all_of_it_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(saver_module, "_write_flushed", write)
 
     def work():
-        model = parallelize(GPT(CONFIG), Mesh(device="cpu"))
-        saver = Saver(tmp_path, model=model)
+        saver = Saver(tmp_path, model=parallelize(GPT(CONFIG), Mesh(device="cpu")))
         saver.save(1, {})
         return saver.settle().errors
 

@@ -123,6 +123,13 @@ def every_operation(kind, cells):
         for async_op in (False, True):
             wrong += wrong_operations(c, n, dtype, async_op)
     wrong += around(c) if c.world_size > 1 else []
+    x = torch.ones(5, requires_grad=True)
+    with torch.no_grad():
+        c.all_reduce(x, mean=True)
+    with torch.inference_mode():
+        y = torch.ones(5)
+        c.all_reduce(y, mean=True)
+    wrong += [] if x.tolist() == y.tolist() == [1.0] * 5 else ["of autograd, of inference"]
     c.barrier()
     c.close()
     return wrong
@@ -153,18 +160,18 @@ def test_every_operation(kind, backend, ranks, cells):
     assert found == [[]] * ranks
 
 
-def micro_batches(n, dtype):
+def micro_batches(n):
     """Each rank adds up its share of 8 micro-batches as a tree; the ranks add up the sums."""
     c = TRANSPORTS["shm"]()
     share = 8 // c.world_size
-    x = tree([values(c.rank * share + i, n, dtype) for i in range(share)])
+    x = tree([values(c.rank * share + i, n, torch.float32) for i in range(share)])
     c.all_reduce(x, mean=True)
     return x
 
 
 def test_ranks_that_hold_trees_of_their_own():
     """1, 2, 4 and 8 ranks give the same bits where each holds as many values."""
-    sums = {w: run_ranks(micro_batches, w, 5003, torch.float32) for w in (1, 2, 4, 8)}
+    sums = {w: run_ranks(micro_batches, w, 5003) for w in (1, 2, 4, 8)}
     alone = sums[1][0] / 8
     for world_size, results in sums.items():
         assert all(torch.equal(x * (world_size / 8), alone) for x in results)
@@ -212,34 +219,39 @@ def test_bad_calls(kind):
 # Which transport
 
 
-def chosen(transport, in_rank_order=False, apart=False):
-    """apart: each rank believes that it is on a host of its own."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        if apart:
-            place = transports._place()
-            patch.setattr(transports, "_place", lambda: (f"host {dist.get_rank()}", *place[1:]))
-        c = make_collectives(transport=transport, timeout_s=30.0, in_rank_order=in_rank_order)
-    x = torch.ones(4)
-    c.all_reduce(x)
-    assert x.tolist() == [2.0] * 4
-    assert in_rank_order == getattr(c, "in_rank_order", in_rank_order)
-    return c.transport, c.why, "; ".join(str(w.message) for w in seen)
+def chosen(cells):
+    """Of cells (transport, in_rank_order, apart): what was taken, why, what was warned of; an
+    error's words. apart: each rank believes that it is on a host of its own."""
+    found, place = [], transports._place()
+    for transport, ordered, apart in cells:
+        here = (f"host {dist.get_rank()}", *place[1:]) if apart else place
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if apart:
+                patch.setattr(transports, "_place", lambda here=here: here)
+            try:
+                c = make_collectives(transport=transport, timeout_s=30.0, in_rank_order=ordered)
+            except RuntimeError as error:
+                found.append(str(error))
+                continue
+        x = torch.ones(4)
+        c.all_reduce(x)
+        assert x.tolist() == [2.0] * 4
+        assert ordered == getattr(c, "in_rank_order", ordered)
+        found.append((c.transport, c.why, "; ".join(str(w.message) for w in seen)))
+    return found
 
 
 def test_the_choice_of_a_transport_is_visible():
-    assert run_ranks(chosen, 2, "auto", backend="gloo")[1] == (
-        "shm",
-        "all ranks are on this host",
-        "",
-    )
-    for ordered in (False, True):
-        assert run_ranks(chosen, 2, "torch", ordered)[0] == ("gloo", "asked for", "")
-    for transport, why, warned in run_ranks(chosen, 2, "auto", True, True, backend="gloo"):
-        assert (transport, "rank 1 is on another host" in why) == ("gloo", True)
-        assert "gloo instead of shared memory: rank 1 is on another host" in warned
-    with pytest.raises(RuntimeError, match="expected ranks that can share memory, got: rank 1 is"):
-        run_ranks(chosen, 2, "shm", False, True, backend="gloo")
+    cells = [("auto", False, False), ("torch", False, False), ("torch", True, False)]
+    cells += [("auto", True, True), ("shm", False, True)]
+    for shared, *asked, alone, forced in run_ranks(chosen, 2, cells, backend="gloo"):
+        assert shared == ("shm", "all ranks are on this host", "")
+        assert asked == [("gloo", "asked for", "")] * 2
+        assert alone[0] == "gloo"
+        assert "rank 1 is on another host" in alone[1]
+        assert "gloo instead of shared memory: rank 1 is on another host" in alone[2]
+        assert "expected ranks that can share memory, got: rank 1 is" in forced
     with pytest.raises(ValueError, match="expected auto, shm or torch, got transport=tcp"):
         make_collectives(transport="tcp")
     with pytest.raises(ValueError, match="expected CPU tensors for transport=shm, got device=cuda"):
@@ -279,7 +291,7 @@ def skips(op, timeout_s):
 
 @pytest.mark.parametrize(
     ("op", "world_size"),
-    [("all_reduce", 2), slow("all_reduce", 3), slow("reduce_scatter", 3), slow("all_gather", 3)],
+    [("all_reduce", 2), slow("reduce_scatter", 3), slow("all_gather", 3)],
 )
 def test_a_rank_that_skips_is_an_error_on_every_other(op, world_size):
     options = {"timeout_s": 60, "return_exceptions": True}
@@ -324,25 +336,9 @@ def test_the_caller_never_waits():
     assert run_ranks(asynchronous, 2, backend="gloo") == [[False] + [True] * 13, [True] * 13]
 
 
-def without_gradients():
-    c = TorchCollectives(in_rank_order=True)
-    x = torch.ones(5, requires_grad=True)
-    with torch.no_grad():
-        c.all_reduce(x, mean=True)
-    with torch.inference_mode():
-        inside = torch.ones(5)
-        c.all_reduce(inside, mean=True)
-    return x.sum().item() + inside.sum().item()
-
-
-def test_tensors_of_inference_and_of_autograd():
-    assert run_ranks(without_gradients, 2, backend="gloo") == [10.0, 10.0]
-
-
 EXITS = """
 import sys, torch, torch.distributed as dist
-from fastpar.comm.transports import ShmCollectives
-from fastpar.comm.transports import TorchCollectives
+from fastpar.comm.transports import ShmCollectives, TorchCollectives
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 c = eval(sys.argv[3])
@@ -356,25 +352,20 @@ sys.stdin.read()  # lives until the test lets go
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "collectives", ["ShmCollectives(timeout_s=100.0, heap_gb=0.01)", "TorchCollectives()"]
+    "made", ["ShmCollectives(timeout_s=100.0, heap_gb=0.01)", "TorchCollectives()"]
 )
-def test_exit_with_an_operation_under_way(tmp_path, collectives):
+def test_exit_with_an_operation_under_way(tmp_path, made):
     """The interpreter must not join a thread that waits for a peer which will never come; one that
     is inside of torch at its end would abort the process."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", EXITS, str(rank), str(tmp_path / "store"), collectives],
-            env=environment,
-            stdin=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
+    how = {"env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, "stdin": subprocess.PIPE}
+    command = [sys.executable, "-c", EXITS]
+    args = [[*command, str(rank), str(tmp_path / "store"), made] for rank in range(2)]
+    first, other = (subprocess.Popen(each, **how) for each in args)
     try:
-        assert ranks[0].wait(60) == 3
-        assert ranks[1].poll() is None
+        assert first.wait(60) == 3
+        assert other.poll() is None
     finally:
-        for rank in ranks:
+        for rank in (first, other):
             rank.kill()
             rank.communicate()
 
@@ -422,11 +413,7 @@ def profiled():
     c = TorchCollectives()
     whole, part = torch.ones(64 * c.world_size), torch.ones(64)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    for mode in (
-        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-        torch.autograd.graph.save_on_cpu(),
-        PassesOn(),
-    ):
+    for mode in (torch.autograd.graph.save_on_cpu(), PassesOn()):
         with torch.profiler.profile(activities=activities), mode:
             for _ in range(100):
                 handles = [
@@ -445,27 +432,6 @@ def test_a_profiler_and_hooks_of_the_caller():
 
 
 # The thread that ends operations in order
-
-
-def test_operations_end_on_their_own():
-    """One that fails at its end does not stop the next; one without a second half is over at once:
-    its result does not wait for the operation behind it."""
-    thread, seen = TaskThread(), threading.Event()
-    futures = [Future() for _ in range(4)]
-
-    def fail():
-        raise ValueError("at the end")
-
-    for future, rest in zip(futures, (fail, lambda: None, None)):
-        thread.put((future, lambda rest: rest, (rest,), ()))
-    thread.put((futures[3], lambda: seen.wait(30) and None, (), ()))
-    with pytest.raises(ValueError, match="at the end"):
-        futures[0].result(10)
-    assert futures[1].result(10) >= 0
-    assert futures[2].result(10) >= 0
-    seen.set()
-    assert futures[3].result(10) >= 0
-    thread.stop()
 
 
 def test_an_operation_lets_go_of_its_tensors_before_anybody_goes_on():

@@ -59,42 +59,27 @@ def test_the_device_of_a_rank(environment, monkeypatch):
 
 # Refusals
 
+TP_OF_4 = (
+    "Mesh: expected tp to divide the number of ranks, got tp=3 with world_size=4; start a mult"
+)
+DP_X_TP = (
+    "expected dp \\* tp equal to the number of ranks, got dp=4, tp=2 with world_size=4; start 8 "
+)
 GRID_WORDS = r"tp_grid of two or three positive integers, .* pass \(2, 2\), or"
 REFUSED = [  # settings, ranks, words
+    *(({"dp": x}, 1, f"expected dp to be a positive integer.*got dp={x}") for x in (0, True, 2.0)),
     *(
-        ({"dp": dp}, 1, rf"expected dp to be a positive integer.*got dp={dp}")
-        for dp in (0, -1, True, 2.0)
-    ),
-    *(
-        (
-            {"tp": tp},
-            1,
-            rf"Mesh: expected tp to be a positive integer, got tp={tp}; leave tp out to",
-        )
-        for tp in (0, -2, True, 2.0, None)
+        ({"tp": x}, 1, f"Mesh: expected tp to be a positive integer, got tp={x}; leave tp out to")
+        for x in (-2, True, None)
     ),
     ({"timeout_s": 0}, 1, r"expected timeout_s > 0, got timeout_s=0"),
-    (
-        {"tp": 3},
-        4,
-        r"Mesh: expected tp to divide the number of ranks, got tp=3 with world_size=4; start a "
-        r"multiple of 3 ranks",
-    ),
-    ({"tp": 8}, 4, r"expected tp to divide the number of ranks, got tp=8 with world_size=4"),
-    (
-        {"dp": 4, "tp": 2},
-        4,
-        r"Mesh: expected dp \* tp equal to the number of ranks, got dp=4, tp=2 with "
-        r"world_size=4; start 8 ranks \(torchrun --nproc-per-node 8\) or leave dp out",
-    ),
+    ({"tp": 3}, 4, TP_OF_4),
+    ({"dp": 4, "tp": 2}, 4, DP_X_TP),
     ({"dp": 1, "tp": 2}, 4, r"got dp=1, tp=2 with world_size=4; start 2 ranks"),
     ({"dp": 2, "tp": 1}, 4, r"expected dp equal to the number of ranks, got dp=2"),
     ({"dp": 3}, 2, r"equal to the number of ranks, got dp=3 with world_size=2; start 3 ranks"),
     ({"ep": 3}, 4, r"expected ep to divide dp=4, got ep=3; choose another"),
-    *(
-        ({"tp_grid": grid}, 2, GRID_WORDS)
-        for grid in ((2,), (1, 1), (0, 2), (2, 2, 2, 2), "2x2", (2, True), 4)
-    ),
+    *(({"tp_grid": x}, 2, GRID_WORDS) for x in ((2,), (1, 1), (0, 2), (2, 2, 2, 2), "2x2", 4)),
     *(
         ({"tp_grid": (2, 1), axis: 2}, 2, rf"^tp_grid does not run with {axis}")
         for axis in ("tp", "cp", "ep", "pp")
@@ -136,24 +121,20 @@ def test_ranks_that_do_not_meet(environment, change, options, message):
     assert not dist.is_initialized()
 
 
-def test_other_refusals():
+def test_other_refusals(monkeypatch):
     with pytest.raises(ValueError, match=r"expected axes of pp, replicas, .*got axis='data'"):
         Mesh().size("data")
     message = r"expected a fastpar.GPT with experts for ep=2, got Linear without; .* leave ep out"
     with pytest.raises(ValueError, match=message):
         run_ranks(lambda: parallelize(torch.nn.Linear(2, 2), Mesh(ep=2)), 2)
 
-
-def test_a_network_that_does_not_work_shows_at_the_start(monkeypatch):
-    def all_reduce(x, group):
+    def all_reduce(x, group):  # a network that does not work shows at the start
         if dist.get_world_size(group) == 2:
             raise RuntimeError("no route to host")
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)  # here: the ranks are threads
-    message = (
-        r"Mesh: expected the 2 ranks along replicas, dp, ep to reach each other, got an error on "
-    )
-    with pytest.raises(RuntimeError, match=message + r"rank \d \(no route to host\); check that"):
+    message = r"Mesh: expected the 2 ranks along replicas, dp, ep to reach each other, got an error"
+    with pytest.raises(RuntimeError, match=message + r" on rank \d \(no route to host\); check"):
         run_ranks(lambda: Mesh(tp=2), 4)
 
 
@@ -167,17 +148,12 @@ def test_check_same_names_the_first_difference_on_every_rank():
         mesh.check_same("load", differs if mesh.dp_rank == 2 else ["a", "b"])
 
     for differs, text in ((["a", "x"], "'x'"), (["a"], "'nothing'")):
-        message = (
-            rf"load: expected the same on every rank, got {text} on rank 2 where rank 0 has 'b'"
-        )
+        words = f"load: expected the same on every rank, got {text} on rank 2 where rank 0 has 'b'"
         errors = run_ranks(ranks, 3, differs, return_exceptions=True)
-        assert any(isinstance(error, ValueError) for error in errors)
-        for error in errors:
-            if not isinstance(
-                error, SystemExit
-            ):  # a thread that was stopped by the others' failure
-                with pytest.raises(ValueError, match=message):
-                    raise error
+        # A thread may have been stopped by the others' failure.
+        told = [str(error) for error in errors if not isinstance(error, SystemExit)]
+        assert told
+        assert all(text.startswith(words) for text in told)
 
 
 def test_broadcast_copies_any_dtype_shape_and_stride():
@@ -195,14 +171,10 @@ def test_broadcast_copies_any_dtype_shape_and_stride():
         mesh.broadcast_([])
         one = torch.full((4, 4), float(r))
         mesh.broadcast_([one.t()])
-        return [*tensors, one]
+        return [t.float().flatten().tolist() for t in (*tensors, one)]
 
-    first, second = run_ranks(ranks, 2)
-    assert [t.float().flatten().tolist() for t in second] == [
-        [1.0], [7.0] * 3, [1.5] * 6, [], [0.0] * 5, [0.0] * 16,
-    ]  # fmt: skip
-    for a, b in zip(first, second):
-        assert torch.equal(a, b)
+    expected = [[1.0], [7.0] * 3, [1.5] * 6, [], [0.0] * 5, [0.0] * 16]
+    assert run_ranks(ranks, 2) == [expected] * 2
 
 
 def die_in_the_middle():
@@ -213,9 +185,8 @@ def die_in_the_middle():
 
 
 def test_a_dead_rank_does_not_hang_the_others():
-    results = run_ranks(
-        die_in_the_middle, 2, backend="gloo", init=False, timeout_s=20, return_exceptions=True
-    )
+    how = {"backend": "gloo", "init": False, "timeout_s": 20, "return_exceptions": True}
+    results = run_ranks(die_in_the_middle, 2, **how)
     assert all(isinstance(r, RuntimeError) for r in results)
     assert not any(isinstance(r, TimeoutError) for r in results)
 
@@ -362,9 +333,7 @@ def test_copies_of_a_sharded_model():
         assert (other.dp_size, other.dp_rank) == (mesh.dp_size, mesh.dp_rank) == (4, mesh.rank // 2)
         assert other.dp_group is mesh.dp_group
         assert other.tp_group is mesh.tp_group
-        with pytest.raises(
-            ValueError, match=r"expected replicas to divide the 4 ranks .*replicas=3"
-        ):
+        with pytest.raises(ValueError, match=r"replicas to divide the 4 ranks .*replicas=3"):
             mesh.with_replicas(3)
         return [dist.get_process_group_ranks(other.group(axis)) for axis in ("replicas", "dp")]
 

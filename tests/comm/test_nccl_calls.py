@@ -123,7 +123,7 @@ def test_a_handle_has_two_events_and_a_stream_of_high_priority(nccl, monkeypatch
     assert Event.made == 2
 
 
-def test_groups_beside_the_default_one_are_nccls_alone(nccl, monkeypatch):
+def test_the_default_group_has_gloo_for_objects_and_those_beside_it_nccl_alone(nccl, monkeypatch):
     """gloo would connect all ranks of each group once more, and torch hands it NCCL's options."""
     made = []
 
@@ -145,19 +145,12 @@ def test_groups_beside_the_default_one_are_nccls_alone(nccl, monkeypatch):
         made.clear()
         m.new_group("tp")
         assert made == [([[0, 1], [2, 3]], expected)]
-
-
-def test_the_default_group_has_gloo_for_objects(monkeypatch):
-    asked = []
-    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: asked.append((*a, k)))
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: made.append((*a, k)))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    gpu = torch.device("cuda", 3)
-    for device, backend, bound in [
-        (gpu, "cpu:gloo,cuda:nccl", gpu),
-        (torch.device("cpu"), "gloo", None),
-    ]:
+    gpu, cpu = torch.device("cuda", 3), torch.device("cpu")
+    for device, backend, bound in [(gpu, "cpu:gloo,cuda:nccl", gpu), (cpu, "gloo", None)]:
         initialize(0, 2, device, 30.0)
-        told, options = asked.pop()
+        told, options = made.pop()
         assert (told, options["device_id"]) == (backend, bound)
 
 

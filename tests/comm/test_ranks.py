@@ -4,7 +4,6 @@ import mmap
 import os
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -125,16 +124,11 @@ def forever():
 
 def test_a_killed_parent_takes_its_forked_ranks_along(tmp_path):
     """Fresh ones are killed by the kernel: tests/files/test_packages.py."""
-    (tmp_path / "killed_parent.py").write_text(
-        textwrap.dedent(
-            """
-            from test_ranks import forever
-            from fastpar.testing import run_ranks
-            if __name__ == "__main__":
-                run_ranks(forever, 2, backend="gloo", timeout_s=600)
-            """
-        )
+    code = (
+        "from test_ranks import forever\nfrom fastpar.testing import run_ranks\n"
+        "if __name__ == '__main__': run_ranks(forever, 2, backend='gloo', timeout_s=600)\n"
     )
+    (tmp_path / "killed_parent.py").write_text(code)
     path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
     parent = subprocess.Popen(
         [sys.executable, str(tmp_path / "killed_parent.py")],
@@ -230,10 +224,8 @@ def test_the_rank_that_failed_is_named_and_nobody_is_left(
 
 
 def test_a_silent_rank_is_stopped():
-    with (
-        Ranks(1, fork=True) as pool,
-        pytest.raises(RankFailed, match=r"rank 0: gave no answer for 0\.2 s"),
-    ):
+    words = pytest.raises(RankFailed, match=r"rank 0: gave no answer for 0\.2 s")
+    with Ranks(1, fork=True) as pool, words:
         pool.call(meet, ("waits",), timeout_s=0.2)
 
 

@@ -1,12 +1,13 @@
-"""What is noted and counted of collectives: the recorder's spans, the meter's bytes."""
+"""What is noted, counted and timed of collectives: spans, bytes on the wire, a step's report."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from cells import slow
 
+from fastpar.comm import recorder as module
 from fastpar.comm.collectives import Collectives, Handle
 from fastpar.comm.recorder import (
     COMPUTE,
@@ -16,13 +17,14 @@ from fastpar.comm.recorder import (
     WAIT,
     Recorder,
     Span,
+    StepReport,
+    StepTimer,
     WireMeter,
     busy_ms,
     now_ms,
     ring_bytes,
     window,
 )
-from fastpar.comm.transports import make_collectives
 from fastpar.models.gpt import GPT
 from fastpar.observe.strategies import STRATEGIES, Settings, build
 from fastpar.settings.model import GPTConfig
@@ -30,20 +32,26 @@ from fastpar.testing import run_ranks
 
 
 class Operation(Handle):
-    """Complete when the test says so."""
+    """Complete when the test says so; it takes `ms`."""
 
-    def __init__(self):
+    def __init__(self, ms=None, over=False):
         self.over, self.looked_at, self.waited = (threading.Event() for _ in range(3))
+        self._ms = ms
+        if over:
+            self.over.set()
 
     def wait(self, timeout_s=None):
         self.waited.set()
         assert self.over.wait(10)
 
     def is_completed(self):
-        done = self.over.is_set()
-        if done:
+        if self.over.is_set():
             self.looked_at.set()
-        return done
+        return self.over.is_set()
+
+    @property
+    def ms(self):
+        return self._ms if self.over.is_set() else None
 
 
 class Inner(Collectives):
@@ -63,14 +71,9 @@ class Inner(Collectives):
     _all_to_all = _send = _recv = _begin
 
 
-def recorded(row):
+def test_an_operation_ends_when_it_is_complete_and_a_wait_is_noted_with_it():
     recorder, inner = Recorder(), Inner()
-    recorder.watch(inner, row)
-    return recorder, inner
-
-
-def test_an_operation_ends_when_it_is_complete_not_when_it_is_waited_for():
-    recorder, inner = recorded(REDUCE)
+    recorder.watch(inner, REDUCE)
     recorder.on = True
     handle = inner.all_reduce(torch.ones(3), async_op=True)
     before = now_ms()
@@ -86,25 +89,22 @@ def test_an_operation_ends_when_it_is_complete_not_when_it_is_waited_for():
     assert moved.begin_ms <= before <= moved.end_ms <= after
     assert waited.row == WAIT
     assert waited.begin_ms >= after
-
-
-def test_a_wait_is_noted_with_the_operation_it_is_for():
-    recorder, inner = recorded(GATHER)
-    recorder.on = True
+    recorder.spans.clear()  # one that is waited for in the call
     thread = threading.Thread(target=lambda: inner.all_reduce(torch.ones(3)))
     thread.start()
-    while not inner.operations:
+    while len(inner.operations) < 2:
         pass
-    assert inner.operations[0].waited.wait(10)
+    assert inner.operations[1].waited.wait(10)
     middle = now_ms()
-    inner.operations[0].over.set()
+    inner.operations[1].over.set()
     thread.join(10)
-    assert sorted(s.row for s in recorder.spans) == [GATHER, WAIT]
+    assert sorted(s.row for s in recorder.spans) == [REDUCE, WAIT]
     assert all(s.begin_ms <= middle <= s.end_ms for s in recorder.spans)
 
 
 def test_what_is_in_use_can_be_watched_and_no_longer():
-    recorder, inner = recorded(TP)
+    recorder, inner = Recorder(), Inner()
+    recorder.watch(inner, TP)
     for on in (False, True, False):
         recorder.on = on
         handle = inner.all_reduce(torch.ones(3), async_op=True)
@@ -116,25 +116,6 @@ def test_what_is_in_use_can_be_watched_and_no_longer():
     assert sorted((s.row, s.name, s.size_bytes) for s in recorder.spans) == sorted(
         [(COMPUTE, "forward", 0), (WAIT, TP, 12), (TP, "all_reduce", 12)]
     )
-
-
-def with_recorder():
-    recorder, x = Recorder(), torch.ones(4)
-    kinds = [make_collectives(dist.new_group([0, 1]), transport="torch") for _ in range(2)]
-    for collectives, row in zip(kinds, (REDUCE, GATHER)):
-        recorder.watch(collectives, row)
-    recorder.on = True
-    kinds[0].all_reduce(x)
-    out = torch.empty(8)
-    kinds[1].all_gather(out, x, async_op=True).wait()
-    names = [(s.row, s.name, s.size_bytes) for s in recorder.spans if s.row != WAIT]
-    return x.tolist(), out.tolist(), names, all(s.end_ms >= s.begin_ms for s in recorder.spans)
-
-
-def test_recorded_collectives_compute_the_same():
-    names = [(REDUCE, "all_reduce", 16), (GATHER, "all_gather", 32)]
-    for answer in run_ranks(with_recorder, 2, backend="gloo"):
-        assert answer == ([2.0] * 4, [2.0] * 8, names, True)
 
 
 def test_a_window_cuts_and_counts_from_its_begin_and_overlaps_count_once():
@@ -166,15 +147,14 @@ def steps_on_rank(names):
     for name in names:
         made = build(name, lambda: GPT(TINY, seed=1), Settings(max_grad_norm=1.0))
         x = torch.randint(200, (2, 16), generator=torch.Generator().manual_seed(0))
-        batch = (x, x)
         for _ in range(2):
-            made.train_step([batch], 1e-3)
+            made.train_step([(x, x)], 1e-3)
         meter = WireMeter()
         ours = STRATEGIES[name].package == "fastpar"
         with meter.of_fastpar() if ours else meter.of_torch(2):
-            made.train_step([batch], 1e-3)
+            made.train_step([(x, x)], 1e-3)
         counted = meter.sent_bytes
-        made.train_step([batch], 1e-3)
+        made.train_step([(x, x)], 1e-3)
         assert meter.sent_bytes == counted, "it counts after its end"
         found[name] = (counted, meter.waited_s, made.report())
         made.close()
@@ -183,7 +163,7 @@ def steps_on_rank(names):
 
 @pytest.mark.parametrize(
     "names",
-    [["ddp", "fsdp2", "zero2", "zero3", "tp"], slow(["fsdp2-no-reshard", "dp", "zero1"])],
+    [["ddp", "zero3", "tp"], slow(["fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2"])],
     ids=["some", "others"],
 )
 def test_a_step_sends_what_its_strategy_must(names):
@@ -211,3 +191,110 @@ def test_ring_bytes_and_a_meter_that_ends():
     with pytest.raises(RuntimeError, match="stop"), WireMeter().of_fastpar():
         raise RuntimeError("stop")
     assert Collectives.observers == ()
+
+
+# Times of a step, and for which step they count
+
+
+def test_a_step_on_a_cpu(monkeypatch):
+    """The host's clock is moved by hand; what still runs at a step's end counts for the next."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(module, "time", clock)
+    timer = StepTimer(torch.device("cpu"))
+
+    def fails():
+        with timer.waiting():
+            clock.now += 0.001
+            raise RuntimeError("gone")
+
+    for _ in range(2):
+        timer.begin()
+        clock.now += 0.010
+        timer.begin()  # nothing: it has begun
+        timer.add(Operation(3.0, over=True), 100)
+        with timer.waiting():
+            clock.now += 0.002
+        timer.add(Operation(4.0, over=True), 20)
+        timer.add(Operation(None, over=True), 3)  # a transport that does not measure
+        with pytest.raises(RuntimeError, match="gone"):  # a wait that fails was one
+            fails()
+        report = timer.end_step()
+        clock.now += 5.0  # between two steps
+        with timer.waiting():
+            clock.now += 1.0
+        assert report.step_ms == pytest.approx(13)
+        assert report.compute_ms == pytest.approx(10)
+        assert report.exposed_ms == pytest.approx(3)
+        assert (report.comm_ms, report.wire_bytes) == (7.0, 123)
+    timer.begin()
+    long = Operation(5.0)
+    timer.add(long, 10)
+    timer.add(Operation(1.0, over=True), 10)
+    reports = [timer.end_step()]
+    timer.add(Operation(2.0, over=True), 7)  # a gather that was started ahead
+    long.over.set()
+    for _ in range(2):
+        timer.begin()
+        reports.append(timer.end_step())
+    assert [(r.comm_ms, r.wire_bytes) for r in reports] == [(1, 20), (7, 7), (0, 0)]
+
+
+def test_a_gpu_is_never_waited_for(monkeypatch):
+    made = []
+
+    class Event:
+        """An event that is over when the test says so."""
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+            self.at, self.over, self.recorded = len(made), False, False
+            made.append(self)
+
+        def record(self):
+            self.recorded = True
+
+        def query(self):
+            return self.over
+
+        def elapsed_time(self, end):
+            assert self.over
+            assert end.over
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = StepTimer(torch.device("cuda"))
+
+    def step(wire_bytes):
+        timer.begin()
+        timer.add(Operation(9.0, over=True), wire_bytes)
+        with timer.waiting():
+            pass
+        return timer.end_step()
+
+    assert step(1) == StepReport(None, None, None, None, 1)
+    assert step(2) == StepReport(None, None, None, None, 2)
+    for event in made[:7]:  # all of the first step, and the second but for its end
+        event.over = True
+    assert step(3) == StepReport(3.0, 2.0, 9.0, 1.0, 1)
+    for event in made:
+        event.over = True
+    assert step(4).wire_bytes == 3  # the newest that is known
+    for _ in range(50):  # a GPU far behind
+        step(5)
+    assert len(timer._steps) <= 8
+    assert all(event.recorded for event in made)
+
+
+@pytest.mark.gpu
+def test_events_on_a_gpu():
+    timer = StepTimer(torch.device("cuda"))
+    timer.begin()
+    with timer.waiting():
+        torch.cuda._sleep(10_000_000)
+    timer.end_step()
+    torch.cuda.synchronize()
+    timer.begin()
+    torch.cuda._sleep(100_000_000)  # this step is not over when it is asked
+    report = timer.end_step()
+    torch.cuda.synchronize()
+    assert 1.0 < report.exposed_ms <= report.step_ms

@@ -1,8 +1,5 @@
 """run.py: what a rank's states take, refusals that say what would hold the model."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from cells import sweep
@@ -31,27 +28,27 @@ def setup_of(world_size=1, dtype="fp32", **changes):
     return Setup(world_size, TrainConfig().replace(changes), "cpu", "shm", dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "dtype", "changes", "expected"),
-    [
-        (1, "fp32", {}, (4, 4, 8)),
-        (8, "fp32", {}, (4, 4, 8)),
-        (8, "fp32", {"zero": 1}, (4, 4, 1)),
-        (8, "fp32", {"zero": 2}, (4, 0.5, 1)),
-        (8, "fp32", {"zero": 3}, (0.5, 0.5, 1)),
-        (8, "fp32", {"zero": 3, "shard_size": 2}, (2, 2, 4)),
-        (8, "fp32", {"zero": 3, "tp": 2}, (0.5, 0.5, 1)),
-        (8, "fp32", {"tp": 4}, (1, 1, 2)),
-        (1, "bf16", {}, (2, 4, 12)),
-        (1, "bf16", {"grad_dtype": "bf16"}, (2, 2, 12)),
-        (1, "bf16", {"master_weights": "remainder", "moment_dtype": "bf16"}, (2, 4, 6)),
-        (1, "bf16", {"stochastic_rounding": True, "moment_dtype": "int8"}, (2, 4, 2)),
-        (1, "fp16", {"optimizer": "adafactor"}, (2, 4, 4)),
-        (1, "fp32", {"optimizer": "muon"}, (4, 4, 8 - 4 * HIDDEN / N)),
-        (8, "fp32", {"ema": 0.999, "zero": 1}, (4, 4, 1.5)),
-        (8, "bf16", {"optimizer": "muon", "zero": 1}, (2, 4, 1.5 - HIDDEN / N / 2)),
-    ],
-)
+STATES = [  # ranks, dtype, settings; bytes of weights, gradients, optimizer for each parameter
+    (1, "fp32", {}, (4, 4, 8)),
+    (8, "fp32", {"zero": 1}, (4, 4, 1)),
+    (8, "fp32", {"zero": 2}, (4, 0.5, 1)),
+    (8, "fp32", {"zero": 3}, (0.5, 0.5, 1)),
+    (8, "fp32", {"zero": 3, "shard_size": 2}, (2, 2, 4)),
+    (8, "fp32", {"zero": 3, "tp": 2}, (0.5, 0.5, 1)),
+    (8, "fp32", {"tp": 4}, (1, 1, 2)),
+    (1, "bf16", {}, (2, 4, 12)),
+    (1, "bf16", {"grad_dtype": "bf16"}, (2, 2, 12)),
+    (1, "bf16", {"master_weights": "remainder"}, (2, 4, 10)),
+    (1, "bf16", {"master_weights": "remainder", "moment_dtype": "bf16"}, (2, 4, 6)),
+    (1, "bf16", {"stochastic_rounding": True, "moment_dtype": "int8"}, (2, 4, 2)),
+    (1, "fp16", {"optimizer": "adafactor"}, (2, 4, 4)),
+    (1, "fp32", {"optimizer": "muon"}, (4, 4, 8 - 4 * HIDDEN / N)),
+    (8, "fp32", {"ema": 0.999, "zero": 1}, (4, 4, 1.5)),
+    (8, "bf16", {"optimizer": "muon", "zero": 1}, (2, 4, 1.5 - HIDDEN / N / 2)),
+]
+
+
+@sweep(["ranks", "dtype", "changes", "expected"], STATES)
 def test_bytes_of_a_rank(ranks, dtype, changes, expected):
     """Of N parameters; what tp leaves whole on every rank counts there: positions, norms, biases
     of c_proj. Scales of 8-bit moments and adafactor's means are below 2 %."""
@@ -65,23 +62,14 @@ def test_bytes_of_a_rank(ranks, dtype, changes, expected):
     assert mine == 1.0 or tp > 1
     for got, each, above in zip(found, expected, (0.002, 0.002, 0.02), strict=True):
         assert each * N * mine - 1 <= got <= (1 + above) * each * N * mine
+    if ranks == 1 and not {"muon", "ema"} & set(map(str, changes.values())):
+        assert (setup.weight_bytes, setup.grad_bytes, setup.state_bytes) == expected
 
 
-@sweep(
-    ["changes", "dtype", "n_bytes"],
-    [
-        ({}, "fp32", (4, 4, 4, 8)),
-        ({}, "bf16", (2, 4, 4, 12)),
-        ({"master_weights": "remainder"}, "bf16", (2, 4, 4, 10)),
-        ({"stochastic_rounding": True, "moment_dtype": "int8"}, "bf16", (2, 4, 4, 2)),
-        ({"grad_dtype": "bf16"}, "bf16", (2, 2, 2, 12)),
-        ({"reduce_dtype": "bf16", "optimizer": "adafactor"}, "bf16", (2, 4, 2, 4)),
-    ],
-)
-def test_bytes_of_an_element(changes, dtype, n_bytes):
-    setup = setup_of(dtype=dtype, **changes)
-    found = (setup.weight_bytes, setup.grad_bytes, setup.wire_bytes, setup.state_bytes)
-    assert found == n_bytes
+def test_bytes_of_an_element_on_the_wire():
+    assert [setup_of(dtype=d).wire_bytes for d in ("fp32", "bf16")] == [4, 4]
+    for name in ("grad_dtype", "reduce_dtype"):
+        assert setup_of(dtype="bf16", **{name: "bf16"}).wire_bytes == 2
 
 
 def test_a_refusal_names_the_need_and_what_there_is():
@@ -110,17 +98,15 @@ def test_a_refusal_names_the_need_and_what_there_is():
         check_building(GPT2, limit_bytes=4 * 10**8, sharing=1)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "changes", "gb", "expected"),
+@sweep(
+    ["ranks", "changes", "gb", "expected"],
     [
         (8, {}, 1.2, "use --zero 1 (1.1 GB a rank), or --tp 2 (1.0 GB a rank), or a smaller model"),
         (8, {}, 0.7, "use --zero 2 (0.7 GB a rank), or --tp 4 (0.5 GB a rank), or a smaller model"),
         (8, {"zero": 1}, 0.4, "use --zero 3 (0.2 GB a rank), or --tp 4 (0.4 GB a rank), or"),
         (8, {"zero": 3, "shard_size": 2}, 0.3, "use no --shard-size (0.2 GB a rank), or --tp 4 "),
-        (8, {"zero": 3}, 0.1, "use 20 ranks with as much memory each and --zero 3, or a smaller"),
         (8, {}, 0.3, "use --zero 3 (0.2 GB a rank), or --tp 8 (0.3 GB a rank), or a smaller"),
         (8, {"zero": 3, "tp": 4}, 0.095, "use 24 ranks with as much memory each and --zero 3, or"),
-        (8, {"zero": 3, "tp": 4}, 0.1, "use 20 ranks with as much memory each and --zero 3, or"),
         (2, {}, 0.1, "use 20 ranks with as much memory each and --zero 3, or a smaller model"),
     ],
 )
@@ -155,21 +141,10 @@ def test_memory_of_a_gpu():
 
 
 @pytest.mark.slow
-def test_a_run_on_a_grid_is_predicted_and_help_loads_no_planner():
-    """Its lines at the end are loaded when they are printed."""
+def test_a_run_on_a_grid_is_predicted():
     config = TrainConfig().replace({"tp_grid": "2x2", "nproc": 4, "batch_size": 8})
     shape = GPTConfig(2, 4, 64, 32, 200, dropout=0.0)
     setup = Setup(4, config, "cpu", "shm", dtype="fp32", micro_batch_size=8)
     found = predict(shape, setup, {"device": "CPU", "threads": 1})
     assert found["predicted_bytes"] > sum(bytes_per_rank(shape, setup).values())
     assert found["step_ms"]["tp"] > 0
-    code = (
-        "import contextlib, sys\n"
-        "from fastpar.cli import main\n"
-        "with contextlib.suppress(SystemExit):\n"
-        "    main(['train', '--help'])\n"
-        "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('fastpar.')}\n"
-        "print(sorted(rooms & {'predict', 'observe'}))\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.stdout.splitlines()[-1] == "[]", ran.stdout + ran.stderr

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 
 import pytest
 from cells import sweep
@@ -30,7 +29,6 @@ from fastpar.predict.machine import (
     hierarchy,
     larger_device,
     measure_ceilings,
-    pairs,
     place,
     ring,
     tree,
@@ -51,34 +49,22 @@ def test_a_result_names_machine_and_versions(monkeypatch):
     about = about_machine("cpu")
     assert about["device"].startswith(f"CPU: {cpu_name()}, ")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", about["date"])
-    assert about["torch"]
-    assert about["cores"] >= 1
+    assert about["torch"] == version_of("torch")
     text = json.dumps(about)
     assert os.path.expanduser("~") not in text
     assert os.getcwd() not in text
     assert version_of("no-such-package-of-ours") is None
-    assert version_of("torch")
-    found = commit()
-    assert found is None or re.fullmatch(r"[0-9a-f]{12}\+?", found)
     with monkeypatch.context() as patch:  # changes of the checkout are marked
         answers = iter(["0123456789ab", " M fastpar/x.py"])
         patch.setattr(machine, "_output", lambda command: next(answers))
         assert commit() == "0123456789ab+"
-
-    def fails(*args, **kwargs):
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(subprocess, "run", fails)
+    monkeypatch.setenv("PATH", "")  # there is no git
     monkeypatch.setenv("FASTPAR_COMMIT", "abc")
     assert commit() == "abc"
 
 
 def test_ceilings(monkeypatch):
-    """Plausible as measured; units, and the faster of two products counts."""
-    found = measure_ceilings("cpu", quick=True)
-    assert found.matmul == "fp32 256^3"
-    assert 0.1 < found.copy_gb_per_s < 1e5
-    assert 1e-4 < found.matmul_tflop_per_s < 1e3
+    """Units, and the faster of two products counts."""
     ms = {"copy": 2.0, "torch": 4.0, "linear": 1.0}
 
     def interleave(variants, clock, *, budget_s):
@@ -87,46 +73,33 @@ def test_ceilings(monkeypatch):
 
     monkeypatch.setattr(machine, "interleave", interleave)
     found = measure_ceilings("cpu", quick=True)
+    assert found.matmul == "fp32 256^3"
     assert found.copy_gb_per_s == pytest.approx(8 * 2**20 / 2e6)  # read and written, in 2 ms
     assert found.matmul_tflop_per_s == pytest.approx(2 * 256**3 / 1e9)
 
 
 # Devices: names are found, rows are whole
 
-NAMES = {
-    "v100-16": ("Tesla V100-SXM2-16GB",),
-    "v100": ("Tesla V100-SXM2-32GB",),
-    "a100-40": ("NVIDIA A100-SXM4-40GB", "A100_40"),
-    "a100": ("NVIDIA A100-SXM4-80GB", "a100-80"),
-    "a100-40-pcie": ("NVIDIA A100-PCIE-40GB",),
-    "a100-pcie": ("NVIDIA A100 80GB PCIe",),
-    "h100": ("NVIDIA H100 80GB HBM3", "H100"),
-    "h100-pcie": ("NVIDIA H100 PCIe", "h100 pcie"),
-    "h100-nvl": ("NVIDIA H100 NVL",),
-    "h200": ("NVIDIA H200", "NVIDIA GH200 480GB"),
-    "b200": ("NVIDIA B200",),
-    "l40s": ("NVIDIA L40S",),
-    "l40": ("NVIDIA L40",),
-    "l4": ("NVIDIA L4",),
-    "rtx-4090": ("NVIDIA GeForce RTX 4090", "4090"),
-    "rtx-3090": ("NVIDIA GeForce RTX 3090",),
-    "a10g": ("NVIDIA A10G",),
-    "a10": ("NVIDIA A10",),
-    "t4": ("Tesla T4",),
-    "cpu": ("cpu",),
-}
+NAMES = """\
+v100-16: Tesla V100-SXM2-16GB; v100: Tesla V100-SXM2-32GB; a100-40: NVIDIA A100-SXM4-40GB, A100_40
+a100: NVIDIA A100-SXM4-80GB, a100-80; a100-40-pcie: NVIDIA A100-PCIE-40GB
+a100-pcie: NVIDIA A100 80GB PCIe; h100: NVIDIA H100 80GB HBM3, H100
+h100-pcie: NVIDIA H100 PCIe, h100 pcie; h100-nvl: NVIDIA H100 NVL
+h200: NVIDIA H200, NVIDIA GH200 480GB; b200: NVIDIA B200; l40s: NVIDIA L40S; l40: NVIDIA L40
+l4: NVIDIA L4; rtx-4090: NVIDIA GeForce RTX 4090, 4090; rtx-3090: NVIDIA GeForce RTX 3090
+a10g: NVIDIA A10G; a10: NVIDIA A10; t4: Tesla T4; cpu: cpu"""
 
 
 def test_names():
-    for expected, (of_torch, *others) in NAMES.items():
+    for row in NAMES.replace("\n", "; ").split("; "):
+        expected, names = row.split(": ")
+        of_torch, *others = names.split(", ")
         assert device_of(of_torch).name == expected
         assert {find_device(name).name for name in (of_torch, *others)} == {expected}
     assert find_link("Ethernet-100") is find_link("eth-100")
     assert find_link("infiniband_ndr") is find_link("ib-ndr")
-    assert larger_device(30 * GIB) == "v100"
+    assert [larger_device(n * GIB) for n in (30, 100, 1000)] == ["v100", "h200", None]
     assert larger_device(79 * GIB) in ("a100-pcie", "a100")
-    assert larger_device(100 * GIB) == "h200"
-    assert larger_device(1000 * GIB) is None
 
 
 def test_every_row_is_whole():
@@ -141,10 +114,6 @@ def test_every_row_is_whole():
         assert d.peak_flops >= d.peak_flops_fp32 > 0
         assert d.price_per_hour > 0
         assert d.memory_bytes > GIB
-    peaks = {"v100": 125, "a100": 312, "h100-pcie": 756, "h200": 989, "b200": 2250, "rtx-4090": 165}
-    assert {name: find_device(name).peak_flops / 1e12 for name in peaks} == peaks
-    speeds = {"v100": 900, "a100-40": 1555, "a100": 2039, "h100": 3350, "h200": 4800, "b200": 8000}
-    assert {name: find_device(name).bytes_per_s / 1e9 for name in speeds} == speeds
     assert not find_device("v100").has_bf16
     assert find_device("a100").has_bf16
     assert find_device("cpu").kind == "cpu"
@@ -157,18 +126,12 @@ def test_every_row_is_whole():
 
 def test_unknown_names_list_what_there_is():
     assert device_of("Radeon") is None
-    with pytest.raises(ValueError, match=r"got name='h101'; did you mean h100\? There are b200, "):
-        find_device("h101")
     with pytest.raises(ValueError, match=r"did you mean (\S+)\? There are .*\b\1\b") as e:
         find_device("rtx9090")  # an alias is near; its name is in the list
     assert "rtx4090" not in str(e.value)
     with pytest.raises(ValueError, match="find_device: expected a device of the table") as e:
         find_device("")
     assert "did you mean" not in str(e.value)
-    with pytest.raises(ValueError, match=r"name='nvlink9'; did you mean nvlink\d\? There are "):
-        find_link("nvlink9")
-    with pytest.raises(ValueError, match="find_link: expected a link of the table"):
-        Cluster.of("h100", 8, inter="pigeon")
 
 
 # Clusters
@@ -183,19 +146,28 @@ def test_cluster_has_what_is_usual():
     assert Cluster.of("a100", 8, per_node=4, inter="eth-100").inter.of_node
 
 
-@pytest.mark.parametrize(
-    ("n_devices", "per_node", "match"),
-    [
-        (0, None, "Cluster: expected a positive integer, got n_devices=0; set n_devices >= 1"),
-        (-4, 8, "got n_devices=-4"),
-        (8, 0, "got per_node=0"),
-        (8.0, 8, "got n_devices=8.0"),
-        (12, 8, "expected full nodes of per_node=8, got n_devices=12; use a multiple of per_node"),
-    ],
-)
-def test_bad_counts(n_devices, per_node, match):
-    with pytest.raises(ValueError, match=match):
-        Cluster.of("h100", n_devices, per_node)
+def network(n_devices=64, per_node=8, inter="ib-hdr"):
+    return Network(Cluster.of("a100", n_devices, per_node, inter=inter))
+
+
+REFUSED = [
+    (lambda: find_device("h101"), r"got name='h101'; did you mean h100\? There are b200, "),
+    (lambda: find_link("nvlink9"), r"name='nvlink9'; did you mean nvlink\d\? There are "),
+    (lambda: Cluster.of("h100", 8, inter="pigeon"), "find_link: expected a link of the table"),
+    (lambda: Cluster.of("h100", 0), "Cluster: expected a positive integer, got n_devices=0; set "),
+    (lambda: Cluster.of("h100", 8.0, 8), "got n_devices=8.0"),
+    (lambda: Cluster.of("h100", 8, 0), "got per_node=0"),
+    (lambda: Cluster.of("h100", 12, 8), "expected full nodes of per_node=8, got n_devices=12; use"),
+    (lambda: network().seconds("gossip", 1.0, 2), r"a kind of all_reduce, .* got kind='gossip'"),
+    (lambda: network().seconds("send", 1.0, 0), "place: expected ranks >= 1, got ranks=0; count "),
+    (lambda: place(2, 0, 8), "expected stride >= 1, got stride=0"),
+]
+
+
+@sweep(["act", "words"], REFUSED)
+def test_what_is_refused(act, words):
+    with pytest.raises(ValueError, match=words):
+        act()
 
 
 # Rates by data sheets
@@ -223,30 +195,26 @@ def test_nothing_is_faster_than_the_sheet(device):
 
 
 def test_products():
-    """Large ones reach what the generation does; one tile more than fits costs a wave, a short
-    inner dimension its ends; thin ones wait for memory; backward is two; formats have peaks."""
+    """Large ones reach what the generation does; one tile more than fits costs a wave; thin ones
+    wait for memory; backward is two; formats have peaks."""
     for name in ("a100", "h100", "v100"):
         rates, n = rates_of(name), 16384
         reached = 2 * n**3 / rates.op_s(product(n, n, n)) / rates.peak_flops
         assert reached == pytest.approx(GENERATIONS[find_device(name).generation].reached, rel=0.05)
-    assert GENERATIONS["hopper"].reached < GENERATIONS["ampere"].reached
     rates = rates_of()
     full, more = 108 * 128, 109 * 128
     assert rates.utilization(full, 64, 128) > 1.5 * rates.utilization(more, 64, 128)
-    assert rates.utilization(4096, 64, 4096) < 0.6 * rates.utilization(4096, 4096, 4096)
     assert rates.utilization(4096, 4096, 130) < rates.utilization(4096, 4096, 128)
     long = [rates.utilization(128, k, 128) for k in (256, 4096, 65536)]
     assert long == sorted(long)
     seconds = rates.op_s(product(1, 8192, 8192)) - LAUNCH_S["cuda"]
     assert seconds == pytest.approx(2 * 8192 * 8192 / (2039e9 * 0.85), rel=0.01)
-    forward, backward, again = (
-        rates.op_s(product(8192, 4096, 4096, d)) for d in ("forward", "backward", "recompute")
+    backward, again, forward = (
+        rates.op_s(product(8192, 4096, 4096, d)) for d in ("backward", "recompute", "forward")
     )
     assert backward == pytest.approx(2 * forward, rel=0.1)
     assert again == forward
     assert (rates.peak_flops, rates_of(dtype="fp32").peak_flops) == (312e12, 19.5e12)
-    wide, half = (rates_of("v100", dtype=d).op_s(product(*[4096] * 3)) for d in ("fp32", "fp16"))
-    assert wide > 5 * half
 
 
 def test_small_ops_wait_for_the_host_and_exchanges_are_the_networks():
@@ -262,10 +230,6 @@ def test_small_ops_wait_for_the_host_and_exchanges_are_the_networks():
 
 
 # What textbooks say of rings, trees and hierarchies, and where ranks are
-
-
-def network(n_devices=64, per_node=8, inter="ib-hdr"):
-    return Network(Cluster.of("a100", n_devices, per_node, inter=inter))
 
 
 @sweep(
@@ -285,15 +249,20 @@ def test_where_ranks_are(ranks, stride, expected):
     assert place(ranks, stride, 8) == expected
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@sweep("ranks", [2, 4, 8])
 def test_large_ring_moves_two_parts_less_one(ranks):
-    """2 (n-1)/n of the bytes through one link; half of it for one direction."""
+    """2 (n-1)/n of the bytes through one link; half of it for one direction. Inside of a node it
+    is a hierarchy, too."""
     net, n_bytes = network(), 1e12
     link = find_link("nvlink3")
     expected = 2 * (ranks - 1) / ranks * n_bytes / (link.bytes_per_s * link.achieved)
     assert net.seconds("all_reduce", n_bytes, ranks) == pytest.approx(expected, rel=1e-4)
     for kind in ("all_gather", "reduce_scatter"):
         assert net.seconds(kind, n_bytes, ranks) == pytest.approx(expected / 2, rel=1e-4)
+    at = place(ranks, 1, net.cluster.per_node)
+    around = net.traffic_s(ring(at, 1e9, 2))
+    assert around == pytest.approx(net.traffic_s(hierarchy(at, 1e9, 2)))
+    assert ranks < 8 or around < net.traffic_s(tree(at, 1e9, 2))
 
 
 def test_small_messages_are_latency():
@@ -304,36 +273,23 @@ def test_small_messages_are_latency():
     assert many - few == pytest.approx(levels, rel=1e-6)
     at = place(16384, 1, net.cluster.per_node)
     assert net.traffic_s(ring(at, 8.0, 2)) > 50 * net.traffic_s(tree(at, 8.0, 2))
-    assert net.seconds("all_gather", 8.0, 16384) < 1e-3
 
 
-@pytest.mark.parametrize("inter", ["eth-100", "eth-10", "eth-400"])
-def test_hierarchy_beats_a_ring_over_slow_links(inter):
+def test_hierarchy_beats_a_ring_over_slow_links():
     """Through the slow link each byte goes (nodes-1)/nodes times instead of (n-1)/n."""
-    net = network(16, inter=inter)
-    at = place(16, 1, net.cluster.per_node)
-    around, levels = (net.traffic_s(way(at, 1e10, 2)) for way in (ring, hierarchy))
-    assert levels < around
-    if inter == "eth-10":
-        assert around / levels == pytest.approx((15 / 16) / (1 / 2), rel=0.02)
-    assert net.seconds("all_reduce", 1e10, 16) <= levels + net.start_s
-
-
-def test_inside_of_a_node_a_ring_is_a_hierarchy():
-    net = network()
-    at = place(8, 1, net.cluster.per_node)
-    around = net.traffic_s(ring(at, 1e9, 2))
-    assert around == pytest.approx(net.traffic_s(hierarchy(at, 1e9, 2)))
-    assert around < net.traffic_s(tree(at, 1e9, 2))
+    for inter in ("eth-100", "eth-10", "eth-400"):
+        net, at = network(16, inter=inter), place(16, 1, 8)
+        around, levels = (net.traffic_s(way(at, 1e10, 2)) for way in (ring, hierarchy))
+        assert levels < around
+        assert inter != "eth-10" or around / levels == pytest.approx((15 / 16) * 2, rel=0.02)
+        assert net.seconds("all_reduce", 1e10, 16) <= levels + net.start_s
 
 
 def test_every_device_has_an_adapter_or_its_part_of_one():
     """Groups of one rank a node: with adapters of its own a rank has all of one, otherwise 1/8."""
-    own, shared = network(inter="ib-hdr"), network(inter="eth-400")
-    n_bytes = 1e11
-    assert own.seconds("send", n_bytes, 2, 8) == pytest.approx(n_bytes / (25e9 * 0.9), rel=1e-3)
-    expected = n_bytes / (50e9 * 0.8 / 8)
-    assert shared.seconds("send", n_bytes, 2, 8) == pytest.approx(expected, rel=1e-3)
+    for inter, rate in (("ib-hdr", 25e9 * 0.9), ("eth-400", 50e9 * 0.8 / 8)):
+        seconds = network(inter=inter).seconds("send", 1e11, 2, 8)
+        assert seconds == pytest.approx(1e11 / rate, rel=1e-3)
 
 
 def test_more_bytes_ranks_and_distance_are_never_faster():
@@ -346,16 +302,6 @@ def test_more_bytes_ranks_and_distance_are_never_faster():
         assert net.seconds(kind, MIB, 8, 1) < net.seconds(kind, MIB, 8, 8)
         assert net.seconds(kind, 1e9, 1) == 0.0
     assert net.seconds("all_reduce", 350e9, 16384) < 10.0
-
-
-def test_bad_input():
-    net = network()
-    with pytest.raises(ValueError, match=r"expected a kind of all_reduce, .* got kind='gossip'"):
-        net.seconds("gossip", 1.0, 2)
-    with pytest.raises(ValueError, match="place: expected ranks >= 1, got ranks=0; count from 1"):
-        net.seconds("send", 1.0, 0)
-    with pytest.raises(ValueError, match="expected stride >= 1, got stride=0"):
-        place(2, 0, net.cluster.per_node)
 
 
 @pytest.mark.parametrize("inter", ["ib-ndr", "eth-100"])
@@ -382,15 +328,3 @@ def test_bytes_of_each_adapter(kind, ranks, stride, of_node, inter):
     near = 0.0 if inter == "ib-ndr" else 0.13  # where the adapter is slow, NCCL saves bytes of it
     assert of_node * 1e9 * (1 - near) <= found * (1 + 1e-9)
     assert found <= of_node * 1e9 * (1 + 1e-9)
-
-
-def test_pairs_bring_each_adapter_seven_times_the_bytes_of_a_ring():
-    """The review's table: 8 x 8 ranks, 56/64 of the tensor through each of 64 adapters."""
-    at = place(64, 1, 8)
-    assert pairs(at, 64.0).adapter == 56
-    assert ring(at, 64.0).adapter == 63 / 8
-    net = network(inter="ib-ndr")
-    slower = net.seconds("all_to_all", 1e9, 64) / net.seconds("reduce_scatter", 1e9, 64)
-    assert 3 < slower < 7.2  # inside of an A100's node a ring goes no faster than NVLink
-    one_a_node = place(8, 8, 8)
-    assert pairs(one_a_node, 64.0).adapter == ring(one_a_node, 64.0).adapter == 56

@@ -4,8 +4,6 @@ States are compared to the byte, peaks within 5 %. Every pair of settings is som
 rows; what `make test` runs has each axis once.
 """
 
-import gc
-import time
 from functools import partial
 from itertools import combinations, product
 from unittest import mock
@@ -73,13 +71,12 @@ STATES = [
 ]
 MORE_STATES = [
     *({"world_size": 2, "zero_stage": stage, "optimizer": "muon"} for stage in (0, 2)),
-    *({"world_size": 4, "tp": tp, "zero_stage": s} for tp in (2, 4) for s in (0, 1, 2)),
+    *({"world_size": 4, "tp": tp, "zero_stage": s} for tp, s in ((2, 1), (4, 0), (2, 2))),
     *(
         {"world_size": ranks * (1 + (stage > 0)), "tp_grid": grid, "zero_stage": stage}
-        for grid, ranks in (("1x2", 2), ("2x1", 2), ("2x2", 4), ("4x2", 8), ("2x2x2", 8))
-        for stage in range(4)
+        for grid, ranks, stage in (("1x2", 2, 0), ("2x1", 2, 2), ("4x2", 8, 3), ("2x2x2", 8, 1))
     ),
-    *({"world_size": 4, "ep": ep, "zero_stage": s} for ep in (2, 4) for s in range(4)),
+    *({"world_size": 4, "ep": ep, "zero_stage": s} for ep, s in ((2, 0), (2, 2), (4, 1), (4, 3))),
 ]
 
 
@@ -104,20 +101,11 @@ def test_states_are_those_of_real_engines(rows):
 # The peak of a step
 
 
-def make(shape, ranks, stage, tp, sp, mode, micro_batch, dtype, steps, **more):
+def of_row(shape, ranks, stage, tp, sp, mode, micro_batch, dtype, steps, **more):
     """What is trained, and how; tp 2: with sequence_parallel, unless told otherwise."""
-    s = setup(
-        world_size=ranks,
-        zero_stage=stage,
-        tp=tp,
-        sequence_parallel=sp,
-        activation_checkpointing=mode,
-        micro_batch_size=micro_batch,
-        dtype=dtype,
-        grad_accum_steps=steps,
-        **more,
-    )
-    return workload(**SHAPES[shape]), s
+    how = {"activation_checkpointing": mode, "micro_batch_size": micro_batch, "dtype": dtype}
+    how |= {"zero_stage": stage, "tp": tp, "sequence_parallel": sp, "grad_accum_steps": steps}
+    return workload(**SHAPES[shape]), setup(world_size=ranks, **how, **more)
 
 
 LAYOUTS = [(1, 0, 1, True), *((2, stage, 1, True) for stage in range(4)), (2, 0, 2, True)]
@@ -127,83 +115,57 @@ PAIRS = few(
     product(("balanced", "deep", "wide"), LAYOUTS, MODES, (1, 8), ("fp32", "bf16"), (1, 2)),
     lambda cell: set(combinations(enumerate(cell), 2)),
 )
-PLAIN = ("balanced", 1, 0, 1, True, "none", 4, "bf16", 1)
-SPECIAL = [  # what the runtime can also be asked for
-    (*("balanced", 2, 2, 1, True, "none", 2, "fp32", 1), {"bucket_mb": 1.0}),
-    (*("wide", 2, 3, 1, True, "none", 2, "fp32", 1), {"bucket_mb": 1.0}),
-    (*("wide", 2, 2, 1, True, "none", 2, "fp32", 2), {"accumulate": "full"}),
-    (*("wide", 2, 0, 1, True, "none", 1, "bf16", 1), {"reduce_dtype": "bf16"}),
-    (*("deep", 2, 1, 1, True, "none", 1, "fp32", 3), {"accumulate": "shard"}),
-    ("split", 2, 0, 1, True, "none", 4, "fp32", 1),
-    (*("split", 2, 3, 1, True, "full", 4, "bf16", 2), {"bucket_mb": 1.0}),
-    (*PLAIN, {"moment_dtype": "int8"}),
-    (*PLAIN, {"master_weights": "remainder"}),
-]
-ADAFACTOR = [  # its update needs more than backward where activations are few
-    (shape, ranks, 0, 1, True, mode, micro_batch, dtype, 1, {"optimizer": "adafactor", **more})
-    for shape, ranks, mode, micro_batch, dtype, more in [
-        ("balanced", 1, "none", 4, "fp32", {}),
-        ("wide", 1, "none", 1, "fp32", {}),
-        ("wide", 3, "full", 1, "bf16", {}),
-        ("wide", 3, "selective", 4, "bf16", {}),
-        ("wide", 4, "full", 4, "fp32", {}),
-        ("deep", 4, "full", 1, "bf16", {}),
-        ("wide", 2, "full", 1, "bf16", {"master_weights": "remainder"}),
-        ("balanced", 2, "full", 1, "bf16", {"grad_dtype": "bf16", "reduce_dtype": "bf16"}),
-    ]
-]
-SEQUENCES = [  # over ranks of cp
-    (*row, {"cp": cp, "cp_method": way})
-    for row, cp, way in [
-        (("long", 2, 0, 1, True, "none", 1, "fp32", 1), 2, "heads"),
-        (("balanced", 2, 3, 1, True, "selective", 8, "fp32", 1), 2, "heads"),
-        (("wide", 2, 2, 1, True, "full", 2, "bf16", 2), 2, "heads"),
-        (("long", 3, 0, 1, True, "none", 1, "fp32", 1), 3, "heads"),  # 4 heads, padded to 6
-        (("long", 4, 3, 1, True, "none", 2, "fp32", 1), 4, "heads"),
-        (("long", 4, 0, 2, True, "none", 1, "fp32", 1), 2, "heads"),
-        (("long", 4, 0, 2, False, "full", 1, "fp32", 1), 2, "heads"),
-        (("long", 2, 0, 1, True, "none", 1, "fp32", 1), 2, "keys"),
-        (("balanced", 2, 3, 1, True, "selective", 8, "fp32", 1), 2, "keys"),
-        (("wide", 2, 2, 1, True, "full", 2, "bf16", 2), 2, "keys"),
-        (("long", 4, 3, 1, True, "none", 2, "fp32", 1), 4, "keys"),
-        (("long", 4, 0, 2, True, "none", 1, "fp32", 1), 2, "keys"),
-    ]
-]
-WAYS = (("none", 4, "fp32", 1), ("selective", 4, "bf16", 1), ("full", 8, "fp32", 1))
-EXPERTS = (
-    [  # where they are not chosen equally often, the fullest rank of ep needs more
-        (*row[:4], True, *WAYS[i % 3], {"ep": row[4]})
-        for i, row in enumerate(
-            [
-                ("experts", 2, 0, 1, 2),
-                ("experts", 2, 1, 1, 2),
-                ("experts", 2, 3, 1, 1),
-                ("experts", 4, 2, 1, 2),
-                ("experts", 4, 3, 1, 2),
-                ("experts", 4, 0, 2, 2),
-                ("mixed", 1, 0, 1, 1),
-                ("mixed", 2, 2, 1, 1),
-                ("mixed", 2, 0, 2, 1),
-            ]
-        )
-    ]
-    + [
-        ("experts", ranks, stage, 1, True, "full", 1, "fp32", 1, {"ep": ep, "optimizer": "muon"})
-        for ranks, stage, ep in ((1, 0, 1), (2, 0, 2), (4, 2, 2))
-    ]
-)
-FOUR_RANKS = [
-    (*("balanced", 4, 2, 1, True, "none", 4, "fp32", 1), {"shard_size": 2}),
-    (*("balanced", 4, 3, 1, True, "none", 4, "fp32", 1), {"shard_size": 2}),
-    ("deep", 4, 3, 1, True, "full", 4, "bf16", 1),
-    ("deep", 4, 2, 2, True, "none", 4, "fp32", 1),
-    ("wide", 4, 3, 2, True, "selective", 4, "fp32", 1),
-    ("wide", 4, 1, 2, False, "none", 4, "bf16", 1),
-]
+# What the runtime can also be asked for. Adafactor's update needs more than backward where
+# activations are few; cp 3 pads 4 heads to 6; where experts are not chosen equally often, the
+# fullest rank of ep needs more.
+ROWS = """\
+special    balanced 2 2 1 none      2 fp32 1 bucket_mb=1.0
+special    wide     2 2 1 none      2 fp32 2 accumulate=full
+special    wide     2 0 1 none      1 bf16 1 reduce_dtype=bf16
+special    deep     2 1 1 none      1 fp32 3 accumulate=shard
+special    split    2 0 1 none      4 fp32 1
+special    split    2 3 1 full      4 bf16 2 bucket_mb=1.0
+special    balanced 1 0 1 none      4 bf16 1 moment_dtype=int8
+special    balanced 1 0 1 none      4 bf16 1 master_weights=remainder
+adafactor  wide     1 0 1 none      1 fp32 1
+adafactor  wide     3 0 1 selective 4 bf16 1
+adafactor  wide     4 0 1 full      4 fp32 1
+adafactor  wide     2 0 1 full      1 bf16 1 master_weights=remainder
+adafactor  balanced 2 0 1 full      1 bf16 1 grad_dtype=bf16 reduce_dtype=bf16
+sequences  long     2 0 1 none      1 fp32 1 cp=2 cp_method=heads
+sequences  wide     2 2 1 full      2 bf16 2 cp=2 cp_method=heads
+sequences  long     3 0 1 none      1 fp32 1 cp=3 cp_method=heads
+sequences  long     4 0 2 none      1 fp32 1 cp=2 cp_method=heads
+sequences  balanced 2 3 1 selective 8 fp32 1 cp=2 cp_method=keys
+sequences  wide     2 2 1 full      2 bf16 2 cp=2 cp_method=keys
+sequences  long     4 0 2 none      1 fp32 1 cp=2 cp_method=keys
+experts    experts  2 0 1 none      4 fp32 1 ep=2
+experts    experts  2 1 1 selective 4 bf16 1 ep=2
+experts    experts  4 2 1 none      4 fp32 1 ep=2
+experts    experts  4 3 1 selective 4 bf16 1 ep=2
+experts    experts  4 0 2 full      8 fp32 1 ep=2
+experts    mixed    1 0 1 none      4 fp32 1
+experts    mixed    2 0 2 full      8 fp32 1
+experts    experts  4 2 1 full      1 fp32 1 ep=2 optimizer=muon
+four_ranks balanced 4 3 1 none      4 fp32 1 shard_size=2
+four_ranks deep     4 2 2 none      4 fp32 1
+four_ranks wide     4 3 2 selective 4 fp32 1"""
 
 
-def of_row(row):
-    return make(*row[:9], **(row[9] if len(row) > 9 else {}))
+def cells_of(kind):
+    """Of ROWS: shape, ranks, stage, tp, recomputation, rows of a micro-batch, dtype,
+    micro-batches, settings."""
+    for line in ROWS.splitlines():
+        name, shape, ranks, stage, tp, mode, rows, dtype, steps, *more = line.split()
+        given = dict(word.split("=") for word in more)
+        given = {key: int(x) if x.isdigit() else x for key, x in given.items()}
+        if "bucket_mb" in given:
+            given["bucket_mb"] = float(given["bucket_mb"])
+        if name == "adafactor":
+            given["optimizer"] = name
+        if name == kind:
+            numbers = int(ranks), int(stage), int(tp), True, mode, int(rows)
+            yield of_row(shape, *numbers, dtype, int(steps), **given)
 
 
 def of_muon(ranks, stage, tp, layers, shard_size):
@@ -213,10 +175,8 @@ def of_muon(ranks, stage, tp, layers, shard_size):
     return one, setup(world_size=ranks, **how)
 
 
-MUON = [
-    of_muon(*cell)
-    for cell in ((2, 0, 1, 4, None), (3, 2, 1, 5, None), (2, 0, 2, 3, None), (4, 3, 1, 2, 2))
-]
+MUON = [of_muon(*x) for x in ((2, 0, 1, 4, None), (3, 2, 1, 5, None), (2, 0, 2, 3, None))]
+MUON.append(of_muon(4, 3, 1, 2, 2))
 
 
 def check(cells, measured=None):
@@ -233,20 +193,17 @@ def check(cells, measured=None):
             assert predicted.total == pytest.approx(peak, rel=0.05), (s.in_effect(), str(predicted))
 
 
+NAMES = ("special", "adafactor", "sequences", "experts", "four_ranks")
 KINDS = {
-    "pairs": [of_row((shape, *layout, *rest)) for shape, layout, *rest in PAIRS],
-    "special": [of_row(row) for row in SPECIAL],
-    "adafactor": [of_row(row) for row in ADAFACTOR],
-    "sequences": [of_row(row) for row in SEQUENCES],
-    "experts": [of_row(row) for row in EXPERTS],
-    "four ranks": [of_row(row) for row in FOUR_RANKS],
+    "pairs": [of_row(shape, *layout, *rest) for shape, layout, *rest in PAIRS],
+    **{name: list(cells_of(name)) for name in NAMES},
     "muon": MUON,
 }
 SOME = [
-    of_row(("wide", 2, 3, 1, True, "selective", 1, "fp32", 1)),
-    of_row(("wide", 2, 0, 2, True, "full", 2, "fp32", 1)),
+    of_row("wide", 2, 3, 1, True, "selective", 1, "fp32", 1),
+    of_row("balanced", 2, 0, 1, True, "full", 1, "fp32", 1, cp=2, cp_method="keys"),
+    KINDS["experts"][0],
 ]
-SOME += [KINDS["sequences"][0], KINDS["experts"][0], MUON[2]]
 
 
 @pytest.mark.timeout(1200)
@@ -324,7 +281,8 @@ FP8 = list(
     )
 )  # fmt: skip
 FP8_PAIRS = few(FP8, lambda cell: set(combinations(enumerate(cell), 2)))
-FEW_FP8 = few(FP8, lambda cell: set(enumerate(cell)))
+ROW, TENSOR = ("mlp", "row", "none", "fp32"), ("all", "tensor", "full", "bf16")
+FEW_FP8 = [("balanced", *ROW), ("balanced", *TENSOR)]
 
 
 @pytest.mark.timeout(1200)
@@ -341,17 +299,10 @@ def test_peaks_of_8_bit_products_are_predicted_within_five_percent(kinds, monkey
         found.append((workload(**SHAPES[shape], batch=8), s))
     check(found, lambda one, s: measure(one, s, Mesh(device="cpu")))
     how |= {"fp8": "all", "fp8_scaling": "tensor", "wire_weights": "fp8"}
-    wired = [("deep", "fp32"), ("wide", "bf16")][: 1 + (kinds is FP8_PAIRS)]
-    check(
-        [
-            (
-                workload(**SHAPES[shape], batch=16),
-                setup(world_size=2, zero_stage=3, dtype=dtype, transport="torch", **how),
-            )
-            for shape, dtype in wired
-        ],
-        measure_first_rank,
-    )
+    how |= {"world_size": 2, "zero_stage": 3, "transport": "torch"}
+    wired = [("deep", "fp32"), ("wide", "bf16")] if kinds is FP8_PAIRS else []
+    made = [(workload(**SHAPES[x], batch=16), setup(dtype=dtype, **how)) for x, dtype in wired]
+    check(made, measure_first_rank)
 
 
 # Pipelines: every stage
@@ -363,13 +314,9 @@ PIPELINES = [
     (2, 0, "gpipe", 4096, 0.0),
     (2, 0, "interleaved", 4096, 0.0, "full"),
     (2, 0, "zb-h1", 4096, 0.1, "selective"),
-    (2, 0, "zb-v", 4096, 0.0, "full"),
-    (4, 0, "1f1b", 4096, 0.0),
     (4, 0, "interleaved", 512, 0.1),
-    (4, 0, "zb-h1", 4096, 0.0),
     (4, 3, "1f1b", 4096, 0.0),
     (4, 1, "interleaved", 512, 0.0),
-    (4, 2, "1f1b", 4096, 0.1),
     (4, 2, "zb-h1", 512, 0.0, "full"),
     (4, 3, "zb-v", 512, 0.0),
 ]
@@ -396,7 +343,7 @@ def of_experts_in_stages(shape, ep):
 
 
 STAGES = [of_pipeline(*row) for row in PIPELINES]
-STAGES += [of_experts_in_stages(*row) for row in (("experts", 1), ("experts", 2), ("mixed", 1))]
+STAGES += [of_experts_in_stages(*row) for row in (("experts", 2), ("mixed", 1))]
 
 
 def measure_stages(cells):
@@ -405,10 +352,9 @@ def measure_stages(cells):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("cells", [STAGES[:2], STAGES[2:]], ids=["some", "others"])
-def test_stages_are_predicted_within_five_percent(cells):
-    for ranks in sorted({s.world_size for _, s in cells}):
-        some = [cell for cell in cells if cell[1].world_size == ranks]
+def test_stages_are_predicted_within_five_percent():
+    for ranks in sorted({s.world_size for _, s in STAGES}):
+        some = [cell for cell in STAGES if cell[1].world_size == ranks]
         peaks = run_ranks(measure_stages, ranks, some, backend="gloo", timeout_s=900)
         for (one, s), *of_ranks in zip(some, *peaks, strict=True):
             each = ranks // s.pp
@@ -471,7 +417,7 @@ def test_the_activations_of_a_published_layer(sp, formula):
 # What a planner needs
 
 
-def test_what_takes_memory_and_what_prediction_takes():
+def test_what_takes_memory():
     one = workload(n_layer=6)
 
     def total(**changes):
@@ -490,18 +436,3 @@ def test_what_takes_memory_and_what_prediction_takes():
     piped = predict_memory(one, piped)
     assert piped.parameters < alone.parameters / 2
     assert piped.activations == pytest.approx(alone.activations, rel=0.2)
-
-    shape = GPTConfig(n_layer=128, n_head=160, n_embd=25600, block_size=2048, vocab_size=51200)
-    one = Workload(shape, 3072)
-    setups = [
-        Setup(world_size=16384, tp=8, zero_stage=stage, micro_batch_size=m, bucket_mb=25.0)
-        for stage in range(4)
-        for m in range(1, 26)
-    ]
-    for s in setups:  # fills the caches
-        predict_memory(one, s)
-    gc.collect()
-    begin = time.process_time()
-    for s in setups:
-        predict_memory(one, s)
-    assert (time.process_time() - begin) / len(setups) < 1e-3  # 0.1 ms on a quiet machine

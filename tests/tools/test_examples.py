@@ -92,7 +92,7 @@ import torch
 
 class GPT(Shape):
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        params = [p for p in self.parameters()]
+        params = list(self.parameters())
         groups = [{"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
                   {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
@@ -108,8 +108,7 @@ for _ in range(8):
     _, loss = model(ids[:, :-1], ids[:, 1:].contiguous())
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.step(), optimizer.zero_grad(set_to_none=True)
     print(repr(loss.item()), type(optimizer).__module__)
 """
 

@@ -42,6 +42,9 @@ def test_public_names_are_there():
         assert getattr(fastpar, name) is not None
         assert name in dir(fastpar)
     assert fastpar.parallelize.__module__ == "fastpar.engine.parallelize"
+    assert STUB.read_text() == stub(), "run `python tests/tools/test_import.py`"
+    with pytest.raises(AttributeError, match="module 'fastpar' has no attribute 'nothing'"):
+        _ = fastpar.nothing
 
 
 def stub() -> str:
@@ -54,15 +57,6 @@ def stub() -> str:
     for module, names in fastpar._PUBLIC.items():
         lines += [f"from fastpar.{module} import {name} as {name}" for name in names]
     return "\n".join(lines) + "\n"
-
-
-def test_type_checkers_see_the_public_names():
-    assert STUB.read_text() == stub(), "run `python tests/tools/test_import.py`"
-
-
-def test_unknown_names_are_attribute_errors():
-    with pytest.raises(AttributeError, match="module 'fastpar' has no attribute 'nothing'"):
-        _ = fastpar.nothing
 
 
 @pytest.mark.parametrize(

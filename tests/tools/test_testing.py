@@ -20,7 +20,7 @@ def test_what_eager_does_passes(dtype):
     report = assert_matches_oracle(square, square, inputs(dtype))
     assert list(report) == ["output 0", "gradient of input 0"]
     assert all(0 < error <= bound for error, bound in report.values())
-    assert inputs()[0].grad is None
+    assert_matches_oracle(torch.log, torch.log, [torch.tensor([0.0, 1.0, -1.0])])  # inf and nan
 
 
 class WrongGradient(torch.autograd.Function):
@@ -51,50 +51,21 @@ def test_what_is_wrong_fails(fn, message):
         assert_matches_oracle(fn, square, inputs())
 
 
-def test_infinities_of_the_oracle_are_expected():
-    x = [torch.tensor([0.0, 1.0, -1.0])]
-    log = torch.log
-    assert_matches_oracle(log, log, x)
-    with pytest.raises(AssertionError, match="expected the oracle's infinities and NaNs"):
-        assert_matches_oracle(lambda x: log(x).nan_to_num(), log, x)
-
-
-def test_strides_integers_and_several_outputs_are_kept():
-    def gather(x, index, scale):
-        assert x.stride() == (1, 3)
-        return x[index] * scale, x.sum()
-
-    x = torch.randn(5, 3).t().requires_grad_()
-    report = assert_matches_oracle(gather, gather, [x, torch.tensor([0, 2, 2]), 3.0])
-    assert list(report) == ["output 0", "output 1", "gradient of input 0"]
-
-
 def test_the_yardstick_can_be_another_function():
-    """fn is off by 3 in one of four elements, the yardstick by 1 in all; inf is left out."""
-
-    def rough(x):
-        return (x * x).bfloat16().float()
-
-    with pytest.raises(AssertionError, match="output 0"):
-        assert_matches_oracle(rough, square, inputs(), grad=False)
-    assert_matches_oracle(rough, square, inputs(), eager=rough, grad=False)
+    """fn is off by 3 in one of four elements, the yardstick by 1 in all; inf is left out. A
+    yardstick without error leaves the condition of the inputs: one rounding of 100 moves a
+    difference of sums by up to 2 * 100 * 2^-24."""
     exact = torch.tensor([1.0, -4.0, 2.0, 3.0, torch.inf])
     ours = exact + torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0])
     (errors,) = measure_errors(
         lambda x: ours.clone(), lambda x: x.clone(), [exact], eager=lambda x: x + 1
     ).values()
     assert errors == (3.0, 1.5, 1.0, 1.0, 4.0 * 2.0**-24, 5, 4.0 * 2.0**-24)
-
-
-def take_away(x):
-    return x[:1] - x[1:]
-
-
-def test_a_yardstick_without_error_leaves_the_condition_of_the_inputs():
-    """A difference of sums: one rounding of 100 moves it by up to 2 * 100 * 2^-24."""
     x = [torch.tensor([100.0, 99.0])]
     for off, passes in ((2.0**-16, True), (2.0**-14, False)):
-        (errors,) = measure_errors(lambda x, e=off: x[:1] - x[1:] + e, take_away, x).values()
+        (errors,) = measure_errors(
+            lambda x, e=off: x[:1] - x[1:] + e, lambda x: x[:1] - x[1:], x
+        ).values()
         assert errors.eager_max == 0.0
         assert (errors.max <= errors.bound) == passes
 
