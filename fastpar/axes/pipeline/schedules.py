@@ -20,6 +20,7 @@ on each stage, so that the stage with most to do has as little as possible.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import functools
 import itertools
@@ -369,32 +370,46 @@ def cut(costs: Sequence[float], n_stages: int) -> list[int]:
             f"n_stages={n_stages}; choose a smaller pp, or fewer chunks"
         )
     sums = [0.0, *itertools.accumulate(costs)]
-    limit, _ = _best(sums, n_stages, max, lambda cost: cost)
-    _, ends = _best(sums, n_stages, lambda a, b: a + b, lambda c: c * c if c <= limit else _TOO_BIG)
+    ends = _most_even(sums, n_stages, _least_limit(sums, n_stages))
     counts = [b - a for a, b in itertools.pairwise(ends)]
     counts[0] -= 1  # the embedding
     counts[-1] -= 1  # the head
     return counts
 
 
-_TOO_BIG = float("inf")
+def _least_limit(sums: Sequence[float], n_stages: int) -> float:
+    """What the slowest of n_stages costs at least: of all sums of parts that follow one another
+    the smallest with which stages that take what they can are enough."""
+    limits = sorted({b - a for a, b in itertools.combinations(sums, 2)})
+
+    def enough(limit: float) -> bool:
+        start, used = 0, 0
+        while start < len(sums) - 1 and used < n_stages:
+            # The end of the largest stage that begins here: sums do not fall.
+            end = bisect.bisect_right(sums, limit, start, key=lambda x: x - sums[start]) - 1
+            if end == start:
+                return False
+            start, used = end, used + 1
+        return start == len(sums) - 1
+
+    return limits[bisect.bisect_left(limits, True, key=enough)]
 
 
-def _best(
-    sums: Sequence[float],
-    n_stages: int,
-    join: Callable[[float, float], float],
-    price: Callable[[float], float],
-) -> tuple[float, list[int]]:
-    """The least price of all stages, joined; the part with which each begins, and the end."""
+def _most_even(sums: Sequence[float], n_stages: int, limit: float) -> list[int]:
+    """The part with which each stage begins, and the end: of all ways without a stage above the
+    limit the one whose sum of squares is least."""
     n = len(sums) - 1
-    best = {end: (price(sums[end]), [0, end]) for end in range(1, n + 1)}
-    for stage in range(2, n_stages + 1):
-        best = {
-            end: min(
-                (join(best[start][0], price(sums[end] - sums[start])), [*best[start][1], end])
-                for start in range(stage - 1, end)
-            )
-            for end in range(stage, n + 1)
-        }
-    return best[n]
+    best = {0: (0.0, [0])}
+    for stage in range(1, n_stages + 1):
+        found: dict[int, tuple[float, list[int]]] = {}
+        for end in range(stage, n + 1):
+            for start in range(end - 1, stage - 2, -1):
+                cost = sums[end] - sums[start]
+                if cost > limit:
+                    break
+                if start in best:
+                    value = best[start][0] + cost * cost
+                    if end not in found or (value, [*best[start][1], end]) < found[end]:
+                        found[end] = value, [*best[start][1], end]
+        best = found
+    return best[n][1]
