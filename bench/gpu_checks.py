@@ -589,7 +589,7 @@ CELLS["right"] += [
 GPU_TESTS = {
     "graphs": ("optim/test_steps", "train/test_cuda_graphs"),
     "engine": ("engine/test_engine", "comm/test_recorder", "engine/test_replicas"),
-    "hopper": ("ops/test_attention_hopper", "ops/test_attention_hopper_bwd"),
+    "hopper": ("ops/test_attention_hopper",),
     "ops": ("ops/test_attention_peers", "ops/test_embedding"),
     "memory": ("predict/test_memory_model", "predict/test_capacity"),
 }  # fmt: skip

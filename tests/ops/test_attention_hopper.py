@@ -1,5 +1,5 @@
-"""The Hopper forward: its source as Python with numbers, every order of its barriers, and what it
-compiles to. Only test_on_a_gpu runs the kernel itself."""
+"""The Hopper forward, and dk and dv of its backward: their source as Python with numbers, every
+order of their barriers, and what they compile to. test_on_a_gpu alone runs the kernels."""
 
 import json
 import math
@@ -9,42 +9,75 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cells import slow
+from cells import slow, sweep
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Triton with Gluon")
 
 from gluon_roles import emulate, explore
 
-from fastpar.kernels.attention import hopper_triton as hopper
-from fastpar.kernels.attention import peers as attention_hopper
-from fastpar.kernels.attention.peers import attention_forward_hopper, refusal_of_hopper
+from fastpar.kernels.attention import hopper_bwd_triton, hopper_triton, peers
+from fastpar.kernels.attention.peers import (
+    attention_backward_hopper,
+    attention_forward_hopper,
+    refusal_of_backward,
+    refusal_of_hopper,
+)
 from fastpar.kernels.reference import attention_ref
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 128
+LOG2_E = hopper_triton.LOG2_E.value
+HALF = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture
-def run(monkeypatch):
-    """attention_hopper_fwd on CPU tensors; run.blocks: what each program did."""
+def emulated(monkeypatch):
+    """emulated(way, do, q, k, v, scale): (o, lse) or (dk, dv) on CPU tensors; emulated.blocks: what
+    each program did. slots: of the rings of q (or of q and do) and of k and v."""
     blocks = []
-    monkeypatch.setattr(hopper, "launch", emulate(hopper, blocks))
 
-    def run(*args, programs=3, kv_slots=2, q_slots=2):
+    def run(way, do, q, k, v, scale, programs=3, slots=None):
+        module = {"fwd": hopper_triton, "bwd": hopper_bwd_triton}[way]
         blocks.clear()
-        monkeypatch.setattr(hopper, "sm_count", lambda device: programs)
-        monkeypatch.setattr(hopper, "KV_SLOTS", kv_slots)
-        monkeypatch.setattr(hopper, "Q_SLOTS", q_slots)
-        return hopper.attention_hopper_fwd(*args)
+        monkeypatch.setattr(module, "launch", emulate(module, blocks))
+        monkeypatch.setattr(module, "sm_count", lambda device: programs)
+        slots = slots or {"fwd": (2, 2), "bwd": (3, 2)}[way]
+        monkeypatch.setattr(module, "Q_SLOTS" if way == "fwd" else "SLOTS", slots[0])
+        monkeypatch.setattr(module, "KV_SLOTS", slots[1])
+        if way == "fwd":
+            return module.attention_hopper_fwd(q, k, v, scale)
+        lse, delta = statistics(do, q, k, v, scale)
+        dk, dv = torch.empty(*q.shape[:2], 2 * k.shape[2], 64, dtype=q.dtype).chunk(2, 2)
+        module.attention_hopper_dkdv(do, q, k, v, lse, delta, dk, dv, scale)
+        return dk, dv
 
     run.blocks = blocks
     return run
 
 
 def draw(B, T, H, Hkv, D, dtype=torch.bfloat16, device="cpu"):
-    """Parts of one projection's output, as a model has them."""
-    x = torch.randn(B, T, H + 2 * Hkv, D).to(device, dtype)
-    return x.split([H, Hkv, Hkv], 2)
+    """do, and q, k, v as parts of one projection's output, as a model has them."""
+    x = torch.randn(B, T, 2 * H + 2 * Hkv, D).to(device, dtype)
+    q, k, v, do = x.split([H, Hkv, Hkv, H], 2)
+    return do.contiguous(), q, k, v
+
+
+def probabilities(q, k, scale):
+    """(lse in base 2 [B, H, T], p [B, H, T, T]) by the formula in fp64."""
+    k = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("bthd,bshd->bhts", q.double(), k) * scale
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.logsumexp(-1) * LOG2_E, scores.softmax(-1)
+
+
+def statistics(do, q, k, v, scale):
+    """lse in base 2 and delta, [B, H, T], as the forward and the dq kernel leave them."""
+    lse, p = probabilities(q, k, scale)
+    v = v.double().repeat_interleave(q.shape[2] // v.shape[2], 2)
+    o = torch.einsum("bhts,bshd->bthd", p, v)
+    delta = (do.double() * o).sum(-1).transpose(1, 2)
+    return lse.float().contiguous(), delta.float().contiguous()
 
 
 def roundings(q, k, scale):
@@ -59,61 +92,84 @@ def roundings(q, k, scale):
     return torch.finfo(q.dtype).eps / 2, 2 * score + (T + 8) * U
 
 
-def check(o, lse, q, k, v, scale):
+def check_fwd(found, do, q, k, v, scale):
     """P is rounded to the inputs' dtype, and so is the result; all else is fp32's."""
+    o, lse = found
     exact = attention_ref(q.double(), k.double(), v.double(), softmax_scale=scale)
     size = attention_ref(q.double(), k.double(), v.double().abs(), softmax_scale=scale)
     u, r = roundings(q, k, scale)
     assert ((o - exact).abs() <= 1.01 * (u + r) * size + u * exact.abs() + 1e-30).all()
-    keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
-    scores = torch.einsum("bthd,bshd->bhts", q.double(), keys) * scale
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    natural = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
-    torch.testing.assert_close(lse.double(), natural * hopper.LOG2_E.value, atol=2e-5, rtol=2e-6)
+    torch.testing.assert_close(lse.double(), probabilities(q, k, scale)[0], atol=2e-5, rtol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "programs"),
-    [
-        ((1, 1, 1, 1, 64), torch.float16, 1),
-        ((2, 129, 2, 1, 128), torch.bfloat16, 3),
-        ((1, 300, 4, 2, 64), torch.bfloat16, 2),
-        ((2, 384, 1, 1, 64), torch.float16, 5),
-        slow((1, 1024, 2, 2, 64), torch.bfloat16, 3),
-        slow((3, 128, 2, 2, 128), torch.float16, 2),
-        slow((1, 2000, 2, 1, 128), torch.bfloat16, 7),
-        slow((2, 640, 3, 3, 64), torch.float16, 4),
-    ],
-)
-def test_emulated_source_matches_oracle(run, poisoned, sizes, dtype, programs):
-    """poisoned: every row of o and lse is written, and shared memory is read only when filled."""
-    q, k, v = draw(*sizes, dtype=dtype)
-    check(*run(q, k, v, 0.2, programs=programs), q, k, v, 0.2)
+def check_bwd(found, do, q, k, v, scale):
+    """P, dS, o (for delta) and the results are rounded to the inputs' dtype; all else is fp32's.
+    found: dq, dk and dv, or the last two."""
+    do, *doubles = (x.double() for x in (do, q, k, v))
+    leaves = [x.requires_grad_() for x in doubles]
+    exact = torch.autograd.grad(attention_ref(*leaves, softmax_scale=scale), leaves, do)
+    u, r = roundings(q, k, scale)
+    group, T, D = q.shape[2] // k.shape[2], *q.shape[1::2]
+    _, p = probabilities(q, k, scale)
+    q, k, v = (x.detach() for x in leaves)
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    dp, size = (torch.einsum("bthd,bshd->bhts", *x) for x in ((do, v), (do.abs(), v.abs())))
+    ds = (p * (dp - (p * dp).sum(-1, True))).abs()
+    fp32 = (D + T + 4) * 2.0**-24 * p * (size + (p * size).sum(-1, True))
+    o = torch.einsum("bhts,bshd->bthd", p, v)
+    delta = (do.abs() * o.abs()).sum(-1).transpose(1, 2)[..., None]
+    off = (u + r) * ds + u * p * delta + fp32
+    bounds = [
+        torch.einsum("bhts,bshd->bthd", off, k.abs()) * scale,
+        torch.einsum("bhts,bthd->bshd", off, q.abs()) * scale,
+        torch.einsum("bhts,bthd->bshd", (u + r) * p, do.abs()),
+    ]
+    bounds[1:] = [x.unflatten(2, (-1, group)).sum(3) for x in bounds[1:]]
+    for got, want, bound in zip(found, exact[-len(found) :], bounds[-len(found) :]):
+        assert ((got - want).abs() <= 1.01 * bound + (u + 2**-20) * want.abs() + 1e-30).all()
 
 
-def test_rows_beyond_the_end_come_from_nowhere(run):
-    """The next sample's keys and values, infinite here, begin where a tile of this one goes on."""
-    q, k, v = draw(2, 130, 1, 1, 64)
-    alone = run(q[:1].clone(), k[:1].clone(), v[:1].clone(), 0.1)
-    k[1], v[1] = torch.inf, torch.nan
-    o, lse = run(q, k, v, 0.1)
-    assert torch.equal(o[:1], alone[0])
-    assert torch.equal(lse[:1], alone[1])
+CHECKS = {"fwd": check_fwd, "bwd": check_bwd}
+SIZES = [  # B, T, H, Hkv, D of the forward, programs; T of the backward: multiples of 4
+    ((1, 4, 1, 1, 64), 1),
+    ((2, 132, 2, 1, 128), 3),
+    ((1, 300, 4, 2, 64), 2),
+    slow((2, 384, 1, 1, 64), 5),
+    slow((1, 1024, 2, 2, 64), 3),
+    slow((3, 128, 2, 2, 128), 2),
+    slow((1, 2000, 2, 1, 128), 7),
+]
 
 
-def test_a_part_of_two_samples_is_not_written(run, monkeypatch):
-    """Rows of o behind its own last one belong to the next sample."""
-    q, k, v = draw(2, 130, 1, 1, 64)
-    o, lse = run(q, k, v, 0.1)
+@pytest.mark.parametrize("way", CHECKS)
+@pytest.mark.parametrize(("sizes", "programs"), SIZES)
+def test_emulated_source_matches_oracle(emulated, poisoned, way, sizes, programs):
+    """poisoned: every row is written, and shared memory is read only when filled."""
+    *sizes, D = sizes
+    if way == "fwd" and sizes[1] < 300:
+        sizes[1] -= 3  # 1 and 129: the backward needs rows of 16 bytes of its statistics
+    given = draw(*sizes, D if way == "fwd" else 64, dtype=HALF[programs % 2])
+    CHECKS[way](emulated(way, *given, 0.2, programs=programs), *given, 0.2)
+
+
+@pytest.mark.parametrize("way", CHECKS)
+def test_rows_beyond_the_end_come_from_nowhere(emulated, way):
+    """The next sample's rows, infinite here, begin where a tile of this one goes on; and those of
+    the results behind its own last one belong to the next sample."""
+    given = draw(2, 132, 1, 1, 64)
+    both = emulated(way, *given, 0.1)
     for i in range(2):
-        one = run(*(x[i : i + 1] for x in (q, k, v)), 0.1)
-        assert torch.equal(o[i : i + 1], one[0])
-        assert torch.equal(lse[i : i + 1], one[1])
+        alone = emulated(way, *(x[i : i + 1].clone() for x in given), 0.1)
+        assert all(torch.equal(x[i : i + 1], y) for x, y in zip(both, alone))
+    for x in given:
+        x[1] = torch.inf
+    for got, want in zip(emulated(way, *given, 0.1), both):
+        assert torch.equal(got[:1], want[:1])
 
 
-@pytest.mark.parametrize("n_tiles", range(1, 18))
+@sweep("n_tiles", range(1, 18))
 def test_every_tile_belongs_to_one_program_and_pairs_are_of_equal_length(n_tiles):
-    steps, tile_at = hopper.n_steps.fn, hopper.tile_at.fn
+    steps, tile_at = hopper_triton.n_steps.fn, hopper_triton.tile_at.fn
     for n_heads in (1, 2, 5):
         pairs = n_heads * ((n_tiles + 1) // 2)
         for programs in range(1, min(pairs, 7) + 1):
@@ -131,28 +187,38 @@ def test_every_tile_belongs_to_one_program_and_pairs_are_of_equal_length(n_tiles
             assert lengths == {n_tiles + 1 - n_tiles % 2}
 
 
-def roles_of(run, tiles, **slots):
-    q, k, v = draw(1, BLOCK * tiles, 1, 1, 64)
-    run(q, k, v, 0.1, programs=1, **slots)
-    (block,) = run.blocks
+def roles_of(emulated, way, tiles, slots=None):
+    do, *qkv = draw(1, BLOCK * tiles, 1, 1, 64)
+    emulated(way, torch.ones_like(do), *qkv, 0.1, programs=1, slots=slots)
+    (block,) = emulated.blocks
     return block.roles, block.counts
 
 
 @pytest.mark.parametrize(
-    ("tiles", "kv_slots", "q_slots"),
-    [(1, 2, 2), (2, 2, 2), (3, 1, 1), *(slow(n, 2, 2) for n in range(3, 9)), slow(4, 3, 1)],
-)
-def test_every_order_of_barriers_copies_and_products(run, tiles, kv_slots, q_slots):
+    ("way", "tiles", "slots"),
+    [
+        ("fwd", 1, (2, 2)), ("fwd", 2, (2, 2)), ("fwd", 3, (1, 1)), ("bwd", 1, (3, 2)),
+        ("bwd", 2, (2, 1)), slow("fwd", 4, (1, 3)), slow("bwd", 4, (4, 1)),
+        *(slow("fwd", n, (2, 2)) for n in range(3, 9)),
+        *(slow("bwd", n, (3, 2)) for n in range(2, 9)),
+    ],
+)  # fmt: skip
+def test_every_order_of_barriers_copies_and_products(emulated, way, tiles, slots):
     """Nobody waits for ever, no slot is filled while it is read or before both consumers have read
-    it, and every product reads the block whose turn it is."""
-    roles, counts = roles_of(run, tiles, kv_slots=kv_slots, q_slots=q_slots)
+    it, and every product and every row's statistics are of the block whose turn it is."""
+    roles, counts = roles_of(emulated, way, tiles, slots)
     assert explore(roles, counts) > 300
+    blocks = tiles * (tiles + 1)  # of queries, for all tiles of keys, in halves
     for consumer in roles[:2]:
-        for operand in (0, 1):  # the rings of QK's keys and of PV's values
-            loads = [
-                s.reads[-1] for s in consumer if s.what == "read" and len(s.reads) == 2 - operand
-            ]
-            assert [number for _, number in loads] == list(range(tiles * (tiles + 1) // 2))
+        reads = [s.reads for s in consumer if s.what == "read"]
+        if way == "fwd":
+            for operand in (0, 1):  # the rings of QK's keys and of PV's values
+                numbers = [r[-1][1] for r in reads if len(r) == 2 - operand]
+                assert numbers == list(range(blocks // 2))
+        else:
+            looks = [s.reads[0][1] for s in consumer if s.what == "look"]
+            assert looks == [i for i in range(blocks) for _ in range(2)]
+            assert [r[-1][1] for r in reads] == [i for i in range(blocks) for _ in range(4)]
 
 
 def moved(role, what, to):
@@ -168,80 +234,100 @@ def without(role, what, which):
     return [step for i, step in enumerate(role) if i != at]
 
 
-FAULTS = {
-    "filled while|overwritten before": [
-        lambda first, second, producer: [moved(first, "arrive", -2), second, producer],
-        lambda first, second, producer: [first, second, without(producer, "wait", 6)],
-    ],
-    "before or after": [
-        lambda first, second, producer: [without(first, "wait", 1), second, producer],
-        lambda first, second, producer: [first, without(second, "wait", 2), producer],
-    ],
-    "deadlock": [
-        lambda first, second, producer: [without(first, "arrive", 0), second, producer],
-        lambda first, second, producer: [
-            first, second,
-            [replace(s, number=1 - s.number) if s.what == "wait" else s for s in producer],
-        ],
-    ],
-}  # fmt: skip
+def turned(role):
+    return [replace(s, number=1 - s.number) if s.what == "wait" else s for s in role]
 
 
-@pytest.mark.parametrize(
-    ("message", "fault"), [(message, fault) for message in FAULTS for fault in FAULTS[message]]
-)
-def test_faults_of_the_protocol_are_found(run, message, fault):
-    roles, counts = roles_of(run, 2)
-    with pytest.raises(AssertionError, match=message):
-        explore(fault(*roles), counts)
+EARLY, MIXED = "filled while|overwritten before", "before or after"
+FAULTS = [  # way, what explore says, which role (two consumers, the producer), its fault
+    ("fwd", EARLY, 0, moved, "arrive", -2),
+    ("bwd", EARLY, 0, moved, "arrive", -3),
+    ("fwd", EARLY, 2, without, "wait", 6),
+    ("bwd", EARLY, 2, without, "wait", 4),
+    ("fwd", MIXED, 0, without, "wait", 1),
+    ("bwd", MIXED, 0, without, "wait", 1),
+    ("fwd", MIXED, 1, without, "wait", 2),
+    ("bwd", MIXED, 1, without, "wait", 0),
+    ("fwd", "deadlock", 0, without, "arrive", 0),
+    ("bwd", "deadlock", 0, without, "arrive", 0),
+    ("fwd", "deadlock", 2, turned),
+]
 
 
-def fake_gpu(*shape, dtype=torch.bfloat16, cuda=True):
+@pytest.mark.parametrize("way", CHECKS)
+def test_faults_of_the_protocol_are_found(emulated, way):
+    roles, counts = roles_of(emulated, way, 2)
+    for _, message, which, fault, *how in (row for row in FAULTS if row[0] == way):
+        broken = list(roles)
+        broken[which] = fault(broken[which], *how)
+        with pytest.raises(AssertionError, match=message):
+            explore(broken, counts)
+
+
+def fake_gpu(*shape, dtype=torch.bfloat16):
     x = torch.empty(shape, dtype=dtype)
     return SimpleNamespace(
-        is_cuda=cuda, device="cuda", shape=x.shape, dtype=dtype, stride=x.stride,
+        is_cuda=True, device="cuda", shape=x.shape, dtype=dtype, stride=x.stride,
         element_size=x.element_size, numel=x.numel, data_ptr=x.data_ptr,
     )  # fmt: skip
 
 
-def test_what_it_cannot_serve_is_refused_by_name(monkeypatch):
+def test_what_they_cannot_serve_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     x = fake_gpu(2, 128, 4, 64)
-    assert refusal_of_hopper(x, x, x) == ""
+    assert refusal_of_hopper(x, x, x) == refusal_of_backward(x) == ""
     assert "causal" in refusal_of_hopper(x, x, x, causal=False)
-    assert "as many keys" in refusal_of_hopper(x, *[fake_gpu(2, 64, 4, 64)] * 2)
-    assert "not 80" in refusal_of_hopper(*[fake_gpu(2, 128, 4, 80)] * 3)
-    assert "float32" in refusal_of_hopper(*[fake_gpu(2, 128, 4, 64, dtype=torch.float32)] * 3)
-    assert "16 bytes" in refusal_of_hopper(*[fake_gpu(0, 128, 4, 64)] * 3)
-    monkeypatch.setattr(attention_hopper, "_gluon_found", lambda: False)
+    for words, tensors in (
+        ("as many keys", (x, *[fake_gpu(2, 64, 4, 64)] * 2)),
+        ("not 80", [fake_gpu(2, 128, 4, 80)] * 3),
+        ("float32", [fake_gpu(2, 128, 4, 64, dtype=torch.float32)] * 3),
+        ("16 bytes", [fake_gpu(0, 128, 4, 64)] * 3),
+    ):
+        assert words in refusal_of_hopper(*tensors)
+    assert "head dimension 64, not 128" in refusal_of_backward(fake_gpu(2, 128, 4, 128))
+    assert "16 bytes, not T=130" in refusal_of_backward(fake_gpu(2, 130, 4, 64))
+    monkeypatch.setattr(peers, "_gluon_found", lambda: False)
     assert "Triton 3.6" in refusal_of_hopper(x, x, x)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "sm_90" in refusal_of_hopper(x, x, x)
     with pytest.raises(RuntimeError, match=r"cannot: it needs a GPU of sm_90 .*; call attention"):
-        attention_forward_hopper(*draw(1, 8, 1, 1, 64))
+        attention_forward_hopper(*draw(1, 8, 1, 1, 64)[1:])
+    x = torch.empty(1, 8, 1, 64)
+    with pytest.raises(RuntimeError, match=r"attention_backward_hopper: .* sm_90 .*; call att"):
+        attention_backward_hopper(*[x] * 5, torch.empty(1, 1, 8), *[x] * 3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("T", [1, 128, 300, 1024, 2000])
+@pytest.mark.parametrize("T", [1, 4, 128, 300, 1024, 2000])
 def test_on_a_gpu(T, D):
-    for dtype in (torch.bfloat16, torch.float16):
-        q, k, v = draw(3, T, 12, 4, D, dtype=dtype, device="cuda")
+    for dtype in HALF:
+        do, q, k, v = draw(3, T, 12, 4, D, dtype=dtype, device="cuda")
         why = refusal_of_hopper(q, k, v)
         if why:
             pytest.skip(f"the Hopper forward {why}")
-        o, lse = attention_forward_hopper(q, k, v)
-        check(o, lse, q, k, v, D**-0.5)
-        again = attention_forward_hopper(q, k, v)
-        assert torch.equal(o, again[0])
-        assert torch.equal(lse, again[1])
+        scale = D**-0.5
+        found, again = (attention_forward_hopper(q, k, v) for _ in range(2))
+        check_fwd(found, do, q, k, v, scale)
+        assert all(map(torch.equal, found, again))
+        if refusal_of_backward(q):
+            continue
+        results = [[torch.empty_like(x) for x in (q, k, v)] for _ in range(2)]
+        for grads in results:
+            attention_backward_hopper(do, q, k, v, *found, *grads)
+        check_bwd(results[0], do, q, k, v, scale)
+        assert all(map(torch.equal, *results))
 
 
-def test_softmax_runs_while_a_product_is_in_flight():
+@pytest.mark.parametrize(
+    ("module", "calls", "mufu"),
+    [("attention_hopper", 8, 66), ("attention_hopper_bwd", 4, 32)],  # scores a thread (and 2 rows)
+)
+def test_exponentials_run_while_a_product_is_in_flight(module, calls, mufu):
     """In both Triton versions' machine code. `make aot` refuses spills and broken products."""
     rows = json.loads((ROOT / "bench" / "results" / "aot" / "table.json").read_text())["rows"]
-    rows = [row for row in rows if row["module"] == "attention_hopper"]
-    assert len({(row["triton"], row["calls"][0]) for row in rows}) == 8
+    rows = [row for row in rows if row["module"] == module]
+    assert len({(row["triton"], row["calls"][0]) for row in rows}) == calls
     for row in rows:
         assert row["arch"] == 90
-        assert row["overlapped_mufu"] == row["loop_mufu"] == 66  # 64 scores a thread, 2 rows
+        assert row["overlapped_mufu"] == row["loop_mufu"] == mufu

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from cells import sweep
 
 from fastpar.kernels import Rng, attention, attention_qkvpacked, backend, choice, make_key
 from fastpar.kernels.attention import peers as attention_peers
@@ -12,7 +13,8 @@ from fastpar.kernels.choice import OWN, PeerProof, Proof, trying
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
 
-PAIRS = ["cpu", "cpu/own", "own/cpu"]
+Q = torch.ones(1, 4, 2, 8)
+DROPOUT = {"dropout_p": 0.5, "rng": Rng(make_key(0, 0), 0)}
 
 
 def draw(*shape, dtype=torch.float32, device="cpu"):
@@ -35,21 +37,25 @@ def force(monkeypatch):
     return lambda name: monkeypatch.setattr(attention_peers, "forced", name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.fixture
+def prove(monkeypatch):
+    """What a proof has found for attention of this dtype and head dimension."""
+    return lambda proof: monkeypatch.setattr(
+        choice, "proofs", {choice.case_of("attention", Q): proof}
+    )
+
+
+@sweep("dtype", [torch.float32, torch.bfloat16])
+@sweep("causal", [True, False])
+@sweep("pair", ["cpu", "cpu/own", "own/cpu"])
 def test_matches_oracle(pair, causal, dtype):
     inputs = [draw(2, 65, 3, 32, dtype=dtype) for _ in range(3)]
     assert len(check(inputs, pair, causal=causal)) == 4
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_a_packed_projection_gets_its_gradients(pair):
-    qkv, do = draw(2, 40, 3, 2, 16), torch.randn(2, 40, 2, 16)
+    qkv, do = draw(2, 40, 3, 2, 16, dtype=dtype), torch.randn(2, 40, 2, 16).to(dtype)
     with trying("attention", pair):
-        (packed,) = torch.autograd.grad(attention_qkvpacked(qkv), qkv, do)
-        apart = torch.autograd.grad(attention(*qkv.unbind(2)), qkv, do)[0]
-    torch.testing.assert_close(packed, apart, rtol=0, atol=0)
+        (packed,) = torch.autograd.grad(attention_qkvpacked(qkv, causal=causal), qkv, do)
+        apart = torch.autograd.grad(attention(*qkv.unbind(2), causal=causal), qkv, do)[0]
+    assert torch.equal(packed, apart)
 
 
 def test_the_peer_really_runs():
@@ -100,69 +106,58 @@ def test_what_a_peer_cannot_serve_is_the_own_kernels(monkeypatch):
     called = []
     monkeypatch.setattr(attention_peers, "forward", lambda *a, **k: called.append(a))
     with trying("attention", "cpu"), trying("attention_masked", "cpu"):
-        attention(torch.ones(1, 4, 2, 8), *[torch.ones(1, 6, 2, 8)] * 2)  # more keys
-        attention(torch.ones(1, 4, 2, 8), *[torch.ones(1, 4, 1, 8)] * 2)  # fewer key heads
+        attention(Q, *[torch.ones(1, 6, 2, 8)] * 2)  # more keys
+        attention(Q, Q[:, :, :1], Q[:, :, :1])  # fewer key heads
         attention(*[torch.ones(1, 4, 2, 7)] * 3)
-        attention(*[torch.ones(1, 4, 2, 8)] * 3, dropout_p=0.5, rng=Rng(make_key(0, 0), 0))
-        attention(*[torch.ones(4, 2, 8)] * 3, cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
+        attention(Q, Q, Q, **DROPOUT)
+        attention(*[Q[0]] * 3, cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
     assert not called
 
 
-def test_a_forced_peer_refuses_what_it_cannot_serve_by_name(force):
+def test_a_forced_peer_refuses_what_it_cannot_serve_by_name(force, prove, monkeypatch):
+    def refuses(error, words, *tensors, **settings):
+        with pytest.raises(error, match=words):
+            attention(*tensors or (Q, Q, Q), **settings)
+
     force("cpu")
-    q = torch.ones(1, 4, 2, 8)
-    with pytest.raises(ValueError, match="would not be the same mask on every layout; unset FAST"):
-        attention(q, q, q, dropout_p=0.5, rng=Rng(make_key(0, 0), 0))
-    with pytest.raises(ValueError, match="would align a causal mask to another key"):
-        attention(q[:, :2], q, q)
+    words = "would not be the same mask on every layout; unset FAST"
+    refuses(ValueError, words, **DROPOUT)
+    refuses(ValueError, "would align a causal mask to another key", Q[:, :2], Q, Q)
     force("flash")
-    with pytest.raises(ValueError, match=r"FASTPAR_ATTENTION=flash can serve, got one that it "
-                       r"cannot: it needs cuda tensors, not cpu; unset"):  # fmt: skip
-        attention(q, q, q)
+    words = r"FASTPAR_ATTENTION=flash can serve, got one that it cannot: it needs cuda tensors, not"
+    refuses(ValueError, words)
     force("own")
-    attention(q, q, q, dropout_p=0.5, rng=Rng(make_key(0, 0), 0))
-
-
-def test_a_forced_peer_that_failed_its_proof_is_refused_with_the_numbers(force, monkeypatch):
-    q = torch.ones(1, 4, 2, 8)
-    failed = PeerProof("cpu", "error of dq is 3.00e-01", (0.0, 0.0))
-    monkeypatch.setattr(
-        choice, "proofs", {choice.case_of("attention", q): Proof(OWN, peers=(failed,))}
+    attention(Q, Q, Q, **DROPOUT)
+    force("cpu")
+    prove(Proof(OWN, peers=(PeerProof("cpu", "error of dq is 3.00e-01", (0.0, 0.0)),)))
+    words = (
+        r"got cpu, which failed for attention float32 8: error of dq is 3.00e-01; unset FASTPAR_"
     )
-    force("cpu")
-    with pytest.raises(RuntimeError, match=r"got cpu, which failed for attention float32 8: error "
-                       r"of dq is 3.00e-01; unset FASTPAR_ATTENTION"):  # fmt: skip
-        attention(q, q, q)
-
-
-def test_a_forced_peer_is_refused_in_deterministic_mode(force, monkeypatch):
+    refuses(RuntimeError, words)
+    monkeypatch.setattr(choice, "proofs", {})
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    q = torch.ones(1, 4, 2, 8)
-    force("cpu")
-    with pytest.raises(ValueError, match=r"FASTPAR_ATTENTION=cpu can serve, .* promises no equal "
-                       r"bits, as torch.use_deterministic_algorithms asks; unset"):  # fmt: skip
-        attention(q, q, q)
+    words = r"FASTPAR_ATTENTION=cpu can serve, .* promises no equal bits, as torch.use_determ"
+    refuses(ValueError, words)
     force("own")
-    attention(q, q, q)
+    attention(Q, Q, Q)
 
 
-@pytest.mark.parametrize("name", ["cpu", "own"])
-def test_a_forced_name_is_not_ignored_where_torch_s_function_runs(force, monkeypatch, name):
+@sweep("name", ["cpu", "own"])
+def test_a_forced_name_is_not_ignored_where_torch_s_function_runs(force, name):
     force(name)
-    q = torch.ones(1, 4, 2, 8)
-    message = (
+    words = (
         r"expected a call of fastpar's kernels under FASTPAR_ATTENTION=.*, got torch's own "
         r"function for attention\w* float32 8 \(`fastpar info` says why\); unset FASTPAR_ATTENTION"
     )
-    with monkeypatch.context() as patch:
-        patch.setattr(choice, "proofs", {choice.case_of("attention", q): Proof(choice.STOCK)})
-        with pytest.raises(RuntimeError, match=message):
-            attention(q, q, q)
-    monkeypatch.setattr(backend, "choice", "torch")
-    with pytest.raises(RuntimeError, match=message):
-        attention(q, q, q)
-    with pytest.raises(RuntimeError, match=message):
-        attention(q, q, q, dropout_p=0.5, rng=Rng(make_key(0, 0), 0))
+    for patch, settings in (
+        ((choice, "proofs", {choice.case_of("attention", Q): Proof(choice.STOCK)}), {}),
+        ((backend, "choice", "torch"), {}),
+        ((backend, "choice", "torch"), DROPOUT),
+    ):
+        with pytest.MonkeyPatch.context() as changed:
+            changed.setattr(*patch)
+            with pytest.raises(RuntimeError, match=words):
+                attention(Q, Q, Q, **settings)
 
 
 def test_peers_that_are_left_out_are_neither_tried_nor_served(monkeypatch):
@@ -178,16 +173,6 @@ def test_peers_that_are_left_out_are_neither_tried_nor_served(monkeypatch):
             read_left_out(wrong)
 
 
-def test_a_forced_backend_is_not_served_by_others(monkeypatch):
-    q = torch.randn(1, 16, 2, 8, requires_grad=True)
-    proof = Proof(OWN, serves=("cpu", "cpu"))
-    monkeypatch.setattr(choice, "proofs", {choice.case_of("attention", q): proof})
-    monkeypatch.setattr(backend, "choice", "cpp")
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(attention_peers, name, lambda *a, **k: pytest.fail("another runs"))
-    attention(q, q, q).sum().backward()
-
-
 def test_an_unknown_name_is_refused():
     assert [read_forced(name) for name in ("auto", "own", "flash")] == ["", "own", "flash"]
     with pytest.raises(
@@ -196,16 +181,19 @@ def test_an_unknown_name_is_refused():
         read_forced("fash")
 
 
-def test_the_proof_says_who_serves_but_not_in_deterministic_mode(monkeypatch):
+def test_the_proof_says_who_serves(prove, monkeypatch):
+    """Under torch.compile too; not in deterministic mode, and not where a backend is forced."""
     q = torch.randn(1, 16, 2, 8, requires_grad=True)
-    proof = Proof(OWN, own_ms=(1.0, 1.0), serves=("cpu", "own"))
-    monkeypatch.setattr(choice, "proofs", {choice.case_of("attention", q): proof})
-    called = []
-    forward = attention_peers.forward
+    prove(Proof(OWN, serves=("cpu", "cpu")))
+    eager = torch.autograd.grad(attention(q, q, q).sum(), q)[0]
+    compiled = torch.compile(lambda q: attention(q, q, q).sum(), backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(compiled(q), q)[0], eager)
+    called, forward = [], attention_peers.forward
     monkeypatch.setattr(
         attention_peers, "forward", lambda *a, **k: called.append(a[0]) or forward(*a, **k)
     )
     monkeypatch.setattr(attention_peers, "backward", None)  # the own one runs
+    prove(Proof(OWN, own_ms=(1.0, 1.0), serves=("cpu", "own")))
     attention(q, q, q).sum().backward()
     assert called == ["cpu"]
     torch.use_deterministic_algorithms(True)
@@ -213,55 +201,32 @@ def test_the_proof_says_who_serves_but_not_in_deterministic_mode(monkeypatch):
         attention(q, q, q)
     finally:
         torch.use_deterministic_algorithms(False)
+    prove(Proof(OWN, serves=("cpu", "cpu")))
+    monkeypatch.setattr(backend, "choice", "cpp")
+    attention(q, q, q).sum().backward()
     assert called == ["cpu"]
 
 
-def test_a_peer_serves_under_torch_compile(monkeypatch):
-    q = torch.randn(1, 16, 2, 8, requires_grad=True)
-    proof = Proof(OWN, serves=("cpu", "cpu"))
-    monkeypatch.setattr(choice, "proofs", {choice.case_of("attention", q): proof})
-    eager = torch.autograd.grad(attention(q, q, q).sum(), q)[0]
-    compiled = torch.compile(lambda q: attention(q, q, q).sum(), backend="aot_eager")
-    torch.testing.assert_close(torch.autograd.grad(compiled(q), q)[0], eager, rtol=0, atol=0)
+GIVEN, LENGTHS = "grad_out query key value out logsumexp", "cum_seq_q cum_seq_k max_q max_k"
+SCHEMAS = {
+    "flash_attention": "query key value dropout_p is_causal return_debug_mask scale",
+    "flash_attention_backward": f"{GIVEN} {LENGTHS} dropout_p is_causal philox_seed philox_offset "
+    "scale",
+    "cudnn_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal "
+    "return_debug_mask scale",
+    "cudnn_attention_backward": f"{GIVEN} philox_seed philox_offset attn_bias {LENGTHS} dropout_p "
+    "is_causal scale",
+    "efficient_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
+    "efficient_attention_backward": "grad_out_ query key value attn_bias out logsumexp philox_seed "
+    "philox_offset dropout_p grad_input_mask is_causal scale",
+}
 
 
-@pytest.mark.parametrize(
-    ("op", "arguments"),
-    [
-        (
-            "flash_attention_backward",
-            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p "
-            "is_causal philox_seed philox_offset scale",
-        ),
-        (
-            "flash_attention",
-            "query key value dropout_p is_causal return_debug_mask scale",
-        ),
-        (
-            "cudnn_attention",
-            "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask "
-            "scale",
-        ),
-        (
-            "cudnn_attention_backward",
-            "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q "
-            "cum_seq_k max_q max_k dropout_p is_causal scale",
-        ),
-        (
-            "efficient_attention",
-            "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
-        ),
-        (
-            "efficient_attention_backward",
-            "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset "
-            "dropout_p grad_input_mask is_causal scale",
-        ),
-    ],
-)
-def test_torchs_functions_take_what_they_are_given(op, arguments):
+@sweep("op", SCHEMAS)
+def test_torchs_functions_take_what_they_are_given(op):
     """In this order: those for CUDA never run here."""
     schema = getattr(torch.ops.aten, f"_scaled_dot_product_{op}").default._schema
-    assert [a.name for a in schema.arguments] == arguments.split()
+    assert [a.name for a in schema.arguments] == SCHEMAS[op].split()
 
 
 @pytest.mark.parametrize("name", [n for n, p in PEERS.items() if p.device == "cuda"])
@@ -313,15 +278,12 @@ def test_flash_attn_2_is_not_flash_attn_4(monkeypatch, tmp_path, files, why):
 
 
 def test_who_may_serve():
-    def able(dtype):
-        q = torch.ones(1, 4, 2, 8, dtype=dtype)
-        return [name for name in PEERS if not refusal(name, q, q, q, True)]
-
-    assert (able(torch.float32), able(torch.float64)) == (["cpu"], [])
-    q = torch.ones(1, 4, 2, 8)
+    for dtype, able in ((torch.float32, ["cpu"]), (torch.float64, [])):
+        q = Q.to(dtype)
+        assert [name for name in PEERS if not refusal(name, q, q, q, True)] == able
     for name in PEERS:
         if PEERS[name].device == "cuda":
-            assert refusal(name, q, q, q, True) == "needs cuda tensors, not cpu"
+            assert refusal(name, Q, Q, Q, True) == "needs cuda tensors, not cpu"
     assert any("no GPU here" in line for line in attention_peers.table()) != (
         torch.cuda.is_available()
     )

@@ -1,130 +1,195 @@
-"""layer_norm, rms_norm and their residual forms beyond test_cases.py: large means, what is used of
-the results, refusals."""
+"""layer_norm, rms_norm and their residual forms beyond test_cases.py: large means, masks, what is
+used of the results, refusals; Triton's tiles and partial sums."""
+
+import itertools
 
 import pytest
 import torch
-from cells import sweep
+from cells import slow, sweep
 
 from fastpar.kernels import (
     Rng,
+    keep_mask,
     layer_norm,
     make_key,
     residual_layer_norm,
     residual_rms_norm,
     rms_norm,
+    triton_launch,
 )
-from fastpar.kernels.reference import (
-    layer_norm_ref,
-    residual_layer_norm_ref,
-)
+from fastpar.kernels.norm import TABLE, Config
+from fastpar.kernels.reference import layer_norm_ref, residual_layer_norm_ref
+from fastpar.testing import assert_matches_oracle
 
 
-def draw(*shape, dtype=torch.float32, mean=0.0, scale=1.0):
-    return (torch.randn(shape) * scale + mean).to(dtype).requires_grad_()
+def leaf(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype).requires_grad_()
 
 
-@sweep("mean", [1e2, 1e4, -1e6])
-def test_large_mean_costs_no_accuracy(mean):
+@pytest.mark.usefixtures("poisoned")
+@sweep(("c", "mean"), [(768, 1e2), (768, 1e4), (2500, -1e6)])
+def test_large_mean_costs_no_accuracy(place, c, mean):
     """x - center is exact and the mean's rounding is corrected: a few roundings of y, whatever the
-    mean. (Uncorrected, the error is half an ulp of the mean: 3e-2 at -1e6.)"""
-    x = torch.randn(7, 768) + mean
-    y = layer_norm(x, torch.ones(768))
-    exact = layer_norm_ref(x.double(), torch.ones(768).double())
-    assert (y - exact).abs().max() <= 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+    mean. (Uncorrected, the error is half an ulp of the mean: 3e-2 at -1e6.) In Triton one warp to a
+    row, and several."""
+    x = (torch.randn(5, c) + mean).to(place)
+    weight = torch.ones(c, device=place)
+    exact = layer_norm_ref(x.double(), weight.double())
+    error = (layer_norm(x, weight) - exact).abs().max()
+    assert error <= 4 * torch.finfo(torch.float32).eps * exact.abs().max()
 
 
-def test_only_the_residual_is_used():
-    """Without a gradient of y; and residual_out unused, as by the last norm of a model."""
-    x, r, w = draw(2, 3, 8), draw(2, 3, 8), draw(8)
+@sweep("shape", [(7, 40), (3, 2, 4, 40)])
+def test_the_mask_is_keep_mask(form, shape):
+    """Forward and backward, in every sample, head and row, whatever the key: so rows do not depend
+    on how a batch is cut."""
+    rng = Rng(make_key(1 << 40, (1 << 33) - 2), 32767)
+    dtype = torch.float32 if len(shape) == 2 else torch.float16
+    x, w = torch.ones(shape, dtype=dtype), torch.ones(40, dtype=dtype, device=form)
+    x = x.to(form).requires_grad_()
+    _, out = residual_layer_norm(x, torch.zeros_like(x), w, dropout_p=0.4, rng=rng)
+    (dx,) = torch.autograd.grad(out.sum(), x)
+    want = keep_mask(rng, 0.4, shape, device=form)
+    assert torch.equal(out != 0, want)
+    assert torch.equal(dx != 0, want)
+
+
+def test_only_what_is_used_and_needed():
+    """Without a gradient of y; residual_out unused, as by the last norm of a model; gradients that
+    nobody needs change nothing."""
+    x, r, w = leaf(2, 3, 8), leaf(2, 3, 8), leaf(8)
     _, out = residual_layer_norm(x, r, w)
     for grad in torch.autograd.grad(out.sum(), (x, r)):
         assert torch.equal(grad, torch.ones(2, 3, 8))
     y, _ = residual_layer_norm(x, r, w)
     want = residual_layer_norm_ref(x, r, w)[0]
-    for a, b in zip(*(torch.autograd.grad(z.sin().sum(), (x, r, w)) for z in (y, want))):
+    grads, wanted = (torch.autograd.grad(z.sin().sum(), (x, r, w)) for z in (y, want))
+    for a, b in zip(grads, wanted):
         torch.testing.assert_close(a, b)
-
-
-def test_frozen_inputs():
-    """Gradients that nobody needs change nothing."""
-    x, r, w = draw(2, 3, 8), draw(2, 3, 8), draw(8)
-    for needed in (x, r, w):
+    for needed, whole in zip((x, r, w), grads):
         args = [t if t is needed else t.detach() for t in (x, r, w)]
         (got,) = torch.autograd.grad(residual_layer_norm(*args)[0].sin().sum(), needed)
-        (want,) = torch.autograd.grad(residual_layer_norm(x, r, w)[0].sin().sum(), needed)
-        assert torch.equal(got, want)
-
-
-def test_a_batch_is_its_samples():
-    """Dropout by sample: rows do not depend on how the batch is cut."""
-    x, r, w = draw(4, 6, 32), draw(4, 6, 32), draw(32)
-    whole = residual_layer_norm(x, r, w, dropout_p=0.3, rng=Rng(make_key(1, 10), 2))
-    for first in range(4):
-        key = make_key(1, 10 + first)
-        part = slice(first, first + 1)
-        one = residual_layer_norm(x[part], r[part], w, dropout_p=0.3, rng=Rng(key, 2))
-        assert torch.equal(whole[0][part], one[0])
-        assert torch.equal(whole[1][part], one[1])
+        assert torch.equal(got, whole)
 
 
 def ones(*shape, **kwargs):
     return torch.ones(shape, **kwargs)
 
 
-@sweep(
-    ("args", "message"),
-    [
-        ((torch.tensor(1.0), ones(1)), r"expected x of shape \[..., C\] .*got x=\[\]"),
-        ((ones(2, 0), ones(0)), r"expected x of shape \[..., C\] .*got x=\[2, 0\]"),
-        ((ones(1, 16385), ones(16385)), r"expected .* 1 <= C <= 16384, got x=\[1, 16385\]"),
-        ((ones(2, 4).long(), ones(4)), r"expected a floating dtype, got x=torch.int64"),
-        ((ones(2, 4), ones(5)), r"expected weight of shape \[C\]=\[4\], got weight=\[5\]"),
-        ((ones(2, 4), ones(4), ones(3)), r"expected bias of shape \[C\]=\[4\], got bias=\[3\]"),
-        (
-            (ones(2, 4), ones(4).double()),
-            r"expected weight of x's dtype .*got weight=torch.float64",
-        ),
-        (
-            (ones(2, 4), ones(4, device="meta")),
-            r"expected weight on x's device cpu, got .* on meta",
-        ),
-    ],
-)
-def test_bad_input_is_refused(args, message):
-    with pytest.raises(ValueError, match="layer_norm: " + message):
-        layer_norm(*args)
-    if len(args) == 2:
-        with pytest.raises(ValueError, match="rms_norm: " + message):
-            rms_norm(*args)
+ONE, META = ones(2, 4), ones(4, device="meta")
+REFUSALS = [  # words, arguments of the plain norms; two are of both
+    (r"expected x of shape \[..., C\] .*got x=\[\]", torch.tensor(1.0), ones(1)),
+    (r"expected x of shape \[..., C\] .*got x=\[2, 0\]", ones(2, 0), ones(0)),
+    (r"expected .* 1 <= C <= 16384, got x=\[1, 16385\]", ones(1, 16385), ones(16385)),
+    (r"expected a floating dtype, got x=torch.int64", ones(2, 4).long(), ones(4)),
+    (r"expected weight of shape \[C\]=\[4\], got weight=\[5\]", ONE, ones(5)),
+    (r"expected bias of shape \[C\]=\[4\], got bias=\[3\]", ONE, ones(4), ones(3)),
+    (r"expected weight of x's dtype .*got weight=torch.float64", ONE, ones(4).double()),
+    (r"expected weight on x's device cpu, got .* on meta", ONE, META),
+]
+OF_RESIDUALS = [  # words, x, residual, x_bias
+    (r"of one shape, got x=\[2, 3, 4\] residual=\[2, 4\]", ones(2, 3, 4), ONE, None),
+    (r"expected x of residual's dtype torch.float16", ONE, ones(2, 4).half(), None),
+    (r"or 16 bits with a float32 residual, got x=torch.f", ones(2, 4).double(), ONE, None),
+    (r"expected x on residual's device cpu, got", ones(2, 4, device="meta"), ONE, None),
+    (r"expected x_bias of shape \[C\]=\[4\], got x_bias=\[5\]", ONE, ONE, ones(5)),
+]
 
 
-@sweep(
-    ("x", "residual", "x_bias", "message"),
-    [
-        (ones(2, 3, 4), ones(2, 4), None, r"of one shape, got x=\[2, 3, 4\] residual=\[2, 4\]"),
-        (ones(2, 4), ones(2, 4).half(), None, r"expected x of residual's dtype torch.float16"),
-        (
-            ones(2, 4).double(),
-            ones(2, 4),
-            None,
-            r"or 16 bits with a float32 residual, got x=torch.f",
-        ),
-        (ones(2, 4, device="meta"), ones(2, 4), None, r"expected x on residual's device cpu, got"),
-        (
-            ones(2, 4),
-            ones(2, 4),
-            ones(5),
-            r"expected x_bias of shape \[C\]=\[4\], got x_bias=\[5\]",
-        ),
-    ],
-)
-def test_bad_residual_is_refused(x, residual, x_bias, message):
-    with pytest.raises(ValueError, match="residual_layer_norm: .*" + message):
-        residual_layer_norm(x, residual, ones(4), x_bias=x_bias)
-    with pytest.raises(ValueError, match="residual_rms_norm: .*" + message):
-        residual_rms_norm(x, residual, ones(4), x_bias=x_bias)
-
-
-def test_bad_dropout_is_refused():
+def test_what_is_refused():
+    for words, *args in REFUSALS:
+        for op in (layer_norm, rms_norm)[: 4 - len(args)]:
+            with pytest.raises(ValueError, match=f"^{op.__name__}: {words}"):
+                op(*args)
+    for words, x, residual, x_bias in OF_RESIDUALS:
+        for op in (residual_layer_norm, residual_rms_norm):
+            with pytest.raises(ValueError, match=f"^{op.__name__}: .*{words}"):
+                op(x, residual, ones(4), x_bias=x_bias)
     with pytest.raises(ValueError, match=r"dropout: expected 0 <= p < 1, got p=1.0"):
-        residual_layer_norm(ones(2, 4), ones(2, 4), ones(4), dropout_p=1.0)
+        residual_layer_norm(ONE, ONE, ones(4), dropout_p=1.0)
+
+
+# Triton
+
+
+def check(inputs, p=0.0):
+    """residual_layer_norm of (x, residual, weight, bias, x_bias) against the oracle."""
+
+    def of(op):
+        how = {"dropout_p": p, "rng": Rng(make_key(3, 5), 2)}
+        return lambda x, r, w, b=None, xb=None: op(x, r, w, b, x_bias=xb, **how)
+
+    assert_matches_oracle(of(residual_layer_norm), of(residual_layer_norm_ref), inputs)
+
+
+def test_rows_apart_are_not_copied(monkeypatch, draw):
+    """A slice of a wider tensor is read in place."""
+    from fastpar.kernels.norm import triton
+
+    seen, launch = [], triton_launch.launch
+    monkeypatch.setattr(
+        triton, "launch", lambda k, g, *args, **kw: (seen.append(args), launch(k, g, *args, **kw))
+    )
+    part = draw(2, 5, 96).detach()[..., 32:64]
+    layer_norm(part, draw(32))
+    assert seen[0][0].data_ptr() == part.data_ptr()
+
+
+def test_tiles():
+    """Every column is in a chunk, a thread's part of a row stays small, warps have whole tiles; the
+    programs of an SM fit together, or the last of a fixed number would run alone."""
+    pytest.importorskip("triton", reason="needs triton")
+    from fastpar.kernels.norm import triton
+
+    widths = (1, 16, 63, 768, 1024, 1280, 1600, 4096, 16384)
+    for c, itemsize, how in itertools.product(widths, (2, 4), TABLE.candidates(90)):
+        tile = triton.tile_of(c, itemsize, how.fwd_values, how.num_warps)
+        assert tile.rows * tile.chunk == 32 * tile.num_warps * tile.side
+        assert triton_launch.cdiv(c, tile.chunk) * tile.side <= how.fwd_values
+        for sums, tensors, rms in itertools.product((1, 2, 3), (2, 3), (False, True)):
+            if c > 4096:
+                continue
+            tile, programs, registers = triton.bwd_tile_of(c, itemsize, sums, tensors, rms, how)
+            assert tile.rows * tile.chunk == 32 * tile.num_warps * tile.side
+            assert programs * 32 * tile.num_warps * registers <= 65536
+            assert programs * tile.num_warps >= 8
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("how", [Config(16, 16, 2), Config(64, 24, 8)])
+def test_every_kind_of_config(draw, how):
+    """Several warps a row, one, and several rows a program."""
+    with TABLE.trying((), how):
+        check([draw(2, 5, 300), draw(2, 5, 300), draw(300), draw(300)])
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("c", [4100, slow(2500), slow(16384)])
+def test_wide_rows(draw, c, triton_device):
+    """Rows that warps share; from 4096 on rows whose columns programs share in backward."""
+    # fp16, because the interpreter adds what warps exchange one after another, a GPU in a tree.
+    dtype = torch.float32 if triton_device == "cuda" else torch.float16
+    inputs = [draw(1, 2, c, dtype=dtype), draw(1, 2, c, dtype=dtype)]
+    check(inputs + [draw(c, dtype=dtype) for _ in range(3)], p=0.1)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("arch", [90, *(slow(a) for a in triton_launch.SMS if a != 90)])
+def test_every_arch(monkeypatch, draw, arch):
+    """Its number of programs, and so few that each walks over several tiles, some over one more."""
+    monkeypatch.setattr(triton_launch, "INTERPRETED_ARCH", arch)
+    inputs = [draw(2, 13, 200) for _ in range(2)] + [draw(200) for _ in range(3)]
+    for sms in (1, triton_launch.SMS[arch]):
+        monkeypatch.setattr(triton_launch, "_INTERPRETED_SMS", sms)
+        check(inputs)
+
+
+def test_more_programs_than_one_block_of_partials(monkeypatch, triton_device):
+    """Counts rows: exact in fp32."""
+    monkeypatch.setattr(triton_launch, "_INTERPRETED_SMS", 132)
+    x, weight, rstd = (torch.ones(s, device=triton_device) for s in ((4300, 3), 3, (1, 4300)))
+    mask = (None, 0, 0, None, [0, 0, 0])
+    given = torch.ops.fastpar.layer_norm_bwd(
+        x, None, x, weight, rstd, *mask, x.dtype, None, None, True
+    )
+    assert torch.equal(given[2], torch.full_like(weight, 4300.0))
