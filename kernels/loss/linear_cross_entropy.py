@@ -237,11 +237,12 @@ def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype, *, saved: bool = False)
     """grad * by, as dtype; grad itself where that is the same (on CPU, where looking is free).
 
     saved: a backward calls with what it has saved: without retain_graph it is not read again, and
-    the result is written there.
+    the result is written there; so what a backward before that returns is not the same memory.
     """
+    kept = saved and torch._C._autograd._get_current_graph_task_keep_graph()
     if by.device.type == "cpu" and is_plain(by) and by.item() == 1.0:
-        return grad.to(dtype)
-    once = saved and not torch._C._autograd._get_current_graph_task_keep_graph()
+        return grad.to(dtype, copy=kept)
+    once = saved and not kept
     # On a CPU torch.mul(out=) of another dtype would compute in a temporary of grad's size.
     here = grad.dtype == dtype or grad.device.type == "cpu"
     if once and here and type(grad) is Tensor and not in_transform():
