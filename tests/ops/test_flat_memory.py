@@ -1,9 +1,14 @@
-"""What ops on flat memory and lists have in common: the same bits on every instruction set, number
-of threads and device, autograd that notices what they write, more than 2^31 elements."""
+"""Ops on flat memory and lists: buckets, the global norm, blockwise codes. Bit for bit what plain
+torch or an oracle gives, for every type, offset, tail, cut, thread count, instruction set and
+device; autograd notices what they write."""
+
+import math
 
 import pytest
 import torch
-from cells import sweep
+from cells import covering, sweep
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastpar.kernels import (
     _C,
@@ -22,41 +27,868 @@ from fastpar.kernels import (
     sum_shards,
     unpack_,
 )
+from fastpar.kernels import reference as ref
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
+from fastpar.kernels.quantize import pack_int4, unpack_int4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SIZES = (100_003, 5, 70_001)
+SIZES = (0, 1, 7, 63, 127, 1000, 0, 20011)
+SCALES = (None, 0.37, "tensor")
+SPECIAL = (math.inf, -math.inf, math.nan, -0.0, 0.0, 1e-40, -6e-8, 65519.0, 65520.0, 3e38, -3e38)
+BIG = torch.finfo(torch.float32).max
+U = 2.0**-24  # unit roundoff of fp32
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
 
 
-def rand(n, dtype=torch.float32):
-    """Random values of many magnitudes."""
-    return (torch.randn(n) * torch.exp2(torch.randint(-12, 12, (n,)).float())).to(dtype)
+def rand(n, dtype=torch.float32, device="cpu", offset=0, spread=12):
+    """Random values of many magnitudes, `offset` elements into their memory."""
+    n += offset
+    x = torch.randn(n) * torch.exp2(torch.randint(-spread, spread, (n,)).float())
+    return x.to(device, dtype)[offset:]
 
 
-def bucket(device):
-    values = [rand(n, d).to(device) for n, d in zip(SIZES, DTYPES)]
-    totals = [rand(n, d).to(device) for n, d in zip(SIZES, reversed(DTYPES))]
+def assert_same(got, want):
+    """Same dtype and bits, signs of zeros too; nan equals nan."""
+    assert got.dtype == want.dtype
+    got, want = got.cpu(), want.cpu()
+    if got.is_floating_point() and got.element_size() > 1:
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(got.signbit() & ~got.isnan(), want.signbit() & ~want.isnan())
+    else:
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+# Buckets
+
+
+def factor_of(scale, device):
+    """(what the op gets, the number)"""
+    if scale == "tensor":
+        return torch.tensor(0.37, device=device), torch.tensor(0.37).item()
+    return scale, 1.0 if scale is None else torch.tensor(scale).item()
+
+
+def expected_copy(x, dtype, scale):
+    out = torch.empty(x.numel())
+    ref.pack_ref(out, [x.cpu().float()], scale)
+    return out.to(dtype)
+
+
+def expected_add(total, x, scale):
+    out = total.cpu().float()
+    ref.accumulate_ref([out], [x.cpu().float()], scale)
+    return out.to(total.dtype)
+
+
+@sweep("scale", SCALES)
+@sweep("to", DTYPES)
+@sweep("source", DTYPES)
+def test_pack_unpack_accumulate(source, to, scale, device):
+    given_scale, number = factor_of(scale, device)
+    tensors = [rand(n, source, device) for n in SIZES]
+    tensors[3][:11] = torch.tensor(SPECIAL).to(source)
+    flat = torch.full((sum(SIZES),), torch.nan, dtype=to, device=device)
+    pack_(flat, tensors, scale=given_scale)
+    assert_same(flat, torch.cat([expected_copy(t, to, number) for t in tensors]))
+
+    flat = rand(sum(SIZES), source, device)
+    outs = [torch.full((n,), torch.nan, dtype=to, device=device) for n in SIZES]
+    unpack_(outs, flat, scale=given_scale)
+    for out, part in zip(outs, flat.split(SIZES)):
+        assert_same(out, expected_copy(part, to, number))
+
+    totals = [rand(n, to, device) for n in SIZES]
+    want = [expected_add(t, x, number) for t, x in zip(totals, tensors)]
+    accumulate_(totals, tensors, scale=given_scale)
+    for got, expected in zip(totals, want):
+        assert_same(got, expected)
+
+
+@sweep("world", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 515])
+@covering(1, ("dtype", DTYPES), ("out_dtype", DTYPES))
+def test_sum_shards_is_a_tree_over_the_ranks(dtype, out_dtype, world, device):
+    n = 3001 if world < 99 else 67
+    received = rand(world * n, dtype, device).view(world, n)
+    received[:2, :11] = torch.tensor(SPECIAL).to(dtype)
+    for scale in SCALES:
+        given_scale, number = factor_of(scale, device)
+        out = torch.full((n,), torch.nan, dtype=out_dtype, device=device)
+        sum_shards(received, out, scale=given_scale)
+        want = torch.empty(n)
+        ref.sum_shards_ref(received.cpu().float(), want, number)
+        assert_same(out, want.to(out_dtype))
+
+
+@sweep("out_dtype", DTYPES)
+def test_sum_shards_fills_the_bins_of_its_result(out_dtype, device):
+    """The norm of these bins has the bits of norm_bins of the result, and adds up over calls."""
+    for n, offset in ((0, 0), (1, 0), (5, 3), (3001, 1), (9001, 2)):
+        shards = [rand(n, torch.bfloat16, device, offset=offset) for _ in range(3)]
+        shards[0][: n // 2] *= 2.0**-40
+        out = torch.zeros(n + 1, dtype=out_dtype, device=device)[1:]
+        plain = out.clone()
+        bins = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
+        sum_shards(shards, out, scale=0.5, bins=bins)
+        sum_shards(shards, plain, scale=0.5)
+        assert_same(out, plain)
+        assert norm_from_bins(bins).norm.item() == norm_from_bins(norm_bins([out])).norm.item()
+        sum_shards(shards, out, scale=0.5, bins=bins)
+        twice = norm_from_bins(norm_bins([out, plain]))
+        assert norm_from_bins(bins).norm.item() == twice.norm.item()
+    shards[1][77] = torch.inf
+    shards[2][8_700] = torch.nan
+    bins.zero_()
+    sum_shards(shards, out, bins=bins)
+    assert bins[-2:].tolist() == norm_bins([out])[-2:].tolist()
+    assert bins[-1] == 1
+    assert norm_from_bins(bins).found_inf == 1
+
+
+@pytest.mark.parametrize("device", ["cpp", "cuda"], indirect=True)
+def test_lists_of_mixed_types_are_one_call(device, monkeypatch):
+    cuda, calls = device != "cpu" or backend.cuda_on_cpu, []
+    module, name = (backend.cuda_kernels, "bucket_copy_cuda") if cuda else (_C, "bucket_copy")
+    run = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: calls.append(1) or run(*args))
+    totals = [rand(n, d, device) for n in (5, 300) for d in DTYPES for _ in DTYPES]
+    values = [rand(n, d, device) for n in (5, 300) for _ in DTYPES for d in DTYPES]
+    want = [expected_add(t, x, 0.5) for t, x in zip(totals, values)]
+    accumulate_(totals, values, scale=0.5)
+    for got, expected in zip(totals, want):
+        assert_same(got, expected)
+    assert len(calls) == 1
+
+
+@covering(1, ("to", DTYPES[:2]), ("source", DTYPES[:2]))
+def test_every_offset_and_tail(source, to, device):
+    """Offsets 0..63 bytes of source and destination, all tails of 16 elements, nothing outside."""
+    steps_to, steps_source = 64 // to.itemsize, 64 // source.itemsize
+    pairs = {(i, 0) for i in range(steps_to)} | {(0, i) for i in range(steps_source)}
+    pairs |= {(i, i * 5 % steps_source) for i in range(steps_to)} | {(i, i) for i in range(8)}
+    for k, (a, b) in enumerate(sorted(pairs)):
+        n = (k % 17) + (300 if k % 3 == 0 else 0)
+        memory = torch.full((a + n + 9,), 7.0, dtype=to, device=device)
+        x = rand(n, source, device, offset=b)
+        pack_(memory[a : a + n], [x], scale=0.37)
+        assert_same(memory[a : a + n], expected_copy(x, to, torch.tensor(0.37).item()))
+        want = expected_add(memory[a : a + n], x, 1.0)
+        accumulate_([memory[a : a + n]], [x])
+        assert_same(memory[a : a + n], want)
+        out = memory[a : a + n]
+        sum_shards([x, x.clone(), x], out)
+        assert_same(out, (x.float() + x.float() + x.float()).to(to))
+        assert (memory[:a] == 7).all()
+        assert (memory[a + n :] == 7).all()
+
+
+def test_strided_tensors(device):
+    base = rand(600, torch.float32, device).view(20, 30)
+    strided = [base.t(), base[:, ::2], base[3].expand(4, 30), base[:, 5]]
+    flat = torch.empty(sum(t.numel() for t in strided), dtype=torch.bfloat16, device=device)
+    pack_(flat, strided)
+    assert_same(flat, torch.cat([t.flatten() for t in strided]).bfloat16())
+
+    outs = [torch.zeros(30, 20, device=device).t(), torch.zeros(20, 8, device=device)[:, ::3]]
+    flat = rand(660, torch.float32, device)
+    unpack_(outs, flat)
+    assert_same(outs[0], flat[:600].view(20, 30))
+    assert_same(outs[1], flat[600:].view(20, 3))
+
+    for total in (base.clone().t(), torch.zeros(30, 40, device=device)[:, ::2]):
+        value = rand(600, torch.bfloat16, device).view(30, 20)
+        want = (total + value.float()).cpu()
+        accumulate_([total], [value])
+        assert_same(total, want)
+    row = rand(20, torch.float32, device)
+    total = torch.zeros(30, 20, device=device)
+    accumulate_([total], [row.expand(30, 20)])
+    assert_same(total, row.expand(30, 20))
+
+
+def test_in_place(device):
+    """A tensor that already lies at its place, a value that is its total, out that is a shard."""
+    flat = rand(300, torch.bfloat16, device)
+    want = (flat.float() * 0.5).bfloat16()
+    pack_(flat, [flat[:100], flat[100:]], scale=0.5)
+    assert_same(flat, want)
+    accumulate_([flat], [flat])
+    assert_same(flat, (want.float() * 2).bfloat16())
+    for own in range(3):
+        shards = rand(3 * 3000, torch.float32, device).view(3, 3000)
+        want = shards[0] + shards[1] + shards[2]
+        sum_shards(shards, shards[own])
+        assert_same(shards[own], want)
+
+
+def test_offsets_leave_gaps_alone_and_nothing_is_something(device):
+    flat = torch.full((20,), 7.0, device=device)
+    x = [torch.arange(3.0, device=device), torch.arange(4.0, device=device)]
+    pack_(flat, x, offsets=[16, 2])
+    assert flat.tolist() == [7, 7, 0, 1, 2, 3, *[7] * 10, 0, 1, 2, 7]
+    back = [torch.zeros(3, device=device), torch.zeros(4, device=device)]
+    unpack_(back, flat, offsets=[16, 2], scale=2)
+    assert [t.tolist() for t in back] == [[0, 2, 4], [0, 2, 4, 6]]
+    empty = torch.empty(0, device=device)
+    pack_(empty, [])
+    unpack_([], empty)
+    accumulate_([], [])
+    accumulate_([empty], [empty.clone()])
+    sum_shards(empty.view(2, 0), empty)
+    one = torch.ones((), device=device)
+    accumulate_([one], [torch.full((), 2.0, device=device)])
+    assert one.item() == 3
+
+
+def test_long_lists_take_as_few_launches_as_hold_them(cuda_device):
+    """The descriptors of a launch fit its arguments; a longer list is cut, shards are refused."""
+    for count in (1000, 2500):
+        tensors = list(rand(3 * count, torch.float32, cuda_device).split(3))
+        flat = torch.empty(3 * count, device=cuda_device)
+        pack_(flat, tensors)
+        assert_same(flat, torch.cat(tensors))
+    shards, out = [torch.ones(1, device=cuda_device)] * 4088, torch.zeros(1, device=cuda_device)
+    sum_shards(shards[1:], out)
+    assert out.item() == 4087
+    with pytest.raises(ValueError, match="expected at most 4087 shards, got world=4088"):
+        sum_shards(shards, out)
+
+
+X, LOW, FLAT = torch.ones(4), torch.ones(4).bfloat16(), torch.zeros(8)
+BINS = torch.zeros(NORM_WORDS, dtype=torch.int64)
+REFUSALS = [
+    (r"pack_: expected a contiguous flat .* flat=\[2, 4\]", pack_, (FLAT.view(2, 4), [X]), {}),
+    (r"unpack_: expected a contiguous flat .* stride=\(2,\)", unpack_, ([X], FLAT[::2]), {}),
+    ("pack_: expected flat to hold the tensors exactly, got flat of 8", pack_, (FLAT, [X]), {}),
+    ("got 1 offsets for 2 tensors", pack_, (FLAT, [X, X]), {"offsets": [0]}),
+    (r"tensor inside flat .* offsets\[0\]=5 with 4", pack_, (FLAT, [X]), {"offsets": [5]}),
+    (r"offsets\[0\]=-1", unpack_, ([X], FLAT), {"offsets": [-1]}),
+    (r"pack_: expected fp32, .* tensors\[1\]=torch.float64", pack_, (FLAT, [X, X.double()]), {}),
+    ("pack_: .* flat.0.=torch.int32", pack_, (FLAT.int(), [X, X]), {}),
+    (r"one device, got tensors\[0\] on meta", unpack_, ([X.to("meta")], FLAT), {}),
+    ("element on cpu, got scale=.2.", pack_, (FLAT, [X, X]), {"scale": torch.ones(2)}),
+    ("got scale=.. torch.float64", pack_, (FLAT, [X, X]), {"scale": torch.tensor(1.0).double()}),
+    ("on meta; pass a number", accumulate_, ([X], [X]), {"scale": torch.ones(1, device="meta")}),
+    ("got 1 totals and 2 values", accumulate_, ([X], [X, X]), {}),
+    (r"totals\[0\]=\[4\] values\[0\]=\[3\]", accumulate_, ([X], [X[:3]]), {}),
+    (r"totals\[0\] expanded, stride=\(0,\)", accumulate_, ([X[:1].expand(4)], [LOW]), {}),
+    (r"tensors\[0\] expanded", unpack_, ([X[:1].expand(8)], FLAT), {}),
+    ("sum_shards: expected at least one shard", sum_shards, ([], X), {}),
+    (r"shards of shape \[4\] .* received\[1\]=\[3\]", sum_shards, ([X, X[:3]], FLAT[:4]), {}),
+    (r"received\[1\]=.* torch.bfloat16", sum_shards, ([X, LOW], FLAT[:4]), {}),
+    (r"stride=\(2,\)", sum_shards, ([FLAT[::2]], X), {}),
+    ("sum_shards: .* received.0. on meta", sum_shards, ([X.to("meta")], X), {}),
+    *(("expected contiguous int64 bins", sum_shards, ([X], LOW.float()), {"bins": bad})
+      for bad in (BINS[1:], BINS.int(), BINS.to("meta"))),
+    ("expected at least one shard, got 0", _C.sum_shards, ([], X, 1.0, None, None, 1), {}),
+    ("_C: expected shards of 3 contiguous elements of float32", _C.sum_shards,
+     ([X[:3], X[:2]], torch.zeros(3), 1.0, None, None, 1), {}),
+    *(("pack_: expected entry 0 to fit, got 4 elements", _C.bucket_copy,
+       ("pack_", to, [X], offsets, [], False, 1.0, None, 1), {})
+      for to, offsets in (([FLAT], [-1]), ([FLAT], [5]), ([FLAT[::2]], [0]))),
+]  # fmt: skip
+
+
+def test_overlap_is_refused(cuda_device, monkeypatch):
+    for _ in range(2):  # the CUDA kernels' binding, then the CPU kernels'
+        flat, x = torch.zeros(12, device=cuda_device), torch.ones(4, device=cuda_device)
+        low = flat[:4].view(torch.bfloat16)[:4]
+        for words, op, *args in (
+            ("pack_: .* apart from each other, got entry 1 over entry 0", pack_, flat, [x, x]),
+            ("accumulate_: .* got entry 2 over entry 0", accumulate_, [x, flat[:4], x],
+             [flat[4:8], flat[8:], flat[4:8]]),
+            ("got source 1 over destination 0; clone", pack_, flat[:8], [x, flat[:4]]),
+            ("unpack_: .* got source 0 over destination 0", unpack_, [flat[1:5]], flat[:4]),
+            ("got source 0 over destination 0", pack_, low, [flat[:4]]),
+            ("got shard 1 partly over out", sum_shards, [x, flat[1:5]], flat[:4]),
+            ("got shard 0 partly over out", sum_shards, [flat[:4]], low),
+        ):  # fmt: skip
+            options = {"offsets": [0, 3]} if "apart" in words else {}
+            with pytest.raises(ValueError, match=words):
+                op(*args, **options)
+        unpack_([x, flat[4:8]], flat, offsets=[0, 0])  # sources may overlap
+        monkeypatch.setattr(backend, "cuda_on_cpu", False)
+
+
+# The norm
+
+
+def exact_norm(tensors):
+    """The norm of a list, its sum of squares exact and then rounded to fp64 once."""
+    squares = (float(x) ** 2 for t in tensors for x in t.flatten().tolist())
+    return math.sqrt(math.fsum(squares))
+
+
+def bits(result):
+    return torch.stack(list(result)).cpu().view(torch.int32).tolist()
+
+
+def assert_rounded(norm, exact, elements):
+    """norm (fp32) is `exact` within the promised error: see global_norm's docstring."""
+    assert norm.dtype == torch.float32
+    ulp = max(math.ulp(exact) * 2**29, 2.0**-149)  # of fp32 at this magnitude, or a subnormal's
+    assert abs(norm.item() - exact) <= ulp / 2 + exact * (elements * 2.0**-53 + 2.0**-50)
+
+
+@sweep("dtype", DTYPES)
+def test_norms_of_lists_match_the_oracle_and_the_exact_sum(dtype, device):
+    tensors = [rand(n, dtype, device) for n in SIZES]
+    result = global_norm(tensors, max_norm=2.0, loss_scale=8.0)
+    assert all(x.shape == () and x.dtype == torch.float32 for x in result)
+    want = ref.global_norm_ref([t.cpu() for t in tensors], None, 2.0, 8.0)
+    for got, expected in zip(result, want):
+        # The factor inherits the norm's rounding and adds one of its own.
+        assert abs(got.cpu().double() - expected) <= 2.0**-23 * expected
+    assert_rounded(result.norm.cpu(), exact_norm(tensors) / 8, sum(SIZES))
+
+
+RANGES = {
+    "small": lambda: rand(5000) * 1e-30,
+    "large": lambda: rand(5000) * 1e30,
+    "mixed": lambda: torch.exp2(torch.rand(9000) * 270 - 145),
+    "subnormal": lambda: torch.rand(5000) * 1e-40,
+    "smallest": lambda: torch.full((5000,), 2.0**-149),
+    "largest": lambda: torch.full((3,), BIG / 2),
+    "equal": lambda: torch.full((20_000,), 0.1),
+    "zeros": lambda: torch.zeros(5000),
+    "outlier first": lambda: torch.cat([torch.ones(1), torch.full((10_000,), 1e-7)]),
+    "outlier last": lambda: torch.cat([torch.full((10_000,), 1e-7), torch.ones(1)]),
+    "an outlier in the middle": lambda: torch.full((200_000,), 1e-3).index_fill_(
+        0, torch.tensor([77_777]), 1e6
+    ),
+}
+
+
+@sweep("name", RANGES)
+def test_norms_of_any_range(name, device):
+    x = RANGES[name]()
+    assert_rounded(global_norm([x.to(device)]).norm.cpu(), exact_norm([x]), x.numel())
+
+
+def bin_edges():
+    """The floats on both sides of each bin's largest square, 2^(52 b - 299)."""
+    low = [math.ldexp(math.sqrt(2), 26 * b - 150) for b in range(1, 12) if 26 * b - 150 < 127]
+    x = torch.tensor(low).float()
+    return torch.cat([x.nextafter(torch.zeros(())), x, x.nextafter(torch.tensor(torch.inf))])
+
+
+def farthest_from_a_unit():
+    """Floats near 1 whose squares are almost half a unit of their bin, 2^14, away from a multiple
+    of it, above and below."""
+    x = torch.randint(1 << 23, 1 << 24, (200_000,)).float() * 2.0**-13
+    square = x.double() ** 2 / 2.0**14
+    away = square - square.round()
+    return x[away.argmax()], x[away.argmin()]
+
+
+def test_bins_hold_their_worst_sums(device):
+    """Equal elements of the largest counts that a bin or the one below sees, both signs; the
+    largest element just below or above the edge of a bin, over smaller ones; in parts."""
+    edges = bin_edges()[:11]  # just below each bin's largest square
+    for value in (*edges[::3], *farthest_from_a_unit()):
+        n = 1_050_000 if device == "cpu" and backend.cuda_on_cpu else 20_000
+        exact = float(value) * math.sqrt(n)
+        got = global_norm([torch.full((n,), float(value)).to(device)]).norm.cpu()
+        if math.isfinite(torch.tensor(exact).item()):
+            assert_rounded(got, exact, n)
+    small = torch.exp2(-torch.rand(40) * 60)
+    for value in bin_edges():
+        x = torch.cat([value.view(1), value * small])
+        whole = norm_bins([x.to(device)])
+        norm, exact = norm_from_bins(whole).norm.cpu(), exact_norm([x])
+        if exact < BIG:
+            assert_rounded(norm, exact, 41)
+        parts = [norm_bins([part.to(device)]) for part in (x[20:], x[:1], x[1:20])]
+        assert bits(norm_from_bins(sum(parts))) == bits(norm_from_bins(whole))
+
+
+def test_any_order_and_cut_of_elements_of_every_size(device):
+    """Sorted both ways, shuffled, one by one and in pieces that cross chunks: the running top of
+    the kernels takes every course."""
+    x = torch.cat([torch.exp2(torch.rand(9000) * 250 - 145), bin_edges(), torch.zeros(50)])
+    x = x.to(device)
+    want = bits(global_norm([x], max_norm=1.0))
+    for y in (x.sort().values, x.sort(descending=True).values, x[torch.randperm(x.numel())]):
+        assert bits(global_norm([y], max_norm=1.0)) == want
+        for cuts in ([1], [4, 2049, 4099], [3, 8192], list(range(0, 40))):
+            assert bits(global_norm(list(y.tensor_split(cuts)), max_norm=1.0)) == want
+    some = torch.cat([bin_edges(), torch.zeros(3)]).to(device)
+    singles = list(some.split(1))
+    assert bits(global_norm(singles)) == bits(global_norm([some]))
+    assert bits(global_norm(singles[::-1])) == bits(global_norm([some]))
+
+
+@sweep(("bad", "dtype"), zip((torch.inf, -torch.inf, torch.nan), DTYPES))
+def test_what_is_not_finite_is_found_anywhere(dtype, bad, device):
+    n = 4500
+    whole = rand(n + 1, dtype, spread=6).to(device)
+    for at in (0, 1, 63, 2047, 2048, n - 9, n - 1):
+        x = whole[at % 2 :][:n].clone()
+        rest = bits(global_norm([x[:at], x[at + 1 :]]))
+        x[at] = bad
+        result = global_norm([whole[:9], x], max_norm=1.0)
+        assert result.found_inf.item() == 1
+        assert result.norm.isnan().item() == math.isnan(bad)
+        assert result.norm.isinf().item() == math.isinf(bad)
+        assert (result.grad_scale.item() == 0) == math.isinf(bad)  # nan stays nan, as in torch
+        words = norm_bins([x])
+        assert words[-2:].tolist() == ([0, 1] if math.isnan(bad) else [1, 0])
+        words[-2:] = 0
+        assert bits(norm_from_bins(words)) == rest
+
+
+def test_a_norm_beyond_fp32_is_an_overflow(device):
+    x = torch.full((50,), 3e38).to(device)
+    result = global_norm([x], max_norm=1.0)
+    assert result.norm.isinf()
+    assert result.found_inf.item() == 1
+    scaled = global_norm([x], loss_scale=1024.0)
+    assert scaled.found_inf.item() == 0
+    assert_rounded(scaled.norm.cpu(), exact_norm([x]) / 1024, 50)
+
+
+def test_what_another_rank_counts(device):
+    mine, theirs = rand(3000).to(device), rand(5000).to(device)
+    got = global_norm([theirs, mine, theirs], counted=[False, True, False])
+    assert bits(got) == bits(global_norm([mine]))
+    theirs[4321] = torch.inf
+    assert global_norm([mine, theirs], counted=[True, False]).found_inf.item() == 1
+    assert global_norm([theirs], counted=[False]).norm.isinf()
+
+
+def test_ranks_add_their_bins(device):
+    """Uneven shards, one empty; a sum of words is what an all-reduce makes."""
+    tensors = [rand(n, device=device) for n in (5000, 0, 1, 3333)]
+    want = bits(global_norm(tensors, max_norm=0.5, loss_scale=2.0))
+    shards = [tensors[:2], [tensors[2], tensors[3][:100]], [tensors[3][100:]]]
+    total = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
+    out = torch.zeros_like(total)
+    for shard in (*shards, []):
+        total += norm_bins(shard)
+        assert norm_bins(shard, out=out) is out
+    assert bits(norm_from_bins(total, max_norm=0.5, loss_scale=2.0)) == want
+    assert torch.equal(out, total)
+
+
+def test_words_of_many_chunks_carry(device):
+    """The value of bins does not depend on how it is spread over their words."""
+    words = norm_bins([rand(3000).to(device)])
+    want = bits(norm_from_bins(words))
+    for b in range(0, NORM_WORDS - 2, 2):
+        if words[b] == 0 and words[b + 1] == 0:
+            continue
+        for carry in (-1, 1, 77):
+            spread = words.clone()
+            spread[b] += carry * 2**32
+            spread[b + 1] -= carry
+            assert bits(norm_from_bins(spread)) == want
+    zero = torch.zeros_like(words)
+    zero[8], zero[9] = 2**32, -1
+    assert norm_from_bins(zero).norm.item() == 0
+
+
+@sweep("max_norm", [None, 0.01, 1.0, 1e6, math.inf])
+@sweep("loss_scale", [None, 65536.0, 0.3])
+@sweep("eps", [0.0, 1e-6, 5.0])
+def test_factor_of_a_norm(max_norm, loss_scale, eps, device):
+    x = [torch.randn(2000).to(device), torch.randn(30).to(device)]
+    got = global_norm(x, max_norm=max_norm, eps=eps, loss_scale=loss_scale)
+    scale = torch.tensor(1.0 if loss_scale is None else loss_scale).item()
+    as_tensor = torch.tensor([scale]).to(device)
+    assert bits(global_norm(x, max_norm=max_norm, eps=eps, loss_scale=as_tensor)) == bits(got)
+    bins = norm_bins(x)
+    assert bits(norm_from_bins(bins, max_norm=max_norm, eps=eps, loss_scale=as_tensor)) == bits(got)
+    norm = float(got.norm)
+    assert_rounded(got.norm.cpu(), exact_norm(x) / scale, 2030)
+    factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + eps))
+    assert got.grad_scale.item() == torch.tensor(factor / scale, dtype=torch.float64).float().item()
+    assert got.found_inf.item() == 0
+
+
+def test_norm_takes_two_launches(cuda_device, monkeypatch):
+    module, calls = backend.cuda_kernels, []
+    for name in ("norm_partials_cuda", "norm_finish_cuda"):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, r=run, n=name: calls.append(n) or r(*a))
+    tensors = [rand(100, d).to(cuda_device) for d in DTYPES for _ in range(300)]
+    global_norm(tensors, max_norm=1.0, loss_scale=torch.ones((), device=cuda_device))
+    assert calls == ["norm_partials_cuda", "norm_finish_cuda"]
+
+
+def test_storage_shapes_and_strides_of_the_same_values_do_not_matter(device):
+    """Also tensors that require a gradient, and fp64, which is rounded to fp32 first."""
+    for dtype in DTYPES[1:]:
+        x = rand(30_001, dtype, spread=6).to(device)
+        want = bits(global_norm([x]))
+        assert bits(global_norm([x.float()])) == want
+        assert bits(global_norm([x[:999], x[999:20_000].float(), x[20_000:]])) == want
+    x = rand(600).to(device)
+    want, square = bits(global_norm([x])), x.view(20, 30)
+    for same in ([square.t()], [square[:, ::2], square[:, 1::2]], [x[0], x[1:].view(1, 599, 1)]):
+        assert bits(global_norm(same)) == want
+    result = global_norm([x.clone().requires_grad_()])
+    assert bits(result) == want
+    assert not result.norm.requires_grad
+    assert global_norm([torch.ones(1).to(device).expand(100)]).norm.item() == 10
+    x = torch.randn(3000, dtype=torch.float64).to(device)
+    assert bits(global_norm([x, x[:5].float()])) == bits(global_norm([x.float(), x[:5].float()]))
+    assert global_norm([x * 1e300]).found_inf.item() == 1
+    for tensors in ([], [torch.ones(0).to(device)], [torch.ones(3, 0).to(device)] * 5):
+        assert [t.item() for t in global_norm(tensors, max_norm=1.0)] == [0, 1, 0]
+        assert not norm_bins(tensors).any()
+
+
+@sweep("dtype", DTYPES)
+def test_every_offset_and_tail_of_a_norm(dtype, device):
+    """All starts within 64 bytes, tails of up to two vectors, exactly; what lies around is not
+    read."""
+    integers = torch.randint(-999, 999, (400,)).to(dtype)
+    for k, offset in enumerate(range(64 // dtype.itemsize)):
+        parts, exact = [], 0
+        for n in (*range(k % 3, 34, 3), 130 + k % 16):
+            around = torch.full((400,), torch.nan, dtype=dtype, device=device)
+            parts.append(around[offset : offset + n].copy_(integers[offset : offset + n]))
+            exact += sum(int(x) ** 2 for x in integers[offset : offset + n].tolist())
+        words = norm_bins(parts).tolist()  # an exact number of units 2^-350
+        units = [low + (high << 32) for low, high in zip(words[:-2:2], words[1:-2:2])]
+        assert sum(n << (52 * b) for b, n in enumerate(units)) == exact << 350
+
+
+XS, WORDS = [torch.ones(3), torch.ones(2)], torch.zeros(NORM_WORDS, dtype=torch.int64)
+REFUSALS += [
+    *((words, f, args, options) for f in (global_norm, norm_bins) for words, args, options in (
+        ("one entry of counted .* got 1 for 2 tensors", (XS,), {"counted": [True]}),
+        (r"got tensors\[1\]=torch.int32; cast it", ([XS[0], XS[1].int()],), {}),
+        (r"dense tensors, got tensors\[0\]=torch.sparse_coo", ([XS[0].to_sparse()],), {}),
+        (r"one device, got tensors\[1\] on meta", ([XS[0], XS[1].to("meta")],), {}),
+    )),
+    *((words + name, f, (first,), {name: bad})
+      for f, first in ((global_norm, XS), (norm_from_bins, WORDS))
+      for name, words, values in (
+        ("max_norm", "expected max_norm > 0 or None, got ", (0.0, -1.0, math.nan)),
+        ("eps", "expected 0 <= eps < inf, got ", (-1.0, math.inf, math.nan)),
+        ("loss_scale", "expected 0 < loss_scale < inf, got ", (0.0, -1.0, math.inf, math.nan)),
+        ("loss_scale", "one fp32 element on cpu, got ",
+         (torch.ones(2), torch.ones(1).double(), torch.ones((), device="meta"))),
+      ) for bad in values),
+    *(("expected contiguous bins of shape .26. int64", f, args, {name: bins} if name else {})
+      for bins in (torch.zeros(3).long(), torch.zeros(NORM_WORDS), torch.zeros(NORM_WORDS, 2)[:, 0])
+      for f, args, name in ((norm_from_bins, (bins,), ""), (norm_bins, (XS,), "out"))),
+    ("tensors of float32, .* got float64", _C.norm_bins, ([XS[0].double()], [True], WORDS, 1), {}),
+    (f"words of {NORM_WORDS} .* int64, got 3 of int6", _C.norm_bins,
+     (XS, [True] * 2, WORDS[:3], 1), {}),
+    ("expected result of 3 .* float32, got 3 of float64", _C.norm_from_bins,
+     (WORDS, -1.0, 0.0, 1.0, None, XS[0].double()), {}),
+]  # fmt: skip
+
+
+# Blockwise codes
+
+BITS = {8: 127.0, 4: 7.0}  # the largest code
+
+
+def seeds(*numbers):
+    """Rounding to nearest, and at random, which the composed path does not do."""
+    return (None,) if backend.choice == "torch" else (None, *numbers)
+
+
+def blocks(n, dtype=torch.float32, device="cpu"):
+    """Random values of many magnitudes, blocks of zeros and of tiny numbers among them."""
+    x = torch.randn(n) * torch.exp2(torch.randint(-10, 4, (n,)).float())
+    x[n // 3 : n // 3 + n // 4] *= 2.0**-140
+    x[n // 2 : n // 2 + n // 4] = 0
+    return x.to(device, dtype)
+
+
+def check(x, bits, device, *, block=256, seed=None, first_index=0, error=None):
+    """Op and oracle agree in codes, scales, error and values."""
+    kwargs = {"bits": bits, "block": block, "seed": seed, "first_index": first_index}
+    lost = None if error is None else error.to(device, copy=True)
+    codes, scales = quantize_blockwise(x.to(device), error=lost, **kwargs)
+    want_error = None if error is None else error.clone()
+    want, want_scales = ref.quantize_blockwise_ref(x.float(), error=want_error, **kwargs)
+    assert_same(codes, want)
+    assert_same(scales, want_scales)
+    if error is not None:
+        assert_same(lost, want_error)
+    for out_dtype in DTYPES:
+        got = dequantize_blockwise(codes, scales, out_dtype=out_dtype, block=block)
+        assert_same(got, ref.dequantize_blockwise_ref(want, want_scales, block=block).to(out_dtype))
+
+
+@sweep("bits", BITS)
+def test_codes_match_the_oracle(bits, device):
+    """Also where a warp holds no whole block, and of blocks that are not finite."""
+    for seed in seeds(5, 2**64 - 3):
+        for n, block in ((0, 256), (1, 256), (255, 256), (257, 64), (1003, 256), (517, 16)):
+            for x_dtype, e_dtype in zip(DTYPES, (None, torch.float32, torch.bfloat16)):
+                error = None if e_dtype is None else torch.randn(n).to(e_dtype)
+                check(blocks(n, x_dtype), bits, device, block=block, seed=seed, error=error)
+        for block in (512, 4096):
+            x, at = blocks(9001, torch.bfloat16), 0 if seed is None else 2**33 + 7
+            check(x, bits, device, block=block, seed=seed, first_index=at)
+            check(x, bits, device, block=block, seed=seed, error=torch.randn(9001).bfloat16())
+        x = blocks(1003)
+        x[[300, 700]] = torch.tensor([torch.inf, BIG])
+        check(x, bits, device, block=64, seed=seed, error=torch.randn(1003).bfloat16())
+    if backend.choice == "torch":
+        with pytest.raises(RuntimeError, match="FASTPAR_BACKEND=torch seed=1; unset"):
+            quantize_blockwise(x, seed=1)
+
+
+@given(
+    st.integers(0, 300),
+    st.sampled_from(DTYPES),
+    st.sampled_from([8, 4]),
+    st.sampled_from([16, 32, 64, 256]),
+    st.none() | st.integers(0, 2**64 - 1),
+    st.integers(0, 2**40),
+    st.sampled_from([None, torch.float32, torch.bfloat16]),
+    st.integers(-140, 120),
+)
+def test_any_codes(n, x_dtype, bits, block, seed, first_index, error_dtype, exponent):
+    torch.manual_seed(n + block)
+    x = (torch.randn(n) * 2.0**exponent).to(x_dtype)
+    error = None if error_dtype is None else (torch.randn(n) * 2.0**exponent).to(error_dtype)
+    check(x, bits, "cpu", block=block, seed=seed, first_index=first_index, error=error)
+
+
+def test_two_codes_of_four_bits_fit_in_a_byte(device):
+    every = torch.arange(-7, 8, dtype=torch.int8, device=device)
+    pairs = torch.cartesian_prod(every, every).view(-1)
+    assert (pack_int4(pairs).dtype, pack_int4(pairs).numel()) == (torch.uint8, 15**2)
+    assert_same(unpack_int4(pack_int4(pairs)), pairs)
+
+
+@sweep("bits", BITS)
+def test_the_rest_of_x_can_stay_in_x(bits, device):
+    """The bits of an error of its own that was 0; 0 where a block is not finite."""
+    for x_dtype in DTYPES[:2]:
+        for seed in seeds(4):
+            x = blocks(1003, x_dtype, device)
+            x[[300, 700]] = torch.tensor([torch.inf, torch.nan], dtype=x_dtype, device=device)
+            error, rest = torch.zeros_like(x), x.clone()
+            found = quantize_blockwise(x, bits=bits, seed=seed, error=error)
+            got = quantize_blockwise(rest, bits=bits, seed=seed, error=rest)
+            for a, b in zip((*got, rest), (*found, error)):
+                assert_same(a, b)
+            assert (rest[256:768] == 0).all()
+            assert rest.any()
+
+
+@sweep("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_code_decodes_as_torchs(dtype, device):
+    codes = torch.arange(700, dtype=torch.int32).to(torch.uint8).view(dtype)
+    scales = torch.tensor([1.0, 0.37, 2.0**-126])
+    want = codes.float() * scales.repeat_interleave(256)[:700]
+    for out_dtype in DTYPES:
+        got = dequantize_blockwise(codes.to(device), scales.to(device), out_dtype=out_dtype)
+        assert_same(got, want.to(out_dtype))
+
+
+@sweep("bits", BITS)
+def test_stochastic_rounding_is_unbiased(bits):
+    """The count of roundings up is binomial; six deviations are exceeded with probability 2e-9, by
+    any of the 50 counts with less than 2e-7 (normal approximation: at least 256 are expected)."""
+    n, largest = 2**18, BITS[bits]
+    for k, low in enumerate((0, 1, 3, int(largest) // 3, int(largest) - 1)):
+        for f, fraction in enumerate((0.5, 0.25, 0.9, 1 / 3, 2.0**-10)):
+            value = torch.tensor(low + fraction)
+            p = value.item() - low  # of the rounded number
+            x = value.repeat(n)
+            x[::4096] = largest
+            sign, options = -1.0 if f % 2 else 1.0, {"bits": bits, "block": 4096}
+            options |= {"seed": 1000 * k + f, "first_index": 2**32 - 5000}
+            codes, scales = quantize_blockwise(sign * x, **options)
+            assert (scales == 1).all()
+            y = sign * codes.float().view(-1, 4096)[:, 1:]
+            assert ((y == low) | (y == low + 1)).all()
+            ups, draws = (y == low + 1).sum().item(), y.numel()
+            assert abs(ups - p * draws) < 6 * math.sqrt(draws * p * (1 - p)), (low, fraction)
+
+
+@sweep("bits", BITS)
+@pytest.mark.parametrize("device", ["cpp", "cuda"], indirect=True)
+def test_seeds_and_cuts(bits, device):
+    """Same seed, same bits; another seed, others; a cut at a multiple of the block changes none."""
+    x, kwargs = blocks(4000, torch.bfloat16, device), {"bits": bits, "block": 64, "seed": 9}
+    whole = quantize_blockwise(x, first_index=128, **kwargs)
+    for cut in (64, 1280, 3968):
+        left = quantize_blockwise(x[:cut], first_index=128, **kwargs)
+        right = quantize_blockwise(x[cut:], first_index=128 + cut, **kwargs)
+        for parts in zip(left, right, whole):
+            assert_same(torch.cat(parts[:2]), parts[2])
+    plain = torch.randn(4000, device=device)  # two drawings of it differ in a third
+    whole, _ = quantize_blockwise(plain, first_index=128, **kwargs)
+    for other in ({"seed": 10, "first_index": 128}, {"seed": 9, "first_index": 192}):
+        codes, _ = quantize_blockwise(plain, **{**kwargs, **other})
+        assert (codes != whole).float().mean() > 0.2
+
+
+@sweep("error_dtype", DTYPES[:2])
+@sweep("seed", [None, 4])
+@sweep("bits", BITS)
+def test_error_feedback_loses_nothing_over_steps(bits, seed, error_dtype):
+    """sum of values + last error = sum of inputs, up to the rounding of x + e and of the new e in
+    each step: U * |v| + u_e * |e|, u_e = U, and 2^-8 where e is bf16."""
+    n = 600
+    x, error = torch.randn(n), torch.zeros(n, dtype=error_dtype)
+    unit = U if error_dtype == torch.float32 else 2.0**-8
+    total, inputs, bound, plain = torch.zeros(4, n).double()
+    for step in range(50):
+        part = x + 0.1 * torch.randn(n)
+        kwargs = {"bits": bits, "seed": None if seed is None else seed + step}
+        v = (part + error.float()).double().abs()
+        codes, scales = quantize_blockwise(part, error=error, **kwargs)
+        total += dequantize_blockwise(codes, scales).double()
+        plain += dequantize_blockwise(*quantize_blockwise(part, **kwargs)).double()
+        inputs += part.double()
+        bound += U * v + (unit + U) * error.double().abs()
+        # Half a step to nearest, one step otherwise, and roundings of the scale and the products.
+        most = scales.double().repeat_interleave(256)[:n] * (0.5 if seed is None else 1.0)
+        assert (error.double().abs() <= most * (1 + unit) + 4 * U * v).all()
+    assert ((total + error.double() - inputs).abs() <= bound).all()
+    assert (total - inputs).norm() < 0.5 * (plain - inputs).norm()  # what it would be without
+
+
+@sweep("bits", BITS)
+def test_what_is_not_finite_does_not_vanish(bits, device):
+    for seed in seeds(3):
+        kwargs = {"bits": bits, "block": 64, "seed": seed}
+        x = torch.randn(5 * 64, device=device)
+        clean, clean_scales = quantize_blockwise(x, **kwargs)
+        x[70], x[140], x[141], x[200] = torch.inf, -torch.inf, torch.nan, BIG
+        error = torch.full((5 * 64,), 0.25, device=device)
+        error[200] = BIG  # x + error overflows
+        codes, scales = quantize_blockwise(x, error=error, **kwargs)
+        assert scales.isinf().tolist() == [False, True, False, True, False]
+        assert scales.isnan().tolist() == [False, False, True, False, False]
+        values = dequantize_blockwise(codes, scales, block=64).view(5, 64)
+        assert values[1:4].isnan().all()
+        assert values[[0, 4]].isfinite().all()
+        assert (codes.view(5, 64)[1:4] == 0).all()
+        assert (error.view(5, 64)[1:3] == 0.25).all()  # as it was
+        assert error[200] == BIG
+        assert (error.view(5, 64)[[0, 4]] != 0.25).any()
+        codes, scales = quantize_blockwise(x, **kwargs)
+        for b in (0, 4):  # neighbours do not suffer
+            assert_same(codes.view(5, 64)[b], clean.view(5, 64)[b])
+            assert scales[b] == clean_scales[b]
+
+
+def test_codes_of_every_offset(device):
+    """Offsets 0..63 bytes of x and error, codes that start anywhere, shapes and strides."""
+    for offset in range(16):
+        n = 64 + 7 * offset
+        x, error = torch.randn(2, n + offset, device=device)
+        kwargs = {"block": 32, "seed": seeds(1)[-1]}
+        want_error = error[offset:].clone()
+        want, scales = quantize_blockwise(x[offset:].clone(), error=want_error, **kwargs)
+        got, got_scales = quantize_blockwise(x[offset:], error=error[offset:], **kwargs)
+        moved = torch.zeros(n + offset, dtype=torch.int8, device=device)
+        moved[offset:] = want
+        for a, b in ((got, want), (got_scales, scales), (error[offset:], want_error)):
+            assert_same(a, b)
+        values = dequantize_blockwise(moved[offset:], scales, block=32)
+        assert_same(values, dequantize_blockwise(want, scales, block=32))
+    x = torch.randn(30, 20, device=device)
+    codes, scales = quantize_blockwise(x.t(), block=64)
+    assert (codes.shape, scales.shape) == ((20, 30), (10,))
+    assert_same(codes, quantize_blockwise(x.t().contiguous(), block=64)[0])
+    values = dequantize_blockwise(codes.t(), scales, block=64)
+    assert_same(values, dequantize_blockwise(codes.t().contiguous(), scales, block=64))
+    assert dequantize_blockwise(*quantize_blockwise(torch.tensor(3.0, device=device))).item() == 3.0
+
+
+@sweep("bits", BITS)
+def test_codes_at_the_edges(bits, device):
+    """Zeros, blocks below the least scale, the largest numbers, numbers that are codes."""
+    for seed in seeds(3):
+        x = torch.zeros(256, device=device)
+        x[:16] = -0.0
+        codes, scales = quantize_blockwise(x, bits=bits, block=64, seed=seed)
+        assert not codes.any()
+        assert not scales.any()
+        assert (dequantize_blockwise(codes, scales, block=64) == 0).all()
+        x = torch.full((64,), 2.0**-149, device=device)
+        x[0], error = 2.0**-126, torch.zeros(64, device=device)
+        codes, scales = quantize_blockwise(x, bits=bits, block=64, seed=seed, error=error)
+        assert scales.item() == 2.0**-126
+        values = dequantize_blockwise(codes, scales, block=64)
+        assert values[0] == 2.0**-126
+        assert torch.equal(values + error, x)  # what is lost is kept
+        for top in (BIG, BIG * (1 - 2**-20), 3e38):
+            x = torch.tensor([top, -top, 1.0, BIG / 2], device=device)
+            values = dequantize_blockwise(*quantize_blockwise(x, bits=bits, seed=seed))
+            assert values.isfinite().all()
+            torch.testing.assert_close(values[0].item(), top, rtol=2.0**-20, atol=0)
+        x = torch.arange(-BITS[bits], BITS[bits] + 1, device=device) * 2.0**-20
+        assert torch.equal(dequantize_blockwise(*quantize_blockwise(x, bits=bits, seed=seed)), x)
+
+
+WIDE = torch.ones(300)
+Q, OF_Q = quantize_blockwise(WIDE)
+TO, FROM = quantize_blockwise, dequantize_blockwise
+REFUSALS += [
+    ("expected fp32, bf16 or fp16, got x=torch.float64", TO, (WIDE.double(),), {}),
+    *((f"power of two from 16 to 4096, got block={n}", TO, (WIDE,), {"block": n})
+      for n in (0, 8, 48, 8192)),
+    ("got block=8", FROM, (Q, OF_Q), {"block": 8}),
+    (r"expected 0 <= seed < 2\*\*64, got seed=-1", TO, (WIDE,), {"seed": -1}),
+    ("got seed=18446744073709551616", TO, (WIDE,), {"seed": 2**64}),
+    ("got first_index=-1", TO, (WIDE,), {"first_index": -1}),
+    (r"error of shape \[300\] .* got error=\[2\]", TO, (WIDE,), {"error": WIDE[:2]}),
+    ("got error=.* torch.float16", TO, (WIDE,), {"error": WIDE.half()}),
+    ("on cpu, got error=.* on meta", TO, (WIDE,), {"error": WIDE.to("meta")}),
+    (r"got error=.* stride=\(2,\)", TO, (WIDE,), {"error": torch.zeros(600)[::2]}),
+    ("expected bits=8 or 4, got bits=2", TO, (WIDE,), {"bits": 2}),
+    ("got codes=torch.float32 out", FROM, (WIDE, OF_Q), {}),
+    ("out_dtype=torch.float64", FROM, (Q, OF_Q), {"out_dtype": torch.float64}),
+    (r"2 fp32 scales .* got scales=\[1\]", FROM, (Q, OF_Q[:1]), {}),
+    ("got scales=.* torch.float64", FROM, (Q, OF_Q.double()), {}),
+    ("got scales=.* on meta", FROM, (Q, OF_Q.to("meta")), {}),
+    ("codes of int8, float8_e4m3fn or float8_e", _C.dequantize_blockwise,
+     (WIDE, OF_Q, 256, WIDE, 1), {}),
+    ("power of two .* got block=100", _C.dequantize_blockwise, (Q, OF_Q, 100, WIDE, 1), {}),
+    *(("_C: expected out of", _C.dequantize_blockwise, (Q, OF_Q, 256, wrong, 1), {})
+      for wrong in (WIDE[:-1], WIDE.double(), torch.zeros(600)[::2])),
+]  # fmt: skip
+
+
+@sweep(("words", "op", "args", "options"), REFUSALS)
+def test_what_is_refused(words, op, args, options):
+    with pytest.raises(ValueError, match=words):
+        op(*args, **options)
+
+
+# All of them
+
+
+LONG = (100_003, 5, 70_001)
+
+
+def buckets(device):
+    values = [rand(n, d, device) for n, d in zip(LONG, DTYPES)]
+    totals = [rand(n, d, device) for n, d in zip(LONG, reversed(DTYPES))]
     accumulate_(totals, values, scale=0.37)
-    out = torch.empty(SIZES[0], dtype=torch.float16, device=device)
+    out = torch.empty(LONG[0], dtype=torch.float16, device=device)
     bins = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
-    sum_shards(rand(3 * SIZES[0], torch.bfloat16).view(3, -1).to(device), out, bins=bins)
+    sum_shards(rand(3 * LONG[0], torch.bfloat16).view(3, -1).to(device), out, bins=bins)
     assert norm_from_bins(bins).norm == norm_from_bins(norm_bins([out])).norm
     return [*totals, out]
 
 
-def norm(device):
+def norms(device):
     bad = [torch.tensor([1.0, torch.inf, 2.0] * 2000), torch.tensor([torch.nan])]
     words = norm_bins([t.to(device) for t in bad], counted=[True, False])
-    return [*global_norm([rand(n, d).to(device) for d in DTYPES for n in SIZES]), words[-2:]]
+    return [*global_norm([rand(n, d, device) for d in DTYPES for n in LONG]), words[-2:]]
 
 
-def quantize(device):
+def codes(device):
     found = []
     for bits in (8, 4):
         for seed in (None, 8):
-            error = rand(SIZES[0]).to(device)
-            x = rand(SIZES[0], torch.bfloat16).to(device)
+            error = rand(LONG[0], device=device)
+            x = rand(LONG[0], torch.bfloat16, device)
             codes, scales = quantize_blockwise(x, bits=bits, seed=seed, error=error)
             found += [codes, scales, error, dequantize_blockwise(codes, scales)]
     return found
@@ -72,13 +904,13 @@ def results(run, device="cpu"):
     return [t.cpu() for t in run(device)]
 
 
-def assert_same(got, want):
+def assert_all_same(got, want):
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        assert_same(a, b)
 
 
 @sweep("isa", ["baseline", "avx2", "avx512"])
-@sweep("run", [bucket, norm, quantize, masks])
+@sweep("run", [buckets, norms, codes, masks])
 def test_same_bits_on_every_instruction_set_and_thread_count(isa, run):
     if not _C.isa_supported(isa):
         return  # test_backend.py skips visibly
@@ -87,16 +919,16 @@ def test_same_bits_on_every_instruction_set_and_thread_count(isa, run):
         _C.set_isa(isa)
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            assert_same(results(run), want)
+            assert_all_same(results(run), want)
     finally:
         _C.set_isa(before)
 
 
-@pytest.mark.parametrize("run", [bucket, norm, quantize])
+@pytest.mark.parametrize("run", [buckets, norms, codes])
 def test_devices_give_the_same_bits(run, cuda_device, monkeypatch):
     got = results(run, cuda_device)
     monkeypatch.setattr(backend, "cuda_on_cpu", False)
-    assert_same(got, results(run))
+    assert_all_same(got, results(run))
 
 
 @sweep("write", [

@@ -6,7 +6,6 @@ from cells import sweep
 
 from fastpar.doctor.trial import launches_of
 from fastpar.kernels import DelayedScales, Fp8, backend, linear
-from fastpar.kernels.cases import proof_cases
 from fastpar.kernels.choice import Case
 from fastpar.kernels.linear import fp8 as linear_fp8
 from fastpar.kernels.linear.fp8 import (
@@ -51,15 +50,17 @@ def make(n=40, c=272, f=144, dtype=torch.float32):
     return [t.to(dtype).requires_grad_() for t in inputs]
 
 
-def layer(scaling, **options):
-    scales = DelayedScales(1) if scaling == "tensor" else None
-    return Fp8(scaling, emulate=True, scales=scales, **options)
+def layer(scaling, *step, **options):
+    """step: inputs and dy of a first step, in which tensors' scales become known."""
+    how = Fp8(scaling, emulate=True, **options, scales=known(scaling))
+    if step and how.scales is not None:
+        linear(*(t.detach().requires_grad_() for t in step[:-1]), fp8=how).backward(step[-1])
+        how.scales.update()
+    return how
 
 
-def settle(how, *step):
-    """A step in which tensors' scales become known."""
-    linear(*(t.detach().requires_grad_() for t in step[:-1]), fp8=how).backward(step[-1])
-    how.scales.update()
+def known(scaling):
+    return DelayedScales(1) if scaling == "tensor" else None
 
 
 @sweep("form", [E4M3, E5M2])
@@ -87,9 +88,7 @@ def test_products_are_those_of_the_rounded_operands(scaling):
         x, weight, bias = make(dtype=dtype)
         dy = torch.randn(40, 144).to(dtype)
         for of_weight in ("bf16", "fp8") if scaling == "tensor" else ("bf16",):
-            how = layer(scaling, weight_gradient=of_weight)
-            if scaling == "tensor":
-                settle(how, x, weight, bias, dy)
+            how = layer(scaling, x, weight, bias, dy, weight_gradient=of_weight)
             for t in (x, weight, bias):
                 t.grad = None
             y = linear(x, weight, bias, fp8=how)
@@ -103,9 +102,10 @@ def test_products_are_those_of_the_rounded_operands(scaling):
             wants = (x8 @ w8.t() + bias.double(), dy8 @ wt8.t(), of_dweight.t() @ x8)
             for got, want in zip((y, x.grad, weight.grad), wants):
                 assert got.dtype == dtype
-                # Of sums of 272 products at most, and of storing them.
-                bound = (want.abs().max() * torch.finfo(dtype).eps * 4).item()
-                assert (got.double() - want).abs().max() <= bound
+                # Sums of 272 products at most, of which sqrt(272) of fp32's roundings stay of each
+                # partial sum, times 2; and half a unit for storing them.
+                sums, store = 2 * 272**0.5 * 2.0**-24, torch.finfo(dtype).eps / 2
+                assert (got.double() - want).abs().max() <= want.abs().max() * (sums + store)
             assert torch.equal(bias.grad, dy.sum(0))
 
 
@@ -115,9 +115,7 @@ def test_bits_do_not_depend_on_how_tokens_are_cut(scaling):
     x, weight, dy = (torch.randint(-63, 64, (n, 256)).float() for n in (40, 256, 40))
     x *= 2.0 ** torch.arange(-20, 20)[:, None]
     x, weight, bias = (t.requires_grad_() for t in (x, weight, torch.zeros(256)))
-    how = layer(scaling)
-    if scaling == "tensor":
-        settle(how, x, weight, bias, dy)
+    how = layer(scaling, x, weight, bias, dy)
     whole = linear(x, weight, bias, fp8=how)
     (dx,) = torch.autograd.grad(whole, x, dy)
     for cut in (8, 24):
@@ -129,36 +127,6 @@ def test_bits_do_not_depend_on_how_tokens_are_cut(scaling):
         ys, dxs = zip(*parts)
         assert torch.equal(torch.cat(ys), whole)
         assert torch.equal(torch.cat(dxs), dx)
-
-
-def make_sums_exact(*tensors):
-    """Multiples of 1/8 up to 8: sums of 512 products have 21 bits, so that any order is exact."""
-    for t in tensors:
-        t.data = (t.data * (64 / t.data.abs().max())).round() / 8
-
-
-def test_bits_do_not_depend_on_how_features_are_cut_between_blocks():
-    """Two ranks of tp: a column layer's outputs, a row layer's sum of two parts, both backwards."""
-    x, weight, _ = make(n=64, c=512, f=512)
-    dy, how = torch.randn(64, 512), layer("block")
-    make_sums_exact(x, weight, dy)
-    y = linear(x, weight, fp8=how)
-    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
-    columns, rows = [], []
-    for part in range(2):
-        half = slice(256 * part, 256 * part + 256)
-        w = weight.detach()[half].requires_grad_()
-        out = linear(x, w, fp8=how)
-        columns.append((out, *torch.autograd.grad(out, (x, w), dy[:, half])))
-        xs, w = (t.detach()[:, half].requires_grad_() for t in (x, weight))
-        out = linear(xs, w, fp8=how)
-        rows.append((out, *torch.autograd.grad(out, (xs, w), dy)))
-    assert torch.equal(torch.cat([c[0] for c in columns], 1), y)
-    assert torch.equal(columns[0][1] + columns[1][1], dx)
-    assert torch.equal(torch.cat([c[2] for c in columns]), dweight)
-    assert torch.equal(rows[0][0] + rows[1][0], y)
-    assert torch.equal(torch.cat([r[1] for r in rows], 1), dx)
-    assert torch.equal(torch.cat([r[2] for r in rows], 1), dweight)
 
 
 def test_what_overflows_becomes_the_largest_code_and_is_counted():
@@ -209,9 +177,7 @@ def test_the_largest_of_the_last_steps_counts():
 @sweep("scaling", SCALINGS)
 def test_what_is_not_finite_stays_so(scaling):
     x, weight, bias = make()
-    how = layer(scaling)
-    if scaling == "tensor":
-        settle(how, x, weight, bias, torch.ones(40, 144))
+    how = layer(scaling, x, weight, bias, torch.ones(40, 144))
     for bad in (torch.inf, -torch.inf, torch.nan):
         broken = x.detach().clone()
         broken[5, 7] = bad
@@ -220,30 +186,28 @@ def test_what_is_not_finite_stays_so(scaling):
         assert y[torch.arange(40) != 5].isfinite().all()
 
 
-def kept_bytes(how, x, weight):
-    sizes = []
-
-    def pack(t):
-        if t.data_ptr() != weight.data_ptr():
-            sizes.append((t.data_ptr() != x.data_ptr()) * t.nbytes)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        linear(x, weight, fp8=how)
-    return sum(sizes)
-
-
 def test_x_is_kept_in_8_bits_or_not_at_all():
     x, weight, _ = make(dtype=torch.bfloat16)
-    assert kept_bytes(layer("row"), x, weight) == 40 * 272 + 40 * 4
-    assert kept_bytes(layer("block"), x, weight) == 40 * 272 + 40 * 3 * 4
-    assert kept_bytes(layer("row", keeps=False), x, weight) == 0
+
+    def kept_bytes(how):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            linear(x, weight, fp8=how)
+        own = (x.data_ptr(), weight.data_ptr())
+        return sum(t.nbytes for t in kept if t.data_ptr() not in own)
+
+    assert kept_bytes(layer("row")) == 40 * 272 + 40 * 4
+    assert kept_bytes(layer("block")) == 40 * 272 + 40 * 3 * 4
+    assert kept_bytes(layer("row", keeps=False)) == 0
     dy = torch.randn(40, 144).bfloat16()
     results = [
         torch.autograd.grad(linear(x, weight, fp8=layer("row", keeps=keeps)), (x, weight), dy)
         for keeps in (True, False)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+LEAF = torch.ones(16, 16, requires_grad=True)
 
 
 class OfGpu(torch.Tensor):
@@ -265,37 +229,34 @@ REFUSALS = [
      "column_linear: .* got scaling=row with 256"),
     (lambda: Fp8()._check(torch.ones(2).bfloat16().as_subclass(OfGpu), torch.ones(16, 16)),
      r"got compute capability 8\.6 dtype=torch\.bfloat16"),
+    (lambda: torch.autograd.grad(linear(LEAF, LEAF, fp8=layer("row")).sum(), LEAF,
+                                 create_graph=True),
+     "linear: expected one backward"),
 ]  # fmt: skip
 
 
 @sweep(("call", "words"), REFUSALS)
 def test_what_is_refused(call, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, RuntimeError), match=words):
         call()
 
 
-def test_a_second_derivative_is_refused():
-    x, weight, _ = make()
-    with pytest.raises(RuntimeError, match="linear: expected one backward"):
-        torch.autograd.grad(linear(x, weight, fp8=layer("row")).sum(), x, create_graph=True)
-
-
-def hostile():
-    x = torch.randn(37, 272) * torch.logspace(-30, 30, 37)[:, None]
-    x[3], x[4, 5], x[5, 6], x[6, 7] = 0.0, torch.inf, -torch.inf, torch.nan
-    return x
+def assert_same_codes(got, want):
+    a, b = (codes.codes.float().cpu() for codes in (got, want))
+    assert torch.equal(a.isnan(), b.isnan())
+    assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def test_triton_casts_have_the_same_bits(triton_device):
-    x = hostile().to(triton_device)
+    x = torch.randn(37, 272) * torch.logspace(-30, 30, 37)[:, None]
+    x[3], x[4, 5], x[5, 6], x[6, 7] = 0.0, torch.inf, -torch.inf, torch.nan
+    x = x.to(triton_device)
     kernels = backend.triton_module("linear.fp8_triton")
     for form, group, values in ((E4M3, BLOCK, x), (E5M2, 272, x), (E4M3, 37, x.bfloat16().t())):
         want, got = round_rows(values, form, group), kernels.round_rows(values, form, group)
         assert torch.equal(got.scales.nan_to_num(), want.scales.nan_to_num())
-        a, b = (c.codes.float().cpu() for c in (got, want))
-        assert torch.equal(a.isnan(), b.isnan())
-        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert_same_codes(got, want)
     scale = torch.tensor(2.0**-5, device=triton_device)
     x = torch.where(x.abs() < 1e6, x, 0.0)[:, :144]
     x[7, 8], x[8, 9] = torch.inf, torch.nan
@@ -305,9 +266,7 @@ def test_triton_casts_have_the_same_bits(triton_device):
         assert kernels.round_all(values, form, scale)[0].flipped is None
         assert found[0].amax() == told[0]
         assert found[1].sum() == told[1] > 0
-        a, b = (c.codes.float().cpu() for c in (got, want))
-        assert torch.equal(a.isnan(), b.isnan())
-        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert_same_codes(got, want)
         for each in (got, want):
             assert torch.equal(each.flipped.view(torch.uint8), each.codes.t().view(torch.uint8))
             assert each.flipped.is_contiguous()
@@ -351,16 +310,15 @@ def on_hopper(a, b, scale_a, scale_b, **options):
 SCALED_MM = torch._scaled_mm
 
 
-@pytest.mark.parametrize(
-    ("scaling", "weight_gradient", "casts"),
-    [
-        *((scaling, "bf16", "triton") for scaling in SCALINGS),
-        ("tensor", "fp8", "triton"),
-        ("row", "bf16", "torch"),
-        ("tensor", "bf16", "torch"),
-        ("tensor", "fp8", "torch"),
-    ],
-)
+CASTS = [  # scaling, weight_gradient, casts
+    *((scaling, "bf16", "triton") for scaling in SCALINGS),
+    ("tensor", "fp8", "triton"),
+    *(("tensor", of_weight, "torch") for of_weight in ("bf16", "fp8")),
+    ("row", "bf16", "torch"),
+]
+
+
+@pytest.mark.parametrize(("scaling", "weight_gradient", "casts"), CASTS)
 def test_a_gpus_layer_is_the_emulated_one(
     scaling, weight_gradient, casts, triton_device, monkeypatch
 ):
@@ -371,10 +329,10 @@ def test_a_gpus_layer_is_the_emulated_one(
         monkeypatch.setattr(backend, "triton_module", lambda name: linear_fp8)
     monkeypatch.setattr(torch, "_scaled_mm", on_hopper)
     for n, keeps in ((48, True), (37, False)):
-        step = [t.detach().to(triton_device) for t in make(n=n, dtype=torch.bfloat16)]
-        dy, found = torch.randn(144, n).bfloat16().to(triton_device).t(), []
+        step = [t.detach().to(triton_device) for t in make(n, f=48, dtype=torch.bfloat16)]
+        dy, found = torch.randn(48, n).bfloat16().to(triton_device).t(), []
         for emulate in (True, False):
-            scales = DelayedScales(1) if scaling == "tensor" else None
+            scales = known(scaling)
             how = Fp8(scaling, weight_gradient, emulate, scales, keeps=keeps)
             for _ in range(2 if scales else 1):  # delayed scales are known in the second
                 leaves = [t.clone().requires_grad_() for t in step]
@@ -400,11 +358,7 @@ def test_triton_products_with_blocks(triton_device):
     assert isinstance(a, Codes)
 
 
-def test_what_a_proof_would_launch_and_multiply():
+def test_what_a_proof_would_launch():
     found = launches_of(Case("cuda", "linear_fp8", torch.bfloat16, 256), (90, 132))
     names = ("round_rows", "round_all", "note", "block_product")
     assert {x.name for x in found} == {f"_{name}_kernel" for name in names}
-    for case in proof_cases("linear_fp8", 256, "cpu", 40):
-        assert case.stock is torch.nn.functional.linear
-        for errors in case.measure(torch.bfloat16, "cpu").values():
-            assert errors.max <= errors.bound

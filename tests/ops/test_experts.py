@@ -1,0 +1,231 @@
+"""Ops of experts beyond the cases of kernels/cases.py: route with biases, ties and hostile logits;
+permute and combine with capacities; grouped_linear with several sources."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cells import sweep
+
+from fastpar.kernels import combine, grouped_linear, linear, permute, route
+from fastpar.kernels.cases import combine_case
+from fastpar.kernels.reference import combine_ref, grouped_linear_ref, permute_ref, route_ref
+from fastpar.testing import assert_matches_oracle
+
+INF = torch.inf
+LOGITS = {
+    "random": lambda: torch.randn(63, 7),
+    "many": lambda: torch.randn(1000, 7),
+    "of equal ones the lower numbers are chosen": lambda: torch.zeros(9, 40),  # as stable sorts do
+    "some are equal": lambda: torch.tensor([[1.0, 3.0, 3.0, 1.0, 3.0, 0.0, 1.0]]),
+    "huge and infinite": lambda: torch.tensor([[1e4, -1e4, 1e4 - 1], [-INF, 0.0, 1.0]]),
+}
+
+
+def torchs_weights(logits, k, bias=None):
+    """Weights by torch's topk of the biased logits, which may be ties."""
+    experts = (logits if bias is None else logits + bias).topk(k, -1).indices
+    if k == 1:
+        return logits.softmax(-1).gather(1, experts)
+    return logits.gather(1, experts).softmax(-1)
+
+
+@sweep("biased", [False, True])
+@sweep("k", [1, 2, 3, 7, 40])
+@sweep("name", LOGITS)
+def test_route_matches_its_oracle(name, k, biased):
+    """A bias changes the choice and not the weights; the oracle sorts stably."""
+    logits = LOGITS[name]().requires_grad_()
+    bias = torch.randn(logits.shape[1]) if biased else None
+    k = min(k, logits.shape[1])
+    weights, experts = route(logits, k, bias)
+    assert torch.equal(experts, route_ref(logits, k, bias)[1])
+    if name.startswith("of equal") and not biased:
+        assert experts.tolist() == [[*range(k)]] * 9
+    if k > 1:
+        torch.testing.assert_close(weights.sum(-1), torch.ones(len(logits)))
+    ours, ref = (lambda *given, f=f: f(*given)[0] for f in (route, route_ref))
+    assert_matches_oracle(ours, ref, (logits, k, bias), eager=torchs_weights)
+    one = route(logits[:1], k, bias)
+    assert all(map(torch.equal, one, (weights[:1], experts[:1])))
+    assert route(logits[:0], k, bias)[1].shape == (0, k)
+
+
+@sweep("value", [torch.nan, torch.inf])
+def test_rows_that_are_not_finite_show_as_nan_and_leave_the_others_alone(value):
+    logits = torch.randn(4, 6)
+    want = route(logits, 2)[0]
+    logits[2, 3] = value
+    weights, experts = route(logits, 2)
+    assert weights[2].isnan().any()
+    assert ((experts >= 0) & (experts < 6)).all()
+    assert torch.equal(weights[[0, 1, 3]], want[[0, 1, 3]])
+
+
+def test_logits_of_16_bits_are_computed_in_fp32():
+    logits = torch.randn(30, 6).bfloat16().requires_grad_()
+    weights, _ = route(logits, 2)
+    assert weights.dtype == torch.float32
+    assert torch.equal(weights, route(logits.detach().float(), 2)[0])
+    weights.square().sum().backward()
+    assert logits.grad.dtype == torch.bfloat16
+
+
+CHOICES = {
+    "random": lambda n, k, e: route(torch.randn(n, e), k)[1],
+    "one takes all": lambda n, k, e: torch.arange(k).expand(n, k).contiguous(),
+    "the last ones": lambda n, k, e: e - 1 - torch.arange(k).expand(n, k).contiguous(),
+}
+
+
+@pytest.mark.usefixtures("poisoned")
+@sweep("capacity", [None, 1, 9, 1000])
+@sweep("how", CHOICES)
+@sweep("sizes", [(1, 1, 1), (63, 2, 5), (127, 3, 3), (40, 1, 8)])
+def test_permute_and_combine_match_their_oracles(sizes, how, capacity):
+    """Of an expert's tokens the first ones stay; what is dropped adds nothing, gets no gradient."""
+    n, k, e = sizes
+    x, experts = torch.randn(n, 33).requires_grad_(), CHOICES[how](*sizes)
+    _, order, counts = permute(x, experts, e, capacity)
+    _, want, sums = permute_ref(x, experts, e, capacity)
+    assert torch.equal(order, want)
+    assert torch.equal(counts, sums)
+    ours, ref = (lambda *given, f=f: f(*given)[0] for f in (permute, permute_ref))
+    assert_matches_oracle(ours, ref, (x, experts, e, capacity))
+    rows = torch.randn(len(order), 33).requires_grad_()
+    weights = torch.rand(n, k).requires_grad_()
+    eager = combine_case(n, 33, e, k).eager
+    assert_matches_oracle(combine, combine_ref, (rows, weights, order), eager=eager)
+
+
+@sweep("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_added_in_fp32_and_rounded_once(dtype):
+    experts = route(torch.randn(50, 6), 3)[1]
+    rows, order, _ = permute(torch.randn(50, 16).to(dtype), experts, 6)
+    rows, weights = rows.clone().requires_grad_(), torch.rand(50, 3, requires_grad=True)
+    y = combine(rows, weights, order)
+    exact = combine_ref(rows.detach().double(), weights.detach().double(), order)
+    assert torch.equal(y, exact.float().to(dtype))
+    dy = torch.randn_like(y)
+    drows, dweights = torch.autograd.grad(y, (rows, weights), dy)
+    exact_rows = weights.detach().double().flatten()[order, None] * dy.double()[order // 3]
+    torch.testing.assert_close(drows.double(), exact_rows, rtol=torch.finfo(dtype).eps, atol=0)
+    assert dweights.dtype == torch.float32
+
+
+COUNTS = {
+    "some": [5, 0, 17, 3],
+    "one takes all": [0, 63, 0, 0],
+    "none": [0, 0, 0, 0],
+    "two sources": [[5, 0, 17, 3], [0, 1, 40, 0]],
+    "five sources": [[5, 0, 17, 3], [0, 1, 40, 0], [1, 1, 1, 1], [0, 0, 0, 9], [2, 3, 4, 5]],
+}
+
+
+def torchs_groups(x, weight, bias, counts):
+    parts, start = [x.new_empty(0, weight.shape[1])], 0
+    for g, n in enumerate(counts.flatten().tolist()):
+        e = g % len(weight)
+        parts.append(F.linear(x[start : start + n], weight[e], None if bias is None else bias[e]))
+        start += n
+    return torch.cat(parts)
+
+
+def make(counts, c, f, dtype=torch.float32):
+    counts = torch.tensor(counts)
+    sizes = (int(counts.sum()), c), (4, f, c), (4, f)
+    tensors = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
+    return *tensors, counts
+
+
+@pytest.mark.usefixtures("poisoned")
+@sweep("bias", [True, False])
+@sweep(("c", "f", "dtype"), [(1, 1, torch.float32), (33, 47, torch.float32),
+                             (127, 256, torch.bfloat16)])  # fmt: skip
+@sweep("counts", COUNTS)
+def test_grouped_linear_matches_its_oracle(counts, c, f, dtype, bias):
+    x, weight, of_groups, counts = make(COUNTS[counts], c, f, dtype)
+    inputs = (x, weight, of_groups if bias else None, counts)
+    assert_matches_oracle(grouped_linear, grouped_linear_ref, inputs, eager=torchs_groups)
+
+
+def test_a_row_does_not_see_other_groups():
+    """What ranks of ep compute has the bits of one process, for any rows of other ranks."""
+    for c, f in ((64, 256), (256, 64)):
+        x, weight, bias, counts = make([[300, 100], [40, 260]], c, f)
+        weight, bias = weight[:2].detach(), bias[:2].detach()
+        y = grouped_linear(x, weight, bias, counts)
+        ends = counts.flatten().cumsum(0).tolist()
+        for g, (start, stop) in enumerate(zip([0, *ends], ends)):
+            part, one = x[start:stop].detach(), counts.new_zeros(2)
+            one[g % 2] = stop - start
+            assert torch.equal(grouped_linear(part, weight, bias, one), y[start:stop])
+            assert torch.equal(linear(part, weight[g % 2], bias[g % 2]), y[start:stop])
+
+
+def test_gradients_apart_are_those_of_each_source_and_their_sum_is_a_pairwise_tree():
+    x, weight, bias, counts = make(COUNTS["five sources"], 24, 40)
+    taken = {}
+    weight.apart = lambda grad: taken.setdefault("weight", grad.clone())
+    bias.apart = lambda grad: taken.setdefault("bias", grad.clone())
+    y = grouped_linear(x, weight, bias, counts)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    del weight.apart, bias.apart
+    ends = counts.sum(1).cumsum(0).tolist()
+    for source, rows in enumerate(itertools.starmap(slice, itertools.pairwise([0, *ends]))):
+        y = grouped_linear(x[rows].detach(), weight, bias, counts[source])
+        dweight, dbias = torch.autograd.grad(y, (weight, bias), dy[rows])
+        assert torch.equal(taken["weight"][source], dweight)
+        assert torch.equal(taken["bias"][source], dbias)
+    for leaf, parts in ((weight, taken["weight"]), (bias, taken["bias"])):
+        want = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + parts[4]
+        assert torch.equal(leaf.grad, want)
+
+
+def test_strided_inputs_expanded_gradients_and_no_tokens():
+    x = torch.randn(12, 20).t()[::2].requires_grad_()
+    rows, order, _ = permute(x, route(torch.randn(10, 4), 2)[1], 4)
+    weights = torch.rand(2, 10).t().requires_grad_()
+    y = combine(rows, weights, order)
+    y.backward(torch.ones(1).expand_as(y))
+    torch.testing.assert_close(x.grad, weights.detach().sum(1, keepdim=True).expand(10, 12))
+    empty = torch.empty(0, 5, requires_grad=True)
+    rows, order, counts = permute(empty, torch.empty(0, 2, dtype=torch.int64), 3)
+    assert (rows.shape, counts.tolist()) == ((0, 5), [0, 0, 0])
+    combine(rows, torch.empty(0, 2), order).sum().backward()
+    assert empty.grad.shape == (0, 5)
+    x = torch.randn(50, 50).t()[:25].requires_grad_()
+    weight = torch.randn(4, 50, 30).transpose(1, 2).requires_grad_()
+    y = grouped_linear(x, weight, None, torch.tensor(COUNTS["some"]))
+    y.backward(torch.ones(1).expand_as(y))
+    of_row = torch.arange(4).repeat_interleave(torch.tensor(COUNTS["some"]))
+    want = weight.detach().double().sum(1)[of_row]  # of 30 terms in fp32, in any order
+    most = 30 * 2.0**-24 * weight.detach().double().abs().sum(1)[of_row]
+    assert ((x.grad - want).abs() <= most).all()
+    assert not weight.grad[1].any()
+
+
+X, NUMBERS = torch.randn(4, 6), torch.zeros(4, 2, dtype=torch.int64)
+GROUPS = [t.detach() for t in make(COUNTS["some"], 5, 7)]
+REFUSALS = [
+    (r"1 <= k <= E, got logits=\[3, 4\] k=5", route, (torch.randn(3, 4), 5)),
+    (r"expected bias \[E\].* got bias=\[3\]", route, (torch.randn(3, 4), 2, torch.randn(3))),
+    ("route: expected a floating dtype", route, (NUMBERS, 2)),
+    (r"permute: expected x \[N, C\] .* experts=\[3, 2\]", permute, (X, NUMBERS[:3], 2)),
+    ("expected capacity >= 1, got capacity=0", permute, (X, NUMBERS, 2, 0)),
+    (r"combine: expected rows \[M, C\].* order=\[3\]", combine,
+     (X, torch.rand(2, 2), torch.arange(3))),
+    (r"counts \[..., E\], got .* counts=\[3\]", grouped_linear, (*GROUPS[:3], GROUPS[3][:3])),
+    (r"expected bias \[E, F\].* got bias=\[4, 6\]", grouped_linear,
+     (*GROUPS[:2], GROUPS[2][:, :6], GROUPS[3])),
+    ("counts of the 24 rows of x, got counts that make 25", grouped_linear,
+     (GROUPS[0][:24], *GROUPS[1:])),
+]  # fmt: skip
+
+
+@sweep(("words", "op", "args"), REFUSALS)
+def test_what_is_refused(words, op, args):
+    with pytest.raises(ValueError, match=words):
+        op(*args)
