@@ -165,40 +165,61 @@ hyper_parameters = st.builds(
 
 
 @given(
-    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), max_size=5),
     hypers=st.lists(hyper_parameters, min_size=1, max_size=3),
-    name=st.sampled_from([n for n, m in MODES.items() if m.moment == F32 and "stoch" not in n]),
+    storage=st.sampled_from(
+        [("float32", "float32", None)]
+        + [
+            (p, g, "full")
+            for p in ("bfloat16", "float16")
+            for g in ("float32", "bfloat16", "float16")
+        ]
+        + [("bfloat16", g, "remainder") for g in ("float32", "bfloat16")]
+    ),
+    amsgrad=st.booleans(),
     maximize=st.booleans(),
     scale=st.one_of(st.none(), st.floats(2**-10, 8, width=32)),
     magnitude=st.sampled_from([1e-6, 1.0, 100.0]),
     data=st.data(),
 )
 def test_any_step_is_within_the_bound_of_the_oracle(
-    sizes, hypers, name, maximize, scale, magnitude, data
+    shapes, hypers, storage, amsgrad, maximize, scale, magnitude, data
 ):
-    mode, n = MODES[name], len(sizes)
-    index = data.draw(st.lists(st.integers(0, len(hypers) - 1), min_size=n, max_size=n))
-    states = [make(size, mode, seed=i) for i, size in enumerate(sizes)]
-    for state in states:
-        state["grad"].mul_(magnitude)
-    before = [widened(state, mode) for state in states]
+    dtype, grad_dtype = (getattr(torch, name) for name in storage[:2])
+    n = len(shapes)
+    hyper_index = data.draw(st.lists(st.integers(0, len(hypers) - 1), min_size=n, max_size=n))
+    weights = [torch.randn(shape) for shape in shapes]
+    grads = [(torch.randn(shape) * magnitude).to(grad_dtype) for shape in shapes]
+    exp_avgs = [torch.randn(shape) * 0.1 for shape in shapes]
+    exp_avg_sqs = [torch.rand(shape) * 0.1 for shape in shapes]
+    most = [torch.rand(shape) * 0.1 for shape in shapes] if amsgrad else None
+    lists = (weights, grads, exp_avgs, exp_avg_sqs, most or exp_avg_sqs)
+    before = [[t.clone() for t in tensors] for tensors in lists]
+    params, masters = weights, None
+    if storage[2] == "full":
+        params, masters = [w.to(dtype) for w in weights], weights
+    elif storage[2] == "remainder":
+        params, masters = (list(x) for x in zip(*map(master_split, weights))) if n else ([], [])
     factor = None if scale is None else torch.tensor(scale)
-    step(states, mode, hypers, hyper_index=index, grad_scale=factor, maximize=maximize)
-    for i, (state, wide) in enumerate(zip(states, before)):
-        old = {name: t.double() for name, t in wide.items()}
-        p, g, m, v = (old[name].clone() for name in NAMES[:4])
-        most = [old["max"].clone()] if mode.amsgrad else None
-        hyper, factor = hypers[index[i]]._asdict(), 1.0 if scale is None else scale
-        options = {"grad_scale": factor, "maximize": maximize, "max_exp_avg_sqs": most}
-        adamw_step_ref([p], [g], [m], [v], **hyper, **options)
-        bound = Bound(sizes[i])
-        g = g * factor * (-1 if maximize else 1)
-        moments = (old["exp_avg"], old["exp_avg_sq"]), (m, v, most[0] if most else v)
-        given = int(scale is not None), old["param"], *moments[0], p, *moments[1]
-        bound.step(g, *given, **hyper)
-        found = widened(state, mode)
-        found = (found[name] for name in ("param", "exp_avg", "exp_avg_sq"))
-        bound.holds(*found, {"p": p, "m": m, "v": v})
+    optional = {"hyper_index": hyper_index, "master_weights": masters, "max_exp_avg_sqs": most}
+    options = {**optional, "grad_scale": factor, "maximize": maximize}
+    adamw_step_(params, grads, exp_avgs, exp_avg_sqs, hypers, **options)
+    for i, row in enumerate(zip(*before)):
+        exact = [t.double() for t in row]
+        w0, _, m0, v0, _ = (t.clone() for t in exact)
+        hyper = hypers[hyper_index[i]]._asdict()
+        options = {"grad_scale": 1.0 if scale is None else scale, "maximize": maximize}
+        options["max_exp_avg_sqs"] = exact[4:] if amsgrad else None
+        adamw_step_ref(*([t] for t in exact[:4]), **hyper, **options)
+        bound = Bound(w0.shape)
+        w1, _, m1, v1, u1 = exact if amsgrad else (*exact[:4], exact[3])
+        g = exact[1] * (1.0 if scale is None else scale) * (-1 if maximize else 1)
+        bound.step(g, int(scale is not None), w0, m0, v0, w1, m1, v1, u1, **hyper)
+        weight = master_join(params[i], masters[i]) if storage[2] == "remainder" else weights[i]
+        bound.holds(weight, exp_avgs[i], exp_avg_sqs[i], {"p": w1, "m": m1, "v": v1})
+        if storage[2] == "full":
+            rounded = master_split(weight)[0] if dtype == torch.bfloat16 else weight.to(dtype)
+            assert torch.equal(params[i], rounded)
 
 
 def test_odd_calls():
