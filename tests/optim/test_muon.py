@@ -89,7 +89,7 @@ def assert_same(got, want):
 @covering(
     1,
     ("stage", [0, 1, 2, 3]),
-    (("dp", "tp"), [(2, 1), (4, 1), (1, 2), (2, 2)]),
+    (("dp", "tp"), [(2, 1), (4, 1), (1, 2), (2, 2)]),  # four share out over two
     ("dtype", [FP32, BF16, FP64]),
     ("options", [{}, {"cautious": True, "row_beta": 0.9}, {"momentum_dtype": BF16}]),
 )
@@ -97,16 +97,12 @@ def test_the_bits_of_one_process(stage, dp, tp, dtype, options):
     want, state = alone(dtype, **options)
 
     def one():
-        return train(*split(dp, tp, stage, dtype, **options))
+        shards = 2 if dp == 4 and stage else None
+        return train(*split(dp, tp, stage, dtype, shards, **options))
 
     for weights, saved in run_ranks(one, dp * tp):
         assert_same(weights, want)
         assert_same(saved["state"], state["state"])
-
-
-def test_copies_of_shards():
-    for weights, _ in run_ranks(lambda: train(*split(4, 1, 3, shard_size=2)), 4):
-        assert_same(weights, alone()[0])
 
 
 @sweep("stage", [0, 3])
@@ -173,29 +169,42 @@ def test_torchs_muon_and_its_state_dict_both_ways(nesterov):
     a.step()
 
 
-def test_a_saved_state_goes_on_at_another_layout():
-    """From tp to none; bf16 weights with masters."""
+@pytest.mark.parametrize("way", ["state dict", "checkpoint"])
+def test_a_saved_state_goes_on_at_another_layout(way, tmp_path):
+    """From tp to none and back; bf16 weights with masters."""
+    options = {"row_beta": 0.9, "cautious": True}
 
     def half(place, saved, steps):
-        model, optimizer, mesh = split(*place, BF16)
-        if saved:
+        model, optimizer, mesh = split(*place, BF16, **options)
+        held = {"model": model, "optimizer": optimizer}
+        if saved and way == "checkpoint":
+            load_checkpoint(tmp_path / "latest", **held)
+        elif saved:
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
-        return train(model, optimizer, mesh, steps)
+        found = train(model, optimizer, mesh, steps)
+        if way == "checkpoint" and not saved:
+            save_checkpoint(tmp_path, step=2, **held)
+        return found
 
-    saved = run_ranks(half, 4, (2, 2, 3), None, range(2))[0]
-    for weights, _ in run_ranks(half, 4, (4, 1, 1), saved, range(2, 4)):
-        assert_same(weights, alone(BF16)[0])
+    for first, second in (((2, 2, 3), (4, 1, 1)), ((4, 1, 2), (2, 2, 0))):
+        saved = run_ranks(half, 4, first, None, range(2))[0]
+        for weights, state in run_ranks(half, 4, second, saved, range(2, 4)):
+            assert_same(weights, alone(BF16, **options)[0])
+            assert_same(state["state"], alone(BF16, **options)[1]["state"])
 
 
 @sweep("row_beta", [None, 0.9])
-def test_zero_gradients_only_decay(row_beta):
+def test_zero_gradients_only_decay_and_a_copy_takes_more_groups(row_beta):
     p = nn.Parameter(torch.randn(6, 5))
     before = p.detach().clone()
     optimizer = fastpar.Muon([p], lr=0.1, weight_decay=0.5, row_beta=row_beta)
     p.grad = torch.zeros_like(p)
     optimizer.step()
     torch.testing.assert_close(p.detach(), before * 0.95)
+    twin = copy.deepcopy(optimizer)
+    twin.add_param_group({"params": [nn.Parameter(torch.zeros(6, 4))]})
+    assert [group["lr"] for group in twin.param_groups] == [0.1, 0.1]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -229,15 +238,11 @@ def test_a_matrix_that_is_not_finite_is_lost_alone(value):
     assert theirs.isnan().all()
 
 
-def test_homes_are_balanced():
+def test_muon_groups():
+    """Also of a model whose tp ranks have slices; who orthogonalizes what is balanced."""
     costs = [9, 1, 1, 5, 5, 4, 3, 2]
     places = assign(costs, 3)
     assert [sum(c for c, r in zip(costs, places) if r == rank) for rank in range(3)] == [10] * 3
-    assert assign([1.0], 4) == [0]
-
-
-def test_muon_groups():
-    """Also of a model whose tp ranks have slices."""
     config = fastpar.GPTConfig(2, 4, 16, block_size=8, vocab_size=37)
     model = fastpar.GPT(config)
     found = fastpar.muon_groups(model)
@@ -262,37 +267,3 @@ def test_muon_groups():
         return kinds(fastpar.parallelize(fastpar.GPT(config), Mesh(tp=2)))
 
     assert run_ranks(one, 2) == [kinds(model)] * 2
-
-
-def test_a_checkpoint_goes_on_at_another_layout_bit_for_bit(tmp_path):
-    config = fastpar.GPTConfig(2, 5, 40, block_size=16, vocab_size=61, dropout=0.0)
-
-    def steps(stage, numbers, load):
-        mesh = Mesh(2, 2)  # three heads and two of five, padded
-        model = fastpar.GPT(config, seed=0)
-        asked = fastpar.Parallel.of(zero_stage=stage, deterministic=True, **SMALL)
-        fastpar.parallelize(model, mesh, asked)
-        options = {"row_beta": 0.9, "cautious": True, "max_grad_norm": 1.0}
-        optimizer = fastpar.Muon(fastpar.muon_groups(model), lr=0.02, **options)
-        if load:
-            load_checkpoint(tmp_path / "latest", model=model, optimizer=optimizer)
-        for step in numbers:
-            generator = torch.Generator().manual_seed(step)
-            rows = torch.randint(61, (4, 17), generator=generator).chunk(2)[mesh.dp_rank]
-            model(rows[:, :-1], rows[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 2:
-                save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=3)
-        return model.state_dict()
-
-    want = run_ranks(steps, 4, 3, range(5), False)[0]
-    for stage in (0, 1):
-        assert_same(run_ranks(steps, 4, stage, range(3, 5), True)[0], want)
-
-
-def test_a_copy_takes_more_groups():
-    p = nn.Parameter(torch.zeros(6, 4))
-    twin = copy.deepcopy(fastpar.Muon([p], lr=0.3))
-    twin.add_param_group({"params": [nn.Parameter(torch.zeros(6, 4))]})
-    assert [group["lr"] for group in twin.param_groups] == [0.3, 0.3]

@@ -1,14 +1,14 @@
 """Optimizers on parameters of engines: the bits, the state and the decisions of one process."""
 
+import itertools
 import math
 import threading
 
 import pytest
 import torch
-from cells import cells
+from cells import cells, covering, sweep
 from optimizers import (
     BF16,
-    FP16,
     FP32,
     HYPER,
     MODES,
@@ -17,22 +17,22 @@ from optimizers import (
     adamw,
     assert_same_state,
     build,
-    vector,
+    put_gradients,
+    run,
+    step_counts,
 )
 from torch import nn
 
 import fastpar
-from fastpar import GPT, AdamW, GPTConfig, Mesh
+from fastpar import AdamW, Mesh
 from fastpar.engine import control
 from fastpar.kernels.adamw import master_split
 from fastpar.optim import adamw as optim
-from fastpar.optim.schedule import DynamicLossScale
 from fastpar.sharding.placements import Placement, Shard
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 4e-3, "first_bucket_mb": 1e-3}  # several buckets; pieces of a few blocks
 SHAPES = {"weight": (40, 33), "bias": (33,), "table": (2, 700), "one": ()}
-stages = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 class Bag(nn.Module):
@@ -171,8 +171,7 @@ def test_steps_are_those_of_one_process(mode, layout):
                 assert sum(part.numel() for part in parts) == whole.numel() * world // shards
 
 
-@pytest.mark.parametrize(("mode", "rows", "columns"), [("stochastic", 6, 3),
-                                                       ("8-bit-stochastic", 4, 128)])  # fmt: skip
+@sweep(("mode", "rows", "columns"), [("stochastic", 6, 3), ("8-bit-stochastic", 4, 128)])
 def test_random_bits_of_a_slice_are_those_of_its_place_in_the_whole(mode, rows, columns):
     """One that begins at an odd element, and one at a whole block of 8-bit moments."""
     dtype, _, options = MODES[mode]
@@ -193,42 +192,21 @@ def test_random_bits_of_a_slice_are_those_of_its_place_in_the_whole(mode, rows, 
     assert torch.equal(torch.cat(parts), train_bag())
 
 
-@pytest.mark.parametrize("make", [adamw, adafactor])
-def test_ranks_step_like_one_process_and_without_a_batch(make):
-    """The step finishes the reduction; a rank without a batch takes part in it."""
-
-    def ranks():
-        mesh = Mesh()
-        model = fastpar.parallelize(build(seed=mesh.rank), mesh)
-        optimizer, engine = make(model.parameters(), max_grad_norm=1.0), fastpar.engine_of(model)
-        for step in range(4):
-            if step != 2 or mesh.rank == 0:
-                with engine.no_sync():
-                    model(torch.full((2, 7), step + mesh.rank + 1.0)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        engine.check_replicas()
-        return vector(model), optimizer.grad_norm
-
-    plain = build()
-    optimizer = make(plain.parameters(), max_grad_norm=1.0)
-    for step in range(4):
-        for rank in range(1 if step == 2 else 2):
-            (plain(torch.full((2, 7), step + rank + 1.0)).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found, norm in run_ranks(ranks, 2, timeout_s=20):
-        assert torch.equal(found, vector(plain))
-        assert torch.equal(norm, optimizer.grad_norm)
-
-
-def test_all_pieces_are_one_call(monkeypatch):
-    """The same number of launches as without shards, also for groups with other options."""
-    calls = []
-    step_ = optim.adamw_step_
+def test_all_groups_and_all_pieces_are_one_call(monkeypatch):
+    """Groups with other options, parameters at other counts, shards: no more launches for them."""
+    calls, step_ = [], optim.adamw_step_
     monkeypatch.setattr(
         optim, "adamw_step_", lambda *a, **k: calls.append(len(a[0])) or step_(*a, **k)
     )
+    model = build()
+    optimizer = adamw([{"params": [p], "lr": 10.0**-i} for i, p in enumerate(model.parameters())])
+    put_gradients(model, 0)
+    model[3].bias.grad = None
+    optimizer.step()
+    run(model, optimizer, 1)
+    assert calls == [5, 6]
+    assert step_counts(optimizer) == [1, 2, 2, 2, 2, 2]
+    calls.clear()
 
     def ranks():
         model = sharded(3)
@@ -277,8 +255,7 @@ def test_a_step_reads_nothing_on_the_host(monkeypatch):
 # Main gradients: fp32, of 16-bit parameters
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("make", [adamw, adafactor])
+@sweep(("make", "set_to_none"), itertools.product([adamw, adafactor], [True, False]))
 def test_main_gradients_are_used_and_cleared(make, set_to_none):
     model, single = build(BF16), build(BF16).float()
     fastpar.parallelize(model, Mesh(), grad_dtype=FP32)
@@ -299,77 +276,39 @@ def test_main_gradients_are_used_and_cleared(make, set_to_none):
             assert torch.equal(p, master_split(q)[0])
 
 
-@stages
-def test_main_gradients_of_shards(stage):
-    """Two micro-batches added up."""
-
-    def steps(model):
-        optimizer = adamw(groups(model), master_weights="remainder", max_grad_norm=1.0)
-        for step in range(3):
-            for half in range(2):
-                grads = gradients(2 * step + half)
-                model({n: g / 2**half / 64 for n, g in grads.items()}).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+def test_adafactor_on_ranks():
+    def ranks():
+        model = sharded(0)
+        optimizer = adafactor(model.parameters(), max_grad_norm=1.0)
+        train(model, optimizer, range(3))
         return values(model), optimizer.grad_norm
 
-    expected, alone_norm = steps(sharded(0, BF16, grad_dtype=FP32))
-    for mine, norm in run_ranks(lambda: steps(sharded(stage, BF16, grad_dtype=FP32)), 2):
-        assert torch.equal(norm, alone_norm)
-        for n, value in mine.items():
-            assert torch.equal(value, expected[n]), n
+    model = Bag()
+    alone = adafactor(model.parameters(), max_grad_norm=1.0)
+    train_alone(model, alone, range(3))
+    for mine, norm in run_ranks(ranks, 2):
+        assert_same_values(model, mine)
+        assert torch.equal(norm, alone.grad_norm)
 
 
 # Several engines, several optimizers
 
 
-@stages
-def test_one_optimizer_for_two_models_and_a_parameter_alone(stage):
-    """One norm over all: stages differ, and one parameter has no engine."""
-
-    def make(parallel):
-        a, b, c = Bag(seed=1), Bag(seed=2), nn.Parameter(torch.ones(300))
-        if parallel:
-            for model, number in ((a, stage), (b, (stage + 1) % 4)):
-                asked = fastpar.Parallel.of(zero_stage=number, **SMALL)
-                fastpar.parallelize(model, Mesh(), asked)
-        return a, b, c, adamw([*a.parameters(), c, *b.parameters()], max_grad_norm=1.0)
-
-    def ranks():
-        a, b, c, optimizer = make(parallel=True)
-        for step in range(3):
-            (a(gradients(step)) + b(gradients(step + 10)) + (c * step).sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return values(a), values(b), c, optimizer.grad_norm
-
-    a, b, c, alone = make(parallel=False)
-    for step in range(3):
-        put(a, gradients(step))
-        put(b, gradients(step + 10))
-        c.grad = torch.full((300,), float(step))
-        alone.step()
-    for of_a, of_b, of_c, norm in run_ranks(ranks, 2):
-        assert_same_values(a, of_a)
-        assert_same_values(b, of_b)
-        assert torch.equal(c, of_c)
-        assert torch.equal(norm, alone.grad_norm)
-
-
-@pytest.mark.parametrize("only", [False, True], ids=["two", "one of a part"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@sweep(("stage", "only"), itertools.product([0, 1, 2, 3], [False, True]))
 def test_optimizers_of_a_part_of_the_model(stage, only):
-    """Each has its own norm; the second does not reduce again. One rank has no batch once."""
+    """Each has its own norm; the second does not reduce again. One rank has no batch once, and one
+    parameter no engine."""
 
-    def optimizers(model):
-        first, second = ([model.weight, model.bias], [model.table, model.one])
+    def optimizers(model, alone):
+        first, second = ([model.weight, model.bias], [model.table, alone, model.one])
         pair = AdamW(first, lr=0.1, max_grad_norm=1.0), AdamW(second, lr=0.01, max_grad_norm=2.0)
         return pair[only:]
 
     def ranks():
-        model = sharded(stage)
-        engine, pair = fastpar.engine_of(model), optimizers(model)
+        model, alone = sharded(stage), nn.Parameter(torch.ones(300))
+        engine, pair = fastpar.engine_of(model), optimizers(model, alone)
         for step in range(3):
+            alone.grad = torch.full((300,), float(step))
             batch = engine.mesh.rank == 0 or step != 1
             engine.count_tokens(4 * batch)
             engine.contribute(torch.tensor([float(step)]))
@@ -381,24 +320,26 @@ def test_optimizers_of_a_part_of_the_model(stage, only):
             assert engine.control.contributed.tolist() == [2.0 * step]
             for optimizer in pair:
                 optimizer.zero_grad()
-        return values(model), [o.grad_norm for o in pair]
+        return values(model), alone, [o.grad_norm for o in pair]
 
-    model = Bag()
-    pair = optimizers(model)
+    model, alone = Bag(), nn.Parameter(torch.ones(300))
+    pair = optimizers(model, alone)
     for step in range(3):
+        alone.grad = torch.full((300,), float(step))
         put(model, {n: 2 * g for n, g in gradients(step).items()})
         for optimizer in pair:
             optimizer.step()
-    for mine, norms in run_ranks(ranks, 2):
+    for mine, its_own, norms in run_ranks(ranks, 2):
         assert_same_values(model, mine)
+        assert torch.equal(its_own, alone)
         assert all(torch.equal(a, o.grad_norm) for a, o in zip(norms, pair))
 
 
 # Tokens and loss scales
 
 
-@pytest.mark.parametrize(
-    ("stage", "max_grad_norm", "scale"), cells([0, 1, 2, 3], [None, 1.0, math.inf], [None, 1024.0])
+@covering(
+    1, ("stage", [0, 1, 2, 3]), ("max_grad_norm", [None, 1.0, math.inf]), ("scale", [None, 1024.0])
 )
 def test_gradients_are_divided_by_the_count_of_tokens(stage, max_grad_norm, scale):
     """Losses are sums; their gradients, the norm and the clip are those of the mean per token."""
@@ -416,14 +357,7 @@ def test_gradients_are_divided_by_the_count_of_tokens(stage, max_grad_norm, scal
                 model({n: g * (scale or 1.0) for n, g in grads.items()}).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found = values(model), optimizer.grad_norm, optimizer.skipped
-        if scale is None:  # counting tokens alone skips nothing
-            engine.count_tokens(3)
-            model({n: g * math.nan for n, g in gradients(0).items()}).backward()
-            optimizer.step()
-            assert not optimizer.skipped
-            assert values(model)["table"].isnan().all() or max_grad_norm is None
-        return found
+        return values(model), optimizer.grad_norm, optimizer.skipped
 
     model = Bag()
     alone = adamw(groups(model), max_grad_norm=max_grad_norm)
@@ -441,9 +375,15 @@ def test_gradients_are_divided_by_the_count_of_tokens(stage, max_grad_norm, scal
             assert norm is None
 
 
-def test_tokens_of_two_models_in_one_optimizer_are_refused():
+def test_counting_tokens_alone_skips_nothing_and_two_models_are_refused():
     def ranks():
         a, b = sharded(1), sharded(1)
+        fastpar.engine_of(b).count_tokens(3)
+        b({n: g * math.nan for n, g in gradients(0).items()}).backward()
+        optimizer = adamw(groups(b), max_grad_norm=1.0)
+        optimizer.step()
+        assert not optimizer.skipped
+        assert values(b)["table"].isnan().all()
         fastpar.engine_of(b).count_tokens(3)
         AdamW([*a.parameters(), *b.parameters()]).step()
 
@@ -451,61 +391,7 @@ def test_tokens_of_two_models_in_one_optimizer_are_refused():
         run_ranks(ranks, 2)
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype", "world"), cells([0, 1, 2, 3], [FP16, FP32], [2, 3], strength=1)
-)
-def test_all_ranks_skip_or_none(stage, dtype, world):
-    """One element of one rank overflows: it lies in the piece of one rank."""
-    options = {"master_weights": True} if dtype == FP16 else {}
-
-    def ranks():
-        model = sharded(stage, dtype)
-        engine = fastpar.engine_of(model)
-        optimizer = adamw(groups(model), **options)
-        scale = DynamicLossScale(init=16.0, growth_interval=2)
-        seen = []
-        for step in range(6):
-            grads = {n: g * scale.scale for n, g in gradients(step % 2).items()}
-            if step in (0, 3) and engine.mesh.rank == world - 1:
-                grads["table"][1, 600 * (step > 0)] = math.inf if step else math.nan
-            before = values(model)
-            optimizer.grad_scale = scale.scale
-            model(grads).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            same = all(torch.equal(x, before[n]) for n, x in values(model).items())
-            seen.append((optimizer.skipped, same, scale.scale, optimizer.grad_norm.isfinite()))
-            scale.update(optimizer.skipped)
-        return seen, {s["step"].item() for s in optimizer.state.values()}
-
-    for seen, counts in run_ranks(ranks, world):
-        skipped, same, scales, finite = zip(*seen)
-        assert skipped == same == (True, False, False, True, False, False)
-        assert scales == (16.0, 8.0, 8.0, 16.0, 8.0, 8.0)
-        assert [bool(x) for x in finite] == [not x for x in skipped]
-        assert counts == {4.0}
-
-
 # State: whole in state dicts and checkpoints, cut when loaded
-
-OPTIONS = {"master_weights": "remainder", "moment_dtype": UINT8, "max_grad_norm": 2.0}
-
-
-def train_in_a_process(transport):
-    model = sharded(3, BF16, transport=transport)
-    optimizer = adamw(groups(model), **OPTIONS)
-    train(model, optimizer, range(3))
-    return values(model), optimizer.state_dict()
-
-
-@pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), "shm"])
-def test_processes_have_the_state_of_one(transport):
-    model = Bag(BF16)
-    alone = adamw(groups(model), **OPTIONS)
-    train_alone(model, alone, range(3))
-    for mine, state in run_ranks(train_in_a_process, 2, transport, backend="gloo"):
-        assert_same_values(model, mine)
-        assert_same_state(state, alone.state_dict())
 
 
 def resume(place, dtype, options, model_state, state, steps):
@@ -540,11 +426,7 @@ def test_state_goes_to_other_stages_and_ranks(mode, path):
     assert_same_state(state, alone.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("stage", "form"),
-    cells([1, 2, 3], {"plain": {}, "8-bit": {"moment_dtype": UINT8}, "amsgrad": {"amsgrad": True}},
-          strength=1),
-)  # fmt: skip
+@sweep(("stage", "form"), [(1, {}), (2, {"moment_dtype": UINT8}), (3, {"amsgrad": True})])
 def test_state_of_torch_loads_into_any_stage_and_goes_back(stage, form):
     model = Bag()
     theirs = torch.optim.AdamW(groups(model), **HYPER, amsgrad="amsgrad" in form)
@@ -569,12 +451,11 @@ def test_state_of_torch_loads_into_any_stage_and_goes_back(stage, form):
         torch.optim.AdamW(groups(model)).load_state_dict(state)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), cells([0, 1, 2, 3], [FP32, BF16], strength=1))
+@sweep(("stage", "dtype"), [(0, BF16), (1, FP32), (2, BF16), (3, FP32)])
 def test_pieces_are_taken_over_in_place(stage, dtype):
     """What a checkpoint does with this rank's part of every entry."""
     options = {"moment_dtype": UINT8, "seed": 5}
-    if dtype == BF16:
-        options["master_weights"] = "remainder"
+    options |= {"master_weights": "remainder"} if dtype == BF16 else {}
 
     def ranks():
         model = sharded(stage, dtype)
@@ -597,10 +478,9 @@ def test_pieces_are_taken_over_in_place(stage, dtype):
     assert run_ranks(ranks, 2) == [True, True]
 
 
-@stages
-def test_states_are_checked_and_seen_in_their_whole_shapes(stage):
+def test_states_are_checked_and_seen_in_their_whole_shapes():
     def ranks():
-        model = sharded(stage)
+        model = sharded(3)
         optimizer = AdamW(model.parameters())
         train(model, optimizer, range(1))
         seen = []
@@ -624,21 +504,3 @@ def test_states_are_checked_and_seen_in_their_whole_shapes(stage):
     with pytest.raises(ValueError, match=words):
         optimizer.check_saved(model.bias, saved, where="its bias")
     optimizer.check_saved(model.bias, optimizer.state[model.bias], where="its bias")
-
-
-def test_a_state_of_split_parameters_comes_back():
-    """At stage 0 a parameter of tp ranks is its own piece, and smaller than its state on disk."""
-
-    def ranks():
-        config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=131)
-        model = fastpar.parallelize(GPT(config), Mesh(tp=2, device="cpu"))
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        x = torch.arange(8)[None]
-        model(x, x).backward()
-        optimizer.step()
-        before = optimizer.state_dict()
-        optimizer.load_state_dict(before)
-        assert_same_state(optimizer.state_dict(), before)
-        return True
-
-    assert run_ranks(ranks, 2) == [True, True]
