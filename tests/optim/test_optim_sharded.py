@@ -294,21 +294,53 @@ def test_adafactor_on_ranks():
 # Several engines, several optimizers
 
 
-@sweep(("stage", "only"), itertools.product([0, 1, 2, 3], [False, True]))
-def test_optimizers_of_a_part_of_the_model(stage, only):
-    """Each has its own norm; the second does not reduce again. One rank has no batch once, and one
-    parameter no engine."""
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_optimizer_for_two_models_and_a_parameter_alone(stage):
+    """One norm over all: stages differ, and one parameter has no engine."""
 
-    def optimizers(model, alone):
-        first, second = ([model.weight, model.bias], [model.table, alone, model.one])
+    def make(parallel):
+        a, b, c = Bag(seed=1), Bag(seed=2), nn.Parameter(torch.ones(300))
+        if parallel:
+            for model, number in ((a, stage), (b, (stage + 1) % 4)):
+                asked = fastpar.Parallel.of(zero_stage=number, **SMALL)
+                fastpar.parallelize(model, Mesh(), asked)
+        return a, b, c, adamw([*a.parameters(), c, *b.parameters()], max_grad_norm=1.0)
+
+    def ranks():
+        a, b, c, optimizer = make(parallel=True)
+        for step in range(3):
+            (a(gradients(step)) + b(gradients(step + 10)) + (c * step).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(a), values(b), c, optimizer.grad_norm
+
+    a, b, c, alone = make(parallel=False)
+    for step in range(3):
+        put(a, gradients(step))
+        put(b, gradients(step + 10))
+        c.grad = torch.full((300,), float(step))
+        alone.step()
+    for of_a, of_b, of_c, norm in run_ranks(ranks, 2):
+        assert_same_values(a, of_a)
+        assert_same_values(b, of_b)
+        assert torch.equal(c, of_c)
+        assert torch.equal(norm, alone.grad_norm)
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["two", "one of a part"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_optimizers_of_a_part_of_the_model(stage, only):
+    """Each has its own norm; the second does not reduce again. One rank has no batch once."""
+
+    def optimizers(model):
+        first, second = ([model.weight, model.bias], [model.table, model.one])
         pair = AdamW(first, lr=0.1, max_grad_norm=1.0), AdamW(second, lr=0.01, max_grad_norm=2.0)
         return pair[only:]
 
     def ranks():
-        model, alone = sharded(stage), nn.Parameter(torch.ones(300))
-        engine, pair = fastpar.engine_of(model), optimizers(model, alone)
+        model = sharded(stage)
+        engine, pair = fastpar.engine_of(model), optimizers(model)
         for step in range(3):
-            alone.grad = torch.full((300,), float(step))
             batch = engine.mesh.rank == 0 or step != 1
             engine.count_tokens(4 * batch)
             engine.contribute(torch.tensor([float(step)]))
@@ -320,18 +352,16 @@ def test_optimizers_of_a_part_of_the_model(stage, only):
             assert engine.control.contributed.tolist() == [2.0 * step]
             for optimizer in pair:
                 optimizer.zero_grad()
-        return values(model), alone, [o.grad_norm for o in pair]
+        return values(model), [o.grad_norm for o in pair]
 
-    model, alone = Bag(), nn.Parameter(torch.ones(300))
-    pair = optimizers(model, alone)
+    model = Bag()
+    pair = optimizers(model)
     for step in range(3):
-        alone.grad = torch.full((300,), float(step))
         put(model, {n: 2 * g for n, g in gradients(step).items()})
         for optimizer in pair:
             optimizer.step()
-    for mine, its_own, norms in run_ranks(ranks, 2):
+    for mine, norms in run_ranks(ranks, 2):
         assert_same_values(model, mine)
-        assert torch.equal(its_own, alone)
         assert all(torch.equal(a, o.grad_norm) for a, o in zip(norms, pair))
 
 
@@ -375,20 +405,26 @@ def test_gradients_are_divided_by_the_count_of_tokens(stage, max_grad_norm, scal
             assert norm is None
 
 
-def test_counting_tokens_alone_skips_nothing_and_two_models_are_refused():
+def test_tokens_of_two_models_in_one_optimizer_are_refused():
     def ranks():
         a, b = sharded(1), sharded(1)
-        fastpar.engine_of(b).count_tokens(3)
-        b({n: g * math.nan for n, g in gradients(0).items()}).backward()
-        optimizer = adamw(groups(b), max_grad_norm=1.0)
-        optimizer.step()
-        assert not optimizer.skipped
-        assert values(b)["table"].isnan().all()
         fastpar.engine_of(b).count_tokens(3)
         AdamW([*a.parameters(), *b.parameters()]).step()
 
     with pytest.raises(RuntimeError, match=r"expected one engine where tokens are counted, got 2"):
         run_ranks(ranks, 2)
+
+
+def test_counting_tokens_alone_skips_nothing():
+    def ranks():
+        model = sharded(2)
+        optimizer = adamw(groups(model), max_grad_norm=1.0)
+        fastpar.engine_of(model).count_tokens(3)
+        model({n: g * math.nan for n, g in gradients(0).items()}).backward()
+        optimizer.step()
+        return optimizer.skipped, values(model)["table"].isnan().all().item()
+
+    assert run_ranks(ranks, 2) == [(False, True)] * 2
 
 
 # State: whole in state dicts and checkpoints, cut when loaded

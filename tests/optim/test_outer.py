@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from cells import covering, sweep
-from test_engine import SMALL, Net, batch
+from torch import nn
 
 from fastpar import AdamW, Mesh, Muon, Outer, engine_of, muon_groups, parallelize
 from fastpar.checkpoint.restore import load_checkpoint
@@ -16,6 +16,33 @@ from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 AS_IT_IS = {"lr": 1.0, "momentum": 0.0}
+SMALL = {"bucket_mb": 0.0021, "first_bucket_mb": 0.001}  # a bucket per parameter or two
+
+
+class Net(nn.Module):
+    """A tied embedding, blocks of which one is used twice, a norm."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)  # the default one is shared by threads
+        self.wte = nn.Embedding(13, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.wte.weight
+        with torch.no_grad():
+            for p in self.parameters():
+                p.uniform_(-0.5, 0.5, generator=generator)
+
+    def forward(self, idx):
+        x = self.wte(idx)
+        for block in (*self.blocks, self.blocks[0]):
+            x = x + block(x).tanh()
+        return self.head(self.norm(x))
+
+
+def batch(i):
+    return torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(i))
 
 
 def adamw(model, **options):
