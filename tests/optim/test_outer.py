@@ -30,6 +30,7 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 13, bias=False)
         self.head.weight = self.wte.weight
+        self.extra = nn.Linear(8, 8)
         with torch.no_grad():
             for p in self.parameters():
                 p.uniform_(-0.5, 0.5, generator=generator)
@@ -38,7 +39,7 @@ class Net(nn.Module):
         x = self.wte(idx)
         for block in (*self.blocks, self.blocks[0]):
             x = x + block(x).tanh()
-        return self.head(self.norm(x))
+        return self.head(self.norm(x + self.extra(x)))
 
 
 def batch(i):
