@@ -4,13 +4,14 @@ The reference is the same op on plain copies, or called once for each sample or 
 is right itself is what each op's own tests show.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cells import sweep
+from cells import slow, sweep
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -54,54 +55,40 @@ def cases(
     bounds = torch.tensor([0, T // 2, T], dtype=torch.int32, device=device)
     x, vector = new(B, T, C), new(C)
     heads, packed, matrix = new(B, T, H, D), new(T, H, D), new(V, C)
-    table = {
-        "layer_norm": (kernels.layer_norm, x, vector, new(C)),
-        "rms_norm": (kernels.rms_norm, x, vector),
-        "residual_layer_norm": (
-            lambda *t: sum(kernels.residual_layer_norm(*t, dropout_p=0.25, rng=RNG)),
-            *(x, new(B, T, C), vector, new(C)),
-        ),
-        "residual_rms_norm": (lambda *t: sum(kernels.residual_rms_norm(*t)), x, x + 1, vector),
-        "bias_gelu": (kernels.bias_gelu, x, vector),
-        "bias_gelu, erf": (lambda *t: kernels.bias_gelu(*t, approximate="none"), x, vector),
-        "dropout": (lambda t: kernels.dropout(t, 0.25, RNG), x),
-        "linear": (kernels.linear, x, matrix, new(V)),
-        "attention": (kernels.attention, heads, heads + 1, heads + 2),
-        "attention, dropout": (
-            lambda *t: kernels.attention(*t, causal=False, dropout_p=0.25, rng=RNG),
-            *(heads, heads + 1, heads + 2),
-        ),
-        "attention, documents": (
-            lambda *t: kernels.attention(*t, cu_seqlens=bounds),
-            *(packed, packed + 1, packed + 2),
-        ),
-        "attention_qkvpacked": (kernels.attention_qkvpacked, new(B, T, 3, H, D)),
-        "cross_entropy": (lambda t: kernels.cross_entropy(t, targets), new(B, T, V)),
-        "cross_entropy, rows": (
-            lambda t: kernels.cross_entropy(t, targets, reduction="none"),
-            new(B, T, V),
-        ),
-        "linear_cross_entropy": (
-            lambda *t: kernels.linear_cross_entropy(*t, targets),
-            *(x, matrix),
-        ),
-        "linear_cross_entropy, rows": (
-            lambda *t: kernels.linear_cross_entropy(*t, targets, reduction="none"),
-            *(x, matrix),
-        ),
-        "embedding": (
-            lambda *t: kernels.embedding(ids, *t, dropout_p=0.25, rng=RNG),
-            *(new(V, C), new(T, C)),
-        ),
-    }
-    for name, (op, *tensors) in table.items():
-        yield name, Case(op, tuple(tensors))
-    yield (
-        "cross_entropy, in place",
-        Case(
-            lambda t: kernels.cross_entropy(t * 1.0, targets, inplace=True), (new(B, T, V),), False
-        ),
-    )
+    dropped, rows = {"dropout_p": 0.25, "rng": RNG}, {"reduction": "none"}
+    table = [
+        ("layer_norm", kernels.layer_norm, {}, x, vector, new(C)),
+        ("rms_norm", kernels.rms_norm, {}, x, vector),
+        ("residual_layer_norm", kernels.residual_layer_norm, dropped, x, new(B, T, C), vector,
+         new(C)),
+        ("residual_rms_norm", kernels.residual_rms_norm, {}, x, x + 1, vector),
+        ("bias_gelu", kernels.bias_gelu, {}, x, vector),
+        ("bias_gelu, erf", kernels.bias_gelu, {"approximate": "none"}, x, vector),
+        ("dropout", kernels.dropout, {"p": 0.25, "rng": RNG}, x),
+        ("linear", kernels.linear, {}, x, matrix, new(V)),
+        ("attention", kernels.attention, {}, heads, heads + 1, heads + 2),
+        ("attention, dropout", kernels.attention, {"causal": False, **dropped}, heads, heads + 1,
+         heads + 2),
+        ("attention, documents", kernels.attention, {"cu_seqlens": bounds}, packed, packed + 1,
+         packed + 2),
+        ("attention_qkvpacked", kernels.attention_qkvpacked, {}, new(B, T, 3, H, D)),
+        ("cross_entropy", kernels.cross_entropy, {"targets": targets}, new(B, T, V)),
+        ("cross_entropy, rows", kernels.cross_entropy, {"targets": targets, **rows}, new(B, T, V)),
+        ("cross_entropy, in place",
+         lambda t, **how: kernels.cross_entropy(t * 1.0, inplace=True, **how),
+         {"targets": targets}, new(B, T, V)),
+        ("linear_cross_entropy", kernels.linear_cross_entropy, {"targets": targets}, x, matrix),
+        ("linear_cross_entropy, rows", kernels.linear_cross_entropy, {"targets": targets, **rows},
+         x, matrix),
+        ("embedding", functools.partial(kernels.embedding, ids), dropped, new(V, C), new(T, C)),
+    ]  # fmt: skip
+    for name, op, settings, *tensors in table:
+
+        def call(*t: Tensor, op: Any = op, settings: Any = settings) -> Tensor:
+            y = op(*t, **settings)
+            return sum(y) if isinstance(y, tuple) else y
+
+        yield name, Case(call, tuple(tensors), "in place" not in name)
 
 
 @pytest.fixture(params=["module", "own product"])
@@ -196,10 +183,9 @@ def check_layouts(calls: Iterator[tuple[str, Case]]) -> None:
             torch.testing.assert_close(given, plain, msg=lambda m, n=name: f"{n}, expanded: {m}")
 
 
-@pytest.mark.parametrize("choice", ["auto", "torch"])
-def test_layouts_do_not_matter(choice, monkeypatch):
-    monkeypatch.setattr(backend, "choice", choice)
-    check_layouts(cases())
+def of_form(calls: Iterator[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:
+    """What the form has kernels of."""
+    return (c for c in calls if backend.choice != "triton" or c[0].startswith(WITH_TRITON))
 
 
 WITH_TRITON = (
@@ -208,12 +194,12 @@ WITH_TRITON = (
 )
 
 
-def with_triton(calls: Iterator[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:
-    return ((name, case) for name, case in calls if name.startswith(WITH_TRITON))
-
-
-def test_layouts_do_not_matter_to_triton(triton_device):
-    check_layouts(with_triton(cases(sizes=(2, 3, 1, 16, 16, 11), device=triton_device)))
+@pytest.mark.parametrize("attentions", [False, slow(True)])
+def test_layouts_do_not_matter(form, attentions):
+    """Attention's, too, except in Triton: test_attention_triton.py has two by default."""
+    few = backend.choice == "triton"
+    calls = of_form(cases(sizes=(2, 3, 1, 16, 16, 11) if few else SIZES, device=form))
+    check_layouts(c for c in calls if not few or c[0].startswith("attention") == attentions)
 
 
 LARGE = 4, 75, 4, 40, 390, 1003  # work for several threads, and for whole and cut vectors
@@ -233,9 +219,9 @@ def test_bits_depend_on_neither_run_nor_threads_nor_isa(dtype):
             same_bits_everywhere(run)
 
 
-def check_nothing(calls: Iterator[tuple[str, Case]]) -> None:
-    """No rows: outputs without elements, gradients of zeros."""
-    for name, case in calls:
+def test_no_rows(form):
+    """Outputs without elements, gradients of zeros."""
+    for name, case in of_form(cases(sizes=(0, *SIZES[1:]), device=form)):
         if "documents" in name:  # which have no batch
             continue
         leaves = [t.detach().requires_grad_() for t in case.tensors]
@@ -246,16 +232,6 @@ def check_nothing(calls: Iterator[tuple[str, Case]]) -> None:
             assert y.isnan(), name  # a mean over nothing
         grads = torch.autograd.grad(y.sum(), leaves)
         assert not any(g.nan_to_num(0.0).any() for g in grads), name
-
-
-@pytest.mark.parametrize("choice", ["auto", "torch"])
-def test_no_rows(choice, monkeypatch):
-    monkeypatch.setattr(backend, "choice", choice)
-    check_nothing(cases(sizes=(0, *SIZES[1:])))
-
-
-def test_no_rows_of_triton(triton_device):
-    check_nothing(with_triton(cases(sizes=(0, *SIZES[1:]), device=triton_device)))
 
 
 def test_no_gradient_is_no_gradient(products):
@@ -287,13 +263,6 @@ def test_gradients_in_batches(products):
         got = torch.autograd.grad(y, leaves, batch, is_grads_batched=True, retain_graph=True)
         one_by_one = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in batch]
         same(name, got, map(torch.stack, zip(*one_by_one)))
-
-
-def test_vectorized_jacobian():
-    x, w = torch.randn(2, 4), torch.randn(4)
-    for op in (lambda x: kernels.layer_norm(x, w), lambda x: kernels.bias_gelu(x, w)):
-        fast = torch.autograd.functional.jacobian(op, x, vectorize=True)
-        assert torch.equal(fast, torch.autograd.functional.jacobian(op, x))
 
 
 def test_transforms_of_torch_func(products):
@@ -404,45 +373,29 @@ def test_what_no_op_takes_is_refused_by_name():
             refuses(name, ValueError, words, case.op, first, rest[0].to_sparse(), *rest[1:])
 
 
-def test_numbers_outside_their_range_are_refused():
-    x, w, q = torch.randn(2, 4), torch.ones(4), torch.randn(1, 3, 2, 8)
-    for eps in (-1e-5, float("nan"), float("inf")):
-        for call in (
-            lambda eps: kernels.layer_norm(x, w, None, eps),
-            lambda eps: kernels.rms_norm(x.double(), w.double(), eps),
-            lambda eps: kernels.residual_layer_norm(x, x, w, eps=eps),
-            lambda eps: kernels.residual_rms_norm(x, x, w, eps=eps),
-        ):
-            with pytest.raises(ValueError, match="norm: expected a finite eps >= 0, got eps="):
-                call(eps)
-    with pytest.raises(ValueError, match="global_norm: expected 0 < loss_scale < inf, got"):
-        kernels.global_norm([x], loss_scale="2")
-    with pytest.raises(ValueError, match="pack_: expected a number, got scale='2'"):
-        kernels.pack_(torch.zeros(4), [w], scale="2")
-    with pytest.raises(ValueError, match=r"make_key: expected 0 <= seed < 2..63, got seed=1.5"):
-        make_key(1.5, 0)
-    for scale in (float("inf"), float("nan"), 0.0, -1.0, "0.1"):
-        with pytest.raises(ValueError, match="expected a finite softmax_scale > 0"):
-            kernels.attention(q, q, q, softmax_scale=scale)
+X, W, Q = torch.ones(2, 4), torch.ones(4), torch.ones(1, 3, 2, 8)
+EPS = "norm: expected a finite eps >= 0, got eps="
+OUTSIDE = [  # words, call
+    *((EPS, call) for eps in (-1e-5, float("nan"), float("inf")) for call in (
+        lambda eps=eps: kernels.layer_norm(X, W, None, eps),
+        lambda eps=eps: kernels.rms_norm(X.double(), W.double(), eps),
+        lambda eps=eps: kernels.residual_layer_norm(X, X, W, eps=eps),
+        lambda eps=eps: kernels.residual_rms_norm(X, X, W, eps=eps),
+    )),
+    *(("expected a finite softmax_scale > 0",
+       lambda scale=scale: kernels.attention(Q, Q, Q, softmax_scale=scale))
+      for scale in (float("inf"), float("nan"), 0.0, "0.1")),
+    ("global_norm: expected 0 < loss_scale < inf, got",
+     lambda: kernels.global_norm([X], loss_scale="2")),
+    ("pack_: expected a number, got scale='2'",
+     lambda: kernels.pack_(torch.zeros(4), [W], scale="2")),
+    (r"make_key: expected 0 <= seed < 2..63, got seed=1.5", lambda: make_key(1.5, 0)),
+]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_the_kernels_of_a_gpu_get_plain_tensors_too(triton_device):
-    x, w = torch.randn(3, 16, device=triton_device), torch.randn(16, device=triton_device)
-    targets = torch.tensor([0, 5, 15], device=triton_device)
-    for name, case in (
-        ("layer_norm", Case(kernels.layer_norm, (x, w))),
-        ("bias_gelu", Case(kernels.bias_gelu, (x, w))),
-        ("cross_entropy", Case(lambda t: kernels.cross_entropy(t, targets), (x,))),
-    ):
-        dy = torch.randn_like(case.op(*case.tensors))
-        expected = grads_of(case, case.tensors, dy)
-        negated = tuple(torch._neg_view(-t) for t in case.tensors)
-        same(name, grads_of(case, negated, torch._neg_view(-dy)), expected)
-        x = case.tensors[0].clone().requires_grad_()
-        y = case.op(x, *case.tensors[1:])
-        (got,) = torch.autograd.grad(y, x, torch.stack([dy, dy]), is_grads_batched=True)
-        same(name, got, [expected[1], expected[1]])
+@sweep(("words", "call"), OUTSIDE)
+def test_numbers_outside_their_range_are_refused(words, call):
+    refuses("", ValueError, words, call)
 
 
 def test_a_tensor_that_a_transform_has_left_behind():
