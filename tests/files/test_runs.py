@@ -1,21 +1,39 @@
 """The folders of runs and of their checkpoints, which one process at a time writes; the bar and its
-lines, times in words, smooth curves."""
+lines; files that others made; where a user's files of every run are kept; processes of ours."""
 
 import errno
 import fcntl
 import json
 import os
 import pty
+import pwd
 import signal
+import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from fastpar.data.sources import cache_folder
+from fastpar.doctor.table import proofs_folder
 from fastpar.files import runs
+from fastpar.files.packages import call_command
+from fastpar.files.plain_files import (
+    is_plain_name,
+    open_plain,
+    parse_object,
+    read_object,
+    read_plain,
+    reason,
+    shown,
+    user_cache,
+)
 from fastpar.files.runs import (
     LOCK,
     Progress,
@@ -30,6 +48,7 @@ from fastpar.files.runs import (
     smoothed,
     step_of,
 )
+from fastpar.predict.machine import rates_folder
 
 HOLD = """
 import sys, time
@@ -79,21 +98,13 @@ def test_a_folder_that_another_process_has_is_refused_and_it_is_named(tmp_path, 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_death_of_any_kind_frees_it_and_a_restart_waits_for_it(tmp_path, holder, end):
     process = holder(tmp_path)
-    command = f"sleep 0.5; kill -{end:d} {process.pid}"
-    with subprocess.Popen(["sh", "-c", command]):
-        assert hold(tmp_path)
+    threading.Timer(0.5, process.send_signal, (end,)).start()
+    assert hold(tmp_path)
     known = json.loads((tmp_path / LOCK).read_text())
     assert known["pid"] == os.getpid()
     for again in (tmp_path, tmp_path / "."):  # it has it as often as it asks
         assert hold(again, wait_s=0.0)
-    release()
-    assert hold(tmp_path, wait_s=0.0)
-
-
-def test_a_fork_does_not_keep_it(tmp_path, holder):
-    """A worker can outlive its rank."""
-    assert hold(tmp_path)
-    child = os.fork()
+    child = os.fork()  # which does not keep it: a worker can outlive its rank
     if child == 0:
         time.sleep(100)
         os._exit(0)
@@ -176,33 +187,149 @@ def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
     assert lines[1].startswith("step 26/100")
     assert lines[-2:] == ["step 100/100  loss 1.000  eta 0:00", "saved"]
     assert len(lines) == 18
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_bar_of_rank_0_alone(capfd, enabled):
-    progress = Progress(10, 2, enabled=enabled, bar=True)
-    progress.update(3, "loss 1.250")
-    progress.say("saved")
-    progress.close()
-    out, err = capfd.readouterr()
-    assert out == ("saved\n" if enabled else "")
-    assert ("3/10" in err and "loss 1.250" in err) if enabled else err == ""
-
-
-@pytest.mark.parametrize(("rows", "bar"), [(40, True), (0, False)])
-def test_a_bar_only_on_a_terminal_that_knows_its_size(monkeypatch, rows, bar):
-    parent, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 100, 0, 0))
-    with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
-        patch.setattr(runs.sys, "stderr", stderr)
-        progress = Progress(10)
-        assert (progress._bar is not None) == bar
-        progress.close()
-    os.close(parent)
-
-
-def test_durations_and_smooth_curves():
     assert [duration(s) for s in (0, 61, 3723, -2)] == ["0:00", "1:01", "1:02:03", "0:00"]
     assert smoothed([3.0] * 5, 0.9) == pytest.approx([3.0] * 5)  # an average from the start
     assert smoothed([1.0, 2.0], weight=0.5) == pytest.approx([1.0, 5 / 3])
     assert smoothed([3.0, 1.0], 0.0) == [3.0, 1.0]
+
+
+def test_a_bar_of_rank_0_on_a_terminal_that_knows_its_size(capfd, monkeypatch):
+    for enabled in (True, False):
+        progress = Progress(10, 2, enabled=enabled, bar=True)
+        progress.update(3, "loss 1.250")
+        progress.say("saved")
+        progress.close()
+        out, err = capfd.readouterr()
+        assert out == ("saved\n" if enabled else "")
+        assert ("3/10" in err and "loss 1.250" in err) if enabled else err == ""
+    for rows, bar in ((40, True), (0, False)):
+        parent, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 100, 0, 0))
+        with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
+            patch.setattr(runs.sys, "stderr", stderr)
+            progress = Progress(10)
+            assert (progress._bar is not None) == bar
+            progress.close()
+        os.close(parent)
+
+
+def test_plain_names():
+    for name in ("model.safetensors", "a", "A-b_c.1", "0", "x" * 255):
+        assert is_plain_name(name), name
+    for name in (
+        *("", ".", "..", "../a", "a/b", "/etc/passwd", ".hidden", "a\0", "a\n", "a b", "\u00e4"),
+        *("-x", "x" * 256, "a\\b", None, 3, ["a"]),
+    ):
+        assert not is_plain_name(name), name
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the length of a socket's path is limited
+    (tmp_path / "file").write_bytes(b"abc")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo("pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "to_pipe").symlink_to(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+    for name, words in (
+        *((name, "not a regular file") for name in ("folder", "pipe", "socket")),
+        *((name, "not a file name") for name in ("a\0b", "\ud800")),
+        ("link", "a symbolic link"),
+    ):
+        with pytest.raises(OSError, match=words):
+            open_plain(name)
+    with pytest.raises(OSError, match="not a regular file"):
+        open_plain("to_pipe", links=True)
+    assert read_plain("link", 3, links=True) == b"abc"
+    with pytest.raises(OSError, match="larger than 2 bytes"):
+        read_plain("file", 2)
+    with pytest.raises(FileNotFoundError) as error:
+        open_plain("none")
+    assert reason(error.value) == "no such file"
+    # Also one put in place of the one looked at.
+    looked_at = os.stat("file")
+    monkeypatch.setattr("fastpar.files.plain_files.os.stat", lambda *a, **k: looked_at)
+    for name, words in (("pipe", "not a regular file"), ("link", "symbolic links")):
+        with pytest.raises(OSError, match=words):
+            open_plain(name)
+
+
+def test_what_is_not_an_object(tmp_path):
+    path = tmp_path / "a.json"
+    with pytest.raises(ValueError, match=r"^no such file$"):
+        read_object(path)
+    with pytest.raises(ValueError, match=r"^not a regular file$"):
+        read_object(tmp_path)
+    for content, problem in (
+        (b"", "not JSON: Expecting value"),
+        (b'{"a": 1', "not JSON: Expecting ',' delimiter"),
+        (b"\xff\xfe{\x00}\x00", "not UTF-8 at byte 0"),
+        (b"[1]", "no JSON object but list"),
+        (b"1", "no JSON object but int"),
+        (b"[" * 100000, "nested too deeply"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "'c' twice"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "a number of 5000 digits"),
+    ):
+        path.write_bytes(content)
+        for parse in (lambda content=content: parse_object(content), lambda: read_object(path)):
+            with pytest.raises(ValueError, match=problem):
+                parse()
+    assert shown("\n\u00e4") == r"'\n\xe4'"
+    assert len(shown("x" * 1000)) == 80
+
+
+def test_a_user_without_a_home(tmp_path, monkeypatch):
+    """As in a container that runs under a number: neither HOME nor an entry in passwd."""
+
+    def nobody(uid):
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "FASTPAR_PROOFS", "FASTPAR_RATES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache = tmp_path / f"fastpar-{os.getuid()}"
+    assert cache_folder(None) == user_cache() == cache
+    assert (proofs_folder(), rates_folder()) == (cache / "proofs", cache / "rates")
+    monkeypatch.setenv("HOME", "/h")
+    assert user_cache() == Path("/h/.cache/fastpar")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert user_cache() == Path("/x/fastpar")
+
+
+CHAIN = """
+import subprocess, time
+from fastpar.files.packages import call_command
+
+def launcher():
+    subprocess.Popen(call_command("chain.rank"))
+    time.sleep(60)
+
+def rank():
+    subprocess.Popen(call_command("chain.helper"))
+    time.sleep(60)
+
+def helper():
+    print("up", flush=True)
+    time.sleep(60)
+"""
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the kernel has no prctl")
+
+
+@linux_only
+def test_a_killed_launcher_leaves_no_rank_nor_its_helper(tmp_path, monkeypatch):
+    (tmp_path / "chain.py").write_text(CHAIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    launcher = subprocess.Popen(call_command("chain.launcher"), stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout.readline() == "up\n"
+    launcher.kill()
+    assert launcher.communicate(timeout=10) == ("", None)  # the pipe ends with the last of them
+
+
+@linux_only
+def test_a_process_whose_parent_ended_before_it_could_follow_ends_at_once():
+    ours = call_command("fastpar.__main__.run")  # of this process, not of the one that starts it
+    code = f"import subprocess; print(subprocess.run({ours!r}).returncode)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == f"{-signal.SIGKILL}\n"

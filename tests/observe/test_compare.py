@@ -1,13 +1,16 @@
-"""`fastpar compare`: what it decides and refuses before it runs, one rank of a run in this process,
-a real comparison on two ranks, and what ends one."""
+"""`fastpar compare`: constructed runs, their statistics, what counts as rounding, the table, claims
+and pictures; what the command decides and refuses, one rank of a run, real comparisons."""
 
 import json
+import sys
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from compared import make_comparison, make_run, read
+from cells import sweep
 
 from fastpar import cli
 from fastpar.comm.ranks import RankFailed
@@ -27,7 +30,20 @@ from fastpar.observe.compare import (
     why_not,
     write_report,
 )
-from fastpar.observe.results import RESULTS, Run
+from fastpar.observe.pictures import PICTURES, draw_all, look
+from fastpar.observe.report import head, markdown, rows, summary
+from fastpar.observe.results import EPS as FP32_EPS
+from fastpar.observe.results import (
+    FACTOR,
+    FLOOR,
+    RESULTS,
+    Comparison,
+    Run,
+    Stat,
+    allowed,
+    judge_losses,
+    yardstick,
+)
 from fastpar.observe.strategies import SINGLE, STRATEGIES, Settings, build
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import cosine_lr
@@ -35,7 +51,271 @@ from fastpar.settings.config import TrainConfig
 from fastpar.settings.model import GPTConfig
 from fastpar.settings.options import ModelSize, TextSettings
 
-MICRO = GPTConfig.preset("micro")
+# Constructed runs
+
+
+LOSSES = [8.0, 7.0, 6.5, 6.0, 5.5, 5.2, 5.0, 4.9, 4.8, 4.7]
+SETTINGS = {
+    "nproc": 2, "model": "micro",
+    "shape": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64}, "parameters": 1_325_824,
+    "data": "bible", "tokenizer": "bpe-4096", "batch_size": 8, "block_size": 64, "epochs": 2,
+    "epoch_steps": 5, "untimed_steps": 2, "optimizer": "adamw", "lr": 2.5e-3, "muon_lr": 0.02,
+    "seed": 1, "device": "cpu", "threads": 1,
+}  # fmt: skip
+MACHINE = {
+    "device": "CPU: test, 2 cores", "python": "3.11", "torch": "2.13", "fastpar": "0.1",
+    "deepspeed": None, "commit": "abc", "date": "2026-11-22",
+}  # fmt: skip
+
+
+def make_run(name, repeat=1, *, step_s=0.1, memory=50e6, nudge=0.0, **more):
+    """A run whose steps take step_s, the untimed ones ten times as long; losses moved by nudge."""
+    values = {
+        "ranks": 1 if name == "single" else 2,
+        "threads": 1,
+        "micro_batch_size": 4,
+        "grad_accum_steps": 2 if name == "single" else 1,
+        "step_s": [10 * step_s] * 2 + [step_s] * 8,
+        "losses": [loss + nudge for loss in LOSSES],
+        "grad_norms": [2.0] * 10,
+        "rss_bytes": [int(memory), int(memory) - 1000],
+        "wire_bytes": 0 if name == "single" else 5_000_000,
+        "exposed_ms": None if name.startswith("fsdp") else 3.0,
+        "seconds": 9.0,
+    }
+    return Run(name, repeat, **{**values, **more})
+
+
+def repeats(name, *step_s, **more):
+    return [make_run(name, n + 1, step_s=s, **more) for n, s in enumerate(step_s)]
+
+
+def orders(*nudges):
+    """Runs of `single` with their sums in other orders."""
+    return [
+        make_run("single", nudge=nudge, yardstick=True, micro_batch_size=1 + at)
+        for at, nudge in enumerate(nudges)
+    ]
+
+
+def make_comparison(*runs, skipped=None, complete=True, **settings):
+    """With what Schedule.of() decides."""
+    known = {
+        **SETTINGS,
+        "strategies": list(dict.fromkeys(run.strategy for run in runs if not run.yardstick)),
+        "repeats": max(run.repeat for run in runs),
+    }
+    return Comparison({**known, **settings}, MACHINE, skipped or {}, list(runs), complete)
+
+
+def read(path):
+    """What save() has written."""
+    content = json.loads(path.read_text())
+    assert content.pop("format") == 1
+    runs = [Run(**run) for run in content.pop("runs")]
+    return Comparison(runs=runs, **content)
+
+
+NAMES = ["single", "ddp", "fsdp2", "dp", "zero3"]
+FAILED = Run("hsdp", 1, 2, 1, 4, 1, error="rank 0: <b>RuntimeError</b>: no | room")
+
+
+def some(*others, **more):
+    """Two repeats of five strategies, each a little slower and in need of less memory."""
+    runs = [
+        make_run(name, n + 1, step_s=0.1 + 0.01 * (n + at), memory=(60 - at) * 1e6, nudge=1e-6 * at)
+        for n in range(2)
+        for at, name in enumerate(NAMES)
+    ]
+    return make_comparison(*runs, *others, *orders(1e-6), **more)
+
+
+def test_numbers_are_medians_with_their_range_and_untimed_steps_do_not_count():
+    runs = repeats("dp", 0.1, 0.3, 0.2)
+    found = make_comparison(*runs)
+    assert [found.tokens_per_s(runs[0], *of) for of in ((), (0,))] == pytest.approx([5120] * 2)
+    assert [found.epoch_s(runs[0], e) for e in range(2)] == pytest.approx([0.5, 0.5])
+    stat = found.stat("dp", lambda run: found.epoch_s(run, 1))
+    assert stat == Stat(pytest.approx(1.0), pytest.approx(0.5), pytest.approx(1.5), 3)
+    assert make_comparison(make_run("fsdp2")).stat("fsdp2", lambda run: run.exposed_ms) is None
+    for other, touches in ((Stat(4, 3, 5, 3), True), (Stat(4, 3.1, 5, 3), False)):
+        assert Stat(2, 1, 3, 3).touches(other) == touches
+    assert Stat(2, 2, 2, 1).touches(Stat(9, 9, 9, 1)), "one run each"
+    # Memory is of one kind for all; yardsticks and failed runs are no repeats.
+    counted = make_run("dp", step_bytes=[7, 9])
+    for other, mb, label in (({"step_bytes": [5, 5]}, 9e-6, "allocated in"), ({}, 50, "resident")):
+        both = make_comparison(counted, make_run("zero1", **other))
+        assert both.memory_mb(counted) == mb
+        assert label in both.memory_label
+    found = make_comparison(make_run("single"), FAILED, *orders(1e-6))
+    assert (found.names, len(found.of("single")), len(found.orders)) == (["single"], 1, 2)
+    assert found.failed == {"hsdp": FAILED.error}
+
+
+def test_the_yardstick_grows_and_has_a_floor():
+    single, other = make_run("single"), make_run("single", yardstick=True, micro_batch_size=1)
+    other.losses = [loss + (1e-4 if at == 3 else 0.0) for at, loss in enumerate(LOSSES)]
+    found = make_comparison(single, make_run("dp"), other)
+    np.testing.assert_allclose(yardstick(found), [0] * 3 + [1e-4] * 7, rtol=1e-6)
+    assert allowed(found)[[0, 5]] == pytest.approx([FLOOR * FP32_EPS * 8.0, FACTOR * 1e-4])
+    assert yardstick(make_comparison(single, make_run("dp"))) is None
+
+
+@pytest.mark.parametrize(("nudge", "beyond"), [(3.9e-5, None), (4.1e-5, (1, "zero2"))])
+def test_losses_apart_by_more_than_rounding_are_found_and_said(nudge, beyond):
+    runs = [make_run("single"), make_run("dp"), make_run("zero2", nudge=nudge), *orders(1e-5)]
+    verdict = judge_losses(make_comparison(*runs))
+    assert verdict.difference == pytest.approx(nudge)
+    assert (verdict.high, verdict.beyond, verdict.orders) == ("zero2", beyond, 2)
+    assert verdict.yardstick == pytest.approx(1e-5)
+    text = "\n".join(summary(make_comparison(*runs)))
+    assert ("MORE THAN ROUNDING, from step 1 on, where" in text) == (beyond is not None)
+    assert ("In every step that is within rounding" in text) == (beyond is None)
+    assert f"two strategies is {nudge:.2g}, in step" in text
+
+
+def test_the_largest_difference_is_between_two_strategies():
+    """Repeats of one strategy are not compared with each other, but one may go astray."""
+    for nudge, difference, high, low in ((0.4, 0.4, "single", "dp"), (0.2, 0.3, "dp", "single")):
+        runs = [make_run("dp"), make_run("dp", 2, nudge=0.5), make_run("single", nudge=nudge)]
+        verdict = judge_losses(make_comparison(*runs))
+        assert verdict.difference == pytest.approx(difference)
+        assert (verdict.high, verdict.low) == (high, low)
+        assert verdict.yardstick is verdict.beyond is None
+    assert judge_losses(make_comparison(make_run("dp"))) is None
+    runs = [make_run("single"), make_run("dp"), make_run("dp", 2, nudge=1.0), *orders(1e-5)]
+    assert judge_losses(make_comparison(*runs)).beyond == (1, "dp")
+
+
+def test_the_file_keeps_everything(tmp_path):
+    """No digit of an fp32 is lost."""
+    loss = float(np.float32(8.123456789))
+    make_comparison(make_run("dp", losses=[loss] * 10)).save(tmp_path / RESULTS)
+    assert np.float32(read(tmp_path / RESULTS).runs[0].losses[0]) == np.float32(loss)
+    runs = [make_run("single"), make_run("dp")]
+    found = make_comparison(*runs, skipped={"tp": "needs 4 ranks, got 2"}, complete=False)
+    found.save(tmp_path / RESULTS)
+    assert asdict(read(tmp_path / RESULTS)) == asdict(found)
+    assert [p.name for p in tmp_path.iterdir()] == [RESULTS]
+    lines = (tmp_path / RESULTS).read_text().splitlines()
+    assert sum('"strategy": ' in line for line in lines) == 2, "a run a line"
+
+
+def test_a_row_is_what_the_runs_say_and_markdown_is_a_table_and_words():
+    skipped = {"deepspeed1": "deepspeed is not installed", "tp-zero1": "needs 4 ranks, got 2"}
+    found = some(FAILED, skipped=skipped, complete=False)
+    cells = {row[0]: row for row in rows(found)}
+    assert cells["dp"][1:3] == ["2", "3,798 (3,657-3,938)"]  # 512 tokens in 0.13 and 0.14 s
+    assert cells["dp"][5:7] == ["57", "0.97"]  # MB, and beside those of ddp
+    assert cells["fsdp2"][8] == "not known"
+    assert cells["deepspeed1"] == ["deepspeed1", "skipped: deepspeed is not installed"]
+    assert cells["hsdp"][1].startswith("failed: rank 0")
+    assert list(cells)[-2:] == ["deepspeed1", "tp-zero1"]
+    text = markdown(found)
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in table} == {len(head(found)) + 1}, "no cell breaks the table"
+    assert len(table) == 2 + len(NAMES) + 3
+    said = summary(found)
+    assert all(f"- {line}\n" in text for line in said)
+    assert text.isascii()
+    for words in ("1,325,824 parameters", "2 ranks with 1 thread each", "Failed: hsdp (rank 0: ",
+                  "Skipped: deepspeed1 (deepspeed is not installed)",
+                  "The comparison was stopped before all of its runs."):  # fmt: skip
+        assert words in text
+
+
+def test_the_fastest_stands_first_and_ratios_name_their_baseline():
+    runs = [make_run("dp", step_s=0.1), make_run("zero1", step_s=0.05), make_run("ddp", step_s=0.2)]
+    found = make_comparison(*runs, strategies=["hsdp", "dp", "zero1", "ddp"])
+    cells = rows(found)
+    assert [row[0] for row in cells] == ["zero1", "dp", "ddp", "hsdp"]
+    assert cells[3] == ["hsdp", "stopped before its first run"]
+    assert [row[3] for row in cells[:3]] == ["4.00", "2.00", "1.00"]
+    assert {"speed, ddp = 1", "memory, ddp = 1"} <= set(head(found))
+    assert "to those of ddp." in markdown(found)
+    found.runs.pop()
+    assert "speed, dp = 1" in head(found), "the first that was asked for and ran"
+    found.runs.append(make_run("single", step_s=0.4))
+    assert "speed, single = 1" in head(found)
+
+
+SAME = repeats("single", 0.1, 0.1)
+OTHER = [make_run("dp"), make_run("dp", 2, nudge=1e-6)]
+CLAIMS = [
+    # A clear margin, no difference beyond the spread, and one run each, which proves no order.
+    ([*repeats("dp", 0.1, 0.101, 0.102), *repeats("ddp", 0.2, 0.201, 0.19)],
+     ("Fastest: dp, 5,069 tokens/s (5,020 to 5,120 in 3 repeats); next is ddp with 2,560, 49.5 %",),
+     ()),
+    ([*repeats("dp", 0.1, 0.11, 0.12), *repeats("ddp", 0.105, 0.115, 0.125),
+      *repeats("zero1", 0.12, 0.13, 0.14), *repeats("zero3", 0.2, 0.2, 0.2)],
+     ("Fastest: no difference beyond the spread of repeats between dp, ddp and zero1.",), ()),
+    ([make_run("dp"), make_run("ddp", step_s=0.2)],
+     ("Fastest in one run each, which proves no order: dp, 5,120",), ("Fastest: dp",)),
+    ([*repeats("dp", 0.1, 0.1, memory=60e6), *repeats("zero3", 0.1, 0.1, memory=40e6)],
+     ("Smallest: zero3, 40 MB (40 to 40 in 2 repeats); next is dp with 60, 50.0 % more",), ()),
+    ([make_run("dp")], ("Only dp was measured: 5,120 tokens/s (one run).",),
+     ("difference of loss", "experts in the place")),
+    ([make_run("single", step_s=0.15), make_run("dp"), make_run("zero1", step_s=0.2)],
+     ("With 2 ranks dp trains 1.50 times as fast as single, which is one rank",), ()),
+    ([make_run("single"), make_run("dp", nudge=1.0)],
+     ("Whether that is rounding is not known: single was not run",), ("within rounding",)),
+    (SAME, ("Repeats of one strategy gave the same losses to the last bit.",), ()),
+    ([*SAME, *OTHER], ("Repeats of dp differed in their losses, by 1e-06 at most; those",), ()),
+    ([FAILED], ("No run ended well: nothing was measured.",), ()),
+    # 20 steps each; the dense one is twice as fast, and done when the other has done ten. Means of
+    # the last two of 20 steps: 4 - 0.1 * 18.5, 4 - 0.12 * 18.5; after ten 4 - 0.12 * 8.5.
+    ([make_run("dp", step_s=0.1, losses=[4.0 - 0.1 * i for i in range(20)]),
+      make_run("experts", step_s=0.2, losses=[4.0 - 0.12 * i for i in range(20)])],
+     ("At equal tokens the loss of experts is 1.7800 beside 2.1500, 0.3700 lower (m",
+      "after 10 steps of experts and 20 of dp, it is 2.9800 beside 2.1500, 0.8300 high"),
+     ("difference of loss between two strategies",)),  # they are different models
+]  # fmt: skip
+
+
+@sweep(("runs", "said", "unsaid"), CLAIMS)
+def test_claims(runs, said, unsaid):
+    text = "\n".join(summary(make_comparison(*runs)))
+    assert all(words in text for words in said), text
+    assert not any(words in text for words in unsaid), text
+
+
+def test_all_pictures_are_made_small_and_readable(tmp_path, monkeypatch):
+    """Legends stand beside the axes or below the bars, and what is not known is no bar of zero."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    from matplotlib.figure import Figure
+
+    figures, save = {}, Figure.savefig
+
+    def saved(figure, path, **how):
+        figures[Path(path).name] = figure
+        save(figure, path, **how)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    draw_all(some(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(PICTURES) == set(figures)
+    for path in tmp_path.iterdir():
+        data = path.read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert 5_000 < len(data) < 150_000
+        assert [int.from_bytes(data[at : at + 4], "big") for at in (16, 20)] == [990, 484]
+        for box in (legend.get_window_extent() for legend in figures[path.name].legends):
+            assert not any(
+                axes.get_window_extent().overlaps(box) for axes in figures[path.name].axes
+            )
+    left, right = figures["communication.png"].axes
+    assert [text.get_text() for text in left.texts].count(" not known") == 1
+    assert (len(left.patches), len(right.patches)) == (len(NAMES) - 1, len(NAMES))
+    line = figures["throughput.png"].axes[0].containers[NAMES.index("dp")]  # bars of the range
+    low, high = 512 / 0.14, 512 / 0.13
+    assert line[0].get_ydata() == pytest.approx([(low + high) / 2] * 2)
+    assert line[2][0].get_segments()[0][:, 1] == pytest.approx([low, high])
+    looks = [(s["color"], s["marker"], s["linestyle"]) for s in map(look, STRATEGIES)]
+    assert len(set(looks)) == len(STRATEGIES), "no two strategies look alike"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"draw_all: expected the package matplotlib, got "):
+        draw_all(some(), tmp_path)
+
+
 SHAPE = asdict(GPTConfig(1, 2, 32, 16, 256, dropout=0.0))
 FILES = {
     *("results.json", "table.md", "throughput.png", "epoch_time.png"),
@@ -51,9 +331,6 @@ def text(tmp_path, monkeypatch):
     return str(path)
 
 
-# What it decides
-
-
 def command_of(data="bible", batch_size=8, **more):
     text = TextSettings(data=data, tokenizer="bytes", batch_size=batch_size)
     return CompareCommand(text=text, **more)
@@ -61,7 +338,7 @@ def command_of(data="bible", batch_size=8, **more):
 
 def schedule_of(text, **more):
     size = ModelSize(model="micro", n_layer=1, n_embd=32, block_size=16)
-    return Schedule.of(command_of(text, device="cpu", threads=1, shape=size, **more))
+    return Schedule.of(command_of(text, **{"device": "cpu", "threads": 1, "shape": size, **more}))
 
 
 def no_deepspeed(monkeypatch):
@@ -73,76 +350,70 @@ def no_deepspeed(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategies": "dp,zero4"}, r"got strategy=zero4; did you mean zero3\?"),
-        ({"strategies": "horovod"}, r"got strategy=horovod; choose of these"),
-        ({"strategies": "dp,async"}, r"got strategy='async'; use zero1, .*results/parameter_serve"),
-        ({"strategies": "parameter-server"}, r"whose gradients are those of the weights that they"),
-        ({"strategies": ","}, r"compare: expected names with commas, got strategies=','; leave"),
-        ({"nproc": 0}, r"compare: expected nproc >= 1, got nproc=0; set --nproc"),
-        ({"epochs": 0}, r"compare: expected epochs >= 1, got epochs=0; set --epochs"),
-        ({"epoch_steps": -1}, r"expected epoch_steps >= 0, got epoch_steps=-1; set --epoch-steps"),
-        ({"repeats": 0}, r"compare: expected repeats >= 1, got repeats=0; set --repeats"),
-        ({"batch_size": 0}, r"compare: expected batch_size >= 1, got batch_size=0"),
-        ({"threads": 0}, r"compare: expected threads >= 1, got threads=0"),
-        ({"lr": 0.0}, r"compare: expected lr > 0, got lr=0\.0; set --lr"),
-        ({"muon_lr": -1.0}, r"compare: expected muon_lr > 0, got muon_lr=-1\.0; set --muon-lr"),
-        ({"batch_size": 8, "nproc": 3}, r"multiple of nproc=3, got batch_size=8; use --batch-si"),
-        ({"out": "full"}, r"compare: expected a new or an empty folder, got out=full"),
-        ({"out": "full/file"}, r"compare: expected a new or an empty folder, got out=full/file"),
-    ],
-)  # fmt: skip
-def test_settings_that_make_no_sense_are_refused(tmp_path, monkeypatch, settings, message):
+REFUSED = [
+    ({"strategies": "dp,zero4"}, r"got strategy=zero4; did you mean zero3\?"),
+    ({"strategies": "horovod"}, r"got strategy=horovod; choose of these"),
+    ({"strategies": "dp,async"}, r"got strategy='async'; use zero1, .*results/parameter_serve"),
+    ({"strategies": "parameter-server"}, r"whose gradients are those of the weights that they"),
+    ({"strategies": ","}, r"compare: expected names with commas, got strategies=','; leave"),
+    *(
+        ({name: 0}, rf"compare: expected {name} >= 1, got {name}=0")
+        for name in ("nproc", "epochs", "repeats", "batch_size", "threads")
+    ),
+    ({"epoch_steps": -1}, r"expected epoch_steps >= 0, got epoch_steps=-1; set --epoch-steps"),
+    ({"lr": 0.0}, r"compare: expected lr > 0, got lr=0\.0; set --lr"),
+    ({"muon_lr": -1.0}, r"compare: expected muon_lr > 0, got muon_lr=-1\.0; set --muon-lr"),
+    ({"batch_size": 8, "nproc": 3}, r"multiple of nproc=3, got batch_size=8; use --batch-si"),
+    ({"out": "full"}, r"compare: expected a new or an empty folder, got out=full"),
+    ({"out": "full/file"}, r"compare: expected a new or an empty folder, got out=full/file"),
+]
+
+
+def test_settings_that_make_no_sense_are_refused(tmp_path, monkeypatch):
+    """And what cannot run, before the text is read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     check(CompareCommand(out="new"))
     check(CompareCommand(out="full"))
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(ValueError, match=message):
-        check(command_of(**settings))
-
-
-def test_what_cannot_run_is_refused_before_the_text_is_read():
-    with pytest.raises(ValueError, match=r"GPTConfig\.preset: expected one of gpt2, .* got name=x"):
-        Schedule.of(command_of("no such text", shape=ModelSize(model="x")))
-    message = r"compare: expected a strategy that can run here, got none: tp needs 2 ranks, got 1;"
-    with pytest.raises(ValueError, match=message):
-        schedule_of("no such text", strategies="tp", nproc=1)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="compare: expected a GPU for device=cuda, got none t"):
-            Schedule.of(command_of("no such text", device="cuda"))
+    for settings, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            check(command_of(**settings))
+    for more, message in (
+        (
+            {"shape": ModelSize(model="x")},
+            r"GPTConfig\.preset: expected one of gpt2, .* got name=x",
+        ),
+        ({"strategies": "tp", "nproc": 1}, "can run here, got none: tp needs 2 ranks, got 1;"),
+        ({"device": "cuda"}, "compare: expected a GPU for device=cuda, got none t"),
+    ):
+        if "device" not in more or not torch.cuda.is_available():
+            with pytest.raises(ValueError, match=message):
+                schedule_of("no such text", **more)
 
 
 def test_names_come_once_in_the_order_given_and_like_stands_beside_like():
     assert chosen(CompareCommand(strategies="tp, dp,tp,")) == ["tp", "dp"]
     assert chosen(CompareCommand()) == list(DEFAULT)
-    rare = {"ddp-zero", "hsdp", "experts", "ep", "zero2-int8", "diloco"}
-    assert set(STRATEGIES) - set(DEFAULT) == rare
     for theirs, ours in (("ddp", "dp"), ("fsdp2-no-reshard", "zero2"), ("fsdp2", "zero3")):
         assert DEFAULT.index(ours) == DEFAULT.index(theirs) + 1
 
 
-def test_what_cannot_run_is_skipped_with_its_reason(monkeypatch):
-    two, four = CompareCommand(), CompareCommand(nproc=4)
-    one_head = GPTConfig.preset("micro", n_head=1, block_size=63)
-    odd, shallow = GPTConfig.preset("micro", block_size=63), GPTConfig.preset("micro", n_layer=3)
-    no_deepspeed(monkeypatch)
-    for name, command, shape, gpus, why in (
-        ("tp-zero1", two, MICRO, None, "needs 4 ranks, got 2"),
-        ("tp-zero1", four, MICRO, None, None),
-        ("tp", two, one_head, None, "needs 2 heads or more, got 1"),
-        ("tp", two, odd, None, "needs a context that is a multiple of 2, got 63"),
-        ("pp", four, shallow, None, "needs 4 layers or more, got 3"),
-        ("dp-pp", four, shallow, None, None),
-        ("dp-pp", two, MICRO, None, "needs 4 ranks, got 2"),
-        ("dp", two, MICRO, 1, "needs a GPU for each of 2 ranks, got 1"),
-        ("single", two, MICRO, 1, None),
-        ("dp", CompareCommand(device="cpu"), MICRO, 1, None),
-        ("deepspeed1", two, MICRO, None, "deepspeed is not installed"),
+def test_what_cannot_run_is_skipped_with_its_reason():
+    one_head = {"n_head": 1, "block_size": 63}
+    for name, command, sizes, gpus, why in (
+        ("tp-zero1", {}, {}, None, "needs 4 ranks, got 2"),
+        ("tp-zero1", {"nproc": 4}, {}, None, None),
+        ("tp", {}, one_head, None, "needs 2 heads or more, got 1"),
+        ("tp", {}, {"block_size": 63}, None, "needs a context that is a multiple of 2, got 63"),
+        ("pp", {"nproc": 4}, {"n_layer": 3}, None, "needs 4 layers or more, got 3"),
+        ("dp-pp", {"nproc": 4}, {"n_layer": 3}, None, None),
+        ("dp", {}, {}, 1, "needs a GPU for each of 2 ranks, got 1"),
+        ("single", {}, {}, 1, None),
+        ("dp", {"device": "cpu"}, {}, 1, None),
     ):
-        assert why_not(name, command, shape, gpus) == why, name
+        shape = GPTConfig.preset("micro", **sizes)
+        assert why_not(name, CompareCommand(**command), shape, gpus) == why, name
 
 
 def test_repeats_begin_with_another_strategy_and_orders_come_last(text):
@@ -182,9 +453,6 @@ def test_lengths_of_runs_and_what_is_said_of_them(text, monkeypatch):
         assert words in said
 
 
-# One rank
-
-
 def spec_of(data, micro_batch_size=2, grad_accum_steps=2, shape=SHAPE, run=None, **more):
     """Five steps in one process, the first two untimed."""
     settings = {"shape": shape, "block_size": shape["block_size"], "batch_size": 4, "lr": 1e-2,
@@ -211,56 +479,17 @@ def test_a_rank_trains_the_trainers_samples_with_the_trainers_schedule(text):
         assert found.losses[step] == pytest.approx(loss.item(), rel=1e-5)
         assert found.grad_norms[step] == pytest.approx(float(made.grad_norm), rel=1e-4)
     assert said == [1, 2, 3, 4, 5]
-    assert len(found.step_s) == 5
-    assert (found.wire_bytes, found.exposed_ms) == (0, 0.0)
+    assert (len(found.step_s), found.wire_bytes, found.exposed_ms) == (5, 0, 0.0)
     parameters = 4 * sum(p.numel() for p in model.parameters())
     # Weights, gradients and two moments, and what forward keeps.
-    (step_bytes,), (rss_bytes,) = found.step_bytes, found.rss_bytes
-    assert 4 * parameters < step_bytes < 12 * parameters
-    assert rss_bytes > 0
+    assert 4 * parameters < found.step_bytes[0] < 12 * parameters
+    assert found.rss_bytes[0] > 0
     # Other orders of its sums differ by rounding alone; half of the samples do not.
     other = train(spec_of(text, 1, 4, run={"exact_norm": True}))
     assert other.losses == pytest.approx(found.losses, rel=1e-4)
     assert other.losses != found.losses
     wrong = train(spec_of(text, 1, 2))
     assert wrong.losses[1] != pytest.approx(found.losses[1], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_the_warm_up_of_a_quick_comparison_does_not_spike():
-    """`fastpar compare --quick` of its own model and text: the norm rose to 54 in step 5."""
-    data = load_data("bible", "auto", block_size=64, progress=False)
-    shape = asdict(GPTConfig.preset("micro", vocab_size=data.vocab_size, dropout=0.0))
-    spec = spec_of("bible", 4, 2, shape, batch_size=8, epoch_steps=24, lr=2.5e-3, seed=1)
-    found = train(spec)
-    assert max(found.grad_norms[1:]) < found.grad_norms[0]
-    assert max(found.losses[1:]) < found.losses[0]
-
-
-def test_hyper_parameters_are_those_of_train():
-    ours, theirs = Settings(), TrainConfig().optim
-    assert ours.betas == theirs.betas
-    assert ours.weight_decay == theirs.weight_decay
-    assert theirs.max_grad_norm == 1.0
-    assert AdamW([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["eps"] == EPS
-    # Short runs warm up for longer than a tenth.
-    found = {n: warmup_steps(n) for n in (1, 2, 5, 24, 60, 240, 50_000)}
-    assert found == {1: 0, 2: 1, 5: 2, 24: 12, 60: 20, 240: 24, 50_000: 1000}
-
-
-def test_micro_batches_of_every_rank_are_each_sample_once():
-    for strategy in ("dp", "zero2"):
-        taken = []
-        for rank in range(2):
-            made = Rank.__new__(Rank)
-            made.run = Run(strategy, 1, 2, 1, 2, 2)
-            made.contender = type("Fake", (), {"dp_rank": rank, "dp_size": 2})()
-            taken += made._numbers()
-        assert sorted(taken) == [0, 1, 2, 3]
-        assert made._numbers() == ([2, 3] if strategy == "dp" else [1, 3])
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(text):
     rank = Rank(*spec_of(text), lambda *words: None)
     with torch.no_grad():
         rank.contender.model.wte.weight[:] = float("nan")
@@ -268,22 +497,30 @@ def test_a_loss_that_is_not_finite_ends_the_run(text):
         rank.train()
 
 
+def test_hyper_parameters_are_those_of_train():
+    ours, theirs = Settings(), TrainConfig().optim
+    assert (ours.betas, ours.weight_decay) == (theirs.betas, theirs.weight_decay)
+    assert theirs.max_grad_norm == 1.0
+    assert AdamW([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["eps"] == EPS
+    # Short runs warm up for longer than a tenth.
+    found = {n: warmup_steps(n) for n in (1, 2, 5, 24, 60, 240, 50_000)}
+    assert found == {1: 0, 2: 1, 5: 2, 24: 12, 60: 20, 240: 24, 50_000: 1000}
+
+
 def test_what_the_ranks_measured_is_merged():
-    def of_rank(step_s, losses, rss, wire, exposed_ms, step_bytes):
-        return Run("dp", 1, 2, 1, 2, 1, grad_norms=[1.0, 1.0], step_s=step_s, losses=losses,
-                   rss_bytes=[rss], wire_bytes=wire, exposed_ms=exposed_ms,
-                   step_bytes=step_bytes)  # fmt: skip
-
-    merged = Run("dp", 1, 2, 1, 2, 1)
-    first = of_rank([0.1, 0.4], [2.0, 3.0], 100, 7, 1.5, [])
-    merged.merge([first, of_rank([0.3, 0.2], [4.0, 5.0], 200, 9, None, [50])])
-    assert merged.step_s == [0.3, 0.4], "the slowest rank counts"
-    assert merged.losses == [3.0, 4.0], "the mean over the ranks"
-    assert (merged.rss_bytes, merged.step_bytes, merged.wire_bytes) == ([100, 200], [50], 9)
-    assert merged.exposed_ms is None, "not known of one rank is not known"
-
-
-# The command
+    merged, *ranks = (Run("dp", 1, 2, 1, 2, 1, grad_norms=[1.0, 1.0]) for _ in range(3))
+    known = {
+        "step_s": ([0.1, 0.4], [0.3, 0.2], [0.3, 0.4]),  # the slowest rank counts
+        "losses": ([2.0, 3.0], [4.0, 5.0], [3.0, 4.0]),  # the mean over the ranks
+        "rss_bytes": ([100], [200], [100, 200]),
+        "step_bytes": ([], [50], [50]),
+        "wire_bytes": (7, 9, 9),
+        "exposed_ms": (1.5, None, None),  # not known of one rank is not known
+    }
+    for at, run in enumerate(ranks):
+        vars(run).update({name: values[at] for name, values in known.items()})
+    merged.merge(ranks)
+    assert {name: getattr(merged, name) for name in known} == {n: v[2] for n, v in known.items()}
 
 
 @pytest.fixture
@@ -372,28 +609,22 @@ def fake_measure(monkeypatch, failing=(), interrupted_at=None):
 def test_what_ends_a_comparison_early(
     arguments, tmp_path, capfd, monkeypatch, how, names, status, measured, said
 ):
-    """One that fails ends no other, and an interrupt keeps what was measured."""
+    """One that fails ends no other, and an interrupt keeps what was measured. Without --out the
+    first free folder is taken."""
     fake_measure(monkeypatch, **how)
-    assert cli.main([*arguments, "--strategies", names]) == status
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/compare").mkdir(parents=True)
+    assert cli.main([*arguments[:-2], "--strategies", names]) == status
     assert said in capfd.readouterr().out
-    found = read(tmp_path / "out" / RESULTS)
+    out = tmp_path / "runs/compare-2"
+    found = read(out / RESULTS)
     assert found.names == measured
     assert found.complete == (status == 1)
     if measured:
-        table = (tmp_path / "out" / "table.md").read_text()
         said = "stopped before its first run" if status == 130 else "failed: rank 1: RuntimeError: "
-        assert said in table
+        assert said in (out / "table.md").read_text()
     else:  # no pictures of nothing
-        assert [path.name for path in (tmp_path / "out").iterdir()] == [RESULTS]
-
-
-def test_folders_and_mistakes(arguments, tmp_path, monkeypatch, capfd):
-    """Without --out the first free folder is taken."""
-    fake_measure(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    for name in ("compare", "compare-2"):
-        assert cli.main([*arguments[:-2], "--strategies", "dp"]) == 0
-        assert (tmp_path / "runs" / name / RESULTS).exists()
+        assert [path.name for path in out.iterdir()] == [RESULTS]
     assert cli.main([*arguments, "--strategies", "zero9"]) == 2
     assert "did you mean zero" in capfd.readouterr().err
 
@@ -401,8 +632,11 @@ def test_folders_and_mistakes(arguments, tmp_path, monkeypatch, capfd):
 def test_a_report_is_made_again_from_its_results(tmp_path, monkeypatch, capfd):
     found = make_comparison(make_run("dp"), epochs=1, epoch_steps=10)
     found.save(tmp_path / RESULTS)
+    drawn = []
+    monkeypatch.setattr(compare, "draw_all", lambda *given: drawn.append(given))
     write_report(read(tmp_path / RESULTS), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert {path.name for path in tmp_path.iterdir()} == {RESULTS, "table.md"}
+    assert drawn == [(found, tmp_path)]
     assert json.loads((tmp_path / RESULTS).read_text())["format"] == 1
 
     def missing(*args):

@@ -56,49 +56,7 @@ def train(name, micro_batches, optimizer="adamw"):
 
 
 def on_rank(names, *options):
-    return [train(name, *options) for name in names]
-
-
-ON_FOUR = ["hsdp", "tp", "tp-zero1", "tp-zero2", "tp-zero3", "dp-pp"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "names", "options"),
-    [
-        (2, ["ddp", "zero2", "tp", "cp", "pp"], (2,)),
-        slow(2, ["ddp", "zero2", "tp", "pp"], (2, "muon")),
-        slow(2, ON_TWO, (1,)),
-        slow(4, ON_FOUR, (1,)),
-        slow(4, ON_FOUR, (1, "muon")),
-    ],
-)
-def test_ranks_train_what_one_process_trains(ranks, names, options):
-    exact, weights, _ = train("single", *options)
-    assert exact[0][1] > LIMIT, "clipping is not tried"
-    for answers in run_ranks(on_rank, ranks, names, *options, backend="gloo", timeout_s=240):
-        for name, (found, those, quiet) in zip(names, answers):
-            # fastpar's norm, and so the factor of its clipping, is fp32.
-            losses, norms = ([row[i] for row in found] for i in (0, 1))
-            assert losses == pytest.approx([loss for loss, _ in exact], rel=1e-10), name
-            assert norms == pytest.approx([norm for _, norm in exact], rel=1e-7), name
-            assert set(those) == set(weights)
-            for key, w in weights.items():
-                torch.testing.assert_close(those[key], w, rtol=0, atol=1e-8, msg=f"{name} {key}")
-            assert quiet == (name == "ddp")
-
-
-def test_every_name_has_a_title_of_its_own_and_says_why_it_cannot_run(monkeypatch):
-    assert len({s.title for s in STRATEGIES.values()}) == len(STRATEGIES)
-    monkeypatch.setattr(strategies.importlib.util, "find_spec", lambda name: None)
-    assert STRATEGIES["deepspeed2"].why_not(2) == "deepspeed is not installed"
-    monkeypatch.undo()
-    assert STRATEGIES["tp"].why_not(1) == "needs 2 ranks, got 1"
-    assert STRATEGIES["tp"].why_not(3) == "needs a multiple of 2 ranks, got 3"
-    assert STRATEGIES["tp-zero2"].why_not(2) == "needs 4 ranks, got 2"
-    assert [n for n in ("single", *ON_TWO) if STRATEGIES[n].why_not(2)] == []
-    without = [n for n in STRATEGIES if "no muon" in (STRATEGIES[n].why_not(4, "muon") or "")]
-    deepspeed = [f"deepspeed{n}" for n in (1, 2, 3)]
-    assert without == ["ddp-zero", "fsdp2", "fsdp2-no-reshard", *deepspeed]
+    return [train(name, *options) for name in names], sparse_on_rank() if "cp" in names else None
 
 
 def sparse_on_rank():
@@ -116,14 +74,54 @@ def sparse_on_rank():
     return found
 
 
-def test_experts_train_alike_however_they_are_shared_out():
-    answers = run_ranks(sparse_on_rank, 2, backend="gloo", timeout_s=120)
-    for (losses, weights), (of_ep, those) in answers:
-        assert of_ep == pytest.approx(losses, rel=1e-12)
-        assert set(weights) == set(those)
-        for name, value in weights.items():
-            torch.testing.assert_close(those[name], value, rtol=0, atol=1e-12, msg=name)
-    assert STRATEGIES["ep"].why_not(1) == "needs 2 ranks, got 1"
+ON_FOUR = ["hsdp", "tp", "tp-zero1", "tp-zero2", "tp-zero3", "dp-pp"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names", "options"),
+    [
+        (2, ["ddp", "zero2", "tp", "cp", "pp"], (2,)),
+        slow(2, ON_TWO, (1,)),
+        slow(4, ON_FOUR, (1,)),
+        slow(4, ON_FOUR, (1, "muon")),
+    ],
+)
+def test_ranks_train_what_one_process_trains(ranks, names, options):
+    exact, weights, _ = train("single", *options)
+    assert exact[0][1] > LIMIT, "clipping is not tried"
+    answers = run_ranks(on_rank, ranks, names, *options, backend="gloo", timeout_s=240)
+    for dense, sparse in answers:
+        for name, (found, those, quiet) in zip(names, dense):
+            # fastpar's norm, and so the factor of its clipping, is fp32.
+            losses, norms = ([row[i] for row in found] for i in (0, 1))
+            assert losses == pytest.approx([loss for loss, _ in exact], rel=1e-10), name
+            assert norms == pytest.approx([norm for _, norm in exact], rel=1e-7), name
+            assert set(those) == set(weights)
+            for key, w in weights.items():
+                torch.testing.assert_close(those[key], w, rtol=0, atol=1e-8, msg=f"{name} {key}")
+            assert quiet == (name == "ddp")
+        if sparse is not None:
+            (losses, parts), (of_ep, those) = sparse
+            assert of_ep == pytest.approx(losses, rel=1e-12)
+            torch.testing.assert_close(those, parts, rtol=0, atol=1e-12)
+
+
+def test_every_name_has_a_title_of_its_own_and_says_why_it_cannot_run(monkeypatch):
+    assert len({s.title for s in STRATEGIES.values()}) == len(STRATEGIES)
+    for name, ranks, why in (
+        ("tp", 1, "needs 2 ranks, got 1"),
+        ("ep", 1, "needs 2 ranks, got 1"),
+        ("diloco", 1, "needs 2 ranks, got 1"),
+        ("tp", 3, "needs a multiple of 2 ranks, got 3"),
+        ("tp-zero2", 2, "needs 4 ranks, got 2"),
+        *((name, 2, None) for name in ("single", *ON_TWO)),
+    ):
+        assert STRATEGIES[name].why_not(ranks) == why, name
+    without = [n for n in STRATEGIES if "no muon" in (STRATEGIES[n].why_not(4, "muon") or "")]
+    deepspeed = [f"deepspeed{n}" for n in (1, 2, 3)]
+    assert without == ["ddp-zero", "fsdp2", "fsdp2-no-reshard", *deepspeed]
+    monkeypatch.setattr(strategies.importlib.util, "find_spec", lambda name: None)
+    assert STRATEGIES["deepspeed2"].why_not(2) == "deepspeed is not installed"
 
 
 def apart_on_rank():
@@ -145,20 +143,15 @@ def test_ranks_that_train_apart(monkeypatch):
     assert not first[1][0].equal(second[1][0])
     assert first[1][1].equal(second[1][1])
     assert first[2] == pytest.approx(first[1][0].numel() * 4 / 20, rel=0.01)
-    assert STRATEGIES["diloco"].why_not(1) == "needs 2 ranks, got 1"
 
 
 def test_the_door_refuses(monkeypatch):
+    ranks = r"build: expected 4, 6, 8, \.\.\. ranks for HSDP, got world_size=1; start"
     for name, model, settings, words in (
         ("x", torch.nn.Identity, (), r"build: expected one of single, ddp, .* got name=x; c"),
         ("ddp", torch.nn.Identity, (), r"build: expected torch\.distributed to be initialized"),
         ("fsdp2", make, (Settings("muon"),), "=adamw for fsdp2, .* got optimizer=muon; choose"),
-        (
-            "hsdp",
-            make,
-            (),
-            r"build: expected 4, 6, 8, \.\.\. ranks for HSDP, got world_size=1; start",
-        ),
+        ("hsdp", make, (), ranks),
     ):
         with pytest.raises(ValueError, match=words):
             build(name, model, *settings)
@@ -176,7 +169,7 @@ class FakeDeepSpeed:
     """What DeepSpeed's engine does with micro-batches: it divides, and steps after the last."""
 
     def __init__(self, model, n):
-        self.model, self.n, self.count, self.log = model, n, 0, []
+        self.model, self.n, self.updates, self.count = model, n, [], 0
 
     def __call__(self, x, y):
         return self.model(x, y)
@@ -186,29 +179,25 @@ class FakeDeepSpeed:
 
     def step(self):
         self.count += 1
-        self.log.append("update" if self.count % self.n == 0 else "wait")
+        self.updates.append(self.count % self.n == 0)
 
     def get_global_grad_norm(self):
         return 1.5
 
 
 def test_deepspeed_divides_and_updates_itself():
-    """Without the package: the calls that its engine gets."""
+    """Without the package: the calls that its engine gets. Decay is of matrices alone."""
     model = make()
-    engine = FakeDeepSpeed(model, 2)
-    made = strategies._DeepSpeed("deepspeed1", engine, torch.optim.SGD(model.parameters(), 1.0))
+    engine, groups = FakeDeepSpeed(model, 2), decay_groups(model, 0.1)
+    made = strategies._DeepSpeed("deepspeed1", engine, torch.optim.SGD(groups, 1.0))
     made.train_step([rows_of(0, 0, 2), rows_of(0, 2, 2)], lr=0.25)
     assert made.optimizer.param_groups[0]["lr"] == 0.25
-    assert engine.log == ["wait", "update"]
+    assert engine.updates == [False, True]
     assert float(made.grad_norm) == 1.5
     split = model.wte.weight.grad.clone()
     model.zero_grad()
     model(*rows_of(0, 0, 4)).backward()
     torch.testing.assert_close(split, model.wte.weight.grad)
-
-
-def test_decay_is_of_matrices_only():
-    groups = decay_groups(GPT(TINY), 0.1)
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
     assert [{p.dim() for p in g["params"]} for g in groups] == [{2}, {1}]
-    assert sum(len(g["params"]) for g in groups) == len(list(GPT(TINY).parameters()))
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))

@@ -7,6 +7,7 @@ from dataclasses import is_dataclass
 from typing import get_type_hints
 
 import pytest
+from cells import sweep
 
 from fastpar.settings.config import TrainConfig, derive_batch
 from fastpar.settings.files import option, parse_seconds, read_settings
@@ -16,33 +17,13 @@ from fastpar.settings.options import TrainFlags
 FP8 = {"fp8": "all", "fp8_emulate": True, "n_head": 2, "n_embd": 16}
 
 
-def test_published_sizes():
-    assert PRESETS["gpt2"] == GPTConfig()
-    assert (PRESETS["gpt2-xl"].n_layer, PRESETS["gpt2-xl"].n_embd) == (48, 1600)
+def test_what_goes_together():
     for config in PRESETS.values():
         assert config.padded_vocab_size % 128 == 0 <= config.padded_vocab_size - config.vocab_size
         assert config.head_dim * config.n_head == config.n_embd
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"n_layer": 0}, r"expected a positive integer, got n_layer=0; set n_layer >= 1"),
-        ({"block_size": True}, r"GPTConfig: expected a positive integer, got block_size=True"),
-        ({"vocab_size": 2.5}, r"GPTConfig: expected a positive integer, got vocab_size=2.5"),
-        ({"n_embd": 100, "n_head": 3}, r"expected n_embd divisible by n_head=3, got n_embd=100"),
-        ({"dropout": 1.0}, r"GPTConfig: expected 0 <= dropout < 1, got dropout=1.0"),
-        ({"layer_norm_eps": 0.0}, r"expected layer_norm_eps > 0, got layer_norm_eps=0.0"),
-    ],
-)
-def test_refused_shapes(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        GPTConfig(**sizes)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
+    assert PRESETS["gpt2"] == GPTConfig()
+    assert (PRESETS["gpt2-xl"].n_layer, PRESETS["gpt2-xl"].n_embd) == (48, 1600)
+    for changes in (
         {"grad_dtype": "bf16", "dtype": "bf16"},
         {"reduce_dtype": "bf16", "dtype": "fp32"},
         {"reduce_dtype": "fp16", "dtype": "fp16"},
@@ -58,11 +39,8 @@ def test_refused_shapes(sizes, message):
         {**FP8, "tp": 2, "fp8_scaling": "block", "n_embd": 256},
         {**FP8, "tp": 2, "fp8_scaling": "tensor", "n_embd": 32},
         {**FP8, "tp": 2, "fp8_scaling": "block", "fp8": "mlp", "n_embd": 64},
-    ],
-    ids=str,
-)
-def test_what_goes_together(changes):
-    TrainConfig().replace(changes)
+    ):
+        TrainConfig().replace(changes)
 
 
 def test_settings_have_one_name_each_and_go_there_and_back():
@@ -73,85 +51,82 @@ def test_settings_have_one_name_each_and_go_there_and_back():
     ]
     groups = len(inner) + 1  # that of axes that were registered is empty
     assert len(config.settings()) == sum(each) + sum(map(len, inner)) - groups  # none twice
-    changed = TrainConfig().replace({"lr": 1, "betas": [0.8, 0.9], "max-steps": 7, "dtype": "bf16"})
+    changed = config.replace({"lr": 1, "betas": [0.8, 0.9], "max-steps": 7, "dtype": "bf16"})
     assert (changed.optim.betas, changed.run.max_steps) == ((0.8, 0.9), 7)
-    assert TrainConfig().replace(changed.settings()) == changed
+    for there in (changed, config):
+        assert config.replace(there.settings()) == there
     assert vars(config) == vars(TrainFlags())  # the defaults pass their own checks
-    assert TrainConfig().replace(config.settings()) == config
-    faults = config.faults
-    assert (faults.async_save, faults.save_overlap, faults.on_nonfinite) == (True, "wait", "stop")
-    assert (faults.check_replicas_every, faults.max_restarts, faults.timeout) == (0, 0, "30m")
     assert option("max_steps") == "--max-steps"
     for key in ("zero", "zero_stage", "zero-stage"):
         assert TrainConfig().replace({key: 2}).parallel.zero_stage == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_stepps": 1}, r"setting of `fastpar train --help-all` in f.toml, got key=max_stepps; "
-         r"did you mean max_steps\?"),
-        ({"zzz": 1}, r"got key=zzz; remove it"),
-        ({"optim": {"lr": 1.0}}, r"expected a setting .* got key=optim"),
-        ({"lr": "fast"}, r"expected float for lr in f.toml, got lr='fast'"),
-        ({"max_steps": 1.5}, r"expected int for max_steps in f.toml, got max_steps=1.5"),
-        ({"max_steps": True}, r"expected int for max_steps in f.toml, got max_steps=True"),
-        ({"betas": [0.9]}, r"expected 2 numbers for betas"),
-        ({"prompt": ["a", 1]}, r"expected str or a list of them for prompt in f.toml, got"),
-        ({"dtype": "fp8"}, r"expected one of auto, fp32, bf16, fp16 for dtype"),
-        ({"compile": 1}, r"expected bool for compile"),
-        ({"bucket_mb": "auto"}, r"expected float for bucket_mb in f.toml, got bucket_mb='auto'"),
-        ({"zero_stage": 4}, r"one of 0, 1, 2, 3 for zero_stage in f.toml, got zero_stage=4; see"),
-        ({"zero_stage": True}, r"expected one of 0, 1, 2, 3 for zero_stage .* got zero_stage=True"),
-        ({"zero": 4}, r"expected one of 0, 1, 2, 3 for zero_stage in f.toml"),
-        ({"sequence_parallel": 1}, r"expected bool for sequence_parallel in f.toml, got sequen"),
-        ({"model": "mini", "n_embd": 130}, r"n_embd divisible by n_head=4, got n_embd=130"),
-        ({"model": "gpt3"}, r"GPTConfig.preset: expected one of gpt2, .*got name=gpt3; choose one"),
-        ({"n_expert": 4, "expert_top_k": 5}, r"top_k of at most n_expert=4, got top_k=5"),
-        ({"n_expert": 4, "expert_capacity": 0.0}, r"expert_capacity > 0, got expert_capacity=0.0"),
-    ],
-)  # fmt: skip
-def test_refused_settings(changes, message):
+SHAPES = [
+    ({"n_layer": 0}, r"expected a positive integer, got n_layer=0; set n_layer >= 1"),
+    ({"block_size": True}, r"GPTConfig: expected a positive integer, got block_size=True"),
+    ({"vocab_size": 2.5}, r"GPTConfig: expected a positive integer, got vocab_size=2.5"),
+    ({"n_embd": 100, "n_head": 3}, r"expected n_embd divisible by n_head=3, got n_embd=100"),
+    ({"dropout": 1.0}, r"GPTConfig: expected 0 <= dropout < 1, got dropout=1.0"),
+    ({"layer_norm_eps": 0.0}, r"expected layer_norm_eps > 0, got layer_norm_eps=0.0"),
+]
+SETTINGS = [
+    ({"max_stepps": 1}, r"setting of `fastpar train --help-all` in f.toml, got key=max_stepps; "
+     r"did you mean max_steps\?"),
+    ({"zzz": 1}, r"got key=zzz; remove it"),
+    ({"optim": {"lr": 1.0}}, r"expected a setting .* got key=optim"),
+    ({"lr": "fast"}, r"expected float for lr in f.toml, got lr='fast'"),
+    ({"max_steps": 1.5}, r"expected int for max_steps in f.toml, got max_steps=1.5"),
+    ({"max_steps": True}, r"expected int for max_steps in f.toml, got max_steps=True"),
+    ({"betas": [0.9]}, r"expected 2 numbers for betas"),
+    ({"prompt": ["a", 1]}, r"expected str or a list of them for prompt in f.toml, got"),
+    ({"dtype": "fp8"}, r"expected one of auto, fp32, bf16, fp16 for dtype"),
+    ({"compile": 1}, r"expected bool for compile"),
+    ({"bucket_mb": "auto"}, r"expected float for bucket_mb in f.toml, got bucket_mb='auto'"),
+    ({"zero_stage": 4}, r"one of 0, 1, 2, 3 for zero_stage in f.toml, got zero_stage=4; see"),
+    ({"zero_stage": True}, r"expected one of 0, 1, 2, 3 for zero_stage .* got zero_stage=True"),
+    ({"zero": 4}, r"expected one of 0, 1, 2, 3 for zero_stage in f.toml"),
+    ({"sequence_parallel": 1}, r"expected bool for sequence_parallel in f.toml, got sequen"),
+    ({"model": "mini", "n_embd": 130}, r"n_embd divisible by n_head=4, got n_embd=130"),
+    ({"model": "gpt3"}, r"GPTConfig.preset: expected one of gpt2, .*got name=gpt3; choose one"),
+    ({"n_expert": 4, "expert_top_k": 5}, r"top_k of at most n_expert=4, got top_k=5"),
+    ({"n_expert": 4, "expert_capacity": 0.0}, r"expert_capacity > 0, got expert_capacity=0.0"),
+]  # fmt: skip
+
+
+@sweep(("shape", "changes", "message"), [(1, *r) for r in SHAPES] + [(0, *r) for r in SETTINGS])
+def test_refused_settings(shape, changes, message):
     with pytest.raises(ValueError, match=message):
-        TrainConfig().replace(changes, "f.toml")
+        GPTConfig(**changes) if shape else TrainConfig().replace(changes, "f.toml")
 
 
-def batch(rows, micro=None, accum=None):
-    return {"batch_size": rows, "micro_batch_size": micro, "grad_accum_steps": accum}
-
-
-def test_batches_are_derived():
-    for settings, block_size, ranks, expected in (
-        (batch(32), 128, 1, (32, 1)),
-        (batch(32), 128, 2, (16, 1)),
-        (batch(480), 1024, 8, (15, 4)),  # 16 would fit 16384 tokens
-        (batch(7), 100_000, 1, (1, 7)),
-        (batch(24, micro=3), 64, 2, (3, 4)),
-        (batch(24, accum=4), 64, 2, (3, 4)),
-        (batch(24, micro=3, accum=4), 64, 2, (3, 4)),
-        (batch(2), 64, 2, (1, 1)),
-    ):
-        assert derive_batch(**settings, block_size=block_size, dp_size=ranks) == expected
-
-
-@pytest.mark.parametrize(
-    ("settings", "ranks", "message"),
+@sweep(
+    ("rows", "micro", "accum", "block_size", "ranks", "expected"),
     [
-        (batch(2), 4, r"each of dp=4 \(ranks / tp / cp / pp\), got batch_size=2; use fewer"),
-        (batch(32), 3, r"grad_accum_steps = 3 . 10 . 1 = 30, got batch_size=32"),
-        (batch(32, micro=3), 2, r"= 2 . 3 . 5 = 30, got batch_size=32; change --batch-size, or"),
-        (batch(32, accum=3), 1, r"grad_accum_steps = 1 . 10 . 3 = 30, got batch_size=32"),
-        (batch(4, micro=16), 1, r"grad_accum_steps = 1 . 16 . 1 = 16, got batch_size=4"),
-        (batch(4, micro=2, accum=3), 1, r"grad_accum_steps = 1 . 2 . 3 = 6, got batch_size=4"),
-        (batch(12), 5, r"batch_size=12; use one of dp=1, 2, 3, 4, 6, 12, or ch"),
+        (32, None, None, 128, 1, (32, 1)),
+        (32, None, None, 128, 2, (16, 1)),
+        (480, None, None, 1024, 8, (15, 4)),  # 16 would fit 16384 tokens
+        (7, None, None, 100_000, 1, (1, 7)),
+        (24, 3, None, 64, 2, (3, 4)),
+        (24, None, 4, 64, 2, (3, 4)),
+        (24, 3, 4, 64, 2, (3, 4)),
+        (2, None, None, 64, 2, (1, 1)),
+        (2, None, None, 64, 4, r"dp=4 \(ranks / tp / cp / pp\), got batch_size=2; use fewer"),
+        (32, None, None, 64, 3, r"grad_accum_steps = 3 . 10 . 1 = 30, got batch_size=32"),
+        (32, 3, None, 64, 2, r"= 2 . 3 . 5 = 30, got batch_size=32; change --batch-size, or"),
+        (32, None, 3, 64, 1, r"grad_accum_steps = 1 . 10 . 3 = 30, got batch_size=32"),
+        (4, 16, None, 64, 1, r"grad_accum_steps = 1 . 16 . 1 = 16, got batch_size=4"),
+        (4, 2, 3, 64, 1, r"grad_accum_steps = 1 . 2 . 3 = 6, got batch_size=4"),
+        (12, None, None, 64, 5, r"batch_size=12; use one of dp=1, 2, 3, 4, 6, 12, or ch"),
     ],
 )
-def test_refused_batches(settings, ranks, message):
-    with pytest.raises(ValueError, match=message):
-        derive_batch(**settings, block_size=64, dp_size=ranks)
-
-
-# From files and words
+def test_batches_are_derived(rows, micro, accum, block_size, ranks, expected):
+    given = {"batch_size": rows, "micro_batch_size": micro, "grad_accum_steps": accum}
+    given |= {"block_size": block_size, "dp_size": ranks}
+    if isinstance(expected, tuple):
+        assert derive_batch(**given) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            derive_batch(**given)
 
 
 def test_every_setting_has_a_default_and_help():
@@ -185,20 +160,14 @@ def test_settings_files(tmp_path):
     assert (config.optim.lr, config.shape.model, config.run.max_steps) == (0.1, "gpt2", 7)
     json.write_text('{"settings": {"lr": 0.1}, "versions": {}}')
     assert read_settings(json) == {"lr": 0.1}
-    toml.write_text("[optim]\nlearning = 0.2\n")
-    with pytest.raises(ValueError, match="got key=learning"):
-        TrainConfig().replace(read_settings(toml))
+    with pytest.raises(ValueError, match="read_settings: expected a file of settings, got path="):
+        read_settings(tmp_path / "none.toml")
     for path, text, words in (
-        (
-            toml,
-            "lr = 0.1\n[optim]\nlr = 0.2\n",
-            r"not read: lr .* twice, also under \[optim\]",
-        ),
+        (toml, "[optim]\nlearning = 0.2\n", "got key=learning"),
+        (toml, "lr = 0.1\n[optim]\nlr = 0.2\n", r"not read: lr .* twice, also under \[optim\]"),
         (toml, "lr = = 3", "expected TOML or the config.json of a run, got path"),
         (json, "lr = = 3", "expected TOML or the config.json of a run, got path"),
-        (tmp_path / "none.toml", None, "read_settings: expected a file of settings, got path="),
     ):
-        if text is not None:
-            path.write_text(text)
+        path.write_text(text)
         with pytest.raises(ValueError, match=words):
-            read_settings(path)
+            TrainConfig().replace(read_settings(path))

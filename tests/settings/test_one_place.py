@@ -41,31 +41,33 @@ def run(code, *words, cwd):
     return ran.stdout
 
 
-def cli(*words, cwd):
-    return run("from fastpar.cli import main\nsys.exit(main(sys.argv[1:]))\n", *words, cwd=cwd)
-
-
 def test_flags_runs_and_records_have_it(tmp_path):
-    said = cli("train", "--help-all", cwd=tmp_path)
-    assert "--parity-bits" in said
-    assert "Bits of parity that each message carries" in said
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 200)
     sizes = "--model micro --n-layer 1 --n-head 1 --n-embd 16 --block-size 16 --batch-size 2"
     words = f"{sizes} --data text.txt --tokenizer bytes --device cpu --max-steps 1 --num-samples 0"
-    cli("train", *words.split(), "--parity-bits", 3, "--out", "run", cwd=tmp_path)
+    plan = "--gpu cpu --gpus 1 --model micro --json plan.json"
+    code = f"""
+import contextlib
+from fastpar.cli import main
+with contextlib.suppress(SystemExit):
+    main(["train", "--help-all"])
+assert main("train {words} --parity-bits 3 --out run".split()) == 0
+assert main("train --resume --out run --max-steps 2".split()) == 0
+assert main("plan {plan}".split()) == 0
+"""
+    said = run(code, cwd=tmp_path)
+    assert "--parity-bits" in said
+    assert "Bits of parity that each message carries" in said
     content = json.loads((tmp_path / "run/config.json").read_text())
     assert content["settings"]["parity_bits"] == 3
-    assert content["starts"][0]["parity_bits"] == 3
-    cli("train", "--resume", "--out", "run", "--max-steps", 2, cwd=tmp_path)
-    again = json.loads((tmp_path / "run/config.json").read_text())
-    assert again["settings"]["parity_bits"] == 3
-    assert [start["parity_bits"] for start in again["starts"]] == [3, 3]
+    assert [start["parity_bits"] for start in content["starts"]] == [3, 3]
+    layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    assert {layout["parity_bits"] for layout in layouts} == {0}
 
 
 def test_parallelize_and_the_planner_have_it(tmp_path):
     code = """
 import fastpar
-from fastpar.axes.step import Setup, Workload
 from fastpar.engine.engine import engine_of
 from fastpar.predict.plan import PlanCommand, flags, make_plan
 
@@ -79,7 +81,3 @@ assert setup.parity_bits == 3
 print(*flags(plan, setup))
 """
     assert " --parity-bits 3" in run(code, cwd=tmp_path)
-    words = "plan --gpu cpu --gpus 1 --model micro --json plan.json"
-    cli(*words.split(), cwd=tmp_path)
-    layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
-    assert {layout["parity_bits"] for layout in layouts} == {0}

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+from cells import sweep
 
 from fastpar.cli import parse_train
 from fastpar.settings import config, rules
@@ -11,9 +12,12 @@ from fastpar.settings.files import option
 from fastpar.settings.options import TrainFlags
 from fastpar.settings.rules import (
     DEFAULTS,
+    NEEDS,
     OF_IDLE,
     PAIRS,
     RULES,
+    Needs,
+    Term,
     broken,
     check,
     known,
@@ -31,19 +35,11 @@ WIRE = {"wire_gradients": "int8", "zero_stage": 1}
 EXPERTS = {"n_expert": 4}
 NODES = {"zero_stage": 3, "node_size": 2, "secondary_shards": True}
 APART = " does not run with "
-AT_LEAST = {
-    1: "batch_size micro_batch_size grad_accum_steps max_steps eval_batches nproc threads "
-    "shard_size tp cp ep pp chunks replicas outer_every",
-    0: "eval_every save_every keep_last keep_every warmup_steps min_lr weight_decay max_grad_norm "
-    "num_samples max_new_tokens temperature top_k check_replicas_every max_restarts "
-    "offload_keep_mb prefetch",
-    2: "node_size",
-}
 REFUSED = [
     *(
-        ({name: low - 1}, f"train: expected {name} >= {low}, got {name}={low - 1}; set --")
-        for low, names in AT_LEAST.items()
-        for name in names.split()
+        ({rule.names[0]: int(rule.says[-1]) - 1}, f"train: expected {rule.says}, got ")
+        for rule in RULES
+        if rule.says[:-1] == f"{rule.names[0]} >= "
     ),
     ({"temperature": NAN}, "expected temperature >= 0, got temperature=nan"),
     ({"lr": 0.0}, "train: expected lr > 0, got lr=0.0; set --lr"),
@@ -63,89 +59,26 @@ REFUSED = [
     ({"tp_grid": "1x1"}, "of two ranks or more, got tp_grid=1x1; write --tp-grid 2x2"),
     ({**STAGES, "pp_split": "1+2"}, "numbers of layers, such as 8,4, got pp_split=1+2"),
     ({**STAGES, "chunks": 2}, "chunks with schedule=1f1b: 1 to 64 with interleaved, .* drop --ch"),
-    *(({**GRID, axis: 2}, f"--tp-grid{APART}--{axis}") for axis in ("tp", "cp", "ep", "pp")),
-    *(
-        ({**GRID, name: value}, f"--tp-grid{APART}--{name.replace('_', '-')}")
-        for name, value in (
-            *(("compile", True), ("fp8", "mlp"), ("n_expert", 4), ("pack", "documents")),
-            *(("optimizer", "muon"), ("offload", "optimizer"), ("replicas", 2), ("node_size", 2)),
-            *(("offload_activations", True), ("secondary_shards", True)),
-        )
-    ),
+    # Of PAIRS and NEEDS, which are walked below, some as they are spelled.
+    ({**GRID, "tp": 2}, f"--tp-grid{APART}--tp: the grid has the ranks of tp; drop one of them"),
     ({**GRID, "sequence_parallel": False}, f"--tp-grid{APART}--no-sequence-parallel; drop one"),
-    *(
-        ({**beside, "moment_dtype": "int8"}, f"--moment-dtype int8{APART}--")
-        for beside in ({"tp": 2}, {"ep": 2, **EXPERTS}, GRID)
-    ),
-    *(
-        ({"optimizer": "adafactor", **beside}, f"--optimizer adafactor{APART}--{name}: its means")
-        for name, beside in (
-            *(("zero", {"zero_stage": 1}), ("tp", {"tp": 2})),
-            *(("ep", {"ep": 2, **EXPERTS}), ("pp", {"pp": 2})),
-        )
-    ),
-    *(
-        ({"optimizer": "muon", name: value}, f"--optimizer muon{APART}--{name.replace('_', '-')}")
-        for name, value in (
-            *(("moment_dtype", "bf16"), ("stochastic_rounding", True), ("offload", "optimizer")),
-        )
-    ),
+    ({**GRID, "moment_dtype": "int8"}, f"--moment-dtype int8{APART}--tp-grid: blocks"),
+    ({"optimizer": "adafactor", "zero_stage": 1}, f"--optimizer adafactor{APART}--zero: its means"),
     ({**STAGES, "compile": True}, f"--compile{APART}--pp; drop one of them"),
-    ({"pack": "documents", "compile": True}, f"--compile{APART}--pack"),
-    ({**FP8, "n_expert": 2}, f"--fp8{APART}--n-expert; drop one of them"),
-    ({**FP8, "compile": True}, f"--fp8{APART}--compile"),
-    ({**FP8, "activation_checkpointing": "selective"}, f"--fp8{APART}--activation-checkpointing s"),
     ({**FP8, "pp": 2, "schedule": "zb-h1"}, f"--fp8{APART}--schedule zb-h1; drop"),
-    ({**EXPERTS, "cp": 2, "expert_capacity": 1.0}, f"--expert-capacity{APART}--cp: its ranks"),
-    ({"stochastic_rounding": True, "master_weights": "full"}, f"{APART}--master-weights; drop one"),
-    ({"stochastic_rounding": True, "dtype": "fp32"}, f"rounding{APART}--dtype fp32: it rounds"),
-    ({"master_weights": "full", "dtype": "fp32"}, f"--master-weights{APART}--dtype fp32: it is"),
     ({"master_weights": "remainder", "dtype": "fp16"}, f"remainder{APART}--dtype fp16"),
-    ({"grad_dtype": "bf16", "deterministic": True}, f"--deterministic{APART}--grad-dtype bf16: 16"),
-    ({"reduce_dtype": "bf16", "deterministic": True}, f"--deterministic{APART}--reduce-dtype bf"),
-    ({"outer_every": 4, "outer_wire": "int8", "deterministic": True}, f"istic{APART}--outer-wire"),
     ({**WIRE, "deterministic": True}, f"--deterministic{APART}--wire-gradients: codes depend"),
-    ({"wire_weights": "int8", "zero_stage": 1, "deterministic": True}, f"{APART}--wire-weights in"),
-    ({**WIRE, "offload": "optimizer"}, f"--offload{APART}--wire-gradients"),
-    ({"wire_weights": "int8", "zero_stage": 1, "offload": "optimizer"}, f"{APART}--wire-weights"),
-    ({**NODES, "offload": "optimizer"}, f"--offload{APART}--node-size"),
-    ({**NODES, **EXPERTS, "ep": 2}, f"--ep{APART}--node-size"),
-    ({**WIRE, "reduce_dtype": "bf16"}, f"--reduce-dtype{APART}--wire-gradients: that is the"),
-    ({"wire_weights": "bf16", "zero_stage": 1, "reduce_dtype": "bf16"}, f"{APART}--wire-weights b"),
-    *(
-        ({**GRAPHS, name: value}, f"--cuda-graphs{APART}--{flag}")
-        for name, value, flag in (
-            *(("device", "cpu", "device cpu: a CPU"), ("pack", "documents", "pack: rows have")),
-            *(("zero_stage", 3, "zero 3"), ("outer_every", 4, "outer-every: the outer step")),
-            *(("offload", "optimizer", "offload"), ("tp", 2, "tp: "), ("tp_grid", "2x2", "tp-gr")),
-            *(("cp", 2, "cp: "), ("n_expert", 4, "n-expert"), ("pp", 2, "pp: the host sends")),
-            *(("compile", True, "compile"), ("fp8", "mlp", "fp8: not tried")),
-            ("activation_checkpointing", "full", "activation-checkpointing: the host reads"),
-        )
-    ),
+    ({**GRAPHS, "zero_stage": 3}, f"--cuda-graphs{APART}--zero 3: freed gradients"),
     ({"offload": "parameters", "zero_stage": 2}, "--offload parameters needs --zero 3: it keeps"),
     ({"offload_activations": True}, "--offload-activations needs --activation-checkpointing full"),
-    ({"offload_keep_mb": 1.0}, "--offload-keep-mb needs --offload; add --offload, or drop --off"),
     ({"offload_pinned": False}, "--no-offload-pinned needs --offload; add --offload, or drop"),
     ({"shard_size": 2}, "--shard-size needs --zero 1, 2 or 3; add --zero 1, or drop --shard-siz"),
-    ({"fp8_emulate": True}, "--fp8-emulate needs --fp8; add --fp8, or drop --fp8-emulate"),
-    ({"fp8_scaling": "tensor"}, "--fp8-scaling needs --fp8"),
-    ({"fp8_weight_gradient": "fp8"}, "--fp8-weight-gradient needs --fp8"),
     ({**FP8, "fp8_weight_gradient": "fp8"}, "gradient fp8 needs --fp8-scaling tensor: one scale"),
-    ({**DELAYED, "wire_weights": "fp8"}, "--wire-weights needs --zero 1, 2 or 3: stage 0 sends"),
     ({**DELAYED, "wire_weights": "fp8", "zero_stage": 2}, "--wire-weights fp8 needs --zero 3; add"),
     ({**FP8, "wire_weights": "fp8", "zero_stage": 3}, "needs --fp8 with --fp8-scaling tensor"),
-    ({"error_feedback": True}, "--error-feedback needs --wire-gradients: without it nothing"),
-    ({"error_buffer": True}, "--error-buffer needs --wire-gradients"),
     ({**WIRE, "zero_stage": 2, "error_feedback": True}, "-feedback needs --error-buffer: stages"),
     ({"node_size": 2}, "--node-size needs --wire-gradients; add --wire-gradients, or drop --node"),
-    ({"node_size": 2, "wire_gradients": "int8"}, "--node-size needs --zero 1, 2 or 3; add --ze"),
-    ({"secondary_shards": True, "node_size": 2}, "--secondary-shards needs --zero 3"),
-    ({"secondary_shards": True, "zero_stage": 3}, "--secondary-shards needs --node-size"),
     ({"replicas": 2}, "--replicas needs --outer-every; add --outer-every 50, the steps"),
-    ({"outer_lr": 0.5}, "--outer-lr needs --outer-every; add --outer-every, or drop --outer-lr"),
-    ({"outer_momentum": 0.5}, "--outer-momentum needs --outer-every"),
-    ({"outer_wire": "int8"}, "--outer-wire needs --outer-every"),
     ({"grad_dtype": "bf16", "dtype": "fp32"}, "grad_dtype to be fp32 or that of the weights, fp32"),
     ({"reduce_dtype": "fp16", "dtype": "bf16"}, "of the weights, bf16, got reduce_dtype=fp16; dr"),
     ({**STAGES, "pp": 6}, "pp * chunks of at most the 3 layers, embedding and output layer, got"),
@@ -193,37 +126,16 @@ def piece(message):
     return ".*".join(map(rules.re.escape, message.split(".*")))
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
+@sweep(("changes", "message"), REFUSED)
 def test_refused_settings(changes, message):
     with pytest.raises(ValueError, match=piece(message)):
         TrainConfig().replace(changes)
 
 
-@pytest.mark.parametrize(("facts", "message"), OF_RANKS)
+@sweep(("facts", "message"), OF_RANKS)
 def test_what_ranks_know(facts, message):
     with pytest.raises(ValueError, match=piece(message)):
         check("parallelize", facts)
-
-
-def test_every_rule_refuses_a_row():
-    found = set()
-    for changes, _ in REFUSED:
-        unchecked = copy.copy(TrainConfig())
-        vars(unchecked).update(vars(TrainFlags().replace(changes)))
-        values = known(unchecked, unchecked.model_config(vocab_size=1))
-        found.add(next(broken("train", values)))
-    found |= {next(broken("parallelize", facts)) for facts, _ in OF_RANKS}
-    assert [rule.says for rule in RULES if rule not in found] == []
-
-
-def test_the_table_of_what_runs_together_names_every_pair():
-    lines = rules_text().splitlines()
-    assert max(map(len, lines)) <= 100
-    (numbered,) = [n for n, line in enumerate(lines) if line.startswith("  1. ")]
-    told = " ".join(" ".join(lines[numbered:]).split())
-    for rule in (*(pair.rule() for pair in PAIRS), *RULES):
-        ends = rules.re.split(r"<[^>]*>|\{[^}]*\}", rule.says)
-        assert all(end.strip() in told for end in ends), rule.says
 
 
 IDLE_VALUES = {
@@ -237,6 +149,63 @@ IDLE_VALUES = {
     **{"expert_capacity": 1.0, "balance_loss": 0.1, "router_z_loss": 0.1, "balance_rate": 0.1},
     **{"model": "micro", "n_layer": 2, "n_head": 2, "n_embd": 8},
 }
+# What switches a setting on that has no value in its Term.
+ON = {
+    **{"tp": 2, "tp_grid": "2x2", "cp": 2, "ep": 2, "pp": 2, "replicas": 2, "outer_every": 4},
+    **{"n_expert": 4, "fp8": "all", "compile": True, "offload": "optimizer", "pack": "documents"},
+    **{"offload_activations": True, "secondary_shards": True, "offload_keep_mb": 1.0},
+    **{"moment_dtype": "int8", "stochastic_rounding": True, "master_weights": "full"},
+    **{"deterministic": True, "activation_checkpointing": "full", "offload_pinned": False},
+    **{"fp8_scaling": "tensor", "fp8_weight_gradient": "fp8", "fp8_emulate": True},
+    **{"outer_lr": 0.5, "outer_momentum": 0.5, "zero_stage": 1, "delayed_scales": True},
+}
+
+
+def switched_on(term):
+    if term.above is not None:
+        return term.above + 1
+    if not term.values:
+        return {**IDLE_VALUES, **ON}[term.name]
+    return {"True": True}.get(term.values[0]) or type(DEFAULTS[term.name] or "")(term.values[0])
+
+
+@sweep("pair", [*PAIRS, *NEEDS])
+def test_what_goes_apart_or_needs_another_is_refused(pair):
+    """The way out: one of those that go apart is switched off, or what is needed on."""
+    needs, rule = isinstance(pair, Needs), pair.rule()
+    sides = (pair.one.split(" and "), pair.other.split(" or " if needs else " and "))
+    one, other = ([Term.of(text) for text in side] for side in sides)
+    values = {t.name: DEFAULTS[t.name] for t in other} if needs else {}
+    values |= {t.name: switched_on(t) for t in (one if needs else [*other, *one])}
+    words = f"{option(one[0].name, values[one[0].name])}.*{' needs ' if needs else APART}.*"
+    with pytest.raises(ValueError, match=words + (pair.why or "--")):
+        check("train", values, rules=[rule])
+    for term in other if needs else (*one, *other):
+        way_out = switched_on(term) if needs else DEFAULTS[term.name]
+        check("train", {**values, term.name: way_out}, rules=[rule])
+
+
+def test_every_other_rule_refuses_a_row():
+    found = {row.rule()[2:] for row in (*PAIRS, *NEEDS)}
+    for changes, _ in REFUSED:
+        unchecked = copy.copy(TrainConfig())
+        vars(unchecked).update(vars(TrainFlags().replace(changes)))
+        values = known(unchecked, unchecked.model_config(vocab_size=1))
+        found.add(next(broken("train", values))[2:])
+    found |= {next(broken("parallelize", facts))[2:] for facts, _ in OF_RANKS}
+    assert [rule.says for rule in RULES if rule[2:] not in found] == []
+
+
+def test_the_table_of_what_runs_together_names_every_pair():
+    lines = rules_text().splitlines()
+    assert max(map(len, lines)) <= 100
+    (numbered,) = [n for n, line in enumerate(lines) if line.startswith("  1. ")]
+    told = " ".join(" ".join(lines[numbered:]).split())
+    for rule in (*(pair.rule() for pair in PAIRS), *RULES):
+        ends = rules.re.split(r"<[^>]*>|\{[^}]*\}", rule.says)
+        assert all(end.strip() in told for end in ends), rule.says
+
+
 # Settings without which others do something.
 OFF = {"save_every": 0, "async_save": False, "num_samples": 0, "optimizer": "adafactor"}
 
