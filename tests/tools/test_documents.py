@@ -165,7 +165,7 @@ def layouts():
 def _stock_optimizer():
     model = fastpar.parallelize(nn.Linear(2, 2), fastpar.Mesh(), zero_stage=2)
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"expected fastpar\.AdamW"):
+    with pytest.raises(RuntimeError, match=r"gradients exist only as shards.*fastpar\.Sharded"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(ValueError, match="expected parameters of an engine with zero_stage=0"):
         fastpar.Adafactor(model.parameters())
