@@ -296,7 +296,7 @@ def patched_gpt2() -> Found:
 TINY = {
     "tokenizer": "ids", "model": "micro", "n_layer": 2, "n_head": 4, "n_embd": 256, "lr": 1e-3,
     "block_size": 128, "batch_size": 8, "micro_batch_size": 4, "max_steps": 12, "eval_every": 6,
-    "eval_batches": 2, "save_every": 6, "keep_last": 0, "num_samples": 0, "log": "none",
+    "eval_batches": 2, "save_every": 6, "keep_last": 0, "num_samples": 0, "logger": "none",
     "dropout": 0.1,
 }  # fmt: skip
 

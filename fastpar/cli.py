@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
+from fastpar.comm.nodes import adopt_scheduler
 from fastpar.comm.ranks import (
     LOST_PEER,
     USER_MISTAKE,
@@ -287,6 +288,7 @@ def _train(arguments: list[str]) -> int:
         print(rules_text())
         return 0
     arguments = ["--help" if word == "--help-all" else word for word in arguments]
+    adopt_scheduler(os.environ)
     with _naming_saved_settings(arguments):
         config = parse_train(arguments)
         nproc = _ranks_to_start(config)
@@ -394,7 +396,7 @@ def _read_base(arguments: list[str]) -> _Base:
     base, saved = TrainFlags(), {}
     defaults = base.settings()
     if goes_on:
-        saved = read_settings(file)
+        saved = {setting_name(name): value for name, value in read_settings(file).items()}
         gone = [f"{name}={saved.pop(name)}" for name in saved.keys() - defaults.keys()]
         if gone and os.environ.get("RANK", "0") == "0" and not launched_here():
             _note(f"train: settings of another version are left out: {', '.join(sorted(gone))}")
@@ -450,8 +452,8 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     by_torchrun = is_rank() and not launched_here()
     if by_torchrun and nproc not in (base.system.nproc, ranks):
         raise ValueError(
-            f"train: expected no --nproc under torchrun, which has started {ranks} ranks, got "
-            f"nproc={nproc}; use --nproc-per-node of torchrun"
+            f"train: expected no --nproc under a launcher, which has started {ranks} ranks, got "
+            f"nproc={nproc}; use --nproc-per-node of torchrun, --ntasks of srun, or -n of mpirun"
         )
     return config
 

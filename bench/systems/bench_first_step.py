@@ -157,7 +157,7 @@ def _train(
     out = Path(folder) / "run"
     sizes = [f"--{n.replace('_', '-')}={v}" for n, v in shape.items()]
     command = [sys.executable, "-m", "fastpar", "train", "--out", str(out), "--tokenizer", "bytes"]
-    command += [*sizes, f"--batch-size={BATCH}", f"--micro-batch-size={BATCH}", "--log", "none"]
+    command += [*sizes, f"--batch-size={BATCH}", f"--micro-batch-size={BATCH}", "--logger", "none"]
     command += ["--max-steps=2", "--eval-batches=1", "--eval-every=0", "--num-samples=0"]
     command += ["--device", device, "--max-grad-norm=0"]
     begun = time.time()

@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
     **{"model": "micro", "n_layer": 4, "n_head": 4, "n_embd": 32, "block_size": LENGTH},
     **{"tokenizer": "bytes", "batch_size": BATCH, "micro_batch_size": 2, "max_steps": AT[-1]},
     **{"eval_every": 0, "save_every": 0, "num_samples": 0, "eval_batches": 1, "threads": 1},
-    **{"device": "cpu", "lr": 2e-3, "dropout": 0.1, "log": "none"},
+    **{"device": "cpu", "lr": 2e-3, "dropout": 0.1, "logger": "none"},
 }
 ALONE = {"outer_every": 5, "outer_lr": 1.0, "outer_momentum": 0.0}  # one replica: a plain run
 EXPERTS = {"n_expert": 4, "balance_loss": 0.1, "router_z_loss": 0.01, "balance_rate": 0.01}

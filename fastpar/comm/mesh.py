@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fastpar.comm.nodes import adopt_scheduler, interface_of_peers
 from fastpar.comm.watchdog import waiting
 from fastpar.settings.mesh import (
     AXES,
@@ -138,6 +139,7 @@ class Mesh:
             rank, world_size, owns = dist.get_rank(), dist.get_world_size(), False
             picked = _pick_device(device, dist.get_backend(), rank)
         else:
+            adopt_scheduler(os.environ)
             rank, world_size, local_rank = read_environment(os.environ)
             picked, owns = _pick_device(device, None, local_rank), world_size > 1
         # Before any connection: wrong sizes fail at once and on every rank.
@@ -454,6 +456,11 @@ def initialize(rank: int, world_size: int, device: torch.device, timeout_s: floa
     """Make the default process group from the environment; the name of this start of the ranks."""
     on_gpu = device.type == "cuda"
     name = ""
+    elsewhere = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size
+    if elsewhere and "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_of_peers(os.environ["MASTER_ADDR"])
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
     there: dict[str, Any] = {}
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):

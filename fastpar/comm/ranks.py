@@ -61,7 +61,7 @@ _LOST_PEER_TEXTS = (
 
 
 def is_rank() -> bool:
-    """Whether this process was started as a rank, by this file or by torchrun."""
+    """Whether this process was started as a rank, by this file, torchrun, srun or mpirun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

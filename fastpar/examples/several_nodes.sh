@@ -14,8 +14,13 @@ RUN=${RUN:?the folder of the run, on a file system that all nodes share}
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 NPROC=${NPROC:-$((GPUS > 0 ? GPUS : 1))}
 
+# torch 2.13 otherwise ends the run when a node comes back.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
+# read_timeout: for how many seconds a node may be cut off before its torchrun gives up; then start this there again.
 exec "${PYTHON:-python}" -m torch.distributed.run \
   --nnodes "${NODES:-1:4}" --nproc-per-node "$NPROC" --max-restarts "${MAX_RESTARTS:-10}" \
   --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${ID:-$(basename "$RUN")}" \
+  --rdzv-conf "read_timeout=${CUT_OFF_S:-900}" \
   -m fastpar train --auto-resume --out "$RUN" \
   --timeout "${TIMEOUT:-10m}" --save-every "${SAVE_EVERY:-500}" "$@"

@@ -159,7 +159,8 @@ def changed(
 
 def setting_name(key: str) -> str:
     """A setting as it is spelled in a file or, without its dashes, as a flag."""
-    return "zero_stage" if key == "zero" else key.replace("-", "_")
+    name = key.replace("-", "_")
+    return {"zero": "zero_stage", "log": "logger"}.get(name, name)
 
 
 def _with(tree: Any, path: Sequence[str], value: Any) -> Any:

@@ -160,7 +160,10 @@ class RunSettings:
     """Checkpoints that are kept; 0: all."""
     keep_every: int = 0
     """Steps between checkpoints that stay for good; 0: none."""
-    log: Literal["auto", "none", "tensorboard", "wandb"] = "auto"
+    logger: Annotated[
+        Literal["auto", "none", "tensorboard", "wandb"],
+        for_tyro(lambda c: c.arg(aliases=["--log"])),
+    ] = "auto"
     """Curves beside metrics.jsonl; auto: tensorboard if installed."""
 
 

@@ -3,7 +3,7 @@
 config.json      settings (fastpar train --resume reads them), model, and each start
 metrics.jsonl    one object a step or validation        loss.png   drawn from it
 checkpoints/     see saver.py                           latest     link to the newest
-tensorboard/     the same numbers, where tensorboard is installed; wandb/ with --log wandb
+tensorboard/     the same numbers, where tensorboard is installed; wandb/ with --logger wandb
 samples.txt      text drawn from the model              run.lock   see runs.py
 
 The other ranks have a journal too, which keeps silent, so that the loop is the same on every rank.
@@ -79,9 +79,9 @@ def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float 
 
 
 def check_log(log: str) -> None:
-    """Raises ImportError where what --log asks for is not installed."""
+    """Raises ImportError where what --logger asks for is not installed."""
     if log in ("tensorboard", "wandb"):
-        import_package(log, "train", f" for --log {log}", ", or leave --log out")
+        import_package(log, "train", f" for --logger {log}", ", or leave --logger out")
 
 
 # What writes the numbers of a step elsewhere, too, and what ends that.
@@ -232,7 +232,7 @@ FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "loss.png
 
 def check_out(config: TrainConfig) -> None:
     """Raises ValueError if --out and --resume do not fit what is on disk, see check_log, too."""
-    check_log(config.run.log)
+    check_log(config.run.logger)
     out, resume = config.run.out, config.run.resume
     if resume and out is None:
         newest = runs.newest_run()
@@ -326,7 +326,7 @@ class RunFolder:
         self.log = MetricsLog(
             self.path / "metrics.jsonl",
             resume_step=-1 if fresh else step,
-            log=config.run.log,
+            log=config.run.logger,
             settings=config.settings(),
         )
         self.notes: tuple[str, ...] = ()

@@ -15,6 +15,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import socket
+import time
+import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from fastpar.comm.mesh import AXES, Mesh, gather_objects
 from fastpar.data.batches import PackedTokens, TextData, load_data, pack_documents
 from fastpar.data.sources import Tokens, say
 from fastpar.data.tokenizer import tokenizer_of_weights
+from fastpar.engine.control import broadcast_text, gather_errors
 from fastpar.engine.engine import Engine
 from fastpar.files.runs import checkpoint_folder, hold, list_checkpoints, step_of
 from fastpar.files.tensor_file import DTYPES
@@ -161,7 +165,34 @@ def _check_fp8(config: TrainConfig, mesh: Mesh, dtype: str) -> None:
     )
 
 
+SEEN_S = 3.0
 _DIGEST_TOKENS = 1 << 16
+
+
+def check_folder(folder: Path, engine: Engine) -> None:
+    """Refuse a run's folder that is another one on other machines. Ranks: all of the engine's.
+
+    A file that rank 0 writes there is looked for by all, for up to SEEN_S: a network's file system
+    may remember for a while that it was not there.
+    """
+    mark = f".seen-{uuid.uuid4().hex}"
+    if engine.mesh.is_main:
+        (folder / mark).touch()
+    mark = broadcast_text(engine, mark)
+    until = time.monotonic() + SEEN_S
+    while not (seen := (folder / mark).exists()) and time.monotonic() < until:
+        time.sleep(0.05)
+    blind = gather_errors(engine, None if seen else socket.gethostname())
+    if engine.mesh.is_main:
+        (folder / mark).unlink(missing_ok=True)
+    if blind:
+        hosts = ", ".join(sorted(set(blind.values())))
+        ranks = ", ".join(map(str, blind))
+        raise ValueError(
+            f"train: out={folder} is another folder on {hosts} (rank {ranks}) than on rank 0's "
+            "machine, and checkpoints need one that all machines see; set --out to an absolute "
+            "path on a file system that they share"
+        )
 
 
 def samples_of(config: TrainConfig, data: TextData, block_size: int) -> Tokens | PackedTokens:

@@ -55,6 +55,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fastpar._version import __version__
 from fastpar.axes.pipeline import stage_layers
 from fastpar.axes.step import Setup
 from fastpar.checkpoint.manifest import STATE
@@ -165,7 +166,8 @@ def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> in
         if config.parallel.deterministic:
             _check_cublas(mesh.device)
     settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
-    mesh.check_same("train", [f"{name}={value}" for name, value in settings.items()])
+    versions = [f"fastpar {__version__}", f"torch {torch.__version__}"]
+    mesh.check_same("train", [*versions, *(f"{name}={value}" for name, value in settings.items())])
     return run(Trainer(config, mesh))
 
 
@@ -184,6 +186,7 @@ class Trainer:
         model, self.block_size, self.data = start.load_model_and_data(
             config, state, progress=start.leads(mesh), check=check
         )
+        mesh.check_same("train", [f"tokens of {config.text.data}: {start.digest(self.data)[:16]}"])
         self.ways = mesh.dp_size * mesh.replicas  # ranks that take different samples
         batch = config.batch(self.block_size, self.ways)
         self.micro_batch_size, self.grad_accum_steps = batch
@@ -318,6 +321,7 @@ class Trainer:
         if self.changed:
             self.journal.say(self.changed.strip())
         self.folder = Path(broadcast_text(self.engine, str(self.journal.path or "")))
+        start.check_folder(self.folder, self.engine)
         saved = {"model": self.model, "optimizer": self.optimizer}
         self.saves.open(self.folder, self.config, tokenizer=self.data.tokenizer, **saved)
 

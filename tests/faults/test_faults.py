@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import yaml
 from fault_runs import (
     FASTPAR,
     SETTINGS,
@@ -30,7 +31,7 @@ from saved import bits
 from torch.distributed.run import get_args_parser
 
 from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
-from fastpar.cli import main
+from fastpar.cli import main, parse_train
 from fastpar.files.runs import list_checkpoints, step_of
 from fastpar.train.journal import read_metrics
 
@@ -342,6 +343,29 @@ def test_a_script_is_one_and_has_no_option_that_we_do_not_know(name, capsys):
     theirs = set(re.findall(r"--[a-z-]+", path.read_text().partition("distributed.run")[2]))
     known |= set(re.findall(r"--[a-z-]+", get_args_parser().format_help()))
     assert theirs <= known | {"--save-every"}
+
+
+def test_the_manifest_is_one_of_a_pytorchjob():
+    """Its command is torchrun's and ours, and all pods see the run's folder."""
+    spec = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
+    assert (spec["kind"], spec["apiVersion"]) == ("PyTorchJob", "kubeflow.org/v1")
+    worker = spec["spec"]["pytorchReplicaSpecs"]["Worker"]
+    elastic, pod = spec["spec"]["elasticPolicy"], worker["template"]["spec"]
+    assert elastic["minReplicas"] <= worker["replicas"] <= elastic["maxReplicas"]
+    (container,) = pod["containers"]
+    first, *command = [*container["command"], *container["args"]]
+    parsed = get_args_parser().parse_args(command)
+    assert (first, parsed.training_script, parsed.module) == ("torchrun", "fastpar", True)
+    config = parse_train(parsed.training_script_args[1:])
+    mounted = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+    assert mounted.keys() == {"/runs", "/dev/shm"}
+    assert {v["name"] for v in pod["volumes"]} == set(mounted.values())
+    assert config.run.auto_resume
+    assert config.run.out.startswith("/runs/")
+    gpus = int(spec["spec"]["nprocPerNode"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+    nodes = range(elastic["minReplicas"], elastic["maxReplicas"] + 1)
+    assert all(config.text.batch_size % (n * gpus) == 0 for n in nodes)
 
 
 @pytest.mark.slow

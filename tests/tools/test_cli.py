@@ -218,7 +218,7 @@ def test_nproc_under_torchrun_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert parse_train([]).system.nproc == 1
     assert parse_train(["--nproc", "4"]).system.nproc == 4
-    with pytest.raises(ValueError, match=r"no --nproc under torchrun, which has started 4 ranks"):
+    with pytest.raises(ValueError, match=r"no --nproc under a launcher, which has started 4 ranks"):
         parse_train(["--nproc", "2"])
 
 

@@ -303,7 +303,9 @@ def test_picture(tmp_path):
 def test_missing_packages_are_named(tmp_path, monkeypatch):
     for name in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
-        words = f"train: expected the package {name} for --log {name}, .* run pip install {name}, o"
+        words = (
+            f"train: expected the package {name} for --logger {name}, .* run pip install {name}, o"
+        )
         with pytest.raises(ImportError, match=words):
             check_log(name)
     check_log("auto")

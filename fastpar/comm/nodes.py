@@ -1,0 +1,123 @@
+"""Ranks on several machines: who started them, and by which network they reach each other."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import re
+import socket
+import struct
+import zlib
+from collections.abc import MutableMapping
+from pathlib import Path
+
+
+def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
+    """Ranks that srun or mpirun started get what torchrun would set.
+
+    Nothing changes under torchrun, for one task, and inside of salloc or sbatch without srun.
+
+    Raises:
+        ValueError: ranks on several machines, and nothing says where the first one is.
+    """
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return
+    found = next(
+        (names for names in _SCHEDULERS if all(n in environment for n in names[1:3])), None
+    )
+    if found is None or not int(environment[found[2]]) > 1:
+        return
+    who, rank, size, local, here = found
+    own = {"RANK": environment[rank], "WORLD_SIZE": environment[size]}
+    own["LOCAL_RANK"] = environment.get(local, "0")
+    ranks_here = environment.get(here, "1")
+    if who == "srun":  # "4(x2),2": tasks of each node
+        runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", ranks_here)
+        nodes = [n for n, times in runs for _ in range(int(times or 1))]
+        ranks_here = nodes[min(int(environment.get("SLURM_NODEID", "0")), len(nodes) - 1)]
+    own["LOCAL_WORLD_SIZE"] = ranks_here
+    if "MASTER_ADDR" not in environment:
+        nodes = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", environment.get(_NODES, ""))
+        if nodes and who == "srun":
+            own["MASTER_ADDR"] = "".join(part or "" for part in nodes.groups())
+        elif ranks_here == environment[size]:
+            own["MASTER_ADDR"] = "127.0.0.1"
+        else:
+            raise ValueError(
+                f"fastpar: {who} started {environment[size]} ranks on several machines, and "
+                "nothing says where rank 0 is; set MASTER_ADDR to its host and MASTER_PORT to a "
+                "free port for all of them (Open MPI: mpirun -x MASTER_ADDR=HOST -x "
+                "MASTER_PORT=29500 ...), or start torchrun once on each machine"
+            )
+    if "MASTER_PORT" not in environment:  # the same for all ranks, another for another job
+        job = " ".join(environment.get(name, "") for name in _JOBS)
+        own["MASTER_PORT"] = str(20000 + zlib.crc32(job.encode()) % 10000)
+    environment.update(own)
+
+
+_NODES = "SLURM_STEP_NODELIST"
+_JOBS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID")
+# Who sets these: rank, number of ranks, rank on its machine, ranks there. SLURM_NTASKS and
+# SLURM_PROCID alone stand in every shell of salloc; SLURM_STEP_NUM_TASKS is srun's.
+_SCHEDULERS = (
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    (
+        *("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def interface_of_peers(master: str) -> str | None:
+    """The network interface by which the ranks of other machines reach this one.
+
+    None: its host name has an address that is not a loopback one, which gloo then uses.
+
+    Raises:
+        ValueError: the host name is one of a loopback address, and there are several interfaces.
+    """
+
+    def of(host: str) -> list[str]:
+        with contextlib.suppress(OSError):
+            return [str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)]
+        return []
+
+    name = socket.gethostname()
+    own = of(name)
+    if own and not ipaddress.ip_address(own[0]).is_loopback:
+        return None
+    known = _addresses()
+    for address in of(master):
+        kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: asks for the route
+            if (found := known.get(probe.getsockname()[0])) is not None:
+                return found
+    others = sorted(set(known.values()))
+    if len(others) == 1:
+        return others[0]
+    raise ValueError(
+        f"Mesh: this host's name, {name}, is {own[0] if own else 'no address'} in /etc/hosts or "
+        f"DNS, where other machines cannot reach it; set GLOO_SOCKET_IFNAME and "
+        f"NCCL_SOCKET_IFNAME to the interface of the ranks' network ({', '.join(others)}), or "
+        "correct /etc/hosts"
+    )
+
+
+def _addresses() -> dict[str, str]:
+    """Address -> interface, without loopback ones (Linux)."""
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                asked = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, asked)  # SIOCGIFADDR
+                found[socket.inet_ntoa(answer[20:24])] = name
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, *_, name = line.split()
+            found[str(ipaddress.IPv6Address(int(address, 16)))] = name
+    return {a: name for a, name in found.items() if not ipaddress.ip_address(a).is_loopback}

@@ -1,0 +1,305 @@
+"""Several machines as their operators run them: torchrun, srun and mpirun, disks, names, links.
+
+The machines are namespaces of this one (tests/support/nodes.py), where that is permitted.
+"""
+
+import json
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fault_runs import TRAIN, enter
+from nodes import Nodes, ended
+
+from bench.systems.links import NoLinkError
+from fastpar.comm import nodes as comm
+from fastpar.comm.nodes import adopt_scheduler, interface_of_peers
+from fastpar.settings.options import TrainFlags
+from fastpar.train.journal import read_metrics
+
+ROOT = Path(__file__).parents[2]
+ENDLESS = ("--max-steps=100000", "--save-every=20", "--out=r", "--timeout=30s", "--auto-resume")
+SHORT = ("--max-steps=20", "--save-every=10", "--out=r", "--timeout=30s")
+
+# Ranks of a scheduler
+
+SLURM = {
+    "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "5", "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2),3", "SLURM_STEP_NODELIST": "gpu-[007-008,011],login1",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-a-17@1",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MASTER = {"MASTER_ADDR": "a", "MASTER_PORT": "1234"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank", "size", "local", "here", "address"),
+    [
+        (SLURM, 4, 5, 1, 3, "gpu-007"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n1,n2"}, 4, 5, 1, 3, "n1"),
+        ({**SLURM, **MASTER}, 4, 5, 1, 3, "a"),
+        ({**OPEN_MPI, **MASTER}, 3, 4, 1, 2, "a"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 3, 4, 1, 4, "127.0.0.1"),
+        (HYDRA, 1, 2, 1, 2, "127.0.0.1"),
+    ],
+)
+def test_ranks_of_a_scheduler(environment, rank, size, local, here, address):
+    found = dict(environment)
+    adopt_scheduler(found)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert [int(found[name]) for name in names] == [rank, size, local, here]
+    assert found["MASTER_ADDR"] == address
+    others = {**environment, "SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "0", "PMI_RANK": "0"}
+    adopt_scheduler(others)
+    assert others["MASTER_PORT"] == found["MASTER_PORT"]  # the same on all ranks
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID")},  # salloc
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},
+        {**SLURM, "RANK": "0", "WORLD_SIZE": "2"},  # torchrun in a step
+    ],
+)
+def test_other_environments_stay(environment):
+    found = dict(environment)
+    adopt_scheduler(found)
+    assert found == environment
+
+
+def test_ranks_of_several_machines_need_the_address_of_the_first():
+    with pytest.raises(ValueError, match=r"set MASTER_ADDR to its host .* mpirun -x MASTER_ADDR"):
+        adopt_scheduler(dict(OPEN_MPI))
+
+
+@pytest.mark.parametrize(
+    ("own", "routed", "there", "expected"),
+    [
+        (["10.0.0.1"], "10.0.0.1", {"10.0.0.1": "eth0"}, None),
+        (["127.0.1.1"], "10.0.0.1", {"10.0.0.1": "eth0", "10.9.0.1": "ib0"}, "eth0"),
+        ([], "10.9.0.1", {"10.0.0.1": "eth0", "10.9.0.1": "ib0"}, "ib0"),
+        (["127.0.1.1"], "127.0.0.1", {"10.0.0.1": "eth0", "fe80::1": "eth0"}, "eth0"),
+        (["127.0.1.1"], "127.0.0.1", {"10.0.0.1": "eth0", "10.9.0.1": "ib0"}, "eth0, ib0"),
+    ],
+)
+def test_a_host_whose_name_is_a_loopback_address(monkeypatch, own, routed, there, expected):
+    """Debian's 127.0.1.1: the interface of the route to rank 0 is taken, or the one there is."""
+
+    class Socket:
+        def __init__(self, *args):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            pass
+
+        def connect(self, address):
+            pass
+
+        def getsockname(self):
+            return routed, 1
+
+    def addresses(host, port):
+        found = own if host == "me" else [routed]
+        if not found:
+            raise OSError
+        return [(0, 0, 0, "", (address, 0)) for address in found]
+
+    monkeypatch.setattr(comm.socket, "gethostname", lambda: "me")
+    monkeypatch.setattr(comm.socket, "getaddrinfo", addresses)
+    monkeypatch.setattr(comm.socket, "socket", Socket)
+    monkeypatch.setattr(comm, "_addresses", lambda: there)
+    if expected is None or "," not in expected:
+        assert interface_of_peers("master") == expected
+    else:
+        with pytest.raises(ValueError, match=rf"GLOO_SOCKET_IFNAME .* \({expected}\)"):
+            interface_of_peers("master")
+
+
+def test_no_flag_is_taken_for_one_of_torchruns():
+    from torch.distributed.run import get_args_parser
+
+    for name in TrainFlags().settings():
+        flag = f"--{name.replace('_', '-')}"
+        if flag != "--nproc":  # which torchrun has, and fastpar refuses there
+            given = ["-m", "fastpar", "train", flag, "x"]
+            assert get_args_parser().parse_args(given).training_script_args == given[2:], flag
+
+
+# Machines
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    """Makes two nodes, in a folder with a text."""
+    made = []
+    (tmp_path / "work").mkdir()
+    enter(tmp_path / "work", monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def make(hosts=()):
+        try:
+            made.append(Nodes(2, tmp_path, hosts))
+        except NoLinkError as error:
+            pytest.skip(str(error))
+        return made[-1]
+
+    yield make
+    for nodes in made:
+        nodes.__exit__()
+
+
+def steps(run="r"):
+    file = Path(run, "metrics.jsonl")
+    return max((row["step"] for row in read_metrics(file)), default=0) if file.exists() else 0
+
+
+def starts():
+    """(ranks, first step) of each start of the run."""
+    found = json.loads(Path("r/config.json").read_text())["starts"]
+    return [(start["world_size"], start["step"]) for start in found]
+
+
+def elastic(nodes, i, *options, at_least=1):
+    """torchrun as examples/several_nodes.sh has it."""
+    script = (ROOT / "fastpar/examples/several_nodes.sh").read_text()
+    (conf,) = re.findall(r"read_timeout=\$\{CUT_OFF_S:-(\d+)\}", script)
+    (name,) = re.findall(r"^export (\w+)=1", script, re.MULTILINE)
+    rdzv = ("--max-restarts", "10", "--rdzv-conf", f"last_call_timeout=5,read_timeout={conf}")
+    return nodes.torchrun(i, *ENDLESS, *options, nodes=f"{at_least}:2", rdzv=rdzv, **{name: "1"})
+
+
+def wait_for_start(ranks, *processes, timeout_s=200):
+    """Until a start has so many ranks, and has gone on for 30 steps."""
+    end = time.monotonic() + timeout_s
+    while not (Path("r/config.json").exists() and starts()[-1][0] == ranks):
+        assert time.monotonic() < end, starts()
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.1)
+    wait_for_step(starts()[-1][1] + 30, *processes)
+
+
+def wait_for_step(n, *processes, timeout_s=200):
+    end = time.monotonic() + timeout_s
+    while steps() < n:
+        assert time.monotonic() < end, f"step {steps()} of {n}"
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_hosts_whose_names_are_loopback_addresses(two):
+    """Each knows the other by its address, and itself as Debian does."""
+    nodes = two(
+        hosts=[["127.0.1.1 node0", "10.211.7.2 node1"], ["127.0.1.1 node1", "10.211.7.1 node0"]]
+    )
+    started = [nodes.torchrun(i, *SHORT) for i in range(2)]
+    for process in started:
+        code, out = ended(process)
+        assert code == 0, out
+    assert steps() == 20
+
+
+@pytest.mark.slow
+def test_srun_without_torchrun(two):
+    nodes = two()
+    step = {
+        "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "node[0-1]",
+    }  # fmt: skip
+    command = (sys.executable, "-m", "fastpar", *TRAIN, *SHORT)
+    started = [
+        nodes.run(i, *command, SLURM_PROCID=str(i), SLURM_NODEID=str(i), **step) for i in range(2)
+    ]
+    (code, out), (other, _) = map(ended, started)
+    assert (code, other) == (0, 0), out
+    assert "ranks 2" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("mkdir -p r && mount -t tmpfs none r", r"out=r is another folder on node1 \(rank 1\)"),
+        (
+            "cp text.txt ../other && echo more >> ../other && mount --bind ../other text.txt && "
+            "mkdir -p cache && mount -t tmpfs none cache",
+            r"'tokens of text.txt: \w+' on rank 1 where rank 0 has 'tokens of text.txt: ",
+        ),
+    ],
+    ids=["folder", "text"],
+)
+def test_a_node_with_a_disk_of_its_own_is_refused_before_the_first_step(two, before, words):
+    nodes = two()
+    started = [nodes.torchrun(i, *SHORT, before=before if i else "true") for i in range(2)]
+    for process in started:
+        code, out = ended(process)
+        assert code == 1  # torchrun's
+        assert re.search(words, out), out
+    assert not steps()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["node", "link"])
+def test_the_run_goes_on_with_one_node_and_with_both_again(two, lost):
+    """A node is killed and started again; or its cable is out for a minute, and nobody acts."""
+    nodes = two()
+    first, second = (elastic(nodes, i) for i in range(2))
+    wait_for_start(2, first, second)
+    began = time.monotonic()
+    if lost == "node":
+        second.send_signal(signal.SIGKILL)
+        wait_for_start(1, first)
+        second = elastic(nodes, 1)
+    else:
+        nodes.set_link(1, "down")
+        time.sleep(60)
+        nodes.set_link(1, "up")
+    wait_for_start(2, first, second)
+    assert time.monotonic() - began < 180
+    (a, _), (b, at), (c, again) = starts()[-3:]
+    assert (a, b, c) == (2, 1, 2)
+    assert at >= 20  # of a save, not from the start
+    assert again > at
+
+
+@pytest.mark.slow
+def test_replicas_on_nodes(two):
+    """A replica a node: a lost one ends both, which go on from their last save together; the rest
+    goes on alone when the operator says so."""
+    nodes = two()
+    options = ("--replicas=2", "--outer-every=5")
+    first, second = (elastic(nodes, i, *options, at_least=2) for i in range(2))
+    wait_for_step(50, first, second)
+    second.send_signal(signal.SIGKILL)
+    second = elastic(nodes, 1, *options, at_least=2)
+    end = time.monotonic() + 150
+    while len(starts()) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert starts()[1][1] >= 20
+    wait_for_step(starts()[1][1] + 30, first, second)
+    assert Path("r/replica_1/metrics.jsonl").exists()
+    for process in (first, second):
+        process.kill()
+        process.wait()
+    more = f"--max-steps={steps() + 10}"
+    alone = nodes.run(
+        0, sys.executable, "-m", "fastpar", "train", "--resume", "--out=r", "--replicas=1",
+        "--unset", "outer-every", more,
+    )  # fmt: skip
+    code, out = ended(alone)
+    assert code == 0, out
+    assert "ranks 1" in out
