@@ -3,7 +3,7 @@
     step      optimizer steps done
     model     "gpt" or "module", see [Note: models]
     axes      what axes note of how they ran, if any does; for people
-    files     name -> size and SHA-256; of files with tensors only the header is under the latter
+    files     name -> size and digest; of files with tensors only the header is under the latter
     weights   tensors of model*.safetensors, whole, as transformers has them
     optimizer tensors of optimizer-*.safetensors, pieces: PARAMETER/ENTRY, whole shape, runs
 
@@ -15,6 +15,11 @@ carries a digest of itself.
 The weights of a GPT have transformers' names and layouts, and config.json describes the model. The
 weights and state of any other module (one of transformers' or nanoGPT's too) have its own names and
 layouts: whoever loads it builds the module first.
+
+[Note: digests]
+"xxh3:HEX" is XXH3 in 128 bits, of the package xxhash, "sha256:HEX" what is written without that
+package, and by earlier versions. A digest finds damage, by disks and networks; it does not prove
+who wrote a checkpoint. Several GB/s: a save waits for the disk, not for it.
 
 [Note: checks]
 The digest finds every change of a manifest. What stands behind it is checked, by a saver before it
@@ -45,8 +50,13 @@ from fastpar.files.runs import is_step_name, step_of
 from fastpar.files.tensor_file import STORED
 from fastpar.sharding.placements import Run, check_cover, numel_of
 
+try:
+    import xxhash
+except ImportError:
+    xxhash = None  # type: ignore[assignment]
+
 FORMAT = "fastpar-checkpoint"
-VERSION = 3
+VERSION, _READ = 4, (3, 4)
 _LAST_READERS = {1: "0.1", 2: "0.3"}  # the last fastpar that reads a version
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
@@ -60,7 +70,7 @@ class FileEntry:
     """A file of a checkpoint."""
 
     size: int
-    sha256: str  # of the first `head` bytes
+    digest: str  # of the first `head` bytes
     head: int  # size, or of a file with tensors: where their data begin
 
 
@@ -73,12 +83,35 @@ class TensorEntry:
     dtype: str  # as safetensors writes it
     shape: tuple[int, ...]  # of the whole tensor
     runs: tuple[Run, ...]  # what the file has of it
-    sha256: str  # of its bytes in the file
+    digest: str  # of its bytes in the file
 
     @property
     def nbytes(self) -> int:
         """What the file has of it."""
         return numel_of(self.runs) * STORED[self.dtype].itemsize
+
+
+def hasher(digest: str = "") -> tuple[str, Any]:
+    """(its name, what takes bytes by update()) of a digest; by default of a new one.
+
+    Raises:
+        ValueError: a digest of another kind, or without the package that makes it.
+    """
+    name = digest.partition(":")[0] or ("sha256" if xxhash is None else "xxh3")
+    if name == "sha256":
+        return name, hashlib.sha256()
+    if name != "xxh3":
+        raise ValueError(f"a digest of another kind: {shown(name)}")
+    if xxhash is None:
+        raise ValueError("a digest of the package xxhash, which is not installed")
+    return name, xxhash.xxh3_128()
+
+
+def digest_of(raw: Any) -> str:
+    """The digest of some bytes; lets go of the interpreter's lock."""
+    name, found = hasher()
+    found.update(raw)
+    return f"{name}:{found.hexdigest()}"
 
 
 def by_key(entries: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]:
@@ -172,7 +205,7 @@ def _parse(file: Path, content: bytes) -> Manifest:
     end = _END.search(content)  # version 1 had none
     if end and hashlib.sha256(content[: end.start()] + b"}").hexdigest().encode() != end[1]:
         raise ValueError("its digest does not match")
-    if version != VERSION:
+    if version not in _READ:
         reads = _LAST_READERS.get(version)
         raise VersionError(
             f"read_manifest: expected a checkpoint of version {VERSION}, got {file} of version "
@@ -181,6 +214,9 @@ def _parse(file: Path, content: bytes) -> Manifest:
     if end is None:
         raise ValueError("no digest")
     del raw["digest"]
+    if version == 3:
+        for entry in (*raw["files"].values(), *raw["weights"], *raw["optimizer"]):
+            entry["digest"] = f"sha256:{entry.pop('sha256')}"
     raw["files"] = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
     for kind in ("weights", "optimizer"):
         for entry in raw[kind]:

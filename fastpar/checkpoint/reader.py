@@ -4,7 +4,7 @@ TensorReader is the only code that reads tensors. Of a checkpoint nothing is rea
 has the size and the header that the manifest lists; whoever has to know that the bytes are right
 too calls compare(), read() or chunks(). The bytes of a file are those of its head, which FileEntry
 has a digest of, and those of its tensors, each with a digest of its own; that they add up was
-checked by read_manifest. Who verifies takes a share of them, and several threads hash it: hashlib
+checked by read_manifest. Who verifies takes a share of them, and several threads hash it: that
 lets go of the interpreter's lock.
 
 Files are read and not mapped: what a mapping shows counts as memory of the process, page for page,
@@ -15,7 +15,6 @@ has returned, and a few MB for pieces that are cut another way than they were sa
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -34,6 +33,7 @@ from fastpar.checkpoint.manifest import (
     Manifest,
     TensorEntry,
     VersionError,
+    hasher,
     read_manifest,
 )
 from fastpar.files.plain_files import open_plain, read_into, read_object, reason, shown
@@ -137,7 +137,7 @@ class TensorReader:
             self.places(file)
             return
         listed = self.manifest.files[file]
-        for _ in _hashed(self.open(file), Place(0, listed.head), listed.sha256):
+        for _ in _hashed(self.open(file), Place(0, listed.head), listed.digest):
             pass
 
     def places(self, file: str) -> dict[str, Place]:
@@ -151,7 +151,7 @@ class TensorReader:
             if listed is None:
                 header = read_header(descriptor)
             else:
-                blocks = _hashed(descriptor, Place(0, listed.head), listed.sha256, " in its header")
+                blocks = _hashed(descriptor, Place(0, listed.head), listed.digest, " in its header")
                 header = parse_header(b"".join(map(bytes, blocks)))
             self._compare_header(file, header)
             self._places[file] = {key: stored.place for key, stored in header.items()}
@@ -276,7 +276,7 @@ class TensorReader:
 
     def _blocks(self, entry: TensorEntry) -> Iterator[memoryview]:
         place = self.places(entry.file)[entry.key]
-        return _hashed(self.open(entry.file), place, entry.sha256)
+        return _hashed(self.open(entry.file), place, entry.digest)
 
     @contextlib.contextmanager
     def _named(self, entry: TensorEntry) -> Iterator[None]:
@@ -292,20 +292,20 @@ class TensorReader:
             ) from error
 
 
-def _hashed(descriptor: int, place: Place, sha256: str, where: str = "") -> Iterator[memoryview]:
+def _hashed(descriptor: int, place: Place, digest: str, where: str = "") -> Iterator[memoryview]:
     """Bytes of a file in blocks, each in the memory of the one before; their digest, if any, last.
 
     Raises:
         OSError: they cannot be read; ValueError: they have another digest.
     """
-    digest = hashlib.sha256()
+    name, found = hasher(digest)
     buffer = memoryview(bytearray(min(BLOCK_BYTES, place.stop - place.start)))
     for at in range(place.start, place.stop, BLOCK_BYTES):
         block = buffer[: place.stop - at]
         read_into(descriptor, block, at)
-        digest.update(block)
+        found.update(block)
         yield block
-    if sha256 and digest.hexdigest() != sha256:
+    if digest and digest != f"{name}:{found.hexdigest()}":
         raise ValueError(f"other content{where}")
 
 

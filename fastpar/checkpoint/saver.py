@@ -50,7 +50,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
@@ -78,6 +77,7 @@ from fastpar.checkpoint.manifest import (
     Manifest,
     TensorEntry,
     check_complete,
+    digest_of,
     read_manifest,
 )
 from fastpar.comm.host import pinned_bytes
@@ -628,7 +628,7 @@ class Saver:
                 continue
             flush(path)
             raw = path.read_bytes()
-            entries[path.name] = FileEntry(len(raw), _sha256(raw), len(raw))
+            entries[path.name] = FileEntry(len(raw), digest_of(raw), len(raw))
         return entries
 
     def _commit(self, attempt: _Attempt, folder: Path, final: Path) -> None:
@@ -746,7 +746,7 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
     most = max((item.host.nbytes for item in turned), default=0)
     # Fresh memory costs more than the copy.
     scratch = torch.empty(most, dtype=torch.uint8, device="cpu")
-    with ThreadPoolExecutor(1, "sha256") as hashing, ThreadPoolExecutor(1, "flush") as flushing:
+    with ThreadPoolExecutor(1, "digest") as hashing, ThreadPoolExecutor(1, "flush") as flushing:
         for name in dict.fromkeys(item.file for item in items):
             mine = {item.key: item for item in items if item.file == name}
             shapes = {k: i.host.shape if i.weight is None else i.shape for k, i in mine.items()}
@@ -759,7 +759,7 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
                         room = scratch[: tensor.nbytes].view(tensor.dtype)
                         tensor = room.view(tensor.shape).copy_(tensor)
                     raw = tensor.reshape(-1).view(torch.uint8).numpy().data
-                    digest = hashing.submit(_sha256, raw)
+                    digest = hashing.submit(digest_of, raw)
                     file.write(item.key, tensor)
                     waiting += raw.nbytes
                     if waiting > _FLUSH_BYTES:
@@ -770,14 +770,10 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
             for done in flushes:
                 done.result()
             flush(folder / name)
-            files[name] = FileEntry(file.size, _sha256(file.head), len(file.head))
+            files[name] = FileEntry(file.size, digest_of(file.head), len(file.head))
     weights = tuple(entries[id(item)] for item in items if item.weight is not None)
     optimizer = tuple(entries[id(item)] for item in items if item.weight is None)
     return Manifest(step, files, weights, optimizer)
-
-
-def _sha256(raw: Any) -> str:
-    return hashlib.sha256(raw).hexdigest()
 
 
 def _joined(folder: Path, names: list[str]) -> bytes:

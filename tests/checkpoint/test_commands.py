@@ -1,6 +1,5 @@
 """verify, inspect and export of runs, checkpoints and folders of transformers."""
 
-import hashlib
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from fastpar.checkpoint.commands import (
     stats_of,
     verify,
 )
-from fastpar.checkpoint.manifest import MANIFEST
+from fastpar.checkpoint.manifest import MANIFEST, digest_of
 from fastpar.checkpoint.reader import TensorReader, list_plain_tensors
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.kernels.adamw import master_join
@@ -107,7 +106,7 @@ def test_a_config_of_another_model_is_said(run):
     config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 130, "n_layer": 3}
     raw = json.dumps(config).encode()
     (folder / "config.json").write_bytes(raw)
-    entry = {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest(), "head": len(raw)}
+    entry = {"size": len(raw), "digest": digest_of(raw), "head": len(raw)}
     reseal(folder, lambda content: content["files"].__setitem__("config.json", entry))
     damage = examine(folder).damage
     assert "transformer.wte.weight of shape [131, 16] where config.json has [130, 16]" in damage

@@ -22,7 +22,14 @@ from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint import manifest as manifest_module
 from fastpar.checkpoint import reader as reader_module
 from fastpar.checkpoint.commands import examine
-from fastpar.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, read_manifest
+from fastpar.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    digest_of,
+    read_manifest,
+)
 from fastpar.checkpoint.reader import TensorReader, find_damage, newest_checkpoint, verify_files
 from fastpar.checkpoint.restore import load_checkpoint, load_weights
 from fastpar.checkpoint.saver import save_checkpoint
@@ -42,6 +49,37 @@ def made(tmp_path):
 
 
 # The manifest
+
+
+def test_a_checkpoint_of_version_3_is_read(made, monkeypatch):
+    """Its digests are SHA-256; so are those of a machine without xxhash."""
+    folder, whole = made
+
+    def older(content):
+        content["version"] = 3
+        for entry in (*content["files"].values(), *content["weights"], *content["optimizer"]):
+            raw = (folder / entry.get("file", "")).read_bytes() if "file" in entry else None
+            entry.pop("digest")
+            entry["sha256"] = ""
+            if raw is None:
+                continue
+            at = TensorReader(folder, whole).places(entry["file"])[entry["key"]]
+            entry["sha256"] = hashlib.sha256(raw[at.start : at.stop]).hexdigest()
+        for name, entry in content["files"].items():
+            raw = (folder / name).read_bytes()[: entry["head"]]
+            entry["sha256"] = hashlib.sha256(raw).hexdigest()
+
+    reseal(folder, older)
+    found = read_manifest(folder)
+    assert {entry.digest.partition(":")[0] for entry in found.weights} == {"sha256"}
+    assert not find_damage(folder, found)
+    file = folder / found.optimizer[0].file
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert find_damage(folder, found)
+    monkeypatch.setattr(manifest_module, "xxhash", None)
+    assert digest_of(b"a") == f"sha256:{hashlib.sha256(b'a').hexdigest()}"
+    with pytest.raises(ValueError, match="a digest of the package xxhash, which is not installed"):
+        manifest_module.hasher("xxh3:00")
 
 
 def test_what_was_sealed_is_read(tmp_path, made):
@@ -90,7 +128,7 @@ def versioned(version):
 
 WHERE = r"^read_manifest: expected a checkpoint's manifest, got \S+manifest.json \(.*"
 PIECES_OF = WHERE + "pieces of 'wte.weight/exp_avg' "
-OTHER = "^read_manifest: expected a checkpoint of version 3, got .* of version "
+OTHER = "^read_manifest: expected a checkpoint of version 4, got .* of version "
 MANIFESTS = {  # a change of what it says under a right digest, or the bytes of the file
     "other shape": (in_piece("shape", [4, 7]), PIECES_OF + r"of F32\[4, 7\] in .* F32\[7, 4\]"),
     "other dtype": (in_piece("dtype", "I32"), PIECES_OF + "of I32"),
@@ -104,7 +142,7 @@ MANIFESTS = {  # a change of what it says under a right digest, or the bytes of 
     "format": (lambda content: content.__setitem__("format", "other"), "another format: 'other'"),
     "version 1": (versioned(1), OTHER + r"1; fastpar 0\.1 reads it$"),
     "version 2": (versioned(2), OTHER + r"2; fastpar 0\.3 reads it$"),
-    "version 4": (versioned(4), OTHER + "4; update fastpar$"),
+    "version 5": (versioned(5), OTHER + "5; update fastpar$"),
     "no bytes": (b"", WHERE + "not JSON"),
     "a list": (b"[]", WHERE + "no JSON object but list"),
     "an object": (b"{}", WHERE + "another format: None"),
@@ -161,7 +199,7 @@ def with_header(folder, manifest, change, name=OPTIMIZER):
     text = json.dumps(header).encode()
     head = len(text).to_bytes(8, "little") + text
     (folder / name).write_bytes(head + raw[old:])
-    entry = FileEntry(len(head) + len(raw) - old, hashlib.sha256(head).hexdigest(), head=len(head))
+    entry = FileEntry(len(head) + len(raw) - old, digest_of(head), head=len(head))
     return replace(manifest, files={**manifest.files, name: entry})
 
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from fastpar.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
+from fastpar.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, digest_of
 from fastpar.files.tensor_file import DTYPE_NAMES, Spec, TensorFile
 from fastpar.sharding.placements import Run
 
@@ -40,9 +40,9 @@ def make_folder(folder, step=5, seed=0):
                 file.write(key, value)
         raw = (folder / name).read_bytes()
         head = 8 + int.from_bytes(raw[:8], "little")
-        files[name] = FileEntry(len(raw), hashlib.sha256(raw[:head]).hexdigest(), head)
+        files[name] = FileEntry(len(raw), digest_of(raw[:head]), head)
         for key, value in values.items():
-            digest = hashlib.sha256(value.numpy().tobytes()).hexdigest()
+            digest = digest_of(value.numpy().tobytes())
             dtype = DTYPE_NAMES[value.dtype]
             entry = TensorEntry(name, key, dtype, tuple(shapes[key]), tuple(runs_of[key]), digest)
             kinds[kind].append(entry)
@@ -56,7 +56,7 @@ def make_folder(folder, step=5, seed=0):
     for name, value in (("config.json", {"n_embd": 4}), ("trainer_state.json", {"step": step})):
         raw = json.dumps(value).encode()
         (folder / name).write_bytes(raw)
-        files[name] = FileEntry(len(raw), hashlib.sha256(raw).hexdigest(), len(raw))
+        files[name] = FileEntry(len(raw), digest_of(raw), len(raw))
     manifest = Manifest(step, files, tuple(kinds["weights"]), tuple(kinds["optimizer"]), "gpt")
     (folder / MANIFEST).write_bytes(manifest.sealed())
     return manifest
