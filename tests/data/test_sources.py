@@ -1,18 +1,35 @@
-"""Sources: which documents and token files come out of what a user may name."""
+"""Sources: which documents and token files come out of what a user may name; the token cache."""
 
+import errno
+import fcntl
 import importlib.metadata
 import json
+import mmap
+import os
 import re
+import shutil
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
+from cells import sweep
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastpar.data.sources import Shards, TextSource, TokenSource, open_source, pieces
-from fastpar.data.tokenizer import make_tokenizer
+from fastpar.data import sources
+from fastpar.data.sources import (
+    Shards,
+    TextSource,
+    TokenSource,
+    cache_folder,
+    open_source,
+    pieces,
+    tokenized,
+)
+from fastpar.data.tokenizer import CharTokenizer, make_tokenizer
 
 
 def text_source(source):
@@ -28,8 +45,8 @@ def texts_of(source):
     return once
 
 
-def tokens_of(source):
-    opened = open_source(str(source))
+def tokens_of(source, **options):
+    opened = open_source(str(source), **options)
     assert isinstance(opened, TokenSource)
     return opened
 
@@ -47,10 +64,7 @@ def write_shard(file, ids, *, magic=20240520, version=1, count=None):
     return file
 
 
-# Texts
-
-
-def test_texts_that_come_with_it():
+def test_texts_that_come_with_it(monkeypatch, tmp_path):
     """The Bible's chapters of numbered verses; Python's source without its tests."""
     chapters = texts_of("bible")
     assert len(chapters) == 1189
@@ -65,14 +79,8 @@ def test_texts_that_come_with_it():
     assert any('r"""JSON (JavaScript Object Notation)' in file for file in files)
     assert not any("class BasicTest(unittest.TestCase)" in file for file in files)
     assert not any("build_time_vars = {" in file for file in files)  # differs by machine
-
-
-def test_missing_or_damaged_bible(monkeypatch, tmp_path):
-    class Wheel:
-        def locate_file(self, name):
-            return tmp_path / "kjv.jsonl"
-
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Wheel())
+    wheel = types.SimpleNamespace(locate_file=lambda name: tmp_path / "kjv.jsonl")
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: wheel)
     for content in (None, "{", '{"book": "Genesis"}', "[1]"):
         if content is not None:
             (tmp_path / "kjv.jsonl").write_text(content)
@@ -109,7 +117,7 @@ def test_files_and_folders_of_text(tmp_path):
     assert texts_of(stories) == ["one\n", "  two", "three\n"]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("content", "why"),
     [
         (b"caf\xe9 au lait", r"byte 0xe9 at 3"),
@@ -223,22 +231,20 @@ def test_records_are_read_by_their_field(tmp_path):
     assert texts_of(folder) == ["about", "text " * 1000]  # records beside a text
 
 
-# Token ids
-
-
 def test_nanogpt_folder(tmp_path):
-    np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
-    np.arange(7, dtype="<u2").tofile(tmp_path / "val.bin")
+    ids = {"train": np.arange(100, dtype="<u2"), "val": np.arange(7, dtype="<u2")}
+    for part, of_part in ids.items():
+        of_part.tofile(tmp_path / f"{part}.bin")
     opened = tokens_of(tmp_path)
-    assert opened.train[:].tolist() == list(range(100))
-    assert opened.val[:].tolist() == list(range(7))
+    assert opened.train[:].tolist() == ids["train"].tolist()
+    assert opened.val[:].tolist() == ids["val"].tolist()
     assert (opened.tokenizer, opened.notes) == ("gpt2", [])
     assert tokens_of(tmp_path / "train.bin").val is None
-    for name in ("val.bin", "train.bin"):
+    for part, of_part in ids.items():
         for content in (b"", b"abc"):
-            (tmp_path / name).write_bytes(content)
-            refused(tmp_path, rf"expected 16-bit .*{name} with size={len(content)} byte")
-        np.arange(7, dtype="<u2").tofile(tmp_path / name)
+            (tmp_path / f"{part}.bin").write_bytes(content)
+            refused(tmp_path, rf"expected 16-bit .*{part}.bin with size={len(content)} byte")
+        of_part.tofile(tmp_path / f"{part}.bin")
 
 
 def test_bare_ids_of_other_widths(tmp_path):
@@ -250,33 +256,33 @@ def test_bare_ids_of_other_widths(tmp_path):
             (ids + offset).astype(dtype).tofile(file)
             words = rf"expected {told}-bit token ids, .* {8 * np.dtype(dtype).itemsize}$"
             refused(file, words, token_bits=told)
-    for bits in (16, 32, 64):
-        (ids + (bits > 16) * 100_000).astype(f"<i{bits // 8}").tofile(file)
-        opened = open_source(str(file), token_bits=bits)
-        assert opened.train[:].tolist() == (ids + (bits > 16) * 100_000).tolist()
+    few = ([0, 1] * 100, [5, 40, 3, 50])  # a small vocabulary; nothing can be said of four
+    for bits, known in (
+        (16, ids),
+        (32, ids + 100_000),
+        (64, ids + 100_000),
+        *((16, f) for f in few),
+    ):
+        np.asarray(known, f"<i{bits // 8}").tofile(file)
+        assert tokens_of(file, token_bits=bits).train[:].tolist() == list(known)
     np.save(tmp_path / "ids.npy", ids)
     (tmp_path / "ids.npy").rename(file)
     refused(file, r"bare token ids, got file=.*bin with an array")
-    for few in ([0, 1] * 100, [5, 40, 3, 50]):  # a small vocabulary; nothing can be said of four
-        np.array(few, "<u2").tofile(file)
-        assert open_source(str(file)).train[:].tolist() == few
 
 
 def test_llmc_shards(tmp_path):
     write_shard(tmp_path / "fineweb_train_000002.bin", [3, 4, 5])
     write_shard(tmp_path / "fineweb_train_000001.bin", [0, 1, 50256])
     write_shard(tmp_path / "fineweb_val_000000.bin", [7, 8])
-    for source in (tmp_path, tmp_path / "*.bin"):
+    for source in (tmp_path, tmp_path / "*.bin", tmp_path / "fineweb_train_*.bin"):
         opened = tokens_of(source)
         assert opened.train[0:6].tolist() == [0, 1, 50256, 3, 4, 5]
-        assert opened.val[0:2].tolist() == [7, 8]
         assert opened.tokenizer == "gpt2"
-    only_train = tokens_of(tmp_path / "fineweb_train_*.bin")
-    assert len(only_train.train) == 6
-    assert only_train.val is None
+        val = None if opened.val is None else opened.val[0:2].tolist()
+        assert val == (None if "train" in source.name else [7, 8])
     (tmp_path / "llama").mkdir()  # Llama's have 32 bits
-    file = write_shard(tmp_path / "llama" / "train.bin", [1, 100_000], magic=20240801, version=7)
-    opened = tokens_of(file.rename(tmp_path / "llama" / "x_train.bin"))
+    write_shard(tmp_path / "llama" / "x_train.bin", [1, 100_000], magic=20240801, version=7)
+    opened = tokens_of(tmp_path / "llama" / "x_train.bin")
     assert opened.train[:].tolist() == [1, 100_000]
     assert (opened.train.dtype, opened.tokenizer) == (np.dtype("<u4"), "ids")
     write_shard(tmp_path / "llama" / "y_train.bin", [1])
@@ -299,7 +305,7 @@ def test_shards_read_as_one_array(sizes, data):
     assert all(np.shares_memory(view, whole) for view in part.parts if len(view))
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("options", "drop", "message"),
     [
         ({"count": 11}, 0, r"expected 1046 bytes for the 11 tokens .* with size=1044"),
@@ -316,12 +322,10 @@ def test_shards_read_as_one_array(sizes, data):
     ],
 )
 def test_shard_that_does_not_keep_its_promise(options, drop, message, tmp_path):
-    file = tmp_path / "a_train.bin"
+    file, content = tmp_path / "a_train.bin", options
     if isinstance(options, dict):
         content = write_shard(file, range(10), **options).read_bytes()
-        file.write_bytes(content[: len(content) - drop])
-    else:
-        file.write_bytes(options)
+    file.write_bytes(content[: len(content) - drop])
     refused(file, message)
 
 
@@ -331,9 +335,6 @@ def test_files_that_do_not_go_together(tmp_path):
     refused(tmp_path / "a*", r"only text files or only .bin files, got 1 .* file=.*txt")
     (tmp_path / "a_train.bin").rename(tmp_path / "a_val.bin")
     refused(tmp_path, r"a .bin file for training, got source=.* only a_val.bin")
-
-
-# Datasets of Hugging Face
 
 
 class FakeRows:
@@ -422,3 +423,292 @@ def test_datasets_on_disk(tmp_path):
         for prefix in ("", "hf:") if source.is_dir() else ("",):
             assert texts_of(f"{prefix}{source}") == ["train"]
     assert [*text_source(tmp_path / "several").val_documents()] == [b"test"]
+
+
+DOCUMENTS = [f"document {i} says h\u00e9llo {i * 'again '}\n" for i in range(100)]
+
+
+def source_of(texts, **options):
+    documents = [text.encode() for text in texts]
+    return TextSource("texts", lambda: documents, **options)
+
+
+def tokens_from(source, tokenizer="bytes", val_fraction=0.05, *, cache, progress=False):
+    return tokenized(source, tokenizer, val_fraction, cache=Path(cache), progress=progress)
+
+
+def entries_of(cache):
+    return [path for path in Path(cache).iterdir() if path.is_dir()]
+
+
+def entry_of(cache):
+    (entry,) = entries_of(cache)
+    return entry
+
+
+def same(a, b):
+    return np.array_equal(a.train, b.train) and np.array_equal(a.val, b.val)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), max_size=80),
+    fraction=st.floats(0.01, 0.9),
+    multibyte=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_split_keeps_every_byte_once_and_holds_out_the_fraction(sizes, fraction, multibyte):
+    texts = [("\u00e9" if multibyte else "a") * size for size in sizes]
+    source = source_of(texts)
+    n_bytes = [len(text.encode()) for text in texts]
+    parts = list(sources.Corpus(source, fraction).split())
+    assert b"".join(bytes(d) for _, d in parts) == "".join(texts).encode()
+    total = sum(n_bytes)
+    held_out = sum(len(d) for part, d in parts if part == "val")
+    order = [part for part, _ in parts]
+    the_end = order == sorted(order) and 0 <= held_out - fraction * total < 2 + 1e-9
+    whole = len(parts) == len(texts) and 0.5 <= held_out / (fraction * total or 1) <= 1.5
+    assert the_end or whole
+    for _, document in parts:
+        bytes(document).decode()  # never cut inside a character
+
+
+def test_whole_documents_are_held_out_where_there_are_many(tmp_path):
+    data = tokens_from(source_of(DOCUMENTS), cache=tmp_path)
+    train, val = (bytes(part.astype(np.uint8)).decode() for part in (data.train, data.val))
+    held_out = [i for i, text in enumerate(DOCUMENTS) if text in val]
+    assert 3 <= len(held_out) <= 8
+    assert val == "\n".join(DOCUMENTS[i] for i in held_out)
+    assert train == "\n".join(text for i, text in enumerate(DOCUMENTS) if i not in held_out)
+    assert data.val_bytes == sum(len(DOCUMENTS[i].encode()) for i in held_out)
+    assert held_out[-1] > 80  # spread over the text
+    # Of one text the end, as nanoGPT splits it.
+    text = "".join(DOCUMENTS).replace("\u00e9", "e")
+    data = tokens_from(source_of([text]), "chars", 0.1, cache=tmp_path)
+    chars = sorted(set(text))
+    ids = [chars.index(c) for c in text]
+    n_train = int(len(text) * 0.9)
+    assert (data.train.tolist(), data.val.tolist()) == (ids[:n_train], ids[n_train:])
+    assert data.tokenizer.vocab_size == len(set(text))
+
+
+@pytest.mark.parametrize("tokenizer", [pytest.param("gpt2", marks=pytest.mark.slow), "bpe-300"])
+def test_documents_are_joined_by_the_end_of_text(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_BATCH_BYTES", 500)
+    data = tokens_from(source_of(DOCUMENTS), tokenizer, cache=tmp_path)
+    n_texts = []
+    for part in (data.train, data.val):
+        texts = data.tokenizer.decode(part).split("<|endoftext|>")
+        assert set(texts) <= set(DOCUMENTS)
+        n_texts.append(len(texts))
+    assert sum(n_texts) == len(DOCUMENTS)
+    assert data.train.dtype == np.uint16
+    one = tokens_from(source_of(["".join(DOCUMENTS) * 5]), tokenizer, cache=tmp_path)
+    assert len(one.train) > len(data.train)
+    assert data.tokenizer.eot not in one.train
+
+
+def test_who_learns_from_what(tmp_path, monkeypatch):
+    """BPE nothing from what is held out, and from a bounded part; characters of all parts count."""
+    texts = ["abab " * 20 for _ in range(100)]
+    source = source_of(texts, val_documents=lambda: [b"zqzq " * 2000])
+    data = tokens_from(source, "bpe-300", cache=tmp_path)
+    assert len(data.tokenizer.encode("zqzqzqzq")) == 8
+    assert len(data.tokenizer.encode("abab")) < 3
+    assert data.tokenizer.decode(data.val) == "zqzq " * 2000
+    source = source_of(["abc"], val_documents=lambda: [b"xyz"])
+    data = tokens_from(source, "chars", cache=tmp_path)
+    assert data.tokenizer.decode(data.val) == "xyz"
+    monkeypatch.setattr(sources, "_BPE_TRAIN_BYTES", 1000)
+    long, late = "abab " * 20_000, "zqzq " * 3000
+    for texts in ([long, late], [long + late + "."]):
+        data = tokens_from(source_of(texts), "bpe-300", cache=tmp_path)
+        assert len(data.tokenizer.encode("abab")) < 3
+        assert len(data.tokenizer.encode("zqzq")) == 4
+
+
+def test_large_vocabularies_take_32_bits(tmp_path, monkeypatch):
+    class Wide:
+        name, vocab_size, eot = "wide", 70_000, 69_999
+
+        def encode_batch(self, texts):
+            return [[65_536 + len(text)] for text in texts]
+
+        def save(self, folder):
+            (folder / "tokenizer_config.json").write_text('{"fastpar_tokenizer": "bytes"}')
+
+    monkeypatch.setattr(sources, "make_tokenizer", lambda *names: Wide())
+    data = tokens_from(source_of(["abc", "de"] * 50), cache=tmp_path)
+    assert data.train.dtype == np.uint32
+    assert data.train[:3].tolist() == [65_539, 69_999, 65_539]
+
+
+def test_second_use_reads_the_cache(tmp_path, monkeypatch):
+    first = tokens_from(source_of(DOCUMENTS), "bpe-300", cache=tmp_path)
+    monkeypatch.setattr(sources, "_tokenize", lambda *words: pytest.fail("tokenized again"))
+    again = tokens_from(source_of(DOCUMENTS), "bpe-300", cache=tmp_path)
+    assert same(first, again)
+    assert isinstance(again.train, np.memmap)
+    assert not again.train.flags.writeable
+    assert (again.tokenizer.name, again.val_bytes) == ("bpe-300", first.val_bytes)
+
+
+def test_anything_that_matters_makes_another_entry(tmp_path):
+    moved = [*DOCUMENTS[:-2], DOCUMENTS[-2] + DOCUMENTS[-1][:3], DOCUMENTS[-1][3:]]
+    for texts, tokenizer, fraction in [
+        (DOCUMENTS, "bytes", 0.05),
+        (DOCUMENTS, "bytes", 0.1),
+        (DOCUMENTS, "chars", 0.05),
+        (DOCUMENTS[:-1], "bytes", 0.05),
+        (moved, "bytes", 0.05),  # the same bytes, cut elsewhere
+        (["x" + DOCUMENTS[0][1:], *DOCUMENTS[1:]], "bytes", 0.05),  # the same sizes
+    ]:
+        tokens_from(source_of(texts), tokenizer, fraction, cache=tmp_path)
+    assert len(entries_of(tmp_path)) == 6
+    for key in ("one", "two", "one"):
+        tokens_from(source_of(DOCUMENTS, content_key=key), cache=tmp_path)
+    assert len(entries_of(tmp_path)) == 8
+    for chars, ids in (("abc", [2, 1]), ("bc", [1, 0])):  # a folder with another tokenizer
+        CharTokenizer(chars).save(tmp_path / "saved")
+        data = tokens_from(source_of(["cb"]), str(tmp_path / "saved"), cache=tmp_path)
+        assert data.train.tolist() + data.val.tolist() == ids
+
+
+def test_damage_is_found_and_mended(tmp_path, capsys, monkeypatch):
+    """Checksums of long files are of blocks of all of them."""
+    monkeypatch.setattr(sources, "_CHECKSUM_BLOCK_BYTES", 10)
+    monkeypatch.setattr(sources, "_CHECKSUM_BLOCKS", 4)
+    first = tokens_from(source_of(DOCUMENTS), "bpe-300", cache=tmp_path)
+    entry = entry_of(tmp_path)
+    expected = {path.name: path.read_bytes() for path in entry.iterdir()}
+    assert len(expected) == 5
+    for file, whole in expected.items():
+        flipped = bytearray(whole)
+        last = 3 * -(-len(whole) // 4)  # the last of four blocks
+        flipped[whole.index(b"}") if file == "meta.json" else last] ^= 1
+        for content in (flipped, whole[:-3], b"", None):
+            (entry / file).unlink()  # `first` still maps the old file
+            if content is not None:
+                (entry / file).write_bytes(content)
+            again = tokens_from(source_of(DOCUMENTS), "bpe-300", cache=tmp_path, progress=True)
+            assert same(first, again)
+            assert {path.name: path.read_bytes() for path in entry.iterdir()} == expected
+            assert "is damaged" in capsys.readouterr().err
+    meta = entry / "meta.json"
+    for dtype in ("<u2", "<f8"):
+        meta.write_text(json.dumps({"val_bytes": 1, "dtype": dtype, "checksums": {}}))
+        assert sources._why_damaged(entry) is not None
+    assert sources._why_damaged(entry) == "meta.json"
+
+
+TWO = """
+import sys
+from pathlib import Path
+from fastpar.data.sources import TextSource, tokenized
+texts = [b'some words %d\\n' % i * 200 for i in range(300)]
+source = TextSource('t', lambda: texts)
+data = tokenized(source, 'bpe-300', 0.05, cache=Path(sys.argv[1]), progress=True)
+print(len(data.train), int(data.train.sum()), data.val.sum())
+"""
+
+
+def test_two_processes_at_first_use_tokenize_once(tmp_path):
+    command, pipes = [sys.executable, "-c", TWO, str(tmp_path)], {"stdout": -1, "stderr": -1}
+    processes = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0] != ""
+    assert sum("making tokenizer" in errors for _, errors in outputs) == 1
+    assert len(list(tmp_path.iterdir())) == 2  # the entry and its lock
+
+
+def test_without_locks_the_first_rename_wins(tmp_path, monkeypatch):
+    tokenize = sources._tokenize
+
+    def overtaken(corpus, tokenizer, folder, progress):
+        tokenize(corpus, tokenizer, folder, progress)
+        key = folder.name.split("-")[1]
+        shutil.copytree(folder, tmp_path / f"texts-bytes-{key}")
+        (tmp_path / f"texts-bytes-{key}" / "by-the-other").touch()
+
+    def no_locks(*arguments):
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(sources, "_tokenize", overtaken)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    data = tokens_from(source_of(DOCUMENTS), cache=tmp_path)
+    assert len(data.train) > 0
+    assert (entry_of(tmp_path) / "by-the-other").exists()
+
+
+def test_who_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    """A killed writer, a broken tokenizer, a full disk."""
+    killed = cache_folder(tmp_path / "killed")
+    tokens_from(source_of(DOCUMENTS), cache=killed)
+    entry = entry_of(killed)
+    left = entry.with_name(f".tmp-{entry.name.rpartition('-')[2]}-abc")
+    os.rename(entry, left)  # complete but for the rename
+    (left / "train.bin").unlink()
+    tokens_from(source_of(DOCUMENTS), cache=killed)
+    assert entry_of(killed) == entry
+
+    library = pytest.importorskip("tokenizers")
+    broken = library.Tokenizer(library.models.WordLevel({"a": 0}, unk_token="a"))
+    (tmp_path / "saved").mkdir()
+    broken.save(str(tmp_path / "saved" / "tokenizer.json"))
+    (tmp_path / "saved" / "tokenizer_config.json").write_text("{")
+    cache = cache_folder(tmp_path / "cache")
+    with pytest.raises(ValueError, match="expected an intact tokenizer"):
+        tokens_from(source_of(DOCUMENTS), str(tmp_path / "saved"), cache=cache)
+    for code, kind, words in (
+        (errno.ENOSPC, RuntimeError, r"room for the tokens of texts, got .* with no luck; fre"),
+        (errno.EIO, OSError, "no luck"),
+    ):
+
+        def fail(*arguments, code=code):
+            raise OSError(code, "no luck")
+
+        monkeypatch.setattr(sources, "_write_tokens", fail)
+        with pytest.raises(kind, match=words):
+            tokens_from(source_of(DOCUMENTS), cache=cache)
+    assert entries_of(cache) == []
+
+
+def test_cache_folder(tmp_path, monkeypatch):
+    """Without one: tests/files/test_runs.py."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder("~/here") == tmp_path / "home" / "here"
+    (tmp_path / "file").touch()
+    for bad in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=r"can be written, got cache_dir=.*file.* with .*; ch"):
+            cache_folder(bad)
+
+
+def test_progress_goes_to_stderr_or_nowhere(tmp_path, capsys, monkeypatch):
+    tokens_from(source_of(DOCUMENTS), "chars", cache=tmp_path, progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "making tokenizer chars from texts" in shown.err
+    assert "tokenizing texts with chars: 100%" in shown.err
+    tokens_from(source_of(DOCUMENTS), "bytes", cache=tmp_path)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    tokens_from(source_of(DOCUMENTS), "bytes", 0.1, cache=tmp_path)
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(ImportError, match=r"tqdm for progress=True.* pip install tqdm, or"):
+        tokens_from(source_of(DOCUMENTS), "bytes", 0.2, cache=tmp_path, progress=True)
+
+
+def test_a_file_system_that_maps_no_files(tmp_path, monkeypatch):
+    """As some of FUSE and 9p: files are read instead."""
+    (tmp_path / "c").mkdir()
+    first = tokens_from(source_of(DOCUMENTS), cache=tmp_path / "c")
+    (tmp_path / "a.txt").write_text("one<|endoftext|>two")
+    np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
+
+    def refused(*arguments, **options):
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(mmap, "mmap", refused)
+    assert same(first, tokens_from(source_of(DOCUMENTS), cache=tmp_path / "c"))
+    documents = open_source(str(tmp_path / "a.txt")).documents()
+    assert [bytes(d) for d in documents] == [b"one", b"two"]
+    assert open_source(str(tmp_path / "train.bin")).train.tolist() == list(range(100))
