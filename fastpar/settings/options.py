@@ -14,6 +14,7 @@ from fastpar.settings.fields import changed, flat, for_tyro
 from fastpar.settings.parallel import MeshSettings, Parallel
 
 FlagsT = TypeVar("FlagsT", bound="TrainFlags")
+Logger = Literal["auto", "none", "tensorboard", "wandb"]
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,7 @@ class RunSettings:
     """Checkpoints that are kept; 0: all."""
     keep_every: int = 0
     """Steps between checkpoints that stay for good; 0: none."""
-    logger: Annotated[
-        Literal["auto", "none", "tensorboard", "wandb"],
-        for_tyro(lambda c: c.arg(aliases=["--log"])),
-    ] = "auto"
+    logger: Annotated[Logger, for_tyro(lambda conf: conf.arg(aliases=["--log"]))] = "auto"
     """Curves beside metrics.jsonl; auto: tensorboard if installed."""
 
 
