@@ -741,8 +741,10 @@ def shards_of_losses(rows: int, size: int, device: str, *, more: bool = False) -
 
             return call
 
-        shape, more = f"N={N} V={V} from {first}", {"z_loss": z_loss}
-        op, ref = kernels.cross_entropy_shard, reference.cross_entropy_shard_ref
+        shape = f"N={N} V={V} from {first}"
+        more: dict[str, Any] = {"z_loss": z_loss}
+        op: Any = kernels.cross_entropy_shard
+        ref: Any = reference.cross_entropy_shard_ref
         calls, outputs = (by(op), by(ref), by(ref, True)), ("max", "sum", "logit")
         how: dict[str, Any] = {"inner": FP32, "in_fp64": True}
         yield OpCase("cross_entropy_shard", shape, make, *calls, outputs, **how)

@@ -152,7 +152,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def write(folder: Path, rows: Sequence[Row], commit: str, dirty: bool) -> None:
     versions = sorted({row["triton"] for row in rows})
     head = {"commit": commit, "dirty": dirty, "triton": versions}
-    empty = (0, [], {})
+    empty: tuple[Any, ...] = (0, [], {})
     kept = [
         {k: v for k, v in row.items() if k != "seconds" and v not in empty}
         for row in sorted(rows, key=order)

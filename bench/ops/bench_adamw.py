@@ -113,7 +113,8 @@ class State:
             states |= {name: scales[0] for name, scales in self.scales.items()}
             states["master_weight"] = self.masters[0] if self.masters else None
             ranges = [(0, self.params[0].numel(), 0, 0)]
-            adamw_step_flat_(*(tensors[0] for tensors in lists), ranges, VALUES, **states)
+            p, grad, exp_avg, exp_avg_sq = (tensors[0] for tensors in lists)
+            adamw_step_flat_(p, grad, exp_avg, exp_avg_sq, ranges, VALUES, **states)
         else:
             states |= {f"{name}s": scales for name, scales in self.scales.items()}
             adamw_step_(*lists, VALUES, master_weights=self.masters, **states)

@@ -161,11 +161,11 @@ def orthogonalize(bench: Bench) -> Iterator[Case]:
 
     muon = functools.partial(_muon._zeropower_via_newtonschulz, ns_coefficients=QUINTIC[0],
                              ns_steps=5, eps=1e-7)  # fmt: skip
-    others = {"eager": eager, theirs: muon}
+    others: dict[str, Any] = {"eager": eager, theirs: muon}
     how: dict[str, Any] = {"directions": ("call",), "compiled": False}
     how["unjudged"] = (theirs,) * wide
     for m, n in of_device(bench, [*on_cpu, (1600, 6400)], on_cpu, [(64, 64), (64, 256)]):
-        whole, few = (cases.orthogonal_case(*s, QUINTIC) for s in ((m, n), (64, 64 * n // m)))
+        whole, few = (cases.orthogonal_case(a, b, QUINTIC) for a, b in ((m, n), (64, 64 * n // m)))
         name = f"orthogonalize {'fp32' if wide else 'bf16'} {m}x{n}"
         yield timed(bench, whole, few, others, name=name, **how)
 
@@ -176,9 +176,9 @@ def orthogonalize(bench: Bench) -> Iterator[Case]:
 def embedding(bench: Bench) -> Iterator[Case]:
     on_gpu = [(16, 1024, C, 50304) for C in (768, 1600)]
     on_cpu = [(8, 256, 384, V) for V in (50304, 4096)]
-    for B, *shape in of_device(bench, on_gpu, on_cpu, [(2, 32, 64, 512)]):
-        few = (cases.embedding_case(b, *shape, 0.0, bench.device) for b in (B, min(B, 2)))
-        yield timed(bench, *few)
+    for B, T, C, V in of_device(bench, on_gpu, on_cpu, [(2, 32, 64, 512)]):
+        whole, few = (cases.embedding_case(b, T, C, V, 0.0, bench.device) for b in (B, min(B, 2)))
+        yield timed(bench, whole, few)
 
 
 def philox(bench: Bench) -> Iterator[Case]:

@@ -164,9 +164,9 @@ def time_table(rows: Sequence[Run], steps: Sequence[Row]) -> Table:
             continue
         needed, cells, used = _reached(mean, goal), [], []
         for mbit in (1000, 100):
-            row = ms.get((STEP_OF[name], mbit))
-            used += [row] * (row is not None)
-            each = row.median_ms if row is not None else None
+            found = ms.get((STEP_OF[name], mbit))
+            used += [found] * (found is not None)
+            each = found.median_ms if found is not None else None
             cells += ["", ""] if each is None else [f"{each:.0f}", f"{needed * each / 1e3:.0f}"]
         seeds = str(len(curves[name]))
         cells = [name, seeds, f"{needed:.0f}", STEP_OF[name], *cells]

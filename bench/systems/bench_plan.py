@@ -125,8 +125,9 @@ def measure(bench: Bench, pool: Ranks, cell: Cell, rates_s: float) -> Row:
         "spread": statistics.median(spreads),
         "busy": busy,
     }
-    ms, how = [1e3 * s for s in times], {"dtype": dtype, "threads": pool.threads}
-    row = bench.timed_row(title_of(*cell), "step", "fastpar", ms, **how, **notes)
+    ms = [1e3 * s for s in times]
+    how: dict[str, Any] = {"dtype": dtype, "threads": pool.threads, **notes}
+    row = bench.timed_row(title_of(*cell), "step", "fastpar", ms, **how)
     row.peak_bytes = peak
     return row
 

@@ -184,7 +184,8 @@ class Variant:
         n = spec.rows // spec.ranks
         at: dict[str, int] = {"first_sample": step * spec.rows + self.rank * n, "n_samples": n}
         length = spec.config.block_size
-        return sample_batch(self.data.train, seed=1337, block_size=length, device=spec.device, **at)
+        x, y = sample_batch(self.data.train, seed=1337, block_size=length, device=spec.device, **at)
+        return x, y
 
     def _report(self) -> dict[str, float]:
         if self.spec.kind == "stock" or self.spec.ranks == 1:

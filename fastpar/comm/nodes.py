@@ -38,9 +38,9 @@ def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
         ranks_here = nodes[min(int(environment.get("SLURM_NODEID", "0")), len(nodes) - 1)]
     own["LOCAL_WORLD_SIZE"] = ranks_here
     if "MASTER_ADDR" not in environment:
-        nodes = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", environment.get(_NODES, ""))
-        if nodes and who == "srun":
-            own["MASTER_ADDR"] = "".join(part or "" for part in nodes.groups())
+        first = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", environment.get(_NODES, ""))
+        if first and who == "srun":
+            own["MASTER_ADDR"] = "".join(part or "" for part in first.groups())
         elif ranks_here == environment[size]:
             own["MASTER_ADDR"] = "127.0.0.1"
         else:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -127,7 +128,12 @@ def of_ranks(name, stage, tp, dtype, masters):
     model = fastpar.parallelize(Bag(dtype), mesh, asked)
     optimizer = Sharded(inner, groups(model), lr=1e-2, master_weights=masters, **options)
     train(model, optimizer, range(3))
-    return values(model), optimizer.state_dict()["state"]
+    sizes = {}  # elements of each entry that this rank has
+    for state in optimizer.state.values():
+        for entry, x in state.items():
+            if isinstance(x, torch.Tensor) and optimizer.entry_block(entry):
+                sizes[entry] = sizes.get(entry, 0) + x.numel()
+    return values(model), optimizer.state_dict()["state"], sizes
 
 
 LAYOUTS = [(stage, 2, 1) for stage in range(4)] + [(3, 4, 1), (0, 1, 2), (1, 2, 2), (3, 2, 2)]
@@ -138,13 +144,20 @@ DTYPES = [(FP32, False), (BF16, True), (BF16, "remainder"), (BF16, False)]
     ("name", "layout", "kept"), cells(list(INNERS), LAYOUTS, DTYPES, strength=2)
 )
 def test_the_bits_of_one_process(name, layout, kept):
-    """Groups of their own options, a gradient that is missing once, a part that is empty."""
+    """Groups of their own options, a gradient that is missing once, a part that is empty. Of the
+    state each rank has its part: together they have every element once."""
     stage, dp, tp = layout
     dtype, masters = kept
     if dtype == BF16 and not masters and tp > 1:
         pytest.skip("slices of 16 bits may end anywhere: see [Note: one thread]")
     expected, state = alone(name, dtype, bool(masters))
-    for got, saved in run_ranks(of_ranks, dp * tp, name, stage, tp, dtype, masters):
+    results = run_ranks(of_ranks, dp * tp, name, stage, tp, dtype, masters)
+    whole = sum(math.prod(shape) for shape in SHAPES.values())
+    for entry in results[0][2]:
+        held = sum(sizes[entry] for _, _, sizes in results)
+        copies = dp if stage == 0 else 1
+        assert held == copies * (whole + tp - 1), entry  # "one" is on every rank of tp
+    for got, saved, _ in results:
         assert_same(got, expected)
         masterless = {
             i: {n: x for n, x in s.items() if not n.startswith("master_")} for i, s in saved.items()
