@@ -10,10 +10,10 @@ import functools
 
 import pytest
 import torch
-from cells import slow
+from cells import slow, torch_attends
 
 from fastpar.kernels import backend, cases
-from fastpar.kernels.cases import FP64, MAKERS, OpCase, cases_of
+from fastpar.kernels.cases import FP32, FP64, MAKERS, OpCase, cases_of
 
 # rows, last dimension; interpreted kernels cost by their programs
 SIZES = {"attention": (64, 40), "attention_masked": (64, 40), "adamw_step_": (7, 501)}
@@ -67,7 +67,8 @@ EVERY = pytest.mark.parametrize("every", [False, slow(True)], ids=["some dtypes"
 def test_on_a_cpu(op, every, monkeypatch):
     for choice in ("torch", "auto"):
         monkeypatch.setattr(backend, "choice", choice)
-        judge(op, SIZES.get(op, (24, 96)), "cpu", every=every, own=choice == "auto")
+        dtypes = () if "attention" not in op or torch_attends(torch.bfloat16) else (FP32, FP64)
+        judge(op, SIZES.get(op, (24, 96)), "cpu", dtypes, every=every, own=choice == "auto")
 
 
 def tiles_fit(inputs):

@@ -87,3 +87,15 @@ def sweep(names: str | Sequence[str], values: Iterable) -> Callable:
         return loop
 
     return decorate
+
+
+@functools.cache
+def torch_attends(dtype):
+    """Whether torch's own attention runs on this CPU: made to use AVX2 where there is AMX, torch
+    2.13 raises in 16 bits."""
+    x = torch.ones(1, 1, 512, 64, dtype=dtype)
+    try:
+        torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    except RuntimeError:
+        return False
+    return True
