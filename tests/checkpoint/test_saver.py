@@ -268,6 +268,7 @@ def test_what_fails_on_one_rank_is_told_to_all(tmp_path, monkeypatch):
 
     full = [(False, (f"rank {rank}: [Errno 28] No space left on device",)) for rank in (0, 1)]
     assert run_ranks(work, 2, (1, 2, 3, 4)) == [[(True, ()), *full, (True, ())]] * 2
+    assert run_ranks(work, 1, (2,)) == [[full[0]]]  # alone, rank 0 removes what is there
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_000001", "step_000004"]
     Usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10, 10, 1000))
