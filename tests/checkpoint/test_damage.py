@@ -78,8 +78,17 @@ def test_a_checkpoint_of_version_3_is_read(made, monkeypatch):
     assert find_damage(folder, found)
     monkeypatch.setattr(manifest_module, "xxhash", None)
     assert digest_of(b"a") == f"sha256:{hashlib.sha256(b'a').hexdigest()}"
-    with pytest.raises(ValueError, match="a digest of the package xxhash, which is not installed"):
-        manifest_module.hasher("xxh3:00")
+
+
+def test_a_checkpoint_whose_digests_need_a_missing_package_is_not_called_damaged(made, monkeypatch):
+    folder, _ = made
+    monkeypatch.setattr(manifest_module, "xxhash", None)
+    with pytest.raises(manifest_module.VersionError, match="needs the package xxhash; run pip ins"):
+        read_manifest(folder)
+    reseal(folder, lambda content: content["weights"][0].update(digest="crc:0"))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="a digest of another kind: 'crc'"):
+        read_manifest(folder)
 
 
 def test_what_was_sealed_is_read(tmp_path, made):
@@ -95,8 +104,8 @@ def test_what_was_sealed_is_read(tmp_path, made):
     (tmp_path / "part-1.json").write_bytes(parts[1].sealed())
     assert read_manifest(tmp_path, "part-1.json", complete=False) == parts[1]
     runs = (Run(0, 3), Run(HOLE, 2))  # holes are of no tensor
-    entry = TensorEntry("a", "w/x", "F32", (3,), runs, "0" * 64)
-    whole = Manifest(1, {"a": FileEntry(24, "0" * 64, 4)}, (), (entry,))
+    entry = TensorEntry("a", "w/x", "F32", (3,), runs, "xxh3:" + "0" * 32)
+    whole = Manifest(1, {"a": FileEntry(24, "xxh3:" + "0" * 32, 4)}, (), (entry,))
     (tmp_path / MANIFEST).write_bytes(whole.sealed())
     assert read_manifest(tmp_path) == whole
     folder.rename(tmp_path / "step_000006")

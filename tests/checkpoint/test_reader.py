@@ -228,8 +228,10 @@ def test_files_beside_a_checkpoint_are_not_taken_for_its_own(checkpoint, tmp_pat
 def test_what_is_read_of_other_folders(checkpoint):
     """Not the optimizer; without a manifest of ours those of transformers."""
     folder, manifest = checkpoint, read_manifest(checkpoint)
-    state = TensorEntry("optimizer.safetensors", "w/x", "F32", (2,), (*whole_run(2),), "0" * 64)
-    files = {**manifest.files, state.file: FileEntry(108, "0" * 64, 100)}
+    state = TensorEntry(
+        "optimizer.safetensors", "w/x", "F32", (2,), (*whole_run(2),), "xxh3:" + "0" * 32
+    )
+    files = {**manifest.files, state.file: FileEntry(108, "xxh3:" + "0" * 32, 100)}
     (folder / MANIFEST).write_bytes(replace(manifest, files=files, optimizer=(state,)).sealed())
     assert same(load_weights(folder), GPT(CONFIG, seed=3))
     (folder / MANIFEST).write_text('{"name": "a web page"}')
