@@ -57,7 +57,7 @@ def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
 
 
 _NODES = "SLURM_STEP_NODELIST"
-_JOBS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID")
+_JOBS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 # Who sets these: rank, number of ranks, rank on its machine, ranks there. SLURM_NTASKS and
 # SLURM_PROCID alone stand in every shell of salloc; SLURM_STEP_NUM_TASKS is srun's.
 _SCHEDULERS = (
@@ -108,7 +108,6 @@ def interface_of_peers(master: str) -> str | None:
 
 def _addresses() -> dict[str, str]:
     """Address -> interface, without loopback ones (Linux)."""
-
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

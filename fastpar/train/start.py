@@ -177,8 +177,13 @@ def check_folder(folder: Path, engine: Engine) -> None:
     """
     mark = f".seen-{uuid.uuid4().hex}"
     if engine.mesh.is_main:
-        (folder / mark).touch()
+        try:
+            (folder / mark).touch()
+        except OSError:  # try_folder() says why
+            mark = ""
     mark = broadcast_text(engine, mark)
+    if not mark:
+        return
     until = time.monotonic() + SEEN_S
     while not (seen := (folder / mark).exists()) and time.monotonic() < until:
         time.sleep(0.05)

@@ -35,7 +35,13 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-a-17@1",
 }  # fmt: skip
-HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+HYDRA = {
+    "PMI_ID": "1",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}
 MASTER = {"MASTER_ADDR": "a", "MASTER_PORT": "1234"}
 
 
@@ -56,7 +62,8 @@ def test_ranks_of_a_scheduler(environment, rank, size, local, here, address):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert [int(found[name]) for name in names] == [rank, size, local, here]
     assert found["MASTER_ADDR"] == address
-    others = {**environment, "SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "0", "PMI_RANK": "0"}
+    first = dict.fromkeys(("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_ID"), "0")
+    others = {**environment, **first}
     adopt_scheduler(others)
     assert others["MASTER_PORT"] == found["MASTER_PORT"]  # the same on all ranks
 
