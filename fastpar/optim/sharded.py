@@ -82,6 +82,7 @@ class Sharded(EngineOptimizer):
     State: the inner optimizer's entries of this rank's elements, and master_weight or
         master_remainder. state_dict() is whole on every rank, and without masters that of the inner
         optimizer alone, which loads it; load_state_dict() takes either's.
+        Saver writes no options of groups: what an optimizer counts there is in state_dict() alone.
     Raises:
         ValueError: an inner optimizer that is not elementwise, with parameters that ranks share
             out; the inner optimizer's own refusals; the state of another model or optimizer.
