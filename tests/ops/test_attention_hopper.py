@@ -104,11 +104,13 @@ def check_fwd(found, do, q, k, v, scale):
 
 def check_bwd(found, do, q, k, v, scale):
     """P, dS, o (for delta) and the results are rounded to the inputs' dtype; all else is fp32's.
+    Where fp16 is subnormal (P of many keys), half of its spacing is the error instead.
     found: dq, dk and dv, or the last two."""
     do, *doubles = (x.double() for x in (do, q, k, v))
     leaves = [x.requires_grad_() for x in doubles]
     exact = torch.autograd.grad(attention_ref(*leaves, softmax_scale=scale), leaves, do)
     u, r = roundings(q, k, scale)
+    tiny = torch.finfo(found[0].dtype).smallest_normal * u
     group, T, D = q.shape[2] // k.shape[2], *q.shape[1::2]
     _, p = probabilities(q, k, scale)
     q, k, v = (x.detach() for x in leaves)
@@ -118,15 +120,17 @@ def check_bwd(found, do, q, k, v, scale):
     fp32 = (D + T + 4) * 2.0**-24 * p * (size + (p * size).sum(-1, True))
     o = torch.einsum("bhts,bshd->bthd", p, v)
     delta = (do.abs() * o.abs()).sum(-1).transpose(1, 2)[..., None]
-    off = (u + r) * ds + u * p * delta + fp32
+    seen = torch.ones(T, T, dtype=p.dtype, device=p.device).tril()
+    off = (u + r) * ds + u * p * delta + fp32 + tiny * seen
     bounds = [
         torch.einsum("bhts,bshd->bthd", off, k.abs()) * scale,
         torch.einsum("bhts,bthd->bshd", off, q.abs()) * scale,
-        torch.einsum("bhts,bthd->bshd", (u + r) * p, do.abs()),
+        torch.einsum("bhts,bthd->bshd", (u + r) * p + tiny * seen, do.abs()),
     ]
     bounds[1:] = [x.unflatten(2, (-1, group)).sum(3) for x in bounds[1:]]
     for got, want, bound in zip(found, exact[-len(found) :], bounds[-len(found) :]):
-        assert ((got - want).abs() <= 1.01 * bound + (u + 2**-20) * want.abs() + 1e-30).all()
+        last = (u + 2**-20) * want.abs() + tiny  # of the result
+        assert ((got - want).abs() <= 1.01 * bound + last + 1e-30).all()
 
 
 CHECKS = {"fwd": check_fwd, "bwd": check_bwd}
@@ -199,8 +203,8 @@ def roles_of(emulated, way, tiles, slots=None):
     [
         ("fwd", 1, (2, 2)), ("fwd", 2, (2, 2)), ("fwd", 3, (1, 1)), ("bwd", 1, (3, 2)),
         ("bwd", 2, (2, 1)), slow("fwd", 4, (1, 3)), slow("bwd", 4, (4, 1)),
-        *(slow("fwd", n, (2, 2)) for n in range(3, 9)),
-        *(slow("bwd", n, (3, 2)) for n in range(2, 9)),
+        *(slow("fwd", n, (2, 2)) for n in range(3, 6)),  # odd and even; each ring turns five times
+        *(slow("bwd", n, (3, 2)) for n in range(2, 6)),
     ],
 )  # fmt: skip
 def test_every_order_of_barriers_copies_and_products(emulated, way, tiles, slots):
