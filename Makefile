@@ -41,7 +41,7 @@ test-slow: $(VENV)/dev.done  ## the slow tests, hours; ROOM=engine: one room's, 
 bench: $(VENV)/dev.done  ## microbenchmarks and the training step against plain PyTorch
 	$(BIN)/python -m bench $(ARGS)
 
-report: $(VENV)/dev.done  ## README tables and pictures from the results in bench/results
+report: $(VENV)/dev.done  ## README tables from the results in bench/results
 	$(BIN)/python -m bench report $(ARGS)
 
 lint: $(VENV)/dev.done  ## format, lint, types

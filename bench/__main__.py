@@ -4,11 +4,9 @@
     python -m bench layer_norm train:6x384   one bench; one case of one
     python -m bench --commit-results         rows go to bench/results, which the README shows
     python -m bench tune                     tables that a GPU decides (bench/ops/tune.py)
-    python -m bench errors                   errors against fp64 (bench/ops/errors.py)
     python -m bench matrix fastpar           one run on every layout (bench/systems/matrix.py)
     python -m bench study wires              what settings do to a loss (bench/systems/study.py)
-    python -m bench report                   tables and pictures from results
-    (bench/report/report.py)
+    python -m bench report                   tables from results (bench/report/report.py)
     python -m bench ingest ARCHIVE           what make gpu brought back (bench/ingest.py)
     python -m bench report --results build/bench/full    of your own rows, into that folder
 
@@ -42,7 +40,6 @@ from bench.records import (
 from fastpar.comm.ranks import reason
 
 COMMANDS = {  # which are no benches: module with a main()
-    "errors": "bench.ops.errors",
     "grid": "bench.systems.grid",
     "ingest": "bench.ingest",
     "matrix": "bench.systems.matrix",
@@ -163,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     draw = ""
     if not args.quick and args.out.parent != RESULTS:
         folder = os.path.relpath(args.out.parent)
-        draw = f"; tables and pictures: python -m bench report --results {folder}"
+        draw = f"; tables: python -m bench report --results {folder}"
     print(f"{len(results.rows)} rows in {os.path.relpath(args.out)}{draw}")
     return 1 if failures or red else 0
 

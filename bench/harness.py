@@ -19,7 +19,6 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from bench.records import ResultFile, Row
-from bench.targets import HOST_US, Target, note
 from fastpar.comm.ranks import reason
 from fastpar.doctor.trial import Call, Timing, clock_for, interleave, synchronize
 from fastpar.predict.machine import Ceilings, measure_ceilings
@@ -57,7 +56,6 @@ class Case:
     in_place: tuple[str, ...] = ()  # variants that overwrite their inputs
     yardstick: Callable[..., Any] | None = None  # of the gate; None: variants["eager"]
     unjudged: tuple[str, ...] = ()  # variants that are not comparable, element by element
-    targets: Mapping[str, Sequence[Target]] = field(default_factory=dict)  # direction -> of fastpar
     # variant -> instead of bytes_moved, where it stores less than the others
     own_bytes: Mapping[str, float] = field(default_factory=dict)
 
@@ -220,14 +218,9 @@ class Bench:
                 min_runs=2 if self.quick else 7,
             )
         base = timings.get(case.baseline)
-        targets = list(case.targets.get(direction, ()))
-        if self.device == "cuda" and direction == "forward":
-            targets.append(Target("host", HOST_US))
-        notes = {"fastpar": note(targets)}
         rows = []
         for name, timing in timings.items():
             row = self.row(case.name, direction, name, case.dtype, **timing._asdict())
-            row.notes = notes.get(name, {})
             row.host_us = self.clock.host_us(calls[name][0])
             if base is not None:
                 row.baseline, row.speedup = case.baseline, base.median_ms / timing.median_ms
@@ -237,7 +230,7 @@ class Bench:
             self.rate(row, moved, case.flops.get(direction))
             rows.append(row)
         rows += [
-            self.row(case.name, direction, name, case.dtype, refused=why, notes=notes.get(name, {}))
+            self.row(case.name, direction, name, case.dtype, refused=why)
             for name, why in refused.items()
         ]
         self.add(*rows)

@@ -2,7 +2,7 @@
 
 Rows go to bench/results (a file for each machine and day), proofs to fastpar/doctor/shipped, where
 they save the trial on that GPU as long as the kernels are the same, the rest of report.json and
-report.txt, without paths of that machine, to bench/results/gpu. Then the tables and pictures are
+report.txt, without paths of that machine, to bench/results/gpu. Then the tables are
 drawn anew. A rehearsal (--quick) is no result: with --into DIR what it found goes there instead.
 """
 
@@ -38,7 +38,7 @@ def ingest(path: Path, results: Path = RESULTS, package: Path = ROOT) -> list[st
     if quick and results == RESULTS:
         raise ValueError(
             f"ingest: expected a run at full size, got the rehearsal {path.name}; run bench/gpu.sh "
-            "without --quick, or add --into DIR to look at its tables and pictures"
+            "without --quick, or add --into DIR to look at its tables"
         )
     said: list[str] = []
     rows = [Row.from_json(row) for cell in cells for row in cell.get("rows", ())]
@@ -75,7 +75,7 @@ def ship_proofs(content: dict[str, Any], package: Path) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Takes over reports, then draws the tables and pictures."""
+    """Takes over reports, then writes the tables."""
     parser = parser_of("bench ingest", __doc__)
     parser.add_argument("reports", nargs="+", type=Path)
     parser.add_argument("--into", type=Path, metavar="DIR", help="instead of bench/results")

@@ -51,7 +51,7 @@ class Row:
     percent_of_ceiling: float | None = None
     ceiling: str | None = None  # "copy 4288 GB/s": measured by the same process
     baseline: str | None = None  # the variant that speedup compares with, in the same run
-    speedup: float | None = None  # baseline's median / this one's
+    speedup: float | None = None  # baseline's median in the turns of both / this one's
     peak_bytes: int | None = None
     tokens_per_s: float | None = None
     refused: str | None = None  # why there is no time: a red check, an error, out of memory
@@ -64,6 +64,11 @@ class Row:
     def key(self) -> str:
         """Rows of one key replace each other."""
         return "/".join((self.bench, self.case, self.direction, self.variant, self.device))
+
+    @property
+    def baseline_ms(self) -> float | None:
+        """The baseline's median in the same turns, which its own row need not show."""
+        return self.speedup * self.median_ms if self.speedup and self.median_ms else None
 
     def to_json(self) -> dict[str, Any]:
         kept = {k: v for k, v in asdict(self).items() if v is not None and v != {}}

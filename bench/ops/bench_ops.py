@@ -37,7 +37,6 @@ from torch.optim import _muon
 from bench.harness import Bench, Case, short
 from bench.peers import packages, stock
 from bench.report.tables import ASIDE
-from bench.targets import Target, faster
 from fastpar import kernels
 from fastpar.kernels import cases, reference
 from fastpar.kernels.cases import OpCase, P
@@ -233,16 +232,14 @@ def linear_cross_entropy(bench: Bench) -> Iterator[Case]:
     on_gpu = [(N, C, 50304) for N in (16384, 32768) for C in (768, 1600)]
     on_cpu = [(2048, 384, 50304), (2048, 256, 4096)]
     others: dict[str, Callable[..., Any]] = {}
-    wanted: list[Target] = []
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # torch >= 2.13
         options = torch.nn.LinearCrossEntropyOptions()  # without them it makes full logits
         others["torch chunked"] = functools.partial(F.linear_cross_entropy, options=options)
     if bench.device == "cuda":
         others |= packages.linear_cross_entropies()
-        wanted = [faster(1.0, "eager"), faster(1.0, COMPILED), Target("memory", 0.15, ("eager",))]
     for N, C, V in of_device(bench, on_gpu, on_cpu, [(128, 64, 640)]):
         make = functools.partial(cases.loss_of_products, C=C, V=V, how="every row")
-        how: dict[str, Any] = {"track_peak": True, "targets": {"forward+backward": wanted}}
+        how: dict[str, Any] = {"track_peak": True}
         # The forward alone is measured up to 16384 rows.
         how["directions"] = ("forward",) * (N <= 16384) + ("forward+backward",)
         name = f"linear_cross_entropy N={N} C={C} V={V}"
@@ -255,29 +252,21 @@ COMPILED_WIDTHS = (768, 1600)  # compilations take most of a GPU run
 
 
 def plain_norm(bench: Bench, rows: int, C: int, rms: bool, **how: Any) -> Case:
-    others, wanted = {}, {}
+    others = {}
     if bench.device == "cuda":
         others = packages.rms_norms() if rms else packages.layer_norms()
-        if C in COMPILED_WIDTHS and not rms:
-            stock = faster(1.0, "eager", COMPILED)
-            wanted["forward"] = [Target("ceiling", 90.0), stock]
-            wanted["backward"] = [Target("ceiling", 75.0), stock]
     make = functools.partial(cases.norm, C=C, rms=rms)
-    return at_rows(bench, make, rows, 512, others, targets=wanted, **how)
+    return at_rows(bench, make, rows, 512, others, **how)
 
 
 def residual_norm(bench: Bench, rows: int, C: int, p: float, rms: bool, **how: Any) -> Case:
     """With p: Linear's bias, dropout, residual sum and norm; else residual sum and norm."""
-    wanted: dict[str, list[Target]] = {}
-    if bench.device == "cuda" and p and C in COMPILED_WIDTHS:
-        bound = [faster(1.5, "eager"), faster(1.1, COMPILED)]
-        wanted = {"forward": bound, "backward": bound}
     make = functools.partial(
         cases.residual_norm, C=C, p=p, device=bench.device, rms=rms, x_bias=p > 0
     )
     name = f"{'bias + dropout + ' if p else ''}{make(1).op} N={rows} C={C}"
     how |= {"unjudged": (COMPILED,) if p else ()}  # its mask is another, too
-    return at_rows(bench, make, rows, 192 if p else 512, name=name, targets=wanted, **how)
+    return at_rows(bench, make, rows, 192 if p else 512, name=name, **how)
 
 
 def layer_norm(bench: Bench) -> Iterator[Case]:
@@ -302,16 +291,6 @@ BACKENDS = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa-math": SDPBackend.MATH,
 }
-
-
-def attention_targets(T: int, D: int, p: float, device: str) -> dict[str, list[Target]]:
-    if device != "cuda" or (T, D) == (1024, 128):
-        return {}
-    if p:
-        return {"backward": [faster(1 / 1.08, ASIDE)]} if (T, D) == (1024, 64) else {}
-    forward, backward = (1.15, 1.10) if (T, D) == (1024, 64) else (0.95, 0.95)
-    fastest = ("sdpa-flash", "sdpa-cudnn")
-    return {"forward": [faster(forward, *fastest)], "backward": [faster(backward, *fastest)]}
 
 
 def attention(bench: Bench) -> Iterator[Case]:
@@ -355,7 +334,6 @@ def attention_at(bench: Bench, B: int, H: int, T: int, D: int, p: float) -> Case
         compiled=False,  # SDPA is one kernel already
         track_peak=True,
         unjudged=tuple(others) if p else (),
-        targets=attention_targets(T, D, p, bench.device),
     )
 
 

@@ -1,1 +1,1 @@
-"""Tables and pictures from result files."""
+"""Tables from result files."""

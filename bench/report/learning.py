@@ -50,16 +50,6 @@ def _mean(rows: Sequence[Run], name: str) -> float:
     return statistics.fmean(row[name] for row in rows)
 
 
-def recipes_table(rows: Sequence[Run]) -> Table:
-    lines = []
-    for some in _grouped(rows, {"seed"}):
-        settings = some[0]["settings"]
-        steps, seconds = f"{settings['max_steps']}", f"{_mean(some, 'cpu_s'):.0f}"
-        words = [w for w in some[0]["recipe"].split(", ") if not w.startswith("max_steps=")]
-        lines.append(Line([", ".join(words), steps, *_bits(some), seconds], some))
-    return Table(["recipe", "steps", "seeds", "bits a byte", "CPU s"], lines)
-
-
 def steps_table(rows: Sequence[Run]) -> Table:
     """See [Note: steps to a loss]."""
     lines = []
@@ -210,7 +200,6 @@ def beside_table(rows: Sequence[Run], word: str, loss: str, what: str) -> Table:
 
 # Name of a table -> the folder of its rows, what makes it.
 TABLES: dict[str, tuple[str, Callable[[Sequence[Run]], Table]]] = {
-    "recipes": ("main_job", recipes_table),
     "steps": ("main_job", steps_table),
     "muon": ("muon", muon_table),
     "formats": ("wires", curves_table),

@@ -1,15 +1,13 @@
 """Writes tables between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` from bench/results.
 
-    python -m bench report                all of it: every picture, every table
+    python -m bench report [FILE ...]     in every document, or in these
     python -m bench report --check        exit code 1 when a table is not what the results say
-    python -m bench report --tables [FILE ...]     rewrite the tables of these files alone
-    python -m bench report --pictures     draw bench/results/*.png alone: ops, roofline, zero, tp
-    python -m bench report --results DIR  of your own rows in DIR: its pictures and DIR/report.md
+    python -m bench report --results DIR  of your own rows in DIR: DIR/report.md
 
-The documents are README.md, bench/results/README.md, errors/table.md and plan/published.md beside
+The documents are README.md, bench/results/README.md, and plan/published.md beside
 it; each has the markers it wants. NAME is headline, or <table>-<device>: a table of tables.py or
-learning.py, errors, published or one bench (attention, ...), and cpu or cuda. Rows come from the
-newest machine of that device; where several of its files hold a key, the newest row counts.
+learning.py, published or one bench (attention, ...), and cpu or cuda. Where several files of one
+machine hold a key, the newest row counts.
 """
 
 from __future__ import annotations
@@ -24,21 +22,20 @@ from typing import Any
 from bench.peers import published
 from bench.records import RESULTS, ROOT, Row, machine_line, parser_of
 from bench.report import learning, tables
-from bench.report.pictures import draw_all
-from bench.report.tables import OPS, TABLES, NoResultsError, newest
+from bench.report.tables import OPS, TABLES, NoResultsError, machines_of
 
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
-_PAGES = ("README.md", "errors/table.md", "plan/published.md", "parameter_server.md")
+_PAGES = ("README.md", "plan/published.md")
 DOCUMENTS = [ROOT / "README.md", *(RESULTS / name for name in _PAGES)]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
 
 
 def render(name: str, folder: Path) -> str:
-    """The text between one pair of markers."""
+    """The text between one pair of markers: of a bench a table for each machine, newest first."""
     if name == "headline":
         return _headline(folder)
     kind, _, device = name.rpartition("-")
-    known = [*TABLES, "errors", "published", *learning.TABLES, *sorted(OPS)]
+    known = [*TABLES, "published", *learning.TABLES, *sorted(OPS)]
     if kind not in known or device not in ("cpu", "cuda"):
         raise ValueError(
             f"render: expected one of {', '.join(known)} with -cpu or -cuda, or headline, got "
@@ -47,33 +44,43 @@ def render(name: str, folder: Path) -> str:
     if kind == "published":
         return published.table() + "\n"
     if kind in learning.TABLES:
-        about, table = learning.table(kind, folder, lambda: newest(device, folder)[1])
-    elif kind == "errors":
-        about, errors = newest(device, folder / "errors")
-        table = tables.errors_table(errors)
+        made = [learning.table(kind, folder, lambda: _every_row(device, folder))]
     else:
-        about, rows = newest(device, folder)
-        one = [row for row in rows if row.bench == kind]
-        table = TABLES[kind](rows) if kind in TABLES else tables.ops_table(one)
-    if not table.lines:
+        make = TABLES.get(kind, tables.ops_table)
+        found = [
+            (about, rows if kind in TABLES else [row for row in rows if row.bench == kind])
+            for about, rows in machines_of(device, folder)
+        ]
+        made = [(about, make(rows)) for about, rows in found]
+    parts = [tables.render(table, about) for about, table in made if table.lines]
+    if not parts:
         raise NoResultsError(
             f"render: expected rows for the table {name}, got none in {folder.name}; "
             "run its bench with --commit-results first"
         )
-    return tables.render(table, about)
+    return "\n".join(parts)
+
+
+def _every_row(device: str, folder: Path) -> list[Row]:
+    return [row for _, rows in reversed(machines_of(device, folder)) for row in rows]
 
 
 def _headline(folder: Path) -> str:
-    found: dict[str, tuple[dict[str, Any], list[Row]]] = {"cpu": newest("cpu", folder)}
-    with contextlib.suppress(NoResultsError):
-        found["cuda"] = newest("cuda", folder)
-    rows = {device: part for device, (_, part) in found.items()}
-    lines = [machine_line(about).partition("; commit")[0] for about, _ in found.values()]
-    return (
-        f"{tables.headline(rows['cpu'], rows.get('cuda', []))}\n\n{'; '.join(lines)}; each row of\n"
-        "bench/results has its date and commit. A speed-up is of two variants that took turns, "
-        "which their\nmedians over the whole run need not show exactly.\n"
-    )
+    """A column for each maker of CPUs, of its newest machine; what a GPU has, by itself."""
+    parts = []
+    for device in ("cpu", "cuda"):
+        found: dict[str, tuple[dict[str, Any], list[Row]]] = {}
+        with contextlib.suppress(NoResultsError):
+            for about, rows in machines_of(device, folder):
+                maker = about["cpu"].partition(" ")[0].removesuffix("(R)")
+                name = about["gpu"] if device == "cuda" else f"{maker}, {about['cores']} cores"
+                if tables.headline([(name, rows)]).count("\n") > 1:
+                    found.setdefault(name, (about, rows))
+        if found:
+            machines = [(name, rows) for name, (_, rows) in found.items()]
+            lines = [machine_line(about).partition("; commit")[0] for about, _ in found.values()]
+            parts.append(f"{tables.headline(machines)}\n\n{'; '.join(lines)}.\n")
+    return "\n".join(parts)
 
 
 def update(text: str, folder: Path = RESULTS) -> str:
@@ -98,27 +105,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
-    only.add_argument("--tables", action="store_true", help="no pictures")
-    only.add_argument("--pictures", action="store_true", help="no tables")
     only.add_argument("--results", type=Path, metavar="DIR", help="rows that you have measured")
     args = parser.parse_args(argv)
     try:
         if args.results is not None:
             write_own(args.results)
             return 0
-        if not (args.check or args.tables or args.files is not DOCUMENTS):
-            draw_pictures()
-        return 0 if args.pictures else _tables(args)
+        return _tables(args)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
 def write_own(folder: Path) -> None:
-    """Draws every picture of the rows in folder, and writes every table into <folder>/report.md."""
+    """Writes every table of the rows in folder into <folder>/report.md."""
     parts = []
     for device in ("cuda", "cpu"):
-        for kind in [*TABLES, "errors"]:
+        for kind in TABLES:
             with contextlib.suppress(NoResultsError):
                 parts.append(f"## {kind}, {device}\n\n{render(f'{kind}-{device}', folder)}")
     if not parts:
@@ -126,14 +129,8 @@ def write_own(folder: Path) -> None:
             f"report: expected a folder with rows of `python -m bench`, got results={folder}; "
             "without --out they go to build/bench/full"
         )
-    draw_pictures(folder)
     (folder / "report.md").write_text("\n".join(["# Measured with python -m bench\n", *parts]))
     print("report.md: written")
-
-
-def draw_pictures(folder: Path = RESULTS) -> None:
-    """Every picture that comes from the results in folder."""
-    print("\n".join(f"{path.name}: drawn" for path in draw_all(folder)))
 
 
 def _tables(args: argparse.Namespace) -> int:

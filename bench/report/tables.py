@@ -13,13 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.ops.errors import fails, ratios
 from bench.records import Row, homes, load, machine_line, slug
-from bench.targets import targets_of
 
 OPS = {"shm"} | {name for name, module in homes().items() if module.startswith("bench.ops.")}
 ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
-ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 PLAN_LIMITS = {"peak memory": 0.05, "step time": 0.15}  # of a layout's error
 Cell = Callable[[Row, Sequence[Row]], str]  # what a row says, beside the others of its table
 
@@ -39,22 +36,22 @@ class Table(NamedTuple):
     after: str = ""  # a sentence under it
 
 
-def newest(device: str, folder: Path) -> tuple[dict[str, Any], list[Row]]:
-    """The newest machine of this device and its newest row of every key."""
+def machines_of(device: str, folder: Path) -> list[tuple[dict[str, Any], list[Row]]]:
+    """Every machine with results of this device, newest first, and its newest row of every key."""
     files = [load(path) for path in sorted(folder.glob("*.json"))]
     files = [(about, rows) for about, rows in files if about["device"] == device]
     if not files:
         how = "make gpu" if device == "cuda" else "python -m bench --commit-results"
-        if folder.name == "errors":
-            how = f"python -m bench errors --device {device} --commit-results"
         raise NoResultsError(
-            f"newest: expected results of device {device}, got none in {folder.name}; "
+            f"machines_of: expected results of device {device}, got none in {folder.name}; "
             f"run `{how}` first"
         )
     files.sort(key=lambda file: file[0]["date"])
-    about = files[-1][0]
-    rows = {row.key: row for other, part in files if slug(other) == slug(about) for row in part}
-    return about, list(rows.values())
+    found: dict[str, tuple[dict[str, Any], dict[str, Row]]] = {}
+    for about, rows in files:
+        before = found.pop(slug(about), (about, {}))[1]
+        found[slug(about)] = (about, before | {row.key: row for row in rows})
+    return [(about, list(rows.values())) for about, rows in reversed(found.values())]
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -147,17 +144,6 @@ def only(
     return lambda rows: order([row for row in rows if row.bench == bench and keep(row)])
 
 
-def zero_rows(rows: Sequence[Row]) -> list[Row]:
-    """One process, DDP, FSDP2, DeepSpeed, fastpar, fastpar's engine on the stock model."""
-    families = ("one process", "DDP", "FSDP2", "DeepSpeed", "fastpar")
-
-    def place(row: Row) -> tuple[int, bool, str]:
-        family = next((i for i, f in enumerate(families) if row.variant.startswith(f)), -1)
-        return family, row.variant.endswith("stock model"), row.variant
-
-    return sorted(only("zero")(rows), key=place)
-
-
 def tp_rows(rows: Sequence[Row]) -> list[Row]:
     """Side by side, torch's first."""
     return grouped(sorted(only("tp")(rows), key=lambda r: (len(r.case), is_ours(r))))
@@ -182,31 +168,20 @@ def of(cell: Callable[[Row], str]) -> Cell:
     return lambda row, rows: cell(row)
 
 
-def over(found: Sequence[Row], row: Row) -> float | None:
-    """The row's speed-up over the best of those found; all took turns with the same baseline."""
-    best = max((r.speedup for r in found if r.speedup), default=None)
-    return row.speedup / best if row.speedup and best else None
+def turns(row: Row) -> str:
+    """What the row's speed-up is over: its median in the same turns, and its name."""
+    return "" if row.baseline == row.variant else f"{number(row.baseline_ms)}, {row.baseline}"
 
 
-def against(family: str, target: float) -> Cell:
-    """Over the fastest of a family."""
+def beside(variant: str) -> Cell:
+    """How many times as fast as this one of the same case."""
 
     def cell(row: Row, rows: Sequence[Row]) -> str:
-        ratio = over([r for r in rows if r.variant.startswith(family)], row)
-        short = row.variant.startswith("fastpar") and ratio is not None and ratio < target
-        return times(ratio) + f", short of {target}x" * short
+        ms = next((r.median_ms for r in peers(row, rows) if r.variant == variant), None)
+        ratio = ms / row.median_ms if ms and row.median_ms else None
+        return times(ratio) + ", slower" * (is_ours(row) and (ratio or 1.0) < 0.995)
 
     return cell
-
-
-def against_dtensor(row: Row, rows: Sequence[Row]) -> str:
-    ratio = over([r for r in peers(row, rows) if not is_ours(r)], row)
-    return times(ratio) + ", loses" * (is_ours(row) and ratio is not None and ratio < 1)
-
-
-def against_fsdp2(row: Row, rows: Sequence[Row]) -> str:
-    fsdp2 = next((r.median_ms for r in peers(row, rows) if r.variant == "FSDP2"), None)
-    return times(fsdp2 / row.median_ms if fsdp2 and row.median_ms else None)
 
 
 def waited(row: Row, rows: Sequence[Row]) -> str:
@@ -214,13 +189,12 @@ def waited(row: Row, rows: Sequence[Row]) -> str:
     return "" if ms is None else f"{100 * ms / row.notes['comm_ms']:.0f} %"
 
 
-def missed(row: Row, rows: Sequence[Row]) -> str:
-    found = [(t, t.reached(row, peers(row, rows))) for t in targets_of(row)]
-    short = [t for t, reached in found if reached is not None and not t.met(reached)]
-    return "; ".join(f"not {target}" for target in short)
+def speedup(row: Row) -> str:
+    """Over what took turns with it; one of fastpar that is slower than something else says so."""
+    is_slower = is_ours(row) and not (row.baseline or "").startswith("fastpar")
+    return times(row.speedup) + ", slower" * (is_slower and (row.speedup or 1.0) < 0.995)
 
 
-SPEEDUP = of(lambda row: times(row.speedup))
 CELLS: dict[str, Cell] = {  # heading -> cell, in every table that says nothing else
     "case": of(lambda row: row.case),
     "variant": of(lambda row: row.variant),
@@ -229,8 +203,7 @@ CELLS: dict[str, Cell] = {  # heading -> cell, in every table that says nothing 
     "case: direction": of(lambda row: f"{row.case}: {row.direction}"),
     "ranks x threads": of(lambda row: f"{row.notes.get('ranks', 1)} x {row.threads}"),
     "ms": of(lambda row: number(row.median_ms)),
-    "s": of(lambda row: number((row.median_ms or 0.0) / 1e3)),
-    "tokens/s": of(lambda row: number(row.tokens_per_s or row.notes.get("tokens_per_s"))),
+    "tokens/s": of(lambda row: number(row.tokens_per_s)),
     "rate": of(rate),
     "of the ceiling": of(lambda row: f"{number(row.percent_of_ceiling)} %"),
     "host us": of(lambda row: number(row.host_us)),
@@ -239,32 +212,20 @@ CELLS: dict[str, Cell] = {  # heading -> cell, in every table that says nothing 
     "wire MB": note("wire_bytes", 1e-6),
     "MB sent": note("sent_bytes", 1e-6),
     "MB sent a step": note("sent_mb"),
-    "by a worker": note("worker_bytes", 1e-6),
     "communication ms": note("comm_ms"),
     "exposed ms": note("exposed_ms"),
     "exposed, of communication": note("exposed_percent", form="{:.0f} %"),
     "waited, of communication": waited,
-    "speed-up": SPEEDUP,
-    "speed-up over": of(lambda row: f"{times(row.speedup)} {row.baseline}" * bool(row.baseline)),
+    "speed-up": of(speedup),
+    "took turns with, ms": of(lambda row: turns(row) if row.baseline else ""),
+    "speed-up over": of(lambda row: f"{speedup(row)} {row.baseline}" * bool(row.baseline)),
     "memory": of(lambda row: times(row.notes.get("memory_ratio"))),
-    "time": of(lambda row: times(row.notes.get("time_ratio"))),
     "seconds": note("total_s"),
     "validation loss": note("val_loss", form="{:.4f}"),
     "largest loss difference in 200 steps": note("max_loss_difference", form="{:.1e}"),
     "loss differs by": note("loss_difference", form="{:.0e}"),
-    "bits a byte": note("bits_per_byte", form="{:.3f}"),
-    "staleness": note("staleness", form="{:.1f}"),
-    "import": note("import_s"),
-    "build": note("build_s"),
-    "first step": note("first_step_s"),
-    "second step": note("second_step_s"),
-    "against the fastest DTensor": against_dtensor,
-    "over FSDP2": against_fsdp2,
-    "target missed": missed,
-    **{
-        f"against {'the fastest ' * (family != 'DDP')}{family}": against(family, target)
-        for family, target in ZERO_TARGETS.items()
-    },
+    "over FSDP2": beside("FSDP2"),
+    "over torch DCP": beside("torch DCP"),
 }
 
 
@@ -296,29 +257,6 @@ def spec(
     return make
 
 
-def pp_link_table(rows: Sequence[Row], base: str = "fastpar ZeRO-0") -> Table:
-    """Steps behind a link by their tokens: milliseconds, and how much faster than dp in turn."""
-    found: dict[tuple[int, int], dict[str, Row]] = {}
-    for row in only("pp")(rows):
-        shape = re.search(r"T=(\d+) B=(\d+), .* Mbit/s", row.case)
-        if shape and row.median_ms:
-            n_rows, length = int(shape[2]), int(shape[1])
-            found.setdefault((n_rows * length, n_rows), {})[row.variant] = row
-
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return ""
-        faster = f" ({times(row.speedup)})" if row.baseline == base != row.variant else ""
-        return f"{number(row.median_ms)}{faster}"
-
-    names = sorted({name for each in found.values() for name in each}, key=lambda n: (n != base, n))
-    lines = [
-        Line([f"{tokens} in {n_rows} rows", *(cell(each.get(n)) for n in names)], [*each.values()])
-        for (tokens, n_rows), each in sorted(found.items())
-    ]
-    return Table(["tokens a step", *names], lines)
-
-
 def plan_table(rows: Sequence[Row]) -> Table:
     """Errors of memory and step time, of all layouts and of those of each number of ranks."""
     own = [row for row in only("plan")(rows) if row.median_ms is not None]
@@ -347,6 +285,47 @@ def _error(kind: str, row: Row) -> float:
     if kind == "peak memory":
         return row.notes["predicted_bytes"] / (row.peak_bytes or 1) - 1
     return row.notes["predicted_ms"] / (row.median_ms or 1.0) - 1
+
+
+HALF = ", bf16"  # of a case's name
+STEPS = {  # in the roofline: variants in fp32 and in bf16
+    "fastpar": ("fastpar", "fastpar"),
+    "plain PyTorch, freed memory kept": ("eager, freed memory kept", "eager, autocast"),
+}
+
+
+def roofline_table(rows: Sequence[Row]) -> Table:
+    """A step's products by themselves, each at its own rate, their sum, and steps beside it."""
+    own = [r for r in only("train")(rows) if r.median_ms]
+    cases = dict.fromkeys(r.case for r in own if r.direction == "products")
+    lines = []
+    for case in (case for case in cases if not case.endswith(HALF)):
+        both = [[r for r in own if r.case == name] for name in (case, f"{case}{HALF}")]
+        parts = [[r for r in some if r.direction == "products"] for some in both]
+        sums = [sum(r.median_ms or 0.0 for r in part) for part in parts]
+        flops = sum(_flops(r) for r in parts[0])
+
+        def line(name: str, ms: Sequence[float], flops: float, rows: Sequence[Row]) -> None:
+            cells = [text for t in ms for text in (number(t), number(flops / t / 1e6))]
+            lines.append(Line([f"{case}: {name}", *cells], rows))  # noqa: B023
+
+        for pair in zip(*parts):
+            notes, ms = pair[0].notes, [row.median_ms or 0.0 for row in pair]
+            name = f"{pair[0].variant}, {notes['shape']}, {notes['count']} x 3"
+            line(name, ms, _flops(pair[0]), pair)
+        line("**all products**", sums, flops, [row for part in parts for row in part])
+        for name, variants in STEPS.items():
+            steps = [r for some, v in zip(both, variants) for r in some if r.variant == v]
+            if len(steps) == 2:
+                ms = [row.median_ms or 0.0 for row in steps]
+                shares = ", ".join(f"{least / t:.0%}" for least, t in zip(sums, ms))
+                line(f"**step, {name}**; products are {shares}", ms, flops, steps)
+    head = ["products of a step, n x k x m", "fp32 ms", "GFLOP/s", "bf16 ms", "GFLOP/s"]
+    return Table(head, lines)
+
+
+def _flops(row: Row) -> float:
+    return 1e9 * (row.tflop_per_s or 0.0) * (row.median_ms or 0.0)
 
 
 def ops_table(rows: Sequence[Row]) -> Table:
@@ -393,55 +372,31 @@ def ops_table(rows: Sequence[Row]) -> Table:
     return spec(lambda rows: own, names, values, cells, lambda row: (base(row), best(row)))(rows)
 
 
-def errors_table(rows: Sequence[Row]) -> Table:
-    """A line for each op, implementation and dtype: the worst ratios over shapes and results."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        interpreted = row.variant == "triton" and row.device == "cpu"
-        name = "triton, interpreted" if interpreted else row.variant
-        groups.setdefault((row.bench, name, row.dtype), []).append(row)
-    lines = []
-    for names, group in groups.items():
-        found = [
-            (worst, rms, f"{result}, {row.case}")
-            for row in group
-            for result, (worst, rms) in ratios(row).items()
-        ]
-        cells = ["", "", ""]
-        if found:
-            worst, _, where = max(found)
-            cells = [f"{worst:.2f}x", where, f"{max(rms for _, rms, _ in found):.2f}x"]
-        held = sum(not fails(row) for row in group)
-        lines.append(Line([*names, *cells, f"{held} of {len(group)} shapes"], group))
-    head = ["op", "implementation", "dtype", "largest error / PyTorch's, worst", "where"]
-    return Table([*head, "RMS error / PyTorch's, worst", "2x rule holds"], lines)
-
-
+# Where what a row is compared with stands beside several groups, its own row is of other turns.
+BESIDE = "took turns with, ms | speed-up"
 PP = "case: contender = case: variant | ranks x threads"
-PP_SAYS = "ms | tokens/s | against the case's first = speed-up | peak MB | loss differs by"
-PP_SAYS += " | MB sent a step"
+PP_SAYS = f"ms | tokens/s | {BESIDE} | peak MB | loss differs by | MB sent a step"
 TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
     "train": spec(
-        only("train", lambda row: not row.case.startswith("char")),
+        only("train", lambda row: row.direction == "step" and not row.case.startswith("char")),
         "training step = case | variant | ranks x threads",
         "ms | tokens/s | speed-up | peak MB | memory",
     ),
     "char": spec(
-        only("train", lambda row: row.case.startswith("char")),
+        only("train", lambda row: row.direction == "step" and row.case.startswith("char")),
         "run = case | variant",
-        "seconds | ms a step = ms | speed-up of a step = speed-up | time | validation loss"
+        "seconds | ms a step = ms | speed-up of a step = speed-up | validation loss"
         " | largest loss difference in 200 steps",
     ),
     "zero": spec(
-        zero_rows,
-        "contender = variant | ranks x threads",
-        "ms | tokens/s | against DDP | against the fastest FSDP2 | against the fastest DeepSpeed"
-        " | peak MB | live MB | exposed ms | wire MB",
+        only("zero", together=True),
+        "training step = case: variant | ranks x threads",
+        f"ms | tokens/s | {BESIDE} | peak MB | live MB | exposed ms | wire MB",
     ),
     "tp": spec(
         tp_rows,
         "training step = case: variant | ranks x threads",
-        "ms | tokens/s | against the fastest DTensor | peak MB",
+        f"ms | tokens/s | {BESIDE} | peak MB",
     ),
     "ops": ops_table,
     "overlap": spec(
@@ -453,32 +408,17 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
     "wires": spec(
         only("wires"),
         "step on a slow link = case, variant",
-        "ms | tokens/s | MB sent | exposed ms | against FSDP2 = speed-up",
-    ),
-    "ps": spec(
-        only("ps"),
-        "step = case: variant",
-        "ms | tokens/s | MB sent by the busiest = MB sent | by a worker | staleness | bits a byte",
+        f"ms | tokens/s | MB sent | exposed ms | {BESIDE}",
     ),
     "checkpoint": spec(
         only("checkpoint", together=True),
         "checkpoint = case: direction | variant",
-        "ms | rate | speed-up over | extra MB = peak MB | target missed",
+        "ms | rate | speed-up over | over torch DCP | extra MB = peak MB",
     ),
     "plan": plan_table,
-    "first_step": spec(
-        only("first_step"),
-        "until the first step is done = case: variant",
-        "s | import | build | first step | second step | against torch.compile = speed-up",
-    ),
+    "roofline": roofline_table,
     "pp": spec(only("pp"), PP, PP_SAYS),
     "cp": spec(only("cp"), PP, PP_SAYS),
-    "pp-link": pp_link_table,
-    "offload": spec(
-        only("offload"),
-        "case: contender = case: variant",
-        "ms | tokens/s | against the case's first = speed-up | exposed ms",
-    ),
 }
 
 
@@ -490,7 +430,7 @@ class Shown(NamedTuple):
 
     case is a regular expression for a row's whole case, because a GPU measures other sizes than a
     CPU; its group is the size that is shown. The first case with a fastpar row that passed its
-    check counts. Others whose name begins like `without` do less, and are left out.
+    check counts. others: the fastest of each of these families is shown, whose names begin so.
     """
 
     what: str
@@ -498,10 +438,10 @@ class Shown(NamedTuple):
     case: str
     direction: str = "step"
     variant: str = "fastpar"
-    without: str = r"(?!)"  # matches nothing
+    others: tuple[str, ...] = ("",)
 
 
-_ZERO = r"(GPT-2 124M T=\d+ B=\d+ a rank, 2 ranks)"
+_ZERO = r"(?:ZeRO-{}, )?(GPT-2 124M T=\d+ B=\d+ a rank, 2 ranks)"
 _CHECKPOINT = "(GPT-2 124M and AdamW), one process"
 _BOTH = "forward+backward"
 _LN = r"(N=\d+ C=768)"
@@ -520,42 +460,51 @@ HEADLINE = (
     Shown("`cross_entropy`", "cross_entropy", r"cross_entropy (N=\d+ V=50304)", _BOTH),
     Shown(f"`{_CE}`", _CE, r".* (N=.* V=50304)", "forward"),
     Shown("training step, one process", "train", r"(12x768 T=\d+ B=\d+|124M T=1024 B=32)"),
-    *(Shown(f"training step, ZeRO-{n}", "zero", _ZERO, "step", f"fastpar ZeRO-{n}", "one")
-      for n in (1, 2, 3)),
+    Shown("training step, one process", "train", r"(12x768 T=\d+ B=\d+, bf16)"),
+    *(Shown(f"training step, ZeRO-{n}", "zero", _ZERO.format(n), "step", f"fastpar ZeRO-{n}",
+            ("FSDP2", f"DeepSpeed ZeRO-{n}", "DDP")) for n in (1, 2, 3)),
     Shown("training step, tensor parallel", "tp", r"tp=2, (.*, 2 ranks)", variant="fastpar, shm"),
-    Shown("checkpoint save to disk", "checkpoint", _CHECKPOINT, "save", without="torch.save$"),
+    Shown("checkpoint save to disk", "checkpoint", _CHECKPOINT, "save",
+          others=("torch DCP", "torch.save, ")),
     Shown("pause of a checkpoint save", "checkpoint", _CHECKPOINT, "pause of a save"),
     Shown("checkpoint load", "checkpoint", _CHECKPOINT, "load"),
 )  # fmt: skip
 
 
-def headline(cpu: Sequence[Row], cuda: Sequence[Row]) -> str:
-    """A line for each of HEADLINE with a CPU row that passed its check; slower ones say so."""
+def headline(machines: Sequence[tuple[str, Sequence[Row]]]) -> str:
+    """A line for each of HEADLINE that a machine has rows of; machines: their name and rows."""
     lines = []
     for line in HEADLINE:
-        pair, gpu = _find(line, cpu), _find(line, cuda)
-        if pair is None:
-            continue
-        ours, other = pair
-        size = re.sub(line.case, r"\1", ours.case)
-        direction = f", {line.direction}" if "forward" in line.direction else ""
-        ratio, on_gpu = _ratio(ours, other), "not yet measured"
-        if gpu is not None:
-            on_gpu = f"{number(gpu[0].median_ms)} ms, {times(_ratio(*gpu))} {gpu[1].variant}"
-        lines.append(
-            [
-                f"{line.what}: {size}{direction}",
-                f"{number(ours.median_ms)} ms",
-                f"{number(other.median_ms)} ms, {other.variant}",
-                times(ratio) + ", slower" * (ratio < 1),
-                on_gpu,
-            ]
-        )
-    return markdown(["what", "fastpar, CPU", "fastest other, CPU", "speed-up", "GPU"], lines)
+        found = [_find(line, rows) for _, rows in machines]
+        some = next(filter(None, found), None)
+        if some is not None:
+            size = re.sub(line.case, r"\1", some[0].case)
+            direction = f", {line.direction}" if "forward" in line.direction else ""
+            lines.append([f"{line.what}: {size}{direction}", *(_cell(each) for each in found)])
+    return markdown(["ms of a call or step", *(name for name, _ in machines)], lines)
 
 
-def _find(line: Shown, rows: Sequence[Row]) -> tuple[Row, Row] | None:
-    """fastpar's row and the fastest other one of its case; None where either is missing."""
+def _cell(found: Sequence[Row]) -> str:
+    """fastpar's milliseconds, those of others in the same turns, and how many times faster."""
+    if not found:
+        return ""
+    ours, *others = found
+    ms, text = ours.median_ms or 0.0, []
+    for other in others:
+        ratio = _other_ms(ours, other) / ms
+        slower = "slower, " * (ratio < 0.995)
+        text.append(f"{other.variant} {number(_other_ms(ours, other))} ({slower}{times(ratio)})")
+    return f"{number(ms)}; {'; '.join(text)}"
+
+
+def _other_ms(ours: Row, other: Row) -> float:
+    """Of the turns that the two took together, where either was compared with the other."""
+    in_turn = ours.baseline_ms if ours.baseline == other.variant else None
+    return in_turn or other.median_ms or 0.0
+
+
+def _find(line: Shown, rows: Sequence[Row]) -> list[Row]:
+    """fastpar's row and the fastest other one of each family; empty where either is missing."""
     timed = [
         row
         for row in rows
@@ -566,14 +515,11 @@ def _find(line: Shown, rows: Sequence[Row]) -> tuple[Row, Row] | None:
     ]
     for ours in (row for row in timed if row.variant == line.variant):
         others = [r for r in timed if r.case == ours.case and not r.variant.startswith("fastpar")]
-        others = [r for r in others if not re.match(line.without, r.variant)]
-        if others:
-            return ours, min(others, key=lambda other: _ratio(ours, other))
-    return None
-
-
-def _ratio(ours: Row, other: Row) -> float:
-    """How many times faster: of the speed-ups over the variant with which both took turns."""
-    if ours.speedup and other.speedup and ours.baseline == other.baseline:
-        return ours.speedup / other.speedup
-    return (other.median_ms or 0.0) / (ours.median_ms or 1.0)
+        found = [
+            min(family, key=lambda other: _other_ms(ours, other))
+            for name in line.others
+            if (family := [r for r in others if r.variant.startswith(name)])
+        ]
+        if found:
+            return [ours, *sorted(found, key=lambda other: _other_ms(ours, other))]
+    return []

@@ -51,7 +51,6 @@ from bench.records import SCRATCH, Row
 from bench.systems import steps
 from bench.systems.links import Ranks
 from bench.systems.steps import forget_peak, start
-from bench.targets import faster, note
 from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
 from fastpar.comm.host import memory_mb
@@ -347,16 +346,9 @@ def rows_of(bench: Bench, case: str, of: Case, found: Samples, nbytes: int) -> l
     """A row for each direction and variant; speed-ups are over torch's own of the same bytes."""
     base = {"save": FLUSHED, **dict.fromkeys((LOAD, COLD), "torch.load")}
     base |= {PAUSE: WHOLE, STEP: UNDISTURBED}
-    targets = {
-        "save": [faster(1.0, FLUSHED), faster(1.0, DCP)],
-        LOAD: [faster(1.0, "torch.load"), faster(1.0, DCP)],
-        PAUSE: [faster(10.0, WHOLE), faster(1.0, DCP)],
-    }
     rows = []
     for (direction, variant), ms in found.ms.items():
-        own = variant == OWN and not bench.quick
         notes = {"ranks": of.world_size, "stage": of.stage}
-        notes |= note(targets.get(direction, ())) if own else {}
         against = base.get(direction, "")
         both = against, found.ms.get((direction, against), ())
         how: dict[str, Any] = {"threads": of.threads, **notes}

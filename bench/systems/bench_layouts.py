@@ -1,8 +1,10 @@
 """Layouts on ranks of this host beside torch's and DeepSpeed's: zero, tp, pp, cp.
 
-zero: GPT-2 124M, two ranks of one thread, T=256, one sequence a rank; "one process" has the same
-batch and as many threads. fastpar trains plain PyTorch's model ("stock model": the engine's share)
-and fastpar.GPT (engine and kernels). live_bytes is what fastpar's engine holds between steps.
+zero: GPT-2 124M, two ranks of one thread, T=256, one sequence a rank. For each stage fastpar beside
+what does the same elsewhere, all in turns: torch's FSDP2 (fully_shard), at stage 2 without
+resharding, torch's ZeroRedundancyOptimizer at stage 1, DeepSpeed's ZeRO, and DDP; at stage 0 DDP
+and one process, which has the same batch and as many threads. Then fastpar on plain PyTorch's model
+("stock model": the engine's share). live_bytes is what fastpar's engine holds between steps.
 
 tp: its widths and vocabulary with four layers, two sequences a step: two ranks at tp=2, and four at
 dp=2 x tp=2 (of which two share a core where there are two). torch talks over gloo, fastpar over
@@ -22,10 +24,10 @@ _scaled_dot_product_flash_attention_for_cpu; with SDPBackend.MATH a RuntimeError
 torch.Tensor and DTensor").
 
 Memory does not hold all contenders: the first one stays for a whole case, others come a few at a
-time beside it, and within such a group steps take turns. `speedup` is the first one's median over
-the row's, both of the same group; `loss_difference` the largest of all timed steps from the first
-one's, of the loss. bench/systems/steps.py has the gates. Links are real ones (links.py, 1 Gbit/s);
-without network namespaces their rows are missing.
+time beside it, and within such a group steps take turns. The first one's own row is of the first
+group. `speedup` is its median over the row's, both of the row's group; `loss_difference` the
+largest of all timed steps from the first one's, of the loss. bench/systems/steps.py has the gates.
+Links are real ones (links.py, 1 Gbit/s); without network namespaces their rows are missing.
 """
 
 from __future__ import annotations
@@ -55,15 +57,13 @@ LONG = GPTConfig(2, 4, 256, 4096, 1024, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 MBIT = 1000
 STOCK = ", stock model"
-ZERO = (  # what is compared runs side by side; a run that is stopped has the most important rows
-    *("FSDP2", "fastpar ZeRO-3", "DeepSpeed ZeRO-3", "fastpar ZeRO-0"),
-    *("DeepSpeed ZeRO-1", "fastpar ZeRO-1", "DeepSpeed ZeRO-2", "fastpar ZeRO-2"),
-    *(SINGLE, f"fastpar ZeRO-0{STOCK}", "FSDP2, no reshard", f"fastpar ZeRO-3{STOCK}"),
-    *("DDP + ZeRO optimizer", f"fastpar ZeRO-1{STOCK}", f"fastpar ZeRO-2{STOCK}"),
-)
-QUICK_ZERO = (SINGLE, "FSDP2", "fastpar ZeRO-0", f"fastpar ZeRO-3{STOCK}")
-BESIDE = 2  # contenders of `zero` beside DDP at a time: 6 processes of 2.5 to 4 GB each
-ROOM_BYTES = 20e9  # that BESIDE of them and DDP need; with less free memory one at a time
+ZERO = {  # stage -> what stands beside fastpar's
+    3: (DDP, "FSDP2", "DeepSpeed ZeRO-3"),
+    2: (DDP, "FSDP2, no reshard", "DeepSpeed ZeRO-2"),
+    1: (DDP, "DDP + ZeRO optimizer", "DeepSpeed ZeRO-1"),
+    0: (DDP, SINGLE),
+}
+ROOM_BYTES = 19e9  # that a stage's contenders need side by side; with less free one at a time
 DTENSOR, SHM = "torch DTensor", "fastpar, shm"
 LINKED = {2: 256, 4: 256, 8: 256, 16: 256}  # sequences a step of `pp`: their length
 
@@ -96,12 +96,13 @@ class Case:
 
 
 def zero(quick: bool) -> Iterator[Case]:
-    names, config = (QUICK_ZERO, QUICK) if quick else (ZERO, GPT2)
-    many = BESIDE if quick or available_bytes() >= ROOM_BYTES else 1
-    groups = [names[i : i + many] for i in range(0, len(names), many)]
-    size = "quick" if quick else "GPT-2 124M"
-    title = f"{size} T={config.block_size} B=1 a rank, 2 ranks"
-    yield Case(title, config, DDP, groups, 2 if quick else 3)
+    config = QUICK if quick else GPT2
+    size = f"{'quick' if quick else 'GPT-2 124M'} T={config.block_size} B=1 a rank, 2 ranks"
+    for stage, others in ZERO.items():
+        ours = f"fastpar ZeRO-{stage}"
+        at_once = quick or available_bytes() >= ROOM_BYTES
+        groups = [*([others] if at_once else zip(others)), (ours + STOCK,)]
+        yield Case(f"ZeRO-{stage}, {size}", config, ours, groups, 2 if quick else 7)
 
 
 def tp(quick: bool) -> Iterator[Case]:

@@ -38,7 +38,6 @@ from bench.peers.contenders import VARIANTS
 from bench.records import Row
 from bench.systems.links import PROBE_BYTES, Link, NoLinkError, all_reduce_ms
 from bench.systems.steps import Rank, Trial, Turns, judge_losses, row_of, start
-from bench.targets import Target, faster, note
 from fastpar.comm.ranks import reason
 from fastpar.observe.strategies import Settings
 from fastpar.settings.model import GPTConfig
@@ -55,7 +54,6 @@ FSDP2 = ("FSDP2", "FSDP2, no reshard")
 
 # overlap
 COMM_RATIO = 0.75  # all-reduce of the gradients / backward
-EXPOSED_PERCENT = 15.0
 SAME = "DDP, same buckets"
 DEEPSPEED = tuple(f"DeepSpeed ZeRO-{stage}" for stage in (1, 2, 3))
 PEERS = (SAME, "DDP, 25 MB buckets", "DDP + ZeRO optimizer", *FSDP2, *DEEPSPEED)
@@ -126,7 +124,6 @@ def overlap(bench: Bench) -> None:
         log = turns.logs[name]
         row = row_of(bench, title, trials[name], log, SAME, [base_ms] if base_ms else [])
         row.tokens_per_s = None
-        row.notes |= {} if bench.quick else note(targets_of(name))
         bench.add(_exposed(row, about, alone_ms))
     print(
         f"2 ranks x 1 CPU thread, link of {about['link_mbit']:.0f} Mbit/s (all-reduce of 25 MiB: "
@@ -146,13 +143,6 @@ def _exposed(row: Row, about: dict[str, float], alone_ms: float) -> Row:
             exposed_ms = row.median_ms - alone_ms
             row.notes |= {"exposed_ms": exposed_ms, "exposed_percent": 100 * exposed_ms / comm_ms}
     return row
-
-
-def targets_of(variant: str) -> list[Target]:
-    if variant not in STAGES:
-        return []
-    targets = [Target("exposed", EXPOSED_PERCENT), faster(1.0, *PEERS)]
-    return targets + [faster(1.2, *FSDP2)] * (variant in STAGES[2:])
 
 
 def steps_of(variant: str, steps: int) -> int:
@@ -191,8 +181,6 @@ def _wire_rows(bench: Bench, title: str, turns: Turns, mbit: int) -> Sequence[Ro
         over = (base, logs[base].ms) if base and name != ALONE else ("", [])
         row = row_of(bench, title, turns.trials[name], log, *over)
         row.notes["link_mbit"] = mbit
-        if name == "fastpar ZeRO-2, int8 both" and mbit == RATES[0] and not bench.quick:
-            row.notes |= note([faster(2.5, *FSDP2)])
         if row.median_ms is not None and name != ALONE and alone_ms:
             row.notes["exposed_ms"] = row.median_ms - alone_ms
         rows.append(row)

@@ -2,8 +2,14 @@
 
 Plain PyTorch is bench/peers/stock.py, eager and under torch.compile, with fused AdamW and
 clip_grad_norm_; for two ranks it is DDP with 25 MB buckets. Same weights, batches and threads, in
-turns (bench/systems/steps.py). Cases: 6x384 and 12x768 on a CPU, one process and two ranks; char,
-nanoGPT's CPU recipe with its loss curve; muon, fastpar.Muon beside it; on a GPU 124M and 1.5B.
+turns (bench/systems/steps.py). Cases: 6x384 and 12x768 on a CPU, one process in fp32 and in bf16
+(fastpar with fp32 masters, plain PyTorch under autocast) and two ranks; char, nanoGPT's CPU recipe
+with its loss curve; on a GPU 124M and 1.5B.
+
+Rows of direction "products" are the matrix products of a step of one process, each timed alone by
+torch.mm at its shape, all cores: a step that is as fast as they are together is at the roofline.
+Three of a layer: forward, of its input's gradient, of its weight's. Attention's count half of their
+square, the six of a step that computes nothing again.
 
 [Note: the gate of a training step] After its timed steps a fastpar variant computes the gradients
 of one small batch; their error against plain PyTorch in fp64 on the same weights, as a vector norm,
@@ -30,14 +36,13 @@ from bench.systems.steps import Log, Turns, batch, judge_error, row_of, start
 from fastpar.comm.host import memory_mb
 from fastpar.comm.mesh import Mesh
 from fastpar.data.batches import eval_batches, load_data, sample_batch
-from fastpar.doctor.trial import stopwatch
+from fastpar.doctor.trial import interleave, stopwatch
 from fastpar.engine.engine import engine_of
 from fastpar.engine.parallelize import parallelize
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
 from fastpar.observe.strategies import Settings, adamw_of
 from fastpar.optim.adamw import AdamW
-from fastpar.optim.muon import Muon, muon_groups
 from fastpar.optim.schedule import cosine_lr, param_groups
 from fastpar.settings.model import GPTConfig
 
@@ -50,7 +55,6 @@ CONFIGS = {
 }
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 CHAR_STEPS, CHAR_BATCH, CHAR_SLICE = 2000, 12, 50
-MUON_STEPS = 520  # to at most the loss of eager's CHAR_STEPS
 GPU_CASES = ("124M", "1.5B")
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0
 CHECK_TOKENS = 32
@@ -71,7 +75,11 @@ class Spec:
     text: bool = False  # characters of fastpar's text instead of random tokens
     lr: float = 6e-4
     schedule: tuple[int, int, float] | None = None  # warm-up steps, all steps, last lr
-    muon_lr: float | None = None  # fastpar.Muon for the blocks' matrices, both rates down by a line
+    bf16: bool = False  # weights of fastpar with fp32 masters; autocast of plain PyTorch; a GPU's
+
+    @property
+    def half(self) -> bool:
+        return self.bf16 or self.device == "cuda"
 
     @property
     def tokens_per_step(self) -> int:
@@ -107,13 +115,10 @@ class Variant:
             return plain, optimizer
 
         on_gpu = spec.device == "cuda"
-        model.to(spec.device, torch.bfloat16 if on_gpu else torch.float32)
+        model.to(spec.device, torch.bfloat16 if spec.half else torch.float32)
         mesh = Mesh(device=None if on_gpu else "cpu")
         parallelize(model, mesh, grad_dtype=torch.float32 if on_gpu else None)
-        common: dict[str, Any] = {"max_grad_norm": MAX_GRAD_NORM, "master_weights": on_gpu}
-        if spec.muon_lr is not None:
-            adamw = {"lr": spec.lr, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
-            return model, Muon(muon_groups(model), weight_decay=WEIGHT_DECAY, adamw=adamw, **common)
+        common: dict[str, Any] = {"max_grad_norm": MAX_GRAD_NORM, "master_weights": spec.half}
         groups = param_groups(model, WEIGHT_DECAY)
         return model, AdamW(groups, lr=spec.lr, betas=BETAS, **common)
 
@@ -148,10 +153,8 @@ class Variant:
         return {"ms": times, "losses": losses, "reports": reports}
 
     def _step(self, index: int, x: Tensor, y: Tensor) -> Tensor:
-        lr, muon_lr = self._lr(index), self.spec.muon_lr
         for group in self.optimizer.param_groups:
-            of_muon = 1.0 if muon_lr is None or group["adamw"] else muon_lr / self.spec.lr
-            group["lr"] = lr * of_muon
+            group["lr"] = self._lr(index)
         loss = self._loss(x, y)
         loss.backward()
         if self.spec.kind == "stock":
@@ -161,8 +164,8 @@ class Variant:
         return loss.detach()
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.spec.device == "cuda" and self.spec.kind == "stock":
-            with torch.autocast("cuda", torch.bfloat16):
+        if self.spec.half and self.spec.kind == "stock":
+            with torch.autocast(self.spec.device, torch.bfloat16):
                 return self.model(x, y)
         return self.model(x, y)
 
@@ -170,9 +173,6 @@ class Variant:
         if self.spec.schedule is None:
             return self.spec.lr
         warmup, steps, last = self.spec.schedule
-        if self.spec.muon_lr is not None and index >= warmup:
-            left = (steps - index) / (steps - warmup)
-            return last + (self.spec.lr - last) * max(0.0, left)
         return cosine_lr(index, lr=self.spec.lr, min_lr=last, warmup_steps=warmup, max_steps=steps)
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -266,7 +266,7 @@ def take_turns(
     specs: Mapping[str, Spec],
     *,
     rounds: int,
-    steps: int | Mapping[str, int],
+    steps: int,
     warmup: int,
     val: bool = False,
     begin: Callable[[Spec], Any] = lambda spec: start(spec, Variant),
@@ -316,15 +316,14 @@ def to_rows(
         spec = specs[name]
         base_ms = base.ms if base.refused is None else []
         row = row_of(bench, case, spec, log, baseline, base_ms, name=name)
-        row.dtype = "float32" if spec.device == "cpu" else "bfloat16"
+        row.dtype = "bfloat16" if spec.half else "float32"
         row.notes["batch_size"] = spec.rows
         rows.append(row)
         if row.speedup is not None:
             if base.peak_bytes and log.peak_bytes:
                 row.notes["memory_ratio"] = log.peak_bytes / base.peak_bytes
-            if spec.schedule == specs[baseline].schedule:
-                pairs = list(zip(log.losses, base.losses))[:200]
-                row.notes["max_loss_difference"] = max(abs(a - b) for a, b in pairs)
+            pairs = list(zip(log.losses, base.losses))[:200]
+            row.notes["max_loss_difference"] = max(abs(a - b) for a, b in pairs)
     return rows
 
 
@@ -343,6 +342,10 @@ def run_cpu(bench: Bench, name: str) -> None:
     }
     logs = take_turns(specs, rounds=rounds, steps=steps, warmup=2)
     bench.add(*to_rows(bench, title, specs, logs, "eager"))
+    half = replace(one, keep_memory=True, bf16=True)
+    specs = {"eager, autocast": half, "fastpar": replace(half, kind="fastpar")}
+    logs = take_turns(specs, rounds=rounds, steps=steps, warmup=2)
+    bench.add(*to_rows(bench, f"{title}, bf16", specs, logs, "eager, autocast"))
     two = replace(one, threads=max(1, cores // 2), ranks=2)
     specs = {"DDP": two, "fastpar": replace(two, kind="fastpar", keep_memory=True)}
     specs["DDP, freed memory kept"] = replace(two, keep_memory=True)
@@ -350,11 +353,40 @@ def run_cpu(bench: Bench, name: str) -> None:
     bench.add(*to_rows(bench, f"{title}, 2 ranks", specs, logs, "DDP"))
 
 
-def run_char(bench: Bench, *, muon: bool = False) -> None:
-    """nanoGPT's CPU recipe on the characters of the text that fastpar's dependency ships.
+def run_products(bench: Bench, name: str) -> None:
+    """A row for the products of each kind of layer: their milliseconds in a step."""
+    config, rows = (QUICK, 4) if bench.quick else CONFIGS[name]
+    title = f"{'quick' if bench.quick else name} T={config.block_size} B={rows}"
+    width, length, layers = config.n_embd, config.block_size, config.n_layer
+    n, heads = rows * length, rows * config.n_head
+    shapes = {  # how many at once, n, k, m, how many of each of its three products a step has
+        "q, k, v": (1, n, width, 3 * width, layers),
+        "attention": (heads, length, width // config.n_head, length, layers),  # half of six squares
+        "attention's output": (1, n, width, width, layers),
+        "first of the MLP": (1, n, width, 4 * width, layers),
+        "second of the MLP": (1, n, 4 * width, width, layers),
+        "logits": (1, n, width, config.vocab_size, 1),
+    }
+    for dtype, end in ((torch.float32, ""), (torch.bfloat16, ", bf16")):
+        for layer, (many, n, k, m, count) in shapes.items():
+            sizes = (n, k), (m, k), (n, m)
+            x, w, dy = (torch.randn(many, *size).squeeze(0).to(dtype) for size in sizes)
+            calls = {
+                "y": partial(torch.matmul, x, w.mT),
+                "dx": partial(torch.matmul, dy, w),
+                "dw": partial(torch.matmul, dy.mT, x),
+            }
+            timed = interleave({c: [call] for c, call in calls.items()}, bench.clock, budget_s=1.0)
+            row = bench.row(f"{title}{end}", "products", layer, dtype)
+            row.median_ms = count * sum(t.median_ms for t in timed.values())
+            row.tflop_per_s = count * 6 * many * n * k * m / row.median_ms / 1e9
+            row.runs = min(t.runs for t in timed.values())
+            row.notes = {"shape": f"{many} x " * (many > 1) + f"{n} x {k} x {m}", "count": count}
+            bench.add(row)
 
-    muon: fastpar.Muon beside it, with learning rates and a number of steps of its own.
-    """
+
+def run_char(bench: Bench) -> None:
+    """nanoGPT's CPU recipe on the characters of the text that fastpar's dependency ships."""
     data = load_text()
     total, width = (4, 2) if bench.quick else (CHAR_STEPS, CHAR_SLICE)
     config = GPTConfig(4, 4, 128, 64, data.vocab_size, dropout=0.0)
@@ -369,23 +401,17 @@ def run_char(bench: Bench, *, muon: bool = False) -> None:
         schedule=(100, CHAR_STEPS, 1e-4),
     )
     ours = replace(stock, kind="fastpar", keep_memory=True)
-    specs, rounds, steps = {"eager": stock, "fastpar": ours}, total // width, {"eager": width}
-    if muon:
-        schedule = (MUON_STEPS // 10, MUON_STEPS, 0.0)
-        specs["fastpar"] = replace(ours, lr=0.015, muon_lr=0.02, schedule=schedule)
-    steps["fastpar"] = MUON_STEPS // rounds if muon and not bench.quick else width
-    logs = take_turns(specs, rounds=rounds, steps=steps, warmup=0, val=True)
+    specs = {"eager": stock, "fastpar": ours}
+    logs = take_turns(specs, rounds=total // width, steps=width, warmup=0, val=True)
     for log in logs.values():
         log.notes |= {
             "text": data.name,
             "characters": data.vocab_size,
             "steps": len(log.ms),
             "total_s": sum(log.ms) / 1e3,
-            "time_ratio": sum(log.ms) / sum(logs["eager"].ms or [1.0]),
             "losses_every_100": [round(loss, 4) for loss in log.losses[::100]],
         }
     title = f"char 4x128 T=64 B={CHAR_BATCH} {total} steps"
-    title += f", Muon {len(logs['fastpar'].ms)}" * muon
     bench.add(*to_rows(bench, title, specs, logs, "eager"))
 
 
@@ -406,13 +432,14 @@ def run_gpu(bench: Bench, name: str) -> None:
 def run(bench: Bench) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     jobs: dict[str, Callable[[], None]] = {
+        "products of 6x384": lambda: run_products(bench, "6x384"),
+        "products of 12x768": lambda: run_products(bench, "12x768"),
         "6x384": lambda: run_cpu(bench, "6x384"),
         "12x768": lambda: run_cpu(bench, "12x768"),
         "char": lambda: run_char(bench),
-        "muon": lambda: run_char(bench, muon=True),
     }
     if bench.device == "cuda" or (bench.quick and bench.only in GPU_CASES):
         jobs = {name: partial(run_gpu, bench, name) for name in GPU_CASES}
     for name, job in jobs.items():
-        if bench.only in name and not (bench.quick and name == "12x768"):  # tiny as well
+        if bench.only in name and not (bench.quick and "12x768" in name):  # tiny as well
             job()

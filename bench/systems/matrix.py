@@ -30,8 +30,7 @@ import torch.distributed as dist
 
 from bench.peers import contenders, pipeline, tensor_parallel
 from bench.records import RESULTS, machine, machine_line, parser_of, version_of
-from bench.report import pictures, tables
-from bench.report.pictures import OTHERS, OURS
+from bench.report import tables
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.ranks import reason
 from fastpar.data.batches import load_data, sample_batch
@@ -304,6 +303,9 @@ OWN = "fastpar, dropout 0.1, deterministic"
 
 
 def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+    from matplotlib import pyplot
+
     whole = [row for row in own if not _split_products(row)]
     split = [row for row in own if _split_products(row)]
 
@@ -322,13 +324,14 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
         ("DeepSpeed, dropout 0.1", of(deepspeeds, "dropout")),
         ("torchtitan, its own published\nmatrix of 18 layouts", [_published()]),
     ]
-    figure, axes = pictures.pyplot().subplots(figsize=(8.2, 4.4), layout="constrained")
+    matplotlib.use("Agg")  # needs no screen
+    figure, axes = pyplot.subplots(figsize=(8.2, 4.4), layout="constrained")
     smallest = 1e-8
     for at, (_label, values) in enumerate(groups):
         few = len(values) == 1
         shift = [0.28 * ((i * 7) % 9 - 4) / 4 * (not few) for i in range(len(values))]
         places = [max(value, smallest) for value in values]
-        colour = OURS if at < 3 else OTHERS[1]
+        colour = "#D55E00" if at < 3 else "#0072B2"  # Okabe and Ito's: the colour-blind see them
         axes.scatter(places, [at + s for s in shift], s=18, color=colour, alpha=0.7, linewidths=0)
         text = f"{PUBLISHED['layouts'] if few else len(values)}"
         axes.text(1.04, at, text, va="center", fontsize=9, transform=axes.get_yaxis_transform())
@@ -344,8 +347,10 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
     axes.set_xlabel(
         "distance of the loss to that of one process, at step 10 or 20; right: layouts", fontsize=9
     )
-    pictures.bare(axes, "top", "right", "left")
-    pictures.save(figure, path)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

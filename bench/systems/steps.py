@@ -345,14 +345,13 @@ class Turns:
     def run(
         self,
         rounds: int,
-        steps: int | Mapping[str, int],
+        steps: int,
         names: Sequence[str] | None = None,
         warm: int = 0,
     ) -> None:
         """Every contender's steps in each of the rounds."""
         for _ in range(rounds):
-            of = steps if isinstance(steps, Mapping) else dict.fromkeys(self.trials, steps)
-            self.each(lambda name, of=of: self.turn(name, of[name], warm), names)  # type: ignore[misc]
+            self.each(lambda name: self.turn(name, steps, warm), names)
 
 
 def judge_losses(
@@ -403,7 +402,8 @@ def run_case(
     rounds: int,
     link: Link | None = None,
 ) -> None:
-    """Groups of trials beside base, which stays; a group's rows are kept as soon as it is done.
+    """Groups of trials beside base, which stays; a group's rows are kept as soon as it is done, and
+    base's own row is of the first group's turns.
 
     On this host the gate is that of weights, behind a link that of losses.
     """
@@ -422,7 +422,7 @@ def run_case(
             turns.run(rounds, 1, [base.name, *trials], warm)
             if link is not None:
                 judge_losses(turns.logs, base.name)
-            for name, trial in {base.name: base, **trials}.items():
+            for name, trial in trials.items() if known else {base.name: base, **trials}.items():
                 log = turns.logs[name]
                 pairs = zip(log.losses, first.losses)
                 log.notes["loss_difference"] = max((abs(a - b) / b for a, b in pairs), default=0.0)
