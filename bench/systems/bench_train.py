@@ -378,8 +378,9 @@ def run_products(bench: Bench, name: str) -> None:
             }
             timed = interleave({c: [call] for c, call in calls.items()}, bench.clock, budget_s=1.0)
             row = bench.row(f"{title}{end}", "products", layer, dtype)
-            row.median_ms = count * sum(t.median_ms for t in timed.values())
-            row.tflop_per_s = count * 6 * many * n * k * m / row.median_ms / 1e9
+            ms = [count * sum(each) for each in zip(*(t[:3] for t in timed.values()))]
+            row.median_ms, row.p20_ms, row.p80_ms = ms
+            row.tflop_per_s = count * 6 * many * n * k * m / ms[0] / 1e9
             row.runs = min(t.runs for t in timed.values())
             row.notes = {"shape": f"{many} x " * (many > 1) + f"{n} x {k} x {m}", "count": count}
             bench.add(row)

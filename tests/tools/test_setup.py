@@ -254,8 +254,9 @@ sizes |= {"orthogonalize": (24, 32), "dropout": (3, 40)}
 for op in MAKERS:
     for case in cases_of(op, *sizes.get(op, (24, 96)), "cpu", more=True):
         for dtype in case.dtypes:
+            most = case.allowed(dtype, "cpu")
             for result, errors in case.measure(dtype, "cpu").items():
-                print(op, case.shape, dtype, result, "fails" * (errors.max > errors.bound))
+                print(op, case.shape, dtype, result, "fails" * (errors.max > most[result]))
 """
 
 
@@ -263,8 +264,6 @@ for op in MAKERS:
 def test_every_op_agrees_with_its_oracle_without_the_module(tree):
     done = python(tree, "-c", OPS)
     assert done.returncode == 0, done.stderr
-    # torch's own attention is what runs; on huge fp32 scores its dv is 2.9 times eager's error.
-    fails = [line for line in done.stdout.splitlines() if line.endswith("fails")]
-    assert set(fails) <= {"attention B=1 T=33 D=16 H=2 scores 36 torch.float32 dv fails"}, fails
+    assert [line for line in done.stdout.splitlines() if line.endswith("fails")] == []
     for op in ("attention", "layer_norm", "linear_cross_entropy", "embedding", "adamw_step_"):
         assert f"\n{op} " in done.stdout
