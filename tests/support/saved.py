@@ -13,7 +13,8 @@ def whole_tensors(path):
     """(key -> weights, PARAMETER/ENTRY -> the optimizer's state), of any layout."""
     path = Path(path)
     manifest = read_manifest(path)
-    files = {t.file: load_file(path / t.file) for t in (*manifest.weights, *manifest.optimizer)}
+    names = {t.file for t in (*manifest.weights, *manifest.optimizer)}
+    files = {name: load_file(path / name) for name in names}
     weights = {t.key: files[t.file][t.key] for t in manifest.weights}
     whole = {}
     for piece in manifest.optimizer:
