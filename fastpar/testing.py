@@ -107,6 +107,11 @@ def _in_threads(
     store = dist.HashStore()
     n_threads = torch.get_num_threads()
 
+    def wake(error: BaseException) -> None:
+        """Ends the ranks that wait for one that failed, or for each other."""
+        with threaded.ProcessLocalGroup._coll_lock:  # else one that begins to wait ends the walk
+            threaded.ProcessLocalGroup.exception_handle(error)
+
     def worker(rank: int) -> None:
         torch.get_num_threads()  # the first call takes the process's number, set by anybody
         torch.set_num_threads(n_threads)  # see [Note: ranks that are threads]
@@ -118,7 +123,7 @@ def _in_threads(
             answers[rank] = fn(*args)
         except BaseException as error:
             heard.append(RankFailed.of(rank, error))
-            threaded.ProcessLocalGroup.exception_handle(error)  # wakes the ranks that wait for us
+            wake(error)
         finally:
             if dist.is_initialized():
                 # The threads' world of torch 2.11 has no list of communicators, which this reads.
@@ -135,7 +140,7 @@ def _in_threads(
         if any(thread.is_alive() for thread in threads):
             told = list(heard)  # those woken below have nothing to tell
             silent = set(range(world_size)) - answers.keys() - {one.rank for one in told}
-            threaded.ProcessLocalGroup.exception_handle(TimeoutError())
+            wake(TimeoutError())
             for thread in threads:
                 thread.join(GRACE_S)
             return answers, told + late(sorted(silent), timeout_s, follow=bool(told))
