@@ -17,6 +17,8 @@ the tensor is, one with a value for each 256 elements likewise, and any other is
 torch's CPU kernels round 16-bit sums differently in a vector and in what is left at its end, and
 each thread's share of a tensor has an end. So 16-bit weights without masters are stepped by one
 thread on a CPU: pieces begin at multiples of 256 elements, and then their ends are the tensor's.
+Slices of tp may end anywhere: there 16-bit weights without masters, and by torch's fused kernels
+fp32 ones too, may be a rounding away from those of one process.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from cells import covering, sweep
+from optimizers import BF16, FP32, FP64, assert_same
 from test_optim_sharded import SMALL, Bag
 from test_optim_sharded import gradients as gradients_of
 from torch import nn
@@ -30,7 +31,6 @@ PARTS = {
     "bias": ((33,), Replicate()),
 }
 SHAPES = {name: shape for name, (shape, _) in PARTS.items()}
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def bag(dtype=FP32):
@@ -75,15 +75,6 @@ def train(model, optimizer, mesh=None, steps=range(4), ranks=4):
 def alone(dtype=FP32, ranks=4, **options):
     model = bag(dtype)
     return train(model, muon(model, **options), ranks=ranks)
-
-
-def assert_same(got, want):
-    assert got.keys() == want.keys()
-    for key, value in want.items():
-        if isinstance(value, dict):
-            assert_same(got[key], value)
-        elif isinstance(value, torch.Tensor):
-            assert torch.equal(got[key], value), key
 
 
 @covering(
