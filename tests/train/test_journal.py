@@ -293,11 +293,10 @@ def test_picture(tmp_path):
 
     rows = [{"step": s, "loss": 8 / s**0.2} for s in range(1, 200)]
     rows += [{"step": 100, "val_loss": 3.4}, {"step": 150, "loss": None}]
-    for some in ([], rows[:1], rows):
+    for some in ([], rows):
         plot_loss(some, tmp_path / "loss.png", title="a run")
-        image = imread(tmp_path / "loss.png")
-        assert image.shape[:2] == (540, 960)
-        assert image[..., :3].min() < 0.5 < image[..., :3].max()
+        image = imread(tmp_path / "loss.png")[..., :3]
+        assert image.min() < 0.5 < image.max()
 
 
 def test_missing_packages_are_named(tmp_path, monkeypatch):

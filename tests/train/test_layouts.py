@@ -151,7 +151,7 @@ def test_what_a_base_trains_is_no_other(made):
 ROUNDING = 2.0 ** -(24 - 5)
 SPLIT = {**FEW, "n_layer": 2, "n_head": 4}
 HOPS = {
-    "averages": ({**SAME, **STORAGE[0], "ema": 0.3}, [(2, Z3), (1, {}), (2, Z2), (2, Z1)]),
+    "averages": ({**SAME, **STORAGE[0], "ema": 0.3}, [(2, Z3), (1, {}), (2, Z2)]),
     "rounding": ({**SAME, **STORAGE[1]}, [(2, Z3), (1, {}), (2, Z2), (2, Z1)]),
     "pipelines": (
         {**SAME, "n_layer": 3},
@@ -220,6 +220,7 @@ def train_in_fp64(changes):
 
 
 MUON = {"optimizer": "muon", "muon_lr": 1e-3}
+ALONE = {}  # what one process found, by settings
 
 
 @pytest.mark.parametrize(
@@ -248,10 +249,12 @@ def test_ranks_that_split_layers_have_the_curve_of_one_process(
     monkeypatch.setattr(
         set_up, "parallelize", lambda model, mesh, s: real(model, mesh, s.change(grad_dtype=None))
     )
-    [one] = run_ranks(train_in_fp64, 1, settings)
+    key = repr(settings)
+    if key not in ALONE:
+        [ALONE[key]] = run_ranks(train_in_fp64, 1, settings)
     found = run_ranks(train_in_fp64, ranks, {**settings, **layout})
     assert all(torch.equal(x, found[0]) for x in found)
-    torch.testing.assert_close(found[0], one, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found[0], ALONE[key], rtol=1e-12, atol=0)
 
 
 def test_all_ranks_skip_a_step_that_overflows(here, monkeypatch):
