@@ -176,7 +176,8 @@ def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None)
             found = sum(map(len, p.layers)) + table * (p.first or p.last)
             return found + experts * sum(map(sum, p.layers))
 
-        parts = max(parts_of(workload, setup), key=weights)
+        several = parts_of(workload, setup)
+        parts = max(several, key=weights) if len(several) > 1 else several[0]
     return _buckets(
         workload.shape,
         sum(parts.layers, ()),

@@ -225,7 +225,9 @@ class Peak:
         self.several, self.share = setup.rows > 1, 1 / setup.rows
         self.cut = self.several * (1 + self.share)
         self.chunk, self.splits = held.chunk, setup.schedule in SPLIT and setup.pp > 1
-        # In elements, see [Note: gradients under way]: of a block; of a bucket; of those that wait.
+        # In elements, see [Note: gradients under way]: of all; of a block; of a bucket; of those
+        # that wait.
+        self.everything = self.buckets.padded(1)
         first = parts.first and held.chunk == 0
         last = parts.last and held.chunk == len(parts.layers) - 1
         buckets = self.buckets.layout.buckets
@@ -280,14 +282,14 @@ class Peak:
         Args:
             limit: of the buckets under way; opened: elements of one that stays.
         """
-        setup, everything = self.setup, self.buckets.padded(1)
+        setup = self.setup
         if setup.stage < 2:
-            sums = everything if setup.grad_accum_steps > 2 else made
+            sums = self.everything if setup.grad_accum_steps > 2 else made
             return self.messages * (made + self.early) + self.sums * sums
         some = min(math.ceil(made / self.bucket) * self.bucket, limit, self.blocks)
         whole = setup.grad_accum_steps > 1 and not self.sums  # of earlier micro-batches
         added = made if setup.n_shards < setup.data else some
-        grads = everything if whole else some + opened
+        grads = self.everything if whole else some + opened
         return setup.grad_bytes * grads + self.messages * some + self.sums * added
 
     def _lefts(self) -> Iterator[tuple[tuple[bool, ...], float]]:

@@ -218,6 +218,7 @@ class MatrixUpdates:
 
 
 _matrices = functools.lru_cache(1024)(MatrixUpdates)
+_token_flops = functools.lru_cache(1024)(flops_per_token)
 
 
 def updates_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> tuple[MatrixUpdates, ...]:
@@ -351,11 +352,18 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
     if setup.optimizer == "muon":
         found += _to_homes(workload, setup)
     if setup.world_size > 1:
-        ends, each = (len([*parameters_of(p)]) for p in (FIRST + LAST, block_parts()))
+        ends, each = _parameters()
         words = count_words(ends + each * -(-workload.shape.n_layer // setup.pp))
         total = 8.0 * words * setup.world_size
         found.append(CommOp("all_gather", "control", total, setup.world_size, 1, 1, ""))
     return tuple(comm for comm in found if comm.count and comm.ranks > 1)
+
+
+@functools.cache
+def _parameters() -> tuple[int, int]:
+    """How many a model has outside of its layers, and each layer."""
+    ends, each = (len([*parameters_of(p)]) for p in (FIRST + LAST, block_parts()))
+    return ends, each
 
 
 def _to_homes(workload: Workload, setup: Setup) -> Iterator[CommOp]:
@@ -451,13 +459,15 @@ def time_of(
     """The time of a step that consists of these operations and this communication."""
     parts, column_s, products_s = dict.fromkeys(_PARTS, 0.0), 0.0, 0.0
     passes: Passes = defaultdict(float)
+    simulates = setup.pp > 1 and bubble
     for op in ops:
         seconds = rates.op_s(op) * op.count
         name = "optimizer" if op.name in UPDATES else op.name
         parts[name if name in _PARTS else op.direction] += seconds
         if op.name == "orthogonalize":
             products_s += seconds
-        _add(passes, op, seconds)
+        if simulates:
+            _add(passes, op, seconds)
         if op.name == "matmul" and op.direction == "backward":
             column_s += seconds * column_share(workload.shape)
     backward_s = parts["backward"] + parts["recompute"] + parts["loss"] * 2 / 3
@@ -471,7 +481,7 @@ def time_of(
     comm_s, exposed = _exposed(setup, rates, comms, parts, (column_s, products_s))
     parts.update(exposed)
     parts["bubble"] = 0.0
-    if setup.pp > 1 and bubble:
+    if simulates:
         message_s = max((rates.comm_s(c) for c in comms if c.under == "schedule"), default=0.0)
         waited = exposed["tp"] + sum(
             rates.comm_s(c) * c.count for c in comms if c.kind == "send" and not c.under
@@ -483,7 +493,7 @@ def time_of(
     step_s = sum(parts.values())
     tokens_per_s, peak, mfu = workload.tokens_per_step / step_s, rates.peak_flops, None
     if peak is not None:
-        mfu = tokens_per_s * flops_per_token(workload.shape) / (setup.world_size * peak)
+        mfu = tokens_per_s * _token_flops(workload.shape) / (setup.world_size * peak)
     exposed_s = sum(exposed.values())
     return StepTime(step_s, compute_s, comm_s, exposed_s, parts["bubble"], parts, tokens_per_s, mfu)
 

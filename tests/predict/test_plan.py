@@ -140,7 +140,7 @@ def test_a_batch_that_no_split_divides_leaves_nothing():
 
 
 def test_fastest_first_and_all_within_the_limit():
-    estimates = found()
+    estimates = found(GPT2, world=8)
     times = [e.time.step_s if e.time else float("inf") for e in estimates]
     assert times[1:] == sorted(times[1:])
     assert times[0] <= 1.01 * times[1]
@@ -169,7 +169,7 @@ def test_the_micro_batch_is_the_fastest_that_fits():
 )
 def test_nothing_is_proposed_that_the_trainer_refuses(model, world, batch):
     workload = Workload(PRESETS[model], batch)
-    for e in found(workload, world):
+    for e in found(workload, world=world):
         assert refused(workload, e.setup) is None
         assert e.setup.config(workload).batch(workload.seq_len, e.setup.dp) == (
             e.setup.micro_batch_size,
