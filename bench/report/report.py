@@ -44,7 +44,7 @@ def render(name: str, folder: Path) -> str:
     if kind == "published":
         return published.table() + "\n"
     if kind in learning.TABLES:
-        made = [learning.table(kind, folder, lambda: _every_row(device, folder))]
+        made = [learning.table(kind, folder, lambda: _wires(device, folder))]
     else:
         make = TABLES.get(kind, tables.ops_table)
         found = [
@@ -61,8 +61,10 @@ def render(name: str, folder: Path) -> str:
     return "\n".join(parts)
 
 
-def _every_row(device: str, folder: Path) -> list[Row]:
-    return [row for _, rows in reversed(machines_of(device, folder)) for row in rows]
+def _wires(device: str, folder: Path) -> list[Row]:
+    """The rows of the newest machine that has steps on a slow link."""
+    every = (rows for _, rows in machines_of(device, folder))
+    return next((rows for rows in every if any(row.bench == "wires" for row in rows)), [])
 
 
 def _headline(folder: Path) -> str:

@@ -371,10 +371,10 @@ def run_products(bench: Bench, name: str) -> None:
         for layer, (many, n, k, m, count) in shapes.items():
             sizes = (n, k), (m, k), (n, m)
             x, w, dy = (torch.randn(many, *size).squeeze(0).to(dtype) for size in sizes)
-            calls = {
-                "y": partial(torch.matmul, x, w.mT),
-                "dx": partial(torch.matmul, dy, w),
-                "dw": partial(torch.matmul, dy.mT, x),
+            calls = {  # into memory that is there, as in a step that keeps what is freed
+                "y": partial(torch.matmul, x, w.mT, out=torch.empty_like(dy)),
+                "dx": partial(torch.matmul, dy, w, out=torch.empty_like(x)),
+                "dw": partial(torch.matmul, dy.mT, x, out=torch.empty_like(w)),
             }
             timed = interleave({c: [call] for c, call in calls.items()}, bench.clock, budget_s=1.0)
             row = bench.row(f"{title}{end}", "products", layer, dtype)
