@@ -238,7 +238,7 @@ def attention_hopper_dkdv(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
     scale: float,
 ) -> None:  # fmt: skip
-    """Writes dk and dv of what attention_hopper.refusal_of_backward() does not refuse."""
+    """Writes dk and dv of what peers.refusal_of_backward() does not refuse."""
     B, T, H, _ = q.shape
     kv_heads, n_tiles = k.shape[2], cdiv(T, BLOCK.value)
     pairs = B * kv_heads * cdiv(n_tiles, 2)

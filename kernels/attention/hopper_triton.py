@@ -8,8 +8,8 @@ first warp issues all copies from global memory (TMA) while the consumers comput
 n-th use. The producer fills a slot when both consumers have arrived at its `empty` barrier, the
 consumers read it when the bytes announced at its `full` barrier are there. A producer that waits
 for the phase before the first passes at once: the slots begin empty. tests/ops/
-test_attention_hopper.py runs this file's roles as Python, with numbers, and explores every
-interleaving of their barriers, copies and products.
+test_attention_hopper.py runs this file's roles as Python, with numbers, and proves every order of
+their barriers, copies and products safe.
 
 [Note: overlap] A consumer issues QK(j), then PV(j - 1), and computes the softmax of QK(j) while
 PV(j - 1) is in flight. Nothing that the assembler sees orders that softmax before the wait for
@@ -270,7 +270,7 @@ def boxed(x: Tensor, rows: int) -> Boxed:
 
 
 def attention_hopper_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """o, contiguous, and lse [B, H, T] of what attention_hopper.refusal() does not refuse."""
+    """o, contiguous, and lse [B, H, T] of what peers.refusal_of_hopper() does not refuse."""
     B, T, H, _ = q.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=q.device)

@@ -1,10 +1,15 @@
-"""Runs a warp-specialized Gluon kernel on CPU tensors, and explores how its roles may interleave.
+"""Runs a warp-specialized Gluon kernel on CPU tensors, and proves every order of its roles safe.
 
 emulate(module) executes the source of the module's own kernel as Python: its roles are threads,
 its shared memory and registers torch tensors, its barriers count arrivals and bytes as sm_90's do.
 A product reads its operands as late as it may: when it is waited for. Besides the results it leaves
-what every role did, as a list of steps; explore() then goes through every order in which roles,
-copies and products may follow one another.
+what every role did, as a list of steps, of which check() goes through one order.
+
+[Note: one order] Roles decide nothing, so their steps are the same in every order, and only waits
+hold them up. Where each arrival is certain to count for one phase of its barrier, and each wait to
+see the end of one phase, all orders pass the same phases and end alike: one that ends shows that
+none is a deadlock. What is certain at a step is what its own role has seen the end of, and what was
+certain at the phases that it waited for; so it is what holds in every order.
 """
 
 from __future__ import annotations
@@ -39,19 +44,28 @@ class Step:
 
 @dataclass
 class Barrier:
+    """known: what is certain where its present phase is complete; phases: the complete ones'."""
+
     at: tuple[int, int]
     count: int = 0
     pending: int = 0
     bytes: int = 0
-    phase: int = 0
+    known: set[tuple] = field(default_factory=set)
+    phases: list[frozenset[tuple]] = field(default_factory=list)
 
-    def change(self, arrivals: int, size: int) -> None:
+    def change(self, arrivals: int, size: int, *known: tuple) -> None:
         self.pending -= arrivals
         self.bytes += size
+        self.known.update(known)
         assert self.pending >= 0, f"{self.at}: more arrivals than expected"
         if self.pending == 0 and self.bytes == 0:
-            self.phase ^= 1
+            self.known.add(("end", self.at, len(self.phases)))
+            self.phases.append(frozenset(self.known))
             self.pending = self.count
+
+    def has_left(self, phase: int) -> bool:
+        """What hardware tells of a phase by its parity."""
+        return len(self.phases) % 2 != phase
 
 
 @dataclass
@@ -213,7 +227,7 @@ class _Emulator:
         self.note("wait", barrier.at, phase)
         changed = self.local.block.changed
         with changed:
-            done = changed.wait_for(lambda: barrier.phase != phase, timeout=DEADLOCK_S)
+            done = changed.wait_for(lambda: barrier.has_left(phase), timeout=DEADLOCK_S)
         assert done, f"deadlock: {barrier}"
 
     def _change(self, barrier, arrivals, size):
@@ -309,108 +323,75 @@ def emulate(module, blocks):
 # Every order in which it may happen
 
 
-def explore(roles: list[list[Step]], counts: dict[tuple[int, int], int]) -> int:
-    """Number of states that these roles can reach. The last role is the only one that loads.
+def check(roles: list[list[Step]], counts: dict[tuple[int, int], int]) -> None:
+    """See [Note: one order]. The last role is the only one that loads.
 
     Raises:
         AssertionError: an order of steps exists in which nobody can go on, a buffer is filled while
             a product reads it or before all have, or a product reads other rows than it should.
     """
-    barriers = sorted(counts)
-    readers, filler = roles[:-1], roles[-1]
-    in_flight = [_products_in_flight(role) for role in readers]
-    wanted = {reads for role in readers for step in role for reads in step.reads}
-    last_read = [
-        {reads: i for i, step in enumerate(role) for reads in step.reads} for role in readers
-    ]
-    loads: list[tuple[tuple[int, int], int]] = []  # buffer and number, in their order
-    held: list[dict[tuple[int, int], int]] = []  # buffer -> its last load, before each step
-    by_ring: dict[int, int] = {}
-    latest: dict[tuple[int, int], int] = {}
-    for step in filler:
-        held.append(latest)
-        if step.what == "load":
-            number = by_ring[step.at[0]] = by_ring.get(step.at[0], -1) + 1
-            latest = {**latest, step.at: len(loads)}
-            loads.append((step.at, number))
-    held.append(latest)
-    assert wanted == set(loads), "what is loaded is not what is read"
-    reports = [(barriers.index(s.barrier), s.number) for s in filler if s.what == "load"]
+    barriers = {at: Barrier(at, n, n) for at, n in counts.items()}
+    known: list[set[tuple]] = [set() for _ in roles]
+    flying: list[list[tuple]] = [[] for _ in roles]  # products, whose reads have no end yet
+    passed = []  # (barrier, phase, role)
+    readers: dict[tuple, list[tuple]] = {}  # (buffer, load) -> ends of its reads
+    for who, role in enumerate(roles):
+        for i, step in enumerate(role):
+            for read in step.reads:
+                readers.setdefault(read, []).append(("read", who, i))
+    loads: dict[int, int] = {}  # ring -> how many
+    held: dict[tuple[int, int], tuple] = {}  # buffer -> its last (buffer, load)
+    filled: set[tuple] = set()  # all of them
 
-    start = (
-        (0,) * len(roles),
-        frozenset(),  # loads in flight
-        tuple((counts[b], 0, 0) for b in barriers),  # arrivals missing, bytes missing, phase
-    )
-    seen = {start}
-    todo = [start]
+    def counts_for_one_phase(barrier: Barrier, who: int) -> None:
+        end = ("end", barrier.at, len(barrier.phases) - 1)
+        early = f"role {who} may arrive at {barrier.at} in the phase before its own"
+        assert not barrier.phases or end in known[who], early
 
-    def changed(state, at, arrivals, size):
-        missing, behind, phase = state[at]
-        missing, behind = missing - arrivals, behind + size
-        assert missing >= 0, f"{barriers[at]}: more arrivals than expected"
-        if missing == 0 and behind == 0:
-            missing, phase = counts[barriers[at]], phase ^ 1
-        return (*state[:at], (missing, behind, phase), *state[at + 1 :])
-
-    def after(places, flying, state, who):
-        """The state after the next step of one role, or None if it has to wait."""
-        step = roles[who][places[who]]
-        moved = (*places[:who], places[who] + 1, *places[who + 1 :])
+    def take(who: int, i: int, step: Step) -> bool:
+        """Takes a step of a role; False: it has to wait."""
+        mine = known[who]
         if step.what == "wait":
-            return (
-                (moved, flying, state) if state[barriers.index(step.at)][2] != step.number else None
-            )
-        if step.what in ("arrive", "expect"):
-            at = barriers.index(step.at)
-            return moved, flying, changed(state, at, 1, step.number)
-        if step.what == "load":
-            before = held[places[who]].get(step.at)
-            for reader, place in enumerate(places[:-1]):
-                busy = in_flight[reader][place]
-                assert step.at not in busy, f"{step.at} is filled while role {reader} reads it"
-                if before is not None:
-                    read = last_read[reader].get(loads[before], -1) < place
-                    assert read, f"{step.at} is overwritten before role {reader} reads it"
-            return moved, flying | {held[places[who] + 1][step.at]}, state
-        for buffer, number in step.reads:
-            there = held[places[-1]].get(buffer)
-            right = there is not None and there not in flying and loads[there][1] == number
-            assert right, f"role {who} reads {buffer} before or after load {number} of it"
-        return moved, flying, state
-
-    while todo:
-        places, flying, state = todo.pop()
-        following = [
-            after(places, flying, state, who)
-            for who, place in enumerate(places)
-            if place < len(roles[who])
-        ]
-        for at in {reports[n][0] for n in flying}:
-            # All that a barrier waits for at once: before the last has come none may be read.
-            come = {n for n in flying if reports[n][0] == at}
-            size = sum(reports[n][1] for n in come)
-            if size == state[at][1]:
-                following.append((places, flying - come, changed(state, at, 0, -size)))
-        possible = [s for s in following if s is not None]
-        done = all(place == len(role) for place, role in zip(places, roles))
-        assert possible or done, f"deadlock at {[r[p : p + 1] for r, p in zip(roles, places)]}"
-        for s in possible:
-            if s not in seen:
-                seen.add(s)
-                todo.append(s)
-    return len(seen)
-
-
-def _products_in_flight(role: list[Step]) -> list[set[tuple[int, int]]]:
-    """Buffers that products in flight read, before each step."""
-    flying: list[tuple[tuple[int, int], ...]] = []
-    found = []
-    for step in role:
-        found.append({at for buffers in flying for at in buffers})
-        if step.what == "read":
-            flying.append(tuple(at for at, _ in step.reads))
+            barrier = barriers[step.at]
+            phase = sum(("end", step.at, n) in mine for n in range(len(barrier.phases))) - 1
+            phase += (phase + 1) % 2 == step.number  # the last that it knows of, or the next
+            if phase >= len(barrier.phases):
+                return False
+            mine.add(("pass", step.at, phase, who))
+            passed.append((step.at, phase, who))
+            mine.update(barrier.phases[phase] if phase >= 0 else ())
+        elif step.what in ("arrive", "expect"):
+            counts_for_one_phase(barriers[step.at], who)
+            barriers[step.at].change(1, step.number, *mine)
+        elif step.what == "load":
+            number = loads[step.at[0]] = loads.get(step.at[0], -1) + 1
+            for end in readers.get(held.get(step.at), ()):
+                assert end in mine, f"{step.at} is filled while role {end[1]} reads it, or before"
+            held[step.at] = step.at, number
+            filled.add(held[step.at])
+            counts_for_one_phase(barriers[step.barrier], who)
+            barriers[step.barrier].change(0, -step.number, ("load", *held[step.at]))
         elif step.what == "drain":
-            del flying[: max(0, len(flying) - step.number)]
-    found.append({at for buffers in flying for at in buffers})
-    return found
+            ready = max(0, len(flying[who]) - step.number)
+            mine.update(flying[who][:ready])
+            del flying[who][:ready]
+        else:
+            for buffer, number in step.reads:
+                there = ("load", buffer, number) in mine
+                assert there, f"role {who} reads {buffer} before or after load {number} of it"
+            (mine.add if step.what == "look" else flying[who].append)(("read", who, i))
+        return True
+
+    left = [list(enumerate(role)) for role in roles]
+    while any(left):
+        before = list(map(len, left))
+        for who, steps in enumerate(left):
+            while steps and take(who, *steps[0]):
+                del steps[0]
+        stuck = f"deadlock at {[steps[:1] for steps in left]}"
+        assert before != list(map(len, left)), stuck
+    for at, phase, who in passed:
+        phases = barriers[at].phases[phase + 1 :]
+        sees = not phases or ("pass", at, phase, who) in phases[0]
+        assert sees, f"deadlock: role {who} may see the end of a later phase of {at}"
+    assert filled == set(readers), "what is loaded is not what is read"
