@@ -158,7 +158,6 @@ def assert_matches_oracle(
     *,
     eager: Callable[..., Any] | None = None,
     grad: bool = True,
-    seed: int = 0,
     factor: float = 2.0,
 ) -> dict[str, tuple[float, float]]:
     """Judge fn by Errors.bound, for every result that measure_errors (see its arguments) compares.
@@ -172,7 +171,7 @@ def assert_matches_oracle(
             non-finite value where the oracle is finite.
     """
     report = {}
-    measured = measure_errors(fn, ref, inputs, eager=eager, grad=grad, seed=seed)
+    measured = measure_errors(fn, ref, inputs, eager=eager, grad=grad)
     for name, errors in measured.items():
         bound = factor / 2 * (errors.bound - errors.rounding) + errors.rounding
         report[name] = (errors.max, bound)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fastpar.kernels import _C, backend, choice
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
-from fastpar.kernels.op import define_op
+from fastpar.kernels.op import check_scalar, define_op
 
 MOMENT_BLOCK = 256
 MOMENT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # of csrc/ops.h
@@ -136,17 +136,6 @@ def check_one(
         )
 
 
-def check_scalar(name: str, value: Tensor | None, device: torch.device) -> None:
-    """grad_scale, found_inf or a hyper-parameter that is a tensor."""
-    if value is not None and (
-        value.numel() != 1 or value.dtype != torch.float32 or value.device != device
-    ):
-        raise ValueError(
-            f"adamw_step_: expected an fp32 {name} of one element on {device}, got "
-            f"{list(value.shape)} {value.dtype} on {value.device}; pass torch.tensor(factor)"
-        )
-
-
 _BELOW = {"beta1": 1.0, "beta2": 1.0}
 
 
@@ -160,7 +149,7 @@ def flatten_hypers(
     for row in rows:
         for name, value in zip(Hyper._fields, row):
             if isinstance(value, Tensor):
-                check_scalar(name, value, device)
+                check_scalar("adamw_step_", name, value, device)
                 tensors.append(value)
                 slots.append(len(numbers))
                 numbers.append(0.0)
@@ -370,18 +359,11 @@ def _step_compiled(
     hypers_at: list[Tensor | None] = [None] * len(hypers)
     for slot, t in zip(hyper_slots, hyper_tensors):
         hypers_at[slot] = t
+    storage = _storage(params[0], grads[0], columns[2][0], columns[5])
     call = (
-        [params, ordered, *columns[2:]],
-        ranges,
-        hypers,
-        hypers_at,
-        _storage(params[0], grads[0], columns[2][0], columns[5]),
-        maximize,
-        zero_grad,
-        grad_scale,
-        found_inf,
-        seed,
-    )
+        [params, ordered, *columns[2:]], ranges, hypers, hypers_at, storage, maximize, zero_grad,
+        grad_scale, found_inf, seed,
+    )  # fmt: skip
     if on_cuda:
         with torch.cuda.device_of(params[0]):
             backend.cuda_kernels.adamw_step_cuda(*call, backend.cuda_stream(params[0]))
@@ -524,9 +506,16 @@ _adamw_step = define_op(
 )
 
 
-def _call(columns: list[list[Tensor]], *args: Any) -> None:
+def _call(
+    columns: list[list[Tensor]], grad_scale: Tensor | None, found_inf: Tensor | None,
+    ranges: list[int], hypers: Hyper | Sequence[Hyper], *flags: Any,
+) -> None:  # fmt: skip
     """The op on gradients whose memory holds their values; see Op's [Note: unusual tensors]."""
-    grads = columns[1]
+    grads, device = columns[1], columns[0][0].device
+    for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+        if value is not None:
+            check_scalar("adamw_step_", name, value, device)
+    args = grad_scale, found_inf, ranges, *flatten_hypers(hypers, device), *flags
     # What is compiled cannot ask; its gradients are those of compiled code, which negates at once.
     if torch.compiler.is_compiling() or not any(map(Tensor.is_neg, grads)):
         _adamw_step(*columns, *args)
@@ -536,6 +525,12 @@ def _call(columns: list[list[Tensor]], *args: Any) -> None:
     for g, used in zip(grads, plain):
         if g is not used:
             g.copy_(used)  # zeros, where these were asked for
+
+
+_LISTS = (
+    "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "master_weights",
+    "exp_avg_scales", "exp_avg_sq_scales", "hyper_index", "first_indices",
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -598,19 +593,11 @@ def adamw_step_(
         2020, arXiv 2010.06192; 8-bit moments in blocks: Dettmers et al. 2022, arXiv 2110.02861
     """
     n = len(params)
-    lists = {
-        "params": params,
-        "grads": grads,
-        "exp_avgs": exp_avgs,
-        "exp_avg_sqs": exp_avg_sqs,
-        "max_exp_avg_sqs": max_exp_avg_sqs,
-        "master_weights": master_weights,
-        "exp_avg_scales": exp_avg_scales,
-        "exp_avg_sq_scales": exp_avg_sq_scales,
-        "hyper_index": hyper_index,
-        "first_indices": first_indices,
-    }
-    lengths = {name: len(value) for name, value in lists.items() if value is not None}
+    lists = (
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, master_weights, exp_avg_scales,
+        exp_avg_sq_scales, hyper_index, first_indices,
+    )  # fmt: skip
+    lengths = {name: len(given) for name, given in zip(_LISTS, lists) if given is not None}
     if len(set(lengths.values())) != 1:
         raise ValueError(
             f"adamw_step_: expected lists of one length, got lengths={lengths}; "
@@ -657,12 +644,9 @@ def adamw_step_(
             if t is not None:
                 column.append(t)
         first_index += -(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK
-    for (device, *_), (columns, ranges) in groups.items():
-        check_scalar("grad_scale", grad_scale, device)
-        check_scalar("found_inf", found_inf, device)
-        numbers = flatten_hypers(hypers, device)
-        flags = (maximize, zero_grad, seed, threads)
-        _call(columns, grad_scale, found_inf, ranges, *numbers, *flags)
+    for columns, ranges in groups.values():
+        flags = maximize, zero_grad, seed, threads
+        _call(columns, grad_scale, found_inf, ranges, hypers, *flags)
 
 
 @torch.no_grad()
@@ -727,10 +711,6 @@ def adamw_step_flat_(
         flat += (0, start, stop, hyper, first_index)
     if not flat:
         return
-    check_scalar("grad_scale", grad_scale, param.device)
-    check_scalar("found_inf", found_inf, param.device)
-    _call(
-        [[] if t is None else [t] for t in (param, grad, *states, *scales)], grad_scale, found_inf,
-        flat, *flatten_hypers(hypers, param.device), maximize, zero_grad,
-        checked_seed(stochastic_rounding_seed), checked_threads(threads),
-    )  # fmt: skip
+    columns = [[] if t is None else [t] for t in (param, grad, *states, *scales)]
+    flags = zero_grad, checked_seed(stochastic_rounding_seed), checked_threads(threads)
+    _call(columns, grad_scale, found_inf, flat, hypers, maximize, *flags)

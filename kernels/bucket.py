@@ -22,8 +22,8 @@ from torch import Tensor
 from fastpar.kernels import backend
 from fastpar.kernels.adamw import is_dense
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
-from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
-from fastpar.kernels.op import define_op
+from fastpar.kernels.global_norm import check_bins, norm_bins
+from fastpar.kernels.op import check_scalar, define_op
 
 
 def _copy(
@@ -120,16 +120,14 @@ def _sum_shards(
 
 
 _pack_op = define_op(
-    "pack_(Tensor(a!) flat, Tensor[] tensors, int[] offsets, float scale, Tensor? at) -> ()",
-    _pack,
+    "pack_(Tensor(a!) flat, Tensor[] tensors, int[] offsets, float scale, Tensor? at) -> ()", _pack
 )
 _unpack_op = define_op(
     "unpack_(Tensor(a!)[] tensors, Tensor flat, int[] offsets, float scale, Tensor? at) -> ()",
     _unpack,
 )
 _accumulate_op = define_op(
-    "accumulate_(Tensor(a!)[] totals, Tensor[] values, float scale, Tensor? at) -> ()",
-    _accumulate,
+    "accumulate_(Tensor(a!)[] totals, Tensor[] values, float scale, Tensor? at) -> ()", _accumulate
 )
 _sum_shards_op = define_op(
     "sum_shards(Tensor[] shards, Tensor(a!) out, float scale, Tensor? at, Tensor(b!)? bins) -> ()",
@@ -145,11 +143,7 @@ def _split_scale(
         if isinstance(scale, str):
             raise ValueError(f"{op}: expected a number, got scale={scale!r}; convert it")
         return 1.0 if scale is None else float(scale), None
-    if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != device:
-        raise ValueError(
-            f"{op}: expected a scale of one fp32 element on {device}, got scale="
-            f"{list(scale.shape)} {scale.dtype} on {scale.device}; pass a number or move it"
-        )
+    check_scalar(op, "scale", scale, device)
     return 1.0, scale
 
 
@@ -217,12 +211,9 @@ def _place(
 
 @torch.no_grad()
 def pack_(
-    flat: Tensor,
-    tensors: Sequence[Tensor],
-    *,
-    scale: float | Tensor | None = None,
+    flat: Tensor, tensors: Sequence[Tensor], *, scale: float | Tensor | None = None,
     offsets: Sequence[int] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the tensors into flat, cast and scaled: flat[o_i : o_i + n_i] = tensors[i] * scale.
 
     Args:
@@ -251,12 +242,9 @@ def pack_(
 
 @torch.no_grad()
 def unpack_(
-    tensors: Sequence[Tensor],
-    flat: Tensor,
-    *,
-    scale: float | Tensor | None = None,
+    tensors: Sequence[Tensor], flat: Tensor, *, scale: float | Tensor | None = None,
     offsets: Sequence[int] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Reads the tensors from flat, cast and scaled: tensors[i] = flat[o_i : o_i + n_i] * scale.
 
     Args:
@@ -279,10 +267,7 @@ def unpack_(
 
 @torch.no_grad()
 def accumulate_(
-    totals: Sequence[Tensor],
-    values: Sequence[Tensor],
-    *,
-    scale: float | Tensor | None = None,
+    totals: Sequence[Tensor], values: Sequence[Tensor], *, scale: float | Tensor | None = None
 ) -> None:
     """Adds a list to a list, for example 16-bit gradients to fp32 ones: totals += values * scale.
 
@@ -321,12 +306,9 @@ def accumulate_(
 
 @torch.no_grad()
 def sum_shards(
-    received: Tensor | Sequence[Tensor],
-    out: Tensor,
-    *,
-    scale: float | Tensor | None = None,
+    received: Tensor | Sequence[Tensor], out: Tensor, *, scale: float | Tensor | None = None,
     bins: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Sums the shards of all ranks as a tree: the reduce half of an all-to-all reduce-scatter.
 
     out = ((received[0] + received[1]) + (received[2] + received[3]) + ...) * scale, summed in fp32
@@ -361,11 +343,5 @@ def sum_shards(
             )
     factor, at = _split_scale("sum_shards", scale, out.device)
     if bins is not None:
-        fits = bins.shape == (NORM_WORDS,) and bins.dtype == torch.int64 and bins.is_contiguous()
-        if not fits or bins.device != out.device:
-            raise ValueError(
-                f"sum_shards: expected contiguous int64 bins [{NORM_WORDS}] on {out.device}, got "
-                f"bins={list(bins.shape)} {bins.dtype} on {bins.device}; pass what norm_bins "
-                "returns, or zeros"
-            )
+        check_bins("sum_shards", bins, out.device)
     _sum_shards_op(shards, out, factor, at, bins)

@@ -11,12 +11,13 @@ import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 C = TypeVar("C", bound=Any)  # a NamedTuple
 Place = tuple[Any, ...]
+Values = Sequence[Any]  # a range, or one by one
 TABLES: dict[str, ConfigTable] = {}  # by name: all that were imported
 
 
@@ -26,7 +27,7 @@ class ConfigTable(Generic[C]):
     Args:
         name: of its file <name>.json beside the module that defines kind.
         kind: of a config, a NamedTuple.
-        wrong: (arch, config) -> (rule, field) of a value that cannot be, or None.
+        allowed: field of a config -> the values that it can have, or (arch) -> these.
         candidates: (arch, *place) -> configs worth timing.
         archs: compute capabilities with a part of their own (80 for 8.0).
         places: keys of configs below the architecture; () where there is one.
@@ -37,20 +38,16 @@ class ConfigTable(Generic[C]):
     """
 
     def __init__(
-        self,
-        name: str,
-        kind: type[C],
-        wrong: Callable[[int, C], tuple[str, str] | None],
-        candidates: Callable[..., list[C]],
-        archs: Sequence[int] = (80, 90),
+        self, name: str, kind: type[C], allowed: Mapping[str, Values | Callable[[int], Values]],
+        candidates: Callable[..., list[C]], archs: Sequence[int] = (80, 90),
         places: Sequence[Place] = ((),),
         part_for: Callable[[int], int] = lambda arch: 90 if arch >= 90 else 80,
         adapt: Callable[[int, C], C] = lambda arch, config: config,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name, self.kind, self.places = name, kind, list(places)
         self.archs, self.part_for, self.candidates = archs, part_for, candidates
         self.path = Path(inspect.getfile(kind)).with_name(f"{name}.json")
-        self._wrong, self._adapt = wrong, adapt
+        self._allowed, self._adapt = allowed, adapt
         self._tried: dict[Place, C] = {}
         self.load = functools.cache(self._load)
         self.get = functools.cache(self._get)
@@ -86,11 +83,11 @@ class ConfigTable(Generic[C]):
 
         if not isinstance(entry, dict) or set(entry) != set(self.kind._fields):
             raise refuse(f"the fields {', '.join(self.kind._fields)}", "entry", entry)
-        config = self.kind(**entry)
-        found = self._wrong(key[0], config)
-        if found is not None:
-            raise refuse(*found, entry[found[1]])
-        return config
+        for name, values in self._allowed.items():
+            values = values(key[0]) if callable(values) else values
+            if entry[name] not in values:
+                raise refuse(_rule(values), name, entry[name])
+        return self.kind(**entry)
 
     def _load(self, path: Path) -> dict[Place, C]:
         """(arch, *place) -> config, all of a file's, checked.
@@ -133,6 +130,12 @@ class ConfigTable(Generic[C]):
 
 def _shown(key: Place) -> str:
     return " / ".join(map(str, key))
+
+
+def _rule(values: Values) -> str:
+    if isinstance(values, range):
+        return f"{values[0]} to {values[-1]}"
+    return " or ".join(", ".join(map(str, values)).rsplit(", ", 1))
 
 
 def render(table: dict[str, Any]) -> str:

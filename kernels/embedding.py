@@ -21,14 +21,7 @@ from torch import Tensor
 
 from fastpar.kernels.backend import FLOATS, triton_module, use_triton
 from fastpar.kernels.linear.weight_gradients import wide_room
-from fastpar.kernels.op import (
-    check_dense,
-    define_autograd,
-    define_op,
-    refuse_batch,
-    refuse_buffer,
-    refuse_double_backward,
-)
+from fastpar.kernels.op import check_dense, define_autograd, define_op, refuse_batch, refuse_buffer
 from fastpar.kernels.philox import (
     Rng,
     check_rng,
@@ -176,7 +169,6 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dx):
-    refuse_double_backward("embedding")
     idx, key = ctx.saved_tensors
     mask, places = (key, ctx.site, ctx.threshold), (ctx.positions, ctx.first_position)
     dwte, buffer = None, ctx.wte_grad
@@ -192,7 +184,7 @@ def _backward(ctx, dx):
     return None, dwte, dwpe if ctx.positions else None, *[None] * 5
 
 
-define_autograd(_embedding, _setup_context, _backward)
+define_autograd(_embedding, _setup_context, _backward, once="embedding")
 
 
 def _check(
@@ -257,15 +249,9 @@ def _check_wte_grad(wte_grad: Tensor, wte: Tensor) -> None:
 
 
 def embedding(
-    idx: Tensor,
-    wte: Tensor,
-    wpe: Tensor | None = None,
-    *,
-    first_position: int = 0,
-    dropout_p: float = 0.0,
-    rng: Rng | None = None,
-    wte_grad: Tensor | None = None,
-) -> Tensor:
+    idx: Tensor, wte: Tensor, wpe: Tensor | None = None, *, first_position: int = 0,
+    dropout_p: float = 0.0, rng: Rng | None = None, wte_grad: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Token plus position embedding: x = dropout(wte[idx] + wpe[f : f + T]), f = first_position.
 
     Args:

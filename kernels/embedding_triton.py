@@ -40,9 +40,7 @@ _PIECE = 64
 _PROGRAMS_PER_SM = 20  # all resident: one warp each, at most 96 registers a thread
 
 
-@triton.jit(
-    do_not_specialize=["N", "T", "V", "first_position", "site", "threshold", "scale"],
-)
+@triton.jit(do_not_specialize=["N", "T", "V", "first_position", "site", "threshold", "scale"])
 def _embedding_fwd_kernel(
     idx_ptr, wte_ptr, wpe_ptr, x_ptr, key_ptr, N, T, V, C, stride_wte, stride_wpe, first_position,
     site, threshold, scale, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, HAS_WPE: tl.constexpr,

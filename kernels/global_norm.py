@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
-from fastpar.kernels.op import define_op
+from fastpar.kernels.op import check_scalar, define_op
 
 # As in csrc/norm_math.h.
 _BINS, _BIN_BITS, _LOWEST_UNIT = 12, 52, -350
@@ -89,11 +89,9 @@ def _composed_result(
     totals = (high.double() * 2.0**32 + low.double()) * _units(bins.device)
     filled = (high != 0) | (low != 0)
     top = (filled * torch.arange(_BINS, device=bins.device)).max().clamp(min=1)
-    scale = (
-        torch.tensor(loss_scale, dtype=torch.float32, device="cpu")
-        if loss_scale_at is None
-        else loss_scale_at
-    )
+    scale = loss_scale_at
+    if scale is None:
+        scale = torch.tensor(loss_scale, dtype=torch.float32, device="cpu")
     scale = scale.to(bins.device, torch.float64).view(())
     norm = ((totals.take(top) + totals.take(top - 1)).sqrt() / scale).float()
     norm = norm.masked_fill(bins[-2] != 0, math.inf).masked_fill(bins[-1] != 0, math.nan)
@@ -206,13 +204,7 @@ def _clip(
         raise ValueError(f"{op}: expected 0 <= eps < inf, got eps={eps}; 1e-6 is torch's")
     limit = -1.0 if max_norm is None else float(max_norm)
     if isinstance(loss_scale, Tensor):
-        fits = loss_scale.numel() == 1 and loss_scale.dtype == torch.float32
-        if not fits or loss_scale.device != device:
-            raise ValueError(
-                f"{op}: expected a loss_scale of one fp32 element on {device}, got loss_scale="
-                f"{list(loss_scale.shape)} {loss_scale.dtype} on {loss_scale.device}; pass a "
-                "number or move it"
-            )
+        check_scalar(op, "loss_scale", loss_scale, device)
         return limit, float(eps), 1.0, loss_scale
     scale = 1.0 if loss_scale is None else loss_scale
     if isinstance(scale, str) or not 0 < scale < math.inf:
@@ -225,13 +217,9 @@ def _clip(
 
 @torch.no_grad()
 def global_norm(
-    tensors: Sequence[Tensor],
-    *,
-    counted: Sequence[bool] | None = None,
-    max_norm: float | None = None,
-    loss_scale: float | Tensor | None = None,
-    eps: float = 1e-6,
-) -> GlobalNorm:
+    tensors: Sequence[Tensor], *, counted: Sequence[bool] | None = None,
+    max_norm: float | None = None, loss_scale: float | Tensor | None = None, eps: float = 1e-6,
+) -> GlobalNorm:  # fmt: skip
     """2-norm of all elements of all tensors, with the clip factor and the overflow flag.
 
     Args:
@@ -268,10 +256,7 @@ def global_norm(
 
 @torch.no_grad()
 def norm_bins(
-    tensors: Sequence[Tensor],
-    *,
-    counted: Sequence[bool] | None = None,
-    out: Tensor | None = None,
+    tensors: Sequence[Tensor], *, counted: Sequence[bool] | None = None, out: Tensor | None = None
 ) -> Tensor:
     """The exact sum of squares of all elements: int64 [NORM_WORDS], for norm_from_bins.
 
@@ -289,7 +274,7 @@ def norm_bins(
     lists = _checked("norm_bins", tensors, counted)
     device = tensors[0].device if tensors else torch.device("cpu")
     if out is not None:
-        _check_bins("norm_bins", out, device if tensors else out.device)
+        check_bins("norm_bins", out, device if tensors else out.device)
     if not tensors:
         return torch.zeros(NORM_WORDS, dtype=torch.int64, device="cpu") if out is None else out
     bins = _norm_bins_op(*lists)
@@ -311,12 +296,13 @@ def norm_from_bins(
     Deterministic: yes, see global_norm.
     Oracle: fastpar.kernels.reference.global_norm_ref
     """
-    _check_bins("norm_from_bins", bins, bins.device)
+    check_bins("norm_from_bins", bins, bins.device)
     clip = _clip("norm_from_bins", max_norm, loss_scale, eps, bins.device)
     return GlobalNorm(*_norm_from_bins_op(bins, *clip).unbind())
 
 
-def _check_bins(op: str, bins: Tensor, device: torch.device) -> None:
+def check_bins(op: str, bins: Tensor, device: torch.device) -> None:
+    """Refuse what is not made by norm_bins, or like it."""
     fits = bins.shape == (NORM_WORDS,) and bins.dtype == torch.int64 and bins.is_contiguous()
     if not fits or bins.device != device:
         raise ValueError(

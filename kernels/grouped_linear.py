@@ -24,7 +24,7 @@ from torch import Tensor
 from fastpar.kernels import backend
 from fastpar.kernels.choice import is_proven, is_real
 from fastpar.kernels.linear import add_matmul_, matmul
-from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
+from fastpar.kernels.op import define_autograd, define_op
 
 
 def use_grouped(x: Tensor, weight: Tensor, counts: Tensor) -> bool:
@@ -143,7 +143,6 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy):
-    refuse_double_backward("grouped_linear")
     need = list(ctx.needs_input_grad[:3])
     apart = any(take is not None for take in ctx.takers)
     grads = list(_grouped_linear_bwd(dy, *ctx.saved_tensors, need, apart))
@@ -155,7 +154,7 @@ def _backward(ctx, dy):
     return *(grad if needed else None for grad, needed in zip(grads, need)), None
 
 
-define_autograd(_grouped_linear, _setup_context, _backward)
+define_autograd(_grouped_linear, _setup_context, _backward, once="grouped_linear")
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:

@@ -227,6 +227,36 @@ def check_float(op: str, name: str, x: Tensor) -> None:
         )
 
 
+def check_vector(op: str, name: str, vector: Tensor, x: Tensor) -> None:
+    """Refuse what is not a number for each element of x's last dimension."""
+    row = x.shape[-1:]
+    if vector.dim() != 1 or vector.shape != row:
+        raise ValueError(
+            f"{op}: expected {name} of shape [C]={list(row)}, got {name}={list(vector.shape)}; "
+            "it goes with x's last dimension"
+        )
+    if vector.dtype != x.dtype and vector.dtype != torch.float32:
+        raise ValueError(
+            f"{op}: expected {name} of x's dtype {x.dtype} or float32, got "
+            f"{name}={vector.dtype}; cast one of them"
+        )
+    if vector.device != x.device:
+        raise ValueError(
+            f"{op}: expected {name} on x's device {x.device}, got {name} on {vector.device}; "
+            "move one of them"
+        )
+
+
+def check_scalar(op: str, name: str, value: Tensor, device: torch.device) -> None:
+    """Refuse a tensor that is no number for kernels to read on their device."""
+    if value.numel() != 1 or value.dtype != torch.float32 or value.device != device:
+        raise ValueError(
+            f"{op}: expected {name} of one fp32 element on {device}, got {name}="
+            f"{list(value.shape)} {value.dtype} on {value.device}; pass torch.tensor(number, "
+            f"device='{device}')"
+        )
+
+
 def check_eps(op: str, eps: float) -> None:
     """Refuse what would make roots of negative numbers."""
     if not 0.0 <= eps < math.inf:
@@ -254,7 +284,7 @@ def define_op(
 
 def define_autograd(
     op: Op, setup_context: Callable[..., None], backward: Callable[..., Any], *,
-    by_products: int = 0,
+    by_products: int = 0, once: str = "",
 ) -> None:  # fmt: skip
     """Gradients of op: setup_context(ctx, inputs, output) and backward(ctx, *grads).
 
@@ -264,6 +294,7 @@ def define_autograd(
         by_products: how many outputs, the last ones, are for backward alone. They have no gradient,
             and an eager call that is differentiated does not return them. Under torch.func they may
             be asked for one, by a second derivative: it is refused.
+        once: the name by which a derivative of the gradients is refused; "": backward sees to it.
     """
 
     def setup(ctx, inputs, output):
@@ -283,6 +314,8 @@ def define_autograd(
     def backward_of_some(ctx, *grads):
         for grad in grads:
             if grad is not None:
+                if once:
+                    refuse_double_backward(once)
                 return backward(ctx, *grads)
         return (None,) * len(ctx.needs_input_grad)
 
@@ -309,7 +342,7 @@ def define_autograd(
 
 
 def refuse_double_backward(op: str) -> None:
-    """Called first in an op's backward: gradients of these gradients are not computed.
+    """Gradients of an op's gradients are not computed.
 
     torch.func.grad always asks for them; there they are refused when they are taken.
     """

@@ -54,12 +54,9 @@ def _step(x: Tensor, a: float, b: float, c: float) -> Tensor:
 
 @torch.no_grad()
 def orthogonalize(
-    x: Tensor,
-    *,
-    coefficients: Coefficients = POLAR_EXPRESS,
-    eps: float = 1e-7,
+    x: Tensor, *, coefficients: Coefficients = POLAR_EXPRESS, eps: float = 1e-7,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The nearest matrix with orthonormal rows or columns, roughly: singular values become about 1.
 
     Args:

@@ -15,11 +15,13 @@ Saved for backward: order; combine: also rows and weights.
 Source: Lepikhin et al. 2020, arXiv 2006.16668
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from fastpar.kernels.backend import wide
-from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
+from fastpar.kernels.op import define_autograd, define_op
 
 
 def _places(order: Tensor, slots: int) -> Tensor:
@@ -56,20 +58,14 @@ def permute_fwd(
 def permute_bwd(drows: Tensor, order: Tensor, n: int, k: int) -> Tensor:
     """dx [N, C]."""
     places = _places(order, n * k).view(n, k)
-    total = _row(drows, places[:, 0])
-    for choice in range(1, k):
-        total += _row(drows, places[:, choice])
-    return total.to(drows.dtype)
+    return functools.reduce(Tensor.add_, (_row(drows, at) for at in places.T)).to(drows.dtype)
 
 
 def combine_fwd(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """y [N, C]."""
-    n, k = weights.shape
-    places = _places(order, n * k).view(n, k)
-    total = _row(rows, places[:, 0]) * weights[:, :1]
-    for choice in range(1, k):
-        total += _row(rows, places[:, choice]) * weights[:, choice : choice + 1]
-    return total.to(rows.dtype)
+    places = _places(order, weights.numel()).view(weights.shape)
+    parts = (_row(rows, at) * weight[:, None] for at, weight in zip(places.T, weights.T))
+    return functools.reduce(Tensor.add_, parts).to(rows.dtype)
 
 
 def combine_bwd(
@@ -132,7 +128,6 @@ def _permute_setup(ctx, inputs, output):
 
 
 def _permute_backward(ctx, drows, *_):
-    refuse_double_backward("permute")
     return _permute_bwd(drows, *ctx.saved_tensors, *ctx.shape), None, None, None
 
 
@@ -141,14 +136,13 @@ def _combine_setup(ctx, inputs, output):
 
 
 def _combine_backward(ctx, dy):
-    refuse_double_backward("combine")
     need = ctx.needs_input_grad[:2]
     grads = _combine_bwd(dy, *ctx.saved_tensors, *need)
     return *(grad if needed else None for grad, needed in zip(grads, need)), None
 
 
-define_autograd(_permute, _permute_setup, _permute_backward)
-define_autograd(_combine, _combine_setup, _combine_backward)
+define_autograd(_permute, _permute_setup, _permute_backward, once="permute")
+define_autograd(_combine, _combine_setup, _combine_backward, once="combine")
 
 
 def permute(

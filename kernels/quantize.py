@@ -129,14 +129,9 @@ def _check_block(op: str, block: int) -> None:
 
 @torch.no_grad()
 def quantize_blockwise(
-    x: Tensor,
-    *,
-    bits: int = 8,
-    block: int = 256,
-    seed: int | None = None,
-    first_index: int = 0,
+    x: Tensor, *, bits: int = 8, block: int = 256, seed: int | None = None, first_index: int = 0,
     error: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of x in 8 or 4 bits, one fp32 scale for each block of consecutive elements.
 
     Args:

@@ -280,26 +280,24 @@ def embedding_ref(
     return dropout_ref(x, dropout_p, rng)
 
 
+def _starts(tensors: list[Tensor]) -> list[int]:
+    return [sum(x.numel() for x in tensors[:i]) for i in range(len(tensors))]
+
+
 def pack_ref(
     flat: Tensor, tensors: list[Tensor], scale: float = 1.0, offsets: list[int] | None = None
 ) -> None:
     """flat[o_i : o_i + n_i] = tensors[i] * scale, tensor by tensor."""
-    at = 0
-    for i, x in enumerate(tensors):
-        start = at if offsets is None else offsets[i]
+    for x, start in zip(tensors, offsets or _starts(tensors)):
         flat[start : start + x.numel()] = (x.flatten() * scale).to(flat.dtype)
-        at += x.numel()
 
 
 def unpack_ref(
     tensors: list[Tensor], flat: Tensor, scale: float = 1.0, offsets: list[int] | None = None
 ) -> None:
     """tensors[i] = flat[o_i : o_i + n_i] * scale, tensor by tensor."""
-    at = 0
-    for i, x in enumerate(tensors):
-        start = at if offsets is None else offsets[i]
+    for x, start in zip(tensors, offsets or _starts(tensors)):
         x.copy_((flat[start : start + x.numel()] * scale).view(x.shape))
-        at += x.numel()
 
 
 def accumulate_ref(totals: list[Tensor], values: list[Tensor], scale: float = 1.0) -> None:
@@ -318,20 +316,13 @@ def sum_shards_ref(received: Tensor, out: Tensor, scale: float = 1.0) -> None:
 
 
 def global_norm_ref(
-    tensors: list[Tensor],
-    counted: list[bool] | None = None,
-    max_norm: float | None = None,
-    loss_scale: float = 1.0,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor]:
+    tensors: list[Tensor], counted: list[bool] | None = None, max_norm: float | None = None,
+    loss_scale: float = 1.0, eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(norm, grad_scale, found_inf) in fp64, element by element."""
     kept = [t for i, t in enumerate(tensors) if counted is None or counted[i]]
-    norm = torch.cat(
-        [
-            torch.zeros(1, dtype=torch.float32, device="cpu").double(),
-            *[t.double().flatten() for t in kept],
-        ]
-    ).norm()
+    zero = torch.zeros(1, dtype=torch.float64, device="cpu")
+    norm = torch.cat([zero, *(t.double().flatten() for t in kept)]).norm()
     finite = all(bool(t.isfinite().all()) for t in tensors)
     if not finite:
         norm = torch.cat([t.double().flatten() for t in tensors]).abs().sum()  # inf or nan
@@ -339,11 +330,8 @@ def global_norm_ref(
     factor = torch.ones_like(norm)
     if max_norm is not None:
         factor = torch.clamp(max_norm / (norm + eps), max=1.0)
-    return (
-        norm,
-        factor / loss_scale,
-        torch.tensor(float(not finite), dtype=torch.float32, device="cpu"),
-    )
+    found_inf = torch.tensor(float(not finite), dtype=torch.float32, device="cpu")
+    return norm, factor / loss_scale, found_inf
 
 
 def orthogonalize_ref(

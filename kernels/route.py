@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels.backend import wide
-from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
+from fastpar.kernels.op import check_float, define_autograd, define_op
 
 
 def _weights(logits: Tensor, experts: Tensor) -> Tensor:
@@ -70,11 +70,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dweights, _):
-    refuse_double_backward("route")
     return _route_bwd(dweights, *ctx.saved_tensors), None, None
 
 
-define_autograd(_route, _setup_context, _backward)
+define_autograd(_route, _setup_context, _backward, once="route")
 
 
 def route(logits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ from fastpar.kernels.attention.composed import (
 )
 from fastpar.kernels.backend import triton_module, use_cpp, use_triton
 from fastpar.kernels.config_table import ConfigTable
-from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
+from fastpar.kernels.op import check_float, define_autograd, define_op
 from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p
 
 MAX_HEAD_DIM = 256
@@ -76,7 +76,7 @@ class Mask(NamedTuple):
 BITS = ConfigTable(
     "attention_bits",
     Mask,
-    lambda arch, mask: None if mask.kept in (0, 1) else ("0 or 1", "kept"),
+    {"kept": (0, 1)},
     lambda arch: [Mask(0), Mask(1)],
     part_for=lambda arch: 90 if 90 <= arch < 120 else 80,
 )
@@ -159,26 +159,6 @@ def _of_triton(stats: Tensor, o: Tensor) -> bool:
     return stats.dim() == o.dim() - 1 and o.numel() > 0
 
 
-def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: Dropout,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o, shape of q, and the two statistics of each row by the compiled kernel."""
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    stats = q.new_empty(*_stats_shape(q), 2, dtype=torch.float32)
-    _C.attention_fwd(q, k, v, o, stats, cu_seqlens, *_arguments(causal, scale, drop))
-    return o, stats
-
-
-def attention_bwd(
-    do: Tensor, inputs: Triple, stats: Tensor, grads: Triple, causal: bool, scale: float,
-    drop: Dropout, cu_seqlens: Tensor | None,
-) -> None:  # fmt: skip
-    """Writes the gradients, which may be parts of one packed tensor, by the compiled kernel."""
-    rest = _arguments(causal, scale, drop)
-    _C.attention_bwd(do, *inputs, stats, *grads, cu_seqlens, *rest)
-
-
 def _attention_run(
     q: Tensor, k: Tensor | None, v: Tensor | None, causal: bool, scale: float, key: Tensor | None,
     site_head: int, threshold: int, cu_seqlens: Tensor | None, bits: Tensor | None = None,
@@ -203,7 +183,10 @@ def _attention_run(
         )
     drop = Dropout(key, site_head, threshold, first_row or 0)
     if cpp:
-        return attention_fwd(q, k, v, causal, scale, drop, cu_seqlens)
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        stats = q.new_empty(*_stats_shape(q), 2, dtype=torch.float32)
+        _C.attention_fwd(q, k, v, o, stats, cu_seqlens, *_arguments(causal, scale, drop))
+        return o, stats
     o = composed_fwd((q, k, v), bounds, causal, scale, drop)
     return o, q.new_empty(0, dtype=torch.float32)
 
@@ -248,7 +231,8 @@ def _attention_bwd_run(
     else:
         drop = Dropout(key, site_head, threshold, first_row or 0)
         if stats.dim() == do.dim():
-            attention_bwd(do, inputs, stats, grads, causal, scale, drop, cu_seqlens)
+            rest = _arguments(causal, scale, drop)
+            _C.attention_bwd(do, *inputs, stats, *grads, cu_seqlens, *rest)
         else:
             composed_bwd(do, inputs, grads, bounds, causal, scale, drop)
     return results
@@ -304,7 +288,6 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, do, *_):
-    refuse_double_backward("attention")
     q, k, v, o, stats, key, cu_seqlens, bits = ctx.saved_tensors
     mask = key, ctx.site_head, ctx.threshold
     more = cu_seqlens, bits, ctx.first_row
@@ -313,7 +296,7 @@ def _backward(ctx, do, *_):
     return dq, *((None, None) if k is None else (dk, dv)), *[None] * (ctx.n_inputs - 3)
 
 
-define_autograd(_attention, _setup_context, _backward, by_products=1)
+define_autograd(_attention, _setup_context, _backward, by_products=1, once="attention")
 
 
 def _check_tensor(name: str, x: Tensor, shape: str) -> None:
@@ -429,16 +412,9 @@ def _run(
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: Rng | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, softmax_scale: float | None = None,
+    dropout_p: float = 0.0, rng: Rng | None = None, cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Scaled dot-product attention, o = dropout(softmax(q k^T * softmax_scale)) v per head.
 
     Args:
@@ -475,14 +451,9 @@ def attention(
 
 
 def attention_qkvpacked(
-    qkv: Tensor,
-    *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: Rng | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    qkv: Tensor, *, causal: bool = True, softmax_scale: float | None = None, dropout_p: float = 0.0,
+    rng: Rng | None = None, cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """attention() on the output of one projection, read in place; its gradient is one tensor.
 
     Args:

@@ -186,28 +186,20 @@ def refusal_of_hopper(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -
     return ""
 
 
+def _refuse(name: str, why: str) -> None:
+    if why:
+        raise RuntimeError(
+            f"{name}: expected a call that it can serve, got one that it cannot: it {why}; call "
+            "attention"
+        )
+
+
 def attention_forward_hopper(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention's forward on a Hopper GPU, without dropout.
-
-    Args:
-        q: [B, T, H, D], bf16 | fp16, D 64 | 128, last dimension contiguous.
-        k, v: [B, T, Hkv, D], H a multiple of Hkv.
-        scale: of the scores; 1 / sqrt(D) by default.
-    Returns:
-        o: [B, T, H, D], contiguous. lse: [B, H, T], fp32, base 2: what attention's backward takes.
-    Raises:
-        RuntimeError: refusal_of_hopper() says why it cannot serve this call.
-    Deterministic: yes, bitwise.
-    Oracle: fastpar.kernels.reference.attention_ref
-    """
-    why = refusal_of_hopper(q, k, v)
-    if why:
-        raise RuntimeError(
-            f"attention_forward_hopper: expected a call that it can serve, got one that it cannot: "
-            f"it {why}; call attention"
-        )
+    """o, contiguous, and lse [B, H, T] in base 2 of causal attention without dropout. Raises
+    RuntimeError where refusal_of_hopper() refuses. scale: 1 / sqrt(D) by default."""
+    _refuse("attention_forward_hopper", refusal_of_hopper(q, k, v))
     from fastpar.kernels.attention.hopper_triton import attention_hopper_fwd
 
     return attention_hopper_fwd(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
@@ -226,23 +218,9 @@ def attention_backward_hopper(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, scale: float | None = None,
 ) -> None:  # fmt: skip
-    """Writes dq, dk and dv of attention_forward_hopper: dq by the same kernel as everywhere.
-
-    Args:
-        do, q, k, v, o: as in the forward, D 64. lse: [B, H, T], fp32, base 2, contiguous.
-        dq, dk, dv: shapes of q, k and v, last dimension contiguous, maybe parts of one tensor.
-        scale: of the scores; 1 / sqrt(D) by default.
-    Raises:
-        RuntimeError: refusal_of_hopper() or refusal_of_backward() refuses this call.
-    Deterministic: yes, bitwise.
-    Oracle: fastpar.kernels.reference.attention_ref
-    """
-    why = refusal_of_hopper(q, k, v) or refusal_of_backward(q)
-    if why:
-        raise RuntimeError(
-            f"attention_backward_hopper: expected a call that it can serve, got one that it "
-            f"cannot: it {why}; call attention"
-        )
+    """Writes dq, dk and dv, which may be parts of one tensor: dq by the same kernel as everywhere.
+    lse is the forward's; what refusal_of_backward() refuses, too, is a RuntimeError."""
+    _refuse("attention_backward_hopper", refusal_of_hopper(q, k, v) or refusal_of_backward(q))
     from fastpar.kernels.attention.triton import attention_bwd
 
     do = do if tma_reads(do) else do.contiguous()

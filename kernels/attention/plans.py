@@ -22,7 +22,6 @@ from fastpar.kernels.config_table import ConfigTable
 KERNELS = ("fwd", "bwd_dq", "bwd_dkdv")
 HEAD_DIMS = (16, 32, 64, 128)  # padded to a power of 2
 VARIANTS = ("plain", "dropout", "bits", "fp32")  # bits: of the mask, kept; fp32: any mask or none
-LOADS = ("ptr", "tma")
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # a program may use
 
 
@@ -53,17 +52,12 @@ def variant_for(dropout: bool, fp32: bool, bits: Tensor | None = None) -> str:
     return "dropout" if bits is None else "bits"
 
 
-def _wrong(arch: int, config: Config) -> tuple[str, str] | None:
-    for name in ("block_q", "block_k"):
-        if getattr(config, name) not in (16, 32, 64, 128, 256):
-            return "a power of 2 in [16, 256]", name
-    if config.num_warps not in (1, 2, 4, 8):
-        return "1, 2, 4 or 8", "num_warps"
-    if config.num_stages not in (1, 2, 3, 4, 5):
-        return "1 to 5", "num_stages"
-    if config.load not in LOADS or (config.load == "tma" and arch != 90):
-        return "ptr, or tma in the table 90", "load"
-    return None
+_ALLOWED: dict[str, Any] = {
+    **dict.fromkeys(("block_q", "block_k"), (16, 32, 64, 128, 256)),
+    "num_warps": (1, 2, 4, 8),
+    "num_stages": range(1, 6),
+    "load": lambda arch: ("ptr", "tma") if arch == 90 else ("ptr",),
+}
 
 
 def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Config]:
@@ -93,7 +87,7 @@ def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Conf
 
 
 TABLE = ConfigTable(
-    "attention_configs", Config, _wrong, candidates, tuple(SHARED_BYTES),
+    "attention_configs", Config, _ALLOWED, candidates, tuple(SHARED_BYTES),
     list(itertools.product(KERNELS, HEAD_DIMS, VARIANTS)), table_for,
     lambda arch, config: config if arch == 90 else config._replace(load="ptr"),
 )  # fmt: skip
@@ -109,7 +103,7 @@ class Section(NamedTuple):
 SECTIONS = ConfigTable(
     "attention_sections",
     Section,
-    lambda arch, s: None if 1 <= s.megabytes <= 1024 else ("1 to 1024", "megabytes"),
+    {"megabytes": range(1, 1025)},
     lambda arch: [Section(n) for n in (4, 8, 16, 32, 64)],
 )
 
@@ -150,6 +144,11 @@ def heads_per_section(k: tuple[int, ...], itemsize: int, megabytes: int) -> int:
     return max(1, (megabytes << 20) // (2 * k[1] * k[3] * itemsize))
 
 
+def _tiles(rows: int, block: int, n: int, varlen: bool) -> int:
+    """Of all samples or documents; see triton.py [Note: documents]."""
+    return rows // block + n if varlen else -(-rows // block) * n
+
+
 def _constants(
     D: int, config: Config, causal: bool, dropout: bool, varlen: bool, n: int, **more: Any
 ) -> dict[str, Any]:
@@ -180,11 +179,11 @@ def fwd_plan(
     n: int, varlen: bool, config: Config, megabytes: int,
 ) -> FwdPlan:  # fmt: skip
     """q, k: shapes; megabytes: of a section."""
-    from fastpar.kernels.triton_launch import cdiv, next_power_of_2
+    from fastpar.kernels.triton_launch import next_power_of_2
 
     _, T, H, D = q
     block_d, group = max(16, next_power_of_2(D)), H // k[2]
-    tiles = T // config.block_q + n if varlen else cdiv(T, config.block_q) * n
+    tiles = _tiles(T, config.block_q, n, varlen)
     boxed = config.load == "tma" and not drawn
     section = heads_per_section(k, dtype.itemsize, megabytes) * group
     numbers = (*q_stride[:3], *k_stride[:3], *v_stride[:3], n, T, k[1], H, group, section)
@@ -212,7 +211,7 @@ def bwd_plan(
     dq: Config, dkdv: Config, megabytes: int,
 ) -> BwdPlan:  # fmt: skip
     """q, k: shapes; strides: of do, q, k, v, dq, dk, dv; see fwd_plan()."""
-    from fastpar.kernels.triton_launch import cdiv, next_power_of_2
+    from fastpar.kernels.triton_launch import next_power_of_2
 
     _, T, H, D = q
     _, Tk, Hkv, _ = k
@@ -222,8 +221,7 @@ def bwd_plan(
     boxed = dkdv.load == "tma"
     boxes += [layout_of(q, s, dtype, dkdv.block_q, block_d) if boxed else None for s in strides[:2]]
     steps = [s[:3] for s in strides]
-    tiles = T // dq.block_q + n if varlen else cdiv(T, dq.block_q) * n
-    key_tiles = Tk // dkdv.block_k + n if varlen else cdiv(Tk, dkdv.block_k) * n
+    tiles, key_tiles = _tiles(T, dq.block_q, n, varlen), _tiles(Tk, dkdv.block_k, n, varlen)
     sizes, section = (n, T, Tk, H, group), heads_per_section(k, dtype.itemsize, megabytes)
     common = causal, dropout, varlen, n
     even, fp32 = not varlen and T % dkdv.block_q == 0, {"FP32": dtype == torch.float32}

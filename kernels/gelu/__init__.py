@@ -27,7 +27,7 @@ from fastpar.kernels import _C
 from fastpar.kernels.backend import triton_module, use_cpp, use_triton
 from fastpar.kernels.config_table import ConfigTable
 from fastpar.kernels.linear import linear
-from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
+from fastpar.kernels.op import check_float, check_vector, define_autograd, define_op
 
 
 class Config(NamedTuple):
@@ -43,21 +43,15 @@ class Config(NamedTuple):
     programs_per_sm: int  # of backward, all resident at once
 
 
-def _wrong(arch: int, config: Config) -> tuple[str, str] | None:
-    if config.tile not in (512, 1024, 2048, 4096, 8192):
-        return "a power of 2 in [512, 8192]", "tile"
-    if config.num_warps not in (1, 2, 4, 8):
-        return "1, 2, 4 or 8", "num_warps"
-    return None if 1 <= config.programs_per_sm <= 16 else ("1 to 16", "programs_per_sm")
-
-
 def candidates(arch: int) -> list[Config]:
     """Configs worth timing: 8 to 32 elements a thread."""
     found = itertools.starmap(Config, itertools.product((1024, 2048, 4096), (4, 8), (3, 4, 5, 6)))
     return [config for config in found if 8 <= config.tile // (32 * config.num_warps) <= 32]
 
 
-TABLE = ConfigTable("gelu_configs", Config, _wrong, candidates)
+_TILES, _WARPS = (512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)
+_ALLOWED = {"tile": _TILES, "num_warps": _WARPS, "programs_per_sm": range(1, 17)}
+TABLE = ConfigTable("gelu_configs", Config, _ALLOWED, candidates)
 
 _FORMS = ("none", "tanh")  # torch's names, by whether it is the tanh form
 
@@ -139,13 +133,12 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy):
-    refuse_double_backward("bias_gelu")
     x, bias = ctx.saved_tensors
     dx, dbias = _bias_gelu_bwd.after(dy)(dy, x, bias, ctx.tanh)
     return dx, None if bias is None else dbias, None
 
 
-define_autograd(_bias_gelu, _setup_context, _backward)
+define_autograd(_bias_gelu, _setup_context, _backward, once="bias_gelu")
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
@@ -173,31 +166,13 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
         )
     check_float("bias_gelu", "x", x)
     if bias is not None:
-        if bias.dim() != 1 or x.shape[-1:] != bias.shape:
-            raise ValueError(
-                f"bias_gelu: expected bias of shape [C] with x of shape [..., C], got "
-                f"bias={list(bias.shape)} x={list(x.shape)}; pass the bias of the last dimension"
-            )
-        if bias.dtype not in (x.dtype, torch.float32):
-            raise ValueError(
-                f"bias_gelu: expected a bias of x's dtype or float32, got bias={bias.dtype} "
-                f"x={x.dtype}; cast one of them"
-            )
-        if bias.device != x.device:
-            raise ValueError(
-                f"bias_gelu: expected bias on x's device {x.device}, got bias on {bias.device}; "
-                "move one of them"
-            )
+        check_vector("bias_gelu", "bias", bias, x)
     return _bias_gelu(x, bias, approximate == "tanh")
 
 
 def gelu_mlp(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """gelu(x @ weight1.T + bias1) @ weight2.T + bias2 by linear, bias_gelu (tanh form) and linear.
 
     Args:

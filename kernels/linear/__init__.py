@@ -176,14 +176,13 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy):
-    refuse_double_backward("linear")
     x, weight = ctx.saved_tensors
     needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.need_dbias)
     grads = _linear_bwd(dy, x, weight, *needed)
     return tuple(grad if need else None for grad, need in zip(grads, needed))
 
 
-define_autograd(_linear, _setup_context, _backward)
+define_autograd(_linear, _setup_context, _backward, once="linear")
 
 
 class _OwnBackward(torch.autograd.Function):

@@ -19,18 +19,10 @@ class Config(NamedTuple):
     registers: int  # a thread may have, of 2048 / warps
 
 
-def _wrong(arch: int, config: Config) -> tuple[str, str] | None:
-    if config.unroll not in (2, 4, 8):
-        return "2, 4 or 8", "unroll"
-    if config.kb_per_warp not in (2, 4, 8, 16, 32):
-        return "a power of 2 in [2, 32]", "kb_per_warp"
-    return None if config.registers in (64, 128) else ("64 or 128", "registers")
-
-
 TABLE = ConfigTable(
     "cross_entropy_configs",
     Config,
-    _wrong,
+    {"unroll": (2, 4, 8), "kb_per_warp": (2, 4, 8, 16, 32), "registers": (64, 128)},
     # Four accesses spill where registers end at 64.
     lambda arch: [Config(2, kb, 64) for kb in (4, 8, 16)] + [Config(4, kb, 128) for kb in (8, 16)],
 )

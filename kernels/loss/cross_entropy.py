@@ -42,14 +42,7 @@ from torch import Tensor
 
 from fastpar.kernels import _C
 from fastpar.kernels.backend import FLOATS, triton_module, use_cpp, use_triton, wide
-from fastpar.kernels.op import (
-    check_dense,
-    define_autograd,
-    define_op,
-    in_transform,
-    is_plain,
-    refuse_double_backward,
-)
+from fastpar.kernels.op import check_dense, define_autograd, define_op, in_transform, is_plain
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -290,7 +283,6 @@ def _setup_context(ctx, inputs, output):
 
 
 def _times_incoming(ctx, dloss: Tensor) -> Tensor:
-    refuse_double_backward("cross_entropy")
     dlogits, factor = ctx.saved_tensors
     by = dloss * factor
     # The gradient is this node's own memory: it is scaled there unless it will be asked for again.
@@ -304,7 +296,7 @@ def _backward(ctx, dloss, *_):
     return _times_incoming(ctx, dloss), None, None, None, None, None, None, None
 
 
-define_autograd(_cross_entropy, _setup_context, _backward, by_products=2)
+define_autograd(_cross_entropy, _setup_context, _backward, by_products=2, once="cross_entropy")
 
 
 def _attach_setup_context(ctx, inputs, output):
@@ -315,7 +307,7 @@ def _attach_backward(ctx, dloss):
     return _times_incoming(ctx, dloss), None, None
 
 
-define_autograd(_attach, _attach_setup_context, _attach_backward)
+define_autograd(_attach, _attach_setup_context, _attach_backward, once="cross_entropy")
 
 
 def _check_logits(op: str, logits: Tensor) -> None:
@@ -356,16 +348,10 @@ def _check_inplace(logits: Tensor) -> Tensor:
 
 
 def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    vocab_size: int | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    logits: Tensor, targets: Tensor, *, vocab_size: int | None = None, ignore_index: int = -100,
+    reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
     inplace: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Cross-entropy over the last dimension, for F.cross_entropy on [N, V] logits.
 
     Args:
@@ -520,13 +506,9 @@ def _columns(op: str, logits: Tensor, targets: Tensor, first: int, vocab_size: i
 
 
 def cross_entropy_shard(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    first: int = 0,
-    vocab_size: int | None = None,
+    logits: Tensor, targets: Tensor, *, first: int = 0, vocab_size: int | None = None,
     ignore_index: int = -100,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One shard's part of the loss: max, sum of exponentials, logit of the target.
 
     Args:
@@ -552,17 +534,10 @@ def cross_entropy_shard(
 
 
 def cross_entropy_shard_grad(
-    logits: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    *,
-    first: int = 0,
-    vocab_size: int | None = None,
-    ignore_index: int = -100,
-    z_loss: float = 0.0,
+    logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, *, first: int = 0,
+    vocab_size: int | None = None, ignore_index: int = -100, z_loss: float = 0.0,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """One shard's dlogits = scale * (softmax * (1 + 2 * z_loss * lse) - onehot).
 
     Args:

@@ -14,28 +14,19 @@ rows, so forward cannot compute it: backward computes the logits of each chunk o
 instead of 3). Saved for backward: the inputs.
 
 [Note: chunk size]
-Every chunk reads weight twice and reads and writes the fp32 dweight: for fp32 16 * V * C bytes
-next to 6 * R * V * C operations for R rows. Against a machine of F flop/s and B bytes/s the extra
-traffic is 16 * F / (6 * B * R) of the GEMM time, whatever V and C are. One EPYC 9005 core (F / B
-is 9 flop a byte), V = 50304, forward and backward of 1024 rows, ms for R = 64, 128, 256, 512, 1024:
+A chunk reads weight twice and reads and writes the fp32 dweight, next to 6 * R * V * C operations
+for its R rows: the more rows, the less of the time is this traffic. On a CPU (one EPYC 9005 core,
+V = 50304, forward and backward of 1024 rows, ms for R = 64, 128, 256, 512, 1024)
     C = 384    1019   817   686   629   637      (F.linear + F.cross_entropy: 1284)
     C = 768    1959  1542  1373  1178  1199      (2529)
-So R is at most 512 on CPU: 103 MB of logits; for C < 512, where 341 rows are as fast as 512 (2048
-rows, two threads: 692 and 697 ms; at C = 768 1419 and 1300), at most 352: 71 MB.
-
-On CUDA, derived, not measured. In 16 bits a chunk moves 12 * V * C bytes (weight twice, dweight
-read and written by the GEMM itself), 2 * F / (B * R) of the GEMM time if none of it overlaps; F / B
-is 150 (A100) to 230 (H100): R = 8192 costs at most 6 %, 4096 11 %, 2048 22 %. And the GEMM of
-dweight stays compute bound only from R = 4 * C * F / (B * C - F) on, 1100 to 1340 rows for C = 1600
-and 768. So R is between 2048 and 8192, and between them as large as memory allows: eager PyTorch
-peaks at 6 * N * V bytes (log-probabilities, their gradient and the logits' gradient), and 15 % of
-that must hold 2 * R * V of logits, 4 * V * C of dweight and 2 * N * C of dx. With 14 %:
+so R is at most 512, and for C < 512, where 341 rows are as fast, at most 352: 71 MB of logits.
+On CUDA, derived, not measured: in 16 bits the traffic is 2 * F / (B * R) of the GEMM time on a
+machine of F flop/s and B bytes/s (F / B is 150 to 230), at most 6 % for R = 8192, 22 % for 2048.
+R is between these, as large as memory allows: 2 * R * V of logits, 4 * V * C of dweight and
+2 * N * C of dx in 14 % of eager PyTorch's peak of 6 * N * V bytes (15 % with what is rounded up to
+256 rows, the GEMM's tile):
     R = 0.42 * N - 2 * C - N * C / V
-For V = 50304 that is, with the whole peak over eager's,
-    N = 16384   C = 768: R = 4096, 12 %    C = 1600: R = 2816, 13 %
-    N = 32768   C = 768: R = 8192, 10 %    C = 1600: R = 8192, 13 %
-where rows are rounded up to 256, the GEMM's tile. Below N = 12000 dweight alone outweighs the rule,
-and 2048 rows are taken for the time's sake.
+Below N = 12000 dweight alone outweighs the rule, and 2048 rows are taken for the time's sake.
 
 [Note: dweight]
 On CUDA torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight) multiplies 16-bit matrices
@@ -66,7 +57,6 @@ from fastpar.kernels.op import (
     is_plain,
     refuse_batch,
     refuse_buffer,
-    refuse_double_backward,
 )
 
 _local = threading.local()  # ranks may be threads of one process: one workspace each
@@ -254,7 +244,6 @@ def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype, *, saved: bool = False)
 
 
 def _backward(ctx, dloss, *_):
-    refuse_double_backward("linear_cross_entropy")
     if ctx.none:
         needed = (ctx.need_dx, ctx.need_dweight)
         dx, dweight = _linear_cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options, *needed)
@@ -278,22 +267,16 @@ def _backward(ctx, dloss, *_):
     return grad_x, grad_weight, *[None] * 10
 
 
-define_autograd(_linear_cross_entropy, _setup_context, _backward, by_products=3)
+define_autograd(
+    _linear_cross_entropy, _setup_context, _backward, by_products=3, once="linear_cross_entropy"
+)
 
 
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    vocab_size: int | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    chunk_rows: int | None = None,
-    weight_grad: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int | None = None,
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    z_loss: float = 0.0, chunk_rows: int | None = None, weight_grad: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Cross-entropy of the logits x @ weight.T, which never exist at once.
 
     For F.cross_entropy(F.linear(x, weight)[..., :vocab_size].flatten(0, -2), targets.flatten()).

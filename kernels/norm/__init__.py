@@ -39,6 +39,7 @@ from fastpar.kernels.op import (
     check_dense,
     check_eps,
     check_float,
+    check_vector,
     define_autograd,
     define_op,
     refuse_double_backward,
@@ -63,17 +64,11 @@ class Config(NamedTuple):
     num_warps: int  # of a program at least, which has several rows then
 
 
-def _wrong(arch: int, config: Config) -> tuple[str, str] | None:
-    if not 8 <= config.fwd_values <= 64:
-        return "8 to 64", "fwd_values"
-    if not 8 <= config.bwd_values <= 24:  # more spill
-        return "8 to 24", "bwd_values"
-    return None if config.num_warps in (1, 2, 4, 8) else ("1, 2, 4 or 8", "num_warps")
-
-
 _SIZES = itertools.product((16, 32, 64), (16, 24), (2, 4, 8))
 _CANDIDATES = list(itertools.starmap(Config, _SIZES))
-TABLE = ConfigTable("layer_norm_configs", Config, _wrong, lambda arch: _CANDIDATES)
+# A backward of more values spills.
+_ALLOWED = {"fwd_values": range(8, 65), "bwd_values": range(8, 25), "num_warps": (1, 2, 4, 8)}
+TABLE = ConfigTable("layer_norm_configs", Config, _ALLOWED, lambda arch: _CANDIDATES)
 
 MAX_COLUMNS = 16384
 
@@ -88,23 +83,8 @@ def check(name: str, x: Tensor, **vectors: Tensor | None) -> None:
             f"x={list(x.shape)}; normalize narrower rows"
         )
     for key, vector in vectors.items():
-        if vector is None:
-            continue
-        if vector.shape != (c,):
-            raise ValueError(
-                f"{name}: expected {key} of shape [C]=[{c}], got {key}={list(vector.shape)}; "
-                "it goes with x's last dimension"
-            )
-        if vector.dtype != x.dtype and vector.dtype != torch.float32:
-            raise ValueError(
-                f"{name}: expected {key} of x's dtype {x.dtype} or float32, got "
-                f"{key}={vector.dtype}; cast one of them"
-            )
-        if vector.device != x.device:
-            raise ValueError(
-                f"{name}: expected {key} on x's device {x.device}, got {key} on {vector.device}; "
-                "move one of them"
-            )
+        if vector is not None:
+            check_vector(name, key, vector, x)
 
 
 def is_usual(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> bool:
@@ -398,16 +378,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def residual_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    x_bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng: Rng | None = None,
-    eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    x_bias: Tensor | None = None, dropout_p: float = 0.0, rng: Rng | None = None, eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Residual add and LayerNorm: residual_out = residual + dropout(x + x_bias), y = its norm.
 
     Args:
@@ -436,15 +409,9 @@ def residual_layer_norm(
 
 
 def residual_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    *,
-    x_bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng: Rng | None = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, *, x_bias: Tensor | None = None,
+    dropout_p: float = 0.0, rng: Rng | None = None, eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Residual add and RMSNorm: residual_out = residual + dropout(x + x_bias), y = its norm.
 
     Args, Returns, Raises, Traffic, Deterministic: as residual_layer_norm; there is no mean to keep.

@@ -111,11 +111,7 @@ def drop(
     run = first_col // SIDE + tl.arange(0, CHUNK // SIDE)[None, :]
     plane = (rows // plane_rows)[:, None]
     w0, w1, w2, w3 = philox_words(
-        key_ptr,
-        plane // heads,
-        site * 65536 + plane % heads,
-        inside[:, None],
-        run // (16 // SIDE),
+        key_ptr, plane // heads, site * 65536 + plane % heads, inside[:, None], run // (16 // SIDE)
     )
     if SIDE == 8:
         words = tl.join(tl.where(run % 2 == 0, w0, w2), tl.where(run % 2 == 0, w1, w3))

@@ -355,12 +355,12 @@ def test_every_gpu_has_a_table(arch, table):
 
 
 IMPOSSIBLE = [  # what is changed in the entry, words
-    ({"block_q": 48}, "expected a power of 2 in .16, 256., got block_q=48"),
-    ({"block_k": 512}, "expected a power of 2 in .16, 256., got block_k=512"),
+    ({"block_q": 48}, "expected 16, 32, 64, 128 or 256, got block_q=48"),
+    ({"block_k": 512}, "expected 16, 32, 64, 128 or 256, got block_k=512"),
     ({"num_warps": 3}, "expected 1, 2, 4 or 8, got num_warps=3"),
     ({"num_stages": 0}, "expected 1 to 5, got num_stages=0"),
-    ({"load": "dma"}, "expected ptr, or tma in the table 90, got load=dma"),
-    ({"load": "tma"}, "expected ptr, or tma in the table 90, got load=tma"),
+    ({"load": "dma"}, "expected ptr, got load=dma"),
+    ({"load": "tma"}, "expected ptr, got load=tma"),
 ]
 
 

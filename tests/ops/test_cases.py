@@ -65,7 +65,8 @@ EVERY = pytest.mark.parametrize("every", [False, slow(True)], ids=["some dtypes"
 @EVERY
 @pytest.mark.parametrize("op", MAKERS)
 def test_on_a_cpu(op, every, monkeypatch):
-    for choice in ("torch", "auto"):
+    runs = backend.OPS.get(op, ("cpp",))[0].format(gemm="cpp" if backend.has_gemm else "torch")
+    for choice in ("torch", "auto") if "cpp" in runs else ("auto",):
         monkeypatch.setattr(backend, "choice", choice)
         dtypes = () if "attention" not in op or torch_attends(torch.bfloat16) else (FP32, FP64)
         judge(op, SIZES.get(op, (24, 96)), "cpu", dtypes, every=every, own=choice == "auto")

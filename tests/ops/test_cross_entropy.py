@@ -140,12 +140,13 @@ def test_incoming_gradient(form):
     for given in (dloss, torch.stack([dloss, dloss], 1)[:, 0]):
         _, got = gradients(logits, targets, dloss=given, reduction="none")
         assert torch.equal(got, want)
-    for make in (of_logits, of_products) if form == "cpu" else ():
-        for reduction, factor in itertools.product(REDUCTIONS, (4.0, torch.full((1,), 4.0)[0])):
-            inputs = make(6, 70)
-            _, *plain = gradients(*inputs, reduction=reduction)
-            _, *four = gradients(*inputs, dloss=factor, reduction=reduction)
-            assert all(torch.equal(a, 4.0 * b) for a, b in zip(four, plain))
+    factors = 4.0, torch.full((1,), 4.0)[0]
+    each = list(itertools.product((of_products, of_logits), REDUCTIONS[::-1], factors))
+    for make, reduction, factor in some(form, each) if form == "cpu" else ():
+        inputs = make(6, 70)
+        _, *plain = gradients(*inputs, reduction=reduction)
+        _, *four = gradients(*inputs, dloss=factor, reduction=reduction)
+        assert all(torch.equal(a, 4.0 * b) for a, b in zip(four, plain))
     # By rows, chunk by chunk: sums of 16, 24 or 100 products of about 1, each rounded.
     inputs, dloss = of_products(24, 100), torch.randn(24, 2)[:, 1]
     got = gradients(*inputs, dloss=dloss, reduction="none", chunk_rows=7)

@@ -18,17 +18,17 @@ def tables(V, positions, C, dtype=torch.float32, device="cpu"):
 
 
 def test_16_bit_gradients_of_a_frequent_token_are_summed_in_float32(place):
-    """1000 terms of 1 + 1/128: bf16 sums stop growing at 256. The same where they are added: 256 +
+    """300 terms of 1 + 1/128: bf16 sums stop growing at 256. The same where they are added: 256 +
     (1 + 2^-8) is nearer to 258; with the sum rounded to 1 first it would stay 256."""
     wte = torch.zeros(3, 4, dtype=torch.bfloat16, device=place, requires_grad=True)
-    idx = torch.ones(1, 1000, dtype=torch.int64, device=place)
-    dx = torch.full((1, 1000, 4), 1.0078125, dtype=torch.bfloat16, device=place)
+    idx = torch.ones(1, 300, dtype=torch.int64, device=place)
+    dx = torch.full((1, 300, 4), 1.0078125, dtype=torch.bfloat16, device=place)
     embedding(idx, wte).backward(dx)
-    assert torch.equal(wte.grad[1].cpu(), torch.full((4,), 1007.8125).bfloat16())
+    assert torch.equal(wte.grad[1].cpu(), torch.full((4,), 300 * 1.0078125).bfloat16())
     assert (wte.grad[[0, 2]] == 0).all()
     total = torch.full((3, 4), 256.0, dtype=torch.bfloat16, device=place)
     embedding(idx, wte, wte_grad=total).backward(torch.full_like(dx, 1 / 128))
-    assert torch.equal(total[1].cpu(), torch.full((4,), 256 + 1000 / 128).bfloat16())
+    assert torch.equal(total[1].cpu(), torch.full((4,), 256 + 300 / 128).bfloat16())
     assert (total[[0, 2]] == 256).all()
     dx = torch.tensor([1.0, 2**-8], device=place).bfloat16()[None, :, None].expand(1, 2, 4)
     embedding(idx[:, :2] - 1, wte, wte_grad=total).backward(dx)
@@ -87,9 +87,10 @@ def added(op, p):
             x = op(idx, wte, wpe, dropout_p=p, rng=RNG)
             dwte, dwpe = torch.autograd.grad(x, (wte, wpe), dx)
             return total + dwte, dwpe
-        total = total.clone()
+        before, total = total, total.clone()
         op(idx, wte, wpe, dropout_p=p, rng=RNG, wte_grad=total).backward(dx)
         assert wte.grad is None
+        assert torch.equal(total[4:], before[4:])  # of ids that do not occur
         return total, wpe.grad
 
     return run
@@ -98,21 +99,16 @@ def added(op, p):
 WIDES = [(d, w) for d in DTYPES for w in (d, torch.float32)]
 
 
-@pytest.mark.parametrize("some", [WIDES[1:3], slow(WIDES)], ids=["some dtypes", "all dtypes"])
-def test_wte_grad_gets_the_gradient_added(some, place, monkeypatch):
-    """To rows that may lie apart; those of ids that do not occur stay as they are."""
-    if backend.choice == "triton":
-        kernels = backend.triton_module("embedding_triton")
-        monkeypatch.setattr(kernels, "sm_count", lambda device: 3)  # few programs to interpret
-    for dtype, wide in WIDES if place == "cpu" else some:
+@pytest.mark.parametrize("some", [WIDES[2:3], slow(WIDES)], ids=["a dtype", "all dtypes"])
+def test_wte_grad_gets_the_gradient_added(some, place):
+    """To rows that may lie apart."""
+    for dtype, wide in some if backend.choice == "triton" else WIDES:
         wte, wpe = tables(50, 12, 33, dtype, place)
         idx = torch.randint(0, 2, (6, 12), dtype=torch.int32).to(place)  # more than one piece
         dx = torch.randn(6, 12, 33).to(place, dtype)
         total = torch.randn(50, 66).to(place, wide)[:, 33:]
         inputs = [idx, wte.detach(), wpe.detach(), total, dx]
         assert_matches_oracle(added(embedding, 0.0), added(embedding_ref, 0.0), inputs)
-        got, _ = added(embedding, 0.0)(*inputs)
-        assert torch.equal(got[4:], total[4:])
         if dtype == torch.bfloat16:
             x = embedding(idx, wte, wpe, dropout_p=0.3, rng=RNG)
             want = torch.autograd.grad(x, (wte, wpe), dx)

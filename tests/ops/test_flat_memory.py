@@ -2,6 +2,7 @@
 torch or an oracle gives, for every type, offset, tail, cut, thread count, instruction set and
 device; autograd notices what they write."""
 
+import itertools
 import math
 
 import pytest
@@ -122,7 +123,7 @@ def test_sum_shards_is_a_tree_over_the_ranks(dtype, out_dtype, world, device):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)])
 def test_sum_shards_fills_the_bins_of_its_result(out_dtype, device):
     """The norm of these bins has the bits of norm_bins of the result, and adds up over calls."""
-    for n, offset in ((0, 0), (1, 0), (5, 3), (3001, 1), (9001, 2)):
+    for n, offset in ((0, 0), (5, 3), (9001, 1)):
         shards = [rand(n, torch.bfloat16, device, offset=offset) for _ in range(3)]
         shards[0][: n // 2] *= 2.0**-40
         out = torch.zeros(n + 1, dtype=out_dtype, device=device)[1:]
@@ -241,11 +242,10 @@ def test_offsets_leave_gaps_alone_and_nothing_is_something(device):
 
 def test_long_lists_take_as_few_launches_as_hold_them(cuda_device):
     """The descriptors of a launch fit its arguments; a longer list is cut, shards are refused."""
-    for count in (1000, 2500):
-        tensors = list(rand(3 * count, torch.float32, cuda_device).split(3))
-        flat = torch.empty(3 * count, device=cuda_device)
-        pack_(flat, tensors)
-        assert_same(flat, torch.cat(tensors))
+    tensors = list(rand(4500, torch.float32, cuda_device).split(3))
+    flat = torch.empty(4500, device=cuda_device)
+    pack_(flat, tensors)
+    assert_same(flat, torch.cat(tensors))
     shards, out = [torch.ones(1, device=cuda_device)] * 4088, torch.zeros(1, device=cuda_device)
     sum_shards(shards[1:], out)
     assert out.item() == 4087
@@ -267,7 +267,7 @@ REFUSALS = [
     (r"one device, got tensors\[0\] on meta", unpack_, ([X.to("meta")], FLAT), {}),
     ("element on cpu, got scale=.2.", pack_, (FLAT, [X, X]), {"scale": torch.ones(2)}),
     ("got scale=.. torch.float64", pack_, (FLAT, [X, X]), {"scale": torch.tensor(1.0).double()}),
-    ("on meta; pass a number", accumulate_, ([X], [X]), {"scale": torch.ones(1, device="meta")}),
+    ("on meta; pass torch", accumulate_, ([X], [X]), {"scale": torch.ones(1, device="meta")}),
     ("got 1 totals and 2 values", accumulate_, ([X], [X, X]), {}),
     (r"totals\[0\]=\[4\] values\[0\]=\[3\]", accumulate_, ([X], [X[:3]]), {}),
     (r"totals\[0\] expanded, stride=\(0,\)", accumulate_, ([X[:1].expand(4)], [LOW]), {}),
@@ -277,7 +277,7 @@ REFUSALS = [
     (r"received\[1\]=.* torch.bfloat16", sum_shards, ([X, LOW], FLAT[:4]), {}),
     (r"stride=\(2,\)", sum_shards, ([FLAT[::2]], X), {}),
     ("sum_shards: .* received.0. on meta", sum_shards, ([X.to("meta")], X), {}),
-    *(("expected contiguous int64 bins", sum_shards, ([X], LOW.float()), {"bins": bad})
+    *(("sum_shards: expected contiguous bins", sum_shards, ([X], LOW.float()), {"bins": bad})
       for bad in (BINS[1:], BINS.int(), BINS.to("meta"))),
     ("expected at least one shard, got 0", _C.sum_shards, ([], X, 1.0, None, None, 1), {}),
     ("_C: expected shards of 3 contiguous elements of float32", _C.sum_shards,
@@ -384,8 +384,8 @@ def test_bins_hold_their_worst_sums(device):
     """Equal elements of the largest counts that a bin or the one below sees, both signs; the
     largest element just below or above the edge of a bin, over smaller ones; in parts."""
     edges = bin_edges()[:11]  # just below each bin's largest square
-    for value in (*edges[::3], *farthest_from_a_unit()):
-        n = 1_050_000 if device == "cpu" and backend.cuda_on_cpu else 20_000
+    for i, value in enumerate((*edges[::3], *farthest_from_a_unit())):
+        n = 20_000 if i % 3 or not (device == "cpu" and backend.cuda_on_cpu) else 1_050_000
         exact = float(value) * math.sqrt(n)
         got = global_norm([torch.full((n,), float(value)).to(device)]).norm.cpu()
         if math.isfinite(torch.tensor(exact).item()):
@@ -421,7 +421,7 @@ def test_any_order_and_cut_of_elements_of_every_size(device):
 def test_what_is_not_finite_is_found_anywhere(dtype, bad, device):
     n = 4500
     whole = rand(n + 1, dtype, spread=6).to(device)
-    for at in (0, 1, 63, 2047, 2048, n - 9, n - 1):
+    for at in (0, 1, 2047, n - 9, n - 1):
         x = whole[at % 2 :][:n].clone()
         rest = bits(global_norm([x[:at], x[at + 1 :]]))
         x[at] = bad
@@ -486,9 +486,12 @@ def test_words_of_many_chunks_carry(device):
     assert norm_from_bins(zero).norm.item() == 0
 
 
-@sweep("max_norm", [None, 0.01, 1.0, 1e6, math.inf])
-@sweep("loss_scale", [None, 65536.0, 0.3])
-@sweep("eps", [0.0, 1e-6, 5.0])
+LIMITS, LOSS_SCALES = [None, 0.01, 1.0, 1e6, math.inf], [None, 65536.0, 0.3]
+PAIRS = itertools.product(enumerate(LIMITS), enumerate(LOSS_SCALES))
+
+
+@sweep(("max_norm", "loss_scale", "eps"),
+       [(m, s, [0.0, 1e-6, 5.0][(i + j) % 3]) for (i, m), (j, s) in PAIRS])  # fmt: skip
 def test_factor_of_a_norm(max_norm, loss_scale, eps, device):
     x = [torch.randn(2000).to(device), torch.randn(30).to(device)]
     got = global_norm(x, max_norm=max_norm, eps=eps, loss_scale=loss_scale)
@@ -544,7 +547,7 @@ def test_every_offset_and_tail_of_a_norm(dtype, device):
     integers = torch.randint(-999, 999, (400,)).to(dtype)
     for k, offset in enumerate(range(64 // dtype.itemsize)):
         parts, exact = [], 0
-        for n in (*range(k % 3, 34, 3), 130 + k % 16):
+        for n in (*range(k % 6, 34, 6), 130 + k % 16):
             around = torch.full((400,), torch.nan, dtype=dtype, device=device)
             parts.append(around[offset : offset + n].copy_(integers[offset : offset + n]))
             exact += sum(int(x) ** 2 for x in integers[offset : offset + n].tolist())
@@ -863,7 +866,7 @@ def test_what_is_refused(words, op, args, options):
 # All of them
 
 
-LONG = (100_003, 5, 70_001)
+LONG = (40_003, 5, 30_001)
 
 
 def buckets(device):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from cells import sweep
 
-from fastpar.kernels import bias_gelu
+from fastpar.kernels import backend, bias_gelu
 from fastpar.kernels.gelu import TABLE
 from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.testing import assert_matches_oracle
@@ -38,7 +38,7 @@ def test_far_out_values(dtype, approximate, place):
     x = [1e4, -1e4, big, -big, -torch.inf, torch.inf, torch.nan, 0.0, -0.0, 21.0, -21.0]
     want = [1e4, 0, big, 0, 0, torch.inf, torch.nan, 0, 0, 21, 0]
     slope = [1, 0, 1, 0, 0, 1, torch.nan, 0.5, 0.5, 1, 0]
-    if place == "cpu":  # the erf form, and what rounds on its way, is torch's
+    if backend.choice != "triton":  # the erf form, and what rounds on its way, is torch's
         some = (0, 1, 6, 7, 8, *((4, 5) if approximate == "tanh" else ()))
         x, want, slope = ([t[i] for i in some] for t in (x, want, slope))
     x = torch.tensor(x, dtype=dtype, device=place, requires_grad=True)
@@ -100,7 +100,11 @@ def test_the_table():
     for arch in TABLE.archs:
         for config in TABLE.candidates(arch):
             assert TABLE.check((arch,), config._asdict()) == config
-    rules = {"tile": "a power of 2", "num_warps": "1, 2, 4 or 8", "programs_per_sm": "1 to 16"}
+    rules = {
+        "tile": "512, 1024, 2048, 4096 or 8192",
+        "num_warps": "1, 2, 4 or 8",
+        "programs_per_sm": "1 to 16",
+    }
     for field, rule in rules.items():
         entry = {**TABLE.get(90)._asdict(), field: 33}
         with pytest.raises(ValueError, match=f"gelu_configs: expected {rule}.* {field}=33 at 90"):
@@ -114,8 +118,8 @@ X = torch.ones(2, 3)
     ("args", "options", "words"),
     [
         ((X,), {"approximate": "erf"}, "expected tanh or none, got approximate=erf"),
-        ((X, X[:, 0]), {}, r"expected bias of shape \[C\] .* got bias=\[2\] x=\[2, 3\]"),
-        ((X, X[0].half()), {}, "expected a bias of x's dtype or float32, got bias"),
+        ((X, X[:, 0]), {}, r"expected bias of shape \[C\]=\[3\], got bias=\[2\]"),
+        ((X, X[0].half()), {}, "expected bias of x's dtype torch.float32 or float32, got bias"),
         ((X, X[0].to("meta")), {}, "expected bias on x's device cpu, got bias on meta"),
         ((X.long(),), {}, "expected a floating dtype, got x=torch.int64"),
     ],

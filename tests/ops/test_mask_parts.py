@@ -101,6 +101,7 @@ def test_rows_of_ops(form):
     x, r = (torch.randn(B, T, C, device=form) for _ in range(2))
     some = [part for cut in of_interpreter(form, CUTS) for part in parts(cut)]
     some += [part for cut in of_interpreter(form, [(0, 2), (3, 1)]) for part in moved_parts(*cut)]
+    some = some[1::2] if backend.choice == "triton" and form == "cpu" else some
     for op in [*residual_ops(form), lambda x, r, rng: dropout(x + r, P, rng)]:
         whole = with_grads(lambda x, r, op=op: op(x, r, RNG), x, r)
         for part, rng in some:

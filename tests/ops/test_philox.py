@@ -10,8 +10,20 @@ import pytest
 import torch
 from cells import sweep
 
-from fastpar.kernels import _C, Rng, backend, draw_key, dropout, keep_mask, make_key, quantize_p
-from fastpar.kernels.philox import MaskBlock, dropout_block, mask_shape, philox_4x32
+from fastpar.kernels import (
+    _C,
+    Rng,
+    attention,
+    backend,
+    draw_key,
+    dropout,
+    embedding,
+    keep_mask,
+    make_key,
+    quantize_p,
+    residual_layer_norm,
+)
+from fastpar.kernels.philox import MaskBlock, dropout_block, philox_4x32
 from fastpar.kernels.reference import keep_mask_ref, philox_ref
 
 # Known answers of Philox4x32-10, from the Random123 library's own test.
@@ -145,28 +157,20 @@ def test_backward_draws_the_same_mask(device):
         torch.autograd.gradgradcheck(lambda x: dropout(x, 0.3, r), x)
 
 
-def test_without_rng_torch_decides():
+@sweep("op", [
+    dropout,
+    lambda x, p: attention(*[x.view(1, 20, 2, 5)] * 3, dropout_p=p),
+    lambda x, p: residual_layer_norm(x, x, torch.ones(100), dropout_p=p)[1],
+    lambda x, p: embedding(torch.tensor([[0, 1]]), x, dropout_p=p),
+])  # fmt: skip
+def test_without_rng_torch_decides(op):
     x = torch.ones(2, 100)
     torch.manual_seed(5)
-    first = dropout(x, 0.5)
-    assert not torch.equal(dropout(x, 0.5), first)
+    first = op(x, 0.5)
+    assert not torch.equal(op(x, 0.5), first)
     torch.manual_seed(5)
-    assert torch.equal(dropout(x, 0.5), first)
+    assert torch.equal(op(x, 0.5), first)
     assert draw_key().shape == (2,)
-
-
-def test_a_mask_by_its_samples_columns_and_dimensions():
-    """Those of a batch are those of its samples; more columns change none; dimensions fold."""
-    whole = keep_mask(rng(3, 100, 4), 0.4, (4, 5, 33))
-    for cut in ((2, 2), (1, 3), (1, 1, 1, 1)):
-        firsts = [100 + sum(cut[:i]) for i in range(len(cut))]
-        parts = [keep_mask(rng(3, f, 4), 0.4, (n, 5, 33)) for f, n in zip(firsts, cut)]
-        assert torch.equal(torch.cat(parts), whole), cut
-    assert torch.equal(keep_mask(rng(3, 100, 4), 0.4, (4, 5, 100))[..., :33], whole)
-    assert mask_shape((2, 3, 4, 5, 6)) == MaskBlock(2, 3, 20, 6)
-    flat = keep_mask(rng(), 0.3, (2, 3, 20, 6))
-    assert torch.equal(keep_mask(rng(), 0.3, (2, 3, 4, 5, 6)), flat.view(2, 3, 4, 5, 6))
-    assert torch.equal(keep_mask(rng(), 0.3, (2, 6)), keep_mask(rng(), 0.3, (2, 1, 6))[:, 0])
 
 
 def test_no_dropout_and_p_in_units_of_a_256th():
