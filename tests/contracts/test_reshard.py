@@ -19,19 +19,18 @@ from fastpar.settings.parallel import Parallel
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=8, vocab_size=301, dropout=0.1)
-ROWS = 12  # micro-batches a step, of two sequences each
-DATA = torch.randint(0, 301, (8 * ROWS, 2, 9), generator=torch.Generator().manual_seed(3))
+DATA = torch.randint(0, 301, (3 * 12, 2, 9), generator=torch.Generator().manual_seed(3))
 
 
 class Rank:
-    """A model and an optimizer on one rank."""
+    """A model and an optimizer on one rank; rows: micro-batches a step, of two sequences each."""
 
-    def __init__(self, layout):
+    def __init__(self, layout, rows):
         grid = {"tp_grid": layout.tp} if isinstance(layout.tp, tuple) else {"tp": layout.tp}
         self.mesh = Mesh(**grid, device="cpu")
         self.config = replace(CONFIG, n_head=layout.n_head, n_embd=8 * layout.n_head)
         self.model = GPT(self.config, seed=layout.ranks + layout.stage).to(layout.dtype)
-        self.rounds = ROWS // self.mesh.dp_size
+        self.rows, self.rounds = rows, rows // self.mesh.dp_size
         options = {"grad_dtype": torch.float32, "deterministic": True, "bucket_mb": 0.02}
         options |= {"accumulate": "shard", "grad_accum_steps": self.rounds}
         asked = Parallel.of(zero_stage=layout.stage, **{**options, **(layout.options or {})})
@@ -46,7 +45,7 @@ class Rank:
         for step in range(first, last):
             total = torch.zeros(1, dtype=torch.float64)
             for j in range(self.rounds):
-                row = step * ROWS + j * self.mesh.dp_size + self.mesh.dp_rank
+                row = step * self.rows + j * self.mesh.dp_size + self.mesh.dp_rank
                 x = DATA[row]
                 loss = self.model(x[:, :-1], x[:, 1:], rng_key=torch.tensor([5, 2 * row]))
                 (loss / self.rounds).backward()
@@ -54,7 +53,7 @@ class Rank:
             self.optimizer.step()
             self.optimizer.zero_grad()
             engine = self.optimizer.engines()[0]
-            rows = ROWS * self.mesh.world_size // self.mesh.dp_size
+            rows = self.rows * self.mesh.world_size // self.mesh.dp_size
             losses.append(engine.all_reduce_scalars(total).item() / rows)
         return losses
 
@@ -89,9 +88,9 @@ class Layout(NamedTuple):
             (self.options or {}).get("sequence_parallel"),
         )
 
-    def run(self, work):
+    def run(self, work, rows):
         """work(Rank) on every rank; rank 0's result."""
-        return run_ranks(lambda: work(Rank(self)), self.ranks, timeout_s=120)[0]
+        return run_ranks(lambda: work(Rank(self, rows)), self.ranks, timeout_s=120)[0]
 
 
 MASTERS = {"dtype": torch.bfloat16, "optimizer": {"master_weights": True}}
@@ -145,21 +144,22 @@ def test_the_same_state_and_the_same_run(tmp_path, before, after, more):
     ranks, stage, tp and options.
     """
     before, after = Layout(*before)._replace(**more), Layout(*after)._replace(**more)
+    rows = 12 if 3 in (before.ranks, after.ranks) else 4
 
     def first(rank):
-        rank.train(0, 2)
+        rank.train(0, 1)
         held = {"model": rank.model, "optimizer": rank.optimizer}
-        path = save_checkpoint(tmp_path, step=2, state={"tokens": 7}, **held)
-        return path, rank.whole(), rank.train(2, 4), rank.whole()
+        path = save_checkpoint(tmp_path, step=1, state={"tokens": 7}, **held)
+        return path, rank.whole(), rank.train(1, 3), rank.whole()
 
     def second(rank):
         state = load_checkpoint(path, model=rank.model, optimizer=rank.optimizer)
-        assert (state["step"], state["tokens"]) == (2, 7)
-        return rank.whole(), rank.train(2, 4), rank.whole()
+        assert (state["step"], state["tokens"]) == (1, 7)
+        return rank.whole(), rank.train(1, 3), rank.whole()
 
-    path, saved, losses, end = before.run(first)
+    path, saved, losses, end = before.run(first, rows)
     verify_checkpoint(path)
-    loaded, again, its_end = after.run(second)
+    loaded, again, its_end = after.run(second, rows)
     assert_same(loaded, saved)
     if before.tree == after.tree:
         assert losses == again

@@ -122,28 +122,44 @@ FAMILIES = {
 SEEDS = 3
 
 
-AT_EVERY_STAGE = ("accum", "precision", "deterministic", "offload", "wire", "resumed")
+PAIRED = {"split": ("dp", "tp", "grid", "cp", "pp"), "experts": ("dp", "tp", "cp", "ep")}
+AT_EVERY_STAGE = ("dp", "accum", "precision", "deterministic", "offload", "wire", "resumed")
+
+
+def effort(row):
+    """About its time. The reference has fp64, whose dropout torch computes op by op, and whose
+    attention takes documents one by one."""
+    layout, program = row
+    return layout.ranks * (layout.micro + 2) + (6 + 20 * program.documents) * program.dropout
 
 
 def rows(family):
-    """`make test` runs those that together have every value; where data alone is split every one of
-    some settings at each stage."""
+    """`make test` runs those that together have every value, every pair of PAIRED axes, and where
+    data alone is split some settings at every stage: each value, of accum each kind."""
 
     def groups(row):
         values = {**vars(row[0]), **vars(row[1])}
         beside = AT_EVERY_STAGE if family == "data" else ()
         items = {item for item in values.items() if item[0] in FAMILIES[family]}
-        return items | {(name, values[name], values["stage"]) for name in beside}
+        axes = [n for n in PAIRED.get(family, ()) if values[n] not in (None, 1)]
+        items |= set(itertools.combinations(axes, 2))
+        kinds = {**values, "accum": row[0].accum.rsplit("_", 1)[0]}
+        return items | {(name, kinds[name], values["stage"]) for name in beside}
 
-    found = covering(FAMILIES[family], most=4)
-    quick = few(found, groups, lambda row: (row[0].ranks * row[0].micro) ** 0.5)
+    near, found = (covering(FAMILIES[family], most=most) for most in (2, 4))
+    quick = few([*near, *found], groups, effort)
     return [
         pytest.param(*row, id=f"{row[0]}|{row[1]}", marks=[pytest.mark.slow] * (row not in quick))
-        for row in found
+        for row in dict.fromkeys([*quick, *found])
     ]
 
 
-@pytest.mark.parametrize(("layout", "program"), [r for f in FAMILIES for r in rows(f)])
+def pytest_generate_tests(metafunc):
+    """The arrays take a second, and ranks that are processes import this file, too."""
+    if metafunc.function is test_same_run:
+        metafunc.parametrize(("layout", "program"), [r for f in FAMILIES for r in rows(f)])
+
+
 def test_same_run(layout, program):
     same_run(layout, program)
 
@@ -288,7 +304,7 @@ def test_the_reference_trains_clips_overflows_and_draws_masks():
     assert scales[OVERFLOW_STEP] == 2 * scales[0]
     for name, p in truth["parameters"].items():
         for other in (truth["start"][name], clipped["parameters"][name]):
-            assert (p - other).abs().max() > 0.01 * p.abs().max(), name
+            assert (p - other).abs().max() > 0.005 * p.abs().max(), name
         assert not torch.equal(p, dropped["parameters"][name]), name
     assert same_numbers(truth["norms"], expected(layout, program)["norms"])
 
@@ -336,7 +352,7 @@ def test_masks_and_samples_follow_the_global_index():
 )
 def test_one_lost_sample_is_far_outside_of_the_bound(monkeypatch, precision, at_most):
     """And no bound is near a wrong factor."""
-    layout, program = Layout(tp=2, accum="full_4"), Program(precision=precision, dropout=True)
+    layout, program = Layout(tp=2, accum="full_4"), Program(precision=precision)
     truth = expected(layout, program)
     exact, limits = values_of(program, truth), bounds(layout, program)
     for key, bound in limits.items():
@@ -344,7 +360,7 @@ def test_one_lost_sample_is_far_outside_of_the_bound(monkeypatch, precision, at_
     given = Loop.given
 
     def lost(self, step, index):
-        return given(self, step, index - (step == 1 and index == 3))
+        return given(self, step, index - (step == 0 and index == 3))
 
     monkeypatch.setattr(Loop, "given", lost)
     other = values_of(program, _expected.__wrapped__(Layout(accum="full_4"), program, True))
@@ -361,9 +377,9 @@ def test_backward_passes_that_were_not_announced():
     program = Program(clip=True)
     for stage in STAGES:
         same_run(Layout(dp=2, stage=stage, accum="full_2"), program, grad_accum_steps=7)
-    for number in (1, 2, 3):
+    for number in (1, 2):
         first, *others = (
-            run(Layout(dp=2, stage=stage, accum="full_4"), program, grad_accum_steps=number)[0]
+            run(Layout(dp=2, stage=stage, accum="full_3"), program, grad_accum_steps=number)[0]
             for stage in (1, 2, 3)
         )
         for other in others:

@@ -84,11 +84,11 @@ from fastpar.settings.parallel import Parallel
 from fastpar.sharding.placements import Partial, Shard, State
 from fastpar.testing import run_ranks
 
-STEPS, V, C, HEADS, LAYERS = 4, 37, 16, 4, 2
+STEPS, V, C, HEADS, LAYERS = 3, 37, 16, 4, 2
 LOSSLESS = WireFormat("int8", torch.float32, 32)
-EVALUATION_STEP = 1
-OVERFLOW_STEP = 2  # fp16: the gradients of the last micro-batch are infinite
-READ_STEPS = (0, 3)  # engine.grads() makes sums along tp that a step would make itself
+EVALUATION_STEP = 0
+OVERFLOW_STEP = 1  # fp16: the gradients of the last micro-batch are infinite
+READ_STEPS = (0, 2)  # engine.grads() makes sums along tp that a step would make itself
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Layout:
     watched: bool = False  # late collectives, freed memory full of nans, replicas compared
     wire: str | None = None  # a key of WIRES
     inference: bool = False  # evaluations are under inference_mode()
-    resumed: bool = False  # after two steps from a checkpoint, with models and optimizers anew
+    resumed: bool = False  # after the first step from a checkpoint, with models and optimizers anew
 
     # With LOSSLESS as int8: every code arrives, at its place, once.
     WIRES: ClassVar[dict[str, dict[str, Any]]] = {
@@ -400,6 +400,7 @@ def samples(layout: Layout) -> int:
     return 8 if 8 % layout.micro_batches == 0 else 12
 
 
+@functools.cache
 def micro_batch(program: Program, step: int, index: int, rows: int) -> dict[str, Any]:
     """Arguments of the model's forward: `rows` samples of tokens that count up by 1, 2 or 3.
 
@@ -436,7 +437,9 @@ class Loop:
     def __init__(self, program: Program, layout: Layout, model: nn.Module, holder: nn.Module, **o):
         self.program, self.layout = program, layout
         self.begin(model, holder, **o)
-        self.dynamic = DynamicLossScale(2.0**10, 2) if program.precision == "fp16" else None
+        self.dynamic = (
+            DynamicLossScale(2.0**10, OVERFLOW_STEP) if program.precision == "fp16" else None
+        )
         self.scale = 1.0
         self.losses: dict[Any, float] = {}
         self.grads: dict[tuple[int, str], Tensor] = {}
