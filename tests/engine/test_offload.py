@@ -231,7 +231,7 @@ OF_SHARDS = HOSTS[1:]
 PROGRAMS = [
     *((changes_rates, OF_SHARDS, 1), (has_two_optimizers, OF_SHARDS, 1)),
     *((reads_gradients, OF_SHARDS, 1), (changes_gradients, HOSTS[:1], 1)),
-    *((writes_weights, HOSTS, 1), (writes_weights, HOSTS, 2)),
+    *((writes_weights, HOSTS, 1), (writes_weights, HOSTS[::2], 2)),
 ]
 
 

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from cells import sweep
+from cells import slow, sweep
 from torch import nn
 
 from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize
@@ -30,7 +30,7 @@ def flip(x, at=0, bit=0):
 
 
 @sweep("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int16])
-@sweep(("size", "offset"), [(1, 0), (3, 1), (8, 0), (37, 0), (40, 3)])
+@sweep(("size", "offset"), [(1, 0), (3, 1), (8, 0), (37, 3)])
 def test_every_single_flip_changes_the_sum(monkeypatch, dtype, size, offset):
     monkeypatch.setattr(debug, "_CHUNK", 64)
     x = torch.randn(size + offset).mul(50).to(dtype)[offset:]
@@ -112,33 +112,38 @@ FULL, BITS = {"master_weights": True}, {"master_weights": "remainder"}
 COPIES = [{"zero_stage": stage, "shard_size": 2} for stage in range(4)]
 FLIPPED = [  # ranks, the damaged one, what of it, who else has a copy; of two nobody knows whose
     (3, {}, {}, 1, "1.bias", None, "0, 2"),
-    (4, {}, {}, 3, "2.weight", None, "0, 1, 2"),
     (3, {}, {}, 0, "0.weight", "exp_avg", "1, 2"),
     (4, {}, {"moment_dtype": torch.uint8}, 2, "0.weight", "exp_avg_sq_codes", "0, 1, 3"),
-    (3, {}, {"moment_dtype": torch.bfloat16}, 2, "1.weight", "exp_avg_sq", "0, 1"),
     (3, {}, Adafactor, 1, "0.weight", "row_var", "0, 2"),
     (3, BF16, FULL, 1, "0.weight", "master_weight", "0, 2"),
-    (6, COPIES[1], {}, 3, "0.weight", "exp_avg", "1, 5"),
     (6, COPIES[2], {}, 4, "0.weight", "exp_avg_sq", "0, 2"),
     (6, COPIES[3], {}, 0, "0.weight", None, "2, 4"),
-    (6, COPIES[3], {}, 5, "0.weight", "exp_avg", "1, 3"),
-    (6, {**COPIES[3], **BF16}, FULL, 4, "2.bias", "master_weight", "0, 2"),
     (4, {"tp": 2}, {}, 1, "wpe.weight", None, "0, 2, 3"),
     (4, {"tp": 2}, {}, 2, "h.0.ln_1.weight", "exp_avg", "0, 1, 3"),
     (6, {"tp": 2}, {}, 3, "h.0.attn.c_attn.weight", None, "1, 5"),
-    (6, {"tp": 2}, {}, 4, "h.0.mlp.c_fc.bias", "exp_avg_sq", "0, 2"),
-    (4, {"tp": 2, **BF16}, FULL, 0, "ln_f.bias", "master_weight", "1, 2, 3"),
     (2, {}, {}, 1, "1.bias", None, "0 and rank 1"),
-    (2, {}, {}, 0, "1.bias", "exp_avg", "0 and rank 1"),
-    (2, {"tp": 2}, {}, 1, "wpe.weight", None, "0 and rank 1"),
     (2, {"tp": 2}, {}, 1, "ln_f.weight", "exp_avg", "0 and rank 1"),
     (4, COPIES[3], {}, 3, "0.weight", None, "1 and rank 3"),
+]
+MORE_FLIPPED = [
+    (4, {}, {}, 3, "2.weight", None, "0, 1, 2"),
+    (3, {}, {"moment_dtype": torch.bfloat16}, 2, "1.weight", "exp_avg_sq", "0, 1"),
+    (6, COPIES[1], {}, 3, "0.weight", "exp_avg", "1, 5"),
+    (6, COPIES[3], {}, 5, "0.weight", "exp_avg", "1, 3"),
+    (6, {**COPIES[3], **BF16}, FULL, 4, "2.bias", "master_weight", "0, 2"),
+    (6, {"tp": 2}, {}, 4, "h.0.mlp.c_fc.bias", "exp_avg_sq", "0, 2"),
+    (4, {"tp": 2, **BF16}, FULL, 0, "ln_f.bias", "master_weight", "1, 2, 3"),
+    (2, {}, {}, 0, "1.bias", "exp_avg", "0 and rank 1"),
+    (2, {"tp": 2}, {}, 1, "wpe.weight", None, "0 and rank 1"),
     (4, COPIES[1], {}, 0, "0.weight", "exp_avg", "0 and rank 2"),
     (4, {"tp": 2, "zero_stage": 1}, {}, 0, "ln_f.weight", "exp_avg", "0 and rank 1"),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "options", "adamw", "rank", "name", "key", "others"), FLIPPED)
+@pytest.mark.parametrize(
+    ("ranks", "options", "adamw", "rank", "name", "key", "others"),
+    [*FLIPPED, *(slow(*row) for row in MORE_FLIPPED)],
+)
 def test_a_flipped_bit_is_named(ranks, options, adamw, rank, name, key, others):
     what = f"{f'{key} of ' if key else ''}parameter '{name}' after step 7, "
     if "and" in others:
