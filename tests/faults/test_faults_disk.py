@@ -116,17 +116,16 @@ def test_a_limit_in_the_middle_of_a_save(tmp_path, nbytes):
 
 def test_a_file_system_that_flushes_no_folders(tmp_path, monkeypatch):
     """CIFS and FUSE say so in these words; names are as safe there as they can be."""
-    fsync = os.fsync
-    for number in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS):
-        for folders in (True, False):
+    fsync, numbers = os.fsync, (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
+    for number, folders in (*((number, True) for number in numbers), (errno.EINVAL, False)):
 
-            def refusing(descriptor, number=number, folders=folders):
-                if not folders or stat.S_ISDIR(os.fstat(descriptor).st_mode):
-                    raise OSError(number, os.strerror(number))
-                fsync(descriptor)
+        def refusing(descriptor, number=number, folders=folders):
+            if not folders or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(number, os.strerror(number))
+            fsync(descriptor)
 
-            with monkeypatch.context() as patched:
-                patched.setattr(os, "fsync", refusing)
-                ((ok, errors),) = train_and_save(tmp_path / f"{number}-{folders}", 1)
-            assert ok == folders
-            assert folders or os.strerror(number) in errors[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", refusing)
+            ((ok, errors),) = train_and_save(tmp_path / f"{number}-{folders}", 1)
+        assert ok == folders
+        assert folders or os.strerror(number) in errors[0]
