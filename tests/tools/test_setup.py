@@ -252,11 +252,11 @@ from fastpar.kernels.cases import MAKERS, cases_of
 sizes = {"adamw_step_": (1003, 1), "attention": (33, 16), "attention_masked": (20, 16)}
 sizes |= {"orthogonalize": (24, 32), "dropout": (3, 40)}
 for op in MAKERS:
-    for case in cases_of(op, *sizes.get(op, (24, 96)), "cpu", more=True):
-        for dtype in case.dtypes:
-            most = case.allowed(dtype, "cpu")
-            for result, errors in case.measure(dtype, "cpu").items():
-                print(op, case.shape, dtype, result, "fails" * (errors.max > most[result]))
+    for number, case in enumerate(cases_of(op, *sizes.get(op, (24, 96)), "cpu", more=True)):
+        dtype = case.dtypes[number % len(case.dtypes)]
+        most = case.allowed(dtype, "cpu")
+        for result, errors in case.measure(dtype, "cpu").items():
+            print(op, case.shape, dtype, result, "fails" * (errors.max > most[result]))
 """
 
 
