@@ -58,12 +58,12 @@ QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 MBIT = 1000
 STOCK = ", stock model"
 ZERO = {  # stage -> what stands beside fastpar's
-    3: (DDP, "FSDP2", "DeepSpeed ZeRO-3"),
-    2: (DDP, "FSDP2, no reshard", "DeepSpeed ZeRO-2"),
-    1: (DDP, "DDP + ZeRO optimizer", "DeepSpeed ZeRO-1"),
+    3: ("FSDP2", "DeepSpeed ZeRO-3", DDP),
+    2: ("FSDP2, no reshard", "DeepSpeed ZeRO-2", DDP),
+    1: ("DDP + ZeRO optimizer", "DeepSpeed ZeRO-1", DDP),
     0: (DDP, SINGLE),
 }
-ROOM_BYTES = 19e9  # that a stage's contenders need side by side; with less free one at a time
+ROOM_BYTES = (16e9, 21e9)  # free memory that two and three of them at a time need
 DTENSOR, SHM = "torch DTensor", "fastpar, shm"
 LINKED = {2: 256, 4: 256, 8: 256, 16: 256}  # sequences a step of `pp`: their length
 
@@ -100,8 +100,9 @@ def zero(quick: bool) -> Iterator[Case]:
     size = f"{'quick' if quick else 'GPT-2 124M'} T={config.block_size} B=1 a rank, 2 ranks"
     for stage, others in ZERO.items():
         ours = f"fastpar ZeRO-{stage}"
-        at_once = quick or available_bytes() >= ROOM_BYTES
-        groups = [*([others] if at_once else zip(others)), (ours + STOCK,)]
+        many = 3 if quick else 1 + sum(available_bytes() >= room for room in ROOM_BYTES)
+        groups = [others[i : i + many] for i in range(0, len(others), many)]
+        groups.append((ours + STOCK,))
         yield Case(f"ZeRO-{stage}, {size}", config, ours, groups, 2 if quick else 7)
 
 
