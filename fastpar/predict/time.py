@@ -77,7 +77,7 @@ class MatrixUpdates:
         shared_out: of experts that ranks of ep share out; False: of all else.
     Attributes:
         elements: of the matrices on a rank along dp x tp, tp innermost; the most.
-        sent: by every rank, in this order.
+        sent: by every rank, in this order; most_sent: by any of them.
         messages: all_to_alls of a step.
         jobs: how many matrices [short, long] the rank with most flops makes.
     """
@@ -131,7 +131,9 @@ class MatrixUpdates:
             if place == busiest:
                 count, short, long = self.what[i]
                 self.jobs[short, long] += count
+        self._rooms: dict[int, int] = {}
         self.sent, n = self._sent(), len(self.batches)
+        self.most_sent = Sent(*map(max, zip(*self.sent)))
         self.messages = Sent(n * (1 + self.sharded) * (self.n_dp > 1), 2 * n * (tp > 1))
         held = Counter[int]()
         for pieces in self.pieces.values():
@@ -166,9 +168,11 @@ class MatrixUpdates:
         Args:
             item: bytes of an element of the products.
         """
-        own = Counter[Home](self.home.values())
-        ranks = {home for home, _ in own.most_common(_MOST_RANKS)} | {Home(0, 0)}
-        return max(self._room(rank, item) for rank in ranks)
+        if item not in self._rooms:
+            own = Counter[Home](self.home.values())
+            ranks = {home for home, _ in own.most_common(_MOST_RANKS)} | {Home(0, 0)}
+            self._rooms[item] = max(self._room(rank, item) for rank in ranks)
+        return self._rooms[item]
 
     def _room(self, at: Home, item: int) -> int:
         """Bytes alive in Homes.run(), which takes the same steps."""
@@ -371,7 +375,7 @@ def _to_homes(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     item, along = product_bytes(setup), "shard" if setup.stage else "dp"
     found = updates_of(workload.shape, buckets_of(workload, setup), setup)
     for matrices, stride in zip(found, (setup.tp, setup.tp * setup.ep)):
-        most = Sent(*map(max, zip(*matrices.sent)))
+        most = matrices.most_sent
         for axis, ranks, apart, sent, count in (
             (along, matrices.n_dp, stride, most.dp, matrices.messages.dp),
             ("tp", setup.tp, 1, most.tp, matrices.messages.tp),
