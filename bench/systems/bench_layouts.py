@@ -63,7 +63,7 @@ ZERO = {  # stage -> what stands beside fastpar's
     1: ("DDP + ZeRO optimizer", "DeepSpeed ZeRO-1", DDP),
     0: (DDP, SINGLE),
 }
-ROOM_BYTES = (16e9, 21e9)  # free memory that two and three of them at a time need
+ROOM_BYTES = (16e9, 23e9)  # free memory that two and three of them at a time need
 DTENSOR, SHM = "torch DTensor", "fastpar, shm"
 LINKED = {2: 256, 4: 256, 8: 256, 16: 256}  # sequences a step of `pp`: their length
 
