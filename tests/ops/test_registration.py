@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cells import slow
+from test_cases import tiles_fit
 from torch import Tensor
 
 from fastpar import kernels
@@ -35,11 +36,14 @@ def of_cases(device: str, dtype: torch.dtype = F32) -> dict[str, list[Program]]:
     found = {}
     for name in MAKERS:
         few = {"V": 7} if name == "embedding" else {}
+        triton = backend.choice == "triton" and name.startswith("attention")
         found[name] = [
-            (case.fn, list(case.inputs(given, device).values()))
+            (case.fn, list(inputs.values()))
             for case in cases_of(name, 6, 32, device, more=True, **few)
             for given in [dtype if dtype in case.dtypes or dtype == torch.float64 else BF16]
             if not re.search("[NBT]=0", case.shape) and (case.in_fp64 or dtype == F32)
+            for inputs in [case.inputs(given, device)]
+            if not triton or tiles_fit(inputs)
         ]
     return found
 
