@@ -1,8 +1,9 @@
 // Runs the ops of csrc/ops.h on memory whose ends the sanitizers watch: odd sizes, odd offsets, one
 // thread and several, every instruction set of the machine; and the shared-memory collectives by
 // threads in place of ranks. tests/tools/test_sanitizers.py builds it with ASan and UBSan, and with
-// TSan. With the argument `digest` it prints a hash of all that the ops wrote, which .ci/aarch64
-// compares between machines; then attention runs, too.
+// TSan, and then runs it with the argument `threads`: several of them alone, at one offset. With
+// `digest` it prints a hash of all that the ops wrote, which .ci/aarch64 compares between machines;
+// then attention runs, too.
 
 #include <cstdio>
 #include <cstdlib>
@@ -328,9 +329,11 @@ void run_wrong(const std::string& how) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  digest.on = argc > 1 && std::string(argv[1]) == "digest";
-  if (argc > 1 && !digest.on) {
-    run_wrong(argv[1]);
+  const std::string what = argc > 1 ? argv[1] : "";
+  digest.on = what == "digest";
+  const bool several = what == "threads";
+  if (argc > 1 && !digest.on && !several) {
+    run_wrong(what);
     return 0;
   }
   const std::vector<int64_t> tails = {0, 1, 5, 15, 16, 17, 31, 63, 64, 65, 255, 256, 257, 515};
@@ -342,6 +345,7 @@ int main(int argc, char** argv) {
     set_isa(name);
     for (int threads : {1, 3}) {
       for (int64_t offset : {0, 1, 3}) {
+        if (several && (threads == 1 || offset != 3)) continue;
         std::vector<int64_t> sizes = tails;
         if (threads > 1 || digest.on) sizes.push_back(140001);  // more than a chunk
         run_adamw(sizes, offset, threads);

@@ -95,7 +95,8 @@ class Made:
     def __call__(self, ranks=1, **settings):
         name = repr((ranks, sorted(settings.items())))
         if name not in self.known:
-            out = self.folder / f"run{len(self.known)}"
+            # A number of its own, also after a run that failed and left its folder.
+            out = self.folder / f"run{len(list(self.folder.iterdir()))}"
             with in_folder(self.folder):
                 Runs()(out, ranks, **settings)
             self.known[name] = out
