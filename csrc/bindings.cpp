@@ -143,6 +143,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa", &fastpar::isa_name);
   m.def("isa_supported", &fastpar::isa_supported);
   m.def("cpu_is_intel", &fastpar::cpu_is_intel);
+  m.def("has_amx", &fastpar::has_amx);
   m.def("set_isa", &fastpar::set_isa);
   m.def("keep_freed_memory", &fastpar::keep_freed_memory);
   m.def("bind_workers", &fastpar::bind_workers, unlocked);
@@ -157,19 +158,22 @@ PYBIND11_MODULE(_C, m) {
       "gemm",
       [](const View& a, const View& b, const View& c, bool accumulate, const Memory& bias,
          int threads) {
-        FASTPAR_CHECK(fastpar::isa_supported("avx512"),
-                      "gemm: expected a CPU with AVX-512, got isa=", fastpar::isa_name(),
-                      "; use torch.mm");
         const int64_t rows = a.size[0], k = a.size[1], columns = b.size[1];
-        FASTPAR_CHECK(a.dims == 2 && b.dims == 2 && a.type == Type::f32 && b.type == Type::f32 &&
-                          b.size[0] == k,
-                      "gemm: expected float32 matrices [M, K] and [K, N], got K=", k,
+        const bool bf16 = a.type == Type::bf16;
+        FASTPAR_CHECK(bf16 ? fastpar::has_amx() : fastpar::isa_supported("avx512"),
+                      "gemm: expected a CPU with AVX-512, and AMX for bf16, got isa=",
+                      fastpar::isa_name(), "; use torch.mm");
+        FASTPAR_CHECK(a.dims == 2 && b.dims == 2 && (bf16 || a.type == Type::f32) &&
+                          b.type == a.type && b.size[0] == k,
+                      "gemm: expected float32 or bfloat16 matrices [M, K] and [K, N], got K=", k,
                       " and K=", b.size[0], "; use torch.mm");
-        void* out = c.as(Type::f32, {rows, columns}, "c");
-        fastpar::gemm({at<const float>(a.address), a.stride[0], a.stride[1]},
-                      {at<const float>(b.address), b.stride[0], b.stride[1]},
-                      static_cast<float*>(out), c.stride[0], rows, columns, k, accumulate,
-                      bias.floats_or_null(columns, "bias"), threads);
+        const bool narrow = bf16 && c.type == Type::bf16;
+        void* out = c.as(narrow ? Type::bf16 : Type::f32, {rows, columns}, "c");
+        fastpar::gemm({at<const void>(a.address), a.stride[0], a.stride[1]},
+                      {at<const void>(b.address), b.stride[0], b.stride[1]}, out, c.stride[0], rows,
+                      columns, k, accumulate, bias ? bias.of(a.type, columns, "bias") : nullptr,
+                      bf16 ? Dtype::bfloat16 : Dtype::float32,
+                      narrow ? Dtype::bfloat16 : Dtype::float32, threads);
       },
       unlocked);
   m.def(

@@ -86,16 +86,20 @@ void layer_norm_bwd(const void* dy, const void* dsum_out, const void* x, const f
                     float* dbias, float* dx_bias, Dtype dtype, int64_t n, int64_t c, bool rms,
                     const MaskBlock& at, int threads);
 
-// A float matrix of any strides.
+// A matrix of any strides, in elements.
 struct Matrix {
-  const float* data;
+  const void* data;
   int64_t row_stride, column_stride;
+  const void* at(int64_t elements, int64_t size) const {
+    return static_cast<const char*>(data) + elements * size;
+  }
 };
 
 // c[m, n] (rows ldc apart) = a[m, k] @ b[k, n] + bias[n], or with accumulate c += a @ b. bias may
-// be null. Needs AVX-512. m, n, k >= 1.
-void gemm(const Matrix& a, const Matrix& b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
-          bool accumulate, const float* bias, int threads);
+// be null. a, b and bias are of dtype: fp32, which needs AVX-512, or bf16, which needs AMX
+// (has_amx()); c is of dtype or fp32. m, n, k >= 1.
+void gemm(const Matrix& a, const Matrix& b, void* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
+          bool accumulate, const void* bias, Dtype dtype, Dtype out, int threads);
 
 // A strided [B, T, H, D] tensor, or with batch stride 0 [total, H, D]: strides in elements, the
 // last one is 1.

@@ -1,20 +1,44 @@
 #include "simd.h"
 
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 
 #include "checks.h"
 
+#if FASTPAR_X86 && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace fastpar {
 namespace {
 
-const char* const kNames[] = {"baseline", "avx2", "avx512"};
+const char* const kNames[] = {"baseline", "avx2", "avx512", "amx"};
+
+// The processor's tiles and their bf16 products; Linux asks each process to ask for the registers.
+bool find_amx() {
+#if FASTPAR_AMX && defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  return (d & kBf16) && (d & kTile) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 bool supported(Isa isa) {
 #if FASTPAR_X86
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (isa == Isa::avx2) return avx2;
+  if (isa == Isa::amx) {
+    static const bool amx = find_amx();
+    return amx && supported(Isa::avx512);
+  }
   if (isa == Isa::avx512) {
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -24,6 +48,7 @@ bool supported(Isa isa) {
 }
 
 Isa best() {
+  if (supported(Isa::amx)) return Isa::amx;
   if (supported(Isa::avx512)) return Isa::avx512;
   return supported(Isa::avx2) ? Isa::avx2 : Isa::baseline;
 }
@@ -34,18 +59,19 @@ std::atomic<Isa>& current() {
 }
 
 Isa parse(const std::string& name) {
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 4; ++i) {
     if (name == kNames[i]) return static_cast<Isa>(i);
   }
-  throw std::invalid_argument(concat(
-      "set_isa: expected auto, baseline, avx2 or avx512, got isa=", name, "; correct FASTPAR_ISA"));
+  throw std::invalid_argument(
+      concat("set_isa: expected auto, baseline, avx2, avx512 or amx, got isa=", name,
+             "; correct FASTPAR_ISA"));
 }
 
 }  // namespace
 
-Isa isa() { return current().load(std::memory_order_relaxed); }
+Isa isa() { return std::min(current().load(std::memory_order_relaxed), Isa::avx512); }
 
-std::string isa_name() { return kNames[static_cast<int>(isa())]; }
+std::string isa_name() { return kNames[static_cast<int>(current().load())]; }
 
 bool cpu_is_intel() {
 #if FASTPAR_X86
@@ -55,6 +81,8 @@ bool cpu_is_intel() {
   return false;
 #endif
 }
+
+bool has_amx() { return current().load(std::memory_order_relaxed) == Isa::amx; }
 
 bool isa_supported(const std::string& name) { return supported(parse(name)); }
 

@@ -20,6 +20,13 @@
 #define FASTPAR_TARGET_AVX512 \
   __attribute__((             \
       target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define FASTPAR_AMX 1
+#define FASTPAR_TARGET_AMX                                                               \
+  __attribute__((                                                                        \
+      target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512," \
+             "avx512bf16,amx-tile,amx-bf16")))
+#endif
 #else
 #define FASTPAR_X86 0
 #define FASTPAR_TARGET_AVX2
@@ -28,14 +35,17 @@
 
 namespace fastpar {
 
-enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
+// amx: as avx512, and products of bf16 on tiles of registers.
+enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2, amx = 3 };
 
 // The instruction set in use: the best that the machine supports, or what set_isa() asked for.
+// isa() is of vectors: avx512 for amx.
 Isa isa();
 std::string isa_name();
 bool isa_supported(const std::string& name);
 bool cpu_is_intel();
-// name: auto | baseline | avx2 | avx512. Throws std::invalid_argument for an unknown name and
+bool has_amx();
+// name: auto | baseline | avx2 | avx512 | amx. Throws std::invalid_argument for an unknown name and
 // std::runtime_error for one that the machine does not support.
 void set_isa(const std::string& name);
 

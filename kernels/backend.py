@@ -10,8 +10,9 @@ FASTPAR_BACKEND=auto|torch|cpp|triton
             called with tensors that this implementation cannot serve
     triton  the same for Triton; CPU tensors run in Triton's interpreter, which TRITON_INTERPRET=1
             switches on (for tests: it is slow, and its bf16 matrix products are wrong)
-FASTPAR_ISA=auto|baseline|avx2|avx512
-    the instruction set of the compiled kernels; results have the same bits on each
+FASTPAR_ISA=auto|baseline|avx2|avx512|amx
+    the instruction set of the compiled kernels; results have the same bits on each, but for
+    products of bf16: our own with amx, torch's with the others
 FASTPAR_ATTENTION=auto|own|<one of attention/peers.py>
     who serves attention's plain calls; auto: what a proof found right and fastest
 FASTPAR_PEERS=-<one of attention/peers.py>,...
@@ -110,6 +111,8 @@ if _C is not None:
     _C.set_isa(os.environ.get("FASTPAR_ISA", "auto"))
 # torch's fp32 products on CPU are MKL's, which uses AVX-512 on Intel machines only.
 has_gemm: bool = _C is not None and _C.isa() == "avx512" and not _C.cpu_is_intel()
+# bf16's are oneDNN's, which reaches half of what AMX does and has other bits for other cuts.
+has_bf16_gemm: bool = _C is not None and _C.isa() == "amx"
 
 
 def forced() -> str:
@@ -345,7 +348,7 @@ def describe() -> str:
     if _C is None:
         lines.append(f"_C        none: {_forced()}")
     else:
-        supported = [n for n in ("baseline", "avx2", "avx512") if _C.isa_supported(n)]
+        supported = [n for n in ("baseline", "avx2", "avx512", "amx") if _C.isa_supported(n)]
         cuda = " and CUDA" if _C.built_with_cuda else f", no CUDA: {_why_without_cuda()}"
         lines += [
             f"_C        C++{cuda}",

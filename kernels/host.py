@@ -134,7 +134,7 @@ def supported_isas() -> tuple[str, ...]:
     """The instruction sets that this machine can run; () without the compiled module."""
     if _C is None:
         return ()
-    return tuple(name for name in ("baseline", "avx2", "avx512") if _C.isa_supported(name))
+    return tuple(name for name in ("baseline", "avx2", "avx512", "amx") if _C.isa_supported(name))
 
 
 def set_isa(name: str) -> None:

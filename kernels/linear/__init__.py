@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C, backend
-from fastpar.kernels.backend import has_gemm
+from fastpar.kernels.backend import has_bf16_gemm, has_gemm
 from fastpar.kernels.choice import is_proven, is_real, may_run
 from fastpar.kernels.linear.weight_gradients import place_for, queue_for
 from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_double_backward
@@ -43,12 +43,12 @@ _OURS_FROM = 1 << 18
 
 def use_gemm(x: Tensor, m: int, n: int, k: int) -> bool:
     """Whether an [M, K] @ [K, N] product of tensors like x is our own."""
+    able = has_gemm if x.dtype == torch.float32 else has_bf16_gemm and x.dtype == torch.bfloat16
     return (
-        x.dtype == torch.float32
+        able
         and x.device.type == "cpu"
         and m * n * k >= _OURS_FROM
         and backend.choice != "torch"
-        and has_gemm
     )
 
 
@@ -103,6 +103,11 @@ def depends_on_threads(dtype: torch.dtype) -> bool:
 
 def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
     """a [M, K] @ b [K, N] of 16 bits in fp32, as it is summed; in `out`, or added to it."""
+    if use_gemm(a, a.shape[0], b.shape[1], a.shape[1]):
+        if out is None:
+            out = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+        _gemm(a, b, out, None, accumulate=add)
+        return out
     if a.device.type == "cpu":  # torch has it on CUDA
         product = a.float() @ b.float()
         return product if out is None else out.add_(product) if add else out.copy_(product)
@@ -122,6 +127,8 @@ def use_wide(x: Tensor) -> bool:
     """Whether gradients in fp32 come straight out of their products; see [Note: wide gradients]."""
     if x.dtype not in (torch.bfloat16, torch.float16) or backend.choice != "auto":
         return False
+    if has_bf16_gemm and x.dtype == torch.bfloat16 and x.is_cpu and is_plain(x):
+        return True
     if not ((x.is_cuda or backend.cuda_on_cpu) and x.numel()):
         return False
     return is_real(x) and is_plain(x) and is_proven("weight_gradient", x)
