@@ -57,7 +57,7 @@ OPS = {
     ),
     "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "triton: gelu/triton.py"),
     "embedding": ("torch; cpp: dropout_cpu.cpp", "triton: embedding_triton.py"),
-    "linear": ("{gemm} (fp32); torch (16 bits)", "torch"),
+    "linear": ("{gemm} (fp32); {gemm_bf16} (bf16); torch (fp16)", "torch"),
     "linear_fp8": (
         "products by {gemm}, of values rounded by torch (emulate)",
         "triton: linear/fp8_triton.py (casts, products with blocks); torch's scaled products",
@@ -314,7 +314,8 @@ def _on_cpu(cpu: str, gpu: str) -> tuple[str, str]:
         return "refused", why
     if choice in ("torch", "triton"):
         return "torch", _forced()
-    cpu = cpu.format(gemm="cpp: gemm_cpu.cpp" if has_gemm else "torch.mm")
+    own = {True: "cpp: gemm_cpu.cpp", False: "torch.mm"}
+    cpu = cpu.format(gemm=own[has_gemm], gemm_bf16=own[has_bf16_gemm])
     return cpu, _FASTEST if "torch" in cpu else ""
 
 

@@ -31,7 +31,7 @@ Below N = 12000 dweight alone outweighs the rule, and 2048 rows are taken for th
 [Note: dweight]
 On CUDA torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight) multiplies 16-bit matrices
 and adds them to the fp32 sum inside the GEMM: no temporary of dweight's size, no further pass.
-On a CPU a chunk's product is rounded to 16 bits and added.
+So does our own product of bf16 on CPUs with AMX; torch's there is rounded to 16 bits, then added.
 """
 
 import threading
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels.backend import FLOATS, wide
-from fastpar.kernels.linear import add_matmul_, matmul, wide_product
+from fastpar.kernels.linear import add_matmul_, matmul, use_gemm, wide_product
 from fastpar.kernels.linear.weight_gradients import wide_room
 from fastpar.kernels.loss.cross_entropy import (
     check_loss,
@@ -129,7 +129,7 @@ def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """dweight + a @ b in fp32 (fp64 for fp64), in place; None stands for 0; [Note: dweight]."""
     if a.dtype == wide(a.dtype):
         return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
-    if a.device.type != "cpu":
+    if a.device.type != "cpu" or use_gemm(a, a.shape[0], b.shape[1], a.shape[1]):
         return wide_product(a, b, dweight, add=dweight is not None)
     product = torch.mm(a, b, out=workspace("dweight", a.shape[0], b.shape[1], a))
     return product.float() if dweight is None else dweight.add_(product)

@@ -61,8 +61,16 @@ def test_our_gemm_serves_large_fp32_products_only():
     x = torch.ones(1)
     assert use_gemm(x, 128, 128, 128)
     assert not use_gemm(x, 16, 16, 16)
-    assert not use_gemm(x.bfloat16(), 128, 128, 128)
+    assert use_gemm(x.bfloat16(), 128, 128, 128) == backend.has_bf16_gemm
     assert not use_gemm(x.to("meta"), 128, 128, 128)
+
+
+@pytest.mark.skipif(_C is None or _C.isa() != "amx", reason="needs AMX")
+def test_our_gemm_serves_bf16_where_tiles_are_full():
+    x = torch.ones(1, dtype=torch.bfloat16)
+    assert use_gemm(x, 128, 128, 128)
+    assert not use_gemm(x, 1, 4096, 4096)  # a vector: the weight would be packed for it
+    assert not use_gemm(x.half(), 128, 128, 128)
 
 
 U = 2.0**-24  # unit roundoff of fp32
@@ -88,42 +96,83 @@ LAYOUTS = {
 
 
 SIZES = [(1, 1, 1), (14, 32, 128), (15, 33, 129), (63, 127, 1000), (257, 5, 16), (3, 600, 47)]
-avx512 = pytest.mark.skipif(
-    _C is None or not _C.isa_supported("avx512"), reason="needs AVX-512: this CPU has none"
-)
+ISA_OF = {torch.float32: "avx512", torch.bfloat16: "amx"}
 
 
-@avx512
+def needs_isa(dtype):
+    if _C is None or not _C.isa_supported(ISA_OF[dtype]) or (dtype.itemsize == 2 and not HAS_AMX):
+        pytest.skip(f"needs {ISA_OF[dtype]}: this CPU has none, or FASTPAR_ISA leaves it out")
+
+
+HAS_AMX = _C is not None and _C.isa() == "amx"
+
+
 @sweep("b_layout", LAYOUTS)
 @sweep("a_layout", LAYOUTS)
-@sweep("sizes", SIZES)
-def test_gemm_at_its_edges(sizes, a_layout, b_layout):
-    """Within the roundings of a sum of k products; nothing outside the result is touched."""
+@sweep("sizes", [*SIZES, (40, 70, 2500)])
+@pytest.mark.parametrize("dtype", ISA_OF)
+def test_gemm_at_its_edges(dtype, sizes, a_layout, b_layout):
+    """Within the roundings of a sum of k products, and for a result in bf16 one of that; nothing
+    outside the result is touched."""
+    needs_isa(dtype)
     m, n, k = sizes
-    a, b, bias = torch.randn(m, k), torch.randn(k, n), torch.randn(n)
-    wide = torch.full((m + 1, n + 3), torch.nan)
+    a, b, bias = (torch.randn(s).to(dtype) for s in ((m, k), (k, n), (n,)))
     exact = a.double() @ b.double()
     operands = (LAYOUTS[a_layout](a), LAYOUTS[b_layout](b))
-    floor = U * exact.abs().max()  # one rounding of the result
-    bound = of_a_sum(k) + floor
-    out = gemm(*operands, wide[:m, :n])
-    assert (out - exact).abs().max() <= bound
-    gemm(*operands, out, accumulate=True)
-    assert (out - 2 * exact).abs().max() <= 2 * bound + 2 * floor
-    gemm(*operands, out, bias=bias)
-    assert (out - (exact + bias)).abs().max() <= bound + U * (exact + bias).abs().max()
-    assert wide[m].isnan().all()
-    assert wide[:, n:].isnan().all()
+    for to in {torch.float32, dtype}:
+        wide = torch.full((m + 1, n + 3), torch.nan, dtype=to)
+        u = torch.finfo(to).eps / 2
+        out = gemm(*operands, wide[:m, :n])
+        assert ((out - exact).abs() <= of_a_sum(k) + u * exact.abs().max()).all()
+        before = out.double()
+        gemm(*operands, out, accumulate=True)
+        twice = before + exact
+        assert ((out - twice).abs() <= of_a_sum(k) + 2 * u * twice.abs().max()).all()
+        gemm(*operands, out, bias=bias)
+        assert (
+            (out - exact - bias).abs() <= of_a_sum(k) + 2 * u * (exact + bias).abs().max()
+        ).all()
+        assert wide[m].isnan().all()
+        assert wide[:, n:].isnan().all()
 
 
-@avx512
-def test_gemm_has_the_same_bits_for_any_threads_and_cut():
-    a, b = torch.randn(700, 900), torch.randn(900, 333)
+@pytest.mark.parametrize("dtype", ISA_OF)
+def test_gemm_has_the_same_bits_for_any_threads_and_cut(dtype):
+    needs_isa(dtype)
+    a, b = torch.randn(700, 2100).to(dtype), torch.randn(2100, 333).to(dtype)
     first = gemm(a, b, torch.empty(700, 333))
     for threads in (2, 3, 5):
         assert torch.equal(gemm(a, b, torch.empty(700, 333), threads=threads), first)
     assert torch.equal(gemm(a[100:150], b, torch.empty(50, 333)), first[100:150])
     assert torch.equal(gemm(a, b[:, 7:50], torch.empty(700, 43)), first[:, 7:50])
+    narrow = gemm(a, b, torch.empty(700, 333, dtype=dtype), threads=2)
+    assert torch.equal(narrow, first.to(dtype))
+
+
+def test_gemm_of_bf16_keeps_what_is_not_finite():
+    needs_isa(torch.bfloat16)
+    a = torch.ones(64, 512, dtype=torch.bfloat16)
+    a[1, 7], a[2, 8], a[3, 9], a[40, 1] = torch.inf, -torch.inf, torch.nan, 3e38
+    b = torch.ones(512, 64, dtype=torch.bfloat16)
+    b[7, 5] = 0.0
+    want = a.float() @ b.float()
+    assert want[1, 5].isnan()
+    for to in (torch.float32, torch.bfloat16):
+        found = gemm(a, b, torch.empty(64, 64, dtype=to))
+        torch.testing.assert_close(found, want.to(to), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(not HAS_AMX, reason="needs AMX")
+def test_weight_gradients_of_bf16_come_in_fp32():
+    x, weight, bias = make(64, 96, 128, torch.bfloat16)
+    place = torch.zeros(weight.shape)
+    weight.fastpar_wide_place = lambda w: (place, True)
+    dy = torch.randn(64, 128).bfloat16()
+    for times in (1, 2):
+        linear(x, weight, bias).backward(dy)
+        exact = times * (dy.double().t() @ x.detach().double())
+        assert weight.grad is None
+        assert (place - exact).abs().max() <= times * (of_a_sum(64) + U * exact.abs().max())
 
 
 @pytest.mark.usefixtures("choice")
@@ -235,6 +284,8 @@ def test_a_wide_gradient_is_not_rounded_to_16_bits(dtype):
 def test_when_gradients_are_wide(monkeypatch):
     module = sys.modules["fastpar.kernels.linear"]
     x = torch.ones(2, 8, dtype=torch.bfloat16)
+    assert module.use_wide(x) == backend.has_bf16_gemm
+    monkeypatch.setattr(module, "has_bf16_gemm", False)
     assert not module.use_wide(x)  # torch has the product on CUDA alone
     monkeypatch.setattr(backend, "cuda_on_cpu", True)
     monkeypatch.setattr(choice_module, "proofs", {})

@@ -183,7 +183,7 @@ def ids_out_of_range():
 
 
 def products():
-    compiled = backend._C is not None and backend._C.isa() == "avx512"
+    compiled = backend._C is not None and backend._C.isa() in ("avx512", "amx")
     assert backend.has_gemm == (compiled and not backend._C.cpu_is_intel())
 
 
