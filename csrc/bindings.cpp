@@ -143,7 +143,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa", &fastpar::isa_name);
   m.def("isa_supported", &fastpar::isa_supported);
   m.def("cpu_is_intel", &fastpar::cpu_is_intel);
-  m.def("has_amx", &fastpar::has_amx);
   m.def("set_isa", &fastpar::set_isa);
   m.def("keep_freed_memory", &fastpar::keep_freed_memory);
   m.def("bind_workers", &fastpar::bind_workers, unlocked);
@@ -160,7 +159,7 @@ PYBIND11_MODULE(_C, m) {
          int threads) {
         const int64_t rows = a.size[0], k = a.size[1], columns = b.size[1];
         const bool bf16 = a.type == Type::bf16;
-        FASTPAR_CHECK(bf16 ? fastpar::has_amx() : fastpar::isa_supported("avx512"),
+        FASTPAR_CHECK(fastpar::isa_supported(bf16 ? "amx" : "avx512"),
                       "gemm: expected a CPU with AVX-512, and AMX for bf16, got isa=",
                       fastpar::isa_name(), "; use torch.mm");
         FASTPAR_CHECK(a.dims == 2 && b.dims == 2 && (bf16 || a.type == Type::f32) &&

@@ -96,8 +96,8 @@ struct Matrix {
 };
 
 // c[m, n] (rows ldc apart) = a[m, k] @ b[k, n] + bias[n], or with accumulate c += a @ b. bias may
-// be null. a, b and bias are of dtype: fp32, which needs AVX-512, or bf16, which needs AMX
-// (has_amx()); c is of dtype or fp32. m, n, k >= 1.
+// be null. a, b and bias are of dtype: fp32, which needs AVX-512, or bf16, which needs AMX;
+// c is of dtype or fp32. m, n, k >= 1.
 void gemm(const Matrix& a, const Matrix& b, void* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
           bool accumulate, const void* bias, Dtype dtype, Dtype out, int threads);
 

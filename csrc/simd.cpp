@@ -82,8 +82,6 @@ bool cpu_is_intel() {
 #endif
 }
 
-bool has_amx() { return current().load(std::memory_order_relaxed) == Isa::amx; }
-
 bool isa_supported(const std::string& name) { return supported(parse(name)); }
 
 void set_isa(const std::string& name) {

@@ -44,7 +44,6 @@ Isa isa();
 std::string isa_name();
 bool isa_supported(const std::string& name);
 bool cpu_is_intel();
-bool has_amx();
 // name: auto | baseline | avx2 | avx512 | amx. Throws std::invalid_argument for an unknown name and
 // std::runtime_error for one that the machine does not support.
 void set_isa(const std::string& name);

@@ -12,14 +12,13 @@ oneDNN, which torch also has, is as fast but allocates every result and sums in 
 that its error is 2 to 3 times MKL's; ours is below MKL's. They read any strides.
 In bf16 on CPUs with AMX they are our own, too: oneDNN's have other bits for other numbers of
 threads, and with two threads often run on one (K = 3072, N = 768). A training step of GPT-2 124M
-takes 0.8 of the time. Their sums come in fp32, which is what [Note: wide gradients] asks for.
+takes 0.8 of the time.
 Saved for backward: x and weight, the inputs.
 
 [Note: wide gradients] A 16-bit product is summed in fp32. Where gradients are kept in fp32 the one
 that gives dweight is stored, or added, as it is, instead of being rounded to 16 bits and copied:
 2 + 2 bytes an element less, and no rounding in between (bench/results/errors). Where a proof allows
 it (use_wide), so not under torch.use_deterministic_algorithms: results would depend on the proof.
-On CPUs with AMX it is always so.
 """
 
 from __future__ import annotations
@@ -130,8 +129,6 @@ def use_wide(x: Tensor) -> bool:
     """Whether gradients in fp32 come straight out of their products; see [Note: wide gradients]."""
     if x.dtype not in (torch.bfloat16, torch.float16) or backend.choice != "auto":
         return False
-    if has_bf16_gemm and x.dtype == torch.bfloat16 and x.is_cpu and is_plain(x):
-        return True
     if not ((x.is_cuda or backend.cuda_on_cpu) and x.numel()):
         return False
     return is_real(x) and is_plain(x) and is_proven("weight_gradient", x)

@@ -279,7 +279,7 @@ def test_choices_that_cannot_be(monkeypatch):
         kernels.bias_gelu(x)
     monkeypatch.setattr(backend, "choice", "auto")
     assert kernels.bias_gelu(x).dtype == torch.float64
-    with pytest.raises(ValueError, match="auto, baseline, avx2 or avx512, got isa=sse9"):
+    with pytest.raises(ValueError, match="auto, baseline, avx2, avx512 or amx, got isa=sse9"):
         _C.set_isa("sse9")
     missing = [name for name in ISAS if not _C.isa_supported(name)]
     if missing:  # not on a CPU with AVX-512

@@ -70,7 +70,9 @@ EVERY = pytest.mark.parametrize("every", [False, slow(True)], ids=["some dtypes"
 @EVERY
 @pytest.mark.parametrize("op", MAKERS)
 def test_on_a_cpu(op, every, monkeypatch):
-    runs = backend.OPS.get(op, ("cpp",))[0].format(gemm="cpp" if backend.has_gemm else "torch")
+    own = {True: "cpp", False: "torch"}
+    gemms = {"gemm": own[backend.has_gemm], "gemm_bf16": own[backend.has_bf16_gemm]}
+    runs = backend.OPS.get(op, ("cpp",))[0].format(**gemms)
     for choice in ("torch", "auto") if "cpp" in runs else ("auto",):
         monkeypatch.setattr(backend, "choice", choice)
         dtypes = () if "attention" not in op or torch_attends(torch.bfloat16) else (FP32, FP64)
