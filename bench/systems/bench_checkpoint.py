@@ -3,7 +3,7 @@
 1.5 GB in fp32, in one process of two threads and in two ranks of one thread, at stages 0 and 3.
 Contenders take turns; each turn saves, saves asynchronously while it trains on, and loads what it
 saved: from the page cache, where all files are, and after the system was asked to forget them.
-Every byte that fastpar loads is compared with its SHA-256; the others compare nothing.
+fastpar hashes every byte that it saves, and compares it when it loads (XXH3); the others do not.
 
     save                 until committed and on the disk; "torch.save" is not flushed
     pause of a save      of an asynchronous one, until training goes on; beside it the whole save

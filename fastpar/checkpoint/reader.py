@@ -2,10 +2,11 @@
 
 TensorReader is the only code that reads tensors. Of a checkpoint nothing is read before the file
 has the size and the header that the manifest lists; whoever has to know that the bytes are right
-too calls compare(), read() or chunks(). The bytes of a file are those of its head, which FileEntry
-has a digest of, and those of its tensors, each with a digest of its own; that they add up was
-checked by read_manifest. Who verifies takes a share of them, and several threads hash it: that
-lets go of the interpreter's lock.
+too calls compare(), read() or chunks(). gather() hashes what it reads as a whole, block by block
+while it is in the processor's cache, and notes what differs: then nothing is read a second time to
+be verified. The bytes of a file are those of its head, which FileEntry has a digest of, and those
+of its tensors, each with a digest of its own; that they add up was checked by read_manifest. Who
+verifies takes a share of them, and several threads hash it: that lets go of the interpreter's lock.
 
 Files are read and not mapped: what a mapping shows counts as memory of the process, page for page,
 and each page of it costs a fault. A reader's own memory is that of the largest tensor that whole()
@@ -17,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
+import threading
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +40,17 @@ from fastpar.checkpoint.manifest import (
 )
 from fastpar.files.plain_files import open_plain, read_into, read_object, reason, shown
 from fastpar.files.runs import is_step_name, list_checkpoints, step_of
-from fastpar.files.tensor_file import STORED, Place, Stored, parse_header, read_header
+from fastpar.files.tensor_file import (
+    BLOCK_BYTES,
+    STORED,
+    THREADS,
+    TILE_ROWS,
+    Place,
+    Stored,
+    bytes_of,
+    parse_header,
+    read_header,
+)
 from fastpar.models.hf import INDEX_FILE, WEIGHTS_FILE, weight_files
 from fastpar.sharding.placements import (
     HOLE,
@@ -50,7 +62,7 @@ from fastpar.sharding.placements import (
     whole_run,
 )
 
-BLOCK_BYTES = 1 << 20  # of a tensor, hashed at once
+_DIFFERS = "other content"
 _SPAN_BYTES = 1 << 22  # read at once where elements are picked out of it
 _DIRECT_BYTES = 1 << 16  # a row of elements from which on it is read by itself
 
@@ -79,11 +91,13 @@ def list_plain_tensors(folder: Path) -> Manifest:
 
 
 class TensorReader:
-    """Use as a context manager; one thread at a time, compare() aside.
+    """Use as a context manager; whole() by one thread at a time.
 
     Args:
         folder: where the files are.
         manifest: from read_manifest, or from list_plain_tensors.
+    Attributes:
+        seen: (file, key) of what was read as a whole -> whether it has its digest.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -95,6 +109,8 @@ class TensorReader:
         for t in manifest.weights + manifest.optimizer:
             self._listed.setdefault(t.file, {})[t.key] = t
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._opening = threading.Lock()
+        self.seen: dict[tuple[str, str], bool] = {}
 
     def __enter__(self) -> TensorReader:
         return self
@@ -146,16 +162,18 @@ class TensorReader:
         Raises:
             OSError: it cannot be read; ValueError: the header is damaged, or lists other tensors.
         """
-        if file not in self._places:
-            descriptor, listed = self.open(file), self.manifest.files.get(file)
-            if listed is None:
-                header = read_header(descriptor)
-            else:
-                blocks = _hashed(descriptor, Place(0, listed.head), listed.digest, " in its header")
-                header = parse_header(b"".join(map(bytes, blocks)))
-            self._compare_header(file, header)
-            self._places[file] = {key: stored.place for key, stored in header.items()}
-        return self._places[file]
+        with self._opening:
+            if file not in self._places:
+                descriptor, listed = self.open(file), self.manifest.files.get(file)
+                if listed is None:
+                    header = read_header(descriptor)
+                else:
+                    place, where = Place(0, listed.head), " in its header"
+                    blocks = _hashed(descriptor, place, listed.digest, where)
+                    header = parse_header(b"".join(map(bytes, blocks)))
+                self._compare_header(file, header)
+                self._places[file] = {key: stored.place for key, stored in header.items()}
+            return self._places[file]
 
     def _compare_header(self, file: str, header: dict[str, Stored]) -> None:
         due = self._listed.get(file, {})
@@ -225,6 +243,25 @@ class TensorReader:
         out = self._scratch[: entry.nbytes].view(STORED[entry.dtype])
         return self.gather([entry], list(entry.runs), out).view(entry.shape)
 
+    def put(self, entry: TensorEntry, out: Tensor) -> None:
+        """A weight into a tensor of its shape and dtype, on the CPU, which may be transposed.
+
+        Raises:
+            ValueError: its file cannot be read; names it and the tensor.
+        """
+        if out.is_contiguous():
+            self.gather([entry], list(entry.runs), out.view(-1))
+            return
+        turned = bytes_of(out.t()).view(f"i{out.itemsize}").reshape(out.t().shape).T
+        digest = hasher(entry.digest)[1]
+        room = np.empty((TILE_ROWS, out.shape[1]), turned.dtype)
+        with self._named(entry):
+            for row in range(0, len(turned), TILE_ROWS):
+                part = room[: len(turned) - row]
+                self._read(entry, row * part[0].nbytes, part.reshape(-1).view(np.uint8), digest)
+                turned[row : row + TILE_ROWS] = part  # by one thread: the others read
+        self._note(entry, digest)
+
     def gather(
         self, found: list[TensorEntry], runs: list[Run], out: Tensor | None = None
     ) -> Tensor:
@@ -240,23 +277,34 @@ class TensorReader:
             ValueError: a file cannot be read; names it and the tensor.
         """
         dtype, numel = STORED[found[0].dtype], numel_of(runs)
-        mine = intervals(runs)
         if out is None or out.dtype != dtype or out.numel() != numel:
             out = torch.empty(numel, dtype=dtype, device="cpu")
+        raw, size = bytes_of(out), dtype.itemsize
+        if list(found[0].runs) == runs and all(run.start != HOLE for run in runs):
+            self._fill(found[0], np.array([[0, 0, raw.nbytes]]), raw)  # as it was saved
+            return out
+        mine = intervals(runs)
         if mine[:, 1].sum() < numel:
             out.zero_()
-        raw, size = out.view(torch.uint8).numpy(), dtype.itemsize
         for entry in found:
-            rows = _joined(overlaps(mine, intervals(entry.runs))) * size
-            with self._named(entry):
-                if rows[:, 2].sum() >= _DIRECT_BYTES * len(rows):
-                    for at, there, n in rows.tolist():
-                        self._read(entry, there, raw[at : at + n])
-                else:
-                    self._pick(entry, rows[np.argsort(rows[:, 1], kind="stable")], raw)
+            self._fill(entry, _joined(overlaps(mine, intervals(entry.runs))) * size, raw)
         return out
 
-    def _pick(self, entry: TensorEntry, rows: np.ndarray, raw: np.ndarray) -> None:
+    def _fill(self, entry: TensorEntry, rows: np.ndarray, raw: np.ndarray) -> None:
+        """Copy rows, in bytes: (place in raw, place in the tensor, how many)."""
+        rows = rows[np.argsort(rows[:, 1], kind="stable")]  # in the order of the file
+        starts, ends, digest = rows[:, 1], rows[:, 1] + rows[:, 2], None
+        if entry.digest and np.array_equal([0, *ends], [*starts, entry.nbytes]):
+            digest = hasher(entry.digest)[1]
+        with self._named(entry):
+            if rows[:, 2].sum() >= _DIRECT_BYTES * len(rows):
+                for at, there, n in rows.tolist():
+                    self._read(entry, there, raw[at : at + n], digest)
+            else:
+                self._pick(entry, rows, raw, digest)
+        self._note(entry, digest)
+
+    def _pick(self, entry: TensorEntry, rows: np.ndarray, raw: np.ndarray, digest: Any) -> None:
         """Copy many short rows, in bytes and in the order of the file."""
         first = 0
         while first < len(rows):
@@ -264,15 +312,23 @@ class TensorReader:
             stops = rows[first:, 1] + rows[first:, 2]
             last = first + max(1, int(np.searchsorted(stops, start + _SPAN_BYTES, side="right")))
             span = np.empty(stops[last - first - 1] - start, dtype=np.uint8)
-            self._read(entry, int(start), span)
+            self._read(entry, int(start), span, digest)
             for at, there, n in rows[first:last].tolist():
                 raw[at : at + n] = span[there - start : there - start + n]
             first = last
 
-    def _read(self, entry: TensorEntry, start: int, into: np.ndarray) -> None:
-        """Bytes of a tensor from `start` on."""
+    def _read(self, entry: TensorEntry, start: int, into: np.ndarray, digest: Any) -> None:
+        """Bytes of a tensor from `start` on, into a digest too."""
         at = self.places(entry.file)[entry.key].start + start
-        read_into(self.open(entry.file), into.data, at)
+        for i in range(0, len(into), BLOCK_BYTES):
+            block = into[i : i + BLOCK_BYTES].data
+            read_into(self.open(entry.file), block, at + i)
+            if digest is not None:
+                digest.update(block)
+
+    def _note(self, entry: TensorEntry, digest: Any) -> None:
+        if digest is not None:
+            self.seen[entry.file, entry.key] = entry.digest.endswith(f":{digest.hexdigest()}")
 
     def _blocks(self, entry: TensorEntry) -> Iterator[memoryview]:
         place = self.places(entry.file)[entry.key]
@@ -306,7 +362,7 @@ def _hashed(descriptor: int, place: Place, digest: str, where: str = "") -> Iter
         found.update(block)
         yield block
     if digest and digest != f"{name}:{found.hexdigest()}":
-        raise ValueError(f"other content{where}")
+        raise ValueError(f"{_DIFFERS}{where}")
 
 
 def describe(tensor: TensorEntry) -> str:
@@ -328,9 +384,6 @@ def _joined(rows: np.ndarray) -> np.ndarray:
     joined = rows[firsts]
     joined[:, 2] = np.add.reduceat(rows[:, 2], firsts)
     return joined
-
-
-_THREADS = 4
 
 
 class Damage(NamedTuple):
@@ -430,7 +483,13 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def find_damage(
-    folder: str | Path, manifest: Manifest, *, part: int = 0, n_parts: int = 1, tensors: bool = True
+    folder: str | Path,
+    manifest: Manifest,
+    *,
+    part: int = 0,
+    n_parts: int = 1,
+    tensors: bool = True,
+    seen: Mapping[tuple[str, str], bool] | None = None,
 ) -> list[Damage]:
     """Read the files, or a share of them, and compare them with the manifest.
 
@@ -442,10 +501,12 @@ def find_damage(
         n_parts: how many shares there are.
         tensors: False: every file's size and kind, and the content of those without tensors, which
             has to be known before anything is read: afterwards no pipe is waited for.
+        seen: (file, key) of tensors that are not read again -> whether they are sound.
     Returns:
         All damage, in the manifest's order.
     """
-    share = _share(manifest, part, n_parts) if tensors else []
+    seen = seen or {}
+    share = _share(manifest, part, n_parts, seen) if tensors else []
     shared_files = {tensor.file for tensor in share}
     files, damage = list(manifest.files), []
     with TensorReader(Path(folder), manifest) as reader:
@@ -455,9 +516,12 @@ def find_damage(
             damage += _try(reader.compare_file if inside else reader.open, file, file)
         broken = {found.file for found in damage}
         sound = [tensor for tensor in share if tensor.file not in broken]
-        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(THREADS) as pool:
             for found in pool.map(lambda t: _try(reader.compare, t, t.file, describe(t)), sound):
                 damage += found
+    for t in manifest.weights + manifest.optimizer:
+        if not seen.get((t.file, t.key), True):
+            damage.append(Damage(t.file, f"{_DIFFERS} in {describe(t)}"))
     return sorted(damage, key=lambda found: files.index(found.file))
 
 
@@ -469,9 +533,12 @@ def _try(act: Callable[[Any], object], what: Any, file: str, where: str = "") ->
         return [Damage(file, reason(error) + f" in {where}" * bool(where))]
 
 
-def _share(manifest: Manifest, part: int, n_parts: int) -> list[TensorEntry]:
+def _share(
+    manifest: Manifest, part: int, n_parts: int, but: Container[tuple[str, str]]
+) -> list[TensorEntry]:
     """The tensors of one of n shares of nearly the same size, the same on every rank."""
-    tensors = manifest.weights + manifest.optimizer
+    both = manifest.weights + manifest.optimizer
+    tensors = [t for t in both if (t.file, t.key) not in but]
     load = [0] * n_parts
     mine = []
     for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes):

@@ -11,8 +11,9 @@ fp32 goes on in 16 bits with its fp32 values as masters. Moments are converted a
 AdamW.load_state_dict.
 
 [Note: damage]
-Every byte of the checkpoint is compared with its checksum while the tensors are copied, each rank
-a share of them; all agree before anybody uses what was loaded.
+Every byte of the checkpoint is compared with its checksum. A rank does so with what it reads as a
+whole, while it reads it; what no rank has read so is shared out and compared afterwards. All agree
+before anybody uses what was loaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +45,7 @@ from fastpar.checkpoint.saver import (
 from fastpar.engine.control import gather_errors
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.files.plain_files import read_object, shown
-from fastpar.files.tensor_file import STORED
+from fastpar.files.tensor_file import STORED, THREADS
 from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import Weight, list_weights, load_hf
@@ -129,12 +131,11 @@ def load_checkpoint(
     known = of_stages(engine, {w.key: w.name for w in list_weights(model)})[1]
     with _errors_of_all(engine):
         plan = _Plan(Path(path), model, optimizer, known, strict=strict)
-    with _errors_of_all(engine), ThreadPoolExecutor(1) as thread:
-        verified = thread.submit(verify_files, path, plan.manifest, part=rank, n_parts=n)
+    with _errors_of_all(engine):
         try:
             plan.load()
-        finally:
-            verified.result()  # of two errors the one that names the damage
+        finally:  # of two errors the one that names the damage
+            verify_files(path, plan.manifest, part=rank, n_parts=n, seen=plan.seen())
     return plan.state
 
 
@@ -175,7 +176,7 @@ class _Plan:
         self.state = read_state(path)
         if strict and isinstance(model, GPT):
             _check_config(path, self.state.get("model", {}), asdict(model.config))
-        self._reader = TensorReader(path, self.manifest)
+        self._reader, self._one_weight = TensorReader(path, self.manifest), threading.Lock()
         self._stored = {entry.key: entry for entry in self.manifest.weights}
         weights = list_weights(model)
         self.weights = [w for w in weights if w.key in self._stored]
@@ -230,14 +231,28 @@ class _Plan:
             self.optimizer.check_saved(trained[name], saved, where=f"{name} in {self.path}")
 
     def load(self) -> None:
-        """Copy everything. Ranks: all."""
+        """Copy everything; on the CPU by several threads. Ranks: all."""
         if self.engine is not None:
             self.engine.shards.begin_writes()
-        with self._reader:
-            for weight in self.weights:
-                self._load(weight)
-                if self.optimizer is not None:
-                    self._load_wires(weight)
+        on_cpu = all(weight.tensor.device.type == "cpu" for weight in self.weights)
+        with self._reader, ThreadPoolExecutor(THREADS, "load") as pool:
+            for _ in (pool.map if on_cpu else map)(self._load, self.weights):
+                pass
+            for weight in self.weights if self.optimizer is not None else ():
+                self._load_wires(weight)
+
+    def seen(self) -> dict[tuple[str, str], bool]:
+        """What find_damage need not read again: what any rank has. Ranks: all.
+
+        Wire: 8 bytes for each tensor of the checkpoint.
+        """
+        mine, both = self._reader.seen, self.manifest.weights + self.manifest.optimizer
+        if self.engine is None:
+            return mine
+        keys = [(t.file, t.key) for t in both]
+        read = torch.tensor([float(key in mine) for key in keys], dtype=torch.float64, device="cpu")
+        sums = self.engine.all_reduce_scalars(read.to(self.engine.mesh.device)).tolist()
+        return {key: mine.get(key, True) for key, n in zip(keys, sums) if n}
 
     def _load_wires(self, weight: Weight) -> None:
         """What compressed gradients go on from; errors of another layout are dropped, and told."""
@@ -264,28 +279,26 @@ class _Plan:
         }
         load_wire_state(engine, p, values)  # type: ignore[arg-type]
 
+    @torch.no_grad()
     def _load(self, weight: Weight) -> None:
         p = weight.tensor
         engine = engine_of_parameter(p)
         entries = self._pieces.get(weight.name, {})
-        kept = self.optimizer.master_entry(p) if self.optimizer is not None and entries else None
-        splits = kept == "master_remainder"
-        values = self._values(weight, entries, exact=splits or p.dtype == torch.float32)
-        rounded = values
-        if splits and values.dtype == torch.float32:  # rounds ties in its own way
-            rounded, _ = master_split(values.contiguous())
-        if engine is not None:
-            if _keeps(p, engine):
-                engine.shards.write(p, rounded)  # type: ignore[arg-type]
-        else:
-            p.copy_(rounded)
-        if self.optimizer is None or not entries:
+        steps = self.optimizer is not None and entries
+        kept = self.optimizer.master_entry(p) if steps else None
+        target = (p if engine is None or not steps else engine.shards.piece(p).param).detach()
+        master = None
+        if not self._load_in_place(weight, engine, kept):
+            with self._one_weight:
+                values = self._values(weight, engine, entries, kept)
+                if steps and target.dtype != values.dtype == torch.float32:
+                    start, stop = (0, p.numel()) if engine is None else engine.shards.place(p)[1:]
+                    master = values.reshape(-1)[start:stop].clone()
+        if not steps:
             return
         saved = {name: self._read(p, name, found, engine) for name, found in entries.items()}
-        target = (p if engine is None else engine.shards.piece(p).param).detach()
-        if target.dtype != values.dtype == torch.float32 and "master_weight" not in saved:
-            start, stop = (0, p.numel()) if engine is None else engine.shards.place(p)[1:]
-            saved["master_weight"] = values.reshape(-1)[start:stop].view(target.shape)
+        if master is not None and "master_weight" not in saved:
+            saved["master_weight"] = master.view(target.shape)
             saved.pop("master_remainder", None)
         saved = {
             name: x.view(target.shape) if self.optimizer.entry_block(name) == 1 else x
@@ -293,7 +306,44 @@ class _Plan:
         }
         self.optimizer.load_piece(p, target, saved, where=weight.name)
 
+    def _load_in_place(self, weight: Weight, engine: Engine | None, kept: str | None) -> bool:
+        """Read a weight to where it is, if it is there as its file has it."""
+        p, stored = weight.tensor, self._stored[weight.key]
+        if (
+            weight.split
+            or kept == "master_remainder"
+            or (engine is not None and not engine.shards.writes_copy(p))  # type: ignore[arg-type]
+            or (p.device.type, p.dtype) != ("cpu", STORED[stored.dtype])
+        ):
+            return False
+        target = weight.stored(p.detach())
+        if not (target.is_contiguous() or (target.dim() == 2 and target.t().is_contiguous())):
+            return False
+        self._reader.put(stored, target)
+        if target.numel() < p.numel():  # a padded vocabulary
+            p[len(target) :] = 0
+        return True
+
     def _values(
+        self,
+        weight: Weight,
+        engine: Engine | None,
+        entries: dict[str, list[TensorEntry]],
+        kept: str | None,
+    ) -> Tensor:
+        """Put a weight into the model; its values, exact ones where they were saved."""
+        p, splits = weight.tensor, kept == "master_remainder"
+        values = self._saved_values(weight, entries, exact=splits or p.dtype == torch.float32)
+        rounded = values
+        if splits and values.dtype == torch.float32:  # rounds ties in its own way
+            rounded, _ = master_split(values.contiguous())
+        if engine is None:
+            p.copy_(rounded)
+        elif _keeps(p, engine):
+            engine.shards.write(p, rounded)  # type: ignore[arg-type]
+        return values
+
+    def _saved_values(
         self, weight: Weight, entries: dict[str, list[TensorEntry]], *, exact: bool
     ) -> Tensor:
         """This rank's slice along tp of a weight; exact: of its fp32 master if there is one."""

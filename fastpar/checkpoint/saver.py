@@ -7,7 +7,8 @@
 
 [Note: phases]
     save()    all ranks   agree on a name; copy to host memory (Capture); training goes on
-    write     each rank   its files, into a hidden folder, flushed; last its part of the manifest
+    write     each rank   its files, by several threads, into a hidden folder, flushed; last its
+                          part of the manifest
     commit    rank 0      when all parts are there: the manifest, flushed; one rename; `latest`
     settle()  all ranks   agree on how it ended
 
@@ -58,7 +59,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,7 @@ from fastpar.checkpoint.manifest import (
     TensorEntry,
     check_complete,
     digest_of,
+    hasher,
     read_manifest,
 )
 from fastpar.comm.host import pinned_bytes
@@ -93,7 +95,7 @@ from fastpar.files.runs import (
     put_folder,
     step_of,
 )
-from fastpar.files.tensor_file import DTYPE_NAMES, Spec, TensorFile
+from fastpar.files.tensor_file import DTYPE_NAMES, THREADS, Spec, TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import (
     INDEX_FILE,
@@ -737,40 +739,49 @@ def _part(rank: int) -> str:
 def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
     """This rank's files with tensors, flushed; what they hold.
 
-    Threads hash a tensor while it is written, and have the disk take what was written while the
-    next tensors are: the page cache alone would take all of a checkpoint before it begins.
+    A thread hashes a block and writes it while it is in the processor's cache. Others have the disk
+    take what was written: the page cache alone would take all of a checkpoint before it begins.
     """
     files: dict[str, FileEntry] = {}
     entries: dict[int, TensorEntry] = {}
-    turned = [item for item in items if item.weight is not None and item.weight.transposed]
-    most = max((item.host.nbytes for item in turned), default=0)
-    # Fresh memory costs more than the copy.
-    scratch = torch.empty(most, dtype=torch.uint8, device="cpu")
-    with ThreadPoolExecutor(1, "digest") as hashing, ThreadPoolExecutor(1, "flush") as flushing:
+    waiting: dict[str, int] = {}  # bytes that the disk was not asked to take yet
+    left: dict[str, int] = {}  # tensors
+    flushes: list[Future[None]] = []
+    lock = threading.Lock()
+
+    def write(file: TensorFile, item: Item) -> None:
+        (kind, digest), name = hasher(), item.file
+        stored = item.host if item.weight is None else item.weight.stored(item.host)
+        file.write(item.key, stored, digest.update)
+        what = DTYPE_NAMES[item.dtype], item.shape, tuple(item.runs)
+        entries[id(item)] = TensorEntry(name, item.key, *what, f"{kind}:{digest.hexdigest()}")
+        with lock:
+            waiting[name] += stored.nbytes
+            left[name] -= 1
+            if waiting[name] > _FLUSH_BYTES or not left[name]:
+                flushes.append(flushing.submit(flush, folder / name))
+                waiting[name] = 0
+
+    with (
+        contextlib.ExitStack() as opened,
+        ThreadPoolExecutor(THREADS, "flush") as flushing,
+        ThreadPoolExecutor(THREADS, "write") as writing,
+    ):
+        jobs = []
         for name in dict.fromkeys(item.file for item in items):
             mine = {item.key: item for item in items if item.file == name}
-            shapes = {k: i.host.shape if i.weight is None else i.shape for k, i in mine.items()}
-            specs = {key: Spec(item.dtype, shapes[key]) for key, item in mine.items()}
-            flushes, waiting = [], 0
-            with TensorFile(folder / name, specs, {"format": "pt"}) as file:
-                for item in map(mine.__getitem__, file.order):
-                    tensor = item.host if item.weight is None else item.weight.stored(item.host)
-                    if not tensor.is_contiguous():
-                        room = scratch[: tensor.nbytes].view(tensor.dtype)
-                        tensor = room.view(tensor.shape).copy_(tensor)
-                    raw = tensor.reshape(-1).view(torch.uint8).numpy().data
-                    digest = hashing.submit(digest_of, raw)
-                    file.write(item.key, tensor)
-                    waiting += raw.nbytes
-                    if waiting > _FLUSH_BYTES:
-                        flushes.append(flushing.submit(flush, folder / name))
-                        waiting = 0
-                    what = DTYPE_NAMES[item.dtype], item.shape, tuple(item.runs)
-                    entries[id(item)] = TensorEntry(name, item.key, *what, digest.result())
-            for done in flushes:
-                done.result()
-            flush(folder / name)
+            specs = {
+                key: Spec(i.dtype, i.host.shape if i.weight is None else i.shape)
+                for key, i in mine.items()
+            }
+            file = opened.enter_context(TensorFile(folder / name, specs, {"format": "pt"}))
             files[name] = FileEntry(file.size, digest_of(file.head), len(file.head))
+            waiting[name], left[name] = 0, len(mine)
+            jobs += [writing.submit(write, file, mine[key]) for key in file.order]
+        for job in jobs:
+            job.result()
+        for done in flushes:
+            done.result()
     weights = tuple(entries[id(item)] for item in items if item.weight is not None)
     optimizer = tuple(entries[id(item)] for item in items if item.weight is None)
     return Manifest(step, files, weights, optimizer)

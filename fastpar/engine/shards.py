@@ -156,6 +156,11 @@ class Shards:
                 bucket.make_stale()
         self.gather(b for b in self.buckets if not b.apart or b.gathering is not None)
 
+    def writes_copy(self, p: nn.Parameter) -> bool:
+        """Whether write() does nothing but copy into p itself."""
+        bucket = self.bucket_of(p)
+        return bucket.live and not bucket.apart and bucket.stepped is bucket.shard
+
     @torch.no_grad()
     def write(self, p: nn.Parameter, local: Tensor) -> None:
         """Replace a parameter by this rank's slice along tp, the same along dp."""

@@ -3,19 +3,22 @@
 A file is read by a header that is checked before it is believed. It is written by tensors:
 safetensors' own save_file needs all of them at once: a rank that collects the shards of a model
 would hold all of it, and all of its optimizer's state, beside its part. Here the header comes
-first, from dtypes and shapes; each tensor then goes to its place and can be dropped. The bytes are
-those of save_file (test_the_same_bytes_as_save_file).
+first, from dtypes and shapes; each tensor then goes to its place and can be dropped, in blocks, so
+that one that is transposed needs no memory for all of it. The bytes are those of save_file
+(test_the_same_bytes_as_save_file).
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +45,9 @@ STORED = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in STORED.items()}
+BLOCK_BYTES = 1 << 20  # written or read, and looked at, at once: it is in the cache for both
+THREADS = min(4, os.cpu_count() or 1)  # that read or write files
+TILE_ROWS = 64  # of a transposed tensor, turned at once
 HF_NAMES = {FLOATS[name]: str(FLOATS[name]).removeprefix("torch.") for name in list(FLOATS)[:3]}
 
 
@@ -58,6 +64,8 @@ class Spec(NamedTuple):
 
 class TensorFile:
     """Use as a context manager: write() every tensor once; leaving it checks that all are there.
+
+    Several threads may write, each other tensors.
 
     Args:
         path: created, or overwritten.
@@ -92,12 +100,17 @@ class TensorFile:
         text += b" " * (-len(text) % 8)
         self.head = len(text).to_bytes(8, "little") + text
         self.size = len(self.head) + end
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
-        self._file.write(self.head)
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
+        self._put(memoryview(self.head), 0)
+        self._file.truncate(self.size)  # tensors without elements may stand at the end
 
-    def write(self, name: str, tensor: Tensor) -> None:
+    def write(
+        self, name: str, tensor: Tensor, see: Callable[[memoryview], object] | None = None
+    ) -> None:
         """Put one tensor into its place.
 
+        Args:
+            see: called with each block of its bytes, in order.
         Raises:
             ValueError: no such tensor is expected, or it was written already.
         """
@@ -109,23 +122,53 @@ class TensorFile:
                 f"dtype={tensor.dtype}, shape={list(tensor.shape)}; write each tensor once, as "
                 "announced"
             )
-        raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        self._file.seek(len(self.head) + place)
-        self._file.write(raw.numpy().data)
+        at = len(self.head) + place
+        for block in _blocks(tensor.detach()):
+            if see is not None:
+                see(block)
+            self._put(block, at)
+            at += block.nbytes
+
+    def _put(self, block: memoryview, at: int) -> None:
+        while block:
+            n = os.pwrite(self._file.fileno(), block, at)
+            at, block = at + n, block[n:]
 
     def __enter__(self) -> TensorFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
-            if kind is not None:
-                return
-            if self._left:
+            if kind is None and self._left:
                 raise ValueError(
                     f"TensorFile: expected all of {len(self.order)} tensors, got none for "
                     f"'{next(iter(self._left))}'; write each tensor once"
                 )
-            self._file.truncate(self.size)  # tensors without elements may stand at the end
+
+
+def _blocks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in its own order."""
+    if tensor.dim() == 2 and tensor.t().is_contiguous() and tensor.device.type == "cpu":
+        whole = bytes_of(tensor.t()).view(f"i{tensor.itemsize}").reshape(tensor.t().shape)
+        for row in range(0, len(tensor), TILE_ROWS):
+            tile = np.ascontiguousarray(whole[:, row : row + TILE_ROWS])  # turned in the cache
+            yield np.ascontiguousarray(tile.T).view(np.uint8).reshape(-1).data
+        return
+    tensor = tensor.contiguous().cpu()
+    raw = bytes_of(tensor).data
+    for at in range(0, raw.nbytes, BLOCK_BYTES):
+        yield raw[at : at + BLOCK_BYTES]
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor on the CPU, which must live as long as it is used.
+
+    After numpy() a storage cannot be resized, as those of whole parameters at stage 3 are.
+    """
+    if not tensor.nbytes:
+        return np.empty(0, np.uint8)
+    at = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return np.frombuffer(at, np.uint8)
 
 
 class Place(NamedTuple):

@@ -405,6 +405,29 @@ def check_found(run, name, target, case):
     assert name in lines[0], case
 
 
+def test_a_load_reads_each_tensor_once_and_believes_what_it_saw(run, target, monkeypatch):
+    """A byte that is wrong as it passes is damage, though it would be right the next time."""
+    newer = run / "checkpoints" / "step_000002"
+    model, optimizer = target
+    monkeypatch.setattr(TensorReader, "compare", lambda *_: pytest.fail("read twice"))
+    load_checkpoint(newer, model=model, optimizer=optimizer)
+    for key in ("transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "wte.weight/exp_avg"):
+        read, wrong = TensorReader._read, []
+
+        def flips(self, entry, start, into, digest, key=key, read=read, wrong=wrong):
+            if entry.key == key and not wrong:
+                wrong.append(entry)
+                digest.update(b"x")
+            read(self, entry, start, into, digest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorReader, "_read", flips)
+            with pytest.raises(ValueError, match=r"^verify_files: ") as caught:
+                load_checkpoint(newer, model=model, optimizer=optimizer)
+        words = f"got {wrong[0].file} (other content in {key}, elements 0 to "
+        assert words in str(caught.value)
+
+
 def test_all_damage_is_found_and_named(run, target):
     newer, draw = run / "checkpoints" / "step_000002", random.Random(5)
     manifest = read_manifest(newer)

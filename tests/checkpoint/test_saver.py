@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections import namedtuple
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cells import slow
 from saved import bits
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
+from fastpar.checkpoint import restore as restore_module
 from fastpar.checkpoint import saver as saver_module
 from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint, read_state
@@ -120,8 +122,9 @@ def test_the_host_copy_is_made_once(tmp_path):
 # parameter is w, in buckets of b bytes:
 #
 #    save, on the caller's thread   b at stage 3; with tp 2 * w more, to collect it from its ranks
-#    save, on the writing thread    w: one transposed weight
-#    load                           w, as its file has it; with tp and at stage 3 this rank's part
+#    save, by the writing threads   nothing: a transposed weight is turned in tiles
+#    load                           nothing where a weight is read to its place; with tp and at
+#                                   stage 3 w, as its file has it, and this rank's part
 
 SMALL = 4096  # bytes: steps, norms, what ranks agree on
 LARGEST = 4 * 4 * 64 * 64  # bytes of a projection of an MLP, as large as the embedding
@@ -140,9 +143,18 @@ def counting(rank, *more):
         found.append(alive.peak - before)
 
 
+class Inline(ThreadPoolExecutor):
+    """What threads would do, in the caller's own: Alive sees it."""
+
+    def submit(self, job, *args):
+        done = Future()
+        done.set_result(job(*args))
+        return done
+
+
 @pytest.mark.parametrize(
     ("ranks", "tp", "stage"),
-    [(2, 1, 3), (2, 2, 0), *(slow(*m) for m in ((1, 1, 0), (2, 1, 1), (3, 1, 3), (4, 2, 3)))],
+    [(2, 1, 3), (2, 1, 1), (2, 2, 0), *(slow(*m) for m in ((1, 1, 0), (3, 1, 3), (4, 2, 3)))],
 )
 def test_a_save_holds_one_bucket_and_a_load_one_weight(tmp_path, monkeypatch, ranks, tp, stage):
     writing = []
@@ -156,6 +168,8 @@ def test_a_save_holds_one_bucket_and_a_load_one_weight(tmp_path, monkeypatch, ra
         return found
 
     monkeypatch.setattr(saver_module, "_write_tensors", write)
+    for module in (saver_module, restore_module):
+        monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
 
     def work():
         rank = Rank(tmp_path, DEEP, tp, stage, mb=0.1).step()
@@ -176,9 +190,9 @@ def test_a_save_holds_one_bucket_and_a_load_one_weight(tmp_path, monkeypatch, ra
         assert taking <= room + SMALL, (taking, bucket)
         assert stage < 3 or taking >= bucket / 2  # it is seen
         part = LARGEST if tp > 1 or stage == 3 else 0
-        assert LARGEST <= loading <= LARGEST + part + SMALL
-    assert max(writing) <= LARGEST + SMALL
-    assert ranks > 1 or writing[0] >= LARGEST
+        assert part or loading <= SMALL
+        assert not part or LARGEST <= loading <= LARGEST + part + SMALL
+    assert max(writing) <= SMALL
 
 
 # In the background

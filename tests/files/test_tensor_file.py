@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fastpar.files.tensor_file import (
     Spec,
     Stored,
     TensorFile,
+    bytes_of,
     parse_header,
     read_header,
 )
@@ -43,6 +45,30 @@ def test_the_same_bytes_as_save_file(tmp_path, metadata, order):
                 written.write(name, tensors[name])
         save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "b", metadata)
         assert file.read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_transposed_tensor_is_written_in_tiles(tmp_path):
+    """Never turned as a whole; what sees the blocks sees the file's bytes in order."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x, seen = torch.randn(256, 1000).to(dtype).t(), bytearray()
+        with TensorFile(tmp_path / "a", {"x": Spec(dtype, x.shape)}) as file:
+            tracemalloc.start()
+            file.write("x", x, lambda block: None)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peak < x.nbytes / 4
+        assert torch.equal(load_file(tmp_path / "a")["x"], x)
+        with TensorFile(tmp_path / "a", {"x": Spec(dtype, x.shape)}) as file:
+            file.write("x", x, seen.extend)
+        assert seen == (tmp_path / "a").read_bytes()[len(file.head) :]
+
+
+def test_reading_into_memory_leaves_a_storage_resizable():
+    x = torch.arange(4.0)
+    bytes_of(x)[4:8] = 0
+    assert x.tolist() == [0.0, 0.0, 2.0, 3.0]
+    x.untyped_storage().resize_(0)
+    assert bytes_of(torch.empty(0)).size == 0
 
 
 SPEC = Spec(torch.float32, [2])

@@ -554,13 +554,13 @@ def full(monkeypatch, rank, steps):
     """The disk is full in the middle of the third tensor of this rank's saves of these steps."""
     real, written = TensorFile.write, []
 
-    def write(self, name, tensor):
+    def write(self, name, *args):
         path = str(self._file.name)
         if f"optimizer-{rank + 1:05d}" in path and any(f"step_{n:06d}" in path for n in steps):
             written.append(name)
             if len(written) % 3 == 0:
                 raise OSError(28, "No space left on device")
-        return real(self, name, tensor)
+        return real(self, name, *args)
 
     monkeypatch.setattr(TensorFile, "write", write)
 
