@@ -243,23 +243,22 @@ class TensorReader:
         out = self._scratch[: entry.nbytes].view(STORED[entry.dtype])
         return self.gather([entry], list(entry.runs), out).view(entry.shape)
 
-    def put(self, entry: TensorEntry, out: Tensor) -> None:
-        """A weight into a tensor of its shape and dtype, on the CPU, which may be transposed.
+    def turn(self, entry: TensorEntry, out: Tensor, first: int) -> None:
+        """Columns of a weight as the rows of a tensor of its dtype, on the CPU, by tiles.
 
+        Args:
+            out: contiguous; it has the columns from `first` on.
         Raises:
             ValueError: its file cannot be read; names it and the tensor.
         """
-        if out.is_contiguous():
-            self.gather([entry], list(entry.runs), out.view(-1))
-            return
-        turned = bytes_of(out.t()).view(f"i{out.itemsize}").reshape(out.t().shape).T
+        turned = bytes_of(out).view(f"i{out.itemsize}").reshape(out.shape).T
+        tile = np.empty((TILE_ROWS, entry.shape[1]), turned.dtype)
         digest = hasher(entry.digest)[1]
-        room = np.empty((TILE_ROWS, out.shape[1]), turned.dtype)
         with self._named(entry):
             for row in range(0, len(turned), TILE_ROWS):
-                part = room[: len(turned) - row]
+                part = tile[: len(turned) - row]
                 self._read(entry, row * part[0].nbytes, part.reshape(-1).view(np.uint8), digest)
-                turned[row : row + TILE_ROWS] = part  # by one thread: the others read
+                turned[row : row + TILE_ROWS] = part[:, first : first + len(out)]
         self._note(entry, digest)
 
     def gather(
@@ -293,9 +292,8 @@ class TensorReader:
     def _fill(self, entry: TensorEntry, rows: np.ndarray, raw: np.ndarray) -> None:
         """Copy rows, in bytes: (place in raw, place in the tensor, how many)."""
         rows = rows[np.argsort(rows[:, 1], kind="stable")]  # in the order of the file
-        starts, ends, digest = rows[:, 1], rows[:, 1] + rows[:, 2], None
-        if entry.digest and np.array_equal([0, *ends], [*starts, entry.nbytes]):
-            digest = hasher(entry.digest)[1]
+        whole = entry.digest and rows[:, 2].sum() == entry.nbytes
+        digest = hasher(entry.digest)[1] if whole else None
         with self._named(entry):
             if rows[:, 2].sum() >= _DIRECT_BYTES * len(rows):
                 for at, there, n in rows.tolist():

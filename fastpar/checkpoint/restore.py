@@ -51,7 +51,7 @@ from fastpar.models.gpt import GPT
 from fastpar.models.hf import Weight, list_weights, load_hf
 from fastpar.models.nanogpt import load_nanogpt
 from fastpar.settings.model import GPTConfig
-from fastpar.sharding.placements import whole_run
+from fastpar.sharding.placements import Run, whole_run
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
@@ -309,19 +309,29 @@ class _Plan:
     def _load_in_place(self, weight: Weight, engine: Engine | None, kept: str | None) -> bool:
         """Read a weight to where it is, if it is there as its file has it."""
         p, stored = weight.tensor, self._stored[weight.key]
-        if (
-            weight.split
-            or kept == "master_remainder"
-            or (engine is not None and not engine.shards.writes_copy(p))  # type: ignore[arg-type]
-            or (p.device.type, p.dtype) != ("cpu", STORED[stored.dtype])
-        ):
+        if weight.split or kept == "master_remainder":
             return False
-        target = weight.stored(p.detach())
-        if not (target.is_contiguous() or (target.dim() == 2 and target.t().is_contiguous())):
+        found = (p.detach().view(-1), 0, p.numel()) if p.is_contiguous() else None
+        if engine is not None:
+            with self._one_weight:
+                found = engine.shards.begin_write(p)  # type: ignore[arg-type]
+        if found is None:
             return False
-        self._reader.put(stored, target)
-        if target.numel() < p.numel():  # a padded vocabulary
-            p[len(target) :] = 0
+        if (found[0].device.type, found[0].dtype) != ("cpu", STORED[stored.dtype]):
+            return False
+        mine, start, stop = found
+        if weight.transposed and stop > start:
+            width = weight.shape[0]
+            first, last = start // width, -(-stop // width)
+            whole_rows = stop - start == (last - first) * width
+            rows = mine if whole_rows else mine.new_empty((last - first) * width)
+            self._reader.turn(stored, rows.view(-1, width), first)
+            if not whole_rows:
+                mine.copy_(rows[start - first * width : stop - first * width])
+        elif stop > start:
+            n = max(0, min(stop, math.prod(stored.shape)) - start)
+            self._reader.gather([stored], [Run(start, n)] if n else [], mine[:n])
+            mine[n:] = 0  # pads the vocabulary
         return True
 
     def _values(

@@ -156,10 +156,17 @@ class Shards:
                 bucket.make_stale()
         self.gather(b for b in self.buckets if not b.apart or b.gathering is not None)
 
-    def writes_copy(self, p: nn.Parameter) -> bool:
-        """Whether write() does nothing but copy into p itself."""
-        bucket = self.bucket_of(p)
-        return bucket.live and not bucket.apart and bucket.stepped is bucket.shard
+    def begin_write(self, p: nn.Parameter) -> tuple[Tensor, int, int] | None:
+        """For who writes p without write(): (flat memory, first and last element of p there); None
+        where its values are in several places."""
+        bucket, start, stop = self.place(p)
+        if bucket.stepped is not bucket.shard or bucket.live == bucket.apart:
+            return None
+        bucket.kept = False
+        bucket.storage.write_weights(bucket)
+        if bucket.live:
+            return p.detach().view(-1), 0, p.numel()
+        return self.piece(p).param.detach().view(-1), start, stop
 
     @torch.no_grad()
     def write(self, p: nn.Parameter, local: Tensor) -> None:
