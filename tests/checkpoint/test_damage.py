@@ -30,7 +30,13 @@ from fastpar.checkpoint.manifest import (
     digest_of,
     read_manifest,
 )
-from fastpar.checkpoint.reader import TensorReader, find_damage, newest_checkpoint, verify_files
+from fastpar.checkpoint.reader import (
+    TensorReader,
+    describe,
+    find_damage,
+    newest_checkpoint,
+    verify_files,
+)
 from fastpar.checkpoint.restore import load_checkpoint, load_weights
 from fastpar.checkpoint.saver import save_checkpoint
 from fastpar.cli import main
@@ -424,7 +430,7 @@ def test_a_load_reads_each_tensor_once_and_believes_what_it_saw(run, target, mon
             patch.setattr(TensorReader, "_read", flips)
             with pytest.raises(ValueError, match=r"^verify_files: ") as caught:
                 load_checkpoint(newer, model=model, optimizer=optimizer)
-        words = f"got {wrong[0].file} (other content in {key}, elements 0 to "
+        words = f"got {wrong[0].file} (other content in {describe(wrong[0])}); the checkpoint is"
         assert words in str(caught.value)
 
 
