@@ -124,7 +124,8 @@ def test_the_host_copy_is_made_once(tmp_path):
 #    save, on the caller's thread   b at stage 3; with tp 2 * w more, to collect it from its ranks
 #    save, by the writing threads   nothing: a transposed weight is turned in tiles
 #    load                           nothing where a weight is read to its place; at stage 3 this
-#                                   rank's part, turned; with tp w, as its file has it, and this part
+#                                   rank's part, turned; with tp w, as its file has it, and this
+#                                   rank's part
 
 SMALL = 4096  # bytes: steps, norms, what ranks agree on
 LARGEST = 4 * 4 * 64 * 64  # bytes of a projection of an MLP, as large as the embedding
