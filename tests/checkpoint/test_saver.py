@@ -18,6 +18,7 @@ from saved import bits
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint import restore as restore_module
 from fastpar.checkpoint import saver as saver_module
+from fastpar.checkpoint.manifest import read_manifest
 from fastpar.checkpoint.reader import newest_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint, read_state
 from fastpar.checkpoint.saver import Capture, Saver, piece_runs
@@ -186,12 +187,17 @@ def test_a_save_holds_one_bucket_and_a_load_one_weight(tmp_path, monkeypatch, ra
             load_checkpoint(tmp_path / "latest", model=rank.model, optimizer=rank.optimizer)
         return taking[0], bucket, loading[0]
 
-    for taking, bucket, loading in run_ranks(work, ranks):
+    results = run_ranks(work, ranks)
+    manifest = read_manifest(tmp_path / "latest")
+    tensors = len(manifest.weights + manifest.optimizer)
+    agreed = 8 * tensors * (ranks + 2)  # who has seen which: a rank's, those of all, their sum
+    assert agreed < LARGEST
+    for taking, bucket, loading in results:
         room = (bucket if stage == 3 else 0) + (2 * LARGEST if tp > 1 else 0)
         assert taking <= room + SMALL, (taking, bucket)
         assert stage < 3 or taking >= bucket / 2  # it is seen
         part = LARGEST if tp > 1 or stage == 3 else 0
-        assert loading <= (LARGEST + part if part else 0) + SMALL
+        assert loading <= (LARGEST + part if part else 0) + SMALL + agreed
         assert tp == 1 or loading >= LARGEST  # it is seen
     assert max(writing) <= SMALL
 
