@@ -168,7 +168,7 @@ def bytes_of(tensor: Tensor) -> np.ndarray:
     if not tensor.nbytes:
         return np.empty(0, np.uint8)
     at = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    return np.frombuffer(at, np.uint8)
+    return np.frombuffer(memoryview(at), np.uint8)
 
 
 class Place(NamedTuple):
