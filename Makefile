@@ -30,7 +30,7 @@ EMULATED = @echo "== set-up: csrc/ with its CUDA kernels compiled for the CPU"; 
 train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 5 to 8 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(RECIPE) $(ARGS)
 
-test: $(VENV)/dev.done  ## the default tests, about 11 minutes on two cores; ROOM=engine: one room's
+test: $(VENV)/dev.done  ## the default tests, about 9 minutes on two cores; ROOM=engine: one room's
 	$(EMULATED)
 	$(BIN)/python -m pytest $(WORKERS) $(addprefix tests/,$(ROOM)) $(ARGS)
 
