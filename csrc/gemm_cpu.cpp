@@ -385,37 +385,31 @@ void multiply_pass(const Matrix& a, const Matrix& b, Rows before, Rows to, int64
   const auto* a_data = static_cast<const Element*>(a.data);
   const auto* b_data = static_cast<const Element*>(b.data);
   const int64_t deep = up(k, Kind::kStep);
-  if (m <= n) {
+  const bool share_a = m <= n;
+  const int64_t shared = share_a ? m : n, cut = share_a ? n : m;
+  const int64_t shared_step = share_a ? kMr : kNr, cut_step = share_a ? kNr : kMr;
+  const auto pack = [&](bool left, Element* out, int64_t first, int64_t lanes) {
+    if (left) {
+      Kind::pack_a(out, a_data + first * a.row_stride, a.row_stride, a.column_stride, lanes, k);
+    } else {
+      Kind::pack_b(out, b_data + first * b.column_stride, b.column_stride, b.row_stride, lanes, k);
+    }
+  };
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < m; i += kMr) {
-      Kind::pack_a(panel + i * deep, a_data + i * a.row_stride, a.row_stride, a.column_stride,
-                   m - i, k);
-    }
+  for (int64_t i = 0; i < shared; i += shared_step) {
+    pack(share_a, panel + i * deep, i, shared - i);
+  }
 #pragma omp for schedule(dynamic)
-    for (int64_t j = 0; j < n; j += chunk) {
-      const int64_t columns = std::min(chunk, n - j);
-      auto* packed = chunk_buffer.get<Element>(chunk * deep);
-      for (int64_t s = 0; s < columns; s += kNr) {
-        Kind::pack_b(packed + s * deep, b_data + (j + s) * b.column_stride, b.column_stride,
-                     b.row_stride, columns - s, k);
-      }
-      multiply_packed<Kind>(panel, packed, deep, before.from(0, j), to.from(0, j), m, columns);
+  for (int64_t i = 0; i < cut; i += chunk) {
+    const int64_t size = std::min(chunk, cut - i);
+    auto* packed = chunk_buffer.get<Element>(chunk * deep);
+    for (int64_t s = 0; s < size; s += cut_step) {
+      pack(!share_a, packed + s * deep, i + s, size - s);
     }
-  } else {
-#pragma omp for schedule(static)
-    for (int64_t j = 0; j < n; j += kNr) {
-      Kind::pack_b(panel + j * deep, b_data + j * b.column_stride, b.column_stride, b.row_stride,
-                   n - j, k);
-    }
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < m; i += chunk) {
-      const int64_t rows = std::min(chunk, m - i);
-      auto* packed = chunk_buffer.get<Element>(chunk * deep);
-      for (int64_t s = 0; s < rows; s += kMr) {
-        Kind::pack_a(packed + s * deep, a_data + (i + s) * a.row_stride, a.row_stride,
-                     a.column_stride, rows - s, k);
-      }
-      multiply_packed<Kind>(packed, panel, deep, before.from(i, 0), to.from(i, 0), rows, n);
+    if (share_a) {
+      multiply_packed<Kind>(panel, packed, deep, before.from(0, i), to.from(0, i), m, size);
+    } else {
+      multiply_packed<Kind>(packed, panel, deep, before.from(i, 0), to.from(i, 0), size, n);
     }
   }
 }

@@ -12,7 +12,7 @@ FASTPAR_BACKEND=auto|torch|cpp|triton
             switches on (for tests: it is slow, and its bf16 matrix products are wrong)
 FASTPAR_ISA=auto|baseline|avx2|avx512|amx
     the instruction set of the compiled kernels; results have the same bits on each, but for
-    products of bf16: our own with amx, torch's with the others
+    products of bf16: some are our own with amx, all are torch's with the others
 FASTPAR_ATTENTION=auto|own|<one of attention/peers.py>
     who serves attention's plain calls; auto: what a proof found right and fastest
 FASTPAR_PEERS=-<one of attention/peers.py>,...
@@ -111,7 +111,7 @@ if _C is not None:
     _C.set_isa(os.environ.get("FASTPAR_ISA", "auto"))
 # torch's fp32 products on CPU are MKL's, which uses AVX-512 on Intel machines only.
 has_gemm: bool = _C is not None and _C.isa() == "avx512" and not _C.cpu_is_intel()
-# bf16's are oneDNN's, which reaches half of what AMX does and has other bits for other cuts.
+# bf16's are oneDNN's; linear/__init__.py, [Note: bf16 on AMX], says where ours are faster.
 has_bf16_gemm: bool = _C is not None and _C.isa() == "amx"
 
 

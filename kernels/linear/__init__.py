@@ -10,10 +10,14 @@ our own (csrc/gemm_cpu.cpp): on one EPYC 9005 core, at GPT-2's shapes, 190 to 22
 MKL's 100.
 oneDNN, which torch also has, is as fast but allocates every result and sums in one long chain, so
 that its error is 2 to 3 times MKL's; ours is below MKL's. They read any strides.
-In bf16 on CPUs with AMX they are our own, too: oneDNN's have other bits for other numbers of
-threads, and with two threads often run on one (K = 3072, N = 768). A training step of GPT-2 124M
-takes 0.8 of the time.
 Saved for backward: x and weight, the inputs.
+
+[Note: bf16 on AMX] There ours (csrc/gemm_cpu.cpp) run where they are the faster ones: oneDNN's time
+over ours, one Intel CPU, 1024 rows:
+                       C = 384: one thread   two      C = 768: one thread   two
+    forward, dx        0.64 to 0.93   0.72 to 1.01    0.66 to 0.90   1.07 to 2.06
+    dweight            1.05 to 1.08   1.09 to 1.27    1.04 to 1.16   1.27 to 1.51
+Ours have the same bits for any threads, rows and strides; oneDNN's have not.
 
 [Note: wide gradients] A 16-bit product is summed in fp32. Where gradients are kept in fp32 the one
 that gives dweight is stored, or added, as it is, instead of being rounded to 16 bits and copied:
@@ -42,16 +46,25 @@ if TYPE_CHECKING:
 
 # Multiply-adds of a product from which ours is faster than MKL's: measured equal at 64^3.
 _OURS_FROM = 1 << 18
-_TILE = 32  # rows and columns that bf16's are computed in; fewer are left to torch
+# Of bf16's, see [Note: bf16 on AMX].
+_TILE = 32  # rows and columns that are computed at once
+_WIDE = 768
 
 
-def use_gemm(x: Tensor, m: int, n: int, k: int) -> bool:
-    """Whether an [M, K] @ [K, N] product of tensors like x is our own."""
-    if x.dtype == torch.bfloat16:
-        able = has_bf16_gemm and min(m, n) >= _TILE
-    else:
-        able = has_gemm and x.dtype == torch.float32
-    return able and x.device.type == "cpu" and m * n * k >= _OURS_FROM and backend.choice != "torch"
+def use_gemm(x: Tensor, m: int, n: int, k: int, *, turned: bool = False) -> bool:
+    """Whether an [M, K] @ [K, N] product of tensors like x is our own; turned: the columns of the
+    left matrix are contiguous, as in a weight's gradient."""
+    if x.device.type != "cpu" or m * n * k < _OURS_FROM or backend.choice == "torch":
+        return False
+    if x.dtype != torch.bfloat16:
+        return has_gemm and x.dtype == torch.float32
+    if not has_bf16_gemm or min(m, n) < _TILE:
+        return False
+    return turned or (min(n, k) >= _WIDE and torch.get_num_threads() > 1)
+
+
+def _use_gemm_for(a: Tensor, b: Tensor) -> bool:
+    return use_gemm(a, a.shape[0], b.shape[1], a.shape[1], turned=a.stride(0) == 1)
 
 
 def _gemm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
@@ -64,7 +77,7 @@ def matmul(
     a: Tensor, b: Tensor, *, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """a [M, K] @ b [K, N] + bias [N], any strides, outside autograd; in `out` (rows contiguous)."""
-    if not use_gemm(a, a.shape[0], b.shape[1], a.shape[1]):
+    if not _use_gemm_for(a, b):
         return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
     if out is None:
         out = a.new_empty(a.shape[0], b.shape[1])
@@ -74,7 +87,7 @@ def matmul(
 
 def add_matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """out [M, N] += a [M, K] @ b [K, N], any strides of a and b, outside autograd."""
-    if not use_gemm(a, a.shape[0], b.shape[1], a.shape[1]):
+    if not _use_gemm_for(a, b):
         return out.addmm_(a, b)
     _gemm(a, b, out, None, accumulate=True)
     return out
@@ -105,7 +118,7 @@ def depends_on_threads(dtype: torch.dtype) -> bool:
 
 def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
     """a [M, K] @ b [K, N] of 16 bits in fp32, as it is summed; in `out`, or added to it."""
-    if use_gemm(a, a.shape[0], b.shape[1], a.shape[1]):
+    if _use_gemm_for(a, b):
         if out is None:
             out = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
         _gemm(a, b, out, None, accumulate=add)
@@ -281,7 +294,8 @@ def linear(
 
 
 def _is_ours(x: Tensor, weight: Tensor) -> bool:
-    return use_gemm(x, x.numel() // max(1, x.shape[-1]), *weight.shape)
+    """Whether the op runs, as some of its products are our own: dweight's at the least."""
+    return use_gemm(x, x.numel() // max(1, x.shape[-1]), *weight.shape, turned=True)
 
 
 def _at_once(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

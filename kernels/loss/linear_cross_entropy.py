@@ -129,7 +129,7 @@ def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """dweight + a @ b in fp32 (fp64 for fp64), in place; None stands for 0; [Note: dweight]."""
     if a.dtype == wide(a.dtype):
         return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
-    if a.device.type != "cpu" or use_gemm(a, a.shape[0], b.shape[1], a.shape[1]):
+    if a.device.type != "cpu" or use_gemm(a, a.shape[0], b.shape[1], a.shape[1], turned=True):
         return wide_product(a, b, dweight, add=dweight is not None)
     product = torch.mm(a, b, out=workspace("dweight", a.shape[0], b.shape[1], a))
     return product.float() if dweight is None else dweight.add_(product)

@@ -12,6 +12,8 @@ from fastpar.kernels import _C, backend, linear
 from fastpar.kernels import choice as choice_module
 from fastpar.kernels.linear import add_matmul_, matmul, use_gemm
 
+HAS_AMX = _C is not None and _C.isa() == "amx"
+
 
 @pytest.fixture(params=["auto", "torch"])
 def choice(request, monkeypatch):
@@ -61,16 +63,21 @@ def test_our_gemm_serves_large_fp32_products_only():
     x = torch.ones(1)
     assert use_gemm(x, 128, 128, 128)
     assert not use_gemm(x, 16, 16, 16)
-    assert use_gemm(x.bfloat16(), 128, 128, 128) == backend.has_bf16_gemm
     assert not use_gemm(x.to("meta"), 128, 128, 128)
 
 
-@pytest.mark.skipif(_C is None or _C.isa() != "amx", reason="needs AMX")
-def test_our_gemm_serves_bf16_where_tiles_are_full():
+@pytest.mark.skipif(not HAS_AMX, reason="needs AMX")
+def test_our_gemm_serves_bf16_where_it_is_faster():
+    """See [Note: bf16 on AMX] of kernels/linear."""
     x = torch.ones(1, dtype=torch.bfloat16)
-    assert use_gemm(x, 128, 128, 128)
-    assert not use_gemm(x, 1, 4096, 4096)  # a vector: the weight would be packed for it
-    assert not use_gemm(x.half(), 128, 128, 128)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert use_gemm(x, 1024, 768, 3072) == use_gemm(x, 1024, 3072, 768) == (threads > 1)
+        assert not use_gemm(x, 1024, 384, 1536)
+        assert use_gemm(x, 384, 384, 1024, turned=True)  # dweight
+        assert not use_gemm(x, 1, 4096, 4096, turned=True)  # a vector
+        assert not use_gemm(x.half(), 1024, 768, 3072, turned=True)
+        assert not use_gemm(x.to("meta"), 1024, 768, 3072, turned=True)
 
 
 U = 2.0**-24  # unit roundoff of fp32
@@ -102,9 +109,6 @@ ISA_OF = {torch.float32: "avx512", torch.bfloat16: "amx"}
 def needs_isa(dtype):
     if _C is None or not _C.isa_supported(ISA_OF[dtype]) or (dtype.itemsize == 2 and not HAS_AMX):
         pytest.skip(f"needs {ISA_OF[dtype]}: this CPU has none, or FASTPAR_ISA leaves it out")
-
-
-HAS_AMX = _C is not None and _C.isa() == "amx"
 
 
 @sweep("b_layout", LAYOUTS)
@@ -213,7 +217,7 @@ def test_a_place_where_the_products_are_our_own(monkeypatch):
         torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
 
     module = sys.modules["fastpar.kernels.linear"]  # the function hides it
-    monkeypatch.setattr(module, "use_gemm", lambda *call: True)
+    monkeypatch.setattr(module, "use_gemm", lambda *call, **how: True)
     monkeypatch.setattr(module, "_gemm", product)
     x, weight, bias = make(5, 12, 7)
     plain = torch.autograd.grad(linear(x, weight, bias).sum(), (x, weight, bias))

@@ -102,7 +102,7 @@ def products(request, monkeypatch):
             product = a @ b if bias is None else a @ b + bias
             out.copy_(out + product if accumulate else product)
 
-        monkeypatch.setattr(linear, "use_gemm", lambda x, *_: x.dtype == torch.float32)
+        monkeypatch.setattr(linear, "use_gemm", lambda x, *_, **__: x.dtype == torch.float32)
         monkeypatch.setattr(linear, "_gemm", gemm)
 
 
