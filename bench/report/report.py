@@ -81,7 +81,8 @@ def _headline(folder: Path) -> str:
         if found:
             machines = [(name, rows) for name, (_, rows) in found.items()]
             lines = [machine_line(about).partition("; commit")[0] for about, _ in found.values()]
-            parts.append(f"{tables.headline(machines)}\n\n{'; '.join(lines)}.\n")
+            about = ";\n".join(lines)
+            parts.append(f"{tables.headline(machines)}\n\n{about}.\n")
     return "\n".join(parts)
 
 
