@@ -145,7 +145,8 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
     """GELU of x + bias in one pass: y = gelu(x + bias).
 
     Args:
-        x: [..., C], bf16 | fp16 | fp32 (fp64 by torch).
+        x: [..., C], bf16 | fp16 | fp32; fp64 by torch, which rounds the last numel % 16 elements
+            otherwise.
         bias: [C], dtype of x or fp32, on x's device, or None.
         approximate: "tanh" (GPT-2's) or "none" (the erf form).
     Returns:
