@@ -81,8 +81,7 @@ def _headline(folder: Path) -> str:
         if found:
             machines = [(name, rows) for name, (_, rows) in found.items()]
             lines = [machine_line(about).partition("; commit")[0] for about, _ in found.values()]
-            about = ";\n".join(lines)
-            parts.append(f"{tables.headline(machines)}\n\n{about}.\n")
+            parts.append(f"{tables.headline(machines)}\n\n" + ";\n".join(lines) + ".\n")
     return "\n".join(parts)
 
 
