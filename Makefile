@@ -1,7 +1,7 @@
 # Two commands do everything on a machine with Python >= 3.10 and a C++ compiler: `make train`, `make test`.
 # Each makes .venv, installs pinned versions, builds csrc/ and runs. VENV=dir, PYTHON=python3.12,
 # TORCH_INDEX=address (of PyTorch's CPU wheels, for a machine without an NVIDIA GPU), WORKERS= (tests
-# one after another) and ROOM=engine (tests/engine only; several in quotes) are yours to set.
+# one after another) and FOLDER=engine (tests/engine only; several in quotes) are yours to set.
 
 SHELL := bash
 PYTHON ?= python3
@@ -10,14 +10,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
 ARGS ?=
-# What `make train` learned best with so far (python -m bench study main_job); RECIPE= for settings of your own, in --config or --resume.
+# The best settings of `python -m bench study main_job` so far; RECIPE= leaves them to --config or --resume.
 RECIPE ?= --n-embd 192 --optimizer muon --lr 0.015 --lr-schedule linear --batch-size 16 --max-steps 1310
 WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 TORCH_INDEX ?=
-ROOM :=
-ROOMS := $(sort $(patsubst tests/%/,%,$(dir $(wildcard tests/*/test_*.py))))
-ifneq ($(filter-out $(ROOMS),$(ROOM)),)
-$(error expected ROOM= a folder of tests/, got ROOM=$(ROOM); choose of $(ROOMS))
+FOLDER :=
+FOLDERS := $(sort $(patsubst tests/%/,%,$(dir $(wildcard tests/*/test_*.py))))
+ifdef ROOM
+$(error expected FOLDER=$(ROOM), got ROOM=$(ROOM); ROOM is called FOLDER now)
+endif
+ifneq ($(filter-out $(FOLDERS),$(FOLDER)),)
+$(error expected FOLDER= a folder of tests/, got FOLDER=$(FOLDER); choose of $(FOLDERS))
 endif
 
 # The CUDA kernels' source as C++, which tests run: built before them, because a test's time is limited.
@@ -30,13 +33,13 @@ EMULATED = @echo "== set-up: csrc/ with its CUDA kernels compiled for the CPU"; 
 train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 5 to 8 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(RECIPE) $(ARGS)
 
-test: $(VENV)/dev.done  ## the default tests, about 9 minutes on two cores; ROOM=engine: one room's
+test: $(VENV)/dev.done  ## the default tests, about 9 minutes on two cores; FOLDER=engine: only tests/engine
 	$(EMULATED)
-	$(BIN)/python -m pytest $(WORKERS) $(addprefix tests/,$(ROOM)) $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(addprefix tests/,$(FOLDER)) $(ARGS)
 
-test-slow: $(VENV)/dev.done  ## the slow tests, hours; ROOM=engine: one room's, less than 25 minutes
+test-slow: $(VENV)/dev.done  ## the slow tests, hours; FOLDER=engine: less than 25 minutes
 	$(EMULATED)
-	$(BIN)/python -m pytest $(WORKERS) -m slow $(addprefix tests/,$(ROOM)) $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m slow $(addprefix tests/,$(FOLDER)) $(ARGS)
 
 bench: $(VENV)/dev.done  ## microbenchmarks and the training step against plain PyTorch
 	$(BIN)/python -m bench $(ARGS)

@@ -3,9 +3,10 @@
     python -m bench report [FILE ...]     in every document, or in these
     python -m bench report --check        exit code 1 when a table is not what the results say
     python -m bench report --results DIR  of your own rows in DIR: DIR/report.md
+    python -m bench report --picture      the picture of README.md: bench/results/steps.png
 
-The documents are README.md, bench/results/README.md, and plan/published.md beside
-it; each has the markers it wants. NAME is headline, or <table>-<device>: a table of tables.py or
+The documents are bench/results/README.md and plan/published.md beside it; each has the markers it
+wants. NAME is headline, or <table>-<device>: a table of tables.py or
 learning.py, published or one bench (attention, ...), and cpu or cuda. Where several files of one
 machine hold a key, the newest row counts.
 """
@@ -20,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import published
-from bench.records import RESULTS, ROOT, Row, machine_line, parser_of
-from bench.report import learning, tables
+from bench.records import RESULTS, Row, machine_line, parser_of
+from bench.report import learning, picture, tables
 from bench.report.tables import OPS, TABLES, NoResultsError, machines_of
 
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 _PAGES = ("README.md", "plan/published.md")
-DOCUMENTS = [ROOT / "README.md", *(RESULTS / name for name in _PAGES)]
+DOCUMENTS = [RESULTS / name for name in _PAGES]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
 
 
@@ -108,8 +109,12 @@ def main(argv: list[str] | None = None) -> int:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
     only.add_argument("--results", type=Path, metavar="DIR", help="rows that you have measured")
+    only.add_argument("--picture", action="store_true", help="draw bench/results/steps.png")
     args = parser.parse_args(argv)
     try:
+        if args.picture:
+            print(f"{picture.draw().name}: drawn")
+            return 0
         if args.results is not None:
             write_own(args.results)
             return 0

@@ -422,11 +422,11 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
 }
 
 
-# The README's only table: what a user would swap or run, beside the fastest other way to do it
+# The first table: what a user would swap or run, beside the fastest other way to do it
 
 
 class Shown(NamedTuple):
-    """A line of the README's table and where its rows are.
+    """A line of the first table and where its rows are.
 
     case is a regular expression for a row's whole case, because a GPU measures other sizes than a
     CPU; its group is the size that is shown. The first case with a fastpar row that passed its

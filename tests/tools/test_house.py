@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: rooms, imports, names, errors, index, lines."""
+"""Rules that a machine can check: packages, imports, names, errors, index, paths, lines."""
 
 import ast
 import functools
@@ -16,8 +16,8 @@ TOP_LEVEL = {
     "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "bench", "csrc",
     "fastpar", "kernels", "pyproject.toml", "setup.py", "tests",
 }  # fmt: skip
-# The rooms of fastpar/ from the bottom up: a file imports from its own room and those before it.
-ROOMS = [
+# The packages of fastpar/ from the bottom up: a file imports from its own and those before it.
+PACKAGES = [
     "settings", "files", "doctor", "comm", "sharding", "axes", "nn", "foreign", "engine", "optim",
     "models", "checkpoint", "data", "predict", "observe", "train",
 ]  # fmt: skip
@@ -83,15 +83,13 @@ def test_top_level_is_fixed():
     assert {p.relative_to(ROOT).parts[0] for p in tracked()} <= TOP_LEVEL
 
 
-def test_every_file_is_in_a_room_and_every_room_says_what_it_is():
+def test_every_file_is_in_a_package_with_a_readme():
     own = {p.stem for p in (ROOT / "fastpar").glob("*.py")}
     assert own == {"__init__", "__main__", "_version", "cli", "testing"}
     inside = [p.relative_to(ROOT / "fastpar").parts for p in sources("fastpar")]
-    rooms = {parts[0] for parts in inside if len(parts) > 1}
-    assert rooms == set(ROOMS)
-    for room in ROOMS:
-        folder = ROOT / "fastpar" / room
-        assert (folder / "README.md").exists(), room
+    assert {parts[0] for parts in inside if len(parts) > 1} == set(PACKAGES)
+    for package in PACKAGES:
+        assert (ROOT / "fastpar" / package / "README.md").exists(), package
 
 
 def test_kernels_import_neither_runtime_nor_distributed_and_oracles_torch_only():
@@ -104,7 +102,7 @@ def test_kernels_import_neither_runtime_nor_distributed_and_oracles_torch_only()
     assert {n.split(".")[0] for n in names} <= {"torch", "math", "__future__"}
 
 
-def test_a_wheel_has_every_room_and_every_file_that_is_not_python():
+def test_a_wheel_has_every_package_and_every_file_that_is_not_python():
     text = (ROOT / "pyproject.toml").read_text()
     packages = set(re.findall(r'"(fastpar[\w.]*)"', text.split("packages = [")[1].split("]")[0]))
     folders = {".".join(p.relative_to(ROOT).parent.parts) for p in sources("fastpar")}
@@ -126,13 +124,13 @@ def graph(package: str = "fastpar") -> dict[str, set[str]]:
     }
 
 
-def test_imports_between_rooms_go_downward():
+def test_imports_between_packages_go_downward():
     for name, found in graph().items():
-        room = name.split(".")[1] if name.count(".") > 1 else None
+        package = name.split(".")[1] if name.count(".") > 1 else None
         for other in found:
-            if room is not None and other.count(".") > 1:
-                assert ROOMS.index(other.split(".")[1]) <= ROOMS.index(room), (name, other)
-            if room is not None:
+            if package is not None and other.count(".") > 1:
+                assert PACKAGES.index(other.split(".")[1]) <= PACKAGES.index(package), (name, other)
+            if package is not None:
                 assert other not in ("fastpar.cli", "fastpar.testing"), (name, other)
 
 
@@ -229,15 +227,15 @@ def test_each_collective_has_one_home():
 
 
 def test_public_functions_have_docstrings():
-    for room in ("kernels", "fastpar", "bench"):
-        for path in sources(room):
+    for package in ("kernels", "fastpar", "bench"):
+        for path in sources(package):
             tree = parsed(path)
             assert ast.get_docstring(tree) or path.stem == "__main__", path
             for node in tree.body:
                 public = isinstance(
                     node, ast.FunctionDef | ast.ClassDef
                 ) and not node.name.startswith("_")
-                if public and room != "bench" and not node.name.endswith(("_fwd", "_bwd")):
+                if public and package != "bench" and not node.name.endswith(("_fwd", "_bwd")):
                     assert ast.get_docstring(node), f"{path.name}: {node.name}"
 
 
@@ -256,10 +254,10 @@ def test_text_is_ascii_without_leftovers_machine_paths_or_registries():
             assert "tests" in path.relative_to(ROOT).parts or text.isascii(), path
 
 
-def test_readme_index_names_exist():
-    """Each row of the index `question | file | name` points at a name that the file defines."""
-    readme = (ROOT / "README.md").read_text()
-    index = readme.split("<!-- index -->")[1].split("<!-- /index -->")[0]
+def test_index_names_exist():
+    """Each row of CONTRIBUTING's index `question | file | name`: the file defines the name."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    index = text.split("<!-- index -->")[1].split("<!-- /index -->")[0]
     rows = re.findall(r"\| `([\w/.]+)` \| `([\w.]+)` \|", index)
     assert len(rows) >= 12
     for file, name in rows:
@@ -271,8 +269,8 @@ def test_readme_index_names_exist():
         )
 
 
-def test_every_test_file_is_in_a_room_and_has_a_name_of_its_own():
-    """`make test-slow ROOM=` then reaches every test, and files may import each other by name."""
+def test_every_test_file_is_in_a_folder_and_has_a_name_of_its_own():
+    """`make test-slow FOLDER=` then reaches every test, and files may import each other by name."""
     files = [p.relative_to(ROOT / "tests") for p in tracked("tests/*.py")]
     tests = [p for p in files if p.name.startswith("test_")]
     assert {len(p.parts) for p in tests} == {2}
@@ -281,13 +279,14 @@ def test_every_test_file_is_in_a_room_and_has_a_name_of_its_own():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_names_the_rooms_where_one_is_wrong():
-    def make(room):
-        command = ["make", "--dry-run", "test-slow", f"ROOM={room}"]
+def test_make_names_the_folders_where_one_is_wrong():
+    def make(setting):
+        command = ["make", "--dry-run", "test-slow", setting]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
-    refused = make("engin")
+    refused = make("FOLDER=engin")
     assert refused.returncode == 2
-    assert "expected ROOM= a folder of tests/, got ROOM=engin; choose of" in refused.stderr
+    assert "expected FOLDER= a folder of tests/, got FOLDER=engin; choose of" in refused.stderr
     assert " engine " in refused.stderr
-    assert " -m slow tests/engine tests/comm" in make("engine comm").stdout
+    assert "expected FOLDER=engine, got ROOM=engine" in make("ROOM=engine").stderr
+    assert " -m slow tests/engine tests/comm" in make("FOLDER=engine comm").stdout
