@@ -1,15 +1,16 @@
-"""Proofs of a machine's kernels: asked for by ops, made before a run, shown by `fastpar doctor`.
+"""Proofs of a machine's kernels: requested by ops, made before a run, shown by `fastpar doctor`.
 
-[Note: when] `fastpar train` asks for the proofs of its model before the first step. fastpar.patch
-says what its model will call (expect); the first of these calls has all of them proven at once,
-their kernels compiled by all cores. Any other call of an op asks for its own class. On a CPU
-nothing is tried by itself: what `fastpar doctor` found counts in `fastpar train` and from the first
-fastpar.patch on. With FASTPAR_BACKEND set nothing is tried either, but what failed is refused.
+[Note: when] `fastpar train` proves the kernels of its model before the first step. fastpar.patch
+announces what its model will call (expect); the first of these calls proves all of them at once,
+with their kernels compiled on all cores. Any other call of an op proves its own case only. On a CPU
+no trial starts by itself: the results of `fastpar doctor` apply in `fastpar train` and from the
+first fastpar.patch on. With FASTPAR_BACKEND set there are no trials either, but a kernel that
+failed an earlier proof is refused.
 
 [Note: several ranks] The ranks of a layout must run the same kernels. One of them proves a case and
-puts the result where all can read it: into torch.distributed's store once share() gave it, else
-into the file, whose lock lets one process prove. Of ranks on GPUs of different kinds one of each
-kind proves; what fails or is slower on any of them is chosen on none.
+publishes the result: in torch.distributed's store once share() was called, else in the file, whose
+lock lets one process prove at a time. If the ranks have GPUs of different kinds, one rank of each
+kind proves; a kernel that fails or is slower on any kind is chosen on none.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 from fastpar.settings.model import GPTConfig
 
-MOST_ROWS = 1 << 15  # of a timed call
+MOST_ROWS = 1 << 15  # most rows of a timed call
 
 
 class Prover:
-    """Who makes the proofs of this process; see [Note: several ranks].
+    """Makes the proofs of this process; see [Note: several ranks].
 
     Args:
-        store: of the ranks, with add, set and get as torch.distributed's; None: one process, or
-            several of one machine that share the file.
+        store: shared by the ranks, with add, set and get as torch.distributed's; None: one process,
+            or several on one machine that share the file.
         kinds: names of the ranks' devices.
     """
 
@@ -56,8 +57,8 @@ class Prover:
             return self._tables[device]
 
     def proof_of(self, case: Case, **how: Any) -> Proof:
-        """The proof of a case, from the ranks' store, the file, or by a trial; how: proof_here's
-        further arguments."""
+        """The proof of a case, from the ranks' store, the file, or a trial; how: further arguments
+        of proof_here."""
         with self._lock:
             if self._store is None:
                 return self.proof_here(case, **how)
@@ -77,7 +78,7 @@ class Prover:
         if store is None or store.add(f"{key}/claims", 1) == 1:
             try:
                 for line in warm(cases, gpu):
-                    _say(f"not compiled ahead of its proof: {line}")
+                    _say(f"could not compile before the trial: {line}")
             finally:
                 if store is not None:
                     store.set(key, "done")
@@ -87,7 +88,7 @@ class Prover:
     def proof_here(
         self, case: Case, *, rows: int = 0, again: bool = False, compiled: bool = False
     ) -> Proof:
-        """From this device's table, or by a trial (prove), which is told and kept."""
+        """From this device's table, or by a trial (prove), which is reported and stored."""
         table = self.table(case.device)
         if not again and _is_known(table, case, compiled):
             return table.proofs[case]
@@ -105,26 +106,30 @@ class Prover:
                         raise
                     table.proofs[case] = proof
             except torch.OutOfMemoryError:
-                _say(f"{case}: no memory is left to try it; stock PyTorch runs in this process")
+                _say(f"{case}: out of memory during the trial; this process runs stock PyTorch")
                 return Proof(STOCK)
         if proof.wrong:
             where = f"on {table.about['device']} and does not run"
-            _say(f"{case}: the own kernel is WRONG {where}: {proof.wrong}")
+            _say(f"{case}: fastpar's kernel is WRONG {where}: {proof.wrong}")
         elif case.device == "cuda":
             seconds = time.perf_counter() - start
-            _say(f"{case}: proven in {seconds:.1f} s, runs {proof.chosen}")
+            _say(f"{case}: proven in {seconds:.1f} s, runs {_runs(proof)}")
         return proof
 
 
+def _runs(proof: Proof) -> str:
+    return "fastpar's kernel" if proof.chosen == OWN else "stock PyTorch"
+
+
 def _common(case: Case, found: dict[str, Proof]) -> Proof:
-    """What all kinds of devices can run."""
+    """The choice that is right on all kinds of devices."""
     worst = min(found.values(), key=lambda proof: (proof.chosen == OWN, not proof.wrong))
     if len({proof.chosen for proof in found.values()}) > 1:
-        each = ", ".join(f"{kind}: {proof.chosen}" for kind, proof in found.items())
-        _say(f"{case}: the ranks' GPUs differ ({each}); all run {worst.chosen}")
+        each = ", ".join(f"{kind}: {_runs(proof)}" for kind, proof in found.items())
+        _say(f"{case}: the ranks' GPUs differ ({each}); all run {_runs(worst)}")
     if worst.chosen == OWN and len({proof.serves for proof in found.values()}) > 1:
         each = ", ".join(f"{kind}: {' / '.join(proof.serves)}" for kind, proof in found.items())
-        _say(f"{case}: the ranks' GPUs differ in what serves it fastest ({each}); own on all")
+        _say(f"{case}: the fastest differs by GPU ({each}); all run fastpar's kernel")
         worst = worst._replace(serves=(OWN, OWN))
     return worst
 
@@ -137,7 +142,7 @@ _prover = Prover()
 
 
 def share(store: Any, kinds: Iterable[str]) -> None:
-    """From now on the ranks behind this store prove together; arguments as Prover's."""
+    """Makes the ranks behind this store prove together from now on; arguments as Prover's."""
     global _prover
     _prover = Prover(store, kinds)
     choice.proofs.clear()
@@ -147,7 +152,7 @@ _expected: set[tuple[str, int]] = set()  # op, last dimension
 
 
 def expect(calls: Iterable[tuple[str, int]], device: str, dtype: torch.dtype) -> None:
-    """Says what a model will call, as (op, last dimension); see [Note: when]."""
+    """Announces what a model will call, as (op, last dimension); see [Note: when]."""
     calls = set(calls)
     _expected.update(calls)
     if device == "cpu":
@@ -155,8 +160,8 @@ def expect(calls: Iterable[tuple[str, int]], device: str, dtype: torch.dtype) ->
 
 
 def prove_first_use(case: Case, x: Tensor) -> Proof:
-    """The proof of a case that an op is about to be called with; made if there is none, with those
-    of the calls that are expected beside this one."""
+    """The proof of a case that an op is about to run. If there is none it is made, together with
+    those of the other expected calls."""
     rows = x.numel() // case.size if case.size else 0
     cases = {case}
     if (case.op, case.size) in _expected:
@@ -166,17 +171,17 @@ def prove_first_use(case: Case, x: Tensor) -> Proof:
 
 
 def known_proof(case: Case) -> Proof | None:
-    """What the table says of a case; nothing is tried."""
+    """The table's proof of a case; starts no trial."""
     return table_of(case.device).proofs.get(case)
 
 
 def table_of(device: str) -> ProofTable:
-    """The table that this process goes by, of "cpu" or "cuda"."""
+    """The table that this process uses, for "cpu" or "cuda"."""
     return _prover.table(device)
 
 
 def adopt_known(cases: Iterable[Case]) -> None:
-    """Makes this process go by what the table has of these cases; nothing is tried."""
+    """Makes this process use the table's proofs of these cases; starts no trial."""
     found = {case: proof for case in cases if (proof := known_proof(case)) is not None}
     choice.proofs.update(found)
 
@@ -184,14 +189,14 @@ def adopt_known(cases: Iterable[Case]) -> None:
 def adopt(
     cases: Iterable[Case], *, again: bool = False, compiled: bool = False, rows: int = 0
 ) -> dict[Case, Proof]:
-    """Proves cases before they are needed, and makes this process go by the results.
+    """Proves cases before they are needed, and makes this process use the results.
 
     Args:
-        again: also what is known.
-        compiled: time PyTorch's functions under torch.compile, too; see prove().
-        rows: of a timed call; see prove().
+        again: also prove known cases.
+        compiled: also time PyTorch's functions under torch.compile; see prove().
+        rows: rows of a timed call; see prove().
     Raises:
-        RuntimeError: the GPU is one for which no kernel is compiled.
+        RuntimeError: no kernel is compiled for this GPU.
     """
     cases = list(cases)
     if cases and cases[0].device == "cuda":
@@ -209,7 +214,7 @@ def adopt(
 
 
 def _is_known(table: ProofTable, case: Case, compiled: bool) -> bool:
-    """Whether a table has a proof, with a time under torch.compile where that is asked for."""
+    """Whether a table has a proof, including a time under torch.compile if `compiled`."""
     proof = table.proofs.get(case)
     if proof is None or not compiled or case.op not in FUSED_BY_COMPILE:
         return proof is not None
@@ -219,7 +224,7 @@ def _is_known(table: ProofTable, case: Case, compiled: bool) -> bool:
 def cases_of_model(
     device: str, dtype: torch.dtype, config: GPTConfig, *, tp: int = 1, fp8: bool = False
 ) -> list[Case]:
-    """What a rank's training step of a GPT calls: the sizes of its part along tp."""
+    """The cases of a rank's training step of a GPT, with the sizes of its tp slice."""
     C, V = config.n_embd, config.padded_vocab_size // tp
     loss = ("cross_entropy", "linear_cross_entropy") if tp == 1 else ("cross_entropy_shard",)
     model = {
@@ -250,10 +255,10 @@ def prove_before_training(
     compiled: bool = False,
     fp8: bool = False,
 ) -> None:
-    """Proves what a run will call, as far as that is not known; see [Note: when].
+    """Proves what a run will call, unless it is known; see [Note: when].
 
-    compiled: the run compiles its model: where torch.compile makes of PyTorch's functions what is
-    faster than the own kernel, it gets these functions to compile.
+    compiled: the run compiles its model. Where PyTorch's functions under torch.compile are faster
+    than fastpar's kernel, the compiler gets these functions.
     Ranks: all, with the same arguments.
     """
     cases = cases_of_model(device, dtype, config, tp=tp, fp8=fp8)

@@ -22,32 +22,32 @@ from fastpar.settings.model import GPTConfig
 
 @dataclass(frozen=True)
 class DoctorCommand:
-    """Try every kernel on this machine: is it right, and faster than stock PyTorch?"""
+    """Check every kernel on this machine: is it correct, and faster than stock PyTorch?"""
 
     model: str = "gpt2"
-    """Whose sizes: gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
+    """Model whose tensor sizes to check: gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What to try; auto: cuda where there is one."""
+    """Device to check; auto: cuda if there is one."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Of activations; auto: bf16 on cuda, fp32 on the CPU, as fastpar train has them."""
+    """Format of activations; auto: bf16 on cuda, fp32 on the CPU, as in fastpar train."""
     again: bool = False
-    """Try also what was proven before."""
+    """Check known kernels again."""
     compile: bool = False
-    """Also time PyTorch's functions under torch.compile, where it fuses them; tries all again."""
+    """Also time PyTorch's functions under torch.compile, where it fuses them; implies --again."""
     json: str | None = None
     """Also write the table to this file, to attach to a bug report."""
 
 
 def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
-    """Proves, prints the table; 1 if a kernel is wrong here, else 0.
+    """Checks, prints the table; returns 1 if a kernel is wrong here, else 0.
 
     Raises:
-        ValueError: an unknown model; no GPU for device=cuda; an implementation is forced.
-        RuntimeError: the GPU is one for which no kernel is compiled.
+        ValueError: an unknown model; no GPU for device=cuda; FASTPAR_BACKEND forces a choice.
+        RuntimeError: no kernel is compiled for this GPU.
     """
     if backend.choice != "auto":
         raise ValueError(
-            "fastpar doctor: expected own kernels and PyTorch's to choose from, got "
+            "fastpar doctor: expected FASTPAR_BACKEND=auto, so that both kernels can run, got "
             f"FASTPAR_BACKEND={backend.choice}; {backend.way_to_cpp()}"
         )
     gpu = torch.cuda.is_available()
@@ -70,14 +70,14 @@ def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
         adopt(cases, **how)  # all at once: their kernels are compiled by all cores
         how = {}
     else:
-        backend.keep_freed_memory()  # as training does: else page faults are what is timed
+        backend.keep_freed_memory()  # as training does; else page faults dominate the times
     write(HEADER)
     for case in cases:  # on a CPU a row as soon as it is known
         found |= adopt([case], **how)
         write(row(case, found[case]))
     for line in notes(found):
         write(line)
-    write(f"kept in {table_of(device).path}")
+    write(f"stored in {table_of(device).path}")
     if command.json is not None:
         rows = [row_of(case, proof) for case, proof in found.items()]
         text = json.dumps({"version": VERSION, "about": about, "proofs": rows}, indent=1)
@@ -86,23 +86,23 @@ def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
 
 
 def versions(about: Mapping[str, str]) -> str:
-    """What a table holds for, in a line."""
+    """What a table is valid for, in a line."""
     named = (f"{name} {value}" for name, value in about.items() if name not in ("device", "module"))
     return f"{about['device']}: {', '.join(named)}"
 
 
 HEADER = (
-    "Each kernel is compared with fp64 at plain and hostile inputs, then timed: fastpar's own,\n"
-    "what fastpar runs instead of it, and PyTorch's functions alone. An own kernel runs where\n"
-    "it is right and not slower than what runs instead.\n\n"
+    "Each kernel is compared with fp64 on ordinary and extreme inputs, then timed: fastpar's\n"
+    "kernel, what fastpar runs instead of it, and PyTorch's functions alone. fastpar's kernel\n"
+    "runs if it is correct and not slower than what would run instead.\n\n"
     f"{'':40}  {'forward, ms':>26}   {'backward, ms':>26}\n"
-    f"{'op, dtype, last dimension':40}  {'own':>8} {'instead':>8} {'PyTorch':>8}   "
-    f"{'own':>8} {'instead':>8} {'PyTorch':>8}   runs"
+    f"{'op, dtype, last dimension':40}  {'fastpar':>8} {'instead':>8} {'PyTorch':>8}   "
+    f"{'fastpar':>8} {'instead':>8} {'PyTorch':>8}   runs"
 )
 
 
 def row(case: Case, proof: Proof) -> str:
-    """A line of the table; times of (own kernel, what runs instead of it, stock PyTorch)."""
+    """A line of the table; times of (fastpar's kernel, what runs instead, stock PyTorch)."""
     cells = []
     for direction in (0, 1):
         times = (proof.own_ms, proof.instead_ms, proof.stock_ms)
@@ -110,13 +110,13 @@ def row(case: Case, proof: Proof) -> str:
             " ".join(f"{ms[direction]:8.3f}" if ms[direction] else f"{'-':>8}" for ms in times)
         )
     forward, backward = proof.serves
-    own = forward if forward == backward else f"{forward} / {backward}"
-    runs = own if proof.chosen == OWN else "torch: own is WRONG" if proof.wrong else "torch"
+    own = " / ".join("fastpar" if who == OWN else who for who in dict.fromkeys(proof.serves))
+    runs = own if proof.chosen == OWN else "torch: fastpar's is WRONG" if proof.wrong else "torch"
     return f"{case!s:40}  {'   '.join(cells)}   {runs}"
 
 
 def known_choices() -> list[str]:
-    """What the tables of this machine say, for `fastpar info`."""
+    """The contents of this machine's tables, for `fastpar info`."""
     lines = []
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         table = table_of(device)
@@ -129,7 +129,7 @@ def known_choices() -> list[str]:
         lines += [
             f"proofs    {device}: {len(table.proofs)} in {table.source}, of {made}",
             f"          for {versions(table.about)}",
-            f"          {len(table.proofs) - len(others)} run fastpar's own kernel, others torch:",
+            f"          {len(table.proofs) - len(others)} run fastpar's kernel, others torch's:",
         ]
         for case, proof in shared.items():
             lines.append(
@@ -137,13 +137,13 @@ def known_choices() -> list[str]:
             )
         for case, proof in others.items():
             times = f"{sum(proof.own_ms):.3f} ms, torch {sum(proof.instead_ms):.3f}"
-            why = f"own is WRONG: {proof.wrong}" if proof.wrong else f"own takes {times}"
-            lines.append(f"          {case}: {why}")
+            why = f"is WRONG: {proof.wrong}" if proof.wrong else f"takes {times}"
+            lines.append(f"          {case}: fastpar's {why}")
     return lines
 
 
 def notes(found: Mapping[Case, Proof]) -> list[str]:
-    """What a reader of the table should know."""
+    """Remarks below the table."""
     lines = [f"WRONG  {case}: {proof.wrong}" for case, proof in found.items() if proof.wrong]
     for case, proof in found.items():
         if sum(proof.compiled_ms) > 0:
@@ -159,8 +159,8 @@ def notes(found: Mapping[Case, Proof]) -> list[str]:
         runs = proof.own_ms if proof.chosen == OWN else proof.instead_ms
         if not proof.wrong and sum(runs) > 1.1 * sum(proof.stock_ms) > 0:
             lines.append(
-                f"note   {case}: {sum(runs):.2f} ms where PyTorch's functions alone take "
-                f"{sum(proof.stock_ms):.2f}; these neither check their inputs nor have the same "
-                "bits on every layout"
+                f"note   {case}: {sum(runs):.2f} ms; PyTorch's functions alone take "
+                f"{sum(proof.stock_ms):.2f}, without input checks and without the same bits on "
+                "every layout"
             )
     return lines

@@ -1,13 +1,13 @@
-"""The proofs of a machine, in one file for each device and version of what computes.
+"""The proofs of a machine, in one file per device and set of versions.
 
-The file lies in fastpar/proofs of the user's cache (FASTPAR_PROOFS: elsewhere). It is read like any
-file from outside and replaced whole; a lock lets one process at a time prove. Where it cannot be
-written, that is told once and the proofs live as long as the process. A table that ships with the
-package (shipped/, measured by `make gpu`) saves the trial on that GPU with those versions.
+The file is in fastpar/proofs of the user's cache (or in FASTPAR_PROOFS). It is validated like any
+untrusted file and replaced as a whole; a lock lets one process prove at a time. If it cannot be
+written, a warning says so once and the proofs last as long as the process. A table that ships with
+the package (shipped/, measured by `make gpu`) saves the trials on that GPU with those versions.
 
-[Note: a trial that ends the process] The case under trial is written down first. What was being
-tried TWICE when its process ended without a word is taken for wrong: a kernel may have done it.
-Only with the lock: without it another host that shares the folder may be at the same trial.
+[Note: a trial that ends the process] The case under trial is recorded first. A case during whose
+trial the process ended TWICE without an error counts as wrong: a kernel may have caused it. This
+needs the lock: without it another host that shares the folder may be running the same trial.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof
 FOLDER = "FASTPAR_PROOFS"  # environment: another folder
 VERSION = 3
 SHIPPED = Path(__file__).with_name("shipped")
-MOST_BYTES, MOST_LETTERS = 1 << 20, 1000  # of a file; of why a kernel is wrong
+MOST_BYTES, MOST_LETTERS = 1 << 20, 1000  # of a file; of the reason why a kernel is wrong
 TWICE = 2
 
 
@@ -59,7 +59,7 @@ def proofs_folder() -> Path:
 
 @functools.cache
 def environment(device: str) -> dict[str, str]:
-    """What a proof holds for: the device's name, and the versions of all that computes."""
+    """What a proof is valid for: the device's name, and the versions of all that computes."""
     digest = hashlib.sha256()  # of the kernels installed: a checkout changes without its version
     for path in sorted(Path(fastpar.kernels.__file__).parent.rglob("*")):
         if path.suffix in (".py", ".json"):
@@ -81,7 +81,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """This machine's processor, named like the system does."""
+    """This machine's processor, as the system names it."""
     found = None
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
@@ -112,13 +112,13 @@ def file_name(about: dict[str, str]) -> str:
 
 
 def row_of(case: Case, proof: Proof) -> dict[str, Any]:
-    """A proof as JSON has it."""
+    """A proof as a JSON object."""
     where = {"op": case.op, "dtype": str(case.dtype).removeprefix("torch."), "size": case.size}
     return where | proof._asdict() | {"peers": [peer._asdict() for peer in proof.peers]}
 
 
 def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
-    """The proofs of a file's content; raises whatever a wrong one makes of it (ValueError, ...)."""
+    """The proofs in a file's content; raises ValueError, KeyError, ... if it is malformed."""
     found = {}
     for row in content["proofs"]:
         case = Case(device, row["op"], getattr(torch, row["dtype"]), row["size"])
@@ -150,10 +150,10 @@ class ProofTable:
 
     Attributes:
         device: "cpu" | "cuda".
-        path: of the file.
-        proofs: all that is known.
+        path: the file.
+        proofs: all known proofs.
         source: the file that they were read from; None: no file.
-        about: what they hold for, see environment().
+        about: what they are valid for, see environment().
     """
 
     def __init__(self, device: str) -> None:
@@ -161,31 +161,31 @@ class ProofTable:
         self.path = proofs_folder() / file_name(self.about)
         self.proofs: dict[Case, Proof] = {}
         self.source: Path | None = None
-        self._tried: dict[str, int] = {}  # case -> trials that were begun and not ended
-        self._told = self._is_locked = False
+        self._tried: dict[str, int] = {}  # case -> trials that began and did not end
+        self._warned = self._is_locked = False
         self._load(SHIPPED / self.path.name)
         if not self._load(self.path):
             name = self.path.name.rpartition("_")[0]
             others = [p for p in self.path.parent.glob(f"{name}_*.json") if p != self.path]
             if others:
-                what = f"{len(others)} of another version of fastpar, torch or the driver"
-                self._tell(f": {what} in {self.path.parent} are not used")
+                what = f"{len(others)} for another version of fastpar, torch or the driver"
+                self._warn(f": ignored {what} in {self.path.parent}")
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         """A warning; only the first."""
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(f"proofs of this machine{text}", stacklevel=2)
 
     def _load(self, path: Path) -> bool:
-        """Takes over a file's proofs, if it is there and of this environment."""
+        """Reads a file's proofs, if it exists and is for this environment."""
         try:
             content = parse_object(read_plain(path, MOST_BYTES))
             about, here = dict(content["about"]), self.about
             if path.parent == SHIPPED:  # another build of the same kernels
                 about, here = _without_module(about), _without_module(here)
             if content["version"] != VERSION or about != here:
-                raise ValueError("it is of another version or machine")
+                raise ValueError("it is for another version or machine")
             proofs = parse_proofs(self.device, content)
             tried = dict(content["tried"])
             if not all(isinstance(count, int) and count > 0 for count in tried.values()):
@@ -193,28 +193,28 @@ class ProofTable:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._tell(f": {path.name} in {self.path.parent} are not used ({reason(error)})")
+            self._warn(f": ignored {path.name} in {self.path.parent} ({reason(error)})")
             return False
         self.source, self.proofs = path, self.proofs | proofs
         self._tried = tried
         return True
 
     def save(self) -> None:
-        """Replaces the file; told once where that cannot be."""
+        """Replaces the file; warns once if that fails."""
         rows = [row_of(case, proof) for case, proof in self.proofs.items()]
         content = {"version": VERSION, "about": self.about, "proofs": rows, "tried": self._tried}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
-            self._tell(
-                f" cannot be kept ({error}): the next process makes them again; make "
-                f"{self.path.parent} writable, or name another with {FOLDER}"
+            self._warn(
+                f" could not be saved ({error}); the next process makes them again; make "
+                f"{self.path.parent} writable, or set {FOLDER} to another folder"
             )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time proves; what others have proven meanwhile is taken over."""
+        """Lets one process prove at a time; first reads what others have proven meanwhile."""
         descriptor, flags = None, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         with contextlib.suppress(OSError):  # a folder or file system without locks
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,11 +231,11 @@ class ProofTable:
 
     @contextlib.contextmanager
     def trial(self, case: Case) -> Iterator[str]:
-        """Around a proof: why it must not be begun, "" where it may; [Note: a trial ...]."""
+        """Around a trial: "", or why it must not begin; see [Note: a trial that ends ...]."""
         name = str(case)
         if self._is_locked:
             if self._tried.get(name, 0) >= TWICE:
-                yield f"the process ended {TWICE} times while it was tried"
+                yield f"the process ended {TWICE} times during its trial"
                 return
             self._tried[name] = self._tried.get(name, 0) + 1
             self.save()

@@ -1,31 +1,30 @@
-"""Proofs of kernels: the timer, a trial of one op, and kernels compiled before they are tried.
+"""Proofs of kernels: the timer, the trial of one op, and compiling kernels before their trial.
 
-A proof says: is an op's own kernel right on this machine, and is it faster than stock PyTorch?
-Right: on a plain and on hostile inputs every result is within the 2x rule of cases.py, and a
-second call has the same bits. Fast: forward and backward, each timed in turn with what would run
-instead, and with stock PyTorch's own function where that is another. Of attention the other
-implementations of attention/peers.py are tried as well, by the same rules but that of equal bits.
+A proof answers: is fastpar's kernel right on this machine, and is it faster than stock PyTorch?
+Right: on ordinary and extreme inputs every result is within the 2x rule of cases.py, and a second
+call gives the same bits. Fast: forward and backward are timed in turn with what would run instead,
+and with stock PyTorch's own function if that is different. For attention, the other implementations
+of attention/peers.py are tried as well, by the same rules except that of equal bits.
 
-[Note: surroundings] The call that needs a proof may stand in an autograd.Function's forward (no
+[Note: surroundings] The call that needs a proof may be in an autograd.Function's forward (no
 gradients are recorded there), in a checkpointed block (whose hooks would see the trial's tensors),
-under autocast, inference mode or a default device. All of these hold for one thread, so a trial has
-a thread of its own. It draws from generators of its own, so that a run has the same random numbers
-with a trial as without (tests/doctor/test_doctor.py).
+under autocast, inference mode or a default device. All of these apply to one thread, so a trial
+runs in a thread of its own. It uses its own random generators, so that a run draws the same random
+numbers with a trial as without (tests/doctor/test_doctor.py).
 
 [Note: timing on a GPU] Each sample is: flush the L2 cache, let the device sleep longer than the
-host needs to enqueue the call, record an event, call, record an event. Without the sleep a call
+host needs to enqueue the call, record an event, call, record an event. Without the sleep, a call
 whose kernels are shorter than their launches is timed as host time, because the stream starves
-between the two events (test_cuda_sample_hides_the_host). Host time is measured apart, on an idle
-device, as the time until the call returns. Inputs are random: zeros run up to a third faster.
+between the two events (test_cuda_sample_hides_the_host). Host time is measured separately, on an
+idle device, as the time until the call returns. Inputs are random: zeros run up to a third faster.
 
-[Note: timing on a CPU] Variants run in turn, A B A B ..., so that a neighbour's noise hits all
-alike; medians of one run are compared with each other and with nothing else. The number of threads
-is a column of every row.
+[Note: timing on a CPU] Variants run in turn, A B A B ..., so that noise from other programs affects
+all alike; medians are compared within one run only. Every row states the number of threads.
 
 [Note: compiled ahead] A Triton kernel takes a second or two to compile, and a first step would
-compile them one after another on every rank. warm() makes the calls of a proof on CPU tensors with
-their launches recorded for this GPU's architecture, and each of its processes compiles every n-th
-distinct launch, into Triton's cache on disk. A launch that is compiled so has the key that Triton's
+compile them one after another on every rank. warm() makes the calls of a proof on CPU tensors,
+records their launches for this GPU's architecture, and each of its processes compiles every n-th
+distinct launch into Triton's cache on disk. A launch compiled this way has the key that Triton's
 own launcher looks up (tests/ops/test_triton_launch.py).
 """
 
@@ -61,7 +60,7 @@ from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
 from fastpar.kernels.config_table import TABLES
 
 Call = Callable[[], Any]
-CYCLES_PER_US = 2000.0  # of a GPU at 2 GHz: the sleep is at least as long as meant on slower ones
+CYCLES_PER_US = 2000.0  # of a GPU at 2 GHz; on slower GPUs the sleep is longer than intended
 
 
 class Timing(NamedTuple):
@@ -94,7 +93,7 @@ class CudaClock:
     """Device time of one call between two events; see [Note: timing on a GPU].
 
     Args:
-        cuda: torch.cuda, or a double of it.
+        cuda: torch.cuda, or a test double.
         flush: overwrites the L2 cache; by default zeroes a buffer of four times its size.
     """
 
@@ -130,18 +129,18 @@ class CudaClock:
 
 
 def clock_for(device: str) -> CpuClock | CudaClock:
-    """That of "cpu" or "cuda"."""
+    """The clock of "cpu" or "cuda"."""
     return CudaClock() if device == "cuda" else CpuClock()
 
 
 def synchronize(device: str) -> None:
-    """Waits until the device has done what it was given."""
+    """Waits until the device has finished all queued work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def stopwatch(call: Call, device: str) -> tuple[float, Any]:
-    """(wall ms, result) of one call, the device's work included: for whole training steps."""
+    """(wall ms, result) of one call including the device's work; for whole training steps."""
     synchronize(device)
     start = time.perf_counter()
     result = call()
@@ -157,12 +156,12 @@ def interleave(
     min_runs: int = 7,
     max_runs: int = 200,
 ) -> dict[str, Timing]:
-    """Time the variants in turn, round after round.
+    """Times the variants in turn, round after round.
 
     Args:
         variants: name -> the same call on several input sets, used in rotation.
-        budget_s: wall time for all of them; rounds stay within [min_runs, max_runs], and none
-            begins after twice that time.
+        budget_s: wall time for all of them; the number of rounds is within [min_runs, max_runs],
+            and no round begins after twice that time.
     """
     start = time.perf_counter()
     for calls in variants.values():
@@ -180,10 +179,10 @@ def interleave(
 
 
 Way = Callable[[], AbstractContextManager[None]]
-SLOWER = 1.03  # own over what runs instead: below it they are equally fast
-SECONDS = 0.6  # of timing, for a pass of one op
-HOST_ROWS = 8192  # of a timed call: with more the GPU is what a step waits for
-MUCH_SLOWER = 8.0  # than own: two calls tell
+SLOWER = 1.03  # fastpar / instead: ratios below count as equally fast
+SECONDS = 0.6  # of timing, per op and pass
+HOST_ROWS = 8192  # of a timed call: with more rows a step waits for the GPU, not for the host
+MUCH_SLOWER = 8.0  # than fastpar's kernel: two calls are enough
 MOST_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a timed tensor: 32 MB, 512 MB in fp32
 FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
     "layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm", "bias_gelu",
@@ -191,21 +190,20 @@ FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
 })  # fmt: skip
 DEFAULT_ROWS = {"cpu": 512, "cuda": 1 << 15}  # on a GPU 32 samples of 1024 tokens
 NO_TIME = (0.0, 0.0)
-LIMIT_S, START_S = 30, 120  # of a trial in a process of its own, and until it starts
+LIMIT_S, START_S = 30, 120  # for a trial in its own process, and for that process to start
 STARTED = "started"
 MOST_LETTERS = 300  # of an error
 
 
 def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
-    """Tries the own kernel of a case, beside what would run instead.
+    """Tries fastpar's kernel on a case, in comparison with what would run instead.
 
     Args:
         case: op, dtype and last dimension; an op without cases counts as proven.
-        rows: how many rows (tokens) the timed call has; 0 for DEFAULT_ROWS, and no more than
-            MOST_ELEMENTS allow.
+        rows: rows (tokens) of the timed call; 0: DEFAULT_ROWS, limited by MOST_ELEMENTS.
         compiled: also time PyTorch's functions under torch.compile, where it can fuse them.
     Raises:
-        torch.OutOfMemoryError: no memory is left beside a model that is there already.
+        torch.OutOfMemoryError: too little memory is left, for instance by a large model.
     """
     threads = torch.get_num_threads()
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -218,10 +216,10 @@ def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
             torch.cuda.set_device(gpu)
         proof = _prove(case, rows, compiled and case.op in FUSED_BY_COMPILE)
         if gpu is not None:
-            torch.cuda.empty_cache()  # what the oracle had
+            torch.cuda.empty_cache()  # the oracle's memory
         return proof
 
-    if strict:  # an oracle may have no deterministic form: that is no error of the kernel
+    if strict:  # an oracle may have no deterministic form; that is not the kernel's fault
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with ThreadPoolExecutor(1) as thread:  # see [Note: surroundings]
@@ -232,7 +230,7 @@ def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
 
 
 def _cases(case: Case, rows: int) -> tuple[list[OpCase], list[OpCase]]:
-    """What a proof has, the timed one first, and which of them are compared."""
+    """The cases of a proof, the timed one first, and those of them that are compared."""
     most = MOST_ELEMENTS[case.device] // max(case.size, 1)
     rows = min(rows or DEFAULT_ROWS[case.device], max(64, most))
     found = proof_cases(case.op, case.size, case.device, rows)
@@ -271,7 +269,7 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
 
 
 def _fits(case: Case, rows: int) -> bool:
-    """Whether the timed call is compared, too: attention on a GPU that has room for the oracle."""
+    """Whether the timed call is compared, too: attention on a GPU with memory for the oracle."""
     if case.op != "attention" or case.device != "cuda":
         return False
     scores_bytes = rows * min(rows, 1024) * HEADS * torch.float64.itemsize
@@ -289,7 +287,7 @@ def _others(case: Case, timed: OpCase) -> list[str]:
 def _fastest(
     case: Case, found: Sequence[OpCase], times: Mapping[str, tuple[float, float]]
 ) -> tuple[str, str]:
-    """Who does forward and who backward: OWN but where another is faster, and right together."""
+    """Who runs forward and who backward: OWN unless another is faster, and right in this pair."""
     able = [name for name in times if times[name][1] or not times[OWN][1]]  # of backward
 
     def cost(pair: tuple[str, str]) -> float:
@@ -302,10 +300,10 @@ def _fastest(
 
 
 def what_is_wrong(case: Case, found: Sequence[OpCase], what: str = OWN) -> str:
-    """The first result that breaks a rule, with its numbers; "" where all keep them.
+    """The first result that breaks a rule, with its numbers; "" if there is none.
 
     Raises:
-        DeviceLost: the GPU serves this process no more.
+        DeviceLost: this process can no longer use the GPU.
     """
     for one in found:
         where = f"at {one.shape}: "
@@ -313,8 +311,8 @@ def what_is_wrong(case: Case, found: Sequence[OpCase], what: str = OWN) -> str:
             with trying(case.op, what):
                 for result, errors in one.measure(case.dtype, case.device).items():
                     if not errors.max <= errors.bound:
-                        limit = f"at most {errors.bound:.2e}"
-                        return f"{where}error of {result} is {errors.max:.2e}, {limit} was allowed"
+                        limit = f"allowed is {errors.bound:.2e}"
+                        return f"{where}error of {result} is {errors.max:.2e}, {limit}"
                 if what != OWN:
                     continue
                 first, second = (one.results(case.dtype, case.device) for _ in range(2))
@@ -330,15 +328,16 @@ def what_is_wrong(case: Case, found: Sequence[OpCase], what: str = OWN) -> str:
 
 
 def wrong_apart(case: Case, rows: int, name: str) -> str | None:
-    """what_is_wrong of a peer, found by a process that may hang or crash; None: it did not start,
-    or had too little memory."""
+    """what_is_wrong of a peer, found in a process of its own, which may hang or crash; None: the
+    process did not start or ran out of memory."""
     gpu = None
     if case.device == "cuda":
         gpu = torch.cuda.current_device()
         torch.cuda.empty_cache()  # for that process
-    asked = [*case, rows, name, gpu]
-    asked[2] = str(case.dtype).removeprefix("torch.")
-    command, pipe = [*call_command("fastpar.doctor.trial.main"), json.dumps(asked)], subprocess.PIPE
+    arguments = [*case, rows, name, gpu]
+    arguments[2] = str(case.dtype).removeprefix("torch.")
+    command = [*call_command("fastpar.doctor.trial.main"), json.dumps(arguments)]
+    pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
     )
@@ -350,7 +349,7 @@ def wrong_apart(case: Case, rows: int, name: str) -> str | None:
     lines, status = out.splitlines(), process.returncode
     how = f"status {status} {_line(err, -1)}".strip()
     if STARTED not in lines:
-        text = f"{case}: {name} was not tried, its process did not start: {how}"
+        text = f"{case}: {name} was not tried because its process did not start: {how}"
         warnings.warn(text, stacklevel=2)
         return None
     if status == 0:
@@ -362,14 +361,14 @@ def wrong_apart(case: Case, rows: int, name: str) -> str | None:
 
 
 def main() -> None:
-    """The process of wrong_apart: prints STARTED, then the answer."""
+    """The process of wrong_apart: prints STARTED, then the result."""
     device, op, dtype, size, rows, name, gpu = json.loads(sys.argv[1])
     case = Case(device, op, getattr(torch, dtype), size)
     if gpu is not None:
         torch.cuda.set_device(gpu)
         torch.cuda.synchronize()
     print(STARTED, flush=True)
-    signal.alarm(LIMIT_S)  # ends the process whatever it is in
+    signal.alarm(LIMIT_S)  # ends the process even inside a kernel
     try:
         why: str | None = what_is_wrong(case, _cases(case, rows)[1], name)
     except torch.OutOfMemoryError:
@@ -384,12 +383,12 @@ class DeviceLost(SystemExit):
 
     Attributes:
         why: the error in one line.
-        proof: what is known of the case that was tried; None: stock PyTorch did it.
+        proof: what is known of the case on trial; None: stock PyTorch caused the error.
     """
 
     def __init__(self, case: Case, what: str, why: str) -> None:
         super().__init__(
-            f"fastpar: {case} by {what} {why}; the GPU is lost to this process: start again"
+            f"fastpar: {case} by {what} {why}; this process cannot use the GPU any more: restart"
         )
         self.why = why
         peers = tuple(PeerProof(name, why, NO_TIME) for name in what.split("/") if name in PEERS)
@@ -398,13 +397,13 @@ class DeviceLost(SystemExit):
 
 
 def _line(text: str, index: int) -> str:
-    """The first or last line, as a table can keep it."""
+    """The first or last line, shortened for the table."""
     line = (text.strip().splitlines() or [""])[index][:MOST_LETTERS]
     return "".join(letter if letter.isprintable() else " " for letter in line)
 
 
 def _failure(case: Case, one: OpCase, what: str, error: Exception) -> str:
-    """Why `what` is wrong that raised an error, in one line."""
+    """Why `what`, which raised an error, is wrong; one line."""
     why = f"at {one.shape}: {type(error).__name__}: {_line(str(error), 0) or 'no message'}"
     if case.device == "cuda":
         try:
@@ -425,8 +424,8 @@ Times = dict[str, tuple[float, float]]  # ms of forward and backward
 def _times(
     case: Case, one: OpCase, compiled: bool, others: Sequence[str], *, host: bool
 ) -> tuple[Times, dict[str, str]]:
-    """Of the own kernel, of what runs instead, of stock PyTorch, of that under torch.compile, and
-    of other implementations; see time_ways."""
+    """Times of fastpar's kernel, of what runs instead, of stock PyTorch, of stock PyTorch under
+    torch.compile, and of other implementations; see time_ways."""
     own, stock = (functools.partial(trying, case.op, what) for what in (OWN, STOCK))
     ways: dict[str, tuple[Way, Any]] = {OWN: (own, one.fn)}
     ways |= {name: (functools.partial(trying, case.op, name), one.fn) for name in others}
@@ -446,12 +445,12 @@ def time_ways(
 ) -> tuple[Times, dict[str, str]]:
     """The times of each (way, function), which is called inside way(); why others have none.
 
-    host: where the host takes longer to start a call than a GPU to run it, its time counts. What
-    takes MUCH_SLOWER times as long as the first one is called twice and no more.
+    host: where the host takes longer to start a call than the GPU to run it, the host's time
+    counts. A variant that takes MUCH_SLOWER times as long as the first is called only twice.
 
     Raises:
-        DeviceLost: the GPU serves this process no more.
-        torch.OutOfMemoryError: the first one had too little memory; others that have are left out.
+        DeviceLost: this process can no longer use the GPU.
+        torch.OutOfMemoryError: in the first variant; other variants without memory are skipped.
     """
     inputs = list(one.inputs(case.dtype, case.device).values())
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
@@ -501,7 +500,7 @@ def time_ways(
 
 Forced = tuple[str, tuple[Any, ...], tuple[Any, ...]]  # name of a table, place, config
 GLUON = "triton.experimental.gluon._runtime"  # its kernels have a compiler source of their own
-ROWS = 128  # a kernel depends on the number of rows by its divisors only
+ROWS = 128  # a kernel depends on the number of rows through its divisors only
 
 
 def warm(
@@ -510,13 +509,13 @@ def warm(
     processes: int | None = None,
     forced: Sequence[Forced | None] = (),
 ) -> list[str]:
-    """Compiles what proofs of these cases launch; the errors, which a proof meets too.
+    """Compiles what proofs of these cases launch; returns the errors, which the proof repeats.
 
     Args:
-        forced: for each case, what one of its tables is to say instead; none by default.
-        gpu: compute capability (80 for sm_80) and count of multiprocessors, by which grids and with
-            them the arguments of kernels are chosen.
-        processes: by default one for each core that this process may use, at most 16.
+        forced: for each case, an entry that replaces one of its config tables'; default: none.
+        gpu: compute capability (80 for sm_80) and count of multiprocessors, which determine grids
+            and thus the arguments of kernels.
+        processes: by default one per core that this process may use, at most 16.
     """
     count = processes or min(16, len(os.sched_getaffinity(0)))
     rows = [
@@ -541,7 +540,7 @@ def warm(
 
 
 def launches_of(case: Case, gpu: tuple[int, int], forced: Forced | None = None) -> list[Any]:
-    """What the calls of a proof launch, forward and backward."""
+    """The launches of a proof's calls, forward and backward."""
     from fastpar.kernels.triton_launch import record
 
     found: list[Any] = []
@@ -556,7 +555,7 @@ def launches_of(case: Case, gpu: tuple[int, int], forced: Forced | None = None) 
                 table = TABLES[name]
                 stack.enter_context(table.trying(tuple(place), table.kind(*config)))
             calls = proof_cases(case.op, case.size, "cpu", ROWS)
-            if case.op == "attention":  # has kernels for partial tiles
+            if case.op == "attention":  # has separate kernels for partial tiles
                 calls += cases_of_many_rows(case.op, case.size, "cpu")
             for one in calls:
                 if case.dtype in one.dtypes:
@@ -569,7 +568,7 @@ def launches_of(case: Case, gpu: tuple[int, int], forced: Forced | None = None) 
 
 
 def _call_hopper_kernels(case: Case) -> None:
-    """Those that a proof of this case tries; none where Triton is too old for them."""
+    """Calls the Hopper kernels of this case; none if Triton is too old for them."""
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(case.dtype)
     with contextlib.suppress(ImportError):
         for module in ("attention.hopper_triton", "attention.hopper_bwd_triton"):
@@ -579,14 +578,14 @@ def _call_hopper_kernels(case: Case) -> None:
 
 
 def compile_part() -> None:
-    """One of `count` processes: compiles its part, prints what could not be compiled."""
+    """One of `count` processes: compiles its share, prints what could not be compiled."""
     gpu, index, count, rows = json.loads(sys.argv[1])
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     torch.set_num_threads(1)
-    step = count if len(rows) >= count else 1  # of many each process takes its own
+    step = count if len(rows) >= count else 1  # with many cases each process takes its own
     distinct = {
         repr((x.name, x.signature, x.constexprs, x.attrs, x.options)): x
         for op, dtype, size, forced in (rows[index::count] if step > 1 else rows)

@@ -98,7 +98,7 @@ def test_a_broken_kernel_is_named_and_does_not_run(case, quick, monkeypatch, cap
     break_gelu(monkeypatch, fault())
     status, printed = run_doctor()
     assert (status, choice.proofs[GELU].chosen) == (1, STOCK)
-    assert "torch: own is WRONG" in printed
+    assert "torch: fastpar's is WRONG" in printed
     assert "WRONG  bias_gelu float32 96: at " in printed
     assert words in printed
     assert words in capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_no_memory_says_nothing_about_a_kernel_and_is_not_kept(quick, monkeypatc
     break_gelu(monkeypatch, raising(torch.OutOfMemoryError("CUDA out of memory")))
     proof = doctor.Prover().proof_of(GELU)
     assert proof == Proof(STOCK)
-    assert "no memory is left to try it" in capsys.readouterr().err
+    assert "out of memory during the trial" in capsys.readouterr().err
     assert ProofTable("cpu").proofs == {}
 
 
@@ -223,8 +223,8 @@ def test_info_shows_what_the_tables_say(quick, monkeypatch):
     monkeypatch.setattr(doctor, "_prover", doctor.Prover())
     text = "\n".join(report.known_choices())
     assert f"cpu: 3 in {table.path}, of 20" in text
-    assert "bias_gelu float32 64: own takes 3.000 ms, torch 2.000" in text
-    assert "bias_gelu float32 32: own is WRONG: error is 7" in text
+    assert "bias_gelu float32 64: fastpar's takes 3.000 ms, torch 2.000" in text
+    assert "bias_gelu float32 32: fastpar's is WRONG: error is 7" in text
 
 
 @pytest.mark.slow
@@ -268,12 +268,12 @@ def test_a_compiled_run_proves_again_what_has_no_time_under_torch_compile(quick,
 # Trials that end otherwise
 
 
-def test_an_unwritable_folder_is_told_once_and_the_proofs_count(quick, monkeypatch, tmp_path):
+def test_an_unwritable_folder_is_reported_once_and_the_proofs_count(quick, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FASTPAR_PROOFS", str(tmp_path / "file" / "below"))
-    with pytest.warns(UserWarning, match="cannot be kept .* FASTPAR_PROOFS") as told:
+    with pytest.warns(UserWarning, match="could not be saved .* FASTPAR_PROOFS") as warned:
         assert run_doctor()[0] == 0
-    assert len(told) == 1
+    assert len(warned) == 1
     assert choice.proofs[GELU]
 
 
@@ -286,7 +286,7 @@ def test_a_trial_that_ended_its_process_twice_is_not_begun_again(monkeypatch):
             assert trial_of_it.__enter__() == ""  # and the process is gone
     proof = doctor.Prover().proof_of(GELU)
     assert proof.chosen == STOCK
-    assert "ended 2 times while it was tried" in proof.wrong
+    assert "ended 2 times during its trial" in proof.wrong
 
 
 def test_an_interrupted_trial_leaves_nothing_behind(monkeypatch):
@@ -602,12 +602,12 @@ def test_ranks_on_different_devices_run_what_both_can(monkeypatch, capsys):
     assert "the ranks' GPUs differ (" in capsys.readouterr().err
 
 
-def test_ranks_whose_fastest_attention_differs_run_own_and_are_told(capsys):
+def test_ranks_whose_fastest_attention_differs_run_fastpars_with_a_message(capsys):
     case = choice.Case("cuda", "attention", torch.bfloat16, 64)
     proofs = {"A": Proof(OWN, serves=("flash", OWN)), "B": Proof(OWN, serves=("cudnn", "cudnn"))}
     assert doctor._common(case, proofs) == Proof(OWN)
-    told = "differ in what serves it fastest (A: flash / own, B: cudnn / cudnn); own on all"
-    assert told in capsys.readouterr().err
+    text = "the fastest differs by GPU (A: flash / own, B: cudnn / cudnn); all run fastpar's kernel"
+    assert text in capsys.readouterr().err
 
 
 def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch, capsys):
@@ -627,7 +627,7 @@ def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch, capsys):
 
     together(rank, range(3))
     assert seen == [[(90, 132)]] * 3
-    assert capsys.readouterr().err.count("not compiled ahead of its proof: _gelu_fwd") == 1
+    assert capsys.readouterr().err.count("could not compile before the trial: _gelu_fwd") == 1
 
 
 # The file: damage, other versions, strangers, several hosts
@@ -643,18 +643,18 @@ def test_a_shipped_table_serves_every_build_of_the_same_kernels(monkeypatch, tmp
     assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
     content["about"]["torch"] = "1.0"
     (tmp_path / table.path.name).write_text(json.dumps(content))
-    with pytest.warns(UserWarning, match="are not used"):
+    with pytest.warns(UserWarning, match="ignored"):
         assert ProofTable("cpu").proofs == {}
 
 
-def test_proofs_of_another_version_are_told(no_proofs, monkeypatch):
+def test_proofs_of_another_version_are_reported(no_proofs, monkeypatch):
     table = table_with({GELU: Proof(OWN)})
     table.path.rename(table.path.with_name(table.path.name[:-13] + "deadbeef.json"))
     with pytest.warns(UserWarning, match="1 of another version of fastpar, torch or the driver"):
         assert ProofTable("cpu").proofs == {}
 
 
-def test_a_damaged_file_is_told_ignored_and_replaced(no_proofs, tmp_path):
+def test_a_damaged_file_is_reported_ignored_and_replaced(no_proofs, tmp_path):
     """Or a cache that somebody else wrote wrong."""
     table = table_with({GELU: Proof(OWN)})
     path, text = table.path, table.path.read_text()
@@ -679,7 +679,7 @@ def test_a_damaged_file_is_told_ignored_and_replaced(no_proofs, tmp_path):
     for content in (*damaged, *(json.dumps(sound | part) for part in wrong)):
         assert content != text
         path.write_text(content)
-        with pytest.warns(UserWarning, match=f"{path.name} in .* are not used"):
+        with pytest.warns(UserWarning, match=f"ignored {path.name} in "):
             assert ProofTable("cpu").proofs == {}
     table.save()
     assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
@@ -696,9 +696,9 @@ def test_a_damaged_file_is_told_ignored_and_replaced(no_proofs, tmp_path):
     assert ProofTable("cpu").proofs == {GELU: Proof(STOCK)}
     path.unlink()
     path.mkdir()
-    with pytest.warns(UserWarning, match="not a regular file") as told:
+    with pytest.warns(UserWarning, match="not a regular file") as warned:
         ProofTable("cpu").save()
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 def test_hosts_that_share_a_folder_without_locks_do_not_count_each_others_trials(monkeypatch):

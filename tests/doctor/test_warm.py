@@ -54,7 +54,7 @@ def test_the_hopper_kernels_are_compiled_where_they_are_tried(monkeypatch):
     assert hopper(ATTENTION, H100) == []
 
 
-def test_a_process_that_fails_is_told(monkeypatch):
+def test_a_process_that_fails_is_reported(monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     assert warm([DROPOUT], H100, processes=2) == ["a process ended with status 1"]
 
