@@ -130,6 +130,8 @@ def snapshot(model, optimizer, losses=()):
 def plain(case, world_size, steps=STEPS):
     """What each rank must have."""
     model = fill(case.build())
+    for p in model.parameters():  # as in a bucket: products may round a transposed weight otherwise
+        p.data = p.data.contiguous()
     case.hang(model)
     optimizer = AdamW(case.groups(model), **OPTIMIZER)
     ranks = range(1 if case.alike else world_size)
