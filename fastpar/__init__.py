@@ -9,6 +9,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fastpar._version import __version__
 # MKL reads it at its first product: the same bits for any number of threads and rows, on Intel.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-# Module -> the public names that live there: the one list. __init__.pyi is its copy for type
+# Module -> the public names that it defines: the one list. __init__.pyi is its copy for type
 # checkers; `python tests/tools/test_import.py` writes it, and a test compares the two.
 _PUBLIC = {
     "checkpoint.restore": ("load_checkpoint",),
@@ -28,14 +29,6 @@ _PUBLIC = {
     "engine.pipeline_step": ("pipeline_step",),
     "foreign.patch": ("patch", "unpatch"),
     "models.gpt": ("GPT",),
-    "nn": (
-        *("GELU", "MLP", "CausalSelfAttention", "Embedding", "LayerNorm"),
-        *("LinearCrossEntropyLoss", "RMSNorm"),
-    ),
-    "nn.tp_layers": (
-        *("ColumnParallelLinear", "RowParallelLinear"),
-        *("VocabParallelEmbedding", "VocabParallelLinear"),
-    ),
     "optim.adafactor": ("Adafactor",),
     "optim.adamw": ("AdamW",),
     "optim.muon": ("Muon", "muon_groups"),
@@ -43,10 +36,10 @@ _PUBLIC = {
     "optim.sharded": ("Sharded",),
     "settings.model": ("GPTConfig",),
     "settings.parallel": ("Offload", "Parallel", "Pipeline", "Precision", "Wires"),
-    "sharding.placements": ("Partial", "Replicate", "Shard"),
 }
-_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
-__all__ = ["__version__", *_HOMES]
+_PACKAGES = ("kernels", "nn", "sharding")  # public too, each with an __all__ of its own
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+__all__ = ["__version__", *_MODULE_OF]
 
 
 def _check_compiled() -> None:
@@ -65,15 +58,24 @@ def _check_compiled() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'fastpar' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"fastpar.{_HOMES[name]}"), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"fastpar.{name}")
+    if name not in _MODULE_OF:
+        message = f"module 'fastpar' has no attribute '{name}'"
+        for package in ("nn", "sharding") if name[:1].isupper() else ():
+            if name in importlib.import_module(f"fastpar.{package}").__all__:
+                message = f"fastpar.{name} moved; use fastpar.{package}.{name}"
+                if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+                    # `from fastpar import name` replaces the text of an AttributeError.
+                    raise ImportError(message)
+        raise AttributeError(message)
+    value = getattr(importlib.import_module(f"fastpar.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULE_OF, *_PACKAGES})
 
 
 _check_compiled()

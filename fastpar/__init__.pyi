@@ -1,5 +1,8 @@
 """Written from the table of __init__.py by `python tests/tools/test_import.py`."""
 
+from fastpar import kernels as kernels
+from fastpar import nn as nn
+from fastpar import sharding as sharding
 from fastpar._version import __version__ as __version__
 from fastpar.checkpoint.restore import load_checkpoint as load_checkpoint
 from fastpar.checkpoint.saver import Saver as Saver
@@ -11,17 +14,6 @@ from fastpar.engine.pipeline_step import pipeline_step as pipeline_step
 from fastpar.foreign.patch import patch as patch
 from fastpar.foreign.patch import unpatch as unpatch
 from fastpar.models.gpt import GPT as GPT
-from fastpar.nn import GELU as GELU
-from fastpar.nn import MLP as MLP
-from fastpar.nn import CausalSelfAttention as CausalSelfAttention
-from fastpar.nn import Embedding as Embedding
-from fastpar.nn import LayerNorm as LayerNorm
-from fastpar.nn import LinearCrossEntropyLoss as LinearCrossEntropyLoss
-from fastpar.nn import RMSNorm as RMSNorm
-from fastpar.nn.tp_layers import ColumnParallelLinear as ColumnParallelLinear
-from fastpar.nn.tp_layers import RowParallelLinear as RowParallelLinear
-from fastpar.nn.tp_layers import VocabParallelEmbedding as VocabParallelEmbedding
-from fastpar.nn.tp_layers import VocabParallelLinear as VocabParallelLinear
 from fastpar.optim.adafactor import Adafactor as Adafactor
 from fastpar.optim.adamw import AdamW as AdamW
 from fastpar.optim.muon import Muon as Muon
@@ -34,6 +26,3 @@ from fastpar.settings.parallel import Parallel as Parallel
 from fastpar.settings.parallel import Pipeline as Pipeline
 from fastpar.settings.parallel import Precision as Precision
 from fastpar.settings.parallel import Wires as Wires
-from fastpar.sharding.placements import Partial as Partial
-from fastpar.sharding.placements import Replicate as Replicate
-from fastpar.sharding.placements import Shard as Shard

@@ -498,7 +498,7 @@ _inside_a_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class _PartHook(Hook):
     """A hook of a module inside of a unit, compiled with it."""
 
-    gathers_weights = True  # see fastpar.nn.has_hooks
+    gathers_weights = True  # see fastpar.nn.modules.has_hooks
     _torchdynamo_disable = False
 
     def __call__(self, *args: Any) -> Any:

@@ -8,7 +8,7 @@ the tokens (SharedRows): then no call falls back, as the module's own forward kn
 [Note: parts that are not called] A swapped module uses the weights of its plain parts directly. A
 part with hooks, a wrapped forward or another class than it had is called instead, and what would
 have been fused with it is not (test_hooks_run_in_a_patched_model). Hooks that only gather weights
-do not count, see fastpar.nn.with_weights.
+do not count, see fastpar.nn.modules.with_weights.
 
 [Note: the loss without logits] fused_loss=True, for models of nanoGPT's shape:
 forward(idx, targets=None) -> (logits, loss). Without targets such a model computes logits for the
@@ -33,7 +33,7 @@ from fastpar.foreign.swap import SILENT, Swapped, replaced_in, swap_of
 from fastpar.kernels import attention_qkvpacked, layer_norm, linear_cross_entropy
 from fastpar.kernels.attention import MAX_HEAD_DIM, TRITON_HEAD_DIM
 from fastpar.kernels.backend import use_triton
-from fastpar.nn import (
+from fastpar.nn.modules import (
     GELU,
     LayerNorm,
     autocast_dtype,

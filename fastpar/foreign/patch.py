@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from fastpar import nn as modules
 from fastpar.doctor.doctor import expect
 from fastpar.foreign import fused
 from fastpar.foreign.proof import features, on_the_cpu
 from fastpar.foreign.recognize import TORCH_CLASSES, Looks, plan, plan_losses
 from fastpar.foreign.swap import Swap, restore, swap_in, swap_of, swapped_class
+from fastpar.nn import modules
 
 
 @dataclass

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.foreign.swap import MODULE_FIELDS, Conditions, restore, settings_in, settings_of
-from fastpar.nn import is_conv1d, is_linear
+from fastpar.nn.modules import is_conv1d, is_linear
 
 Formula = Callable[[Any, Tensor], Tensor]
 LARGE = 1e11

@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar import nn as modules
 from fastpar.foreign import fused, proof, swap
 from fastpar.foreign.swap import Swap
 from fastpar.kernels.attention import MAX_HEAD_DIM
 from fastpar.kernels.norm import MAX_COLUMNS
-from fastpar.nn import embedding_options, is_linear
+from fastpar.nn import modules
+from fastpar.nn.modules import embedding_options, is_linear
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"
 TORCH = os.path.dirname(torch.__file__)
@@ -146,7 +146,7 @@ def plan_losses(model: nn.Module) -> dict[nn.Module, Plan]:
         raise ValueError(
             "patch: expected transformers' GPT2LMHeadModel or nanoGPT's "
             f"forward(idx, targets=None) for fused_loss=True, got model={type(model).__name__}{why}"
-            "; use fastpar.LinearCrossEntropyLoss in its forward"
+            "; use fastpar.nn.LinearCrossEntropyLoss in its forward"
         )
     return plans
 

@@ -63,7 +63,8 @@ from fastpar.axes.tensor.functional import TensorParallel, gather, scatter
 from fastpar.comm.mesh import Mesh
 from fastpar.foreign.fused import Attention, GPT2Attention, Model
 from fastpar.foreign.swap import swap_of
-from fastpar.nn import LinearCrossEntropyLoss, tp_layers
+from fastpar.nn import tp_layers
+from fastpar.nn.modules import LinearCrossEntropyLoss
 from fastpar.nn.tp_layers import TokenDropout, check_generators, convert, share_rows
 from fastpar.sharding.placements import Partial, Replicate, Shard, State
 
@@ -94,7 +95,7 @@ class Vocab:
 class Head:
     """An nn.Linear over classes split by them, whose logits are joined.
 
-    Or the fastpar.LinearCrossEntropyLoss that is given such a layer's weight, or a tied
+    Or the fastpar.nn.LinearCrossEntropyLoss that is given such a layer's weight, or a tied
     embedding's: it never joins them. transformers' GPT-2 does so after fastpar.patch(fused_loss=1).
     """
 

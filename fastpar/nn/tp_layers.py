@@ -40,7 +40,7 @@ from fastpar.axes.tensor.functional import TensorParallel, column_linear, row_li
 from fastpar.axes.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
 from fastpar.comm.collectives import Collectives
 from fastpar.kernels import Rng, draw_key, residual_layer_norm
-from fastpar.nn import (
+from fastpar.nn.modules import (
     Embedding,
     LinearCrossEntropyLoss,
     autocast_dtype,
@@ -156,12 +156,12 @@ class RowParallelLinear(Row, nn.Linear):
 
 
 class VocabParallelEmbedding(Split, Embedding):
-    """fastpar.Embedding of whose rows each rank has some, in multiples of 64.
+    """fastpar.nn.Embedding of whose rows each rank has some, in multiples of 64.
 
     Args:
         num_embeddings, embedding_dim, device, dtype: of the whole table, as nn.Embedding.
     Raises:
-        ValueError: an option of nn.Embedding that fastpar.Embedding does not have.
+        ValueError: an option of nn.Embedding that fastpar.nn.Embedding does not have.
     """
 
     def states(self, tp: TensorParallel) -> dict[str, State]:
@@ -204,7 +204,7 @@ class VocabParallelLinear(Split, nn.Linear):
             raise ValueError(
                 "VocabParallelLinear: expected a layer without bias, after parallelize() with "
                 f"tp > 1, got tp={self.tp} bias={self.bias is not None}; use "
-                "fastpar.LinearCrossEntropyLoss before"
+                "fastpar.nn.LinearCrossEntropyLoss before"
             )
         x, weight, _ = self.operands(x)
         size = self.out_features
@@ -212,7 +212,7 @@ class VocabParallelLinear(Split, nn.Linear):
 
 
 class VocabParallelLoss(Split, LinearCrossEntropyLoss):
-    """fastpar.LinearCrossEntropyLoss with a head's weight of which each rank has some rows.
+    """fastpar.nn.LinearCrossEntropyLoss with a head's weight of which each rank has some rows.
 
     It needs to be told vocab_size, and has neither label_smoothing nor z_loss.
     """

@@ -50,7 +50,7 @@ from fastpar.axes.experts.mixture import Router
 from fastpar.comm.collectives import Collectives, Handle, started
 from fastpar.engine.engine import Engine, engine_of_parameter
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize
-from fastpar.nn import is_conv1d
+from fastpar.nn.modules import is_conv1d
 from fastpar.optim.adamw import AdamW, capturing
 from fastpar.optim.base import Row, check_ranges
 from fastpar.optim.state import add_master, store_values, values_of, whole_shape

@@ -136,7 +136,7 @@ def test_numbers_of_the_run_and_of_another_thread_do_not_count():
 def test_another_loss_is_refused_before_anything_is_swapped(kind):
     model = kind()
     words = re.escape(f"for fused_loss=True, got model={kind.__name__}, which {REFUSED[kind]}")
-    with pytest.raises(ValueError, match=words + r".*; use fastpar\.LinearCrossEntropyLoss"):
+    with pytest.raises(ValueError, match=words + r".*; use fastpar\.nn\.LinearCrossEntropyLoss"):
         fastpar.patch(model, fused_loss=True)
     assert type(model.transformer.wte) is nn.Embedding
 

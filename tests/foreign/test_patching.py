@@ -26,9 +26,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
 import fastpar
-from fastpar import nn as modules
 from fastpar.foreign import fused, recognize
 from fastpar.kernels import backend
+from fastpar.nn import modules
 from fastpar.settings.model import GPTConfig
 from fastpar.testing import run_ranks
 
@@ -176,19 +176,19 @@ def test_any_other_model():
 
 
 def test_own_modules_are_not_taken_for_swapped_ones():
-    model = nn.Sequential(fastpar.LayerNorm(8), nn.LayerNorm(8))
+    model = nn.Sequential(fastpar.nn.LayerNorm(8), nn.LayerNorm(8))
     assert fastpar.patch(model).replaced == {"LayerNorm": ["1"]}
     assert fastpar.unpatch(model) == 1
-    assert [type(m) for m in model] == [fastpar.LayerNorm, nn.LayerNorm]
+    assert [type(m) for m in model] == [fastpar.nn.LayerNorm, nn.LayerNorm]
     own = fastpar.GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32))
     assert str(fastpar.patch(own)) == "fastpar.patch(GPT): 0 modules replaced"
     # But a block of them is fused.
     theirs = NanoGPT()
     ours = copy.deepcopy(theirs)
     for layer in ours.transformer.h:
-        attn = fastpar.CausalSelfAttention(24, 3)
+        attn = fastpar.nn.CausalSelfAttention(24, 3)
         attn.load_state_dict(layer.attn.state_dict())
-        layer.attn, layer.ln_2 = attn, fastpar.LayerNorm(24)
+        layer.attn, layer.ln_2 = attn, fastpar.nn.LayerNorm(24)
     report = fastpar.patch(ours)
     assert len(report.replaced["Layer"]) == len(report.replaced["CausalSelfAttention"]) == 2
     assert_same_logits(ours, theirs)
@@ -372,7 +372,7 @@ def test_errors():
         fastpar.unpatch(nn.Linear)
     message = re.escape(
         "patch: expected transformers' GPT2LMHeadModel or nanoGPT's forward(idx, targets=None) for "
-        "fused_loss=True, got model=NanoGPT; use fastpar.LinearCrossEntropyLoss"
+        "fused_loss=True, got model=NanoGPT; use fastpar.nn.LinearCrossEntropyLoss"
     )
     model = NanoGPT()
     with pytest.raises(ValueError, match=message):

@@ -15,9 +15,10 @@ from foreign_models import nano as nano_of
 from torch import nn
 
 import fastpar
-from fastpar import AdamW, Mesh, Partial, Replicate, Shard, engine_of, parallelize
+from fastpar import AdamW, Mesh, engine_of, parallelize
 from fastpar.foreign.tp_plan import GPT2, Column, Divide, Enter, Head, Leave
 from fastpar.settings.parallel import Parallel
+from fastpar.sharding import Partial, Replicate, Shard
 from fastpar.testing import run_ranks
 
 T = 12

@@ -20,17 +20,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = {
     f"{ours.__name__} {args or ''} {options or ''}".strip(): (ours, torchs, args, options)
     for ours, torchs, args, options in [
-        (fastpar.LayerNorm, nn.LayerNorm, (24,), {}),
-        (fastpar.LayerNorm, nn.LayerNorm, (24, 1e-2), {}),
-        (fastpar.LayerNorm, nn.LayerNorm, ((6, 24),), {}),
-        (fastpar.LayerNorm, nn.LayerNorm, (24,), {"bias": False}),
-        (fastpar.LayerNorm, nn.LayerNorm, (24,), {"elementwise_affine": False}),
-        (fastpar.RMSNorm, nn.RMSNorm, (24,), {}),
-        (fastpar.RMSNorm, nn.RMSNorm, (24, 1e-2), {}),
-        (fastpar.RMSNorm, nn.RMSNorm, ((6, 24),), {}),
-        (fastpar.RMSNorm, nn.RMSNorm, (24,), {"elementwise_affine": False}),
-        (fastpar.GELU, nn.GELU, (), {}),
-        (fastpar.GELU, nn.GELU, ("tanh",), {}),
+        (fastpar.nn.LayerNorm, nn.LayerNorm, (24,), {}),
+        (fastpar.nn.LayerNorm, nn.LayerNorm, (24, 1e-2), {}),
+        (fastpar.nn.LayerNorm, nn.LayerNorm, ((6, 24),), {}),
+        (fastpar.nn.LayerNorm, nn.LayerNorm, (24,), {"bias": False}),
+        (fastpar.nn.LayerNorm, nn.LayerNorm, (24,), {"elementwise_affine": False}),
+        (fastpar.nn.RMSNorm, nn.RMSNorm, (24,), {}),
+        (fastpar.nn.RMSNorm, nn.RMSNorm, (24, 1e-2), {}),
+        (fastpar.nn.RMSNorm, nn.RMSNorm, ((6, 24),), {}),
+        (fastpar.nn.RMSNorm, nn.RMSNorm, (24,), {"elementwise_affine": False}),
+        (fastpar.nn.GELU, nn.GELU, (), {}),
+        (fastpar.nn.GELU, nn.GELU, ("tanh",), {}),
     ]
 }
 
@@ -99,12 +99,12 @@ def everything():
     """One of each, with an input."""
     x = torch.randn(2, 5, 16)
     return [
-        (fastpar.LayerNorm(16), x),
-        (fastpar.RMSNorm(16), x),
-        (fastpar.GELU(), x),
-        (fastpar.Embedding(11, 16), torch.randint(11, (2, 5))),
-        (fastpar.MLP(16), x),
-        (fastpar.CausalSelfAttention(16, 2), x),
+        (fastpar.nn.LayerNorm(16), x),
+        (fastpar.nn.RMSNorm(16), x),
+        (fastpar.nn.GELU(), x),
+        (fastpar.nn.Embedding(11, 16), torch.randint(11, (2, 5))),
+        (fastpar.nn.MLP(16), x),
+        (fastpar.nn.CausalSelfAttention(16, 2), x),
     ]
 
 
@@ -146,7 +146,7 @@ def test_parametrized_weights_are_used():
 
 @sweep("idx_dtype", [torch.int64, torch.int32])
 def test_embedding_is_torchs_for_any_index(idx_dtype):
-    ours, torchs = fastpar.Embedding(11, 16), nn.Embedding(11, 16)
+    ours, torchs = fastpar.nn.Embedding(11, 16), nn.Embedding(11, 16)
     ours.load_state_dict(torchs.state_dict())
     for shape in ((), (7,), (2, 5), (2, 3, 4), (0, 5), (2, 0)):
         idx = torch.randint(11, shape, dtype=idx_dtype)
@@ -156,7 +156,7 @@ def test_embedding_is_torchs_for_any_index(idx_dtype):
         y.sum().backward()
         expected.sum().backward()
         assert torch.equal(ours.weight.grad, torchs.weight.grad)
-    given = fastpar.Embedding.from_pretrained(torchs.weight.detach())
+    given = fastpar.nn.Embedding.from_pretrained(torchs.weight.detach())
     assert not given.weight.requires_grad
     assert torch.equal(given(torch.tensor([3])), torchs.weight[3:4])
 
@@ -188,14 +188,14 @@ class StockAttention(nn.Module):
 STOCK = {
     **{
         f"MLP {approximate} {bias}": (
-            fastpar.MLP(16, 40, bias, approximate=approximate), StockMLP(approximate, bias),
+            fastpar.nn.MLP(16, 40, bias, approximate=approximate), StockMLP(approximate, bias),
         )
         for approximate in ("tanh", "none")
         for bias in (True, False)
     },
     **{
         f"attention {bias} {scale}": (
-            fastpar.CausalSelfAttention(16, 2, bias=bias, softmax_scale=scale),
+            fastpar.nn.CausalSelfAttention(16, 2, bias=bias, softmax_scale=scale),
             StockAttention(bias, scale),
         )
         for bias in (True, False)
@@ -223,18 +223,18 @@ def test_mlp_and_attention_match_torch(name):
     assert_matches_oracle(functional(ours), functional(torchs), inputs)
     eager = cast(functional(torchs))
     assert_matches_oracle(cast(functional(ours)), functional(torchs), inputs, eager=eager)
-    assert fastpar.MLP(16).c_fc.out_features == 64
+    assert fastpar.nn.MLP(16).c_fc.out_features == 64
 
 
 def test_attention_of_documents_is_that_of_each():
-    attention, x = fastpar.CausalSelfAttention(16, 2), torch.randn(12, 16)
+    attention, x = fastpar.nn.CausalSelfAttention(16, 2), torch.randn(12, 16)
     y = attention(x, cu_seqlens=torch.tensor([0, 5, 12], dtype=torch.int32))
     torch.testing.assert_close(y[:5], attention(x[None, :5])[0])
     torch.testing.assert_close(y[5:], attention(x[None, 5:])[0])
 
 
 def test_dropout_follows_training_and_the_seed():
-    module, x = fastpar.CausalSelfAttention(16, 2, dropout=0.5), torch.randn(2, 9, 16)
+    module, x = fastpar.nn.CausalSelfAttention(16, 2, dropout=0.5), torch.randn(2, 9, 16)
     assert torch.equal(module.eval()(x), module(x))
     module.train()
     torch.manual_seed(5)
@@ -253,7 +253,7 @@ def test_dropout_follows_training_and_the_seed():
     o = (scores.softmax(-1) * keep * 2) @ v
     torch.testing.assert_close(y, module.c_proj(o.transpose(1, 2).flatten(2)))
 
-    mlp = fastpar.MLP(16, dropout=0.5)
+    mlp = fastpar.nn.MLP(16, dropout=0.5)
     assert (mlp(x) == 0).float().mean() > 0.3
     assert not (mlp.eval()(x) == 0).any()
 
@@ -266,7 +266,7 @@ def test_parts_with_hooks_or_another_forward_are_called():
             part.register_forward_hook(lambda m, i, o, seen=seen: seen.append(m))
         torch.testing.assert_close(module(x), expected)
         assert seen == parts
-    mlp, x = fastpar.MLP(16), torch.randn(2, 3, 16)
+    mlp, x = fastpar.nn.MLP(16), torch.randn(2, 3, 16)
     own = mlp.c_fc.forward
     mlp.c_fc.forward = lambda x: own(x) + 1  # as offloading libraries wrap it
     expected = mlp.c_proj(F.gelu(own(x) + 1, approximate="tanh"))
@@ -277,7 +277,7 @@ def test_parts_with_hooks_or_another_forward_are_called():
 
 @sweep("reduction", ["mean", "sum", "none"])
 def test_loss_is_cross_entropy_of_the_logits(reduction):
-    ours = fastpar.LinearCrossEntropyLoss(
+    ours = fastpar.nn.LinearCrossEntropyLoss(
         reduction=reduction, ignore_index=3, label_smoothing=0.1, z_loss=1e-2, vocab_size=13
     )
     assert not ours.state_dict()
@@ -303,30 +303,30 @@ def test_autocast_rules_large_products_and_the_loss():
     """From a size on, fp32 products on CPU are fastpar's own, which autocast does not see."""
     wide = torch.randn(4, 64, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert fastpar.MLP(64)(wide).dtype == torch.bfloat16
-        assert fastpar.CausalSelfAttention(64, 2)(wide).dtype == torch.bfloat16
+        assert fastpar.nn.MLP(64)(wide).dtype == torch.bfloat16
+        assert fastpar.nn.CausalSelfAttention(64, 2)(wide).dtype == torch.bfloat16
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(13, 8, requires_grad=True)
     targets = torch.randint(13, (6,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = fastpar.LinearCrossEntropyLoss()(x, weight, targets)
+        loss = fastpar.nn.LinearCrossEntropyLoss()(x, weight, targets)
     loss.backward()
     assert loss.dtype == x.grad.dtype == weight.grad.dtype == torch.float32
-    expected = fastpar.LinearCrossEntropyLoss()(x.bfloat16(), weight.bfloat16(), targets)
+    expected = fastpar.nn.LinearCrossEntropyLoss()(x.bfloat16(), weight.bfloat16(), targets)
     assert torch.equal(loss, expected)
 
 
 REFUSED = [
-    (lambda: fastpar.LayerNorm((3, 4))(torch.ones(2, 6, 2)),
+    (lambda: fastpar.nn.LayerNorm((3, 4))(torch.ones(2, 6, 2)),
      r"LayerNorm: expected x of shape \[..., 3, 4\], got x="),
-    (lambda: fastpar.RMSNorm(4)(torch.ones(2, 3)),
+    (lambda: fastpar.nn.RMSNorm(4)(torch.ones(2, 3)),
      r"RMSNorm: expected x of shape \[..., 4\], got x=\[2, 3"),
-    (lambda: fastpar.CausalSelfAttention(10, 3),
+    (lambda: fastpar.nn.CausalSelfAttention(10, 3),
      "n_embd to be a multiple of n_head, got n_embd=10 n_hea"),
-    (lambda: fastpar.CausalSelfAttention(16, 2)(torch.ones(3, 16)),
+    (lambda: fastpar.nn.CausalSelfAttention(16, 2)(torch.ones(3, 16)),
      r"CausalSelfAttention: expected x \[B, T, 16\].* got x=\["),
-    (lambda: fastpar.LinearCrossEntropyLoss(torch.ones(5)),
+    (lambda: fastpar.nn.LinearCrossEntropyLoss(torch.ones(5)),
      r"expected weight=None, got weight=Tensor .* pass the"),
-    *((lambda name=name, value=value: fastpar.Embedding(11, 16, **{name: value}),
+    *((lambda name=name, value=value: fastpar.nn.Embedding(11, 16, **{name: value}),
        f"Embedding: expected {name} to be left out, got {name}={value}; use torch.nn.Embedding")
       for name, value in [("padding_idx", 0), ("max_norm", 1.0), ("scale_grad_by_freq", True),
                           ("sparse", True)]),

@@ -10,17 +10,16 @@ from test_tp_plan import batch, compare, grads_of, one_process, same, split_run
 from torch import nn
 
 import fastpar
-from fastpar import (
+from fastpar import Mesh, parallelize
+from fastpar.nn import (
     ColumnParallelLinear,
-    Mesh,
-    Partial,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLinear,
-    parallelize,
 )
 from fastpar.nn.tp_layers import TokenDropout, VocabParallelLoss, convert
 from fastpar.settings.parallel import Parallel
+from fastpar.sharding import Partial
 from fastpar.testing import run_ranks
 
 
@@ -174,7 +173,7 @@ def with_own_forward():
         (nn.Embedding(4, 4, padding_idx=1), VocabParallelEmbedding,
          r"expected nn\.Embedding to make a VocabParallelEmbedding of, got h\.0=Embedding, "
          r"padding_idx=1"),
-        (fastpar.LinearCrossEntropyLoss(z_loss=0.1), VocabParallelLoss,
+        (fastpar.nn.LinearCrossEntropyLoss(z_loss=0.1), VocabParallelLoss,
          r"got h\.0=LinearCrossEntropyLoss, vocab_size=None, z_loss=0\.1"),
         (nn.AlphaDropout(), TokenDropout, r"expected nn\.Dropout to make a TokenDropout of, got"),
         (with_own_forward(), ColumnParallelLinear, r"a ColumnParallelLinear of, got h\.0=Linear;"),
@@ -192,7 +191,7 @@ class WithLoss(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.norm = nn.Embedding(67, 8), nn.LayerNorm(8)
-        self.loss = fastpar.LinearCrossEntropyLoss(vocab_size=67)
+        self.loss = fastpar.nn.LinearCrossEntropyLoss(vocab_size=67)
 
     def forward(self, ids):
         return self.loss(self.norm(self.words(ids)), self.words.weight, ids.flip(1))
@@ -221,7 +220,7 @@ def test_a_loss_of_a_split_weight(tp):
 def test_what_is_refused():
     message = (
         r"VocabParallelLinear: expected a layer without bias, after parallelize\(\) with tp > 1, "
-        r"got tp=None bias=True; use fastpar\.LinearCrossEntropyLoss before"
+        r"got tp=None bias=True; use fastpar\.nn\.LinearCrossEntropyLoss before"
     )
     with pytest.raises(ValueError, match=message):
         VocabParallelLinear(4, 6).loss(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))

@@ -47,12 +47,24 @@ def test_public_names_are_there():
         _ = fastpar.nothing
 
 
+@pytest.mark.parametrize("package", ["nn", "sharding"])
+def test_names_that_moved_say_where(package):
+    for name in getattr(fastpar, package).__all__:
+        assert name not in fastpar.__all__
+        message = rf"^fastpar.{name} moved; use fastpar.{package}.{name}$"
+        with pytest.raises(AttributeError, match=message):
+            getattr(fastpar, name)
+        with pytest.raises(ImportError, match=message):
+            exec(f"from fastpar import {name}")
+
+
 def stub() -> str:
     """fastpar/__init__.pyi: the public names, for type checkers."""
     lines = [
         '"""Written from the table of __init__.py by `python tests/tools/test_import.py`."""',
         "",
     ]
+    lines += [f"from fastpar import {name} as {name}" for name in fastpar._PACKAGES]
     lines.append("from fastpar._version import __version__ as __version__")
     for module, names in fastpar._PUBLIC.items():
         lines += [f"from fastpar.{module} import {name} as {name}" for name in names]
