@@ -1,14 +1,14 @@
 """Mesh: the ranks of a run along named axes, and the process groups of any set of axes.
 
-A mesh is a value: it is passed to whatever communicates, and nothing here is global. Ranks come
-from torchrun's environment, or from a process group that exists already; without either the mesh
+A mesh is a value that is passed to everything that communicates; no group is global. Ranks come
+from torchrun's environment, or from a process group that exists already. Without either the mesh
 has one rank and no group.
 
 [Note: order of the axes]
-Ranks are numbered as the elements of an array with one dimension for each axis of AXES, outermost
-first, so that tp is innermost. The ranks of one tensor-parallel group are neighbours, because they
-exchange activations several times a layer and should share the fastest links; the copies of a
-sharded model (replicas) are far apart, because they exchange each gradient once. Mesh(dp=4, tp=2):
+Ranks are numbered like the elements of an array with one dimension per axis of AXES, outermost
+first, so tp is innermost. The ranks of a tensor-parallel group are neighbours, because they
+exchange activations several times per layer and should share the fastest links. The replicas of a
+sharded model are far apart, because they exchange each gradient once. Mesh(dp=4, tp=2):
 
     dp=0: ranks 0 1      dp=1: ranks 2 3      dp=2: ranks 4 5      dp=3: ranks 6 7
 """
@@ -55,45 +55,44 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 class Mesh:
     """The ranks of this run along named axes; see [Note: order of the axes].
 
-    Under torchrun it initializes torch.distributed when nobody has: gloo for CPU tensors, NCCL for
-    CUDA tensors, with the device of LOCAL_RANK bound to the process. A process group that exists is
-    used as it is.
+    Under torchrun it initializes torch.distributed unless that was done before: gloo for CPU
+    tensors, NCCL for CUDA tensors, with the device of LOCAL_RANK bound to the process. An existing
+    process group is used as it is.
 
     Args:
-        dp: ranks along the data-parallel axis; None takes all that the other axes leave.
-        tp: ranks along the tensor-parallel axis, neighbours, which split each layer.
-        tp_grid: (rows, columns) or (rows, columns, depth) of ranks that split each layer on a grid,
-            in place of tp (settings/mesh.py, [Note: grid]); sizes["tp"] is then the columns.
-        replicas: that train apart between the meetings of fastpar.Outer, each on as many ranks: the
-            mesh is that of one replica.
-        pp: stages of a pipeline; see fastpar.pipeline_step.
-        cp: ranks that share every sequence, neighbours but for tp; they read the same batches.
-        ep: of the dp ranks, neighbours that share out experts; sizes["dp"] is then dp / ep.
-        device: where this rank computes; None takes cuda:LOCAL_RANK if there is a GPU, or the CPU.
-        timeout_s: after this long without its peers a collective fails instead of hanging.
+        dp: ranks along the data-parallel axis. Default: all that the other axes leave.
+        tp: tensor-parallel ranks, neighbours, which split each layer.
+        tp_grid: (rows, columns) or (rows, columns, depth): split each layer on a grid of ranks
+            instead of tp (settings/mesh.py, [Note: grid]); sizes["tp"] is then the columns.
+        replicas: number of replicas that train independently and average with fastpar.Outer. Each
+            has world_size / replicas ranks, and the mesh is that of this rank's replica.
+        pp: pipeline stages; see fastpar.pipeline_step.
+        cp: ranks that split every sequence; they read the same batches.
+        ep: neighbouring dp ranks over which experts are distributed; sizes["dp"] is then dp / ep.
+        device: where this rank computes. Default: cuda:LOCAL_RANK if there is a GPU, else the CPU.
+        timeout_s: seconds after which a collective without its peers fails instead of hanging.
     Attributes:
         device: where this rank computes.
         world_size, rank: over all axes, in this replica.
-        is_main: whether this is rank 0, the one that prints and writes.
-        replica, replicas: the number of this rank's replica, and how many there are: the outermost
+        is_main: whether this is rank 0, which prints and writes.
+        replica, replicas: number of this rank's replica, and the count of replicas: the outermost
             dimension of the default process group.
-        outer_group: of the ranks with this rank's number in every replica; None with one replica.
+        outer_group: the ranks with this rank's number in every replica; None with one replica.
         sizes: ranks along each axis, in the order of AXES.
         place: this rank's number along each axis.
-        dp_size, dp_rank, dp_group: of the ranks that compute different sequences, along replicas,
-            dp and ep together; the group is None when dp_size is 1.
-        tp_size, tp_rank, tp_group: of the ranks that split each layer, along rows and tp, likewise.
-        tp_grid: as it was given.
-        device_mesh: torch's DeviceMesh of the axes that have more than one rank; None with one.
-        owns_process_group: whether the process group was made here; close() destroys it then.
-        timeout_s: after so many seconds a collective whose peers are silent fails.
-        start: a name of this start of the ranks, the same on all of them and new after a restart;
-            empty unless a launcher keeps their store.
+        dp_size, dp_rank, dp_group: the ranks that compute different sequences, along replicas, dp
+            and ep together; the group is None if dp_size is 1.
+        tp_size, tp_rank, tp_group: the ranks that split each layer, along rows and tp, likewise.
+        tp_grid: as passed.
+        device_mesh: torch's DeviceMesh of the axes with more than one rank; None if there is none.
+        owns_process_group: whether this mesh made the process group; close() then destroys it.
+        timeout_s: as passed.
+        start: an id of this start of the ranks, equal on all of them and new after a restart; empty
+            unless torchrun's agent keeps the store.
     Ranks: every rank constructs it, before any other collective.
     Raises:
-        ValueError: an axis below 1, or a product of the axes different from the world size;
-            replicas that do not divide it; incomplete or malformed environment; a LOCAL_RANK
-            without a GPU of its own.
+        ValueError: an axis below 1; axes whose product is not the world size; replicas that do not
+            divide it; an incomplete or malformed environment; a LOCAL_RANK without a GPU.
         RuntimeError: the other ranks could not be reached.
     """
 
@@ -108,7 +107,7 @@ class Mesh:
     replica: int
     replicas: int
     outer_group: dist.ProcessGroup | None
-    _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks of this rank's group
+    _groups: dict[tuple[int, ...], dist.ProcessGroup]  # key: the ranks of this rank's group
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class Mesh:
         if not timeout_s > 0:
             raise ValueError(
                 f"Mesh: expected timeout_s > 0, got timeout_s={timeout_s}; "
-                "give the seconds after which a silent peer counts as dead"
+                "pass the seconds after which a silent peer counts as dead"
             )
         if dist.is_available() and dist.is_initialized():
             rank, world_size, owns = dist.get_rank(), dist.get_world_size(), False
@@ -146,13 +145,12 @@ class Mesh:
         if world_size % replicas:
             raise ValueError(
                 "Mesh: expected replicas to divide the number of ranks, got replicas="
-                f"{replicas} with world_size={world_size}; start a multiple of {replicas} ranks, "
-                "as many for each"
+                f"{replicas} with world_size={world_size}; start a multiple of {replicas} ranks"
             )
         size = world_size // replicas
         sizes = complete_sizes(asked, size)
         if picked.type == "cuda":
-            torch.cuda.init()  # so that threads know by is_initialized() that there is a choice
+            torch.cuda.init()  # so that torch.cuda.is_initialized() is true in other threads
             torch.cuda.set_device(picked)
         vars(self).update(
             device=picked,
@@ -176,11 +174,11 @@ class Mesh:
             vars(self)["outer_group"] = self._make_group(apart, ["outer replicas"])
 
     def size(self, *axes: str) -> int:
-        """Ranks along some axes together."""
+        """Number of ranks along some axes together."""
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(
-                    f"Mesh: expected axes of {', '.join(AXES)}, got axis={axis!r}; "
+                    f"Mesh: expected an axis of {', '.join(AXES)}, got axis={axis!r}; "
                     "name one of these"
                 )
         return math.prod(self.sizes[axis] for axis in set(axes))
@@ -194,7 +192,7 @@ class Mesh:
         return places
 
     def rank_in(self, *axes: str) -> int:
-        """This rank's number among those that differ from it along some axes only."""
+        """This rank's number among the ranks that differ from it only along the given axes."""
         number, place = 0, self.place
         for axis, size in self.sizes.items():
             if axis in axes:
@@ -204,8 +202,8 @@ class Mesh:
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The process group of the ranks along some axes; None if the mesh has one rank.
 
-        The first call makes it. All axes give the default process group, of one replica.
-        Ranks: all of all replicas, with the same axes.
+        The first call creates it. All axes together give the default process group (with one
+        replica). Ranks: all of all replicas, with the same axes.
         """
         if self.world_size == 1:
             return None
@@ -222,7 +220,7 @@ class Mesh:
         return self._groups[mine]
 
     def new_group(self, *axes: str) -> dist.ProcessGroup:
-        """A process group as group() gives it, whose operations queue behind no others.
+        """A new process group like group()'s, so that its operations queue behind no others.
 
         Ranks: all of all replicas, with the same axes.
         """
@@ -230,7 +228,7 @@ class Mesh:
         return self._make_group(self.ranks_along(*axes), axes)
 
     def _make_group(self, ranks: list[list[int]], axes: Sequence[str]) -> dist.ProcessGroup:
-        # Small objects travel in the default group: no other one needs gloo beside NCCL.
+        # Small objects use the default group: no other group needs gloo beside NCCL.
         nccl = self.device.type == "cuda" and "nccl" in dist.get_backend_config()
         backend, timeout = "nccl" if nccl else None, timedelta(seconds=self.timeout_s)
         with waiting("making a group"):
@@ -238,33 +236,33 @@ class Mesh:
         return self._connect(group, axes)
 
     def ranks_along(self, *axes: str) -> list[list[int]]:
-        """All ranks of the default process group in groups: those of one differ along axes only."""
+        """All ranks of the default process group, in groups that differ along the axes only."""
         groups = ranks_along(self.sizes, axes)
         firsts = range(0, self.replicas * self.world_size, self.world_size)
         return [[first + rank for rank in group] for first in firsts for group in groups]
 
     def _connect(self, group: dist.ProcessGroup, axes: Sequence[str]) -> dist.ProcessGroup:
-        """A first collective: a network that does not work shows now, and NCCL connects now.
+        """Run a first collective, so that a broken network shows now and not in the first step.
 
-        NCCL would otherwise build its communicator in the middle of the first step.
+        NCCL also builds its communicator here.
         """
         total = torch.ones(1, device=self.device, dtype=torch.float32)
         try:
             with waiting("a first all_reduce"):
                 dist.all_reduce(total, group=group)
-                total.item()  # on a GPU the host has not waited yet
+                total.item()  # on a GPU all_reduce has not waited
         except RuntimeError as error:
             raise RuntimeError(
-                f"Mesh: expected the {dist.get_world_size(group)} ranks along {', '.join(axes)} to "
-                f"reach each other, got an error on rank {self.rank} ({error}); check that every "
-                "rank runs and the network between their hosts"
+                f"Mesh: the {dist.get_world_size(group)} ranks along {', '.join(axes)} could not "
+                f"reach each other (rank {self.rank}: {error}); check that every rank runs, and "
+                "the network between their hosts"
             ) from error
         return group
 
     def with_replicas(self, replicas: int) -> Mesh:
-        """The same ranks, those that compute different sequences as `replicas` sharded copies.
+        """The same ranks, with the data-parallel ranks arranged as sharded replicas.
 
-        It shares the groups of this mesh. Ranks: all.
+        The result uses the groups of this mesh. Ranks: all.
         """
         data = self.size("replicas", "dp")
         if replicas < 1 or data % replicas:
@@ -275,10 +273,10 @@ class Mesh:
         return self._with_sizes(replicas=replicas, dp=data // replicas)
 
     def of_gradients(self) -> Mesh:
-        """The same ranks as gradients see them: along dp are all that compute different tokens.
+        """The same ranks as gradients see them: dp holds all ranks that compute different tokens.
 
-        Those along cp, ep and depth have the same weights, but for experts. It shares the groups
-        of this mesh.
+        Ranks along cp, ep and depth have the same weights, except experts. The result uses the
+        groups of this mesh.
         """
         return self._with_sizes(dp=self.size("dp", "cp", "ep", "depth"), cp=1, ep=1, depth=1)
 
@@ -313,7 +311,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """For code that wants torch's own. Ranks: all, the first time."""
+        """torch's DeviceMesh, for code that needs one. Ranks: all, on first use."""
         axes = [axis for axis in AXES if self.sizes[axis] > 1]
         if not axes:
             return None
@@ -330,18 +328,18 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0: the one that prints and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
     def close(self) -> None:
-        """Destroy the process group if this mesh made it. Ranks: all of them, at the end."""
+        """Destroy the process group if this mesh made it. Ranks: all, at the end."""
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
     def check_same(self, caller: str, lines: Sequence[str]) -> None:
         """Raise, on every rank alike, unless all ranks pass the same lines. Ranks: all.
 
-        Wire: 8 bytes per rank; the lines themselves only when they differ.
+        Wire: 8 bytes per rank; the lines themselves only if they differ.
         """
         if self.world_size == 1:
             return
@@ -357,30 +355,30 @@ class Mesh:
             everyone = gather_objects(list(lines), self.group(*AXES))
         rank, line, expected = first_difference(everyone)
         raise ValueError(
-            f"{caller}: expected the same on every rank, got '{line}' on rank {rank} where rank 0 "
-            f"has '{expected}'; give every rank the same model and arguments"
+            f"{caller}: ranks differ: '{line}' on rank {rank}, '{expected}' on rank 0; give every "
+            "rank the same model and arguments"
         )
 
     @torch.no_grad()
     def broadcast_(self, tensors: Sequence[Tensor], *axes: str) -> None:
-        """Give the tensors of every rank along some axes the values of the first of these ranks.
+        """Copy the tensors of the first rank along some axes to the other ranks along them.
 
         Args:
-            axes: none are those of different sequences, DATA_AXES.
+            axes: default: those of different sequences, DATA_AXES.
         Ranks: all. Wire: the bytes of the tensors, in one collective.
         """
         axes = axes or DATA_AXES
-        group = self.group(*axes) if self.size(*axes) > 1 else None  # also with nothing to send
+        group = self.group(*axes) if self.size(*axes) > 1 else None  # even with nothing to send
         if group is None or not (tensors := [t for t in tensors if t.numel()]):
             return
         raw = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors]
         packed = torch.cat(raw) if len(raw) > 1 else raw[0].clone()
         with waiting("broadcast"):
             dist.broadcast(packed, group=group, group_src=0)
-            if packed.is_cuda:  # the host would go on, and wait where nobody looks
+            if packed.is_cuda:  # wait here, where the watchdog knows what is waited for
                 torch.cuda.current_stream(packed.device).synchronize()
         for t, part in zip(tensors, packed.split([r.numel() for r in raw])):
-            # clone: the address of a part may not suit the wider dtype
+            # clone: the part may not be aligned for a wider dtype
             t.detach().copy_(part.clone().view(t.dtype).view(t.shape))
 
 
@@ -404,18 +402,18 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[int, str, str]:
 def _pick_device(
     device: torch.device | str | None, backend: str | None, local_rank: int
 ) -> torch.device:
-    """The device asked for, or the GPU of this rank where there is one that the backend serves."""
+    """The requested device; by default this rank's GPU if the backend supports it."""
     if device is not None:
         picked = torch.device(device)
         if picked.type != "cuda" or picked.index is not None:
             return picked
     elif not torch.cuda.is_available() or (backend is not None and "nccl" not in backend):
         return torch.device("cpu")
-    if backend is not None:  # whoever made the group has bound the device
+    if backend is not None:  # the code that made the group has bound the device
         return torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.device_count()
     if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0:
-        return torch.device("cuda", 0)  # a scheduler showed each of its tasks one GPU
+        return torch.device("cuda", 0)  # a scheduler made one GPU visible to each task
     if local_rank >= count:
         raise ValueError(
             f"Mesh: expected a GPU for every local rank, got LOCAL_RANK={local_rank} with "
@@ -425,14 +423,14 @@ def _pick_device(
 
 
 def read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world_size, local_rank) as torchrun sets them; a plain process is rank 0 of 1."""
+    """(rank, world_size, local_rank) as torchrun sets them; without torchrun rank 0 of 1."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return 0, 1, 0
     missing = [name for name in _ENVIRONMENT if name not in environment]
     if missing:
         raise ValueError(
-            f"Mesh: expected torchrun's environment, got no {missing[0]}; start with "
-            "`torchrun --nproc-per-node N ...`, or unset RANK and WORLD_SIZE for one process"
+            f"Mesh: torchrun's environment has no {missing[0]}; start with `torchrun "
+            "--nproc-per-node N ...`, or unset RANK and WORLD_SIZE to use one process"
         )
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -453,7 +451,7 @@ def read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def initialize(rank: int, world_size: int, device: torch.device, timeout_s: float) -> str:
-    """Make the default process group from the environment; the name of this start of the ranks."""
+    """Make the default process group from the environment; returns an id of this start."""
     on_gpu = device.type == "cuda"
     name = ""
     elsewhere = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size
@@ -464,10 +462,10 @@ def initialize(rank: int, world_size: int, device: torch.device, timeout_s: floa
     there: dict[str, Any] = {}
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-            store, name = _meet(rank, world_size, timeout_s)
+            store, name = _store_of_start(rank, world_size, timeout_s)
             there = {"store": store, "rank": rank, "world_size": world_size}
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",  # small objects travel as CPU tensors
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",  # small objects are sent as CPU tensors
             timeout=timedelta(seconds=timeout_s),
             device_id=device if on_gpu else None,
             **there,
@@ -478,18 +476,18 @@ def initialize(rank: int, world_size: int, device: torch.device, timeout_s: floa
             dist.destroy_process_group()
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RuntimeError(
-            f"Mesh: expected {world_size} ranks to meet at {address}, got an error on rank {rank} "
-            f"({error}); check that every rank runs and can reach this address"
+            f"Mesh: rank {rank} could not connect {world_size} ranks at {address} ({error}); check "
+            "that every rank runs and can reach this address"
         ) from error
 
 
-def _meet(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, str]:
-    """The launcher's store, for this start of the ranks alone, and the name of the start.
+def _store_of_start(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, str]:
+    """A store of this start of the ranks alone, and the id of the start.
 
-    torchrun starts failed ranks again with the same store, in which they would find the addresses
-    of those before: gloo then connects to ports where nobody listens, now and then. The count of
-    restarts tells starts apart on one host only. So rank 0 makes a name, and tells it to each rank
-    under a number that only this process can have drawn (test_a_store_that_was_used_before).
+    torchrun restarts failed ranks with the same store, in which they would find the addresses of
+    the previous start, so gloo would sometimes connect to ports where nobody listens. The restart
+    count identifies a start on one host only. So rank 0 draws an id and gives it to each rank under
+    a key that only this process can have drawn (test_a_store_that_was_used_before).
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
@@ -500,15 +498,15 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, str
         name = store.get(f"fastpar/name/{mine}").decode()
         store.add(f"fastpar/ready/{name}", 1)
         return dist.PrefixStore(f"fastpar/start/{name}", store), name
-    told: dict[int, str] = {}
+    sent: dict[int, str] = {}
     while store.add(f"fastpar/ready/{mine}", 0) < world_size - 1:
         for other in range(1, world_size):
             key = f"fastpar/here/{other}"
             number = store.get(key).decode() if store.check([key]) else None
-            if number is not None and told.get(other) != number:
+            if number is not None and sent.get(other) != number:
                 store.set(f"fastpar/name/{number}", mine)
-                told[other] = number
+                sent[other] = number
         if monotonic() > deadline:
-            raise RuntimeError(f"{world_size - 1} other ranks have not come in {timeout_s:g} s")
+            raise RuntimeError(f"{world_size - 1} other ranks did not connect in {timeout_s:g} s")
         sleep(0.01)
     return dist.PrefixStore(f"fastpar/start/{mine}", store), mine

@@ -1,25 +1,17 @@
-"""What stands for a parameter or gradient of which this rank has a slice: nans that refuse writes.
+"""Placeholders for parameters and gradients that this rank holds only a shard of.
 
 [Note: absent tensors]
-A placeholder, of a parameter or of a gradient that was reduced into a shard, refuses to be changed:
-what is written there would be lost, copies and files would hold nan without a word, and torch's own
-words are about memory. A parameter is absent by its class, which costs nothing while it is there.
-What a forward or a backward computes with an absent parameter has it gathered; elsewhere autograd
-would follow nan, and that is refused.
+A placeholder reads as nan and refuses writes: a write would be lost, copies and files would hold
+nan without a message, and torch's own errors would speak of memory. A parameter is made absent by
+changing its class, which costs nothing while it is whole. If a forward or backward computes with an
+absent parameter, it is gathered; elsewhere autograd would propagate nan, so that is refused.
 
-[Note: marks] From the end of a backward to the next it is remembered what p.grad was: whoever sets
-it to None (zero_grad of any module) is understood. Where the gradient is elsewhere (stages >= 1,
-main gradients, micro-batches that wait for the tree), p.grad is a placeholder of nans: whoever
-reads it (clip_grad_norm_) sees that the gradient is not there. Once shards are reduced every
-parameter has one, as no rank knows which of them others have used.
+A parameter that was added to the model or unfrozen after parallelize() has no engine, so each rank
+would train its own. The engine notices it when it reduces gradients. If all others are frozen there
+is nothing to reduce, and the check before an optimizer's step notices it.
 
-[Note: strangers]
-A parameter that was added to the model or unfrozen after parallelize() has no engine, so every rank
-would train its own. The engine sees it when it reduces gradients; if all of the others have been
-frozen there are none to reduce, and only the optimizer that steps it knows of it.
-
-Links and hooks are empty in copies and pickles: a model can be copied and saved with them on it,
-and the copy has no engine.
+Links and hooks are empty in copies and pickles: a model can be copied and saved with them, and the
+copy has no engine.
 """
 
 from __future__ import annotations
@@ -39,7 +31,7 @@ T = TypeVar("T")
 
 
 class NotCopied:
-    """Copies and pickles of it are new ones, made without arguments, which do nothing."""
+    """Copies and pickles as a new object made without arguments, which does nothing."""
 
     def __deepcopy__(self, memo: dict) -> NotCopied:
         return type(self)()
@@ -49,15 +41,14 @@ class NotCopied:
 
 
 class Link(NotCopied, Generic[T]):
-    """From a parameter to what works for it."""
+    """A reference from a parameter to its engine."""
 
     def __init__(self, target: T | None = None) -> None:
         self.target = target
 
 
 class Hook(NotCopied):
-    """Calls function(owner, *args, ...), unless owner.paused; owner is a weak reference, so that
-    nobody is kept alive by a hook.
+    """Calls function(owner, *args, ...), unless owner.paused; owner is a weak reference.
 
     torch.compile neither traces a hook nor compiles what it calls: it would compile them once for
     each unit, and give up after eight (test_one_compiled_block_serves_all_layers).
@@ -79,7 +70,7 @@ class Hook(NotCopied):
         return self._owner is not None and self._owner() is owner
 
 
-# As torch.compiler.disable() does, which imports dynamo, and that takes a second.
+# Like torch.compiler.disable(), which would import dynamo and take a second.
 eval_frame.set_code_exec_strategy(
     Hook.__call__.__code__,
     eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP),
@@ -96,36 +87,34 @@ _WRITERS = {
         "truediv", "xor",
     })
 } | {"__setitem__"}  # fmt: skip
-_SPOKEN = {"__deepcopy__": "copy.deepcopy", "__reduce_ex__": "pickle"}
+_COPIES = {"__deepcopy__": "copy.deepcopy", "__reduce_ex__": "pickle"}
 
 
 def _refuse(what: str, name: str, action: str) -> NoReturn:
     if action == "data":
         raise RuntimeError(
-            f"parallelize: expected parameter '{name}' to keep its dtype, device and memory, which "
-            "are a bucket's, got other memory for p.data; call module.to() before "
-            "fastpar.parallelize, and write values inside `with fastpar.engine_of(model)"
-            ".gathered():`"
+            f"parallelize: p.data of parameter '{name}' was replaced, but its memory is part of a "
+            "bucket; call module.to() before fastpar.parallelize, and write values inside "
+            "`with fastpar.engine_of(model).gathered():`"
         )
     if what == "gradient":
         raise RuntimeError(
-            f"p.grad: expected to be left as it is, got {action} for '{name}', whose gradient is "
-            "not in p.grad but reduced into a shard, or waits for that; clip with "
-            "fastpar.AdamW(max_grad_norm=...), scale the loss, and read whole gradients with "
-            "fastpar.engine_of(model).grads()"
+            f"p.grad.{action}: the gradient of '{name}' is not in p.grad but reduced into a shard, "
+            "or not reduced yet; clip with fastpar.AdamW(max_grad_norm=...), scale the loss, and "
+            "read whole gradients with fastpar.engine_of(model).grads()"
         )
     raise RuntimeError(
-        f"{_SPOKEN.get(action, f'p.{action}')}: expected a whole parameter, got '{name}', of which "
-        "this rank has its slice; write, copy and save parameters inside "
+        f"{_COPIES.get(action, f'p.{action}')}: this rank holds only a shard of parameter "
+        f"'{name}'; write, copy and save parameters inside "
         "`with fastpar.engine_of(model).gathered():`, on all ranks"
     )
 
 
 class Absent(Tensor):
-    """nans in the place of a gradient, or of an absent parameter's data; see the note.
+    """Nans in place of a gradient or of an absent parameter's data: [Note: absent tensors].
 
     Attributes:
-        zeroed: somebody called zero_() on it.
+        zeroed: zero_() was called on it.
     """
 
     _what = "parameter"
@@ -134,7 +123,7 @@ class Absent(Tensor):
 
     @staticmethod
     def of(nans: Tensor, what: str, name: str) -> Absent:
-        """nans as such a tensor, of the parameter or gradient with this name."""
+        """Make nans a placeholder of the parameter or gradient with this name."""
         made: Absent = torch.Tensor._make_subclass(Absent, nans)
         made._what, made._name = what, name
         return made
@@ -147,14 +136,14 @@ class Absent(Tensor):
         zeroes = name in ("zero_", "_foreach_zero_")
         listed = name.startswith(("_foreach_", "_amp_foreach_")) and name.endswith("_")
         touched = [args[0] if args else kwargs.get("self")] if name in _WRITERS or listed else []
-        if name in _SPOKEN:
+        if name in _COPIES:
             touched = [args[0]]
         for x in _absent((touched, kwargs.get("out"))):
             if not (zeroes and x._what == "gradient"):
                 _refuse(x._what, x._name, name)
             x.zeroed = True
         with torch._C.DisableTorchFunctionSubclass():
-            if zeroes:  # nothing is there to be written
+            if zeroes:  # there is no memory to write
                 rest = [x for x in _tensors(touched) if not isinstance(x, Absent)]
                 if rest:
                     torch._foreach_zero_(rest)
@@ -197,7 +186,7 @@ _data: Any = nn.Parameter.data  # the descriptor that AbsentParameter hides
 
 
 class AbsentParameter(nn.Parameter):
-    """A parameter that is not there; see [Note: absent tensors]."""
+    """A parameter that is not whole on this rank; see [Note: absent tensors]."""
 
     @property
     def data(self) -> Tensor:
@@ -207,11 +196,11 @@ class AbsentParameter(nn.Parameter):
     def data(self, new: Tensor) -> None:
         old = _data.__get__(self)
         same = (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride())
-        if not same or new.data_ptr() != old.data_ptr():  # module.to() may have nothing to do
+        if not same or new.data_ptr() != old.data_ptr():  # module.to() without effect is allowed
             _refuse("parameter", _name_of(self), "data")
 
     def detach(self) -> Tensor:
-        """torch's, absent too."""
+        """Like torch's; the result is absent too."""
         return self.data
 
     @classmethod
@@ -227,19 +216,19 @@ class AbsentParameter(nn.Parameter):
         if outside and any(x.grad_fn is not None for x in _tensors(out)):
             raise RuntimeError(
                 f"parameter '{_name_of(outside[0])}' is used outside of the model's forward, where "
-                "this rank has only its slice; use it in the forward, or inside "
+                "this rank holds only a shard of it; use it in the forward, or inside "
                 "`with fastpar.engine_of(model).gathered():`, on all ranks"
             )
         return out
 
 
 def _gather(p: AbsentParameter) -> bool:
-    """Whether a pass that runs has it gathered now."""
+    """Gather p if a pass runs; returns whether one does."""
     gathers = getattr(engine_of(p), "gathers", None)
     return gathers is not None and gathers.use(p)
 
 
-# What a parameter is asked for that is not its values.
+# Functions that read a parameter's properties, not its values.
 _ABOUT = {
     "__format__", "__hash__", "__len__", "__repr__", "data_ptr", "dim", "element_size",
     "get_device", "is_contiguous", "is_complex", "is_floating_point", "ndimension", "nelement",
@@ -264,29 +253,34 @@ def _refusing(action: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-for _action in (*_WRITERS, *_SPOKEN):
+for _action in (*_WRITERS, *_COPIES):
     setattr(AbsentParameter, _action, _refusing(_action))
 
 
 def hide(p: nn.Parameter) -> None:
-    """The parameter is absent from now on; its data are nans."""
+    """Make the parameter absent; its data are nans."""
     if type(p) is nn.Parameter:
         p.__class__ = AbsentParameter
 
 
 def show(p: nn.Parameter) -> None:
-    """The parameter is about to be there."""
+    """Undo hide(), before the parameter gets its values."""
     if type(p) is AbsentParameter:
         p.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 class Marks:
-    """What p.grad of some parameters was at the end of a backward: [Note: marks].
+    """Remembers what p.grad was at the end of a backward, to notice changes until the next.
+
+    p.grad = None (zero_grad of any module) is then understood. Where the gradient is not in p.grad
+    (stages >= 1, main gradients, micro-batches that wait for the tree), p.grad is a placeholder of
+    nans, so code that reads it (clip_grad_norm_) sees that. Once shards are reduced every parameter
+    has one, as no rank knows which parameters others have used.
 
     Args:
         name: of the parameter at a position.
     Attributes:
-        hidden: these are placeholders.
+        hidden: whether p.grad are placeholders.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], name: Callable[[int], str]) -> None:
@@ -298,7 +292,7 @@ class Marks:
         return position in self._marks
 
     def put(self, positions: Iterable[int], *, hidden: bool) -> None:
-        """A backward is over; hidden: placeholders stand in p.grad from now on."""
+        """Remember p.grad after a backward; hidden: put placeholders into p.grad."""
         self.hidden = hidden
         self._marks.clear()
         for position in positions:
@@ -317,20 +311,21 @@ class Marks:
         return known[position]
 
     def lift(self) -> None:
-        """Before a backward: autograd must find no placeholder."""
+        """Remove placeholders before a backward, in which autograd must find none."""
         for position in self._marks if self.hidden else ():
             self._params[position].grad = None
         self._marks.clear()
 
     def drop(self, positions: Iterable[int]) -> None:
-        """These have no gradient any more."""
+        """Forget these, which have no gradient any more."""
         for position in positions:
             self._marks.pop(position, None)
 
     def look(self, fired: Tensor | None) -> tuple[set[int], list[int]]:
         """Positions whose p.grad was set to None, and those whose placeholder was zeroed.
 
-        fired: a parameter that autograd has given its next gradient already.
+        Args:
+            fired: a parameter that already has its next gradient from autograd.
         """
         cleared, zeroed = set(), []
         for position, mark in self._marks.items():
@@ -345,50 +340,50 @@ class Marks:
         return cleared, zeroed
 
     def refuse(self, position: int) -> NoReturn:
-        """Somebody replaced p.grad."""
+        """Raise: p.grad was replaced."""
         raise RuntimeError(
-            f"Engine: expected p.grad of '{self._name(position)}' as backward left it, got another "
-            "tensor; set p.grad to None or change it in place (where it reads as nan, clip with "
+            f"Engine: p.grad of '{self._name(position)}' was replaced by another tensor; set it to "
+            "None or change it in place (where it reads as nan, clip with "
             "fastpar.AdamW(max_grad_norm=...) or scale the loss)"
         )
 
 
-# What steps or reads parameters of an engine and does not know it
+# Guards against wrappers and optimizers that do not know the engine
 
 
-class _Alone:
-    """What DistributedDataParallel reads first of a module that it wraps."""
+class _RefuseDDP:
+    """Raises when DistributedDataParallel reads it, which it does first."""
 
     def __iter__(self) -> Iterator[str]:
         raise ValueError(
-            "DistributedDataParallel: expected a model without an engine, got one of "
-            "fastpar.parallelize, which averages gradients itself; leave it out"
+            "DistributedDataParallel: the model went through fastpar.parallelize, which averages "
+            "gradients itself; do not wrap it"
         )
 
 
 def refuse_ddp(model: nn.Module) -> None:
-    """From now on, wrapping this model in DistributedDataParallel raises."""
-    vars(model)["_ddp_params_and_buffers_to_ignore"] = _Alone()
+    """Make wrapping this model in DistributedDataParallel raise."""
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = _RefuseDDP()
 
 
 _lock = threading.Lock()
 _installed = False
 
 
-class _Here(threading.local):
-    """Ranks may be threads: each looks at its own models."""
+class _ThreadEngines(threading.local):
+    """The engines of this thread: ranks may be threads."""
 
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-_here = _Here()
+_here = _ThreadEngines()
 
 
 def guard_optimizers(engine: Any) -> None:
-    """From now on, step() of any optimizer in this thread refuses what it cannot step right.
+    """Make step() of any optimizer in this thread refuse parameters that it cannot step.
 
-    Called when an engine is made; installed once in a process.
+    Called for each engine; the hook is installed once per process.
     """
     global _installed
     _here.engines.add(engine)
@@ -410,7 +405,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for engine in list(_here.engines) if strangers else ():
         model = engine.shards.model()
         if model is not None and not strangers.isdisjoint(model.parameters()):
-            engine.shards.check()  # says which, see [Note: strangers]
+            engine.shards.check()  # the error names it
 
 
 def _refuse_sharded(optimizer: torch.optim.Optimizer) -> None:
@@ -427,6 +422,6 @@ def _refuse_sharded(optimizer: torch.optim.Optimizer) -> None:
         else:
             continue
         raise RuntimeError(
-            f"{name}.step: {why}, which {name} cannot step; use fastpar.AdamW, or "
+            f"{name}.step: {why}, so {name} cannot step; use fastpar.AdamW, or "
             f"fastpar.Sharded({name}, params, ...) for any elementwise optimizer"
         )

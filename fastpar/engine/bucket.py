@@ -1,4 +1,4 @@
-"""One bucket on one rank: gradients are brought into it, sent, and kept as their mean.
+"""One bucket on one rank: collects gradients, sends them, and keeps their mean.
 
     IDLE -> COLLECTING -> READY -> IN_FLIGHT -> REDUCED -> IDLE
 
@@ -8,31 +8,26 @@
     2       reduce-scatter   freed when reduced   kept                          after a step
     3       reduce-scatter   freed when reduced   freed outside of their use    around use
 
-`zero_stage` is a number in arguments and reports only; whoever decides something asks a field of
-the Stage. The state of a step and of a bucket is a phase; tables say which may follow which.
+`zero_stage` is a number only in arguments and reports; code asks a field of the Stage. The state of
+a step and of a bucket is a phase; tables say which phase may follow which.
 
-[Note: where gradients live]
-Autograd puts its own tensor into p.grad; take() copies it into the bucket, or adds it, at the cost
-that zeroing the bucket beforehand would have. Nothing is zeroed: places of parameters without a
-gradient keep old bytes until fill_missing(). At stage 0 p.grad is then a view of the bucket
-(p.main_grad, where the gradient's dtype is not the parameter's); otherwise p.grad is None.
-
-[Note: waiting copies]
-On a GPU the copy of a bias's gradient takes as long as its launch. So the gradients that a bucket
-takes stay as autograd made them until it is complete, or WAIT_BYTES wait, or the backward ends, and
-are then copied by one kernel: the same bits. Larger gradients do not wait. On a CPU none does.
+Where gradients live: autograd puts its own tensor into p.grad; take() copies it into the bucket, or
+adds it. Nothing is zeroed beforehand: slots of parameters without a gradient keep old bytes until
+fill_missing(). At stage 0 p.grad is then a view of the bucket (p.main_grad if the gradient's dtype
+is not the parameter's); at other stages p.grad is None.
 
 [Note: stale parameters]
-After a step a rank knows only its own slice of the new parameters, at stage 3 also between uses.
+After a step a rank holds only its own shard of the new parameters; at stage 3 also between uses.
 Until they are gathered, p.data is a placeholder of the right shape with one nan for all elements:
-whoever reads it sees nans instead of old values, and not the memory that was freed, which would
-crash. Tensors that autograd saved keep the storage, which is resized and filled again in place.
+readers see nans instead of old values, and do not touch freed memory, which would crash. Tensors
+that autograd saved keep the storage, which is resized and filled again in place.
 
 [Note: secondary shards]
-The ranks of a node together keep what the first gather of a step, over all ranks, has brought: as
-forwards have it, rounded where wire_weights rounds. Later gathers of the step, those of backward
-and of further micro-batches, stay inside of the node. Every rank takes the one or the other way for
-the same gather, because it depends on gathers, steps and writes alone, which all ranks do alike.
+The ranks of a node together keep what the first gather of a step, over all ranks, has brought, with
+the values of forwards (rounded if wire_weights rounds). Later gathers of the step, those of
+backward and of further micro-batches, stay inside the node. All ranks choose the same way for the
+same gather, because the choice depends only on gathers, steps and writes, which are the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -57,18 +52,18 @@ from fastpar.sharding.layout import Bucket, Layout, Slot
 
 PhaseT = TypeVar("PhaseT", bound=enum.Enum)
 
-# Of waiting copies, by type of device. Of 124M in bf16 these are the gradients of two blocks.
+# Bytes of gradients that may wait to be copied, see WaitingCopies. In 124M bf16: two blocks.
 WAIT_BYTES = {"cuda": 32 << 20, "cpu": 0}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The policy of one ZeRO stage; see the table at the top.
+    """The policy of one ZeRO stage; see the table at the top of the file.
 
     Args:
         number: zero_stage.
-        shards: each rank owns a slice of the optimizer's state and of the reduced gradients:
-            gradients are reduce-scattered, otherwise all-reduced.
+        shards: each rank owns a shard of the optimizer's state and of the reduced gradients:
+            gradients are reduce-scattered instead of all-reduced.
         frees_gradients: whole gradients are freed when they are reduced.
         frees_parameters: whole parameters exist only around their use.
     """
@@ -80,7 +75,7 @@ class Stage:
 
     @property
     def gathers_after_step(self) -> bool:
-        """Whether parameters are gathered once a step, under the next forward."""
+        """Whether parameters are gathered once per step, during the next forward."""
         return self.shards and not self.frees_parameters
 
 
@@ -94,11 +89,11 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What parallelize() was asked for, and what of it is in effect.
+    """The settings of parallelize(), and which of them are in effect.
 
     Attributes:
-        stage: that is run: that of zero_stage, or 0 where nobody shares a copy.
-        n_shards: ranks that share one copy.
+        stage: the stage that runs: zero_stage, or 0 if each rank has a whole replica.
+        n_shards: ranks that shard one replica.
     """
 
     asked: Parallel
@@ -117,22 +112,22 @@ class Settings:
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """In which gradients are kept and added up; None: each parameter's own."""
+        """Dtype in which gradients are kept and accumulated; None: each parameter's own."""
         return FLOATS.get(self.asked.precision.grad_dtype or "")
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """Of gradients on the wire; None: as they are kept."""
+        """Dtype of gradients between ranks; None: as they are kept."""
         return FLOATS.get(self.asked.precision.reduce_dtype or "")
 
     @property
     def accumulate(self) -> str:
-        """Whether each backward is reduced ("shard"), or the last one of a step ("full")."""
+        """Whether each backward is reduced ("shard"), or only the last one of a step ("full")."""
         return self.asked.accumulate or "shard"
 
     @property
     def reduces_each(self) -> bool:
-        """Whether each micro-batch of a pipeline is reduced by itself."""
+        """Whether each micro-batch of a pipeline is reduced."""
         return self.accumulate == "shard" and self.stage.frees_gradients
 
 
@@ -140,10 +135,10 @@ class BucketPhase(enum.Enum):
     """How far the gradients of a bucket are in a backward."""
 
     IDLE = "idle"  # no backward adds to it
-    COLLECTING = "collecting"  # some parameters have not had their gradient
-    READY = "ready"  # all have, or none will get one
-    IN_FLIGHT = "in flight"  # its collective is under way
-    REDUCED = "reduced"  # the mean is there; other buckets may still be under way
+    COLLECTING = "collecting"  # some parameters have no gradient yet
+    READY = "ready"  # all have one, or will get none
+    IN_FLIGHT = "in flight"  # its collective runs
+    REDUCED = "reduced"  # the mean is there; other buckets may still be in flight
 
 
 BUCKET_PHASES = {
@@ -153,39 +148,39 @@ BUCKET_PHASES = {
     BucketPhase.IN_FLIGHT: frozenset({BucketPhase.REDUCED}),
     BucketPhase.REDUCED: frozenset({BucketPhase.IDLE}),
 }
-SENT = BucketPhase.IN_FLIGHT, BucketPhase.REDUCED  # its gradients of this backward have left
+SENT = BucketPhase.IN_FLIGHT, BucketPhase.REDUCED  # this backward's gradients were sent
 
 
 def checked(
     what: str, now: PhaseT, then: PhaseT, allowed: Mapping[PhaseT, frozenset[PhaseT]]
 ) -> PhaseT:
-    """The phase `then`, if it may follow `now`.
+    """Return the phase `then` if it may follow `now`.
 
     Raises:
-        RuntimeError: it may not; names both.
+        RuntimeError: it may not; the message names both.
     """
     if then not in allowed[now]:
         possible = " or ".join(sorted(f"'{phase.value}'" for phase in allowed[now]))
         raise RuntimeError(
-            f"Engine: expected {what} to go from '{now.value}' to {possible}, got '{then.value}'; "
-            "a backward or step ran inside of another, or the engine has an error"
+            f"Engine: {what} cannot go from '{now.value}' to '{then.value}', only to "
+            f"{possible}; a backward or step ran inside of another, or this is a bug of fastpar"
         )
     return then
 
 
 @dataclass(frozen=True)
 class BucketGroups:
-    """Over which ranks a bucket travels; None where there is nobody else.
+    """The groups of ranks that exchange a bucket; None where a rank is alone.
 
     They follow from the placement of its parameters: the axes along which these are replicated.
 
     Args:
-        reduce: sums gradients: all that have the parameters, or those that share one copy.
-        gather: the same ranks as reduce, another group: neither waits for the other.
-        copies: the ranks that own the same shard of other copies.
+        reduce: sums gradients: all ranks that have the parameters, or those of one replica.
+        gather: the same ranks as reduce in another group, so that neither waits for the other.
+        copies: the ranks that own the same shard in the other replicas.
         again: the same ranks as reduce, for the second half of a compressed all-reduce.
-        node: of gather's ranks those of this node: [Note: secondary shards].
-        nodes: of reduce's ranks those of this node, and those at the same place in each node.
+        node: the ranks of gather on this node: [Note: secondary shards].
+        nodes: the ranks of reduce on this node, and those with the same number on each node.
     """
 
     reduce: Collectives | None = None
@@ -198,7 +193,7 @@ class BucketGroups:
     def on_wires(
         self, wires: Encoders, spec: Bucket, slots: Sequence[Slot], stage: Stage
     ) -> BucketGroups:
-        """The same for one bucket, in its formats; slots: of its parameters."""
+        """The same groups with the wire formats of one bucket; slots: of its parameters."""
         index, flags = spec.index, spec.numel - spec.used_start
         exact, in_place = (0, not stage.frees_gradients) if stage.shards else (flags, False)
         codes = [(slice(s.start, s.stop), wires.codes[s.registered]) for s in slots if spec.rounded]
@@ -219,7 +214,12 @@ class BucketGroups:
 
 
 class WaitingCopies:
-    """See [Note: waiting copies]."""
+    """Batches copies of small gradients on a GPU, where each copy takes as long as its launch.
+
+    Gradients stay as autograd made them until the bucket is complete, WAIT_BYTES wait, or the
+    backward ends; then one kernel copies them, with the same bits. Larger gradients do not wait,
+    nor does any on a CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._most = WAIT_BYTES.get(device.type, 0)
@@ -227,9 +227,10 @@ class WaitingCopies:
         self._bytes = 0
 
     def copy(self, value: Tensor, place: Tensor, *, add: bool) -> None:
-        """Copy value, which nobody changes any more, to place, at the latest in make().
+        """Copy value, which must not change any more, to place, in make() at the latest.
 
-        add: to what place holds, at once.
+        Args:
+            add: add to place instead, at once.
         """
         if add:
             self.make()
@@ -244,7 +245,7 @@ class WaitingCopies:
         self._bytes += value.nbytes
 
     def make(self) -> None:
-        """Make all copies that wait."""
+        """Make all waiting copies."""
         if self._waiting:
             places, values = zip(*self._waiting)
             torch._foreach_copy_(places, values)
@@ -252,49 +253,49 @@ class WaitingCopies:
 
 
 class Storage:
-    """Where a bucket has what an optimizer steps: here on the device. axes/offload.py is another.
+    """Where the memory lies that an optimizer steps: here on the device; see axes/offload.py.
 
     Attributes:
-        where: what is elsewhere, for messages; None: nothing.
-        steps_later: an optimizer's step of it comes under the next forward.
+        where: what is kept elsewhere, for messages; None: nothing.
+        steps_later: the optimizer steps it during the next forward.
     """
 
     where: str | None = None
     steps_later = False
 
     def gather(self, bucket: BucketState, group: Collectives | None, own: Tensor) -> Handle:
-        """Begin to make its parameters whole: after await_weights() and this handle's wait()."""
-        if group is None:  # another bucket of this engine is elsewhere
+        """Begin to make its parameters whole; await_weights() and the handle's wait() end it."""
+        if group is None:  # the storage is that of another bucket of this engine
             return DONE
         index = bucket.spec.index
         return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
 
     def await_weights(self, bucket: BucketState) -> None:
-        """The current stream waits for its new weights."""
+        """Make the current stream wait for its new weights."""
 
     def settle(self, bucket: BucketState) -> None:
-        """What is stepped may be read and written: nothing is under way."""
+        """Wait until the stepped memory may be read and written."""
 
     def touch(self, bucket: BucketState) -> None:
-        """Somebody is about to write into its reduced gradients."""
+        """Called before its reduced gradients are written."""
 
     def bring_back(self, bucket: BucketState) -> None:
-        """More is added to its reduced gradients."""
+        """Called before more is added to its reduced gradients."""
 
     def send(self, bucket: BucketState) -> None:
-        """Its gradients of this step are final."""
+        """Called when its gradients of this step are final."""
 
     def send_rest(self) -> None:
-        """Before a step: whatever was not sent when it was reduced."""
+        """Called before a step: send everything that was not sent when it was reduced."""
 
     def write_weights(self, bucket: BucketState) -> None:
-        """Somebody is about to write what is stepped."""
+        """Called before the stepped memory is written."""
 
     def norm_bins(self, params: Iterable[Tensor]) -> Tensor | None:
-        """The bins of these parameters' gradients on this rank; None: whoever asks counts them."""
+        """The norm bins of these gradients on this rank; None: the caller computes them."""
 
     def step(self, optimizer: Any, rows: list[Any], factor: Any, found: Any) -> list[Any]:
-        """Begin the step of the rows that are elsewhere; returns the others."""
+        """Begin the step of the rows that lie elsewhere; returns the other rows."""
         return rows
 
     def memory(self) -> dict[str, int]:
@@ -302,7 +303,7 @@ class Storage:
         return {}
 
     def describe(self) -> str:
-        """What is elsewhere, for people."""
+        """Text: what lies elsewhere."""
         return ""
 
 
@@ -313,18 +314,18 @@ class BucketState:
     """One bucket; the engine decides when what happens.
 
     Attributes:
-        params: its parameters; the slots of the layout in order.
+        params: its parameters, in the order of the layout's slots.
         flat: [P] parameters; without memory while a bucket of stage 3 is freed.
-        shard: [S] this rank's slice of the newest parameters.
-        stepped: [S] what an optimizer changes: shard, or its twin on the host.
+        shard: [S] this rank's shard of the newest parameters.
+        stepped: [S] what an optimizer changes: shard, or its counterpart on the host.
         live: whether the parameters are views of flat.
-        rank: among those that share one copy.
-        apart: shard has memory of its own.
-        own: the place of shard in flat; storage: of what is stepped.
-        secondary: [P / ranks of a node], None without; kept: whether it holds this step's weights.
-        groups: over which it travels; device: where it lies.
+        rank: among the ranks that shard one replica.
+        apart: whether shard has memory of its own.
+        own: the range of shard in flat; storage: of stepped.
+        secondary: [P / ranks of a node], or None; kept: whether it holds this step's weights.
+        groups: that exchange it; device: where it lies.
         phase: of its gradients in this backward; changed by enter() only.
-        wire_dtype: of gradients on the wire.
+        wire_dtype: of gradients between ranks.
         grad: [P] gradients of this rank, None while they are freed.
         reduced: [S] ([P] at stage 0) mean over the ranks, None until the first of a step.
     """
@@ -348,7 +349,7 @@ class BucketState:
         self.rank, self.own = rank, slice(*spec.shard(rank))
         self.pieces = [layout.piece(i, rank) for i in spec.slots]
         stage, self.grad_dtype = settings.stage, settings.grad_dtype or spec.dtype
-        # Memory that the peers read without a copy.
+        # Memory that peers read without a copy.
         shared = groups.gather if stage.gathers_after_step else None
         self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
         self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
@@ -376,9 +377,9 @@ class BucketState:
             self.grad = self._empty(groups.reduce, spec.numel, self.grad_dtype)
         self.grad_shard: Tensor | None = self._new_shard() if stage.frees_gradients else None
         self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
-        self.seen: set[int] = set()  # since zero_grad(), wherever it is by now
+        self.seen: set[int] = set()  # positions with a gradient since zero_grad(), also reduced
         self.copies = WaitingCopies(device)  # of gradients into `grad`
-        self.unreduced: PairwiseSum | None = None  # earlier micro-batches that stayed here
+        self.unreduced: PairwiseSum | None = None  # earlier micro-batches that were not reduced
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
         self._tree_ms = 0.0
@@ -389,8 +390,8 @@ class BucketState:
         self.marks = Marks(params, self.name)
         self._version = -1  # of `grad`, when remember() was called
         self._marked_version = -1  # of `grad`, when mark() was
-        self._zeroed = set(range(len(params)))  # positions whose gradient nobody has, on any rank
-        self._began_empty = True  # the last backward
+        self._zeroed = set(range(len(params)))  # positions without a gradient on any rank
+        self._began_empty = True  # whether the last backward began without gradients
         self.sources = None if sources is None else sources(self)
         if self._main and not stage.shards:
             for p, view in zip(params, self.grad_views):
@@ -408,7 +409,7 @@ class BucketState:
         return self.slots[position].spec.names[0]
 
     def slot_of(self, whole: Tensor | None, position: int) -> Tensor:
-        """A parameter's part of whole parameters or gradients, in its shape."""
+        """A parameter's slice of whole parameters or gradients, in its shape."""
         assert whole is not None
         slot = self.slots[position]
         return whole[slot.start : slot.stop].view(slot.spec.shape)
@@ -417,7 +418,7 @@ class BucketState:
         return torch.empty(self.spec.shard_numel, dtype=self.grad_dtype, device=self.device)
 
     def attach(self) -> None:
-        """The values are in flat, for the first time: parameters become views."""
+        """Make the parameters views of flat, which holds their values for the first time."""
         if self.apart:
             self.shard.copy_(self.flat[self.own])
         for p in self.params:
@@ -426,21 +427,21 @@ class BucketState:
 
     @property
     def rounds(self) -> bool:
-        """Whether a forward has other values than those that are stepped."""
+        """Whether forwards use other values than those that are stepped."""
         return self.groups.gather is not None and self.groups.gather.rounds
 
     @property
     def exact(self) -> bool:
-        """Whether the values that are stepped are there."""
+        """Whether the parameters have the values that are stepped."""
         return self.live and self.gathered_exact
 
     def allocate(self) -> None:
-        """Memory for all parameters, their values unknown."""
+        """Allocate memory for all parameters, without values."""
         if self.stage.frees_parameters and not self.flat.untyped_storage().nbytes():
             self.flat.untyped_storage().resize_(self.spec.numel * self.spec.dtype.itemsize)
 
     def launch_gather(self, *, exact: bool = False) -> None:
-        """Start filling it with everybody's slices; exact: not as they are for forwards."""
+        """Start to gather all ranks' shards; exact: as stepped, not as rounded for forwards."""
         group, own, index = self.groups.gather, self.shard, self.spec.index
         if self.kept and self.secondary is not None and not exact:
             group, own = self.groups.node, self.secondary
@@ -454,7 +455,7 @@ class BucketState:
             self.log.add(self.gathering, self.flat, group, both_ways=False)
 
     def finish_gather(self) -> None:
-        """Wait until it is filled: its parameters are whole."""
+        """Wait until the gather is done: its parameters are whole."""
         if self.gathering is not None:
             self.storage.await_weights(self)
             self.log.wait(self.gathering, "gathering", self.spec.index)
@@ -463,7 +464,7 @@ class BucketState:
             self.make_live()
 
     def _keep_secondary(self) -> None:
-        """All parameters were gathered over all ranks: see [Note: secondary shards]."""
+        """Keep the result of a gather over all ranks: see [Note: secondary shards]."""
         node, mine = self.groups.node, self.secondary
         if node is None or mine is None or self.kept or (self.rounds and self.gathered_exact):
             return
@@ -471,16 +472,16 @@ class BucketState:
         self.kept = True
 
     def make_live(self) -> None:
-        """The values are there: parameters are views of them."""
+        """Make parameters views of flat, which has their values."""
         if not self.live and not all(type(p) is AbsentParameter for p in self.params):
-            self.check()  # those that are absent refuse other memory themselves
+            self.check()  # absent parameters refuse other memory by themselves
         for p, view in zip(self.params, self.views):
             show(p)
             p.data = view
         self.live = True
 
     def make_stale(self) -> None:
-        """Marks parameters as out of date, at stage 3 frees them: [Note: stale parameters]."""
+        """Mark parameters as out of date, at stage 3 free them: [Note: stale parameters]."""
         if not self.live:
             return
         self.check()
@@ -496,12 +497,12 @@ class BucketState:
             self.flat.untyped_storage().resize_(0)
 
     def new_memory(self) -> list[tuple[int, Tensor]]:
-        """(position, copy of the values) of live parameters that somebody gave other memory."""
+        """(position, copy of the values) of live parameters whose p.data was replaced."""
         moved = [i for i in range(len(self.params)) if not self.is_in_place(i)]
         return [(i, self.params[i].data.clone()) for i in moved]
 
     def take_memory(self, position: int, new: Tensor) -> str | None:
-        """Keep such values in the old memory; or say why they do not fit."""
+        """Copy such values into the old memory; returns an error message if they do not fit."""
         p, view = self.params[position], self.views[position]
         p.data = view
         fits = (new.shape, new.dtype, new.device) == (view.shape, view.dtype, view.device)
@@ -509,14 +510,14 @@ class BucketState:
             view.copy_(new)
             return None
         return (
-            f"gathered: expected values for parameter '{self.name(position)}' of shape "
-            f"{list(view.shape)}, {view.dtype}, on {view.device}, got p.data={list(new.shape)}, "
-            f"{new.dtype}, on {new.device}; write them with p.copy_(), and change shapes and "
+            f"gathered: p.data of parameter '{self.name(position)}' was replaced by "
+            f"{list(new.shape)}, {new.dtype}, on {new.device}, expected {list(view.shape)}, "
+            f"{view.dtype}, on {view.device}; write values with p.copy_(), and change shapes and "
             "dtypes before fastpar.parallelize"
         )
 
     def save_writes(self) -> None:
-        """Somebody wrote into the whole parameters: this rank's slice of them is the truth."""
+        """Keep this rank's shard of whole parameters that were written."""
         if self.apart:
             self.shard.copy_(self.flat[self.own])
         if self.stepped is not self.shard:
@@ -524,29 +525,29 @@ class BucketState:
         self.kept = False
 
     def _nan(self, dtype: torch.dtype) -> Tensor:
-        """A new one: somebody may write into that of a parameter with one element."""
+        """A new nan: a parameter with one element could be written in place."""
         return torch.full((), float("nan"), dtype=dtype, device=self.device)
 
     def is_in_place(self, position: int) -> bool:
-        """Whether the parameter still uses the bucket's memory, in the same way."""
+        """Whether the parameter still uses the bucket's memory, with the same layout."""
         view = self.views[position] if self.live else self._placeholders[position]
         p = self.params[position]
         same = p.data_ptr() == view.data_ptr() and p.dtype == view.dtype
         return same and p.shape == view.shape and p.stride() == view.stride()
 
     def check(self) -> None:
-        """Raise RuntimeError for a parameter that somebody gave other memory."""
+        """Raise RuntimeError if a parameter was given other memory."""
         for position, p in enumerate(self.params):
             if not self.is_in_place(position):
                 raise RuntimeError(
-                    f"Engine: expected parameter '{self.name(position)}' to stay in its flat "
-                    f"buffer, got other memory (dtype={p.dtype}, shape={list(p.shape)}, device="
-                    f"{p.device}); call module.to() before fastpar.parallelize, and write values "
-                    "inside `with fastpar.engine_of(model).gathered():`"
+                    f"Engine: parameter '{self.name(position)}' left its flat buffer (now dtype="
+                    f"{p.dtype}, shape={list(p.shape)}, device={p.device}); call module.to() "
+                    "before fastpar.parallelize, and write values inside "
+                    "`with fastpar.engine_of(model).gathered():`"
                 )
 
     def check_grad(self, position: int, grad: Tensor) -> None:
-        """Refuse a gradient that no bucket can take."""
+        """Refuse sparse gradients, and gradients with a graph."""
         name = self.name(position)
         if grad.layout != torch.strided:
             raise RuntimeError(
@@ -555,28 +556,28 @@ class BucketState:
             )
         if grad.requires_grad:
             raise RuntimeError(
-                "Engine: expected backward without create_graph, got a gradient with a graph for "
-                f"parameter '{name}'; use torch.autograd.grad for higher derivatives"
+                f"Engine: the gradient of parameter '{name}' has a graph of its own "
+                "(create_graph=True); use torch.autograd.grad for higher derivatives"
             )
 
     # Gradients
 
     def enter(self, phase: BucketPhase) -> None:
-        """Change the phase; raises RuntimeError where it cannot follow the present one."""
+        """Change the phase; raises RuntimeError if it may not follow the present one."""
         self.phase = checked(f"bucket {self.spec.index}", self.phase, phase, BUCKET_PHASES)
 
     def be_idle(self) -> None:
-        """The backward, or the reduction, is over."""
+        """End the backward or the reduction."""
         if self.phase is not BucketPhase.IDLE:
             self.enter(BucketPhase.IDLE)
 
     @property
     def grad_bytes(self) -> int:
-        """Size of the whole gradients."""
+        """Bytes of the whole gradients."""
         return self.spec.numel * self.grad_dtype.itemsize
 
     def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
-        """(values, reduced gradient, first element) of what this rank owns of a parameter."""
+        """(values, reduced gradient, first element) of this rank's piece of a parameter."""
         if self._piece_views is None or self._piece_views[0] is not self.reduced:
             views = []
             for slot, (start, stop) in zip(self.slots, self.pieces):
@@ -588,34 +589,33 @@ class BucketState:
         return self._piece_views[1][position]
 
     def keep_on_host(self, grads: Tensor) -> None:
-        """Reduced gradients are there, or on their way: those on the device are let go of."""
+        """Take reduced gradients on the host; frees those on the device."""
         self.reduced, self.grad_shard, self._piece_views = grads, None, None
 
     @functools.cached_property
     def grad_views(self) -> list[Tensor]:
-        """Each parameter's part of `grad`, where it is kept."""
+        """Each parameter's slice of `grad`, if `grad` is kept."""
         return [self.slot_of(self.grad, i) for i in range(len(self.slots))]
 
     def grad_view(self, position: int) -> Tensor:
-        """The part of `grad` that is a parameter's."""
+        """A parameter's slice of `grad`."""
         if not self.stage.frees_gradients:
             return self.grad_views[position]
         return self.slot_of(self.grad, position)
 
     def take(self, position: int, given: Tensor | None = None) -> bool:
-        """Bring a parameter's .grad, or a given gradient, into the bucket; returns taken()."""
+        """Copy a parameter's .grad, or a given gradient, into the bucket; returns taken()."""
         if self.phase in SENT:
             raise RuntimeError(
-                "Engine: expected one gradient per backward for parameter "
-                f"'{self.name(position)}', got another after bucket {self.spec.index} was sent "
-                f"('{self.phase.value}' cannot go back to 'collecting'); call the module that owns "
-                "the parameter in every forward, or in none"
+                f"Engine: parameter '{self.name(position)}' got another gradient after bucket "
+                f"{self.spec.index} was sent (it is '{self.phase.value}', not 'collecting'); "
+                "call the module that owns the parameter in every forward, or in none"
             )
         p = self.params[position]
         grad = p.grad if given is None else given
         if self.sources is not None:
             self.sources.collect(position, first=position not in self.has)
-        if grad is None:  # it is in its place: gradients.py, Places
+        if grad is None:  # computed in place: gradients.py, Places
             return position in self.has and self.taken(position)
         self.check_grad(position, grad)
         self.open_grad()
@@ -631,14 +631,14 @@ class BucketState:
             p.grad = None
         return self.taken(position)
 
-    def room_for(self, position: int) -> Tensor | None:
-        """Where a gradient can be computed; None where take() has to add it, or to cast it."""
+    def grad_place(self, position: int) -> Tensor | None:
+        """Memory in which a gradient can be computed; None if take() has to add or cast it."""
         self.open_grad()
         first = not self.unsent.inside and position not in self.has
         return self.grad_view(position) if first and self.grad_dtype == self.spec.dtype else None
 
     def taken(self, position: int) -> bool:
-        """A gradient is in the bucket; whether it was the last one that the bucket waited for."""
+        """Note a gradient; returns whether it was the last that the bucket waited for."""
         self.has.add(position)
         self.seen.add(position)
         self._awaited.discard(position)
@@ -651,7 +651,7 @@ class BucketState:
         return collecting
 
     def open_grad(self) -> None:
-        """`grad` is about to be written: make it, or save the sum so far that its own slice has."""
+        """Allocate `grad` before it is written; moves the sum so far out of its own slice."""
         if self.grad is None:
             self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
         elif self.stage.shards and self.reduced is not None and not self.has:
@@ -661,7 +661,7 @@ class BucketState:
             self.unsent.open(self.grad)
 
     def fill_missing(self, *, flags: bool) -> list[int]:
-        """Zero the places without a gradient and set `used`; returns them."""
+        """Zero the slots without a gradient and set `used`; returns their positions."""
         self.copies.make()
         self.open_grad()
         missing = []
@@ -676,12 +676,12 @@ class BucketState:
             used = self.used()
             used.fill_(1.0)
             for position in missing:
-                # Deterministic: the gradients of earlier micro-batches lie elsewhere.
+                # Deterministic: the gradients of earlier micro-batches are not in `grad`.
                 used[position] = float(self.deterministic and position in self.seen)
         return missing
 
     def check_given(self, position: int) -> None:
-        """Refuse p.grad of a parameter to which no backward gave a gradient."""
+        """Refuse a p.grad that no backward produced."""
         if position not in self.has and self.params[position].grad is not None:
             self.marks.refuse(position)
 
@@ -691,7 +691,7 @@ class BucketState:
         return self.grad[self.spec.used_start :][: len(self.params)]
 
     def keep_local(self) -> None:
-        """Deterministic: this micro-batch stays here, apart from the next, for the tree."""
+        """Deterministic: keep this micro-batch's gradients separately, for the tree."""
         self.fill_missing(flags=False)
         if self.unreduced is None:
             self.unreduced = PairwiseSum()
@@ -702,7 +702,7 @@ class BucketState:
         self._forget_local()
 
     def add_local(self) -> None:
-        """Deterministic: the tree over the micro-batches that stayed here, into `grad`."""
+        """Deterministic: sum the micro-batches that were kept here into `grad`, as a tree."""
         if self.unreduced is None and self.sources is None:
             return
         assert self.grad is not None
@@ -718,7 +718,7 @@ class BucketState:
         self.unreduced = None
 
     def _micro_batch(self, *, clone: bool) -> Tensor:
-        """The gradients of the backward passes since the last, for the tree."""
+        """The gradients of the backward passes since the last micro-batch, for the tree."""
         if self.sources is not None:
             return self.sources.micro_batch(self.has)
         assert self.grad is not None
@@ -736,7 +736,7 @@ class BucketState:
             p.grad = None
 
     def target(self) -> Tensor:
-        """Where the next reduction puts its result."""
+        """Where the next reduction writes its result."""
         assert self.grad is not None
         if not self.stage.shards:
             return self.grad
@@ -747,7 +747,7 @@ class BucketState:
         return self._new_shard()
 
     def add_reduced(self, result: Tensor) -> None:
-        """Take in what target() was given; whole gradients are freed where the stage says so."""
+        """Add a reduction's result; frees whole gradients if the stage does."""
         if self.deterministic:
             if self._reductions is None or (not self.stage.shards and not self._aside):
                 self._reductions = PairwiseSum()
@@ -769,7 +769,7 @@ class BucketState:
         self.free_grad()
 
     def free_grad(self) -> None:
-        """The whole gradients have been sent."""
+        """Free the whole gradients, which have been sent, if the stage does."""
         if self.stage.frees_gradients:
             if self.poison and self.grad is not None and self.spec.n_shards > 1:
                 self.grad.fill_(float("nan"))
@@ -777,15 +777,16 @@ class BucketState:
 
     @property
     def written_by_hand(self) -> bool:
-        """Stage 0: whether somebody wrote into p.grad since mark()."""
+        """Stage 0: whether p.grad was written since mark()."""
         if self.stage.shards or self.reduced is None or self.grad is None:
             return False
         return self.grad._version != self._marked_version
 
     def set_aside(self, *, anew: bool) -> None:
-        """Deterministic stage 0: a new backward must not add to the sum of the last ones.
+        """Deterministic stage 0: keep the sum of the last backward passes out of a new one's.
 
-        anew: what is in p.grad is that sum.
+        Args:
+            anew: p.grad was changed and replaces that sum.
         """
         if not self.stage.shards and self.reduced is not None:
             assert self.grad is not None
@@ -798,7 +799,7 @@ class BucketState:
             self._forget_local()
 
     def adopt(self, position: int) -> None:
-        """Stage 0: a parameter has a gradient from now on: other ranks gave its view one."""
+        """Stage 0: give a parameter the gradient that other ranks have for it."""
         self.has.add(position)
         self.seen.add(position)
         self.params[position].grad = None if self._main else self.grad_views[position]
@@ -811,23 +812,24 @@ class BucketState:
 
     @property
     def zeroed(self) -> bool:
-        """Whether all gradients were zeroed since the last backward or reduction of any rank."""
+        """Whether all gradients were zeroed since the last backward or reduction."""
         return len(self._zeroed) == len(self.params)
 
     @property
     def empty(self) -> bool:
-        """Whether this rank has no gradient, and no part of one."""
+        """Whether this rank holds no gradient, reduced or not."""
         return self.zeroed or (not self.seen and (not self.stage.shards or self.reduced is None))
 
     def zero_grad(self, set_to_none: bool, positions: set[int] | None = None) -> None:
-        """Forget all gradients, which writes no memory; or set those that there are to zero.
+        """Drop all gradients, which writes no memory, or set existing ones to zero.
 
-        positions: those of these parameters only.
+        Args:
+            positions: only the gradients of these parameters.
         """
         self.copies.make()
         positions = set(range(len(self.params))) if positions is None else positions
         zero = set()
-        if not set_to_none:  # but of what was cleared by hand
+        if not set_to_none:  # except gradients that were set to None by hand
             marks = self.marks
             zero = {i for i in positions if i not in marks or self.params[i].grad is not None}
         for position in positions - zero:
@@ -836,10 +838,10 @@ class BucketState:
         for position in zero:
             self._zero(position)
         if self.zeroed:
-            self.unreduced = self._reductions = None  # a tree of zeros would change what follows
+            self.unreduced = self._reductions = None  # a tree of zeros would change later sums
 
     def _forget(self, positions: set[int]) -> None:
-        """These have no gradient any more; memory is written only where others have one."""
+        """Drop the gradients of these; memory is written only if others have a gradient."""
         self._zeroed |= positions
         self.unsent.drop(self.grad_view(i) for i in positions & self.has)
         self.seen -= positions
@@ -857,10 +859,12 @@ class BucketState:
             self.grad = None
 
     def begin_backward(self, *, stopped: bool, skipped: bool = False) -> None:
-        """A backward begins; skipped: the forward did not use these parameters.
+        """Begin a backward.
 
-        stopped: the last one did. Where gradients are shared out, what it has left is dropped if it
-        was the first since zero_grad(), which does not reach it when called on the module.
+        Args:
+            skipped: the forward did not use these parameters.
+            stopped: the last backward stopped. If gradients are sharded and it was the first since
+                zero_grad(), its gradients are dropped: zero_grad() of the module misses them.
         """
         self.enter(BucketPhase.COLLECTING)
         self._awaited = set(range(len(self.params)))
@@ -873,7 +877,7 @@ class BucketState:
         self._zeroed.clear()
 
     def mark(self, *, hidden: bool = True) -> None:
-        """Remember p.grad: see absent.py, [Note: marks]; not hidden: it is what it should be."""
+        """Remember p.grad: see absent.py, Marks; not hidden: p.grad is the gradient."""
         self.copies.make()
         everywhere = self.stage.shards and self.reduced is not None
         positions = range(len(self.params)) if everywhere else self.seen
@@ -882,20 +886,21 @@ class BucketState:
         self._marked_version = self._version
 
     def remember(self) -> None:
-        """What is counted from now on belongs to the gradients that there are."""
+        """Note that counts from now on belong to the present gradients."""
         self._version = -1 if self.grad is None else self.grad._version
 
     @property
     def changed(self) -> bool:
-        """Whether somebody wrote into p.grad since remember()."""
+        """Whether p.grad was written since remember()."""
         return (
             not self.marks.hidden and self.grad is not None and self.grad._version != self._version
         )
 
     def forget_cleared(self, fired: Tensor | None) -> set[int]:
-        """p.grad = None, and zero_grad() of a module, are understood; returns what was cleared.
+        """Notice p.grad = None and zero_grad() of a module; returns the cleared positions.
 
-        fired: stage 0: a parameter that autograd has given its next gradient already.
+        Args:
+            fired: stage 0: a parameter that already has its next gradient from autograd.
         """
         self.copies.make()
         cleared, zeroed = self.marks.look(fired)
@@ -906,17 +911,17 @@ class BucketState:
         return cleared
 
     def _zero(self, position: int) -> None:
-        """A parameter's gradient is zero from now on."""
+        """Set a parameter's gradient to zero."""
         self._zeroed.add(position)
         if self.stage.shards:
             self.unsent.drop(self.grad_view(i) for i in {position} & self.has)
             self.has.discard(position)
-        elif (grad := self.grad_of(position)) is not None:  # or a placeholder, which may be zero
+        elif (grad := self.grad_of(position)) is not None:  # or a placeholder, which may be zeroed
             grad.zero_()
         self._zero_parts(position)
 
     def _zero_parts(self, position: int) -> None:
-        """Zeroes one parameter's elements in what was added up so far."""
+        """Zero a parameter's elements in the sums so far."""
         slot = self.slots[position]
         whole = slice(slot.start, slot.stop)
         start, stop = self.pieces[position]
@@ -930,12 +935,12 @@ class BucketState:
             self.reduced[part].zero_()
 
     def take_tree_ms(self) -> float:
-        """The host's time in fixed sums since the last call."""
+        """Host time in fixed sums since the last call."""
         ms, self._tree_ms = self._tree_ms, 0.0
         return ms
 
     @property
     def tree_bytes(self) -> int:
-        """What fixed sums cost in memory now."""
+        """Bytes that fixed sums hold now."""
         trees = (self.unreduced, self._reductions)
         return sum(tree.nbytes for tree in trees if tree is not None)

@@ -1,16 +1,15 @@
-"""What every rank tells all others: the one small exchange of a step, before the optimizer's
-update, and numbers and texts outside of a step.
+"""The control exchange: one small all-gather per step, before the optimizer's update; also numbers
+and texts exchanged outside of a step.
 
     | hashes | backwards | cleared | tokens | norm bins | used parameters, a bit each | values |
 
-[Note: what begins] At stage 3 a forward gathers parameters, while the exchange waits for another
-group: ranks with different numbers of micro-batches would wait for each other. So between CPU ranks
-each says what it begins, a step or a pass of the model, and the first difference is reported at
-once. On a GPU that would make the host wait; there the watchdog names who is late.
+These are int64 words of each rank, gathered by all, so that every rank sums the same numbers in the
+same order. On a GPU the words stay on the device; what the host checks is read a step later.
 
-int64 words of each rank, gathered by all, so that every rank sums the same numbers in the same
-order. On a GPU the words stay on the device; what the host checks is read a step later, when it is
-there anyway.
+[Note: begin] At stage 3 a forward gathers parameters, while the exchange uses another group: ranks
+with different numbers of micro-batches would wait for each other forever. So CPU ranks exchange
+what they begin, a step or a pass of the model, and report the first difference at once. On a GPU
+that would make the host wait; there the watchdog names the rank that is late.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from fastpar.kernels.global_norm import NORM_WORDS
 
 _BITS = 62
 _TEXT_BYTES = 2048
-MOST_LATE = 4  # steps whose words have not been compared
+MOST_LATE = 4  # steps whose words have not been compared yet
 BEGINS = ("a step", "a forward", "a forward without gradients")
 _HEAD = 5  # hashes of two kinds of collectives, backwards, hash of cleared gradients, tokens
 
 
 def count_words(n_params: int) -> int:
-    """What a rank says in a step's exchange, without values, in words."""
+    """Words per rank of a step's exchange, without values."""
     return _HEAD + NORM_WORDS + -(-n_params // _BITS)
 
 
 class Tally(Protocol):
-    """Numbers of a model, which nobody has to contribute: fp64, as many on every rank."""
+    """Numbers that a model adds to each exchange: fp64, equally many on every rank."""
 
     def take(self, device: torch.device) -> Tensor:
-        """This rank's of the step; the next step begins."""
+        """This rank's numbers of the step; the next step begins."""
 
     def give(self, total: Tensor, rows: Tensor) -> None:
-        """The sums over the ranks, and those of each, of a step, in its exchange."""
+        """Receive a step's sums over the ranks, and every rank's numbers."""
 
     def forget(self) -> None:
-        """The gradients of this step were zeroed."""
+        """Drop the numbers of this step: its gradients were zeroed."""
 
 
 class Control:
@@ -60,14 +59,14 @@ class Control:
 
     Args:
         group: all ranks of the mesh, None if there is one.
-        n_params: of the engine; under a pipeline of the whole model.
-        copy_ranks: the ranks that have one copy of the model with this one; the norm is theirs.
-            Under a pipeline these are the ranks of one stage, counted from its first.
-        stage, stages: the number of this rank's pipeline stage, and how many there are.
+        n_params: of the engine; with a pipeline, of the whole model.
+        copy_ranks: the ranks that hold one replica of the model with this one, over which the norm
+            is summed. With a pipeline: the ranks of one stage, counted from its first.
+        stage, stages: the number of this rank's pipeline stage, and the count of stages.
     Attributes:
-        contributed: fp64 [k], sum over the ranks of what they contributed to the last step.
-        token_scale: fp32 [], by which gradients are divided, None if nobody counts tokens.
-        tally: numbers of a model itself that are summed with the others, None without.
+        contributed: fp64 [k], the sums over the ranks of values contributed to the last step.
+        token_scale: fp32 [], divisor of the gradients, None if tokens are not counted.
+        tally: numbers that the model adds, None without.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Control:
         self._peers = range(stage * n_ranks, (stage + 1) * n_ranks)  # have the same parameters
         self._values: list[Tensor] = []
         self._tokens: Tensor | int | None = None
-        self._doubt = ""  # what is wrong with the tokens, for a person
+        self._doubt = ""  # why the count of tokens may be wrong, for the error
         self._rows: Tensor | None = None
         self._late: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self.contributed: Tensor | None = None
@@ -97,28 +96,28 @@ class Control:
         self._values.append(values.detach().reshape(-1).to(self._device, torch.float64))
 
     def count_tokens(self, n: int | Tensor) -> None:
-        """Add to this rank's valid tokens of this step."""
+        """Add to the valid tokens of this rank in this step."""
         if self._tokens is None:
             self._doubt = ""
         self._tokens = n if self._tokens is None else self._tokens + n
 
     @property
-    def told(self) -> bool:
-        """Whether this step's exchange has something to tell so far."""
+    def has_values(self) -> bool:
+        """Whether tokens or values were added in this step."""
         return self._tokens is not None or bool(self._values)
 
     def forget(self, *, early: bool) -> None:
-        """Gradients were zeroed, and what was told of them with them; early: before a backward."""
+        """Drop tokens and values, as gradients were zeroed; early: before a backward."""
         lost = early and self._tokens is not None
         self._values, self._tokens = [], None
         if self.tally is not None:
             self.tally.forget()
-        self._doubt = "none after zero_grad(), which dropped what was counted" if lost else ""
+        self._doubt = "zero_grad() dropped the count" if lost else ""
 
     def doubt(self) -> None:
-        """Some gradients were zeroed: what was counted is not the count of all of them."""
+        """Note that some gradients were zeroed, so the count of tokens may be wrong."""
         if self._tokens is not None:
-            self._doubt = "zero_grad() of some parameters only, after it"
+            self._doubt = "zero_grad() of some parameters came after count_tokens()"
 
     def exchange(
         self,
@@ -130,16 +129,17 @@ class Control:
         cleared: Sequence[int] = (),
         second: bool = False,
     ) -> Tensor | None:
-        """Tell and hear everything; the bins of all shards together. Ranks: all, once per step.
+        """Exchange everything; returns the sum of all norm bins. Ranks: all, once per step.
 
-        cleared: parameters whose gradients were set to None by hand, in order.
-        second: for one more optimizer: what is told and counted belongs to the next step.
+        Args:
+            cleared: parameters whose gradients were set to None by hand, in order.
+            second: for one more optimizer in the same step: values and tokens belong to the next.
         """
         if self._doubt:
             doubt, self._doubt = self._doubt, ""
             raise RuntimeError(
-                f"Engine: expected count_tokens() of what the gradients are sums over, got {doubt};"
-                " call zero_grad() for all parameters first, then count_tokens(), then backward()"
+                f"Engine: the token count does not match the gradients ({doubt}); call zero_grad() "
+                "for all parameters first, then count_tokens(), then backward()"
             )
         values, tokens, tally = self._values, self._tokens, self.tally
         if second:
@@ -199,10 +199,10 @@ class Control:
         return rows[self._peers.start : self._peers.stop]
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of a small vector over the ranks, apart from a step. Ranks: all.
+        """The sum of a small vector over the ranks, outside of a step. Ranks: all.
 
         Raises:
-            ValueError: another dtype than fp32 and fp64.
+            ValueError: a dtype other than fp32 and fp64.
         """
         if values.dtype not in (torch.float32, torch.float64):
             raise ValueError(
@@ -213,7 +213,7 @@ class Control:
         return mine.clone() if self.group is None else _sum_rows(self.group.gathered(mine))
 
     def begin(self, what: str, n_micro_batches: int) -> None:
-        """Tell the others what begins; see [Note: what begins]. Ranks: all.
+        """Check that all ranks begin the same; see [Note: begin]. Ranks: all.
 
         Args:
             what: one of BEGINS; n_micro_batches: since the last step, for the message.
@@ -233,10 +233,9 @@ class Control:
         for rank, (theirs, count) in enumerate(said):
             if theirs != said[0][0]:
                 raise RuntimeError(
-                    f"Engine: expected every rank to begin the same, got {BEGINS[theirs]} after "
-                    f"{count} micro-batches on rank {rank} where rank 0 begins "
-                    f"{BEGINS[said[0][0]]} after {said[0][1]}; give every rank the same number of "
-                    "micro-batches, or none, and evaluate on every rank"
+                    f"Engine: ranks differ: rank {rank} begins {BEGINS[theirs]} after {count} "
+                    f"micro-batches, rank 0 {BEGINS[said[0][0]]} after {said[0][1]}; give every "
+                    "rank the same number of micro-batches, or none, and evaluate on every rank"
                 )
 
     def used_anywhere(self, parameter: int) -> bool:
@@ -247,7 +246,7 @@ class Control:
         return any(word >> parameter % _BITS & 1 for word in words)
 
     def _check(self, heads: Tensor) -> None:
-        """Raise if the ranks were out of step: at once, or on a GPU when the words are there.
+        """Raise if the ranks are out of step: at once, on a GPU when the words have arrived.
 
         The host runs ahead of a GPU, by MOST_LATE steps at most.
         """
@@ -263,7 +262,7 @@ class Control:
 
 
 def _copied(heads: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """The words on the host, and when they are there."""
+    """(the words on the host, an event of their arrival)."""
     host = torch.empty(heads.shape, dtype=heads.dtype, pin_memory=True, device="cpu")
     host.copy_(heads, non_blocking=True)
     event = torch.cuda.Event()
@@ -278,33 +277,30 @@ def _compare(heads: Tensor, first_rank: int) -> None:
         first, expected = busy[0]
         if row[2] != expected[2]:
             raise RuntimeError(
-                f"Engine: expected as many backward passes on every rank, got {row[2]} on rank "
-                f"{rank} where rank {first} has {expected[2]}; give every rank the same number of "
-                "micro-batches, or none"
+                f"Engine: ranks differ: {row[2]} backward passes on rank {rank}, {expected[2]} on "
+                f"rank {first}; give every rank the same number of micro-batches, or none"
             )
         if row[:2] != expected[:2]:
             raise RuntimeError(
-                "Engine: expected the same collectives in the same order on every rank, got others "
-                f"on rank {rank} than on rank {first}; the ranks ran different parts of the model: "
-                "restart from a checkpoint"
+                f"Engine: ranks {first} and {rank} launched different collectives, as they ran "
+                "different parts of the model; restart from a checkpoint"
             )
     for rank, row in enumerate(rows, first_rank):
         if row[3] != rows[0][3]:
             raise RuntimeError(
-                "Engine: expected the same gradients set to None on every rank between backward "
-                f"and step, got others on rank {rank} than on rank {first_rank}; do it on every "
-                "rank, or on none where a rank has no batch"
+                f"Engine: ranks {first_rank} and {rank} set different gradients to None between "
+                "backward and step; set the same on every rank, or none where a rank has no batch"
             )
     if len({row[4] < 0 for row in rows}) > 1:
         rank = next(r for r, row in enumerate(rows, first_rank) if row[4] < 0)
         raise RuntimeError(
-            f"Engine: expected count_tokens() on every rank or on none, got none on rank {rank}; "
-            "a rank without tokens counts 0"
+            f"Engine: rank {rank} did not call count_tokens(), others did; call it on every rank, "
+            "with 0 on a rank without tokens"
         )
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
-    """The sum over the ranks: in rank order on a CPU, by one kernel, equal on all, on a GPU."""
+    """The sum over the ranks: in rank order on a CPU, by one kernel with equal bits on a GPU."""
     return functools.reduce(torch.add, rows) if rows.device.type == "cpu" else rows.sum(0)
 
 
@@ -312,7 +308,7 @@ def _sum_rows(rows: Tensor) -> Tensor:
 
 
 def prove_together(mesh: Mesh) -> None:
-    """All ranks run the same kernels from now on: one GPU of each kind proves for all (doctor/).
+    """Make all ranks run the same kernels: one GPU of each kind proves for all (doctor/).
 
     Ranks: all of all replicas.
     """
@@ -323,16 +319,16 @@ def prove_together(mesh: Mesh) -> None:
 
 
 class Summing(Protocol):
-    """An engine, as far as it adds up numbers of the ranks."""
+    """An engine, as far as it sums numbers over ranks."""
 
     mesh: Mesh
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        """Their sum over the ranks."""
+        """The sum over the ranks."""
 
 
 def gather_numbers(engine: Summing | None, mine: float) -> list[float]:
-    """A number of every rank, on all of them, in rank order. Ranks: all."""
+    """The numbers of all ranks, in rank order, on every rank. Ranks: all."""
     if engine is None:
         return [mine]
     mesh = engine.mesh
@@ -342,16 +338,16 @@ def gather_numbers(engine: Summing | None, mine: float) -> list[float]:
 
 
 def broadcast_text(engine: Summing | None, text: str) -> str:
-    """What rank 0 says, on every rank. Ranks: all."""
+    """The text of rank 0, on every rank. Ranks: all."""
     if engine is None:
         return text
     return _texts(engine, text if engine.mesh.is_main else "").get(0, "")
 
 
 def gather_errors(engine: Summing | None, mine: str | None) -> dict[int, str]:
-    """Rank -> what went wrong there, of the ranks that have something to say. Ranks: all.
+    """Rank -> error, of the ranks that have one. Ranks: all.
 
-    Wire: 8 bytes a rank; 16 kB more where there is an error.
+    Wire: 8 bytes per rank; 16 kB more if there is an error.
     """
     if not any(gather_numbers(engine, float(mine is not None))):
         return {}

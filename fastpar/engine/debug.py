@@ -1,21 +1,20 @@
-"""What makes mistakes of a training step loud: replicas and inputs compared, freed memory poisoned,
-and collectives that start late.
+"""Checks that make mistakes of a training step visible: replicas and inputs are compared, freed
+memory is poisoned, and collectives start late.
 
-[Note: late collectives] A buffer that is written before its collective has read it, or read before
-the collective has written it, mostly goes unseen: the collective is under way at once and wins the
-race. Delays let it lose: each operation starts after a random delay, in a thread (on a GPU a
-stream) of its own, in the order of the calls. The same seed gives the same delays.
+[Note: late collectives] A buffer written before its collective has read it, or read before the
+collective has written it, mostly stays unnoticed, because the collective starts at once and wins
+the race. Delays make it lose: each operation starts after a random delay, in its own thread (on a
+GPU in its own stream), in the order of the calls. The same seed gives the same delays.
 
-[Note: replicas]
-What is a copy of what follows from names and ranges, not from ranks: each says of what it holds
-"parameter or entry, first element, elements, slice along tp", and ranks that say the same must have
-the same bits. So one rule serves every stage, copies of shards and tp. A rank sends three words for
-each of four classes; only where they differ a second round asks for every tensor.
+How replicas are found: by names and ranges, not by ranks. Each rank describes what it holds as
+"parameter or entry, first element, elements, slice along tp"; ranks with the same description must
+hold the same bits. One rule serves every stage, shards and tp. A rank sends three words for each of
+four classes; only if they differ, a second round compares every tensor.
 
-[Note: a checksum that no single flip survives] is the sum of 64-bit words times odd weights, modulo
-2**64. A flipped bit k changes a word by 2**k, the sum by 2**k times an odd number: never 0. Chunks
-and tensors are put together by multiplying with an odd number, which can be undone. Weights differ
-by place, so that exchanged words are seen too.
+[Note: a checksum that no single flip survives] The checksum is the sum of 64-bit words times odd
+weights, modulo 2**64. A flipped bit k changes a word by 2**k and the sum by 2**k times an odd
+number: never 0. Chunks and tensors are combined by multiplying with an odd number, which is
+invertible. Weights differ by position, so exchanged words are noticed too.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ from fastpar.engine.shards import Shards
 
 _CHUNK = 1 << 23  # bytes of a checksum at a time
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed word
-_CLASSES = 4  # whole or a piece, split along tp or not
-_CYCLES_PER_MS = 1_500_000  # of a GPU, about
+_CLASSES = 4  # whole or piece, split along tp or not
+_CYCLES_PER_MS = 1_500_000  # of a GPU, approximately
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,13 @@ class Debug:
 
     Args:
         check_replicas: after each step compare every parameter over the ranks, bit for bit.
-        poison: fill buffers with NaN before they are freed.
-        delay_ms: every collective starts after a random delay of up to this; 0: at once.
+        poison: fill buffers with nan before they are freed.
+        delay_ms: start every collective after a random delay of up to this; 0: at once.
         seed: of the delays.
         check_inputs: before each forward compare the model's tensor arguments over the ranks of a
-            tp group, which must have the same.
-        bus_gb_s: offload without a GPU, over a stand-in for its bus of this speed in each direction
-            (see comm/host.py); 0: none.
+            tp group, which must be equal.
+        bus_gb_s: run offload without a GPU, over a simulated bus of this speed in each direction
+            (see comm/host.py); 0: off.
         collectives: makes the collectives of (process group, role) instead of the transport.
     Raises:
         ValueError: delay_ms or bus_gb_s below 0.
@@ -86,17 +85,17 @@ class Debug:
                 raise ValueError(f"Debug: expected 0 <= {name}, got {name}={value}; 0 is off")
 
     def delayed(self, collectives: Collectives) -> Collectives:
-        """The collectives, late from now on if delay_ms asks for it. Ranks: each for itself."""
+        """Delay the collectives if delay_ms is set. Ranks: each for itself."""
         if self.delay_ms:
             Delays(collectives, self.delay_ms, self.seed)
         return collectives
 
 
 class Delays:
-    """An observer that begins every operation of one group late; see the note.
+    """An observer that delays every operation of one group; see [Note: late collectives].
 
     Args:
-        group: whose operations; nobody else may use what carries them.
+        group: whose operations; its threads or streams must serve this group only.
         delay_ms: the longest delay; each is drawn from seed and rank.
     """
 
@@ -118,9 +117,9 @@ class Delays:
                 torch.cuda._sleep(int(delay_ms * _CYCLES_PER_MS))
                 begin().wait()
 
-            return StreamHandle(self._stream, on_stream, (begin,))  # which has the tensors
+            return StreamHandle(self._stream, on_stream, (begin,))  # begin holds the tensors
 
-        inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
+        inference = torch.is_inference_mode_enabled()  # threads have their own mode
 
         def late() -> None:
             time.sleep(delay_ms / 1e3)
@@ -134,10 +133,10 @@ class Delays:
 
 
 class InputCheck:
-    """Compares what the ranks of a tp or cp group give to their parts of one model.
+    """Compares the inputs of one model over the ranks of a tp or cp group.
 
     Args:
-        group: of these ranks; axis: along which they lie.
+        group: of these ranks; axis: their axis.
     """
 
     def __init__(self, group: Collectives, axis: str = "tp") -> None:
@@ -145,21 +144,21 @@ class InputCheck:
 
     @classmethod
     def attach_all(cls, engine: Any, model: nn.Module, groups: Mapping[str, Collectives]) -> None:
-        """One for each axis whose ranks are given the same inputs, where they are asked for."""
+        """Attach one per axis whose ranks must have the same inputs, if check_inputs is set."""
         for axis, group in groups.items() if engine.debug.check_inputs else ():
             engine.input_checks.append(cls(group, axis))
             engine.input_checks[-1].attach(model)
 
     def attach(self, model: nn.Module) -> None:
-        """From now on before each forward, as long as somebody keeps this object."""
+        """Compare before each forward, as long as this object is referenced."""
         hook = Hook(weakref.ref(self), InputCheck.compare)
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     @torch.no_grad()
     def compare(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise, on every rank of the group alike, unless all have the same. Ranks: all.
+        """Raise, on every rank of the group alike, unless all inputs are equal. Ranks: all.
 
-        Wire: 8 bytes a rank; the tensors only when they differ.
+        Wire: 8 bytes per rank; the tensors only if they differ.
         """
         named = _named_tensors(model, args, kwargs)
         lines = [f"{name}: {x.dtype} {list(x.shape)}" for name, x in named]
@@ -172,17 +171,16 @@ class InputCheck:
             dtype=torch.int64,
             device="cpu",
         )
-        if bool((self._gather(mine) == mine).all()):  # so it is on all ranks, or on none
+        if bool((self._gather(mine) == mine).all()):  # true on all ranks, or on none
             return
         found = self._unlike(lines) or self._first(named, raw)
         raise RuntimeError(
-            f"parallelize: expected the same inputs on all ranks of a {self.axis} group, got a "
-            f"difference in argument {found}; give them the same batch: choose it by mesh.dp_rank, "
-            "not by mesh.rank"
+            f"parallelize: the ranks of a {self.axis} group got different inputs: argument "
+            f"{found}; give them the same batch: choose it by mesh.dp_rank, not by mesh.rank"
         )
 
     def _unlike(self, lines: Sequence[str]) -> str | None:
-        """The first argument of another shape, dtype or name."""
+        """The first argument with another shape, dtype or name."""
         text = torch.frombuffer(bytearray("\n".join(lines).encode() or b" "), dtype=torch.uint8)
         size = int(
             self._gather(torch.tensor([text.numel()], dtype=torch.int64, device="cpu")).max()
@@ -198,7 +196,7 @@ class InputCheck:
         return f"'{name}' on {self.axis} rank {rank}: {mine} where rank 0 has {first}"
 
     def _first(self, named: Sequence[tuple[str, Tensor]], raw: Sequence[Tensor]) -> str:
-        """The first element that differs from that of rank 0."""
+        """The first element that differs from rank 0's."""
         none = len(named)
         mine = torch.tensor([none, 0], dtype=torch.int64, device="cpu")
         for i, x in enumerate(raw):
@@ -230,7 +228,7 @@ class InputCheck:
 def _named_tensors(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Tensor]]:
-    """Also those in lists and dicts; by the names of forward's parameters."""
+    """(name of forward's parameter, tensor), also those in lists and dicts."""
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in by_place]
@@ -257,18 +255,18 @@ class Held(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Ranks that should have the same, by what they have, the most frequent first."""
+    """Ranks that should hold the same, grouped by what they hold, largest group first."""
 
     groups: list[list[int]]
 
     @property
     def is_clear(self) -> bool:
-        """Whether more ranks agree on one thing than on any other."""
+        """Whether more ranks agree on one content than on any other."""
         return len(self.groups[0]) > len(self.groups[1])
 
 
 def checksum(x: Tensor) -> Tensor:
-    """int64 [] on x's device, of its bits; see [Note: a checksum that no single flip survives]."""
+    """int64 [] of x's bits, on its device; see [Note: a checksum that no single flip survives]."""
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     if not x.numel():
         return total
@@ -290,16 +288,16 @@ def checksum(x: Tensor) -> Tensor:
 def check_replicas(
     shards: Shards, group: Collectives | None, optimizer: Any = None, *, step: int
 ) -> None:
-    """Raise unless the ranks hold the same bits in what they should have alike. Ranks: all.
+    """Raise unless replicas hold the same bits. Ranks: all.
 
     Args:
-        group: of all ranks of the mesh, None if there is one.
-        optimizer: whose state is compared too: at stage 0 along dp, else among copies of a shard.
+        group: all ranks of the mesh, None if there is one.
+        optimizer: its state is compared too: at stage 0 along dp, else among equal shards.
         step: for the message.
     Raises:
-        RuntimeError: names rank, parameter and step; with as many copies of one kind as of the
-            other it says that it cannot tell which are right.
-    Wire: 96 bytes a rank; where they differ 8 for each parameter and entry.
+        RuntimeError: names rank, parameter and step; without a majority it says that it cannot
+            tell which ranks are right.
+    Wire: 96 bytes per rank; if they differ 8 for each parameter and entry.
     """
     mesh = shards.mesh
     if group is None:
@@ -321,7 +319,7 @@ def check_replicas(
         found += [(i, each) for each in differences([(row[i][1], row[i][2]) for row in rows])]
     if not found:
         return
-    # Every rank knows it now, and asks for the same class.
+    # All ranks know the difference now and choose the same class.
     i, difference = min(found, key=lambda each: (not each[1].is_clear, each[0]))
     most = max(row[i][0] for row in rows)
     parts = group.gathered(torch.stack([*sums[i], *[zero] * (most - len(sums[i]))]))
@@ -331,7 +329,7 @@ def check_replicas(
 
 
 def differences(everyone: Sequence[tuple[int, int]]) -> list[Difference]:
-    """Where (key, sum) of the ranks differ: ranks with the same key must have the same sum."""
+    """Where (key, sum) of the ranks differ: equal keys must have equal sums."""
     found = []
     for key in dict.fromkeys(key for key, _ in everyone):
         groups: dict[int, list[int]] = {}
@@ -344,7 +342,7 @@ def differences(everyone: Sequence[tuple[int, int]]) -> list[Difference]:
 
 
 def _held(shards: Shards, optimizer: Any) -> Iterator[Held]:
-    """Wholes and pieces of parameters, then what the optimizer knows of them, in launch order."""
+    """Whole parameters, pieces, then the optimizer's state of them, in launch order."""
     whole = not shards.stage.frees_parameters
     frozen = [(p, name) for p, name in shards.frozen.items()]
     for p, name in [*((p, shards.name_of(p)) for p in shards.params), *frozen]:
@@ -362,26 +360,25 @@ def _held(shards: Shards, optimizer: Any) -> Iterator[Held]:
 
 
 def _key(held: Sequence[Held]) -> int:
-    """A hash of what a rank says it holds, a signed word; slices are told apart."""
+    """A hash of the descriptions of what a rank holds, a signed word; slices differ."""
     lines = [f"{each.what} {each.start} {each.values.numel()} {each.split}" for each in held]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def _message(difference: Difference, what: str, step: int) -> str:
-    rule = "Engine.check_replicas: expected the same bits on every rank, got a difference"
+    rule = "Engine.check_replicas: replicas differ"
     first, *others = difference.groups
     if difference.is_clear:
         wrong = sorted(rank for each in others for rank in each)
         return (
             f"{rule} on {_ranks(wrong)} in {what} after step {step}, where {_ranks(first)} agree; "
-            "something changed it there only: check that machine's memory and device, and go on "
-            "from the last checkpoint without it"
+            "check that machine's memory and device, and resume from the last checkpoint without it"
         )
     between = " and ".join(map(_ranks, difference.groups))
     return (
-        f"{rule} between {between} in {what} after step {step}, and no majority that tells which "
-        "is right; check these machines' memory and devices, and go on from the last checkpoint"
+        f"{rule} between {between} in {what} after step {step}, without a majority; check these "
+        "machines' memory and devices, and resume from the last checkpoint"
     )
 
 

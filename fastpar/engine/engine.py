@@ -1,19 +1,18 @@
-"""The engine of a parallelized model: its hooks, and the order of what happens in a step.
+"""The engine of a parallelized model: its hooks, and the order of events in a step.
 
     hook (here) -> bucket.py -> gradients.py -> shards.py -> optimizer -> gathers.py
 
-README.md has the picture. The engine owns the parts and the phase of the step; no part knows it.
-
-[Note: several backward passes before a step]
-They add up. Each is reduced into the shard, or, under no_sync(), accumulate="full" and in a
-micro-batch that is not the last, stays in the whole gradients of this rank. In deterministic mode
-both kinds of sums are pairwise trees over the micro-batches, and the ranks' sum is one too: equal
-micro-batches, however they are split, give the same bits.
+README.md lists the steps. The engine owns these parts and the phase of the step; the parts do not
+know the engine.
 
 [Note: micro-batches]
-The ranks must have the same number of them, and a gradient is complete with the last. A loop that
-says nothing has one for each backward. One that calls begin_micro_batch() may have any number of
-forwards and backward passes in each: those of a pipeline's schedule, or several losses.
+Backward passes before a step accumulate. Each is reduced into the shard; under no_sync(), with
+accumulate="full" and in a micro-batch that is not the last one, this rank keeps its whole
+gradients instead. In deterministic mode both kinds of sums are pairwise trees over the
+micro-batches, and so is the sum over ranks: equal micro-batches give the same bits however they are
+split. All ranks must have the same number of micro-batches, and a gradient is complete with the
+last one. Without begin_micro_batch() each backward is a micro-batch. With it, a micro-batch may
+have any number of forwards and backward passes: those of a pipeline's schedule, or several losses.
 """
 
 from __future__ import annotations
@@ -52,22 +51,22 @@ class Engine:
 
     Args:
         units: modules that are gathered together, the root's first; see gathers.py.
-        control_group: of all ranks of the mesh, None if there is one.
-        mesh: the user's; that of the shards has cp among dp.
+        control_group: all ranks of the mesh, None if there is one.
+        mesh: the user's; the mesh of the shards counts cp ranks as dp.
     Attributes:
-        shards: the buckets and parameters, as this rank has them.
-        shares: whether a rank has less than whole parameters, or gradients of less.
-        steps_pieces: whether optimizers step pieces, or what is elsewhere, not p with p.grad.
-        phase: of the step; report: StepReport of the last one, None before it.
-        tp_report: what is split along tp, and why; print it.
-        tree_ms: the host's time in the fixed sums of the last step.
-        graph_task: autograd's number of the backward that runs, or stopped; -1: none.
+        shards: the buckets and parameters on this rank.
+        shares: whether this rank holds less than whole parameters and gradients.
+        steps_pieces: whether optimizers step pieces, or memory elsewhere, instead of p with p.grad.
+        phase: of the step; report: StepReport of the last step, None before it.
+        tp_report: which layers are split along tp, and why; print it.
+        tree_ms: host time in the fixed sums of the last step.
+        graph_task: autograd's number of the backward that runs, or that stopped; -1: none.
     """
 
     paused = False  # its hooks do nothing; see train/cuda_graphs.py
     on_phase: Callable[[str], None] = staticmethod(lambda name: None)  # see comm/recorder.py
-    adds = False  # gradients are added to those that are there; see pipeline_step.py
-    recorder: Callable[[Tensor], tuple[Tensor, bool] | None] | None = None  # gives places then
+    adds = False  # autograd accumulates in the buckets; see pipeline_step.py
+    recorder: Callable[[Tensor], tuple[Tensor, bool] | None] | None = None  # replaces Places
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class Engine:
         self.gathers = Gathers(units, shards, self) if by_unit else None
         self.partials = PartialGradients(shards)
         self._last_bucket = shards.buckets[-1].spec.index
-        self._active = self.buckets  # those to which a backward gives gradients, or that it sends
+        self._active = self.buckets  # those that this backward writes or sends
         copy = shards.ranks_of_copy()
         stages = shards.stages
         n_params = len(shards.params) if stages is None else stages.n_params
@@ -101,13 +100,13 @@ class Engine:
         self.tp_report = ""
         self.tree_ms = 0.0
         self.phase = StepPhase.EMPTY
-        self._before_backward = StepPhase.EMPTY  # the phase that a backward found
+        self._before_backward = StepPhase.EMPTY  # the phase before the current backward
         self.graph_task = -1
-        # What autograd calls at the end of a backward, and has until it ends or fails.
+        # The callback at the end of a backward; autograd holds it until the end or a failure.
         self._running: Callable[[], object] = lambda: None
-        self._spent: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers without new gradients
-        self._second = False  # one more optimizer steps: other parameters, the same backward
-        self._cleared: set[nn.Parameter] = set()  # whose gradient was, by hand, since the last step
+        self._spent: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used the gradients
+        self._second = False  # a further optimizer steps other parameters after the same backward
+        self._cleared: set[nn.Parameter] = set()  # gradients set to None by hand since the step
         me = weakref.ref(self)  # parameters own the engine, not the hooks: no cycle through C++
         for p in shards.params:
             p._fastpar_engine = Link(self)  # type: ignore[attr-defined]
@@ -134,14 +133,14 @@ class Engine:
             self.reducer.launch_ready()
 
     def before_unit_backward(self, grad: Any = None, fired: Any = None) -> None:
-        """The backward of a unit begins, or a gradient comes: perhaps the first of a backward."""
+        """Called before a unit's backward and for gradients: begins a backward if none runs."""
         task = torch._C._current_graph_task_id()
         if self.paused or task == self.graph_task:
             return
         if self._running() is not None:
             raise RuntimeError(
-                "Engine: expected one backward at a time, got a backward inside of a backward, as "
-                "reentrant activation checkpoints run it; use checkpoint(..., use_reentrant=False)"
+                "Engine: a backward ran inside of another, as with reentrant activation "
+                "checkpoints; use checkpoint(..., use_reentrant=False)"
             )
         self.begin_backward(task, fired)
         end = functools.partial(self.end_backward)
@@ -149,7 +148,7 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def begin_backward(self, task: int = -1, fired: Any = None) -> None:
-        """A backward begins: autograd's of this number, or one that is replayed."""
+        """Begin a backward: autograd's with this number, or one that is replayed."""
         self.reducer.check_rests(self.mesh.rank)
         stopped = self.graph_task != -1  # an earlier backward, before it sent anything
         self._forget_cleared(fired)
@@ -176,7 +175,7 @@ class Engine:
         self.reducer.begin_backward(self._active, last=last, final=self.micro_batches.final)
 
     def end_backward(self) -> None:
-        """All gradients of a backward are there."""
+        """End a backward: all its gradients are there."""
         self.graph_task = -1
         self._enter(StepPhase.LOCAL)
         if self.gathers is not None:
@@ -192,9 +191,9 @@ class Engine:
         self._active = self.buckets
 
     def _reduce(self) -> None:
-        """Afterwards gradients are means over the ranks."""
+        """Reduce all gradients to means over the ranks."""
         self.shards.check()
-        for bucket in self._active:  # in step() marks are still there: no gradients
+        for bucket in self._active:  # in step() marks are still set: no backward lifted them
             bucket.marks.lift()
         self.reducer.finish()
         if not self.stage.shards:
@@ -207,7 +206,7 @@ class Engine:
         self._enter(StepPhase.REDUCED)
 
     def _resume_if_stopped(self) -> None:
-        """A backward that stopped has changed nothing: the phase before it holds."""
+        """Restore the phase before a backward that stopped: it has changed nothing."""
         stopped = torch._C._current_graph_task_id() != self.graph_task
         if stopped and self.phase is StepPhase.BACKWARD:
             self.phase = self._before_backward
@@ -215,7 +214,7 @@ class Engine:
     # Forward
 
     def before_gathers(self, with_grad: bool) -> None:
-        """A forward of the whole model is about to gather; see control.py, [Note: what begins]."""
+        """A forward of the whole model is about to gather; see control.py, [Note: begin]."""
         self._say_begin("a forward" if with_grad else "a forward without gradients")
 
     def before_forward(self, with_grad: bool) -> None:
@@ -231,7 +230,7 @@ class Engine:
     # The optimizer's side
 
     def before_step(self, optimizer: object = None) -> None:
-        """Gradients are reduced, also those of other ranks if this one had no backward at all.
+        """Reduce gradients, also on a rank that had no backward. Ranks: all.
 
         Raises:
             RuntimeError: another optimizer has stepped the same parameters with these gradients.
@@ -264,20 +263,20 @@ class Engine:
         theirs = {p for group in other.param_groups for p in group["params"]}
         for p in (p for group in optimizer.param_groups for p in group["params"] if p in theirs):
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step: expected parameters of one optimizer, got "
-                f"'{self.shards.name_of(p)}', which {type(other).__name__} has stepped with the "
-                "same gradients; give each optimizer parameters of its own"
+                f"{type(optimizer).__name__}.step: parameter '{self.shards.name_of(p)}' was "
+                f"already stepped by {type(other).__name__} with the same gradients; give each "
+                "parameter to one optimizer only"
             )
 
     def reduce_rest(self) -> None:
-        """Reduce gradients that only this rank knows, if there are any. Ranks: all."""
+        """Reduce gradients that only this rank has, if there are any. Ranks: all."""
         self._forget_cleared()
         if self.phase is StepPhase.LOCAL:
             self._reduce()
         self.partials.sum()
 
     def exchange(self, bins: Tensor | None) -> Tensor | None:
-        """The control exchange: norm bins of this rank's pieces -> of all. Ranks: all, once."""
+        """The control exchange: sum of all ranks' norm bins. Ranks: all, once per step."""
         waiting = self.log.timer.waiting() if self.control_group else contextlib.nullcontext()
         with self.log.naming("in the control exchange after", self._last_bucket), waiting:
             return self.control.exchange(
@@ -290,7 +289,7 @@ class Engine:
             )
 
     def has_grad(self, p: Tensor) -> bool:
-        """After exchange(): whether any rank had a gradient. Waits only if this one had none."""
+        """After exchange(): whether any rank had a gradient. Waits if this rank had none."""
         bucket, position = self.shards.places[p]  # type: ignore[index]
         if not self.stage.shards:
             return bucket.grad_of(position) is not None
@@ -298,7 +297,7 @@ class Engine:
         return position in bucket.seen or self.control.used_anywhere(index)
 
     def after_step(self) -> None:
-        """The optimizer has used the gradients: the next backward begins a new step."""
+        """End a step: the next backward begins a new one."""
         before = self.phase
         self._enter(StepPhase.STEPPED)
         if self.gathers is not None:
@@ -315,15 +314,17 @@ class Engine:
             if self.debug.check_replicas:
                 self.check_replicas()
 
-    # What sets gradients to zero, or to None
+    # Zeroed and cleared gradients
 
     def zero_grad(
         self, set_to_none: bool = True, *, of: torch.optim.Optimizer | None = None
     ) -> None:
-        """torch's, for main gradients and shards too; drops what was counted and contributed.
+        """Like torch's, for main gradients and shards too; drops counts and contributions.
 
-        By default no memory is written, except where a bucket keeps other gradients. of: only the
-        gradients of its parameters; otherwise all of this engine's are zeroed.
+        By default no memory is written, except in buckets that keep other gradients.
+
+        Args:
+            of: zero only gradients of this optimizer's parameters; default: all of this engine's.
         """
         self._resume_if_stopped()
         if of is None:
@@ -344,7 +345,7 @@ class Engine:
             self.gathers.launch_early()
 
     def _end_of_gradients(self) -> None:
-        """All were zeroed: a step that did not come is forgotten."""
+        """All gradients were zeroed: forget the step so far."""
         self.control.forget(early=self.micro_batches.begun == 0)
         self._enter(StepPhase.EMPTY)
         self.micro_batches.forget()
@@ -353,51 +354,54 @@ class Engine:
         self._cleared.clear()
 
     def _forget_cleared(self, fired: Tensor | None = None) -> None:
-        """Look for p.grad = None and zero_grad() of a module, which tell nobody."""
+        """Notice p.grad = None and zero_grad() of a module, which do not call the engine."""
         self._resume_if_stopped()
-        heard = False
+        changed = False
         for bucket in self.buckets:
             zeroed, everywhere = bucket.zeroed, bucket.reduced is not None
             cleared = bucket.forget_cleared(fired)
-            heard = heard or bool(cleared) or bucket.zeroed != zeroed
+            changed = changed or bool(cleared) or bucket.zeroed != zeroed
             self._cleared.update(bucket.params[i] for i in cleared if everywhere)
-        if heard and all(bucket.empty for bucket in self.buckets):
+        if changed and all(bucket.empty for bucket in self.buckets):
             reduced, begun = self.phase is StepPhase.REDUCED, self.micro_batches.begun
             self._end_of_gradients()
             if not reduced:  # other ranks may have some left
                 self.micro_batches.begun = begun
 
     def _check_unchanged(self) -> None:
-        """What was told is of the gradients that there are."""
-        for bucket in self.buckets if self.control.told else ():
+        """Refuse gradients that changed after count_tokens() or contribute()."""
+        for bucket in self.buckets if self.control.has_values else ():
             if bucket.changed:
                 raise RuntimeError(
-                    "Engine: expected gradients as backward left them after count_tokens() or "
-                    f"contribute(), got p.grad of '{bucket.name(0)}' or another changed in place "
-                    "(zero_grad(set_to_none=False) of a module?); call that of the optimizer"
+                    f"Engine: p.grad of '{bucket.name(0)}' or another parameter was changed in "
+                    "place after count_tokens() or contribute(); zero gradients with the "
+                    "optimizer's zero_grad()"
                 )
 
-    # The training loop's side
+    # For the training loop
 
     def begin_micro_batch(self, *, last: bool, part: int | None = None) -> None:
-        """The forwards and backward passes up to the next call, or the step, are one micro-batch.
+        """Begin a micro-batch: the forwards and backward passes up to the next call or step().
 
-        For loops in which a backward is not a micro-batch; see [Note: micro-batches]. Ranks: all.
-        last: of the step: its backward passes reduce gradients, those of all others stay on this
-        rank, whatever accumulate says. If none is the last, the step reduces them.
-        part: the chunk of a pipeline that gets gradients.
+        For loops in which one micro-batch has several backward passes; see [Note: micro-batches].
+        Ranks: all.
+
+        Args:
+            last: its backward passes reduce gradients; those of other micro-batches stay on the
+                rank, whatever accumulate says. If none is the last, the step reduces them.
+            part: the chunk of a pipeline that gets gradients.
         """
         self._resume_if_stopped()
         if self.phase is StepPhase.BACKWARD:
             raise RuntimeError(
-                "Engine.begin_micro_batch: expected a call between backward passes, got one inside "
-                "of one; call it before the forwards of the micro-batch"
+                "Engine.begin_micro_batch: called during a backward; call it before the forwards "
+                "of the micro-batch"
             )
         self.micro_batches.begin(last, part)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up locally and do not communicate gradients."""
+        """Backward passes inside accumulate on this rank and reduce no gradients."""
         micro = self.micro_batches
         before, micro.synchronize = micro.synchronize, False
         try:
@@ -406,22 +410,23 @@ class Engine:
             micro.synchronize = before
 
     def contribute(self, values: Tensor) -> None:
-        """Add numbers (loss, flags), as many on every rank, to this step's control exchange.
+        """Add numbers (loss, flags), equally many on every rank, to this step's control exchange.
 
-        Afterwards control.contributed is fp64 [k], their sums over the ranks. zero_grad() before
-        the step drops them.
+        Afterwards control.contributed holds their sums over the ranks, fp64 [k]. zero_grad()
+        before the step drops them.
         """
-        self._tell(self.control.contribute, values)
+        self._note(self.control.contribute, values)
 
     def count_tokens(self, n: int | Tensor) -> None:
-        """This rank's losses are sums over n valid tokens: divide by the count of all ranks.
+        """Divide gradients by the tokens of all ranks, of which this rank has n.
 
-        Once per micro-batch (0 for a rank without any), after zero_grad(), which drops what was
-        counted for a step that did not come; fastpar's optimizers then divide on the device.
+        For losses that are sums over valid tokens. Call it once per micro-batch (with 0 on a rank
+        without tokens), after zero_grad(), which drops earlier counts. fastpar's optimizers divide
+        on the device.
         """
-        self._tell(self.control.count_tokens, n)
+        self._note(self.control.count_tokens, n)
 
-    def _tell(self, how: Callable[[Any], None], what: Any) -> None:
+    def _note(self, how: Callable[[Any], None], what: Any) -> None:
         self._forget_cleared()
         self._check_unchanged()
         how(what)
@@ -429,7 +434,7 @@ class Engine:
             bucket.remember()
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        """Sum a small vector over the ranks, apart from a step (validation). Ranks: all.
+        """Sum a small vector over the ranks, outside of a step (validation). Ranks: all.
 
         Args:
             values: fp32 or fp64, on mesh.device; loss, token count, flags.
@@ -442,13 +447,13 @@ class Engine:
     # Gradients and parameters
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """All parameters are whole inside; see Shards.gathered. Ranks: all."""
+        """Make all parameters whole inside; see Shards.gathered. Ranks: all."""
         return self.shards.gathered()
 
     def grads(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """(parameter, reduced gradient) in registration order. Ranks: all.
+        """(parameter, whole reduced gradient) in registration order. Ranks: all.
 
-        Of parameters that have one on this rank (sharded stages: of all); whole tensors.
+        Stage 0: of parameters with a gradient on this rank; other stages: of all.
         """
         self.reduce_rest()
         shards, found, slots = self.shards, [], self.shards.layout.slots
@@ -462,44 +467,49 @@ class Engine:
 
     @property
     def sharing(self) -> str:
-        """How the model is shared out, for messages."""
+        """The layout of the model, for messages."""
         text = f"zero_stage={self.stage.number}, tp={self.mesh.tp_size}"
         return text if self.shards.stages is None else f"{text}, pp={self.mesh.size('pp')}"
 
     def wire_bytes(self) -> dict[str, int]:
-        """Bytes that this rank sends for one backward and step, by kind."""
+        """Bytes that this rank sends per backward and step, by kind."""
         return _wire_bytes(self.shards, self._last_unit())
 
     def memory(self) -> dict[str, int]:
-        """Bytes that are alive on this rank, by kind."""
+        """Bytes allocated on this rank, by kind."""
         return _memory(self.shards)
 
     def describe(self) -> str:
-        """Units, buckets in launch order, shards, bytes by kind, and the collectives of a step."""
+        """Text: units, buckets in launch order, shards, bytes by kind, collectives of a step."""
         return _describe(self.shards, self._last_unit(), self.tree_ms)
 
     def _last_unit(self) -> int:
         return self.gathers.last_forward() if self.gathers is not None else -1
 
     def check_replicas(self, optimizer: object = None, *, step: int | None = None) -> None:
-        """Raise unless the ranks hold the same bits in what they should have alike. Ranks: all.
+        """Raise unless replicas hold the same bits. Ranks: all.
 
-        optimizer: of this engine, whose state is compared too; step: for the message, None: the
-        number of reductions since parallelize().
+        Args:
+            optimizer: of this engine; its state is compared too.
+            step: for the message; default: the number of reductions since parallelize().
         """
         step = self.log.n_reductions if step is None else step
         check_replicas(self.shards, self.control_group, optimizer, step=step)
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine that parallelize() attached to the parameters of model."""
+    """The engine of a model that went through parallelize().
+
+    Raises:
+        ValueError: no parameter of model has an engine.
+    """
     for parameter in model.parameters():
         engine = engine_of_parameter(parameter)
         if engine is not None:
             return engine
     raise ValueError(
-        f"engine_of: expected a module that went through fastpar.parallelize, got "
-        f"model={type(model).__name__} without an engine; copies and loaded pickles have none"
+        f"engine_of: {type(model).__name__} has no engine; pass the module that "
+        "fastpar.parallelize returned (copies and unpickled models have none)"
     )
 
 
@@ -508,16 +518,16 @@ def engine_of_parameter(parameter: Tensor) -> Engine | None:
     return absent.engine_of(parameter)
 
 
-# What an engine holds and sends
+# Reports of memory and traffic
 
 _MIB = 2**20
 
 
 def _memory(shards: Shards) -> dict[str, int]:
-    """Bytes that are alive on this rank, by kind; without the optimizer's state and activations."""
+    """Bytes allocated on this rank, by kind; without optimizer state and activations."""
     kinds = dict.fromkeys(("parameters", "parameter shards", "gradients", "gradient shards"), 0)
     for bucket in shards.buckets:
-        if bucket.apart:  # a storage of its own, at stage 3 empty while the unit is not used
+        if bucket.apart:  # memory of its own, at stage 3 empty while the unit is not used
             kinds["parameters"] += bucket.flat.untyped_storage().nbytes()
             kinds["parameter shards"] += bucket.shard.nbytes
         else:
@@ -536,13 +546,13 @@ def _memory(shards: Shards) -> dict[str, int]:
 
 
 def _wire_bytes(shards: Shards, last_unit: int) -> dict[str, int]:
-    """Bytes that this rank sends for one backward and step, by kind of collective.
+    """Bytes that this rank sends per backward and step, by kind of collective.
 
-    Without evaluation, recomputed gathers, the control exchange, and tp's activations, which
+    Without evaluation, gathers for recomputation, the control exchange, and tp's activations, which
     depend on the batch.
 
     Args:
-        last_unit: that stays from forward to backward where parameters are freed.
+        last_unit: the unit that stays gathered from forward to backward at stage 3.
     """
     sent = _between_copies(shards, last_unit)
     partial = _partial_bytes(shards)
@@ -577,7 +587,7 @@ def _between_copies(shards: Shards, last_unit: int) -> dict[str, int]:
 def _sent_of(
     stage: Stage, buckets: list[BucketState], ranks: int, last_unit: int
 ) -> dict[str, int]:
-    """Of buckets that so many ranks have."""
+    """Bytes sent for buckets that are replicated or sharded over `ranks` ranks."""
     sent: dict[str, int] = {}
 
     def add(kind: str, group: Collectives | None, numel: int, dtype: torch.dtype) -> None:
@@ -592,7 +602,7 @@ def _sent_of(
             add("all-reduce", groups.reduce, numel, bucket.wire_dtype)
             continue
         add("reduce-scatter", groups.reduce, numel, bucket.wire_dtype)
-        # The root stays from forward to backward, and so does the last unit.
+        # The root and the last unit stay gathered from forward to backward.
         stays = not stage.frees_parameters or bucket.spec.unit in (ROOT, last_unit)
         add("all-gather", groups.gather, numel, bucket.spec.dtype)
         if not stays and groups.node is not None:
@@ -604,7 +614,7 @@ def _sent_of(
 
 
 def _describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
-    """One line on the engine, one on memory and wire, a table of buckets, and the schedule."""
+    """Text: the engine, memory and wire, a table of buckets, and the schedule."""
     settings, ranks = shards.settings, shards.mesh.dp_size
     parameters = sum(slot.spec.numel for slot in shards.layout.slots)
     reduce = shards.buckets[0].groups.reduce
@@ -654,7 +664,7 @@ def _schedule(shards: Shards) -> str:
     copies = shards.mesh.dp_size // shards.settings.n_shards
     reduce = f"reduce-scatter {span} while backward runs{tree}"
     if copies > 1:
-        reduce += f", then all-reduce each shard with its {copies} copies"
+        reduce += f", then all-reduce each shard with its {copies} replicas"
     if not shards.stage.frees_parameters:
         return f"{reduce}{control}; all-gather {span} under the next forward"
     ahead = shards.settings.asked.prefetch

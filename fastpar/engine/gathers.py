@@ -1,40 +1,37 @@
 """When the units of a model are gathered and freed: forward hooks, backward gates, prefetch.
 
-A unit is a block of the model: an element of a ModuleList or Sequential. Parameters outside of all
-blocks, those that several blocks share, and torch's RNN cells belong to the root unit, which is
+A unit is a block of the model: an element of a ModuleList or Sequential. Parameters outside all
+blocks, parameters that several blocks use, and torch's RNN cells belong to the root unit, which is
 needed from the beginning of a forward to the end of its backward.
 
 [Note: order of gathers]
-Every rank must launch the same gathers in the same order, or one rank's block is filled with the
-values of another. A pass of a kind (forward, forward without gradients, backward) launches in the
-order of the last one, `prefetch` units ahead of use; the first in the order of the modules. A rank
-that skips a unit launches its gather all the same when it comes to a later one, or at the end of
-the pass, for the others' sake. At stages 1 and 2 all gathers follow a step, in the order of the
-modules. What is launched goes into a hash, which the control exchange compares.
+Every rank must launch the same gathers in the same order, or a block is filled with the values of
+another. A pass (forward, forward without gradients, backward) launches in the order of the last
+pass of its kind, `prefetch` units ahead of use; the first pass launches in the order of the
+modules. A rank that skips a unit still launches its gather, when it reaches a later unit or the end
+of the pass. At stages 1 and 2 all gathers follow a step, in the order of the modules. A hash of the
+launches goes into the control exchange, which compares it.
 
-[Note: what a forward waits for]
-A module waits for its own parameters, not for the rest of its unit, if the last pass of this kind
-called it inside of the unit's forward; the unit waits at once for all others, which it may use
-without a call. After its forward all are there. What is compiled inside of a unit runs without the
-hooks of its modules: once anybody has called torch.compile, units wait for all; so they do where
-modules that contain others have hooks of somebody else. Outside of it the hooks break the graph.
+What a forward waits for: a submodule that ran inside its unit in the previous pass waits only for
+its own weights. All others are awaited when the unit starts, because its code may use them
+directly. After the forward all are gathered. Code compiled inside a unit runs without the hooks of
+its modules, so once torch.compile was called, units wait for all weights; they also do if modules
+with submodules have hooks of other code. Outside units the hooks break the graph.
 
-[Note: when a unit is freed]
-Stage 3: after its forward, except the last one's, which backward needs next; in backward bucket by
-bucket, when all of its parameters have their gradients. Hooks in a recomputation (activation
-checkpointing) gather but do not free: the backward of the unit is about to begin. Gates tell that:
-hooks on the autograd nodes of a unit's outputs, which stay where they are when an output is changed
-in place. A unit whose outputs show no node, or are parameters, stays until the end of backward; so
-does one of which a parameter was used while it was not there (absent tensors, in
-absent.py). A part of a unit that is called from outside of it counts as the unit; inside
-of it, it waits for its parameters and gathers nothing. The backward of a graph that a backward
-made (create_graph=True) has no gates and would use what was freed: it is refused.
+When a unit is freed (stage 3): after its forward, except the last unit's, which backward needs
+next; in backward bucket by bucket, when all parameters of the bucket have their gradients. In a
+recomputation (activation checkpointing) hooks gather but do not free, because the unit's backward
+follows. The start of a unit's backward is detected by gates: hooks on the autograd nodes of its
+outputs, which stay in place if an output is changed in place. A unit stays until the end of
+backward if its outputs have no node or are parameters, or if a parameter was used while it was
+absent (absent.py). A submodule called from outside its unit counts as the unit; inside, it waits
+for its parameters and gathers nothing. The backward of a graph made by a backward
+(create_graph=True) has no gates and would use freed memory: it is refused.
 
-[Note: hooks of others]
-Parameters are whole in the hooks of a unit and of all modules inside of it, because ours run first
-before a forward and last after it; of the root, in those of modules outside of units, for the
-root's parameters (at stages 1 and 2 for all). Only a pre-hook that is registered after
-parallelize() with prepend=True runs before them, and reads nan.
+Hooks of other code see whole parameters: in hooks of a unit and of the modules inside it, because
+the engine's hooks run first before a forward and last after it; in hooks of modules outside units,
+the root's parameters (at stages 1 and 2 all). Only a pre-hook registered after parallelize() with
+prepend=True runs earlier, and reads nan.
 """
 
 from __future__ import annotations
@@ -58,10 +55,10 @@ ROOT = 0  # index of the root unit
 
 
 class PassListener(Protocol):
-    """Who hears of the passes of a model; calls of these may raise."""
+    """Is called when the passes of a model begin; these calls may raise."""
 
     def before_gathers(self, with_grad: bool) -> None:
-        """A forward of the whole model is about to gather, where whole parameters are freed."""
+        """A forward of the whole model is about to gather, if whole parameters are freed."""
 
     def before_forward(self, with_grad: bool) -> None:
         """A forward of the whole model begins."""
@@ -76,9 +73,9 @@ class _Pass:
     def __init__(self) -> None:
         self.recorded: list[int] = []
         self.launched: list[int] = []
-        self.next = 0  # in recorded
-        self.called: set[int] = set()  # ids of parts of units, inside of them
-        self.will_call: set[int] = set()  # by the last pass
+        self.next = 0  # index into recorded
+        self.called: set[int] = set()  # ids of submodules called inside their units
+        self.will_call: set[int] = set()  # those of the last pass
 
     def begin(self) -> None:
         self.launched, self.next = [], 0
@@ -91,11 +88,11 @@ class Gathers:
     Args:
         units: modules of each unit, the root's first.
         shards: starts and completes the gather of a bucket.
-        listener: hears of passes that begin.
+        listener: is called when a pass begins.
     """
 
     paused = False  # its hooks do nothing; see train/cuda_graphs.py
-    part: object = 0  # of the model that runs: each has its own order of gathers
+    part: object = 0  # the chunk of the model that runs: each has its own order of gathers
 
     def __init__(
         self, units: list[list[nn.Module]], shards: Shards, listener: PassListener
@@ -104,7 +101,7 @@ class Gathers:
         self._shards, self._listener, self.buckets = shards, listener, buckets
         self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.asked.prefetch
         self._passes: defaultdict[tuple[str, object], _Pass] = defaultdict(_Pass)
-        self._pass = _Pass()  # between passes: nothing is launched ahead of use
+        self._pass = _Pass()  # between passes nothing is launched ahead of use
         of_units = [{b.spec.part for b in unit} for unit in buckets]
         for chunk in set().union(*of_units):
             order = [n for n, its in enumerate(of_units) if its and (n == ROOT or chunk in its)]
@@ -112,16 +109,16 @@ class Gathers:
                 self._passes[name, chunk].recorded = order
             self._passes["backward", chunk].recorded = [n for n in order[-2::-1] if n != ROOT]
         self.passes_since_step: set[str] = set()
-        self.entered: set[int] = set()  # units that a forward with gradients used, since a step
-        self._ever: set[int] = set()  # of all steps
+        self.entered: set[int] = set()  # units that a forward with gradients used since a step
+        self._ever: set[int] = set()  # the same, in all steps
         self._depth = 0
         self._inside: set[int] = set()  # units whose forward runs
         self._done: set[BucketState] = set()  # not needed any more in this backward
-        self._opened: list[nn.Module] = []  # parts called while their unit was not there
-        self._shown: set[int] = set()  # units that returned parameters without gradients
-        self._stay: set[int] = set()  # units with parameters that were used, not called
-        self._owners: dict[nn.Parameter, list[int]] = {}  # ids of parts: no cycle with the model
-        self._early: list[list[weakref.ref[nn.Module]]] = []  # their hooks run before parts wait
+        self._opened: list[nn.Module] = []  # submodules called while their unit was not gathered
+        self._shown: set[int] = set()  # units that returned parameters, without gradients
+        self._stay: set[int] = set()  # units with parameters used without a module call
+        self._owners: dict[nn.Parameter, list[int]] = {}  # module ids: no cycle with the model
+        self._early: list[list[weakref.ref[nn.Module]]] = []  # modules with hooks that run early
         me = weakref.ref(self)
         _all.add(self)
         self._gates = [Hook(me, Gathers.before_backward, index) for index in range(len(units))]
@@ -151,12 +148,12 @@ class Gathers:
     # Stages 1 and 2
 
     def launch_early(self) -> None:
-        """Between a step and a forward: gather what may be gathered already."""
-        if not self._shards.storage.steps_later:  # a launch waits for the step
+        """Between a step and a forward: launch the gathers that need not wait."""
+        if not self._shards.storage.steps_later:  # a launch would wait for the step
             self.launch_stale()
 
     def launch_stale(self, stop: int | None = None) -> None:
-        """Start gathering what a step has changed, in the order of use, up to a unit."""
+        """Start to gather what a step has changed, in the order of use, up to unit `stop`."""
         for buckets in () if self.frees else self.buckets[:stop]:
             for bucket in reversed(buckets):
                 if not bucket.live and bucket.gathering is None:
@@ -165,7 +162,7 @@ class Gathers:
     # Stage 3
 
     def begin(self, name: str) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         for index in range(len(self.buckets)):
             if self._is_launched(index):  # by a backward that stopped
                 self.release(index)
@@ -178,7 +175,7 @@ class Gathers:
         self.passes_since_step.add(name)
 
     def end(self) -> None:
-        """A pass is over: launch what this rank skipped, and remember the order."""
+        """End a pass: launch what this rank skipped, and remember the order."""
         now = self._pass
         self._drop_skipped(len(now.launched))
         for index in now.recorded[now.next :]:
@@ -190,7 +187,7 @@ class Gathers:
         self._done.clear()
 
     def end_backward(self) -> None:
-        """A backward is over: nothing stays where whole parameters are freed."""
+        """End a backward: at stage 3 free everything."""
         self._stay.clear()
         if self.frees:
             self.end()
@@ -198,9 +195,10 @@ class Gathers:
                 self.release(index)
 
     def need(self, index: int, *, calls: bool = False) -> None:
-        """The unit is used now: gather it if it is not there, and prefetch.
+        """Gather the unit, which is used now, and prefetch.
 
-        calls: wait only for what is not owned by parts that will be called.
+        Args:
+            calls: do not wait for weights of submodules that will be called.
         """
         if not self.frees:
             self.launch_stale(index + 1 if self._shards.storage.steps_later else None)
@@ -224,8 +222,8 @@ class Gathers:
             self._prefetch(index)
 
     def use(self, p: nn.Parameter) -> bool:
-        """Its values are used, and are not there: gather them, for the rest of the pass and of its
-        backward. False: no pass runs."""
+        """Gather an absent parameter whose values are used, until the end of the pass and of its
+        backward; False: no pass runs."""
         in_backward = torch._C._current_graph_task_id() != -1
         if not self._depth and not in_backward:
             return False
@@ -239,7 +237,7 @@ class Gathers:
         return True
 
     def replay_forward(self) -> None:
-        """Stages 1 and 2: a forward of all units, without hooks, begins behind all gathers."""
+        """Stages 1 and 2: begin a forward of all units without hooks, after all gathers."""
         self._listener.before_forward(True)
         self.entered.update(range(len(self.buckets)))
         self._ever |= self.entered
@@ -253,30 +251,30 @@ class Gathers:
             self._ever.add(index)
 
     def skipped(self) -> set[int]:
-        """Units that no forward since the last step used, but one before did."""
+        """Units that no forward since the last step used, but an earlier one did."""
         return self._ever - self.entered - {ROOT}
 
     def _will_be_called(self, bucket: BucketState) -> bool:
-        """Whether each parameter belongs to a part that will wait for it."""
+        """Whether each parameter belongs to a submodule that will wait for it."""
         parts = self._pass.will_call
         return all(any(owner in parts for owner in self._owners.get(p, ())) for p in bucket.params)
 
     def release(self, index: int) -> None:
-        """The unit is not needed for now."""
+        """Free the unit, at stage 3, unless it has to stay."""
         for bucket in self.buckets[index] if self.frees else ():
             bucket.finish_gather()
             if index not in self._stay:
                 bucket.make_stale()
 
     def release_bucket(self, bucket: BucketState) -> None:
-        """A part of a unit is not needed any more in this backward."""
+        """Free a bucket whose gradients are complete in this backward."""
         if self.frees and bucket.spec.unit != ROOT:
             self._done.add(bucket)
             bucket.finish_gather()
             bucket.make_stale()
 
     def after_step(self) -> None:
-        """All parameters are stale."""
+        """Forget the step: all parameters are stale."""
         self._stay.clear()
         for bucket in self._shards.buckets:
             bucket.kept = False
@@ -284,7 +282,7 @@ class Gathers:
         self.entered.clear()
 
     def participate(self) -> None:
-        """This rank had no batch, the others a forward and a backward: launch what they launch."""
+        """Launch what the other ranks launch, on a rank without a batch in this step."""
         if self.frees and "forward" not in self.passes_since_step:
             for name in ("forward", "backward"):
                 self.begin(name)
@@ -298,7 +296,7 @@ class Gathers:
         self.launch_stale()
 
     def _drop_skipped(self, stop: int) -> None:
-        """Units that were launched ahead of others and not used."""
+        """Free units that were launched ahead and not used."""
         launched = self._pass.launched
         for index in set(launched[:stop]) - set(launched[stop:]) - self._inside:
             if self._is_launched(index):
@@ -307,7 +305,7 @@ class Gathers:
     def _prefetch(self, index: int) -> None:
         now = self._pass
         if now.next < len(now.recorded) and now.recorded[now.next] == index:
-            now.next += 1  # it was live already
+            now.next += 1  # it was gathered already
         last = set(now.launched[-self.prefetch - 1 :]) - self._inside - {index}
         ahead = sum(self._is_launched(i) for i in last)
         while ahead < self.prefetch and now.next < len(now.recorded):
@@ -335,14 +333,14 @@ class Gathers:
         return any(bucket.gathering is not None for bucket in self.buckets[index])
 
     def last_forward(self) -> int:
-        """The unit that is gathered last in a forward with gradients, -1 before the first."""
+        """The unit gathered last in a forward with gradients, -1 before the first forward."""
         recorded = self._passes["forward", self.part].recorded
         return recorded[-1] if recorded else -1
 
     # Hooks
 
     def before_forward(self, index: int, module: nn.Module, args: tuple) -> None:
-        """A module of the unit is called."""
+        """Hook: a module of the unit is called."""
         in_backward = torch._C._current_graph_task_id() != -1
         if index == ROOT and not in_backward:
             self._depth += 1
@@ -362,7 +360,7 @@ class Gathers:
                 bucket.finish_gather()
 
     def _has_foreign_hooks(self, index: int) -> bool:
-        """Whether somebody may look at a unit's parameters before the parts that own them run."""
+        """Whether other hooks may read a unit's parameters before their modules run."""
         for module in self._early[index]:
             for hook in getattr(module(), "_forward_pre_hooks", {}).values():
                 if not isinstance(hook, Hook):
@@ -370,7 +368,7 @@ class Gathers:
         return False
 
     def _stay_last(self, module: nn.Module) -> None:
-        """Our hooks are those that run last after the forward that begins."""
+        """Move our hooks behind those that were added after them."""
         hooks: Any = module._forward_hooks  # an OrderedDict
         if hooks and not self._is_mine(next(reversed(hooks.values()))):
             for key in [key for key, hook in hooks.items() if self._is_mine(hook)]:
@@ -382,12 +380,12 @@ class Gathers:
     def after_module(
         self, index: int, last: bool, module: nn.Module, args: tuple, output: Any
     ) -> None:
-        """A module of the unit has returned, or the root has failed."""
+        """Hook: a module of the unit has returned, or the root has failed."""
         failed = output is None and sys.exc_info()[0] is not None
         try:
             self._after(index, last, output)
         except RuntimeError:
-            if not failed:  # the forward's own error says more, and torch would warn of this one
+            if not failed:  # the forward's own error is raised; torch would warn of this one
                 raise
 
     def _after(self, index: int, last: bool, output: Any) -> None:
@@ -399,9 +397,9 @@ class Gathers:
             for bucket in self.buckets[index]:
                 bucket.finish_gather()
             if self._shards.storage.steps_later and index != ROOT:
-                self.launch_stale(index + 2)  # under what the device has been given
+                self.launch_stale(index + 2)  # hidden by the device's queued work
             if index == ROOT:
-                self._depth = max(0, self._depth - 1)  # 0: a pre-hook before ours has failed
+                self._depth = max(0, self._depth - 1)  # 0: another pre-hook failed before ours
                 if self._depth == 0:
                     self.end()
                     if not with_grad:
@@ -415,12 +413,12 @@ class Gathers:
                 self.release(index)
 
     def _look_at(self, index: int, output: Any) -> tuple[bool, bool]:
-        """Put gates on an output: whether there are any, and whether it shows parameters."""
+        """Put gates on an output; returns whether there are any, and whether it is a parameter."""
         gated, shown = False, False
         flats = {b.flat.untyped_storage()._cdata for b in self.buckets[index]}
         for x in _tensors(output):
             shown = shown or (x.layout == torch.strided and x.untyped_storage()._cdata in flats)
-            # A view that is changed in place gets another node, and then its base's is passed.
+            # A view changed in place gets another node, and the gradient passes its base's.
             for y in (x, x._base if x._is_view() else None):
                 if torch.is_grad_enabled() and y is not None and y.grad_fn is not None:
                     y.grad_fn.register_prehook(self._gates[index])
@@ -430,11 +428,11 @@ class Gathers:
                         others = dict(hooks)
                         hooks.clear()
                         y.register_hook(self._gates[index])
-                        hooks.update(others)  # run after it; autograd ignores move_to_end()
+                        hooks.update(others)  # run after the gate; autograd ignores move_to_end()
         return gated, shown
 
     def before_part(self, index: int, part: nn.Module, args: tuple) -> None:
-        """A module inside of the unit is called; from outside of it if the unit is not there."""
+        """Hook: a submodule is called, from outside its unit if the unit is not gathered."""
         self._stay_last(part)
         if index in self._inside:
             self._pass.called.add(id(part))
@@ -450,24 +448,24 @@ class Gathers:
                 self._opened.append(part)
 
     def after_part(self, index: int, part: nn.Module, args: tuple, output: Any) -> None:
-        """The module has returned."""
+        """Hook: the submodule has returned."""
         if self._opened and self._opened[-1] is part:
             self._opened.pop()
             self._after(index, True, output)
 
     def before_backward(self, index: int, grads: Any) -> None:
-        """The gradient of an output of the unit is there."""
+        """Gate: the gradient of an output of the unit is there."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "Engine: expected backward without create_graph with zero_stage=3, got one with "
-                "it, whose graph would use parameters that are freed; use zero_stage=2"
+                "Engine: zero_stage=3 does not support backward with create_graph=True, whose "
+                "graph would use freed parameters; use zero_stage=2"
             )
         self._listener.before_unit_backward()
         self.need(index)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors of an output, whatever they are wrapped in."""
+    """The tensors of an output, also in dataclasses."""
     for x in tree_iter(output):
         if isinstance(x, Tensor):
             yield x
@@ -477,9 +475,9 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _may_be_compiled() -> bool:
-    """Whether anybody has called torch.compile; see the note on waiting."""
+    """Whether torch.compile was called in this process."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    patch = getattr(getattr(dynamo, "TorchPatcher", None), "patch", None)  # its first call does
+    patch = getattr(getattr(dynamo, "TorchPatcher", None), "patch", None)  # runs at the first call
     calls = getattr(patch, "cache_info", None)
     return dynamo is not None and (calls is None or calls().misses > 0)
 
@@ -488,7 +486,7 @@ _all: weakref.WeakSet[Gathers] = weakref.WeakSet()
 
 
 def _inside_a_unit() -> bool:
-    """While torch.compile traces: whether the code is that of a unit's forward."""
+    """While torch.compile traces: whether the code belongs to a unit's forward."""
     return any(gathers._inside - {ROOT} for gathers in _all)
 
 
@@ -496,7 +494,7 @@ _inside_a_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _PartHook(Hook):
-    """A hook of a module inside of a unit, compiled with it."""
+    """A hook of a submodule of a unit; compiled with it."""
 
     gathers_weights = True  # see fastpar.nn.modules.has_hooks
     _torchdynamo_disable = False
@@ -508,7 +506,7 @@ class _PartHook(Hook):
 
 
 class _RootPartHook(_PartHook):
-    """That of a module outside of all units, whose parameters are there in a forward."""
+    """A hook of a module outside all units, whose parameters are whole in a forward."""
 
     def __call__(self, *args: Any) -> Any:
         return None if torch.compiler.is_compiling() else super().__call__(*args)
@@ -524,9 +522,10 @@ def find_units(
     merge_bytes: float,
     apart: Sequence[nn.Module] = (),
 ) -> list[list[nn.Module]]:
-    """The modules of each unit in registration order; the first is the root's.
+    """The modules of each unit in registration order; the first unit is the root.
 
-    Neighbours are merged into one unit while their parameters fit into merge_bytes; not with apart.
+    Neighbours are merged into one unit while their parameters fit into merge_bytes; those in
+    `apart` are not merged.
 
     Raises:
         ValueError: a module that is not in the model, or inside another unit.
@@ -543,28 +542,28 @@ def find_units(
     for module in candidates:
         if id(module) not in inside or module is model:
             raise ValueError(
-                f"parallelize: expected units inside the model, got units with a "
-                f"{type(module).__name__} that is not; pass modules of model.modules()"
+                f"parallelize: units contains a {type(module).__name__} that is not inside the "
+                "model; pass modules of model.modules()"
             )
         if id(module) in parts and units is not None:
             raise ValueError(
-                "parallelize: expected units beside each other, got units with a "
-                f"{type(module).__name__} inside another; leave the inner ones out"
+                f"parallelize: units contains a {type(module).__name__} inside another unit; "
+                "leave the inner ones out"
             )
     found: list[list[nn.Module]] = [[model]]
-    room = 0.0
+    free = 0.0
     for module in sorted(candidates, key=lambda m: inside[id(m)]):
         if id(module) in parts:
             continue
         size = sum(p.numel() * p.element_size() for p in module.parameters())
         if not size:
             continue
-        if size <= room and module not in apart:
+        if size <= free and module not in apart:
             found[-1].append(module)
-            room -= size
+            free -= size
         else:
             found.append([module])
-            room = merge_bytes - size
+            free = merge_bytes - size
     return found
 
 
@@ -572,7 +571,7 @@ def _elements(module: nn.Module) -> list[nn.Module]:
     found = []
     for child in module.children():
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        # Cells are called once a time step, perhaps more often on one rank than on another.
+        # Cells run once per time step, perhaps more often on one rank than on another.
         if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.RNNCellBase):
             found.append(child)
         else:
@@ -581,15 +580,15 @@ def _elements(module: nn.Module) -> list[nn.Module]:
 
 
 def unit_of_parameters(units: list[list[nn.Module]]) -> dict[nn.Parameter, int]:
-    """The unit of each parameter of the model; the root's where units share one."""
+    """The unit of each parameter of the model; the root if several units share it."""
     parts = [
         (part, i) for i, modules in enumerate(units) if i for m in modules for part in m.modules()
     ]
     inner = {part for part, _ in parts}
     parts += [(part, ROOT) for part in units[ROOT][0].modules() if part not in inner]
-    homes: dict[nn.Parameter, set[int]] = {}
+    units_of: dict[nn.Parameter, set[int]] = {}
     for part, index in parts:
         for p in part._parameters.values():
             if p is not None:
-                homes.setdefault(p, set()).add(index)
-    return {p: next(iter(found)) if len(found) == 1 else ROOT for p, found in homes.items()}
+                units_of.setdefault(p, set()).add(index)
+    return {p: next(iter(found)) if len(found) == 1 else ROOT for p, found in units_of.items()}

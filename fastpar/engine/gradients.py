@@ -3,32 +3,30 @@
 [Note: when a bucket is launched]
 A bucket is ready when each of its parameters had its hook in this backward. Ready buckets are
 launched in index order, bucket i only after i - 1: hooks fire in another order under torch.compile
-and for other inputs, and ranks that issue collectives in different orders add up different buckets.
-A unit that this rank's forward skipped has no gradient: its buckets are ready from the beginning.
-What is not ready at the end of a backward is launched then, and everything is waited for.
+and for other inputs, and ranks that launch collectives in different orders would add different
+buckets. A unit that this rank's forward skipped has no gradient: its buckets are ready from the
+beginning. At the end of a backward the rest is launched and everything is awaited.
 
-Where whole gradients are freed, the host waits for the oldest when too many are under way. Ranks
-whose forwards differ may each wait for a gather that the other has not begun: on a CPU at stage 3
-such a wait inside a backward ends after a second, and for the rest of the backward there is none.
+If whole gradients are freed, the host waits for the oldest reduction when too many are in flight.
+Ranks whose forwards differ may each wait for a gather that the other has not begun: on a CPU at
+stage 3 such a wait inside a backward ends after a second, and the rest of the backward waits no
+more.
 
-[Note: who used a parameter]
-A parameter that no rank used is not stepped, but one that only other ranks used has a gradient.
-Where p.grad is read after backward, each bucket carries one element per parameter, 1 where this
-rank has a gradient; it is read back only by ranks that had none, so the usual step never waits.
-Where gradients are shared out, p.grad says nothing, and the control exchange tells it instead
-(test_unused_parameters_match_one_process).
+A parameter that no rank used is not stepped; one that only other ranks used has a gradient. Where
+p.grad is read after backward, each bucket carries one element per parameter, 1 if this rank has a
+gradient; only ranks without one read it back, so the usual step never waits. With sharded gradients
+the control exchange carries this (test_unused_parameters_match_one_process).
 
 [Note: partial gradients]
 Gradients whose state along tp is Partial are packed and summed along tp after their reduction along
-dp: where p.grad can be read at the end of a backward, otherwise once before the step. A backward
-that adds to such a sum would have it counted again by the next: the first rank keeps it, the others
-begin with 0. A tied table on the first and the last stage of a pipeline is summed in the same way:
-the head's part of its gradient is on the one, the embedding's on the other.
+dp: at the end of each backward if p.grad can be read, otherwise once before the step. A backward
+that adds to such a sum would make the next sum count it again, so the first rank keeps it and the
+others begin with 0. A tied table on the first and the last stage of a pipeline is summed in the
+same way: one stage has the head's part of its gradient, the other the embedding's.
 
-[Note: clipping by hand]
-Where p.grad can be read, a norm over it is that of one rank's part of the model. torch's
-clip_grad_norm_ would scale each rank's gradients by another factor, and what all should have alike
-would drift apart, so a step refuses gradients that were changed in place.
+With tp, a norm of p.grad is the norm of one rank's part of the model. torch's clip_grad_norm_ would
+scale each rank's gradients by another factor, and replicated parameters would drift apart, so a
+step refuses gradients that were changed in place.
 """
 
 from __future__ import annotations
@@ -48,29 +46,29 @@ from fastpar.engine.absent import Hook, NotCopied
 from fastpar.engine.bucket import SENT, BucketPhase, BucketState, Settings
 from fastpar.engine.shards import Shards
 
-# Of weights that are offered a place, by type of device. The layer's own backward costs the host
-# more than torch's (100 us on a slow core): on a GPU a copy must be large to be worth that, an
-# estimate that nobody has measured. A wide place also saves a rounding: 2 MiB takes the layers of
-# GPT-2 124M, but for the 768 x 768 projection.
+# Smallest weights whose gradients are computed in the bucket, by type of device. The layer's own
+# backward costs the host more than torch's (100 us on a slow core), so on a GPU the saved copy must
+# be large: an unmeasured estimate. In fp32 buckets it also saves a rounding: 2 MiB includes the
+# layers of GPT-2 124M, except the 768 x 768 projection.
 LEAST_BYTES = {"cuda": 32 << 20, "cpu": 0}
 LEAST_WIDE_BYTES = {"cuda": 2 << 20, "cpu": 0}
 
-IN_FLIGHT = 3  # caps of a bucket: bytes of whole gradients that may be under way
+IN_FLIGHT = 3  # bytes of whole gradients that may be in flight, in bucket sizes
 _PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
 
 
 def too_many_in_flight(n_bytes: Iterable[int], bucket_mb: float) -> bool:
-    """Whether to wait for the oldest of the buckets under way; two are in any case."""
+    """Whether to wait for the oldest bucket in flight; two are always allowed."""
     sizes = list(n_bytes)
     return len(sizes) > 2 and sum(sizes) > IN_FLIGHT * bucket_mb * 2**20
 
 
 class StepPhase(enum.Enum):
-    """What an engine knows of the gradients of a step."""
+    """The state of the gradients of a step."""
 
     EMPTY = "empty"  # there are none
     BACKWARD = "backward"  # a backward runs
-    LOCAL = "local"  # some are those of this rank only
+    LOCAL = "local"  # some belong to this rank only
     REDUCED = "reduced"  # they are means over the ranks
     STEPPED = "stepped"  # an optimizer has used them
 
@@ -87,53 +85,56 @@ STEP_PHASES = {
 
 
 class MicroBatches:
-    """How far a step is, and which backward passes reduce; see engine.py, [Note: micro-batches]."""
+    """Counts the micro-batches of a step, and knows which backward passes reduce.
+
+    See engine.py, [Note: micro-batches].
+    """
 
     def __init__(self, accumulate: str, grad_accum_steps: int) -> None:
         self._reduced_at = grad_accum_steps if accumulate == "full" else 1
         self._of_step = grad_accum_steps
         self.begun = 0  # since the last step
-        self.told = False  # by begin(): backward passes belong to that one
-        self.part: int | None = None  # of the model that it runs; None: all
-        self.last = True  # gradients are reduced after this one's backward passes
+        self.explicit = False  # begin() was called: backward passes belong to that micro-batch
+        self.part: int | None = None  # the chunk of the model that runs; None: all
+        self.last = True  # gradients are reduced after its backward passes
         self.synchronize = True  # False under no_sync()
 
     @property
     def final(self) -> bool:
-        """Whether no other one is expected in this step."""
-        return self.last and (self.told or self.begun >= self._of_step)
+        """Whether no further micro-batch is expected in this step."""
+        return self.last and (self.explicit or self.begun >= self._of_step)
 
     @property
     def finished(self) -> int:
-        """Those before the present one."""
-        return self.begun - self.told
+        """Number of micro-batches before the present one."""
+        return self.begun - self.explicit
 
     def begin(self, last: bool, part: int | None) -> None:
-        """The next one, as the training loop tells it."""
+        """Begin a micro-batch, as the training loop says."""
         self.begun += 1
-        self.told, self.last, self.part = True, last, part
+        self.explicit, self.last, self.part = True, last, part
 
     def begin_backward(self) -> None:
-        """A backward begins: of the one that was told, or of the next one."""
-        if not self.told:
+        """Begin a backward, which is a micro-batch unless begin() was called."""
+        if not self.explicit:
             self.begun += 1
             self.last = self.synchronize and self.begun >= self._reduced_at
 
     def forget(self) -> None:
-        """The gradients of all that were begun are gone."""
-        self.begun = int(self.told)
+        """Forget the micro-batches whose gradients were dropped."""
+        self.begun = int(self.explicit)
 
     def end_step(self) -> None:
-        """The next step begins with the next one."""
-        self.begun, self.told, self.part = 0, False, None
+        """End a step."""
+        self.begun, self.explicit, self.part = 0, False, None
 
 
 class Reducer:
     """The reductions of one backward; see the notes.
 
     Args:
-        log: hears of every collective.
-        on_cpu: a wait blocks the host.
+        log: records every collective.
+        on_cpu: whether a wait blocks the host.
     Attributes:
         n_sent: buckets whose reduction was launched in this backward.
     """
@@ -151,7 +152,7 @@ class Reducer:
         self.reset()
 
     def reset(self) -> None:
-        """No backward runs, and nothing is under way."""
+        """Forget the last backward; nothing is in flight."""
         self.n_sent = 0
         self._sends = self._in_backward = self._final = False
         self._patient, self._now = True, self._buckets
@@ -162,21 +163,21 @@ class Reducer:
             bucket.be_idle()
 
     def check_rests(self, rank: int) -> None:
-        """Raises RuntimeError where a backward has stopped after it began to send."""
+        """Raise RuntimeError if a backward stopped after it began to send."""
         if self.n_sent:
             raise RuntimeError(
-                "Engine: expected backward to run to its end, got a new one after an earlier "
-                f"stopped with {self.n_sent} of {len(self._now)} buckets sent on rank {rank}; the "
-                "ranks are out of step: restart from a checkpoint"
+                f"Engine: an earlier backward stopped with {self.n_sent} of {len(self._now)} "
+                f"buckets sent on rank {rank}, so the ranks are out of step; restart from a "
+                "checkpoint"
             )
 
     def begin_backward(self, buckets: Sequence[BucketState], *, last: bool, final: bool) -> None:
-        """A backward that gives these gradients begins; last: it reduces; final: in this step."""
+        """Begin a backward into these buckets; last: it reduces; final: no other in this step."""
         self._sends, self._final = last and self._buckets[0].groups.reduce is not None, final
         self._in_backward, self._now = True, buckets
 
     def launch_ready(self) -> None:
-        """Launch what may go; see [Note: when a bucket is launched]."""
+        """Launch the ready buckets in order; see [Note: when a bucket is launched]."""
         while self._sends and self.n_sent < len(self._now):
             if self._now[self.n_sent].phase is not BucketPhase.READY:
                 return
@@ -193,14 +194,14 @@ class Reducer:
             while self._in_flight:
                 self._finish_oldest()
             for bucket, handle, target in self._between_copies:
-                self._log.wait(handle, "waiting for the copies' mean of", bucket.spec.index)
+                self._log.wait(handle, "waiting for the replicas' mean of", bucket.spec.index)
                 self._take_reduced(bucket, target)
         if not self._settings.stage.shards:
             self._show_gradients()
         self.reset()
 
     def _launch(self) -> None:
-        """Start the next bucket's reduction; its memory stays as it is until it is taken."""
+        """Start the next bucket's reduction; `grad` must not change until it is done."""
         bucket = self._now[self.n_sent]
         index, group = bucket.spec.index, bucket.groups.reduce
         assert group is not None
@@ -223,7 +224,7 @@ class Reducer:
         self._log.add(handle, wire, group, both_ways=not scatters)
         self._in_flight.append((bucket, handle, target))
         self.n_sent += 1
-        # Sent on soon; copies' means are launched in one order on all ranks.
+        # Offload sends soon; means over replicas are launched in one order on all ranks.
         while bucket.storage.steps_later and self._in_flight and bucket.groups.copies is None:
             if not self._in_flight[0][1].is_completed():
                 break
@@ -232,7 +233,7 @@ class Reducer:
             self._limit_in_flight()
 
     def _limit_in_flight(self) -> None:
-        """Free whole gradients that have been sent, so that few are alive."""
+        """Wait for reductions until few whole gradients are in flight."""
         settings = self._settings
         hurried = settings.stage.frees_parameters and self._on_cpu and self._in_backward
         while self._patient and too_many_in_flight(
@@ -253,7 +254,7 @@ class Reducer:
             return
         bucket.free_grad()
         index = bucket.spec.index
-        with self._log.naming("starting the copies' mean of", index):
+        with self._log.naming("starting the replicas' mean of", index):
             again = started(copies.all_reduce(target, mean=True, async_op=True, tag=index))
         self._log.add(again, target, copies, both_ways=True)
         self._between_copies.append((bucket, again, target))
@@ -269,14 +270,14 @@ class Reducer:
             bucket.storage.send(bucket)
 
     def _finish_alone(self) -> None:
-        """Nobody to send to: only the tree over the micro-batches is left."""
+        """Without other ranks: only sum the tree over micro-batches."""
         for bucket in self._now if self._settings.deterministic else ():
             bucket.fill_missing(flags=False)
             bucket.add_local()
             bucket.add_reduced(bucket.target())
 
     def _show_gradients(self) -> None:
-        """p.grad of what other ranks used, and of what was put aside for the tree."""
+        """Set p.grad of parameters that other ranks used, or whose sum was kept for the tree."""
         for bucket in self._buckets if self._settings.deterministic else ():
             for position in sorted(bucket.seen):
                 bucket.adopt(position)
@@ -286,7 +287,7 @@ class Reducer:
 
 
 class PartialGradients:
-    """The partial gradients of one model, along tp and of a table on two stages; see the notes."""
+    """Sums the partial gradients of one model along tp, and of a table on two stages."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards, declared, stages = shards, shards.declared, shards.stages
@@ -298,10 +299,10 @@ class PartialGradients:
         if stages is not None and stages.pair is not None:
             self._sums.append((stages.pair, list(stages.tied)))
         self._summed = False
-        self._versions: list[int] = []  # of the buckets' gradients when p.grad was shown
+        self._versions: list[int] = []  # of the buckets' gradients in show()
 
     def sum(self) -> None:
-        """Make them whole, unless they are. Ranks: all of tp."""
+        """Sum them unless that was done. Ranks: all of tp."""
         if self._summed:
             return
         self._summed = True
@@ -325,7 +326,7 @@ class PartialGradients:
                     grad.copy_(total)
 
     def split(self) -> None:
-        """A backward begins that adds to them; see [Note: partial gradients]."""
+        """Prepare for a backward that adds to them; see [Note: partial gradients]."""
         for group, params in self._sums if self._summed else ():
             for p in params if group.rank else ():
                 if (grad := self._shards.piece(p).grad) is not None:
@@ -333,39 +334,39 @@ class PartialGradients:
         self.forget()
 
     def forget(self) -> None:
-        """There are no gradients any more, or they change."""
+        """Forget the sum: gradients were dropped or change."""
         self._summed, self._versions = False, []
 
     def changed(self) -> None:
-        """zero_grad() has written into some of what was shown."""
+        """Note that zero_grad() has written into some gradients."""
         if self._versions:
             self.show()
 
     def show(self) -> None:
-        """p.grad is there to be read."""
+        """Note the gradients that p.grad now shows."""
         if self._sums:
             grads = [bucket.grad for bucket in self._shards.buckets]
             self._versions = [grad._version for grad in grads if grad is not None]
 
     def check(self) -> None:
-        """Refuses gradients changed in place since show(): [Note: clipping by hand]."""
+        """Refuse gradients changed in place since show(); see [Note: partial gradients]."""
         for bucket, version in zip(self._shards.buckets, self._versions):
             assert bucket.grad is not None
             if bucket.grad._version != version:
                 raise RuntimeError(
-                    "Engine: expected gradients as backward left them with "
-                    f"tp={self._shards.mesh.tp_size}, got p.grad of '{bucket.name(0)}' changed in "
-                    "place; a rank sees its part of the norm only: clip with "
-                    "fastpar.AdamW(max_grad_norm=...)"
+                    f"Engine: p.grad of '{bucket.name(0)}' was changed in place with "
+                    f"tp={self._shards.mesh.tp_size}, where a rank sees only its part of the norm; "
+                    "clip with fastpar.AdamW(max_grad_norm=...)"
                 )
 
 
 class Places(NotCopied):
-    """Offers the memory of the buckets to layers' backward passes; see weight_gradients.py.
+    """Offers bucket memory to the backward of linear layers; see weight_gradients.py.
 
-    Where it is None, take() copies or adds: a second gradient of a weight, one of another dtype.
-    Not to who may keep what he is given: hooks of others, torch.autograd.grad. A wide place takes
-    every gradient; in deterministic mode none is offered, as not all layers use them.
+    It returns None if take() has to copy or add: for a second gradient of a weight, or one of
+    another dtype; and if the caller may keep the memory: hooks of other code, torch.autograd.grad.
+    A wide place (fp32 for a 16-bit weight) takes every gradient. In deterministic mode none is
+    offered, as not all layers use them.
     """
 
     def __init__(self, engine: Any = None) -> None:
@@ -375,9 +376,9 @@ class Places(NotCopied):
 
     @classmethod
     def offer(cls, engine: Any) -> None:
-        """To all weights of LEAST_BYTES whose gradients the buckets keep in their dtype, and to
-        those of 16 bits and LEAST_WIDE_BYTES where gradients are fp32. A table that two stages of a
-        pipeline have gets no wide one: the halves of a split backward would not use it."""
+        """Offer places for weights of LEAST_BYTES whose gradients have their dtype, and wide ones
+        for 16-bit weights of LEAST_WIDE_BYTES with fp32 gradients. A table on two pipeline stages
+        gets no wide one: the halves of a split backward would not use it."""
         places, wide = cls(engine), not engine.settings.deterministic
         stages = engine.shards.stages
         tied = set() if stages is None else set(stages.tied)
@@ -400,38 +401,38 @@ class Places(NotCopied):
         bucket, position = engine.shards.places[weight]
         hooks, wide = weight._backward_hooks or {}, bucket.grad_dtype != bucket.spec.dtype
         if position in bucket.has and not (wide or engine.adds):
-            return None  # take() will add: said first, later micro-batches ask often
+            return None  # take() will add; checked first, as later micro-batches come here often
         if not _fires(weight) or not all(isinstance(hook, Hook) for hook in hooks.values()):
             return None
         if engine.adds:
             after: dict = weight._post_accumulate_grad_hooks or {}
             ours = all(isinstance(hook, Hook) for hook in after.values())
             return (bucket.grad_views[position], True) if ours else None
-        if wide:  # also the first gradient of a backward, which no hook has told of
+        if wide:  # also for the first gradient of a backward, before any hook ran
             engine.before_unit_backward()
         task = torch._C._current_graph_task_id()
         begun = engine.phase is StepPhase.BACKWARD and task == engine.graph_task
         if not begun or bucket.phase in SENT:
             return None
         if wide:
-            return _wide_room(bucket, position)
+            return _wide_place(bucket, position)
         if task != self._task:
             self._task = task
             self._given.clear()
         if (bucket.spec.index, position) in self._given:
             return None
-        place = bucket.room_for(position)
+        place = bucket.grad_place(position)
         if place is None:
             return None
         self._given.add((bucket.spec.index, position))
-        return place.view_as(place), False  # autograd keeps it as p.grad if nobody else has it
+        return place.view_as(place), False  # autograd keeps it as p.grad if it is the only owner
 
 
-def _wide_room(bucket: BucketState, position: int) -> tuple[Tensor, bool]:
-    """Where the caller writes a gradient, or adds it to those that are there: whether he adds.
+def _wide_place(bucket: BucketState, position: int) -> tuple[Tensor, bool]:
+    """(memory for a gradient, whether the caller must add to it).
 
-    From now on it is there. The hook of the parameter, with p.grad = None, says that no other comes
-    (where torch calls it then: otherwise the bucket is sent at the end of the backward).
+    The gradient counts as present from now on. The parameter's hook, with p.grad = None, marks the
+    last one (if torch calls it then; otherwise the bucket is sent at the end of the backward).
     """
     bucket.copies.make()
     bucket.open_grad()

@@ -1,4 +1,4 @@
-"""fastpar.parallelize: makes the ranks of a mesh train one model together."""
+"""fastpar.parallelize: trains one model on all ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -66,67 +66,71 @@ def parallelize(
     materialize: Materialize | None = None,
     debug: Debug | None = None,
 ) -> nn.Module:
-    """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
+    """Train model on all ranks of mesh; the training loop does not change.
 
-    Gradients are the mean over the ranks (the convention of torch's DDP). At stage 0 they are in
-    p.grad after backward(), or in p.main_grad where grad_dtype differs from the parameter's. At
-    stages 1 to 3 each rank has a part of them, which fastpar.AdamW finds. Where it is not the
-    gradient, p.grad reads as nan; set to None, by zero_grad() of a module too, it says that the
-    parameter has no gradient. Several backward() calls before a step add up as in one process.
+    Gradients are averaged over the ranks, as by torch's DDP. At stage 0 they are in p.grad after
+    backward(), or in p.main_grad if grad_dtype is not the parameter's dtype. At stages 1 to 3 each
+    rank holds a shard of them, which fastpar's optimizers read. If this rank does not hold the
+    gradient, p.grad reads as nan. Setting p.grad to None, or model.zero_grad(), discards the
+    gradient. Several backward() calls before a step accumulate, as in one process.
 
-    Between a step and the next forward, at stage 3 always outside of forward and backward,
-    parameters of stages 1 to 3 read as nan: engine_of(model).gathered() makes them whole.
-    state_dict() and load_state_dict() do so themselves, and are called by all ranks.
-    A forward may use a weight without a call of its module; at stage 3, where that is outside of
-    the weight's block, the block then stays whole until the end of backward.
+    At stages 1 to 3 parameters read as nan between a step and the next forward, at stage 3 always
+    outside of forward and backward. Inside `with engine_of(model).gathered():` they are whole.
+    state_dict() and load_state_dict() gather by themselves; all ranks must call them.
+    A forward may read a weight without calling its module. At stage 3, if that happens outside of
+    the weight's block, the block stays whole until the end of backward.
 
     Args:
-        model: on mesh.device (or on the meta device, see materialize); its parameters become views
+        model: on mesh.device, or on the meta device (see materialize). Its parameters become views
             of flat buckets, with the values of rank 0. Buffers and frozen parameters are copied
-            from rank 0 too, once; frozen parameters stay whole on every rank.
-        settings: what ranks share out and how, with all settings of `fastpar train`'s group of that
-            name: Parallel(zero_stage=2, bucket_mb=25), or Parallel.of() by their names there. The
-            keywords up to deterministic are its fields, which they change.
-        zero_stage: 0 shares nothing; 1 the optimizer's state; 2 also gradients; 3 also parameters.
-        shard_size: ranks that share one copy, a divisor of dp; unset: all. Neighbours share.
-        grad_accum_steps: backward passes of a step; unset: 1. Results are right with any number.
-        grad_dtype: short for precision: in which gradients are kept and added up, such as
-            torch.float32 under bf16 parameters; unset: the parameter's own.
-        precision: Precision(grad_dtype=, reduce_dtype=); reduce_dtype is of gradients on the wire.
-        wires: Wires(gradients="int8", weights="int8"): compressed formats of what is sent, rounded
-            at random without bias (bf16: to nearest), see comm/README.md. All ranks compute with
-            the weights that are sent.
-        offload: Offload("optimizer") keeps AdamW's state in the host's memory, where it is stepped
-            under the next forward, also of one rank; "parameters" the shards of stage 3 too.
-            Gradients leave the GPU at stages 2 and 3. Parameters read as nan between a step and a
-            forward. Where backward passes add up, pass grad_accum_steps.
-        pipeline: Pipeline(schedule="1f1b", split=(8, 4)): the schedule whose placement the stages
-            have, and layers on each of them; training steps are those of fastpar.pipeline_step.
-        deterministic: sums over ranks and micro-batches in a fixed tree, so that the same bits come
-            out at every stage and for any split of equal micro-batches into ranks and accumulation
-            (sizes that are powers of two; with cp or a grid only where every backward reduces);
-            costs a copy of the gradients at stages 0 and 1.
-        units: modules, or their types, whose parameters are gathered together; None: the elements
-            of ModuleLists and Sequentials except torch's RNN cells. At stage 3 all ranks call a
-            unit equally often in a forward, or some not at all: leave out what runs once a time
-            step over lengths that differ between ranks.
-        tp_plan: what tp ranks split of a model that does not say so itself
-            (fastpar/foreign/tp_plan.py); "gpt2", "nanogpt"; None: one of these where it fits.
-            engine_of(model).tp_report says what was chosen.
-        materialize: fills one tensor, given its name, of a model on the meta device; parameters
-            and buffers are then made bucket by bucket, so that no rank holds more than its part.
+            from rank 0 once; frozen parameters stay whole on every rank.
+        settings: all settings of the layout, Parallel(zero_stage=2, bucket_mb=25); Parallel.of()
+            takes the names of `fastpar train`'s flags. The keywords from zero_stage to
+            deterministic override its fields.
+        zero_stage: 0 shards nothing; 1 the optimizer's state; 2 also gradients; 3 also parameters.
+        shard_size: number of neighbouring ranks that shard one replica of the model, a divisor of
+            dp (HSDP). Default: all ranks.
+        grad_accum_steps: backward passes per step, default 1. Any number gives correct results; the
+            right one is faster.
+        grad_dtype: short for precision: dtype in which gradients are kept and accumulated, such as
+            torch.float32 under bf16 parameters. Default: the parameter's.
+        precision: Precision(grad_dtype=, reduce_dtype=); reduce_dtype is the dtype of the reduction
+            between ranks.
+        wires: Wires(gradients="int8", weights="int8"): compressed formats between ranks, rounded
+            stochastically (bf16: to nearest), see comm/README.md. All ranks compute with the
+            rounded weights.
+        offload: Offload("optimizer") keeps AdamW's state in host memory, where AdamW steps it
+            during the next forward; one rank may use it too. Offload("parameters") also moves the
+            shards of stage 3. At stages 2 and 3 gradients move to the host as they are reduced.
+            Parameters read as nan between a step and a forward. Pass grad_accum_steps with it.
+        pipeline: Pipeline(schedule="1f1b", split=(8, 4)): the schedule that places the stages, and
+            the layers of each. Train with fastpar.pipeline_step.
+        deterministic: sum over ranks and micro-batches in a fixed tree. The bits are then the same
+            at every stage, and for any split of equal micro-batches into ranks and accumulation
+            (powers of two; with cp or a grid only if every backward reduces). Costs one more copy
+            of the gradients at stages 0 and 1.
+        units: modules, or their types, whose parameters are gathered together. Default: the
+            elements of ModuleLists and Sequentials, without torch's RNN cells. At stage 3 every
+            rank must call a unit equally often in a forward, or not at all: leave out modules that
+            run once per time step if lengths differ between ranks.
+        tp_plan: how tp splits a model that does not define that itself
+            (fastpar/foreign/tp_plan.py), or "gpt2" or "nanogpt". Default: one of these if it fits.
+            engine_of(model).tp_report shows the choice.
+        materialize: materialize(name, tensor) fills one tensor of a model that is on the meta
+            device. Parameters and buffers are then created bucket by bucket, so that no rank
+            holds more than its shard.
         debug: a fastpar.engine.debug.Debug.
     Returns:
-        The same module (of a model on the meta device, with new parameters).
+        The same module (with new parameters if it was on the meta device).
     Ranks: all, with the same model and arguments.
-    Wire: per step and rank, P bytes of gradients and of parameters: 2 * (dp - 1) / dp * P at stages
-        0 to 2, 3 * at stage 3; see engine_of(model).describe().
-    Streams: collectives run beside the compute stream, which waits for them where it needs them;
-        the host does not wait (except for gloo, and where a parameter was unused).
+    Wire: per step and rank P bytes of gradients and of parameters: 2 * (dp - 1) / dp * P at stages
+        0 to 2, 3 * (dp - 1) / dp * P at stage 3; see engine_of(model).describe().
+    Streams: collectives run on their own stream; the compute stream waits where it needs a result.
+        The host does not wait, except with gloo and for parameters without a gradient.
     Raises:
-        ValueError: a stage outside 0..3; no trainable parameter; a dtype, device or sharing of
-            memory that buckets cannot hold; an embedding with max_norm and dp above 1; parallelized
-            twice; models that differ between ranks.
+        ValueError: a stage outside 0..3; no trainable parameter; a dtype, device or shared memory
+            that buckets cannot hold; an embedding with max_norm and dp above 1; a model that was
+            parallelized before; models that differ between ranks.
     Source: Rajbhandari et al. 2020, arXiv 1910.02054
     """
     short: dict[str, Any] = {"zero_stage": zero_stage, "shard_size": shard_size}
@@ -190,11 +194,11 @@ def parallelize(
     return model
 
 
-# What is refused before anything is changed
+# Checks before anything is changed
 
 
 def _check_model(model: Any, mesh: Any) -> None:
-    """Refuse what is no model or no mesh of ours, and models that others have wrapped or split."""
+    """Refuse other types, and models that DDP, FSDP or fully_shard have wrapped."""
     for name, value, kind, advice in (
         ("model", model, nn.Module, "pass the model"),
         ("mesh", mesh, Mesh, "pass fastpar.Mesh()"),
@@ -213,13 +217,13 @@ def _check_model(model: Any, mesh: Any) -> None:
     for name, p in model.named_parameters():
         if nn.parameter.is_lazy(p):
             raise ValueError(
-                f"parallelize: expected parameters with values, got an uninitialized '{name}'; "
-                "call the model once before"
+                f"parallelize: parameter '{name}' is not initialized (a lazy module); call the "
+                "model once before fastpar.parallelize"
             )
         if is_traceable_wrapper_subclass(p) or hasattr(p, "_is_flat_param"):
             raise ValueError(
-                f"parallelize: expected plain parameters, got {type(p).__name__} '{name}'; leave "
-                "FSDP and fully_shard out: zero_stage=3 takes their place"
+                f"parallelize: expected plain parameters, got {type(p).__name__} '{name}'; drop "
+                "FSDP and fully_shard and use zero_stage=3 instead"
             )
 
 
@@ -227,22 +231,22 @@ def _check_settings(model: nn.Module, mesh: Mesh, asked: Parallel, dp: int) -> N
     """Refuse settings that contradict each other, the mesh or the model.
 
     Args:
-        dp: ranks that compute different tokens.
+        dp: number of ranks that compute different tokens.
     """
     for name, p in model.named_parameters():
         if engine_of_parameter(p) is not None:
             raise ValueError(
-                f"parallelize: expected a model without an engine, got parameter '{name}' of "
-                "an earlier fastpar.parallelize; call it once"
+                f"parallelize: the model was parallelized before (parameter '{name}'); call "
+                "fastpar.parallelize once"
             )
-    # A schedule does nothing in one stage; cut_stages() refuses those that there are not.
+    # Without pipeline stages the schedule has no effect; cut_stages() checks it otherwise.
     check_types("parallelize", dataclasses.replace(asked, pipeline=Pipeline()))
     values = flat(asked) | _facts(model, mesh, dp)
     check("parallelize", {n: v for n, v in values.items() if n not in ("schedule", "chunks")})
 
 
 def _facts(model: nn.Module, mesh: Mesh, dp: int) -> dict[str, Any]:
-    """What the rules of settings may ask of a model and a mesh."""
+    """The values of model and mesh that the rules of settings refer to."""
     config, grid = getattr(model, "config", None), mesh.tp_grid
     facts: dict[str, Any] = {axis: mesh.size(axis) for axis in ("cp", "ep", "pp")}
     facts |= {"dp": dp, "tp": mesh.size("tp") if grid is None else 1}
@@ -261,9 +265,9 @@ _WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
 def _check_deterministic(
     settings: Settings, named: dict[nn.Parameter, tuple[str, ...]], mesh: Mesh
 ) -> None:
-    """Refuse sums that are rounded to 16 bits on the way, warn of products that depend on threads.
+    """Refuse sums rounded to 16 bits, which depend on how they are split.
 
-    Such sums depend on how they are split.
+    Warns if matrix products depend on the number of threads.
     """
     if not settings.deterministic:
         return
@@ -272,9 +276,9 @@ def _check_deterministic(
         wire = settings.reduce_dtype or kept
         if p.requires_grad and (kept.itemsize < 4 or wire.itemsize < kept.itemsize):
             raise ValueError(
-                "parallelize: expected gradients kept and sent in fp32 with deterministic=True, "
-                f"got grad_dtype={kept}, reduce_dtype={wire} for '{names[0]}'; pass "
-                "grad_dtype=torch.float32 and leave reduce_dtype out"
+                "parallelize: deterministic=True needs gradients kept and reduced in fp32, got "
+                f"grad_dtype={kept}, reduce_dtype={wire} for '{names[0]}'; pass "
+                "grad_dtype=torch.float32 and no reduce_dtype"
             )
     if mesh.rank or mesh.device.type != "cpu":
         return
@@ -282,9 +286,9 @@ def _check_deterministic(
         if depends_on_threads(dtype):
             setting = "MKL_CBWR=AUTO,STRICT" if dtype.itemsize > 2 else _WITHOUT_AMX
             warnings.warn(
-                f"parallelize: with deterministic=True, products of {dtype} have other bits with "
-                "other numbers of threads here, so only runs with equally many threads a rank have "
-                f"the same bits; set {setting} before the process starts, or fix the number",
+                f"parallelize: deterministic=True, but {dtype} matrix products on this CPU depend "
+                "on the number of threads, so bits agree only between runs with equally many "
+                f"threads per rank; set {setting} before the process starts, or fix the number",
                 stacklevel=3,
             )
 
@@ -292,19 +296,19 @@ def _check_deterministic(
 def _check_parameters(
     named: dict[nn.Parameter, tuple[str, ...]], device: torch.device, meta: bool
 ) -> None:
-    """What buckets cannot hold is refused before anything is changed."""
+    """Refuse parameters that buckets cannot hold."""
     if not any(p.requires_grad for p in named):
         raise ValueError(
-            f"parallelize: expected a model with parameters to train, got {len(named)} parameters "
-            "and none with requires_grad; pass the whole model and unfreeze what is to be trained"
+            f"parallelize: none of the model's {len(named)} parameters requires a gradient; pass "
+            "the whole model and set requires_grad on what is to be trained"
         )
     expected = torch.device("meta") if meta else device
     memory: dict[int, str] = {}
     for p, names in named.items():
         if p.device.type == "meta" and not meta:
             raise ValueError(
-                f"parallelize: expected parameters with values, got device=meta for '{names[0]}'; "
-                "pass materialize=, which fills them"
+                f"parallelize: parameter '{names[0]}' is on the meta device; pass materialize= to "
+                "fill it"
             )
         if p.device != expected:
             raise ValueError(
@@ -323,21 +327,20 @@ def _check_parameters(
         other = memory.setdefault(p.data_ptr(), names[0]) if p.numel() and not meta else names[0]
         if other != names[0]:
             raise ValueError(
-                f"parallelize: expected tied weights to be one Parameter, got '{other}' and "
-                f"'{names[0]}' sharing memory; assign the Parameter itself, not its data"
+                f"parallelize: '{other}' and '{names[0]}' share memory but are two Parameters; tie "
+                "weights by assigning the Parameter itself, not its data"
             )
 
 
 def _check_in_place_writers(model: nn.Module, dp: int) -> None:
-    """A forward that writes into its rows would leave another model on each rank, or be lost."""
+    """Refuse embeddings whose forward changes weights: replicas would come to differ."""
     for name, module in model.named_modules() if dp > 1 else ():
         writes = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
         if writes and module.weight.requires_grad:
             raise ValueError(
-                "parallelize: expected forwards that write no parameters where several ranks share "
-                f"them, got max_norm={module.max_norm} of embedding '{name}', which writes the "
-                "rows of this rank's batch; set max_norm=None, and scale rows after each step "
-                "inside `with fastpar.engine_of(model).gathered():`"
+                f"parallelize: embedding '{name}' has max_norm={module.max_norm}, whose forward "
+                "changes only the rows of this rank's batch; set max_norm=None and rescale rows "
+                "after each step inside `with fastpar.engine_of(model).gathered():`"
             )
 
 
@@ -347,11 +350,11 @@ def _check_in_place_writers(model: nn.Module, dp: int) -> None:
 def _asked(
     settings: Parallel | None, short: Mapping[str, Any], parts: Mapping[str, Any]
 ) -> Parallel:
-    """The settings with what keywords change."""
+    """The settings with the keywords merged in."""
     if not isinstance(settings, Parallel | None):
         raise ValueError(
             f"parallelize: expected a fastpar.Parallel, got settings={settings!r}; pass "
-            "Parallel(zero_stage=2), or zero_stage=2 alone"
+            "Parallel(zero_stage=2), or just zero_stage=2"
         )
     asked = settings or Parallel()
     for name, group in parts.items():
@@ -366,11 +369,11 @@ def _asked(
 
 
 class Fill:
-    """Gives parameters their first values.
+    """Writes the first values of parameters.
 
     Args:
         named: all parameters with their names.
-        materialize: where the model was on the meta device; else parameters have their values.
+        materialize: for a model on the meta device; None if parameters have values.
     """
 
     def __init__(
@@ -395,7 +398,7 @@ class Fill:
             memory.copy_(self.declared.cut(whole, p))
 
     def rest(self, model: nn.Module, frozen: Iterable[nn.Parameter]) -> None:
-        """Values of what is in no bucket."""
+        """Fill frozen parameters and buffers, which are in no bucket."""
         if self.materialize is None:
             return
         for p in frozen:
@@ -405,7 +408,7 @@ class Fill:
 
 
 def allocate_meta(model: nn.Module, device: torch.device, declared: Declared | None) -> None:
-    """Parameters of the meta device -> parameters on device, trained ones without memory yet."""
+    """Replace meta parameters by parameters on device; trained ones have no memory yet."""
     old = parameter_names(model)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -434,7 +437,7 @@ def _make_shards(
     *,
     poison: bool,
 ) -> Shards:
-    """Bring the parameters into buckets, with the values of the first rank that has them."""
+    """Put the parameters into buckets, with the values of the first rank that holds them."""
     stage, unit_of, declared = settings.stage, unit_of_parameters(units), fill.declared
     keys = {p: declared.key_of(p) if declared else "" for p in fill.named}
     trained = [p for p in fill.named if p.requires_grad]
@@ -450,7 +453,7 @@ def _make_shards(
         bucket_bytes=settings.bucket_mb * 2**20,
         first_bucket_bytes=settings.asked.first_bucket_mb * 2**20,
         grad_dtype=settings.grad_dtype,
-        # Embeddings, which are ready last, let no block wait (tests/engine/test_buckets.py).
+        # Embeddings get their gradient last; they share no bucket with a block (test_buckets.py).
         unit_of=[unit_of[p] if by_unit else min(unit_of[p], 1) for p in trained],
         alone=[i for i, p in enumerate(trained) if stages and p in stages.tied],
         part_of=None if chunk_of is None else [chunk_of[p] for p in trained],
@@ -462,7 +465,7 @@ def _make_shards(
     buckets, how = [], settings.asked.wires
     feedback = how.error_buffer or how.error_feedback
     wires = Encoders(how.gradients, how.weights, feedback, mesh.dp_rank, codes)
-    for spec in layout.buckets:  # one after another: little extra memory
+    for spec in layout.buckets:  # one after another, to need little extra memory
         travel, slots = travels[spec.key], [layout.slots[i] for i in spec.slots]
         bucket = BucketState(
             layout,
@@ -504,13 +507,13 @@ def _make_shards(
 
 
 class GroupMaker:
-    """Makes collectives of process groups, the same way for every role.
+    """Makes the collectives of process groups, the same way for every role.
 
     Args:
         transport: of make_collectives.
-        asked: of parallelize.
+        asked: the settings of parallelize.
     Attributes:
-        again: whether to make the groups of this name, see BucketGroups.
+        again: whether BucketGroups.again is needed.
     """
 
     def __init__(
@@ -542,14 +545,13 @@ class GroupMaker:
     def of_engine(
         self, stage: Stage, n_shards: int, *, alone: bool = False
     ) -> tuple[BucketGroups, Collectives | None]:
-        """What the buckets travel over, and all ranks' group of the control exchange. Ranks: all.
+        """The groups of the buckets, and all ranks' group of the control exchange. Ranks: all.
 
-        alone: a rank that reduces with nobody has a group, too.
+        Each role has its own group, so that gathers and reductions never queue behind each other.
+        Gradients are reduced over dp and replicas; shards are gathered over dp.
 
-        One group for each role: gather and reduce never queue behind each other.
-
-        Parameters are replicated along dp and replicas: their gradients are reduced there, and
-        their shards gathered along dp.
+        Args:
+            alone: give a rank that reduces with no other rank a group, too.
         """
         mesh = self.mesh.with_replicas(self.mesh.dp_size // n_shards)
         one = OneRank(mesh.device) if alone and mesh.dp_size == 1 else None
@@ -559,14 +561,14 @@ class GroupMaker:
             return BucketGroups(one, one), self.make(mesh.group(*AXES), "control")
         whole = self.make(mesh.dp_group, "reduce")
         kind = self._like(whole)
-        # The norm, the flags and the loss are those of all ranks.
+        # The control exchange carries the norm, the flags and the loss of all ranks.
         control = whole
         if mesh.world_size > mesh.dp_size:
             control = self.make(mesh.group(*AXES), "control", kind)
         return self._roles(mesh, stage, whole), control
 
     def of_mesh(self, mesh: Mesh, stage: Stage) -> BucketGroups:
-        """The same for buckets that travel over other ranks. Ranks: all."""
+        """The groups of buckets that are replicated over the ranks of another mesh. Ranks: all."""
         if mesh.size("replicas", "dp") == 1:
             alone = OneRank(mesh.device)
             return BucketGroups(alone, alone)
@@ -577,15 +579,15 @@ class GroupMaker:
         return "shm" if whole.transport == "shm" else self.transport
 
     def _roles(self, mesh: Mesh, stage: Stage, whole: Collectives) -> BucketGroups:
-        """A group for each role, of the ranks along replicas and dp; whole: all of these."""
+        """A group for each role, of the ranks along replicas and dp; whole: all of these ranks."""
         kind = self._like(whole)
-        new = self.factory is None and whole.transport != "shm"  # shared memory only meets in one
+        new = self.factory is None and whole.transport != "shm"  # shared memory queues nothing
         if not stage.shards:
             if not self.again:
                 return BucketGroups(whole)
             of = mesh.new_group("replicas", "dp") if new else mesh.group("replicas", "dp")
             return BucketGroups(whole, again=self.make(of, "gather", kind))
-        if mesh.size("dp") == 1:  # each copy is whole
+        if mesh.size("dp") == 1:  # each replica is whole on its rank
             alone = OneRank(mesh.device)
             return BucketGroups(alone, alone, whole)
         gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)

@@ -2,24 +2,24 @@
 
     F of micro-batch i:  receive the stream -> forward of a chunk's parts -> send the stream
     B of micro-batch i:  receive its gradient -> backward -> send the gradient of what was received
-    I, W:                B in two halves, of which W sends nothing
+    I, W:                B in two halves; W sends nothing
 
-[Note: order] Every schedule runs the backward passes of a stage in the order of the micro-batches,
-so that sums over them are those of one process. A message's tag names the stage that receives it
-and its micro-batch; at the bottom of a V both stages are on one rank, and nothing is sent. Receives
-are posted one operation ahead; the gradient of the stream is sent as soon as autograd has it,
-before the backward, and the reductions in it, come to their end: the first stage of a tied table
-waits for it while the last one waits for the first's part of the sum. Nobody waits for a send.
+Order: every schedule runs the backward passes of a stage in the order of the micro-batches, so that
+sums over them are those of one process. A message's tag is the receiving stage and its micro-batch;
+at the bottom of a V both stages are on one rank, and nothing is sent. Receives are posted one
+operation ahead. The gradient of the stream is sent as soon as autograd has it, before the backward
+and its reductions end: the first stage of a tied table waits for it while the last one waits for
+the first's part of the sum. No rank waits for a send.
 
-[Note: two halves] The input's gradient comes at once, the parameters' gradients later:
+[Note: two halves] The input's gradient is computed at once, the parameters' gradients later:
 
-    input_gradient()     autograd runs; what parameters get is set aside, and the engine knows
-                         nothing of it; weights of linear layers wait (linear/weight_gradients.py)
+    input_gradient()     autograd runs; gradients of parameters are set aside, and the engine is not
+                         involved; weights of linear layers wait (linear/weight_gradients.py)
     weight_gradients()   the rest is computed, and everything goes into the buckets, as one
                          backward of the engine
 
-So all of a micro-batch's gradients come to the engine at once, in the order of the micro-batches.
-Where autograd adds a later micro-batch's gradients in the buckets, no hook has work: adding().
+So the engine gets all gradients of a micro-batch at once, in the order of the micro-batches. If
+autograd can add a later micro-batch's gradients in the buckets, no hook is needed: adding().
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ def pipeline_step(
     target: Callable[[Tensor], Tensor] = lambda loss: loss,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """The forwards and backward passes of one optimizer step; optimizer.step() comes after it.
+    """Run the forwards and backward passes of one optimizer step; then call optimizer.step().
 
     Works with pp=1 too, as a loop over the micro-batches.
 
     Args:
         model: went through parallelize().
-        idx, targets: [B, T] of this rank's dp place, the same on all of its stages, tp and cp.
-        micro_batches: equal slices of B that go through the stages one behind another.
-        schedule: a name of axes/pipeline/schedules.py whose stages are where parallelize() has
-            put them: "gpipe", "1f1b" and "zb-h1" agree on that; None: the one that it was given.
-        reduction: gradients are those of the "mean" of the micro-batches' mean losses, or of the
-            "sum" of the losses of all tokens (with engine.count_tokens).
-        rng_keys: of dropout, one a micro-batch; None: drawn from torch's generator of the first
-            stage, as one process would.
-        target: what is differentiated instead of a micro-batch's part of the loss: a loss scale.
+        idx, targets: [B, T] of this dp rank, the same on all its ranks of pp, tp and cp.
+        micro_batches: number of equal slices of B, which go through the stages one after another.
+        schedule: a schedule with the same placement of stages as parallelize()'s: "gpipe", "1f1b"
+            and "zb-h1" share one. Default: parallelize()'s.
+        reduction: gradients of the "mean" of the micro-batches' mean losses, or of the "sum" of all
+            tokens' losses (with engine.count_tokens).
+        rng_keys: keys of dropout, one per micro-batch. Default: drawn from torch's generator on the
+            first stage, as one process would.
+        target: maps a micro-batch's part of the loss to what is differentiated (a loss scale).
         positions: [B, T], of packed documents: see GPT.forward.
     Returns:
-        That mean or sum, fp64 [] without gradient, the same on every stage.
-    Ranks: all, with the same arguments but idx and targets.
-    Wire: the stream [B, T, C], and its gradient back, a boundary.
+        The mean or sum, fp64 [] without gradient, the same on every stage.
+    Ranks: all, with the same arguments except idx and targets.
+    Wire: the stream [B, T, C] and its gradient, per stage boundary.
     Raises:
-        ValueError: on every rank, micro_batches that do not divide B; an unknown schedule, or one
-            that places stages in another way; an unknown reduction; other targets, positions or
-            keys than one a token and one a micro-batch.
+        ValueError: on every rank: micro_batches that do not divide B; an unknown schedule or one
+            with another placement; an unknown reduction; targets, positions or keys of another
+            shape or number.
     """
     _check("pipeline_step", idx, targets, micro_batches, reduction, rng_keys, positions)
     engine, many = engine_of(model), micro_batches
@@ -96,7 +96,7 @@ def pipeline_step(
 
 
 def _schedule(engine: Engine, micro_batches: int, name: str | None) -> Schedule:
-    """Who does what, in which order."""
+    """The schedule of this step."""
     stages = engine.shards.stages
     if name is not None:
         check_name(name, caller="pipeline_step")
@@ -108,9 +108,9 @@ def _schedule(engine: Engine, micro_batches: int, name: str | None) -> Schedule:
     here, there = ([s.owner(i) for i in range(s.stages)] for s in (placed, found))
     if here != there:
         raise ValueError(
-            f"pipeline_step: expected a schedule with stages where schedule={placed.name!r} has "
-            f"put them, {placed.chunks} a rank, got schedule={name!r}; pass schedule={name!r} "
-            "to parallelize()"
+            f"pipeline_step: schedule={name!r} places stages in another way than "
+            f"parallelize()'s schedule={placed.name!r} ({placed.chunks} per rank); pass "
+            f"pipeline=Pipeline(schedule={name!r}) to parallelize()"
         )
     return found
 
@@ -119,13 +119,13 @@ def _schedule(engine: Engine, micro_batches: int, name: str | None) -> Schedule:
 def pipeline_loss(
     model: nn.Module, idx: Tensor, targets: Tensor, *, reduction: str = "mean"
 ) -> Tensor:
-    """The loss alone, without gradients: for validation. Works with pp=1 too.
+    """The loss without gradients, for validation. Works with pp=1 too.
 
     Args:
         model, idx, targets, reduction: as in pipeline_step; model.eval() leaves dropout out.
     Returns:
         fp64 [], the same on every stage.
-    Ranks: all. Wire: the stream [B, T, C], a boundary.
+    Ranks: all. Wire: the stream [B, T, C], per stage boundary.
     Raises:
         ValueError: as pipeline_step.
     """
@@ -146,7 +146,7 @@ def _check(
     rng_keys: Sequence[Tensor] | None,
     positions: Tensor | None,
 ) -> None:
-    """What one stage alone would refuse while the others wait for its message."""
+    """Check on all ranks what one stage alone would refuse while others wait for its message."""
     if not isinstance(micro_batches, int) or micro_batches < 1 or idx.shape[0] % micro_batches:
         raise ValueError(
             f"{caller}: expected micro_batches to divide the {idx.shape[0]} rows of the batch,"
@@ -154,13 +154,13 @@ def _check(
         )
     if idx.dim() != 2 or targets.shape != idx.shape:
         raise ValueError(
-            f"{caller}: expected idx [B, T] and targets of its shape, got "
-            f"idx={list(idx.shape)} targets={list(targets.shape)}; pass one target a token"
+            f"{caller}: expected idx [B, T] and targets of the same shape, got "
+            f"idx={list(idx.shape)} targets={list(targets.shape)}; pass one target per token"
         )
     if positions is not None and positions.shape != idx.shape:
         raise ValueError(
             f"{caller}: expected positions of idx's shape {list(idx.shape)}, got positions="
-            f"{list(positions.shape)}; pass one position a token"
+            f"{list(positions.shape)}; pass one position per token"
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(
@@ -175,7 +175,7 @@ def _check(
 
 
 class PipelineStep:
-    """One step on one rank; see [Note: order]."""
+    """One step on one rank."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class PipelineStep:
         schedule: Schedule,
         idx: Sequence[Tensor],
         targets: Sequence[Tensor],
-        options: Sequence[dict[str, Any]],  # of the model's forward, of each micro-batch
+        options: Sequence[dict[str, Any]],  # arguments of the forward of each micro-batch
         reduction: str,
         target: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> None:
@@ -200,11 +200,11 @@ class PipelineStep:
         self.halves: dict[tuple[int, int], SplitBackward] = {}
         self.kept: defaultdict[int, dict[Tensor, Tensor]] = defaultdict(dict)
         self.posted: dict[Op, tuple[Tensor, Handle]] = {}
-        self.here: dict[tuple[bool, int, int], Tensor] = {}  # between stages of one rank
+        self.here: dict[tuple[bool, int, int], Tensor] = {}  # between two stages of this rank
         self.sent: list[Handle] = []
 
     def run(self, ops: Sequence[Op]) -> Tensor:
-        """The loss, on every stage."""
+        """Run the operations; returns the loss, on every stage."""
         final = [op for op in ops if op.kind in FINISHES][-1:]
         with contextlib.ExitStack() as hooks:
             for p in self._summed_each_time():
@@ -222,7 +222,7 @@ class PipelineStep:
         return self.loss
 
     def do(self, op: Op, received: Tensor | None, *, final: bool) -> None:
-        """One operation."""
+        """Run one operation."""
         if self.engine.gathers is not None:
             self.engine.gathers.part = op.chunk
         if op.kind in FINISHES:
@@ -237,7 +237,7 @@ class PipelineStep:
                 self._backward(op, received)
 
     def _begin(self, op: Op, *, final: bool) -> None:
-        """The engine is told of the micro-batch whose gradients come now."""
+        """Begin the micro-batch whose gradients come now, in the engine."""
         part = None if self.stages is None else op.chunk
         last = final or self.engine.settings.reduces_each
         self.engine.begin_micro_batch(last=last, part=part)
@@ -256,7 +256,7 @@ class PipelineStep:
         targets = self.targets[micro] if last else None
         waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.schedule.splits_backward and torch.is_grad_enabled():
-            assert self.stages is not None  # one process splits nothing
+            assert self.stages is not None  # schedules of one process split nothing
             used = [p for p in self.stages.used[op.chunk] if p.requires_grad]
             half = SplitBackward(self.engine, op.chunk, used)
             self.halves[op[1:]], waits = half, half.forward()
@@ -297,7 +297,7 @@ class PipelineStep:
             self.halves[op[1:]].input_gradient(out, grad)
 
     def _scale_losses(self, micro: int) -> None:
-        """The scale of experts' losses, which a backward of the loss itself would note."""
+        """Set the scale of the experts' losses, which the backward of a loss would set."""
         losses = getattr(self.model, "experts", None)
         if losses is None:
             return
@@ -306,7 +306,7 @@ class PipelineStep:
         part = loss / len(self.idx) if self.reduction == "mean" else loss
         (scale,) = torch.autograd.grad(self.target(part), loss)
         cp: Any = getattr(self.model, "cp", None)
-        if cp is not None:  # as the sum over its ranks hands a gradient back
+        if cp is not None:  # the sum over cp ranks multiplies a gradient by their number
             scale = scale * cp.size
         mean = self.reduction == "mean"
         losses.scale = scale / (self.targets[micro] != -100).sum() if mean else scale
@@ -318,7 +318,7 @@ class PipelineStep:
         return self.pairs and part > 1
 
     def receive(self, op: Op) -> Tensor | None:
-        """What an operation works on, once it is there; None: what this rank has anyway."""
+        """Wait for the input of an operation; None: it needs no message."""
         stage = self.schedule.stage_of(self.rank, op.chunk)
         found = self.here.pop((op.kind is Kind.FORWARD, stage, op.micro), None)
         if found is not None and op.kind is not Kind.WEIGHT_GRADIENT:
@@ -333,7 +333,7 @@ class PipelineStep:
         return x
 
     def _post(self, op: Op | None) -> None:
-        """Begin to receive what an operation needs, if it needs a message."""
+        """Begin to receive the input of an operation, if it needs a message."""
         if op is None or op in self.posted or op.kind is Kind.WEIGHT_GRADIENT:
             return
         forward, stage = op.kind is Kind.FORWARD, self.schedule.stage_of(self.rank, op.chunk)
@@ -385,10 +385,10 @@ class PipelineStep:
 
 
 class SplitBackward:
-    """Of one micro-batch and one chunk of a pipeline's rank: [Note: two halves].
+    """Backward in two halves, of one micro-batch and one chunk of a rank: [Note: two halves].
 
     Args:
-        params: trained ones that the chunk uses.
+        params: trained parameters that the chunk uses.
     """
 
     def __init__(self, engine: Engine, chunk: int, params: Sequence[nn.Parameter]) -> None:
@@ -397,21 +397,21 @@ class SplitBackward:
         self._aside: list[tuple[Tensor, Callable[[Tensor | None], Tensor]]] = []
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
-        """The forward runs inside."""
+        """Context of the forward."""
         return self._queue.collect()
 
     def input_gradient(self, out: Tensor, grad: Tensor | None) -> None:
-        """autograd.backward of out, without the gradients that wait. Ranks: all of dp."""
+        """Run autograd.backward of out without the delayed gradients. Ranks: all of dp."""
         with self._alone(), self._set_aside():
             torch.autograd.backward(out, grad)
 
     @torch.no_grad()
     def weight_gradients(self, kept: dict[Tensor, Tensor]) -> None:
-        """The rest, as the engine's next backward. Ranks: all of dp.
+        """Compute the rest, as the engine's next backward. Ranks: all of dp.
 
         Args:
-            kept: gradients of a table that another chunk uses too: the later chunk leaves its own
-                here, the earlier one, whose backward comes second, takes it.
+            kept: gradients of a table that another chunk uses too: the later chunk stores its own
+                here, the earlier one, whose backward comes second, adds it.
         """
         engine, shards = self._engine, self._engine.shards
         if engine.gathers is not None:
@@ -421,13 +421,13 @@ class SplitBackward:
         for p, compute in itertools.chain(self._aside, self._queue.take()):
             parts.setdefault(p, []).append(compute)
         self._aside.clear()
-        # Bucket by bucket, so that no more of them are open than in a backward in one piece.
+        # Bucket by bucket, so that no more of them are open than in an ordinary backward.
         for p in sorted(parts, key=lambda p: shards.places[p][0].spec.index):  # type: ignore[index]
-            computes = parts.pop(p)  # with what it keeps
+            computes = parts.pop(p)  # frees what it keeps
             bucket, position = shards.places[p]  # type: ignore[index]
             mine = bucket.spec.part == self._chunk
             alone = mine and len(computes) == 1 and p not in kept
-            grad = computes[0](bucket.room_for(position) if alone else None)
+            grad = computes[0](bucket.grad_place(position) if alone else None)
             for compute in computes[1:]:
                 grad.add_(compute(None))
             if p in kept:
@@ -440,7 +440,7 @@ class SplitBackward:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Parameters are gathered, but the engine's hooks do nothing."""
+        """Gather parameters, with the engine's hooks off."""
         engine, gathers = self._engine, self._engine.gathers
         if gathers is not None:
             gathers.part = self._chunk
@@ -455,10 +455,10 @@ class SplitBackward:
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Gradients go to no p.grad; what is there stays as it is."""
+        """Collect gradients instead of leaving them in p.grad, which does not change."""
 
         def store(p: Any) -> None:
-            if p.grad is not None:  # autograd comes here for those that wait, too
+            if p.grad is not None:  # None for delayed gradients, which call this hook too
                 self._aside.append((p, _made(p.grad)))
                 p.grad = None
 
@@ -481,7 +481,7 @@ def _made(grad: Tensor) -> Callable[[Tensor | None], Tensor]:
 
 @contextlib.contextmanager
 def adding(engine: Engine, chunk: int) -> Iterator[None]:
-    """A backward of a chunk inside; not of the last micro-batch: the reductions need its hooks."""
+    """A backward of a chunk, not of the last micro-batch, whose reductions need the hooks."""
     shards, before = engine.shards, engine.paused
     used = shards.params if shards.stages is None else shards.stages.used[chunk]
     kept = (_is_kept(*shards.places[p]) for p in used if p.requires_grad)
@@ -494,7 +494,7 @@ def adding(engine: Engine, chunk: int) -> Iterator[None]:
 
 
 def _is_kept(bucket: BucketState, position: int) -> bool:
-    """Whether p.grad is where the bucket keeps gradients, and autograd adds to it there."""
+    """Whether p.grad is in the bucket, so that autograd adds to it there."""
     if bucket.stage.shards or position not in bucket.has:
         return False
     return bucket.params[position].grad is bucket.grad_views[position]

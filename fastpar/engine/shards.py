@@ -1,7 +1,7 @@
-"""A model's parameters as this rank has them: pieces, gathers, whole tensors of pieces, checks.
+"""A model's parameters on this rank: pieces, gathers, whole tensors of pieces, checks.
 
-state_dict() and load_state_dict() of a model whose ranks have parts of it see whole tensors, those
-of its submodules too. The module that is asked gathers for all that it asks in turn.
+state_dict() and load_state_dict() of a sharded model, and of its submodules, use whole tensors. The
+module on which they are called gathers for all modules inside it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastpar.sharding.placements import Placement
 
 
 class Piece(NamedTuple):
-    """What a rank owns of a parameter: elements from `start` on, [S]; at stage 0 all of it."""
+    """This rank's shard of one parameter: [S] elements from `start` on; at stage 0 all of it."""
 
     param: Tensor
     grad: Tensor | None
@@ -37,16 +37,16 @@ class Shards:
     """The buckets of one model on one rank, and the collectives that make parameters whole.
 
     Args:
-        layout: the places of the parameters in the buckets.
-        travels: over which ranks the buckets of each key go.
+        layout: the slots of the parameters in the buckets.
+        travels: the groups of ranks for the buckets of each key.
         frozen: parameters that are not trained, by name.
-        declared: the parameters' states along tp and axes that share out some, None without.
+        declared: the parameters' states along tp and other splitting axes, None without.
         stages: of a pipeline, None with pp=1.
-        model: weakly referred to.
+        model: kept as a weak reference.
     Attributes:
         params: in launch order.
         log: of the collectives of this engine.
-        storage: of buckets that are not stepped on the device, or the device's.
+        storage: of buckets that are stepped elsewhere, or ON_DEVICE.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Shards:
         self.places = {
             p: (bucket, position) for bucket in buckets for position, p in enumerate(bucket.params)
         }
-        self._homes = [
+        self._owners = [
             (weakref.ref(module), attribute, p)
             for module in model.modules()
             for attribute, p in module._parameters.items()
             if p is not None and p.requires_grad
         ]
         self._modules = [weakref.ref(module) for module in model.modules()]
-        self._checked: list[int] | None = None  # the parts that check() has found right
+        self._checked: list[int] | None = None  # the modules and parameters that check() accepted
 
     # Gathers
 
@@ -101,10 +101,10 @@ class Shards:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """All parameters are whole inside; what is written there is kept. Ranks: all.
+        """Make all parameters whole inside; writes are kept. Ranks: all.
 
-        Every rank must write the same values: each keeps its own slice of them. p.data = values is
-        a write too, of the same shape, dtype and device. Inside of another it changes nothing.
+        Every rank must write the same values, as each keeps its own shard of them. p.data = values
+        is a write too, of the same shape, dtype and device. Nested calls have no effect.
 
         Raises:
             RuntimeError: at the end, for p.data that does not fit; the parameter keeps its values.
@@ -124,17 +124,17 @@ class Shards:
                 raise RuntimeError(refused[0])
 
     def _take_new_memory(self) -> list[str]:
-        """What was given to p.data goes where the parameters are; what does not fit is told."""
+        """Copy replaced p.data into the buckets; returns errors of those that do not fit."""
         moved = [(b, position, new) for b in self.buckets for position, new in b.new_memory()]
         with torch.no_grad():
-            told = [bucket.take_memory(position, new) for bucket, position, new in moved]
-        return [message for message in told if message is not None]
+            errors = [bucket.take_memory(position, new) for bucket, position, new in moved]
+        return [message for message in errors if message is not None]
 
     def each_whole(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Every trained parameter, with its values whole along dp while it is yielded. Ranks: all.
+        """Yield every trained parameter with its values, whole along dp. Ranks: all.
 
-        At stage 3 one bucket at a time; what is written there is lost. What a rank has whole lies
-        where it is stepped.
+        At stage 3 one bucket at a time; writes into them are lost. Values that a rank holds whole
+        are yielded from the memory that is stepped.
         """
         for bucket in self.buckets:
             stale = not bucket.exact
@@ -149,7 +149,7 @@ class Shards:
                 bucket.make_stale()
 
     def begin_writes(self) -> None:
-        """Before write(): where whole parameters stay in memory, they are gathered. Ranks: all."""
+        """Before write(): gather parameters that stay whole in memory. Ranks: all."""
         for bucket in self.buckets:
             if bucket.rounds:
                 bucket.finish_gather()
@@ -157,8 +157,8 @@ class Shards:
         self.gather(b for b in self.buckets if not b.apart or b.gathering is not None)
 
     def begin_write(self, p: nn.Parameter) -> tuple[Tensor, int, int] | None:
-        """For who writes p without write(): (flat memory, first and last element of p there); None
-        where its values are in several places."""
+        """For writes without write(): (flat memory, first and last element of p in it); None if
+        its values lie in several places."""
         bucket, start, stop = self.place(p)
         if bucket.stepped is not bucket.shard or bucket.live == bucket.apart:
             return None
@@ -170,12 +170,12 @@ class Shards:
 
     @torch.no_grad()
     def write(self, p: nn.Parameter, local: Tensor) -> None:
-        """Replace a parameter by this rank's slice along tp, the same along dp."""
+        """Replace a parameter by this rank's slice along tp, equal along dp."""
         bucket, start, stop = self.place(p)
         bucket.kept = False
         if bucket.apart or bucket.stepped is not bucket.shard:
             rows = local if local.dim() > 1 else local.reshape(-1)
-            row = max(1, rows[:1].numel())  # of a transposed one only this rank's rows are copied
+            row = max(1, rows[:1].numel())  # copy only this rank's rows of a transposed one
             first = start // row
             rows = rows[first : -(-stop // row)].reshape(-1)
             bucket.storage.write_weights(bucket)
@@ -190,12 +190,12 @@ class Shards:
 
     @property
     def shares(self) -> bool:
-        """Whether a rank has less than whole parameters, or gradients of less."""
+        """Whether this rank holds less than whole parameters and gradients."""
         return self.stage.shards or self.declared is not None or self.stages is not None
 
     @property
     def has_main_grads(self) -> bool:
-        """Whether gradients are kept in another dtype than their parameters'."""
+        """Whether gradients are kept in another dtype than their parameters."""
         return any(bucket.grad_dtype != bucket.spec.dtype for bucket in self.buckets)
 
     def counts(self, p: Tensor) -> bool:
@@ -204,12 +204,12 @@ class Shards:
             return False
         if self.declared is None:
             return True
-        # A copy of what is spread is on as many ranks, each with a copy of the rest.
+        # Ranks that split experts hold the same of all other parameters: the first of them counts.
         again = self.settings.n_shards < self._widest and self.mesh.dp_rank % self._widest
         return self.declared.counts(p) and (self._spread(p) > 1 or not again)
 
     def _spread(self, p: Tensor) -> int:
-        """Neighbours along dp that share p out, beside the stage of ZeRO."""
+        """Number of neighbours along dp that split p, besides the ZeRO stage."""
         return 1 if self.declared is None else self.travels[self.declared.key_of(p)].spread
 
     def summed_late(self, p: Tensor) -> bool:
@@ -218,7 +218,7 @@ class Shards:
         return partial or (self.stages is not None and p in self.stages.tied)
 
     def whole_shape(self, p: Tensor) -> torch.Size:
-        """The shape of the parameter, over all ranks that share it out."""
+        """The shape of the whole parameter, over all ranks that split it."""
         return p.shape if self.declared is None else self.declared.whole_shape(p)
 
     def place(self, p: Tensor) -> tuple[BucketState, int, int]:
@@ -227,7 +227,7 @@ class Shards:
         return (bucket, *(bucket.pieces[position] if self.stage.shards else (0, p.numel())))
 
     def copy_of(self, p: Tensor) -> tuple[int, int]:
-        """(number of this rank among those that have the same piece of p, how many these are)."""
+        """(this rank's number among those with the same piece of p, number of such ranks)."""
         mesh, declared = self.mesh, self.declared
         together = self._spread(p) * self.bucket_of(p).spec.n_shards  # type: ignore[arg-type]
         copy, n = (x // together for x in (mesh.dp_rank, mesh.dp_size))
@@ -242,13 +242,13 @@ class Shards:
         return self.places[p][0]
 
     def ranks_of_copy(self) -> range:
-        """The ranks that hold one copy of the model with this one."""
+        """The ranks that hold one replica of the model together with this one."""
         n_shards, tp = max(self.settings.n_shards, self._widest), self.mesh.tp_size
         first = self.mesh.dp_rank // n_shards * n_shards
         return range(first * tp, (first + n_shards) * tp)
 
     def by_bucket(self, params: Iterable[Tensor]) -> dict[BucketState, set[int]]:
-        """Positions in buckets of those parameters that are in one."""
+        """Positions in buckets of the parameters that are in one."""
         found: dict[BucketState, set[int]] = {}
         for p in params:
             if p in self.places:
@@ -257,7 +257,7 @@ class Shards:
         return found
 
     def piece(self, p: Tensor) -> Piece:
-        """What this rank owns of a parameter, and its gradient."""
+        """This rank's piece of a parameter, and of its gradient."""
         bucket, position = self.places[p]  # type: ignore[index]
         bucket.storage.await_weights(bucket)
         if self.stage.shards:
@@ -267,12 +267,12 @@ class Shards:
         return Piece(values, bucket.grad_of(position), 0)
 
     def full(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
-        """A whole tensor from every rank's part of it. Ranks: all that share the copy.
+        """Join every rank's part of a tensor. Ranks: all that share the replica.
 
         Args:
             values: [S] for this rank's piece of p, any dtype; block: elements of p for each value.
         Returns:
-            [P / block] in the whole parameter's shape if block is 1.
+            [P / block], in the whole parameter's shape if block is 1.
         Raises:
             ValueError: blocks of a parameter that is split along tp.
         Wire: the tensor's bytes, padded to equal parts.
@@ -283,28 +283,27 @@ class Shards:
         return local if self.declared is None or block > 1 else self.declared.whole(local, p)
 
     def settle(self) -> None:
-        """What is stepped may be read: no step and no copy of it is under way."""
+        """Wait until the stepped memory may be read: no step and no copy is in flight."""
         for bucket in self.buckets:
             bucket.storage.settle(bucket)
 
     def is_split(self, p: Tensor) -> bool:
-        """Whether ranks have different parts of p, beside the stage of ZeRO."""
+        """Whether ranks hold different parts of p, besides the ZeRO stage."""
         return self.declared is not None and self.declared.is_split(p)
 
     def part_of(self, p: Tensor) -> str:
-        """Which part of p this rank has along the axes that split it, "" where that is all."""
+        """The part of p that this rank holds along the axes that split it, "" if all of it."""
         if self.declared is None:
             return ""
         axes, place = self.declared.placement(p).gather_axes, self.declared.place
         return ", ".join(f"{axis}={place[axis]}" for axis in axes)
 
     def check_block(self, p: Tensor, block: int) -> None:
-        """Raise ValueError for values of several elements of a parameter that tp splits."""
+        """Raise ValueError for one value per several elements if tp splits the parameter."""
         if block > 1 and self.is_split(p):
             raise ValueError(
-                "Engine: expected values of single elements of a parameter that is split, "
-                f"got one for {block} of '{self.name_of(p)}'; keep the optimizer's state in fp32 "
-                "or bf16"
+                f"Engine: parameter '{self.name_of(p)}' is split, which optimizer state with one "
+                f"value for {block} elements does not support; keep the state in fp32 or bf16"
             )
 
     def name_of(self, p: Tensor) -> str:
@@ -317,7 +316,7 @@ class Shards:
         return slice(-(-start // block), -(-stop // block))
 
     def _joined(self, values: Tensor, p: Tensor, block: int) -> Tensor:
-        """full(), but of this rank's slice along tp."""
+        """Like full(), for this rank's slice along tp."""
         group = self.bucket_of(p).groups.gather  # type: ignore[arg-type]
         assert group is not None
         group = group.exact
@@ -342,21 +341,21 @@ class Shards:
         return whole.reshape(-1)[self._blocks(p, rank, block)].clone()
 
     def joins(self, p: Tensor, place: int) -> bool:
-        """Whether this rank has a part of what the rank at a place, of all but pp, is to join."""
+        """Whether this rank contributes to what the rank with this number (without pp) joins."""
         together = self._spread(p)
         return self.mesh.dp_rank // together == place // self.mesh.tp_size // together
 
     # Checks
 
     def check(self) -> None:
-        """Parameters must still be those that the model uses, in the memory of their buckets."""
+        """Raise RuntimeError unless the model still uses its parameters in the buckets' memory."""
         for bucket in self.buckets:
             bucket.check()
         for p, name in self.frozen.items():
             if p.requires_grad:
                 raise RuntimeError(
-                    f"Engine: expected parameter '{name}' to stay frozen, got requires_grad=True; "
-                    "set requires_grad before fastpar.parallelize"
+                    f"Engine: parameter '{name}' was frozen at fastpar.parallelize and now has "
+                    "requires_grad=True; set requires_grad before fastpar.parallelize"
                 )
         parts = self._parts()
         if parts is None or parts != self._checked:
@@ -374,30 +373,30 @@ class Shards:
         return found
 
     def _check_parts(self) -> bool:
-        """check(), of the model's modules; whether it has the parameters of parallelize() alone."""
-        for module_ref, attribute, p in self._homes:
+        """check() of the model's modules; whether it has no other parameters."""
+        for module_ref, attribute, p in self._owners:
             module = module_ref()
             if module is not None and module._parameters.get(attribute) is not p:
                 bucket, position = self.places[p]
                 raise RuntimeError(
-                    f"Engine: expected the model to keep its parameter '{bucket.name(position)}', "
-                    "got another object in its place; load with load_state_dict(assign=False), and "
-                    "tie or replace parameters before fastpar.parallelize"
+                    f"Engine: parameter '{bucket.name(position)}' of the model was replaced by "
+                    "another object; load with load_state_dict(assign=False), and tie or replace "
+                    "parameters before fastpar.parallelize"
                 )
         model, known = self.model(), True
         for name, p in model.named_parameters() if model is not None else ():
             stranger = p not in self.places and p not in self.frozen
             if stranger and p.requires_grad:
                 raise RuntimeError(
-                    f"Engine: expected the model's parameters of fastpar.parallelize, got '{name}' "
-                    "beside them; add parameters before fastpar.parallelize"
+                    f"Engine: parameter '{name}' was added to the model after "
+                    "fastpar.parallelize; add parameters before"
                 )
             known = known and not stranger
         return known
 
 
 def guard_state_dicts(model: nn.Module, shards: Shards) -> None:
-    """From now on they gather, join and cut what the ranks share out. Ranks: all call them."""
+    """Make state_dict() and load_state_dict() use whole tensors. Ranks: all call them."""
     if not (shards.shares or shards.settings.by_unit):
         return
     guard = _StateDicts(weakref.ref(shards))
@@ -410,19 +409,19 @@ def guard_state_dicts(model: nn.Module, shards: Shards) -> None:
 
 
 class _StateDicts(NotCopied):
-    """Holds gathered() open between two hooks."""
+    """Keeps gathered() open between two hooks."""
 
     def __init__(self, shards: Callable[[], Shards | None] = lambda: None) -> None:
         self._shards = shards
         self._open: contextlib.ExitStack | None = None
-        self._asked: Callable[[], nn.Module | None] = lambda: None  # the outermost module
+        self._outer: Callable[[], nn.Module | None] = lambda: None  # the module of the call
 
     def begin(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        shards, asked = self._shards(), self._asked()
-        if shards is None or (asked is not None and _is_inside(module, asked)):
+        shards, outer = self._shards(), self._outer()
+        if shards is None or (outer is not None and _is_inside(module, outer)):
             return
-        self._close()  # of one that failed
-        self._asked, self._open = weakref.ref(module), contextlib.ExitStack()
+        self._close()  # of a call that failed
+        self._outer, self._open = weakref.ref(module), contextlib.ExitStack()
         self._open.enter_context(shards.gathered())
 
     def begin_load(
@@ -430,7 +429,7 @@ class _StateDicts(NotCopied):
     ) -> None:
         self.begin(module)
         shards = self._shards()
-        if shards is None or shards.declared is None or self._asked() is not module:
+        if shards is None or shards.declared is None or self._outer() is not module:
             return
         errors: list[str] = args[-1]  # torch raises them together with its own
         for name, p in module.named_parameters(remove_duplicate=False):
@@ -439,7 +438,7 @@ class _StateDicts(NotCopied):
                 continue
             if value.shape == whole:
                 state[prefix + name] = shards.declared.cut(value, p)
-            else:  # torch would take it if it happened to have the shape of a slice
+            else:  # torch would accept it if it had the shape of a slice
                 state[prefix + name] = p.detach().clone()
                 errors.append(
                     f"size mismatch for {prefix}{name}: expected the whole tensor's shape "
@@ -448,8 +447,8 @@ class _StateDicts(NotCopied):
 
     def copy(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         shards = self._shards()
-        if shards is not None and self._asked() is module:
-            joined: dict[int, Tensor] = {}  # tied ones once, under all their names
+        if shards is not None and self._outer() is module:
+            joined: dict[int, Tensor] = {}  # tied parameters once, under all their names
             for name, p in module.named_parameters(remove_duplicate=False):
                 value = state.get(prefix + name)
                 if value is None or value.data_ptr() != p.data_ptr():
@@ -463,11 +462,11 @@ class _StateDicts(NotCopied):
         self.end(module)
 
     def end(self, module: nn.Module, *args: Any) -> None:
-        if self._asked() is module:
+        if self._outer() is module:
             self._close()
 
     def _close(self) -> None:
-        opened, self._open, self._asked = self._open, None, lambda: None
+        opened, self._open, self._outer = self._open, None, lambda: None
         if opened is not None:
             opened.close()
 

@@ -294,7 +294,7 @@ def test_what_was_told_of_gradients_that_a_module_zeroed():
     names = thrown_away("zero_model")
     check(names, [(2, {"stage": 3})], within=COUNTED_WITHIN)
     with pytest.raises(
-        RuntimeError, match=r"after count_tokens\(\) or contribute\(\), got p\.grad"
+        RuntimeError, match=r"p\.grad of .* after count_tokens\(\) or contribute\(\)"
     ):
         ranks_of(2, play(names))
 
@@ -386,52 +386,52 @@ def begins_another(more):
     return body
 
 
-BEGIN = "every rank to begin the same, got "
+BEGIN = "Engine: ranks differ: rank 1 begins "
 REFUSED = [
     *(
         (
             dropped_count(some, how),
-            rf"Engine: expected count_tokens\(\) of .* got {got}.*; call zero_grad",
+            rf"Engine: the token count does not match the gradients \({got}.*; call zero_grad",
             (0, 2),
             {"split": halves},
         )
         for some, got in (
-            (False, "none after zero_grad"),
-            (True, "zero_grad.. of some parameters only, after"),
+            (False, "zero_grad.. dropped"),
+            (True, "zero_grad.. of some parameters came after"),
         )
         for how in (clear, clear_model)
     ),
     (
         one_rank_clears,
-        r"same gradients set to None on every rank .*, got others on rank 1 than .*; do",
+        r"Engine: ranks 0 and 1 set different gradients to None .*; set",
         STAGES,
         {},
     ),
     (
         replaces,
-        r"p\.grad of 'norm\.weight' as backward left it, got another .*; set p\.grad to None",
+        r"p\.grad of 'norm\.weight' was replaced by another tensor; set it to None",
         STAGES,
         {},
     ),
     (
         steps_twice,
-        r"AdamW\.step: expected parameters of one .*, got 'norm\.weight', which AdamW has stepped",
+        r"AdamW\.step: parameter 'norm\.weight' was already stepped by AdamW .*; give each",
         STAGES,
         {},
     ),
     (
         fails_after_sending,
-        r"expected backward to run to its end, got .* buckets sent on rank",
+        r"an earlier backward stopped with .* buckets sent on rank",
         STAGES,
         {},
     ),
     *(
         (begins_another(more), BEGIN + words, (3,), {"transport": transport})
         for more, words in (
-            (True, "a step after 1 micro-batches on rank 1 where rank 0 begins a forward after 1;"),
+            (True, "a step after 1 micro-batches, rank 0 a forward after 1; give"),
             (
                 False,
-                "a forward after 0 micro-batches on rank 1 where rank 0 begins a forward witho",
+                "a forward after 0 micro-batches, rank 0 a forward without gradients",
             ),
         )
         for transport in ("shm", "torch")

@@ -160,7 +160,10 @@ def test_a_cut_that_cannot_be_is_refused(model, options, message):
 STEPS = [
     *(({"micro_batches": n}, f"divide the 4 rows .*={n}; choose a whole") for n in (3, 0, 2.0)),
     ({"schedule": "zb-x"}, r"one of gpipe, 1f1b, .*, got schedule='zb-x'"),
-    ({"schedule": "zb-v"}, r"schedule='1f1b' has put them, 1 a rank, .*='zb-v' to"),
+    (
+        {"schedule": "zb-v"},
+        r"schedule='zb-v' places stages .*'1f1b' \(1 per rank\); pass",
+    ),
     ({"targets": zeros(4)[:, 1:]}, r"idx=\[4, 8\] targets=\[4, 7\]; pass one target"),
     ({"reduction": "none"}, "reduction mean or sum, got reduction='none'"),
     ({"micro_batches": 2, "rng_keys": [make_key(0, 0)]}, "rng_keys for 2 micro-batches, got 1; p"),

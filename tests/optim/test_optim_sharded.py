@@ -219,7 +219,7 @@ def test_all_groups_and_all_pieces_are_one_call(monkeypatch):
 
 def test_a_step_reads_nothing_on_the_host(monkeypatch):
     """Where counters are tensors; of the engine's own checks one reads a step later on a GPU, the
-    other (control.py, [Note: what begins]) is there between CPU ranks only."""
+    other (control.py, [Note: begin]) is there between CPU ranks only."""
 
     def refuse(*args):
         raise AssertionError("a value was read on the host")
