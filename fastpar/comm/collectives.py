@@ -1,20 +1,20 @@
-"""The collectives of one group of ranks, whatever carries them: the interface of every transport.
+"""The interface of every transport: the collectives of one group of ranks.
 
-A transport moves bytes and adds them; which one suits a group is decided in transports.py. Except
-for send and recv every operation is collective: all ranks of the group call the same ones in the
-same order. A tag names a call, so that a transport that compares tags (shared memory) finds ranks
-that are out of step. What is under way is a Handle, in a thread or on a stream.
+A transport moves bytes and adds them; transports.py chooses one for a group. Except for send and
+recv every operation is collective: all ranks of the group call the same ones in the same order. A
+tag names a call, so that a transport that compares tags (shared memory) detects ranks that are out
+of step. A running operation is a Handle, in a thread or on a stream.
 
 [Note: order of a sum]
-Where a class promises it, a sum is a fixed pairwise tree over the ranks (csrc/sum_tree.h), 16-bit
+If a class promises it, a sum is a fixed pairwise tree over the ranks (csrc/sum_tree.h), 16-bit
 types are added in fp32 and rounded once, and a mean is that sum divided by the number of ranks.
 Then every rank, every chunking, every such transport and both ways to reduce (all_reduce, or
-reduce_scatter and all_gather) give the same bits. Otherwise the order is the backend's own.
+reduce_scatter and all_gather) give the same bits. Otherwise the backend chooses the order.
 
-[Note: streams] On a GPU an asynchronous operation is enqueued behind what the current stream has
-been given, beside what it is given later, and Handle.wait() makes the current stream wait for it; a
-synchronous one is a part of the current stream. The host waits for neither. On a CPU the operation
-runs in another thread and wait() blocks.
+Streams: on a GPU an asynchronous operation is enqueued after the present work of the current
+stream, runs concurrently with later work, and Handle.wait() makes the current stream wait for it; a
+synchronous one runs in the current stream. The host never waits. On a CPU the operation runs in
+another thread and wait() blocks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from fastpar.kernels import sum_shards
 
 
 class Handle(ABC):
-    """An operation under way; its tensors must stay as they are until wait() has returned."""
+    """A running operation; its tensors must not change until wait() has returned."""
 
     @property
     def ms(self) -> float | None:
-        """How long the operation itself took, peers included; None while it is not known."""
+        """Duration of the operation, waiting for peers included; None while unknown."""
         return None
 
     @abstractmethod
@@ -61,13 +61,13 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 class FutureHandle(Handle):
-    """A call that runs in the thread of a group; `hurry` is set while somebody waits for it."""
+    """A call that runs in the thread of a group; `hurry` is set while wait() waits for it."""
 
     def __init__(
         self, op: str, future: Future, owner: object, hurry: threading.Event | None = None
     ) -> None:
         self._op, self._future = op, future
-        self._owner = owner  # a group that nothing refers to stops
+        self._owner = owner  # keeps the group alive, which would stop otherwise
         self._hurry = hurry
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -81,8 +81,8 @@ class FutureHandle(Handle):
                 self._future.result(timeout_s)
         except FutureTimeout:
             raise TimeoutError(
-                f"{self._op}: expected to end within timeout_s={timeout_s}, got an operation still "
-                "under way; wait again, or look for a rank that did not call it"
+                f"{self._op}: not finished within timeout_s={timeout_s}; wait again, or look for "
+                "a rank that did not call it"
             ) from None
         finally:
             if self._hurry is not None:
@@ -97,17 +97,18 @@ class FutureHandle(Handle):
         return self._future.result() if over else None
 
 
-# A call that returns a callable has only begun: the operation is over when that returns None.
+# If a call returns a callable, the operation goes on with it; it is over when that returns None.
 Rest = Any
 Call = Callable[[], Rest]
-# (where the result goes, call, its arguments, what the call needs to live)
+# (future of the result, call, its arguments, tensors that must stay alive)
 Task = tuple[Future, Callable[..., Any], tuple, Sequence[Tensor]]
 
 
 class TaskThread:
-    """A daemon thread that ends operations, and begins those that are not begun yet, in order.
+    """A daemon thread that finishes operations in order, and begins those not begun yet.
 
-    It ends after stop() and when it is collected. `hurry`: somebody waits for an operation.
+    It ends after stop() and when it is collected. `hurry` is set while a thread waits for an
+    operation.
     """
 
     def __init__(self) -> None:
@@ -121,15 +122,15 @@ class TaskThread:
         self._tasks.put(task)
 
     def end_with(self, owner: object) -> None:
-        """End what it was given when the owner is collected, or the process ends.
+        """Finish its tasks when the owner is collected or the process ends.
 
-        For tasks that wait for no other rank: a process that ends while a thread is in a kernel
-        aborts.
+        Only for tasks that wait for no other rank: a process that ends while a thread is in a
+        kernel aborts.
         """
         weakref.finalize(owner, self.end)
 
     def end(self) -> None:
-        """Stop, and wait for what it was given."""
+        """Stop after the present tasks, and wait for them."""
         self.put(None)
         if threading.current_thread() is not self.thread:
             self.thread.join()
@@ -139,18 +140,18 @@ def _work(tasks: queue.SimpleQueue) -> None:
     over_at = 0.0
     while (task := tasks.get()) is not None:
         begun = task if isinstance(task, Begun) else Begun(task)
-        del task  # it holds its tensors: nobody else may
+        del task  # it holds tensors that must be freed in time
         over_at = begun.end(over_at)
         del begun
 
 
 def run_task(task: Task) -> None:
-    """The call, with its time or its error for the future."""
+    """Run the call; the future gets its time or its error."""
     Begun(task).end(0.0)
 
 
 class Begun:
-    """A task whose call has returned."""
+    """A task that was begun: its call has returned."""
 
     def __init__(self, task: Task) -> None:
         self.future, call, args, self._tensors = task
@@ -163,18 +164,18 @@ class Begun:
             self._error = error
 
     def shares(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether some of these tensors are in memory that this operation uses."""
+        """Whether this operation uses memory of any of these tensors."""
         return any(overlap(a, b) for a in self._tensors for b in tensors)
 
     def end(self, earlier: float) -> float:
-        """Wait for it and tell the future; when it was over. Its time counts from `earlier` on."""
+        """Wait for it and set the future; returns the time of its end. earlier: earliest start."""
         try:
             if callable(self._rest):
                 through(self._rest)
         except BaseException as error:
             self._error = error
         over_at = time.perf_counter()
-        # Before anybody goes on: who made a tensor frees it, and sees that (StepMemory).
+        # Before the waiting thread continues, which may check that the memory is free (StepMemory).
         self._tensors, self._rest = (), None
         if self._error is not None:
             self.future.set_exception(self._error)
@@ -184,7 +185,7 @@ class Begun:
 
 
 class StreamHandle(Handle):
-    """Work on a stream of its own: behind what the current stream has been given by now."""
+    """Work on its own stream, after the present work of the current stream."""
 
     def __init__(
         self, stream: torch.cuda.Stream, call: Callable[[], None], of: tuple, op: str = "delay"
@@ -197,7 +198,7 @@ class StreamHandle(Handle):
             call()
             self._end.record(stream)
         on_stream(stream, op, self._start, self._end)
-        self._tensors = of  # their memory belongs to the current stream: not to be reused before
+        self._tensors = of  # their memory belongs to the current stream: no reuse before wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._end)
@@ -212,7 +213,7 @@ class StreamHandle(Handle):
 
 
 class _Done(Handle):
-    """For an operation that ended in its call, or is a part of the current stream."""
+    """An operation that ended in its call, or that runs in the current stream."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         return
@@ -225,13 +226,13 @@ DONE = _Done()
 
 
 def started(handle: Handle | None) -> Handle:
-    """The handle of an operation that was called with async_op=True."""
+    """Assert that a call with async_op=True returned a handle."""
     assert handle is not None
     return handle
 
 
 def enqueue(device: torch.device, op: str, call: Callable[[], None]) -> None:
-    """Call what enqueues an operation in the current stream; a watchdog sees it if there is one."""
+    """Run a call that enqueues an operation in the current stream, visibly for a watchdog."""
     if not watched():
         call()
         return
@@ -244,30 +245,30 @@ def enqueue(device: torch.device, op: str, call: Callable[[], None]) -> None:
 
 
 def through(rest: Rest) -> None:
-    """An operation from its begin to its end."""
+    """Run an operation to its end."""
     while rest is not None:
         rest = rest()
 
 
 SUMMABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
-# Sees an operation of (collectives, its name, bytes of its largest tensor) and begins it.
+# Called with (collectives, operation, bytes of its largest tensor, begin); must call begin.
 Observer = Callable[["Collectives", str, int, Callable[[], Handle]], Handle]
 
 
 class Collectives(ABC):
-    """What a transport offers to one rank of a group.
+    """The operations of one rank in a group.
 
     Every operation returns a Handle if async_op, else None when the result is there.
 
     Attributes:
         rank, world_size: in the group.
         device: of the tensors.
-        transport: "shm" | "gloo" | "nccl" ...; why: the reason for it, for people.
-        in_caller: operations run in the thread that calls them, before the call returns.
-        observers: each begins the operations in the transport's stead, and may wrap their handles.
-        leaves_rest: reduce_scatter leaves in x, outside of this rank's slice, what it did not send.
-        error: what earlier operations did not send; calls: how many there were; see wires.py.
-        rounds: all_gather gives rounded values, to all ranks the same; see wires.py.
+        transport: "shm" | "gloo" | "nccl" ...; why: the reason for it, as text.
+        in_caller: operations run in the calling thread, before the call returns.
+        observers: each begins the operations instead of the transport, and may wrap their handles.
+        leaves_rest: reduce_scatter leaves the encoding's error in x, outside of this rank's slice.
+        error: the encoding's error of earlier operations; calls: their number; see wires.py.
+        rounds: all_gather gives rounded values, the same on all ranks; see wires.py.
     """
 
     rank: int
@@ -291,11 +292,11 @@ class Collectives(ABC):
 
     @property
     def exact(self) -> Collectives:
-        """The same ranks, with nothing rounded on the way."""
+        """The same ranks without rounding."""
         return self
 
     def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
-        """What a rank sends, at least: of an operation on so much, whole."""
+        """Bytes that a rank sends at least, for an operation on n_bytes in all."""
         part = n_bytes // self.world_size
         return part * (self.world_size - 1) * (2 if op == "all_reduce" else 1)
 
@@ -309,16 +310,16 @@ class Collectives(ABC):
     def reduce_scatter(
         self, out: Tensor, x: Tensor, *, mean: bool = False, async_op: bool = False, tag: int = 0
     ) -> Handle | None:
-        """out[P / W] = this rank's slice of the sum (or mean) of x[P]; x is left in any state.
+        """out[P / W] = this rank's slice of the sum (or mean) of x[P]; x is overwritten.
 
-        out may be that slice of x itself. An fp32 out of a 16-bit x lies apart from x; it is the
-        sum as it was made, which the tree and shared memory do not round to 16 bits and NCCL does.
+        out may be that slice of x itself. An fp32 out of a 16-bit x must not overlap x; it gets the
+        sum without rounding to 16 bits (NCCL rounds it).
         """
         widened = out.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
         self._check("reduce_scatter", x, *[out] * (not widened), summed=True, mean=mean)
         self._check("reduce_scatter", out)
         if widened:
-            self._check_apart("reduce_scatter", x, out, " where it is wider")
+            self._check_disjoint("reduce_scatter", x, out, " if it is wider")
         self._check_sizes("reduce_scatter", x, out)
         return self._run(
             "reduce_scatter", x, async_op, lambda: self._reduce_scatter(out, x, mean, tag)
@@ -350,33 +351,33 @@ class Collectives(ABC):
         async_op: bool = False,
         tag: int = 0,
     ) -> Handle | None:
-        """Slice r of x goes to rank r; slice r of out is what rank r has sent. out apart from x.
+        """Send slice r of x to rank r; slice r of out comes from rank r. out must not overlap x.
 
         Args:
-            out_sizes, x_sizes: elements from and to each rank; None: equal slices.
+            out_sizes, x_sizes: elements from and to each rank. Default: equal slices.
         """
         self._check("all_to_all", out, x)
-        self._check_apart("all_to_all", x, out)
+        self._check_disjoint("all_to_all", x, out)
         sizes = self._check_slices(out, out_sizes), self._check_slices(x, x_sizes)
         if sizes[0][self.rank] != sizes[1][self.rank]:
             raise ValueError(
-                "all_to_all: expected as many elements from this rank as to it, got out_sizes="
-                f"{sizes[0]} x_sizes={sizes[1]} on rank {self.rank}; make entry {self.rank} equal"
+                "all_to_all: expected equal out_sizes and x_sizes of the rank itself, got out_sizes"
+                f"={sizes[0]} x_sizes={sizes[1]} on rank {self.rank}; make entry {self.rank} equal"
             )
         return self._run("all_to_all", x, async_op, lambda: self._all_to_all(out, x, *sizes, tag))
 
     def send(self, x: Tensor, dst: int, *, async_op: bool = False, tag: int = 0) -> Handle | None:
-        """Give x to the rank dst of the group, which receives it with the same tag.
+        """Send x to the rank dst of the group, which receives it with the same tag.
 
-        On NCCL it may last until the other receives: two ranks that send to each other at once wait
-        for ever. One of them receives first, or both use all_to_all.
+        On NCCL it may block until the other receives: two ranks that send to each other at once
+        wait forever. One of them must receive first, or both use all_to_all.
         """
         self._check("send", x)
         self._check_rank("send", "dst", dst, other=True)
         return self._run("send", x, async_op, lambda: self._send(x, dst, tag))
 
     def recv(self, out: Tensor, src: int, *, async_op: bool = False, tag: int = 0) -> Handle | None:
-        """Fill out with what the rank src of the group sends with the same tag."""
+        """Fill out with the x that rank src of the group sends with the same tag."""
         self._check("recv", out)
         self._check_rank("recv", "src", src, other=True)
         return self._run("recv", out, async_op, lambda: self._recv(out, src, tag))
@@ -393,7 +394,7 @@ class Collectives(ABC):
         self._run("barrier", x, False, lambda: self._barrier(x, tag))
 
     def close(self) -> None:
-        """Give back what the group holds. Not collective; nothing may be under way."""
+        """Free the group's resources. Not collective; no operation may be running."""
         return
 
     def _barrier(self, x: Tensor, tag: int) -> Handle:
@@ -444,7 +445,7 @@ class Collectives(ABC):
             if t.dtype != tensors[0].dtype or (summed and t.dtype not in SUMMABLE):
                 raise ValueError(
                     f"{op}: expected one dtype{' of ' + ', '.join(map(str, SUMMABLE)) * summed}, "
-                    f"got dtype={t.dtype} beside {tensors[0].dtype}; cast it"
+                    f"got dtype={t.dtype} and {tensors[0].dtype}; cast it"
                 )
         if mean and not tensors[0].dtype.is_floating_point:
             raise ValueError(
@@ -452,18 +453,18 @@ class Collectives(ABC):
                 "divide the sum"
             )
 
-    def _check_apart(self, op: str, x: Tensor, out: Tensor, where: str = "") -> None:
+    def _check_disjoint(self, op: str, x: Tensor, out: Tensor, where: str = "") -> None:
         if overlap(x, out):
             raise ValueError(
-                f"{op}: expected out apart from x{where}, got out={out.dtype} inside "
+                f"{op}: expected out and x in different memory{where}, got out={out.dtype} inside "
                 f"x={x.dtype}; pass another out"
             )
 
     def _check_sizes(self, op: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != part.numel() * self.world_size:
             raise ValueError(
-                f"{op}: expected {self.world_size} slices of {part.numel()} elements, got a whole "
-                f"of {whole.numel()}; pad it to a multiple of the ranks"
+                f"{op}: expected {self.world_size} slices of {part.numel()} elements, got "
+                f"{whole.numel()} elements in all; pad to a multiple of the ranks"
             )
 
     def _check_slices(self, x: Tensor, sizes: Sequence[int] | None) -> list[int]:
@@ -471,7 +472,7 @@ class Collectives(ABC):
         found = [x.numel() // world_size] * world_size if sizes is None else list(sizes)
         if len(found) != world_size or sum(found) != x.numel() or min(found) < 0:
             raise ValueError(
-                f"all_to_all: expected the sizes of {world_size} slices that make {x.numel()} "
+                f"all_to_all: expected sizes of {world_size} slices that add up to {x.numel()} "
                 f"elements, got sizes={found}; pass out_sizes and x_sizes, one number for each rank"
             )
         return found
@@ -485,9 +486,9 @@ class Collectives(ABC):
 
 
 class OneRank(Collectives):
-    """A group of one rank: every operation is a copy, or nothing, in the current stream.
+    """A group of one rank: every operation is a copy or nothing, in the current stream.
 
-    For an engine that shares out what it has with nobody: see fastpar/axes/offload.py.
+    For an engine without other ranks: see fastpar/axes/offload.py.
     """
 
     rank, world_size, in_caller = 0, 1, True
@@ -504,10 +505,10 @@ class OneRank(Collectives):
             out.copy_(x)
         return DONE
 
-    _here: Any = _nothing
-    _there: Any = _copied
-    _all_reduce = _broadcast = _send = _recv = _here  # there is no other rank to send to
-    _reduce_scatter = _all_gather = _all_to_all = _there
+    _in_place: Any = _nothing
+    _out_of_place: Any = _copied
+    _all_reduce = _broadcast = _send = _recv = _in_place
+    _reduce_scatter = _all_gather = _all_to_all = _out_of_place
 
 
 class PairwiseSum:
@@ -518,7 +519,7 @@ class PairwiseSum:
         self._parts: list[Tensor] = []
 
     def push(self, x: Tensor) -> None:
-        """Add the next tensor; it belongs to the sum from now on."""
+        """Add the next tensor, which must not be used afterwards."""
         order = self.count
         while order & 1:
             x = self._parts.pop().add_(x)
@@ -528,16 +529,16 @@ class PairwiseSum:
 
     @property
     def nbytes(self) -> int:
-        """Size of the partial sums."""
+        """Bytes of the partial sums."""
         return sum(x.nbytes for x in self._parts)
 
     def zero_(self, place: slice) -> None:
-        """Forget what was added to these elements."""
+        """Zero these elements of all partial sums."""
         for x in self._parts:
             x[..., place].zero_()
 
     def total(self) -> Tensor:
-        """A new tensor; the sum can go on."""
+        """The sum so far, a new tensor; push() may follow."""
         x = self._parts[-1].clone()
         for left in reversed(self._parts[:-1]):
             x = left + x
@@ -545,18 +546,18 @@ class PairwiseSum:
 
 
 def sum_rows_in_tree(parts: Tensor, out: Tensor, mean: bool) -> None:
-    """out[S] = the tree over the rows of parts[W, S] (which is overwritten), or the mean."""
+    """out[S] = the tree over the rows of parts[W, S], or the mean; parts is overwritten."""
     world_size = parts.shape[0]
     if parts.dtype in (torch.float64, torch.int64):
         step = 1
-        while step < world_size:  # each row adds its right neighbour of those still there
+        while step < world_size:  # each row adds its next remaining neighbour
             for left in range(0, world_size - step, 2 * step):
                 parts[left].add_(parts[left + step])
             step *= 2
         torch.div(parts[0], world_size, out=out) if mean else out.copy_(parts[0])
     elif not mean or world_size & (world_size - 1) == 0:  # a power of two: the product is exact
         sum_shards(parts, out, scale=1.0 / world_size if mean else None)
-    else:  # divided before the one rounding
+    else:  # divide before the only rounding
         wide = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
         sum_shards(parts, wide)
         torch.div(wide, world_size, out=wide)

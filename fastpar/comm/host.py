@@ -1,11 +1,8 @@
-"""The host of a rank: its memory, the cores of a thread there, and its bus to a GPU.
+"""The host of a rank: its memory, the cores of its threads, and the bus to its GPU.
 
-[Note: cores of a rank] Cores are put in the order of their NUMA nodes and shared out in equal parts
-among the ranks of the machine, in the order of these: on servers with as many GPUs at each socket
-that is a part of the GPU's own socket. One core of the part is left to the rank's other threads.
-
-[Note: the stand-in] Debug(bus_gb_s=) is the bus of a machine without a GPU: both sides lie in
-the host's memory, and a thread for each direction copies at that speed.
+[Note: cores of a rank] Cores are ordered by NUMA node and split in equal parts among the ranks of
+the machine, in rank order. On servers with equally many GPUs per socket a rank gets cores of its
+GPU's socket. One core of the part is left to the rank's other threads.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def nodes_of_cores() -> dict[int, int]:
-    """Core -> its NUMA node; empty where the host tells none."""
+    """Core -> its NUMA node; empty if the host has no such list."""
     found = {}
     for path in _NODES.glob("node[0-9]*/cpulist"):
         for part in path.read_text().strip().split(","):
@@ -41,7 +38,7 @@ def nodes_of_cores() -> dict[int, int]:
 
 
 def cores_of_rank(cores: Iterable[int], nodes: dict[int, int], rank: int, ranks: int) -> list[int]:
-    """The part of a rank: see [Note: cores of a rank]."""
+    """The cores of a rank: see [Note: cores of a rank]."""
     ordered = sorted(cores, key=lambda core: (nodes.get(core, 0), core))
     share = max(1, len(ordered) // ranks)
     first = rank * share % len(ordered)
@@ -49,13 +46,13 @@ def cores_of_rank(cores: Iterable[int], nodes: dict[int, int], rank: int, ranks:
 
 
 class HostCores:
-    """The cores of one thread of this rank, once it has taken them."""
+    """The cores of one thread of this rank, after take()."""
 
     def __init__(self) -> None:
         self._mine: list[int] = []
 
     def take(self) -> None:
-        """The calling thread, and those that its kernels start, run there from now on."""
+        """Pin the calling thread, and threads that its kernels start, to its cores."""
         if not self._mine:
             rank, ranks = (
                 int(os.environ.get(f"LOCAL_{name}", default))
@@ -66,7 +63,7 @@ class HostCores:
             torch.set_num_threads(len(self._mine))
 
     def describe(self) -> str:
-        """How many, and where."""
+        """Text: number of threads and NUMA node."""
         nodes = nodes_of_cores()
         mine = self._mine or os.sched_getaffinity(0)
         names = sorted({nodes[core] for core in mine if core in nodes})
@@ -78,7 +75,7 @@ def memory_mb() -> tuple[float, float]:
     """Resident memory of this process in MB: (now, highest so far)."""
     status = Path("/proc/self/status")
     if status.exists():
-        # Not getrusage: its peak starts from the parent's at the time of fork.
+        # Not getrusage: its peak begins with the parent's at fork.
         found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status.read_text(), re.M))
         if len(found) == 2:
             return int(found["VmRSS"]) * 1024 / 1e6, int(found["VmHWM"]) * 1024 / 1e6
@@ -104,31 +101,31 @@ def free_memory() -> int:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """What torch takes for so many bytes of pinned memory: the next power of two."""
+    """Bytes that torch allocates for so many bytes of pinned memory: the next power of two."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 
 def check_host_memory(buckets: Sequence[tuple[int, int]], ranks: int) -> None:
-    """Refuse what does not fit beside the same of the machine's other ranks.
+    """Check that the offloaded state of all ranks of this machine fits into its memory.
 
     Args:
-        buckets: (bytes of its optimizer's state, of all that it takes), the first to keep first.
+        buckets: (bytes of optimizer state, bytes in all) of each, the first to keep on GPU first.
     Raises:
-        ValueError: says what would fit.
+        ValueError: it does not fit; says what would.
     """
     needed, free = ranks * sum(n for _, n in buckets), free_memory()
     if needed <= free:
         return
     times = -(-needed // max(1, free))
-    left, kept, advice = needed, 0, f"share the state among {times} times as many hosts"
+    left, kept, advice = needed, 0, f"use {times} times as many hosts"
     for state, n in buckets[:-1]:
         left, kept = left - n * ranks, kept + state
         if left <= free:
             advice = f"offload_keep_mb={-(-kept // 2**20)} fits, or {advice}"
             break
     raise ValueError(
-        f"parallelize: expected {needed / 1e9:.3g} GB of free memory on the host for offload by "
-        f"{ranks} rank{'s' * (ranks > 1)}, got {free / 1e9:.3g} GB; {advice}"
+        f"parallelize: offload by {ranks} rank{'s' * (ranks > 1)} needs {needed / 1e9:.3g} GB "
+        f"of free host memory, got {free / 1e9:.3g} GB; {advice}"
     )
 
 
@@ -137,11 +134,11 @@ def _copy(out: Tensor, x: Tensor) -> None:
 
 
 class Bus:
-    """Copies between a GPU and its host, a stream for each direction.
+    """Copies between a GPU and its host, with a stream for each direction.
 
     Args:
-        pinned: memory of the host that crosses the bus is locked; else copies take about twice as
-            long, and down the host waits for them.
+        pinned: host memory for copies is pinned; otherwise copies take about twice as long, and
+            the host waits for copies from the GPU.
     """
 
     has_gpu = True
@@ -151,40 +148,40 @@ class Bus:
         self.pinned = pinned
 
     def down(self, host: Tensor, x: Tensor) -> Handle:
-        """host = x, behind what the current stream has been given; x may be freed at once."""
+        """Start host = x, after the present work of the current stream; x may be freed at once."""
         x.record_stream(self._down)
         return StreamHandle(self._down, lambda: _copy(host, x), (), "offload")
 
     def up(self, x: Tensor, host: Tensor) -> Handle:
-        """x = host; the current stream waits for it where wait() is called."""
+        """Start x = host; the current stream waits for it in wait()."""
         return StreamHandle(self._up, lambda: _copy(x, host), (x,), "offload")
 
     def behind(self, ups: Sequence[Handle] = ()) -> contextlib.AbstractContextManager[Any]:
-        """What is begun inside follows these copies up, and nothing that the device computes."""
+        """Context whose work follows these copies to the GPU, but no computation of the GPU."""
         return torch.cuda.stream(self._up)
 
     def n_ranks(self, world_size: int) -> int:
-        """Ranks that take memory of this host."""
+        """Number of ranks that use memory of this host."""
         return local_ranks(world_size)
 
     def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] on the host.
 
         Raises:
-            RuntimeError: it is pinned, and the system has no more of that to give.
+            RuntimeError: the system refuses to pin the memory.
         """
         try:
             return torch.empty(numel, dtype=dtype, pin_memory=self.pinned, device="cpu")
         except RuntimeError as error:
             raise RuntimeError(
-                f"parallelize: expected {numel * dtype.itemsize / 1e9:.3g} GB of pinned memory on "
-                f"the host for offload, got none ({error}); raise the limit of locked memory "
-                "(ulimit -l), share the state among more ranks, or take memory that is not pinned, "
-                "at about half of the speed: offload_pinned=False, --no-offload-pinned"
+                f"parallelize: could not pin {numel * dtype.itemsize / 1e9:.3g} GB of host memory "
+                f"for offload ({error}); raise the limit of locked memory (ulimit -l), use more "
+                "ranks, or set offload_pinned=False, --no-offload-pinned (copies then take about "
+                "twice as long)"
             ) from error
 
     def arrived(self, handle: Handle) -> None:
-        """Return when a copy to the host is there."""
+        """Wait for a copy to the host."""
         while not handle.is_completed():
             time.sleep(2e-5)
 
@@ -193,18 +190,19 @@ def bus_of(device: torch.device, *, pinned: bool = True) -> Bus:
     """The bus of a GPU; pinned: see Bus.
 
     Raises:
-        ValueError: a CPU, which has none.
+        ValueError: device is a CPU.
     """
     if device.type == "cpu":
         raise ValueError(
-            "offload: expected a GPU, got device=cpu; it moves what is on a GPU into its host's "
-            "memory: leave it out on a CPU"
+            "offload: expected a GPU, got device=cpu; it moves data from a GPU to its host: do not "
+            "use it on a CPU"
         )
     return Bus(device, pinned=pinned)
 
 
 class SlowBus(Bus):
-    """See [Note: the stand-in]; gb_s: of each direction."""
+    """A simulated bus on a machine without a GPU: both sides are in host memory, and one thread per
+    direction copies at gb_s GB/s. For Debug(bus_gb_s=)."""
 
     has_gpu = pinned = False
 
@@ -214,25 +212,25 @@ class SlowBus(Bus):
             thread.end_with(self)
 
     def down(self, host: Tensor, x: Tensor) -> Handle:
-        """As on a GPU."""
+        """Like Bus.down."""
         return self._copy(0, host, x)
 
     def up(self, x: Tensor, host: Tensor) -> Handle:
-        """As on a GPU."""
+        """Like Bus.up."""
         return self._copy(1, x, host)
 
     def arrived(self, handle: Handle) -> None:
-        """As on a GPU."""
+        """Like Bus.arrived."""
         handle.wait()
 
     def behind(self, ups: Sequence[Handle] = ()) -> contextlib.AbstractContextManager[Any]:
-        """As on a GPU, but the caller waits."""
+        """Like Bus.behind, but the caller waits."""
         for up in ups:
             up.wait()
         return contextlib.nullcontext()
 
     def n_ranks(self, world_size: int) -> int:
-        """One: ranks are threads of one process, or share a machine with nothing else to do."""
+        """One: the check of host memory is for real machines."""
         return 1
 
     def _copy(self, way: int, out: Tensor, x: Tensor) -> Handle:

@@ -1,4 +1,4 @@
-"""Ranks on several machines: who started them, and by which network they reach each other."""
+"""Ranks on several machines: the environment of srun and mpirun, and the network interface."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 
 def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
-    """Ranks that srun or mpirun started get what torchrun would set.
+    """Set the variables of torchrun for ranks that srun or mpirun started.
 
-    Nothing changes under torchrun, for one task, and inside of salloc or sbatch without srun.
+    Does nothing under torchrun, for one task, and inside salloc or sbatch without srun.
 
     Raises:
-        ValueError: ranks on several machines, and nothing says where the first one is.
+        ValueError: several machines, and the environment does not name that of rank 0.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return
@@ -45,12 +45,12 @@ def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
             own["MASTER_ADDR"] = "127.0.0.1"
         else:
             raise ValueError(
-                f"fastpar: {who} started {environment[size]} ranks on several machines, and "
-                "nothing says where rank 0 is; set MASTER_ADDR to its host and MASTER_PORT to a "
-                "free port for all of them (Open MPI: mpirun -x MASTER_ADDR=HOST -x "
+                f"fastpar: {who} started {environment[size]} ranks on several machines, but the "
+                "address of rank 0 is unknown; set MASTER_ADDR to its host and MASTER_PORT to a "
+                "free port for all ranks (Open MPI: mpirun -x MASTER_ADDR=HOST -x "
                 "MASTER_PORT=29500 ...), or start torchrun once on each machine"
             )
-    if "MASTER_PORT" not in environment:  # the same for all ranks, another for another job
+    if "MASTER_PORT" not in environment:  # equal on all ranks, different for another job
         job = " ".join(environment.get(name, "") for name in _JOBS)
         own["MASTER_PORT"] = str(20000 + zlib.crc32(job.encode()) % 10000)
     environment.update(own)
@@ -58,8 +58,8 @@ def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
 
 _NODES = "SLURM_STEP_NODELIST"
 _JOBS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-# Who sets these: rank, number of ranks, rank on its machine, ranks there. SLURM_NTASKS and
-# SLURM_PROCID alone stand in every shell of salloc; SLURM_STEP_NUM_TASKS is srun's.
+# (starter, variables: rank, number of ranks, local rank, local number of ranks). salloc sets
+# SLURM_NTASKS and SLURM_PROCID in every shell; only srun sets SLURM_STEP_NUM_TASKS.
 _SCHEDULERS = (
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     (
@@ -71,12 +71,12 @@ _SCHEDULERS = (
 
 
 def interface_of_peers(master: str) -> str | None:
-    """The network interface by which the ranks of other machines reach this one.
+    """The network interface on which ranks of other machines reach this one.
 
-    None: its host name has an address that is not a loopback one, which gloo then uses.
+    None: the host name has a non-loopback address, which gloo then uses.
 
     Raises:
-        ValueError: the host name is one of a loopback address, and there are several interfaces.
+        ValueError: the host name has a loopback address, and there are several interfaces.
     """
 
     def of(host: str) -> list[str]:
@@ -92,28 +92,27 @@ def interface_of_peers(master: str) -> str | None:
     for address in of(master):
         kind = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing: asks for the route
+            probe.connect((address, 9))  # sends nothing, only looks up the route
             if (found := known.get(probe.getsockname()[0])) is not None:
                 return found
     others = sorted(set(known.values()))
     if len(others) == 1:
         return others[0]
     raise ValueError(
-        f"Mesh: this host's name, {name}, is {own[0] if own else 'no address'} in /etc/hosts or "
-        f"DNS, where other machines cannot reach it; set GLOO_SOCKET_IFNAME and "
-        f"NCCL_SOCKET_IFNAME to the interface of the ranks' network ({', '.join(others)}), or "
-        "correct /etc/hosts"
+        f"Mesh: the host name {name} is {own[0] if own else 'no address'} in /etc/hosts or DNS, "
+        "where other machines cannot reach it; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to "
+        f"the interface of the ranks' network ({', '.join(others)}), or correct /etc/hosts"
     )
 
 
 def _addresses() -> dict[str, str]:
-    """Address -> interface, without loopback ones (Linux)."""
+    """Address -> interface, without loopback addresses (Linux)."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
-                asked = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, asked)  # SIOCGIFADDR
+            with contextlib.suppress(OSError):  # an interface without an address
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
                 found[socket.inet_ntoa(answer[20:24])] = name
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():

@@ -1,24 +1,25 @@
-"""Ranks of this machine: start them, call functions in them, collect answers, name who failed.
+"""Rank processes on this machine: starts them, calls functions in them, collects results, and names
+the rank that failed.
 
     with Ranks(2, threads=1) as ranks:
-        answers = ranks.call(function, argument)  # function(rank, argument) in all at once
+        answers = ranks.call(function, argument)  # function(rank, argument) on all ranks at once
 
-Whatever starts the processes of a process group does it here: `fastpar plan --measure`, `compare`,
+All processes of process groups are started here: those of `fastpar plan --measure`, `compare`,
 `run_ranks` of fastpar.testing, benches, and the launcher of `fastpar train --nproc`, which adds
 signals and restarts (train/launch.py). A function is found by its module and name.
 
-[Note: who is stopped] Fresh ranks have sessions of their own, so Ctrl-C reaches the starter alone,
-which kills them; when it dies, the kernel does (files/packages.py). A rank that fails ends, and its
-peers fail in the collective that waits for it; those that do not within GRACE_S are killed. So are
-all where one does not answer in time.
+Ends: fresh ranks have their own sessions, so Ctrl-C reaches only the starter, which kills them; if
+the starter dies, the kernel does (files/packages.py). A rank that fails ends, and its peers fail in
+the collective that waits for it; peers that do not fail within GRACE_S are killed. If a rank does
+not answer in time, all are killed.
 
-[Note: the culprit] When one rank fails, the others fail because they have lost it. The one to name
-is who tells of a hang (it has killed the rank that hung), else the first to fail by itself.
+[Note: the culprit] When one rank fails, the others fail because it is gone. The rank to name is one
+that reported a hang (it has killed the rank that hung), else the first that failed by itself.
 
-[Note: forked ranks] A fork server that has only imported torch (no thread pool is running in it, so
-forking is safe) makes a rank in milliseconds; the first one pays the import. They are no children
-of the starter: in each a thread waits for its end. OpenMP has read its variables before the fork,
-so where times or memory are measured, ranks are fresh processes.
+[Note: forked ranks] A fork server that has only imported torch (without a running thread pool, so
+forking is safe) makes a rank in milliseconds; the first one pays for the import. Forked ranks are
+not children of the starter: a thread in each waits for the starter's end. OpenMP reads its
+variables before the fork, so measurements of time or memory use fresh processes.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ _LOST_PEER_TEXTS = (
 
 
 def is_rank() -> bool:
-    """Whether this process was started as a rank, by this file, torchrun, srun or mpirun."""
+    """Whether this process was started as a rank: by this file, torchrun, srun or mpirun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launched_here() -> bool:
-    """Whether this rank has the environment of this file, not torchrun's."""
+    """Whether this file started this rank, not torchrun."""
     return _LAUNCHER in os.environ
 
 
 def local_ranks(world_size: int) -> int:
-    """Ranks of this machine."""
+    """Number of ranks on this machine."""
     return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -87,19 +88,19 @@ def available_cores() -> int:
 
 
 def threads_per_rank(asked: int | None, ranks_here: int) -> int:
-    """CPU threads of a rank: what was asked for, or this machine's cores shared by its ranks."""
+    """CPU threads of a rank: the request, or an equal part of this machine's cores."""
     return asked or max(1, available_cores() // ranks_here)
 
 
 def make_store() -> Any:
-    """The TCPStore of ranks to come: its port is taken before they start, and it outlives them."""
+    """The TCPStore of later ranks: reserves a port before they start, and outlives them."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, str]:
-    """What torchrun would set for one of nproc ranks on this machine; port: of make_store()."""
+    """The variables that torchrun would set for a rank on this machine; port: of make_store()."""
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -107,43 +108,43 @@ def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to the starter's store too
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 too connects to the starter's store
         "OMP_NUM_THREADS": str(threads),
         _LAUNCHER: "1",
     }
-    # By default gloo resolves the host's name, which many containers and laptops do not know.
+    # By default gloo resolves the host name, which many containers and laptops cannot resolve.
     if any(name == "lo" for _, name in socket.if_nameindex()):
         environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return environment
 
 
 def start_rank(command: Sequence[str], environment: Mapping[str, str], **how: Any) -> Any:
-    """A command in a session of its own; `how` and the result are subprocess.Popen's."""
+    """Start a command in its own session; `how` and the result are subprocess.Popen's."""
     env = {**os.environ, **environment}
     return subprocess.Popen(command, env=env, start_new_session=True, **how)
 
 
-# Who has failed
+# Failures
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone: then the cause is over there."""
+    """Whether an error says that another rank is gone, which then has the cause."""
     return any(text in str(error) for text in _LOST_PEER_TEXTS)
 
 
 def without_paths(text: str) -> str:
-    """An error in one line of ASCII that names no path of this machine."""
+    """The text in one line of ASCII, without paths of this machine."""
     text = re.sub(r"(?<![\w.])/[\w.+-]+(?:/[\w.+-]+)+", "<path>", " ".join(text.split()))
     return text.encode("ascii", "replace").decode()[:_REASON_LENGTH]
 
 
 def reason(error: BaseException) -> str:
-    """An exception in one line that fits a table and names no path of this machine."""
+    """An exception in one short line, without paths of this machine."""
     return without_paths(f"{type(error).__name__}: {error}")
 
 
 def cause_of_death(code: int) -> str:
-    """The signal that ended a process; empty if it exited by itself."""
+    """The signal that ended a process; "" if it exited by itself."""
     died = f"died of {signal.Signals(-code).name}" if code < 0 else ""
     return died + " (out of memory?)" * (code == -signal.SIGKILL)
 
@@ -153,10 +154,10 @@ class RankFailed(RuntimeError):  # noqa: N818 - of a rank, not of all
     """How a rank failed.
 
     Attributes:
-        reason: why, in one line that names no path.
-        code: exit status of a process that ended without a word.
-        error, trace: what the rank raised, and where.
-        follows: the cause is another rank's failure. at: when, by the clock of the machine.
+        reason: one line without paths.
+        code: exit status of a process that ended without an error message.
+        error, trace: the exception and its traceback.
+        follows: another rank's failure is the cause. at: time, by the machine's clock.
     """
 
     rank: int
@@ -169,7 +170,7 @@ class RankFailed(RuntimeError):  # noqa: N818 - of a rank, not of all
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankFailed:
-        """Of an error that is being handled. SystemExit ends ranks that are threads."""
+        """From an error that is being handled. SystemExit ends ranks that are threads."""
         follows = isinstance(error, SystemExit) or lost_peer(error)
         return cls(rank, reason(error), None, error, traceback.format_exc(), follows)
 
@@ -178,12 +179,12 @@ class RankFailed(RuntimeError):  # noqa: N818 - of a rank, not of all
 
 
 def culprit(failures: Sequence[RankFailed]) -> RankFailed:
-    """The one to name: see [Note: the culprit]."""
+    """The failure to report: see [Note: the culprit]."""
     return min(failures, key=lambda one: (one.code != HUNG, one.follows, one.at))
 
 
 def late(ranks: Sequence[int], timeout_s: float, *, follow: bool) -> list[RankFailed]:
-    """Failures of ranks that did not answer in time; follow: another one had failed before."""
+    """Failures of ranks that did not answer in time; follow: another rank failed before."""
     why = f"gave no answer for {timeout_s:g} s"
     return [RankFailed(rank, why, follows=follow) for rank in ranks]
 
@@ -192,10 +193,10 @@ def late(ranks: Sequence[int], timeout_s: float, *, follow: bool) -> list[RankFa
 
 
 class Rank:
-    """The process of a rank, for the functions that are called in it.
+    """The process of a rank, as called functions see it.
 
     Attributes:
-        rank, world_size; kept: what functions leave for later calls.
+        rank, world_size; kept: values that functions keep for later calls.
     """
 
     def __init__(self, pipe: Connection, device: str) -> None:
@@ -205,7 +206,7 @@ class Rank:
         self._meshes: dict[tuple[int, int], Any] = {}
 
     def say(self, value: Any) -> None:
-        """Sends a value to who waits for the call's end."""
+        """Send a value to the starter during a call."""
         self._pipe.send_bytes(pickle.dumps(("said", value)))
 
     def mesh(self, tp: int = 1, cp: int = 1) -> Any:
@@ -218,7 +219,7 @@ class Rank:
         return self._meshes[tp, cp]
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Return when every rank has called it."""
         import torch.distributed as dist
 
         if self.world_size > 1:
@@ -226,7 +227,7 @@ class Rank:
             dist.barrier()
 
     def of_first(self, value: Any) -> Any:
-        """The value that rank 0 has. Ranks: all."""
+        """Rank 0's value, on every rank. Ranks: all."""
         from fastpar.comm.mesh import gather_objects
 
         if self.world_size == 1:
@@ -236,12 +237,12 @@ class Rank:
 
 
 def serve() -> None:
-    """The life of a fresh rank. Its arguments: the pipe to the starter, the device."""
+    """Main function of a fresh rank. Its arguments: the pipe to the starter, the device."""
     _live(Connection(int(sys.argv[1])), sys.argv[2])
 
 
 def _forked(pipe: Connection, environment: Mapping[str, str], device: str) -> None:
-    """The life of a forked rank."""
+    """Main function of a forked rank."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -255,7 +256,7 @@ def _forked(pipe: Connection, environment: Mapping[str, str], device: str) -> No
 
 
 def _live(pipe: Connection, device: str) -> NoReturn:
-    """Do what comes through the pipe until it ends, or something fails."""
+    """Run the calls from the pipe until it closes or one fails."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -266,19 +267,19 @@ def _live(pipe: Connection, device: str) -> NoReturn:
     rank, status = Rank(pipe, device), 0
     with contextlib.suppress(EOFError, OSError):  # of the pipe
         while not status:
-            asked = pipe.recv_bytes()
+            request = pipe.recv_bytes()
             try:
-                function, args = pickle.loads(asked)
+                function, args = pickle.loads(request)
                 message = pickle.dumps(("answer", function(rank, *args)))
             except BaseException as error:
                 failure, status = vars(RankFailed.of(rank.rank, error)), FAILED
-                message = pickle.dumps(("failure", failure | {"error": _travels(error)}))
+                message = pickle.dumps(("failure", failure | {"error": _picklable(error)}))
             pipe.send_bytes(message)
-    os._exit(status)  # no orderly exit: gloo's destructor can wait for peers that are gone
+    os._exit(status)  # gloo's destructor could wait for peers that are gone
 
 
-def _travels(error: BaseException) -> BaseException:
-    """The error, or a RuntimeError for one that could not be made again from what is pickled."""
+def _picklable(error: BaseException) -> BaseException:
+    """The error, or a RuntimeError if it cannot be unpickled."""
     with contextlib.suppress(Exception):
         pickle.loads(pickle.dumps(error))
         return error
@@ -289,7 +290,7 @@ def _travels(error: BaseException) -> BaseException:
 
 
 class _Forked(multiprocessing.context.ForkServerProcess):
-    """A process of the fork server that is waited for as for subprocess.Popen."""
+    """A process of the fork server with the wait() of subprocess.Popen."""
 
     def wait(self, timeout: float | None = None) -> int:
         self.join(timeout)
@@ -299,14 +300,14 @@ class _Forked(multiprocessing.context.ForkServerProcess):
 
 
 class _Started(NamedTuple):
-    """A rank as the starter sees it."""
+    """A rank in the starter."""
 
     process: subprocess.Popen | _Forked
     pipe: Connection
     log: IO[str] | None = None
 
     def end(self) -> int:
-        """The exit status; kills it where it does not end by itself."""
+        """Wait for the exit status; kills the process if it does not end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(END_S)
         self.process.kill()
@@ -320,10 +321,10 @@ class Ranks:
     """nproc processes, each a rank of one process group on this machine.
 
     Args:
-        threads: of each rank; device: "cpu" or "cuda", of Rank.mesh(); "" for what there is.
-        quiet: what the ranks print is not shown.
+        threads: of each rank; device: "cpu" or "cuda", of Rank.mesh(); "": the GPU if there is one.
+        quiet: hide the ranks' output.
         fork: see [Note: forked ranks].
-        place: (rank, command) -> the command that runs it elsewhere, and its environment there.
+        place: (rank, command) -> the command that runs it elsewhere, and its environment.
     Raises:
         RankFailed: a rank could not start, died, raised or did not answer; then all are gone.
     """
@@ -350,7 +351,7 @@ class Ranks:
 
     def _start(self, rank: int, environment: dict[str, str], place: Place | None) -> _Started:
         ours, theirs = multiprocessing.Pipe()
-        log = tempfile.TemporaryFile("w+") if self._quiet else None  # noqa: SIM115 - close() does it
+        log = tempfile.TemporaryFile("w+") if self._quiet else None  # noqa: SIM115 - see close()
         command = [*call_command("fastpar.comm.ranks.serve"), str(theirs.fileno()), self.device]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         if place is not None:
@@ -360,7 +361,7 @@ class Ranks:
             command, environment, pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
-        theirs.close()  # so that the process' death shows as the end of the pipe
+        theirs.close()  # so that the pipe closes when the process dies
         return _Started(process, ours, log)
 
     def _fork(self, environment: dict[str, str]) -> _Started:
@@ -373,7 +374,7 @@ class Ranks:
         return _Started(process, ours)
 
     def call(self, function: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
-        """function(rank, *args) in every rank at once; what each returned. how: as for outcomes."""
+        """function(rank, *args) on every rank at once; the results. how: options of outcomes()."""
         answers, failures = self.outcomes(function, *args, **how)
         if failures:
             first = culprit(failures)
@@ -387,20 +388,20 @@ class Ranks:
         function: Callable[..., Any],
         *args: Any,
         timeout_s: float = CALL_S,
-        heard: Callable[[Any], None] | None = None,
+        on_value: Callable[[Any], None] | None = None,
     ) -> tuple[dict[int, Any], list[RankFailed]]:
-        """As call(): the answers by rank, and the failures, after which all ranks are gone.
+        """Like call(): results by rank, and failures, after which all ranks are gone.
 
         Args:
-            timeout_s: for which no rank answers nor says anything.
-            heard: is called with what ranks say meanwhile.
+            timeout_s: the longest time without an answer or a value of any rank.
+            on_value: is called with the values that ranks send during the call.
         """
         if not self._ranks:
-            raise RankFailed(0, "the processes are gone")
-        asked = pickle.dumps((function, args))
+            raise RankFailed(0, "the rank processes have ended; make new Ranks")
+        request = pickle.dumps((function, args))
         for one in self._ranks:
-            with contextlib.suppress(OSError):  # it is gone: that is found below
-                one.pipe.send_bytes(asked)
+            with contextlib.suppress(OSError):  # it is gone, which is noticed below
+                one.pipe.send_bytes(request)
         answers: dict[int, Any] = {}
         failures: list[RankFailed] = []
         waiting: dict[Any, int] = {one.pipe: rank for rank, one in enumerate(self._ranks)}
@@ -419,8 +420,8 @@ class Ranks:
                     kind, value = "failure", vars(self._gone(rank))
                 if kind == "said":
                     deadline = deadline if failures else time.monotonic() + timeout_s
-                    if heard is not None:
-                        heard(value)
+                    if on_value is not None:
+                        on_value(value)
                     continue
                 del waiting[pipe]
                 if kind == "answer":
@@ -440,11 +441,11 @@ class Ranks:
         return RankFailed(rank, cause_of_death(code) or words or f"exit status {code}", code)
 
     def close(self, *, at_once: bool = False) -> None:
-        """The processes end."""
+        """End the processes."""
         for one in self._ranks:
             if at_once:
                 one.process.kill()
-            one.pipe.close()  # the end of a rank's life
+            one.pipe.close()  # ends the rank's loop
         for one in self._ranks:
             one.end()
             if one.log is not None:
@@ -459,4 +460,4 @@ class Ranks:
 
 
 def start(rank: Rank) -> None:
-    """The first call of a fresh rank: it has come up."""
+    """The first call of a fresh rank, which checks that it runs."""

@@ -1,21 +1,20 @@
-"""What a step's timeline is made of, what a rank sends and waits, and what a step cost.
+"""The timeline of a step, what a rank sends and how long it waits, and the cost of a step.
 
 A Recorder notes phases, collectives and waits by each rank's clock; a WireMeter counts bytes and
-time. torch's collectives (DDP, FSDP2, DeepSpeed) are counted by torch's dispatcher, those that C++
-starts included; fastpar's are seen by their one interface, collectives.Collectives.
+time. torch's collectives (DDP, FSDP2, DeepSpeed) are counted by torch's dispatcher, also those that
+C++ starts; fastpar's are observed through their interface, collectives.Collectives.
 
-[Note: sent bytes] A collective over W ranks of b bytes counts as what each rank sends in a ring:
-(W - 1) / W * b for reduce-scatter, all-gather, all-to-all and, in the mean over the ranks, a
-broadcast; twice that for an all-reduce; b for a send. Any algorithm must send as much in all; some
+[Note: sent bytes] A collective of b bytes over W ranks counts as what each rank sends in a ring:
+(W - 1) / W * b for reduce-scatter, all-gather, all-to-all and (as the mean over ranks) broadcast;
+twice that for an all-reduce; b for a send. Any algorithm must send at least as much in all; some
 send more.
 
-[Note: what a bar is] A Recorder is an observer of the engine's collectives. An operation's bar
-begins when the engine starts it, pale while operations of the same kind are before it, and ends
-when a thread that looks every millisecond finds it complete. Where the main thread waits for an
-operation, the compute row is red: that is exposed communication. gloo may move two operations of
-one kind at a time; then the pale part of the second is too long.
+Bars in a timeline: an operation's bar begins when the engine starts it, is pale while operations of
+the same kind are before it, and ends when a thread that polls every millisecond finds it complete.
+While the main thread waits for an operation, the compute row is red: exposed communication. gloo
+may run two operations of one kind at a time; then the pale part of the second is too long.
 
-The engine's own account of a step is its CollectiveLog: a StepReport for each, hashes of the order.
+The engine's own account of a step is its CollectiveLog: a StepReport, and hashes of the order.
 """
 
 from __future__ import annotations
@@ -42,33 +41,33 @@ PP = "pp"  # messages between the stages of a pipeline
 CONTROL = "control"  # exchanges of a few numbers
 # Phases of a step, as engine.on_phase names them.
 INPUT, FORWARD, BACKWARD, OPTIMIZER = PHASES = ("input", "forward", "backward", "optimizer")
-HOST = "host"  # of a GPU: what the CPU is at while it enqueues
+HOST = "host"  # on a GPU: the CPU's work while it enqueues
 PREFIX = "fastpar "  # of our own ranges in a trace
 LOOK_S = 0.001
 
 
 @dataclass
 class Span:
-    """Something that took from begin_ms to end_ms of this rank's clock."""
+    """A range from begin_ms to end_ms of this rank's clock."""
 
     row: str  # "compute", "reduce", "gather", "wait"
-    name: str  # "forward", "all_gather", ...; of a wait the row of what it is for
+    name: str  # "forward", "all_gather", ...; of a wait: the row it waits for
     begin_ms: float
     end_ms: float
     size_bytes: int = 0
-    ranks: int = 1  # of the group of an exchange
+    ranks: int = 1  # in the group of an exchange
 
 
 def now_ms() -> float:
-    """Milliseconds of the clock that all processes of a host share."""
+    """Milliseconds of a clock that all processes of a host share."""
     return time.perf_counter() * 1e3
 
 
 class Recorder:
-    """Notes what happens while it is on. One for each rank.
+    """Notes phases, collectives and waits while it is on. One per rank.
 
     Attributes:
-        in_trace: whether phases and waits are marked in the profiler's trace, too.
+        in_trace: also mark phases and waits in the profiler's trace.
     """
 
     def __init__(self) -> None:
@@ -80,7 +79,7 @@ class Recorder:
         threading.Thread(target=on_this_gpu(self._watch), daemon=True).start()
 
     def watch(self, collectives: Collectives, row: str) -> None:
-        """Note from now on what is done with collectives, as long as the recorder is on."""
+        """Note operations of collectives from now on, while the recorder is on."""
 
         def note(group: Collectives, op: str, n_bytes: int, begin: Callable[[], Handle]) -> Handle:
             if not self.on:
@@ -106,7 +105,7 @@ class Recorder:
                     self.spans.append(Span(row, name, begin, now_ms(), size_bytes))
 
     def phase(self, name: str) -> None:
-        """From here on it is this phase; "" ends the last one."""
+        """Begin a phase, after ending the last one; "" only ends it."""
         self._phase.close()
         if name:
             self._phase.enter_context(self.span(COMPUTE, name))
@@ -120,7 +119,7 @@ class Recorder:
 
 
 class _ObservedHandle(Handle):
-    """Another handle, whose waits are inside of a context."""
+    """A handle whose waits run inside a context."""
 
     def __init__(
         self, inner: Handle, around: Callable[[], contextlib.AbstractContextManager[None]]
@@ -144,7 +143,7 @@ class _RecordedHandle(_ObservedHandle):
         super().__init__(inner, lambda: recorder.span(WAIT, span.row, span.size_bytes))
         self._span, self._recorder = span, recorder
         self._waited_for = self._noted = False
-        self._lock = threading.Lock()  # inner is looked at by one thread at a time
+        self._lock = threading.Lock()  # only one thread at a time may query inner
 
     def wait(self, timeout_s: float | None = None) -> None:
         with self._lock:
@@ -153,7 +152,7 @@ class _RecordedHandle(_ObservedHandle):
         self._note()
 
     def note_if_complete(self) -> bool:
-        """Whether nobody needs to look again."""
+        """Note the end if it is complete; returns whether polling can stop."""
         with self._lock:
             if not self._waited_for and self.inner.is_completed():
                 self._note()
@@ -167,7 +166,7 @@ class _RecordedHandle(_ObservedHandle):
 
 
 def window(spans: Sequence[Span], begin_ms: float, end_ms: float) -> list[Span]:
-    """What lies between two times, cut there and counted from the first."""
+    """The spans between two times, cut there, with times relative to the first."""
     found = []
     for span in spans:
         begin, end = max(span.begin_ms, begin_ms), min(span.end_ms, end_ms)
@@ -178,7 +177,7 @@ def window(spans: Sequence[Span], begin_ms: float, end_ms: float) -> list[Span]:
 
 
 def busy_ms(spans: Sequence[Span], rows: Sequence[str]) -> float:
-    """Time in which at least one span of these rows was under way."""
+    """Time in which at least one span of these rows was running."""
     total, until = 0.0, float("-inf")
     for span in sorted((s for s in spans if s.row in rows), key=lambda s: s.begin_ms):
         total += max(0.0, span.end_ms - max(span.begin_ms, until))
@@ -186,15 +185,15 @@ def busy_ms(spans: Sequence[Span], rows: Sequence[str]) -> float:
     return total
 
 
-# Bytes on the wire
+# Bytes sent
 
 
 def ring_bytes(operation: str, whole_bytes: int, world_size: int) -> int:
-    """Bytes that one rank sends by a ring algorithm: [Note: sent bytes].
+    """Bytes that one rank sends with a ring algorithm: [Note: sent bytes].
 
     Args:
-        operation: its name, as torch or fastpar have it.
-        whole_bytes: of the tensor that all ranks reduce, gather or get.
+        operation: torch's or fastpar's name of it.
+        whole_bytes: of the tensor that all ranks reduce, gather or receive.
     """
     name = operation.replace("_", "")
     if name == "send":
@@ -206,11 +205,11 @@ def ring_bytes(operation: str, whole_bytes: int, world_size: int) -> int:
 
 
 class WireMeter:
-    """Counts one rank's collectives while a counting context is open.
+    """Counts one rank's collectives inside its contexts.
 
     Attributes:
         sent_bytes: see [Note: sent bytes]; of all groups together.
-        waited_s: on a CPU, of fastpar's: in calls and in waits, where nothing else was done.
+        waited_s: on a CPU: time inside calls and waits of fastpar's collectives.
     """
 
     def __init__(self) -> None:
@@ -218,12 +217,12 @@ class WireMeter:
         self.waited_s = 0.0
 
     def of_torch(self, world_size: int) -> contextlib.AbstractContextManager[Any]:
-        """Counts collectives of torch's groups of that size."""
+        """Count collectives of torch's groups of that size."""
         return _Dispatched(self, world_size)
 
     @contextlib.contextmanager
     def of_fastpar(self) -> Iterator[None]:
-        """Counts those of fastpar's transports, and the time in them."""
+        """Count collectives of fastpar's transports, and the time in them."""
         Collectives.observers += (self._count,)
         try:
             yield
@@ -247,7 +246,7 @@ class WireMeter:
 
 
 class _Dispatched(TorchDispatchMode):
-    """Sees torch's operations; autograd's threads take it along."""
+    """Sees torch's operations, also in autograd's threads."""
 
     def __init__(self, meter: WireMeter, world_size: int) -> None:
         super().__init__()
@@ -264,7 +263,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 def _bytes(arg: Any) -> int:
-    """Bytes of the tensors in an argument; gathers fill lists of lists of tensors."""
+    """Bytes of the tensors in an argument; gathers take lists of lists of tensors."""
     if isinstance(arg, torch.Tensor):
         return arg.nbytes
     if isinstance(arg, Iterable) and not isinstance(arg, str):
@@ -273,21 +272,20 @@ def _bytes(arg: Any) -> int:
 
 
 _HASH = (1 << 61) - 1
-_KEPT = 8  # steps on a GPU whose events may still be ahead of the host
+_KEPT = 8  # steps on a GPU whose events may not have been reached yet
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The cost of one step on one rank; times in ms, None where they are not known (yet).
+    """The cost of one step on one rank; times in ms, None while unknown.
 
     Attributes:
         step_ms: from the step's first forward or backward to the end of optimizer.step().
-        compute_ms: step_ms without exposed_ms.
-        comm_ms: the sum over the collectives of how long each took, its peers included.
-        exposed_ms: in which this rank (on a GPU its compute stream) did nothing but wait for them.
+        compute_ms: step_ms - exposed_ms - offload_ms.
+        comm_ms: sum of the durations of all collectives, waiting for peers included.
+        exposed_ms: time in which this rank (on a GPU its compute stream) only waited for them.
         wire_bytes: sent by this rank.
-        offload_ms: in which it waited for the host's optimizer step and its copies; in compute_ms
-            neither.
+        offload_ms: time in which it waited for the host's optimizer step and its copies.
     """
 
     step_ms: float | None
@@ -299,7 +297,7 @@ class StepReport:
 
 
 class _Clock:
-    """A time of the host."""
+    """A time of the host, with the interface of a CUDA event."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
@@ -312,7 +310,7 @@ class _Clock:
 
 
 def _event() -> torch.cuda.Event:
-    """When the compute stream comes here."""
+    """An event in the compute stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -320,7 +318,7 @@ def _event() -> torch.cuda.Event:
 
 @dataclass
 class _Step:
-    """What is known of a step; a mark is a _Clock or an event."""
+    """The times of one step; each is a _Clock or an event."""
 
     start: _Clock | torch.cuda.Event
     end: _Clock | torch.cuda.Event | None = None
@@ -330,7 +328,7 @@ class _Step:
     wire_bytes: int = 0
 
     def is_over(self) -> bool:
-        """Whether every mark has been passed; never waits for one."""
+        """Whether all its events were reached; does not wait."""
         marks = [self.end, *(end for _, end in (*self.waits, *self.offloads))]
         return all(mark is not None and mark.query() for mark in marks)
 
@@ -344,9 +342,9 @@ class _Step:
 
 
 class StepTimer:
-    """Collects a step's times: on a CPU by the clock, on a GPU by events on the current stream.
+    """Collects a step's times: on a CPU by the clock, on a GPU by events in the current stream.
 
-    The host never waits: on a GPU a report is that of the newest step whose events are over.
+    The host never waits: on a GPU a report is that of the newest step whose events were reached.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -355,11 +353,11 @@ class StepTimer:
         self._step: _Step | None = None
         self._steps: deque[_Step] = deque(maxlen=_KEPT)  # ended, not reported
         self._known: StepReport | None = None
-        self._early: list[Handle] = []  # not over when the last step ended: the next one's
-        self._early_bytes = 0  # started between two steps
+        self._early: list[Handle] = []  # still running when the last step ended: the next step's
+        self._early_bytes = 0  # of collectives started between two steps
 
     def begin(self) -> None:
-        """A step begins, if none has."""
+        """Begin a step, if none has begun."""
         if self._step is None:
             self._step = _Step(self._mark(), handles=self._early, wire_bytes=self._early_bytes)
             self._early, self._early_bytes = [], 0
@@ -376,7 +374,7 @@ class StepTimer:
                 kind.append((start, self._mark()))
 
     def add(self, handle: Handle, wire_bytes: int) -> None:
-        """A collective that was started for this step, or for the next one between two."""
+        """Add a collective of this step, or between two steps of the next one."""
         if self._step is None:
             self._early.append(handle)
             self._early_bytes += wire_bytes
@@ -385,7 +383,7 @@ class StepTimer:
             self._step.wire_bytes += wire_bytes
 
     def end_step(self) -> StepReport:
-        """The step that has begun is over. What still runs counts its time for the next one."""
+        """End the step. Operations that still run count for the next one."""
         step, self._step = self._step, None
         assert step is not None
         step.end = self._mark()
@@ -399,17 +397,17 @@ class StepTimer:
 
 
 def extended_hash(digest: int, number: int) -> int:
-    """The hash of a list of numbers with one more at its end."""
+    """The hash of a list of numbers, extended by one number."""
     return (digest * 1000003 + number + 1) % _HASH
 
 
 class CollectiveLog:
-    """The collectives of one engine: timed, hashed in their order, and named in errors.
+    """The collectives of one engine: their times, a hash of their order, and their names in errors.
 
     Attributes:
         timer: of the steps.
-        hashes: of the reductions and of the gathers that were launched since the last step.
-        n_reductions: of all buckets together, since the beginning; names the step in errors.
+        hashes: of the reductions and of the gathers launched since the last step.
+        n_reductions: number of reductions of all buckets; names the step in errors.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
@@ -417,11 +415,11 @@ class CollectiveLog:
         self.hashes, self.n_reductions = [0, 0], 0
 
     def note(self, kind: int, bucket: int) -> None:
-        """The reduction (0) or gather (1) of a bucket is launched."""
+        """Hash the launch of a bucket's reduction (0) or gather (1)."""
         self.hashes[kind] = extended_hash(self.hashes[kind], bucket)
 
     def add(self, handle: Handle, x: Tensor, group: Collectives, *, both_ways: bool) -> None:
-        """A collective of x is under way; both_ways: an all-reduce."""
+        """Add a running collective of x; both_ways: an all-reduce."""
         op = "all_reduce" if both_ways else "reduce_scatter"
         self.timer.add(handle, group.sent_bytes(op, x.numel() * x.element_size(), x.numel()))
 
@@ -442,7 +440,7 @@ class CollectiveLog:
 
     @contextlib.contextmanager
     def naming(self, action: str, bucket: int) -> Iterator[None]:
-        """Errors inside, and the watchdog, say what this rank was doing to which bucket."""
+        """Name the action and the bucket in errors inside, and for the watchdog."""
         try:
             with in_place(f"{action} bucket", bucket):
                 yield
@@ -450,7 +448,7 @@ class CollectiveLog:
             if str(error).startswith("Engine:"):
                 raise
             raise RuntimeError(
-                f"Engine: expected every rank to take part, got an error on rank {self._rank} "
-                f"while {action} bucket {bucket} of step {self.n_reductions} ({error}); "
-                "another rank stopped or skipped a collective: its own message says why"
+                f"Engine: rank {self._rank} failed while {action} bucket {bucket} of step "
+                f"{self.n_reductions} ({error}); if another rank stopped or skipped a collective, "
+                "its own message says why"
             ) from error

@@ -1,22 +1,20 @@
-"""What carries collectives, and which of it suits a group: torch.distributed or shared memory.
+"""Transports of collectives, torch.distributed and shared memory, and the choice between them.
 
-torch.distributed is NCCL for GPUs and gloo across hosts. Shared memory is for ranks on one host: no
-socket, no copy through the kernel.
+torch.distributed uses NCCL for GPUs and gloo across hosts. Shared memory serves ranks on one host,
+without sockets and copies through the kernel.
 
 [Note: the block]
-Rank 0 makes one block of memory with memfd_create: a file of the system's memory that has no name
-at all, so nobody can guess one, nothing can be left behind in /dev/shm, and a container's small
-/dev/shm does not limit it. The others open it through /proc/<pid of rank 0>/fd, which the system
-allows to the same user only, and make sure by a random token in it that it is the right one. It is
-gone when the last rank that maps it is, however that ended (test_kill_leaves_nothing_behind).
-
-What the ranks do in it is csrc/shm_cpu.cpp.
+Rank 0 makes one block of memory with memfd_create: a file in memory without a name, so nobody can
+guess one, nothing is left behind in /dev/shm, and a container's small /dev/shm does not limit it.
+The others open it through /proc/<pid of rank 0>/fd, which the system allows to the same user only,
+and check a random token in it. It is freed when the last rank that maps it ends, in whatever way
+(test_kill_leaves_nothing_behind). The ranks' work in it is in csrc/shm_cpu.cpp.
 
 [Note: the thread of a group]
-Each group has one daemon thread that runs its operations in the order of the calls. It is stopped
-by close(), when nothing refers to the group any more, and at the end of the interpreter: a rank
-that leaves with an operation under way ends at once and so do its peers' operations, where joining
-an ordinary thread would wait for peers that wait for it (test_exit_with_an_operation_under_way).
+Each group has one daemon thread that runs its operations in the order of the calls. close() stops
+it, as do the collection of the group and the end of the interpreter: a rank that exits during an
+operation ends at once, and so do its peers' operations. Joining an ordinary thread would wait for
+peers that wait for this rank (test_exit_with_an_operation_under_way).
 """
 
 from __future__ import annotations
@@ -63,35 +61,34 @@ from fastpar.kernels import _C
 
 # torch 2.13 warns about the old name.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_MOST_EXCHANGES = 7  # beyond it an all-gather goes around a ring
+_MOST_EXCHANGES = 7  # with more peers an all-gather uses a ring
 
 
 class TorchCollectives(Collectives):
-    """torch.distributed's own: NCCL for GPUs, gloo across hosts.
+    """torch.distributed: NCCL for GPUs, gloo across hosts.
 
-    Each operation is NCCL's own there, a mean its AVG. gloo's reduce-scatter moves as much as its
-    all-reduce, so on a CPU it is an all-to-all and a local sum, which half of the bytes do.
+    On NCCL each operation is NCCL's own; a mean is its AVG. gloo's reduce-scatter sends as much as
+    its all-reduce, so on a CPU it is an all-to-all and a local sum, with half of the bytes.
 
-    [Note: who runs it] On a CPU each instance has a thread that runs its operations in the order of
-    the calls, local sums included, so the caller never waits before wait(). The next one is sent
-    while an earlier one is under way or being added up, unless they share memory: otherwise the
-    link is idle in between.
-    The process group is that thread's while an operation is under way: whoever calls
-    torch.distributed on the same group meanwhile, an instance beside this one too, mixes up the
-    order of the ranks' messages. On a GPU a stream takes the thread's place; what is synchronous is
-    enqueued in the current stream, without a handle and without timing. Groups that cannot be used
-    from another thread (torch's threaded and fake ones) run in the caller.
+    Threads: on a CPU each instance has a thread that runs its operations in the order of the calls,
+    with local sums, so the caller waits only in wait(). The next operation is sent while an earlier
+    one runs or is summed, unless they share memory; otherwise the link would be idle in between.
+    The process group belongs to that thread while an operation runs: calls of torch.distributed on
+    the same group meanwhile, also by another instance, would mix up the order of the ranks'
+    messages. On a GPU a stream replaces the thread; synchronous operations are enqueued in the
+    current stream, without a handle and without timing. Groups that cannot be used from another
+    thread (torch's threaded and fake ones) run in the caller.
 
     Args:
         in_rank_order: sums are the tree in rank order, see [Note: order of a sum]: an all-to-all
-            and a local sum, followed by an all-gather in all_reduce. On NCCL this sends as many
-            bytes, but none of them are added up inside a host.
-        in_caller: on a CPU the caller runs them: no thread, and no memory kept for the next one.
-    Wire: per rank 2 * (W - 1) / W * bytes for all_reduce, (W - 1) / W for the halves of it and for
+            and a local sum, followed by an all-gather in all_reduce. On NCCL this sends equally
+            many bytes, but does not sum inside a host first.
+        in_caller: on a CPU operations run in the caller: no thread, and no memory is kept.
+    Wire: per rank 2 * (W - 1) / W * bytes for all_reduce, (W - 1) / W for its halves and
         all_to_all.
     Raises:
-        RuntimeError: from an operation that failed, or that a rank did not take part in within the
-            process group's timeout; from every later one, with the first error.
+        RuntimeError: from an operation that failed, or that a rank did not join within the process
+            group's timeout; from every later one, with the first error.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class TorchCollectives(Collectives):
         device: torch.device | str = "cpu",
         in_rank_order: bool = False,
         in_caller: bool = False,
-        why: str = "asked for",
+        why: str = "requested",
     ) -> None:
         self.group = group or dist.distributed_c10d._get_default_group()
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -115,8 +112,8 @@ class TorchCollectives(Collectives):
         self._failed: BaseException | None = None
         self._closed = False
         self._synchronous = False  # a synchronous operation is being enqueued
-        # NCCL's kernels run in it, not in a stream of NCCL's own. High priority: the few blocks
-        # that move bytes come next when a block of a product ends, not after its last one.
+        # NCCL's kernels run in this stream. High priority: the few blocks that move bytes run as
+        # soon as a block of a matrix product ends, not after its last one.
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self._on_gpu else None
         backend = dist.get_backend(self.group)
         self.in_caller = in_caller or backend in ("threaded", "fake")
@@ -142,10 +139,7 @@ class TorchCollectives(Collectives):
 
     def _submit(self, op: str, call: Call, *of: Tensor, message: bool = False) -> Handle:
         if self._closed:
-            raise RuntimeError(
-                f"TorchCollectives.{op}: expected an open group, got one after close(); "
-                "make a new one"
-            )
+            raise RuntimeError(f"TorchCollectives.{op}: the group was closed; make a new one")
         if self._stream is not None:
 
             def whole() -> None:
@@ -155,7 +149,7 @@ class TorchCollectives(Collectives):
                 enqueue(self.device, op, whole)
                 return DONE
             return StreamHandle(self._stream, whole, of, op)
-        inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
+        inference = torch.is_inference_mode_enabled()  # threads have their own mode
         begin = functools.partial(self._guard, op, call, inference)
         thread = self._mailbox.thread if message and self._mailbox is not None else self._thread
         future: Future = Future()
@@ -169,7 +163,7 @@ class TorchCollectives(Collectives):
         return FutureHandle(op, future, self, None if thread is None else thread.hurry)
 
     def _begin(self, op: str, task: Task) -> Begun:
-        """Sends at once, beside earlier operations unless they use the same memory."""
+        """Send at once, during earlier operations unless they use the same memory."""
         while self._under_way and self._under_way[0].future.done():
             self._under_way.popleft()
         for begun in self._under_way:
@@ -181,14 +175,14 @@ class TorchCollectives(Collectives):
         return begun
 
     def _guard(self, op: str, call: Call, inference: bool | None = None) -> Rest:
-        """call(), unless an earlier one failed; says who failed where. What is left is guarded.
+        """Run call() unless an earlier one failed; errors name the rank. A returned rest too.
 
-        inference: the caller's mode, None in its own thread: to set it takes as long as a call.
+        inference: the caller's mode; None in the caller's thread, as setting it costs a call.
         """
         if self._failed is not None:
             raise RuntimeError(
-                f"TorchCollectives.{op}: expected a working group, got one that failed before on "
-                f"rank {self.rank} ({self._failed}); make a new one"
+                f"TorchCollectives.{op}: this group failed before on rank {self.rank} "
+                f"({self._failed}); make a new one"
             ) from self._failed
         try:
             unchanged = contextlib.nullcontext()
@@ -198,24 +192,24 @@ class TorchCollectives(Collectives):
         except Exception as error:
             self._failed = error
             raise RuntimeError(
-                f"TorchCollectives.{op}: expected every rank to take part, got an error on rank "
-                f"{self.rank} of {self.world_size} ({error}); another rank ended or skipped an "
-                "operation: its own message says why"
+                f"TorchCollectives.{op}: failed on rank {self.rank} of {self.world_size} "
+                f"({error}); if another rank ended or skipped an operation, its own message says "
+                "why"
             ) from error
         return None if rest is None else functools.partial(self._guard, op, rest, inference)
 
     def _finish(self, work: dist.Work | None, kind: tuple = ()) -> None:
-        """work.wait(), which on a CPU the thread of the group enters when there is no wait left.
+        """work.wait(), which the group's thread on a CPU calls only when the work is done.
 
-        A thread that waits inside of torch when the interpreter ends aborts the process. Each look
-        interrupts a core that computes, so nobody looks before most of the time has passed that the
-        last operation of this kind took, unless somebody waits.
-        Looks ask the future, never work.is_completed(): that waits for the work's mutex with
-        Python's lock held, and while a profiler is on, gloo's thread holds the mutex and waits for
-        Python's lock, for the saved-tensor hooks and modes of the caller. Both then wait for ever
-        (test_a_profiler_and_hooks_of_the_caller). work.wait() gives Python's lock away first.
+        A thread that waits inside torch when the interpreter ends aborts the process, so the thread
+        polls. Each poll interrupts a computing core, so it polls only after most of the time that
+        the last operation of this kind took, unless a caller waits.
+        It polls the future, never work.is_completed(): that waits for the work's mutex while
+        holding the GIL, and while a profiler is on, gloo's thread holds the mutex and waits for the
+        GIL, for the caller's saved-tensor hooks and modes: a deadlock
+        (test_a_profiler_and_hooks_of_the_caller). work.wait() releases the GIL first.
         """
-        if work is None:  # in the current stream
+        if work is None:  # it runs in the current stream
             return
         start = time.perf_counter()
         if self._thread is not None:
@@ -244,7 +238,7 @@ class TorchCollectives(Collectives):
         return rest
 
     def _tree_all_reduce(self, x: Tensor, mean: bool) -> None:
-        """At once: the order of its two messages is that of the calls."""
+        """Synchronous: the order of its two messages is that of the calls."""
         size = -(-x.numel() // self.world_size) * self.world_size
         whole = x.view(-1)
         if size != x.numel():
@@ -269,7 +263,7 @@ class TorchCollectives(Collectives):
         return self._submit("reduce_scatter", call, out, x)
 
     def _own_reduce_scatter(self, out: Tensor, x: Tensor, mean: bool) -> None:
-        """One dtype: a sum of 16 bits is made in place, in this rank's slice of x, and widened."""
+        """In one dtype: a 16-bit sum is made in this rank's slice of x and then widened."""
         part = out if out.dtype == x.dtype else x.view(self.world_size, -1)[self.rank]
         reduce_scatter(part, x, op=self._op(mean), group=self.group)
         self._divide(part, mean)
@@ -286,14 +280,14 @@ class TorchCollectives(Collectives):
             self._finish(work, ("reduce_scatter", x.nbytes))
             sum_rows_in_tree(received.view(self.world_size, -1), out, mean)
             if self._thread is not None:
-                free.append(received)  # new memory of this size would be faulted in each time
+                free.append(received)  # new memory of this size would page-fault each time
 
         return rest
 
     def _gather_into(self, out: Tensor, x: Tensor) -> Rest:
         if self._thread is None or self.world_size > _MOST_EXCHANGES + 1:
             works = [all_gather(out, x, group=self.group, async_op=not self._on_gpu)]
-        else:  # gloo's own copies what it has received from memory that it allocates each time
+        else:  # gloo's own all-gather copies from memory that it allocates each time
             works = [self._shift(out, x, by) for by in range(1, self.world_size)]
             mine = out.view(self.world_size, -1)[self.rank]
             if mine.data_ptr() != x.data_ptr():
@@ -306,7 +300,7 @@ class TorchCollectives(Collectives):
         return rest
 
     def _shift(self, out: Tensor, x: Tensor, by: int) -> dist.Work | None:
-        """x to the rank `by` to the right, that from the left into its place in out."""
+        """Send x to the rank `by` to the right; receive from the left into its part of out."""
         right, left = (self.rank + by) % self.world_size, (self.rank - by) % self.world_size
         from_left = [x.numel() * (r == left) for r in range(self.world_size)]
         to_right = [x.numel() * (r == right) for r in range(self.world_size)]
@@ -357,14 +351,14 @@ class TorchCollectives(Collectives):
                 work = dist.isend(x, group=self.group, group_dst=peer, tag=tag)
             else:
                 work = dist.irecv(x, group=self.group, group_src=peer, tag=tag)
-            assert work is not None  # this rank is in the group
+            assert work is not None  # None only if this rank is not in the group
             return lambda: work.wait() and None
 
         return self._submit(op, call, x, message=True)
 
 
 class _Mailbox:
-    """Messages between ranks that are threads: torch's threaded group has no send and recv."""
+    """Messages between ranks that are threads; torch's threaded group has no send and recv."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store()
@@ -373,7 +367,7 @@ class _Mailbox:
 
     @functools.cached_property
     def thread(self) -> TaskThread:
-        """Waits for messages in the caller's stead."""
+        """Waits for messages instead of the caller."""
         return TaskThread()
 
     def _key(self, *way: int) -> str:
@@ -392,7 +386,7 @@ class _Mailbox:
             raw = self._store.get(key)
             self._store.delete_key(key)
             if len(raw) != out.nbytes:
-                raise ValueError(f"a message of {len(raw)} bytes for an out of {out.nbytes}")
+                raise ValueError(f"recv: got a message of {len(raw)} bytes for {out.nbytes} bytes")
             if raw:
                 received = torch.frombuffer(bytearray(raw), dtype=out.dtype)
                 out.copy_(received.view(out.shape))
@@ -406,25 +400,26 @@ _ALIGNMENT = 4096  # of tensors in the heap
 
 
 class ShmUnavailable(RuntimeError):  # noqa: N818 - a reason, not a mistake
-    """Why these ranks cannot share memory; the same on every rank."""
+    """The reason why these ranks cannot share memory; the same on every rank."""
 
 
 class ShmCollectives(Collectives):
     """Shared memory; every sum is a tree in rank order.
 
     Args:
-        group: of torch.distributed, used to meet and for send and recv; None is all ranks. Ranks
+        group: of torch.distributed, for the setup and for send and recv; None: all ranks. Ranks
             may be threads.
-        timeout_s: after this long without a peer an operation fails; a peer that died is noticed
-            within about 0.1 s.
-        chunk_kb: what a rank hands to one other at a time; None derives it from the ranks.
-        heap_gb: address space for empty() per rank; memory is taken when it is written.
+        timeout_s: seconds after which an operation without a peer fails; a peer that died is
+            noticed within about 0.1 s.
+        chunk_kb: size of the piece that one rank passes to another at a time. Default: by the
+            number of ranks.
+        heap_gb: address space for empty() per rank; memory is allocated when it is written.
     Ranks: all of the group construct it together.
     Raises:
-        ShmUnavailable: ranks on several hosts or in several containers, or no access to each other,
-            or one without the compiled module.
-        RuntimeError: from an operation, when a rank died, failed, or called something else; the
-            message names it. The group is broken then.
+        ShmUnavailable: ranks on several hosts or in several containers, or without access to each
+            other, or without the compiled module.
+        RuntimeError: from an operation, if a rank died, failed, or called another one; the message
+            names it. The group is unusable then.
     """
 
     def __init__(
@@ -435,7 +430,7 @@ class ShmCollectives(Collectives):
         chunk_kb: int | None = None,
         heap_gb: float = 16.0,
     ) -> None:
-        self._met_in = group = group if group is not None else dist.group.WORLD
+        self._process_group = group = group if group is not None else dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cpu")
         self.transport, self.why = "shm", "all ranks are on this host"
@@ -463,8 +458,8 @@ class ShmCollectives(Collectives):
         end = start + numel * dtype.itemsize
         if end > self._heap_bytes:
             raise RuntimeError(
-                f"ShmCollectives.empty: expected at most {self._heap_bytes} bytes in all, got "
-                f"{end}; make the group with a larger heap_gb"
+                f"ShmCollectives.empty: {end} bytes in all exceed the heap of {self._heap_bytes}; "
+                "make the group with a larger heap_gb"
             )
         self._heap_used = end
         if numel == 0:
@@ -478,14 +473,11 @@ class ShmCollectives(Collectives):
     def _submit(self, op: str, call: Callable[..., Any], *args: Any) -> Handle:
         if os.getpid() != self._pid:
             raise RuntimeError(
-                f"ShmCollectives.{op}: expected process {self._pid}, got its fork {os.getpid()}; "
-                "make a group in the processes that use it"
+                f"ShmCollectives.{op}: process {os.getpid()} is a fork of {self._pid}, which made "
+                "the group; make a group in the processes that use it"
             )
         if not self._stop.alive:
-            raise RuntimeError(
-                f"ShmCollectives.{op}: expected an open group, got one after close(); "
-                "make a new one"
-            )
+            raise RuntimeError(f"ShmCollectives.{op}: the group was closed; make a new one")
         future: Future = Future()
         self._thread.put((future, call, args, ()))
         return FutureHandle(op, future, self)
@@ -510,14 +502,14 @@ class ShmCollectives(Collectives):
     def _all_to_all(
         self, out: Tensor, x: Tensor, out_sizes: list[int], x_sizes: list[int], tag: int
     ) -> Handle:
-        inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
+        inference = torch.is_inference_mode_enabled()  # threads have their own mode
         args = (out.view(-1), x.view(-1), [x_sizes, out_sizes], tag, inference)
         return self._submit("all_to_all", self._exchange, *args)
 
     def _exchange(
         self, out: Tensor, x: Tensor, sizes: list[list[int]], tag: int, inference: bool
     ) -> None:
-        """Every rank reads what all send, and takes its own: W times the least traffic."""
+        """Every rank reads all slices and keeps its own: W times the least traffic."""
 
         def gather(mine: Tensor) -> Tensor:
             rows = mine.new_empty(self.world_size, mine.numel())
@@ -531,9 +523,9 @@ class ShmCollectives(Collectives):
         if not torch.equal(sent, expected.t()):
             to, src = (expected.t() != sent).t().nonzero()[0].tolist()
             raise RuntimeError(
-                f"ShmCollectives.all_to_all: expected rank {to} to take the {int(sent[src, to])} "
-                f"elements that rank {src} sends it, got {int(expected[to, src])} in its out_sizes;"
-                " give out_sizes what the other ranks have in x_sizes"
+                f"ShmCollectives.all_to_all: rank {src} sends {int(sent[src, to])} elements to "
+                f"rank {to}, whose out_sizes says {int(expected[to, src])}; make out_sizes equal "
+                "to the senders' x_sizes"
             )
         padded = x.new_empty(int(sent.sum(1).max()))
         padded[: x.numel()] = x
@@ -544,8 +536,8 @@ class ShmCollectives(Collectives):
 
     @functools.cached_property
     def _messages(self) -> TorchCollectives:
-        """Carries send and recv, which concern two ranks: rounds in the block are of all ranks."""
-        return TorchCollectives(self._met_in)
+        """Carries send and recv, which only two ranks call; the block serves calls of all ranks."""
+        return TorchCollectives(self._process_group)
 
     def _send(self, x: Tensor, dst: int, tag: int) -> Handle:
         return self._messages._send(x, dst, tag)
@@ -555,7 +547,7 @@ class ShmCollectives(Collectives):
 
 
 def shared_bytes() -> int:
-    """What this process's ranks have taken by empty(), of all groups."""
+    """Bytes that ranks of this process have allocated with empty(), in all groups."""
     return sum(group._heap_used for group in list(_groups))
 
 
@@ -565,7 +557,7 @@ def shared_ranges() -> list[tuple[int, int]]:
 
 
 def _place() -> tuple[str, str, int]:
-    """What ranks that can share memory have in common."""
+    """An id of where a rank runs; ranks with equal ids can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, os.readlink("/proc/self/ns/pid"), os.getuid()
 
@@ -577,7 +569,7 @@ def _element(x: Tensor) -> tuple[str, int]:
 def _stop(
     pid: int, group: _C.ShmGroup, worker: TaskThread, pidfds: list[int], memory: Tensor
 ) -> None:
-    """Ends what a group holds; memory stays mapped until its thread is over."""
+    """Free what a group holds; memory stays mapped until its thread has ended."""
     if os.getpid() != pid:
         return  # a fork: the group and its descriptors are the parent's
     group.stop()
@@ -589,7 +581,7 @@ def _stop(
 
 
 def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.mmap, list[int]]:
-    """The block of all ranks, and for each a descriptor that is readable when it ended.
+    """The block of all ranks, and for each rank a descriptor that is readable when it ended.
 
     The descriptor of a rank that is a thread of this process is -1.
     """
@@ -608,23 +600,23 @@ def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.
                 os.fchmod(fd, 0o600)
                 os.ftruncate(fd, size + _PAGE)
                 os.pwrite(fd, token, size)
-                # Nobody can make it shorter under the others' feet.
+                # No process can shrink the file while others use it.
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except (OSError, AttributeError) as error:
             reason = f"rank {rank} cannot make shared memory ({error})"
-        first, pids = _meet(group, (place, os.getpid(), fd, token, reason))
+        first, pids = _exchange_places(group, (place, os.getpid(), fd, token, reason))
         try:
             block = _attach(rank, fd, first, size)
         except OSError as error:
             reason = f"rank {rank} cannot open the memory of rank 0 ({error})"
-        # Before the ranks meet again: who dies from here on is seen through its descriptor.
+        # Before the next exchange: from here on the descriptor shows a rank that dies.
         try:
             for pid in pids:
                 pidfds.append(-1 if pid == os.getpid() else os.pidfd_open(pid))
                 on_error.callback(_close, pidfds[-1:])
         except (OSError, AttributeError) as error:
             reason = reason or f"rank {rank} cannot watch process {pid} ({error})"
-        with waiting("meeting to share memory"):
+        with waiting("setting up shared memory"):
             reasons = gather_objects(reason, group)
         for reason in filter(None, reasons):
             raise ShmUnavailable(reason)
@@ -639,9 +631,9 @@ def _close(descriptors: list[int]) -> None:
             os.close(descriptor)
 
 
-def _meet(group: dist.ProcessGroup | None, mine: tuple) -> tuple[tuple, list[int]]:
-    """What rank 0 says, and every rank's process; ShmUnavailable unless they are in one place."""
-    with waiting("meeting to share memory"):
+def _exchange_places(group: dist.ProcessGroup | None, mine: tuple) -> tuple[tuple, list[int]]:
+    """(rank 0's values, pid of every rank); ShmUnavailable unless all can share memory."""
+    with waiting("setting up shared memory"):
         everyone = gather_objects(mine, group)
     for rank, (place, _, _, _, reason) in enumerate(everyone):
         if reason:
@@ -660,7 +652,7 @@ def _attach(rank: int, fd: int, first: tuple, size: int) -> mmap.mmap:
     opened = os.dup(fd) if rank == 0 else os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR)
     try:
         if os.pread(opened, len(token), size) != token:
-            raise OSError(f"process {pid} is another one than rank 0")
+            raise OSError(f"process {pid} is not rank 0")
         return mmap.mmap(opened, size)
     finally:
         os.close(opened)
@@ -674,18 +666,18 @@ def make_collectives(
     timeout_s: float = 1800.0,
     in_rank_order: bool = False,
 ) -> Collectives:
-    """The collectives of one group of ranks.
+    """Make the collectives of one group of ranks.
 
     Args:
-        group: of torch.distributed; None is all ranks.
+        group: of torch.distributed; None: all ranks.
         transport: "shm" (CPU tensors of ranks on one host), "torch" (gloo or NCCL), or "auto":
-            shared memory for CPU ranks that can share it, else torch with a warning that says why.
-        timeout_s: after this long without its peers an operation fails (torch: the group's own).
+            shared memory if CPU ranks can share it, else torch with a warning that says why.
+        timeout_s: seconds after which an operation without its peers fails (torch: the group's).
         in_rank_order: every transport's all_reduce gives the bits of shared memory's.
     Ranks: all of the group, with the same arguments.
     Raises:
         ValueError: an unknown transport; shm for CUDA tensors.
-        RuntimeError: transport="shm" where the ranks cannot share memory.
+        RuntimeError: transport="shm" if the ranks cannot share memory.
     """
     device = torch.device(device)
     if transport not in ("auto", "shm", "torch"):
@@ -699,15 +691,14 @@ def make_collectives(
             "use transport='torch'"
         )
     if transport == "torch" or device.type != "cpu":
-        why = "asked for" if transport == "torch" else f"tensors are on {device.type}"
+        why = "requested" if transport == "torch" else f"tensors are on {device.type}"
         return TorchCollectives(group, device=device, in_rank_order=in_rank_order, why=why)
     try:
         return ShmCollectives(group, timeout_s=timeout_s)
     except ShmUnavailable as reason:
         if transport == "shm":
             raise RuntimeError(
-                f"make_collectives: expected ranks that can share memory, got: {reason}; "
-                "use transport='torch'"
+                f"make_collectives: the ranks cannot share memory: {reason}; use transport='torch'"
             ) from reason
-        warnings.warn(f"fastpar: gloo instead of shared memory: {reason}", stacklevel=2)
+        warnings.warn(f"fastpar: using gloo, not shared memory: {reason}", stacklevel=2)
         return TorchCollectives(group, device=device, in_rank_order=in_rank_order, why=str(reason))

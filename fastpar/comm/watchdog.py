@@ -1,21 +1,21 @@
-"""Watchdog: a rank that the others wait for too long is named, and the run ends, to be restarted.
+"""Watchdog: names a rank for which the others wait too long, and ends the run, to be restarted.
 
-A rank that died is noticed by its peers at once; one that hangs (a stopped process, a driver, a
-file system, an endless loop) leaves them waiting in a collective until its time-out, which knows
-neither who is missing nor why. Here every rank tells the others once a second, through the store of
-its process group, where it is; who has waited for too long reads that and says whose fault it is.
+Peers notice at once that a rank died. If it hangs (a stopped process, a driver, a file system, an
+endless loop), they wait in a collective until its timeout, which knows neither the rank nor the
+reason. So every rank publishes its state once a second in the store of its process group; a rank
+that has waited too long reads the others' states and names the slow one.
 
 [Note: who is slow] The first of these that applies to a rank:
-    no sign of life   its heartbeat stands still (stopped, dead, host gone), or it has never come
+    no sign of life   its heartbeat has stopped (stopped, dead, host gone), or never came
     has ended         it left the run while others wait for it
-    waits for nobody  it computes, reads or loops, while others wait for it
+    not waiting       it computes, reads or loops while others wait for it
     behind            all wait, and it has begun the fewest steps and collectives
-A rank that nobody waits for is never judged, however long it computes. One that is stopped itself
-counts only the time in which its own watchdog ran, so a suspended machine accuses nobody.
+A rank is judged only if others wait for it, however long it computes. A rank that was stopped
+itself counts only the time in which its own watchdog ran, so a suspended machine accuses nobody.
 
-[Note: who writes what] A thread that may wait records what for in an Activity of its own: a few
-attributes, no lock. The watchdog's threads read them: one talks to the store, which may itself hang
-with the host that keeps it, the other one judges with what is known.
+Threads: a thread that may wait records the reason in its own Activity: a few attributes, no lock.
+The watchdog's two threads read them. One talks to the store, which may itself hang with its host;
+the other one judges with what is known.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-HUNG = 4  # exit status of a rank that waited for too long
-MARGIN_S = 10.0  # the process groups' own time-outs are so much longer
+HUNG = 4  # exit status of a rank that waited too long
+MARGIN_S = 10.0  # the process groups' own timeouts are this much longer
 _BEAT_S = 1.0
 _STALE_BEATS = 3
-_LINGER_S = 2.0  # others say it too before a launcher sees that this rank ended
+_LINGER_S = 2.0  # time for other ranks to report before a launcher sees that this one ended
 _STORE_S = 3.0
-_DEEPEST = 40  # frames of a stack that are told: 26 from the loop to a wait in a split layer
-_RECENT = 64  # collectives of a stream that are looked at
+_DEEPEST = 40  # reported frames of a stack: 26 from the loop to a wait in a split layer
+_RECENT = 64  # collectives of a stream that are checked
 
 
 class Activity:
     """What one thread of this rank is doing.
 
     Attributes:
-        step: of the training, None as long as it has none.
-        place: (words, number) of what it waits for, or None: a bucket, a micro-batch.
-        op: the collective that it waits for, or None; waits: how often it has waited.
+        step: of the training, None before the first.
+        place: (words, number) of the bucket or micro-batch that it waits for, or None.
+        op: the collective that it waits for, or None; waits: number of waits so far.
     """
 
     __slots__ = ("op", "place", "step", "waits")
@@ -66,11 +66,11 @@ class Activity:
 
 _local = threading.local()
 _calls = [0]  # collectives that this rank has begun
-_streams: dict[Any, deque] | None = None  # recent collectives by stream; None: nobody asks
+_streams: dict[Any, deque] | None = None  # recent collectives by stream; None: no watchdog
 
 
 def activity() -> Activity:
-    """What the calling thread is doing."""
+    """The Activity of the calling thread."""
     try:
         return _local.activity
     except AttributeError:
@@ -79,22 +79,22 @@ def activity() -> Activity:
 
 
 def in_step(step: int) -> None:
-    """The calling thread begins a step of the training."""
+    """Note the training step of the calling thread."""
     activity().step = step
 
 
 def count_call() -> None:
-    """This rank has begun a collective."""
+    """Count a collective that this rank has begun."""
     _calls[0] += 1
 
 
 def watched() -> bool:
-    """Whether somebody asks for the collectives of streams."""
+    """Whether a watchdog needs the collectives of streams."""
     return _streams is not None
 
 
 def on_stream(stream: Any, op: str, start: Any, end: Any) -> None:
-    """A collective was enqueued between two events of a stream."""
+    """Note a collective that was enqueued between two events of a stream."""
     if _streams is not None:
         entry = (activity().place, op, start, end)
         _streams.setdefault(stream, deque(maxlen=_RECENT)).append(entry)
@@ -102,7 +102,7 @@ def on_stream(stream: Any, op: str, start: Any, end: Any) -> None:
 
 @contextlib.contextmanager
 def in_place(what: str, number: int) -> Iterator[None]:
-    """Around what waits for a bucket or a micro-batch."""
+    """Context of work that waits for a bucket or a micro-batch."""
     here = activity()
     outer, here.place = here.place, (what, number)
     try:
@@ -113,9 +113,9 @@ def in_place(what: str, number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting(op: str) -> Iterator[None]:
-    """Around what returns when the other ranks have done their part."""
+    """Context of a call that returns when the other ranks have done their part."""
     here = activity()
-    if here.op is not None:  # inside of another one
+    if here.op is not None:  # inside another one
         yield
         return
     here.waits += 1
@@ -127,7 +127,7 @@ def waiting(op: str) -> Iterator[None]:
 
 
 class _Seen(NamedTuple):
-    """The newest heartbeat of a rank, when it was new here, and whether it was not the first."""
+    """The newest heartbeat of a rank, when it arrived, and whether an earlier one differed."""
 
     beat: dict[str, Any]
     when: float
@@ -135,9 +135,9 @@ class _Seen(NamedTuple):
 
 
 def on_this_gpu(run: Callable[..., None]) -> Callable[..., None]:
-    """What a new thread shall run: on the caller's GPU.
+    """Wrap a new thread's function to run on the caller's GPU.
 
-    A thread that never chose a device opens a context on GPU 0 when it asks for an event: half a
+    A thread that never chose a device opens a context on GPU 0 when it queries an event: half a
     gigabyte there for every rank.
     """
     torch = sys.modules.get("torch")
@@ -152,13 +152,13 @@ def on_this_gpu(run: Callable[..., None]) -> Callable[..., None]:
     return there
 
 
-_one_looks = threading.Lock()
+_frames_lock = threading.Lock()
 
 
 def _frame_of(thread: int) -> FrameType | None:
-    """Where a thread is. Before Python 3.12 a garbage collection inside of sys._current_frames()
-    can stop every thread for good (gh-106883): there is none meanwhile."""
-    with _one_looks:
+    """The frame of a thread. The garbage collector is off meanwhile: before Python 3.12 a
+    collection inside sys._current_frames() can stop every thread for good (gh-106883)."""
+    with _frames_lock:
         enabled = gc.isenabled()
         gc.disable()
         try:
@@ -169,14 +169,15 @@ def _frame_of(thread: int) -> FrameType | None:
 
 
 class Watchdog:
-    """Watches this rank and, when it waits for too long, the others; see the notes above.
+    """Watches this rank and, if it waits too long, finds the slow one: [Note: who is slow].
 
     Args:
         rank, world_size: of the whole run.
         timeout_s: a longer wait in one collective ends the run.
-        store: where the ranks meet; None: that of the default process group.
-        start: tells these ranks from those before a restart, who have used the same store.
-        end: gets the message, the exit status and the slow process; None prints and exits.
+        store: of the ranks. Default: that of the default process group.
+        start: an id of this start of the ranks; after a restart the same store has another.
+        end: is called with the message, the exit status and the slow process. Default: print and
+            exit.
     Ranks: each for itself, in the thread that trains; a context manager, which ends the watch.
     """
 
@@ -192,7 +193,7 @@ class Watchdog:
     ) -> None:
         if not timeout_s > 0:
             raise ValueError(
-                f"Watchdog: expected timeout_s > 0, got timeout_s={timeout_s}; give the seconds "
+                f"Watchdog: expected timeout_s > 0, got timeout_s={timeout_s}; pass the seconds "
                 "after which a rank counts as hung"
             )
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
@@ -201,11 +202,11 @@ class Watchdog:
         self._beat_s = min(_BEAT_S, timeout_s / 8)
         self._store: Any = _own_connection(store, start) if world_size > 1 else None
         self._seen: dict[int, _Seen] = {}
-        self._since = time.monotonic()  # the others are looked at since then
+        self._since = time.monotonic()  # start of the present look at the others
         self._looking = False
-        self._answered = time.monotonic()  # the store did
+        self._answered = time.monotonic()  # last answer of the store
         self._n_beats, self._process = 0, _process(os.getpid())
-        self._waited, self._wait = 0.0, None  # how long, in which wait
+        self._waited, self._wait = 0.0, None  # seconds in the present wait, and its key
         self._verdict: dict[str, Any] | None = None  # of this rank
         self._looks = 0
         self._over, self._hurry = threading.Event(), threading.Event()
@@ -226,7 +227,7 @@ class Watchdog:
         self.stop()
 
     def stop(self) -> None:
-        """This rank waits for nobody any more, and says so."""
+        """End the watch, and publish that this rank has ended."""
         global _streams
         if self._over.is_set() or self.world_size == 1:
             return
@@ -235,10 +236,10 @@ class Watchdog:
         _streams = None
         self._threads[0].join(self._beat_s)  # it may hang with the store
 
-    # What this rank does
+    # State of this rank
 
     def _now(self) -> tuple[Any, tuple[str, int] | None, str] | None:
-        """(what tells this wait from others, place, op) of the wait that this rank is in."""
+        """(key of the present wait, place, op), or None."""
         here = self._here
         op, waits, place = here.op, here.waits, here.place
         if op is not None:
@@ -270,7 +271,7 @@ class Watchdog:
     def _talk(self) -> None:
         while True:
             over = self._over.is_set()
-            with contextlib.suppress(Exception):  # the store is gone: its keeper is, or hangs
+            with contextlib.suppress(Exception):  # the host of the store is gone, or hangs
                 self._store.set(f"beat/{self.rank}", json.dumps(self._beat()))
                 if self._waited > self._beat_s and not self._over.is_set():
                     self._look()
@@ -283,7 +284,7 @@ class Watchdog:
             self._hurry.clear()
 
     def _look(self) -> None:
-        """Reads where the others are, and whether one of them has judged."""
+        """Read the states of the other ranks, and their verdicts."""
         if not self._looking:
             self._seen, self._since, self._looking = {}, time.monotonic(), True
         others = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -300,7 +301,7 @@ class Watchdog:
         self._looks += 1
 
     def _known_verdict(self) -> dict[str, Any] | None:
-        """That of the first rank that has one; not of a process that was here before a restart."""
+        """The verdict of the first rank that has one; ignores processes before a restart."""
         verdicts = {rank: seen.beat["verdict"] for rank, seen in self._seen.items() if seen.alive}
         verdicts[self.rank] = self._verdict
         return next((verdicts[rank] for rank in sorted(verdicts) if verdicts[rank]), None)
@@ -320,13 +321,13 @@ class Watchdog:
                 continue
             late = now - self._answered > _STORE_S
             ready = late or (self._looking and now - self._since > _STALE_BEATS * self._beat_s)
-            told = self._looking and self._known_verdict() is not None
-            if told or (self._waited > self.timeout_s and ready):
-                self._speak(wait, late)
+            judged = self._looking and self._known_verdict() is not None
+            if judged or (self._waited > self.timeout_s and ready):
+                self._report(wait, late)
                 return
 
-    def _speak(self, wait: tuple[Any, tuple[str, int] | None, str], late: bool) -> None:
-        """Says who is slow, the same rank as the others do, and ends this one."""
+    def _report(self, wait: tuple[Any, tuple[str, int] | None, str], late: bool) -> None:
+        """Report the slow rank, the same as the other ranks report, and end this one."""
         verdict = self._known_verdict()
         if verdict is None:
             self._verdict = self._judge(late)
@@ -337,9 +338,9 @@ class Watchdog:
             verdict = self._known_verdict() or self._verdict
         mine = _where({"step": self._here.step, "place": wait[1], "op": wait[2]})
         message = (
-            f"watchdog: expected every rank to take part within timeout={self.timeout_s:g}s, got "
+            f"watchdog: a collective did not end within timeout={self.timeout_s:g}s: "
             f"{verdict['who']}; rank {self.rank} has waited {self._waited:.1f} s: {mine}; this "
-            "rank ends, and the run can go on from its last checkpoint"
+            "rank ends, resume the run from its last checkpoint"
         )
         if verdict["stack"]:
             lines = "\n".join(f"    {line}" for line in verdict["stack"])
@@ -347,7 +348,7 @@ class Watchdog:
         self._end(message, HUNG, verdict["process"])
 
     def _judge(self, late: bool) -> dict[str, Any]:
-        """Who is slow: see the note."""
+        """Find the slow rank: see [Note: who is slow]."""
         now = time.monotonic()
         seen = dict(self._seen)
         beats = {rank: each.beat for rank, each in seen.items()}
@@ -355,54 +356,52 @@ class Watchdog:
         def found(rank: int, how: str) -> dict[str, Any]:
             beat = beats.get(rank, {})
             known = {name: beat.get(name, []) for name in ("stack", "process")}
-            return {"rank": rank, "who": f"rank={rank}{how}", **known}
+            return {"rank": rank, "who": f"rank {rank} {how}", **known}
 
         if late:
             s = now - self._answered
-            return found(
-                0, f", or the host that keeps the ranks' store, without an answer for {s:.1f} s"
-            )
+            return found(0, f"or the host of the ranks' store has not answered for {s:.1f} s")
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         if missing := [rank for rank in others if rank not in seen]:
-            return found(missing[0], " without any sign of life")
+            return found(missing[0], "never gave a sign of life")
         ended = [rank for rank in others if beats[rank]["ended"]]
         silent = {rank: now - seen[rank].when for rank in others}
         longest = max(others, key=lambda rank: (rank not in ended, silent[rank]))
         if silent[longest] > _STALE_BEATS * self._beat_s and longest not in ended:
             return found(
                 longest,
-                f" without a sign of life for {silent[longest]:.1f} s (stopped, dead or cut off), "
+                f"gave no sign of life for {silent[longest]:.1f} s (stopped, dead or cut off), "
                 f"last seen in {_where(beats[longest])}",
             )
         if ended:
-            return found(ended[0], " that has left the run")
+            return found(ended[0], "has left the run")
         if busy := [rank for rank in others if beats[rank]["op"] is None]:
             rank = min(busy, key=lambda rank: _progress(beats[rank]))
-            return found(rank, f" that waits for nobody: {_where(beats[rank])}")
+            return found(rank, f"is not waiting: {_where(beats[rank])}")
         beats[self.rank] = self._beat()
         rank = min(sorted(beats), key=lambda rank: _progress(beats[rank]))
         if any(_progress(beat) != _progress(beats[rank]) for beat in beats.values()):
-            return found(rank, f" that is behind: {_where(beats[rank])}")
+            return found(rank, f"is behind: {_where(beats[rank])}")
         each = ", ".join(f"rank {rank} in {_where(beats[rank])}" for rank in sorted(beats))
-        return found(rank, f" beside others that wait, too, none of them behind: {each}")
+        return found(rank, f"and all others wait, none is behind: {each}")
 
 
 def _own_connection(store: Any, start: str) -> Any:
-    """A store of our own: calls on one connection queue behind each other, and some block."""
+    """A new connection to the store: calls on one connection queue, and some block."""
     import torch.distributed as dist
 
     if store is None:
         store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    with contextlib.suppress(AttributeError, RuntimeError):  # a kind of store that cannot
+    with contextlib.suppress(AttributeError, RuntimeError):  # this kind of store cannot
         store = store.clone()
     store.set_timeout(timedelta(seconds=_STORE_S))
     return dist.PrefixStore(f"fastpar/watchdog/{start}", store)
 
 
 def _process(pid: int) -> list[Any]:
-    """What tells a process from all others: host, its room there, number and birth."""
+    """An id of a process: host, PID namespace, number and start time."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         born = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -412,14 +411,14 @@ def _process(pid: int) -> list[Any]:
 
 
 def _kill(process: list[Any]) -> None:
-    """Ends a rank of this host that may answer no launcher: torchrun waits 30 s for it."""
+    """Kill a rank of this host that may not answer a launcher: torchrun waits 30 s for it."""
     if process and process == _process(process[2]):
         with contextlib.suppress(OSError):
             os.kill(process[2], signal.SIGKILL)
 
 
 def _unfinished(recent: list[tuple]) -> tuple | None:
-    """The one of a stream's collectives that the device is in now."""
+    """The collective of a stream that the device runs now."""
     found = None
     for entry in reversed(recent):
         if entry[3].query():
@@ -434,7 +433,7 @@ def _progress(beat: dict[str, Any]) -> tuple[int, int]:
 
 
 def _where(beat: dict[str, Any]) -> str:
-    """Step, bucket or micro-batch, and collective in words."""
+    """Text: step, bucket or micro-batch, and collective."""
     step, place, op = beat["step"], beat["place"], beat["op"]
     words = "no step yet" if step is None else f"step {step}"
     if place is not None:
@@ -456,8 +455,8 @@ def _stack(frame: FrameType | None) -> list[str]:
 
 
 def _exit(message: str, status: int, slow: list[Any]) -> None:
-    """Prints in one piece, leaves a note for a launcher, and ends this process and the slow one."""
-    with contextlib.suppress(OSError):  # nobody can be told
+    """Print the message, pass it to a launcher, and end this process and the slow one."""
+    with contextlib.suppress(OSError):  # stderr is closed
         os.write(2, ("\n" + message + "\n").encode())
     with contextlib.suppress(Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

@@ -166,7 +166,7 @@ def test_calls_run_on_all_ranks_and_processes_stay(fork):
     before, said = dict(os.environ), []
     with Ranks(2, threads=1, device="cpu", fork=fork) as pool:
         processes = [one.process for one in pool._ranks]
-        found = pool.call(rank_and_sum, 10, heard=said.append)
+        found = pool.call(rank_and_sum, 10, on_value=said.append)
         assert found == [(0, 21, 0, 1, (1, "1")), (1, 21, 0, 1, (1, "1"))]
         assert sorted(said) == ["word of 0", "word of 1"]
         found = pool.call(rank_and_sum, 20)
@@ -219,7 +219,7 @@ def test_the_rank_that_failed_is_named_and_nobody_is_left(
     assert (caught.value.rank, caught.value.reason) == (rank, reason)
     assert all(process.wait(0) is not None for process in processes)
     assert capfd.readouterr() == ("", "")
-    with pytest.raises(RankFailed, match="the processes are gone"):
+    with pytest.raises(RankFailed, match="the rank processes have ended"):
         pool.call(meet, ways)
 
 
@@ -236,7 +236,7 @@ def test_no_rank_outlives_an_interrupt():
 
     with pytest.raises(KeyboardInterrupt), Ranks(2, device="cpu") as pool:  # noqa: PT012
         processes = [one.process for one in pool._ranks]
-        pool.call(rank_and_sum, 10, heard=interrupt)
+        pool.call(rank_and_sum, 10, on_value=interrupt)
     assert [process.wait(0) for process in processes] == [-9, -9]
 
 
@@ -251,7 +251,7 @@ def test_who_is_a_rank_and_who_has_lost_one(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert (is_rank(), launched_here()) == (True, False)
     gloo = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
-    assert lost_peer(RuntimeError(f"Engine: expected every rank to take part, got ... ({gloo})"))
+    assert lost_peer(RuntimeError(f"Engine: rank 0 failed while ... ({gloo})"))
     shm = "all_reduce: expected every rank to live, got the end of rank 1; restart the run"
     assert lost_peer(RuntimeError(shm))
     assert not lost_peer(RuntimeError("out of memory"))

@@ -93,42 +93,42 @@ class Hangs:
 
 
 SCENES = {  # (rank -> (step, op, place), what becomes of rank 1's store, who says what of the rest)
-    "waits for nobody": (
+    "not waiting": (
         {0: (7, "all_reduce", ("waiting for bucket", 2)), 1: (6,), 2: (7, "all_gather")},
         None,
         {
-            0: r"got rank=1 that waits for nobody: step 6, outside of collectives; .*rank 0 has "
+            0: r": rank 1 is not waiting: step 6, outside of collectives; .*rank 0 has "
             r"waited 1\..*step 7, waiting for bucket 2 \(all_reduce\)",
-            2: r"got rank=1 that waits for nobody: .*rank 2 has waited 1\..*step 7 \(all_gath",
+            2: r": rank 1 is not waiting: .*rank 2 has waited 1\..*step 7 \(all_gath",
         },
     ),
     "no heartbeat": (
         {1: (4, "reduce_scatter", ("waiting for bucket", 3)), 0: (5, "all_reduce")},
         "gone",
         {
-            0: "got rank=1 without a sign of life for .*last seen in step 4, waiting for bucket 3 "
+            0: ": rank 1 gave no sign of life for .*last seen in step 4, waiting for bucket 3 "
             r"\(reduce_scatter\); .*last stack of rank 1"
         },
     ),
     "never came": (
         {0: (1, "all_reduce")},
         None,
-        {0: "got rank=1 without any sign of life; rank 0 has waited"},
+        {0: ": rank 1 never gave a sign of life; rank 0 has waited"},
     ),
     "behind": (
         {0: (7, "all_reduce"), 1: (7, "all_reduce"), 2: (5, "all_gather")},
         None,
-        dict.fromkeys((0, 1), r"got rank=2 that is behind: step 5 \(all_gather\); "),
+        dict.fromkeys((0, 1), r": rank 2 is behind: step 5 \(all_gather\); "),
     ),
     "nobody is behind": (
         {0: (7, "all_gather"), 1: (7, "all_reduce")},
         None,
-        dict.fromkeys((0, 1), r"none of them behind: rank 0 in step 7 \(all_gather\), rank 1 in"),
+        dict.fromkeys((0, 1), r"none is behind: rank 0 in step 7 \(all_gather\), rank 1 in"),
     ),
     "no answer": (
         {1: (3, "all_reduce")},
         "hangs",
-        {1: "got rank=0, or the host that keeps the ranks' store, without an answer for"},
+        {1: ": rank 0 or the host of the ranks' store has not answered for"},
     ),
 }
 
@@ -150,9 +150,9 @@ def test_who_is_waited_for_is_named(ranks, scene, monkeypatch):
         message, status, slow = some.said[rank]
         assert status == HUNG
         first, *stack = message.splitlines()
-        assert first.startswith("watchdog: expected every rank to take part within timeout=1.2s, ")
+        assert first.startswith("watchdog: a collective did not end within timeout=1.2s: rank ")
         assert re.search(pattern, message, re.DOTALL), message
-        if scene == "waits for nobody":
+        if scene == "not waiting":
             assert stack[0] == "  last stack of rank 1, innermost last:"
             assert any(row.endswith(" a_long_computation") for row in stack)
             assert slow == _process(os.getpid())
@@ -167,7 +167,7 @@ def test_one_that_has_left_after_a_restart(ranks):
         two.wait_for([rank])
         message = two.said[rank][0]
         two.end()
-    assert "got rank=0 that has left the run; rank 1 has waited 1." in message
+    assert ": rank 0 has left the run; rank 1 has waited 1." in message
 
 
 def test_nobody_is_named_as_long_as_nobody_waits_too_long(ranks):

@@ -289,7 +289,7 @@ def test_a_dead_rank_is_reported_with_rank_bucket_and_step(when, stage, what):
     survivor, dead = run_ranks(
         lose_a_rank, 2, when, stage, backend="gloo", timeout_s=30, return_exceptions=True
     )
-    with pytest.raises(RuntimeError, match=rf"error on rank 0 while {what} of step 2"):
+    with pytest.raises(RuntimeError, match=rf"Engine: rank 0 failed while {what} of step 2"):
         raise survivor
     with pytest.raises(RuntimeError, match=r"rank 1: exit status 9"):
         raise dead

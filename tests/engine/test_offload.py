@@ -292,17 +292,17 @@ def test_a_host_that_is_too_small_says_what_would_fit(monkeypatch):
     padded = sum(sizes)
     monkeypatch.setattr(host, "free_memory", lambda: 16 * padded - 1)
     said = refused()
-    assert f"expected {16 * padded / 1e9:.3g} GB of free memory on the host" in said
-    assert "offload_keep_mb=1 fits, or share the state among 2 times as many hosts" in said
+    assert f"needs {16 * padded / 1e9:.3g} GB of free host memory" in said
+    assert "offload_keep_mb=1 fits, or use 2 times as many hosts" in said
     made(offload_keep_mb=0.05)
     monkeypatch.setattr(host, "free_memory", lambda: 0)
-    assert "GB; share the state" in refused()
+    assert "GB; use " in refused()
     monkeypatch.setattr(host, "free_memory", lambda: 16 * padded)
     made()
     monkeypatch.setattr(SlowBus, "pinned", True)  # by torch, in powers of two
     needed = sum(8 * n + 2 * (1 << (4 * n - 1).bit_length()) for n in sizes)
     monkeypatch.setattr(host, "free_memory", lambda: needed - 1)
-    assert f"expected {needed / 1e9:.3g} GB of free memory on the host" in refused()
+    assert f"needs {needed / 1e9:.3g} GB of free host memory" in refused()
 
 
 @pytest.mark.parametrize("kind", [Muon, Adafactor])
@@ -326,7 +326,7 @@ def test_memory_is_pinned_unless_asked_and_a_system_that_refuses_is_told(monkeyp
     with monkeypatch.context() as context:
         context.setattr(SlowBus, "pinned", None)
         context.setattr(torch, "empty", no_pinned)
-        with pytest.raises(RuntimeError, match=r"GB of pinned memory .* offload_pinned=False"):
+        with pytest.raises(RuntimeError, match=r"could not pin .* GB .* offload_pinned=False"):
             made()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: given.append(pin_memory))
