@@ -1,37 +1,36 @@
-"""Collectives that send less: another transport's, with numbers as messages of fewer bytes.
+"""Compressed collectives: another transport's, with numbers encoded in fewer bytes.
 
-    reduce_scatter   each slice for a peer is encoded once; all-to-all; decoded, and added up in
-                     fp32 by the fixed tree (collectives.py, [Note: order of a sum])
-    all_reduce       the same of slices of whole blocks, then the means are encoded and gathered
-    all_gather       encoded once to nearest; what the owner gets is what its peers get
+    reduce_scatter   each slice for a peer is encoded once; all-to-all; decoded, and summed in fp32
+                     by the fixed tree (collectives.py, [Note: order of a sum])
+    all_reduce       the same with slices of whole blocks; then the means are encoded and gathered
+    all_gather       encoded once to nearest; the owner uses the same rounded values as its peers
 
-    NodeSums         reduce_scatter in two levels: each node adds up what its ranks have of the
-                     slices for one place in the nodes, encodes that once for each other node
+    NodeSums         reduce_scatter in two levels: each node sums its ranks' slices for one local
+                     rank of every node, and encodes the sum once for each other node
 
-    CodeGathers      all_gather of weights that products round to 8 bits: of the codes that these
-                     would make, so that nothing changes; as they are before there are scales
+    CodeGathers      all_gather of weights that products round to 8 bits: sends the 8-bit codes, so
+                     results do not change; full values before there are scales
 
-A rank's own slice is not sent, and enters the sum as it is. No sum is encoded twice on its way, as
-it would be in a ring. What is not finite makes its block nan, on every rank.
+A rank's own slice is not sent and enters the sum unrounded. No sum is encoded twice on its way, as
+a ring would. A non-finite value makes its block nan on every rank.
 
-[Note: errors that are kept] With error feedback what an encoding has lost of x is added to the next
-x of the same bucket: the sums of what was sent and of what is left are those of x. `error` is a
-buffer for it, in which the own slice's place is that of the means (all_reduce). Without a buffer a
-reduce_scatter leaves it in x itself, outside of the own slice (`leaves_rest`), and the bucket adds
-to that (engine/bucket.py).
+[Note: error feedback] What an encoding of x loses is added to the next x of the same bucket, so the
+sum of sent values and the rest is the sum of all x. `error` is a buffer for the rest; in all_reduce
+the own slice of it belongs to the means. Without a buffer a reduce_scatter leaves the rest in x,
+outside of the own slice (`leaves_rest`), and the bucket adds gradients to it (engine/bucket.py).
 
-[Note: who does it] On a CPU x is encoded in the caller, a thread of all buckets decodes. What the
-thread itself sends, the second half of an all_reduce, goes over a group of its own, so that ranks
-need not agree on how fast their threads are; where there is none the thread does all of it. On a
-GPU both are enqueued on a stream of their own.
+Threads: on a CPU the caller encodes x, and one thread for all buckets decodes. The second half of
+an all_reduce, which the thread sends, uses its own group, so that ranks need not agree on how fast
+their threads are; without such a group the thread does all of it. On a GPU both halves are enqueued
+on their own stream.
 
-[Note: messages] A message holds n elements: an fp32 scale for each block of them, then their codes
-(of 4 bits two in a byte), padded to 16 bytes; or n numbers of bf16. Blocks begin with the message,
-and slices of a bucket are multiples of a block, as its parameters are (ALIGN, sharding/layout.py):
-no two parameters share a scale.
+Messages: n elements are an fp32 scale for each block, then their codes (4-bit codes two in a byte),
+padded to 16 bytes; or n bf16 numbers. Blocks begin with the message, and slices of a bucket and its
+parameters begin at multiples of a block (ALIGN, sharding/layout.py): no two parameters share a
+scale.
 
-[Note: rounding] Codes of gradients are rounded at random, without bias (kernels/quantize.py), by
-the random bits of (step, bucket, rank) and the element's place; bf16 to nearest, as are weights.
+Rounding: codes of gradients are rounded stochastically, without bias (kernels/quantize.py), by
+random bits of (step, bucket, rank) and the element's index; bf16 and weights to nearest.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ _PAD = 16
 
 @dataclass(frozen=True)
 class WireFormat:
-    """What a number becomes; block: elements that share a scale, 0 without scales."""
+    """The encoding of a number; block: elements that share a scale, 0: no scales."""
 
     name: str
     dtype: torch.dtype
@@ -77,13 +76,13 @@ class WireFormat:
     block: int = 0
 
     def nbytes(self, n: int) -> int:
-        """Of the message of n elements."""
+        """Bytes of a message of n elements."""
         scales = -(-n // self.block) * 4 if self.block else 0
         return -(-(scales + -(-n * self.bits // 8)) // _PAD) * _PAD
 
     @property
     def bytes_per_element(self) -> float:
-        """Of long messages."""
+        """Bytes per element of long messages."""
         return self.bits / 8 + (4 / self.block if self.block else 0)
 
     def encode(
@@ -122,7 +121,7 @@ class WireFormat:
             error.copy_(torch.where(lost.isfinite(), lost, kept))
 
     def decode(self, message: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The n elements that a message holds, as another reads them."""
+        """The n elements of a message, as a peer reads them."""
         if not self.block:
             return message[: self.dtype.itemsize * n].view(self.dtype).to(dtype)
         start = -(-n // self.block) * 4
@@ -145,7 +144,7 @@ OF_GRADIENTS, OF_WEIGHTS = ("fp32", *FORMATS), ("bf16", "int8", CODES)
 
 
 class Wire(Collectives):
-    """One bucket's messages over another's transport.
+    """A transport whose messages are encoded.
 
     Args:
         inner: sends them.
@@ -163,7 +162,7 @@ class Wire(Collectives):
     def _run(
         self, op: str, largest: Tensor, async_op: bool, call: Callable[[], Handle]
     ) -> Handle | None:
-        """Without observers, which see what is really sent: the inner operations."""
+        """Without observers, which observe the inner operations: they are what is sent."""
         handle = call()
         if async_op:
             return handle
@@ -174,15 +173,15 @@ class Wire(Collectives):
     def exact(self) -> Collectives:
         return self.inner
 
-    def _other(self, *args: Any) -> Any:
-        raise AssertionError("operations that are not compressed are those of `exact`")
+    def _unsupported(self, *args: Any) -> Any:
+        raise AssertionError("only compressed operations are defined; use `exact` for others")
 
-    _rest: Any = _other
+    _rest: Any = _unsupported
     _all_reduce = _reduce_scatter = _all_gather = _broadcast = _all_to_all = _send = _recv = _rest
 
 
 class Worker:
-    """What ends the operations of one direction: a thread, a stream, or the caller."""
+    """Finishes the operations of one direction: in a thread, on a stream, or in the caller."""
 
     def __init__(self, inner: Collectives) -> None:
         on_gpu = inner.device.type == "cuda"
@@ -190,7 +189,7 @@ class Worker:
         self._thread = None if on_gpu or inner.in_caller else TaskThread()
 
     def submit(self, op: str, call: Call, *of: Tensor, later: bool = False) -> Handle:
-        """Begin an operation; see [Note: who does it]. later: the thread begins it, too."""
+        """Begin an operation; later: the thread begins it, too."""
         if self._stream is not None:
             return StreamHandle(self._stream, lambda: through(call()), of, op)
         future: Future = Future()
@@ -203,13 +202,13 @@ class Worker:
 
 
 def _without_graph(call: Call) -> Rest:
-    """Every part of an operation, in whatever thread."""
+    """Run every part of an operation without autograd, in any thread."""
     with torch.inference_mode(False), torch.no_grad():
         rest = call()
     return None if rest is None else functools.partial(_without_graph, rest)
 
 
-_Sent = tuple[Handle, Tensor]  # of messages to others; theirs on the way
+_Sent = tuple[Handle, Tensor]  # (of the exchange, memory for the received messages)
 
 
 def _others(items: Sequence[Any], me: int) -> list[Any]:
@@ -217,7 +216,7 @@ def _others(items: Sequence[Any], me: int) -> list[Any]:
 
 
 def _send_rows(group: Collectives, rows: Tensor, tag: int) -> _Sent:
-    """Row r of [W - 1, ...] goes to the r-th of the others; theirs on the way into as many."""
+    """Send row r of [W - 1, ...] to the r-th other rank; receives equally many rows."""
     received = torch.empty_like(rows)
     sizes = [rows.numel() // max(1, len(rows)) * (r != group.rank) for r in range(group.world_size)]
     args = received.view(-1), rows.view(-1), sizes, sizes
@@ -225,7 +224,7 @@ def _send_rows(group: Collectives, rows: Tensor, tag: int) -> _Sent:
 
 
 def _gather_rows(group: Collectives, own: Tensor, tag: int) -> _Sent:
-    """Row r of [W, n] is that of rank r."""
+    """Gather every rank's row into [W, n]."""
     whole = own.new_empty(group.world_size, own.numel())
     return started(group.all_gather(whole.view(-1), own, async_op=True, tag=tag)), whole
 
@@ -235,17 +234,17 @@ def _floats(like: Tensor, *shape: int) -> Tensor:
 
 
 class CompressedSums(Wire):
-    """Gradients.
+    """Sums of gradients.
 
     Args:
-        worker: ends them, for all buckets of a direction.
+        worker: finishes the operations of all buckets of a direction.
         again: like inner, for the second half of an all_reduce.
-        exact: so many elements at the end of x of an all_reduce are sent as they are.
-        error: fp32, as long as x: see [Note: errors that are kept].
-        leaves_rest: what is lost is left in x.
+        exact: number of elements at the end of x that an all_reduce sends unrounded.
+        error: fp32, as long as x: see [Note: error feedback].
+        leaves_rest: keep the rest in x.
         key: of the random bits: bucket and rank.
     Attributes:
-        calls: operations so far, the step of the random bits.
+        calls: number of operations, the step of the random bits.
     Wire: per rank (W - 1) / W * bytes of the messages for reduce_scatter, twice for all_reduce.
     """
 
@@ -273,12 +272,12 @@ class CompressedSums(Wire):
         return (self.world_size - 1) * (self.form.nbytes(size) + self._gathered_bytes(size))
 
     def _seed(self, part: int) -> int:
-        """Of the random bits of a call: part 0 of x, 1 of the means."""
+        """Seed of the random bits of a call: part 0 for x, 1 for the means."""
         bucket, rank = self._key
         return (((self.calls * 2 + part) * 0x100000 + bucket) * 0x100000 + rank) % 2**64
 
     def _slice(self, numel: int) -> int:
-        """Elements of a slice of an all_reduce: whole blocks. One at least: a row of messages
+        """Elements of a slice of an all_reduce: whole blocks, at least one, as a row of messages
         without bytes is not aligned.
         """
         block = self.form.block or 1
@@ -303,24 +302,24 @@ class CompressedSums(Wire):
         return lambda: self._add_up(under_way, x[places[self.rank]], out, mean)
 
     def _rest_of(self, part: Tensor, at: slice) -> Tensor | None:
-        """Where what is lost of a part of x is kept: in itself, or in the buffer."""
+        """Memory for the rest of a part of x: the part itself, the buffer, or None."""
         return part if self.leaves_rest else None if self.error is None else self.error[at]
 
     def _encode(self, x: Tensor, at: slice, row: Tensor) -> None:
-        """A part of x into its message."""
+        """Encode a part of x into its message."""
         part = x[at]
         rest = self._rest_of(part, at)
         self.form.encode(part, row, seed=self._seed(0), index=at.start, error=rest)
 
     def _exchange(self, x: Tensor, places: list[slice], n_bytes: int, tag: int) -> _Sent:
-        """Slices of x to their ranks, encoded; theirs on the way into [W - 1, n_bytes]."""
+        """Encode slices of x and send them to their ranks; receives [W - 1, n_bytes]."""
         rows = torch.empty(self.world_size - 1, n_bytes, dtype=torch.uint8, device=x.device)
         for row, at in zip(rows, _others(places, self.rank)):
             self._encode(x, at, row)
         return _send_rows(self.inner, rows, tag)
 
     def _decode(self, received: Tensor, parts: Tensor, me: int, own: Tensor | None) -> None:
-        """Into the rows of parts, in rank order; own: of rank me, None: it is there."""
+        """Decode into the rows of parts, in rank order; own: row `me`, None: it is there."""
         rows = iter(received)
         for r, part in enumerate(parts):
             if r != me:
@@ -329,7 +328,7 @@ class CompressedSums(Wire):
                 part.copy_(own)
 
     def _add_up(self, under_way: _Sent, own: Tensor, out: Tensor, mean: bool) -> None:
-        """out = the sum of what the others sent of this rank's slice and its own."""
+        """out = the sum of this rank's slice over all ranks."""
         handle, received = under_way
         handle.wait()
         parts = _floats(own, self.world_size, len(own))
@@ -365,12 +364,12 @@ class CompressedSums(Wire):
 
 
 class NodeSums(CompressedSums):
-    """Gradients that are added up in each node first; only for reduce_scatter.
+    """Sums of gradients that each node sums first; only for reduce_scatter.
 
-    What a sum has lost is kept at its own place by the rank that has encoded it.
+    The rank that encodes a sum keeps its rest, in its own memory for the slice.
 
     Args:
-        nodes: the ranks of this node, and those at the same place in each node.
+        nodes: the ranks of this node, and the ranks with this local rank on every node.
     Wire: per rank (n - 1) * W / n messages of a slice in a node of n ranks, W / n - 1 between them.
     """
 
@@ -383,7 +382,7 @@ class NodeSums(CompressedSums):
         return ((n - 1) * k + k - 1) * self.form.nbytes(numel // self.world_size)
 
     def _places(self, place: int, size: int) -> list[slice]:
-        """Slices of the ranks at a place, node by node."""
+        """Slices of the ranks with a local rank, node by node."""
         ranks = range(place, self.world_size, self._inside.world_size)
         return [slice(r * size, (r + 1) * size) for r in ranks]
 
@@ -400,7 +399,7 @@ class NodeSums(CompressedSums):
     def _of_node(
         self, handle: Handle, received: Tensor, x: Tensor, out: Tensor, mean: bool, tag: int
     ) -> Rest:
-        """Add up what this node has, send each other node its part."""
+        """Sum the slices of this node, and send each other node its part."""
         handle.wait()
         inside, group, size = self._inside, self._between, out.numel()
         mine = self._places(inside.rank, size)
@@ -441,7 +440,7 @@ class _Gathers(Wire):
 
 
 class CompressedGathers(_Gathers):
-    """Weights.
+    """Gathers of weights.
 
     Wire: per rank (W - 1) * bytes of its message.
     """
@@ -470,11 +469,11 @@ _RUN = 256  # elements: weights begin at multiples of it
 
 
 class CodeGathers(_Gathers):
-    """Weights that linear(fp8=) rounds with delayed scales, which all ranks know.
+    """Gathers of weights that linear(fp8=) rounds with delayed scales, which all ranks know.
 
     Args:
-        codes: the weights' places in the bucket, and how products round them, with the same scales.
-    Wire: per rank (W - 1) * a byte for each element of its slice.
+        codes: (range in the bucket, rounding) of each weight, with common scales.
+    Wire: per rank (W - 1) * one byte per element of its slice.
     """
 
     def __init__(
@@ -513,20 +512,20 @@ class CodeGathers(_Gathers):
 
 
 def rounded_weights(model: nn.Module) -> dict[nn.Parameter, Fp8]:
-    """Weights that products of 8 bits round with delayed scales, and how."""
+    """Weight -> rounding, of weights that 8-bit products round with delayed scales."""
     layers = [m for m in model.modules() if isinstance(getattr(m, "fp8", None), Fp8)]
     found: dict[Any, Any] = {m.weight: m.fp8 for m in layers}
     return {p: how for p, how in found.items() if how.scales is not None}
 
 
 class Unsent:
-    """What is left of a bucket's compressed gradients; see [Note: errors that are kept].
+    """The unsent rest of a bucket's compressed gradients; see [Note: error feedback].
 
     Args:
         group: reduces them; own: this rank's slice of [P].
-        places: of the parameters; a block reaches from one's end to the next one's start.
+        places: ranges of the parameters; a block may reach from the end of one to the next start.
     Attributes:
-        inside: it lies in the memory of the gradients, and new ones are added to it.
+        inside: the rest lies in the memory of the gradients, and new ones are added to it.
     """
 
     def __init__(
@@ -538,54 +537,54 @@ class Unsent:
         self._pads = pads if isinstance(group, CompressedSums) else []
 
     def open(self, grad: Tensor) -> None:
-        """The first of new gradients is about to come."""
+        """Prepare memory for the first of new gradients."""
         if self.inside:
             grad[self._own].zero_()
 
     def fill(self, grad: Tensor) -> None:
-        """The last has come."""
+        """Zero the padding after the last gradient."""
         for start, stop in self._pads:
             grad[start:stop].zero_()
 
     def close(self) -> None:
-        """They were sent."""
+        """Note that they were sent."""
         self.inside = self._group is not None and self._group.leaves_rest
 
     def skip(self, view: Tensor) -> None:
-        """A parameter has no gradient: what is left of it alone is sent."""
+        """Handle a parameter without a gradient: only its rest is sent."""
         if not self.inside:
             view.zero_()
 
     def drop(self, views: Iterable[Tensor]) -> None:
-        """Gradients that were added are dropped, and what they were added to with them."""
+        """Drop gradients that were added, together with their rest."""
         for view in views if self.inside else ():
             view.zero_()
 
     @property
     def buffer(self) -> Tensor | None:
-        """[P] where it has memory of its own."""
+        """[P] memory for the rest, if it is separate."""
         return None if self._group is None else self._group.error
 
     def of(self, grad: Tensor | None, place: slice) -> Tensor | None:
-        """What is left of a parameter, for a checkpoint; None: nothing is kept."""
+        """The rest of a parameter, for a checkpoint; None: none is kept."""
         kept = grad if self.inside else self.buffer
         return None if kept is None else kept[place]
 
     def restore(self, grad: Tensor | None, place: slice, values: Tensor) -> None:
-        """Go on from what of() returned."""
+        """Restore the result of of()."""
         self.close()
         if (kept := self.of(grad, place)) is not None:
             kept.copy_(values)
 
 
 class Encoders:
-    """In which formats the buckets of one model travel.
+    """The wire formats of the buckets of one model.
 
     Args:
-        gradients: one of OF_GRADIENTS; weights: of OF_WEIGHTS, None: as they are.
-        feedback: errors of gradients are kept.
-        rank: for the random bits: among all that have the same parameters.
-        codes: how products round the parameters that are gathered as their codes, by number.
+        gradients: one of OF_GRADIENTS; weights: of OF_WEIGHTS, None: unchanged.
+        feedback: keep the errors of gradients.
+        rank: for the random bits: among all ranks with the same parameters.
+        codes: parameter number -> rounding, of parameters that are gathered as 8-bit codes.
     """
 
     def __init__(
@@ -615,10 +614,11 @@ class Encoders:
         in_place: bool = False,
         nodes: tuple[Collectives, Collectives] | None = None,
     ) -> Collectives | None:
-        """For the gradients of bucket `index`; further arguments as in CompressedSums.
+        """Collectives of the gradients of bucket `index`; other arguments as in CompressedSums.
 
-        numel: of a buffer for errors, in_place: they need none. nodes: as in NodeSums, where each
-        of these has several ranks.
+        Args:
+            numel: of a buffer for errors; in_place: no buffer is needed.
+            nodes: as in NodeSums, if each of them has several ranks.
         """
         if inner is None or inner.world_size == 1 or self._gradients is None:
             return inner
@@ -643,7 +643,7 @@ class Encoders:
         dtype: torch.dtype,
         codes: Sequence[tuple[slice, Fp8]] = (),
     ) -> Collectives | None:
-        """For the weights of a bucket of that dtype; codes: as in CodeGathers, of all of them."""
+        """Collectives of the weights of a bucket of that dtype; codes: as in CodeGathers."""
         form = self._weights
         if inner is None or inner.world_size == 1:
             return inner
