@@ -264,7 +264,7 @@ def time_rank(shape: Settings, stage: int, rounds: int) -> tuple[list[float], ..
             dist.barrier()
             each += stopwatch(optimizer.step, "cpu")[:1]
         sharded.zero_grad()
-    (homes,) = sharded._known_homes.values()  # type: ignore[attr-defined]
+    (homes,) = sharded._known_owners.values()  # type: ignore[attr-defined]
     return times[0][1:], times[1][1:], [float(homes.sent_bytes)]
 
 

@@ -7,13 +7,13 @@ For a gradient G of a matrix, t counting steps from 1, with the options of torch
     U = G / sqrt(V);  U = U / max(1, rms(U) / d)
     p = p - lr weight_decay p - max(eps[1], rms(p)) min(lr, 1 / sqrt(t)) U
 
-torch keeps V away from 0 with max(eps[0], .), the paper adds eps[0] to G^2: option add_eps.
+torch keeps V away from 0 with max(eps[0], .); the paper adds eps[0] to G^2: option add_eps.
 
 [Note: batches]
 Most parameters of a model are short, and each operation above is one call per tensor; so they are
-updated in batches of up to 2**20 elements through torch._foreach; a larger one is its own batch.
-Temporary memory (predict/memory.py counts it): 4 bytes for each element of a batch, and where bf16
-is rounded 6 for each element of its largest tensor; with "remainder" 8 and 8.
+updated in batches of up to 2**20 elements with torch._foreach; a larger one is its own batch.
+Temporary memory (predict/memory.py counts it): 4 bytes per element of a batch, and if bf16 is
+rounded 6 per element of its largest tensor; with "remainder" 8 and 8.
 """
 
 from __future__ import annotations
@@ -44,40 +44,39 @@ _Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
 
 
 class Adafactor(EngineOptimizer):
-    """Adafactor: torch.optim.Adafactor's signature, and the options of the paper that it lacks.
+    """Adafactor: torch.optim.Adafactor's signature, plus options of the paper.
 
-    Parameters of a parallelized model need nothing more, as with fastpar.AdamW. Parameters without
-    a gradient are skipped.
+    Works on parallelized models as it is, at stage 0. Parameters without a gradient are skipped.
 
     Args:
         params: parameters, named parameters, or groups; options up to add_eps may differ per group.
         lr: largest relative step size; a tensor on a GPU is read on the host.
         beta2_decay: 1 - beta2 of step t is t ** beta2_decay.
         eps: the first keeps the second moment away from 0, see add_eps; None: the resolution of
-            fp32, or 1e-30 with add_eps. The second is the least rms that a parameter is taken for.
+            fp32, or 1e-30 with add_eps. The second is the smallest assumed rms of a parameter.
         d: updates are scaled down to this rms.
         weight_decay: decoupled, times lr.
-        foreach: True batches all parameters, False none; None: see [Note: batches].
+        foreach: True batches all parameters, False none. Default: see [Note: batches].
         maximize: ascend instead of descend.
-        beta1: keep a running mean of updates (exp_avg) and apply that; None: no such memory.
-        relative_step: at most 1 / sqrt(t); False: lr alone.
+        beta1: keep a running mean of updates (exp_avg) and apply that. Default: off.
+        relative_step: limit the step size to 1 / sqrt(t); False: lr alone.
         scale_parameter: steps are relative to the rms of the parameter; False: absolute.
         add_eps: add eps[0] to squared gradients, as the paper does.
         master_weights: True keeps an fp32 copy of bf16 and fp16 parameters; "remainder" only the
-            16 bits that bf16 parameters lack, with the same bits as True.
+            16 bits that bf16 parameters lack, with the same results.
         max_grad_norm: as in fastpar.AdamW.
     Attributes:
         grad_norm, grad_scale, found_inf, skipped: as in fastpar.AdamW; with a loss scale, step()
-            reads on the host whether it overflowed.
-    Ranks: step() is called by all ranks of the model's mesh.
+            waits on the host to know whether it overflowed.
+    Ranks: all ranks of the model's mesh call step().
     State: step, and row_var, col_var or variance as in torch.optim.Adafactor, but always fp32;
         exp_avg; master_weight or master_remainder. State dicts load both ways. Load the model
-        before its state and before the first step: master weights are made there.
+        before its state and before the first step, as master weights are made then.
     Raises:
         ValueError: options outside their range; 16-bit parameters without master weights;
             parameters of an engine with zero_stage >= 1; the state of another model.
         RuntimeError: sparse gradients.
-    Source: Shazeer, Stern 2018, arXiv 1804.04235; the paper's own are eps=(1e-30, 1e-3) and
+    Source: Shazeer, Stern 2018, arXiv 1804.04235; the paper uses eps=(1e-30, 1e-3) and
         add_eps=True.
     """
 
@@ -114,7 +113,7 @@ class Adafactor(EngineOptimizer):
         if group["foreach"] not in (None, True, False):
             raise ValueError(
                 f"{caller}: expected foreach to be None, True or False, got foreach="
-                f"{group['foreach']!r}; None lets it be chosen"
+                f"{group['foreach']!r}; None chooses"
             )
         ranges = {
             "lr": (group["lr"], 0.0, math.inf),
@@ -131,9 +130,8 @@ class Adafactor(EngineOptimizer):
         engine = engine_of_parameter(p)
         if engine is not None and engine.shares:
             raise ValueError(
-                "Adafactor: expected parameters of an engine with zero_stage=0 and tp=1, got "
-                f"{engine.sharing}; its row and column means need whole matrices of the whole "
-                "model: use fastpar.AdamW, or parallelize without sharing"
+                f"Adafactor: does not work with {engine.sharing}, as its row and column means need "
+                "whole matrices; use fastpar.AdamW, or zero_stage=0 and tp=1"
             )
         got = f"got a parameter of dtype={p.dtype} with master_weights={self.master_weights!r}"
         if p.dtype != torch.float32 and not (p.dtype in HALF and self.master_weights):
@@ -143,8 +141,8 @@ class Adafactor(EngineOptimizer):
             )
         if p.dtype == torch.float16 and self.master_weights == "remainder":
             raise ValueError(
-                f"Adafactor: expected fp16 parameters with master_weights=True, {got}, which are "
-                "bf16's bits; pass master_weights=True"
+                f"Adafactor: expected fp16 parameters with master_weights=True, {got}, which works "
+                "for bf16 only; pass master_weights=True"
             )
 
     # The step
@@ -160,7 +158,7 @@ class Adafactor(EngineOptimizer):
     def _update_batch(
         self, group: dict[str, Any], batch: list[_Pair], factor: Tensor | None
     ) -> None:
-        """Parameters of one device, all vectors or none; see the formulas above."""
+        """Update parameters of one device, all vectors or none, by the formulas above."""
         grads = [grad for _, grad in batch]
         states = [self._state(p, group) for p, _ in batch]
         values = [values_of(p, s) for (p, _), s in zip(batch, states)]
@@ -197,7 +195,7 @@ class Adafactor(EngineOptimizer):
             store_values(p, state, x)
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter, made or completed where needed."""
+        """The state of a parameter, made or completed as needed."""
         state = self.state[p]
         if not state:
             state["step"] = new_step()  # on the host, as in torch
@@ -230,7 +228,7 @@ def _moments(p: Tensor) -> tuple[str, ...]:
 
 
 def _batches(pairs: list[_Pair], foreach: bool | None) -> list[list[_Pair]]:
-    """Pairs of one device, all of vectors or none, and not too many elements together."""
+    """Batches of pairs: of one device, all vectors or none, with a limited number of elements."""
     limit = {None: BATCH, True: math.inf, False: 0}[foreach]
     batches: list[list[_Pair]] = []
     growing: dict[Any, tuple[list[_Pair], int]] = {}
@@ -255,9 +253,9 @@ def _estimates(
     added: float,
     clamped: float,
 ) -> list[Tensor]:
-    """Moves the second moments on; the estimate of each element, as new tensors."""
+    """Update the second moments; returns the estimate of each element, as new tensors."""
 
-    def move(name: str, squares: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
+    def update(name: str, squares: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
         if added:
             torch._foreach_add_(squares, added)
         moments = [s[name] for s in states]
@@ -269,10 +267,10 @@ def _estimates(
         scaled = [g.float() for g in grads]
         if factor is not None:
             scaled = list(torch._foreach_mul(scaled, factor))
-        found = [v.clone() for v in move("variance", torch._foreach_mul(scaled, scaled))]
+        found = [v.clone() for v in update("variance", torch._foreach_mul(scaled, scaled))]
     else:
-        rows = move("row_var", [_mean_of_squares(g, -1, factor) for g in grads])
-        columns = move("col_var", [_mean_of_squares(g, -2, factor) for g in grads])
+        rows = update("row_var", [_mean_of_squares(g, -1, factor) for g in grads])
+        columns = update("col_var", [_mean_of_squares(g, -2, factor) for g in grads])
         means = [r.mean(dim=-2, keepdim=True) for r in rows]
         if clamped:
             torch._foreach_clamp_min_(means, clamped)

@@ -1,20 +1,20 @@
-"""fastpar.AdamW: torch.optim.AdamW's interface on one kernel call for all groups.
+"""fastpar.AdamW: torch.optim.AdamW's interface with one kernel call for all groups.
 
-The step is three launches on a GPU: the gradient norm is two, and its clip factor goes into the
-third as a tensor, so clipping costs no pass over the gradients beyond the norm, and no wait.
+A step is three launches on a GPU: two for the gradient norm, whose clip factor is a tensor argument
+of the third, so clipping costs no further pass over the gradients and no wait.
 
 [Note: step counters]
-As in torch, a parameter's counter is a tensor on the host, which the bias corrections read without
-waiting for the device, and on the parameter's device with capturable=True. A step that is skipped
-must not count, and on a GPU only the device knows that it was: under a loss scale counters move to
-the device too, and the kernel reads them there.
+As in torch, a parameter's counter is a tensor on the host, so that bias corrections need not wait
+for the device; with capturable=True it is on the parameter's device. A skipped step must not count,
+and on a GPU only the device knows that it was skipped: with a loss scale counters move to the
+device too, and the kernel reads them there.
 
 [Note: random bits]
-An element's random bits go by the seed, the step, its parameter's name in the model and its place
-in the whole parameter: no split into ranks, stages or experts changes them, nor does the order of
-the optimizer's list. Parameters without an engine go by the name that they were given with, else by
-their position in the list. The parts of a parameter that tensor parallelism cuts into several runs
-of elements have bits of their own.
+An element's random bits depend on the seed, the step, its parameter's name in the model and its
+index in the whole parameter: no split into ranks, stages or experts changes them, nor does the
+order of the optimizer's list. Without an engine the name is that passed to the optimizer, else the
+position in the list. Parts of a parameter that tensor parallelism cuts into several runs of
+elements have their own bits.
 """
 
 from __future__ import annotations
@@ -57,58 +57,58 @@ _HOST = torch.device("cpu")
 
 
 class AdamW(EngineOptimizer):
-    """AdamW: torch.optim.AdamW's signature, plus what mixed-precision training needs.
+    """AdamW: torch.optim.AdamW's signature, plus options for mixed-precision training.
 
-    Parameters of a parallelized model need nothing more: step() first finishes the engine's
-    reduction, so the gradients it uses are the mean over the ranks, and main gradients
-    (parallelize(grad_dtype=...)) are found. Parameters without a gradient are skipped.
+    Works on parallelized models as it is: step() first finishes the engine's reduction, so
+    gradients are means over the ranks, and main gradients (parallelize(grad_dtype=...)) are used.
+    Parameters without a gradient are skipped.
 
     Args:
         params: parameters, named parameters, or groups; options up to fused may differ per group.
         lr, betas, eps, weight_decay: numbers or tensors of one element. A tensor on the parameters'
-            GPU is read by the kernel there; one on the host when step() is called.
+            GPU is read by the kernel; one on the host when step() is called.
         amsgrad: divide by the largest second moment so far.
         maximize: ascend instead of descend.
-        foreach, fused: accepted and kept for torch; there is one implementation, which is both.
-        capturable: counters live on the parameters' device and step() never reads it, so that the
+        foreach, fused: accepted for compatibility with torch; the only implementation is both.
+        capturable: keep counters on the parameters' device, which step() never reads, so that the
             step can be captured in a CUDA graph after a first step outside of it.
-        differentiable: refused.
+        differentiable: not supported.
         master_weights: True keeps an fp32 copy of bf16 and fp16 parameters; "remainder" only the
-            16 bits that bf16 parameters lack, with the same bits as True.
-        stochastic_rounding: update bf16 parameters without a master, rounding up or down with the
-            probability that makes the mean right.
+            16 bits that bf16 parameters lack, with the same results.
+        stochastic_rounding: update bf16 parameters without a master, rounding up or down at random
+            without bias.
         seed: of stochastic rounding, of moments too; the same seed gives the same run. Saved.
         moment_dtype: torch.float32, torch.bfloat16 or torch.uint8 (8 bits, and a scale for each 256
             elements); the latter two are rounded stochastically. fp64 parameters have fp64 moments.
         max_grad_norm: scale gradients so that their norm over all groups is at most this; infinity
             only measures. The factor is min(1, max_grad_norm / (norm + 1e-6)), as in
             torch.nn.utils.clip_grad_norm_; gradients themselves are not changed.
-        zero_grad_in_step: set used gradients to zero in the same pass, in skipped steps too, as
-            zero_grad(set_to_none=False) would. Not with zero_stage >= 1.
+        zero_grad_in_step: zero the used gradients in the same pass, in skipped steps too, like
+            zero_grad(set_to_none=False). Not with zero_stage >= 1.
     Attributes:
         grad_norm: fp32 tensor [], of the last step, over all shards, before clipping, after
-            division by grad_scale and by the engine's count of tokens; None where nothing asked for
-            it: no max_grad_norm, and no loss scale, or one whose overflows found_inf reports.
-        grad_scale: the loss scale, by which gradients are divided; 1 by default.
+            division by grad_scale and by the engine's count of tokens; None if it was not needed:
+            no max_grad_norm, and no loss scale or one whose overflows found_inf reports.
+        grad_scale: the loss scale, divisor of gradients; 1 by default.
         found_inf: tensor of one element, nonzero if the gradients are known to be not finite.
-            torch.amp.GradScaler sets both around step(); so may any other training loop, but not
+            torch.amp.GradScaler sets both around step(); a training loop may do so too, but not
             found_inf with zero_stage >= 1 or tp > 1, where no rank sees all gradients.
         skipped: whether the last step changed nothing because its gradients were not finite; the
-            same on all ranks. That happens only once grad_scale or found_inf has been set. Reading
-            it on a GPU waits for the step. Without a loss scale, non-finite gradients go into the
-            parameters, as with torch.optim.AdamW.
-    Ranks: step() is called by all ranks of the model's mesh, and so are state_dict() and
-        torch_state_dict() at zero_stage >= 1 or with tp > 1.
-    State: at zero_stage >= 1, or with tp > 1, each rank keeps that of its elements; state_dict() is
-        the whole one, on the CPU of every rank, and load_state_dict() takes a whole one. Entries
-        are listed in fastpar/optim/state.py. State dicts of torch.optim.AdamW load here, and these
-        load there (with 8-bit moments: torch_state_dict()). Saved in one form of storage they load
-        in any. Load the model before its state and before the first step: master weights are made
-        there.
+            same on all ranks. Happens only after grad_scale or found_inf was set. Reading it on a
+            GPU waits for the step. Without a loss scale, non-finite gradients enter the parameters,
+            as with torch.optim.AdamW.
+    Ranks: all ranks of the model's mesh call step(); at zero_stage >= 1 or with tp > 1 also
+        state_dict() and torch_state_dict().
+    State: at zero_stage >= 1, or with tp > 1, each rank keeps the state of its elements;
+        state_dict() is whole, on the CPU of every rank, and load_state_dict() takes a whole one.
+        fastpar/optim/state.py lists the entries. State dicts of torch.optim.AdamW load here, and
+        these load there (with 8-bit moments: torch_state_dict()). A state saved with any storage
+        options loads with any others. Load the model before its state and before the first step,
+        as master weights are made then.
     Raises:
-        ValueError: options outside their range or without sense together; 16-bit parameters without
-            master weights or stochastic rounding; parameters that overlap; the state of another
-            model, or of Adam.
+        ValueError: options outside their range or that contradict each other; 16-bit parameters
+            without master weights or stochastic rounding; parameters that overlap; the state of
+            another model, or of Adam.
         RuntimeError: sparse gradients; a CUDA graph captures a step that is not capturable; the
             model was parallelized after the optimizer was built.
     """
@@ -178,7 +178,7 @@ class AdamW(EngineOptimizer):
         if group["foreach"] and group["fused"]:
             raise ValueError(
                 f"{caller}: expected at most one of foreach and fused, got foreach=True and "
-                "fused=True; leave both out: there is one implementation"
+                "fused=True; drop both: there is one implementation"
             )
 
     def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
@@ -190,9 +190,9 @@ class AdamW(EngineOptimizer):
             and (engine.stage.number or engine.shards.storage.where)
         ):
             raise ValueError(
-                "AdamW: expected zero_grad_in_step=False with zero_stage >= 1 or offload, got True "
-                f"with zero_stage={engine.stage.number}, offload={engine.shards.storage.where}; "
-                "the engine frees gradients itself: leave it out"
+                "AdamW: zero_grad_in_step does not work with zero_stage >= 1 or offload, got "
+                f"zero_stage={engine.stage.number}, offload={engine.shards.storage.where}; drop "
+                "it: the engine frees gradients itself"
             )
 
     def _check_memory(self) -> None:
@@ -207,15 +207,15 @@ class AdamW(EngineOptimizer):
             return
         if not all(g["capturable"] for g in self.param_groups):
             raise RuntimeError(
-                "AdamW.step: expected capturable=True while a CUDA graph is captured, got "
-                "capturable=False; pass capturable=True, or step outside of the capture"
+                "AdamW.step: capturing a CUDA graph needs capturable=True; pass it, or step "
+                "outside of the capture"
             )
         for engine in self.engines():
             if engine.shares:
                 raise RuntimeError(
-                    "AdamW.step: expected zero_stage=0 and tp=1 while a CUDA graph is captured, "
-                    f"got {engine.sharing}, where the ranks' hosts agree on each step; step "
-                    "outside of the capture"
+                    "AdamW.step: capturing a CUDA graph needs zero_stage=0 and tp=1, got "
+                    f"{engine.sharing}, where the ranks' hosts agree on each step; step outside of "
+                    "the capture"
                 )
 
     def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
@@ -224,9 +224,10 @@ class AdamW(EngineOptimizer):
             self._call(batch, device, factor, found)()
 
     def prepare(self, rows: list[Row], factor: Tensor | None) -> list[Callable[[], object]]:
-        """The calls that make a step with the numbers of now, for another thread.
+        """The kernel calls of a step with the present options, for another thread.
 
-        factor: is read by them.
+        Args:
+            factor: of the gradients; read by the calls.
         """
         return [self._call(batch, device, factor, None) for device, batch in self._batches(rows)]
 
@@ -241,10 +242,10 @@ class AdamW(EngineOptimizer):
     def _call(
         self, rows: list[Row], device: torch.device, factor: Tensor | None, found: Tensor | None
     ) -> Callable[[], object]:
-        """What steps rows of one device, maximize and amsgrad, by one kernel call."""
+        """The kernel call that steps rows with one device, maximize and amsgrad."""
         options, storage = self.param_groups[rows[0].group], self.storage
         amsgrad, eight_bit = options["amsgrad"], storage.moment_dtype == torch.uint8
-        # Where the kernel reads the counters of a group: see [Note: step counters].
+        # Groups whose counters the kernel reads: see [Note: step counters].
         skipping_on_gpu = found is not None and device.type != "cpu"
         on_device = [g["capturable"] or skipping_on_gpu for g in self.param_groups]
         dtypes = {row.piece.dtype for row in rows}
@@ -256,7 +257,7 @@ class AdamW(EngineOptimizer):
         numbered = [s["step"] for row, s in zip(rows, states) if not on_device[row.group]]
         owned = [(row, s) for row, s in zip(rows, states) if row.grad.numel()]
         call: Callable[[], object] = tuple
-        if owned:  # a rank may own no element of any of them
+        if owned:  # a rank may own no element of them
             rows, states = zip(*owned)
             hypers, hyper_index = self._hypers(rows, states, on_device, device)
             exp_avg, exp_avg_sq = map(storage.moment_entry, moment_names(amsgrad=False))
@@ -288,7 +289,7 @@ class AdamW(EngineOptimizer):
         return step
 
     def _first_indices(self, rows: Sequence[Row]) -> list[int]:
-        """Where each piece begins among the random bits; see [Note: random bits]."""
+        """Index of each piece's first element among the random bits; [Note: random bits]."""
         given: dict[Tensor, str] = {}
         for group in self.param_groups:
             given.update(zip(group["params"], group.get("param_names", ())))
@@ -310,24 +311,24 @@ class AdamW(EngineOptimizer):
         return _random_place(name) + start
 
     def _state(self, row: Row, on_device: bool, master: str | None) -> dict[str, Any]:
-        """The state of a parameter, made or completed where needed."""
+        """The state of a parameter, made or completed as needed."""
         p, amsgrad = row.piece, self.param_groups[row.group]["amsgrad"]
         state = self.state.get(row.param)
         if not state:
             if capturing(p.device):
                 raise RuntimeError(
-                    "AdamW.step: expected a first step before the capture of a CUDA graph, got a "
-                    "parameter without state; each replay would begin anew: call step() once"
+                    "AdamW.step: a CUDA graph would capture the creation of the state, and each "
+                    "replay would begin anew; call step() once before the capture"
                 )
             state = self.state[row.param] = self.storage.new_state(p, amsgrad=amsgrad)
-        elif amsgrad and "max_exp_avg_sq" not in state:  # switched on in the group since
+        elif amsgrad and "max_exp_avg_sq" not in state:  # switched on later
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
         if master is not None and master not in state:
             add_master(state, p, self.master_weights)
-        home = p.device if on_device else _HOST
+        device = p.device if on_device else _HOST
         step = state["step"]
-        if step.device != home or (on_device and step.dtype != torch.float32):
-            state["step"] = step.to(home, torch.float32 if on_device else step.dtype)
+        if step.device != device or (on_device and step.dtype != torch.float32):
+            state["step"] = step.to(device, torch.float32 if on_device else step.dtype)
         return state
 
     def _hypers(
@@ -337,7 +338,7 @@ class AdamW(EngineOptimizer):
         on_device: list[bool],
         device: torch.device,
     ) -> tuple[list[Hyper], list[int]]:
-        """The scalars: one entry for each group and count, and which of them each row takes."""
+        """(scalars, one entry per group and count; index of each row's entry)."""
         names = ("lr", "eps", "weight_decay")
         scalars = [
             [scalar(v, device) for v in (*(group[n] for n in names), *group["betas"])]
@@ -374,20 +375,20 @@ class AdamW(EngineOptimizer):
     def _convert_moments(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
     ) -> dict[str, Any]:
-        found = {k: v for k, v in saved.items() if k not in ("step", *ENTRIES)}  # of others
+        found = {k: v for k, v in saved.items() if k not in ("step", *ENTRIES)}  # unknown entries
         for name in moment_names(group["amsgrad"]):
             found.update(self.storage.convert_moment(saved, name, p, copy=copy))
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with the seed where steps draw random bits: see Ranks and State above."""
+        """Like torch's, with the seed if steps draw random bits: see Ranks and State above."""
         state_dict = super().state_dict()
         if self.storage.random:
             state_dict["seed"] = self.seed
         return state_dict
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """state_dict() as torch.optim.AdamW would have written it: moments are fp32 copies."""
+        """state_dict() in the form of torch.optim.AdamW: moments are fp32 copies."""
         with self._whole_state():
             state_dict = plain(torch.optim.Optimizer.state_dict)(self)
         params = list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
@@ -397,7 +398,7 @@ class AdamW(EngineOptimizer):
 
 @functools.cache
 def _random_place(name: str) -> int:
-    """Where a parameter begins among 2^62 random numbers: two hardly ever overlap."""
+    """The start of a parameter among 2^62 random numbers: two hardly ever overlap."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "little") // 4 // MOMENT_BLOCK * MOMENT_BLOCK
 
@@ -405,7 +406,7 @@ def _random_place(name: str) -> int:
 def _count(counters: list[Tensor], by: Tensor | float = _ONE) -> None:
     if not isinstance(by, Tensor):
         torch._foreach_add_(counters, by)
-    else:  # a tensor and alpha: for a number, torch makes a tensor of it for each counter
+    else:  # a tensor and alpha: torch would make a tensor of a number for each counter
         torch._foreach_add_(counters, by, alpha=1.0)
 
 

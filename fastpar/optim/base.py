@@ -1,16 +1,16 @@
-"""EngineOptimizer: everything of an optimizer but the update itself, and what is refused.
+"""EngineOptimizer: everything of an optimizer except the update, and its checks.
 
-[Note: who decides]
-A rank of a sharded engine sees only its pieces of the gradients. Norm, clip factor and overflow are
-made from bins that the engine's control exchange has added up over the shards; bins are integers,
-so all ranks get the same bits, and those of one process. The exchange also decides which parameters
-have a gradient: all ranks step the same ones, and count the steps of those they own no part of.
+How ranks agree: a rank of a sharded engine holds only its pieces of the gradients. Norm, clip
+factor and overflow come from bins that the engine's control exchange sums over the shards; bins are
+integers, so all ranks get the same bits, and those of one process. The exchange also decides which
+parameters have a gradient: all ranks step the same ones, and count the steps of parameters of which
+they own no element.
 
 [Note: torch.compile]
-A compiled training step runs step() and zero_grad() as they are, between its graphs: they are a few
-kernel calls already, and to trace their bookkeeping would only add guards. torch's own decorator
-for this imports torch._dynamo at the first call, which takes 1.4 s and over 100 MB in processes
-that never compile (test_a_step_does_not_import_the_compiler); uncompiled() checks for it first.
+A compiled training step runs step() and zero_grad() uncompiled, between its graphs: they are a few
+kernel calls already, and tracing their bookkeeping would only add guards. torch's own decorator for
+this imports torch._dynamo at the first call, which takes 1.4 s and over 100 MB in processes that
+never compile (test_a_step_does_not_import_the_compiler); uncompiled() checks for it first.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def number(caller: str, name: str, value: Any) -> float:
         return float(value)
     if not isinstance(value, numbers.Real):
         raise ValueError(
-            f"{caller}: expected {name} to be a number, got {name}={value!r}; convert it, or leave "
-            "it out for the default"
+            f"{caller}: expected {name} to be a number, got {name}={value!r}; convert it, or omit "
+            "it for the default"
         )
     return float(value)
 
@@ -73,15 +73,15 @@ def pair(caller: str, name: str, value: Any) -> tuple[Any, Any]:
     if isinstance(value, str) or len(entries) != 2:
         raise ValueError(
             f"{caller}: expected {name} to be two numbers, got {name}={value!r}; pass a tuple of "
-            "two, or leave it out for the default"
+            "two, or omit it for the default"
         )
     return entries
 
 
 def check_seed(caller: str, seed: int) -> None:
-    """Refuse what is no 63-bit number."""
+    """Refuse a seed that is not a 63-bit number."""
     if not isinstance(seed, numbers.Integral) or not 0 <= seed < 1 << 63:
-        raise ValueError(f"{caller}: expected 0 <= seed < 2**63, got seed={seed!r}; 0 will do")
+        raise ValueError(f"{caller}: expected 0 <= seed < 2**63, got seed={seed!r}; use 0")
 
 
 def check_ranges(caller: str, options: dict[str, tuple[Any, float, float]]) -> None:
@@ -97,21 +97,21 @@ def check_ranges(caller: str, options: dict[str, tuple[Any, float, float]]) -> N
 
 
 def check_plain(caller: str, group: dict[str, Any], i: int, *, pieces: bool) -> None:
-    """Refuse parameters whose elements are not their own memory: DTensors, sparse tensors; and
-    without pieces those of FSDP, of which each rank has one."""
+    """Refuse parameters without memory of their own: DTensors, sparse tensors; and, unless pieces,
+    those of FSDP, of which each rank holds a shard."""
     for position, p in enumerate(group["params"]):
         if is_traceable_wrapper_subclass(p):
             raise ValueError(
                 f"{caller}: expected plain tensors, got {where(group, i, position)} of "
-                f"type={type(p).__name__}; for FSDP2's DTensors use fastpar.parallelize(model, "
-                "mesh, zero_stage=3) in place of fully_shard, or torch.optim with it"
+                f"type={type(p).__name__}; instead of FSDP2's fully_shard use fastpar.parallelize("
+                "model, mesh, zero_stage=3), or use torch.optim with it"
             )
         if not pieces and (hasattr(p, "_is_flat_param") or getattr(p, "_fsdp_flattened", False)):
             clips = ", or clip with the FSDP model's clip_grad_norm_()" if caller == "AdamW" else ""
             raise ValueError(
                 f"{caller}: expected whole parameters{' with max_grad_norm' if clips else ''}, got "
-                f"{where(group, i, position)}, of which FSDP gives each rank a piece; use "
-                f"fastpar.parallelize(model, mesh, zero_stage=3) in place of FSDP{clips}"
+                f"{where(group, i, position)}, which FSDP has sharded; instead of FSDP use "
+                f"fastpar.parallelize(model, mesh, zero_stage=3){clips}"
             )
         if p.layout is not torch.strided:
             raise ValueError(
@@ -121,20 +121,20 @@ def check_plain(caller: str, group: dict[str, Any], i: int, *, pieces: bool) -> 
 
 
 def check_memory(group: dict[str, Any], i: int) -> None:
-    """Refuse views with gaps, which are no flat memory. Engines look at their parameters."""
+    """Refuse views with gaps, which are not flat memory. Engines check their own parameters."""
     for position, p in enumerate(group["params"]):
         if engine_of_parameter(p) is None and (p.is_neg() or not is_dense(p)):
             what = "negated lazily" if p.is_neg() else f"with strides {p.stride()}"
             raise ValueError(
-                f"AdamW: expected parameters that fill memory of their own, got "
-                f"{where(group, i, position)}, {list(p.shape)}, a view {what}; make the tensor that"
-                " it is a view of the parameter, or a copy: torch.nn.Parameter("
+                f"AdamW: expected parameters in contiguous memory, got "
+                f"{where(group, i, position)}, {list(p.shape)}, a view {what}; make its base tensor"
+                " the parameter, or a copy: torch.nn.Parameter("
                 "p.detach().clone(memory_format=torch.contiguous_format))"
             )
 
 
 def check_overlap(groups: list[dict[str, Any]]) -> None:
-    """Refuse parameters that share memory: both would be updated there, in any order.
+    """Refuse parameters that share memory, which would be updated twice.
 
     Engines check their own; parameters that are gathered later share one element until then.
     """
@@ -151,7 +151,7 @@ def check_overlap(groups: list[dict[str, Any]]) -> None:
     for (device, _, stop, name), (other, start, _, other_name) in itertools.pairwise(spans):
         if device == other and start < stop:
             raise ValueError(
-                f"AdamW: expected parameters in memory of their own, got {other_name} overlapping "
+                f"AdamW: expected parameters in separate memory, got {other_name} overlapping "
                 f"{name}; pass a tied weight once, and views as one parameter"
             )
 
@@ -159,7 +159,7 @@ def check_overlap(groups: list[dict[str, Any]]) -> None:
 def check_same_groups(
     caller: str, groups: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> None:
-    """Refuse saved groups of other lengths."""
+    """Refuse saved groups of other sizes."""
     differs = []
     if len(groups) != len(saved):
         differs = [f"{len(groups)} parameter groups, got {len(saved)}"]
@@ -182,29 +182,28 @@ def where(group: dict[str, Any], i: int, position: int) -> str:
 
 
 def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
-    """A number, or an fp32 tensor [] on the device for a kernel to read."""
+    """A number, or an fp32 tensor [] on the device that a kernel reads."""
     if not isinstance(value, Tensor):
         return float(value)
     if value.device.type == "cpu" and (device.type != "cpu" or value.dtype != torch.float32):
         return value.item()
-    if device.type == "cpu":  # for a kernel that is called later, while a schedule changes it
+    if device.type == "cpu":  # for a kernel that is called later, when a schedule may change it
         return value.reshape(()).clone()
     return value.to(device, torch.float32).reshape(())
 
 
 def check_host(optimizer: Any, engine: Any) -> None:
-    """Refuse an optimizer that cannot step where the engine keeps what it steps."""
+    """Refuse an optimizer that cannot step on the host if the engine offloads its state."""
     if engine is not None and engine.shards.storage.steps_later and not optimizer.steps_on_host:
         name = type(optimizer).__name__
         raise ValueError(
-            f"{name}: expected an optimizer that steps on the host with offload="
-            f"{engine.shards.storage.where!r}, got {name}, which computes on whole matrices; use "
-            "fastpar.AdamW, or leave offload out"
+            f"{name}: offload={engine.shards.storage.where!r} needs an optimizer that steps on the "
+            f"host, but {name} computes on whole matrices; use fastpar.AdamW, or drop offload"
         )
 
 
 def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, never traced by torch.compile: [Note: torch.compile]."""
+    """Keep torch.compile from tracing the method: [Note: torch.compile]."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -223,7 +222,7 @@ def plain(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Row(NamedTuple):
-    """A parameter that takes part in a step, and what this rank updates of it."""
+    """A parameter in a step, and the piece of it that this rank updates."""
 
     param: Tensor
     piece: Tensor  # the parameter itself, or this rank's elements of it
@@ -240,18 +239,18 @@ class EngineOptimizer(torch.optim.Optimizer):
     Attributes:
         max_grad_norm: of the constructor; infinity only measures.
         grad_norm: fp32 tensor [], of the last step, before clipping, after division by grad_scale
-            and by the engine's count of tokens; None where nothing asked for it: no max_grad_norm,
-            and no loss scale, or one whose overflows found_inf reports.
-        grad_scale: the loss scale, by which gradients are divided; 1 by default.
+            and by the engine's count of tokens; None if it was not needed: no max_grad_norm, and
+            no loss scale or one whose overflows found_inf reports.
+        grad_scale: the loss scale, divisor of gradients; 1 by default.
         found_inf: tensor of one element, nonzero if the gradients are known to be not finite.
-            torch.amp.GradScaler sets both around step(); so may any other training loop.
-        skipped: whether the last step changed nothing because its gradients were not finite. That
-            happens only once grad_scale or found_inf has been set. Reading it on a GPU waits for
-            the step.
+            torch.amp.GradScaler sets both around step(); a training loop may do so too.
+        skipped: whether the last step changed nothing because its gradients were not finite, which
+            happens only after grad_scale or found_inf was set. Reading it on a GPU waits for the
+            step.
     """
 
     steps_engines = True  # see fastpar/engine/absent.py
-    steps_on_host = False  # prepare() has its kernel calls; see fastpar/axes/offload.py
+    steps_on_host = False  # True: prepare() returns its kernel calls; see fastpar/axes/offload.py
     master_weights: bool | str = False
     grad_scale: float | Tensor = 1.0
     found_inf: Tensor | None = None
@@ -259,12 +258,12 @@ class EngineOptimizer(torch.optim.Optimizer):
     _found: Tensor | None = None  # flag of the last step, on the device
 
     def set_max_grad_norm(self, max_grad_norm: float | None) -> None:
-        """Checked; before super().__init__()."""
+        """Check and set it; call before super().__init__()."""
         name = type(self).__name__
         if max_grad_norm is not None and not number(name, "max_grad_norm", max_grad_norm) > 0:
             raise ValueError(
                 f"{name}: expected max_grad_norm > 0 or None, got "
-                f"max_grad_norm={max_grad_norm}; None switches clipping off"
+                f"max_grad_norm={max_grad_norm}; None turns clipping off"
             )
         self.max_grad_norm = max_grad_norm
 
@@ -274,14 +273,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._found is not None and bool(self._found.item())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its options and parameters are checked here, the constructor's too."""
+        """Add a group; checks its options and parameters, also for the constructor."""
         caller = type(self).__name__
         for name in self._not_in_groups:
             if name in param_group:
                 raise ValueError(
-                    f"{caller}: expected {name} as an option of the optimizer, got {name}="
+                    f"{caller}: {name} is an option of the optimizer, got {name}="
                     f"{param_group[name]} in a group; use one optimizer for each {name}, and "
-                    "parallelize(zero_stage=1) in place of ZeroRedundancyOptimizer"
+                    "parallelize(zero_stage=1) instead of ZeroRedundancyOptimizer"
                 )
         plain(torch.optim.Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
@@ -296,13 +295,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        alone = self.__dict__.setdefault("_alone", set())  # had no engine
+        alone = self.__dict__.setdefault("_alone", set())  # parameters without an engine
         for p in group["params"]:
             (alone.add if engine_of_parameter(p) is None else alone.discard)(p)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """torch's, for main gradients and shards of engines too: of this one's parameters."""
+        """Like torch's, for main gradients and shards too: of this optimizer's parameters."""
         plain(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         for engine in self.engines():
             engine.zero_grad(set_to_none, of=self)
@@ -334,9 +333,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     @uncompiled
     @torch.no_grad()
     def step_rows(self, rows: list[Row]) -> None:
-        """What the device does in a step, for gradients that no other rank has a part of.
+        """The device's part of a step, for gradients that no other rank contributes to.
 
-        For whoever captures it: nothing is asked of engines, nor told to them. Sets grad_norm.
+        For captured graphs: does not call engines. Sets grad_norm.
         """
         engines = list({id(row.engine): row.engine for row in rows if row.engine}.values())
         factor, found = self._factor(rows, [], engines)
@@ -348,8 +347,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         Sets grad_norm and skipped. No host synchronization.
 
         Returns:
-            The engines, whose after_step() is to be called; the rows; what their gradients are to
-            be multiplied by; the flag under which nothing may change.
+            The engines, whose after_step() the caller calls; the rows; the factor of their
+            gradients; the flag under which nothing may change.
         Ranks: all, for every engine.
         Raises:
             RuntimeError: a sparse gradient; an optimizer older than the engine; GradScaler with
@@ -362,7 +361,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._refuse_scaler(engines)
         for engine in engines:
             engine.before_step(self)
-        asked = self._scaled or self.max_grad_norm is not None
+        measures = self._scaled or self.max_grad_norm is not None
         rows: list[Row] = []
         owned: dict[int, list[tuple[Tensor, bool]]] = {id(e): [] for e in engines}
         position = -1
@@ -381,7 +380,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 rows.append(Row(p, piece, grad, i, position, start, of))
                 if of is not None and of.shares and grad.numel():
                     owned[id(of)].append((grad, of.shards.counts(p)))
-        bins = [self._exchange(engine, owned[id(engine)] if asked else None) for engine in engines]
+        bins = [self._exchange(e, owned[id(e)] if measures else None) for e in engines]
         if engines:
             rows = [row for row in rows if row.engine is None or row.engine.has_grad(row.param)]
         factor, found = self._factor(rows, [b for b in bins if b is not None], engines)
@@ -393,9 +392,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             for position, p in enumerate(group["params"]):
                 if p in alone and engine_of_parameter(p) is not None:
                     raise RuntimeError(
-                        f"{type(self).__name__}.step: expected parameters as they were when the "
-                        f"optimizer was built, got {where(group, i, position)} with an engine "
-                        "since; build the optimizer after fastpar.parallelize"
+                        f"{type(self).__name__}.step: {where(group, i, position)} was parallelized "
+                        "after the optimizer was built; build the optimizer after "
+                        "fastpar.parallelize"
                     )
 
     @property
@@ -405,7 +404,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler asks for it in step(), before it looks at p.grad."""
+        """GradScaler reads this in step(), before it looks at p.grad."""
         self._refuse_scaler(self.engines())
         return True
 
@@ -413,23 +412,22 @@ class EngineOptimizer(torch.optim.Optimizer):
         for engine in engines:
             if engine.shares:
                 raise RuntimeError(
-                    f"{type(self).__name__}.step: expected neither GradScaler nor found_inf with "
-                    f"zero_stage >= 1 or tp > 1, got one with {engine.sharing}; no rank has all "
-                    "gradients in p.grad: set grad_scale from a "
-                    "fastpar.optim.schedule.DynamicLossScale"
+                    f"{type(self).__name__}.step: GradScaler and found_inf do not work with "
+                    f"{engine.sharing}, where no rank has all gradients in p.grad; set grad_scale "
+                    "from a fastpar.optim.schedule.DynamicLossScale"
                 )
-        saw_nothing = not isinstance(self.found_inf, Tensor | None)
-        if saw_nothing or any(engine.shards.has_main_grads for engine in engines):
+        saw_none = not isinstance(self.found_inf, Tensor | None)
+        if saw_none or any(engine.shards.has_main_grads for engine in engines):
             raise RuntimeError(
-                f"{type(self).__name__}.step: expected gradients in p.grad under GradScaler, got "
-                "main gradients; parallelize without grad_dtype, or set grad_scale from a "
+                f"{type(self).__name__}.step: GradScaler does not see main gradients, which are "
+                "not in p.grad; parallelize without grad_dtype, or set grad_scale from a "
                 "DynamicLossScale"
             )
 
     def _exchange(self, engine: Engine, grads: list[tuple[Tensor, bool]] | None) -> Tensor | None:
-        """The control exchange of one engine: bins of all its shards, if a norm is asked for.
+        """The control exchange of one engine; returns the bins of all its shards, if needed.
 
-        Of what several ranks have alike one rank's elements count, but an overflow on any.
+        Replicated elements count on one rank only, but overflows count on any.
         """
         if grads is None:
             return engine.exchange(None)
@@ -447,7 +445,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _factor(
         self, rows: list[Row], bins: list[Tensor], engines: list[Engine]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What gradients are to be multiplied by, and the flag under which nothing may change.
+        """The factor of gradients, and the flag under which nothing may change.
 
         Args:
             bins: of the sharded engines' gradients, over all ranks.
@@ -479,25 +477,25 @@ class EngineOptimizer(torch.optim.Optimizer):
         return factor, self._found
 
     def _tokens(self, engines: list[Engine]) -> Tensor | None:
-        """What the losses of this step are sums over."""
+        """The engine's count of tokens, by which gradients are divided."""
         found = [engine.control.token_scale for engine in engines]
         if len(found) > 1 and any(t is not None for t in found):
             raise RuntimeError(
-                f"{type(self).__name__}.step: expected one engine where tokens are counted, got "
-                f"{len(found)} engines; build one optimizer for each model"
+                f"{type(self).__name__}.step: counting tokens needs one engine, got {len(found)} "
+                "engines; build one optimizer for each model"
             )
         return found[0] if found else None
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, of whole tensors. Ranks: all, where they share the parameters out."""
+        """Like torch's, with whole tensors. Ranks: all, if parameters are sharded or split."""
         with self._whole_state():
             return plain(torch.optim.Optimizer.state_dict)(self)
 
     @contextlib.contextmanager
     def _whole_state(self) -> Iterator[None]:
-        """Inside, self.state has whole entries, on the CPU, for parameters of sharded engines."""
+        """Make self.state whole inside, on the CPU, for parameters of sharded engines."""
         settle(self)
         mine, whole = self.state, {}
         for p in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
@@ -520,18 +518,18 @@ class EngineOptimizer(torch.optim.Optimizer):
             self.state = mine
 
     def entry_block(self, name: str) -> int:
-        """Elements of the parameter for each element of an entry; 0: every rank has all of it."""
+        """Elements of the parameter per element of an entry; 0: every rank has all of it."""
         return entry_block(name)
 
     def master_entry(self, p: Tensor) -> str | None:
-        """The name under which the fp32 master of a parameter is kept; None if it has none."""
+        """The entry of the fp32 master of a parameter; None: it has none."""
         return master_entry(p.dtype, self.master_weights)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this optimizer or of torch's; nothing changes if it is refused.
 
-        torch's own would cast fp32 moments of 16-bit parameters to 16 bits.
+        torch's own method would cast fp32 moments of 16-bit parameters to 16 bits.
         """
         caller = f"{type(self).__name__}.load_state_dict"
         state_dict = state_dict.copy()
@@ -574,7 +572,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _convert(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
     ) -> dict[str, Any]:
-        """A saved state, checked, in the form of this optimizer; p may be this rank's piece.
+        """Convert a saved, checked state to this optimizer's form; p may be this rank's piece.
 
         Args:
             where: names the parameter in errors.
@@ -591,7 +589,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _check_entries(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
     ) -> None:
-        """Refuse a state that is not of this parameter, by the name of its first wrong entry."""
+        """Refuse the state of another parameter, by the name of its first wrong entry."""
         caller = f"{type(self).__name__}.load_state_dict"
         advice = "load the state that was saved with this model, in the order of its parameters"
         for forms in self._required(p, group):
@@ -610,7 +608,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 )
 
     def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
-        """Refuse entries that are not of a parameter, by their whole shapes; for checkpoints.
+        """Check the whole shapes of a parameter's entries; for checkpoints.
 
         Raises:
             ValueError: an entry is missing or has another shape.
@@ -621,13 +619,13 @@ class EngineOptimizer(torch.optim.Optimizer):
     def load_piece(
         self, p: Tensor, target: Tensor, saved: dict[str, Tensor], *, where: str
     ) -> None:
-        """Take over this rank's part of a saved state, in whatever form it was saved.
+        """Load this rank's part of a saved state, in any form.
 
-        The old state's memory is kept where it fits: captured graphs know it.
+        The old state's memory is reused if it fits, as captured graphs refer to it.
 
         Args:
-            target: what this rank steps of p, with its new values.
-            saved: tensors that are the optimizer's from now on, or its own.
+            target: this rank's piece of p, with its new values.
+            saved: tensors that the optimizer may keep.
         """
         new = self._convert(saved, target, self._group_of(p), where=where, copy=False)
         old = self.state[p]
@@ -650,10 +648,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         kept = {n: self.__dict__[n] for n in (*own, *self._attributes) if n in self.__dict__}
         return {**super().__getstate__(), **kept}
 
-    # What an optimizer of this package defines
+    # What a subclass defines
 
     _not_in_groups: tuple[str, ...] = ("max_grad_norm", "master_weights")
-    _attributes: tuple[str, ...] = ()  # that copies and pickles keep
+    _attributes: tuple[str, ...] = ()  # kept by copies and pickles
     _in_state_dict: frozenset[str] = frozenset()  # attributes that state dicts may have
 
     def _check_options(self, group: dict[str, Any], caller: str) -> None:
@@ -663,23 +661,23 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _check_memory(self) -> None:
-        """Refuse parameters that the kernels cannot update where they are."""
+        """Refuse parameters that the kernels cannot update in place."""
 
     def _check_capture(self) -> None:
-        """Refuse a step that a CUDA graph cannot hold."""
+        """Refuse a step that a CUDA graph cannot capture."""
 
     def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
         """Update the rows; gradients are multiplied by factor, nothing changes under found."""
         raise NotImplementedError
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
-        """What a saved state must have: of each thing the forms, with the entries of each."""
+        """Required parts of a saved state: for each the alternative forms, with their entries."""
         raise NotImplementedError
 
     def _convert_moments(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
     ) -> dict[str, Any]:
-        """What a saved state has besides its step and its master; see _convert."""
+        """The entries of a saved state besides its step and its master; see _convert."""
         raise NotImplementedError
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:

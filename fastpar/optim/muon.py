@@ -1,4 +1,4 @@
-"""fastpar.Muon: matrices are moved by the orthogonal factor of their momentum.
+"""fastpar.Muon: updates matrices by the orthogonal factor of their momentum.
 
 For the gradient G of a matrix W [m, n], with the options of torch.optim.Muon:
 
@@ -10,7 +10,7 @@ Options beyond torch's, each off by default:
 
     matrices=k       W is k matrices one below another, each with its own O: GPT-2's q, k, v
     row_beta         NorMuon (Li et al. 2025, arXiv 2510.05491): O's rows are divided by the root of
-                     a running mean of their squares, and O brought back to its norm
+                     a running mean of their squares, and O is rescaled to its norm
     cautious         weight decay only where O and W have the same sign (Chen et al. 2025,
                      arXiv 2510.12402)
     momentum_dtype   bf16 for M
@@ -18,22 +18,19 @@ Options beyond torch's, each off by default:
 Groups with adamw=True are stepped by fastpar.AdamW in the same object: embeddings, heads, biases
 and gains of norms. muon_groups(model) makes the groups of a GPT-2.
 
-[Note: single roundings] A rank steps pieces of any length and place. torch's fused a + b * c rounds
-once in whole vectors and twice in what is left over, so each operation here rounds once.
+[Note: single roundings] A rank steps pieces of any length and offset. torch's fused a + b * c
+rounds once in whole vectors and twice in the rest at the end, so each operation here rounds once.
 
-Temporary memory: what is exchanged between homes, and one matrix's products.
+[Note: owners] An update that needs a whole matrix is computed once, on its owner, in three hops:
 
-[Note: homes] An update that needs a whole matrix is computed once, at its home, in three hops:
-
-    pieces along dp --all_to_all--> slices along tp --all_to_all--> whole, at the home: compute
+    pieces along dp --all_to_all--> slices along tp --all_to_all--> whole, on the owner: compute
     pieces along dp <--all_to_all-- slices along tp <--all_to_all-- its result
 
-What is computed is a function of the whole matrix alone, so its bits are those of one process at
-any stage, dp and tp. At stage 0 every rank has the gradient: the first hop falls away. Copies of a
-sharded model (replicas) and stages of a pipeline work for themselves.
-
-[Note: overlap] All first hops are launched before any is waited for, bucket after bucket, and each
-result is sent while the next matrix is computed.
+The result depends on the whole matrix alone, so its bits are those of one process at any stage, dp
+and tp. At stage 0 every rank has the gradient, and the first hop is not needed. Replicas of a
+sharded model and stages of a pipeline work independently. All first hops are launched before the
+first wait, bucket after bucket, and each result is sent while the next matrix is computed.
+Temporary memory: the exchanged pieces, and the products of one matrix.
 """
 
 from __future__ import annotations
@@ -56,11 +53,11 @@ from fastpar.optim.base import Row, check_ranges
 from fastpar.optim.state import add_master, store_values, values_of, whole_shape
 from fastpar.sharding.layout import parameter_names
 
-# (parameter, whole matrix) -> its result of the same shape, and [R] numbers for every rank.
+# (parameter, whole matrix) -> (its result of the same shape, [R] numbers for every rank).
 Compute = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class Home(NamedTuple):
+class Owner(NamedTuple):
     """A rank, by its number along dp and along tp."""
 
     dp: int
@@ -68,7 +65,7 @@ class Home(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """What is on its way in an all_to_all; sent: kept until it is over."""
+    """Data in an all_to_all; sent: kept alive until it ends."""
 
     received: Tensor
     handle: Handle | None
@@ -76,7 +73,7 @@ class _Message(NamedTuple):
 
 
 def assign(costs: Sequence[float], ranks: int) -> list[int]:
-    """A rank for each job: the longest first, to the rank with least to do (Graham 1969)."""
+    """Assign jobs to ranks: the longest first, to the rank with the least work (Graham 1969)."""
     loads, places = [(0.0, rank) for rank in range(ranks)], [0] * len(costs)
     for job in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, places[job] = loads[0]
@@ -84,13 +81,13 @@ def assign(costs: Sequence[float], ranks: int) -> list[int]:
     return places
 
 
-class Homes:
-    """The homes of some matrices of one engine.
+class Owners:
+    """The owners of some matrices of one engine: [Note: owners].
 
     Args:
         params: the matrices, the same on every rank.
         costs: of computing each.
-        extra: numbers that compute returns beside each result.
+        extra: number of values that compute returns besides each result.
     Attributes:
         sent_bytes: of the last run, to other ranks.
     """
@@ -107,18 +104,18 @@ class Homes:
         declared = shards.declared
         if mesh.tp_grid is not None:
             raise ValueError(
-                "Muon: expected matrices that one axis splits, got tp_grid="
+                "Muon: does not support tp_grid="
                 f"{'x'.join(map(str, mesh.tp_grid))}; use fastpar.AdamW, or Mesh(tp=)"
             )
         self.tp = None if declared is None or declared.tp is None else declared.tp.group
         self.n_dp, self.n_tp = (1 if g is None else g.world_size for g in (self.dp, self.tp))
-        self.me = Home(0 if self.dp is None else self.dp.rank, mesh.tp_rank)
+        self.me = Owner(0 if self.dp is None else self.dp.rank, mesh.tp_rank)
         places = assign(costs, self.n_dp * self.n_tp)
-        self.home = {p: Home(*divmod(place, self.n_tp)) for p, place in zip(params, places)}
+        self.owner = {p: Owner(*divmod(place, self.n_tp)) for p, place in zip(params, places)}
         self.batches: list[list[Tensor]] = [
-            [p for p in bucket.params if p in self.home]
+            [p for p in bucket.params if p in self.owner]
             for bucket in shards.buckets
-            if any(p in self.home for p in bucket.params)
+            if any(p in self.owner for p in bucket.params)
         ]
         self.sent_bytes = 0
 
@@ -128,7 +125,7 @@ class Homes:
         """(parameter, this rank's piece of its result, [R] numbers) of every matrix.
 
         Args:
-            pieces: what this rank has of each matrix, of one dtype; taken out one after another.
+            pieces: this rank's piece of each matrix, of one dtype; removed one after another.
         Ranks: all of the engine's mesh, with the same parameters.
         """
         self.sent_bytes, self._like = 0, next(iter(pieces.values())).new_empty(0)
@@ -149,10 +146,10 @@ class Homes:
         for batch, message in zip(given, outgoing):
             yield from self._pieces(batch, message)
 
-    # Where what is
+    # Ranges
 
     def _range(self, p: Tensor, rank: int) -> tuple[int, int]:
-        """The elements of p, of this rank's slice along tp, that a rank along dp has."""
+        """The elements of this rank's tp slice of p that a dp rank has."""
         if not self.sharded:
             return 0, p.numel()
         return self.shards.layout.piece(self.shards.index[p], rank)  # type: ignore[index]
@@ -162,16 +159,16 @@ class Homes:
         return stop - start
 
     def _in_column(self, batch: list[Tensor]) -> list[Tensor]:
-        """Those whose home has this rank's number along dp."""
-        return [p for p in batch if self.home[p].dp == self.me.dp]
+        """The matrices whose owner has this rank's number along dp."""
+        return [p for p in batch if self.owner[p].dp == self.me.dp]
 
-    # To the homes
+    # To the owners
 
     def _gather(self, batch: list[Tensor], pieces: dict[Tensor, Tensor], tag: int) -> Any:
         if not self.sharded:
             return None
         parts = [
-            [pieces.pop(p) for p in batch if self.home[p].dp == rank] for rank in range(self.n_dp)
+            [pieces.pop(p) for p in batch if self.owner[p].dp == rank] for rank in range(self.n_dp)
         ]
         mine = self._in_column(batch)
         sizes = [sum(self._size(p, rank) for p in mine) for rank in range(self.n_dp)]
@@ -188,14 +185,14 @@ class Homes:
         return {p: torch.cat([row[i] for row in parts]).view(p.shape) for i, p in enumerate(mine)}
 
     def _join(self, batch: list[Tensor], slices: dict[Tensor, Tensor], tag: int) -> dict:
-        """The whole matrices whose home is this rank."""
-        mine = [p for p in slices if self.home[p] == self.me]
+        """The whole matrices that this rank owns."""
+        mine = [p for p in slices if self.owner[p] == self.me]
         declared = self.shards.declared
         if self.tp is None or declared is None:
             return {p: slices[p] for p in mine}
         split = [p for p in slices if declared.along_tp(p)[0].gather_axes]
-        parts = [[slices[p] for p in split if self.home[p].tp == t] for t in range(self.n_tp)]
-        joined = [p for p in split if self.home[p] == self.me]
+        parts = [[slices[p] for p in split if self.owner[p].tp == t] for t in range(self.n_tp)]
+        joined = [p for p in split if self.owner[p] == self.me]
         sizes = [sum(p.numel() for p in joined)] * self.n_tp
         message = self._launch(self.tp, parts, sizes, tag)
         rows = _split(message, [[p.numel() for p in joined]] * self.n_tp)
@@ -223,16 +220,16 @@ class Homes:
             for rank in range(self.n_tp)
         ]
         sizes = [
-            sum(p.numel() + self.extra[p] for p in self._in_column(batch) if self.home[p].tp == t)
+            sum(p.numel() + self.extra[p] for p in self._in_column(batch) if self.owner[p].tp == t)
             for t in range(self.n_tp)
         ]
         return self._launch(self.tp, parts, sizes, tag)
 
     def _slices(self, batch: list[Tensor], message: _Message) -> dict:
-        """Result and extra numbers, of this rank's slice along tp, of its column's matrices."""
+        """(result, extra numbers) of this rank's tp slice, of its column's matrices."""
         mine = self._in_column(batch)
-        by_home = [[p for p in mine if self.home[p].tp == t] for t in range(self.n_tp)]
-        return self._unpacked(by_home, message, lambda p: p.numel())
+        by_owner = [[p for p in mine if self.owner[p].tp == t] for t in range(self.n_tp)]
+        return self._unpacked(by_owner, message, lambda p: p.numel())
 
     def _send_pieces(self, batch: list[Tensor], slices: dict, tag: int) -> _Message:
         mine = self._in_column(batch)
@@ -241,14 +238,14 @@ class Homes:
             for r in range(self.n_dp)
         ]
         sizes = [
-            sum(self._size(p, self.me.dp) + self.extra[p] for p in batch if self.home[p].dp == r)
+            sum(self._size(p, self.me.dp) + self.extra[p] for p in batch if self.owner[p].dp == r)
             for r in range(self.n_dp)
         ]
         return self._launch(self.dp, parts, sizes, tag)
 
     def _pieces(self, batch: list[Tensor], message: _Message) -> Iterator:
-        by_home = [[p for p in batch if self.home[p].dp == r] for r in range(self.n_dp)]
-        found = self._unpacked(by_home, message, lambda p: self._size(p, self.me.dp))
+        by_owner = [[p for p in batch if self.owner[p].dp == r] for r in range(self.n_dp)]
+        found = self._unpacked(by_owner, message, lambda p: self._size(p, self.me.dp))
         for p, (piece, extra) in found.items():
             yield p, piece, extra
 
@@ -281,7 +278,7 @@ class Homes:
 
 
 def _split(message: _Message, sizes: list[list[int]]) -> list[list[Tensor]]:
-    """What was received from each rank, in parts of these sizes."""
+    """Wait for the message; returns the data from each rank, split into these sizes."""
     if message.handle is not None:
         message.handle.wait()
     rows = message.received.split([sum(row) for row in sizes])
@@ -293,39 +290,41 @@ _SCALES = (None, "original", "match_rms_adamw")
 
 
 class Muon(AdamW):
-    """Muon: torch.optim.Muon's signature, and AdamW for what is no hidden matrix.
+    """Muon: torch.optim.Muon's signature, and AdamW for parameters that are not hidden matrices.
 
-    Parameters of a parallelized model need nothing more, at any stage and tp, and get the bits of
-    one process. Parameters without a gradient are skipped.
+    Works on parallelized models as it is, at any stage and tp, with the bits of one process.
+    Parameters without a gradient are skipped.
 
     Args:
         params: parameters, named parameters, or groups; options up to adamw may differ per group.
         lr, weight_decay, momentum, nesterov, eps: as in torch.optim.Muon.
-        ns_coefficients: (a, b, c) of every step of orthogonalize; None: those of Polar Express.
-        ns_steps: how many; Polar Express has up to 5.
+        ns_coefficients: (a, b, c) of every step of orthogonalize. Default: those of Polar Express.
+        ns_steps: number of steps; Polar Express has up to 5.
         adjust_lr_fn: "original" (None) scales by sqrt(max(1, m / n)); "match_rms_adamw" by
-            0.2 sqrt(max(m, n)), so that a learning rate and decay found for AdamW serve here.
-        matrices: how many equal ones a parameter is made of, along its outputs.
+            0.2 sqrt(max(m, n)), so that lr and weight_decay found for AdamW can be used.
+        matrices: number of equal matrices in a parameter, along its outputs.
         experts: parameters are stacks [E, M, N], of which each matrix has its own O.
         transposed: weights are [inputs, outputs], as in transformers' Conv1D.
-        row_beta: of NorMuon's running mean; None: no such memory.
-        cautious: see the module's first lines.
+        row_beta: of NorMuon's running mean. Default: off.
+        cautious: decay only where O and W have the same sign.
         momentum_dtype: torch.float32 or torch.bfloat16; fp64 parameters have fp64.
-        adamw: a mapping: options of the groups that say adamw=True, see fastpar.AdamW; by default
-            lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1. In a group: whether it is one.
+        adamw: a mapping: options of groups with adamw=True, see fastpar.AdamW; by default
+            lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1. In a group: whether AdamW
+            steps it.
         master_weights, max_grad_norm: as in fastpar.AdamW; the norm is that of all groups.
     Attributes:
         grad_norm, grad_scale, found_inf, skipped: as in fastpar.AdamW; with a loss scale, step()
-            reads on the host whether it overflowed.
-    Gradients: a matrix without any but zeros only decays. One with an entry that is not finite
-        becomes nan as a whole, as in torch.optim.Muon, and others do not unless max_grad_norm clips
-        by the common norm; with grad_scale set (1.0 will do), the step is left out on all ranks.
-    Ranks: step() is called by all ranks of the model's mesh.
-    State: momentum_buffer as in torch.optim.Muon; row_second_moment; of AdamW's groups AdamW's; of
-        16-bit parameters a master. State dicts load both ways where torch has the options.
+            waits on the host to know whether it overflowed.
+    Gradients: a matrix whose gradient is zero only decays. One with a non-finite gradient becomes
+        nan as a whole, as in torch.optim.Muon; others do not, unless max_grad_norm clips by the
+        common norm. With grad_scale set (even to 1.0) all ranks skip such a step.
+    Ranks: all ranks of the model's mesh call step().
+    State: momentum_buffer as in torch.optim.Muon; row_second_moment; AdamW's for its groups; a
+        master for 16-bit parameters. State dicts load both ways if torch has the options.
     Raises:
-        ValueError: options outside their range; a parameter that is no matrix, or not of as many as
-            the group says; 16-bit parameters without master weights; another optimizer's state.
+        ValueError: options outside their range; a parameter that is no matrix, or not of the
+            group's number of matrices; 16-bit parameters without master weights; another
+            optimizer's state.
         RuntimeError: sparse gradients; a CUDA graph captures the step.
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scales: Liu et al. 2025,
         arXiv 2502.16982.
@@ -359,7 +358,7 @@ class Muon(AdamW):
         if momentum_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 "Muon: expected momentum_dtype torch.float32 or torch.bfloat16, got "
-                f"momentum_dtype={momentum_dtype}; leave it out for fp32"
+                f"momentum_dtype={momentum_dtype}; drop it for fp32"
             )
         self.momentum_dtype = momentum_dtype
         self._adamw = {**_ADAMW, **(adamw or {})}
@@ -370,10 +369,10 @@ class Muon(AdamW):
             "experts": experts, "row_beta": row_beta, "cautious": cautious, "adamw": False,
         }  # fmt: skip
         super().__init__(params, master_weights=master_weights, max_grad_norm=max_grad_norm)
-        self.defaults |= self._own  # of groups in a loaded state
+        self.defaults |= self._own  # for groups of a loaded state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with the options of its kind."""
+        """Add a group, with the default options of its kind."""
         kind = self._adamw if param_group.get("adamw") else {}
         super().add_param_group({**self._own, **kind, **param_group})
 
@@ -397,7 +396,7 @@ class Muon(AdamW):
         if not 1 <= group["ns_steps"] <= most:
             raise ValueError(
                 f"{caller}: expected 1 <= ns_steps <= {most}, got ns_steps={group['ns_steps']}; 5 "
-                "steps will do"
+                "is usual"
             )
 
     def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
@@ -411,12 +410,12 @@ class Muon(AdamW):
         if len(shape) != 2 + group["experts"] or (group["experts"] and group["transposed"]):
             raise ValueError(
                 f"Muon: expected matrices [M, N], got {name} of shape={list(shape)}; put it into a "
-                "group with adamw=True, or take fastpar.muon_groups(model)"
+                "group with adamw=True, or use fastpar.muon_groups(model)"
             )
         if group["experts"] and len(p) < shape[0] and group["row_beta"] is not None:
             raise ValueError(
-                "Muon: expected row_beta=None for experts that ranks of ep share out, got row_beta="
-                f"{group['row_beta']}; its state is whole on every rank: leave it out, or use ep=1"
+                "Muon: row_beta does not work with experts that are distributed over ep, got "
+                f"row_beta={group['row_beta']}; drop it, or use ep=1"
             )
         if group["matrices"] < 1 or shape[int(group["transposed"])] % group["matrices"]:
             raise ValueError(
@@ -431,7 +430,7 @@ class Muon(AdamW):
         first = next((p for group in self.param_groups for p in group["params"]), None)
         if first is not None and capturing(first.device):
             raise RuntimeError(
-                "Muon.step: expected no capture of a CUDA graph, got one; step outside of it"
+                "Muon.step: cannot be captured in a CUDA graph; step outside of the capture"
             )
 
     steps_on_host = False
@@ -448,17 +447,17 @@ class Muon(AdamW):
             together.setdefault(key, []).append(row)
         for (engine, dtype, travel), those in together.items():
             by_param = {row.param: row for row in those}
-            pieces = {p: self._moved(row, factor) for p, row in by_param.items()}
+            pieces = {p: self._momentum(row, factor) for p, row in by_param.items()}
             results: Iterable[tuple[Tensor, Tensor, Tensor]]
             if engine is None:
                 results = ((p, *self._result(p, x)) for p, x in pieces.items())
             else:
-                results = self._homes(engine, dtype, travel).run(pieces, self._result)
+                results = self._owners(engine, dtype, travel).run(pieces, self._result)
             for p, update, squares in results:
                 self._apply(by_param[p], update, squares)
 
-    def _moved(self, row: Row, factor: Tensor | None) -> Tensor:
-        """Moves the momentum on; what is to be orthogonalized, in the dtype of the products."""
+    def _momentum(self, row: Row, factor: Tensor | None) -> Tensor:
+        """Update the momentum; returns the input of orthogonalize, in the dtype of products."""
         group, state, p = self.param_groups[row.group], self.state[row.param], row.piece
         wide = torch.promote_types(p.dtype, torch.float32)
         kept = wide if wide == torch.float64 else self.momentum_dtype
@@ -480,7 +479,7 @@ class Muon(AdamW):
         return moved.to(_dtype_of_products(p)).reshape(-1)
 
     def _result(self, p: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-        """The orthogonal factors of a whole parameter, and its rows' squares."""
+        """(the orthogonal factors of a whole parameter, its rows' squares)."""
         group, state = self._group_of(p), self.state[p]
         x = whole.view(_matrix_shape(p))
         x = x.t() if group["transposed"] else x
@@ -522,12 +521,12 @@ class Muon(AdamW):
         values.sub_(update * (lr * scale))
         store_values(p, state, values)
 
-    def _homes(self, engine: Engine, dtype: torch.dtype, travel: str) -> Homes:
-        """Of all matrices of an engine with products of a dtype, made at the first step.
+    def _owners(self, engine: Engine, dtype: torch.dtype, travel: str) -> Owners:
+        """Owners of all matrices of an engine with products of a dtype, made at the first step.
 
-        travel: the key of their buckets, which others may have on other ranks.
+        travel: the key of their buckets; other keys may have other ranks.
         """
-        known = self.__dict__.setdefault("_known_homes", {})
+        known = self.__dict__.setdefault("_known_owners", {})
         params = [
             p
             for group in self.param_groups
@@ -536,22 +535,22 @@ class Muon(AdamW):
             if engine_of_parameter(p) is engine and _dtype_of_products(p) == dtype
             if _key_of(p) == travel
         ]
-        homes = known.get((engine, dtype, travel))
-        if homes is None or list(map(id, homes.home)) != list(map(id, params)):
+        owners = known.get((engine, dtype, travel))
+        if owners is None or list(map(id, owners.owner)) != list(map(id, params)):
             costs = [self._cost(p) for p in params]
-            homes = Homes(engine, params, costs, [self._extra(p) for p in params])
-            known[engine, dtype, travel] = homes
-        return homes
+            owners = Owners(engine, params, costs, [self._extra(p) for p in params])
+            known[engine, dtype, travel] = owners
+        return owners
 
     def _cost(self, p: Tensor) -> float:
-        """Flops of orthogonalize, a step."""
+        """FLOPs of orthogonalize per step."""
         rows, columns = _matrix_shape(p)
         matrices = self._matrices(p)
         short, long = sorted((rows // matrices, columns))
         return float(matrices) * (4 * short * short * long + 2 * short**3)
 
     def _matrices(self, p: Tensor) -> int:
-        """How many lie one below another in _matrix_shape()."""
+        """Number of matrices, one below another, in _matrix_shape()."""
         return int(self._group_of(p)["matrices"]) * (len(p) if p.dim() == 3 else 1)
 
     def _extra(self, p: Tensor) -> int:
@@ -604,7 +603,7 @@ def _key_of(p: Tensor) -> str:
 
 
 def _matrix_shape(p: Tensor) -> torch.Size:
-    """The matrices of a parameter, one below another; whole along tp, those of this rank of ep."""
+    """The shape of a parameter's matrices, one below another; whole along tp, local along ep."""
     engine, shape = engine_of_parameter(p), p.shape
     if engine is not None and engine.declared is not None:
         shape = engine.declared.along_tp(p)[1]
@@ -612,7 +611,7 @@ def _matrix_shape(p: Tensor) -> torch.Size:
 
 
 def _rows_scaled(x: Tensor, by: Tensor) -> Tensor:
-    """Rows times numbers, with the norm of x."""
+    """x with its rows scaled by numbers, rescaled to the norm of x."""
     wide = x.to(by.dtype)
     scaled = wide * by[:, None]
     norms = [row.square().sum(1).sum() for row in (wide, scaled)]
@@ -622,9 +621,9 @@ def _rows_scaled(x: Tensor, by: Tensor) -> Tensor:
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     """A model's trained parameters as groups for fastpar.Muon.
 
-    Matrices of linear layers inside of a list of blocks are Muon's, each expert's for itself; of
-    those, layers with three times as many outputs as inputs are q, k and v. All others, routers
-    among them, are AdamW's: two dims and more with weight decay, the rest without.
+    Muon steps matrices of linear layers inside a list of blocks, each expert's separately; layers
+    with three times as many outputs as inputs are q, k and v. AdamW steps all others, routers
+    included: tensors of two and more dimensions with weight decay, the rest without.
 
     Raises:
         ValueError: a model without linear layers in a list of blocks.
@@ -646,11 +645,11 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
         kinds[weight] = (3 if fused else 1), transposed
     trained = [p for p in names if p.requires_grad]
     engine = engine_of_parameter(trained[0]) if trained else None
-    in_stage = engine is not None and engine.shards.stages is not None  # it may have no layer
+    in_stage = engine is not None and engine.shards.stages is not None  # may have no layers
     if not in_stage and not any(p in kinds for p in trained):
         raise ValueError(
-            f"muon_groups: expected linear layers in a list of blocks, got {type(model).__name__} "
-            "without; make groups yourself, with adamw=True for what is no hidden matrix"
+            f"muon_groups: {type(model).__name__} has no linear layers in a list of blocks; make "
+            "the groups yourself, with adamw=True for parameters that are not hidden matrices"
         )
     groups: dict[Any, dict[str, Any]] = {}
     for p in trained:

@@ -1,7 +1,7 @@
-"""The optimizer of a run: which one, its groups of parameters, the learning rate of each step.
+"""The optimizer of a run: its kind, its groups of parameters, the learning rate of each step.
 
-Beside it the loss scale of fp16, and a running average of the weights, an entry of the optimizer's
-state. As in muon.py, see [Note: single roundings]: an average has the same bits however it is cut.
+Also the loss scale for fp16, and a running average of the weights, an entry of the optimizer's
+state. As in muon.py, [Note: single roundings], an average has the same bits however it is cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastpar.sharding.layout import parameter_names
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two optimizer groups: decay for trained tensors of two dims and more, none for the rest."""
+    """Two groups: weight decay for trained tensors of two and more dims, none for the others."""
     trained = [p for p in parameter_names(model) if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
@@ -39,14 +39,14 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def make_optimizer(
     model: nn.Module, settings: OptimSettings, *, dtype: torch.dtype, seed: int
 ) -> AdamW | Adafactor:
-    """The optimizer that the settings of a run describe.
+    """Make the optimizer that the settings of a run describe.
 
     Args:
         dtype: of the model's weights.
         seed: of stochastic rounding.
     """
     masters = _masters(settings, dtype)
-    limit = settings.max_grad_norm or math.inf  # infinity measures
+    limit = settings.max_grad_norm or math.inf  # infinity: only measure
     if settings.optimizer == "muon":
         return Muon(
             muon_groups(model),
@@ -58,8 +58,8 @@ def make_optimizer(
         )
     groups = param_groups(model, settings.weight_decay)
     if settings.optimizer == "adafactor":
-        # As in the paper: max(mean, eps) instead would act on gradients as small as a clipped
-        # model's are.
+        # As in the paper: max(mean, eps) instead would affect gradients as small as those of a
+        # clipped model.
         return Adafactor(
             groups,
             lr=settings.lr,
@@ -81,7 +81,7 @@ def make_optimizer(
 
 
 def describe_storage(settings: OptimSettings, dtype: torch.dtype) -> str:
-    """The optimizer and how it stores its numbers, in a few words."""
+    """Text: the optimizer and how it stores its state."""
     kept = _masters(settings, dtype)
     masters = kept if isinstance(kept, str) else "full" if kept else "none"
     if settings.stochastic_rounding:
@@ -98,17 +98,17 @@ def _masters(settings: OptimSettings, dtype: torch.dtype) -> bool | str:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> float:
-    """Gives every group its learning rate and weight decay of a step; returns --lr's rate.
+    """Set the learning rate and weight decay of a step in every group; returns --lr's rate.
 
-    Groups get fp32 numbers, so that a kernel which reads them from a GPU's memory, as a captured
-    step does, makes the same step.
+    The values are rounded to fp32, so that a kernel that reads them from GPU memory, as in a
+    captured step, makes the same step.
     """
     settings, peak = config.optim, config.optim.lr
     lr = scheduled_lr(step, config)
     for group in optimizer.param_groups:
         is_muon = not group.get("adamw", True)
         group["lr"] = _fp32(settings.muon_lr * (lr / peak) if is_muon else lr)
-        # Not from the group: a checkpoint has that of the run before.
+        # Not the group's: a checkpoint has that of an earlier run.
         decays = group["params"][0].dim() >= 2
         group["weight_decay"] = _fp32(settings.weight_decay) if decays else 0.0
     return lr
@@ -119,7 +119,7 @@ def _fp32(number: float) -> float:
 
 
 def scheduled_lr(step: int, config: TrainConfig) -> float:
-    """Learning rate of a step as the settings of a run say; from max_steps on it is min_lr."""
+    """Learning rate of a step by the settings of a run; from max_steps on it is min_lr."""
     settings, max_steps, warmup = config.optim, config.run.max_steps, config.warmup_steps
     lr, low = settings.lr, config.min_lr
     if settings.lr_schedule == "cosine" or step < warmup:
@@ -131,11 +131,11 @@ def scheduled_lr(step: int, config: TrainConfig) -> float:
 
 
 def cosine_lr(step: int, *, lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:
-    """Learning rate of a step: a line up to lr over warmup_steps, then half a cosine to min_lr.
+    """Learning rate of a step: linear up to lr over warmup_steps, then half a cosine to min_lr.
 
     Args:
         step: 0 in the first step, which gets lr / warmup_steps; from max_steps on it is min_lr.
-        min_lr, warmup_steps, max_steps: as TrainConfig lets them through.
+        min_lr, warmup_steps, max_steps: as checked by TrainConfig.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
@@ -146,11 +146,11 @@ def cosine_lr(step: int, *, lr: float, min_lr: float, warmup_steps: int, max_ste
 
 
 class DynamicLossScale:
-    """The factor that keeps small fp16 gradients from vanishing.
+    """A loss scale that keeps small fp16 gradients from underflow.
 
     Multiply the loss by scale, set the optimizer's grad_scale to scale, step, then call
-    update(optimizer.skipped). All ranks skip a step or none does, also where each sees only its
-    shards of the gradients, so their scales stay the same without communication.
+    update(optimizer.skipped). All ranks skip a step or none does, also with sharded gradients, so
+    their scales stay equal without communication.
 
     Args:
         init: first scale; growth_interval: finite steps in a row after which it is doubled.
@@ -185,12 +185,12 @@ class DynamicLossScale:
         self._finite_steps = 0
 
     def update(self, overflow: bool) -> None:
-        """Tell it how the step went; scale is that of the next step."""
+        """Set the scale of the next step, after a step with or without overflow."""
         if overflow:
             if self.scale <= self.min_scale:
                 raise RuntimeError(
-                    "DynamicLossScale.update: expected finite gradients at the smallest scale, got "
-                    f"an overflow at scale={self.scale}; the run diverges: lower lr or use bf16"
+                    f"DynamicLossScale.update: gradients overflow at the smallest scale, "
+                    f"{self.scale}; the run diverges: lower lr or use bf16"
                 )
             self.scale = max(self.scale / 2, self.min_scale)
             self._finite_steps = 0
@@ -201,16 +201,16 @@ class DynamicLossScale:
             self._finite_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to continue."""
+        """The state for a checkpoint."""
         return {"scale": self.scale, "finite_steps": self._finite_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state_dict()."""
+        """Restore a state_dict()."""
         scale = float(state["scale"])
         if not self.min_scale <= scale <= self.max_scale:
             raise ValueError(
                 f"DynamicLossScale.load_state_dict: expected a scale in [{self.min_scale}, "
-                f"{self.max_scale}], got scale={scale}; the checkpoint is not of this run"
+                f"{self.max_scale}], got scale={scale}; load the checkpoint of this run"
             )
         self.scale, self._finite_steps = scale, int(state["finite_steps"])
 
@@ -222,9 +222,9 @@ class AveragedWeights:
     """The exponential moving average of an optimizer's weights, in fp32.
 
     Args:
-        factor: what the average keeps of itself in a step; less at first, when it is young:
+        factor: weight of the old average in a step; smaller in the first steps:
             (1 + step) / (10 + step).
-    Memory: 4 bytes for each element that this rank steps.
+    Memory: 4 bytes per element that this rank steps.
     """
 
     def __init__(self, optimizer: EngineOptimizer, factor: float) -> None:
@@ -232,7 +232,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """After so many steps."""
+        """Update the average after so many steps."""
         factor = min(self.factor, (1 + step) / (10 + step))
         for _, piece, state in self._pieces():
             values = values_of(piece, state)
@@ -244,9 +244,9 @@ class AveragedWeights:
 
     @contextlib.contextmanager
     def in_the_model(self) -> Iterator[None]:
-        """Within, the model has the averages as weights. Ranks: all.
+        """Replace the model's weights by the averages inside. Ranks: all.
 
-        Memory: a copy of what this rank steps, and one whole parameter.
+        Memory: a copy of this rank's pieces, and one whole parameter.
         """
         kept = {p: piece.detach().clone() for p, piece, _ in self._pieces()}
         _write_pieces(self.optimizer, {p: state[AVERAGE] for p, _, state in self._pieces()})
@@ -256,7 +256,7 @@ class AveragedWeights:
             _write_pieces(self.optimizer, kept)
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-        """Each parameter that has been stepped, and this rank's elements of it."""
+        """(parameter, this rank's piece, state) of each parameter that was stepped."""
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 engine, state = engine_of_parameter(p), self.optimizer.state.get(p)
@@ -266,7 +266,7 @@ class AveragedWeights:
 
 @torch.no_grad()
 def _write_pieces(optimizer: torch.optim.Optimizer, values: dict[Tensor, Tensor]) -> None:
-    """Replace parameters by what the ranks have of them, each its piece. Ranks: all.
+    """Replace parameters; each rank passes the values of its pieces. Ranks: all.
 
     Memory: one whole parameter.
     """
@@ -284,6 +284,6 @@ def _write_pieces(optimizer: torch.optim.Optimizer, values: dict[Tensor, Tensor]
 
 
 def forget_average(optimizer: EngineOptimizer) -> None:
-    """Drop the averages that a checkpoint had, where nobody moves them on."""
+    """Drop the averages of a checkpoint in a run without averaging."""
     for state in optimizer.state.values():
         state.pop(AVERAGE, None)

@@ -1,24 +1,24 @@
-"""fastpar.Sharded: any elementwise optimizer, on parameters of which a rank has a part.
+"""fastpar.Sharded: any elementwise optimizer, on sharded parameters.
 
     opt = fastpar.Sharded(torch.optim.RAdam, model.parameters(), lr=1e-3, max_grad_norm=1.0)
 
-An optimizer is elementwise if the update of an element is a function of that element's history:
-SGD, Adam, RAdam, Lion. Then it may step pieces of tensors, as ranks of ZeRO and tensor parallelism
-have them, and the result is that of one process. LAMB, Shampoo, Adafactor and Muon need whole
-tensors; Prodigy needs the whole model.
+An optimizer is elementwise if the update of an element depends only on that element's history: SGD,
+Adam, RAdam, Lion. It may then step pieces of tensors, as ranks of ZeRO and tensor parallelism hold
+them, with the result of one process. LAMB, Shampoo, Adafactor and Muon need whole tensors; Prodigy
+needs the whole model.
 
 [Note: the probe]
-Nothing in an optimizer says which kind it is, so it is tried: a tensor of 1,000 elements is stepped
-ten times as a whole, and in two parts by two optimizers, as two ranks would. Other bits: refused.
-The state that it leaves says how each entry is cut: one with the tensor's shape is shared out as
-the tensor is, one with a value for each 256 elements likewise, and any other is on all ranks.
+An optimizer does not say whether it is elementwise, so it is tried: a tensor of 1,000 elements is
+stepped ten times whole, and in two parts by two optimizers, as two ranks would. If bits differ it
+is refused. The resulting state shows how each entry is cut: an entry with the tensor's shape like
+the tensor, one with a value per 256 elements likewise; any other is kept on all ranks.
 
 [Note: one thread]
-torch's CPU kernels round 16-bit sums differently in a vector and in what is left at its end, and
-each thread's share of a tensor has an end. So 16-bit weights without masters are stepped by one
-thread on a CPU: pieces begin at multiples of 256 elements, and then their ends are the tensor's.
-Slices of tp may end anywhere: there 16-bit weights without masters, and by torch's fused kernels
-fp32 ones too, may be a rounding away from those of one process.
+torch's CPU kernels round 16-bit sums differently in whole vectors and in the rest at the end, and
+each thread's range of a tensor has an end. So 16-bit weights without masters are stepped by one
+thread on a CPU: pieces begin at multiples of 256 elements, so their ends are the tensor's. Slices
+of tp may end anywhere: there 16-bit weights without masters (with torch's fused kernels fp32 ones
+too) may differ by a rounding from those of one process.
 """
 
 from __future__ import annotations
@@ -45,49 +45,48 @@ from fastpar.optim.state import (
     whole_shape,
 )
 
-BLOCK = 256  # elements at a multiple of which a piece begins
+BLOCK = 256  # pieces begin at multiples of so many elements
 _SIZE, _STEPS = 1000, 10  # of the probe
 _OURS = {"master_weight", "master_remainder", *OF_WEIGHTS, *COUNTS} - {"step"}
 
 
 class Entry(NamedTuple):
-    """What the probe saw of one entry of the state."""
+    """One entry of the state, as the probe found it."""
 
-    block: int  # elements of the parameter for each of its elements; 0: all ranks have it whole
+    block: int  # elements of the parameter per element of the entry; 0: whole on all ranks
     shape: torch.Size
-    dtype: torch.dtype | None  # None: that of what is stepped
+    dtype: torch.dtype | None  # None: the dtype that is stepped
     on_device: bool
-    kind: type  # Tensor, or that of a number
+    kind: type  # Tensor, or the type of a number
 
 
 class Sharded(EngineOptimizer):
     """An elementwise optimizer of torch's interface, at any ZeRO stage and tensor parallelism.
 
-    The inner optimizer steps this rank's piece of each parameter (the whole one where nothing is
-    shared out). Groups, learning rate schedules, hooks and state dicts are used as the inner
-    optimizer's own would be.
+    The inner optimizer steps this rank's piece of each parameter (at stage 0 without tp the whole
+    one). Groups, learning rate schedules, hooks and state dicts work as the inner optimizer's.
 
     Args:
-        inner: a subclass of torch.optim.Optimizer, or what is called as one.
+        inner: a subclass of torch.optim.Optimizer, or a function with its arguments.
         params: parameters, named parameters, or groups with the inner optimizer's options.
-        max_grad_norm: as in fastpar.AdamW. The scaled gradients are a copy for the time of the
-            step: 4 bytes for each element that this rank steps.
+        max_grad_norm: as in fastpar.AdamW. During the step the scaled gradients are a copy: 4
+            bytes per element that this rank steps.
         master_weights: the inner optimizer steps fp32 copies of 16-bit parameters; "remainder"
             keeps only the 16 bits that bf16 lacks.
         options: the inner optimizer's: lr and so on.
     Attributes:
-        inner: the optimizer; it has parameters only while it steps.
+        inner: the optimizer; it has parameters only during a step.
         grad_norm, grad_scale, found_inf, skipped: as in fastpar.AdamW; with a loss scale, step()
-            reads on the host whether it overflowed.
-    Ranks: step() is called by all ranks of the model's mesh, and so is state_dict() at
-        zero_stage >= 1 or with tp > 1.
+            waits on the host to know whether it overflowed.
+    Ranks: all ranks of the model's mesh call step(), and state_dict() at zero_stage >= 1 or with
+        tp > 1.
     State: the inner optimizer's entries of this rank's elements, and master_weight or
-        master_remainder. state_dict() is whole on every rank, and without masters that of the inner
-        optimizer alone, which loads it; load_state_dict() takes either's.
-        Saver writes no options of groups: what an optimizer counts there is in state_dict() alone.
+        master_remainder. state_dict() is whole on every rank, and without masters it is the inner
+        optimizer's, which can load it; load_state_dict() takes either's. Saver writes no options
+        of groups: counts that an optimizer keeps there are only in state_dict().
     Raises:
-        ValueError: an inner optimizer that is not elementwise, with parameters that ranks share
-            out; the inner optimizer's own refusals; the state of another model or optimizer.
+        ValueError: an inner optimizer that is not elementwise, with sharded or split parameters;
+            errors of the inner optimizer; the state of another model or optimizer.
         RuntimeError: sparse gradients; the model was parallelized after the optimizer was built.
     """
 
@@ -110,7 +109,7 @@ class Sharded(EngineOptimizer):
         self.inner = inner([torch.zeros(8, 8, dtype=torch.float32, device="cpu")], **options)
         if not isinstance(self.inner, torch.optim.Optimizer):
             raise ValueError(
-                "Sharded: expected a class of optimizers, got one of "
+                "Sharded: expected a class of optimizers, got an object of "
                 f"{type(self.inner).__name__}; pass the class and its options, as in "
                 "fastpar.Sharded(torch.optim.RAdam, params, lr=1e-3)"
             )
@@ -122,19 +121,19 @@ class Sharded(EngineOptimizer):
         return type(self.inner).__name__
 
     def _check_options(self, group: dict[str, Any], caller: str) -> None:
-        """Left to the inner optimizer's constructor, which the probe calls."""
+        """Nothing: the inner optimizer's constructor, which the probe calls, checks them."""
 
     def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
         if p.dtype == torch.float16 and self.master_weights == "remainder":
             raise ValueError(
                 "Sharded: expected fp16 parameters with master_weights=True, got 'remainder', "
-                "which is made of bf16's bits; pass master_weights=True"
+                "which works for bf16 only; pass master_weights=True"
             )
 
     def _check_memory(self) -> None:
         self._learn(self.param_groups[-1])
 
-    # What the inner optimizer is like
+    # The probe
 
     def _learn(self, group: dict[str, Any]) -> None:
         """Try a group's options: see [Note: the probe]."""
@@ -152,11 +151,11 @@ class Sharded(EngineOptimizer):
             device = torch.device("cpu") if device.type == "meta" else device
             try:
                 whole, entries = self._try(group, device, dtype, (0, _SIZE))
-            except ValueError:  # the inner optimizer's words on the options
+            except ValueError:  # the inner optimizer's message about the options
                 raise
             except Exception as error:
                 if not shares:
-                    return  # it may be stepped in ways that the probe does not know
+                    return  # it may work in ways that the probe does not know
                 raise self._refusal(error, engines) from error
             try:
                 parts = [self._try(group, device, dtype, cut)[0] for cut in cuts]
@@ -164,18 +163,17 @@ class Sharded(EngineOptimizer):
                 raise self._refusal(error, engines) from error
             if not all(torch.equal(whole, part) for part in parts):
                 raise ValueError(
-                    f"Sharded: {self._name} is not elementwise: a tensor stepped in two parts gets "
-                    f"other values than the whole one, and {_sharing(engines)} gives each rank a "
-                    "part; use an elementwise optimizer (fastpar.AdamW, or fastpar.Muon, which "
-                    "makes matrices whole), or zero_stage=0 without tp"
+                    f"Sharded: {self._name} is not elementwise (a tensor stepped in two parts gets "
+                    f"other values than a whole one), so it cannot run with {_sharing(engines)}; "
+                    "use an elementwise optimizer (fastpar.AdamW, or fastpar.Muon, which gathers "
+                    "matrices), or zero_stage=0 without tp"
                 )
             self._entries.update(entries)
 
     def _refusal(self, error: Exception, engines: Iterable[Any]) -> ValueError:
         return ValueError(
-            f"Sharded: {self._name} cannot step a part of a tensor ({error}), and "
-            f"{_sharing(engines)} gives each rank a part; use an elementwise optimizer, or "
-            "zero_stage=0 without tp"
+            f"Sharded: {self._name} cannot step a part of a tensor ({error}), so it cannot run "
+            f"with {_sharing(engines)}; use an elementwise optimizer, or zero_stage=0 without tp"
         )
 
     def _try(
@@ -184,7 +182,7 @@ class Sharded(EngineOptimizer):
         """(the elements after the probe's steps, the entries of the first part)."""
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         random = torch.Generator("cpu").manual_seed(0)
-        # A trend, so that what adapts to the length of the way is seen to.
+        # Gradients with a trend, to expose optimizers that adapt to the distance travelled.
         draws = torch.randn(_STEPS + 2, _SIZE, generator=random, dtype=torch.float32, device="cpu")
         values = draws[0].to(device, dtype)
         grads = (draws[1] + 0.5 * draws[2:]).to(device, dtype)
@@ -231,7 +229,7 @@ class Sharded(EngineOptimizer):
                 self.inner.step()
         finally:
             self.inner.param_groups, self.inner.state = [], defaultdict(dict)
-        for mine, theirs in zip(self.param_groups, own):  # some count their steps there
+        for mine, theirs in zip(self.param_groups, own):  # some optimizers count steps there
             mine.update((k, v) for k, v in theirs.items() if k != "params")
         for row, x, ours in taken:
             state = {**states[x], **ours}
@@ -244,7 +242,7 @@ class Sharded(EngineOptimizer):
     # State
 
     def entry_block(self, name: str) -> int:
-        """Elements of the parameter for each element of an entry; 0: every rank has all of it."""
+        """Elements of the parameter per element of an entry; 0: every rank has all of it."""
         entry = self._entries.get(name)
         return super().entry_block(name) if entry is None else entry.block
 
@@ -297,7 +295,7 @@ def _entry(value: Any, x: Tensor) -> Entry | None:
 
 
 def _scaled(grad: Tensor, factor: Tensor | None, x: Tensor) -> Tensor:
-    """The gradient for what is stepped, in its dtype; multiplied in fp32."""
+    """The gradient in the stepped dtype; multiplied in fp32."""
     if factor is not None:
         wide = torch.promote_types(grad.dtype, torch.float32)
         grad = grad.to(wide) * factor.to(grad.device)

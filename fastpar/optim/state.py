@@ -1,28 +1,28 @@
-"""How AdamW keeps its state: master weights, moments of few bits, and state dicts.
+"""The state of optimizers: master weights, compact moments, and state dicts.
 
-The entries of one parameter's state, by the optimizer's options:
+Entries of one parameter's state, by the optimizer's options:
 
     step                                  fp32 [], counts from 1, as in torch.optim.AdamW (fp64
                                           under an fp64 default, fp32 on the parameter's device)
-    exp_avg, exp_avg_sq                   moments in fp32 or bf16 (fp64 of fp64 parameters), and
-    max_exp_avg_sq                        with amsgrad, as in torch.optim.AdamW too
+    exp_avg, exp_avg_sq                   moments in fp32 or bf16 (fp64 of fp64 parameters);
+    max_exp_avg_sq                        the last with amsgrad; as in torch.optim.AdamW
     exp_avg_codes, exp_avg_scale          moments in 8 bits: uint8, and fp32 for each 256 elements
     exp_avg_sq_codes, exp_avg_sq_scale    (never under torch's names, which hold values)
     master_weight                         fp32, of a 16-bit parameter
     master_remainder                      int16, the low half of the master of a bf16 parameter
     momentum_buffer, row_second_moment    of Muon; the second is whole on every rank
     average                               fp32, of the weights; AveragedWeights
-    outer_weight, outer_momentum          fp32, of replicas that meet, and what their wire has lost;
+    outer_weight, outer_momentum          fp32, of the outer optimizer, and the error of its wire;
     outer_error                           outer_steps, outer_members: counts; see outer.py
 
-Parameters of a sharded engine have the same entries of this rank's piece alone, in one dimension;
-pieces begin at multiples of 256 elements. state_dict() puts the pieces together (whole_entry) and
-load_state_dict() cuts them (cut_entry), so a saved state knows neither stage nor world size, nor tp
-(with tp > 1 not in 8 bits, whose blocks are those of a rank's slice).
+With a sharded engine entries cover this rank's piece of the parameter, in one dimension; pieces
+begin at multiples of 256 elements. state_dict() joins the pieces (whole_entry) and
+load_state_dict() cuts them (cut_entry), so a saved state depends neither on stage nor on world size
+nor on tp (8-bit moments do with tp > 1: their blocks are those of a rank's slice).
 
-A state saved in one form loads in any other (convert_moment, add_master); torch_state has torch's.
-Entries of another dtype than above have been through an optimizer that casts its state to that of
-the parameter and does not know master weights: those are stale then, and are made anew.
+A state saved in one form loads in any other (convert_moment, add_master); torch_state makes
+torch's. Entries of another dtype come from an optimizer that casts its state to the parameter's
+dtype and ignores master weights: masters are stale then, and are made anew.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Storage:
-    """The options of an AdamW that determine how its state is stored.
+    """The options of AdamW that determine how its state is stored.
 
     Raises:
-        ValueError: options that contradict each other; in check(), a parameter that does not fit.
+        ValueError: options that contradict each other; in check(), an unsupported parameter.
     """
 
     master_weights: bool | str
@@ -69,8 +69,8 @@ class Storage:
         if self.stochastic_rounding and self.master_weights:
             raise ValueError(
                 "AdamW: expected stochastic_rounding=True without master weights, got "
-                f"master_weights={self.master_weights!r}; rounding stochastically is what trains "
-                "bf16 parameters without them: choose one"
+                f"master_weights={self.master_weights!r}; stochastic rounding replaces master "
+                "weights: drop one of them"
             )
 
     @property
@@ -88,7 +88,7 @@ class Storage:
         if p.dtype == torch.float64 and self.moment_dtype != torch.float32:
             raise ValueError(
                 f"AdamW: expected moment_dtype=torch.float32 with fp64 parameters, {got} with "
-                f"moment_dtype={self.moment_dtype}; their moments are fp64: leave it out"
+                f"moment_dtype={self.moment_dtype}; drop it: moments of fp64 parameters are fp64"
             )
         if p.dtype in HALF and not (self.master_weights or self.stochastic_rounding):
             raise ValueError(
@@ -101,16 +101,16 @@ class Storage:
             what = "stochastic_rounding=True" if self.stochastic_rounding else "'remainder'"
             raise ValueError(
                 f"AdamW: expected fp16 parameters with master_weights=True, {got} with {what}, "
-                "which is made of bf16's bits; pass master_weights=True"
+                "which works for bf16 only; pass master_weights=True"
             )
         if amsgrad and self.moment_dtype == torch.uint8:
             raise ValueError(
-                "AdamW: expected amsgrad=False with moment_dtype=torch.uint8, got amsgrad=True; "
-                "a running maximum of rounded values drifts: use torch.bfloat16 or torch.float32"
+                "AdamW: moment_dtype=torch.uint8 does not support amsgrad=True, as a running "
+                "maximum of rounded values drifts; use torch.bfloat16 or torch.float32"
             )
 
     def new_state(self, p: Tensor, *, amsgrad: bool) -> dict[str, Tensor]:
-        """State before the first step."""
+        """The state before the first step."""
         state = {"step": new_step()}
         for name in moment_names(amsgrad):
             if p.dtype == torch.float64:
@@ -121,7 +121,7 @@ class Storage:
         return state
 
     def moment_entry(self, name: str) -> str:
-        """Under which name the kernel's exp_avg, exp_avg_sq or max_exp_avg_sq is kept."""
+        """The entry of the kernel's exp_avg, exp_avg_sq or max_exp_avg_sq."""
         return f"{name}_codes" if self.moment_dtype == torch.uint8 else name
 
     def _entries(self, name: str, values: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ class Storage:
 
         Args:
             saved: of an AdamW of this package or of torch, in any form; its entries were checked.
-            copy: False: one that has this form already may be returned as it is.
+            copy: False: a moment that has this form already may be returned as it is.
         """
         if f"{name}_codes" in saved:
             codes = _like(saved[f"{name}_codes"], p, torch.uint8)
@@ -154,13 +154,13 @@ class Storage:
 
 
 def settle(optimizer: torch.optim.Optimizer) -> None:
-    """Whoever has a part of the state under way ends it, as before state_dict()."""
+    """Wait for parts of the state that still change, as before state_dict()."""
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():
         hook(optimizer)
 
 
 def new_step() -> Tensor:
-    """The count of steps before the first, on the host, of torch's dtype."""
+    """The step count before the first step, on the host, of torch's dtype."""
     wide = torch.get_default_dtype() == torch.float64
     return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
 
@@ -174,7 +174,7 @@ def load_step(saved: Any) -> Tensor:
 
 
 def kept_entries(saved: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
-    """Copies of the saved entries that no optimizer converts: counts, what is of the weights."""
+    """Copies of saved entries that need no conversion: counts, and entries in OF_WEIGHTS."""
     found = {name: load_step(saved[name]) for name in COUNTS if name in saved}
     wide = torch.promote_types(p.dtype, torch.float32)
     return found | {name: _like(saved[name], p, wide) for name in OF_WEIGHTS if name in saved}
@@ -195,15 +195,16 @@ ENTRIES = (
 
 
 def whole_shape(p: Tensor) -> torch.Size:
-    """Of a parameter, whatever ranks share out of it."""
+    """The shape of the whole parameter, over all ranks that split it."""
     engine = engine_of_parameter(p)
     return p.shape if engine is None else engine.shards.whole_shape(p)
 
 
 def whole_entry(value: Any, p: Tensor, engine: Engine, block: int) -> Any:
-    """An entry for all elements of a parameter that ranks share out. Ranks: all.
+    """An entry for all elements of a sharded parameter. Ranks: all.
 
-    block: elements of the parameter for each of the entry's; 0: every rank has all of it.
+    Args:
+        block: elements of the parameter per element of the entry; 0: every rank has all of it.
     """
     return engine.shards.full(value, p, block=block) if block else value
 
@@ -214,12 +215,12 @@ def cut_entry(whole: Any, p: Tensor, engine: Engine, block: int) -> Any:
 
 
 def entry_block(name: str) -> int:
-    """Elements of the parameter for each element of an entry; 0 if every rank has all of it."""
+    """Elements of the parameter per element of an entry; 0: every rank has all of it."""
     return 0 if name not in ENTRIES else MOMENT_BLOCK if name.endswith("_scale") else 1
 
 
 def torch_state(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
-    """A parameter's state with torch's entries alone: moments as fp32 values, no master weight."""
+    """A parameter's state with torch's entries only: moments as fp32 values, no master weight."""
     result: dict[str, Any] = {"step": state["step"]}
     for name in moment_names(True):
         if f"{name}_codes" in state:
@@ -235,12 +236,12 @@ def check_master_weights(caller: str, master_weights: bool | str) -> None:
     if master_weights not in (False, True, "remainder"):
         raise ValueError(
             f"{caller}: expected master_weights to be False, True or 'remainder', got "
-            f"master_weights={master_weights!r}; True keeps 32 bits more, 'remainder' 16"
+            f"master_weights={master_weights!r}; True keeps 32 more bits, 'remainder' 16"
         )
 
 
 def master_entry(dtype: torch.dtype, master_weights: bool | str) -> str | None:
-    """The name under which the master of parameters of this dtype is kept."""
+    """The entry of the master of parameters of this dtype; None: they have none."""
     if dtype not in HALF or not master_weights:
         return None
     return "master_remainder" if master_weights == "remainder" else "master_weight"
@@ -255,10 +256,10 @@ def add_master(
     caller: str = "",
     where: str = "",
 ) -> None:
-    """The master of a parameter where its state lacks it: a copy of a saved one, or a new one.
+    """Add a parameter's master if its state lacks it: a copy of a saved one, or a new one.
 
     Args:
-        saved: a state with a master in either form, if it has one that is not stale (see above).
+        saved: a state that may have a master in either form (stale ones are ignored, see above).
         caller, where: for errors.
     Raises:
         ValueError: the parameter is not the rounding of its saved master.
@@ -281,20 +282,20 @@ def add_master(
         rounded, state[entry] = master_split(_like(usable["master_weight"], p))
         if not torch.equal(rounded, p):
             raise ValueError(
-                f"{caller}: expected {where} to be the rounding of its saved master_weight, got "
-                "other values; load the model's weights first"
+                f"{caller}: {where} is not the rounding of its saved master_weight; load the "
+                "model's weights first"
             )
 
 
 def values_of(p: Tensor, state: dict[str, Any]) -> Tensor:
-    """The fp32 values of a parameter; written in place, they are given to store_values()."""
+    """The fp32 values of a parameter, to be changed in place and passed to store_values()."""
     if "master_remainder" in state:
         return master_join(p, state["master_remainder"])
     return state.get("master_weight", p)
 
 
 def store_values(p: Tensor, state: dict[str, Any], values: Tensor) -> None:
-    """Rounds the fp32 values into a 16-bit parameter, and what that loses into its state."""
+    """Round the fp32 values into a 16-bit parameter, and keep the rest in its state."""
     if "master_remainder" in state:
         rounded, remainder = master_split(values)
         p.copy_(rounded)

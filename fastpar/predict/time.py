@@ -3,7 +3,7 @@
 Counted is what fastpar's own ops and engine do, on the rank that has most to do; of pipeline stages
 the mean, fractions of the loss and of the embedding included. What is an axis' own it says itself
 (axes/), and muon's matrices, whose homes the runtime's own assign() gives, are here: the buckets
-say which rank has which elements of them, and what Homes does is counted step by step.
+say which rank has which elements of them, and what Owners does is counted step by step.
 
 Shape legend as in gpt.py; N is the tokens of a micro-batch, t is tp. Under sequence parallelism
 norms see N/t of them.
@@ -36,7 +36,7 @@ from fastpar.axes.pipeline.schedules import time_of as simulated
 from fastpar.axes.step import CommOp, Op, Setup, Workload
 from fastpar.engine.control import count_words
 from fastpar.kernels.loss.linear_cross_entropy import default_chunk_rows
-from fastpar.optim.muon import Home, assign
+from fastpar.optim.muon import Owner, assign
 from fastpar.predict.machine import STEPS, Cluster, Rates
 from fastpar.settings import model as block
 from fastpar.settings.files import check_at_least
@@ -112,7 +112,7 @@ class MatrixUpdates:
         order = sorted(self.what, key=lambda i: self.what[i][0] == 1)  # groups of muon_groups()
         costs = [n * product_flops(*sides) for n, *sides in map(self.what.__getitem__, order)]
         places = assign(costs, self.n_dp * tp)
-        self.home = {i: Home(*divmod(place, tp)) for i, place in zip(order, places)}
+        self.home = {i: Owner(*divmod(place, tp)) for i, place in zip(order, places)}
         self.numel = {i: math.prod(buckets.shapes[i]) for i in order}
         self.pieces: dict[int, dict[int, int]] = {}  # of each matrix, by rank along dp
         by_bucket: dict[int, list[int]] = {}
@@ -147,7 +147,7 @@ class MatrixUpdates:
         return {r: min(stop, (r + 1) * shard) - max(start, r * shard) for r in ranks}
 
     def _sent(self) -> list[Sent]:
-        along, column, own = Counter[int](), Counter[int](), Counter[Home]()
+        along, column, own = Counter[int](), Counter[int](), Counter[Owner]()
         for i, home in self.home.items():
             everywhere = self.pieces[i]
             for rank, size in everywhere.items() if self.sharded else ():
@@ -155,7 +155,7 @@ class MatrixUpdates:
             along[home.dp] += sum(everywhere.values()) - everywhere.get(home.dp, 0)
             column[home.dp] += self.numel[i]
             own[home] += self.numel[i]
-        ranks = (Home(r, t) for r in range(self.n_dp) for t in range(self.n_tp))
+        ranks = (Owner(r, t) for r in range(self.n_dp) for t in range(self.n_tp))
         # Slices of others' matrices to their homes, slices of its results to all.
         return [
             Sent(along[at.dp], (column[at.dp] + (self.n_tp - 2) * own[at]) * (self.n_tp > 1))
@@ -169,13 +169,13 @@ class MatrixUpdates:
             item: bytes of an element of the products.
         """
         if item not in self._rooms:
-            own = Counter[Home](self.home.values())
-            ranks = {home for home, _ in own.most_common(_MOST_RANKS)} | {Home(0, 0)}
+            own = Counter[Owner](self.home.values())
+            ranks = {home for home, _ in own.most_common(_MOST_RANKS)} | {Owner(0, 0)}
             self._rooms[item] = max(self._room(rank, item) for rank in ranks)
         return self._rooms[item]
 
-    def _room(self, at: Home, item: int) -> int:
-        """Bytes alive in Homes.run(), which takes the same steps."""
+    def _room(self, at: Owner, item: int) -> int:
+        """Bytes alive in Owners.run(), which takes the same steps."""
         mine = {i: self.pieces[i].get(at.dp, 0) for i in self.home}
         alive, tp = item * sum(mine.values()), self.n_tp
         # The pieces, while the last one is moved: gradient, product and sum beside it.

@@ -1,21 +1,21 @@
-"""Where each parameter lives: buckets, offsets, padding and shards. Arithmetic only.
+"""The layout of parameters in buckets: offsets, padding and shards. Arithmetic only.
 
-Parameters lie in reverse registration order, which is about the order in which backward finishes
-their gradients. A bucket is the unit of one collective; it has a dtype, and a parameter has the
-same place in the parameters and in the gradients of its bucket.
+Parameters are placed in reverse registration order, which is about the order in which backward
+finishes their gradients. A bucket is the unit of one collective; it has one dtype, and a parameter
+has the same range in the parameters and in the gradients of its bucket.
 
     bucket = | param | pad | param | pad | ... | used | pad to n_shards * ALIGN |
                  starts are multiples of ALIGN     stage 0: one element per parameter
 
-The end of a bucket is padded so that it splits into n_shards equal slices that start at multiples
-of ALIGN: rank r owns slice r. Nothing depends on whether sizes are divisible. A parameter lies in
-one bucket, so what a rank owns of it is one range of its elements (piece), maybe empty.
+A bucket is padded so that it splits into n_shards equal shards that start at multiples of ALIGN:
+rank r owns shard r. Sizes need not be divisible. A parameter lies in one bucket, so a rank owns one
+range of its elements (its piece), maybe an empty one.
 
-Buckets are cut by size, at the sharded stages also where a unit ends (the modules whose parameters
-are gathered together): a forward then waits for nothing that it does not need.
+Buckets are cut by size; at the sharded stages also where a unit ends (the modules whose parameters
+are gathered together), so that a forward waits only for what it needs.
 
-`used` carries, in the same collective as the gradients, which parameters took part in a step on any
-rank; sharded stages tell it in the control exchange, because one rank would own the slice.
+`used` says which parameters had a gradient on any rank, in the same collective as the gradients;
+sharded stages use the control exchange for that, because one rank would own its shard.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-ALIGN = 256  # elements: vector loads, AdamW's bits, and blocks of 8-bit moments do not see cuts
+ALIGN = 256  # elements: vector loads, AdamW's bits, and blocks of 8-bit moments are not cut
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as the layout sees it; names has more than one entry when it is tied."""
+    """A parameter for the layout; a tied one has several names."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter: elements [start, stop) of its bucket."""
+    """The range of one parameter: elements [start, stop) of its bucket."""
 
     spec: ParamSpec
     registered: int  # position in registration order
@@ -69,8 +69,8 @@ class Bucket:
     n_shards: int
     unit: int  # -1 without units
     part: int = 0  # chunk of a pipeline's rank
-    key: str = ""  # of those that travel over the same ranks, see axes/__init__.py, Travel
-    rounded: bool = False  # of weights that are gathered as the codes of 8-bit products
+    key: str = ""  # of parameters with the same groups of ranks, see axes/__init__.py, Travel
+    rounded: bool = False  # weights that are gathered as the codes of 8-bit products
 
     @property
     def shard_numel(self) -> int:
@@ -81,12 +81,12 @@ class Bucket:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
 
-_Home = tuple[int, int, str, bool]  # what parameters of one bucket have in common: see Bucket
+_Kind = tuple[int, int, str, bool]  # unit, part, key, rounded: equal in a bucket
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All places of a model. slots and buckets are in launch order."""
+    """The ranges of all parameters of a model; slots and buckets are in launch order."""
 
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
@@ -115,34 +115,35 @@ def build_layout(
     spread: Mapping[str, int] | None = None,
     flags: bool = True,
 ) -> Layout:
-    """Place parameters, given in registration order, into buckets.
+    """Assign parameters, given in registration order, to buckets.
 
     A bucket is closed before it would exceed its cap (in bytes of gradient) by more than an eighth,
-    unless it is below a quarter of it: two weights of half a cap and their biases go together, and
-    a bias never goes alone. A parameter above the cap is joined by such a rest only. The first
-    bucket of each dtype has its own cap: small, so that communication starts early. A bucket also
-    ends with its unit; a rest below a quarter of the first cap goes to the unit's next parameters,
-    if there are any. Buckets are numbered by their last parameter, which makes them ready.
+    unless it is smaller than a quarter of it: two weights of half a cap and their biases go
+    together, and a bias is never alone. A parameter above the cap is joined only by such a small
+    rest. The first bucket of each dtype has its own, small cap, so that communication starts early.
+    A bucket also ends with its unit; a rest below a quarter of the first cap is joined with the
+    unit's next parameters, if there are any. Buckets are numbered by their last parameter, which
+    completes them.
 
     Args:
         specs: each parameter once, tied ones with all their names.
-        n_shards: ranks that share one copy.
-        grad_dtype: of the gradients; None is each parameter's own.
+        n_shards: ranks that shard one replica.
+        grad_dtype: of the gradients. Default: each parameter's own.
         unit_of: the unit of each parameter.
-        alone: parameters that have a bucket of their own, the same wherever they are trained.
-        part_of: the part of the model that each belongs to; parts share no bucket.
-        keys: of parameters that travel over other ranks than the rest: in buckets of their own.
-        spread: ranks that have shared out all that have a key: of n_shards / spread, each has a
-            shard of its buckets.
-        rounded: parameters that are gathered in another format: in buckets of their own.
-        flags: whether `used` has room, see the top of the file.
+        alone: parameters with a bucket of their own.
+        part_of: the part of the model of each parameter; parts share no bucket.
+        keys: of parameters that are replicated over other ranks than the rest: in separate buckets.
+        spread: by key: number of ranks over which its parameters are split; n_shards / spread ranks
+            shard their buckets.
+        rounded: parameters that are gathered in another format: in separate buckets.
+        flags: whether buckets have `used`, see the top of the file.
     Raises:
         ValueError: n_shards below 1; a cap that is not above 0.
     """
     if n_shards < 1:
         raise ValueError(
             f"build_layout: expected n_shards >= 1, got n_shards={n_shards}; "
-            "pass the number of ranks that share one copy"
+            "pass the number of ranks that shard one replica"
         )
     caps = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
     for name, value in caps.items():
@@ -154,61 +155,61 @@ def build_layout(
     units = [-1] * len(specs) if unit_of is None else unit_of
     parts = [0] * len(specs) if part_of is None else part_of
     keys, spread = keys or {}, spread or {}
-    homes = [(units[i], parts[i], keys.get(i, ""), i in rounded) for i in range(len(specs))]
-    closed: list[tuple[torch.dtype, _Home, list[int]]] = []
+    kinds = [(units[i], parts[i], keys.get(i, ""), i in rounded) for i in range(len(specs))]
+    closed: list[tuple[torch.dtype, _Kind, list[int]]] = []
     for dtype in dict.fromkeys(spec.dtype for spec in specs):
         itemsize = (grad_dtype or dtype).itemsize
         cap, before = first_bucket_bytes, (-1, 0, "")
-        groups: dict[_Home, list[int]] = {}  # open, of each unit and part
-        sizes: dict[_Home, int] = {}  # their bytes
+        groups: dict[_Kind, list[int]] = {}  # not closed yet, by kind
+        sizes: dict[_Kind, int] = {}  # their bytes
         for i in reversed(range(len(specs))):
             if specs[i].dtype != dtype:
                 continue
-            home = homes[i]
+            kind = kinds[i]
             if i in alone:
-                closed.append((dtype, home, [i]))
+                closed.append((dtype, kind, [i]))
                 continue
             n_bytes = _round_up(specs[i].numel, ALIGN) * itemsize
-            ended = [h for h in groups if h[:3] == before != home[:3]]
-            ended = [h for h in ended if sizes[h] >= first_bucket_bytes / 4]
-            full = sizes.get(home, 0) >= cap / 4 and sizes[home] + n_bytes > cap * 9 / 8
-            for other in ended + [home] * full:
+            ended = [k for k in groups if k[:3] == before != kind[:3]]
+            ended = [k for k in ended if sizes[k] >= first_bucket_bytes / 4]
+            full = sizes.get(kind, 0) >= cap / 4 and sizes[kind] + n_bytes > cap * 9 / 8
+            for other in ended + [kind] * full:
                 closed.append((dtype, other, groups.pop(other)))
                 sizes[other], cap = 0, bucket_bytes
-            groups.setdefault(home, []).append(i)
-            sizes[home] = sizes.get(home, 0) + n_bytes
-            before = home[:3]
-        closed.extend((dtype, home, group) for home, group in groups.items())
+            groups.setdefault(kind, []).append(i)
+            sizes[kind] = sizes.get(kind, 0) + n_bytes
+            before = kind[:3]
+        closed.extend((dtype, kind, group) for kind, group in groups.items())
     closed.sort(key=lambda entry: -entry[2][-1])
 
     slots: list[Slot] = []
     buckets: list[Bucket] = []
-    for index, (dtype, home, group) in enumerate(closed):
+    for index, (dtype, kind, group) in enumerate(closed):
         first_slot, offset = len(slots), 0
         for i in group:
             slots.append(Slot(specs[i], i, index, offset))
             offset = _round_up(offset + specs[i].numel, ALIGN)
-        ranks = max(1, n_shards // spread.get(home[2], 1))
+        ranks = max(1, n_shards // spread.get(kind[2], 1))
         numel = _round_up(offset + (len(group) if flags else 0), ranks * ALIGN)
         indices = tuple(range(first_slot, len(slots)))
-        buckets.append(Bucket(index, dtype, indices, offset, numel, ranks, *home))
+        buckets.append(Bucket(index, dtype, indices, offset, numel, ranks, *kind))
     return Layout(tuple(slots), tuple(buckets), n_shards)
 
 
 def default_bucket_mb(n_ranks: int, transport: str) -> float:
-    """The cap of a bucket that hides a collective's latency without a long tail.
+    """The default cap of a bucket, in MiB.
 
-    Latency grows with the ranks, the last bucket is exposed whole: on slow links small ones win
-    (gloo over 1 Gbit/s: 5 to 8 MiB), on fast ones latency is most of a small one. From 64 ranks on
-    it stays: three buckets wait at stages 2 and 3, and of thousands of ranks' they would be most of
-    a rank's memory.
+    It hides a collective's latency without a long exposed last bucket. Latency grows with the
+    ranks: small buckets win on slow links (gloo over 1 Gbit/s: 5 to 8 MiB), while on fast ones
+    latency dominates a small bucket. From 64 ranks on the cap is constant: at stages 2 and 3 three
+    buckets are in memory.
     """
     base = {"gloo": 8.0, "shm": 16.0}.get(transport, 25.0)
     return base * min(8.0, max(1.0, n_ranks / 8))
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Every parameter of a model once, in registration order, with all the names it goes by."""
+    """Every parameter of a model once, in registration order, with all its names."""
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter] = (*names.get(parameter, ()), name)

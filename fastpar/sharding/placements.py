@@ -1,24 +1,23 @@
-"""Where a parameter lives on a mesh: its state along each axis. Arithmetic only.
+"""A parameter's state along each axis of a mesh, and index ranges of its slices. Arithmetic only.
 
     state        values on a rank of the axis      gradient on a rank
     Shard        its slice                         of its slice, complete
     Replicate    all, the same on every rank       the same on every rank, complete
     Partial      all, the same on every rank       a part: the whole is the sum over the ranks
 
-Everything else follows (Placement): along which axes its gradient is summed, along which its slices
-are joined, which rank counts it in the global norm, which part of a checkpoint a rank writes. A
-parameter without a state has no default, because a wrong guess trains, and trains wrongly.
+Everything else follows (Placement): along which axes a gradient is summed, along which slices are
+joined, which rank counts it in the global norm, which part of a checkpoint a rank writes. There is
+no default state, because a wrong guess trains, but trains wrongly.
 
-Which elements of a whole tensor a piece holds: runs of global flat indices. Arithmetic only.
-
-A run (start, length, stride, count) stands for the elements
+Index ranges: a piece of a whole tensor is a list of runs. A run (start, length, stride, count) is
+the elements
 
     start + i * stride + j        i = 0 .. count - 1, j = 0 .. length - 1
 
-in this order, of the whole tensor flattened row by row. A piece is a list of runs, in the order in
-which its elements lie in memory: a rank's part of a bucket is one run; a slice of columns is one
-run of as many rows; q, k and v of a slice of heads are three. start = HOLE stands for elements that
-no whole tensor has: the padding of a vocabulary's last slice, or of attention's heads.
+in this order, of the whole tensor flattened row by row. Runs are in the order of the piece's
+memory: a rank's part of a bucket is one run; a slice of columns is one run with as many rows; q, k
+and v of a slice of heads are three. start = HOLE stands for padding, which is in no whole tensor:
+of a vocabulary's last slice, or of attention's heads.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Shard:
     Args:
         dim: of the whole tensor, from the front.
         groups: equal parts of dim that are each split alike: 3 for GPT-2's fused q, k and v.
-        pad_to: a group's slices are multiples of this, what they have beyond the whole is 0 (a
-            vocabulary, attention heads); None: dim must divide.
+        pad_to: a group's slices are padded with 0 to multiples of this (a vocabulary, attention
+            heads). Default: dim must be divisible.
     """
 
     dim: int = 0
@@ -53,7 +52,7 @@ class Shard:
         """Elements along dim on each rank.
 
         Raises:
-            ValueError: they cannot be split so.
+            ValueError: dim is not divisible.
         """
         if self.pad_to is not None and whole % self.groups == 0:
             group = self.groups * self.pad_to
@@ -85,7 +84,7 @@ class Shard:
         return padded.narrow(self.dim + 1, 0, size).reshape(tuple(whole))
 
     def range_of(self, whole: int, rank: int, ranks: int) -> tuple[int, int]:
-        """(first element, how many) that a rank has of each group, padding not counted."""
+        """(first element, number of elements) of a rank in each group, without padding."""
         each, size = self.local_size(whole, ranks) // self.groups, whole // self.groups
         first = min(rank * each, size)
         return first, min(each, size - first)
@@ -96,12 +95,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Replicate:
-    """All ranks have and compute the same."""
+    """All ranks hold and compute the same."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """All ranks have the same; each computes a part of the gradient."""
+    """All ranks hold the same; each computes a part of the gradient."""
 
 
 State = Shard | Replicate | Partial
@@ -112,11 +111,10 @@ class Placement:
     """A parameter's state along every axis of a mesh.
 
     A tensor that several axes shard is cut along them in the order of the mesh: the slices of the
-    first are cut by the second. `at` is the place of a rank, its number along each axis
-    (Mesh.place).
+    first axis are cut by the second. `at` is a rank's number along each axis (Mesh.place).
 
     Args:
-        states: by axis; along the other axes every rank has the same.
+        states: by axis; along the other axes every rank holds the same.
         sizes: ranks along each axis, outermost first.
     """
 
@@ -128,16 +126,16 @@ class Placement:
 
     @cached_property
     def reduce_axes(self) -> tuple[str, ...]:
-        """Along which gradients are summed."""
+        """Axes along which gradients are summed."""
         return self._axes(Partial)
 
     @cached_property
     def gather_axes(self) -> tuple[str, ...]:
-        """Along which slices are joined to the whole tensor."""
+        """Axes along which slices are joined to the whole tensor."""
         return self._axes(Shard)
 
     def copy_of(self, at: Mapping[str, int]) -> tuple[int, int]:
-        """(number of this rank among those that have the same slice, how many these are)."""
+        """(this rank's number among those with the same slice, number of such ranks)."""
         number, count = 0, 1
         for axis, size in self.sizes.items():
             if axis not in self.gather_axes:
@@ -145,7 +143,7 @@ class Placement:
         return number, count
 
     def counts(self, at: Mapping[str, int]) -> bool:
-        """Whether this rank's slice counts in sums over all elements, of each copy one does."""
+        """Whether this rank's slice counts in sums over all elements; one of each copy does."""
         return self.copy_of(at)[0] == 0
 
     def shard_steps(self) -> list[tuple[Shard, str, int]]:
@@ -187,7 +185,7 @@ HOLE = -1
 
 
 class Run(NamedTuple):
-    """A repeated run of elements; the top of the file explains it."""
+    """A repeated range of elements; see the top of the file."""
 
     start: int
     length: int
@@ -200,17 +198,17 @@ class Run(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One behind the last element."""
+        """The index behind the last element."""
         return self.start + (self.count - 1) * self.stride + self.length
 
 
 def whole_run(numel: int) -> list[Run]:
-    """The piece that is the tensor."""
+    """The piece that is the whole tensor."""
     return [Run(0, numel)] if numel else []
 
 
 def runs_of_slice(state: Shard, shape: Sequence[int], rank: int, ranks: int) -> list[Run]:
-    """The slice that rank has of a tensor of this shape, in the slice's own order."""
+    """A rank's slice of a tensor of this shape, in the slice's own order."""
     outer = math.prod(shape[: state.dim])
     inner = math.prod(shape[state.dim + 1 :])
     size, each = shape[state.dim], state.local_size(shape[state.dim], ranks) // state.groups
@@ -228,7 +226,7 @@ def runs_of_slice(state: Shard, shape: Sequence[int], rank: int, ranks: int) -> 
 def runs_of_placement(
     placement: Placement, shape: Sequence[int], at: Mapping[str, int]
 ) -> list[Run]:
-    """The slice that the rank at a place has of a tensor of this shape, in its own order."""
+    """The slice of a tensor of this shape on the rank `at`, in its own order."""
     runs = whole_run(math.prod(shape))
     shapes = placement.local_shapes(shape)
     for i, (state, axis, ranks) in enumerate(placement.shard_steps()):
@@ -238,7 +236,7 @@ def runs_of_placement(
 
 
 def _compose(outer: Sequence[Run], inner: Iterable[Run]) -> list[Run]:
-    """The elements of a piece that `inner` names by their positions in the piece."""
+    """Compose: `inner` indexes positions of the piece `outer`."""
     result: list[Run] = []
     for run in inner:
         if run.start == HOLE:
@@ -282,7 +280,7 @@ def _cut(run: Run, a: int, b: int) -> list[Run]:
 
 
 def numel_of(runs: Iterable[Run]) -> int:
-    """Elements of a piece, holes among them."""
+    """Number of elements of a piece, holes included."""
     return sum(run.numel for run in runs)
 
 
@@ -299,7 +297,7 @@ def intervals(runs: Iterable[Run]) -> np.ndarray:
 
 
 def overlaps(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """int64 [n, 3]: (position in mine, position in theirs, length) of what both hold.
+    """int64 [n, 3]: (position in mine, position in theirs, length) of common elements.
 
     Args:
         mine, theirs: intervals() of two pieces of one tensor.
@@ -319,12 +317,12 @@ def overlaps(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 
 def check_cover(pieces: Iterable[Iterable[Run]], numel: int) -> str | None:
-    """None if the pieces hold each of a tensor's elements once; else what is wrong with them."""
+    """None if the pieces hold each of a tensor's elements once; else the first mistake."""
     parts = [intervals(runs) for runs in pieces]
     rows = np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     starts, stops = rows[:, 0], rows[:, 0] + rows[:, 1]
-    due = np.concatenate((np.zeros(1, np.int64), stops))  # where each has to start
+    due = np.concatenate((np.zeros(1, np.int64), stops))  # expected start of each
     wrong = np.flatnonzero(starts != due[:-1])
     if len(wrong):
         start, at = int(starts[wrong[0]]), int(due[wrong[0]])
@@ -338,7 +336,8 @@ def check_cover(pieces: Iterable[Iterable[Run]], numel: int) -> str | None:
 def share_of(numel: int, copy: int, n_copies: int, index: int, align: int = 256) -> tuple[int, int]:
     """Elements [start, stop) that one of several ranks with the same piece writes.
 
-    Large pieces are cut at multiples of `align`, small ones go to one of the ranks, in turn.
+    Large pieces are cut at multiples of `align`; small ones are written whole, by one rank after
+    another.
 
     Args:
         index: of the piece among all of a checkpoint, the same on every rank.
@@ -349,4 +348,4 @@ def share_of(numel: int, copy: int, n_copies: int, index: int, align: int = 256)
     return min(copy * each, numel), min((copy + 1) * each, numel)
 
 
-_SMALL = 4096  # elements a rank below which a piece is not cut
+_SMALL = 4096  # elements per rank below which a piece is not cut

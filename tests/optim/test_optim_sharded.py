@@ -411,7 +411,7 @@ def test_tokens_of_two_models_in_one_optimizer_are_refused():
         fastpar.engine_of(b).count_tokens(3)
         AdamW([*a.parameters(), *b.parameters()]).step()
 
-    with pytest.raises(RuntimeError, match=r"expected one engine where tokens are counted, got 2"):
+    with pytest.raises(RuntimeError, match=r"counting tokens needs one engine, got 2 engines"):
         run_ranks(ranks, 2)
 
 

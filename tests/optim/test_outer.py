@@ -217,7 +217,12 @@ def test_a_checkpoint_has_the_outer_state(wire, stage, stop, tmp_path):
 
 @pytest.mark.parametrize(
     ("after", "wire", "why"),
-    [(2, "int4", None), (4, "int4", "4 go on"), (1, "int4", "1 go on"), (2, "fp32", "weights are")],
+    [
+        (2, "int4", None),
+        (4, "int4", "the number of replicas is now 4"),
+        (1, "int4", "the number of replicas is now 1"),
+        (2, "fp32", "fp32 weights are sent now"),
+    ],
 )
 def test_errors_of_other_replicas_are_dropped_aloud(after, wire, why, tmp_path):
     def go(replicas, wire, steps, first=0):
@@ -230,7 +235,7 @@ def test_errors_of_other_replicas_are_dropped_aloud(after, wire, why, tmp_path):
         go(after, wire, 4, 3)
         go(after, wire, 5, 7)  # of its own errors
     found = [str(w.message) for w in told if "Outer" in str(w.message)]
-    start = "Outer: what differences of 2 replicas had lost on the wire is dropped: "
+    start = "Outer: dropping the wire's rounding error of 2 replicas, as "
     assert len(found) == (why is not None), found
     assert all(text.startswith(start + why) for text in found)
 
@@ -288,9 +293,9 @@ REFUSED = [
     (outer(every=4, lr=0.0), r"expected lr in \(0, 2\], got lr=0.0; 0.7 is usual"),
     (outer(every=4, momentum=1.0), r"expected momentum in \[0, 1\), got momentum=1.0"),
     (outer(every=4, wire="int2"), r"expected wire to be one of fp32, bf16.*got wire=int2"),
-    (two_engines, r"expected one engine, got 2 engines; build one"),
-    (other_settings, r"expected the same on every replica, got 'every=3 lr=0.7 .*' on replica 1 "
-     r"where"),
+    (two_engines, r"expected one engine, got 2; build an"),
+    (other_settings, r"replicas differ: 'every=3 lr=0.7 .*' on replica 1, "
+     r"'every=.* on replica 0; start"),
     (lambda: Mesh(replicas=3), r"Mesh: expected replicas to divide the number of ranks, got "
      r"replicas=3 with world_size=2; start a multiple of 3"),
     (lambda: Mesh(replicas=0), r"expected replicas to be a positive integer"),

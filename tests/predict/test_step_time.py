@@ -163,7 +163,7 @@ def run_once(one, s):
     """What this rank's meter counted in the update of a second step; (along dp, along tp)."""
     run = ShortRun(one, s, Mesh(tp=s.tp, device="cpu"))
     run.step()
-    homes, sent = next(iter(run.optimizer._known_homes.values())), {}
+    homes, sent = next(iter(run.optimizer._known_owners.values())), {}
     for axis, group in (("dp", homes.dp), ("tp", homes.tp)):
         if group is not None:
             group.all_to_all = counted(group.all_to_all, sent.setdefault(axis, []), group.rank)

@@ -169,7 +169,7 @@ def _stock_optimizer():
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"gradients exist only as shards.*fastpar\.Sharded"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with pytest.raises(ValueError, match="expected parameters of an engine with zero_stage=0"):
+    with pytest.raises(ValueError, match="Adafactor: does not work with zero_stage=2"):
         fastpar.Adafactor(model.parameters())
 
 
