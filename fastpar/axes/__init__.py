@@ -1,29 +1,29 @@
-"""One kind of parallelism a file: the protocol of an axis, and the axes that there are.
+"""Kinds of parallelism, one per file: the protocol of an axis, and the list of all axes.
 
-An axis says everything about itself. Everybody else goes through every() and names none:
+An axis defines everything about itself. All other code goes through every() and names none:
 
-    settings     its group of settings, which `fastpar train`, parallelize() and the planner have
-    rules        which of them there are, and what they do not run with
-    plan         before a model is changed: refuse it
-    cut          a model's modules: which of them this rank has
-    split        the parameters of these: which part of each it has
-    travel       over which ranks the gradients of these parts are summed
-    connect      the modules of a rank with those of other ranks
-    attach       to the engine that was made
+    settings     its settings, for `fastpar train`, parallelize() and the planner
+    rules        its checks of settings, and what it does not work with
+    plan         checks before a model is changed
+    cut          removes the modules that other ranks run
+    split        keeps this rank's part of parameters
+    travel       the groups of ranks that sum the gradients of these parts
+    connect      connects a rank's modules with those of other ranks
+    attach       connects to the finished engine
     describe     lines of engine.describe(); memory: its bytes; header: of a run; record: of a
                  checkpoint
-    ops, comms   of one optimizer step of a rank, on paper
-    states       bytes that stay on a rank from step to step; keeps: from forward to backward
+    ops, comms   of one optimizer step of a rank, predicted
+    states       bytes that stay on a rank between steps; keeps: from forward to backward
     candidates   layouts that `fastpar plan` should try
-    text, ...    what it says of them
+    text, ...    texts of reports
 
-Settings and rules of fastpar's own axes stand in settings/: a command line is read, and refused,
-before torch is imported. An axis that is added has its own.
+Settings and rules of fastpar's own axes are in settings/, as a command line is read and checked
+before torch is imported. An added axis has its own.
 
-To add one, write a file in this folder with an `AXIS`, or call register(). A method that an axis
-has nothing to say to is left out. [Note: order] Methods are called in the order of `order`: from
-the ranks that lie farthest apart to the nearest, then what works on buckets; split() the other way
-round: what neighbours have left of a parameter is shared out farther away.
+To add one, write a file in this folder with an `AXIS`, or call register(). Override only the
+methods that it needs. [Note: order] Methods are called in the order of `order`: from the axis whose
+ranks are farthest apart to the nearest, then axes that work on buckets; split() in reverse order:
+what neighbours leave of a parameter is split further by more distant ranks.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from fastpar.settings.rules import add_rules
 
 @dataclass
 class Making:
-    """A model on its way to an engine: what parallelize() and the axes tell each other.
+    """State of parallelize() that the axes read and write while a model becomes an engine.
 
     Args:
         mesh: the user's. debug: engine.debug.Debug.
-        planned: of a model that does not say itself what tp splits: a foreign.tp_plan.Planned.
-        tell_rows: a model of the ranks that share its rows; None: it cannot be told.
-        transport: of make_collectives, as asked for.
+        planned: the tp plan of a model that does not define its split: a foreign.tp_plan.Planned.
+        tell_rows: connects a model with the ranks that split its rows; None: not possible.
+        transport: of make_collectives, as requested.
     Attributes:
         make: collectives of a process group for a role; not before cut().
-        declared: what was split, an axes.tensor.declared.Declared.
-        stages: of a pipeline. apart: modules at which a unit begins.
-        same_inputs: groups whose ranks are to be given the same inputs, by axis.
-        report: what was split, and why, for people.
+        declared: the split parameters, an axes.tensor.declared.Declared.
+        stages: of a pipeline. unit_starts: modules at which a unit begins.
+        same_inputs: by axis: groups whose ranks must have the same inputs.
+        report: text: what was split, and why.
     """
 
     model: nn.Module
@@ -74,23 +74,22 @@ class Making:
     make: Callable[[Any, str], Collectives] = field(init=False)
     declared: Any = None
     stages: Any = None
-    apart: Sequence[nn.Module] = ()
+    unit_starts: Sequence[nn.Module] = ()
     same_inputs: dict[str, Collectives] = field(default_factory=dict)
     report: str = ""
-    kept: dict[str, Any] = field(default_factory=dict)  # what an axis keeps for its next call
+    kept: dict[str, Any] = field(default_factory=dict)  # values that an axis keeps between calls
 
 
 class Travel(NamedTuple):
-    """Over which ranks the buckets of one key of the layout travel.
+    """The groups of ranks that exchange the buckets of one key of the layout.
 
     Args:
-        mesh: the ranks as these parameters' gradients see them: copies along replicas, of which
-            those along dp share one.
+        mesh: the ranks as these parameters' gradients see them: replicas, each sharded along dp.
         rank: this one's number among those that have the same parameters.
-        share: gives all of these the values of the first. Ranks: all.
-        spread: neighbours along dp that share out the parameters of this key.
-        sources: keeps the gradients of several sources in a bucket apart; None: there is one.
-        groups: over these ranks, an engine.bucket.BucketGroups.
+        share: copies the first rank's values to all of these. Ranks: all.
+        spread: neighbours along dp over which the parameters of this key are split.
+        sources: keeps the gradients of several sources in a bucket separate; None: there is one.
+        groups: of these ranks, an engine.bucket.BucketGroups.
     """
 
     mesh: Mesh
@@ -102,11 +101,11 @@ class Travel(NamedTuple):
 
 
 class Prices(Protocol):
-    """What layouts take on a machine: predict.search.MachinePrices."""
+    """Predicted costs of layouts on a machine: predict.search.MachinePrices."""
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """Number of machines."""
 
     def step_s(self, workload: Workload, setup: Setup) -> float:
         """Seconds of a step."""
@@ -121,25 +120,25 @@ class Prices(Protocol):
         """Seconds of one such communication."""
 
     def sent_bytes(self, workload: Workload, setup: Setup) -> float:
-        """What a rank sends of gradients and weights in a step."""
+        """Bytes of gradients and weights that a rank sends per step."""
 
     def stepped_elements(self, workload: Workload, setup: Setup) -> float:
-        """Elements whose state a rank has."""
+        """Number of elements whose state a rank has."""
 
 
 class Axis:
-    """One kind of parallelism; a subclass overrides what it has to say.
+    """One kind of parallelism; a subclass overrides the methods that it needs.
 
     Attributes:
         name: one word, its name in records.
-        key: its name in a mesh, and of the parameters that it shares out.
+        key: its name in a mesh, and of the parameters that it splits.
         order: see [Note: order].
-        settings: a frozen dataclass of settings, where Parallel has none of its own for it. Field
-            names are the flags' names, so they are unique.
+        settings: a frozen dataclass of settings, unless Parallel has them. Field names are the
+            flags' names, so they are unique.
         rules: rows for settings/rules.py: Rule, Pair, Needs.
-        place: from what is usual to what is rare. Parts of a layout's name stand in this order; of
-            layouts alike in speed the one that has less of what is rare is taken; candidates are
-            chosen from the other end.
+        place: rank from common to rare. A layout's name lists its axes in this order; of equally
+            fast layouts the one with less of the rare axes is chosen; candidates are chosen from
+            the rare end.
     """
 
     name = ""
@@ -152,44 +151,44 @@ class Axis:
     # A model
 
     def plan(self, making: Making) -> None:
-        """Before anything is changed.
+        """Check the model and mesh before anything is changed.
 
         Raises:
-            ValueError: a model or mesh that this axis cannot share out.
+            ValueError: this axis cannot split them.
         """
 
     def cut(self, making: Making) -> None:
-        """Leave in the model the modules that this rank has. Ranks: all."""
+        """Remove the modules that this rank does not run. Ranks: all."""
 
     def split(self, making: Making) -> None:
-        """Keep this rank's part of parameters, and say so in making.declared. Ranks: all."""
+        """Keep this rank's part of parameters, and note it in making.declared. Ranks: all."""
 
     def travel(self, making: Making, n_shards: int) -> Travel | None:
-        """Of parameters that have its key, which this axis shares out. Ranks: all.
+        """The groups of ranks of the parameters with its key, which it splits. Ranks: all.
 
         Args:
-            n_shards: ranks that share one copy of all others.
+            n_shards: ranks that shard one replica of all other parameters.
         """
 
     def connect(self, making: Making) -> None:
-        """Parameters are on their device: tell modules of the ranks that they compute with.
+        """Connect modules with other ranks, once parameters are on their device.
 
         Ranks: all.
         """
 
     def attach(self, making: Making, engine: Any) -> None:
-        """What an axis does while steps run. Ranks: all."""
+        """Prepare what the axis does during steps. Ranks: all."""
 
     def describe(self, shards: Any) -> Iterable[str]:
-        """Lines of engine.describe(), of an engine.shards.Shards."""
+        """Lines of engine.describe(), from an engine.shards.Shards."""
         return ()
 
     def memory(self, shards: Any) -> dict[str, int]:
-        """Bytes that are alive on this rank beside those of buckets, by kind."""
+        """Bytes allocated on this rank besides those of buckets, by kind."""
         return {}
 
     def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterable[str]:
-        """What a run says of this axis at its start: a few words, then perhaps lines.
+        """Text at the start of a run: a few words, then perhaps lines.
 
         Args:
             known: settings in effect by name, and world_size.
@@ -197,34 +196,34 @@ class Axis:
         return ()
 
     def record(self, shards: Any) -> dict[str, Any]:
-        """What a checkpoint notes of how this axis ran, by name, for people."""
+        """Notes of a checkpoint on how this axis ran, by name, for people."""
         return {}
 
-    # A step, on paper
+    # A predicted step
 
     def ops(self, workload: Workload, setup: Setup) -> Iterable[Op]:
-        """What a rank computes for this axis in an optimizer step, beside the model's own ops."""
+        """Operations of a rank for this axis in an optimizer step, besides the model's own."""
         return ()
 
     def comms(self, workload: Workload, setup: Setup) -> Iterable[CommOp]:
-        """What a rank communicates for this axis in an optimizer step."""
+        """Communication of a rank for this axis in an optimizer step."""
         return ()
 
     def states(self, setup: Setup, buckets: Any, found: dict[str, float]) -> None:
-        """Change how many bytes of parameters, gradients and optimizer stay on a rank.
+        """Change the bytes of parameters, gradients and optimizer that stay on a rank.
 
         Args:
             buckets: the rank's, axes.data.GPTBuckets.
         """
 
     def host_bytes(self, workload: Workload, setup: Setup) -> float:
-        """Bytes of a rank on its host."""
+        """Bytes of a rank in host memory."""
         return 0.0
 
     def host_step_s(
         self, workload: Workload, setup: Setup, rates: Any, forward_s: float, backward_s: float
     ) -> float | None:
-        """Seconds that a step waits for the host; None: the optimizer's step is the device's.
+        """Seconds that a step waits for the host; None: the optimizer's step runs on the device.
 
         Args:
             rates: predict.machine.Rates.
@@ -233,34 +232,34 @@ class Axis:
         return None
 
     def keeps(self, workload: Workload, setup: Setup) -> float:
-        """More bytes that a block keeps of a micro-batch until backward; less: below 0."""
+        """Additional bytes that a block keeps of a micro-batch until backward; may be negative."""
         return 0.0
 
     # The planner
 
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
-        """Ways to train beside the given one, which is among them.
+        """Layouts to try, with the given one among them.
 
-        What another axis does not accept, the batch or a rule is left out by the search.
+        The search drops those that another axis, the batch or a rule does not accept.
 
         Args:
-            setup: with what axes of a higher place have chosen.
-            per_node: ranks on a node.
+            setup: with the choices of axes of a higher place.
+            per_node: ranks per node.
         """
         yield setup
 
     def accepts(self, workload: Workload, setup: Setup) -> bool:
-        """Whether a candidate that all axes had part in is worth trying."""
+        """Whether a complete candidate is worth trying."""
         return True
 
     def last_resort(self, setup: Setup) -> int:
-        """0: always tried; others are where nothing fits of those below their number."""
+        """0: always tried; higher numbers only if nothing with a lower one fits."""
         return 0
 
     def least_wait_s(self, setup: Setup, working_s: float) -> float | None:
-        """Of a layout whose step takes a simulation to predict: seconds that it waits at least.
+        """A lower bound of the seconds that a step waits, if predicting it takes a simulation.
 
-        The search simulates only those that could be the fastest.
+        The search simulates only layouts that could be the fastest.
 
         Args:
             working_s: of a step's passes.
@@ -268,35 +267,35 @@ class Axis:
         return None
 
     def compared(self, setup: Setup) -> tuple[Any, ...]:
-        """What people compare: of layouts with the same keys the best is shown."""
+        """Key for reports: of layouts with equal keys only the best is shown."""
         names = () if self.settings is None else leaves(self.settings)
         return tuple(getattr(setup, name) for name in names)
 
     def complexity(self, setup: Setup) -> tuple[Any, ...]:
-        """Grows with what there is of it; see place."""
+        """Grows with the use of this axis; see place."""
         return tuple(
             value != usual for value, usual in zip(self.compared(setup), self.compared(Setup()))
         )
 
     def text(self, setup: Setup) -> str:
-        """Its part of a layout's name, such as "tp 2"; "" where it is off."""
+        """Its part of a layout's name, such as "tp 2"; "" if it is off."""
         return ""
 
     def note(self, setup: Setup) -> str:
-        """What stands behind the name, such as "ZeRO-3"."""
+        """Text behind the name, such as "ZeRO-3"."""
         return ""
 
     def can_measure(self, setup: Setup) -> bool:
-        """Whether predict/measure.py times what a layout does along this axis."""
+        """Whether predict/measure.py can time this axis in a layout."""
         return True
 
     def check(self, command: Any, workload: Workload) -> None:
-        """Before a search.
+        """Check a command before a search.
 
         Args:
             command: predict.plan.PlanCommand.
         Raises:
-            ValueError: what was asked for and cannot be.
+            ValueError: a request that cannot be met.
         """
 
     def facts(self, workload: Workload, setup: Setup) -> Iterable[str]:
@@ -304,25 +303,25 @@ class Axis:
         return ()
 
     def verdict(self, estimates: Sequence[Any], asked: Mapping[str, Any]) -> str:
-        """Whether it is worth it, as a line of the report.
+        """A line of the report: whether the axis is worth it.
 
         Args:
             estimates: predict.search.Estimate, the best first.
-            asked: settings that the command gives.
+            asked: settings of the command.
         """
         return ""
 
     def what_if(self, workload: Workload, setup: Setup, prices: Prices) -> Sequence[str]:
-        """A heading, and lines of what a layout would gain with more of it; or none."""
+        """A heading, and lines on what a layout would gain with more of it; or nothing."""
         return ()
 
     def relief(self, setup: Setup) -> Iterator[tuple[str, Setup]]:
-        """Flags that make a model fit which does not, and with them the setup."""
+        """Flags that make a model fit that does not, with the resulting setup."""
         yield from ()
 
 
 def layout_text(setup: Setup) -> str:
-    """A layout in words: dp 4 x tp 2, ZeRO-3 in groups of 8."""
+    """A layout as text: dp 4 x tp 2, ZeRO-3 in groups of 8."""
     axes = sorted(every(), key=lambda axis: axis.place)
     sizes = " x ".join(filter(None, (axis.text(setup) for axis in axes)))
     sizes = sizes or ("one GPU" if setup.device_type == "cuda" else "one rank")
@@ -330,7 +329,7 @@ def layout_text(setup: Setup) -> str:
 
 
 def size_text(n_bytes: float) -> str:
-    """Bytes for people."""
+    """Bytes as text."""
     return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.0f} MB"
 
 

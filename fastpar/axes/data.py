@@ -1,21 +1,20 @@
-"""Data parallelism: ranks compute different sequences, and share out what the ZeRO stage says.
+"""Data parallelism: ranks compute different sequences; ZeRO shards what its stage says.
 
-What it is    Gradients are averaged over the ranks, bucket by bucket, under backward. Stage 1
-              shares out the optimizer's state, 2 gradients too, 3 weights too, which are gathered
-              a block ahead of their use. shard_size: copies of the model, each shared out by so
-              many neighbours (HSDP).
+What it does  Gradients are averaged over the ranks, bucket by bucket, during backward. Stage 1
+              shards the optimizer's state, 2 also gradients, 3 also weights, which are gathered one
+              block ahead of their use. shard_size: replicas of the model, each sharded over so many
+              neighbours (HSDP).
 Bytes         P elements of gradients and of weights, n ranks: stages 0 to 2 send 2 (n - 1) / n P a
               step, stage 3 3 (n - 1) / n P a micro-batch. A rank keeps weights, gradients and
               state of P; from stage 1 on 1 / n of the state, from 2 on of the gradients, at 3 of
-              the weights, beside two gathered blocks.
-Pays          always the first choice. A higher stage where memory is short; shard_size where the
-              links between nodes are slow.
+              the weights, plus two gathered blocks.
+Use it        always first. A higher stage if memory is short; shard_size if the links between nodes
+              are slow.
 Not with      Adafactor above stage 0; CUDA graphs at stages 2 and 3.
 Source: Rajbhandari et al. 2020, arXiv 1910.02054
 
-What ranks send are buckets: buckets_of() has those that parallelize() makes of a GPT on one rank of
-tp, without making the model: the parameters' shapes go through the same build_layout() as a real
-model's, in the same units.
+Ranks exchange buckets: buckets_of() computes those of parallelize() for a GPT on one rank of tp,
+without the model: the parameters' shapes go through the same build_layout() in the same units.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ from fastpar.settings.model import (
 from fastpar.settings.parallel import Parallel
 from fastpar.sharding.layout import ALIGN, Layout, ParamSpec, build_layout
 
-ROOT = 0  # the unit of what is in no block
+ROOT = 0  # the unit of parameters outside blocks
 
 
 class BucketKind(NamedTuple):
-    """What buckets have in common that take as long to send, at the same time.
+    """Buckets that take equally long to send, at the same time in a step.
 
-    root, last_unit: its unit is the root, or the last one: at stage 3 both stay from forward to
-        backward.
-    complete_last: nothing is left of backward to hide it.
+    root, last_unit: of the root unit, or the last one: at stage 3 both stay gathered from forward
+        to backward.
+    complete_last: completed at the end of backward, so nothing hides it.
     rounded: of weights that are gathered as the codes of 8-bit products.
-    ep: ranks that share out the experts whose weights these are; 1: of everything else.
+    ep: number of ranks over which these experts are distributed; 1: not experts.
     """
 
     numel: int
@@ -67,23 +66,23 @@ class BucketKind(NamedTuple):
     ep: int = 1
 
     def shards(self, n_shards: int) -> int:
-        """Of it, where that many ranks share a copy of the model."""
+        """Number of shards if that many ranks shard a replica."""
         return max(1, n_shards // self.ep)
 
     def padded(self, n_shards: int) -> int:
-        """Elements, cut into these shards."""
+        """Elements, padded for these shards."""
         multiple = self.shards(n_shards) * ALIGN
         return -(-self.numel // multiple) * multiple
 
 
-@dataclass(frozen=True, eq=False)  # one object for each model and way to cut it: compared by id
+@dataclass(frozen=True, eq=False)  # one object per model and split: compared by id
 class GPTBuckets:
     """The buckets of one rank.
 
     Attributes:
         shapes: of the parameters, in registration order; names: of those in blocks, else "".
-        layout: with one shard; BucketKind.padded() knows others.
-        blocks: elements of a block, of one with experts.
+        layout: with one shard; BucketKind.padded() computes others.
+        blocks: elements of a block, and of one with experts.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -105,19 +104,19 @@ class GPTBuckets:
 
     @property
     def hidden(self) -> tuple[int, ...]:
-        """Which are the blocks' matrices, and stacks of them, that muon_groups() finds."""
+        """Indices of the blocks' matrices and stacks, as muon_groups() finds them."""
         own = {f"{name}.weight" for name in products()}
         return tuple(i for i, name in enumerate(self.names) if name in own)
 
     @functools.cached_property
     def arrival(self) -> tuple[int, ...]:
-        """The bucket of each parameter, in the order in which backward makes the gradients."""
+        """The bucket of each parameter, in the order in which backward computes the gradients."""
         bucket_of = {slot.registered: slot.bucket for slot in self.layout.slots}
         return tuple(bucket_of[i] for i in reversed(range(len(self.shapes))))
 
     @functools.cached_property
     def units(self) -> tuple[int, ...]:
-        """Elements of the root, then of each unit that stage 3 gathers by itself."""
+        """Elements of the root, then of each unit that stage 3 gathers."""
         sizes = Counter[int]()
         for bucket in self.layout.buckets:
             sizes[bucket.unit] += bucket.numel
@@ -125,7 +124,7 @@ class GPTBuckets:
 
     @functools.cached_property
     def kinds(self) -> Counter[BucketKind]:
-        """How many buckets there are of each kind."""
+        """Number of buckets of each kind."""
         buckets, last_unit = self.layout.buckets, len(self.units) - 1
         return Counter(
             BucketKind(
@@ -137,18 +136,18 @@ class GPTBuckets:
 
     @functools.cached_property
     def of_experts(self) -> int:
-        """Elements of parameters that ranks of ep share out."""
+        """Elements of parameters that are distributed over ep."""
         of = [b.slots for b in self.layout.buckets if b.key]
         return sum(self.layout.slots[i].spec.numel for slots in of for i in slots)
 
     @property
     def coded_share(self) -> float:
-        """Of the elements: those that are gathered as codes of products, all where none is."""
+        """Fraction of elements in weights that are gathered as codes; 1 if there are none."""
         rounded = sum(kind.numel * count for kind, count in self.kinds.items() if kind.rounded)
         return rounded / sum(self.units) if rounded else 1.0
 
     def padded(self, n_shards: int) -> int:
-        """Elements of all buckets, cut into so many shards."""
+        """Elements of all buckets, padded for so many shards."""
         return sum(kind.padded(n_shards) * count for kind, count in self.kinds.items())
 
     def shard(self, n_shards: int) -> int:
@@ -166,7 +165,7 @@ class GPTBuckets:
 
 
 def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None) -> GPTBuckets:
-    """The buckets of a rank with these parts; None: of the one with most parameters."""
+    """The buckets of a rank with these parts. Default: of the rank with most parameters."""
     if parts is None:
         sizes = widths(workload.shape, ep=setup.ep)
         layer = 12 * sizes["C"]
@@ -212,15 +211,15 @@ def _buckets(
     named = [[*parameters_of(b)] for b in both]
     dense, sparse = (sum(map(math.prod, b)) for b in blocks)
     # parallelize() merges neighbouring units up to the cap of the first bucket.
-    unit, room = int(not by_unit), 0.0
+    unit, free = int(not by_unit), 0.0
     before = [table] * (first or last) + [positions] * first
     shapes, units, names = [*before], [ROOT] * len(before), [""] * len(before)
     experts, shared = [], split[-1] > 1
     for layer in layers:
         size = (sparse if layer else dense) * dtypes[0].itemsize
-        if by_unit and size > room:
-            unit, room = unit + 1, Parallel.first_bucket_mb * 2**20
-        room -= size
+        if by_unit and size > free:
+            unit, free = unit + 1, Parallel.first_bucket_mb * 2**20
+        free -= size
         for sizes, (name, dims) in zip(blocks[layer], named[layer]):
             experts += [len(shapes)] * (shared and "S" in dims)
             shapes.append(sizes)
@@ -243,7 +242,7 @@ def _buckets(
 
 
 def elements_of(workload: Workload, setup: Setup) -> tuple[int, float]:
-    """Of a rank's parameters: those that it has, those whose state it has."""
+    """Parameters on a rank: (all elements, elements whose state it has)."""
     buckets = buckets_of(workload, setup)
     return buckets.elements, buckets.share(setup.n_shards if setup.stage else 1)
 
@@ -254,7 +253,7 @@ def gathers_codes(setup: Setup) -> bool:
 
 
 def gathered_bytes(setup: Setup, rounded: bool = False) -> float:
-    """Bytes of an element of a weight that is gathered; rounded: as such codes."""
+    """Bytes per element of a gathered weight; rounded: as codes."""
     if setup.wire_weights == CODES:
         return 1 if rounded else setup.weight_bytes
     form = FORMATS.get(setup.wire_weights) if setup.stage else None
@@ -262,21 +261,21 @@ def gathered_bytes(setup: Setup, rounded: bool = False) -> float:
 
 
 class Data(Axis):
-    """Sequences over ranks of dp, which share out what the stage says."""
+    """Data parallelism over dp, with ZeRO."""
 
     name = "data"
     order = 60
     place = 1
 
     def attach(self, making: Making, engine: Any) -> None:
-        """What a model's delayed scales are of is exchanged by each step."""
+        """Exchange a model's delayed fp8 scales in each step."""
         scales = getattr(making.model, "fp8_scales", None)
         if engine.control.tally is None and isinstance(scales, DelayedScales):
             engine.control.tally = scales
             scales.averaged = making.mesh.size("replicas", "dp", "cp")
 
     def states(self, setup: Setup, buckets: GPTBuckets, found: dict[str, float]) -> None:
-        """Shards of what the stage shares out; a node's second ones."""
+        """Shards of the stage; a node's secondary shards."""
         n, stage = setup.n_shards, setup.stage
         whole, shard = buckets.padded(n), buckets.shard(n)
         found["parameters"] = setup.weight_bytes * (shard if stage == 3 else whole)
@@ -285,7 +284,7 @@ class Data(Axis):
         found["gradients"] = setup.grad_bytes * (shard if stage >= 2 else whole)
 
     def ops(self, workload: Workload, setup: Setup) -> Iterator[Op]:
-        """Gradients into their buckets."""
+        """Copies of gradients into their buckets."""
         (local, _), n_micro = elements_of(workload, setup), setup.grad_accum_steps
         n_first = n_micro if setup.accumulate == "shard" else 1
         copied = local * (setup.weight_bytes + setup.grad_bytes)
@@ -295,11 +294,11 @@ class Data(Axis):
             yield Op("copy", (added,), "backward", 0.0, float(added), n_micro - n_first)
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
-        """Gradients of each kind of bucket while backward runs, weights before they are used."""
+        """Gradients of each kind of bucket during backward, weights before their use."""
         if setup.data == 1:
             return
         n_micro, stage, shards = setup.grad_accum_steps, setup.stage, setup.n_shards
-        tp = setup.tp * setup.rows  # between neighbours, in ranks
+        tp = setup.tp * setup.rows  # distance of neighbours, in ranks
         reductions = n_micro if setup.accumulate == "shard" else 1
         reduced = Counter[tuple[int, str, int]]()
         gathered, again = Counter[tuple[float, str, int]](), Counter[tuple[float, str, int]]()
@@ -317,19 +316,19 @@ class Data(Axis):
             if stage == 3 and not (kind.root or kind.last_unit):
                 (again if inside else gathered)[kept if inside else sent, "backward", ep] += passes
         for (numel, under, ep), count in reduced.items():
-            n_bytes, n, apart = float(numel * setup.wire_bytes), max(1, shards // ep), tp * ep
+            n_bytes, n, stride = float(numel * setup.wire_bytes), max(1, shards // ep), tp * ep
             if stage:
                 scatter = "all_to_all" if setup.wire_gradients in FORMATS else "reduce_scatter"
-                if node > 1 and scatter == "all_to_all":  # inside of a node, then between nodes
+                if node > 1 and scatter == "all_to_all":  # inside a node, then between nodes
                     yield CommOp(scatter, "shard", n_bytes, node, tp, count, under)
                     args = n_bytes / node, shards // node, tp * node, count, under
                     yield CommOp(scatter, "shard", *args)
                     continue
-                yield CommOp(scatter, "shard", n_bytes, n, apart, count, under)
+                yield CommOp(scatter, "shard", n_bytes, n, stride, count, under)
                 part, copies = n_bytes / n, setup.data // ep // n
-                yield from _sums(setup, "copies", part, copies, apart * n, count, under)
+                yield from _sums(setup, "copies", part, copies, stride * n, count, under)
             else:
-                yield from _sums(setup, "dp", n_bytes, setup.data // ep, apart, count, under)
+                yield from _sums(setup, "dp", n_bytes, setup.data // ep, stride, count, under)
         for (n_bytes, under, ep), count in gathered.items() if stage else ():
             n = max(1, shards // ep)
             yield CommOp("all_gather", "shard", n_bytes, n, tp * ep, count, under)
@@ -337,9 +336,9 @@ class Data(Axis):
             yield CommOp("all_gather", "shard", float(n_bytes), node, tp, count, under)
 
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
-        """Stages that have what is on the host, 0 of a lone rank; a copy for each node, or eight.
+        """Stages that work with offload, 0 of a single rank; shards within a node, or eight.
 
-        Pipelines and grids have but one copy.
+        Pipelines and grids have one replica only.
         """
         data, stages = setup.data, {None: range(4), "optimizer": range(2, 4)}
         in_node = per_node // setup.tp
@@ -368,7 +367,7 @@ class Data(Axis):
 
 
 def _sums(setup: Setup, axis: str, *of: Any) -> Iterator[CommOp]:
-    """An all-reduce of gradients; compressed, its two halves."""
+    """An all-reduce of gradients; with compression, its two halves."""
     compressed = setup.wire_gradients in FORMATS
     for kind in ("all_to_all", "all_gather") if compressed else ("all_reduce",):
         yield CommOp(kind, axis, *of)

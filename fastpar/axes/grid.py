@@ -4,8 +4,8 @@
     column     w[F, C]: F by columns and C by rows: [F/c, C/r]
     row        w[C, F]: F by columns and C by rows: [C/r, F/c]
 
-A product gathers one block along each way and computes once; the transposed ones of backward end
-in a sum along the other way, a reduce-scatter. That is SUMMA with its broadcasts in one piece:
+A product gathers one block along each axis and computes once; the transposed ones of backward end
+in a sum along the other axis, a reduce-scatter. That is SUMMA with its broadcasts in one piece:
 
                  forward                              backward
     column       x along the row, w along the         w again, dx summed along the row; x again,
@@ -13,26 +13,29 @@ in a sum along the other way, a reduce-scatter. That is SUMMA with its broadcast
     row          w along the column; y summed         dy along the row, w again: dx is complete;
                  along the row                        dw summed along the column
 
-Of a row layer the output travels, C wide, and not the input, 4 * C wide at an MLP's second product
-as in SUMMA; a whole block sends 4 and 6 times [N/r, C/c] * (c - 1) for activations, which is what
-tensor parallelism with sequence parallelism sends, and 3 times its weights, as stage 3 does.
+A row layer sends its output, C wide, and not its input, which is 4 * C wide in an MLP's second
+product, as SUMMA would. A block sends 4 and 6 times [N/r, C/c] * (c - 1) for activations, as tensor
+parallelism with sequence parallelism does, and 3 times its weights, as stage 3 does.
 
-Pays          rarely: it holds what tp x ZeRO-3 holds, and waits for every exchange, as it gathers
-              no weights ahead. It has the least memory a rank.
+Use it        rarely: it holds what tp x ZeRO-3 holds, and waits for every exchange, as it gathers
+              no weights ahead. It has the least memory per rank. Measured on 4 ranks with links of
+              1 Gbit/s: TP 2 x ZeRO-3 433 ms a step, grid 2x2 531, TP 4 623; the grid's peak memory
+              is 13 % below that of TP 2 x ZeRO-3. bench/results/grid/README.md has more.
 Not with      tp, cp, ep, pp, replicas, experts, fp8, Adafactor, Muon, compile, offload, packed
               documents, sequence_parallel, node_size.
 
-A norm needs sums over the row: two numbers a token, exchanged forward and backward and added up in
+A norm needs sums over the row: two numbers per token, exchanged forward and backward and added in
 the order of the ranks. Attention is local, by heads along the row. The vocabulary is a column
-layer's outputs, so that the loss is that of vocabulary.py along the row.
+layer's outputs, so the loss is that of vocabulary.py along the row.
 
 [Note: two axes] A module declares one state, as for tensor parallelism (tensor_parallel(self, tp)).
-On the grid a matrix with Shard(d) is cut along its other dimension too, by rows; all else is cut by
-columns along its last dimension, and its gradient is summed over the rows: they have other samples.
+On the grid a matrix with Shard(d) is also cut by rows along its other dimension; all else is cut by
+columns along its last dimension, and its gradient is summed over the rows, which have other
+samples.
 
-[Note: depth] depth grids have the same weights, and share out a batch with the rows. Towards
-gradients depth belongs to the data axes, over which the engine takes the mean: what is summed over
-a batch hands back depth times its gradient, as in axes/context/sequences.py, [Note: one loss].
+[Note: depth] depth grids have the same weights and split a batch together with the rows. For
+gradients depth is one of the data axes, over which the engine averages: so an operator that sums
+over a batch multiplies its gradient by depth, as in axes/context/sequences.py, [Note: one loss].
 
 Source: Xu et al. 2021, arXiv 2104.05343; Wang et al. 2021, arXiv 2105.14500; van de Geijn, Watts
 1997 (SUMMA)
@@ -84,11 +87,11 @@ _DEVICES = ("CPU", "CUDA")
 
 
 class Grid(TensorParallel):
-    """One rank's place in a grid; as a TensorParallel, its place in the row.
+    """One rank's position in a grid; as a TensorParallel, its position in the row.
 
     Args:
-        group: of the ranks of its row; down: of those of its column; batch: of all that share out
-            a batch, along depth and rows.
+        group: the ranks of its row; down: of its column; batch: all ranks that split a batch,
+            along depth and rows.
     """
 
     def __init__(self, group: Collectives, down: Collectives, batch: Collectives) -> None:
@@ -106,7 +109,7 @@ class Grid(TensorParallel):
         return Partial()
 
     def states_of(self, state: State, dims: int) -> Mapping[str, State]:
-        """See [Note: two axes]."""
+        """States along rows and tp; see [Note: two axes]."""
         if isinstance(state, Shard) and dims == 2:
             return {"rows": Shard(1 - state.dim), "tp": state}
         return {"rows": Partial(), "tp": state if isinstance(state, Shard) else Shard(dims - 1)}
@@ -121,35 +124,34 @@ class Grid(TensorParallel):
         """column_linear() and row_linear()."""
         if fp8 is not None:
             raise ValueError(
-                f"linear: expected no fp8 with {self.label}, got {fp8}; leave it out, or use "
-                "Mesh(tp=)"
+                f"linear: fp8 does not work with {self.label}, got {fp8}; drop it, or use Mesh(tp=)"
             )
         return (_column if column else _row)(x, weight, bias, self.number)
 
     # The batch
 
     def check_batch(self, idx: Tensor, positions: Tensor | None) -> None:
-        """Refuse a batch that the rows and depth do not divide, and packed documents."""
+        """Refuse a batch that rows and depth do not divide, and packed documents."""
         if len(idx) % self.batch.size:
             raise ValueError(
                 f"GPT: expected a batch of a multiple of {self.batch.size} samples with "
                 f"{self.label}, got B={len(idx)}; pass another micro_batch_size, or fewer rows"
             )
-        if positions is not None:  # whose dropout masks are numbered over the whole batch
+        if positions is not None:  # their dropout masks are numbered over the whole batch
             raise ValueError(
-                f"GPT: expected no positions with {self.label}, got positions.shape="
+                f"GPT: positions do not work with {self.label}, got positions.shape="
                 f"{list(positions.shape)}; let each row be one document, or use Mesh(tp=)"
             )
 
     def key(self, rng_key: Tensor, samples: int) -> Tensor:
-        """The first rank's key of a batch, for this rank's samples of it."""
+        """The first rank's rng key of a batch, for this rank's samples of it."""
         first = self.batch.rank * (samples // self.batch.size)
         same = gather(rng_key[None], 0, self.batch, partial=False)[:1]
         same = gather(same, 0, self, partial=False)[0]
         return same + same.new_tensor([0, first])
 
     def whole_batch(self, x: Tensor) -> Tensor:
-        """[B, ...] of every rank's samples; all ranks do the same with it."""
+        """[B, ...] of every rank's samples; all ranks compute the same with it."""
         return gather(_Times.apply(x, self.depth), 0, self.batch, partial=False)
 
     def sum_of_parts(self, x: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ def grid_of(number: int) -> Grid:
 
 
 class _Times(torch.autograd.Function):
-    """x, whose gradient is so many times as large; see [Note: depth]."""
+    """x, with its gradient multiplied by a factor; see [Note: depth]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
@@ -181,7 +183,7 @@ class _Times(torch.autograd.Function):
 
 
 class _Gathering:
-    """Slices on their way; what they arrive in is let go of when they are joined."""
+    """A running gather of slices; frees its memory when they are joined."""
 
     def __init__(self, x: Tensor, dim: int, tp: TensorParallel) -> None:
         self.dim, self.tp = dim, tp
@@ -196,7 +198,7 @@ class _Gathering:
 
 
 def _sum(x: Tensor, dim: int, tp: TensorParallel) -> tuple[Tensor, Handle | None]:
-    """This rank's slice of a sum that is on its way; of one rank x itself."""
+    """This rank's slice of a running sum; with one rank x itself."""
     return (x, None) if tp.size == 1 else tp.begin_reduce_scatter(x, dim)
 
 
@@ -237,7 +239,7 @@ def grid_column_bwd(grid: Grid, need: Needed, dy: Tensor, x: Tensor, weight: Ten
 
 
 def grid_row_bwd(grid: Grid, need: Needed, dy: Tensor, x: Tensor, weight: Tensor) -> Grads:
-    """As grid_column_bwd()."""
+    """Like grid_column_bwd()."""
     gathering = _Gathering(weight, 0, grid.down) if need.dx else None
     flat, dx, dweight = rows_of(dy), None, None
     dbias = flat.sum(0) if need.dbias else None
@@ -334,7 +336,7 @@ define_autograd(_norm, _setup_norm, _backward_norm)
 
 
 class _Dropped(torch.autograd.Function):
-    """x under this rank's columns of the mask, which is drawn again in backward."""
+    """x with this rank's columns of the mask, which is drawn again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rng: Rng, p: float, grid: Grid) -> Tensor:
@@ -352,7 +354,7 @@ def _drop(x: Tensor, rng: Rng, p: float, grid: Grid) -> Tensor:
 
 
 def grid_dropout(x: Tensor, grid: Grid, dropout_p: float = 0.0, rng: Rng | None = None) -> Tensor:
-    """dropout() of this rank's features, [..., C/c], by its part of the mask of all of them.
+    """dropout() of this rank's features, [..., C/c], with its columns of the whole mask.
 
     Every rank draws the mask of whole rows. rng None: no dropout.
     """
@@ -370,11 +372,11 @@ def grid_norm(
     eps: float = 1e-5,
     **dropout: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of x + dropout(delta + x_bias), and that sum: residual_layer_norm() on a grid.
+    """(norm of x + dropout(delta + x_bias), that sum): residual_layer_norm() on a grid.
 
     Args:
         x, delta: [B/r, T, C/c]; delta None: nothing is added. weight, bias, x_bias: [C/c].
-    Ranks: all of a row. Wire: two numbers of 4 bytes (8 of fp64) a token, forward and backward.
+    Ranks: all of a row. Wire: two numbers of 4 bytes (8 of fp64) per token, forward and backward.
     Deterministic: yes.
     """
     if delta is not None:
@@ -428,7 +430,7 @@ class Gridded(Axis):
         table = sizes["V"] * width * item
         yield column("all_gather", 2 * n_micro, table)
         yield column("reduce_scatter", 2 * n_micro, table)
-        # Positions, norms and biases, whose gradients the rows have parts of.
+        # Gradients of positions, norms and biases, which are partial sums on the rows.
         vectors, ends, (positions,) = (
             [math.prod(s) for s in shapes_of(some, shape, c, r) if len(s) == n]
             for some, n in ((parts, 1), (LAST, 1), (FIRST[1:], 2))
@@ -449,14 +451,13 @@ class Gridded(Axis):
         grid = "x".join(map(str, mesh.tp_grid))
         if not getattr(model, "splits_on_grid", False):
             raise ValueError(
-                f"parallelize: expected a fastpar.GPT without experts for tp_grid={grid}, got "
-                f"{type(model).__name__}; use Mesh(tp=), or load its weights into a "
-                "fastpar.GPT"
+                f"parallelize: tp_grid={grid} needs a fastpar.GPT without experts, got "
+                f"{type(model).__name__}; use Mesh(tp=), or load its weights into a fastpar.GPT"
             )
         if making.tp_plan is not None:
             raise ValueError(
-                f"parallelize: expected no tp_plan with tp_grid={grid}, got tp_plan="
-                f"{making.tp_plan!r}; leave it out, or use Mesh(tp=)"
+                f"parallelize: tp_plan does not work with tp_grid={grid}, got tp_plan="
+                f"{making.tp_plan!r}; drop it, or use Mesh(tp=)"
             )
 
         def along(*axes: str) -> Collectives:
@@ -468,7 +469,7 @@ class Gridded(Axis):
         making.same_inputs["rows"] = tp.batch.group
 
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
-        """Of two rows and columns or more; those of a row share a node."""
+        """Grids of at least two rows and columns; the ranks of a row share a node."""
         yield setup
         if setup.tp_grid is not None or setup.pp > 1 or setup.offload is not None:
             return
@@ -491,13 +492,13 @@ class Gridded(Axis):
         return setup.tp_grid is None
 
     def check(self, command: Any, workload: Workload) -> None:
-        """Refuse a grid that the trainer, the search, or these ranks do not have."""
+        """Refuse grids that the trainer or the search does not support, or with wrong sizes."""
         if command.tp_grid in (None, "none"):
             return
         if command.measure:
             raise ValueError(
-                f"plan: expected no measure with tp_grid={command.tp_grid}, whose exchanges it "
-                "does not time, got measure=True; leave one of them out"
+                f"plan: --measure cannot time the exchanges of tp_grid={command.tp_grid}; drop one "
+                "of them"
             )
         names = ("optimizer", "moment_dtype", "fp8", "tp_grid", "n_expert")
         asked = {name: getattr(command, name) for name in names}
@@ -507,15 +508,15 @@ class Gridded(Axis):
         assert grid is not None
         if command.gpus % math.prod(grid):
             raise ValueError(
-                f"plan: expected {math.prod(grid)} ranks of a grid to divide gpus={command.gpus}, "
-                f"got tp_grid={command.tp_grid}; change --gpus or --tp-grid"
+                f"plan: expected the {math.prod(grid)} ranks of tp_grid={command.tp_grid} to "
+                f"divide gpus={command.gpus}; change --gpus or --tp-grid"
             )
-        sharing = command.gpus // grid[1]  # data-parallel ranks and rows
+        sharing = command.gpus // grid[1]  # data-parallel ranks times rows
         if workload.batch_size % sharing:
             raise ValueError(
-                f"plan: expected batch_size as a multiple of {sharing}, which data-parallel ranks "
-                f"and rows of tp_grid={command.tp_grid} share, got batch_size="
-                f"{workload.batch_size}; change --batch-size or --tp-grid"
+                f"plan: expected batch_size as a multiple of {sharing} (data-parallel ranks times "
+                f"rows of tp_grid={command.tp_grid}), got batch_size={workload.batch_size}; change "
+                "--batch-size or --tp-grid"
             )
 
     def verdict(self, estimates: Sequence[Any], asked: Mapping[str, Any]) -> str:

@@ -1,33 +1,33 @@
-"""The optimizer's state on the host, stepped there under the next forward: bits as without it.
+"""The optimizer's state on the host, stepped there during the next forward, with the same bits.
 
-    backward   a bucket's gradients are reduced --down--> host, its memory on the device is free
-    step()     the norm's bins were counted on the device: the factor is known, nobody waits
+    backward   a bucket's gradients are reduced --down--> host; then device memory is freed
+    step()     the norm's bins were computed on the device: the factor is known without a wait
     host       AdamW, bucket by bucket, in the order in which a forward needs them
     forward    weights --up--> device, each unit waits for its own buckets
 
-Bytes         the bus carries gradients down and weights up, once a step. The host has moments and
-              masters (state_bytes() an element), the device none, but for keep_mb of them.
-Pays          where the model fits in no other way: the host steps as fast as its memory is.
+Bytes         the bus carries gradients down and weights up, once a step. The host holds moments and
+              masters (state_bytes() per element); of these the device holds keep_mb.
+Use it        if the model does not fit otherwise: the step is as fast as the host's memory.
 Not with      Adafactor, Muon, tp_grid, wires, node_size, CUDA graphs.
 Source: Ren et al. 2021 (ZeRO-Offload), arXiv 2101.06840
 
-The optimizer finds pieces of weights and gradients on the host, so its state is made there, and its
-kernel for the CPU, which has the bits of that for GPUs, steps them. Nothing is stale, nothing is
-guessed, and clipping and loss scales work as ever.
+The optimizer gets pieces of weights and gradients in host memory, so its state is created there,
+and its CPU kernel, which has the bits of the GPU's, steps them. No weights are stale, and clipping
+and loss scales work as usual.
 
-[Note: who waits for whom] The host steps nothing before the device has done all that it was given
-before step(): until then a forward (of an evaluation, say) may read the old weights, on the device
-or over the bus. So a copy up waits for no computation, and a gather that follows it runs in the
-bus's stream, beside the forward that is there already. A forward waits for both at its unit.
+[Note: order of copies] The host steps nothing before the device has finished the work queued before
+step(): until then a forward (of an evaluation, say) may read the old weights, on the device or over
+the bus. So a copy up waits for no computation, and a gather after it runs in the bus's stream,
+concurrently with the present forward. A forward waits for both at its unit.
 
-[Note: what crosses the bus] Gradients in the dtype in which they are added up, once a step, and
-weights in their own, once a step; Offload("parameters"): at each gather. What is pinned is what
-crosses it; masters and moments stay in ordinary memory of the host. At stage 0 gradients stay in
-p.grad, too: what was written there since they went down goes down again before a step.
+Gradients cross the bus once a step, in the dtype in which they are accumulated; weights once a step
+in their own, with Offload("parameters") at each gather. Only memory that crosses the bus is pinned.
+At stage 0 gradients stay in p.grad, too: gradients written after the copy are copied again before a
+step.
 
-[Note: several backward passes] Gradients go down when the step's last reduction is over, so
-grad_accum_steps must be told where backward passes add up. Where another comes all the same they
-are brought back: the same bits, but the bus is crossed three times.
+Gradients go down after the step's last reduction, so pass grad_accum_steps if backward passes
+accumulate. If another backward follows anyway, they are copied back: the same bits, but three
+crossings of the bus.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
 from fastpar.settings import parallel as settings
 from fastpar.sharding.layout import Bucket
 
-IN_FLIGHT = 3  # buckets whose gradients may be on their way down
+IN_FLIGHT = 3  # buckets whose gradients may be in flight to the host
 
 
 def can_offload(setup: Setup) -> bool:
-    """Whether this device and optimizer have it."""
+    """Whether device and optimizer support offload."""
     return setup.device_type == "cuda" and setup.optimizer == "adamw"
 
 
 def going_down(setup: Setup, buckets: Any) -> float:
-    """Bytes of reduced gradients on their way to the host; those of earlier micro-batches stay."""
+    """Bytes of reduced gradients in flight to the host; those of earlier micro-batches stay."""
     if setup.offload is None:
         return 0.0
     whole = buckets.grad_bytes * buckets.elements / setup.n_shards
@@ -71,7 +71,7 @@ def going_down(setup: Setup, buckets: Any) -> float:
 
 
 class Offloaded(Axis):
-    """What a rank keeps on its host."""
+    """State of a rank on its host."""
 
     name = "offload"
     order = 80
@@ -81,13 +81,12 @@ class Offloaded(Axis):
         what, on_cpu = making.asked.offload.what, making.mesh.device.type == "cpu"
         if what is not None and on_cpu and not making.debug.bus_gb_s:
             raise ValueError(
-                f"parallelize: expected a GPU with offload={what!r}, got device=cpu; it "
-                "moves the optimizer's state from a GPU's memory to its host's: leave it out on a "
-                "CPU, or try it there over a stand-in for the bus, debug=Debug(bus_gb_s=12)"
+                f"parallelize: offload={what!r} needs a GPU, got device=cpu; do not use it on a "
+                "CPU, or try it with a simulated bus, debug=Debug(bus_gb_s=12)"
             )
 
     def attach(self, making: Making, engine: Any) -> None:
-        """The optimizer's state lies on the host, where that is asked for."""
+        """Move the optimizer's state to the host, if requested."""
         if making.asked.offload.what is None:
             return
         asked, shards, debug = making.asked.offload, engine.shards, engine.debug
@@ -105,7 +104,7 @@ class Offloaded(Axis):
         )
 
     def states(self, setup: Setup, buckets: Any, found: dict[str, float]) -> None:
-        """On the host: state, gradients of a stage that frees them, parameters where asked for."""
+        """On the host: state, gradients if the stage frees them, parameters if requested."""
         if setup.offload is not None:
             found["optimizer"] = min(found["optimizer"], setup.offload_keep_mb * 2**20)
             found["gradients"] *= setup.stage < 2
@@ -128,7 +127,7 @@ class Offloaded(Axis):
         return "" if setup.offload is None else f"{setup.offload} on the host"
 
     def host_bytes(self, workload: Workload, setup: Setup) -> float:
-        """State, and what is pinned for the bus."""
+        """State, and pinned memory for the bus."""
         if setup.offload is None:
             return 0.0
         each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
@@ -151,7 +150,7 @@ AXIS = Offloaded()
 
 
 class State(Protocol):
-    """What this file uses of a bucket: see engine/bucket.py."""
+    """The part of a bucket that this file uses: see engine/bucket.py."""
 
     spec: Bucket
     params: list[nn.Parameter]
@@ -169,19 +168,19 @@ class State(Protocol):
     storage: Any
 
     def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
-        """(values, reduced gradient, first element) of what this rank owns of a parameter."""
+        """(values, reduced gradient, first element) of this rank's piece of a parameter."""
 
     def grad_of(self, position: int) -> Tensor | None:
         """Stage 0: the gradient of a parameter."""
 
     def slot_of(self, whole: Tensor | None, position: int) -> Tensor:
-        """A parameter's part of whole ones."""
+        """A parameter's slice of whole parameters or gradients."""
 
     def check_given(self, position: int) -> None:
-        """Refuse p.grad of a parameter to which no backward gave a gradient."""
+        """Refuse a p.grad that no backward produced."""
 
     def keep_on_host(self, grads: Tensor) -> None:
-        """Reduced gradients are there."""
+        """Take reduced gradients on the host."""
 
 
 class Offload:
@@ -191,10 +190,10 @@ class Offload:
         buckets: of the engine; those of a unit are needed last to first.
         counts: whether this rank's piece of a parameter counts in sums over the model.
         summed_late: whether a parameter's gradient changes after its reduction.
-        asked: Offload.what is "optimizer", or "parameters" where shards of the weights lie on the
+        asked: Offload.what is "optimizer", or "parameters" to keep shards of the weights on the
             host too; keep_mb: the first buckets, up to so many MiB of state, stay on the device.
-        poison: nan are gradients on the host before they are there and once they are used, and
-            weights on the device until the new ones are there.
+        poison: fill gradients on the host with nan before they arrive and after use, and weights
+            on the device until the new ones arrive.
     Attributes:
         grads: [S] gradients of each bucket on the host.
     Raises:
@@ -223,7 +222,7 @@ class Offload:
         if keep_mb >= total:
             raise ValueError(
                 f"parallelize: expected offload_keep_mb below {total:.3g}, the MiB of this "
-                f"rank's optimizer state, got {keep_mb:g}; leave offload out to keep all of it"
+                f"rank's optimizer state, got {keep_mb:g}; drop offload to keep all of it"
             )
         while (kept := kept + _state_bytes(order[0]) / 2**20) <= keep_mb:
             order.pop(0)
@@ -248,17 +247,17 @@ class Offload:
         self._down: dict[State, Handle] = {}
         self._in_flight: deque[Handle] = deque()
         self._bins: dict[State, Tensor] = {}
-        self._sent: dict[State, int] = {}  # stage 0: version of the gradients that went down
+        self._sent: dict[State, int] = {}  # stage 0: version of the gradients that were copied
         self._stepping: dict[State, FutureHandle] = {}
-        self._ups: dict[State, list[Handle]] = {}  # that nobody has waited for
-        self._reads: dict[State, Handle] = {}  # the last copy of weights that lie here
+        self._ups: dict[State, list[Handle]] = {}  # not awaited yet
+        self._reads: dict[State, Handle] = {}  # the last copy of weights in host memory
         self._busy_s = self._touched = 0.0
 
     # Gradients
 
     @torch.no_grad()
     def send(self, bucket: State) -> None:
-        """Its gradients of this step are final: they go down; the device's memory is free then."""
+        """Copy the final gradients of a step down; device memory is free then."""
         if bucket.reduced is not None and bucket not in self._summed_late:
             self._send(bucket)
 
@@ -287,14 +286,14 @@ class Offload:
 
     @torch.no_grad()
     def send_rest(self) -> None:
-        """Before a step: what was not sent when it was reduced, or was written by hand since."""
+        """Before a step: send what was not sent when it was reduced, or was written since."""
         for bucket in self.order:
             for position in () if bucket.stage.shards else range(len(bucket.params)):
                 bucket.check_given(position)
             self._send(bucket)
 
     def bring_back(self, bucket: State) -> None:
-        """More is added to its gradients: see [Note: several backward passes]."""
+        """Copy gradients back, as more is added to them: see the top of the file."""
         grads = self.grads[bucket]
         if bucket.reduced is grads:
             self._arrived(bucket)
@@ -308,17 +307,17 @@ class Offload:
             del self._down[bucket]
 
     def settle(self, bucket: State) -> None:
-        """What is on the host may be read and written: nothing is under way."""
+        """Wait until its memory on the host may be read and written."""
         self._arrived(bucket)
         self.await_weights(bucket)
 
     def touch(self, bucket: State) -> None:
-        """Somebody is about to write into its gradients on the host."""
+        """Called before its gradients on the host are written."""
         self.settle(bucket)
         self._bins.pop(bucket, None)
 
     def _bins_of(self, bucket: State, positions: Iterable[int]) -> Tensor:
-        """Of some of its gradients, where they are now."""
+        """The bins of some of its gradients, on their present device."""
         grad_of = (lambda i: bucket.piece(i)[1]) if bucket.stage.shards else bucket.grad_of
         pieces = [(grad_of(i), self._counts(bucket.params[i])) for i in positions]
         found = [(grad, counts) for grad, counts in pieces if grad is not None and grad.numel()]
@@ -329,8 +328,8 @@ class Offload:
     def norm_bins(self, params: Iterable[Tensor]) -> Tensor:
         """The bins of these parameters' gradients on this rank, on the device.
 
-        They were counted there as gradients went down; of a bucket that has other parameters too
-        they are counted on the host. Stage 0 has gradients on the device, and counts now.
+        They were computed there before the copy down; if a bucket has other parameters too, they
+        are computed on the host. Stage 0 has gradients on the device, and computes them now.
         """
         params = set(params)
         total = torch.zeros(NORM_WORDS, dtype=torch.int64, device=self._device)
@@ -351,9 +350,9 @@ class Offload:
     def step(
         self, optimizer: Any, rows: list[Any], factor: Tensor | None, found: Tensor | None
     ) -> list[Any]:
-        """Begin the host's step of its rows; returns the others, which are the device's.
+        """Begin the host's step of its rows; returns the rows that the device steps.
 
-        Waits for the device only under a loss scale, to know whether the step is skipped.
+        Waits for the device only with a loss scale, to know whether the step is skipped.
         """
         of: dict[State, list[Any]] = {bucket: [] for bucket in self.order}
         others: list[Any] = []
@@ -362,7 +361,7 @@ class Offload:
                 others.append(row)
                 continue
             bucket, position = self._places[row.param]
-            if not bucket.stage.shards:  # whose gradients for all others are on the device
+            if not bucket.stage.shards:  # piece() refers to gradients on the device
                 row = row._replace(grad=bucket.slot_of(self.grads[bucket], position))
             of[bucket].append(row)
         if found is not None and found.item() != 0:
@@ -372,7 +371,7 @@ class Offload:
         for bucket in self.order if self._poison else ():
             if of[bucket] and bucket.shard is not bucket.stepped:
                 bucket.shard.fill_(float("nan"))
-        # Behind all that the device was given: see [Note: who waits for whom].
+        # After all queued work of the device: see [Note: order of copies].
         zero = torch.zeros((), device=self._device, dtype=torch.float32)
         host = self._bus.memory(1, torch.float32).view(())
         sent = self._bus.down(host, zero if factor is None else factor)
@@ -424,16 +423,16 @@ class Offload:
         self._stepping[bucket] = FutureHandle("the host's optimizer step", future, self)
 
     def _await_step(self, bucket: State) -> None:
-        """The host has stepped it; an error of the host's thread is raised here, each time."""
+        """Wait for the host's step; an error of its thread is raised here, each time."""
         if bucket in self._stepping:
             self._stepping[bucket].wait()
             del self._stepping[bucket]
 
     def gather(self, bucket: State, group: Collectives | None, own: Tensor) -> Handle:
-        """Begin to make its parameters whole: after await_weights() and this handle's wait()."""
+        """Begin to make its parameters whole; await_weights() and the handle's wait() end it."""
         index = bucket.spec.index
         if bucket.stage.frees_parameters and own is not bucket.stepped:
-            self.await_weights(bucket)  # memory of the device that is filled was just made there
+            self.await_weights(bucket)  # the target was allocated in the current stream
             assert group is not None
             return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
         with self._waiting(offload=True):
@@ -443,13 +442,13 @@ class Offload:
             own = bucket.flat[bucket.own]
             self._reads[bucket] = self._bus.up(own, bucket.stepped)
             ups.append(self._reads[bucket])
-        if group is None or group.world_size == 1:  # the rank's own is the whole
+        if group is None or group.world_size == 1:  # the rank's own shard is the whole
             return DONE
         with self._waiting(offload=True), self._bus.behind(ups):
             return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
 
     def await_weights(self, bucket: State) -> None:
-        """Its new weights are on their way up, which the current stream waits for."""
+        """Make the current stream wait for the copy of its new weights."""
         if bucket in self._stepping or self._ups.get(bucket):
             with self._waiting(offload=True):
                 self._await_step(bucket)
@@ -457,7 +456,7 @@ class Offload:
                     up.wait()
 
     def write_weights(self, bucket: State) -> None:
-        """Somebody is about to write its weights on the host: no copy reads them any more."""
+        """Called before its weights on the host are written: waits for copies that read them."""
         self.await_weights(bucket)
         if (read := self._reads.pop(bucket, None)) is not None:
             self._bus.arrived(read)
@@ -465,7 +464,7 @@ class Offload:
     # Reports
 
     def memory(self) -> dict[str, int]:
-        """Bytes on the host, without the optimizer's state; these are no shards on the device."""
+        """Bytes on the host, without the optimizer's state; subtracts shards that moved there."""
         weights = sum(b.stepped.nbytes for b in self.order)
         on_host = {
             "host weights": weights,
@@ -474,7 +473,7 @@ class Offload:
         return on_host | ({"parameter shards": -weights} if self.where == "parameters" else {})
 
     def describe(self) -> str:
-        """What is where, with which threads, and how fast the last step was; waits for it."""
+        """Text: what is on the host, threads, and speed of the last step; waits for it."""
         for bucket in self.order:
             self.settle(bucket)
         rate = f"{self._touched / self._busy_s / 1e9:.1f} GB/s" if self._busy_s else "no step yet"
@@ -494,22 +493,22 @@ def _host_bytes(bucket: State, pinned: bool) -> int:
 
 
 def state_bytes(weight: int) -> int:
-    """Of an element, in AdamW's usual formats: two moments, and a master of what has 16 bits."""
+    """Bytes per element in AdamW's usual formats: two moments, and a master for 16 bits."""
     return 2 * max(4, weight) + 4 * (weight == 2)
 
 
-# A step on paper
+# A predicted step
 
 
 class Host(NamedTuple):
-    """What a device has of its host: bytes a second that a step gets through, and of the bus."""
+    """Bytes per second of a host's optimizer step, and of its bus."""
 
     bytes_per_s: float
     bus_bytes_per_s: float
 
 
 class UnitStep(NamedTuple):
-    """Seconds of one unit: of the host's step, its ways down and up, its forward and backward."""
+    """Seconds of one unit: host step, copies down and up, forward and backward."""
 
     host_s: float
     down_s: float
@@ -519,7 +518,7 @@ class UnitStep(NamedTuple):
 
 
 def exposed_s(units: Sequence[UnitStep]) -> float:
-    """How long a step waits for the bus and the host, units in the order of a forward."""
+    """Seconds that a step waits for the bus and the host; units in the order of a forward."""
     bus = backward = 0.0
     for unit in reversed(units):
         backward += unit.backward_s
@@ -549,12 +548,12 @@ def stepped_elements(workload: Workload, setup: Setup) -> list[float]:
 def waiting_s(
     workload: Workload, setup: Setup, host: Host, forward_s: float, backward_s: float
 ) -> float:
-    """What a step waits for the host and the bus.
+    """Seconds that a step waits for the host and the bus.
 
-    Gradients go down as backward makes them, the last unit's first. The host steps units in the
-    order in which the next forward needs them, so the device waits for a unit only where the host's
-    work on all units before it, and its way up, take longer than the forward up to there. The first
-    unit's gradients are the last to come down.
+    Gradients go down as backward computes them, the last unit's first. The host steps units in the
+    order in which the next forward needs them, so the device waits for a unit only if the host's
+    work on all units before it, and its copy up, take longer than the forward up to there. The
+    first unit's gradients arrive last.
 
     Args:
         forward_s, backward_s: of one micro-batch.

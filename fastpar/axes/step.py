@@ -1,7 +1,6 @@
-"""What a step is: a workload (what is trained), a setup (one way to train it on ranks), its ops.
+"""The parts of a predicted step: a workload (what is trained), a setup (a layout), operations.
 
-Op and CommOp are the words of those who count (axes, predict/time.py), those who
-know a machine (Rates) and those who add up.
+Axes and predict/time.py count Ops and CommOps; Rates know their durations on a machine.
 
 Arithmetic only: no tensors, no ranks. Shape legend as in gpt.py.
 """
@@ -23,11 +22,11 @@ from fastpar.settings.options import ModelSettings, RecomputeSettings, TrainFlag
 from fastpar.settings.parallel import MeshSettings, Parallel
 from fastpar.sharding.layout import default_bucket_mb
 
-ALIKE = 0.01  # a smaller share of a step's time the model cannot tell apart
+ALIKE = 0.01  # the model does not resolve smaller differences, relative to a step's time
 _DEFAULTS = TrainFlags()
 
 
-class once:  # noqa: N801  # a property, as functools.cached_property, which takes a lock
+class once:  # noqa: N801  # like functools.cached_property, which takes a lock
     """A property whose value is kept."""
 
     def __init__(self, value_of: Callable[[Any], Any]) -> None:
@@ -40,11 +39,11 @@ class once:  # noqa: N801  # a property, as functools.cached_property, which tak
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained; the same whatever the ranks do.
+    """What is trained, independent of the layout.
 
     Attributes:
         shape: its block_size is the tokens of a sequence.
-        batch_size: sequences a step, over all ranks.
+        batch_size: sequences per step, over all ranks.
     """
 
     shape: GPTConfig
@@ -60,23 +59,22 @@ class Workload:
 
     @property
     def n_parameters(self) -> int:
-        """Stored: the vocabulary's padding counts, the tied head once."""
+        """Stored parameters, with the vocabulary's padding, the tied head counted once."""
         return count_parameters(self.shape, padded=True)
 
 
 @dataclass(frozen=True, init=False)
 class Setup:
-    """One way to train a workload: the settings of a run on world_size ranks, as they work out.
+    """One way to train a workload: the effective settings of a run on world_size ranks.
 
-    Each setting of `fastpar train` is an attribute by its own name: setup.zero_stage. Those that a
-    run decides, or leaves out, have the value that is in effect: none is "auto".
+    Each setting of `fastpar train` is an attribute with its own name: setup.zero_stage. Settings
+    that a run decides, or omits, have their effective value: none is "auto".
 
     Args:
-        flags: the settings; those in `settings` are changed in them.
+        flags: the settings; those in `settings` override them.
         device_type: "cuda" or "cpu".
         transport: in effect: "nccl", "shm" or "gloo".
-        settings: by name; dtype is bf16 unless said otherwise, micro_batch_size and
-            grad_accum_steps are 1.
+        settings: by name; dtype defaults to bf16, micro_batch_size and grad_accum_steps to 1.
     """
 
     world_size: int
@@ -92,7 +90,7 @@ class Setup:
         transport: str = "nccl",
         **settings: Any,
     ) -> None:
-        if type(flags) is not TrainFlags:  # of a TrainConfig, which would check each change
+        if type(flags) is not TrainFlags:  # a TrainConfig would check each change
             flags = TrainFlags(**vars(flags))
         flags = changed(flags, settings, "Setup") if settings else flags
         found = {"world_size": world_size, "device_type": device_type, "transport": transport}
@@ -111,7 +109,7 @@ class Setup:
         return Setup(**{**{name: getattr(self, name) for name in names}, **values})
 
     def in_effect(self) -> dict[str, Any]:
-        """How the ranks train, by name: what `fastpar plan --json` has of a layout."""
+        """The settings of the layout by name, as in `fastpar plan --json`."""
         groups = (MeshSettings, Parallel, RecomputeSettings)
         names = [name for group in groups for name in leaves(group)]
         names += ["micro_batch_size", "optimizer", "dtype", "master_weights", "moment_dtype", "ema"]
@@ -119,7 +117,7 @@ class Setup:
         return {name: getattr(self, name) for name in names}
 
     def workload(self, shape: GPTConfig) -> Workload:
-        """What a run of these settings trains with a model, of replicas each."""
+        """The workload of a run with these settings, for each replica."""
         shape = replace(shape, block_size=self.block_size or shape.block_size)
         return Workload(shape, self.batch_size // self.replicas)
 
@@ -127,12 +125,12 @@ class Setup:
         """The run's settings.
 
         Raises:
-            ValueError: what `fastpar train` refuses for them.
+            ValueError: `fastpar train` refuses them.
         """
         return TrainConfig(**vars(self.with_sizes(workload)))
 
     def with_sizes(self, workload: Workload) -> TrainFlags:
-        """The settings, and those of the workload."""
+        """The settings with those of the workload."""
         sizes = {n: v for n, v in vars(workload.shape).items() if n in leaves(ModelSettings)}
         sizes["expert_top_k"] = workload.shape.top_k
         return self.flags.replace({**sizes, "batch_size": workload.batch_size})
@@ -149,7 +147,7 @@ class Setup:
 
     @once
     def pp_split(self) -> tuple[int, ...] | None:
-        """Layers on each of the pp * chunks stages; None: by their flops."""
+        """Layers on each of the pp * chunks stages; None: by their FLOPs."""
         split = pp_split(self.flags.parallel.pipeline.split)
         return None if split is None else tuple(split)
 
@@ -199,31 +197,31 @@ class Setup:
 
     @once
     def data(self) -> int:
-        """Ranks, or groups of tp * pp ranks, that have the same weights and other tokens."""
+        """Ranks, or groups of tp * pp ranks, with the same weights and different tokens."""
         return self.world_size // (self.tp * self.rows * self.pp)
 
     @once
     def rows(self) -> int:
-        """Of the grid of ranks, whose columns are tp; 1 without one."""
+        """Rows of the grid of ranks, whose columns are tp; 1 without a grid."""
         return (parse_grid(self.tp_grid) or (1,))[0]
 
     @once
     def depth(self) -> int:
-        """Grids that share out a batch."""
+        """Number of grids over which a batch is split."""
         return (*(parse_grid(self.tp_grid) or (1, 1)), 1)[2]
 
     @property
     def samples_of_rank(self) -> int:
-        """Of a micro-batch; rows and depth of a grid share them out."""
+        """Samples of a micro-batch on a rank; rows and depth of a grid split them."""
         return max(1, self.micro_batch_size // (self.rows * self.depth))
 
     @once
     def n_shards(self) -> int:
-        """Ranks that share one copy of what the stage shares out."""
+        """Ranks that shard one replica."""
         return min(self.data, self.shard_size or self.data) if self.zero_stage else 1
 
     def tokens_of_rank(self, workload: Workload) -> int:
-        """Of a micro-batch, before tp shares them out."""
+        """Tokens of a micro-batch on a rank, before tp splits them."""
         if self.by_keys:  # two chunks of each row
             return 2 * self.micro_batch_size * -(-workload.seq_len // (2 * self.cp))
         return -(-self.micro_batch_size * workload.seq_len // (self.cp * self.rows * self.depth))
@@ -235,7 +233,7 @@ class Setup:
 
     @once
     def stage(self) -> int:
-        """The stage in effect: with nobody to share with it is 0, but with offload."""
+        """The stage in effect: 0 without ranks to shard over, unless offload is on."""
         return self.zero_stage if self.n_shards > 1 or self.offload is not None else 0
 
     @once
@@ -246,7 +244,7 @@ class Setup:
 
     @once
     def weight_bytes(self) -> int:
-        """Bytes of an element of the weights, and of activations."""
+        """Bytes per element of weights and activations."""
         return DTYPES[self.dtype].itemsize
 
     @once
@@ -255,22 +253,22 @@ class Setup:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes of an element of a gradient that is sent."""
+        """Bytes per element of a gradient that is sent."""
         form = FORMATS.get(self.wire_gradients)
         return DTYPES[self.reduce_dtype].itemsize if form is None else form.bytes_per_element
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of optimizer state for an element: moments, average, what 16-bit weights lack.
+        """Bytes of optimizer state per element: moments, average, and the rest of 16-bit weights.
 
-        Of muon's matrices 4 less: see predict_states().
+        Matrices of muon have 4 less: see predict_states().
         """
         moments = 2 * DTYPES[self.moment_dtype].itemsize if self.optimizer != "adafactor" else 0
         moments += 4 if self.ema else 0
         return moments + {"none": 0, "full": 4, "remainder": 2}[self.master_weights]
 
 
-# What a step is made of
+# Operations of a step
 
 
 class Op(NamedTuple):
@@ -282,17 +280,17 @@ class Op(NamedTuple):
         layer_norm     (N, C): residual_layer_norm
         bias_gelu      (N, F)
         embedding      (N, C)
-        loss           (N, C, V): linear_cross_entropy, whose forward computes the gradients too;
+        loss           (N, C, V): linear_cross_entropy, whose forward also computes the gradients;
                        backward scales them
         optimizer      (elements,): norm and update of so many elements
         orthogonalize  (short, long): muon's product of a matrix with these sides
-        matrix_update  (elements,): what else muon does to so many elements of matrices
+        matrix_update  (elements,): muon's other work on so many elements of matrices
         copy           (bytes,): read and written, of gradients into buckets and of messages
         permute        (N * top_k, C): rows to experts, or combine, back to tokens
-    direction: "forward" or "backward" ("forward" of updates, "backward" for copy, but of messages
-        with weights), and
-        "recompute": what forward does, done again in backward.
-    flops, bytes: of one of them; what must move through memory at least.
+    direction: "forward" or "backward" ("forward" of updates and of messages with weights,
+        "backward" of other copies), and
+        "recompute": a forward repeated in backward.
+    flops, bytes: of one of them; bytes that must move through memory at least.
     """
 
     name: str
@@ -304,7 +302,7 @@ class Op(NamedTuple):
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
-        """What decides how long it takes: recomputing takes as long as forward."""
+        """What determines its duration: recomputation takes as long as forward."""
         return self.name, self.shape, self.direction.replace("recompute", "forward")
 
 
@@ -313,12 +311,12 @@ class CommOp(NamedTuple):
 
     kind: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast or send.
     axis: "dp", "shard", "copies" (of shards), "tp", "cp", "ep", "pp" or "control".
-    bytes: of the whole tensor (of all_gather: gathered; of reduce_scatter: before it; of
-        all_to_all: of the rank that sends most, with what it keeps if all parts are alike).
+    bytes: of the whole tensor (all_gather: the result; reduce_scatter: the input; all_to_all: of
+        the rank that sends most, with its own part if all parts are equal).
     ranks: of the group; stride: distance of neighbours in the group, in global ranks.
     under: what can hide it: "forward", "backward", "update" (products of other matrices),
-        "schedule" (a pipeline's other operations) or "" (nothing: the rank waits). Along tp the
-        product beside it, else the pass of the micro-batches that communicate.
+        "schedule" (a pipeline's other operations) or "" (nothing: the rank waits). Along tp: the
+        concurrent product, else the pass of the communicating micro-batches.
     """
 
     kind: str

@@ -1,14 +1,14 @@
-"""Formats of gradients and weights on their way between ranks; comm/wires.py has the codes.
+"""Compressed formats of gradients and weights between ranks; comm/wires.py implements them.
 
-What it is    Gradients are sent as bf16, int8 or int4, rounded at random so that the mean is right,
-              and added up in fp32 (wire_gradients); weights are gathered as bf16, int8, or as the
-              codes of 8-bit products (wire_weights). error_feedback adds what a gradient lost to
-              the next one. node_size adds gradients up inside of a node first; secondary_shards
-              gathers weights for backward inside of the node.
-Bytes         int8 has 1 byte of an element and a scale for each block: half of bf16, a quarter of
-              fp32. Making and reading messages moves code_bytes() an element through memory. The
-              error buffer has 4 bytes a parameter, secondary shards 1 / node_size of the weights.
-Pays          below the link speed that `fastpar plan` prints for each format.
+What it does  Gradients are sent as bf16, int8 or int4, rounded stochastically without bias, and
+              summed in fp32 (wire_gradients); weights are gathered as bf16, int8, or as the codes
+              of 8-bit products (wire_weights). error_feedback adds a gradient's rounding error to
+              the next one. node_size sums gradients inside a node first; secondary_shards gathers
+              weights for backward inside the node.
+Bytes         int8 has 1 byte per element and a scale per block: half of bf16, a quarter of fp32.
+              Encoding and decoding move code_bytes() per element through memory. The error buffer
+              has 4 bytes per parameter, secondary shards 1 / node_size of the weights.
+Use it        below the link speed that `fastpar plan` prints for each format.
 Not with      offload, deterministic, reduce_dtype, shared-memory transport; node_size not with ep.
 Source: Alistarh et al. 2017 (QSGD), arXiv 1610.02132; Wang et al. 2023 (ZeRO++), arXiv 2306.10209
 """
@@ -29,15 +29,15 @@ from fastpar.files.tensor_file import FLOATS
 
 
 def code_bytes(setup: Setup) -> tuple[float, float]:
-    """Bytes that making and reading messages moves, of an element of gradients, of weights."""
-    gradients = setup.grad_bytes + 2 * setup.wire_bytes + 8  # decoded, then added up
+    """Bytes that encoding and decoding moves per element of (gradients, weights)."""
+    gradients = setup.grad_bytes + 2 * setup.wire_bytes + 8  # decoded, then summed
     sent = gathered_bytes(setup, gathers_codes(setup))
     weights = (2 * setup.weight_bytes + 2 * sent) * (sent < setup.weight_bytes)
     return (gradients if setup.wire_gradients in FORMATS else 0.0), weights
 
 
 def error_bytes(setup: Setup) -> int:
-    """Bytes of an element of what gradients lost on the wire, in a buffer."""
+    """Bytes per element of the buffer for rounding errors of gradients."""
     keeps = setup.error_buffer or (setup.error_feedback and setup.stage == 0)
     return 4 if keeps and setup.data > 1 else 0
 
@@ -55,7 +55,7 @@ def formats_of(setup: Setup) -> dict[str, Setup]:
 
 
 def message_bytes(setup: Setup) -> float:
-    """Bytes of an element of a bucket on its way, beside the gradient: messages, decoded ones."""
+    """Bytes per element of a bucket in flight, besides the gradient: messages, decoded ones."""
     if setup.data == 1 and setup.offload is None:
         return 0.0
     if code_bytes(setup)[0]:
@@ -64,19 +64,19 @@ def message_bytes(setup: Setup) -> float:
 
 
 class Wires(Axis):
-    """Messages in fewer bits than what they are made from."""
+    """Compressed messages."""
 
     name = "wires"
     order = 70
 
     def states(self, setup: Setup, buckets: GPTBuckets, found: dict[str, float]) -> None:
-        """What gradients lost; a rank's own weights, which are apart from what is gathered."""
+        """Rounding errors of gradients; a rank's own weights, kept besides the gathered ones."""
         found["gradients"] += error_bytes(setup) * buckets.padded(setup.n_shards)
         if setup.stage in (1, 2) and code_bytes(setup)[1]:
             found["parameters"] += setup.weight_bytes * buckets.shard(setup.n_shards)
 
     def plan(self, making: Making) -> None:
-        """Refuse formats that gradients cannot be sent in; shared memory sends none."""
+        """Refuse dtypes that formats do not support; choose a transport that does."""
         asked, wires = making.asked, making.asked.wires
         if wires.gradients == "fp32" and wires.weights is None:
             return
@@ -87,21 +87,21 @@ class Wires(Axis):
         changes = wires.gradients != "fp32" or wires.weights != CODES  # products round so anyway
         for dtype in (kept | dtypes) & {torch.float64} | kept & in_place if changes else ():
             raise ValueError(
-                "parallelize: expected gradients in fp32 or bf16 with wire formats (fp16 without "
-                f"error_feedback), got dtype={dtype}; pass grad_dtype=torch.float32 for fp16 "
+                f"parallelize: wire formats do not support gradients in {dtype} (fp32 and bf16 "
+                "work; fp16 without error_feedback); pass grad_dtype=torch.float32 for fp16 "
                 "parameters"
             )
         if wires.gradients == "int4" and not (wires.error_feedback or wires.error_buffer):
             warnings.warn(
-                "parallelize: int4 gradients without error_feedback train worse (Formats on the "
-                "wire in bench/results/README.md); pass error_feedback=True, or use int8",
+                "parallelize: int4 gradients without error_feedback converge worse (see "
+                "bench/results/README.md); pass error_feedback=True, or use int8",
                 stacklevel=3,
             )
         if making.transport == "auto" and making.mesh.of_gradients().dp_size > 1:
             making.transport = "torch"
 
     def ops(self, workload: Workload, setup: Setup) -> Iterator[Op]:
-        """Messages of gradients and weights made and read; see comm/wires.py."""
+        """Encoding and decoding of gradients and weights; see comm/wires.py."""
         of_gradient, of_weight = code_bytes(setup)
         if not of_gradient and not of_weight:
             return
@@ -123,7 +123,7 @@ class Wires(Axis):
         return {kind: n for kind, n in found.items() if n}
 
     def what_if(self, workload: Workload, setup: Setup, prices: Prices) -> Sequence[str]:
-        """Of each format: it pays where a rank sends more slowly than it saves bytes."""
+        """For each format: below which link speed it pays."""
         lines, plain = ["wires"], prices.sent_bytes(workload, setup)
         for flag, other in formats_of(setup).items():
             sent = prices.sent_bytes(workload, other)

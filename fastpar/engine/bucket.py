@@ -320,7 +320,7 @@ class BucketState:
         stepped: [S] what an optimizer changes: shard, or its counterpart on the host.
         live: whether the parameters are views of flat.
         rank: among the ranks that shard one replica.
-        apart: whether shard has memory of its own.
+        separate: whether shard has memory of its own.
         own: the range of shard in flat; storage: of stepped.
         secondary: [P / ranks of a node], or None; kept: whether it holds this step's weights.
         groups: that exchange it; device: where it lies.
@@ -354,8 +354,8 @@ class BucketState:
         self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
         self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
         self.shard = self.flat[self.own] if stage.shards else self.flat
-        self.apart = stage.frees_parameters or self.rounds
-        if self.apart:
+        self.separate = stage.frees_parameters or self.rounds
+        if self.separate:
             self.shard = self._empty(groups.gather, spec.shard_numel, spec.dtype)
         self.stepped = self.shard
         node, self.kept = groups.node, False
@@ -419,7 +419,7 @@ class BucketState:
 
     def attach(self) -> None:
         """Make the parameters views of flat, which holds their values for the first time."""
-        if self.apart:
+        if self.separate:
             self.shard.copy_(self.flat[self.own])
         for p in self.params:
             p.grad = None
@@ -518,7 +518,7 @@ class BucketState:
 
     def save_writes(self) -> None:
         """Keep this rank's shard of whole parameters that were written."""
-        if self.apart:
+        if self.separate:
             self.shard.copy_(self.flat[self.own])
         if self.stepped is not self.shard:
             self.stepped.copy_(self.shard)

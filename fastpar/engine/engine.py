@@ -527,7 +527,7 @@ def _memory(shards: Shards) -> dict[str, int]:
     """Bytes allocated on this rank, by kind; without optimizer state and activations."""
     kinds = dict.fromkeys(("parameters", "parameter shards", "gradients", "gradient shards"), 0)
     for bucket in shards.buckets:
-        if bucket.apart:  # memory of its own, at stage 3 empty while the unit is not used
+        if bucket.separate:  # memory of its own, at stage 3 empty while the unit is not used
             kinds["parameters"] += bucket.flat.untyped_storage().nbytes()
             kinds["parameter shards"] += bucket.shard.nbytes
         else:

@@ -520,12 +520,12 @@ def find_units(
     units: Sequence[nn.Module] | type | tuple[type, ...] | None,
     *,
     merge_bytes: float,
-    apart: Sequence[nn.Module] = (),
+    starts: Sequence[nn.Module] = (),
 ) -> list[list[nn.Module]]:
     """The modules of each unit in registration order; the first unit is the root.
 
     Neighbours are merged into one unit while their parameters fit into merge_bytes; those in
-    `apart` are not merged.
+    `starts` begin a unit.
 
     Raises:
         ValueError: a module that is not in the model, or inside another unit.
@@ -558,7 +558,7 @@ def find_units(
         size = sum(p.numel() * p.element_size() for p in module.parameters())
         if not size:
             continue
-        if size <= free and module not in apart:
+        if size <= free and module not in starts:
             found[-1].append(module)
             free -= size
         else:

@@ -178,7 +178,7 @@ def parallelize(
     for axis in every():
         axis.connect(making)
     modules = find_units(
-        model, units, merge_bytes=asked.first_bucket_mb * 2**20, apart=making.apart
+        model, units, merge_bytes=asked.first_bucket_mb * 2**20, starts=making.unit_starts
     )
     fill = Fill(parameter_names(model), materialize, making.declared, making.stages)
     shards = _make_shards(model, mesh, in_effect, travels, modules, fill, poison=debug.poison)
@@ -482,7 +482,7 @@ def _make_shards(
             fill(p, view)
         travel.share([bucket.flat])
         bucket.attach()
-        if bucket.apart:
+        if bucket.separate:
             bucket.make_stale()
         buckets.append(bucket)
     frozen = {p: names[0] for p, names in fill.named.items() if not p.requires_grad}

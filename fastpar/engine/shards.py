@@ -118,7 +118,7 @@ class Shards:
             for bucket in self.buckets:
                 bucket.save_writes()
             for bucket in stale:
-                if bucket.apart:
+                if bucket.separate:
                     bucket.make_stale()
             if refused:
                 raise RuntimeError(refused[0])
@@ -145,7 +145,7 @@ class Shards:
                 continue
             self.gather([bucket])
             yield from ((p, p.detach()) for p in bucket.params)
-            if stale and bucket.apart:
+            if stale and bucket.separate:
                 bucket.make_stale()
 
     def begin_writes(self) -> None:
@@ -154,13 +154,13 @@ class Shards:
             if bucket.rounds:
                 bucket.finish_gather()
                 bucket.make_stale()
-        self.gather(b for b in self.buckets if not b.apart or b.gathering is not None)
+        self.gather(b for b in self.buckets if not b.separate or b.gathering is not None)
 
     def begin_write(self, p: nn.Parameter) -> tuple[Tensor, int, int] | None:
         """For writes without write(): (flat memory, first and last element of p in it); None if
         its values lie in several places."""
         bucket, start, stop = self.place(p)
-        if bucket.stepped is not bucket.shard or bucket.live == bucket.apart:
+        if bucket.stepped is not bucket.shard or bucket.live == bucket.separate:
             return None
         bucket.kept = False
         bucket.storage.write_weights(bucket)
@@ -173,7 +173,7 @@ class Shards:
         """Replace a parameter by this rank's slice along tp, equal along dp."""
         bucket, start, stop = self.place(p)
         bucket.kept = False
-        if bucket.apart or bucket.stepped is not bucket.shard:
+        if bucket.separate or bucket.stepped is not bucket.shard:
             rows = local if local.dim() > 1 else local.reshape(-1)
             row = max(1, rows[:1].numel())  # copy only this rank's rows of a transposed one
             first = start // row

@@ -58,7 +58,7 @@ from fastpar.axes.context.sequences import (
     gather_tokens,
     sum_of_parts,
 )
-from fastpar.axes.tensor.declared import add_state, speaker
+from fastpar.axes.tensor.declared import add_state, tp_method
 from fastpar.axes.tensor.functional import TensorParallel, gather, scatter
 from fastpar.comm.mesh import Mesh
 from fastpar.foreign.fused import Attention, GPT2Attention, Model
@@ -361,7 +361,7 @@ def plan_for(model: nn.Module, given: Plan | str | None) -> Planned | None:
         if name is None:
             return None
         return Planned(model, READY[name], f"plan {name}, chosen for its modules", ready=True)
-    if speaker(model) is not None:
+    if tp_method(model) is not None:
         short = given if isinstance(given, str) else f"{{{', '.join(given)}}}"
         raise ValueError(
             f"parallelize: expected no tp_plan for {type(model).__name__}, which declares its own "
@@ -378,7 +378,7 @@ def plan_for(model: nn.Module, given: Plan | str | None) -> Planned | None:
 
 
 def _declares(module: nn.Module) -> bool:
-    return speaker(module) is not None or hasattr(module, "tp_states")
+    return tp_method(module) is not None or hasattr(module, "tp_states")
 
 
 def _choose(model: nn.Module) -> str | None:

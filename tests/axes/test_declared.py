@@ -66,20 +66,20 @@ def test_states_that_contradict_each_other_or_are_of_no_parameter():
         for states_of, message in (
             (
                 {"scale": Replicate()},
-                r"parallelize: expected one state for parameter '1\.scale', got Partial\(\) and "
-                r"Replicate\(\); declare it once",
+                r"parallelize: parameter '1\.scale' has two states, Partial\(\) and Replicate\(\); "
+                r"declare it once",
             ),
             (
                 {"scale": Partial(), "shift": Partial()},
-                r"parallelize: expected states of Scale's parameters, got one for '1\.shift', "
-                r"which is none; correct its tensor_parallel or tp_states",
+                r"parallelize: Scale declares a state for '1\.shift', which is not a parameter; "
+                r"correct its tensor_parallel or tp_states",
             ),
         ):
             model[1].tp_states = states_of
             with pytest.raises(ValueError, match=message):
                 find_states(model, one_rank())
         add_state(states, p, Replicate(), "p")  # the same, once more
-        with pytest.raises(ValueError, match=r"expected one state for parameter 'p'"):
+        with pytest.raises(ValueError, match=r"parameter 'p' has two states"):
             add_state(states, p, Partial(), "p")
         assert states == {p: Replicate()}
 
@@ -100,15 +100,15 @@ def of_same(states):
     return model
 
 
-UNDECLARED = r"parallelize: expected a declared state for every parameter with tp=2, got none for "
+UNDECLARED = r"parallelize: parameter '{}' has no declared state with tp=2; name it in tp_plan"
 PLAIN = {"sequence_parallel": False}
 REFUSED = [
-    (lambda: of_same({}), 2, {}, UNDECLARED + r"'same\.weight'; name it in tp_plan, or in its "
+    (lambda: of_same({}), 2, {}, UNDECLARED.format(r"same\.weight") + r", or in its "
      r"module's tp_states: Shard, Replicate or"),
-    (lambda: of_same({"weight": Shard(1)}), 2, {}, r"parallelize: expected tp=2 to split parameter "
-     r"'same\.weight' of shape \[2, 3\] as Shard\(dim=1, groups=1, pad_to=None\), got: dimension 1 "
+    (lambda: of_same({"weight": Shard(1)}), 2, {}, r"parallelize: tp=2 cannot split parameter "
+     r"'same\.weight' of shape \[2, 3\] as Shard\(dim=1, groups=1, pad_to=None\): dimension 1 "
      r"of size 3 does not divide by 2; choose another tp, or Replicate\(\)"),
-    (lambda: nn.Sequential(nn.Linear(4, 4)), 2, {}, UNDECLARED + r"'0\.weight'"),
+    (lambda: nn.Sequential(nn.Linear(4, 4)), 2, {}, UNDECLARED.format(r"0\.weight")),
     (gpt, 3, PLAIN, r"parallelize: expected tp to divide the MLP's width of \d+, got tp=3; change"),
     (lambda: gpt(n_head=2), 4, {}, r"expected tp of at most n_head=2, got tp=4; lower tp"),
     (lambda: gpt(block_size=9), 2, {}, r"tp to divide block_size=9 .*, or add seq"),
@@ -181,7 +181,7 @@ def test_a_report_of_a_plan():
         "     1 mlp.down.weight  [8, 12] -> [8, 6]  Shard(1)",
         "replicated, the same gradient on every rank: 1 parameters, 0.00 MiB here",
         "     1 mlp.down.bias  [8]",
-        "left: named by nobody, taken for the same on every rank: 2 parameters, 0.00 MiB here",
+        "undeclared, assumed the same on every rank: 2 parameters, 0.00 MiB here",
         "     1 norm.weight  [8]",
         "     1 norm.bias  [8]",
     ]

@@ -187,7 +187,12 @@ class Own(nn.Linear):
 
 
 REFUSED = [
-    (lambda: Own(4, 4), (2, 1), {}, r"fastpar.GPT without experts for tp_grid=2x1, got Own; use M"),
+    (
+        lambda: Own(4, 4),
+        (2, 1),
+        {},
+        r"tp_grid=2x1 needs a fastpar.GPT without experts, got Own; u",
+    ),
     (lambda: build(n_expert=2, top_k=1), (2, 1), {}, r"^tp_grid does not run with n_expert; drop"),
     (
         build,
@@ -225,7 +230,7 @@ def test_what_a_model_on_a_grid_refuses():
         message = r"batch of a multiple of 4 samples with tp_grid=2x1x2, got B=3; pass another mic"
         with pytest.raises(ValueError, match=message):
             model(*batch(3))
-        message = r"expected no positions with tp_grid=2x1x2, got positions.shape=\[4, 6\]; let"
+        message = r"positions do not work with tp_grid=2x1x2, got positions.shape=\[4, 6\]; let"
         with pytest.raises(ValueError, match=message):
             model(*batch(4), positions=torch.arange(6).expand(4, 6))
 
@@ -236,7 +241,7 @@ def test_what_a_model_on_a_grid_refuses():
         with pytest.raises(ValueError, match=r"Muon: does not support tp_grid=2x1; use fastpar"):
             optimizer.step()
         use_fp8(model, "mlp", emulate=True)
-        message = r"linear: expected no fp8 with tp_grid=2x1, got .*; lea"
+        message = r"linear: fp8 does not work with tp_grid=2x1, got .*; dr"
         with pytest.raises(ValueError, match=message):
             model(*batch())
 

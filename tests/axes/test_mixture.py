@@ -177,7 +177,7 @@ def test_what_is_refused():
             GPTConfig(**{**BASE, name: value})
     # Training needs somebody who sums the counts.
     idx = torch.zeros(1, T, dtype=torch.int64)
-    message = r"fastpar\.parallelize before training .* balance_loss=0.5"
+    message = r"experts needs fastpar\.parallelize, .* balance_loss=0.5"
     with pytest.raises(ValueError, match=message):
         make()[0](idx, idx)
     model, _ = make(balance_loss=0.0, router_z_loss=0.0)

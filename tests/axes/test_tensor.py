@@ -513,8 +513,8 @@ def test_a_handle_is_known_by_its_number_while_somebody_has_it():
         with pytest.raises(AssertionError, match=r"the model keeps it"):
             handle_of(number)
         message = (
-            r"TensorParallel: expected a model's state_dict\(\) to be saved, got the model itself "
-            rf"on rank {torch.distributed.get_rank()} of 2, which has a slice of it; save model\."
+            r"TensorParallel: cannot save the model itself, of which rank "
+            rf"{torch.distributed.get_rank()} of 2 has a slice; save model\."
         )
         with pytest.raises(RuntimeError, match=message):
             pickle.dumps(one)

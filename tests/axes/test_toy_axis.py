@@ -96,7 +96,7 @@ def test_a_run_says_the_axes_that_are_on_and_no_other():
     shape = GPTConfig(n_layer=3, n_head=2, n_embd=16, block_size=16, vocab_size=256)
     for on, words in (
         ({}, []),
-        ({"outer_every": 5, "replicas": 2}, ["replicas 2, which meet every 5 steps"]),
+        ({"outer_every": 5, "replicas": 2}, ["replicas 2, averaged every 5 steps"]),
         ({"pp": 2, "pp_split": [2, 1]}, ["pp 2"]),
         ({"ep": 2, "cp": 4, "cp_method": "keys"}, ["experts over 2 of dp", "cp 4 by keys"]),
         ({"tp": 4, "tp_grid": "2x2"}, ["grid 2x2 (samples by rows, features by columns)"]),

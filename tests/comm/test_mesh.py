@@ -124,7 +124,7 @@ def test_ranks_that_do_not_meet(environment, change, options, message):
 def test_other_refusals(monkeypatch):
     with pytest.raises(ValueError, match=r"expected an axis of pp, replicas, .*got axis='data'"):
         Mesh().size("data")
-    message = r"expected a fastpar.GPT with experts for ep=2, got Linear without; .* leave ep out"
+    message = r"ep=2 needs a fastpar.GPT with experts, got Linear without; .* drop ep"
     with pytest.raises(ValueError, match=message):
         run_ranks(lambda: parallelize(torch.nn.Linear(2, 2), Mesh(ep=2)), 2)
 

@@ -123,7 +123,7 @@ def test_a_micro_batch_of_several_forwards(stage):
 
 def test_an_engine_refuses_to_step_with_gradients_that_are_not_reduced():
     model, engine = parallel()
-    message = "from 'empty' to 'backward' or 'empty' or 'reduced', got 'stepped'"
+    message = "from 'empty' to 'stepped', only to 'backward' or 'empty' or 'reduced'"
     with pytest.raises(RuntimeError, match=message):
         engine.after_step()
     with engine.no_sync():

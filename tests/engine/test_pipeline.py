@@ -135,13 +135,13 @@ def shared(first, second):
     return model
 
 
-COPIES = r"parameter but a table .* got 'h\.\d\.attn\.c_proj\.weight' on stages {}; keep"
+COPIES = r"'h\.\d\.attn\.c_proj\.weight' is on stages {}, but only .*; keep"
 CUTS = [
-    (lambda: torch.nn.Linear(2, 2), {}, r"a model with pipeline_parts\(\) for pp=2, got Linear"),
-    (gpt, {"pp_split": [3, 1]}, r"2 numbers of layers that make 3, got pp_split=\[3, 1\]"),
+    (lambda: torch.nn.Linear(2, 2), {}, r"pp=2 needs a model with pipeline_parts\(\), got Linear"),
+    (gpt, {"pp_split": [3, 1]}, r"2 numbers of layers that add up to 3, got pp_split=\[3, 1\]"),
     (gpt, {"schedule": "interleaved", "chunks": 3},
-     "to have layers, got pp=2 with 3 chunks for 3 layers; choose a smaller"),
-    (mixed, {}, r"of one dtype, got wte.weight=torch.float32 and h.2.attn.c_attn.weight="),
+     "would have no layers, got pp=2 with 3 chunks for 3 layers; choose a smaller"),
+    (mixed, {}, r"differ in dtype: wte.weight=torch.float32 and h.2.attn.c_attn.weight="),
     (lambda: shared(0, 3), {}, COPIES.format("0 and 1")),  # each stage would train its own copy
     (lambda: shared(0, 2), {"schedule": "interleaved"}, COPIES.format("0 and 2")),
     (lambda: shared(0, 3), {"schedule": "zb-v"}, COPIES.format("0 and 3")),
@@ -151,7 +151,7 @@ CUTS = [
 @sweep(("model", "options", "message"), CUTS)
 def test_a_cut_that_cannot_be_is_refused(model, options, message):
     def rank():
-        with pytest.raises(ValueError, match=f"parallelize: expected .*{message}"):
+        with pytest.raises(ValueError, match=f"parallelize: .*{message}"):
             staged(model(), **options)
 
     run_ranks(rank, 2)

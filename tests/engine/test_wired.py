@@ -289,7 +289,7 @@ def test_processes_have_the_bits_of_threads():
 
 
 def test_int4_alone_warns_and_one_rank_sends_nothing():
-    with pytest.warns(UserWarning, match="int4 gradients without error_feedback train worse"):
+    with pytest.warns(UserWarning, match="int4 gradients without error_feedback converge worse"):
         run_ranks(parallel, 2, "dp", 1, {"wire_gradients": "int4"})
     fed = {**WIRES["int8"], "error_feedback": True}
     alone = [run_ranks(train, 1, "dp", 1, wire)[0][0] for wire in (fed, {})]

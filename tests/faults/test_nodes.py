@@ -243,7 +243,7 @@ def test_srun_without_torchrun(two):
         (
             "cp text.txt ../other && echo more >> ../other && mount --bind ../other text.txt && "
             "mkdir -p cache && mount -t tmpfs none cache",
-            r"'tokens of text.txt: \w+' on rank 1 where rank 0 has 'tokens of text.txt: ",
+            r"'tokens of text.txt: \w+' on rank 1, 'tokens of text.txt: \w+' on rank 0",
         ),
     ],
     ids=["folder", "text"],

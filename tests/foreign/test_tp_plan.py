@@ -574,13 +574,12 @@ REFUSED = {
     ),
     "no place for tokens": (
         PLAN, mine, {"tp": 2}, {"sequence_parallel": True},
-        r"expected a tp_plan with Enter, Tokens and Leave for sequence_parallel=True, got none of "
-        r"them; add them, or leave sequence_parallel out",
+        r"sequence_parallel=True needs a tp_plan with Enter, Tokens and Leave; add them, or drop "
+        r"sequence_parallel",
     ),
     "two states": (
         {**PLAN, "scaled.scale": Partial()}, mine, {"tp": 2}, {},
-        r"expected one state for parameter 'scaled\.scale', got Replicate\(\) and Partial\(\); "
-        r"declare it once",
+        r"parameter 'scaled\.scale' has two states, Replicate\(\) and Partial\(\); declare it once",
     ),
     "tied": (
         without(PLAN, "head"), tied, {"tp": 2}, {},
@@ -591,13 +590,12 @@ REFUSED = {
     "heads not said": (heads(None), hf, {"tp": 3}, {}, DIVIDE.format(3)),
     "features": (
         PLAN, mine, {"tp": 8}, {},
-        r"expected tp=8 to split parameter 'layers\.0\.gain' of shape \[12\] as Shard\(.*dimension "
+        r"tp=8 cannot split parameter 'layers\.0\.gain' of shape \[12\] as Shard\(.*dimension "
         r"0 of size 12 does not divide by 8; choose another tp",
     ),
     "nothing said": (
         None, mine, {"tp": 2}, {},
-        r"expected a declared state for every parameter with tp=2, got none for 'words\.weight'; "
-        r"name it in tp_plan",
+        r"parameter 'words\.weight' has no declared state with tp=2; name it in tp_plan",
     ),
     "a model that declares itself": (
         {"wte": "vocab"}, own_gpt, {"tp": 2}, {},
@@ -616,7 +614,7 @@ REFUSED = {
     ),
     "named like GPT-2": (
         None, named_like_gpt2, {"tp": 2}, {},
-        r"expected a declared state for every parameter with tp=2, got none for",
+        r"has no declared state with tp=2; name",
     ),
     "dropout": (
         None, lambda: hf(attn_pdrop=0.1), {"tp": 2}, {},

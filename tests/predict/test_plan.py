@@ -17,7 +17,7 @@ from fastpar.axes import wires
 from fastpar.axes.grid import AXIS as GRID
 from fastpar.axes.pipeline.schedules import chunks_of
 from fastpar.axes.replicas import AXIS as REPLICAS
-from fastpar.axes.replicas import apart, replicas_of
+from fastpar.axes.replicas import one_replica, replicas_of
 from fastpar.axes.step import Setup, Workload
 from fastpar.cli import main, parse_train
 from fastpar.comm.wires import FORMATS
@@ -419,8 +419,8 @@ BAD = [
     ("--gpus 13 --batch-size 7", r"got batch_size=7 with gpus=13; use --batch-size 13 or 26"),
     ("--gpu v100 --dtype bf16", r"expected fp16 or fp32 on v100.*got dtype=bf16"),
     ("--gpu cpu --dtype fp16 --gpus 1", r"expected dtype fp32 or bf16 on the CPU"),
-    ("--gpus 6 --pp 4", r"pp to divide the 6 ranks and .* 12, of 12 layers, got pp=4; use --pp 2"),
-    ("--gpus 24 --pp 24", r"to be at most 12, of 12 layers, got pp=24; use --pp 6 or 8 or 12"),
+    ("--gpus 6 --pp 4", r"pp to divide the 6 ranks and .* 12 \(12 layers\), got pp=4; use --pp 2"),
+    ("--gpus 24 --pp 24", r"to be at most 12 \(12 layers\), got pp=24; use --pp 6 or 8 or 12"),
     (
         "--n-layer 96 --n-embd 12288 --n-head 96 --gpus 8 --pp 4",
         r"fits into .* on .*pp 4, .* take [34]\d\d\.\d GB .*; use no --pp, which",
@@ -433,13 +433,13 @@ BAD = [
     ("--n-expert 8 --gpus 13 --batch-size 3", "that the ranks divide, got batch_size=3"),
     ("--n-expert 8 --gpus 4 --tp-grid 2x2", "--tp-grid does not run with --n-expert"),
     ("--n-expert 8 --expert-top-k 9", "top_k of at most n_expert=8, got top_k=9"),
-    ("--tp-grid 3x2", "plan: expected 6 ranks of a grid to divide gpus=8, got tp_grid=3x2; change"),
-    ("--tp-grid 2x2 --batch-size 6", "plan: expected batch_size as a multiple of 4, which data"),
+    ("--tp-grid 3x2", "plan: expected the 6 ranks of tp_grid=3x2 to divide gpus=8; change"),
+    ("--tp-grid 2x2 --batch-size 6", r"plan: expected batch_size as a multiple of 4 \(data"),
     (GRID_OF + "16x1", "expected rows and columns of tp_grid to divide n_embd=24, got tp_g"),
     (GRID_OF + "1x4", "plan: expected tp_grid of at most n_head=2 columns, got tp_grid"),
     ("--tp-grid 2x2 --pp 2", "--tp-grid does not run with --pp; drop one"),
     ("--tp-grid 2x2 --optimizer muon", "--tp-grid does not run with --optimizer muon; drop"),
-    ("--tp-grid 2x2 --measure", "plan: expected no measure with tp_grid=2x2, whose exchanges it"),
+    ("--tp-grid 2x2 --measure", "plan: --measure cannot time the exchanges of tp_grid=2x2; drop"),
     ("--gpus 1 --fp8 mlp", r"save at least 3% of a step, got fp8=mlp with n_embd=768: [-\d.]+ of"),
     ("--gpus 1 --fp8 mlp", r"leave --fp8 out, it would pay from n_embd=\d+ on"),
     ("--gpus 1 --fp8 mlp --gpu a100", "data sheet of a GPU with products .*, got gpu=a100"),
@@ -507,7 +507,7 @@ def test_replicas_bytes_and_where_they_pay():
         assert replicas_of(Setup(**{"world_size": 8, **changes}), nodes) == n
     for stage in range(4):
         setup = Setup(world_size=8, zero_stage=stage, shard_size=8 if stage else None)
-        workload, one = apart(Workload(GPT2.shape, 32), setup, 2)
+        workload, one = one_replica(Workload(GPT2.shape, 32), setup, 2)
         assert (workload.batch_size, one.world_size, one.dp) == (16, 4, 4)
         assert one.n_shards == (4 if stage else 1)
     two = Setup(world_size=2, device_type="cpu", transport="gloo", dtype="fp32")

@@ -338,7 +338,7 @@ def test_stages_are_told_and_their_files_are_one_model(here, capsys):
     parts = part_flops(GPTConfig(3, 2, 16, 16, 256))  # those of bytes
     quick, long = sorted((sum(parts[:3]), sum(parts[3:])))
     waits = 1 - 6 * (long + quick) / (12 * long + 3 * quick)  # both work 12 of their own a step
-    line = f"stages   2 + 1 layers, 1f1b over 4 micro-batches: ranks wait for {waits:.0%} of a step"
+    line = f"stages   2 + 1 layers, 1f1b over 4 micro-batches: ranks wait {waits:.0%} of a step"
     assert line in printed
     assert "ranks    dp 1, pp 2, stage 0" in printed
     assert torch.isfinite(load_weights("r/latest").h[2].mlp.c_fc.weight).all()

@@ -1,4 +1,4 @@
-"""Context parallelism; see README.md."""
+"""Context parallelism: every sequence is split over the ranks of cp; see README.md."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastpar.settings.model import GPTConfig
 
 
 def attended_heads(shape: GPTConfig, setup: Setup) -> int:
-    """Heads of all tokens that a rank of tp attends with its peers along cp, padding counts."""
+    """Heads of all tokens that a tp rank attends together with its cp peers, with padding."""
     heads = shape.heads_of_rank(setup.tp)
     return heads if setup.by_keys else -(-heads // setup.cp) * setup.cp
 
 
 class Context(Axis):
-    """Each sequence split over ranks of cp."""
+    """Each sequence split over the ranks of cp."""
 
     name = "context"
     order = 40
@@ -36,7 +36,7 @@ class Context(Axis):
         of_head = setup.tokens_of_rank(workload) * shape.head_dim * setup.weight_bytes
         mine = float(of_head * attended_heads(shape, setup))
         layers = n_micro * -(-shape.n_layer // setup.pp)
-        if setup.by_keys:  # keys and values of all tokens, of some heads at a time; their gradients
+        if setup.by_keys:  # keys and values of all tokens, some heads at a time; their gradients
             heads, at_once = shape.heads_of_rank(setup.tp), -(-shape.heads_of_rank(setup.tp) // c)
             again = setup.activation_checkpointing == "full"
             for some, times in Counter(
@@ -67,7 +67,7 @@ class Context(Axis):
         making.same_inputs["cp"] = group
 
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
-        """Ranks that share a node and have something of their own to attend."""
+        """Numbers of ranks that share a node, with at least two tokens each."""
         yield setup
         if setup.pp > 1 or setup.tp_grid is not None:
             return
@@ -77,10 +77,10 @@ class Context(Axis):
                 yield setup.change(cp=cp, cp_method=method)
 
     def accepts(self, workload: Workload, setup: Setup) -> bool:
-        """Heads or keys.
+        """Whether the method suits: "heads" or "keys".
 
-        Where cp divides the heads, "heads" does the same work and sends 4 / (3 * cp) of what "keys"
-        sends; where it does not, heads are padded, and with fewer than cp there is "keys" alone.
+        If cp divides the heads, "heads" does the same work and sends 4 / (3 * cp) of what "keys"
+        sends; otherwise heads are padded. With fewer heads than cp only "keys" works.
         """
         heads = workload.shape.heads_of_rank(setup.tp)
         return setup.cp == 1 or bool(heads % setup.cp if setup.by_keys else setup.cp <= heads)

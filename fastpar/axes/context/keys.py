@@ -1,18 +1,17 @@
 """Attention of this rank's queries over the keys of all ranks of cp.
 
-Keys and values are gathered, those of H/cp heads at a time, so that never more of them are alive
-than a rank has of its own. A rank's queries lie in runs of consecutive tokens; each run is one call
-of attention with the keys up to its last query, a Piece. Backward gathers keys and values again
-and sums their gradients over the ranks, each for its own tokens, in the order of the ranks.
+Keys and values are gathered, those of H/cp heads at a time, so that never more of them are in
+memory than a rank's own. A rank's queries are runs of consecutive tokens; each run is one call of
+attention with the keys up to its last query, a Piece. Backward gathers keys and values again and
+sums their gradients over the ranks, each for its own tokens, in the order of the ranks.
 
-[Note: bits] A query sees the keys that it sees in one process, in the order of their places, and
-its row of the dropout mask: o and dq have the bits of one process for any lengths. (The kernels of
-attention compute rows apart from each other and keys from the first on.) dk and dv are sums over
-queries that lie on several ranks: another order than that of one process, but a fixed one. In 16
-bits a rank's part of that sum is rounded before it is sent.
+[Note: bits] A query sees the same keys as in one process, in the same order, and its row of the
+dropout mask: o and dq have the bits of one process for any lengths. (The attention kernels compute
+rows independently and keys from the first on.) dk and dv are sums over queries on several ranks: in
+another, but fixed order. In 16 bits a rank's part of that sum is rounded before it is sent.
 
 [Note: documents] Of the documents in a run only the first may have begun before it. Its queries are
-a call of their own, with the keys from its begin on; the others are whole, or end with the run.
+a separate call, with the keys from its beginning; the others are whole, or end with the run.
 
 Source: Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2 (gathered keys, head and tail)
 """
@@ -36,8 +35,8 @@ _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 class Piece(NamedTuple):
     """One call of attention: queries of some rows of the batch, and the keys that they see.
 
-    rows: of the batch. queries: of those that this rank has of a row. keys: of the row's tokens.
-    first_row: in the mask, that of the first query; of sample or document `sample`.
+    rows: of the batch. queries: range in this rank's tokens of a row. keys: in the row's tokens.
+    first_row: row of the first query in the mask of sample or document `sample`.
     bounds: cu_seqlens of whole documents, whose queries and keys are the same tokens.
     """
 
@@ -49,7 +48,7 @@ class Piece(NamedTuple):
     bounds: tuple[int, ...] | None = None
 
     def of_queries(self, x: Tensor, batch: int) -> Tensor:
-        """[N/cp, H, D] of this rank's tokens -> as attention takes them, a view."""
+        """[N/cp, H, D] of this rank's tokens -> the shape for attention, a view."""
         x = x.unflatten(0, (batch, -1))[self.rows, self.queries]
         return x if self.bounds is None else x[0]
 
@@ -62,7 +61,7 @@ class Piece(NamedTuple):
 def pieces(
     cp: ContextParallel, batch: int, time: int, bounds: Sequence[int] | None
 ) -> Iterator[Piece]:
-    """The calls that together attend this rank's queries. bounds: cu_seqlens of the whole batch."""
+    """The calls for all of this rank's queries. bounds: cu_seqlens of the whole batch."""
     length = time // cp.n_chunks
     for i, chunk in enumerate(cp.chunks):
         queries, start = slice(i * length, (i + 1) * length), chunk * length
@@ -76,7 +75,7 @@ def pieces(
 def _of_documents(
     row: int, time: int, queries: slice, start: int, bounds: Sequence[int]
 ) -> Iterator[Piece]:
-    """Those of a run that begins at `start` of its row; see [Note: documents]."""
+    """Pieces of a run that begins at `start` of its row; see [Note: documents]."""
     end = start + queries.stop - queries.start
     first = row * time  # of the row, in bounds
     inside = [i for i, b in enumerate(bounds[:-1]) if start < b - first < end]
@@ -85,7 +84,7 @@ def _of_documents(
     cuts = [bounds[i] - first for i in inside]
     rows = slice(row, row + 1)
     stop = cuts[0] if cuts else end
-    at = queries.start - start  # from places in the row to this rank's
+    at = queries.start - start  # from positions in the row to this rank's
     yield Piece(rows, slice(start + at, stop + at), slice(begin, stop), start - begin, opened)
     if cuts:
         lengths = tuple(cut - stop for cut in (*cuts, end))
@@ -93,8 +92,8 @@ def _of_documents(
 
 
 class Planned(NamedTuple):
-    """A Piece, and what it gives attention from the device: cu_seqlens of its documents, and what
-    makes the key of a batch that of its first document."""
+    """A Piece with its tensors on the device: cu_seqlens of its documents, and the difference of
+    the rng key of its first document from the batch's."""
 
     piece: Piece
     cu_seqlens: Tensor | None = None
@@ -102,8 +101,8 @@ class Planned(NamedTuple):
 
 
 def planned(cp: ContextParallel, batch: int, time: int, documents: Tensor | None) -> list[Planned]:
-    """All pieces. Documents are read once a batch, not in each layer and direction: what follows
-    from them stays with the tensor until it is written."""
+    """All pieces. Documents are read once per batch, not in each layer and direction: the result
+    stays with the tensor until it is written."""
     if documents is None:
         return [Planned(piece) for piece in pieces(cp, batch, time, None)]
     version = None if documents.is_inference() else documents._version
@@ -117,8 +116,8 @@ def planned(cp: ContextParallel, batch: int, time: int, documents: Tensor | None
 
 
 def _plan(found: list[Piece], device: torch.device) -> list[Planned]:
-    """What it takes on the device is copied at once, in rows that begin at multiples of 16 bytes:
-    kernels are compiled for those."""
+    """Copies the device tensors at once, in rows that begin at multiples of 16 bytes, for which
+    kernels are compiled."""
     rows = [(0, piece.sample, 0, 0, *(piece.bounds or ())) for piece in found]
     width = -(-max(map(len, rows)) // 4) * 4
     rows = [row + (0,) * (width - len(row)) for row in rows]
@@ -136,7 +135,7 @@ def _plan(found: list[Piece], device: torch.device) -> list[Planned]:
 
 
 class _Calls:
-    """What forward and backward share: the pieces, groups of heads, and arguments of each call."""
+    """The common part of forward and backward: pieces, groups of heads, arguments of each call."""
 
     def __init__(
         self,
@@ -156,7 +155,7 @@ class _Calls:
         self.step = -(-self.heads // self.cp.size)
 
     def groups(self) -> Iterator[tuple[slice, Tensor]]:
-        """Some heads, and keys and values of all tokens, [N, 2, heads, D]."""
+        """(some heads, keys and values of all tokens [N, 2, heads, D])."""
         for first in range(0, self.heads, self.step):
             heads = slice(first, min(self.heads, first + self.step))
             yield (
@@ -165,7 +164,7 @@ class _Calls:
             )
 
     def settings(self, planned: Planned, heads: slice) -> tuple:
-        """Arguments of attention and its backward behind the tensors."""
+        """Arguments of attention and its backward after the tensors."""
         piece, cu, further = planned
         key = self.key if self.key is None or further is None else self.key + further
         first_row = piece.first_row or None if self.threshold else None
@@ -190,7 +189,7 @@ def _attend(qkv: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
 
 
 def _scattered_sum(sent: Tensor, cp: ContextParallel) -> Tensor:
-    """[cp, n, ...] of each rank -> the sum of what ranks have sent to this one, in their order."""
+    """[cp, n, ...] of each rank -> this rank's sum over the senders, in rank order."""
     sent = sent.contiguous()
     parts = torch.empty_like(sent)
     cp.group.all_to_all(parts.view(-1), sent.view(-1))
@@ -281,10 +280,10 @@ def attend_keys(
     """Causal attention of this rank's tokens over those of all ranks.
 
     Args:
-        qkv: [N/cp, 3, H, D], of the tokens that cp, of method "keys", gives this rank.
+        qkv: [N/cp, 3, H, D], of this rank's tokens by cp, with method "keys".
         batch: rows of the N tokens.
         dropout_p, rng, softmax_scale: as in kernels.attention, of the whole batch.
-        documents: cu_seqlens of the whole batch, row behind row; each row begins with one. On a GPU
+        documents: cu_seqlens of the whole batch, row after row; each row begins with one. On a GPU
             the host waits to read them, once for all calls with this tensor.
     Returns:
         o: [N/cp, H, D].
@@ -301,10 +300,10 @@ def attend_keys(
 def attend_rows(
     qkv: Tensor, cp: ContextParallel, softmax_scale: float | None = None, **dropout: Any
 ) -> Tensor:
-    """Causal attention of this rank's tokens of every row over those of all ranks, by its method.
+    """Causal attention of this rank's tokens of every row over those of all ranks, by cp's method.
 
     Args:
-        qkv: [B, T/cp, 3, H, D], of the tokens that cp, which cuts each row, gives this rank.
+        qkv: [B, T/cp, 3, H, D], of this rank's tokens by cp, which cuts each row.
         dropout: dropout_p and rng as in kernels.attention, of the whole batch and a rank's heads.
     Returns:
         o: [B, T/cp, H, D].

@@ -1,33 +1,32 @@
-"""Sequences that the ranks of the axis cp share out, and attention over all of them.
+"""Sequences split over the ranks of cp, and attention over all of them.
 
-Each rank has N/cp of a batch's N = B*T tokens; [Note: chunks] says which. All that works token by
-token needs nothing else. Attention does, in one of two ways. By keys: keys.py. By heads: to_heads()
-gives a rank all tokens of some of the heads, and to_tokens() takes the result back (Ulysses):
+Each rank has N/cp of a batch's N = B*T tokens; [Note: chunks] says which. Work on single tokens
+needs nothing else. Attention works in one of two ways. By keys: keys.py. By heads: to_heads() gives
+a rank all tokens of some of the heads, and to_tokens() returns the result (Ulysses):
 
     q, k, v [N/cp, 3, H, D]  -> to_heads ->  [N, 3, H/cp, D]  -> attention ->  [N, 1, H/cp, D]
                                                       -> to_tokens ->  [N/cp, 1, H, D]
 
-Heads do not see each other, so every row of attention has the bits of one process, its dropout
-among them. Backward is the same two exchanges the other way.
+Heads are independent, so every row of attention has the bits of one process, with its dropout.
+Backward is the same two exchanges reversed.
 
-[Note: chunks] A sequence is cut into equal chunks, of which a rank has some, one after another. By
-heads that sequence is the whole batch, row behind row, and rank r has chunk r of cp: consecutive
-tokens. By keys each row is cut into 2 * cp, and rank r has chunks r and 2 * cp - 1 - r, the first
-that are left and the last: under a causal mask a query's work is its place, and every rank has the
-same sum of places. Models that take nothing but rows (foreign/tp_plan.py) have rows cut like that
-by heads, too, with chunks 2 * r and 2 * r + 1. All else that needs to know which tokens a rank has
-asks ContextParallel.
+[Note: chunks] A sequence is cut into equal chunks, of which each rank has some. By heads the
+sequence is the whole batch, row after row, and rank r has chunk r of cp: consecutive tokens. By
+keys each row is cut into 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r: with a causal
+mask a query's work grows with its position, and so every rank has the same sum of positions. Models
+that take only rows (foreign/tp_plan.py) get rows cut like that by heads, too, with chunks 2 * r and
+2 * r + 1. ContextParallel tells all other code which tokens a rank has.
 
-[Note: padded exchange] cp need not divide the heads: those that pad are zeros, which attention
-turns into zeros; nobody reads them. A batch is padded behind its last position, where attention
-does not look and targets do not count.
+Padding: cp need not divide the heads; padding heads are zeros, which attention maps to unused
+zeros. A batch is padded after its last position, where attention does not look and targets do not
+count.
 
-[Note: one loss] The ranks of cp are given the same batch and return the same loss, that of all its
-tokens, as the ranks of tp do. Towards parameters a rank's gradient is its own tokens' part, and cp
-belongs to the data axes, over which the engine takes the mean: so what is summed here hands back cp
-times its gradient. No loop, count of tokens or learning rate has to know of cp.
+[Note: one loss] The ranks of cp get the same batch and return the same loss, that of all its
+tokens, like the ranks of tp. A rank's gradients of parameters are its own tokens' part, and cp is
+one of the data axes, over which the engine averages; so operators that sum over cp here multiply
+their gradient by cp. No loop, token count or learning rate depends on cp.
 
-[Note: handles] As in axes/tensor/functional.py, an op is given the number of the ContextParallel.
+[Note: handles] As in axes/tensor/functional.py, an op gets the number of the ContextParallel.
 
 Source: Jacobs et al. 2023, arXiv 2309.14509
 """
@@ -53,16 +52,16 @@ _handles: weakref.WeakValueDictionary[int, ContextParallel] = weakref.WeakValueD
 
 
 class ContextParallel:
-    """One rank's place in the axis cp. Made by parallelize(), kept by the modules that use it.
+    """One rank's position in the axis cp. Made by parallelize(), used by the model.
 
     Args:
-        group: of the ranks along cp.
+        group: the ranks along cp.
         method: "heads" or "keys".
-        by_row: each row is cut, whatever the method.
+        by_row: cut each row, with either method.
     Attributes:
         rank, size: along cp.
-        n_chunks, chunks: into so many a sequence is cut, and those of this rank.
-        number: names it in calls of ops.
+        n_chunks, chunks: number of chunks of a sequence, and those of this rank.
+        number: its number in calls of ops.
     """
 
     def __init__(self, group: Collectives, method: str = "heads", *, by_row: bool = False) -> None:
@@ -72,7 +71,7 @@ class ContextParallel:
         self.n_chunks = 2 * self.size if self.by_row else self.size
         self.chunks = self._chunks_of(self.rank)
         every = [chunk for rank in range(self.size) for chunk in self._chunks_of(rank)]
-        self._of_ranks = every  # the chunks, in the order in which ranks have them
+        self._of_ranks = every  # the chunks in the order of the ranks that have them
         self._in_order = sorted(range(self.n_chunks), key=every.__getitem__)
         self.number = next(_numbers)
         _handles[self.number] = self
@@ -87,25 +86,26 @@ class ContextParallel:
 
     def __reduce__(self) -> tuple:
         raise RuntimeError(
-            "ContextParallel: expected a model's state_dict() to be saved, got the model itself on "
-            f"rank {self.rank} of {self.size}; save model.state_dict()"
+            f"ContextParallel: cannot save the model itself on rank {self.rank} of {self.size}; "
+            "save model.state_dict()"
         )
 
     def first_head(self, heads: int) -> int:
-        """The first that this rank attends, of so many."""
+        """The first of so many heads that this rank attends."""
         return 0 if self.by_keys else self.rank * -(-heads // self.size)
 
     def padding(self, batch: int, time: int, shares: int) -> int:
         """Positions to add to each row so that ranks have equal numbers of its tokens.
 
-        shares: ranks that share out tokens, those of cp among them.
+        Args:
+            shares: number of ranks that split tokens, including those of cp.
         """
         if self.by_row:
             return -time % math.lcm(self.n_chunks, shares)
         return -time % shares if batch * time % shares else 0
 
     def runs(self, batch: int, time: int) -> tuple[int, int, tuple[int, int]]:
-        """Where this rank's tokens lie: (first, rows, moved) of kernels.Rng."""
+        """Positions of this rank's tokens: (first, rows, moved) of kernels.Rng."""
         if not self.by_row:
             return self.rank * (batch * time // self.size), time, (0, 0)
         length = time // self.n_chunks
@@ -113,11 +113,11 @@ class ContextParallel:
         return 0, 2 * length, (first, second - length)
 
     def slice(self, x: Tensor) -> Tensor:
-        """This rank's tokens of all of them, [B, T] -> [N/cp]."""
+        """This rank's tokens of all tokens, [B, T] -> [N/cp]."""
         return self._cut(x)[:, self.chunks].flatten()
 
     def slice_rows(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> [B, T/cp, ...], where each row is cut."""
+        """[B, T, ...] -> [B, T/cp, ...], if each row is cut."""
         return self._cut(x)[:, self.chunks].flatten(1, 2)
 
     def of_ranks(self, x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class ContextParallel:
         return parts.movedim(1, 0).flatten(1, 3)
 
     def in_order(self, parts: Tensor, batch: int) -> Tensor:
-        """[cp, N/cp, ...] of each rank -> [N, ...], all tokens: of_ranks() the other way."""
+        """[cp, N/cp, ...] of each rank -> [N, ...], all tokens: the inverse of of_ranks()."""
         if not self.by_row:
             return parts.flatten(0, 1)
         chunks = parts.unflatten(1, (batch, len(self.chunks), -1)).movedim(0, 1).flatten(1, 2)
@@ -139,7 +139,7 @@ class ContextParallel:
 
 
 def context_of(number: int) -> ContextParallel:
-    """The one of this number; see [Note: handles]."""
+    """The ContextParallel of this number; see [Note: handles]."""
     cp = _handles.get(number)
     assert cp is not None, "the model keeps it"
     return cp
@@ -160,7 +160,7 @@ def _to_heads(x: Tensor, number: int) -> Tensor:
 
 
 def _to_tokens(x: Tensor, heads: int, number: int) -> Tensor:
-    """The way back: [cp * n, K, H/cp, D] -> [n, K, heads, D]."""
+    """The inverse: [cp * n, K, H/cp, D] -> [n, K, heads, D]."""
     cp = context_of(number)
     sent = x.unflatten(0, (cp.size, -1)).contiguous()
     out = torch.empty_like(sent)
@@ -252,7 +252,7 @@ def to_heads(x: Tensor, cp: ContextParallel) -> Tensor:
 
 
 def to_tokens(x: Tensor, heads: int, cp: ContextParallel) -> Tensor:
-    """All heads of this rank's tokens, from all tokens of its heads: to_heads() the other way.
+    """All heads of this rank's tokens, from all tokens of its heads: the inverse of to_heads().
 
     Args:
         x: [N, K, H/cp, D]; heads: H.
@@ -269,10 +269,10 @@ def sum_of_parts(x: Tensor, cp: ContextParallel) -> Tensor:
 
 
 def gather_tokens(x: Tensor, batch: int, cp: ContextParallel) -> Tensor:
-    """[N/cp, ...] of this rank's tokens -> [N, ...], on every rank, which all do the same with it.
+    """[N/cp, ...] of this rank's tokens -> [N, ...], on every rank, for equal computations.
 
-    batch: rows of these N tokens.
-
+    Args:
+        batch: rows of these N tokens.
     Ranks: all of cp. Wire: (cp - 1) times x.
     """
     return _gather_op(x, batch, cp.number)

@@ -1,14 +1,14 @@
-"""Mixtures of experts: the router, its losses and counts, and tokens sent to where experts are.
+"""Mixtures of experts: the router, its losses and counts, and the exchange of tokens over ep.
 
-The ranks of ep share out the experts and compute different sequences. Towards an expert's weights
-they are one rank; the dp/ep ranks that have the same expert reduce its gradients, and share its
-state at the stages of ZeRO.
+Experts are distributed over the ranks of ep, which compute different sequences. For an expert's
+weights they act as one rank; the dp/ep ranks with the same expert reduce its gradients, and shard
+its state at the stages of ZeRO.
 
 [Note: sums in the order of one process] In deterministic mode a sum of gradients is a tree over the
-micro-batches of a rank, then over the ranks. An expert gets the rows of ep ranks in one backward;
-so that each rank's micro-batches are added up among themselves first, its weights' gradients of
-different sources are kept apart, [ep, P], until they are sent. That costs the gradients of all
-experts instead of a rank's own.
+micro-batches of a rank, then over the ranks. An expert gets the rows of ep ranks in one backward.
+To sum each rank's micro-batches first, gradients of different source ranks are kept separate,
+[ep, P], until they are sent. That costs memory for the gradients of all experts instead of a rank's
+own.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ SAME = ("replicas", "dp", "cp")  # axes whose ranks have the same experts
 
 
 def expert_elements(shape: GPTConfig) -> int:
-    """Parameters of all experts."""
+    """Number of parameters of all experts."""
     sizes = widths(shape)
     routers = count_elements(block.EXPERTS, {**sizes, "S": 0})
     return shape.expert_layers * (count_elements(block.EXPERTS, sizes) - routers)
 
 
 class Experts(Axis):
-    """Experts shared out over ranks of ep."""
+    """Experts distributed over the ranks of ep."""
 
     name = "experts"
     key = "ep"
@@ -56,17 +56,17 @@ class Experts(Axis):
     place = 4
 
     def plan(self, making: Making) -> None:
-        """Refuse ranks of ep that have nothing to share out."""
+        """Refuse ep above 1 for a model without experts."""
         losses, ep = getattr(making.model, "experts", None), making.mesh.size("ep")
         if ep > 1 and not isinstance(losses, Losses):
             raise ValueError(
-                f"parallelize: expected a fastpar.GPT with experts for ep={ep}, got "
-                f"{type(making.model).__name__} without; set GPTConfig(n_expert=), or leave ep out "
-                "of Mesh: experts of other libraries' models are not recognized"
+                f"parallelize: ep={ep} needs a fastpar.GPT with experts, got "
+                f"{type(making.model).__name__} without; set GPTConfig(n_expert=), or drop ep from "
+                "Mesh: experts of other libraries' models are not recognized"
             )
 
     def split(self, making: Making) -> None:
-        """Each rank of ep keeps its experts."""
+        """Keep the experts of this rank of ep."""
         mesh, model = making.mesh, making.model
         if mesh.size("ep") == 1:
             return
@@ -77,13 +77,13 @@ class Experts(Axis):
                 own = dict(module.named_parameters())
                 states |= {own[name]: state for name, state in module.expert_parallel(ep).items()}
         mesh.broadcast_([p for p in states if not p.is_meta], "ep")
-        mesh.group(*SAME)  # of all ranks, though a pipeline stage may have no experts
+        mesh.group(*SAME)  # called by all ranks, though a pipeline stage may have no experts
         if making.declared is None:
             making.declared = not_split(parameter_names(model))
-        making.declared.share_out(states, ep.group)
+        making.declared.split_experts(states, ep.group)
 
     def travel(self, making: Making, n_shards: int) -> Travel | None:
-        """In copies of which n_shards / ep ranks share one."""
+        """Replicas of experts, each sharded over n_shards / ep ranks."""
         mesh, ep = making.mesh, making.mesh.size("ep")
         if ep == 1:
             return None
@@ -95,13 +95,13 @@ class Experts(Axis):
         return Travel(other, mesh.rank_in(*SAME), share, ep, sources)
 
     def attach(self, making: Making, engine: Any) -> None:
-        """The counts of a model's experts are exchanged by each step."""
+        """Exchange the counts of a model's experts in each step."""
         losses = getattr(making.model, "experts", None)
         if isinstance(losses, Losses):
             losses.attached, engine.control.tally = True, losses
 
     def comms(self, workload: Workload, setup: Setup) -> Iterator[CommOp]:
-        """Rows to their experts and back, in forward and in backward, and their numbers."""
+        """Rows to their experts and back, in forward and in backward, and their counts."""
         if setup.ep == 1:
             return
         shape, n_micro = workload.shape, setup.grad_accum_steps
@@ -149,7 +149,7 @@ class Experts(Axis):
         text = "a token goes through"
         rows = sum(c.bytes * c.count for c in self.comms(workload, setup) if c.axis == "ep")
         sent = size_text(rows * (setup.ep - 1) / setup.ep)
-        more = f"; a rank sends {sent} a step to those of others, if all are chosen equally often"
+        more = f"; a rank sends {sent} a step to other ranks, if all are chosen equally often"
         yield f"experts  {whole:,} parameters; {text} {active:,} of all{more * (setup.ep > 1)}"
 
     def text(self, setup: Setup) -> str:
@@ -161,10 +161,10 @@ def _share(mesh: Mesh, tensors: Sequence[Tensor]) -> None:
 
 
 class Sources:
-    """Gradients of a bucket by the rank of ep whose rows they are from; see the note.
+    """Gradients of a bucket, separate for each source rank of ep; see the note.
 
     Args:
-        ep: ranks whose rows these experts get.
+        ep: number of ranks whose rows these experts get.
         bucket: an engine.bucket.BucketState.
     """
 
@@ -177,7 +177,7 @@ class Sources:
             p.apart = _Taker(arrived)
 
     def collect(self, position: int, *, first: bool) -> None:
-        """Add a parameter's, in the order of the backward passes; first: of this micro-batch."""
+        """Add a parameter's gradients of the oldest backward; first: of this micro-batch."""
         slot, arrived = self._slots[position], self._arrived[position]
         if self._sums is None:
             self._sums = self._zeros()
@@ -191,7 +191,7 @@ class Sources:
                 break
 
     def micro_batch(self, has: Container[int]) -> Tensor:
-        """This micro-batch's [ep, P]; zeros where no gradient came, but at these positions."""
+        """This micro-batch's [ep, P]; zero for all parameters but those at these positions."""
         sums, self._sums = self._sums, None
         if sums is None:
             return self._zeros()
@@ -204,12 +204,12 @@ class Sources:
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
     def sum_into(self, grad: Tensor, sources: Tensor) -> None:
-        """A tree over the sources: [ep, P] -> grad, the first elements of [P]."""
+        """Sum over the sources as a tree: [ep, P] -> grad, the first elements of [P]."""
         grad.copy_(summed(sources)[: len(grad)])
 
 
 class _Taker:
-    """Is given the gradients of each source, and remembers in which backward."""
+    """Stores the gradients of each source, with the number of their backward."""
 
     def __init__(self, arrived: deque[tuple[int, Tensor]]) -> None:
         self._arrived = arrived

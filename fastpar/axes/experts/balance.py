@@ -1,22 +1,22 @@
-"""What keeps experts busy: a loss, or a bias, from the counts of the global batch.
+"""Load balancing of experts: a loss, or a bias, from the counts of the global batch.
 
-    balance   a * E * sum over e of f_e * p_e     f_e: share of the choices, p_e: softmax(logits)
+    balance   a * E * sum over e of f_e * p_e     f_e: fraction of the choices, p_e: softmax(logits)
     z         b * logsumexp(logits)^2
-    bias      of the choice alone: + rate for an expert with less than the mean count, - with more
+    bias      of the choice alone: + rate for an expert below the mean count, - above it
 
-[Note: which counts] f_e, and the counts of the bias, are those of the whole step before: of all
+[Note: which counts] f_e, and the counts of the bias, are those of the whole previous step: of all
 data ranks and all micro-batches, summed as integers. A sum over one rank's tokens would give every
 layout another loss (the mean of products is not the product of means), and the present step's
-counts are known when all of its forwards are over, too late for the backward passes of the first
-ones. So each token's part is a function of that token, the loss is a sum over tokens like the
-cross-entropy, and any split of a batch into ranks and micro-batches gives the same one. In the
-first step f_e is 1/E. The counts are buffers of the model: checkpoints have them.
+counts are known only after all its forwards, too late for the first backward passes. So each
+token's part depends only on that token, the loss is a sum over tokens like the cross-entropy, and
+any split of a batch into ranks and micro-batches gives the same one. In the first step f_e is 1/E.
+The counts are buffers of the model and so in checkpoints.
 
 [Note: gradients without a value] These losses are added to the gradient of the logits and not to
-the loss that a model returns: recomputed blocks and pipeline stages need no way to hand them on.
-Their scale is the gradient of the returned loss (reduction, loss scale, count of tokens), which
-the backward of that loss notes before it reaches any block: Losses. Counts are noted in backward,
-too: once, whatever is recomputed.
+the loss that a model returns, so recomputed blocks and pipeline stages need not pass them on. Their
+scale is the gradient of the returned loss (reduction, loss scale, count of tokens), which the
+backward of that loss stores before it reaches any block: Losses. Counts are noted in backward too:
+once, whatever is recomputed.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PARTS = 2  # numbers of a layer beside counts and probabilities: dropped choices, sum of z
+PARTS = 2  # numbers of a layer besides counts and probabilities: dropped choices, sum of z
 
 
 @dataclass
 class Losses:
-    """What all experts of a model share.
+    """State that all experts of a model share.
 
     Args:
         n_layer, n_expert: layers with experts, and experts in each.
         balance, z: the factors of both losses; rate: of the bias.
     Attributes:
-        scale: by which a token's losses are multiplied, a tensor; see the note.
+        scale: factor of a token's losses, a tensor; see the note.
         attached: an engine sums the counts of a step.
-        layers: this rank's, by number: what is told the counts.
+        layers: this rank's routers, by number, which get the counts.
         last: fp64 [n_layer, 2E + 2], the sums of the last step over all ranks: counts, sums of
             probabilities, dropped choices, sum of squared logsumexp; None before the first.
     """
@@ -63,7 +63,7 @@ class Losses:
         self._sums[layer] += values
 
     def take(self, device: torch.device) -> Tensor:
-        """This rank's sums of the step; the next one begins."""
+        """This rank's sums of the step; the next step begins."""
         sums, self._sums = self._sums, None
         if sums is None:
             width = 2 * self.n_expert + PARTS
@@ -71,13 +71,13 @@ class Losses:
         return sums.flatten()
 
     def give(self, total: Tensor, rows: Tensor) -> None:
-        """The sums of all ranks: the counts of the next step."""
+        """Receive the sums of all ranks: the counts of the next step."""
         self.last = total.view(self.n_layer, -1)
         for number, layer in self.layers.items():
             layer.update(self.last[number, : self.n_expert].round().long())
 
     def forget(self) -> None:
-        """The gradients that were counted are gone."""
+        """Drop the sums of gradients that were dropped."""
         self._sums = None
 
     def note_scale(self, loss: Tensor, tokens: Tensor | int) -> Tensor:
@@ -85,11 +85,11 @@ class Losses:
         return _NoteScale.apply(loss, self, tokens)
 
     def check(self) -> None:
-        """Refuse to train where nobody would sum the counts."""
+        """Refuse to train without an engine that sums the counts."""
         if not self.attached and (self.balance or self.rate):
             raise ValueError(
-                "GPT: expected fastpar.parallelize before training with experts, which sums the "
-                f"counts of a step (one process: fastpar.Mesh()), got balance_loss={self.balance} "
+                "GPT: training with experts needs fastpar.parallelize, which sums the counts of a "
+                f"step (one process: fastpar.Mesh()), got balance_loss={self.balance} "
                 f"balance_rate={self.rate} without; call it, or set both to 0"
             )
 
@@ -109,14 +109,14 @@ class _NoteScale(torch.autograd.Function):
 
 
 class Choice:
-    """What was chosen of the logits of one forward: filled in when it is known."""
+    """The experts chosen from the logits of one forward; set when they are known."""
 
     experts: Tensor  # [N, K]
     dropped = 0
 
 
 class _WithLosses(torch.autograd.Function):
-    """The identity of logits[N, E], whose gradient has that of the losses added."""
+    """The identity of logits[N, E]; adds the losses' gradient in backward."""
 
     @staticmethod
     def forward(
@@ -149,7 +149,7 @@ class _WithLosses(torch.autograd.Function):
 def with_losses(
     logits: Tensor, share: Tensor, losses: Losses, layer: int, choice: Choice
 ) -> Tensor:
-    """logits[N, E]; their gradient has that of the losses of a layer's tokens added.
+    """logits[N, E], whose gradient includes that of the losses of a layer's tokens.
 
     Args:
         share: [E], f_e; layer: its number; choice: counted in backward.
@@ -158,15 +158,15 @@ def with_losses(
 
 
 def sums_of(model: Any, like: Tensor) -> Tensor:
-    """What the experts of a model counted in the last step, flat; nothing of a model without."""
+    """The sums of a model's experts in the last step, flat; empty without experts."""
     losses: Losses | None = model.experts
     return like.new_empty(0) if losses is None or losses.last is None else losses.last.flatten()
 
 
 def report_of(model: Any, sums: Tensor) -> dict[str, Any]:
-    """What sums_of() a step says, for people: columns of a row of metrics.
+    """Columns of a row of metrics, from sums_of() a step.
 
-    expert_load: share of the choices of each expert, by layer; expert_dropped: of all choices;
+    expert_load: fraction of the choices of each expert, by layer; expert_dropped: of all choices;
     balance, router_z: a token's mean losses without their factors, over the layers.
     """
     losses: Losses | None = model.experts

@@ -1,4 +1,4 @@
-"""Experts in the place of a GPT's MLP: each token's rows go through the K that its router chose.
+"""Experts instead of a GPT's MLP: each token's rows go through the K experts of its router.
 
     logits [N, E] = x @ router.T, in fp32            route, permute (kernels/)
     rows [M, C] -> c_fc[e] -> GELU -> c_proj[e]      grouped_linear, of this rank's experts
@@ -8,25 +8,21 @@
 first ones in the order of the tokens; a token's dropped choices add 0. N is what one data rank
 computes in one forward, so layouts with equal micro-batches drop the same. None drops nothing.
 
-[Note: tp] Every rank of tp has all tokens and F/tp of each expert's features. From the input to the
-sum of the ranks' parts of y all gradients are parts of a sum over tp; so is the router's, and that
-of c_proj's bias, which one rank adds.
+[Note: tp] Every rank of tp has all tokens and F/tp of each expert's features. Between the input and
+the sum of y over the ranks all gradients are partial over tp, also the router's, and that of
+c_proj's bias, which only one rank adds.
 
-Rows sent to the ranks that have their experts, and the results back.
-
-Of E experts each of the ep ranks has E/ep, consecutive ones. Rows are sorted by expert, so what
-goes to a rank is one piece of them:
+[Note: ep] Of E experts each of the ep ranks has E/ep consecutive ones. Rows are sorted by expert,
+so the rows for a rank are contiguous:
 
     rows [M, C] -> all_to_all, exact sizes -> [S, C], by source and expert -> layers
          [M, C] <- all_to_all              <- [S, C]
 
-The numbers of rows, E of them, are exchanged first; the host waits for them.
-
-[Note: gradients of experts] A rank's experts see the tokens of ep ranks, and their gradients are
-reduced as the mean over the dp/ep ranks that have the same ones. Everything else takes the mean
-over dp. So gradients are divided by ep on their way to the experts and multiplied again on their
-way back: both are exact for powers of two, and no loop, count of tokens or learning rate has to
-know of ep.
+The numbers of rows, E of them, are exchanged first; the host waits for them. A rank's experts see
+the tokens of ep ranks, and their gradients are averaged over the dp/ep ranks with the same experts,
+all others over dp. So gradients are divided by ep on their way to the experts and multiplied on
+their way back: both are exact for powers of two, and no loop, token count or learning rate depends
+on ep.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ from fastpar.sharding.placements import Partial, Shard, State
 
 
 class Stack(nn.Module):
-    """The weights of one layer of all experts, [E, F, C], and biases, [E, F]."""
+    """Weights of one layer of all experts, [E, F, C], and biases, [E, F]."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -63,11 +59,11 @@ class Stack(nn.Module):
 
 
 class Router(nn.Module):
-    """Who goes where: logits of all experts, and what balances them (balance.py).
+    """Logits of all experts, and the state that balances them (balance.py).
 
     Attributes:
         load: int64 [E], choices of each expert in the last step, over all ranks.
-        steps: int64 [E], how often the bias went up, less how often down.
+        steps: int64 [E], how often the bias went up, minus how often down.
     """
 
     load: Tensor
@@ -77,13 +73,13 @@ class Router(nn.Module):
         super().__init__()
         self.top_k, self.rate = config.top_k, config.balance_rate
         self.weight = nn.Parameter(torch.empty(shape))
-        for name in ("load", "steps"):  # integers: a model's .to(bfloat16) leaves them alone
+        for name in ("load", "steps"):  # integers: a model's .to(bfloat16) does not change them
             self.register_buffer(name, torch.zeros(config.n_expert, dtype=torch.int64))
 
     def forward(
         self, x: Tensor, losses: Losses | None, layer: int
     ) -> tuple[Tensor, Tensor, Choice | None]:
-        """weights [N, K] and experts [N, K] of x [N, C]; losses: of a forward in training."""
+        """(weights [N, K], experts [N, K]) of x [N, C]; losses: only of a forward in training."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             logits, choice = F.linear(x.to(dtype), self.weight.to(dtype)), None
@@ -97,21 +93,21 @@ class Router(nn.Module):
         return weights, experts, choice
 
     def _share(self, dtype: torch.dtype) -> Tensor:
-        """f_e: of the step before, or equal ones."""
+        """f_e: of the previous step, or equal ones."""
         total = self.load.sum()
         equal = torch.full_like(self.load, 1.0 / len(self.load), dtype=torch.float64)
         return torch.where(total > 0, self.load.double() / total.clamp(min=1), equal).to(dtype)
 
     @torch.no_grad()
     def update(self, counts: Tensor) -> None:
-        """The counts of a step, [E] int64."""
+        """Set the counts of a step, [E] int64."""
         if self.rate:
             self.steps += torch.sign(counts.sum() - len(counts) * counts)
         self.load.copy_(torch.where(counts.sum() > 0, counts, self.load))
 
 
 class Experts(nn.Module):
-    """The experts of one layer, whose maker gives it its weights; see the top of the file.
+    """The experts of one layer; their creator sets the weights; see the top of the file.
 
     Args:
         losses: of the model; number: of this layer among those with experts.
@@ -141,13 +137,13 @@ class Experts(nn.Module):
         }
 
     def expert_parallel(self, ep: ExpertParallel) -> dict[str, State]:
-        """Keeps it; the states of its parameters along ep."""
+        """Store ep; returns the states of its parameters along ep."""
         self.ep = ep
         names = ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
         return dict.fromkeys(names, Shard(0))
 
     def forward(self, y: Tensor) -> Tensor:
-        """[..., C] -> [..., C]; under sequence parallelism this rank's tokens, [N/tp, C]."""
+        """[..., C] -> [..., C]; with sequence parallelism this rank's tokens, [N/tp, C]."""
         x, tp = y.reshape(-1, y.shape[-1]), self.tp
         if tp is not None:
             x = gather(x, 0, tp, partial=True) if tp.sequence_parallel else copy_to(x, tp)
@@ -182,29 +178,29 @@ class Experts(nn.Module):
 
 @functools.cache
 def _keep_out_of_graphs() -> None:
-    """No torch.compile traces experts, whose sizes depend on the data, nor what backward notes.
+    """Keep torch.compile from tracing experts, whose sizes depend on the data.
 
-    Not decorators: that imports torch's compiler, for models without experts, too.
+    Not by decorators, which would import torch's compiler, for models without experts, too.
     """
     for kind, name in ((Experts, "forward"), (Losses, "note_scale")):
         setattr(kind, name, torch.compiler.disable(getattr(kind, name)))
 
 
-# Rows to the ranks that have their experts
+# Exchange over ep
 
 _numbers = itertools.count(1)
 _places: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()
 
 
 class ExpertParallel:
-    """One rank's place in the axis ep. Made by parallelize(), kept by the modules that use it.
+    """One rank's position in the axis ep. Made by parallelize(), used by the experts.
 
     Args:
-        group: of the ranks along ep.
+        group: the ranks along ep.
     Attributes:
         rank, size: along ep.
-        number: names it in calls of ops, so that selective recomputation keeps what was received.
-        sent_bytes: of rows and their gradients, to other ranks, since somebody set it to 0.
+        number: its number in calls of ops, so that selective recomputation keeps received rows.
+        sent_bytes: of rows and their gradients, to other ranks, since it was set to 0.
     """
 
     def __init__(self, group: Collectives) -> None:
@@ -217,18 +213,18 @@ class ExpertParallel:
 
     def __reduce__(self) -> tuple:
         raise RuntimeError(
-            "ExpertParallel: expected a model's state_dict() to be saved, got the model itself on "
-            f"rank {self.rank} of {self.size}; save model.state_dict()"
+            f"ExpertParallel: cannot save the model itself, of which rank {self.rank} of "
+            f"{self.size} has some experts; save model.state_dict()"
         )
 
     def counts(self, counts: Tensor) -> Tensor:
-        """[E] rows for each expert -> [ep, E/ep], what each rank sends to this one's experts."""
+        """[E] rows per expert -> [ep, E/ep] rows that each rank sends to this rank's experts."""
         out = torch.empty_like(counts)
         self.group.all_to_all(out, counts)
         return out.view(self.size, -1)
 
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Rows x[M, C], so many to each rank -> rows from each. Ranks: all of ep."""
+        """Send rows of x[M, C], sent[r] of them to rank r; returns the received rows. Ranks: ep."""
         width = x.shape[1]
         out = x.new_empty(sum(received), width)
         sizes = [[n * width for n in counts] for counts in (received, sent)]
@@ -248,7 +244,7 @@ _counts_op = define_op(
     lambda counts, ep: torch.empty_like(counts).view(_places[ep].size, -1),
     _DEVICES,
 )
-_exchange_op = define_op(  # factor: of the gradient, which goes back the same way
+_exchange_op = define_op(  # factor: of the gradient, which takes the same way back
     "ep_exchange(Tensor x, int[] sent, int[] got, float factor, int ep) -> Tensor",
     _all_to_all,
     lambda x, sent, got, factor, ep: x.new_empty(sum(got), x.shape[1]),
@@ -270,10 +266,10 @@ define_autograd(_exchange_op, _setup_context, _backward)
 
 
 class Dispatch:
-    """The way of some rows to their experts and back; see the top of the file.
+    """The exchange of rows with the ranks that have their experts; see [Note: ep].
 
     Args:
-        counts: [E] rows of each expert, of this rank's.
+        counts: [E] rows for each expert, of this rank.
     Attributes:
         counts: [ep, E/ep] rows that this rank gets, by source.
     """
@@ -284,9 +280,10 @@ class Dispatch:
         self._sent, self._received = both.tolist()
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """Ranks: all of ep. Wire: the rows of other ranks' experts, forward and backward."""
+        """Send rows to their experts. Ranks: all of ep. Wire: the rows of other ranks' experts,
+        forward and backward."""
         return _exchange_op(rows, self._sent, self._received, float(self.ep.size), self.ep.number)
 
     def to_tokens(self, rows: Tensor) -> Tensor:
-        """The way back."""
+        """Send results back."""
         return _exchange_op(rows, self._received, self._sent, 1.0 / self.ep.size, self.ep.number)

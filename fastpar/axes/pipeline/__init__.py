@@ -1,4 +1,4 @@
-"""Pipelines: schedules as data, their simulator, the cut of a model into stages."""
+"""Pipelines: schedules as data, their simulator, and the cut of a model into stages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fastpar.settings.model import GPTConfig, part_flops, vocabulary_rows
 
 
 class RankParts(NamedTuple):
-    """What a pipeline's rank has: of each layer of each chunk whether it has experts; whether the
-    embedding, the head are there too."""
+    """The parts of the model on a pipeline's rank: for each layer of each chunk whether it has
+    experts; whether the rank has the embedding, and the head."""
 
     layers: tuple[tuple[bool, ...], ...]
     first: bool
@@ -25,7 +25,7 @@ class RankParts(NamedTuple):
 
 
 def stage_layers(shape: GPTConfig, setup: Setup) -> Sequence[int]:
-    """Layers on each of the stages: as asked for, or by flops of a token's forward."""
+    """Layers on each of the stages: by pp_split, or by FLOPs of a token's forward."""
     return setup.pp_split or _cut(shape, setup.pp * setup.chunks)
 
 
@@ -35,7 +35,7 @@ def _cut(shape: GPTConfig, n_stages: int) -> tuple[int, ...]:
 
 
 def parts_of(workload: Workload, setup: Setup) -> tuple[RankParts, ...]:
-    """What each rank of a pipeline has."""
+    """The parts of each rank of a pipeline."""
     if setup.pp == 1:
         return (RankParts((_layers(workload.shape),), True, True),)
     split = tuple(stage_layers(workload.shape, setup))
@@ -72,16 +72,16 @@ SCHEDULES = (
 )
 
 
-SURE = 0.9  # of a bubble's formula, which is exact for equal stages
+SURE = 0.9  # safety factor of a bubble's formula, which is exact for equal stages
 
 
 def most_stages(workload: Workload) -> int:
-    """Each has a layer."""
+    """The largest number of stages; each has a layer."""
     return min(MOST_STAGES, workload.shape.n_layer)
 
 
 class Pipelined(Axis):
-    """Layers in stages on ranks of pp."""
+    """Layers in stages on the ranks of pp."""
 
     name = "pipeline"
     order = 20
@@ -102,7 +102,7 @@ class Pipelined(Axis):
         yield CommOp("all_reduce", "pp", table, 2, stride * (setup.pp - 1), 1, "")
 
     def header(self, known: Mapping[str, Any], shape: GPTConfig) -> Iterator[str]:
-        """Also the part of the time in which a rank waits."""
+        """Also the fraction of the time in which a rank waits."""
         pp, name, m = known["pp"], known["schedule"], known["grad_accum_steps"]
         if pp == 1:
             return
@@ -114,7 +114,7 @@ class Pipelined(Axis):
         bubble = 1 - 3 * m * sum(flops) / (pp * makespan)
         yield (
             f"stages   {' + '.join(map(str, split))} layers, {name} over {m} micro-batches: "
-            f"ranks wait for {bubble:.0%} of a step, by the floating-point operations of stages"
+            f"ranks wait {bubble:.0%} of a step, by the stages' FLOPs"
         )
 
     def cut(self, making: Making) -> None:
@@ -128,7 +128,7 @@ class Pipelined(Axis):
         cut = making.kept.get(self.name)
         if cut is not None:
             making.stages = make_stages(cut, making.model, making.mesh, making.make)
-            making.apart = cut.starts(making.model)
+            making.unit_starts = cut.starts(making.model)
 
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:
         if setup.pp == 1:
@@ -143,7 +143,7 @@ class Pipelined(Axis):
                     yield staged
 
     def last_resort(self, setup: Setup) -> int:
-        """At stages 2 and 3 it reduces the gradients of each micro-batch."""
+        """Later at stages 2 and 3, which reduce the gradients of each micro-batch."""
         return int(setup.pp > 1 and setup.zero_stage > 1)
 
     def least_wait_s(self, setup: Setup, working_s: float) -> float | None:
@@ -175,8 +175,8 @@ class Pipelined(Axis):
         near = [n for n in divisors(world_size) if n <= most]
         if not 1 <= stages <= most or world_size % stages:
             raise ValueError(
-                f"plan: expected pp to divide the {world_size} ranks and to be at most {most}, of "
-                f"{workload.shape.n_layer} layers, got pp={stages}; use --pp "
+                f"plan: expected pp to divide the {world_size} ranks and to be at most {most} "
+                f"({workload.shape.n_layer} layers), got pp={stages}; use --pp "
                 + " or ".join(map(str, near[-3:]))
             )
 

@@ -1,21 +1,21 @@
-"""Schedules of a pipeline as data: per rank, which part of which micro-batch comes next.
+"""Pipeline schedules as data: per rank, which chunk runs which micro-batch next.
 
 With p ranks, m micro-batches and v chunks of the model on each rank there are p v stages.
 
     gpipe        all forwards, then all backward passes
-    1f1b         p - 1 - rank forwards ahead, then one forward, one backward in turn
-    interleaved  1f1b over v chunks a rank (Narayanan et al. 2021): stage c p + rank is chunk c
-    zb-h1        1f1b with split backward (Qi et al. 2023): weight gradients fill the waiting at
-                 the end; as many micro-batches are held
-    zb-v         two chunks a rank in the shape of a V: rank 0 has the first and the last stage, so
-                 that a tied table is there once (Qi et al. 2024)
+    1f1b         p - 1 - rank forwards ahead, then one forward and one backward alternately
+    interleaved  1f1b over v chunks per rank (Narayanan et al. 2021): stage c p + rank is chunk c
+    zb-h1        1f1b with split backward (Qi et al. 2023): weight gradients fill the bubble at the
+                 end; equally many micro-batches are held
+    zb-v         two chunks per rank in the shape of a V: rank 0 has the first and the last stage,
+                 so a tied table exists once (Qi et al. 2024)
 
-[Note: order] In every schedule the backward passes of a chunk, and its weight gradients, come in
-the order of the micro-batches: sums over them are those of one process.
+In every schedule the backward passes of a chunk, and its weight gradients, are in the order of the
+micro-batches: sums over them are those of one process.
 
-What a schedule costs, and whether it can run at all, is found by going through it: time_of(),
-held_of(). cut() says where to cut a model: cut([embedding, layer, ..., layer, head], 4) -> layers
-on each stage, so that the stage with most to do has as little as possible.
+Simulation shows a schedule's cost, and whether it can run at all: time_of(), held_of(). cut() says
+where to cut a model: cut([embedding, layer, ..., layer, head], 4) -> layers on each stage, so that
+the most expensive stage is as cheap as possible.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastpar.settings.rules import check, check_synchronous
 
 
 class Kind(enum.Enum):
-    """What is done to a micro-batch by a chunk."""
+    """What a chunk does with a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -42,7 +42,7 @@ class Kind(enum.Enum):
 
 
 class Op(NamedTuple):
-    """A kind, of one chunk of this rank, for one micro-batch."""
+    """An operation: a kind, of one chunk of this rank, for one micro-batch."""
 
     kind: Kind
     chunk: int
@@ -50,7 +50,7 @@ class Op(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What every rank does, in order.
+    """The operations of every rank, in order.
 
     Attributes:
         name: see the table above.
@@ -66,20 +66,20 @@ class Schedule(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """All chunks of all ranks."""
+        """Number of chunks of all ranks."""
         return self.ranks * self.chunks
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are operations of their own."""
+        """Whether weight gradients are separate operations."""
         return self.name in SPLIT
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """The stage that a rank has as one of its chunks."""
+        """The stage of a rank's chunk."""
         return stage_of(self.name, self.ranks, rank, chunk)
 
     def owner(self, stage: int) -> tuple[int, int]:
-        """The rank that has a stage, and as which chunk; the other way round of stage_of."""
+        """(rank, chunk) of a stage; the inverse of stage_of."""
         chunk, rank = divmod(stage, self.ranks)
         return (self.ranks - 1 - rank if _in_v(self.name) and chunk % 2 else rank), chunk
 
@@ -103,7 +103,7 @@ def _gpipe(p: int, m: int, v: int, rank: int) -> Iterator[Op]:
 
 
 def _alternate(forwards: list[Op], backwards: list[Op], ahead: int) -> Iterator[Op]:
-    """So many forwards first; then one of each in turn; the rest of the backward passes."""
+    """`ahead` forwards first; then one of each alternately; then the other backward passes."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for forward, backward in itertools.zip_longest(forwards[ahead:], backwards):
@@ -113,7 +113,7 @@ def _alternate(forwards: list[Op], backwards: list[Op], ahead: int) -> Iterator[
 
 
 def _interleaved(p: int, m: int, v: int, rank: int) -> Iterator[Op]:
-    """In groups of p micro-batches; operations of those that the last group lacks are left out."""
+    """In groups of p micro-batches; operations of missing ones in the last group are omitted."""
     groups = [range(low, low + p) for low in range(0, m, p)] if v > 1 else [range(m)]
     forwards = [Op(F, c, i) for group in groups for c in range(v) for i in group]
     backwards = [Op(B, v - 1 - c, i) for _, c, i in forwards]
@@ -134,7 +134,7 @@ def _zb_h1(p: int, m: int, v: int, rank: int) -> Iterator[Op]:
 
 
 def _zb_v(p: int, m: int, v: int, rank: int) -> Iterator[Op]:
-    """For m >= 2 p - 1; of fewer micro-batches, the operations of the missing ones are left out."""
+    """For m >= 2 p - 1; for fewer micro-batches, operations of the missing ones are omitted."""
     most, count = max(m, 2 * p - 1), {(kind, c): 0 for kind in Kind for c in (0, 1)}
 
     def do(*what: tuple[Kind, int]) -> Iterator[Op]:
@@ -168,7 +168,7 @@ SPLIT = ("zb-h1", "zb-v")
 
 
 def check_name(name: str, *, caller: str) -> None:
-    """Refuse an unknown schedule, and those of stale weights."""
+    """Refuse an unknown schedule, and schedules with stale weights."""
     check_synchronous(caller, "schedule", name, "'1f1b', PipeDream's order with a flush")
     if name not in RULES:
         raise ValueError(
@@ -178,17 +178,17 @@ def check_name(name: str, *, caller: str) -> None:
 
 
 def chunks_of(name: str, chunks: int | None, *, caller: str) -> int:
-    """The chunks on each rank; None: the fewest that make the schedule differ from 1f1b.
+    """The chunks on each rank. Default: the fewest with which the schedule differs from 1f1b.
 
     Raises:
-        ValueError: an unknown schedule; chunks that it does not take.
+        ValueError: an unknown schedule; chunks that it does not support.
     """
     check_name(name, caller=caller)
     check(caller, {"schedule": name, "chunks": chunks})
     return pp_chunks(name, chunks)
 
 
-@functools.lru_cache(16)  # a training loop asks in every step
+@functools.lru_cache(16)  # a training loop calls it in every step
 def make_schedule(
     name: str, ranks: int, micro_batches: int, chunks: int | None = None, *, caller: str = "plan"
 ) -> Schedule:
@@ -201,19 +201,19 @@ def make_schedule(
     if min(ranks, micro_batches) < 1:
         raise ValueError(
             f"{caller}: expected at least one rank and one micro-batch, got pp={ranks} "
-            f"micro_batches={micro_batches}; choose larger ones"
+            f"micro_batches={micro_batches}; pass larger ones"
         )
     each = (RULES[name](ranks, micro_batches, chunks, rank) for rank in range(ranks))
     return Schedule(name, ranks, micro_batches, chunks, tuple(tuple(ops) for ops in each))
 
 
-# What a schedule costs
+# Costs
 
-# More micro-batches than this many times the ranks only repeat what the schedule does in its
-# middle: every further one costs what the fullest rank has to do.
+# More micro-batches than this many times the ranks only repeat the middle of the schedule: each
+# further one costs the work of the busiest rank.
 ENOUGH = 2
 
-FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # after it a micro-batch is no longer held
+FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # after it a micro-batch is not held any more
 
 
 class Costs(NamedTuple):
@@ -225,7 +225,7 @@ class Costs(NamedTuple):
 
 
 def needs(schedule: Schedule, rank: int, op: Op) -> list[tuple[int, Op]]:
-    """(rank, operation) of those that come before an operation."""
+    """(rank, operation) of the operations that must come before this one."""
     stage, micro = schedule.stage_of(rank, op.chunk), op.micro
 
     def of(stage: int, kind: Kind) -> tuple[int, Op]:
@@ -241,7 +241,7 @@ def needs(schedule: Schedule, rank: int, op: Op) -> list[tuple[int, Op]]:
 
 
 class _Step(NamedTuple):
-    """An operation as the numbers that time_of() needs; after: (position, from another rank)."""
+    """An operation as time_of() needs it; after: (position, whether from another rank)."""
 
     rank: int
     kind: Kind
@@ -250,10 +250,10 @@ class _Step(NamedTuple):
 
 
 def in_order(schedule: Schedule) -> list[_Step]:
-    """The operations of all ranks, each behind those that it needs, whatever they cost.
+    """The operations of all ranks, each after those that it needs, whatever they cost.
 
     Raises:
-        ValueError: a schedule that can not run: operations wait for each other.
+        ValueError: operations wait for each other, so the schedule cannot run.
     """
     found: list[_Step] = []
     at: dict[tuple[int, Op], int] = {}
@@ -270,9 +270,8 @@ def in_order(schedule: Schedule) -> list[_Step]:
                 found.append(_Step(rank, op.kind, schedule.stage_of(rank, op.chunk), after))
     if any(left):
         raise ValueError(
-            f"in_order: expected a schedule that can run, got {schedule.name} with "
-            f"pp={schedule.ranks} where {[ops[-1] for ops in left if ops]} wait for each other; "
-            "mend its rule"
+            f"in_order: {schedule.name} with pp={schedule.ranks} cannot run: "
+            f"{[ops[-1] for ops in left if ops]} wait for each other; correct its rule"
         )
     return found
 
@@ -285,10 +284,10 @@ def _steps(name: str, ranks: int, micro_batches: int, chunks: int) -> list[_Step
 def time_of(
     name: str, ranks: int, micro_batches: int, chunks: int, costs: Costs, message: float
 ) -> tuple[float, float]:
-    """(makespan, seconds of the busiest rank) where each operation begins as early as it can.
+    """(makespan, seconds of the busiest rank) if each operation begins as early as possible.
 
     Args:
-        message: seconds of a message between two ranks, which costs neither of them work.
+        message: seconds of a message between two ranks, during which both can work.
     """
     seconds = {
         Kind.FORWARD: costs.forward,
@@ -310,11 +309,11 @@ def time_of(
 
 
 class Held(NamedTuple):
-    """What a rank holds during a backward.
+    """The micro-batches that a rank holds during a backward.
 
     Attributes:
-        chunk: whose backward it is.
-        held: micro-batches of each chunk; waiting: those among them that wait for W.
+        chunk: of the backward.
+        held: micro-batches of each chunk; waiting: those of them that wait for W.
     """
 
     chunk: int
@@ -322,16 +321,16 @@ class Held(NamedTuple):
     waiting: tuple[int, ...]
 
     def within(self, other: Held) -> bool:
-        """Whether another moment of a backward of this chunk has more, and of nothing less."""
+        """Whether another moment with a backward of this chunk holds more, and nothing less."""
         less = map(operator.le, self.held + self.waiting, other.held + other.waiting)
         return self != other and self.chunk == other.chunk and all(less)
 
 
 @functools.lru_cache(4096)
 def held_of(schedule: str, pp: int, micro_batches: int, chunks: int) -> list[list[Held]]:
-    """Of each rank and chunk: moments at which it holds more of something than at any other."""
+    """For each rank: the moments at which it holds more of something than at any other."""
     few = micro_batches
-    if schedule != "gpipe":  # which holds all
+    if schedule != "gpipe":  # gpipe holds all
         few = min(micro_batches, ENOUGH * pp + micro_batches % pp)
     return [_most_held(ops, chunks) for ops in make_schedule(schedule, pp, few, chunks).ops]
 
@@ -349,11 +348,11 @@ def _most_held(ops: Sequence[Op], chunks: int) -> list[Held]:
     return [a for a in found if not any(a.within(b) for b in found)]
 
 
-# Where to cut a model
+# Cutting a model
 
 
 def cut(costs: Sequence[float], n_stages: int) -> list[int]:
-    """Layers on each stage: of all ways the one whose slowest stage is fastest, then the most even.
+    """Layers on each stage: of all cuts the one whose slowest stage is fastest, then the most even.
 
     The first stage has the embedding, the last one the head; each may have no layer besides.
 
@@ -366,7 +365,7 @@ def cut(costs: Sequence[float], n_stages: int) -> list[int]:
     """
     if not 1 <= n_stages <= len(costs):
         raise ValueError(
-            f"cut: expected 1 to {len(costs)} stages, as many as the model has parts, got "
+            f"cut: expected 1 to {len(costs)} stages (the model's number of parts), got "
             f"n_stages={n_stages}; choose a smaller pp, or fewer chunks"
         )
     sums = [0.0, *itertools.accumulate(costs)]
@@ -378,14 +377,14 @@ def cut(costs: Sequence[float], n_stages: int) -> list[int]:
 
 
 def _least_limit(sums: Sequence[float], n_stages: int) -> float:
-    """What the slowest of n_stages costs at least: of all sums of parts that follow one another
-    the smallest with which stages that take what they can are enough."""
+    """A lower bound of the slowest of n_stages: the smallest sum of consecutive parts with which
+    greedily filled stages suffice."""
     limits = sorted({b - a for a, b in itertools.combinations(sums, 2)})
 
     def enough(limit: float) -> bool:
         start, used = 0, 0
         while start < len(sums) - 1 and used < n_stages:
-            # The end of the largest stage that begins here: sums do not fall.
+            # The end of the largest stage that begins here: sums do not decrease.
             end = bisect.bisect_right(sums, limit, start, key=lambda x: x - sums[start]) - 1
             if end == start:
                 return False
@@ -396,8 +395,8 @@ def _least_limit(sums: Sequence[float], n_stages: int) -> float:
 
 
 def _most_even(sums: Sequence[float], n_stages: int, limit: float) -> list[int]:
-    """The part with which each stage begins, and the end: of all ways without a stage above the
-    limit the one whose sum of squares is least."""
+    """The first part of each stage, and the end: of all cuts without a stage above the limit the
+    one with the least sum of squares."""
     n = len(sums) - 1
     best = {0: (0.0, [0])}
     for stage in range(1, n_stages + 1):

@@ -1,20 +1,20 @@
-"""Which parts of a model a rank of a pipeline keeps, and what its stages tell each other.
+"""Which parts of a model a rank of a pipeline keeps, and the groups for its messages.
 
-A model says by pipeline_parts() where it may be cut: the names of the modules of each part, first
-the embedding, then the layers, last the head. A stage is a range of parts. Modules of other parts
-become Absent: without parameters, so that nothing of them is made, trained or sent here, and the
-names of all others stay those of one process. A rank has as many stages as its schedule has chunks;
-which ones, the schedule's name says (schedules.py).
+A model says with pipeline_parts() where it may be cut: the names of the modules of each part, first
+the embedding, then the layers, last the head. A stage is a range of parts. Modules of other stages
+become Absent, without parameters, so nothing of them is allocated, trained or sent here, and all
+other names stay those of one process. A rank has as many stages as its schedule has chunks; the
+schedule's name decides which (schedules.py).
 
-[Note: a table on two stages] A module that is named by the first and the last part, GPT-2's tied
-table, is on both stages. It has a bucket of its own, with the same layout on both, and the sum of
-both gradients is made once a step by PartialGradients. In deterministic mode the last stage hands
-on each micro-batch's gradient to the first, which adds it to its own before anything else is added:
-the order of one process (test_pipeline_bits). In zb-v one rank has both stages, and one table.
+[Note: a table on two stages] A module that the first and the last part name, GPT-2's tied table, is
+on both stages. It has its own bucket, with the same layout on both, and PartialGradients sums both
+gradients once a step. In deterministic mode the last stage sends each micro-batch's gradient to the
+first, which adds it to its own first: the order of one process (test_pipeline_bits). In zb-v one
+rank has both stages, and one table.
 
-[Note: a group for each direction] Activations and gradients, up to a higher rank and down to a
-lower one, each have a process group: on NCCL two ranks that send to each other in one group would
-wait for ever, and messages of a group are received in the order of sending, whatever their tags.
+Messages to a higher rank and to a lower one have separate process groups, for activations and for
+gradients: on NCCL two ranks that send to each other in one group would wait forever, and messages
+of a group are received in the order of sending, whatever their tags.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from fastpar.sharding.layout import parameter_names
 
 
 class Absent(nn.Module):
-    """Stands where another stage of the pipeline has a module."""
+    """Replaces a module that another stage of the pipeline runs."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"pipeline: expected only modules of this rank's stage to be used, got '{name}' of one "
-            "that another stage has; call fastpar.pipeline_step instead of the model"
+            f"pipeline: '{name}' belongs to a module of another stage; call fastpar.pipeline_step "
+            "instead of the model"
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
-        """Raises: it is not here."""
+        """Raise AttributeError: the module is not on this rank."""
         self.__getattr__("forward")
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What a rank knows of its pipeline.
+    """A rank's view of its pipeline.
 
     Attributes:
-        schedule: in whose placement the stages are: any number of micro-batches.
-        parts: of the model, that each of this rank's chunks runs.
+        schedule: defines the placement of the stages, for any number of micro-batches.
+        parts: parts of the model that each chunk of this rank runs.
         n_params: of the whole model.
         used: parameters of each chunk.
-        tied: parameters that the first and the last stage both have, on two ranks.
-        links: (whether activations, whether to a higher rank) -> who carries them; see the note.
-        pair: the first and the last stage, None in between, or where nothing is tied.
+        tied: parameters on both the first and the last stage, if these are on two ranks.
+        links: (whether activations, whether to a higher rank) -> collectives for these messages.
+        pair: the first and the last stage, None in between, or if nothing is tied.
     """
 
     schedule: Schedule
@@ -88,7 +88,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Cut:
-    """What cut_stages() found out; see Stages."""
+    """The result of cut_stages(); see Stages."""
 
     schedule: Schedule
     parts: tuple[range, ...]
@@ -97,42 +97,42 @@ class Cut:
     shared: list[nn.Module]
 
     def used(self, model: nn.Module) -> list[list[nn.Parameter]]:
-        """See Stages."""
+        """The parameters of each chunk."""
         modules = ([model.get_submodule(name) for name in names] for names in self.names)
         found = ([p for m in chunk for p in m.parameters()] for chunk in modules)
         return [list(dict.fromkeys(params)) for params in found]
 
     def starts(self, model: nn.Module) -> list[nn.Module]:
-        """The first module of each chunk but the first: gathered apart from those before."""
+        """The first module of each chunk except the first: a new unit begins there."""
         return [model.get_submodule(names[0]) for names in self.names[1:]]
 
 
 def cut_stages(
     model: nn.Module, mesh: Mesh, split: Sequence[int] | None, name: str, chunks: int | None
 ) -> Cut | None:
-    """Leave in the model what this rank's stages run; None with pp=1. Ranks: all.
+    """Keep the modules of this rank's stages in the model; None with pp=1. Ranks: all.
 
     Args:
-        split: layers on each stage; None: by the costs of the parts, see equal_split() for a model
-            without pipeline_costs().
+        split: layers on each stage. Default: by the costs of the parts, see equal_split() for a
+            model without pipeline_costs().
         name, chunks: of the schedule that places the stages.
     Raises:
-        ValueError: a model that does not declare its parts; a split that is not one of its layers;
-            chunks that the schedule does not take.
+        ValueError: a model that does not declare its parts; a split that does not match its
+            layers; chunks that the schedule does not support.
     """
     n_ranks = mesh.size("pp")
     if n_ranks == 1:
         if split is not None:
             raise ValueError(
-                f"parallelize: expected pp_split with pp above 1 only, got pp_split={list(split)}; "
-                "pass Mesh(pp=...), or leave it out"
+                f"parallelize: pp_split={list(split)} needs pp above 1; pass Mesh(pp=...), or drop "
+                "it"
             )
         return None
     declared = getattr(model, "pipeline_parts", None)
     if declared is None:
         raise ValueError(
-            f"parallelize: expected a model with pipeline_parts() for pp={n_ranks}, got "
-            f"{type(model).__name__}; use fastpar.GPT, or leave pp out of Mesh"
+            f"parallelize: pp={n_ranks} needs a model with pipeline_parts(), got "
+            f"{type(model).__name__}; use fastpar.GPT, or drop pp from Mesh"
         )
     schedule = make_schedule(name, n_ranks, 1, chunks, caller="parallelize")
     names, n_stages = declared(), schedule.stages
@@ -143,16 +143,16 @@ def cut_stages(
     counts = equal_split(n_layers, n_stages) if split is None else list(split)
     if len(counts) != n_stages or min(counts) < 0 or sum(counts) != n_layers:
         raise ValueError(
-            f"parallelize: expected pp_split as {n_stages} numbers of layers that make {n_layers}, "
-            f"got pp_split={counts}; leave it out for equal stages"
+            f"parallelize: expected pp_split as {n_stages} numbers of layers that add up to "
+            f"{n_layers}, got pp_split={counts}; drop it for equal stages"
         )
     ends = [0, *(1 + sum(counts[: i + 1]) for i in range(n_stages))]
     ends[-1] = len(names)
     if any(a == b for a, b in itertools.pairwise(ends)):
         asked = f"pp_split={counts}" if split else f"pp={n_ranks} with {schedule.chunks} chunks"
         raise ValueError(
-            f"parallelize: expected every stage between the first and the last to have layers, got "
-            f"{asked} for {n_layers} layers; choose a smaller pp, fewer chunks, or another split"
+            f"parallelize: some stages would have no layers, got {asked} for {n_layers} layers; "
+            "choose a smaller pp, fewer chunks, or another split"
         )
     _check_shared(model, names, ends)
     _check_dtypes(model, names)
@@ -172,7 +172,7 @@ def cut_stages(
 
 
 def _check_shared(model: nn.Module, names: list[tuple[str, ...]], ends: list[int]) -> None:
-    """Refuse parameters of several stages, but those that the first and the last part name."""
+    """Refuse parameters of several stages, except those that the first and the last part name."""
     found: dict[nn.Parameter, int] = {}
     tables = {p for n in {*names[0]} & {*names[-1]} for p in model.get_submodule(n).parameters()}
     for stage, (start, stop) in enumerate(itertools.pairwise(ends)):
@@ -180,9 +180,9 @@ def _check_shared(model: nn.Module, names: list[tuple[str, ...]], ends: list[int
             for name, p in model.get_submodule(n).named_parameters(n):
                 if found.setdefault(p, stage) != stage and p not in tables:
                     raise ValueError(
-                        "parallelize: expected pipeline stages that share no parameter but a table "
-                        f"of the first and the last, got '{name}' on stages {found[p]} and {stage};"
-                        " keep its layers together by pp_split, or leave pp out"
+                        f"parallelize: '{name}' is on stages {found[p]} and {stage}, but only a "
+                        "table may be shared, by the first and the last stage; keep its layers "
+                        "together with pp_split, or drop pp"
                     )
 
 
@@ -196,7 +196,7 @@ def _check_dtypes(model: nn.Module, names: list[tuple[str, ...]]) -> None:
     if len(found) > 1:
         each = " and ".join(f"{name}={dtype}" for dtype, name in found.items())
         raise ValueError(
-            f"parallelize: expected pipeline stages of one dtype, got {each}; cast the whole model"
+            f"parallelize: pipeline stages differ in dtype: {each}; cast the whole model"
         )
 
 
@@ -209,7 +209,7 @@ def equal_split(n_layers: int, n_stages: int) -> list[int]:
 def make_stages(
     cut: Cut, model: nn.Module, mesh: Mesh, make: Callable[[Any, str], Collectives]
 ) -> Stages:
-    """The messages between stages are connected. Ranks: all."""
+    """Make the groups for messages between stages. Ranks: all."""
     schedule = cut.schedule
     owners = [schedule.owner(stage)[0] for stage in range(schedule.stages)]
     ways = {(there > here) for here, there in itertools.pairwise(owners) if here != there}
@@ -237,9 +237,9 @@ def _connect(
     links: Mapping[tuple[bool, bool], Collectives],
     pair: Collectives | None,
 ) -> None:
-    """A number along every way that messages take: NCCL connects two ranks at their first one.
+    """Send a number along every link, so that NCCL connects the ranks now.
 
-    It would do so in the middle of the first step otherwise. All ranks take the ways in one order.
+    Otherwise it would connect during the first step. All ranks use the links in one order.
     """
     rank = mesh.rank_in("pp")
     steps = [(a, b) for a, b in itertools.pairwise(owners) if a != b]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: conjugate operators, the split vocabulary, declared placements."""
+"""Tensor parallelism: split layers and vocabulary, and declared states of parameters."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from fastpar.settings.model import (
 
 
 def tp_group(mesh: Mesh, make: Callable[[Any, str], Collectives]) -> Collectives:
-    """For activations of the ranks along tp. Ranks: all."""
-    all_ranks = mesh.size("tp") == mesh.world_size  # whose group the control exchange has
+    """Collectives for activations along tp. Ranks: all."""
+    all_ranks = mesh.size("tp") == mesh.world_size  # the control exchange uses the mesh's group
     return make(mesh.new_group("tp") if all_ranks else mesh.group("tp"), "tp")
 
 
 def tp_sizes(workload: Workload, setup: Setup, per_node: int) -> list[int]:
-    """Those whose ranks share a node: across nodes every layer would wait for the network."""
+    """Sizes whose ranks share a node: across nodes every layer would wait for the network."""
     in_node = math.gcd(setup.world_size, min(setup.world_size, per_node)) // setup.cp
     return [tp for tp in divisors(in_node) if workload.shape.splits_by(tp)]
 
 
 class TensorAxis(Axis):
-    """Each layer split over ranks of tp."""
+    """Each layer split over the ranks of tp."""
 
     name = "tensor"
     order = 50
@@ -63,7 +63,7 @@ class TensorAxis(Axis):
             return CommOp(kind, "tp", n_bytes, t, 1, count, under)
 
         if setup.sequence_parallel:
-            # Of a layer's backward only what enters its column layers has a product beside it.
+            # In backward only the input of column layers has a product to overlap with.
             yield comm("all_gather", passes * (columns * forwards + row_layers) + embeds + n_micro)
             yield comm("reduce_scatter", row_layers * passes * forwards + embeds + n_micro)
             yield comm("all_gather", columns * passes, "backward")
@@ -87,8 +87,8 @@ class TensorAxis(Axis):
         possible = planned is None or planned.cuts_tokens
         if tokens and not possible:
             raise ValueError(
-                "parallelize: expected a tp_plan with Enter, Tokens and Leave for "
-                "sequence_parallel=True, got none of them; add them, or leave sequence_parallel out"
+                "parallelize: sequence_parallel=True needs a tp_plan with Enter, Tokens and Leave; "
+                "add them, or drop sequence_parallel"
             )
         if mesh.tp_grid is not None:
             return

@@ -1,8 +1,8 @@
-"""The states that a model's parameters have along tp (and rows) and ep, and what follows from them.
+"""The states of a model's parameters along tp (and rows) and ep, and their consequences.
 
-A module says which states its parameters have, in one of two ways. Names may have dots.
+A module declares the states of its parameters in one of two ways. Names may have dots.
 
-    tp_states = {"scale": Partial()}                  an attribute, where nothing else depends on it
+    tp_states = {"scale": Partial()}                  an attribute, if nothing else depends on it
 
     def tensor_parallel(self, tp):                    a method, called once by parallelize()
         self.tp = tp                                  ... if its forward communicates
@@ -29,11 +29,11 @@ from fastpar.sharding.placements import Placement, Replicate, Run, Shard, State,
 
 
 class Declared:
-    """Every parameter's state along tp, on a grid along rows too, and along ep those of experts.
+    """Every parameter's state along tp, on a grid along rows too, and of experts along ep.
 
     Args:
-        tp: the TensorParallel that they are states of, None with tp=1.
-        states: of all parameters, by axis but for ep; shapes: of the whole tensors.
+        tp: the TensorParallel, None with tp=1.
+        states: of all parameters, by axis except ep; shapes: of the whole tensors.
     Attributes:
         groups: the ranks along each axis, outermost first.
         experts: the states along ep of parameters that have some.
@@ -50,8 +50,8 @@ class Declared:
         self.experts: dict[nn.Parameter, State] = {}
         self._placements: dict[nn.Parameter, Placement] = {}
 
-    def share_out(self, states: dict[nn.Parameter, State], group: Collectives) -> None:
-        """Make each of these this rank's part of it along ep, in place."""
+    def split_experts(self, states: dict[nn.Parameter, State], group: Collectives) -> None:
+        """Replace each of these by this rank's part of it along ep, in place."""
         self.groups, self.experts = {"ep": group, **self.groups}, states
         self._placements.clear()
         for p, state in states.items():
@@ -63,7 +63,7 @@ class Declared:
         old: Mapping[nn.Parameter, tuple[str, ...]],
         new: Mapping[nn.Parameter, tuple[str, ...]],
     ) -> None:
-        """The parameters were replaced, in the same order."""
+        """Replace the parameters by new ones, in the same order."""
         pairs = list(zip(old, new))
         self._states = {q: self._states[p] for p, q in pairs}
         self.experts = {q: self.experts[p] for p, q in pairs if p in self.experts}
@@ -71,15 +71,15 @@ class Declared:
         self._shapes = {q: self._shapes[p] for p, q in pairs}
 
     def states(self, p: Tensor) -> Mapping[str, State]:
-        """How one parameter is placed along tp, and rows."""
+        """The states of one parameter along tp, and rows."""
         return self._states[p]  # type: ignore[index]
 
     def whole_shape(self, p: Tensor) -> torch.Size:
-        """The shape of the tensor that the ranks share out."""
+        """The shape of the whole tensor."""
         return self._shapes[p]  # type: ignore[index]
 
     def placement(self, p: Any) -> Placement:
-        """The placement of one parameter along tp, and along ep if it is of experts."""
+        """The placement of one parameter along tp, and of experts along ep."""
         if p not in self._placements:
             states = dict(self.states(p))
             if p in self.experts:
@@ -94,7 +94,7 @@ class Declared:
         return {axis: group.rank for axis, group in self.groups.items()}
 
     def key_of(self, p: Any) -> str:
-        """Of its bucket: the axis whose ranks share p out though they have the same of others."""
+        """The key of its bucket: "ep" for experts, which other ranks hold."""
         return "ep" if p in self.experts else ""
 
     def counts(self, p: Tensor) -> bool:
@@ -102,19 +102,19 @@ class Declared:
         return self.placement(p).counts(self.place)
 
     def is_split(self, p: Tensor) -> bool:
-        """Whether the ranks have different parts of p."""
+        """Whether ranks hold different parts of p."""
         return bool(self.placement(p).gather_axes)
 
     def is_partial(self, p: Tensor) -> bool:
-        """Whether p's gradient is the sum over the ranks."""
+        """Whether p's gradient is a sum over the ranks."""
         return bool(self.placement(p).reduce_axes)
 
     def runs(self, p: Tensor) -> list[Run]:
-        """Which elements of the whole tensor this rank's part of p holds."""
+        """The elements of the whole tensor in this rank's part of p."""
         return runs_of_placement(self.placement(p), self.whole_shape(p), self.place)
 
     def cut(self, whole: Tensor, p: Tensor) -> Tensor:
-        """This rank's part of a tensor with an element for each of the whole parameter, a copy."""
+        """This rank's part of a whole tensor of p's shape, a copy."""
         return self.placement(p).cut(whole, self.place)
 
     def whole(self, local: Tensor, p: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class Declared:
         return local
 
     def along_tp(self, p: Tensor) -> tuple[Placement, torch.Size]:
-        """The placement along tp alone, and the shape that its ranks share out."""
+        """(the placement along tp alone, the shape that tp splits)."""
         placement, whole = self.placement(p), self.whole_shape(p)
         if "ep" in placement.states:
             whole = placement.local_shapes(whole)[1]
@@ -141,12 +141,12 @@ class Declared:
 
 
 def not_split(named: Mapping[nn.Parameter, tuple[str, ...]]) -> Declared:
-    """All parameters as they are, with tp=1."""
+    """All parameters unsplit, with tp=1."""
     return Declared(None, {p: {"tp": Replicate()} for p in named}, {p: p.shape for p in named})
 
 
-def speaker(module: nn.Module) -> Callable[[TensorParallel], dict[str, State]] | None:
-    """A module's tensor_parallel(tp); others have methods of that name (transformers 4.46)."""
+def tp_method(module: nn.Module) -> Callable[[TensorParallel], dict[str, State]] | None:
+    """A module's tensor_parallel(tp); transformers 4.46 has other methods of that name."""
     method = getattr(module, "tensor_parallel", None)
     if not callable(method) or list(inspect.signature(method).parameters)[:1] != ["tp"]:
         return None
@@ -154,24 +154,24 @@ def speaker(module: nn.Module) -> Callable[[TensorParallel], dict[str, State]] |
 
 
 def find_states(model: nn.Module, tp: TensorParallel) -> dict[nn.Parameter, State]:
-    """What the modules of a model say of their parameters.
+    """The states that the modules of a model declare for their parameters.
 
     Raises:
-        ValueError: a name that is no parameter; two states for one.
+        ValueError: a name without a parameter; two states for one parameter.
     """
     states: dict[nn.Parameter, State] = {}
     for prefix, module in model.named_modules():
-        told: dict[str, State] = dict(getattr(module, "tp_states", {}))
-        method = speaker(module)
+        declared: dict[str, State] = dict(getattr(module, "tp_states", {}))
+        method = tp_method(module)
         if method is not None:
-            told.update(method(tp))
-        own = dict(module.named_parameters(remove_duplicate=False)) if told else {}
-        for name, state in told.items():
+            declared.update(method(tp))
+        own = dict(module.named_parameters(remove_duplicate=False)) if declared else {}
+        for name, state in declared.items():
             where = f"{prefix}.{name}" if prefix else name
             if name not in own:
                 raise ValueError(
-                    f"parallelize: expected states of {type(module).__name__}'s parameters, got one"
-                    f" for '{where}', which is none; correct its tensor_parallel or tp_states"
+                    f"parallelize: {type(module).__name__} declares a state for '{where}', which "
+                    "is not a parameter; correct its tensor_parallel or tp_states"
                 )
             add_state(states, own[name], state, where)
     return states
@@ -181,12 +181,12 @@ def add_state(states: dict[nn.Parameter, State], p: nn.Parameter, state: State, 
     """Note a parameter's state.
 
     Raises:
-        ValueError: it has another one.
+        ValueError: it has a different one.
     """
     if states.setdefault(p, state) != state:
         raise ValueError(
-            f"parallelize: expected one state for parameter '{name}', got {states[p]} and {state}; "
-            "declare it once"
+            f"parallelize: parameter '{name}' has two states, {states[p]} and {state}; declare it "
+            "once"
         )
 
 
@@ -196,22 +196,21 @@ def split_parameters(
     tp: TensorParallel,
     share: Callable[[list[Tensor]], None],
 ) -> Declared:
-    """Make each parameter this rank's part of it, in place.
+    """Replace each parameter by this rank's part of it, in place.
 
     Args:
         named: all parameters of the model with their names.
-        share: gives all ranks of tp the values of the first.
+        share: copies the values of the first rank of tp to the others.
     Raises:
-        ValueError: a parameter without a state; one that does not split as its state says. Nothing
-            is changed then.
+        ValueError: a parameter without a state, or one that cannot be split as its state says.
+            Nothing is changed then.
     """
     placed: dict[nn.Parameter, Mapping[str, State]] = {}
     for p, names in named.items():
         if p not in states:
             raise ValueError(
-                f"parallelize: expected a declared state for every parameter with {tp.label}, "
-                f"got none for '{names[0]}'; name it in tp_plan, or in its module's tp_states: "
-                "Shard, Replicate or Partial"
+                f"parallelize: parameter '{names[0]}' has no declared state with {tp.label}; name "
+                "it in tp_plan, or in its module's tp_states: Shard, Replicate or Partial"
             )
         placed[p] = tp.states_of(states[p], p.dim())
     declared = Declared(tp, placed, {p: p.shape for p in named})
@@ -220,8 +219,8 @@ def split_parameters(
             declared.placement(p).local_shapes(p.shape)
         except ValueError as error:
             raise ValueError(
-                f"parallelize: expected {tp.label} to split parameter '{names[0]}' of shape "
-                f"{list(p.shape)} as {states[p]}, got: {error}; choose another "
+                f"parallelize: {tp.label} cannot split parameter '{names[0]}' of shape "
+                f"{list(p.shape)} as {states[p]}: {error}; choose another "
                 f"{tp.label.split('=')[0]}, or Replicate()"
             ) from None
     for p in named:
@@ -233,13 +232,13 @@ def split_parameters(
 
 
 def split_model(making: Making, tp: TensorParallel, planned: Any) -> None:
-    """Each rank of tp, or of a grid, keeps its part of the model's parameters. Ranks: all.
+    """Keep this rank's part of the model's parameters, along tp or on a grid. Ranks: all.
 
     Args:
-        planned: of a model whose modules do not say it themselves, see Making.
+        planned: of a model whose modules do not declare states, see Making.
     """
     model, mesh = making.model, making.mesh
-    # Before modules are told of tp: buffers that they make then may be those of a slice.
+    # Before modules get tp: buffers that they create then may be those of a slice.
     mesh.broadcast_([buffer for buffer in model.buffers() if not buffer.is_meta], *TP_AXES)
     named = parameter_names(model)
     if planned is not None:
@@ -257,7 +256,7 @@ def split_model(making: Making, tp: TensorParallel, planned: Any) -> None:
     except BaseException:
         if planned is not None:
             planned.undo()
-        for module, old in before.items():  # told of tp already
+        for module, old in before.items():  # modules that have got tp
             if vars(module).get("tp") is not old:
                 vars(module)["tp"] = old
         raise
@@ -266,19 +265,19 @@ def split_model(making: Making, tp: TensorParallel, planned: Any) -> None:
     making.same_inputs["tp"] = tp.group
 
 
-# What was split, for people
+# Report
 
 _MIB = 2**20
 _KINDS = {
     "split": "split over the ranks",
     "partial": "replicated, gradients summed along tp once a step",
     "replicated": "replicated, the same gradient on every rank",
-    "left": "left: named by nobody, taken for the same on every rank",
+    "left": "undeclared, assumed the same on every rank",
 }
 
 
 def _short(axis: str, state: State, *, grid: bool) -> str:
-    """Without what is as usual, and nothing of what the title says."""
+    """A state without default values, and without the axis unless on a grid."""
     if not isinstance(state, Shard):
         return f"{axis}: {type(state).__name__}" * grid
     groups = f", groups={state.groups}" if state.groups > 1 else ""
@@ -295,8 +294,8 @@ def tp_report(
     """A table of every parameter: its state along tp, its shape and this rank's part of it.
 
     Args:
-        named: all parameters, split already, with their names; layers' numbers become *.
-        why: where the states come from.
+        named: all parameters, already split, with their names; layer numbers become *.
+        why: the source of the states.
         left: names of the parameters that have a state by default.
     """
     tp = declared.tp

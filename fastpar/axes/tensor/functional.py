@@ -1,29 +1,28 @@
-"""Linear layers split over the ranks of the axis tp, and the operators that join what they split.
+"""Linear layers split over the ranks of tp, and the operators that join their results.
 
     column    x[N, C] @ w[F/tp, C].T -> y[N, F/tp]        each rank some of the features
     row       x[N, F/tp] @ w[C, F/tp].T -> a part of y[N, C]; the sum over the ranks is y
 
 A block is a column layer, something that works feature by feature (GELU, attention on some of the
-heads), and a row layer. Between blocks all ranks have all N tokens, or under sequence parallelism
-N/tp each:
+heads), and a row layer. Between blocks all ranks have all N tokens, or N/tp each with sequence
+parallelism:
 
                     into a column layer                      out of a row layer
                     forward        backward                  forward          backward
     without         -              all-reduce                all-reduce       -
     sequence par.   all-gather     reduce-scatter            reduce-scatter   all-gather
 
-[Note: tokens] Under sequence parallelism a rank has N/tp consecutive tokens of the batch, seen as
-[N, C]: what is gathered or scattered lies in one piece, and nothing is copied to get there. Tensors
-of more dimensions are split along the one before the last, which costs a copy if it is not the
-first (modules of other people, foreign/tp_plan.py).
+With sequence parallelism a rank has N/tp consecutive tokens of the batch, seen as [N, C], so that
+gathers and scatters need no copies. Tensors of more dimensions are split along the last but one,
+which needs a copy unless it is the first (modules of other libraries, foreign/tp_plan.py).
 
-[Note: under way] The sum of a column layer's input gradient is under way while the weight's
-gradient is computed. Under sequence parallelism its input is kept as N/tp tokens; it is gathered
-once more in backward, under the product that gives the input's gradient.
+[Note: overlap] The sum of a column layer's input gradient overlaps with the product of the weight's
+gradient. With sequence parallelism only N/tp tokens of its input are kept; they are gathered again
+in backward, during the product of the input's gradient.
 
 [Note: handles] The layers are ops of torch.library, so that torch.compile and selective
-recomputation see them as one each; an op's arguments are tensors and numbers, so it is given the
-number of the TensorParallel that it works for.
+recomputation see one op each. An op's arguments are tensors and numbers, so the TensorParallel is
+passed by its number.
 
 Source: Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198
 """
@@ -50,20 +49,20 @@ _handles: weakref.WeakValueDictionary[int, TensorParallel] = weakref.WeakValueDi
 
 
 class TensorParallel:
-    """One rank's place in the axis tp. Made by parallelize(), kept by the modules that use it.
+    """One rank's position in the axis tp. Made by parallelize(), used by split modules.
 
     Args:
-        group: of the ranks along tp.
+        group: the ranks along tp.
         sequence_parallel: whether a rank has N/tp tokens between blocks, see above.
     Attributes:
         rank, size: along tp.
-        number: names it in calls of ops.
-        per_token: the state of a parameter that is used token by token, outside of split layers.
+        number: its number in calls of ops.
+        per_token: the state of a parameter that is used token by token, outside split layers.
         groups: the ranks along each axis that splits layers, outermost first.
-        label, tokens: what it is, and who has which tokens between layers, for people.
+        label, tokens: text: its name, and how tokens between layers are split.
     """
 
-    # Along which dim ranks share out what is between layers; None: they do not.
+    # The dim along which ranks split activations between layers; None: they do not.
     shared_dim: int | None
     on_grid: Callable[..., Tensor] | None = None  # Grid's split layers
 
@@ -81,7 +80,7 @@ class TensorParallel:
         return Partial() if self.sequence_parallel else Replicate()
 
     def states_of(self, state: State, dims: int) -> Mapping[str, State]:
-        """By axis, of a parameter that a module declares to have this state."""
+        """States by axis of a parameter that a module declares with this state."""
         return {"tp": state}
 
     def table(self, weight: Tensor) -> Tensor:
@@ -93,8 +92,8 @@ class TensorParallel:
 
     def __reduce__(self) -> tuple:
         raise RuntimeError(
-            "TensorParallel: expected a model's state_dict() to be saved, got the model itself on "
-            f"rank {self.rank} of {self.size}, which has a slice of it; save model.state_dict()"
+            f"TensorParallel: cannot save the model itself, of which rank {self.rank} of "
+            f"{self.size} has a slice; save model.state_dict()"
         )
 
     # Collectives. Results are new tensors.
@@ -110,7 +109,7 @@ class TensorParallel:
         return self.finish_all_gather(*self.begin_all_gather(x, async_op=False), dim)
 
     def begin_all_gather(self, x: Tensor, async_op: bool = True) -> tuple[Tensor, Handle | None]:
-        """Starts it; finish_all_gather() makes the result of both."""
+        """Start a gather; finish_all_gather() of both results returns the tensor."""
         out = x.new_empty(self.size, *x.shape)
         mine = x.contiguous().view(-1)
         return out, self.group.all_gather(out.view(-1), mine, async_op=async_op)
@@ -128,7 +127,7 @@ class TensorParallel:
     def begin_reduce_scatter(
         self, x: Tensor, dim: int, async_op: bool = True
     ) -> tuple[Tensor, Handle | None]:
-        """Starts it; the first is the result when the second is done."""
+        """Start a sum; returns (the result, its handle)."""
         dim %= x.dim()
         x = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         out = x.new_empty(x.shape[1:])
@@ -148,7 +147,7 @@ def handle_of(number: int) -> TensorParallel:
     return tp
 
 
-# The conjugate operators: forward and backward are each other's.
+# Conjugate operators: the forward of one is the backward of the other.
 
 
 def _check_slices(op: str, x: Tensor, dim: int, tp: TensorParallel) -> None:
@@ -179,7 +178,7 @@ _all_reduce_op = define_op(
 
 
 def _define(name: str, fake: Callable[[Tensor, int, int], Tensor]) -> Callable[..., Tensor]:
-    """An op that calls the method of TensorParallel with this name."""
+    """Define an op that calls the method of TensorParallel with this name."""
 
     def run(x: Tensor, dim: int, number: int) -> Tensor:
         return getattr(handle_of(number), name)(x, dim)
@@ -197,7 +196,7 @@ _OPERATORS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 class _Conjugate(torch.autograd.Function):
-    """One operator forward, another backward."""
+    """One operator in forward, another in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, number: int, forward: str, backward: str) -> Tensor:
@@ -211,7 +210,7 @@ class _Conjugate(torch.autograd.Function):
 
 
 def copy_to(x: Tensor, tp: TensorParallel) -> Tensor:
-    """x, the same on all ranks, into what each computes otherwise: the gradient is their sum."""
+    """x, equal on all ranks, as input of different computations: the gradient is their sum."""
     return _Conjugate.apply(x, 0, tp.number, "same", "all_reduce")
 
 
@@ -221,11 +220,11 @@ def reduce_from(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, tp: TensorParallel, *, partial: bool) -> Tensor:
-    """The slices of all ranks along dim.
+    """The slices of all ranks along dim, joined.
 
     Args:
-        partial: what follows differs from rank to rank, so that the gradient is the slice of a sum
-            (a reduce-scatter); False: all do the same with it, and it is a slice.
+        partial: ranks compute different things with it, so that the gradient is the slice of a sum
+            (a reduce-scatter); False: all compute the same, and the gradient is a slice.
     """
     backward = "reduce_scatter" if partial else "slice"
     return _Conjugate.apply(x, dim, tp.number, "all_gather", backward)
@@ -235,10 +234,10 @@ def scatter(x: Tensor, dim: int, tp: TensorParallel, *, partial: bool) -> Tensor
     """This rank's slice along dim; the gradient is gathered.
 
     Args:
-        partial: each rank's x is a part, of whose sum the slice is taken (a reduce-scatter); False:
-            x is the same on all ranks.
+        partial: each rank's x is a part of a sum, of which the slice is taken (a reduce-scatter);
+            False: x is equal on all ranks.
     Raises:
-        ValueError: the ranks do not divide dim.
+        ValueError: tp does not divide dim.
     """
     _check_slices("scatter", x, dim, tp)
     forward = "reduce_scatter" if partial else "slice"
@@ -254,7 +253,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 class Needed(NamedTuple):
-    """Which gradients a backward is asked for."""
+    """The gradients that a backward must compute."""
 
     dx: bool
     dweight: bool
@@ -275,12 +274,12 @@ def column_linear_fwd(tp: TensorParallel, x: Tensor, weight: Tensor, bias: Tenso
 def column_linear_bwd(
     tp: TensorParallel, need: Needed, dy: Tensor, x: Tensor, weight: Tensor
 ) -> Grads:
-    """See [Note: under way]."""
+    """See [Note: overlap]."""
     gathering = tp.begin_all_gather(x) if tp.sequence_parallel and need.dweight else None
     dx, part, dweight, summing = None, None, None, None
     if need.dx:
         dx = part = matmul(rows_of(dy), weight).view(*dy.shape[:-1], x.shape[-1])
-        if tp.sequence_parallel:  # part stays: this thread frees it, and sees that (StepMemory)
+        if tp.sequence_parallel:  # part is freed by this thread, which may check it (StepMemory)
             dx, summing = tp.begin_reduce_scatter(part, -2)
         else:
             summing = tp.group.all_reduce(dx, async_op=True)
@@ -343,7 +342,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward_of(op: Any, name: str, split: int) -> Any:
-    """split: under sequence parallelism this rank has its tokens only of dy (0), or of x (1)."""
+    """split: with sequence parallelism dy (0), or x (1), has this rank's tokens only."""
 
     def backward(ctx, dy):
         refuse_double_backward(name)
@@ -366,8 +365,8 @@ def _backward_of(op: Any, name: str, split: int) -> Any:
 
 
 def define_linear(name: str, fwd: Any, bwd: Any, fake: Any, split: int = 0) -> Any:
-    """The op with this name, of x, weight, bias and the number of the TensorParallel that fwd, bwd
-    and fake are given first."""
+    """Define an op of x, weight, bias and a number; fwd, bwd and fake get the number's
+    TensorParallel as first argument."""
 
     def run_bwd(dy: Tensor, x: Tensor, weight: Tensor, *needed: Any) -> Grads:
         return bwd(handle_of(needed[-1]), Needed(*needed[:-1]), dy, x, weight)
@@ -397,17 +396,17 @@ def column_linear(
     """This rank's features of x @ weight.T + bias; see the top of the file.
 
     Args:
-        x: [..., C]; under sequence parallelism this rank's tokens, [N/tp, C].
+        x: [..., C]; with sequence parallelism this rank's tokens, [N/tp, C].
         weight: [F/tp, C]; bias: [F/tp].
         tp: None: the plain linear.
-        fp8: as linear's; the gathered x is kept, and nothing is under way beside the products.
+        fp8: as linear's; then the gathered x is kept, and nothing overlaps with the products.
     Returns:
         y: [..., F/tp], of all tokens.
     Ranks: all of tp.
-    Wire: under sequence parallelism x, (tp - 1) / tp of [N, C], forward and twice in backward;
+    Wire: with sequence parallelism x, (tp - 1) / tp of [N, C], forward and twice in backward;
         without, 2 * (tp - 1) / tp of [N, C] in backward.
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not match.
     """
     if tp is None:
         return linear(x, weight, bias, fp8=fp8)
@@ -428,7 +427,7 @@ def row_linear(
     tp: TensorParallel | None = None,
     fp8: Fp8 | None = None,
 ) -> Tensor:
-    """The sum over the ranks of x @ weight.T, and the bias once; see the top of the file.
+    """The sum over the ranks of x @ weight.T, plus the bias once; see the top of the file.
 
     Args:
         x: [..., F/tp], of all tokens.
@@ -436,12 +435,12 @@ def row_linear(
         tp: None: the plain linear.
         fp8: as linear's.
     Returns:
-        y: [..., C]; under sequence parallelism of this rank's tokens, [N/tp, C].
+        y: [..., C]; with sequence parallelism of this rank's tokens, [N/tp, C].
     Ranks: all of tp.
-    Wire: under sequence parallelism (tp - 1) / tp of [N, C] forward and backward; without, twice
+    Wire: with sequence parallelism (tp - 1) / tp of [N, C] forward and backward; without, twice
         that in forward.
     Raises:
-        ValueError: shapes that do not fit; tokens that the ranks do not divide.
+        ValueError: shapes that do not match; tokens that tp does not divide.
     """
     if tp is None:
         return linear(x, weight, bias, fp8=fp8)

@@ -1,14 +1,14 @@
-"""A vocabulary split over the ranks of the axis tp: the embedding, and the loss of the tied head.
+"""A vocabulary split over the ranks of tp: the embedding, and the loss of the tied head.
 
 Rank r has the rows [r * Vp/tp, (r + 1) * Vp/tp) of wte[Vp, C].
 
-    embedding   each rank looks up the tokens whose rows it has, 0 for the others; the sum is x
+    embedding   each rank looks up the tokens in its rows, 0 for the others; the sum is x
     loss        logits[N, Vp/tp] = x @ wte.T; each row's maximum, sum of exponentials and target's
                 logit of every rank, 3 numbers each, give all ranks the logsumexp of the whole row
 
-Logits are never gathered, nor exist for more than a chunk of the rows, as in linear_cross_entropy:
-the chunk's gradients are computed in forward, in place of its logits. Saved for backward: dx of all
-N tokens and of this rank's rows dweight in fp32 (fp64 of fp64).
+Logits are never gathered, and exist only for a chunk of the rows, as in linear_cross_entropy: the
+chunk's gradients are computed in forward, in place of its logits. Saved for backward: dx of all N
+tokens and dweight of this rank's rows in fp32 (fp64 of fp64).
 
 Source: Shoeybi et al. 2019, arXiv 1909.08053, section 3 (Korthikanti et al. 2022 for the tokens)
 """
@@ -39,17 +39,17 @@ from fastpar.kernels.op import define_autograd, define_op, refuse_double_backwar
 
 
 def vocab_embedding(idx: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
-    """Rows of a weight that the ranks share out.
+    """The embedding, with a weight whose rows are split over tp.
 
     Args:
         idx: [B, T] int64, the same on all ranks.
         weight: [Vp/tp, C], this rank's rows.
     Returns:
-        x: [B, T, C]; under sequence parallelism this rank's tokens, [N/tp, C].
+        x: [B, T, C]; with sequence parallelism this rank's tokens, [N/tp, C].
     Ranks: all of tp.
-    Wire: a sum of [N, C] in forward; under sequence parallelism half of that, and half in backward.
+    Wire: a sum of [N, C] in forward; with sequence parallelism half of that, and half in backward.
     Raises:
-        ValueError: ranks that do not divide the tokens.
+        ValueError: tp does not divide the tokens.
     """
     weight = tp.table(weight)
     rows = weight.shape[0]
@@ -65,10 +65,10 @@ def vocab_linear(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
     """Logits of all classes, the same on all ranks.
 
     Args:
-        x: [..., C]; under sequence parallelism this rank's tokens, [N/tp, C].
+        x: [..., C]; with sequence parallelism this rank's tokens, [N/tp, C].
         weight: [Vp/tp, C], this rank's rows.
     Returns:
-        logits: [..., Vp], [N, Vp] under sequence parallelism.
+        logits: [..., Vp], [N, Vp] with sequence parallelism.
     Ranks: all of tp.
     """
     if tp.shared_dim is None:
@@ -90,7 +90,7 @@ def _loss_fwd(
     need_dweight: bool,
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, this rank's part of dx, dweight in fp32, the factor that both still lack)."""
+    """(loss, this rank's part of dx, dweight in fp32, the factor that both still need)."""
     tp = handle_of(number)
     n, first = targets.shape[0], tp.rank * weight.shape[0]
     if tp.shared_dim is not None:
@@ -123,9 +123,9 @@ def _loss_fwd(
 
 
 def _join(mine: tuple[Tensor, Tensor, Tensor], tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """logsumexp and target's logit of the whole rows, [N] each, from every rank's three numbers.
+    """(logsumexp [N], target's logit [N]) of the whole rows, from every rank's three numbers.
 
-    One exchange instead of a maximum and two sums: what counts here is latency.
+    One exchange instead of a maximum and two sums, as latency dominates here.
     """
     top, total, target_logit = tp.all_gather(torch.stack(mine)[None], 0).unbind(1)  # [tp, N] each
     highest = top.amax(0)
@@ -208,23 +208,23 @@ def vocab_linear_cross_entropy(
     reduction: str = "mean",
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """linear_cross_entropy with a weight that the ranks share out; see the top of the file.
+    """linear_cross_entropy with a weight whose rows are split over tp; see the top of the file.
 
     Args:
-        x: [..., C], the same on all ranks; under sequence parallelism its own tokens, [N/tp, C].
+        x: [..., C], the same on all ranks; with sequence parallelism this rank's tokens, [N/tp, C].
         weight: [Vp/tp, C], this rank's rows.
         targets: [...] of all tokens, int64, in [0, vocab_size) or ignore_index; the same on all.
         vocab_size: V <= Vp, of the whole vocabulary.
         reduction: "mean" over the targets that are not ignored, or "sum".
-        chunk_rows: rows whose logits exist at once; None chooses by traffic.
+        chunk_rows: rows whose logits exist at once. Default: chosen by traffic.
     Returns:
         loss: [] fp32 (fp64 of fp64), the same on all ranks.
     Ranks: all of tp.
-    Wire: 12 bytes a row and rank; a sum of [N, C] in backward. Under sequence parallelism x is
+    Wire: 12 bytes per row and rank; a sum of [N, C] in backward. With sequence parallelism x is
         gathered, and half of the sum is sent.
     Raises:
-        ValueError: shapes that do not fit; another reduction; a target out of range (CPU).
-        RuntimeError: a second derivative is asked for.
+        ValueError: shapes that do not match; another reduction; a target out of range (CPU).
+        RuntimeError: a second derivative is requested.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(
