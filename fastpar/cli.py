@@ -1,4 +1,4 @@
-"""The command fastpar. A user's mistake is one line on stderr and exit status 2."""
+"""The command fastpar. A user's mistake prints one line on stderr and exits with status 2."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from fastpar.settings.options import USUAL, SampleSettings, TrainFlags
 from fastpar.settings.rules import check_synchronous, rules_text, without_idle
 from fastpar.train import launch
 
-_NOBODY_READS = 128 + 13  # as if by SIGPIPE
-# The forms of all our messages: of a value, and of two settings (settings/rules.py).
+_BROKEN_PIPE = 128 + 13  # the exit status of SIGPIPE
+# The two forms of messages for users: about a value, and about two settings (settings/rules.py).
 _WRITTEN_FOR_USERS = re.compile(
     r"[\w.]+(?: \w+)?: expected |"
-    r"[\w-]+(?:[ =][\w.-]+)? (?:does not run with|does nothing with(?:out)?|needs) .+; "
+    r"[\w-]+(?:[ =][\w.-]+)? (?:does not support|has no effect with(?:out)?|needs) .+; "
 )
-# Each is a function of this file, with _ in front.
+# Command NAME is the function _NAME of this file.
 COMMANDS = {
-    "train": "train a GPT-2 on text (--nproc N: on N ranks of this machine)",
-    "profile": "where the time of a training step goes, and what to change",
-    "plan": "which parallel layout for a model on some GPUs: memory, time, cost, command",
-    "compare": "train one GPT-2 with several parallel strategies: which one, by measurement",
-    "sample": "write text with a trained model",
-    "verify": "read every byte of a run's checkpoints: what is there, and what is damaged",
-    "inspect": "a table of a checkpoint's tensors: shapes, norms, extremes, nonfinite values",
-    "export": "copy a run's weights and tokenizer to a folder that transformers loads",
-    "doctor": "try every kernel on this machine: is it right, and faster than stock PyTorch",
-    "info": "what runs where on this machine, and why",
+    "train": "train a GPT-2 on text (--nproc N: with N ranks on this machine)",
+    "profile": "show where the time of a training step goes, and what to change",
+    "plan": "find a parallel layout for a model and some GPUs: memory, time, cost, command",
+    "compare": "train one GPT-2 with several parallel strategies and measure which is best",
+    "sample": "generate text with a trained model",
+    "verify": "check every byte of a run's checkpoints for damage",
+    "inspect": "list a checkpoint's tensors: shapes, norms, extremes, nonfinite values",
+    "export": "write a run's weights and tokenizer to a folder that transformers loads",
+    "doctor": "check each kernel on this machine: is it correct and faster than PyTorch?",
+    "info": "show which implementations this machine uses, and why",
 }
 USAGE = (
     "usage: fastpar COMMAND [OPTIONS]\n\n"
@@ -70,38 +70,41 @@ class _OfWeights:
     folder: Annotated[
         str | None, for_tyro(lambda c: c.Positional), for_tyro(lambda c: c.arg(metavar="[FOLDER]"))
     ] = None
-    """A run, a checkpoint, transformers weights, or nanoGPT's ckpt.pt; unset: newest of runs/."""
+    """A run, a checkpoint, a transformers folder, or nanoGPT's ckpt.pt; unset: the newest run in
+    runs/."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCommand(_OfWeights):
-    """Write text with a trained model."""
+    """Generate text with a trained model."""
 
     tokenizer: str | None = None
-    """gpt2, bytes, or a folder with a saved one or nanoGPT's meta.pkl; unset: the model's own."""
+    """gpt2, bytes, or a folder with a saved tokenizer or nanoGPT's meta.pkl; unset: the tokenizer
+    saved with the model."""
     sample: SampleSettings = field(default_factory=SampleSettings)
     interactive: bool = False
-    """Read prompts, a line each, and go on from each at once."""
+    """Read prompts from the terminal, one per line, and continue each one."""
     seed: int = 0
-    """Seed of the random draws."""
+    """Random seed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: cuda where there is one."""
+    """Device; auto: cuda if there is one, otherwise cpu."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportCommand(_OfWeights):
-    """Copy weights and tokenizer of a run's newest checkpoint to a folder of their own."""
+    """Write weights and tokenizer of a run's newest checkpoint to a new folder."""
 
     to: str
-    """Folder to make."""
+    """Folder to create."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Convert the weights, from fp32 masters where there are some; unset: the same bytes."""
+    """Convert the weights to this format, from fp32 master weights if the run has them; unset: copy
+    them unchanged."""
     ema: bool = False
-    """The weights' average, of a run with --ema."""
+    """Export the moving average of the weights instead, of a run with --ema."""
 
 
 class _Unfailing(io.RawIOBase):
-    """Writes to a descriptor; what finds no room or no reader is lost."""
+    """Writes to a file descriptor and ignores failures: a full disk, a closed pipe."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -122,12 +125,12 @@ class _Unfailing(io.RawIOBase):
 
 
 def _open_streams(unfailing: bool) -> None:
-    """Descriptors 0 to 2 that are closed lead nowhere: a file would take their numbers.
+    """Open closed descriptors 0 to 2 on /dev/null, so that no file gets their numbers.
 
-    Characters that the output does not have become escapes.
+    Characters that the output's encoding lacks are escaped.
 
     Args:
-        unfailing: what cannot be written raises no error.
+        unfailing: failed writes to stdout and stderr raise no error.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -150,9 +153,9 @@ def _open_streams(unfailing: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status. Says no more once nobody reads it, as in `| head`.
+    """Run one command; return the exit status.
 
-    What a training run says never ends it.
+    A closed pipe, as in `| head`, ends other commands silently; `train` continues without output.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_streams(unfailing=arguments[:1] == ["train"])
@@ -162,9 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # What the interpreter still writes when it ends goes nowhere, instead of raising again.
+        # The interpreter flushes stdout at exit, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _NOBODY_READS
+        return _BROKEN_PIPE
 
 
 def _main(arguments: list[str]) -> int:
@@ -187,13 +190,13 @@ def _main(arguments: list[str]) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not is_rank():
             if name in ("profile", "compare") and "--help" not in arguments:
-                print(f"fastpar {name}: stops: what reads its output is gone", file=sys.stderr)
+                print(f"fastpar {name}: stopped, its output pipe was closed", file=sys.stderr)
             raise
         return _leave(error)
 
 
 def _leave(error: Exception) -> int:
-    """Says what went wrong: one line, or a traceback where it is a defect. The exit status."""
+    """Print the error (one line, or a traceback for a bug); return the exit status."""
     status = USER_MISTAKE if isinstance(error, ValueError) else 1
     file = error.filename if isinstance(error, OSError) else None
     missing = _missing_memory(error)
@@ -202,14 +205,14 @@ def _leave(error: Exception) -> int:
 
         status, step, why = LOST_PEER, activity().step, str(error).splitlines()[0]
         at = "" if step is None else f" in step {step}"
-        line = f"rank {os.environ['RANK']} stops{at}: another rank is gone ({why})"
+        line = f"rank {os.environ['RANK']} stopped{at}: another rank has ended ({why})"
     elif _WRITTEN_FOR_USERS.match(str(error)):
         line = str(error)
     elif isinstance(error, RankFailed):
         line = f"fastpar: {error}"
     elif missing:
-        line = f"fastpar: expected memory for {missing}, got none; {_SAVES_MEMORY}"
-        error = MemoryError(line)  # what a launcher tells
+        line = f"fastpar: out of memory, {missing} could not be allocated; {_SAVES_MEMORY}"
+        error = MemoryError(line)  # a launcher prints it
     elif file is not None:
         assert isinstance(error, OSError)
         line = f"fastpar: {error}"
@@ -224,32 +227,32 @@ def _leave(error: Exception) -> int:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
-        # No orderly exit: a process group's destructor can wait for peers that never answer.
+        # Skip destructors: that of a process group can wait forever for lost peers.
         os._exit(status)
     return status
 
 
 _SAVES_MEMORY = (
-    "in training lower --micro-batch-size, add --activation-checkpointing full or more ranks with "
-    "--zero 3 (fastpar plan predicts what they take); else use a smaller model or another machine"
+    "for training, lower --micro-batch-size, add --activation-checkpointing full or more ranks "
+    "with --zero 3 (fastpar plan predicts the memory); otherwise use a smaller model"
 )
 _NO_MEMORY = re.compile("can't allocate memory|out of memory|bad_alloc|Cannot allocate memory")
 
 
 def _missing_memory(error: Exception) -> str:
-    """How much memory was asked for in vain; empty for other errors."""
+    """The amount of memory that could not be allocated; empty for other errors."""
     text = str(error)
     if not isinstance(error, MemoryError) and not _NO_MEMORY.search(text):
         return ""
-    asked = re.search(r"allocate (\d[\d.]*) ?(\w+)", text)
-    if asked is None:
-        return "the next tensor"
-    number, unit = asked.groups()
-    return f"{int(number) / 1e6:,.1f} MB more" if unit == "bytes" else f"{number} {unit} more"
+    found = re.search(r"allocate (\d[\d.]*) ?(\w+)", text)
+    if found is None:
+        return "a tensor"
+    number, unit = found.groups()
+    return f"{int(number) / 1e6:,.1f} MB" if unit == "bytes" else f"{number} {unit}"
 
 
 def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -> Any:
-    """The dataclass from flags, by tyro, which ends the process with status 2 on a mistake."""
+    """Parse flags into a dataclass by tyro, which exits with status 2 on a mistake."""
     words = [word for argument in arguments for word in argument.split("=", 1)]
     for flag, value in itertools.pairwise(words):
         if flag == "--schedule":
@@ -265,19 +268,19 @@ def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -
 
 
 def _short_help() -> int:
-    """The help of all settings, without those that few runs need."""
+    """Print the help of the usual settings."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         _parse(TrainFlags, ["--help"], "train", TrainFlags())
     shown = True
     for line in map(str.rstrip, text.getvalue().splitlines()):
         flag = re.match(r" +--([\w-]+)", line)
-        if flag or not line.startswith(8 * " "):  # else it belongs to the flag above it
+        if flag or not line.startswith(8 * " "):  # otherwise it continues the flag above
             shown = flag is None or flag[1] in USUAL
         if shown:
             print(line)
-    print("These are the usual settings; `fastpar train --help-all` shows all, --rules what runs")
-    print("together.")
+    print("These are the usual settings; `fastpar train --help-all` shows all of them, and")
+    print("`fastpar train --rules` which of them can be combined.")
     return 0
 
 
@@ -293,13 +296,13 @@ def _train(arguments: list[str]) -> int:
         config = parse_train(arguments)
         nproc = _ranks_to_start(config)
         if not is_rank():
-            together = math.prod(ranks_of_batch(config.mesh).values())  # of a replica
+            together = math.prod(ranks_of_batch(config.mesh).values())  # per replica
             config.batch(1, nproc // together)
         if not is_rank() and nproc > 1:
             with launch.interrupt_kills():
                 from fastpar.train.journal import check_out
 
-            check_out(config)  # before the ranks start, which takes seconds
+            check_out(config)  # now, because starting the ranks takes seconds
             return launch.launch(
                 ["train", *arguments],
                 nproc,
@@ -337,7 +340,7 @@ def _ranks_to_start(config: TrainConfig) -> int:
 
 
 def _profile(arguments: list[str]) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's; read when torch is imported
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch reads it on import
     from fastpar.observe.profile import parse_profile, prepare, profile
 
     options, flags = parse_profile(arguments)
@@ -359,17 +362,17 @@ def _compare(arguments: list[str]) -> int:
 
 
 class _Base(NamedTuple):
-    """What flags are laid upon."""
+    """Settings that the flags override."""
 
     flags: TrainFlags
     arguments: list[str]  # the flags
-    changes: dict[str, Any]  # to what the flags set: which run to go on with
-    saved: dict[str, Any]  # settings of that run that are no defaults and that no flag sets
-    file: Path  # where these stand
+    changes: dict[str, Any]  # applied after the flags: the run to resume
+    saved: dict[str, Any]  # settings of that run that differ from defaults and that no flag sets
+    file: Path  # the config.json of that run
 
 
 def _read_base(arguments: list[str]) -> _Base:
-    """The settings of files and of a run, and the flags that are left."""
+    """Read the settings of files and of a run to resume; return them with the remaining flags."""
     first = argparse.ArgumentParser("fastpar train", add_help=False, allow_abbrev=False)
     first.add_argument("--config", metavar="FILE")
     first.add_argument("--unset", metavar="NAME", nargs="+", action="extend", default=[])
@@ -388,36 +391,36 @@ def _read_base(arguments: list[str]) -> _Base:
         out = str(found) if found is not None else None
         if out is None and not run_id():
             raise ValueError(
-                "train: expected --out with --auto-resume, got out=None; name the folder of the "
-                f"run, as {RUNS}/NAME"
+                "train: expected --out with --auto-resume, got out=None; name the run's folder, "
+                f"such as {RUNS}/NAME"
             )
     file = Path(out or "") / "config.json"
-    goes_on = out is not None and file.exists() and (known.resume or automatic)
+    resumes = out is not None and file.exists() and (known.resume or automatic)
     base, saved = TrainFlags(), {}
     defaults = base.settings()
-    if goes_on:
+    if resumes:
         saved = {setting_name(name): value for name, value in read_settings(file).items()}
-        gone = [f"{name}={saved.pop(name)}" for name in saved.keys() - defaults.keys()]
-        if gone and os.environ.get("RANK", "0") == "0" and not launched_here():
-            _note(f"train: settings of another version are left out: {', '.join(sorted(gone))}")
+        old = [f"{name}={saved.pop(name)}" for name in saved.keys() - defaults.keys()]
+        if old and os.environ.get("RANK", "0") == "0" and not launched_here():
+            _note(f"train: ignored settings of another version: {', '.join(sorted(old))}")
         base = base.replace(saved, str(file))
     base = base.replace(given, str(files.config))
     unset = {setting_name(name.lstrip("-")) for name in files.unset}
     base = base.replace({name: defaults.get(name) for name in unset}, "--unset")
     flags = re.findall(r"^--(?:no-)?([\w-]+)", "\n".join(arguments), re.MULTILINE)
-    set_anew = unset | {setting_name(name) for name in (*given, *flags)}
+    overridden = unset | {setting_name(name) for name in (*given, *flags)}
     saved = {
         name: value
         for name, value in base.settings().items()
-        if name in saved and name not in set_anew and value != defaults[name]
+        if name in saved and name not in overridden and value != defaults[name]
     }
-    changes = {"out": out, "resume": goes_on, "auto_resume": True} if automatic else {}
+    changes = {"out": out, "resume": resumes, "auto_resume": True} if automatic else {}
     return _Base(base, arguments, changes, saved, file)
 
 
 @contextlib.contextmanager
 def _naming_saved_settings(arguments: list[str]) -> Iterator[None]:
-    """Advice to drop a flag is no use where the run to go on with has set it: say so."""
+    """If an error says to drop a flag that the resumed run has set, say how to unset it."""
     try:
         yield
     except ValueError as error:
@@ -425,23 +428,24 @@ def _naming_saved_settings(arguments: list[str]) -> Iterator[None]:
         if not re.search("leave|drop", advice):
             raise
         base = _read_base(arguments)
-        told = f"{text} {advice}" if "drop one of them" in advice else advice
-        flags = {setting_name(flag) for flag in re.findall(r"--(?:no-)?([\w-]+)", told)}
+        where = f"{text} {advice}" if "drop one of them" in advice else advice
+        flags = {setting_name(flag) for flag in re.findall(r"--(?:no-)?([\w-]+)", where)}
         named = {name: value for name, value in base.saved.items() if name in flags}
         if not named:
             raise
         values = ", ".join(f"{name}={value}" for name, value in named.items())
         names = " ".join(option(name)[2:] for name in named)
         raise ValueError(
-            f"{text}; {values} of {base.file}: set it anew, or add --unset {names}"
+            f"{text}; {base.file} has {values}: override it, or add --unset {names}"
         ) from None
 
 
 def parse_train(arguments: list[str]) -> TrainConfig:
-    """Settings of `fastpar train`: defaults < the run to go on with < --config FILE < flags.
+    """Settings of `fastpar train`: defaults < the run to resume < --config FILE < flags.
 
     Raises:
-        ValueError: a file or a setting that is not one; SystemExit from tyro on unknown flags.
+        ValueError: a file or a setting is invalid.
+        SystemExit: unknown flags, from tyro.
     """
     base, arguments, changes, saved = _read_base(arguments)[:4]
     flags = _parse(TrainFlags, arguments, "train", base)
@@ -452,8 +456,8 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     by_torchrun = is_rank() and not launched_here()
     if by_torchrun and nproc not in (base.system.nproc, ranks):
         raise ValueError(
-            f"train: expected no --nproc under a launcher, which has started {ranks} ranks, got "
-            f"nproc={nproc}; use --nproc-per-node of torchrun, --ntasks of srun, or -n of mpirun"
+            f"train: expected no --nproc under a launcher that has started {ranks} ranks, got "
+            f"nproc={nproc}; use torchrun --nproc-per-node, srun --ntasks or mpirun -n"
         )
     return config
 
@@ -463,7 +467,7 @@ def _note(line: str) -> None:
 
 
 def _weights(name: str, given: str | None) -> Path:
-    """The folder or file that holds the weights asked for."""
+    """The folder or file of the weights that the user named."""
     from fastpar.checkpoint.commands import find_folders
     from fastpar.checkpoint.reader import newest_checkpoint
 
@@ -487,11 +491,11 @@ def _sample(arguments: list[str]) -> int:
     if command.sample.num_samples < 1:
         raise ValueError(
             "fastpar sample: expected --num-samples >= 1, got num_samples="
-            f"{command.sample.num_samples}; leave it out for {SampleSettings().num_samples}"
+            f"{command.sample.num_samples}; drop it for {SampleSettings().num_samples} texts"
         )
     if command.interactive and command.sample.prompt:
         raise ValueError(
-            "fastpar sample: expected --interactive or --prompt, got both; type the prompts"
+            "fastpar sample: expected --interactive or --prompt, got both; drop one of them"
         )
     import torch
 
@@ -516,7 +520,7 @@ def _sample(arguments: list[str]) -> int:
         except ValueError as error:
             if not command.interactive:
                 raise
-            _note(str(error))  # the next prompt may be a better one
+            _note(str(error))  # and wait for the next prompt
         seed += settings.num_samples
     return 0
 
@@ -524,20 +528,20 @@ def _sample(arguments: list[str]) -> int:
 def _verify(arguments: list[str]) -> int:
     from fastpar.checkpoint.commands import verify
 
-    about = "Read every byte of a run's checkpoints, or of one, and compare it with its checksum."
-    status = "Exit status: 0 all is sound; 1 something is damaged, and named; 2 no such folder."
+    about = "Compare every byte of one checkpoint, or all of a run, with its checksum."
+    status = "Exit status: 0 no damage; 1 damage, which is listed; 2 no such folder."
     parser = argparse.ArgumentParser("fastpar verify", description=about, epilog=status)
-    parser.add_argument("folder", help="of a run, a checkpoint or transformers weights")
+    parser.add_argument("folder", help="folder of a run, a checkpoint or transformers weights")
     return 0 if verify(parser.parse_args(arguments).folder, print) else 1
 
 
 def _inspect(arguments: list[str]) -> int:
     from fastpar.checkpoint.commands import inspect
 
-    about = "A table of the tensors of a checkpoint, of a run's newest: weights and moments."
+    about = "List the tensors (weights and moments) of a checkpoint, or of a run's newest one."
     parser = argparse.ArgumentParser("fastpar inspect", description=about)
-    parser.add_argument("folder", help="of a run, a checkpoint or transformers weights")
-    parser.add_argument("--filter", metavar="PATTERN", help="names that match (*, ?) or contain it")
+    parser.add_argument("folder", help="folder of a run, a checkpoint or transformers weights")
+    parser.add_argument("--filter", metavar="PATTERN", help="only names that contain or match it")
     options = parser.parse_args(arguments)
     inspect(options.folder, options.filter, print)
     return 0
@@ -567,12 +571,10 @@ def _doctor(arguments: list[str]) -> int:
 
 
 def _info(arguments: list[str]) -> int:
-    about = (
-        "What runs where on this machine, and why: torch, the compiled module, each op's kernels."
-    )
+    about = "Show torch, the compiled module and the implementation of each op on this machine."
     _, rest = argparse.ArgumentParser("fastpar info", description=about).parse_known_args(arguments)
     if rest:
-        raise ValueError(f"fastpar info: expected no options, got {rest[0]}; leave them out")
+        raise ValueError(f"fastpar info: expected no options, got {rest[0]}; drop them")
     import platform
 
     from fastpar.doctor.report import known_choices

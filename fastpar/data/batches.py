@@ -72,8 +72,8 @@ class PackedTokens:
         return len(self.first) - 1
 
     @cached_property
-    def told(self) -> str:
-        """What was done, in a line."""
+    def description(self) -> str:
+        """What packing did, in one line."""
         free = 1 - float(self.lengths.sum()) / (self.n_rows * self.block_size)
         return (
             f"packed   {self.n_documents:,} documents into {self.n_rows:,} rows of "

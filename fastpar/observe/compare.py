@@ -478,7 +478,7 @@ class Rank:
         return self.contender.train_step([self._batch(step, j) for j in self._numbers()], lr)
 
     def _numbers(self) -> list[int]:
-        """This rank's micro-batches of a step; [Note: who takes which samples] in trainer.py."""
+        """This rank's micro-batches of a step; [Note: sample order] in trainer.py."""
         made, accum = self.contender, self.run.grad_accum_steps
         if self.accumulate == "full":
             return [made.dp_rank * accum + j for j in range(accum)]

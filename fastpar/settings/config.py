@@ -1,4 +1,4 @@
-"""What a model and a run are: frozen dataclasses that check themselves and name what they refuse.
+"""TrainConfig: the checked settings of a run.
 
 The command line, the settings file and a run's config.json are made from the same classes.
 """
@@ -17,10 +17,10 @@ from fastpar.settings.rules import broken, check, known
 
 @dataclass(frozen=True)
 class TrainConfig(TrainFlags):
-    """What a run is: TrainFlags that are known to make sense.
+    """The settings of a run, checked: TrainFlags that pass all rules.
 
     Raises:
-        ValueError: a setting outside what its help says; names the setting.
+        ValueError: a rule of rules.py is broken; names the setting.
     """
 
     def __post_init__(self) -> None:
@@ -28,7 +28,7 @@ class TrainConfig(TrainFlags):
         check("train", known(self, None if read else self.model_config(vocab_size=1)))
 
     def learn(self, **facts: Any) -> None:
-        """Ask the rules that had to wait for these facts, of which dtype is a setting."""
+        """Check the rules about these facts, which are known only now, such as the dtype."""
         check("train", known(self, None) | facts, facts)
 
     def runs_in_graphs(self) -> bool:
@@ -37,20 +37,20 @@ class TrainConfig(TrainFlags):
         return not any(broken("train", values, ("cuda_graphs",)))
 
     def in_folder(self, out: str) -> TrainConfig:
-        """The same run in another folder, which no rule is about."""
+        """The same run in another folder; no rule depends on it."""
         other = copy.copy(self)
         vars(other)["run"] = replace(self.run, out=out)
         return other
 
     def model_config(self, vocab_size: int) -> GPTConfig:
-        """The GPT-2 that these settings and a vocabulary describe; not for init_from."""
+        """The model's GPTConfig for a vocabulary size; not for init_from."""
         given = {**self.shape.sizes(), **self.expert_settings()}
         if self.shape.dropout is not None:
             given["dropout"] = self.shape.dropout
         return GPTConfig.preset(self.shape.model, vocab_size=vocab_size, **given)
 
     def expert_settings(self) -> dict[str, Any]:
-        """The fields of GPTConfig that say what experts a model has, and what balances them."""
+        """The fields of GPTConfig about experts; empty without experts."""
         shape = self.shape
         if not shape.n_expert:
             return {}
@@ -59,7 +59,7 @@ class TrainConfig(TrainFlags):
         return {**found, "top_k": shape.expert_top_k}
 
     def batch(self, block_size: int, dp_size: int) -> tuple[int, int]:
-        """(micro_batch_size, grad_accum_steps) of a rank; see derive_batch()."""
+        """(micro_batch_size, grad_accum_steps) per rank; see derive_batch()."""
         return derive_batch(
             self.text.batch_size,
             block_size,
@@ -83,15 +83,13 @@ class TrainConfig(TrainFlags):
 
     @property
     def accumulate(self) -> str:
-        """Whether each micro-batch is reduced ("shard") or their whole sum ("full")."""
+        """When gradients are reduced: each micro-batch ("shard") or once per step ("full")."""
         auto = "full" if self.parallel.zero_stage < 2 else "shard"
         return self.parallel.accumulate or auto
 
 
 AUTO_MICRO_BATCH_TOKENS = 16384
-
-
-MICRO_BATCHES_A_STAGE = 4  # where the batch allows it: then 1f1b waits for at most a fifth
+MICRO_BATCHES_A_STAGE = 4  # if the batch allows it: limits the bubble of 1f1b to a fifth
 
 
 def derive_batch(
@@ -107,12 +105,12 @@ def derive_batch(
     """(micro_batch_size, grad_accum_steps) with batch_size = dp_size * both.
 
     Args:
-        dp_size: ranks, or groups of tp, cp and pp ranks, that compute different sequences.
-        micro_batch_size, grad_accum_steps: None: chosen.
-        pp: stages of a pipeline, which are the busier the more micro-batches there are.
-        share: ranks that share out the samples of a micro-batch, the rows and depth of a grid.
+        dp_size: data-parallel ranks, or groups of tp, cp and pp ranks.
+        micro_batch_size, grad_accum_steps: None: chosen here.
+        pp: stages of a pipeline; more micro-batches make its bubble smaller.
+        share: ranks that split the samples of a micro-batch (rows * depth of a grid).
     Raises:
-        ValueError: batch_size has fewer sequences than these, or does not divide.
+        ValueError: batch_size is smaller than dp_size, or does not equal the product.
     """
     rows, micro, accum = batch_size, micro_batch_size, grad_accum_steps
     if rows < dp_size:
@@ -129,14 +127,14 @@ def derive_batch(
         micro = max([m for m in sizes if m % share == 0] or sizes)
     if micro % share:
         raise ValueError(
-            f"train: expected micro_batch_size as a multiple of the {share} rows and depth of "
-            f"tp_grid, which share out its samples, got micro_batch_size={micro}; change "
-            "--micro-batch-size, --batch-size or --tp-grid"
+            f"train: expected micro_batch_size to be a multiple of rows * depth = {share} of "
+            f"tp_grid, got micro_batch_size={micro}; change --micro-batch-size, --batch-size or "
+            "--tp-grid"
         )
     if accum is None:
         accum = max(1, rows // (dp_size * micro))
     if rows != dp_size * micro * accum:
-        hint = "change --batch-size, or leave out --micro-batch-size and --grad-accum-steps"
+        hint = "change --batch-size, or drop --micro-batch-size and --grad-accum-steps"
         if rows % dp_size:
             fit = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
             hint = f"use one of dp={fit}, or change --batch-size"

@@ -1,7 +1,7 @@
-"""Settings are the leaves of a tree of frozen dataclasses: their names, types, values, changes.
+"""Settings as leaves of a tree of frozen dataclasses: names, types, values, changes.
 
-A leaf's name is that of its field, or the one that called() gives it outside of its group. Names
-are of one setting only, so that flags and files need no groups.
+A setting's name is its field's name, or the one given by called(). Names are unique over all
+groups, so that flags and files need no group names.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ Tree = TypeVar("Tree")
 
 
 def for_tyro(choose: Callable[[Any], Any]) -> Any:
-    """Something of tyro.conf, which is imported by the time that it looks at types.
+    """An annotation from tyro.conf if tyro is imported, which the command line does first; else
+    None.
 
-    Others, which may not have tyro, see nothing.
+    Programs without tyro can therefore use the settings too.
     """
     tyro = sys.modules.get("tyro")
     return choose(tyro.conf) if tyro is not None else None
 
 
 def called(name: str) -> Any:
-    """The name of a setting where its group is not said: of its flag, and in files."""
+    """Give a setting another name than its field's, for flags and files."""
     return for_tyro(lambda conf: conf.arg(name=name.replace("_", "-"))) or name
 
 
 class More:
-    """Settings of axes that were registered beside fastpar's own: a group for each, by its name."""
+    """Settings of additionally registered axes: one group per axis, by name."""
 
     groups: ClassVar[dict[str, type]] = {}
 
@@ -68,25 +69,25 @@ class More:
 
     @classmethod
     def add(cls, name: str, group: type) -> None:
-        """Settings of one more axis."""
+        """Register the settings of one more axis."""
         cls.groups[name] = group
         leaves.cache_clear()
 
     @classmethod
     def as_dataclass(cls) -> type:
-        """The groups as fields, as a command line reads them."""
+        """The groups as fields of a dataclass, for the command line."""
         made = dataclasses.field
         fields = [(name, of, made(default_factory=of)) for name, of in cls.groups.items()]
         return dataclasses.make_dataclass("More", fields, frozen=True)
 
     @classmethod
     def of_command(cls) -> Any:
-        """What tells tyro so."""
+        """The annotation that makes tyro use as_dataclass()."""
         return for_tyro(lambda conf: conf.arg(constructor_factory=cls.as_dataclass))
 
 
 class Leaf(NamedTuple):
-    """A setting: where it stands in the tree, and its type."""
+    """A setting: its path in the tree and its type."""
 
     path: tuple[str, ...]
     hint: Any
@@ -94,7 +95,7 @@ class Leaf(NamedTuple):
 
 @functools.cache
 def leaves(tree: type) -> dict[str, Leaf]:
-    """Every setting of a tree by its name."""
+    """All settings of a tree by name."""
     found: dict[str, Leaf] = {}
     for field, annotated in get_type_hints(tree, include_extras=True).items():
         hint, name = annotated, field
@@ -116,7 +117,7 @@ def leaves(tree: type) -> dict[str, Leaf]:
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """Every setting's value by its name."""
+    """The values of all settings by name."""
     kind: Any = type(tree)
     return {n: functools.reduce(getattr, leaf.path, tree) for n, leaf in leaves(kind).items()}
 
@@ -124,12 +125,13 @@ def flat(tree: Any) -> dict[str, Any]:
 def changed(
     tree: Tree, values: Mapping[str, Any], who: str = "parallelize", source: str | None = None
 ) -> Tree:
-    """A copy with some settings changed, by their names.
+    """A copy with some settings changed, by name.
 
     Args:
-        who: of errors: who reads them. source: where they stand; None: types are not looked at.
+        who: the command or function that errors name.
+        source: the origin of the values, for errors; None: types are not checked.
     Raises:
-        ValueError: no such setting, or a value of another type.
+        ValueError: unknown setting, or a value of another type.
     """
     groups: dict[str, Any] = {}
     kind: Any = type(tree)
@@ -146,7 +148,7 @@ def changed(
         (first, *rest), hint = known[name]
         words = any(get_origin(arg) is Literal for arg in get_args(hint))
         if words and value in ("auto", "none") and not fits(value, hint):
-            value = None  # files of earlier versions say it so
+            value = None  # spelled so in files of earlier versions
         if source is not None and not fits(value, hint):
             raise ValueError(
                 f"{who}: expected {describe(hint)} for {name} in {source}, got {name}={value!r}; "
@@ -158,13 +160,13 @@ def changed(
 
 
 def setting_name(key: str) -> str:
-    """A setting as it is spelled in a file or, without its dashes, as a flag."""
+    """The name of a setting from its spelling in a file or as a flag without dashes."""
     name = key.replace("-", "_")
     return {"zero": "zero_stage", "log": "logger"}.get(name, name)
 
 
 def _with(tree: Any, path: Sequence[str], value: Any) -> Any:
-    """The tree with another value at the path."""
+    """A copy of the tree with another value at the path."""
     if not path:
         return value
     inner = _with(getattr(tree, path[0]), path[1:], value)
@@ -172,7 +174,7 @@ def _with(tree: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value read from a file is of a setting's type; integers do for floats."""
+    """Whether a value read from a file has a setting's type; integers are valid floats."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return any(value == arg and type(value) is type(arg) for arg in args)
@@ -190,15 +192,15 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def check_types(who: str, tree: Any) -> None:
-    """Refuse values of another type than their setting's."""
+    """Raise ValueError for a value that does not have its setting's type."""
     kind: Any = type(tree)
     known = leaves(kind)
     for name, value in flat(tree).items():
         hint = known[name].hint
         if not fits(value, hint) and value != "fp64":  # a format that no flag offers
             raise ValueError(
-                f"{who}: expected {describe(hint)} for {name}, got {name}={value!r}; leave it out "
-                "for what is usual"
+                f"{who}: expected {describe(hint)} for {name}, got {name}={value!r}; drop it to "
+                "use the default"
             )
 
 

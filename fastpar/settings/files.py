@@ -1,7 +1,5 @@
-"""A setting by its flag, from files, and as text: what config.py needs to read one.
-
-Nothing here knows which settings there are.
-"""
+"""Reading settings: flags' names, settings files, durations. Independent of which settings
+exist."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Errors of a path that a user can set right; others are the machine's.
+# Errors of a path that the user can correct; others are the machine's.
 WRONG_PATH = {
     *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
@@ -23,7 +21,7 @@ WRONG_PATH = {
 
 
 def option(name: str, value: Any = None) -> str:
-    """The flag of a setting, which may set it to False: max_steps -> --max-steps."""
+    """The flag of a setting: max_steps -> --max-steps; with value False: --no-NAME."""
     name = "zero" if name == "zero_stage" else name
     return ("--no-" if value is False else "--") + name.replace("_", "-")
 
@@ -31,7 +29,7 @@ def option(name: str, value: Any = None) -> str:
 def check_at_least(
     who: str, values: Mapping[str, Any], lowest: Mapping[str, float], advice: str | None = None
 ) -> None:
-    """Refuse numbers below the lowest that make sense, and infinite ones; None is not set."""
+    """Raise ValueError for numbers below `lowest` and infinite ones; None is allowed."""
     for name, low in lowest.items():
         value = values[name]
         if value is not None and not low <= value < math.inf:
@@ -45,12 +43,12 @@ _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """What a TOML file or the config.json of a run sets; TrainConfig.replace checks it.
+    """The settings in a TOML file or a run's config.json, unchecked.
 
-    Settings may stand under headings, as [model] or [train]: these are for the reader alone.
+    Headings such as [model] are allowed and ignored.
 
     Raises:
-        ValueError: no such file, or not in its format; a setting under two headings.
+        ValueError: no such file, a wrong format, or a setting under two headings.
     """
     path = Path(path)
     try:
@@ -60,12 +58,12 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         return _without_headings(importlib.import_module(_TOML).loads(text))
     except OSError as error:
         raise ValueError(
-            f"read_settings: expected a file of settings, got path={path}; {error.strerror}"
+            f"read_settings: expected a settings file, got path={path}; {error.strerror}"
         ) from None
     except (ValueError, KeyError, TypeError) as error:  # TOMLDecodeError is a ValueError
         raise ValueError(
             f"read_settings: expected TOML or the config.json of a run, got path={path}; "
-            f"it does not read: {error}"
+            f"correct it: {error}"
         ) from None
 
 
@@ -74,13 +72,13 @@ def _without_headings(content: dict[str, Any]) -> dict[str, Any]:
     for name, value in content.items():
         for key, setting in value.items() if isinstance(value, dict) else [(name, value)]:
             if key in found:
-                raise ValueError(f"{key} stands in it twice, also under [{name}]")
+                raise ValueError(f"{key} is set twice, the second time under [{name}]")
             found[key] = setting
     return found
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of a time such as 300, 300s, 5m, 1h30m or 1.5h; 0 for what is none."""
+    """Seconds of a duration such as 300, 300s, 5m, 1h30m or 1.5h; 0 if it is invalid."""
     units = {"h": 3600.0, "m": 60.0, "s": 1.0}
     parts = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
     if "".join(number + unit for number, unit in parts) != text:

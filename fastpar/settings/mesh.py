@@ -1,8 +1,8 @@
-"""The axes of a mesh and the ranks along each: arithmetic only.
+"""The axes of a mesh and the ranks along each axis: arithmetic only.
 
-[Note: grid] tp_grid=(r, c) puts the ranks of tensor parallelism in r rows and c columns: the axis
-tp is then a row of c ranks, and rows has the r rows. A third number, depth, is how many such grids
-have the same weights and share out a batch. See fastpar/axes/grid.py.
+[Note: grid] tp_grid=(r, c) arranges the tensor-parallel ranks in r rows and c columns: the axis tp
+then has c ranks and the axis rows has r. A third number, depth, is the number of such grids that
+hold the same weights and split a batch. See fastpar/axes/grid.py.
 """
 
 from __future__ import annotations
@@ -14,78 +14,78 @@ from typing import Any
 
 from fastpar.settings.parallel import MeshSettings
 
-# See mesh.py, [Note: order of the axes].
+# See [Note: order of the axes] in comm/mesh.py.
 AXES = ("pp", "replicas", "dp", "cp", "ep", "depth", "rows", "tp")
-DATA_AXES = ("replicas", "dp", "ep")  # whose ranks compute different sequences
-TP_AXES = ("rows", "tp")  # whose ranks split each layer
-CHUNKS = {"interleaved": range(1, 65), "zb-v": range(2, 3)}  # stages on a rank; of others: one
+DATA_AXES = ("replicas", "dp", "ep")  # their ranks compute different sequences
+TP_AXES = ("rows", "tp")  # their ranks split each layer
+CHUNKS = {"interleaved": range(1, 65), "zb-v": range(2, 3)}  # stages per rank; other schedules: 1
 
 
 def parse_grid(text: str | None) -> tuple[int, ...] | None:
-    """(rows, columns), with depth if it is there, of a setting; None without a grid."""
+    """Parse ROWSxCOLUMNS or ROWSxCOLUMNSxDEPTH into numbers; None without a grid."""
     return None if text is None else tuple(map(int, text.split("x")))
 
 
 def pp_split(text: str | None) -> list[int] | None:
-    """Layers of each stage as the setting pp_split says; None: by cost."""
+    """Layers of each stage from the setting pp_split; None: balanced by cost."""
     return None if text is None else [int(number) for number in text.split(",")]
 
 
 def pp_chunks(schedule: str, chunks: int | None) -> int:
-    """Stages on each rank of a pipeline; None: the fewest that make a schedule differ from 1f1b."""
+    """Stages per rank of a pipeline; chunks None: 2 for schedules that have several, else 1."""
     return (2 if 2 in CHUNKS.get(schedule, ()) else 1) if chunks is None else chunks
 
 
 def divisors(n: int) -> list[int]:
-    """In rising order."""
+    """The divisors of n in ascending order."""
     small = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
     return small + [n // k for k in reversed(small) if k * k != n]
 
 
 def axes_of(mesh: MeshSettings) -> dict[str, Any]:
-    """The arguments of Mesh that settings stand for."""
+    """The arguments of Mesh for these settings."""
     return {**vars(mesh), "tp_grid": parse_grid(mesh.tp_grid)}
 
 
 def ranks_of_batch(mesh: MeshSettings) -> dict[str, int]:
-    """Ranks that are given the same batch, by the setting that says how many."""
+    """Setting -> number of ranks along axes whose ranks get the same batch."""
     grid = parse_grid(mesh.tp_grid)
     split = {"tp": mesh.tp} if grid is None else {"tp_grid": math.prod(grid)}
     return {**split, "cp": mesh.cp, "pp": mesh.pp}
 
 
 def ranks_of_depth(mesh: MeshSettings) -> int:
-    """Grids that have the same weights."""
+    """Depth of the grid: number of grids with the same weights."""
     return (*(parse_grid(mesh.tp_grid) or (1, 1)), 1)[2]
 
 
 def ranks_of_samples(mesh: MeshSettings) -> int:
-    """Ranks that share out the samples of a micro-batch."""
+    """Number of ranks that split the samples of a micro-batch: rows * depth of a grid."""
     return (parse_grid(mesh.tp_grid) or (1,))[0] * ranks_of_depth(mesh)
 
 
 def sizes_of_grid(grid: Any) -> dict[str, int]:
-    """Ranks along depth, rows and tp; see [Note: grid]. Without a grid, none of tp."""
+    """Ranks along depth, rows and tp; see [Note: grid]. Without a grid, tp is not included."""
     if grid is None:
         return {"depth": 1, "rows": 1}
     numbers = tuple(grid) if isinstance(grid, Sequence) and not isinstance(grid, str) else ()
     fits = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in numbers)
     if len(numbers) not in (2, 3) or not fits or math.prod(numbers) == 1:
         raise ValueError(
-            "Mesh: expected tp_grid of two or three positive integers, rows, columns and depth, "
-            f"for two ranks or more, got tp_grid={grid!r}; pass (2, 2), or leave tp_grid out"
+            "Mesh: expected tp_grid of two or three positive integers (rows, columns, depth) with "
+            f"at least two ranks, got tp_grid={grid!r}; pass (2, 2), for example, or drop tp_grid"
         )
     rows, columns, depth = (*numbers, 1)[:3]
     return {"depth": depth, "rows": rows, "tp": columns}
 
 
 def ranks_along(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
-    """All ranks of a mesh in groups: those of one group differ along these axes only.
+    """All ranks of a mesh, in groups whose ranks differ along the given axes only.
 
     Args:
         sizes: ranks along each axis, outermost first.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}  # by the places along the other axes
+    groups: dict[tuple[int, ...], list[int]] = {}  # by coordinates along the other axes
     for rank, place in enumerate(itertools.product(*map(range, sizes.values()))):
         others = tuple(at for axis, at in zip(sizes, place) if axis not in axes)
         groups.setdefault(others, []).append(rank)
@@ -93,7 +93,7 @@ def ranks_along(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]
 
 
 def check_sizes(asked: Mapping[str, int | None]) -> None:
-    """Refuse numbers of ranks below 1."""
+    """Raise ValueError for numbers of ranks below 1."""
     for axis, size in asked.items():
         if size is None and axis == "dp":
             continue
@@ -103,12 +103,12 @@ def check_sizes(asked: Mapping[str, int | None]) -> None:
             )
             raise ValueError(
                 f"Mesh: expected {axis} to be a positive integer{' or None' * (axis == 'dp')}, "
-                f"got {axis}={size}; leave {axis} out to {way_out}"
+                f"got {axis}={size}; drop {axis} to {way_out}"
             )
 
 
 def complete_sizes(asked: Mapping[str, int | None], world_size: int) -> dict[str, int]:
-    """The size of each axis, dp's from what the others leave if it is None."""
+    """The size of each axis; dp=None: world_size divided by the others."""
     dp, ep = asked["dp"], asked["ep"] or 1
     others = math.prod(n for a, n in asked.items() if a not in ("dp", "ep") and n is not None)
     ranks = world_size // others if dp is None else dp
@@ -124,7 +124,7 @@ def complete_sizes(asked: Mapping[str, int | None], world_size: int) -> dict[str
         way_out = f"start a multiple of {others} ranks"
     else:
         rule = f"{' * '.join(named)} equal to"
-        way_out = f"start {product} ranks (torchrun --nproc-per-node {product}) or leave dp out"
+        way_out = f"start {product} ranks (torchrun --nproc-per-node {product}) or drop dp"
     raise ValueError(
         f"Mesh: expected {rule} the number of ranks, got {got} with "
         f"world_size={world_size}; {way_out}"

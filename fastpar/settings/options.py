@@ -1,7 +1,7 @@
-"""The settings of a run by group: names, types, defaults, and under each field its help.
+"""The settings of a run by group: names, types, defaults and help texts (under each field).
 
-Each class is a group of `fastpar train --help-all`. The defaults are a run of minutes on two CPU
-cores; `make train` adds a recipe of its own. What the values must be is in config.py.
+Each class is a group of `fastpar train --help-all`. The defaults train for minutes on two CPU
+cores; `make train` uses another recipe. rules.py says which values are allowed.
 """
 
 from __future__ import annotations
@@ -19,233 +19,251 @@ Logger = Literal["auto", "none", "tensorboard", "wandb"]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The model's size."""
+    """Model size."""
 
     model: str = "mini"
-    """Size: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu."""
+    """Preset: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu."""
     n_layer: int | None = None
-    """Layers, instead of the size's own."""
+    """Number of layers; unset: the preset's."""
     n_head: int | None = None
-    """Attention heads, instead of the size's own."""
+    """Number of attention heads; unset: the preset's."""
     n_embd: int | None = None
-    """Width, instead of the size's own."""
+    """Embedding width; unset: the preset's."""
     block_size: int | None = None
-    """Context in tokens, instead of the size's own."""
+    """Context length in tokens; unset: the preset's."""
 
     def sizes(self) -> dict[str, int]:
-        """Those given instead of the size's own, as GPTConfig has them."""
+        """The sizes that override the preset, by their names in GPTConfig."""
         found = {n: getattr(self, n) for n in ("n_layer", "n_head", "n_embd", "block_size")}
         return {name: size for name, size in found.items() if size is not None}
 
 
 @dataclass(frozen=True)
 class ModelSettings(ModelSize):
-    """The model."""
+    """Model."""
 
     dropout: float | None = None
-    """Dropout probability, instead of the size's own."""
+    """Dropout probability; unset: the preset's."""
     init_from: str | None = None
-    """Start from these weights (transformers folder, checkpoint, nanoGPT's ckpt.pt); no --model.
-    With --n-expert each MLP becomes so many equal experts."""
+    """Start from existing weights: a transformers folder, a checkpoint, or nanoGPT's ckpt.pt.
+    Replaces --model. With --n-expert, each expert starts as a copy of the layer's MLP."""
     n_expert: int = 0
-    """Experts in the place of a layer's MLP; 0: none."""
+    """Number of experts that replace an MLP (mixture of experts); 0: no experts."""
     expert_top_k: int = 2
-    """Experts that each token goes through."""
+    """Number of experts that process each token."""
     expert_every: int = 1
-    """Every so many layers have experts."""
+    """Use experts in every N-th layer; 1: in all layers."""
     expert_hidden: int | None = None
-    """Features of an expert; unset: as many as an MLP's, 4 * n-embd."""
+    """Hidden width of an expert; unset: 4 * n-embd, the same as an MLP."""
     expert_capacity: float | None = None
-    """Choices that an expert takes at most, times the mean; unset: all."""
+    """Capacity factor: most tokens per expert, as a multiple of the average; unset: no limit."""
     balance_loss: float = 0.01
-    """Factor of the loss that balances experts."""
+    """Weight of the auxiliary loss that balances the load of the experts."""
     router_z_loss: float = 0.0
-    """Factor of the squared logsumexp of their logits."""
+    """Weight of the router z-loss (squared logsumexp of the router's logits)."""
     balance_rate: float = 0.0
-    """Step of a bias that balances them without a loss (then --balance-loss 0)."""
+    """Step size of a router bias that balances the load without an auxiliary loss; use with
+    --balance-loss 0."""
 
 
 @dataclass(frozen=True)
 class TextSettings:
-    """Text, and how much of it is a step."""
+    """Training text and batch size."""
 
     data: str = "bible"
-    """bible, stdlib, path of text, .jsonl or .bin, hf:NAME."""
+    """Training text: bible, stdlib (Python's source), a path of text, .jsonl, parquet or .bin
+    files, or hf:NAME (a Hugging Face dataset)."""
     tokenizer: str = "auto"
-    """bytes, chars, bpe-N (N tokens, learned from the text), gpt2, or a folder; auto: bpe-4096."""
+    """Tokenizer: bytes, chars, bpe-N (a BPE of N tokens trained on the text), gpt2, or a folder
+    with a saved tokenizer; auto: bpe-4096."""
     batch_size: int = 8
-    """Sequences a step, over all ranks and micro-batches."""
+    """Sequences per step: the global batch over all ranks and micro-batches."""
 
 
 @dataclass(frozen=True)
 class DataSettings(TextSettings):
-    """Text and batches."""
+    """Data and batches."""
 
     data_field: str = "text"
-    """Where .jsonl, parquet and datasets have the text."""
+    """Field that holds the text in .jsonl, parquet and Hugging Face datasets."""
     token_bits: Literal[16, 32, 64] = 16
-    """Of an id in nanoGPT's train.bin and val.bin."""
+    """Bits per token id in nanoGPT's train.bin and val.bin."""
     micro_batch_size: int | None = None
-    """Sequences computed at once; unset: up to 16384 tokens."""
+    """Sequences per forward pass on each rank; unset: up to 16384 tokens."""
     pack: Literal["stream", "documents"] = "stream"
-    """documents: from their beginnings, best fit, blind to each other."""
+    """stream: cut the text into windows, across documents. documents: start each document at its
+    beginning, pack several into a row (best fit), and mask attention between them."""
 
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """The optimizer and its schedule: linear warm-up to lr, then down to min-lr."""
+    """Optimizer and learning rate schedule: linear warm-up to lr, then decay to min-lr."""
 
     optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
-    """adafactor: no first moments; muon: for the blocks' matrices, adamw for all else."""
+    """adafactor keeps no first moments. muon updates the matrices of the blocks and leaves all
+    other parameters to adamw."""
     master_weights: Literal["auto", "full", "remainder"] = "auto"
-    """What 16-bit weights keep beside them: fp32 copies, or (bf16) just the 16 bits they lack."""
+    """Master copies of 16-bit weights. full: fp32 copies; remainder (bf16 only): the missing 16
+    bits, with the same result and half the memory; auto: full."""
     moment_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Of adamw's moments; bf16 and int8 are rounded at random."""
+    """Format of adamw's moments; bf16 and int8 use stochastic rounding."""
     stochastic_rounding: bool = False
-    """Train bf16 weights by adamw alone, rounding at random."""
+    """Train bf16 weights without master copies, with stochastic rounding (adamw only)."""
     lr: float = 2.5e-3
-    """Peak learning rate; of adafactor relative, near 0.03."""
+    """Peak learning rate. adafactor reads it as a relative step size: about 0.03."""
     muon_lr: float = 0.02
-    """Peak learning rate of muon's matrices."""
+    """Peak learning rate of the matrices that muon updates."""
     min_lr: float | None = None
-    """At the end; unset: lr / 10 of a cosine, else 0."""
+    """Learning rate at the end; unset: lr / 10 with cosine, 0 with wsd and linear."""
     lr_schedule: Literal["cosine", "wsd", "linear"] = "cosine"
-    """Down by half a cosine; late by a line (wsd); by a line."""
+    """Decay after warm-up. cosine: half a cosine; wsd: constant, then linear at the end
+    (warmup-stable-decay); linear: a straight line."""
     lr_decay_fraction: float = 0.4
-    """Part of max-steps in which wsd's learning rate falls."""
+    """With lr-schedule wsd: fraction of max-steps that the final decay takes."""
     warmup_steps: int | None = None
-    """Steps of warm-up; unset: max-steps / 10, at most 1000."""
+    """Warm-up steps; unset: max-steps / 10, at most 1000."""
     weight_decay: float = 0.1
-    """Decay of matrices; biases and norms have none."""
+    """Weight decay of matrices; biases and norms are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of adamw's two moments."""
     ema: float | None = None
-    """Average the weights, keeping so much a step, such as 0.999."""
+    """Keep an exponential moving average of the weights with this decay per step, such as 0.999;
+    unset: none."""
     outer_every: int | None = None
-    """Steps between two steps of an outer optimizer, for which replicas meet: 30 to 500."""
+    """With replicas: synchronize them every N steps by an outer optimizer (DiLoCo); 30 to 500 are
+    usual."""
     outer_lr: float = 0.7
-    """Its learning rate; 1 with outer-momentum 0 averages weights: local SGD."""
+    """Learning rate of the outer optimizer; 1 with outer-momentum 0 averages the weights (local
+    SGD).
+    """
     outer_momentum: float = 0.9
-    """Its Nesterov momentum."""
+    """Nesterov momentum of the outer optimizer."""
     outer_wire: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
-    """Exchange differences so, with what they lose added to the next; fp32: weights."""
+    """Format that replicas exchange. fp32: the weights; else: compressed weight differences, with
+    the compression error added to the next exchange."""
     max_grad_norm: float = 1.0
-    """Clip the gradient's global norm to this; 0: no clipping."""
+    """Clip the global gradient norm to this; 0: no clipping."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The run: how long, where to, what is kept."""
+    """Run: length, output folder, validation, checkpoints."""
 
     max_steps: int = 2000
-    """Steps in all; the schedule ends there."""
+    """Total number of steps; the learning rate schedule ends there."""
     max_time: str | None = None
-    """Stop after this time in this process: 300s, 5m, 1h30m."""
+    """Save and stop after this time, counted from this start: 300s, 5m, 1h30m."""
     out: str | None = None
-    """Folder of the run; unset: the first free one of runs/NAME, runs/NAME-2, ..."""
+    """Output folder; unset: the first free one of runs/NAME, runs/NAME-2, ..."""
     name: str | None = None
-    """Name of the run; unset: size and text."""
+    """Name of the run; unset: made from the model size and the data."""
     resume: bool = False
-    """Go on with the run in --out; flags change its settings."""
+    """Resume the run in --out with its settings; flags override them."""
     auto_resume: bool = False
-    """Go on with the run in --out if there is one, else start it; so is a start by a restart."""
+    """Resume the run in --out if it exists, otherwise start it. Restarts imply this."""
     seed: int = 1
-    """Fixes weights, batches and dropout."""
+    """Random seed of initial weights, batches and dropout."""
     eval_every: int = 200
-    """Steps between two validations; 0: only at the end."""
+    """Validate every N steps; 0: only at the end."""
     eval_batches: int = 16
-    """Validation batches, of batch-size sequences each."""
+    """Number of validation batches, each of batch-size sequences."""
     save_every: int = 1000
-    """Steps between two checkpoints; 0: only at the end."""
+    """Save a checkpoint every N steps; 0: only at the end."""
     keep_last: int = 2
-    """Checkpoints that are kept; 0: all."""
+    """Keep the newest N checkpoints; 0: all."""
     keep_every: int = 0
-    """Steps between checkpoints that stay for good; 0: none."""
+    """Also keep every checkpoint whose step is a multiple of N; 0: none."""
     logger: Annotated[Logger, for_tyro(lambda conf: conf.arg(aliases=["--log"]))] = "auto"
-    """Curves beside metrics.jsonl; auto: tensorboard if installed."""
+    """Where to log, besides metrics.jsonl; auto: tensorboard if installed."""
 
 
 @dataclass(frozen=True)
 class SystemSettings:
-    """The machine. auto is decided at the start and printed."""
+    """Machine. What auto chooses is printed at the start."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: cuda where there is one."""
+    """Device; auto: cuda if there is one, otherwise cpu."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Format of weights and activations (fp32 main copies); auto: fp32 on cpu, bf16 on cuda."""
+    """Format of weights and activations; 16-bit weights have fp32 master copies. auto: fp32 on cpu,
+    bf16 on cuda."""
     fp8: Literal["none", "mlp", "all"] = "none"
-    """Products in 8-bit floats, of MLPs or of all layers of blocks: bf16, GPUs from sm_89 on."""
+    """Matrix products in 8-bit floats: in MLPs (mlp), or also in attention's linear layers (all).
+    Needs bf16 and a GPU of sm_89 or later."""
     fp8_scaling: Literal["row", "block", "tensor"] = "row"
-    """What shares a scale: rows; 128 features (with tp); tensors, by their last 16 steps."""
+    """What shares one fp8 scale. row: each row; block: 128 features of a row (works with tp);
+    tensor: the whole tensor, with the scale taken from its last 16 steps."""
     fp8_weight_gradient: Literal["bf16", "fp8"] = "bf16"
-    """With fp8-scaling tensor: weights' gradients by such products, too."""
+    """Format of the products that compute weight gradients; fp8 needs fp8-scaling tensor."""
     fp8_emulate: bool = False
-    """Compute fp8's numbers on any device, slower than without."""
+    """Emulate fp8 on any device: the same numbers, but slower than bf16. For experiments."""
     nproc: int = 1
-    """Ranks to start on this machine."""
+    """Number of ranks (processes) to start on this machine."""
     threads: int | None = None
-    """CPU threads a rank; unset: cores / ranks."""
+    """CPU threads per rank; unset: cores / ranks."""
     compile: bool = False
-    """torch.compile the model: a slow start, then faster."""
+    """Compile the model by torch.compile: slower start, faster steps."""
     cuda_graphs: bool | None = None
-    """CUDA graphs of the whole step, or of micro-batches; unset: of whole steps where they can be.
-    """
+    """Capture the whole step in a CUDA graph, or each micro-batch where that is impossible. Unset:
+    capture whole steps if possible."""
 
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """What blocks keep for backward."""
+    """Activation memory."""
 
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Compute blocks again in backward; selective: all but matrix products and attention."""
+    """Recompute blocks in backward. full: all of a block; selective: all but matrix products and
+    attention."""
     offload_activations: bool = False
-    """Inputs of recomputed blocks wait for backward on the host."""
+    """Keep the inputs of recomputed blocks in host memory until backward."""
 
 
 @dataclass(frozen=True)
 class FaultSettings:
-    """What a run survives, and how."""
+    """Faults and restarts."""
 
     async_save: bool = True
-    """Copy the state aside and train on while it is written."""
+    """Write checkpoints in the background: training waits only for a copy of the state."""
     save_overlap: Literal["wait", "skip"] = "wait"
-    """A save due while one is written waits, or is left out."""
+    """What to do if a save is due while another is being written: wait for it, or skip the new
+    one."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """NaN or inf as loss or gradient: stop, or leave the update out."""
+    """What to do if the loss or a gradient is NaN or inf: stop the run, or skip the update."""
     check_replicas_every: int = 0
-    """Steps between bitwise comparisons of ranks; 0: never."""
+    """Every N steps, compare the weights and states of all ranks bit for bit; 0: never."""
     timeout: str = "30m"
-    """Report a rank that another waits longer for: 300s, 1h."""
+    """End the run and name the rank, if others wait for it for this long: 300s, 1h."""
     max_restarts: int = 0
-    """Times to start all --nproc ranks again after one died."""
+    """How often to restart all --nproc ranks after one died."""
 
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """Texts drawn from the model."""
+    """Text generation."""
 
     prompt: Annotated[tuple[str, ...], for_tyro(lambda c: c.UseAppendAction)] = ()
-    """Text to go on from, again for several; unset: a new line."""
+    """Prompt; repeat the flag for several. Unset: a newline."""
     num_samples: int = 2
-    """Texts of each prompt; of train 0: none."""
+    """Number of texts per prompt. In `fastpar train`, 0 generates none at the end."""
     max_new_tokens: int = 200
-    """Tokens of each text."""
+    """Number of tokens to generate."""
     temperature: float = 0.8
-    """0: always the likeliest token; 1: as the model says."""
+    """Sampling temperature; 0: always the most likely token; 1: the model's probabilities."""
     top_k: int | None = 50
-    """Only among the k likeliest tokens; 0: among all."""
+    """Sample from the k most likely tokens only; 0: from all."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, str):  # of a file, or of a run before there were several
+        if isinstance(self.prompt, str):  # a file, or a run of an earlier version
             object.__setattr__(self, "prompt", (self.prompt,) if self.prompt else ())
 
 
 @dataclass(frozen=True)
 class TrainFlags:
-    """Train a GPT-2 on text; every setting can stand in --config FILE.toml too.
+    """Train a GPT-2 on text.
 
-    A line of FILE.toml: max-steps = 500. Headings as [model] may stand between; flags win.
-    --unset NAME ... takes the defaults of settings that a file, or the run to go on with, has set.
+    --config FILE.toml reads settings, one per line: max-steps = 500. Flags override the file.
+
+    --unset NAME ... resets settings of the file, or of the run to resume, to their defaults.
     """
 
     shape: ModelSettings = field(default_factory=ModelSettings)
@@ -260,15 +278,15 @@ class TrainFlags:
     sample: SampleSettings = field(default_factory=SampleSettings)
 
     def settings(self) -> dict[str, Any]:
-        """Every setting by its own name, without the groups: what config.json holds."""
+        """Every setting by name, without groups: the contents of config.json."""
         return flat(self)
 
     def replace(self: FlagsT, changes: Mapping[str, Any], source: str = "settings") -> FlagsT:
-        """A copy with the named settings changed; `source` is where errors say they stand."""
+        """A copy with the named settings changed; errors name `source` as their origin."""
         return changed(self, changes, "train", source)
 
 
-# What `fastpar train --help` shows; --help-all shows every setting.
+# Shown by `fastpar train --help`; --help-all shows every setting.
 USUAL = (
     *("model", "n-layer", "n-head", "n-embd", "block-size", "dropout", "init-from"),
     *("data", "tokenizer", "batch-size", "micro-batch-size"),

@@ -1,7 +1,8 @@
-"""How ranks share out a training run: the settings of fastpar.parallelize and of `fastpar train`.
+"""Settings of parallel training, for fastpar.parallelize() and `fastpar train`.
 
-Each is declared here once. Its name, or the one in called(), is its flag, its name in files and in
-Parallel.of(). The text under a field is its help. None is what the runtime decides, or nothing.
+Each setting is declared here once. Its name, or the one in called(), is its flag, its key in files
+and its keyword of Parallel.of(). The text under a field is its help. None: the runtime decides, or
+the feature is off.
 """
 
 from __future__ import annotations
@@ -19,37 +20,37 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class MeshSettings:
-    """How many ranks split what: the axes of the mesh; the others of nproc are data parallel."""
+    """Mesh: how many ranks each axis has. The remaining factor of nproc is data parallel."""
 
     tp: int = 1
-    """Neighbouring ranks that split each layer."""
+    """Tensor parallelism: number of neighbouring ranks that split each layer."""
     tp_grid: str | None = None
-    """Rows x columns (x depth) of ranks that split each layer both ways, in place of tp: 2x2."""
+    """2-D (2.5-D) tensor parallelism instead of tp: a grid of ROWSxCOLUMNS(xDEPTH) ranks splits
+    each layer in two dimensions, such as 2x2."""
     cp: int = 1
-    """Ranks that share every sequence, for long contexts."""
+    """Context parallelism: number of ranks that split each sequence, for long contexts."""
     ep: int = 1
-    """Data-parallel ranks that share out the experts."""
+    """Expert parallelism: number of data-parallel ranks among which experts are distributed."""
     pp: int = 1
-    """Ranks that each have some of the layers, as a pipeline."""
+    """Pipeline parallelism: number of ranks, each with a part of the layers."""
     replicas: int = 1
-    """Models that train apart and meet every outer-every steps, each on nproc / replicas ranks."""
+    """Number of replicas that train independently and synchronize every outer-every steps (DiLoCo,
+    local SGD), each on nproc / replicas ranks."""
 
     def __post_init__(self) -> None:
-        if self.tp_grid == "none":  # of a file, or of a run of an earlier version
+        if self.tp_grid == "none":  # a file, or a run of an earlier version
             object.__setattr__(self, "tp_grid", None)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Formats of gradients.
-
-    Each is given by its name or as a torch.dtype, and kept as its name.
-    """
+    """Precision of gradients. In Python, a torch.dtype is accepted as well."""
 
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Format in which gradients are summed; unset: fp32 (parallelize(): the parameters')."""
+    """Format in which gradients are accumulated; unset: fp32 (parallelize(): the format of the
+    parameters)."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Format of gradients on the wire; unset: grad-dtype's. Sums are fp32."""
+    """Format in which gradients are sent; they are summed in fp32. Unset: grad-dtype."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -58,48 +59,54 @@ class Precision:
 
 @dataclass(frozen=True)
 class Wires:
-    """Formats of what is sent, for slow links."""
+    """Compressed communication, for slow links."""
 
     gradients: Annotated[Literal["fp32", "bf16", "int8", "int4"], called("wire_gradients")] = "fp32"
-    """Send gradients so, rounded without bias, added up in fp32; fp32: in reduce-dtype."""
+    """Compress gradients for sending, with stochastic rounding; they are summed in fp32. fp32: no
+    compression, send in reduce-dtype."""
     weights: Annotated[Literal["bf16", "int8", "fp8"] | None, called("wire_weights")] = None
-    """Gather weights so at stages 1 to 3; fp8, at 3 with fp8-scaling tensor, keeps all bits."""
+    """Format of gathered weights (ZeRO 1 to 3); unset: not compressed. fp8 needs ZeRO 3 and
+    fp8-scaling tensor, and is lossless there."""
     error_feedback: bool = False
-    """Add what a gradient lost on the wire to the next; free at stage 1, 4 bytes each at 0."""
+    """Add the compression error of each gradient to the next one. Takes no memory at ZeRO 1, 4
+    bytes per parameter at ZeRO 0; ZeRO 2 and 3 need error-buffer."""
     error_buffer: bool = False
-    """The same at stages 2 and 3, for 4 bytes a parameter on every rank."""
+    """Error feedback at ZeRO 2 and 3 too; takes 4 bytes per parameter on every rank."""
     node_size: int | None = None
-    """Ranks of a copy on one node: wire-gradients are added up there before they leave it."""
+    """Number of data-parallel ranks per node: compressed gradients are summed within a node before
+    they are sent to other nodes."""
     secondary_shards: bool = False
-    """Stage 3 keeps 1 / node-size of gathered weights, and gathers again inside of the node."""
+    """At ZeRO 3, keep 1 / node-size of the gathered weights on each rank, so that backward gathers
+    within the node only."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What waits in the host's memory. The bits are the same as without."""
+    """Offload to host memory; the results are the same bit for bit."""
 
     what: Annotated[Literal["optimizer", "parameters"] | None, called("offload")] = None
-    """The optimizer's state on the host, or weights too."""
+    """Keep the optimizer state in host memory, or weights too (parameters); unset: off."""
     keep_mb: Annotated[float, called("offload_keep_mb")] = 0.0
-    """MiB of that state that stay on the GPU: of what a forward needs first."""
+    """MiB of optimizer state to keep on the GPU, for the weights that forward needs first."""
     pinned: Annotated[bool, called("offload_pinned")] = True
-    """Lock the memory that copies use; --no-offload-pinned: half the speed."""
+    """Use pinned (page-locked) host memory; without it, copies run at half the speed."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a pipeline. Its split may also be given as numbers."""
+    """Pipeline schedule. In Python, the split may be a sequence of numbers."""
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = "1f1b"
-    """Order of a pipeline's work: 1f1b holds pp micro-batches at once, gpipe all; others wait less.
-    """
+    """Pipeline schedule. 1f1b keeps the activations of at most pp micro-batches, gpipe those of
+    all; interleaved, zb-h1 and zb-v have smaller bubbles."""
     chunks: int | None = None
-    """Stages on each rank with schedule interleaved; unset: 2."""
+    """With schedule interleaved: number of stages on each rank; unset: 2."""
     split: Annotated[str | None, called("pp_split")] = None
-    """Layers of each stage of a pipeline, such as 8,4; unset: by cost, the output layer counted."""
+    """Number of layers in each stage, such as 8,4; unset: balanced by cost, with the output layer
+    counted."""
 
     def __post_init__(self) -> None:
-        if self.split == "auto":  # of a file, or of a run of an earlier version
+        if self.split == "auto":  # a file, or a run of an earlier version
             object.__setattr__(self, "split", None)
         elif self.split is not None and not isinstance(self.split, str):
             object.__setattr__(self, "split", ",".join(map(str, self.split)))
@@ -107,50 +114,59 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Parallel:
-    """What ranks share out, and how gradients are summed."""
+    """Sharding and communication."""
 
     zero_stage: Annotated[Literal[0, 1, 2, 3], for_tyro(lambda c: c.arg(aliases=["--zero"]))] = 0
-    """Ranks share 0: nothing, 1: the optimizer's state, 2: and gradients, 3: and weights."""
+    """ZeRO stage: what data-parallel ranks shard. 0: nothing (DDP); 1: optimizer state; 2:
+    gradients too; 3: weights too (FSDP)."""
     shard_size: int | None = None
-    """Ranks that share one of several copies; unset: all."""
+    """Ranks per sharding group (HSDP): groups of this many ranks shard the model and replicate each
+    other; unset: all data-parallel ranks are one group."""
     grad_accum_steps: int | None = None
-    """Micro-batches a rank and step; unset: as many as needed (parallelize(): one)."""
+    """Micro-batches per rank and step; unset: as many as needed (parallelize(): 1)."""
     accumulate: Literal["shard", "full"] | None = None
-    """Reduce each micro-batch (shard), or once; unset: full at 0 and 1 (parallelize(): shard)."""
+    """Reduce gradients after each micro-batch (shard) or once per step (full: less communication,
+    more memory). Unset: full at ZeRO 0 and 1, shard at 2 and 3 (parallelize(): shard)."""
     deterministic: bool = False
-    """The same bits at every stage and split of a step into dp ranks and micro-batches."""
+    """Sum gradients in a fixed order: the same bits for every ZeRO stage and for every split of a
+    batch into data-parallel ranks and micro-batches."""
     precision: Precision = field(default_factory=Precision)
     wires: Wires = field(default_factory=Wires)
     offload: Offload = field(default_factory=Offload)
     pipeline: Pipeline = field(default_factory=Pipeline)
     sequence_parallel: bool | None = None
-    """Ranks of tp share out tokens, too, where layers are not split; unset: where they can."""
+    """With tp: split tokens across the tp ranks between layers (sequence parallelism). Unset: on if
+    possible."""
     cp_method: Literal["heads", "keys"] = "heads"
-    """heads: ranks of cp exchange heads; keys: they gather keys, and may be more than the heads."""
+    """How cp ranks compute attention. heads: exchange heads by all-to-all (Ulysses), needs at least
+    cp heads per tp rank; keys: all-gather keys and values, for any cp."""
     transport: Literal["auto", "shm", "torch"] = "auto"
-    """auto: shared memory of CPU ranks, else gloo or NCCL."""
+    """Communication backend. shm: shared memory between CPU ranks of one machine; torch: gloo or
+    NCCL; auto: shm if possible."""
     bucket_mb: float | None = None
-    """MB of gradients a collective; unset: by number of ranks."""
+    """Bucket size in MB: gradients per collective; unset: chosen by the number of ranks."""
     first_bucket_mb: float = 1.0
-    """MB of the first collective; modules below it are merged with their neighbours."""
+    """Size of the first bucket in MB; modules smaller than this share a bucket with their
+    neighbours.
+    """
     prefetch: int = 1
-    """Blocks whose weights are gathered ahead of their use, at stage 3."""
+    """At ZeRO 3: number of blocks whose weights are gathered ahead of use."""
     more: Annotated[More, More.of_command()] = field(default_factory=More)
-    """Settings of axes that were registered; see fastpar/axes."""
+    """Settings of additionally registered axes; see fastpar/axes."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.more, More):  # as a command line makes it
+        if not isinstance(self.more, More):  # made by the command line
             object.__setattr__(self, "more", More(**vars(self.more)))
 
     @classmethod
     def of(cls, **values: Any) -> Parallel:
-        """Of settings by the names that `fastpar train` has, such as wire_gradients="int8".
+        """Build from settings by their names in `fastpar train`, such as wire_gradients="int8".
 
         Raises:
-            ValueError: no such setting.
+            ValueError: unknown setting.
         """
         return changed(cls(), values)
 
     def change(self, **values: Any) -> Parallel:
-        """A copy with some settings changed, by the same names."""
+        """A copy with some settings changed, by the same names as of()."""
         return changed(self, values)

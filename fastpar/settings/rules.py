@@ -1,12 +1,13 @@
-"""What settings must be, and which do not run together: rows of a table, asked in one place.
+"""Rules about settings as rows of a table: allowed values, and settings that exclude each other.
 
-A row is asked where all that it names is known. Names are those of settings and of facts: `dtype`
-without auto, sizes of the model (n_layer, n_head, n_embd, shape), `dp`, the ranks that compute
-different tokens, `delayed_scales`. What is learned later is asked then, by name.
+A rule is checked as soon as all settings and facts that it names are known. Facts are: `dtype`
+after auto is resolved, the model's sizes (n_layer, n_head, n_embd, shape), `dp` (the number of
+data-parallel ranks) and `delayed_scales`. Rules about facts that are learned later are checked
+then.
 
-[Note: spelling] In a text <pp> is `--pp` for who starts a command, and `pp` for who calls a
-function; <pp=2> is `--pp 2` or `pp=2`, <schedule=zb-h1|zb-v> the one of these that was found; {lr}
-is a value.
+[Note: spelling] In a text, <pp> becomes `--pp` for a command and `pp` for a function; <pp=2>
+becomes `--pp 2` or `pp=2`; <schedule=zb-h1|zb-v> becomes the value that was found; {lr} is replaced
+by the value of lr.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ FACTS = {
     "dp": "data-parallel ranks",
     "delayed_scales": "<fp8> with <fp8_scaling=tensor>",
 }
-COMMANDS = ("train", "plan", "profile", "compare")  # who is told of flags
+COMMANDS = ("train", "plan", "profile", "compare")  # their errors name flags
 
 
 class Rule(NamedTuple):
-    """What has to hold.
+    """A condition that settings and facts have to fulfil.
 
     Args:
         names: settings and facts; the first is the one to change.
-        holds: of their values.
-        says: what is expected, or how two settings contradict each other, see [Note: spelling].
-        way_out: what to do.
-        by: who alone asks; "": everybody.
+        holds: takes their values; whether the condition is fulfilled.
+        says: what is expected, or which settings exclude each other; see [Note: spelling].
+        way_out: what the user can do.
+        by: the only command or function that checks the rule; "": all of them.
     """
 
     names: tuple[str, ...]
@@ -49,7 +50,7 @@ class Rule(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A setting that is on: not at its default, one of some values, or above a number."""
+    """A setting that is on: not the default, one of the given values, or above a number."""
 
     name: str
     values: tuple[str, ...]
@@ -57,20 +58,20 @@ class Term(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Term:
-        """`fp8`, `schedule zb-h1 zb-v`, `num_samples >0`."""
+        """Parse `fp8`, `schedule zb-h1 zb-v` or `num_samples >0`."""
         name, *values = text.split()
         above = int(values[0][1:]) if values and values[0][0] == ">" else None
         return cls(name, () if above is not None else tuple(values), above)
 
     def on(self, value: Any) -> bool:
-        """Whether this value switches it on."""
+        """Whether the setting is on with this value."""
         if self.above is not None:
             return (value or 0) > self.above
         return str(value) in self.values if self.values else bool(value != DEFAULTS[self.name])
 
     @property
     def text(self) -> str:
-        """See [Note: spelling]."""
+        """The setting in a message, see [Note: spelling]."""
         if self.name in FACTS:
             return FACTS[self.name]
         values = () if self.values == ("True",) else self.values
@@ -79,7 +80,7 @@ class Term(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two settings that do not run together, each a Term, or several joined by `and`."""
+    """Two settings that exclude each other, each a Term, or several joined by `and`."""
 
     one: str
     other: str
@@ -96,16 +97,17 @@ class Pair(NamedTuple):
         def holds(*values: Any) -> bool:
             return not all(term.on(value) for term, value in zip((*one, *other), values))
 
-        says = f"{one[0].text} does not run with {other[0].text}" + f": {self.why}" * bool(self.why)
+        says = f"{one[0].text} does not support {other[0].text}" + f": {self.why}" * bool(self.why)
         return Rule(names, holds, says, "drop one of them", self.by)
 
 
 class Needs(NamedTuple):
-    """A setting (Terms joined by `and`) that needs another (Terms joined by `or`).
+    """A setting (Terms joined by `and`) that requires another (Terms joined by `or`).
 
     Args:
-        way_out: how else to have that.
-        idle: without it, it does nothing. Only the command line refuses that, see without_idle().
+        way_out: another remedy than to add the required setting.
+        idle: the setting has no effect without the other. Only the command line refuses that, see
+            without_idle().
     """
 
     one: str
@@ -123,7 +125,7 @@ class Needs(NamedTuple):
             given = all(term.on(value) for term, value in zip(one, values))
             return not given or any(t.on(value) for t, value in zip(other, values[len(one) :]))
 
-        verb = "does nothing without" if self.idle else "needs"
+        verb = "has no effect without" if self.idle else "needs"
         says = f"{one[0].text} {verb} {other[0].text}" + f": {self.why}" * bool(self.why)
         first = other[0]._replace(values=other[0].values[:1]).text
         way_out = self.way_out or f"add {first}"
@@ -178,11 +180,11 @@ def _has_experts(ep: int, shape: GPTConfig) -> bool:
     return ep == 1 or (shape.n_expert > 0 and shape.n_expert % ep == 0)
 
 
-_GRID = "the grid has the ranks of tp"
-_MEANS = "its means of rows and columns need whole matrices"
-_BLOCKS = "blocks of 8-bit numbers end with a rank's slice"
-_ADDRESSES = "freed gradients or weights come back at other addresses"
-_ROUNDED = "16-bit sums depend on how they are split"
+_GRID = "the grid already splits each layer"
+_MEANS = "it averages over rows and columns of whole matrices"
+_BLOCKS = "blocks of 8-bit numbers must not cross the boundary between ranks"
+_ADDRESSES = "gradients or weights are freed and allocated again at other addresses"
+_ROUNDED = "rounding of 16-bit sums depends on the split"
 
 PAIRS: list[Pair] = [
     Pair("tp_grid", "tp", _GRID),
@@ -194,12 +196,12 @@ PAIRS: list[Pair] = [
     *(Pair("optimizer adafactor", axis, _MEANS) for axis in ("zero_stage", "tp", "ep", "pp")),
     Pair("optimizer adafactor muon", "moment_dtype"),
     Pair("optimizer adafactor muon", "stochastic_rounding"),
-    Pair("optimizer adafactor muon", "offload", "it computes on whole matrices"),
+    Pair("optimizer adafactor muon", "offload", "it updates whole matrices"),
     Pair("compile", "pp"),
     Pair("compile", "pack"),
     *(Pair("fp8", mode) for mode in ("n_expert", "compile", "activation_checkpointing selective")),
     Pair("fp8", "schedule zb-h1 zb-v and pp"),
-    Pair("expert_capacity", "cp and n_expert", "its ranks have parts of sequences"),
+    Pair("expert_capacity", "cp and n_expert", "each rank holds only a part of a sequence"),
     Pair("stochastic_rounding", "master_weights"),
     Pair("stochastic_rounding", "dtype fp32 fp16", "it rounds bf16 weights"),
     Pair("master_weights", "dtype fp32", "it is for 16-bit weights"),
@@ -207,32 +209,32 @@ PAIRS: list[Pair] = [
     Pair("deterministic", "grad_dtype bf16 fp16", _ROUNDED),
     Pair("deterministic", "reduce_dtype bf16 fp16", _ROUNDED),
     Pair("deterministic", "outer_wire"),
-    Pair("deterministic", "wire_gradients", "codes depend on how many ranks there are"),
-    Pair("deterministic", "wire_weights bf16 int8", "codes depend on how many ranks there are"),
+    Pair("deterministic", "wire_gradients", "compression depends on the number of ranks"),
+    Pair("deterministic", "wire_weights bf16 int8", "compression depends on the number of ranks"),
     Pair("offload", "wire_gradients"),
     Pair("offload", "wire_weights"),
     Pair("offload", "node_size"),
     Pair("ep", "node_size"),
-    Pair("reduce_dtype", "wire_gradients", "that is the format on the wire"),
+    Pair("reduce_dtype", "wire_gradients", "both set the format of sent gradients"),
     Pair("reduce_dtype", "wire_weights bf16 int8"),
-    Pair("transport shm and dp >1", "wire_gradients", "ranks read each other's memory"),
-    Pair("transport shm and dp >1", "wire_weights", "ranks read each other's memory"),
+    Pair("transport shm and dp >1", "wire_gradients", "ranks read each other's memory directly"),
+    Pair("transport shm and dp >1", "wire_weights", "ranks read each other's memory directly"),
     Pair("cuda_graphs True", "device cpu", "a CPU has no graphs"),
-    Pair("cuda_graphs True", "pack", "rows have any number of documents"),
+    Pair("cuda_graphs True", "pack", "the number of documents changes from batch to batch"),
     Pair("cuda_graphs True", "zero_stage 2 3", _ADDRESSES),
-    Pair("cuda_graphs True", "outer_every", "the outer step is no part of them"),
-    Pair("cuda_graphs True", "offload", "a forward waits for the host's step"),
-    Pair("cuda_graphs True", "tp", "the host takes part in collectives inside of layers"),
-    Pair("cuda_graphs True", "tp_grid", "the host takes part in collectives inside of layers"),
-    Pair("cuda_graphs True", "cp", "the host takes part in the exchanges of attention"),
-    Pair("cuda_graphs True", "n_expert", "the host reads how many rows each expert has"),
+    Pair("cuda_graphs True", "outer_every", "graphs do not include the outer step"),
+    Pair("cuda_graphs True", "offload", "forward waits for the optimizer step on the host"),
+    Pair("cuda_graphs True", "tp", "layers call collectives on the host"),
+    Pair("cuda_graphs True", "tp_grid", "layers call collectives on the host"),
+    Pair("cuda_graphs True", "cp", "attention calls collectives on the host"),
+    Pair("cuda_graphs True", "n_expert", "the host reads the number of tokens per expert"),
     Pair("cuda_graphs True", "pp", "the host sends and receives between stages"),
-    Pair("cuda_graphs True", "compile", "compiled code may be compiled anew"),
-    Pair("cuda_graphs True", "fp8", "not tried"),
-    Pair("cuda_graphs True", "activation_checkpointing", "the host reads random generators"),
+    Pair("cuda_graphs True", "compile", "the model may be recompiled during training"),
+    Pair("cuda_graphs True", "fp8", "this was not tested"),
+    Pair("cuda_graphs True", "activation_checkpointing", "the host reads the random state"),
 ]
 NEEDS: tuple[Needs, ...] = (
-    Needs("offload parameters", "zero_stage 3", "it keeps no whole weights on the GPU"),
+    Needs("offload parameters", "zero_stage 3", "only ZeRO 3 frees whole weights on the GPU"),
     Needs("offload_activations", "activation_checkpointing full"),
     Needs("offload_keep_mb", "offload"),
     Needs("offload_pinned", "offload or offload_activations"),
@@ -240,26 +242,26 @@ NEEDS: tuple[Needs, ...] = (
     Needs("fp8_scaling", "fp8"),
     Needs("fp8_weight_gradient", "fp8"),
     Needs("fp8_emulate", "fp8"),
-    Needs("fp8_weight_gradient fp8", "fp8_scaling tensor", "one scale for all ranks"),
-    Needs("wire_weights", "zero_stage 1 2 3", "stage 0 sends no weights"),
+    Needs("fp8_weight_gradient fp8", "fp8_scaling tensor", "all ranks have to use one scale"),
+    Needs("wire_weights", "zero_stage 1 2 3", "ZeRO 0 gathers no weights"),
     Needs("wire_weights fp8", "zero_stage 3"),
-    Needs("wire_weights fp8", "delayed_scales", "it sends their codes"),
-    Needs("error_feedback", "wire_gradients", "without it nothing is lost"),
-    Needs("error_buffer", "wire_gradients", "without it nothing is lost"),
+    Needs("wire_weights fp8", "delayed_scales", "it sends the fp8 weights of the products"),
+    Needs("error_feedback", "wire_gradients", "without compression there is no error"),
+    Needs("error_buffer", "wire_gradients", "without compression there is no error"),
     Needs(
         "error_feedback and zero_stage 2 3",
         "error_buffer",
-        "stages 2 and 3 free the gradients that would keep errors",
-        "add <error_buffer> (4 bytes a parameter), use <zero_stage=1>",
+        "ZeRO 2 and 3 free the gradients that would hold the errors",
+        "add <error_buffer> (4 bytes per parameter), use <zero_stage=1>",
     ),
     Needs("node_size", "wire_gradients or secondary_shards"),
     Needs("node_size", "zero_stage 1 2 3 or secondary_shards"),
     Needs("secondary_shards", "zero_stage 3"),
     Needs("secondary_shards", "node_size"),
-    Needs("replicas", "outer_every", "", "add <outer_every=50>, the steps after which they meet"),
+    Needs("replicas", "outer_every", "", "add <outer_every=50> to synchronize every 50 steps"),
     *(Needs(f"outer_{name}", "outer_every") for name in ("lr", "momentum", "wire")),
 )
-# Settings that say how something works, and what of it they need.
+# Settings without effect, unless another setting is on.
 IDLE: tuple[Needs, ...] = (
     *(Needs(name, "pp", idle=True) for name in ("schedule", "chunks", "pp_split")),
     Needs("cp_method", "cp", idle=True),
@@ -342,8 +344,8 @@ RULES: list[Rule] = [
     Rule(
         ("tp_grid",),
         _is_grid,
-        "tp_grid as ROWSxCOLUMNS or ROWSxCOLUMNSxDEPTH of two ranks or more",
-        "write <tp_grid=2x2>",
+        "tp_grid as ROWSxCOLUMNS or ROWSxCOLUMNSxDEPTH with at least two ranks",
+        "write <tp_grid=2x2>, for example",
     ),
     Rule(
         ("pp_split",),
@@ -354,7 +356,7 @@ RULES: list[Rule] = [
     Rule(
         ("chunks", "schedule"),
         lambda n, schedule: n is None or n in CHUNKS.get(schedule, (1,)),
-        "another chunks with schedule={schedule}: 1 to 64 with interleaved, 2 with zb-v, else 1",
+        "chunks to fit schedule={schedule} (interleaved: 1 to 64, zb-v: 2, others: 1)",
         "drop <chunks>",
     ),
     *(pair.rule() for pair in PAIRS),
@@ -363,7 +365,7 @@ RULES: list[Rule] = [
         Rule(
             (name, "dtype"),
             lambda v, dtype, also=also: v in (None, "fp32", dtype, also),
-            f"{name} to be fp32 or that of the weights, {{dtype}}",
+            f"{name} to be fp32 or the format of the weights, {{dtype}}",
             f"drop <{name}>",
         )
         for name, also in (("grad_dtype", None), ("reduce_dtype", "bf16"))
@@ -371,27 +373,27 @@ RULES: list[Rule] = [
     Rule(
         ("pp", "schedule", "chunks", "n_layer"),
         lambda pp, schedule, chunks, n: pp == 1 or pp * pp_chunks(schedule, chunks) <= n + 2,
-        "pp * chunks of at most the {n_layer} layers, embedding and output layer",
-        "lower <pp>, or <chunks>",
+        "pp * chunks <= n_layer + 2 = {n_layer} + 2 (layers, embedding and output layer)",
+        "lower <pp> or <chunks>",
         by="train",
     ),
     Rule(
         ("pp_split", "pp", "schedule", "chunks", "n_layer"),
         _splits_layers,
-        "pp_split as pp * chunks numbers of layers that make {n_layer}",
-        "correct it, or drop <pp_split>",
+        "pp_split to have pp * chunks numbers that add up to n_layer={n_layer}",
+        "correct or drop <pp_split>",
         by="train",
     ),
     Rule(
         ("tp", "shape"),
         lambda tp, shape: tp <= shape.n_head,
-        "tp of at most n_head={shape.n_head}",
+        "tp <= n_head={shape.n_head}",
         "lower <tp>",
     ),
     Rule(
         ("cp", "cp_method", "tp", "n_head"),
         lambda cp, method, tp, heads: cp == 1 or method == "keys" or cp <= -(-heads // tp),
-        "cp of at most the {n_head} heads / tp={tp}, which are exchanged",
+        "cp <= n_head / tp = {n_head} / {tp}, rounded up, with cp_method=heads",
         "lower <cp>, or add <cp_method=keys>",
     ),
     Rule(
@@ -403,19 +405,19 @@ RULES: list[Rule] = [
     Rule(
         ("tp_grid", "shape"),
         lambda grid, shape: _grid(grid)[1] <= shape.n_head,
-        "tp_grid of at most n_head={shape.n_head} columns",
+        "tp_grid to have at most n_head={shape.n_head} columns",
         "change <tp_grid>",
     ),
     Rule(
         ("tp", "shape"),
         lambda tp, shape: shape.splits_by(tp),
-        "tp to divide the MLP's width of {shape.hidden}",
+        "tp to divide the MLP's width, {shape.hidden}",
         "change <tp>",
     ),
     Rule(
         ("tp", "sequence_parallel", "shape"),
         lambda tp, tokens, shape: tokens is False or shape.block_size % tp == 0,
-        "tp to divide block_size={shape.block_size} under sequence parallelism",
+        "tp to divide block_size={shape.block_size} with sequence parallelism",
         "change <tp>, or add <sequence_parallel=False>",
     ),
     Rule(
@@ -427,43 +429,43 @@ RULES: list[Rule] = [
     Rule(
         ("fp8", "shape"),
         lambda fp8, shape: fp8 == "none" or shape.n_embd % 16 == 0,
-        "n_embd to be a multiple of 16 with fp8, not {shape.n_embd}",
+        "n_embd={shape.n_embd} to be a multiple of 16 with fp8",
         "drop <fp8>, or change <n_embd>",
     ),
     Rule(
         ("fp8_scaling", "fp8", "tp", "shape"),
         lambda scaling, fp8, tp, shape: _same_scales(fp8, scaling, tp, shape),
-        "fp8_scaling=tensor, or block where 128 * tp={tp} divides the features that tp splits",
+        "fp8_scaling=tensor with tp={tp}, or block if 128 * tp divides all split widths",
         "add <fp8_scaling=tensor>",
     ),
     Rule(
         ("tp", "fp8", "shape"),
         lambda tp, fp8, shape: _whole_tiles(fp8, tp, shape),
-        "a rank's features to be multiples of 16 with fp8={fp8}",
+        "tp to leave each rank a multiple of 16 features with fp8={fp8}",
         "lower <tp>, or drop <fp8>",
     ),
     Rule(
         ("shard_size", "dp"),
         lambda shards, dp: shards is None or dp % shards == 0,
         "shard_size to divide the {dp} data-parallel ranks",
-        "drop <shard_size> to share one copy among all ranks",
+        "drop <shard_size> to shard over all ranks",
     ),
     Rule(
         ("shard_size", "ep", "zero_stage"),
         lambda n, ep, stage: not stage or n in (None, 1) or n % ep == 0,
-        "shard_size to be a multiple of ep={ep}, whose ranks have all experts",
+        "shard_size to be a multiple of ep={ep}, so that each group has all experts",
         "drop <shard_size>",
     ),
     Rule(
         ("node_size", "shard_size", "dp"),
         _of_nodes,
-        "node_size to divide the ranks that share a copy, and be fewer",
-        "give the ranks on each node, or drop <node_size> where one node has all",
+        "node_size to divide the number of ranks per sharding group, and to be smaller",
+        "set it to the ranks per node, or drop <node_size> if there is only one node",
     ),
     Rule(
         ("node_size", "wire_gradients", "shard_size", "dp"),
         lambda n, wire, shards, dp: n is None or wire == "fp32" or (shards or dp) >= dp,
-        "no node_size beside copies of shard_size={shard_size}, which are averaged between nodes",
+        "no node_size with compressed gradients and shard_size={shard_size}",
         "drop <shard_size> or <node_size>",
     ),
 ]
@@ -471,7 +473,7 @@ OF_IDLE = tuple(needs.rule() for needs in IDLE) + tuple(
     Rule(
         (name, "init_from"),
         lambda value, source, name=name: source is None or value == DEFAULTS[name],
-        f"<{name}> does nothing with <init_from>",
+        f"<{name}> has no effect with <init_from>",
         f"drop <init_from>, or <{name}>",
     )
     for name in ("model", "n_layer", "n_head", "n_embd")
@@ -479,7 +481,7 @@ OF_IDLE = tuple(needs.rule() for needs in IDLE) + tuple(
 
 
 def add_rules(rows: Iterable[Rule | Pair | Needs], defaults: Mapping[str, Any]) -> None:
-    """Rules of an axis that was registered, and the defaults of its settings."""
+    """Add the rules of a registered axis, and the defaults of its settings."""
     DEFAULTS.update(defaults)
     PAIRS.extend(row for row in rows if isinstance(row, Pair))
     RULES.extend(row if isinstance(row, Rule) else row.rule() for row in rows)
@@ -491,16 +493,16 @@ def check(
     learned: Collection[str] | None = None,
     rules: Iterable[Rule] = RULES,
 ) -> None:
-    """Ask every rule about what is known.
+    """Check every rule whose settings and facts are known.
 
     Args:
-        who: a command, or the function whose arguments these are.
-        learned: only rules that name one of these: the others were asked before.
+        who: the command, or the function whose arguments these are.
+        learned: check only rules that name one of these; None: all.
     Raises:
-        ValueError: one does not hold.
+        ValueError: a rule is broken.
     """
     for rule in broken(who, values, learned, rules):
-        raise ValueError(told(rule, who, values))
+        raise ValueError(message(rule, who, values))
 
 
 def broken(
@@ -509,26 +511,26 @@ def broken(
     learned: Collection[str] | None = None,
     rules: Iterable[Rule] = RULES,
 ) -> Iterator[Rule]:
-    """The rules that do not hold, see check()."""
+    """The rules that are broken, see check()."""
     for rule in rules:
-        asked = all(name in values for name in rule.names) and rule.by in ("", who)
-        asked = asked and (learned is None or not set(learned).isdisjoint(rule.names))
-        if asked and not rule.holds(*(values[name] for name in rule.names)):
+        applies = all(name in values for name in rule.names) and rule.by in ("", who)
+        applies = applies and (learned is None or not set(learned).isdisjoint(rule.names))
+        if applies and not rule.holds(*(values[name] for name in rule.names)):
             yield rule
 
 
-def told(rule: Rule, who: str, values: Mapping[str, Any]) -> str:
-    """What a rule that does not hold says to who asked."""
+def message(rule: Rule, who: str, values: Mapping[str, Any]) -> str:
+    """The error message of a broken rule."""
     says, way_out = (_spelled(text, who, values) for text in (rule.says, rule.way_out))
     if not rule.says.startswith("<"):
         name = rule.names[0]
         says = f"{who}: expected {says}, got {name}={values[name]}"
     text = f"{says}; {way_out}"
-    return text.replace("outer_", "") if who == "Outer" else text  # as its arguments are named
+    return text.replace("outer_", "") if who == "Outer" else text  # the names of its arguments
 
 
 def _spelled(text: str, who: str, values: Mapping[str, Any] | None) -> str:
-    """The text as who asked spells it, see [Note: spelling]; without values: of any."""
+    """Fill in a rule's text, see [Note: spelling]; values None: names instead of values."""
 
     def spell(match: re.Match[str]) -> str:
         name, given = match.groups()
@@ -555,17 +557,17 @@ class _Name(str):
 
 
 class _Names(dict[str, _Name]):
-    """Of values: their names."""
+    """Formats each value as its name."""
 
     def __missing__(self, name: str) -> _Name:
         return _Name(name)
 
 
 def known(flags: TrainFlags, shape: GPTConfig | None) -> dict[str, Any]:
-    """The settings of a run, and what follows from them.
+    """The settings of a run and the facts that follow from them.
 
     Args:
-        shape: of its model; None: not known yet.
+        shape: the model's shape; None: not known yet.
     """
     values = flags.settings()
     values["delayed_scales"] = values["fp8"] != "none" and values["fp8_scaling"] == "tensor"
@@ -577,16 +579,17 @@ def known(flags: TrainFlags, shape: GPTConfig | None) -> dict[str, Any]:
 
 
 def of_shape(shape: GPTConfig) -> dict[str, Any]:
-    """What a model's shape says."""
+    """Facts that follow from a model's shape."""
     return {"shape": shape, "n_layer": shape.n_layer, "n_head": shape.n_head}
 
 
 def without_idle(flags: FlagsT, inherited: Collection[str], ranks: int) -> FlagsT:
-    """The settings; refused are those that do nothing.
+    """Refuse settings without effect; return the settings.
 
     Args:
-        inherited: names that a run had, maybe on other ranks: they get their defaults instead.
-        ranks: in all.
+        inherited: settings of the run to resume, which may have had another number of ranks: these
+            are reset to their defaults instead.
+        ranks: the total number of ranks.
     """
     values = flags.settings()
     splits = values["replicas"] * values["pp"] * values["tp"]
@@ -596,17 +599,17 @@ def without_idle(flags: FlagsT, inherited: Collection[str], ranks: int) -> Flags
     for rule in broken("train", values, rules=OF_IDLE):
         name = rule.names[0]
         if name not in inherited:
-            raise ValueError(told(rule, "train", values))
+            raise ValueError(message(rule, "train", values))
         changes[name] = DEFAULTS[name]
     return flags.replace(changes)
 
 
 def rules_text() -> str:
-    """The table of what runs together and the list of all rules, of 100 columns at most."""
+    """The table of compatible features and the list of all rules, at most 100 columns wide."""
     pairs = [(pair, tuple(side[0].name for side in pair.sides())) for pair in PAIRS]
     found = {frozenset(names): f"no {i}" for i, (_, names) in reversed([*enumerate(pairs, 1)])}
     beside = dict.fromkeys((*AXES, *(n for _, names in pairs for n in names)))
-    lines = ["What runs together; `no N` is refused by rule N of the list below.", ""]
+    lines = ["Compatibility of features. `no N`: refused by rule N of the list below.", ""]
     for axes in (AXES[: len(AXES) // 2], AXES[len(AXES) // 2 :]):
         lines.append(" " * 25 + "".join(f"{_NARROW.get(a, a):>12}" for a in axes))
         for name in beside:
@@ -624,7 +627,7 @@ def rules_text() -> str:
     return "\n".join(lines)
 
 
-# Of the table's columns.
+# The table's columns.
 AXES = (
     *("zero_stage", "tp", "tp_grid", "cp", "ep", "pp"),
     *("replicas", "n_expert", "fp8", "offload", "compile", "cuda_graphs"),
@@ -635,10 +638,10 @@ _STALE = re.compile("async|hogwild|parameter.?server|ps$|pipedream", re.IGNORECA
 
 
 def check_synchronous(caller: str, what: str, value: str, instead: str) -> None:
-    """Refuse names of ways to train in which gradients change other weights than their own."""
+    """Refuse names of asynchronous training, which applies gradients to newer weights."""
     if _STALE.match(value):
         raise ValueError(
-            f"{caller}: expected a {what} whose gradients are those of the weights that they "
-            f"change, got {what}={value!r}; use {instead}: servers, asynchronous training and "
-            "stale pipelines were measured, see bench/results/parameter_server.md"
+            f"{caller}: expected a synchronous {what}, got {what}={value!r}; use {instead}: "
+            "asynchronous training was slower and reached a worse loss, see "
+            "bench/results/parameter_server.md"
         )

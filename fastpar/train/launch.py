@@ -1,20 +1,21 @@
-"""`fastpar train --nproc N`: N ranks on this machine.
+"""The launcher of `fastpar train --nproc N`: starts N ranks on this machine.
 
-Rank 0 keeps the terminal, so its progress bar stays whole; the other ranks write to files, which
-are shown when one of them fails. Under torchrun this file has nothing to do.
+Rank 0 writes to the terminal; the other ranks write to files, which are printed if one of them
+fails. torchrun does not use this file.
 
-[Note: who stops whom] The ranks run in sessions of their own, so Ctrl-C reaches the launcher alone,
-which passes it on: every rank learns of the stop in the same step (see trainer.py), saves and ends.
-A second Ctrl-C kills, but not within REPEAT_S: a batch system signals launcher and ranks at once,
-which must not cut off the save.
-When a rank dies, its peers fail in their next collective by themselves (gloo), or wait for ever
-(NCCL on one machine): after GRACE_S they are killed. Without that a run hangs until the time-out of
-its process group (test_killed_rank_stops_the_others).
-A rank that hangs is found by the watchdogs of the others (comm/watchdog.py). When the launcher
-dies, the kernel kills its ranks (files/packages.py). What was ignored at the start (SIGHUP under
+[Note: stopping ranks] Each rank runs in a session of its own, so Ctrl-C reaches only the launcher,
+which forwards it: every rank learns of the stop in the same step (see trainer.py), saves and ends.
+A second Ctrl-C kills the ranks, but not within REPEAT_S, because a batch system signals launcher
+and ranks at the same time, which must not interrupt the save.
+When a rank dies, its peers fail in their next collective (gloo) or wait forever (NCCL on one
+machine); after GRACE_S they are killed. Otherwise a run would hang until the timeout of its process
+group (test_killed_rank_stops_the_others).
+The watchdogs of the other ranks find a hanging rank (comm/watchdog.py). When the launcher dies, the
+kernel kills its ranks (files/packages.py). A signal that was ignored at the start (SIGHUP under
 nohup) stays ignored in launcher and ranks.
-torchrun kills ranks 30 s after it told them to stop; when it is killed itself, its ranks go on. It
-dies of SIGHUP under nohup unless TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT is set.
+torchrun kills ranks 30 s after it has signalled them to stop; if torchrun itself is killed, its
+ranks keep running. It dies of SIGHUP under nohup unless
+TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT is set.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ from fastpar.files.runs import RUNS, find_run, list_checkpoints, step_of
 REPEAT_S = 1.0
 POLL_S = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to save and stop
-SAVE_SIGNAL = signal.SIGUSR1  # save now, and go on
-STOPPED = tuple(128 + number for number in SIGNALS)  # as a shell counts
+SAVE_SIGNAL = signal.SIGUSR1  # save now and continue
+STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses, as in a shell
 Processes = Sequence[subprocess.Popen]
 
 
 @contextlib.contextmanager
 def _handlers(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
-    """Signal -> handler for a while; yields the former ones. Threads but the main one set none."""
+    """Set signal handlers temporarily (in the main thread only); yields the former ones."""
     main = threading.current_thread() is threading.main_thread()
     old = {number: signal.getsignal(number) for number in handlers} if main else {}
     for number in old:
@@ -74,28 +75,29 @@ def _handlers(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
 
 
 def interrupt_kills() -> AbstractContextManager:
-    """Around long imports: Ctrl-C ends the process at once, unless it is ignored.
+    """Let Ctrl-C end the process at once, for use around long imports.
 
-    Python's own handler would raise somewhere inside the import, which prints a traceback, or
-    loses the signal where the import catches everything.
+    Python's own handler would raise inside the import, which prints a traceback, or loses the
+    signal if the import catches all exceptions.
     """
     raises = signal.getsignal(signal.SIGINT) == signal.default_int_handler
     return _handlers({signal.SIGINT: signal.SIG_DFL} if raises else {})
 
 
 def _stop_signals() -> list[int]:
-    """The SIGNALS that this process does not ignore, as SIGHUP under nohup."""
+    """The SIGNALS that this process does not ignore (nohup ignores SIGHUP)."""
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def catching_stop(*, loud: bool, last: str = "this step") -> Iterator[list[int]]:
-    """In a rank: the first signal only enters the list; a second one does what it always does.
+    """In a rank: record the first signal in a list; a second one has its usual effect.
 
     Args:
-        last: what the run finishes before it stops, for the terminal.
+        loud: print a line at the first signal.
+        last: what the run finishes before it stops, for that line.
     """
-    text = f"\nfinishing {last}, then saving; once more to quit at once\n".encode()
+    text = f"\nfinishing {last}, then saving; repeat to quit at once\n".encode()
     received: list[int] = []
     first = 0.0
 
@@ -104,7 +106,7 @@ def catching_stop(*, loud: bool, last: str = "this step") -> Iterator[list[int]]
         if not received:
             first = time.monotonic()
             received.append(number)
-            if loud:  # not print(): the signal may have come in the middle of one
+            if loud:  # not print(), which the signal may have interrupted
                 with contextlib.suppress(OSError):
                     os.write(2, text)
         elif time.monotonic() - first > REPEAT_S:
@@ -117,7 +119,7 @@ def catching_stop(*, loud: bool, last: str = "this step") -> Iterator[list[int]]
 
 @contextlib.contextmanager
 def catching_save() -> Iterator[list[int]]:
-    """In a rank: SAVE_SIGNAL only enters the list."""
+    """In a rank: record SAVE_SIGNAL in a list."""
     received: list[int] = []
     with _handlers({SAVE_SIGNAL: lambda number, frame: received.append(number)}):
         yield received
@@ -125,7 +127,7 @@ def catching_save() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _forwarding_signals(ranks: Processes) -> Iterator[list[int]]:
-    """The ranks get this process's signals too; yields the list of those received."""
+    """Forward this process's signals to the ranks; yields the list of received ones."""
     received: list[int] = []
     last = -REPEAT_S
 
@@ -152,15 +154,15 @@ def launch(
     max_restarts: int = 0,
     out: str | None = None,
 ) -> int:
-    """Runs `python -m fastpar ARGUMENTS` as nproc ranks of one process group on this machine.
+    """Run `python -m fastpar ARGUMENTS` as nproc ranks of one process group on this machine.
 
     Args:
-        threads: CPU threads a rank; None shares the cores.
-        max_restarts: times that all ranks are started again after one failed.
-        out: folder of the run, None if rank 0 chooses it.
+        threads: CPU threads per rank; None: cores / nproc.
+        max_restarts: how often to restart all ranks after one failed.
+        out: the run folder; None: rank 0 chooses it.
     Returns:
-        The exit status: 0, 2 for a user's mistake, 128 + signal when stopped by one, 1 when a rank
-        failed; then one line on stderr has named the rank and its reason.
+        The exit status: 0; 2 for a user's mistake; 128 + signal after a stop by a signal; 1 after a
+        failure, when one line on stderr has named the rank and the reason.
     """
     name = f"fastpar-{os.urandom(16).hex()}"
     for restart in range(max_restarts + 1):
@@ -176,7 +178,7 @@ def launch(
 
 
 def _from_where(out: str | None, name: str) -> str:
-    """Where a restart goes on; checked checksums may yet lead to an earlier checkpoint."""
+    """Where a restart continues; a damaged checkpoint may still lead to an earlier one."""
     run = Path(out) if out is not None else find_run(RUNS, name)
     found = list_checkpoints(run) if run is not None else []
     return f"from step {step_of(found[-1])}" if found else "from the start"
@@ -185,13 +187,13 @@ def _from_where(out: str | None, name: str) -> str:
 def _run_ranks(
     arguments: Sequence[str], nproc: int, threads: int | None, start: Mapping[str, str]
 ) -> tuple[int, str]:
-    """One start of all ranks; its exit status, and if that is FAILED the cause."""
+    """Start all ranks once; return the exit status and, if it is FAILED, the cause."""
     with interrupt_kills():
         store = make_store()
     logs = Path(tempfile.mkdtemp(prefix="fastpar_"))
     ranks: list[subprocess.Popen] = []
 
-    # SAVE_SIGNAL is ignored by the ranks, too, until they can save.
+    # The ranks inherit this and ignore SAVE_SIGNAL until they can save.
     with _handlers({SAVE_SIGNAL: signal.SIG_IGN}):
         try:
             for number in range(nproc):
@@ -210,7 +212,7 @@ def _run_ranks(
 def _start_rank(
     number: int, arguments: Sequence[str], environment: Mapping[str, str], folder: Path
 ) -> subprocess.Popen:
-    """A rank that leaves its error in the folder; rank 0 keeps the terminal."""
+    """Start a rank that writes its error to the folder; rank 0 also writes to the terminal."""
     folder.mkdir()
     own = {**environment, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
     with (folder / "stderr.log").open("w") as err:
@@ -221,7 +223,7 @@ def _start_rank(
 def _watch(
     ranks: Sequence[subprocess.Popen], signals: Sequence[int], logs: Path
 ) -> list[RankFailed]:
-    """Until every rank has ended; those that failed. See [Note: who stops whom]."""
+    """Wait until every rank has ended; return the failed ones. See [Note: stopping ranks]."""
     running, killed, deadline = dict(enumerate(ranks)), set(), float("inf")
     failures: list[RankFailed] = []
     while running:
@@ -243,11 +245,11 @@ def _watch(
 
 def _why(code: int, folder: Path) -> str:
     """Why a rank failed, in one line."""
-    told = ""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it recorded no exception
-        told = json.loads((folder / "error.json").read_text())["message"]["message"]
-    told = told.partition("\n")[0] or f"exit status {code}"
-    return cause_of_death(code) or f"failed: {told}"
+    text = ""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no recorded exception
+        text = json.loads((folder / "error.json").read_text())["message"]["message"]
+    text = text.partition("\n")[0] or f"exit status {code}"
+    return cause_of_death(code) or f"failed: {text}"
 
 
 def _report(
@@ -256,14 +258,14 @@ def _report(
     logs: Path,
     failures: list[RankFailed],
 ) -> tuple[int, str]:
-    """The exit status of all ranks together, and if that is FAILED the cause.
+    """The exit status of all ranks together and, if it is FAILED, the cause.
 
-    What the cause itself has written comes to stderr, unless rank 0 has written it there already.
+    Prints the stderr of the rank that failed first, unless it is rank 0, whose stderr is shown.
     """
     if not failures:
         return max(rank.returncode for rank in ranks), ""
-    if signals:  # a rank died of it: before the first step, after the last one, or the second time
-        print("fastpar: stopped at once; this stop has saved nothing", file=sys.stderr)
+    if signals:  # a rank died of it: before the first step, after the last one, or of the second
+        print("fastpar: stopped at once, without saving", file=sys.stderr)
         return 128 + signals[0], ""
     first = culprit(failures)
     words = (logs / str(first.rank) / "stderr.log").read_text(errors="replace").rstrip()

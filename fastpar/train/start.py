@@ -1,13 +1,13 @@
-"""What a run starts from: its checkpoint, its model and its tokens.
+"""The start of a run: checkpoint, model, tokens; the folders and checkpoints of replicas.
 
-[Note: replicas] They train apart: which folder and checkpoint each has, and when they stop. Each
-is a run of its own ranks, with samples of its own: see [Note: who takes which samples] in
-trainer.py. The first writes the run's folder, each other one the same in replica_N inside of it.
+[Note: replicas] Each replica trains on its own ranks with its own samples, see [Note: sample order]
+in trainer.py. The first replica writes the run folder; replica N writes the same files to replica_N
+inside it.
 
-[Note: the same steps] Between two meetings replicas are in different steps. One that ended alone
-would leave the others waiting, and checkpoints of different steps do not fit together. So what
-somebody asks of a run in the middle, to stop or to save, is done after the next meeting, by all;
-saves that are due by their step are of the same steps anyhow.
+[Note: stopping replicas] Between synchronizations, replicas are at different steps. If one ended
+alone, the others would wait for it, and checkpoints of different steps do not belong together.
+Therefore all replicas stop, or save on request, after the next synchronization. Saves that are due
+by their step number are of the same step anyway.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fastpar.settings.rules import of_shape
 
 
 def found_by_main(run: Path, step: int, mesh: Mesh) -> Path | None:
-    """The checkpoint of the step that rank 0 has found, -1 for none. Ranks: all."""
+    """The checkpoint of the step that rank 0 found; step=-1: none. Ranks: all."""
     found = torch.full((), step, dtype=torch.int64, device=mesh.device)
     mesh.broadcast_([found], *AXES)
     return checkpoint_folder(run, int(found)) if found >= 0 else None
@@ -54,12 +54,12 @@ def found_by_main(run: Path, step: int, mesh: Mesh) -> Path | None:
 def find_checkpoint(
     config: TrainConfig, mesh: Mesh, steps: Collection[int] | None = None
 ) -> Path | None:
-    """The checkpoint to go on from; None to start. Ranks: all. Rank 0 reads it, the others follow.
+    """The checkpoint to resume, found by rank 0; None: start a new run. Ranks: all.
 
-    A run that began and has committed nothing yet is started again where that was asked for.
+    With --auto-resume, a run without a checkpoint is started again.
 
     Raises:
-        ValueError: there is none, all are damaged, or another process has the run.
+        ValueError: no checkpoint exists, all are damaged, or another process uses the run.
     """
     if not config.run.resume:
         return None
@@ -78,12 +78,12 @@ def load_model_and_data(
     progress: bool,
     check: Callable[[GPTConfig], None] = lambda shape: None,
 ) -> tuple[GPT, int, TextData]:
-    """The model with its first weights, the context to train with, and the tokens.
+    """The model with initial weights, the context length, and the tokens.
 
     Args:
-        state: of the checkpoint to go on from, whose weights come later.
-        progress: of tokenizing.
-        check: raises for a model that is not to be made; weights to start from are read before.
+        state: state of the checkpoint to resume, whose weights are loaded later.
+        progress: print the progress of tokenizing.
+        check: raises for a shape that must not be built; called after --init-from is read.
     """
     source = config.shape.init_from
     tokenizer: str | None = config.text.tokenizer
@@ -124,15 +124,15 @@ def load_model_and_data(
         model = GPT(shape, seed=config.run.seed)
     if data.vocab_size > model.config.vocab_size:
         raise ValueError(
-            f"train: expected tokens of the model's vocabulary of {model.config.vocab_size}, "
-            f"got tokenizer={data.tokenizer.name} with {data.vocab_size}; choose the "
+            f"train: expected a tokenizer of at most {model.config.vocab_size} tokens, the model's "
+            f"vocabulary, got tokenizer={data.tokenizer.name} of {data.vocab_size}; use the "
             "--tokenizer that the weights were trained with"
         )
     return model, block_size, data
 
 
 def pick_dtype(config: TrainConfig, mesh: Mesh, state: dict[str, Any] | None) -> str:
-    """The format of the weights: fp32, bf16 or fp16; auto is the checkpoint's or the device's."""
+    """The format of the weights (fp32, bf16 or fp16); auto: by the checkpoint or the device."""
     name, on_gpu = str(config.system.dtype), mesh.device.type == "cuda"
     if name == "auto" and state is not None:
         name = state["dtype"]
@@ -149,7 +149,7 @@ def pick_dtype(config: TrainConfig, mesh: Mesh, state: dict[str, Any] | None) ->
 
 
 def _check_fp8(config: TrainConfig, mesh: Mesh, dtype: str) -> None:
-    """Refuse fp8 on a device, or for weights, that have no such products."""
+    """Refuse fp8 on devices and with weight formats that do not support it."""
     system, found = config.system, f"device={mesh.device.type}"
     if system.fp8 == "none" or system.fp8_emulate:
         return
@@ -160,8 +160,8 @@ def _check_fp8(config: TrainConfig, mesh: Mesh, dtype: str) -> None:
         found = f"compute capability {capability[0]}.{capability[1]}"
     raise ValueError(
         "train: expected bf16 weights on a GPU of compute capability 8.9 or newer with fp8="
-        f"{system.fp8}, got {found} dtype={dtype}; drop --fp8, or add --fp8-emulate for its "
-        "numbers at less speed"
+        f"{system.fp8}, got {found} dtype={dtype}; drop --fp8, or add --fp8-emulate for the same "
+        "numbers at lower speed"
     )
 
 
@@ -170,10 +170,10 @@ _DIGEST_TOKENS = 1 << 16
 
 
 def check_folder(folder: Path, engine: Engine) -> None:
-    """Refuse a run's folder that is another one on other machines. Ranks: all of the engine's.
+    """Refuse a run folder that other machines do not share. Ranks: all of the engine.
 
-    A file that rank 0 writes there is looked for by all, for up to SEEN_S: a network's file system
-    may remember for a while that it was not there.
+    Every rank looks for a file that rank 0 writes there, for up to SEEN_S seconds, because a
+    network file system may cache for a while that it does not exist.
     """
     mark = f".seen-{uuid.uuid4().hex}"
     if engine.mesh.is_main:
@@ -194,21 +194,21 @@ def check_folder(folder: Path, engine: Engine) -> None:
         hosts = ", ".join(sorted(set(blind.values())))
         ranks = ", ".join(map(str, blind))
         raise ValueError(
-            f"train: out={folder} is another folder on {hosts} (rank {ranks}) than on rank 0's "
-            "machine, and checkpoints need one that all machines see; set --out to an absolute "
-            "path on a file system that they share"
+            f"train: expected --out to be a folder that all machines share, got out={folder}, "
+            f"which {hosts} (rank {ranks}) and rank 0's machine do not share; set --out to an "
+            "absolute path on a shared file system"
         )
 
 
 def samples_of(config: TrainConfig, data: TextData, block_size: int) -> Tokens | PackedTokens:
-    """What batches are taken from: the tokens as they stand, or documents in rows."""
+    """The source of batches: the tokens as one stream, or documents packed into rows."""
     if config.text.pack == "stream":
         return data.train
     return pack_documents(data.train, data.tokenizer.eot, block_size)
 
 
 def digest(data: TextData) -> str:
-    """Tells whether these are the tokens that a run was started with, from its ends and length."""
+    """A hash of the tokens' length, beginning and end, to recognize the tokens of a run."""
     known = hashlib.sha256()
     for tokens in (data.train, data.val):
         known.update(f"{len(tokens)} {tokens.dtype} ".encode())
@@ -220,24 +220,24 @@ def digest(data: TextData) -> str:
 def check_samples(
     state: dict[str, Any], checkpoint: Path, config: TrainConfig, data: TextData
 ) -> None:
-    """Refuse to go on from a checkpoint with other samples than those that were counted."""
+    """Refuse to resume a checkpoint with other samples than before."""
     new = f"start a new run with --init-from {checkpoint}"
     if state["data"] != digest(data):
         raise ValueError(
-            "train: expected the tokens that the run was started with, got others from data="
+            "train: expected the same tokens as at the run's start, got different ones from data="
             f"{config.text.data}; undo the change of --data, --tokenizer or the text, or {new}"
         )
     pack = config.text.pack
-    before = state.get("pack", pack)  # earlier versions kept none
+    before = state.get("pack", pack)  # not in checkpoints of earlier versions
     if pack != before:
         raise ValueError(
-            f"train: expected pack={before}, by which the run's samples are numbered, got pack="
-            f"{pack}; leave --pack out, or {new}"
+            f"train: expected pack={before} as in the run to resume, got pack={pack}; drop --pack, "
+            f"or {new}"
         )
 
 
 def facts_of(setup: Setup, engine: Engine) -> dict[str, Any]:
-    """What was chosen for this start; see RunFolder."""
+    """The choices of this start; see RunFolder."""
     return {
         **setup.in_effect(),
         "device": torch.cuda.get_device_name() if setup.device_type == "cuda" else "CPU",
@@ -249,20 +249,19 @@ def facts_of(setup: Setup, engine: Engine) -> dict[str, Any]:
 
 
 def leads(mesh: Mesh) -> bool:
-    """Whether this rank tells on the terminal how the run goes."""
+    """Whether this rank reports progress on the terminal."""
     return mesh.is_main and mesh.replica == 0
 
 
 def folder_of(run: str | Path, replica: int) -> Path:
-    """Of a replica, in the run's folder, which is that of the first one."""
+    """The folder of a replica: replica_N inside the run folder; the run folder for the first."""
     return Path(run, f"replica_{replica}") if replica else Path(run)
 
 
 def checkpoint_of(config: TrainConfig, mesh: Mesh) -> Path | None:
-    """The checkpoint to go on from: this replica's of the step that the first one goes on from.
+    """The checkpoint to resume: this replica's, of the step that the first replica resumes.
 
-    Ranks: all of all replicas. Of a number of replicas that has grown, the new ones begin as copies
-    of the first.
+    Additional replicas start from the checkpoint of the first. Ranks: all of all replicas.
     """
     if mesh.replicas == 1 or not config.run.resume:
         return find_checkpoint(config, mesh)
@@ -275,7 +274,7 @@ def checkpoint_of(config: TrainConfig, mesh: Mesh) -> Path | None:
         if mesh.is_main:
             own.mkdir(parents=True, exist_ok=True)
             hold(own)
-            with contextlib.suppress(ValueError):  # none, or damaged ones only
+            with contextlib.suppress(ValueError):  # none, or only damaged ones
                 step = step_of(newest_checkpoint(own, lambda line: None, steps))
         mine = found_by_main(own, step, mesh)
     step = -1 if mine is None else step_of(mine)
@@ -284,9 +283,9 @@ def checkpoint_of(config: TrainConfig, mesh: Mesh) -> Path | None:
 
 
 def _common_steps(run: Path) -> set[int] | None:
-    """Steps of which all replicas of the last start have a checkpoint; None if there are none.
+    """Steps for which all replicas of the last start have a checkpoint; None: no such step.
 
-    One that was killed may not have committed its newest one.
+    A killed replica may lack the newest one.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
         last = json.loads((run / "config.json").read_text(encoding="utf-8"))["starts"][-1]
@@ -297,20 +296,22 @@ def _common_steps(run: Path) -> set[int] | None:
 
 
 def in_own_folder(config: TrainConfig, mesh: Mesh, first: Path | None) -> TrainConfig:
-    """The settings of this rank's replica, once the first one has made its folder.
+    """The settings of this rank's replica, after the first replica has created its folder.
 
-    Ranks: all of all replicas. first: that folder, on rank 0 of the first replica.
+    Args:
+        first: the folder of the first replica, on its rank 0.
+    Ranks: all of all replicas.
     """
     run = gather_objects(str(first), mesh.outer_group)[0]
     return config.in_folder(str(folder_of(run, mesh.replica)))
 
 
 def granted(mesh: Mesh, every: int | None, step: int, stop: int, asked: bool) -> tuple[int, bool]:
-    """A reason to stop after this step, or 0, and whether to save; see [Note: the same steps].
+    """(reason to stop after this step or 0, whether to save); see [Note: stopping replicas].
 
     Args:
-        every: steps between two meetings.
-        stop, asked: what this replica was asked for since the last one, the same on its ranks.
+        every: steps between synchronizations of replicas.
+        stop, asked: requests to this replica since the last one, the same on its ranks.
     Ranks: all of all replicas, after each step.
     """
     if mesh.replicas == 1:

@@ -1,40 +1,41 @@
-"""The training loop of one rank: batches by global sample index, one control exchange a step.
+"""The training loop of one rank: batches by global sample index, one control exchange per step.
 
-[Note: who takes which samples] A step of W dp ranks with A micro-batches of b sequences uses the
-global samples [n, n + A*W*b), n being how many were used before; micro-batch m of the step takes b
-of them from n + m*b on, and its dropout key names the first. Micro-batch j of rank r is number
-j*W + r where each is reduced when it is there (accumulate="shard"), r*A + j where a rank first adds
-up its own ("full"). So the same samples are summed, with the same masks, however W * A is split,
-and in deterministic mode they are added in the same tree: the same bits, at every stage. The ranks
-that split one model have one dp rank, so they take the same samples. Replicas take turns: the first
-has micro-batches 0 to A*W - 1 of the step, the second the next A*W.
+[Note: sample order] A step with W dp ranks and A micro-batches of b sequences uses the global
+samples [n, n + A*W*b), where n samples were used before. Micro-batch m of the step takes the b
+samples from n + m*b on, and its dropout key is made from the first one. Micro-batch j of rank r is
+number j*W + r if every micro-batch is reduced (accumulate="shard"), and r*A + j if a rank first
+sums its own ("full"). So the same samples are summed, with the same dropout masks, for every split
+of W * A; in deterministic mode they are added in the same tree, which gives the same bits at every
+ZeRO stage. The ranks that split one model have one dp rank, so they take the same samples. The
+first replica has micro-batches 0 to A*W - 1 of the step, the second the next A*W, and so on.
 
-[Note: control] A step has one small exchange, the engine's: the trainer adds its loss to it, and
-what a rank requests: to stop, because of a signal or of rank 0's clock, or to save. Every rank
-reads the same sums, so all stop after the same step; a rank that left by itself would leave the
-others waiting in a collective.
-On a GPU the numbers are read one step later, when they are there anyway: the host never waits for
-the device. With a loss scale they are read at once, because the next step's scale depends on them.
+[Note: control] A step has one small exchange, that of the engine. The trainer adds its loss and a
+rank's requests to it: to stop, because of a signal or the time limit, or to save. Every rank reads
+the same sums, so all stop after the same step; a rank that stopped alone would leave the others
+waiting in a collective. On a GPU the numbers are read one step later, when they have arrived, so
+that the host never waits for the device. With a loss scale they are read at once, because the next
+step's scale depends on them.
 
-[Note: the sample at the end] is rank 0's alone, which may have a part of the weights: there the
-model of the last checkpoint draws.
+[Note: final samples] Rank 0 alone generates text at the end. If it holds only a part of the
+weights, it loads the last checkpoint for this.
 
-[Note: everyone decides alike] Whether a step's loss and gradient are finite is judged by its agreed
-numbers, the same bits on every rank: all ranks reach the same verdict without talking about it.
+[Note: nonfinite steps] All ranks judge a step by the same summed numbers, so they reach the same
+verdict without another exchange.
 
-[Note: an update that is left out] has to be left out on the device: when the host learns that a
-gradient was not finite, the step is over. The optimizer does so as soon as it has a loss scale, be
-it 1. A loss that is not finite makes the gradients so (poison), which tells all ranks at once.
+[Note: skipped updates] An update has to be skipped on the device, because the step is over when
+the host learns that a gradient was not finite. The optimizer does this as soon as it has a loss
+scale, even 1. A loss that is not finite makes all gradients not finite (poison()), which reaches
+all ranks.
 
-[Note: who settles] In the control exchange of every step each rank tells whether its part of the
-last save failed, and whether it is still being written. All read the same sums, so all settle after
-the same step, and mostly when there is nothing left to wait for; a save that is due before that
-waits for the one before, or is left out (--save-overlap). A disk that is full ends no run: the save
-is reported, and the next one tries again.
+[Note: completing saves] In the control exchange of every step each rank reports whether its part of
+the last save failed, and whether it is still being written. All ranks read the same sums, so all
+complete the save after the same step, usually without waiting. A save that is due earlier waits for
+the one before, or is skipped (--save-overlap). A full disk does not end a run: the failed save is
+reported, and the next one tries again.
 
-[Note: who forwards] At stage 3 a forward gathers weights, so all ranks forward together: a rank
-whose share of the windows is used up goes through the model once more for nothing. Rows and depth
-of a grid share out each batch, which is filled up with windows that do not count.
+[Note: validation forwards] At ZeRO 3 a forward gathers weights, so all ranks have to run it: a rank
+without windows left runs the model on zeros and discards the result. Rows and depth of a grid split
+each batch, which is padded with windows that do not count.
 """
 
 from __future__ import annotations
@@ -97,21 +98,21 @@ from fastpar.train.journal import (
 from fastpar.train.launch import SIGNALS, catching_save, catching_stop
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
-IN_A_ROW = 10  # updates that may be left out
-_LAST_WAIT_S = 3.0  # for a save when a run fails; below launch.GRACE_S
+IN_A_ROW = 10  # the run ends after this many skipped updates in a row
+_LAST_WAIT_S = 3.0  # wait for a running save when a run fails; below launch.GRACE_S
 _POLL_S = 0.05
 
 
 def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> int:
-    """Trains as one rank of a run, to its end or until something stops it.
+    """Train as one rank of a run, until its end or until something stops it.
 
     Args:
-        run: what to do with the trainer instead of Trainer.run.
+        run: a function to call instead of Trainer.run.
     Returns:
         The exit status: 0, or 128 + signal after a stop by that signal.
-    Ranks: all, with the same settings; under torchrun's environment the process group is made here.
+    Ranks: all, with the same settings; creates the process group from torchrun's environment.
     Raises:
-        ValueError: settings that do not fit together, the text, the machine or the run on disk.
+        ValueError: settings do not fit each other, the text, the machine or the run on disk.
         RuntimeError: the loss is not finite; the last checkpoint could not be written; cuBLAS was
             used before a deterministic run.
     """
@@ -120,18 +121,16 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
     system, ranks_here = config.system, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(threads_per_rank(system.threads, ranks_here))
     if system.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "train: expected a GPU for device=cuda, got none that torch can use; use --device cpu"
-        )
+        raise ValueError("train: expected a GPU for device=cuda, got none; use --device cpu")
     if config.parallel.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see _check_cublas
-        # Read by oneDNN's first product. With AMX the bits of 16-bit products depend on threads.
+        # oneDNN reads it at its first product. With AMX, 16-bit products depend on the threads.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     timeout_s = parse_seconds(config.faults.timeout)
     mesh = Mesh(
         **axes_of(config.mesh),
         device="cpu" if system.device == "cpu" else None,
-        timeout_s=timeout_s + MARGIN_S,  # the watchdog speaks first: it knows more
+        timeout_s=timeout_s + MARGIN_S,  # the watchdog is first: its message is more precise
     )
     rank = mesh.replica * mesh.world_size + mesh.rank
     watched = mesh.replicas * mesh.world_size if mesh.owns_process_group else 1
@@ -143,7 +142,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
 
 
 def _check_cublas(device: torch.device) -> None:
-    """cuBLAS reads its variable once, at the first product of a process."""
+    """Refuse a process in which cuBLAS has run before its variable, read only once, was set."""
     x = torch.ones(1, 1, device=device, dtype=torch.float32)
     try:
         torch.mm(x, x)
@@ -151,8 +150,8 @@ def _check_cublas(device: torch.device) -> None:
         if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
             raise
         raise RuntimeError(
-            "train: a product ran on the GPU before --deterministic was asked for; start the "
-            "process with CUBLAS_WORKSPACE_CONFIG=:4096:8"
+            "train: cuBLAS was used before --deterministic could set it up; start the process with "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8"
         ) from error
 
 
@@ -161,7 +160,7 @@ def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> in
         keep_freed_memory()
     else:
         torch.use_deterministic_algorithms(config.parallel.deterministic)
-        # Otherwise torch writes nan into all new memory then; every op fills its results.
+        # Otherwise torch fills all new memory with NaN, which every op overwrites anyway.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if config.parallel.deterministic:
             _check_cublas(mesh.device)
@@ -172,7 +171,7 @@ def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> in
 
 
 class Trainer:
-    """One rank of a run: all that its settings describe, and the loop. See the notes above."""
+    """One rank of a run: model, data, optimizer and the loop. See the notes above."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
@@ -187,7 +186,7 @@ class Trainer:
             config, state, progress=start.leads(mesh), check=check
         )
         mesh.check_same("train", [f"tokens of {config.text.data}: {start.digest(self.data)[:16]}"])
-        self.ways = mesh.dp_size * mesh.replicas  # ranks that take different samples
+        self.ways = mesh.dp_size * mesh.replicas  # number of ranks with different samples
         batch = config.batch(self.block_size, self.ways)
         self.micro_batch_size, self.grad_accum_steps = batch
         self.setup = self.setup.change(
@@ -209,7 +208,7 @@ class Trainer:
         self.optimizer = set_up(self.model, mesh, config, dtype=dtype, grad_accum_steps=batch[1])
         optim = config.optim
         if optim.outer_every is not None:
-            Outer(  # the optimizer keeps it
+            Outer(  # registers itself with the optimizer
                 self.optimizer,
                 every=optim.outer_every,
                 lr=optim.outer_lr,
@@ -237,13 +236,13 @@ class Trainer:
             self._facts["graphs"] = graphs
         self.step = self.next_sample = self.tokens = 0
         self.samples = start.samples_of(config, self.data, self.block_size)
-        self.changed = getattr(self.samples, "told", "")  # what config.json does not tell
-        self.folder: Path | None = None  # of the run, once rank 0 has made it
+        self.changed = getattr(self.samples, "description", "")  # changes that config.json lacks
+        self.folder: Path | None = None  # the run folder, once rank 0 has created it
         self.val: tuple[int, float] | None = None  # (step, loss) of the last validation
         if checkpoint is not None:
             self._load(checkpoint)
         self.saves = RunSaves(self.engine, self.journal, self.step if checkpoint else -1)
-        self.pending: deque[Step] = deque()  # steps whose numbers have not been read
+        self.pending: deque[Step] = deque()  # steps whose numbers are not read yet
         self.keep_pending = int(mesh.device.type == "cuda" and self.loss_scale is None)
         self.stop_signals: list[int] = []
 
@@ -261,13 +260,13 @@ class Trainer:
             restore_scales(self.model, state)
             if self.loss_scale is not None and state["loss_scale"] is not None:
                 self.loss_scale.load_state_dict(state["loss_scale"])
-            if "guards" in state:  # earlier versions had none
+            if "guards" in state:  # not in checkpoints of earlier versions
                 self.guards.skipped = int(state["guards"]["skipped"])
 
     def run(self) -> int:
-        """Trains to the end or until something stops it; the exit status. Closes the mesh."""
+        """Train to the end or until something stops it; return the exit status. Closes the mesh."""
         self._open()
-        last = "this step" if self.mesh.replicas == 1 else "the steps until replicas meet"
+        last = "this step" if self.mesh.replicas == 1 else "steps until replicas synchronize"
         with (
             catching_stop(loud=start.leads(self.mesh), last=last) as self.stop_signals,
             catching_save() as self.saves.signals,
@@ -284,22 +283,22 @@ class Trainer:
                 self.save()
                 self.saves.settle()
             if self.saves.committed != self.step:
-                older = f"--resume goes on from step {self.saves.committed}"
+                older = f"--resume continues from step {self.saves.committed}"
                 if self.saves.committed < 0:
-                    older = "there is none to go on from"
+                    older = "no older checkpoint exists"
                 raise RuntimeError(
-                    f"train: expected a checkpoint of the last step, got none of step {self.step} "
-                    f"({self.saves.why}); {older}"
+                    f"train: expected a checkpoint of the last step, but saving step {self.step} "
+                    f"failed ({self.saves.why}); {older}"
                 )
-        self.predictions.tell(self.journal, self.model.config, self.setup, self._facts)
+        self.predictions.report(self.journal, self.model.config, self.setup, self._facts)
         self.journal.close()
-        self.mesh.close()  # what follows is rank 0's alone
+        self.mesh.close()  # only rank 0 continues
         if self.journal.folder is not None:
             self._finish(self.journal.folder, stop)
         return 128 + stop if stop > 0 else 0
 
     def _finish(self, folder: RunFolder, stop: int) -> None:
-        """The end of the run, by rank 0; see [Note: the sample at the end]."""
+        """Finish the run on rank 0; see [Note: final samples]."""
         model: GPT = self.model
         if (self.engine.shares or model.cp is not None) and stop <= 0:
             model = load_hf(checkpoint_folder(folder.path, self.step))
@@ -308,7 +307,7 @@ class Trainer:
         folder.finish(model, self.step, seconds=seconds, val_loss=val_loss, stopped_by=stop)
 
     def _open(self) -> None:
-        """The first replica makes the run's folder, then the others theirs inside of it."""
+        """Create the run folder: by the first replica, then the others create theirs inside it."""
         about: Any = {"data": self.data, "step": self.step, "facts": self._facts}
         mesh, first = self.mesh, self.mesh.replica == 0
         if first:
@@ -326,13 +325,13 @@ class Trainer:
         self.saves.open(self.folder, self.config, tokenizer=self.data.tokenizer, **saved)
 
     def _loop(self) -> int:
-        """Steps, validations and saves to the end, or to a reason to stop, which is returned."""
+        """Run steps, validations and saves; return the reason of an early stop, or 0."""
         config, run = self.config, self.config.run
         if self.step == 0 and run.eval_every:
             self.validate()
         self.journal.start_clock()
         begin = self.step
-        stop = wish = 0  # a reason to stop, as asked of this replica and as granted
+        stop = wish = 0  # reasons to stop: agreed by all replicas, requested in this one
         while self.step < run.max_steps and not stop:
             self.pending.append(self.predictions.watched(self.train_step))
             step = self.step
@@ -356,7 +355,7 @@ class Trainer:
         return self._read(0) or stop
 
     def train_step(self) -> Step:
-        """One optimizer step; returns without waiting for the device."""
+        """Run one optimizer step; returns without waiting for the device."""
         config, mesh, optimizer = self.config, self.mesh, self.optimizer
         graph, rows, seed = self.step_graph, self.micro_batch_size, config.run.seed
         scale = self.loss_scale.scale if self.loss_scale is not None else None
@@ -364,7 +363,7 @@ class Trainer:
         in_step(self.step + 1)
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        whole: list[tuple[torch.Tensor, ...]] = []  # for what takes all at once
+        whole: list[tuple[torch.Tensor, ...]] = []  # batches of a pipeline or a step's graph
         for j in range(self.grad_accum_steps):
             first = self.next_sample + self._number(j) * rows
             self.engine.on_phase(INPUT)
@@ -389,7 +388,7 @@ class Trainer:
         elif whole and graph is None:
             loss += self._through_stages(whole, scale)
         if scale is not None or skips:
-            optimizer.grad_scale = scale or 1.0  # see [Note: an update that is left out]
+            optimizer.grad_scale = scale or 1.0  # see [Note: skipped updates]
         requests = to_device(
             torch.tensor(self._requests(), dtype=torch.float64, device="cpu"), mesh.device
         )
@@ -412,7 +411,7 @@ class Trainer:
         return Step(self.step, lr, self.tokens, *values, scale, counts.numel())
 
     def _takes(self, graph: StepGraph, batches: list[Any], scale: float | None) -> bool:
-        """Whether it can run this step; where nobody asked for graphs the run goes on without."""
+        """Whether the graph can run this step; without --cuda-graphs, drop a graph that cannot."""
         if self.config.system.cuda_graphs:
             graph.fill(batches, scale)
             return True
@@ -425,7 +424,10 @@ class Trainer:
     def _micro_batch(
         self, x: torch.Tensor, y: torch.Tensor, key: torch.Tensor, scale: Any, *at: torch.Tensor
     ) -> torch.Tensor:
-        """Forward and backward; its part of the step's loss. In a CUDA graph scale is a tensor."""
+        """Forward and backward of a micro-batch; returns its share of the step's loss.
+
+        In a CUDA graph, scale is a tensor.
+        """
         positions = dict(zip(("positions",), at))
         self.engine.on_phase(FORWARD)
         part = self.forward(x, y, rng_key=key, **positions) / self.grad_accum_steps
@@ -434,14 +436,14 @@ class Trainer:
         return part.detach()
 
     def _target(self, part: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """What is differentiated, of a micro-batch's part of the loss."""
+        """The tensor to differentiate, from a micro-batch's share of the loss."""
         target = part if scale is None else part * scale
         return target * poison(part) if self.config.faults.on_nonfinite == "skip" else target
 
     def _through_stages(
         self, batches: list[tuple[torch.Tensor, ...]], scale: float | None
     ) -> torch.Tensor:
-        """All micro-batches of a step through the stages of a pipeline; the step's loss."""
+        """Run all micro-batches of a step through the pipeline; return the step's loss."""
         x, y, keys, *documents = zip(*batches)
         return pipeline_step(
             self.model,
@@ -454,7 +456,7 @@ class Trainer:
         )
 
     def _number(self, j: int) -> int:
-        """Number in the step of this rank's micro-batch j: see [Note: who takes which samples]."""
+        """The number within the step of this rank's micro-batch j; see [Note: sample order]."""
         dp_size, dp_rank = self.mesh.dp_size, self.mesh.dp_rank
         first = self.mesh.replica * dp_size * self.grad_accum_steps
         if self.config.accumulate == "full":
@@ -462,7 +464,7 @@ class Trainer:
         return first + j * dp_size + dp_rank
 
     def validate(self) -> None:
-        """Mean loss over the first eval_batches * batch_size windows of the validation tokens."""
+        """Report the mean loss over the first eval_batches * batch_size validation windows."""
         per_batch = self.ways * self.grad_accum_steps
         loss_now = partial(
             validation_loss,
@@ -479,7 +481,7 @@ class Trainer:
         if self.average is not None and self.step:
             with self.average.in_the_model():
                 more["ema_val_loss"] = loss_now()
-            text += f", of the average {more['ema_val_loss']:.4f}"
+            text += f", with averaged weights {more['ema_val_loss']:.4f}"
         self.journal.note(self.step, text, **more)
         self.journal.start_clock()
 
@@ -502,14 +504,14 @@ class Trainer:
         self.saves.save(self.step, state)
 
     def _requests(self) -> list[float]:
-        """1 for each reason in STOPS for which this rank would stop now; then those of saves."""
+        """1 for each reason in STOPS for which this rank requests to stop; then those of saves."""
         limit = self.config.run.max_time
         late = self.mesh.is_main and limit and self.journal.seconds > parse_seconds(limit)
         stops = [float(bool(late) if r == TIME_IS_UP else r in self.stop_signals) for r in STOPS]
         return [*stops, *self.saves.requests()]
 
     def _read(self, keep: int) -> int:
-        """Takes in finished steps until `keep` are left; the reason to stop, one of STOPS, or 0."""
+        """Read pending steps until `keep` are left; return the reason to stop in STOPS, or 0."""
         stop = 0
         while len(self.pending) > keep:
             done = self.pending.popleft()
@@ -517,19 +519,19 @@ class Trainer:
             stop = next((reason for reason, n in zip(STOPS, requests) if n), stop)
             self.saves.take_requests(*requests[len(STOPS) :])
             with self._on_all_ranks():
-                left_out = self.guards.judge(done.step, loss, norm)
+                skipped = self.guards.judge(done.step, loss, norm)
             if self.loss_scale is not None:
                 self.loss_scale.update(not math.isfinite(norm))
-            more = {"skipped": self.guards.skipped} if left_out else {}
+            more = {"skipped": self.guards.skipped} if skipped else {}
             row = {"loss": loss, "norm": norm, **more, **report_of(self.model, done.experts())}
             self.journal.write_step(done, engine=self.engine, **row)
-            if left_out:
-                self.journal.say(f"step {done.step}  {left_out}")
+            if skipped:
+                self.journal.say(f"step {done.step}  {skipped}")
         return stop
 
     @contextlib.contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
-        """What is raised inside is raised on all ranks: they wait for the save that is running."""
+        """For errors that all ranks raise: complete the running save first."""
         try:
             yield
         except RuntimeError:
@@ -538,13 +540,13 @@ class Trainer:
 
 
 class Guards:
-    """The rule of --on-nonfinite.
+    """The check for --on-nonfinite.
 
     Args:
         policy: stop or skip.
-        scaled: there is a loss scale: then gradients that are not finite are its business.
+        scaled: there is a loss scale, which handles nonfinite gradients.
     Attributes:
-        skipped: updates that were left out so far.
+        skipped: number of updates skipped so far.
     """
 
     def __init__(self, policy: str, *, scaled: bool) -> None:
@@ -552,10 +554,10 @@ class Guards:
         self.skipped = self._in_a_row = 0
 
     def judge(self, step: int, loss: float, norm: float) -> str:
-        """What to say of an update that was left out; "" of a step that is fine.
+        """The message about a skipped update; "" if the step is finite.
 
         Raises:
-            RuntimeError: the run cannot go on.
+            RuntimeError: the run has to end.
         """
         if math.isfinite(loss if self.scaled else loss + norm):
             self._in_a_row = 0
@@ -565,10 +567,10 @@ class Guards:
             self.skipped += 1
             self._in_a_row += 1
             if self._in_a_row < IN_A_ROW:
-                return f"{reason}; the update is left out, {self.skipped} by now"
+                return f"{reason}; update skipped, {self.skipped} in total"
             raise RuntimeError(
-                f"train: expected a finite step among {IN_A_ROW}, got {reason} in step {step} as "
-                "in those before it; lower --lr, then --resume from the last checkpoint"
+                f"train: expected a finite step among {IN_A_ROW}, got {reason} in step {step} and "
+                "nonfinite numbers before; lower --lr, then --resume from the last checkpoint"
             )
         if self.scaled:
             return ""
@@ -579,20 +581,20 @@ class Guards:
 
 
 def poison(loss: torch.Tensor) -> torch.Tensor:
-    """1 for a finite loss, else NaN; a factor that hands this on to all gradients."""
+    """1 for a finite loss, else NaN; multiplied with the loss, it makes all gradients NaN."""
     return loss.detach() * 0 + 1
 
 
 class RunSaves:
-    """The Saver of a run, made by open(), and its reports.
+    """The Saver of a run, created by open(), and its reports.
 
     Args:
-        committed: step of the checkpoint that the run goes on from; -1: none.
+        committed: step of the checkpoint that the run resumes; -1: none.
     Attributes:
         committed: step of the newest checkpoint.
-        why: what made the last save fail.
-        asked: a save is asked for, by SIGUSR1 on any rank; the same on every rank.
-        signals: of this rank; see launch.catching_save.
+        why: the error of the last failed save.
+        asked: whether a save was requested by SIGUSR1 on any rank; the same on every rank.
+        signals: signals that this rank received; see launch.catching_save.
     """
 
     def __init__(self, engine: Engine, journal: Journal, committed: int = -1) -> None:
@@ -603,7 +605,7 @@ class RunSaves:
         self._waited_ms = self._pause_ms = 0.0
 
     def open(self, folder: Path, config: TrainConfig, **saved: Any) -> None:
-        """From now on it saves to the run's folder; saved: model, optimizer, tokenizer."""
+        """Create the Saver for the run folder; saved: model, optimizer, tokenizer."""
         run, faults = config.run, config.faults
         try_folder(folder, self.engine.mesh.rank)
         self._saver = Saver(
@@ -616,24 +618,24 @@ class RunSaves:
         )
 
     def prepare(self) -> None:
-        """Memory for the host copy, in the background; best after the first step."""
+        """Allocate the host copy's memory in the background; best after the first step."""
         if self._saver is not None:
             self._saver.prepare()
 
     def requests(self) -> list[float]:
-        """What this rank tells all others in a step: the arguments of take_requests."""
+        """This rank's contribution to the control exchange: the arguments of take_requests()."""
         saver = self._saver
         failed, busy = (False, False) if saver is None else (saver.failed, saver.busy)
         return [float(failed), float(busy), float(bool(self.signals))]
 
     def take_requests(self, failed: float, busy: float, asked: float) -> None:
-        """Sums over all ranks of what they told in a step. Ranks: all, after that step."""
+        """Take the sums of requests() over all ranks. Ranks: all, after that step."""
         self.asked = self.asked or asked > 0
         if failed or not busy:
             self.settle()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Begin a checkpoint of this step. Ranks: all, the numbers of all earlier steps read."""
+        """Begin a checkpoint of this step. Ranks: all, once all earlier steps are read."""
         saver = self._saver
         assert saver is not None
         self.asked = False
@@ -643,7 +645,7 @@ class RunSaves:
             if saver.overlap == "skip" and any(gather_numbers(self.engine, float(saver.busy))):
                 self.journal.note(
                     step,
-                    "no checkpoint: the one before is still being written (--save-overlap skip)",
+                    "save skipped: the previous one is still running (--save-overlap skip)",
                     save_skipped=1,
                 )
                 return
@@ -657,13 +659,13 @@ class RunSaves:
         self.journal.start_clock()
 
     def settle(self) -> None:
-        """Wait for the last save, if it is not settled, and say how it ended. Ranks: all."""
+        """Wait for the last save if it is not complete, and report its result. Ranks: all."""
         result = None if self._saver is None else self._saver.settle()
         if result is not None:
             self._report(result)
 
     def wait_briefly(self) -> None:
-        """The run fails: give a save that is nearly there a moment. For one rank."""
+        """When the run fails: wait a moment for a save that is nearly complete. For one rank."""
         deadline = time.monotonic() + _LAST_WAIT_S
         while self._saver is not None and self._saver.busy and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -671,19 +673,19 @@ class RunSaves:
     def _report(self, result: Result) -> None:
         if not result.ok:
             self.why = "; ".join(result.errors)
-            older = "the older ones are intact" if self.committed >= 0 else "there is no older one"
-            text = f"no checkpoint of step {result.step} ({self.why}); {older}"
+            older = "older ones are intact" if self.committed >= 0 else "there is no older one"
+            text = f"saving the checkpoint failed ({self.why}); {older}"
             self.journal.note(result.step, text, save_error=self.why)
             return
         self.committed = result.step
         mb = result.nbytes / 1e6
-        stood = f"training stood for {self._pause_ms:,.0f} ms"
+        paused = f"training paused for {self._pause_ms:,.0f} ms"
         if self._waited_ms >= 1:
-            stood += f" and {self._waited_ms:,.0f} ms for the save before"
+            paused += f" and {self._waited_ms:,.0f} ms for the previous save"
         rate = mb / max(result.seconds, 1e-9)
         self.journal.note(
             result.step,
-            f"saved: {mb:,.1f} MB in {result.seconds:.2f} s ({rate:,.0f} MB/s), {stood}",
+            f"saved: {mb:,.1f} MB in {result.seconds:.2f} s ({rate:,.0f} MB/s), {paused}",
             save_mb=mb,
             save_s=result.seconds,
             save_mb_per_s=rate,
@@ -693,19 +695,19 @@ class RunSaves:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something is done after this step; every 0: never."""
+    """Whether something that happens every N steps is due after this step; every=0: never."""
     return every > 0 and step % every == 0
 
 
 def validation_loss(
     model: GPT, engine: Engine, tokens: Tokens, *, rows: int, block_size: int, n_batches: int
 ) -> float:
-    """Mean loss over the first n_batches batches of windows of the tokens, or as many as there are.
+    """Mean loss over the first n_batches batches of windows, or as many as the tokens have.
 
     Args:
-        engine: of the model.
-        rows: windows of a batch; each dp rank takes every dp_size-th batch.
-    Ranks: all of the model's.
+        engine: the model's engine.
+        rows: windows per batch; each dp rank takes every dp_size-th batch.
+    Ranks: all ranks of the model.
     """
     mesh = engine.mesh
     model.eval()
@@ -724,7 +726,7 @@ def validation_loss(
     nothing = torch.zeros(sharing, block_size, dtype=torch.int64, device=mesh.device)
     with torch.no_grad():
         for _ in range(math.ceil(windows / (rows * mesh.dp_size))):
-            x, y = next(batches, (nothing, None))  # see [Note: who forwards]
+            x, y = next(batches, (nothing, None))  # see [Note: validation forwards]
             missing = -len(x) % sharing
             if missing and y is not None:
                 total[1] -= missing * block_size
@@ -742,7 +744,7 @@ def validation_loss(
 
 
 def rng_state() -> dict[str, str]:
-    """State of torch's generators on this process, as JSON values."""
+    """State of torch's random generators in this process, as JSON values."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -750,7 +752,7 @@ def rng_state() -> dict[str, str]:
 
 
 def set_rng_state(state: dict[str, str]) -> None:
-    """Back to what rng_state() returned."""
+    """Restore the state that rng_state() returned."""
     for key, text in state.items():
         value = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
         if key == "cpu":

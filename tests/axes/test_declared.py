@@ -110,7 +110,7 @@ REFUSED = [
      r"of size 3 does not divide by 2; choose another tp, or Replicate\(\)"),
     (lambda: nn.Sequential(nn.Linear(4, 4)), 2, {}, UNDECLARED.format(r"0\.weight")),
     (gpt, 3, PLAIN, r"parallelize: expected tp to divide the MLP's width of \d+, got tp=3; change"),
-    (lambda: gpt(n_head=2), 4, {}, r"expected tp of at most n_head=2, got tp=4; lower tp"),
+    (lambda: gpt(n_head=2), 4, {}, r"expected tp <= n_head=2, got tp=4; lower tp"),
     (lambda: gpt(block_size=9), 2, {}, r"tp to divide block_size=9 .*, or add seq"),
 ]  # fmt: skip
 

@@ -193,14 +193,14 @@ REFUSED = [
         {},
         r"tp_grid=2x1 needs a fastpar.GPT without experts, got Own; u",
     ),
-    (lambda: build(n_expert=2, top_k=1), (2, 1), {}, r"^tp_grid does not run with n_expert; drop"),
+    (lambda: build(n_expert=2, top_k=1), (2, 1), {}, r"^tp_grid does not support n_expert; drop"),
     (
         build,
         (2, 1),
         {"sequence_parallel": False},
-        r"^tp_grid does not run with sequence_parallel=F",
+        r"^tp_grid does not support sequence_parallel=F",
     ),
-    (build, (2, 1), {"offload": "optimizer"}, r"^tp_grid does not run with offload; drop one of"),
+    (build, (2, 1), {"offload": "optimizer"}, r"^tp_grid does not support offload; drop one of"),
     (build, (2, 1), {"plan": "gpt2"}, r"expected no tp_plan for GPT"),
     (
         lambda: build(n_head=3, n_embd=15),
@@ -209,7 +209,12 @@ REFUSED = [
         r"to divide n_embd=15, got tp_grid=2x1; chang",
     ),
     (build, (1, 3), {}, r"of tp_grid to divide n_embd=16, got tp_grid=1x3; change"),
-    (lambda: build(n_head=2), (1, 4), {}, r"tp_grid of at most n_head=2 columns, got tp_grid=1x4"),
+    (
+        lambda: build(n_head=2),
+        (1, 4),
+        {},
+        r"tp_grid to have at most n_head=2 columns, got tp_grid=1x4",
+    ),
 ]
 
 

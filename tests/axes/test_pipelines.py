@@ -125,7 +125,7 @@ def test_a_schedule_that_waits_for_itself_is_found():
 
 BAD = [
     (("1f2b", 2, 4), r"one of gpipe, 1f1b, interleaved, zb-h1, zb-v, got schedule='1f2b'"),
-    (("zb-v", 2, 4, 3), "another chunks with schedule=zb-v: .*, got chunks=3; drop"),
+    (("zb-v", 2, 4, 3), "chunks to fit schedule=zb-v .*, got chunks=3; drop"),
     (("1f1b", 2, 4, 2), "plan: expected another .* 1 to 64 with interleaved, .* --chunks"),
     (("1f1b", 0, 4), "at least one rank and one micro-batch, got pp=0 micro_batches=4"),
     *(

@@ -71,7 +71,7 @@ def test_settings_rules_engine_planner_and_checkpoint_have_it(tmp_path):
     assert statuses == (0, 2, 2, 0, 0), (refused, planned)
     assert "--halve-every" in helps
     assert "Every so many blocks keep activations in bf16" in helps
-    assert "--halve-every does not run with --compile" in refused
+    assert "--halve-every does not support --compile" in refused
     assert "halve_every >= 0" in too_low
     manifest = json.loads(next((tmp_path / "run").rglob("manifest.json")).read_text())
     assert manifest["axes"] == {"halved": {"every": 2}}

@@ -69,7 +69,7 @@ GRID_WORDS = r"tp_grid of two or three positive integers, .* pass \(2, 2\), or"
 REFUSED = [  # settings, ranks, words
     *(({"dp": x}, 1, f"expected dp to be a positive integer.*got dp={x}") for x in (0, True, 2.0)),
     *(
-        ({"tp": x}, 1, f"Mesh: expected tp to be a positive integer, got tp={x}; leave tp out to")
+        ({"tp": x}, 1, f"Mesh: expected tp to be a positive integer, got tp={x}; drop tp to")
         for x in (-2, True, None)
     ),
     ({"timeout_s": 0}, 1, r"expected timeout_s > 0, got timeout_s=0"),
@@ -81,7 +81,7 @@ REFUSED = [  # settings, ranks, words
     ({"ep": 3}, 4, r"expected ep to divide dp=4, got ep=3; choose another"),
     *(({"tp_grid": x}, 2, GRID_WORDS) for x in ((2,), (1, 1), (0, 2), (2, 2, 2, 2), "2x2", 4)),
     *(
-        ({"tp_grid": (2, 1), axis: 2}, 2, rf"^tp_grid does not run with {axis}")
+        ({"tp_grid": (2, 1), axis: 2}, 2, rf"^tp_grid does not support {axis}")
         for axis in ("tp", "cp", "ep", "pp")
     ),
     ({"tp_grid": (2, 2)}, 2, r"expected rows \* tp to divide the number of ranks, got .*size=2;"),

@@ -212,7 +212,7 @@ def test_best_fit_and_batches_of_rows():
     rows = np.split(packed.lengths, packed.first[1 : packed.n_rows])
     sizes = [sorted(row.tolist(), reverse=True) for row in rows]
     assert sizes == [[8], [8], [6, 2], [5], [5, 2]]
-    assert packed.told == (
+    assert packed.description == (
         "packed   5 documents into 5 rows of 8, 10.00% free; 1 are longer than the context and "
         "were split"
     )

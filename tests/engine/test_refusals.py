@@ -111,22 +111,22 @@ REFUSED = [  # ranks, model, axes of the mesh, settings, words
     (2, stack, {"dp": 3}, {}, r"expected .*got .*dp=3"),
     (2, complex_stack, {}, {}, r"fp16 or fp64 parameters, got dtype=torch\.complex64 for '1\.w"),
     (2, lambda: stack().bfloat16(), {}, SUMS, r"deterministic=True needs .* fp32, got .* for '0\."),
-    (2, stack, {}, {**SUMS, "reduce_dtype": "bf16"}, r"^deterministic does not run with reduce_dt"),
+    (2, stack, {}, {**SUMS, "reduce_dtype": "bf16"}, r"^deterministic does not support reduce_dt"),
     (2, on_meta, {}, {}, "parameter '0.weight' is on the meta device; pass materialize="),
     # Formats on the wire, and nodes
     (2, gpt, {}, {**FED, "error_feedback": 2}, "expected bool for error_feedback, got"),
     (4, gpt, {}, {**NODES, "node_size": True}, "expected int for node_size, got node_size=True"),
     (2, lambda: stack().double(), {}, FED, "formats do not support gradients in torch.float64"),
     (2, lambda: stack().half(), {}, FED, "wire formats do not support gradients in torch.float16"),
-    (4, gpt, {}, {**NODES, "node_size": 3}, "node_size to divide the ranks .* node_size=3"),
+    (4, gpt, {}, {**NODES, "node_size": 3}, "node_size to divide the number .* node_size=3"),
     # Experts and hosts
     (3, lambda: gpt(**EXPERTS), {"ep": 3}, {}, "ep to divide n_expert=4, got ep=3; change n"),
     (2, gpt, {"ep": 2}, {}, "ep to divide n_expert=0, got ep=2; change n_expert"),
-    (4, lambda: gpt(**EXPERTS), {"ep": 2}, NODES, "^ep does not run with node_size; drop one of"),
+    (4, lambda: gpt(**EXPERTS), {"ep": 2}, NODES, "^ep does not support node_size; drop one of"),
     (8, lambda: gpt(**EXPERTS), {"ep": 4}, {"zero_stage": 2, "shard_size": 2},
      "shard_size to be a multiple of ep=4"),
     (2, lambda: gpt(**EXPERTS, expert_capacity=1.0), {"cp": 2}, {},
-     "^expert_capacity does not run with cp: its ranks"),
+     "^expert_capacity does not support cp: each rank"),
 ]  # fmt: skip
 
 

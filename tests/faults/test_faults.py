@@ -70,10 +70,10 @@ def test_stopped_run_goes_on_under_torchrun_bit_for_bit(here, start):
     cut.terminate()
     code, out, err = finish(cut)
     assert code == 128 + signal.SIGTERM
-    assert err.count("finishing this step, then saving; once more to quit at once") == 1
+    assert err.count("finishing this step, then saving; repeat to quit at once") == 1
     assert out.count("fastpar  ") == 1  # rank 0 alone prints
-    assert "ranks 2, threads a rank " in out
-    assert out.endswith("saved in cut\ngo on: fastpar train --resume --out cut\n")
+    assert "ranks 2, threads per rank " in out
+    assert out.endswith("saved in cut\nto resume: fastpar train --resume --out cut\n")
     [saved] = list_checkpoints("cut")
     assert read_metrics("cut/metrics.jsonl")[-1]["step"] == int(saved.name.removeprefix("step_"))
     assert saved.name < "step_000150"

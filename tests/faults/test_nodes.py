@@ -239,7 +239,7 @@ def test_srun_without_torchrun(two):
 @pytest.mark.parametrize(
     ("before", "words"),
     [
-        ("mkdir -p r && mount -t tmpfs none r", r"out=r is another folder on node1 \(rank 1\)"),
+        ("mkdir -p r && mount -t tmpfs none r", r"got out=r, which node1 \(rank 1\) and"),
         (
             "cp text.txt ../other && echo more >> ../other && mount --bind ../other text.txt && "
             "mkdir -p cache && mount -t tmpfs none cache",

@@ -160,7 +160,7 @@ def test_settings_files(tmp_path):
     assert (config.optim.lr, config.shape.model, config.run.max_steps) == (0.1, "gpt2", 7)
     json.write_text('{"settings": {"lr": 0.1}, "versions": {}}')
     assert read_settings(json) == {"lr": 0.1}
-    with pytest.raises(ValueError, match="read_settings: expected a file of settings, got path="):
+    with pytest.raises(ValueError, match="read_settings: expected a settings file, got path="):
         read_settings(tmp_path / "none.toml")
     for path, text, words in (
         (toml, "[optim]\nlearning = 0.2\n", "got key=learning"),

@@ -130,12 +130,12 @@ def test_what_is_captured_and_said(here, captured, monkeypatch):
 
     def graphs(changes):
         trainer = run.trainer(**changes)
-        assert (trainer.step_graph is None) == (trainer._facts.get("graphs") != "of a whole step")
+        assert (trainer.step_graph is None) == (trainer._facts.get("graphs") != "of the whole step")
         return trainer._facts.get("graphs", "")
 
-    on, micro = {"cuda_graphs": True}, "of a micro-batch, as "
+    on, micro = {"cuda_graphs": True}, "per micro-batch, because "
     for ranks, changes, said in (
-        (1, {}, "of a whole step"),
+        (1, {}, "of the whole step"),
         (1, {"cuda_graphs": False}, ""),
         (1, {"device": "cpu"}, ""),
         (1, {"optimizer": "muon"}, ""),
@@ -143,7 +143,7 @@ def test_what_is_captured_and_said(here, captured, monkeypatch):
         (2, {}, ""),
         (1, {**on, "deterministic": True}, f"{micro}the host adds micro-batches up in a"),
         (1, {**on, "optimizer": "adafactor"}, f"{micro}Adafactor reads its numbers on the"),
-        (2, {**on, "zero_stage": 1}, f"{micro}the host starts what ranks send"),
+        (2, {**on, "zero_stage": 1}, f"{micro}the host starts collectives"),
     ):
         found = run_ranks(graphs, ranks, changes)[0]
         assert found.startswith(said), changes
@@ -154,7 +154,7 @@ def test_what_is_captured_and_said(here, captured, monkeypatch):
 
 @contextlib.contextmanager
 def finds(known):
-    raise RuntimeError("CaptureCheck: expected what a CUDA graph can hold, got x; keep it out")
+    raise RuntimeError("CaptureCheck: expected operations that a CUDA graph can hold, got x; keep ")
     yield
 
 
@@ -173,10 +173,10 @@ def check(trainer):
 @pytest.mark.parametrize(
     ("prepare", "settings", "said"),
     [
-        (nothing, {"dtype": "bf16", "moment_dtype": "int8"}, "graphs   of a whole step"),
+        (nothing, {"dtype": "bf16", "moment_dtype": "int8"}, "graphs   of the whole step"),
         (hook, {"dtype": "bf16", "on_nonfinite": "skip"}, "expected no hooks"),
         (halve, {"ema": 0.9}, "expected every step like the first one"),
-        (check, {}, "CaptureCheck: expected what a CUDA graph can hold"),
+        (check, {}, "CaptureCheck: expected operations that a CUDA graph can hold"),
     ],
 )
 def test_a_run_goes_on_without_graphs_that_nobody_asked_for(
@@ -332,7 +332,7 @@ FORBIDDEN = {
     "event": (lambda x: torch.cuda.Event.synchronize(x), r"the device: Event\.synchronize"),
     "query": (lambda x: torch.cuda.Event.query(x), r"waits for the device: Event\.query"),
     "record": (lambda x: torch.cuda.Event.record(x), "record the event again"),
-    "pin": (lambda x: x.pin_memory(), "memory of the host is pinned"),
+    "pin": (lambda x: x.pin_memory(), "host memory is pinned"),
     "key": (lambda x: make_key(1, 2), "a number of the host: lift_fresh"),
     "alive": (lambda x: kept.append(x * 2), "outlives the graph: mul"),
     "address": (lambda x: x + outside, "not static is used: add"),

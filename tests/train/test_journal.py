@@ -91,7 +91,7 @@ def test_a_folder_with_any_file_of_a_run_is_never_overwritten(tmp_path):
         config = TrainConfig().replace({"out": str(out)})
         check_out(config)
         (out / file).write_text(name)
-        words = f"an --out without a run, got out={out} with {file}; the"
+        words = f"--out without a run, got out={out} with {file}; it"
         with pytest.raises(ValueError, match=words):
             check_out(config)
 
@@ -99,13 +99,13 @@ def test_a_folder_with_any_file_of_a_run_is_never_overwritten(tmp_path):
 def test_the_header_names_every_automatic_choice(tmp_path):
     tensor = {"world_size": 8, "tp": 4, "sequence_parallel": False}
     for changes, parts in (
-        ({}, ("CPU, ranks 2, threads a rank 1, fp32", "tokenizer bytes, 256 tokens",
-              "256 tokens a step: 32 sequences = ranks 2 * micro-batch 4 * accumulation 2",
-              "ranks    stage 2, shards 2, transport shm, accumulate shard; adamw, master weigh",
+        ({}, ("CPU, ranks 2, threads per rank 1, fp32", "tokenizer bytes, 256 tokens",
+              "256 tokens per step: 32 sequences = ranks 2 * micro-batch 4 * accumulation 2",
+              "ranks    ZeRO 2, shards 2, transport shm, accumulate shard; adamw, master weigh",
               f"{GPT(SHAPE).num_parameters():,} parameters")),
         (tensor, ("CPU, ranks 8, threads", "32 sequences = dp 2 * micro-batch 4 * accumulation 2",
-                  "ranks    dp 2, tp 4 (no sequence parallelism), stage 2, shards 2, tr")),
-        ({**tensor, "sequence_parallel": True}, ("dp 2, tp 4 (sequence parallel), stage",)),
+                  "ranks    dp 2, tp 4 (no sequence parallelism), ZeRO 2, shards 2, tr")),
+        ({**tensor, "sequence_parallel": True}, ("dp 2, tp 4 (sequence parallel), ZeRO",)),
     ):  # fmt: skip
         facts = {**FACTS, **changes}
         text = "\n".join(open_folder(out=str(tmp_path / f"{len(parts)}"), facts=facts).header)
@@ -122,8 +122,8 @@ def test_what_a_finished_run_shows_ends_it_no_more(here, monkeypatch, capsys):
     monkeypatch.setattr(module, "plot_loss", full)
     assert start("r", tokenizer="chars", prompt=("\u4e16",), max_steps=2) == 0
     printed = capsys.readouterr().out
-    assert "no loss.png: [Errno 28] no room\n" in printed
-    assert "no samples: CharTokenizer.encode: expected characters of the text" in printed
+    assert "loss.png failed: [Errno 28] no room\n" in printed
+    assert "samples failed: CharTokenizer.encode: expected characters of the text" in printed
     assert "next: fastpar sample r" in printed
 
 

@@ -147,7 +147,7 @@ def test_a_second_signal_kills_unless_it_is_the_same_again(start, tmp_path, capf
     assert signals == [signal.SIGTERM] * 2
     assert ranks[0].returncode == -9
     assert _report(ranks, signals, tmp_path, failures) == (143, "")
-    assert "stopped at once; this stop has saved nothing" in capfd.readouterr().err
+    assert "stopped at once, without saving" in capfd.readouterr().err
 
 
 def test_files_of_the_current_folder_stand_in_for_no_module(tmp_path, monkeypatch, capfd):

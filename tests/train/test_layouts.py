@@ -340,7 +340,7 @@ def test_stages_are_told_and_their_files_are_one_model(here, capsys):
     waits = 1 - 6 * (long + quick) / (12 * long + 3 * quick)  # both work 12 of their own a step
     line = f"stages   2 + 1 layers, 1f1b over 4 micro-batches: ranks wait {waits:.0%} of a step"
     assert line in printed
-    assert "ranks    dp 1, pp 2, stage 0" in printed
+    assert "ranks    dp 1, pp 2, ZeRO 0" in printed
     assert torch.isfinite(load_weights("r/latest").h[2].mlp.c_fc.weight).all()
     # The output layer of 124M weighs 4.9 layers, so the last of two stages has fewer layers.
     for pp, layers in ((2, [8, 4]), (4, [4, 4, 4, 0]), (1, [12])):
@@ -393,7 +393,7 @@ def test_processes_of_both_launchers_print_the_curve_of_one(here):
         assert done.returncode == 0, done.stderr
         check_same("four", "one", rel=ROUNDING)
         if command[0] == "fastpar":
-            told = "ranks    dp 2, tp 2 (sequence parallel), stage 2, shards 2, transport shm"
+            told = "ranks    dp 2, tp 2 (sequence parallel), ZeRO 2, shards 2, transport shm"
             assert told in done.stdout
             forget_after("four", 2)
 
@@ -407,7 +407,7 @@ def test_a_run_tells_what_its_experts_do_and_draws_texts_of_them(here, capsys):
     experts("r", 2, ep=2, zero_stage=3, expert_capacity=0.5)
     printed = capsys.readouterr().out
     assert "4 experts (top 2) in 2 layers" in printed
-    assert "ranks    experts over 2 of dp, stage 3" in printed
+    assert "ranks    experts over 2 of dp, ZeRO 3" in printed
     for row in steps("r"):
         load = torch.tensor(row["expert_load"])
         assert load.shape == (2, 4)

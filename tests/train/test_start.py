@@ -67,9 +67,12 @@ def test_weights_to_start_from_are_read_once_only(here):
     assert block_size == 16
     assert load(init_from="w", **{**NO_SIZES, "block_size": 4})[1] == 4
     for changes, words in (
-        ({"tp": 2, "data": "not read"}, "train: expected tp of at most n_head=1, got tp=2"),
+        ({"tp": 2, "data": "not read"}, "train: expected tp <= n_head=1, got tp=2"),
         ({"block_size": 17}, r"expected block_size <= 16, the context of .*, got "),
-        ({"tokenizer": "bpe-300"}, "model's vocabulary of 256, got tokenizer=bpe-300 with"),
+        (
+            {"tokenizer": "bpe-300"},
+            "at most 256 tokens, the model's vocabulary, got tokenizer=bpe-300",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             load(init_from="w", **{**NO_SIZES, **changes})
@@ -158,12 +161,12 @@ def test_all_ranks_learn_which_checkpoint_is_the_newest_whole_one(tmp_path, monk
     [
         ({"data": "nowhere.txt"}, "expected .*got .*nowhere.txt"),
         ({"dtype": "fp16"}, r"dtype fp32 or bf16 on the CPU, got dtype=fp16; use --dtype bf16"),
-        ({"stochastic_rounding": True}, "--stochastic-rounding does not run with --dtype fp32"),
+        ({"stochastic_rounding": True}, "--stochastic-rounding does not support --dtype fp32"),
         ({"batch_size": 9, "micro_batch_size": 2}, r"1 \* 2 \* 4 = 8, got batch_size=9"),
         ({"block_size": 4000}, r"expected at least block_size \+ 1 = 4001 validation tokens"),
-        ({"resume": True}, r"expected a folder with a run to go on with, got out=r; leave out"),
+        ({"resume": True}, r"expected a folder with a run to resume, got out=r; drop --resume"),
         pytest.param(
-            {"device": "cuda"}, r"expected a GPU for device=cuda, got none that",
+            {"device": "cuda"}, r"expected a GPU for device=cuda, got none; use",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],
@@ -181,7 +184,7 @@ def test_resume_with_another_model_or_text_is_refused():
     for changes, message in (
         ({"n_layer": 2}, r"expected the model of .* with n_layer=1, got n_layer=2"),
         ({"n_embd": 32}, r"expected the model of r/checkpoints/step_000004 with n_embd=16, "),
-        ({"data": "other.txt"}, r"the tokens that the run was started with, got others from"),
+        ({"data": "other.txt"}, r"the same tokens as at the run's start, got different ones from"),
         ({"tokenizer": "bpe-300"}, r"expected the model of .* with vocab_size=256, got"),
         ({"optimizer": "muon"}, "momentum_buffer"),
     ):
@@ -223,7 +226,7 @@ def test_a_start_that_failed_in_its_first_step_leaves_the_folder_free(monkeypatc
         patch.setattr(Trainer, "train_step", refuse)
         assert train() == 2
     assert [row["step"] for row in curve("r")] == [0]
-    rule = "expected a run with a checkpoint to go on from, got out=r without one; leave out --resu"
+    rule = "expected a run with a checkpoint to resume, got out=r without one; drop --resu"
     said("--resume", 2, f"{rule}me to start it again\n")
     said("--max-steps 3", 0)
     assert Path("r/notes.txt").read_text() == "mine"
@@ -233,15 +236,15 @@ def test_a_start_that_failed_in_its_first_step_leaves_the_folder_free(monkeypatc
     assert (len(content["starts"]), content["settings"]["max_steps"]) == (1, 3)
 
     # What has made steps is a run's, with a checkpoint or without.
-    said("", 2, "; add --resume to go on with it, or choose another folder\n")
+    said("", 2, "; add --resume to resume it, or choose another folder\n")
     shutil.rmtree("r/checkpoints")
     for name in ("latest", "samples.txt", "loss.png"):
         Path("r", name).unlink()
-    said("", 2, "; there is no checkpoint to go on from: choose another folder\n")
-    said("--resume", 2, "leave out --resume to start one in another folder\n")
+    said("", 2, "; it has no checkpoint to resume: choose another folder\n")
+    said("--resume", 2, "drop --resume to start a new run in another folder\n")
 
 
-def test_who_starts_beside_another_start_is_told_so():
+def test_two_starts_at_once_are_refused():
     """The settings of --auto-resume were read when the folder was free."""
     settings, plain = (TrainConfig().replace({"out": "r", "auto_resume": x}) for x in (True, False))
     Path("r").mkdir()
@@ -259,14 +262,14 @@ def test_who_starts_beside_another_start_is_told_so():
     check_free("r")
     check_out(settings)  # the other one has failed before its first step
     Path("r/checkpoints/step_000002").mkdir(parents=True)
-    with pytest.raises(ValueError, match="another start has just made it: give the same command a"):
+    with pytest.raises(ValueError, match="another process has just created it: repeat the comm"):
         check_out(settings)
     hold("r")
     check_free("r")
     check_free("none")
 
 
-SET_ANEW = "of r/config.json: set it anew, or add --unset"
+HAS, UNSET = "r/config.json has", ": override it, or add --unset"
 
 
 def saved(**settings):
@@ -280,15 +283,16 @@ def saved(**settings):
     ("settings", "flags", "words"),
     [
         ({"micro_batch_size": 4}, "--nproc 4 --batch-size 8",
-         f"; micro_batch_size=4 {SET_ANEW} micro-batch-size\n"),
+         f"; {HAS} micro_batch_size=4{UNSET} micro-batch-size\n"),
         ({"micro_batch_size": 4, "grad_accum_steps": 2}, "--batch-size 6",
-         f"; micro_batch_size=4, grad_accum_steps=2 {SET_ANEW} micro-batch-size grad-accum-steps\n"
-         ),
-        ({"zero_stage": 2, "shard_size": 2}, "--zero 0", f"; shard_size=2 {SET_ANEW} shard-size\n"),
+         f"; {HAS} micro_batch_size=4, grad_accum_steps=2{UNSET} micro-batch-size grad-accum-steps"
+         "\n"),
+        ({"zero_stage": 2, "shard_size": 2}, "--zero 0",
+         f"; {HAS} shard_size=2{UNSET} shard-size\n"),
         ({"shard_size": None}, "--shard-size 2",
          "--shard-size needs --zero 1, 2 or 3; add --zero 1, or drop --shard-size\n"),
         ({"stochastic_rounding": True}, "--master-weights full",
-         f"; stochastic_rounding=True {SET_ANEW} stochastic-rounding\n"),
+         f"; {HAS} stochastic_rounding=True{UNSET} stochastic-rounding\n"),
         ({}, "--unset xyzzy", "train --help-all` in --unset, got key=xyzzy; remove it\n"),
     ],
 )  # fmt: skip
@@ -327,11 +331,11 @@ def test_a_run_goes_on_from_another_folder_and_version(here, monkeypatch, capsys
     capsys.readouterr()
     again = ["train", "--resume", "--out", f"{here}/r", "--max-steps", "3", "--pp", "1", "--cp=1"]
     assert main([*again, "--schedule", "gpipe"]) == 2
-    line = "--schedule does nothing without --pp; add --pp, or drop --schedule\n"
+    line = "--schedule has no effect without --pp; add --pp, or drop --schedule\n"
     assert capsys.readouterr().err.endswith(line)
     assert main(again) == 0
     found = capsys.readouterr()
-    said = "train: settings of another version are left out: batch_ramp=4, wire_rank=4"
+    said = "train: ignored settings of another version: batch_ramp=4, wire_rank=4"
     assert said in found.err.splitlines()
     assert "batch_ramp" not in json.loads((here / "r/config.json").read_text())["settings"]
     changes = ("schedule gpipe -> 1f1b", "cp_method keys -> heads", "pp 2 -> 1", "cp 2 -> 1")
