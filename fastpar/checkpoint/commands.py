@@ -1,4 +1,4 @@
-"""What fastpar verify, inspect and export do with runs, checkpoints and transformers' folders."""
+"""The commands verify, inspect and export for runs, checkpoints and transformers folders."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _ARCHITECTURES: tuple[list[str] | None, ...] = (None, [], ["GPT2LMHeadModel"], [
 
 
 class Report(NamedTuple):
-    """What is in a folder."""
+    """Facts about a folder, and its damage."""
 
     folder: Path
     facts: list[str]
@@ -68,10 +68,10 @@ class Report(NamedTuple):
 
 
 def find_folders(caller: str, folder: str | Path) -> list[Path]:
-    """The checkpoints of a run, oldest first; or the folder, if it is one or has weights.
+    """The checkpoints of a run, oldest first; or the folder itself, if it is one or has weights.
 
     Raises:
-        ValueError: it is neither, or cannot be read.
+        ValueError: neither of these, or unreadable.
     """
     folder = Path(folder)
     try:
@@ -79,8 +79,8 @@ def find_folders(caller: str, folder: str | Path) -> list[Path]:
     except OSError as error:
         why = reason(error).replace("no such file", "no such folder")
         raise ValueError(
-            f"{caller}: expected a run, a checkpoint or a folder of transformers, got "
-            f"folder={folder} ({why}); give one that can be read"
+            f"{caller}: expected a run, a checkpoint or a transformers folder, got folder={folder} "
+            f"({why}); name one that exists and is readable"
         ) from error
     if names & {MANIFEST, WEIGHTS_FILE, INDEX_FILE}:
         return [folder]
@@ -91,13 +91,13 @@ def find_folders(caller: str, folder: str | Path) -> list[Path]:
     if is_step_name(real.name) and real.parent.name == "checkpoints":
         return [folder]
     raise ValueError(
-        f"{caller}: expected a run with checkpoints, a checkpoint or a folder of transformers, got "
-        f"folder={folder} with {', '.join(sorted(names)[:4]) or 'nothing'}; give one of these"
+        f"{caller}: expected a run with checkpoints, a checkpoint or a transformers folder, got "
+        f"folder={folder} with {', '.join(sorted(names)[:4]) or 'nothing'}; name one of these"
     )
 
 
 def verify(folder: str | Path, say: Callable[[str], None]) -> bool:
-    """Read every byte of every checkpoint, say what is there; whether all of it is sound.
+    """Read and check every byte of every checkpoint, print a report; whether all are undamaged.
 
     Raises:
         ValueError: see find_folders.
@@ -107,7 +107,7 @@ def verify(folder: str | Path, say: Callable[[str], None]) -> bool:
     for one in folders:
         report = examine(one)
         reports.append(report)
-        say(f"{one}: {'DAMAGED' if report.damage else 'sound'}")
+        say(f"{one}: {'DAMAGED' if report.damage else 'ok'}")
         for line in report.damage + report.facts:
             say(f"  {line}")
     damaged = [report for report in reports if report.damage]
@@ -117,24 +117,24 @@ def verify(folder: str | Path, say: Callable[[str], None]) -> bool:
 
 
 def _instead(damaged: Path, reports: list[Report]) -> str:
-    """Which checkpoint to go on from."""
+    """Advice on which checkpoint to use instead."""
     sound = [report.folder for report in reports if not report.damage]
-    if len(reports) == 1:  # look at the others of its run
+    if len(reports) == 1:  # check the other checkpoints of its run
         folders = list_checkpoints(damaged.resolve().parent.parent)
         others = (p for p in reversed(folders) if p.name != damaged.resolve().name)
         sound = [p for p in others if not examine(p).damage][:1]
     if not sound:
-        return "there is no sound checkpoint beside it"
-    return f"use {sound[-1]}, the newest that is sound"
+        return "the run has no undamaged checkpoint"
+    return f"use {sound[-1]}, the newest undamaged checkpoint"
 
 
 def _manifest(folder: Path) -> Manifest:
-    """A checkpoint's; of a folder of transformers the tensors, without files."""
+    """The manifest of a checkpoint; for a transformers folder one without files."""
     return read_manifest(folder) if is_checkpoint(folder) else list_plain_tensors(folder)
 
 
 def examine(folder: Path) -> Report:
-    """Facts and damage of one checkpoint or folder of transformers."""
+    """Facts and damage of one checkpoint or transformers folder."""
     start = time.perf_counter()
     try:
         manifest = _manifest(folder)
@@ -147,19 +147,19 @@ def examine(folder: Path) -> Report:
     except ValueError as error:
         return Report(folder, [], [str(error)])
     if not manifest.files:
-        facts.append("no manifest: names, shapes and sizes were compared, there are no checksums")
+        facts.append("no manifest: checked names, shapes and sizes, but there are no checksums")
     else:
         size = sum(entry.size for entry in manifest.files.values())
         seconds = time.perf_counter() - start
         facts.append(f"{size / 1e6:,.1f} MB in {len(manifest.files)} files read in {seconds:.2f} s")
         extra = sorted(set(os.listdir(folder)) - {*manifest.files, MANIFEST})
         if extra:
-            facts.append(f"not part of it: {', '.join(map(shown, extra[:8]))}")
+            facts.append(f"other files: {', '.join(map(shown, extra[:8]))}")
     return Report(folder, facts, problems)
 
 
 def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
-    """What is there; and what of it does not go together."""
+    """Facts about a folder, and contradictions between its files."""
     facts: list[str] = []
     damage: list[str] = []
     if manifest.files:
@@ -174,7 +174,7 @@ def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
         if not manifest.files:
             foreign = _foreign(read_object(folder / CONFIG, links=True))
         if foreign:
-            facts.append(f"{CONFIG} {foreign}, which was not compared")
+            facts.append(f"{CONFIG} {foreign}, not compared")
         else:
             model, damage = _compare(folder, weights)
             facts.append(model)
@@ -182,21 +182,20 @@ def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
     dtypes = ", ".join(sorted({str(STORED[t.dtype]).removeprefix("torch.") for t in weights}))
     facts.append(
         f"weights: {len(weights)} tensors, {numel:,} elements of {dtypes}, {_mb(weights)} in "
-        f"{_files(weights)}, whole, by "
-        + ("the module's own names" if own else "transformers' names")
+        f"{_files(weights)}, named as in " + ("the module" if own else "transformers")
     )
     if states:
         entries = ", ".join(dict.fromkeys(key.rpartition("/")[2] for key in states))
         pieces = manifest.optimizer
         facts.append(
             f"optimizer: {len(states)} tensors ({entries}), {_mb(pieces)} in {len(pieces)} pieces "
-            f"in {_files(pieces)}, by name and index: any mesh reads them"
+            f"in {_files(pieces)}"
         )
     return facts, damage
 
 
 def _foreign(raw: dict[str, object]) -> str | None:
-    """What makes a config.json of transformers that of another model than ours."""
+    """The field of transformers' config.json that makes it another model than GPT-2, or None."""
     name = unsupported_field(raw)
     if name is None and raw.get("architectures") not in _ARCHITECTURES:
         name = "architectures"
@@ -204,7 +203,7 @@ def _foreign(raw: dict[str, object]) -> str | None:
 
 
 def _compare(folder: Path, weights: tuple[TensorEntry, ...]) -> tuple[str, list[str]]:
-    """The GPT-2 that config.json describes, and where the tensors differ."""
+    """A description of the GPT-2 in config.json, and the tensors that differ from it."""
     config = read_config(folder, dropout=0.0)
     line = (
         f"GPT-2 with {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
@@ -213,7 +212,7 @@ def _compare(folder: Path, weights: tuple[TensorEntry, ...]) -> tuple[str, list[
     with torch.device("meta"):
         model = GPT(config)
     problems = [
-        f"{PREFIX}{name} of shape {got and list(got)} where {CONFIG} has {wanted and list(wanted)}"
+        f"{PREFIX}{name} of shape {got and list(got)}, {CONFIG} has {wanted and list(wanted)}"
         for name, wanted, got in differences(model, {t.key: t.shape for t in weights})
     ]
     return line, problems
@@ -229,7 +228,7 @@ def _files(tensors: tuple[TensorEntry, ...]) -> str:
 
 
 class Stats(NamedTuple):
-    """A tensor's elements in numbers; all but nonfinite are of the finite ones."""
+    """Statistics of a tensor's finite elements, and the number of nonfinite ones."""
 
     norm: float
     low: float
@@ -239,7 +238,7 @@ class Stats(NamedTuple):
 
 
 def stats_of(chunks: Iterable[Tensor]) -> Stats:
-    """The numbers of a tensor that is read in chunks."""
+    """Statistics of a tensor that is read in chunks."""
     total = squares = 0.0
     low, high, n, nonfinite = math.inf, -math.inf, 0, 0
     for chunk in chunks:
@@ -257,14 +256,14 @@ def stats_of(chunks: Iterable[Tensor]) -> Stats:
 
 
 def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None]) -> None:
-    """A table of a checkpoint's tensors, of a run's newest.
+    """Print a table of the tensors of a checkpoint, or of a run's newest one.
 
     Args:
-        folder: of a run, a checkpoint or transformers weights.
-        pattern: tensors whose name matches it (*, ?) or contains it; None: all.
-        say: takes the lines.
+        folder: folder of a run, a checkpoint or transformers weights.
+        pattern: only tensors whose name matches (*, ?) or contains it; None: all.
+        say: called with each line.
     Raises:
-        ValueError: no such folder, no tensor of this name, damage in what was read.
+        ValueError: no such folder, no such tensor, or damage.
     """
     folder = find_folders("fastpar inspect", folder)[-1]
     manifest = _manifest(folder)
@@ -276,7 +275,7 @@ def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None])
     ]
 
     def place(tensor: tuple[str, list[TensorEntry]]) -> tuple[bool, list[tuple[str, int]]]:
-        """Weights, then states; a state's entries in the file's order; layer 2 before layer 10."""
+        """Sort key: weights before states, states in the file's order, layer 2 before layer 10."""
         parts = re.findall(r"(\D*)(\d*)", tensor[0].rpartition("/")[0] or tensor[0])
         return "/" in tensor[0], [(text, int(digits or -1)) for text, digits in parts]
 
@@ -284,7 +283,7 @@ def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None])
     if not tensors:
         raise ValueError(
             f"fastpar inspect: expected a name or pattern of tensors in {folder}, got "
-            f"filter={pattern}; its first is {everything[0][0] if everything else 'none'}"
+            f"filter={pattern}; the first tensor is {everything[0][0] if everything else 'none'}"
         )
     say(str(folder))
     with TensorReader(folder, manifest) as reader:
@@ -306,7 +305,7 @@ def _table(reader: TensorReader, tensors: list[tuple[str, list[TensorEntry]]]) -
         yield f"{key:{a}}  {shape:{b}}  {dtype:{c}}{numbers}  {stats.nonfinite:9}"
 
 
-# What transformers' from_pretrained reads besides weights; all of it is text.
+# Text files that transformers' from_pretrained reads.
 _TEXTS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", INDEX_FILE,
@@ -321,24 +320,24 @@ def export_weights(
     *,
     average: bool = False,
 ) -> list[str]:
-    """Write what transformers loads of a checkpoint, another folder of transformers, or ckpt.pt.
+    """Write the weights of a checkpoint, a transformers folder or ckpt.pt for transformers.
 
     Args:
-        source: the folder or file; of a checkpoint every byte is compared with its manifest.
-        to: folder to make; it appears complete or not at all.
-        dtype: of the weights; None leaves their bytes as they are. Where it is another one than
-            that of the parameters, their fp32 masters are converted if the optimizer has them.
-        say: takes a line on what a ckpt.pt lacks; a warning by default.
-        average: write the weights' average, which fastpar train --ema has saved.
+        source: the folder or file; every byte of a checkpoint is compared with its manifest.
+        to: folder to create; it appears complete or not at all.
+        dtype: format of the weights; None: unchanged. If it differs from that of the parameters,
+            their fp32 masters are converted if the optimizer has them.
+        say: called with a line about what a ckpt.pt lacks; None: a warning.
+        average: write the moving average of the weights, saved by fastpar train --ema.
     Returns:
         The names of the files.
     Raises:
-        ValueError: the folder exists; the source is damaged; a value that dtype cannot hold; no
-            average was saved.
+        ValueError: the folder exists; the source is damaged; dtype cannot hold a value; no average
+            was saved.
     """
     if os.path.lexists(to):
         raise ValueError(
-            f"fastpar export: expected a folder that does not exist, got to={to}; choose another"
+            f"fastpar export: expected a new folder, got to={to}, which exists; choose another"
         )
     if average and source.is_file():
         raise _no_average(source)
@@ -356,8 +355,8 @@ def export_weights(
 
 def _no_average(source: Path) -> ValueError:
     return ValueError(
-        f"fastpar export: expected averages of weights with --ema, got none in {source}; leave "
-        "--ema out, or train with --ema 0.999"
+        f"fastpar export: expected averaged weights with --ema, got none in {source}; drop --ema, "
+        "or train with --ema 0.999"
     )
 
 
@@ -386,7 +385,7 @@ def _export_folder(source: Path, to: Path, dtype: torch.dtype | None, average: b
                 for tensor in tensors:
                     file.write(tensor.key, _converted(reader, tensor, states, dtype, average))
     if config and dtype is not None:
-        config.pop("dtype", None)  # how newer versions of transformers call it
+        config.pop("dtype", None)  # its name in newer versions of transformers
         _write(to / CONFIG, {**config, "torch_dtype": HF_NAMES[dtype]})
     if len(files) > 1:
         nbytes = [math.prod(t.shape) * _target(t, dtype).itemsize for t in manifest.weights]
@@ -414,23 +413,23 @@ def _converted(
     dtype: torch.dtype | None,
     average: bool,
 ) -> Tensor:
-    """A weight's values in another dtype, from the fp32 master where there is one."""
+    """A weight's values in another dtype, from the fp32 master if there is one."""
     target, value = _target(tensor, dtype), reader.read([tensor])
     if target == value.dtype and not average:
         return value
-    gpt = reader.manifest.model == GPT_MODEL  # states have its names and layouts
+    gpt = reader.manifest.model == GPT_MODEL  # then states have the GPT's names and layouts
     name = tensor.key.removeprefix(PREFIX) if gpt else tensor.key
     for entry in ("average",) if average else ("master_weight", "master_remainder"):
         if f"{name}/{entry}" in states:
             state = reader.read(states[f"{name}/{entry}"])
-            if gpt:  # as transformers stores the parameter: without padding, transposed
+            if gpt:  # to transformers' layout: without padding, transposed
                 state = state.t() if is_conv1d(name) else state[: tensor.shape[0]]
             state = state.contiguous()
             value = master_join(value, state) if entry == "master_remainder" else state
     converted = value.to(target)
     if not bool((converted.isfinite() | ~value.isfinite()).all()):
         raise ValueError(
-            f"fastpar export: expected values that {HF_NAMES[target]} holds, got "
+            f"fastpar export: expected values in the range of {HF_NAMES[target]}, got "
             f"{tensor.key} with {float(value.abs().max()):.4g}; use --dtype bf16 or fp32"
         )
     return converted

@@ -1,30 +1,34 @@
-"""manifest.json: what a checkpoint consists of, with a checksum of every byte.
+"""manifest.json: the contents of a checkpoint, with a checksum of every byte.
 
+    format    "fastpar-checkpoint", and version: a new field or meaning needs a new VERSION
     step      optimizer steps done
     model     "gpt" or "module", see [Note: models]
-    axes      what axes note of how they ran, if any does; for people
-    files     name -> size and digest; of files with tensors only the header is under the latter
-    weights   tensors of model*.safetensors, whole, as transformers has them
-    optimizer tensors of optimizer-*.safetensors, pieces: PARAMETER/ENTRY, whole shape, runs
+    axes      information of axes for people, if any
+    files     name -> size, head, digest of the first `head` bytes (all of a text file, the header
+              of a safetensors file)
+    weights   whole tensors of model*.safetensors: file, key, dtype, shape, runs, digest
+    optimizer the same for pieces in optimizer-*.safetensors; key is PARAMETER/ENTRY, shape that of
+              the whole entry, runs the elements of the piece
+    digest    SHA-256 of the line of JSON before it was added
 
-A piece is described by its parameter's name and by global indices (sharding/placements.py), never
-by a rank, so a reader puts together what it needs of whatever mesh has written. The manifest
-carries a digest of itself.
+A run [start, length, stride, count] stands for the elements start + i * stride + j (i < count, j <
+length) of the flattened whole tensor (sharding/placements.py). Pieces are described by parameter
+names and global indices, not by ranks, so any mesh can read what another has written.
 
 [Note: models]
 The weights of a GPT have transformers' names and layouts, and config.json describes the model. The
-weights and state of any other module (one of transformers' or nanoGPT's too) have its own names and
-layouts: whoever loads it builds the module first.
+weights and state of any other module (also of transformers or nanoGPT) have the module's own names
+and layouts; to load them, build the module first.
 
 [Note: digests]
-"xxh3:HEX" is XXH3 in 128 bits, of the package xxhash, "sha256:HEX" what is written without that
-package, and by earlier versions. A digest finds damage, by disks and networks; it does not prove
-who wrote a checkpoint. Several GB/s: a save waits for the disk, not for it.
+"xxh3:HEX" is 128-bit XXH3 from the package xxhash; "sha256:HEX" is written without that package,
+and by earlier versions. A digest finds damage by disks and networks; it does not prove who wrote a
+checkpoint. Hashing reaches several GB/s, so saves wait for the disk, not for hashing.
 
 [Note: checks]
-The digest finds every change of a manifest. What stands behind it is checked, by a saver before it
-commits and by each reader: no file lies outside of the folder, tensors fill their files, every
-element of every tensor is in exactly one piece.
+The digest finds every change of a manifest. A saver before its commit, and each reader, also check
+its meaning: no file is outside the folder, tensors fill their files, every element of every tensor
+is in exactly one piece.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class FileEntry:
 
     size: int
     digest: str  # of the first `head` bytes
-    head: int  # size, or of a file with tensors: where their data begin
+    head: int  # size; for a file with tensors: the offset of their data
 
 
 @dataclass(frozen=True)
@@ -79,34 +83,34 @@ class TensorEntry:
     """A tensor in a file: a whole one, or a piece."""
 
     file: str
-    key: str  # its name in the file; of the optimizer's: PARAMETER/ENTRY
-    dtype: str  # as safetensors writes it
+    key: str  # its name in the file; for optimizer state PARAMETER/ENTRY
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]  # of the whole tensor
-    runs: tuple[Run, ...]  # what the file has of it
+    runs: tuple[Run, ...]  # its elements in the file
     digest: str  # of its bytes in the file
 
     @property
     def nbytes(self) -> int:
-        """What the file has of it."""
+        """Bytes of its elements in the file."""
         return numel_of(self.runs) * STORED[self.dtype].itemsize
 
 
 def hasher(digest: str = "") -> tuple[str, Any]:
-    """(its name, what takes bytes by update()) of a digest; by default of a new one.
+    """(name, object with update()) of the hash function of a digest; "": that of new digests.
 
     Raises:
-        ValueError: a digest of another kind.
+        ValueError: an unknown hash function.
     """
     name = digest.partition(":")[0] or ("sha256" if xxhash is None else "xxh3")
     if name == "sha256":
         return name, hashlib.sha256()
     if name != "xxh3" or xxhash is None:
-        raise ValueError(f"a digest of another kind: {shown(name)}")
+        raise ValueError(f"a digest of an unknown kind: {shown(name)}")
     return name, xxhash.xxh3_128()
 
 
 def digest_of(raw: Any) -> str:
-    """The digest of some bytes; lets go of the interpreter's lock."""
+    """The digest of some bytes; releases the interpreter's lock."""
     name, found = hasher()
     found.update(raw)
     return f"{name}:{found.hexdigest()}"
@@ -122,7 +126,7 @@ def by_key(entries: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint, or one rank's part of it, consists of."""
+    """The contents of a checkpoint, or of one rank's part of it."""
 
     step: int
     files: dict[str, FileEntry] = field(default_factory=dict)
@@ -133,7 +137,7 @@ class Manifest:
 
     @staticmethod
     def join(parts: Sequence[Manifest]) -> Manifest:
-        """One manifest of the ranks' parts of a checkpoint."""
+        """Join the manifests of all ranks' parts of a checkpoint."""
         return Manifest(
             parts[0].step,
             {name: entry for part in parts for name, entry in part.files.items()},
@@ -144,10 +148,10 @@ class Manifest:
         )
 
     def sealed(self) -> bytes:
-        """The manifest's file: the content and its digest.
+        """The content of manifest.json, with its digest.
 
         Raises:
-            ValueError: it is larger than what a reader takes.
+            ValueError: it is larger than readers accept.
         """
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         if not self.axes:
@@ -156,26 +160,26 @@ class Manifest:
         if len(text) + 100 > JSON_BYTES:
             raise ValueError(
                 f"sealed: expected at most {JSON_BYTES} bytes, got a manifest of "
-                f"bytes={len(text) + 100}; use fewer ranks, or a layout with longer pieces"
+                f"bytes={len(text) + 100}; use fewer ranks, or a layout with larger shards"
             )
         digest = hashlib.sha256(text.encode()).hexdigest()
         return f'{text[:-1]}, "digest": "{digest}"}}\n'.encode()
 
 
 class VersionError(ValueError):
-    """A checkpoint that this installation does not read, and another one does."""
+    """A checkpoint that needs another version of fastpar or another package."""
 
 
 def read_manifest(folder: str | Path, name: str = MANIFEST, *, complete: bool = True) -> Manifest:
-    """The manifest of a checkpoint; checked for sense, not against the files beside it.
+    """Read and check the manifest of a checkpoint; does not read the checkpoint's other files.
 
     Args:
-        folder: of the checkpoint.
-        name: of the manifest's file.
-        complete: whether it has to describe a whole checkpoint; a rank's part need not.
+        folder: the checkpoint's folder.
+        name: name of the manifest's file.
+        complete: whether it must describe a whole checkpoint, not one rank's part.
     Raises:
-        VersionError: says which fastpar reads it.
-        ValueError: there is none, or it is damaged.
+        VersionError: another version; names the fastpar that reads it.
+        ValueError: it is missing or damaged.
     """
     file = Path(folder) / name
     try:
@@ -184,14 +188,14 @@ def read_manifest(folder: str | Path, name: str = MANIFEST, *, complete: bool = 
             check_complete(manifest)
         real = file.parent.resolve()
         if is_step_name(real.name) and step_of(real) != manifest.step:
-            raise ValueError(f"of step {manifest.step}, in a folder of another one")
+            raise ValueError(f"step {manifest.step} in a folder of another step")
         return manifest
     except VersionError:
         raise
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"read_manifest: expected a checkpoint's manifest, got {file} ({reason(error)}); the "
-            "folder is no checkpoint of fastpar, or it is damaged: use another one"
+            "folder is not a checkpoint of fastpar or is damaged, use another one"
         ) from error
 
 
@@ -222,7 +226,7 @@ def _parse(file: Path, content: bytes) -> Manifest:
             entry["runs"] = tuple(Run(*run) for run in entry["runs"])
         raw[kind] = tuple(TensorEntry(**entry) for entry in raw[kind])
     for entry in (*raw["files"].values(), *raw["weights"], *raw["optimizer"]):
-        if xxhash is None and entry.digest.startswith("xxh3:"):  # not damage: nothing is skipped
+        if xxhash is None and entry.digest.startswith("xxh3:"):  # not damage: do not skip it
             raise VersionError(
                 f"read_manifest: the digests in {file} are XXH3, which needs the package xxhash; "
                 "run pip install xxhash"
@@ -232,21 +236,21 @@ def _parse(file: Path, content: bytes) -> Manifest:
 
 
 def check_complete(manifest: Manifest) -> None:
-    """See [Note: checks].
+    """Check that the parts of all ranks form a checkpoint, see [Note: checks].
 
     Raises:
-        ValueError: the ranks' parts do not go together.
+        ValueError: they do not.
     """
     nbytes = {name: entry.head for name, entry in manifest.files.items()}
     for tensor in manifest.weights + manifest.optimizer:
         if tensor.file not in nbytes:
-            raise ValueError(f"{shown(tensor.key)} in a file not listed, {shown(tensor.file)}")
+            raise ValueError(f"{shown(tensor.key)} in an unlisted file, {shown(tensor.file)}")
         nbytes[tensor.file] += tensor.nbytes
     for name, entry in manifest.files.items():
         if not is_plain_name(name):
-            raise ValueError(f"a file name that is none of ours: {shown(name)}")
+            raise ValueError(f"an invalid file name: {shown(name)}")
         if entry.size != nbytes[name]:
-            raise ValueError(f"{name} of {entry.size} bytes, its tensors of {nbytes[name]}")
+            raise ValueError(f"{name} has {entry.size} bytes, its tensors {nbytes[name]}")
     tensors = (*by_key(manifest.weights).items(), *by_key(manifest.optimizer).items())
     for key, found in tensors:
         first = found[0]

@@ -1,16 +1,16 @@
-"""Reads the tensors of a folder, of a checkpoint or of transformers, and says what of it is whole.
+"""Reads and verifies tensors of a checkpoint or a transformers folder.
 
-TensorReader is the only code that reads tensors. Of a checkpoint nothing is read before the file
-has the size and the header that the manifest lists; whoever has to know that the bytes are right
-too calls compare(), read() or chunks(). gather() hashes what it reads as a whole, block by block
-while it is in the processor's cache, and notes what differs: then nothing is read a second time to
-be verified. The bytes of a file are those of its head, which FileEntry has a digest of, and those
-of its tensors, each with a digest of its own; that they add up was checked by read_manifest. Who
-verifies takes a share of them, and several threads hash it: that lets go of the interpreter's lock.
+TensorReader is the only code that reads tensors. It reads a file of a checkpoint only if its size
+and header match the manifest. compare(), read() and chunks() also check the content. gather()
+hashes tensors that it reads as a whole, block by block while they are in the CPU's cache, and
+records the result, so that they need not be read again for verification. A file consists of its
+head, whose digest is in FileEntry, and its tensors, each with its own digest; read_manifest() has
+checked that these fill the file. Verification is divided among ranks and threads; hashing releases
+the interpreter's lock.
 
-Files are read and not mapped: what a mapping shows counts as memory of the process, page for page,
-and each page of it costs a fault. A reader's own memory is that of the largest tensor that whole()
-has returned, and a few MB for pieces that are cut another way than they were saved.
+Files are read, not mapped: mapped pages count as memory of the process, and each costs a page
+fault. A reader needs memory for the largest tensor returned by whole(), and a few MB for pieces
+that are divided differently than they were saved.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ from fastpar.sharding.placements import (
 )
 
 _DIFFERS = "other content"
-_SPAN_BYTES = 1 << 22  # read at once where elements are picked out of it
-_DIRECT_BYTES = 1 << 16  # a row of elements from which on it is read by itself
+_SPAN_BYTES = 1 << 22  # bytes read at once to pick short rows from
+_DIRECT_BYTES = 1 << 16  # rows of at least this average size are read one by one
 
 
 def list_plain_tensors(folder: Path) -> Manifest:
-    """The weights of a folder of transformers, as a manifest without files and digests.
+    """The weights of a transformers folder, as a manifest without files and digests.
 
     Raises:
-        ValueError: a file that is missing, or whose header is damaged.
+        ValueError: a file is missing, or its header is damaged.
     """
     weights = []
     for path in weight_files(folder):
@@ -91,13 +91,13 @@ def list_plain_tensors(folder: Path) -> Manifest:
 
 
 class TensorReader:
-    """Use as a context manager; whole() by one thread at a time.
+    """Reads tensors of one folder. A context manager; whole() is for one thread at a time.
 
     Args:
-        folder: where the files are.
-        manifest: from read_manifest, or from list_plain_tensors.
+        folder: the folder of the files.
+        manifest: from read_manifest() or list_plain_tensors().
     Attributes:
-        seen: (file, key) of what was read as a whole -> whether it has its digest.
+        seen: (file, key) of tensors that were read as a whole -> whether their digest matched.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -120,13 +120,14 @@ class TensorReader:
             os.close(descriptor)
         self._descriptors.clear()
 
-    # Files. What these raise is the problem alone, to be put behind a file's name.
+    # Files. Errors state only the problem; the caller adds the file's name.
 
     def open(self, file: str) -> int:
-        """A descriptor of a file of the size that the manifest lists.
+        """Open a file whose size matches the manifest; return its descriptor.
 
         Raises:
-            OSError: it cannot be read; ValueError: it has another size.
+            OSError: it cannot be read.
+            ValueError: it has another size.
         """
         if file not in self._descriptors:
             listed = self.manifest.files.get(file)
@@ -139,15 +140,16 @@ class TensorReader:
         return self._descriptors[file]
 
     def has_tensors(self, file: str) -> bool:
-        """Whether only the header of a listed file is under the file's own digest."""
+        """Whether a listed file holds tensors; then its own digest covers only its header."""
         listed = self.manifest.files[file]
         return listed.head < listed.size or file.endswith(".safetensors")
 
     def compare_file(self, file: str) -> None:
-        """Compare what is under a file's own digest, and its header with the manifest's tensors.
+        """Compare a file with its own digest, and its header with the manifest's tensors.
 
         Raises:
-            OSError: it cannot be read; ValueError: it differs.
+            OSError: it cannot be read.
+            ValueError: it differs.
         """
         if self.has_tensors(file):
             self.places(file)
@@ -157,10 +159,11 @@ class TensorReader:
             pass
 
     def places(self, file: str) -> dict[str, Place]:
-        """Where a file's tensors lie, from its header, which lists those of the manifest.
+        """The places of a file's tensors, from its header, which must match the manifest.
 
         Raises:
-            OSError: it cannot be read; ValueError: the header is damaged, or lists other tensors.
+            OSError: it cannot be read.
+            ValueError: the header is damaged, or lists other tensors.
         """
         with self._opening:
             if file not in self._places:
@@ -191,18 +194,19 @@ class TensorReader:
     # Tensors
 
     def compare(self, entry: TensorEntry) -> None:
-        """Compare a tensor's bytes with their digest; by any thread, once places() are known.
+        """Compare a tensor's bytes with their digest; thread-safe after places().
 
         Raises:
-            OSError: they cannot be read; ValueError: they differ. Both name the problem alone.
+            OSError: they cannot be read.
+            ValueError: they differ. Both state only the problem.
         """
         for _ in self._blocks(entry):
             pass
 
     def chunks(self, entries: list[TensorEntry]) -> Iterator[Tensor]:
-        """The elements of a tensor's pieces, flat, in no particular order; bytes are compared.
+        """The elements of a tensor's pieces as flat chunks in any order, checked by digest.
 
-        Each chunk is in memory that the next one overwrites.
+        The next chunk overwrites the memory of the one before.
 
         Raises:
             ValueError: a piece cannot be read or differs; names it.
@@ -220,7 +224,7 @@ class TensorReader:
                     at += len(chunk)
 
     def read(self, entries: list[TensorEntry]) -> Tensor:
-        """All of a tensor, from all of its pieces; bytes are compared first.
+        """A whole tensor from all of its pieces, checked by digest.
 
         Raises:
             ValueError: a piece cannot be read or differs; names it.
@@ -232,22 +236,22 @@ class TensorReader:
         return self.gather(entries, whole_run(math.prod(shape))).view(shape)
 
     def whole(self, entry: TensorEntry) -> Tensor:
-        """A weight as its file has it, in memory that the next call overwrites.
+        """A weight as stored in its file, in memory that the next call overwrites.
 
         Raises:
             ValueError: its file cannot be read; names it and the tensor.
         """
         if self._scratch.numel() < entry.nbytes:
-            self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one first
+            self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old one
             self._scratch = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
         out = self._scratch[: entry.nbytes].view(STORED[entry.dtype])
         return self.gather([entry], list(entry.runs), out).view(entry.shape)
 
-    def turn(self, entry: TensorEntry, out: Tensor, first: int) -> None:
-        """Columns of a weight as the rows of a tensor of its dtype, on the CPU, by tiles.
+    def read_transposed(self, entry: TensorEntry, out: Tensor, first: int) -> None:
+        """Read columns of a weight into the rows of a CPU tensor of its dtype, by tiles.
 
         Args:
-            out: contiguous; it has the columns from `first` on.
+            out: contiguous; gets the columns from `first` on.
         Raises:
             ValueError: its file cannot be read; names it and the tensor.
         """
@@ -264,12 +268,12 @@ class TensorReader:
     def gather(
         self, found: list[TensorEntry], runs: list[Run], out: Tensor | None = None
     ) -> Tensor:
-        """The elements of some runs from the pieces that have them; holes are 0.
+        """The elements of some runs from the pieces that hold them; holes are 0.
 
         Args:
             found: pieces of one tensor.
-            runs: what is wanted of it.
-            out: flat and contiguous, on the CPU; overwritten if it is of the right size and dtype.
+            runs: the elements to read.
+            out: flat, contiguous, on the CPU; used if it has the right size and dtype.
         Returns:
             out, or a new tensor.
         Raises:
@@ -280,7 +284,7 @@ class TensorReader:
             out = torch.empty(numel, dtype=dtype, device="cpu")
         raw, size = bytes_of(out), dtype.itemsize
         if list(found[0].runs) == runs and all(run.start != HOLE for run in runs):
-            self._fill(found[0], np.array([[0, 0, raw.nbytes]]), raw)  # as it was saved
+            self._fill(found[0], np.array([[0, 0, raw.nbytes]]), raw)  # the piece as saved
             return out
         mine = intervals(runs)
         if mine[:, 1].sum() < numel:
@@ -290,7 +294,7 @@ class TensorReader:
         return out
 
     def _fill(self, entry: TensorEntry, rows: np.ndarray, raw: np.ndarray) -> None:
-        """Copy rows, in bytes: (place in raw, place in the tensor, how many)."""
+        """Copy rows, in bytes: (offset in raw, offset in the tensor, number)."""
         rows = rows[np.argsort(rows[:, 1], kind="stable")]  # in the order of the file
         whole = entry.digest and rows[:, 2].sum() == entry.nbytes
         digest = hasher(entry.digest)[1] if whole else None
@@ -303,7 +307,7 @@ class TensorReader:
         self._note(entry, digest)
 
     def _pick(self, entry: TensorEntry, rows: np.ndarray, raw: np.ndarray, digest: Any) -> None:
-        """Copy many short rows, in bytes and in the order of the file."""
+        """Copy many short rows, in the order of the file; see _fill."""
         first = 0
         while first < len(rows):
             start = rows[first, 1]
@@ -316,7 +320,7 @@ class TensorReader:
             first = last
 
     def _read(self, entry: TensorEntry, start: int, into: np.ndarray, digest: Any) -> None:
-        """Bytes of a tensor from `start` on, into a digest too."""
+        """Read bytes of a tensor from `start` on, and update the digest."""
         at = self.places(entry.file)[entry.key].start + start
         for i in range(0, len(into), BLOCK_BYTES):
             block = into[i : i + BLOCK_BYTES].data
@@ -334,7 +338,7 @@ class TensorReader:
 
     @contextlib.contextmanager
     def _named(self, entry: TensorEntry) -> Iterator[None]:
-        """Say of which tensor and file a problem is."""
+        """Add the tensor and file to errors."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -347,10 +351,11 @@ class TensorReader:
 
 
 def _hashed(descriptor: int, place: Place, digest: str, where: str = "") -> Iterator[memoryview]:
-    """Bytes of a file in blocks, each in the memory of the one before; their digest, if any, last.
+    """Bytes of a file in blocks, in reused memory; compares the digest, if any, at the end.
 
     Raises:
-        OSError: they cannot be read; ValueError: they have another digest.
+        OSError: they cannot be read.
+        ValueError: they have another digest.
     """
     name, found = hasher(digest)
     buffer = memoryview(bytearray(min(BLOCK_BYTES, place.stop - place.start)))
@@ -364,7 +369,7 @@ def _hashed(descriptor: int, place: Place, digest: str, where: str = "") -> Iter
 
 
 def describe(tensor: TensorEntry) -> str:
-    """A tensor or piece by name and first and last index of the whole."""
+    """A tensor or piece in words: name, first and last index in the whole tensor."""
     runs = [run for run in tensor.runs if run.start != HOLE]
     if not runs:
         return f"{tensor.key}, no elements"
@@ -373,7 +378,7 @@ def describe(tensor: TensorEntry) -> str:
 
 
 def _joined(rows: np.ndarray) -> np.ndarray:
-    """overlaps(), where one follows the other on both sides taken as one."""
+    """Merge rows of overlaps() that are adjacent on both sides."""
     if len(rows) < 2:
         return rows
     ends = rows[:, :2] + rows[:, 2:]
@@ -385,7 +390,7 @@ def _joined(rows: np.ndarray) -> np.ndarray:
 
 
 class Damage(NamedTuple):
-    """What is wrong with a file."""
+    """A damaged file and its problem."""
 
     file: str
     problem: str
@@ -395,17 +400,17 @@ class Damage(NamedTuple):
 
 
 def verify_files(folder: str | Path, manifest: Manifest, **options: Any) -> None:
-    """Raise the first damage; the arguments are those of find_damage.
+    """Raise ValueError for the first damage that find_damage() finds; same arguments.
 
     Raises:
-        ValueError: a file that is missing, truncated, changed, or has other tensors; names it, the
+        ValueError: a file is missing, truncated, changed, or has other tensors; names the file, the
             tensor and its indices.
     """
     damage = find_damage(folder, manifest, **options)
     if damage:
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
         raise ValueError(
-            f"verify_files: expected what its manifest has in {folder}, got {damage[0]}{more}; "
+            f"verify_files: expected files as in the manifest of {folder}, got {damage[0]}{more}; "
             "the checkpoint is damaged, use another one"
         )
 
@@ -413,12 +418,13 @@ def verify_files(folder: str | Path, manifest: Manifest, **options: Any) -> None
 def newest_checkpoint(
     run: str | Path, say: Callable[[str], None] = print, steps: Collection[int] | None = None
 ) -> Path:
-    """The newest checkpoint of a run that verifies; each damaged one on the way is named by `say`.
+    """The newest undamaged checkpoint of a run; damaged ones are reported through `say`.
 
     Args:
-        steps: those that count; None: all.
+        steps: consider only these steps; None: all.
     Raises:
-        ValueError: there is none; VersionError: another fastpar reads it.
+        ValueError: there is none.
+        VersionError: it was written by a version of fastpar that this one cannot read.
     """
     problems = []
     for path in reversed(list_checkpoints(run)):
@@ -430,21 +436,21 @@ def newest_checkpoint(
             raise
         except ValueError as error:
             problems.append(str(error))
-            say(f"damaged, trying the one before: {error}")
+            say(f"damaged, trying an older one: {error}")
             continue
         return path
     raise ValueError(
         f"newest_checkpoint: expected a run with a complete checkpoint, got run={run} with "
-        + (f"damaged ones only; the newest: {problems[0]}" if problems else "none; start a new run")
+        + (f"only damaged ones; the newest: {problems[0]}" if problems else "none; start a new run")
     )
 
 
 def verify_checkpoint(path: str | Path) -> Manifest:
-    """Reads every byte of a checkpoint and compares it with the manifest, which is returned.
+    """Compare every byte of a checkpoint with its manifest; return the manifest.
 
     Raises:
-        ValueError: not a checkpoint, one of another version, or a file that is missing, truncated
-            or changed; names the file.
+        ValueError: not a checkpoint, another version, or a missing, truncated or changed file,
+            which is named.
     """
     manifest = read_manifest(path)
     verify_files(path, manifest)
@@ -452,10 +458,10 @@ def verify_checkpoint(path: str | Path) -> Manifest:
 
 
 def verify_weights(folder: Path) -> Manifest | None:
-    """What load_hf reads of a checkpoint against its manifest; None for other folders.
+    """Verify the files of a checkpoint that load_hf() reads; None for other folders.
 
     Raises:
-        ValueError: the checkpoint is damaged, or a file that is not its own would be read.
+        ValueError: the checkpoint is damaged, or load_hf() would read a file not in its manifest.
     """
     if not is_checkpoint(folder):
         return None
@@ -469,14 +475,14 @@ def verify_weights(folder: Path) -> Manifest | None:
     for name in (WEIGHTS_FILE, INDEX_FILE):
         if name not in files and os.path.lexists(folder / name):
             raise ValueError(
-                f"verify_weights: expected the weights of the checkpoint {folder}, got {name} "
-                "beside them, which its manifest does not have; delete it"
+                f"verify_weights: expected only files of the checkpoint {folder}, got {name}, "
+                "which its manifest does not list; delete it"
             )
     return manifest
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder has a manifest, or the name of a folder that should have one."""
+    """Whether a folder has a manifest, or is named like a checkpoint."""
     return os.path.lexists(folder / MANIFEST) or is_step_name(folder.resolve().name)
 
 
@@ -489,17 +495,17 @@ def find_damage(
     tensors: bool = True,
     seen: Mapping[tuple[str, str], bool] | None = None,
 ) -> list[Damage]:
-    """Read the files, or a share of them, and compare them with the manifest.
+    """Compare the files of a checkpoint, or a part of them, with the manifest.
 
     Args:
-        folder: of the checkpoint.
-        manifest: from read_manifest.
-        part: which share of the bytes; every size is compared, and the header of each file with a
-            tensor of this share.
-        n_parts: how many shares there are.
-        tensors: False: every file's size and kind, and the content of those without tensors, which
-            has to be known before anything is read: afterwards no pipe is waited for.
-        seen: (file, key) of tensors that are not read again -> whether they are sound.
+        folder: the checkpoint's folder.
+        manifest: from read_manifest().
+        part: index of the part to read; sizes of all files are compared, and headers of files with
+            tensors in this part.
+        n_parts: number of parts.
+        tensors: False: compare only sizes and kinds of files, and the content of files without
+            tensors; to be done before reading, which must not wait for a pipe.
+        seen: (file, key) of tensors that need not be read again -> whether they are undamaged.
     Returns:
         All damage, in the manifest's order.
     """
@@ -534,7 +540,7 @@ def _try(act: Callable[[Any], object], what: Any, file: str, where: str = "") ->
 def _share(
     manifest: Manifest, part: int, n_parts: int, but: Container[tuple[str, str]]
 ) -> list[TensorEntry]:
-    """The tensors of one of n shares of nearly the same size, the same on every rank."""
+    """The tensors of one of n parts of nearly equal size; the same division on every rank."""
     both = manifest.weights + manifest.optimizer
     tensors = [t for t in both if (t.file, t.key) not in but]
     load = [0] * n_parts

@@ -1,19 +1,18 @@
-"""Reads a checkpoint into a model and an optimizer, each rank what it needs of whatever was saved.
+"""Loads a checkpoint into a model and an optimizer, at any layout of ranks.
 
 [Note: pieces]
-A rank knows which global elements it steps (capture.piece_runs); the manifest says in which files
-they are. So any mesh reads what any other has written, and a rank holds at most one parameter
-beside its own state.
+A rank knows which global elements it updates (saver.piece_runs); the manifest lists the files that
+hold them. So any mesh can read what any other has written, and a rank holds at most one parameter
+in addition to its own state.
 
 [Note: dtypes]
-What was trained in 16 bits with fp32 masters goes on in fp32 from the masters; what was trained in
-fp32 goes on in 16 bits with its fp32 values as masters. Moments are converted as by
-AdamW.load_state_dict.
+A run in 16 bits with fp32 masters resumes in fp32 from the masters; a run in fp32 resumes in 16
+bits with its fp32 values as masters. Moments are converted as by AdamW.load_state_dict.
 
 [Note: damage]
-Every byte of the checkpoint is compared with its checksum. A rank does so with what it reads as a
-whole, while it reads it; what no rank has read so is shared out and compared afterwards. All agree
-before anybody uses what was loaded.
+Every byte of the checkpoint is compared with its checksum. Tensors that a rank reads as a whole are
+checked while they are read; the others are divided among the ranks and checked afterwards. All
+ranks agree on the result before the loaded state is used.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ from fastpar.sharding.placements import Run, whole_run
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """trainer_state.json of a checkpoint.
+    """Read trainer_state.json of a checkpoint.
 
     Raises:
-        ValueError: there is none, or it is not what Saver wrote.
+        ValueError: it is missing, or not written by Saver.
     """
     file = Path(path) / STATE
     with naming_damaged_file(file):
@@ -71,18 +70,18 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 def read_run_state(path: str | Path) -> dict[str, Any]:
-    """trainer_state.json of a checkpoint that fastpar train wrote.
+    """Read trainer_state.json of a checkpoint of fastpar train.
 
     Raises:
-        ValueError: there is none, or another training loop wrote it.
+        ValueError: it is missing, or written by another training loop.
     """
     state = read_state(path)
     for name, kind in _OF_A_RUN.items():
         if type(state.get(name)) is not kind:
             raise ValueError(
                 f"read_run_state: expected a checkpoint of fastpar train, got {name}="
-                f"{shown(state.get(name))} in {Path(path) / STATE}; go on with the program that "
-                f"wrote it, or start a new run with --init-from {path}"
+                f"{shown(state.get(name))} in {Path(path) / STATE}; resume it with the program "
+                f"that wrote it, or start a new run with --init-from {path}"
             )
     return state
 
@@ -92,10 +91,10 @@ _OF_A_RUN = {"model": dict, "dtype": str, "data": str, "next_sample": int, "toke
 
 @contextlib.contextmanager
 def naming_damaged_file(file: Path) -> Iterator[None]:
-    """For a block that uses what a trainer_state.json holds: its errors name that file.
+    """Context for reading fields of trainer_state.json: its errors name that file.
 
     Raises:
-        ValueError: its fields are missing or have other types or values than fastpar writes.
+        ValueError: a field is missing, or has an invalid type or value.
     """
     try:
         yield
@@ -111,19 +110,19 @@ def naming_damaged_file(file: Path) -> Iterator[None]:
 def load_checkpoint(
     path: str | Path, *, model: nn.Module, optimizer: Any = None, strict: bool = True
 ) -> dict[str, Any]:
-    """Puts a checkpoint's weights and moments into a model and an optimizer, at any layout.
+    """Load weights and moments of a checkpoint into a model and an optimizer, at any layout.
 
     Args:
-        path: a folder that Saver committed, on every rank.
+        path: folder of a checkpoint, readable on every rank.
         model: its tensors are written in place; dtypes are converted.
-        optimizer: fastpar's, of the model's parameters; None loads weights only.
-        strict: the model must be the one that was saved; False loads what both have.
+        optimizer: an optimizer of fastpar for the model's parameters; None: weights only.
+        strict: the model must equal the saved one; False: load the weights that both have.
     Returns:
-        The `state` of Saver.save, with "step" and, of a GPT, "model"; if not strict also "missing"
-        and "unexpected": names of weights that only the model or only the checkpoint has.
+        The `state` of Saver.save, with "step" and, for a GPT, "model"; if not strict, also
+        "missing" and "unexpected": weights that only the model or only the checkpoint has.
     Raises:
-        ValueError: no checkpoint; another model or other optimizer state: names the first
-            difference, and nothing is changed. Damage, named; then some of the state is replaced.
+        ValueError: no checkpoint; another model or other optimizer state (names the first
+            difference, nothing is changed); damage (is named, part of the state is replaced).
     Ranks: all of the model's.
     """
     engine = engine_of_model(model)
@@ -134,14 +133,14 @@ def load_checkpoint(
     with _errors_of_all(engine):
         try:
             plan.load()
-        finally:  # of two errors the one that names the damage
+        finally:  # if both fail, raise the error that names the damage
             verify_files(path, plan.manifest, part=rank, n_parts=n, seen=plan.seen())
     return plan.state
 
 
 @contextlib.contextmanager
 def _errors_of_all(engine: Engine | None) -> Iterator[None]:
-    """Raise on every rank what one of them raises within; each its own, if it does. Ranks: all."""
+    """If a rank raises inside, raise on all: a rank's own error, else another's. Ranks: all."""
     own = None
     try:
         yield
@@ -153,10 +152,10 @@ def _errors_of_all(engine: Engine | None) -> Iterator[None]:
 
 
 class _Plan:
-    """What is loaded from where; made without changing anything.
+    """Plans which tensors are loaded from which files; building it changes nothing.
 
     Args:
-        known: of each stage of a pipeline, the key and the name of its weights.
+        known: for each pipeline stage, key -> name of its weights.
     """
 
     def __init__(
@@ -187,8 +186,7 @@ class _Plan:
                 if found:
                     raise ValueError(
                         f"load_checkpoint: expected the weights of this model in {path}, got "
-                        f"{what} {found[0]}; load it into the model that was saved, or pass "
-                        "strict=False"
+                        f"{what} {found[0]}; load it into the same model, or pass strict=False"
                     )
         else:
             self.state |= {"missing": missing, "unexpected": unexpected}
@@ -197,7 +195,7 @@ class _Plan:
             if tuple(shape) != tuple(w.shape):
                 raise ValueError(
                     f"load_checkpoint: expected {w.key} of shape {list(w.shape)}, got "
-                    f"shape={list(shape)} in {path}; load it into the model that was saved"
+                    f"shape={list(shape)} in {path}; load it into the same model"
                 )
         self._pieces: dict[str, dict[str, list[TensorEntry]]] = {}
         self._on_wires: dict[str, dict[str, list[TensorEntry]]] = {}
@@ -205,7 +203,7 @@ class _Plan:
             name, _, entry = key.rpartition("/")
             of = self._on_wires if entry.startswith("wire_") else self._pieces
             of.setdefault(name, {})[entry] = pieces
-        for name in set(names.values()) - {w.name for w in weights}:  # of other stages
+        for name in set(names.values()) - {w.name for w in weights}:  # weights of other stages
             self._pieces.pop(name, None)
         if optimizer is not None:
             self._check_moments()
@@ -221,7 +219,7 @@ class _Plan:
             what = "no" if name in trained else "also"
             raise ValueError(
                 f"load_checkpoint: expected the optimizer's state of this model in {self.path}, "
-                f"got {what} {name}; resume with the run's own settings, or load the weights alone"
+                f"got {what} {name}; resume with the run's settings, or load weights only"
             )
         for name, entries in self._pieces.items():
             saved = {
@@ -231,7 +229,7 @@ class _Plan:
             self.optimizer.check_saved(trained[name], saved, where=f"{name} in {self.path}")
 
     def load(self) -> None:
-        """Copy everything; on the CPU by several threads. Ranks: all."""
+        """Load all weights and states, on the CPU by several threads. Ranks: all."""
         if self.engine is not None:
             self.engine.shards.begin_writes()
         on_cpu = all(weight.tensor.device.type == "cpu" for weight in self.weights)
@@ -242,9 +240,9 @@ class _Plan:
                 self._load_wires(weight)
 
     def seen(self) -> dict[tuple[str, str], bool]:
-        """What find_damage need not read again: what any rank has. Ranks: all.
+        """Tensors that any rank has checked, for find_damage. Ranks: all.
 
-        Wire: 8 bytes for each tensor of the checkpoint.
+        Wire: 8 bytes per tensor of the checkpoint.
         """
         mine, both = self._reader.seen, self.manifest.weights + self.manifest.optimizer
         if self.engine is None:
@@ -255,7 +253,7 @@ class _Plan:
         return {key: mine.get(key, True) for key, n in zip(keys, sums) if n}
 
     def _load_wires(self, weight: Weight) -> None:
-        """What compressed gradients go on from; errors of another layout are dropped, and told."""
+        """Load the state of compressed gradients; errors of another layout are discarded."""
         p, found = weight.tensor, self._on_wires.get(weight.name, {})
         engine = engine_of_parameter(p)
         if engine is None or engine.settings.asked.wires.gradients == "fp32":
@@ -269,8 +267,8 @@ class _Plan:
             and error_entry(engine) not in mine
         ):
             warnings.warn(
-                "load_checkpoint: what gradients had lost on the wire is dropped: it belongs to "
-                f"other ranks, another stage or other buckets than those that load {self.path}",
+                "load_checkpoint: the stored compression error of gradients is discarded, because "
+                f"{self.path} was saved with other ranks, buckets or another ZeRO stage",
                 stacklevel=4,
             )
         values = {
@@ -307,7 +305,7 @@ class _Plan:
         self.optimizer.load_piece(p, target, saved, where=weight.name)
 
     def _load_in_place(self, weight: Weight, engine: Engine | None, kept: str | None) -> bool:
-        """Read a weight to where it is, if it is there as its file has it."""
+        """Read a weight directly into the model if layout and dtype allow it; whether it did."""
         p, stored = weight.tensor, self._stored[weight.key]
         if weight.split or kept == "master_remainder":
             return False
@@ -325,7 +323,7 @@ class _Plan:
             first, last = start // width, -(-stop // width)
             whole_rows = stop - start == (last - first) * width
             rows = mine if whole_rows else mine.new_empty((last - first) * width)
-            self._reader.turn(stored, rows.view(-1, width), first)
+            self._reader.read_transposed(stored, rows.view(-1, width), first)
             if not whole_rows:
                 mine.copy_(rows[start - first * width : stop - first * width])
         elif stop > start:
@@ -341,11 +339,11 @@ class _Plan:
         entries: dict[str, list[TensorEntry]],
         kept: str | None,
     ) -> Tensor:
-        """Put a weight into the model; its values, exact ones where they were saved."""
+        """Write a weight to the model; return its values, from the fp32 master if one was saved."""
         p, splits = weight.tensor, kept == "master_remainder"
         values = self._saved_values(weight, entries, exact=splits or p.dtype == torch.float32)
         rounded = values
-        if splits and values.dtype == torch.float32:  # rounds ties in its own way
+        if splits and values.dtype == torch.float32:  # master_split rounds ties differently
             rounded, _ = master_split(values.contiguous())
         if engine is None:
             p.copy_(rounded)
@@ -356,7 +354,7 @@ class _Plan:
     def _saved_values(
         self, weight: Weight, entries: dict[str, list[TensorEntry]], *, exact: bool
     ) -> Tensor:
-        """This rank's slice along tp of a weight; exact: of its fp32 master if there is one."""
+        """This rank's tp slice of a weight; exact: from its fp32 master if there is one."""
         p, entry = weight.tensor, self._stored[weight.key]
         if not _keeps(p, engine_of_parameter(p)):  # nothing is read
             fp32 = exact and not {"master_weight", "master_remainder"}.isdisjoint(entries)
@@ -377,7 +375,7 @@ class _Plan:
     def _read(
         self, p: Tensor, name: str, found: list[TensorEntry], engine: Engine | None
     ) -> Tensor:
-        """This rank's part of an entry of the optimizer's state, in its own memory if it can be."""
+        """This rank's shard of an optimizer entry, read into its present memory if possible."""
         mine, out = self.optimizer.state.get(p, {}).get(name), None
         if isinstance(mine, Tensor) and mine.device.type == "cpu" and mine.is_contiguous():
             out = mine.detach().view(-1)
@@ -389,7 +387,7 @@ class _Plan:
 
 
 def _keeps(p: Tensor, engine: Engine | None) -> bool:
-    """Whether this rank has an element of a parameter between two steps."""
+    """Whether this rank holds elements of a parameter between steps."""
     if engine is None or engine.stage.number < 3:
         return True
     _, start, stop = engine.shards.place(p)
@@ -404,8 +402,8 @@ def _check_config(path: Path, saved: dict[str, Any], config: dict[str, Any]) -> 
         if name not in _MAY_CHANGE and config.get(name) != value:
             raise ValueError(
                 f"load_checkpoint: expected the model of {path} with {name}={value}, got "
-                f"{name}={config.get(name)}; resume with the run's own settings, or start a new "
-                f"run with --init-from {path}"
+                f"{name}={config.get(name)}; resume with the run's settings, or start a new run "
+                f"with --init-from {path}"
             )
 
 
@@ -415,13 +413,13 @@ def load_weights(
     dropout: float | None = None,
     say: Callable[[str], None] | None = None,
 ) -> GPT:
-    """A GPT with the weights of a file of nanoGPT's or of a folder; see load_nanogpt and load_hf.
+    """Load a GPT from nanoGPT's ckpt.pt or from a folder; see load_nanogpt and load_hf.
 
     Args:
-        say: takes a line on what the file lacks; a warning by default.
+        say: called with a line about what the file lacks; None: a warning.
     Raises:
-        ValueError: it is neither, or damaged; of a checkpoint every byte of the weights is
-            compared with its manifest first.
+        ValueError: neither of these, or damaged; every byte of a checkpoint's weights is compared
+            with its manifest first.
     """
     path = Path(source)
     if path.is_file():
@@ -430,6 +428,6 @@ def load_weights(
     if manifest is not None and CONFIG not in manifest.files:
         raise ValueError(
             f"load_weights: expected a checkpoint of a GPT-2 with {CONFIG}, got path={path} of "
-            "another module; load it into that module with fastpar.load_checkpoint"
+            "another module; load it into that module by fastpar.load_checkpoint"
         )
     return load_hf(path, dropout=dropout)

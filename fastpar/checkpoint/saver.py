@@ -1,50 +1,50 @@
-"""Writes checkpoints: every rank what it has, in the background, committed whole or not at all.
+"""Writes checkpoints: each rank its part, in the background, committed whole or not at all.
 
-    checkpoints/step_000500/  config.json, model.safetensors (or shards), the tokenizer's files
-                              optimizer-*.safetensors  pieces of PARAMETER/ENTRY, a file a rank
+    checkpoints/step_000500/  config.json, model.safetensors (or several), the tokenizer's files
+                              optimizer-*.safetensors  pieces of PARAMETER/ENTRY, one file per rank
                               trainer_state.json       step, sample index, RNG, loss scale, ...
-                              manifest.json            what is there, and a checksum of every byte
+                              manifest.json            the contents, and a checksum of every byte
 
 [Note: phases]
-    save()    all ranks   agree on a name; copy to host memory (Capture); training goes on
-    write     each rank   its files, by several threads, into a hidden folder, flushed; last its
-                          part of the manifest
-    commit    rank 0      when all parts are there: the manifest, flushed; one rename; `latest`
-    settle()  all ranks   agree on how it ended
+    save()    all ranks   agree on a name; copy to host memory (Capture); training continues
+    write     each rank   writes its files by several threads into a hidden folder, flushes them,
+                          and writes its part of the manifest last
+    commit    rank 0      once all parts exist: writes and flushes the manifest, renames the folder
+                          once, updates `latest`
+    settle()  all ranks   agree on the result
 
-A crash at any moment leaves the older checkpoints as they are and at most a hidden folder, which a
-later save removes. The name of that folder has a random number, so parts of two attempts never mix.
-Reading starts with the manifest: what it does not list is not read (test_faults_saver.py stops a
-save before each of its file operations).
+A crash at any moment leaves older checkpoints unchanged and at most a hidden folder, which a later
+save removes. The name of that folder has a random number, so parts of two attempts never mix.
+Reading starts with the manifest, and files that it does not list are not read
+(test_faults_saver.py stops a save before each of its file operations).
 
-[Note: who waits for whom]
-The writing threads never communicate: rank 0's looks for the others' parts on the file system,
-which all ranks must share. Ranks agree in save() and settle(), on the caller's thread, which all
-ranks call in the same order. A rank whose disk fails reports it there; then rank 0's thread stops
-waiting.
+[Note: waiting]
+The writing threads never communicate: that of rank 0 looks for the other parts on the file system,
+which all ranks must share. Ranks agree in save() and settle(), on the caller's thread, in the same
+order on all ranks. A rank whose disk fails reports it there; then rank 0's thread stops waiting.
 
-[Note: who writes what]
-Weights are written as whole tensors: of the ranks that have the same stage of a pipeline, rank k
-writes file k (modulo their number) of the stage's model*.safetensors and collects its tensors from
-the ranks that share them, one bucket at a time; no rank holds the model. The optimizer's state
-stays in pieces: a rank writes the elements that it steps. What several ranks hold alike (stage 0,
-HSDP copies, what tp does not split) is divided among them, so that all ranks write about the same
-amount.
+[Note: division of work]
+Weights are written as whole tensors. Among the ranks with the same pipeline stage, rank k writes
+file k (modulo their number) of the stage's model*.safetensors and collects its tensors from the
+ranks that shard them, one bucket at a time; no rank holds the whole model. The optimizer's state
+stays in pieces: a rank writes the elements that it updates. State that several ranks hold (ZeRO 0,
+replicated HSDP groups, tensors that tp does not split) is divided among them, so that all ranks
+write about the same amount.
 
-[Note: the host copy]
-Each rank allocates it once (pinned where there is a GPU) and uses it for every save, because fresh
-memory costs more than the copy. It comes in blocks, as torch rounds each pinned one up to a power
-of two. With offload it is a copy from host memory. On a GPU the copies are enqueued on the step's
-stream, between this step and the next, so the host does not wait; the writing thread waits for
-their event.
+[Note: host copy]
+Each rank allocates the host copy once (pinned with a GPU) and reuses it, because allocating takes
+longer than copying. It consists of blocks, because torch rounds the size of a pinned block up to a
+power of two. With offload it is a copy from host memory. On a GPU the copies are enqueued on the
+step's stream, between this step and the next, so the host does not wait; the writing thread waits
+for their event.
 
-[Note: wires] What compressed gradients go on from stands beside the optimizer's entries, see
-comm/wires.py. Errors belong to a rank of the mesh, whatever its axes, and to the cut into buckets:
-LAYOUT is a checksum of both. A run with others drops them, and says so.
+[Note: wires] The state of compressed gradients (comm/wires.py) is stored with the optimizer's
+entries. Compression errors belong to one rank of the mesh and one division into buckets: LAYOUT is
+a checksum of both. A run with another layout discards them, with a warning.
 
-    PARAMETER/wire_calls                  []     reductions so far: the step of the random bits
-    PARAMETER/wire_copy_calls             []     those of ranks that have copies of a shard
-    PARAMETER/wire_error_LAYOUT_RANK      local  what a rank has not sent of its gradients
+    PARAMETER/wire_calls                  []     number of reductions: the step of the random bits
+    PARAMETER/wire_copy_calls             []     the same for reductions between HSDP groups
+    PARAMETER/wire_error_LAYOUT_RANK      local  compression error of this rank's gradients
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ from fastpar.models.hf import (
 from fastpar.optim.state import settle
 from fastpar.sharding.placements import HOLE, Run, cut_runs, numel_of, share_of, whole_run
 
-SHARD_MB = 64.0  # a file of weights has at least so much, if there is as much
+SHARD_MB = 64.0  # least size of a file of weights, if there are several
 _MOST_FILES = 16
 _ALIGN = 64  # bytes
-_BLOCK = 256 << 20  # bytes; one that holds the largest tensor, where that is larger
+_BLOCK = 256 << 20  # bytes of a block, or the largest tensor's if that is larger
 
 
 class Item(NamedTuple):
@@ -122,20 +122,20 @@ class Item(NamedTuple):
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the whole tensor
-    runs: list[Run]  # what is written of it
-    host: Tensor  # its elements, in memory that the next save overwrites
-    weight: Weight | None  # how it is stored
+    runs: list[Run]  # the elements to write
+    host: Tensor  # these elements, in memory that the next save overwrites
+    weight: Weight | None  # how a weight is stored; None: optimizer state
 
 
 class Snapshot(NamedTuple):
-    """What a rank writes, once `ready` has happened."""
+    """The copied state that a rank writes; valid once the event `ready` has happened."""
 
     items: list[Item]
     ready: torch.cuda.Event | None
 
 
 class _Piece(NamedTuple):
-    """A part of an entry of the optimizer's state."""
+    """This rank's elements of an entry of the optimizer's state."""
 
     key: str
     shape: tuple[int, ...]  # of the whole entry
@@ -144,25 +144,25 @@ class _Piece(NamedTuple):
 
     @property
     def written(self) -> list[Run]:
-        """Without what no whole tensor has."""
+        """The runs without padding, which no whole tensor has."""
         return [run for run in self.runs if run.start != HOLE]
 
 
 def engine_of_model(model: nn.Module) -> Engine | None:
-    """The engine of a model, None without one."""
+    """The engine of a model; None if it has none."""
     found = (engine_of_parameter(p) for p in model.parameters())
     return next((engine for engine in found if engine is not None), None)
 
 
 def of_stages(engine: Engine | None, mine: Any) -> tuple[int, list[Any]]:
-    """(this rank's stage of a pipeline, what each stage has given). Ranks: all."""
+    """(this rank's pipeline stage, the values `mine` of all stages). Ranks: all."""
     if engine is None or engine.shards.stages is None:
         return 0, [mine]
     return engine.mesh.rank_in("pp"), gather_objects(mine, engine.mesh.group("pp"))
 
 
 def piece_runs(p: Tensor, engine: Engine | None, *, block: int = 1) -> list[Run]:
-    """What this rank steps of a parameter, in global indices of blocks of elements."""
+    """The elements of a parameter that this rank updates, in global indices of blocks."""
     runs = whole_run(-(-p.numel() // block))
     if engine is None:
         return runs
@@ -174,14 +174,14 @@ def piece_runs(p: Tensor, engine: Engine | None, *, block: int = 1) -> list[Run]
 
 
 class Capture:
-    """Copies of one model's and optimizer's state.
+    """Copies the state of one model and optimizer to host memory.
 
     Args:
-        optimizer: with whole_shape-like entries, or None for the weights alone.
-        shard_mb: of a file of weights, in MiB.
+        optimizer: an optimizer of fastpar; None: weights only.
+        shard_mb: least size of a file of weights, MiB.
     Attributes:
-        files: of the weights, the same on every rank.
-        nbytes: of the whole checkpoint's tensors; of the optimizer's once it has stepped.
+        files: files of weights, the same on every rank.
+        nbytes: bytes of the whole checkpoint's tensors; the optimizer's count after its first step.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, *, shard_mb: float = SHARD_MB) -> None:
@@ -192,10 +192,10 @@ class Capture:
         self.device = next(model.parameters()).device
         weights = list_weights(model)
         stage, everyones = of_stages(self.engine, {w.key: w.nbytes for w in weights})
-        # Of a table that two stages have, the first one's copy is written.
+        # A table that two stages hold is written by the first one.
         before = {key for theirs in everyones[:stage] for key in theirs}
         weights = [w for w in weights if w.key not in before]
-        self._peers = self.world_size // len(everyones)  # ranks that have the same weights
+        self._peers = self.world_size // len(everyones)  # ranks with the same weights
         self._place = self.rank % self._peers
         sizes = dict(pair for theirs in everyones[::-1] for pair in theirs.items())
         self._share = sum(w.nbytes for w in weights) / max(1, sum(sizes.values()))
@@ -212,7 +212,7 @@ class Capture:
             for i, (file, weights) in enumerate(self.files)
             for w in weights
         }
-        self._blocks: list[Tensor] = []  # of the host copy
+        self._blocks: list[Tensor] = []  # blocks of the host copy
         self._used: list[int] = []  # bytes of each block
 
     @property
@@ -224,11 +224,11 @@ class Capture:
             for name, value in state.items():
                 if isinstance(value, Tensor) and name in shapes:
                     total += math.prod(shapes[name]) * value.dtype.itemsize
-        # Of other stages: what weights as large as theirs have here.
+        # Estimate other stages from the bytes per weight here.
         return self.nbytes_of_weights + math.ceil(total / (self._share or 1.0))
 
     def allocate(self) -> None:
-        """Memory for the next take(), touched; any thread, while no other one takes."""
+        """Allocate and touch memory for the next take(); not while another thread runs take()."""
         sizes = [numel_of(p.written) * p.values.dtype.itemsize for p in self._pieces()]
         weights = [w for writer, _, w in self._writer.values() if writer == self._place]
         sizes += [math.prod(w.whole) * w.tensor.dtype.itemsize for w in weights]
@@ -245,16 +245,16 @@ class Capture:
 
     @torch.no_grad()
     def noted(self) -> dict[str, Any]:
-        """What axes note of how they ran, by their names."""
+        """Axis name -> the information that it stores in the manifest."""
         if self.engine is None:
             return {}
         noted = {axis.name: axis.record(self.engine.shards) for axis in every()}
         return {name: found for name, found in noted.items() if found}
 
     def take(self) -> Snapshot:
-        """Copy this rank's part of the state as it is now. Ranks: all of the model's.
+        """Copy this rank's part of the current state. Ranks: all of the model's.
 
-        Wire: at stage 3 and with tp the weights; else nothing.
+        Wire: the weights at ZeRO 3 and with tp; otherwise nothing.
         """
         if self.optimizer is not None:
             settle(self.optimizer)
@@ -277,13 +277,13 @@ class Capture:
                 value = weight.declared.whole(value, tensor)
             if writer != self._place:
                 continue
-            host = self._room(weight.whole, tensor.dtype)
+            host = self._host_memory(weight.whole, tensor.dtype)
             host.copy_(value, non_blocking=True)
             runs = whole_run(math.prod(weight.shape))
             yield Item(file, weight.key, tensor.dtype, weight.shape, runs, host, weight)
 
     def _each_whole(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parameters with their values, whole along dp, and buffers; in one order on all ranks."""
+        """(parameter or buffer, its values, gathered along dp), in one order on all ranks."""
         known: set[int] = set()
         if self.engine is not None:
             yield from self.engine.shards.each_whole()
@@ -302,7 +302,7 @@ class Capture:
                 yield p, self.optimizer.state.get(p, {})
 
     def _pieces(self) -> Iterator[_Piece]:
-        """The parts of the optimizer's state that this rank writes."""
+        """The pieces of the optimizer's state that this rank writes."""
         index = 0
         names = {p: name for name, p in self.model.named_parameters()}
         for p, state in self._states():
@@ -329,7 +329,7 @@ class Capture:
                 yield from self._on_wires(self.engine, p, names[p])
 
     def _on_wires(self, engine: Engine, p: nn.Parameter, name: str) -> Iterator[_Piece]:
-        """What compressed gradients go on from; errors are a rank's own."""
+        """The state of compressed gradients, see [Note: wires]."""
         stages = engine.shards.stages
         for entry, value in wire_state(engine, p):
             again = self._place or (stages is not None and stages.is_second_copy(p))
@@ -341,39 +341,39 @@ class Capture:
         file = f"optimizer-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors"
         for piece in self._pieces():
             key, shape, values, runs = piece
-            host, to = self._room((numel_of(piece.written),), values.dtype), 0
+            host, to = self._host_memory((numel_of(piece.written),), values.dtype), 0
             for run, part in zip(runs, values.split([run.numel for run in runs])):
                 if run.start != HOLE:
                     host[to : to + run.numel].copy_(part, non_blocking=True)
                     to += run.numel
             yield Item(file, key, values.dtype, shape, piece.written, host, None)
 
-    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         for i, (block, start) in enumerate(zip(self._blocks, self._used)):
             if start + nbytes <= block.numel():
                 self._used[i] += _padded(nbytes)
                 return block[start : start + nbytes].view(dtype).view(shape)
-        self._add_block(nbytes)  # what the blocks have left at their ends was missing
-        return self._room(shape, dtype)
+        self._add_block(nbytes)  # the remainders of the blocks are too small
+        return self._host_memory(shape, dtype)
 
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-COMMON = ("wire_calls", "wire_copy_calls")  # of all ranks; errors are a rank's own
+COMMON = ("wire_calls", "wire_copy_calls")  # the same on all ranks; errors differ
 
 
 def error_entry(engine: Engine) -> str:
-    """The name of this rank's errors."""
+    """The name of this rank's entry of compression errors."""
     known: list[object] = [engine.stage.number, engine.mesh.sizes, engine.settings.n_shards]
     known += [(b.spec.numel, b.spec.slots) for b in engine.buckets]
     return f"wire_error_{zlib.crc32(repr(known).encode()):08x}_{engine.mesh.rank}"
 
 
 def _of_wires(engine: Engine, p: nn.Parameter) -> tuple[Any, slice, dict[str, Any]]:
-    """(p's bucket, its place there, what counts the calls by entry)."""
+    """(p's bucket, p's slice of it, entry -> group that counts the calls)."""
     bucket, position = engine.shards.places[p]
     groups = zip(COMMON, (bucket.groups.reduce, bucket.groups.copies))
     slot, counted = bucket.slots[position], {name: g for name, g in groups if g is not None}
@@ -381,7 +381,8 @@ def _of_wires(engine: Engine, p: nn.Parameter) -> tuple[Any, slice, dict[str, An
 
 
 def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    """(entry, this rank's values): the calls, and what is left of p where errors are kept."""
+    """(entry, this rank's values): numbers of calls, and p's compression errors if they are
+    kept."""
     bucket, place, counted = _of_wires(engine, p)
     if bucket.groups.reduce is None or engine.settings.asked.wires.gradients == "fp32":
         return
@@ -392,7 +393,7 @@ def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_wire_state(engine: Engine, p: nn.Parameter, entries: Mapping[str, Tensor]) -> None:
-    """Go on from what wire_state() had; entries of others are not looked at."""
+    """Restore the entries of wire_state(); entries of other ranks are ignored."""
     bucket, place, counted = _of_wires(engine, p)
     for name in counted.keys() & entries.keys():
         counted[name].calls = int(entries[name])
@@ -401,8 +402,8 @@ def load_wire_state(engine: Engine, p: nn.Parameter, entries: Mapping[str, Tenso
 
 
 _POLL_S = 0.02
-_PATIENCE_S = 120.0  # for a part that its rank has written
-_FLUSH_BYTES = 1 << 26  # written before the disk is asked to take them
+_PATIENCE_S = 120.0  # wait for a part that its rank has written to become visible
+_FLUSH_BYTES = 1 << 26  # flush a file after this many bytes
 
 
 @dataclass(frozen=True)
@@ -410,33 +411,34 @@ class Result:
     """The outcome of a save."""
 
     step: int
-    path: Path | None  # of the checkpoint, None if it failed
-    errors: tuple[str, ...]  # "rank 3: [Errno 28] No space left on device"
-    pause_ms: float  # for which save() kept this rank
-    seconds: float  # from save() to the commit, on rank 0; elsewhere to the end of its writing
+    path: Path | None  # the checkpoint's folder; None: the save failed
+    errors: tuple[str, ...]  # such as "rank 3: [Errno 28] No space left on device"
+    pause_ms: float  # time that save() took on this rank
+    seconds: float  # from save() to the commit on rank 0; to the end of writing on other ranks
     nbytes: int  # of the whole checkpoint's tensors
 
     @property
     def ok(self) -> bool:
-        """Whether the checkpoint is there."""
+        """Whether the checkpoint was written."""
         return self.path is not None
 
 
 class Saver:
-    """Saves checkpoints of one model and optimizer; one on every rank.
+    """Saves checkpoints of one model and optimizer; create one on every rank.
 
     Args:
-        run: folder of the run, on a file system that all ranks share.
-        model: a GPT, or any module; fastpar.parallelize has been called where there are ranks.
-        optimizer: fastpar's; None saves weights alone.
-        tokenizer: has save(folder) and eot; None saves none.
-        keep_last: after a commit only so many newest checkpoints are kept; 0 keeps all.
-        keep_every: those whose step it divides are kept for ever; 0: no others.
-        asynchronous: save() returns when the state is copied; False: when it is committed.
-        overlap: what save() does while the save before is running: "wait" for it or "skip".
-        shard_mb: of a file of weights, in MiB; part of the format, not of the mesh.
+        run: the run folder, on a file system that all ranks share.
+        model: a GPT or any module; with several ranks, after fastpar.parallelize().
+        optimizer: an optimizer of fastpar; None: save weights only.
+        tokenizer: has save(folder) and eot; None: save none.
+        keep_last: keep this many newest checkpoints after a commit; 0: all.
+        keep_every: also keep all checkpoints whose step is a multiple of this; 0: none.
+        asynchronous: save() returns once the state is copied; False: once it is committed.
+        overlap: if the previous save is still running, save() waits for it ("wait") or returns
+            False ("skip").
+        shard_mb: least size of a file of weights, MiB; independent of the mesh.
     Raises:
-        ValueError: an unknown overlap; a dtype that transformers has not.
+        ValueError: an unknown overlap; a dtype that transformers does not support.
     """
 
     def __init__(
@@ -455,7 +457,7 @@ class Saver:
         if overlap not in ("wait", "skip"):
             raise ValueError(
                 f"Saver: expected overlap to be 'wait' or 'skip', got overlap={overlap!r}; "
-                "it says what to do with a save that begins while another is running"
+                "choose what to do if the previous save is still running"
             )
         self.run, self.model, self.tokenizer = Path(run), model, tokenizer
         self.keep_last, self.keep_every = keep_last, keep_every
@@ -469,41 +471,41 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's part of the last save is not over (rank 0: not committed)."""
+        """Whether this rank's part of the last save is still running (rank 0: not committed)."""
         return self._attempt is not None and not self._attempt.over.is_set()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank's part of the last save failed; settle() tells all ranks."""
+        """Whether this rank's part of the last save failed; settle() reports it to all ranks."""
         return self._attempt is not None and self._attempt.error is not None
 
     @property
     def unsettled(self) -> bool:
-        """Whether a save has not been agreed on. The same on every rank."""
+        """Whether settle() has to be called for the last save. The same on every rank."""
         return self._attempt is not None
 
     def prepare(self) -> None:
-        """Make the host copy in the background; best when the optimizer has stepped once."""
+        """Allocate the host copy in the background; best after the optimizer's first step."""
         if self._preparing is None:
             self._preparing = threading.Thread(target=on_this_gpu(self._prepare), daemon=True)
             self._preparing.start()
 
     def _prepare(self) -> None:
-        with contextlib.suppress(Exception):  # save() allocates again, and raises
+        with contextlib.suppress(Exception):  # save() tries again, and raises
             self._capture.allocate()
 
     def save(self, step: int, state: dict[str, Any]) -> bool:
-        """Begin a checkpoint of the state as it is now, or make it if not asynchronous.
+        """Begin a checkpoint of the current state; if not asynchronous, complete it.
 
         Args:
-            step: optimizer steps done.
-            state: JSON values of rank 0, back from load_checkpoint as they are; "step" and "model"
-                are added and may not be among them.
+            step: number of optimizer steps done.
+            state: JSON values of rank 0, which load_checkpoint returns unchanged. It must not have
+                the keys "step" and "model", which are added.
         Returns:
-            False if the save before is still running and overlap is "skip", the same on every rank.
-            settle() reports a full disk, and a state or model that could not be read back.
+            False if the previous save is still running and overlap is "skip", the same on every
+            rank. settle() reports a full disk, and a state or model that cannot be read back.
         Ranks: all of the model's.
-        Wire: at stage 3 and with tp the weights.
+        Wire: the weights, at ZeRO 3 and with tp.
         """
         if self._attempt is not None:
             engine = self._capture.engine
@@ -530,13 +532,13 @@ class Saver:
             attempt.pause_ms = (time.perf_counter() - began) * 1e3
             noted = self._capture.noted()
             attempt.start(lambda: self._work(attempt, snapshot, text, noted))
-        self._attempt = attempt  # only here: after an exception there is nothing to settle
+        self._attempt = attempt  # last: after an exception there is nothing to settle
         if not self.asynchronous:
             self.settle()
         return True
 
     def settle(self) -> Result | None:
-        """Wait for the last save and agree on how it ended; None if there is none to agree on.
+        """Wait for the last save and agree on its result; None if there is no unsettled save.
 
         Ranks: all of the model's, in the same order as save().
         """
@@ -549,7 +551,7 @@ class Saver:
         attempt.over.wait()
         if not errors:
             errors = self._errors(attempt.error)  # of the commit
-        if errors and self.rank == 0:  # not earlier: other ranks may still write there
+        if errors and self.rank == 0:  # only now: other ranks could still write there before
             shutil.rmtree(self._hidden(attempt), ignore_errors=True)
         path = None if errors else checkpoint_folder(self.run, attempt.step)
         self._attempt = None
@@ -558,7 +560,7 @@ class Saver:
         return self.last
 
     def close(self) -> None:
-        """Wait for this rank's thread; a save that nobody settles is committed all the same."""
+        """Wait for this rank's thread; an unsettled save is committed too."""
         if self._attempt is not None:
             self._attempt.over.wait()
 
@@ -569,7 +571,7 @@ class Saver:
         return [f"rank {rank}: {text}" for rank, text in found.items()]
 
     def _refusal(self) -> str | None:
-        """Why rank 0 cannot begin a save. Makes the folder, removes what earlier crashes left."""
+        """Why rank 0 cannot begin a save. Creates the folder, removes leftovers of crashes."""
         folder = self.run / "checkpoints"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -583,7 +585,7 @@ class Saver:
         if free < need:
             return (
                 f"expected {need / 1e6:,.0f} MB free for a checkpoint, got {free / 1e6:,.0f} MB in "
-                f"{folder}; make room, or lower --keep-last"
+                f"{folder}; free disk space, or lower --keep-last"
             )
         return None
 
@@ -599,7 +601,7 @@ class Saver:
         part = replace(part, model=kind, axes=noted)
         if self.rank == 0:
             part.files.update(self._write_others(folder, state))
-        unseen = folder / f"{_part(self.rank)}.tmp"  # rank 0 looks for the part, and reads it whole
+        unseen = folder / f"{_part(self.rank)}.tmp"  # renamed: rank 0 must not read half a part
         _write_flushed(unseen, part.sealed())
         os.replace(unseen, folder / _part(self.rank))
         attempt.seconds = time.perf_counter() - attempt.began
@@ -614,7 +616,7 @@ class Saver:
         return final.with_name(f".{final.name}.{attempt.nonce:x}.tmp")
 
     def _write_others(self, folder: Path, state: str) -> dict[str, FileEntry]:
-        """What is no tensor, by rank 0."""
+        """Write the files without tensors, on rank 0."""
         texts = {} if self._config is None else {CONFIG: self._config}
         weight_map = self._capture.weight_map
         if len(set(weight_map.values())) > 1:
@@ -643,8 +645,8 @@ class Saver:
                 deadline = time.monotonic() + _PATIENCE_S
             elif time.monotonic() > deadline:
                 raise OSError(
-                    f"expected {missing[0]} of another rank in {folder}, got none; --out must be "
-                    "on a file system that all ranks share"
+                    f"expected {missing[0]} of another rank in {folder}, got none; put --out on a "
+                    "file system that all ranks share"
                 )
             time.sleep(_POLL_S)
         sealed = _joined(folder, names)
@@ -664,7 +666,7 @@ class Saver:
         for old in list_checkpoints(self.run)[: -self.keep_last]:
             if self.keep_every and step_of(old) % self.keep_every == 0:
                 continue
-            hidden = old.with_name(f".{old.name}.old.tmp")  # half a checkpoint is never seen
+            hidden = old.with_name(f".{old.name}.old.tmp")  # readers must not see half of it
             with contextlib.suppress(OSError):
                 os.replace(old, hidden)
             shutil.rmtree(hidden, ignore_errors=True)
@@ -677,7 +679,7 @@ class _Attempt:
         self.step, self.nonce, self.began, self.nbytes = step, nonce, began, nbytes
         self.pause_ms = self.seconds = 0.0
         self.error: str | None = None
-        self.written, self.over = threading.Event(), threading.Event()  # also after an error
+        self.written, self.over = threading.Event(), threading.Event()  # set after errors, too
         self.give_up = threading.Event()  # another rank failed
         self.all_written = threading.Event()
 
@@ -694,13 +696,13 @@ class _Attempt:
         self.end()
 
     def end(self) -> None:
-        """Mark it as over, whether it succeeded or not."""
+        """Mark the attempt as over, successful or not."""
         self.written.set()
         self.over.set()
 
 
 def _config_of(model: nn.Module, eot: int | None) -> dict[str, Any] | None:
-    """What transformers reads beside the weights."""
+    """The config.json for transformers; None if the model has none."""
     if isinstance(model, GPT):
         return config_json("Saver", model, eot, eot)
     to_json = getattr(getattr(model, "config", None), "to_json_string", None)
@@ -708,27 +710,27 @@ def _config_of(model: nn.Module, eot: int | None) -> dict[str, Any] | None:
 
 
 def _unreadable_state(state: dict[str, Any]) -> str | None:
-    """Why read_state would refuse a state."""
+    """Why read_state() would refuse a state; None if it would not."""
     for name in ("step", "model"):
         if name in state:
-            return f"expected a state without {name!r}, which save() adds, got one; rename it"
+            return f"expected a state without key {name!r}, which save() adds; rename it"
     try:
         text = json.dumps(state).encode()
     except (TypeError, ValueError) as error:
-        return f"expected a state of JSON values, got {error}; keep others elsewhere"
+        return f"expected a state of JSON values, got {error}; save other values elsewhere"
     try:
-        if len(text) > JSON_BYTES // 2:  # with indents
+        if len(text) > JSON_BYTES // 2:  # indents can double it
             raise ValueError(f"{len(text)} bytes")
         parse_object(text)
     except ValueError as error:
-        return f"expected a state that can be read back, got {error}; keep large values elsewhere"
+        return f"expected a state that can be read back, got {error}; save large values elsewhere"
     return None
 
 
 # Files
 
 _PART = "part-"
-_MARGIN_BYTES = 1 << 22  # of a checkpoint without tensors
+_MARGIN_BYTES = 1 << 22  # for the files without tensors
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
 
 
@@ -737,15 +739,15 @@ def _part(rank: int) -> str:
 
 
 def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
-    """This rank's files with tensors, flushed; what they hold.
+    """Write and flush this rank's files with tensors; return their manifest.
 
-    A thread hashes a block and writes it while it is in the processor's cache. Others have the disk
-    take what was written: the page cache alone would take all of a checkpoint before it begins.
+    A thread hashes a block and writes it while it is in the CPU's cache. Other threads flush early:
+    otherwise the page cache would collect the whole checkpoint before the disk starts.
     """
     files: dict[str, FileEntry] = {}
     entries: dict[int, TensorEntry] = {}
-    waiting: dict[str, int] = {}  # bytes that the disk was not asked to take yet
-    left: dict[str, int] = {}  # tensors
+    waiting: dict[str, int] = {}  # bytes not flushed yet
+    left: dict[str, int] = {}  # tensors not written yet
     flushes: list[Future[None]] = []
     lock = threading.Lock()
 
@@ -788,16 +790,16 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
 
 
 def _joined(folder: Path, names: list[str]) -> bytes:
-    """The file of the manifest of all parts, which the code that reads checkpoints accepts."""
+    """Join the manifests of all parts; the content of manifest.json, checked as a reader does."""
     try:
         parts = [read_manifest(folder, name, complete=False) for name in names]
         whole = Manifest.join(parts)
-        check_complete(whole)  # all ranks together have every element once
+        check_complete(whole)  # all parts together have every element once
         return whole.sealed()
     except ValueError as error:
         raise RuntimeError(
             f"Saver: expected a checkpoint that can be read back, got {error.__cause__ or error}; "
-            "nothing is kept of this save"
+            "this save is discarded"
         ) from error
 
 
@@ -809,12 +811,12 @@ def _write_flushed(path: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """A file's content, or a folder's names, to disk."""
+    """Flush a file's content, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # CIFS and FUSE flush no folders; what a file holds must be on disk.
+        # CIFS and FUSE cannot flush folders; a file has to be flushed.
         if error.errno not in _NO_FLUSH or not path.is_dir():
             raise
     finally:
@@ -831,16 +833,18 @@ def save_checkpoint(
     state: dict[str, Any] | None = None,
     keep_last: int = 0,
 ) -> Path:
-    """Writes run/checkpoints/step_NNNNNN, then points the link run/latest at it.
+    """Write run/checkpoints/step_NNNNNN, then let the link run/latest point to it.
 
     Args:
-        run: folder of the run, on a file system that all ranks share; the rest as in Saver.
+        run: the run folder, on a file system that all ranks share.
+        step, model, optimizer, tokenizer, state, keep_last: as in Saver.
     Returns:
-        The checkpoint's folder. One of the same step that was there before is replaced.
+        The checkpoint's folder, which replaces an older one of the same step.
     Raises:
-        OSError: on every rank, the disk is full or not writable; older checkpoints are as before.
+        OSError: on every rank, if the disk is full or not writable; older checkpoints are
+            unchanged.
     Ranks: all of the model's.
-    Wire: at stage 3 and with tp the weights.
+    Wire: the weights, at ZeRO 3 and with tp.
     """
     what: Any = {"model": model, "optimizer": optimizer, "tokenizer": tokenizer}
     saver = Saver(run, **what, keep_last=keep_last, asynchronous=False)
@@ -853,10 +857,10 @@ def save_checkpoint(
 
 
 def try_folder(run: Path, rank: int) -> None:
-    """Does in a run's folder what a save does there, and removes it again.
+    """Try the file operations of a save in the run folder, before the first step.
 
     Raises:
-        RuntimeError: the folder takes no checkpoints; better known before the first step.
+        RuntimeError: the folder does not support them.
     """
     folder = run / f".try-{rank}.tmp"
     try:
@@ -870,6 +874,6 @@ def try_folder(run: Path, rank: int) -> None:
         shutil.rmtree(folder)
     except OSError as error:
         raise RuntimeError(
-            f"Saver: expected a folder that takes checkpoints, got out={run} with {error}; choose "
-            "another --out, which all ranks share"
+            f"Saver: expected a folder that can hold checkpoints, got out={run} with {error}; "
+            "choose another --out, which all ranks share"
         ) from error

@@ -93,7 +93,7 @@ def test_a_checkpoint_whose_digests_need_a_missing_package_is_not_called_damaged
         read_manifest(folder)
     reseal(folder, lambda content: content["weights"][0].update(digest="crc:0"))
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="a digest of another kind: 'crc'"):
+    with pytest.raises(ValueError, match="a digest of an unknown kind: 'crc'"):
         read_manifest(folder)
 
 
@@ -117,7 +117,7 @@ def test_what_was_sealed_is_read(tmp_path, made):
     folder.rename(tmp_path / "step_000006")
     (tmp_path / "latest").symlink_to("step_000006")
     for name in ("step_000006", "latest"):
-        with pytest.raises(ValueError, match=r"\(of step 5, in a folder of another one\)"):
+        with pytest.raises(ValueError, match=r"\(step 5 in a folder of another step\)"):
             read_manifest(tmp_path / name)
     (tmp_path / "step_000006").rename(tmp_path / "best")
     assert read_manifest(tmp_path / "best").step == 5
@@ -147,13 +147,13 @@ OTHER = "^read_manifest: expected a checkpoint of version 4, got .* of version "
 MANIFESTS = {  # a change of what it says under a right digest, or the bytes of the file
     "other shape": (in_piece("shape", [4, 7]), PIECES_OF + r"of F32\[4, 7\] in .* F32\[7, 4\]"),
     "other dtype": (in_piece("dtype", "I32"), PIECES_OF + "of I32"),
-    "other size": (in_piece("dtype", "F64"), WHERE + r"of \d+ bytes, its tensors of \d+"),
+    "other size": (in_piece("dtype", "F64"), WHERE + r"has \d+ bytes, its tensors \d+"),
     "overlap": (in_piece("runs", [[0, 8, 0, 1], [4, 8, 0, 1]]), PIECES_OF + "with element 4 twice"),
     "gap": (in_piece("runs", [[0, 8, 0, 1], [-1, 8, 0, 1]]), PIECES_OF + "with no element 8"),
     "missing piece": (without_piece, WHERE + "pieces of 'ln_f.bias/exp_avg' with no element 1"),
-    "missing file": (in_piece("file", "other"), WHERE + "in a file not listed, 'other'"),
+    "missing file": (in_piece("file", "other"), WHERE + "in an unlisted file, 'other'"),
     "missing field": (lambda content: content.pop("files"), WHERE + "'files'"),
-    "path": (renamed("config.json", "../config.json"), r"none of ours: '\.\./config.json'"),
+    "path": (renamed("config.json", "../config.json"), r"an invalid file name: '\.\./config.json'"),
     "format": (lambda content: content.__setitem__("format", "other"), "another format: 'other'"),
     "version 1": (versioned(1), OTHER + r"1; fastpar 0\.1 reads it$"),
     "version 2": (versioned(2), OTHER + r"2; fastpar 0\.3 reads it$"),
@@ -247,7 +247,7 @@ def test_damage_is_named(made):
         file.write(b"\x55")
     (folder / "config.json").unlink()
     what = "(other content in wte.weight/exp_avg_sq, elements 0 to 25)"
-    text = f"expected what its manifest has in {folder}, got {OPTIMIZER} {what}, and 1 more; the"
+    text = f"expected files as in the manifest of {folder}, got {OPTIMIZER} {what}, and 1 more; the"
     with pytest.raises(ValueError, match=f"verify_files: {re.escape(text)} checkpoint is damaged"):
         verify_files(folder, manifest)
     assert [str(d) for d in find_damage(folder, manifest)] == [
@@ -407,7 +407,7 @@ def check_found(run, name, target, case):
     lines: list[str] = []
     assert newest_checkpoint(run, lines.append) == older, case
     assert len(lines) == 1, case
-    assert lines[0].startswith("damaged, trying the one before: "), case
+    assert lines[0].startswith("damaged, trying an older one: "), case
     assert name in lines[0], case
 
 
@@ -485,7 +485,7 @@ def test_all_checkpoints_damaged(run, tmp_path, capsys):
     for folder in folders:
         os.truncate(folder / "trainer_state.json", 5)
     said: list[str] = []
-    with pytest.raises(ValueError, match=r"newest_checkpoint: .* with damaged ones only; the new"):
+    with pytest.raises(ValueError, match=r"newest_checkpoint: .* with only damaged ones; the new"):
         newest_checkpoint(tmp_path / "run", said.append)
     assert len(said) == 2
     for command in ("sample", "export --to there"):

@@ -296,7 +296,7 @@ def test_what_fails_on_one_rank_is_told_to_all(tmp_path, monkeypatch):
     for ((ok, errors),) in run_ranks(work, 2, (5,)):
         assert not ok
         assert "rank 0: expected 4 MB free for a checkpoint, got 0 MB in " in errors[0]
-        assert errors[0].endswith("make room, or lower --keep-last")
+        assert errors[0].endswith("free disk space, or lower --keep-last")
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_000001", "step_000004"]
 
 

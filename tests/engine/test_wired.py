@@ -183,7 +183,7 @@ def test_what_was_lost_on_the_wire_is_part_of_a_checkpoint(tmp_path):
     assert same(whole, again[0])
     assert same(other, again[1])
     assert not same(whole, run_ranks(resumed, 2, "dp", 1, WIRES["int8"], tmp_path, True)[0])
-    with pytest.warns(UserWarning, match="what gradients had lost on the wire is dropped"):
+    with pytest.warns(UserWarning, match="stored compression error of gradients is discarded"):
         run_ranks(resumed, 4, *of, True)
 
 

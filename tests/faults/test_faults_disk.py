@@ -83,7 +83,7 @@ def test_a_full_disk(disk, monkeypatch, seen):
             shutil.rmtree(list_checkpoints(run)[0])
 
     results = run_ranks(lambda: train_and_save(run, 5, make_room), 2)[0]
-    words = "make room, or lower --keep-last" if seen else "No space left on device"
+    words = "free disk space, or lower --keep-last" if seen else "No space left on device"
     check(results, (3, 4), words, run, (2, 5))
 
 

@@ -100,15 +100,15 @@ MISTAKES = [
     ("train --config bad.toml", "train: expected a setting of `fastpar train --help-all` in bad"),
     ("train --data none.txt", "load_data: expected an existing path, got source=none.txt in "),
     ("sample", "fastpar sample: expected a run in runs/, got none; train one with `fastpar tra"),
-    ("sample .", "fastpar sample: expected a run with checkpoints, a checkpoint or a folder of"),
+    ("sample .", "fastpar sample: expected a run with checkpoints, a checkpoint or a transf"),
     ("sample none --num-samples 0", "fastpar sample: expected --num-samples >= 1, got num_sampl"),
     ("sample ckpt.pt", "fastpar sample: expected --tokenizer for the 40 tokens of ckpt.pt, whic"),
     ("sample ckpt.pt --tokenizer bytes", "fastpar sample: expected a tokenizer of at most the 4"),
     ("sample ckpt.pt --tokenizer chars", "fastpar sample: expected a tokenizer that was saved, "),
     ("export --to .", "fastpar export: expected a run in runs/, got none; train one"),
-    ("export . --to a", "fastpar export: expected a run with checkpoints, a checkpoint or a fol"),
+    ("export . --to a", "fastpar export: expected a run with checkpoints, a checkpoint or a tran"),
     *(
-        (f"{name} none", f"fastpar {name}: expected a run, a checkpoint or a folder of transformer")
+        (f"{name} none", f"fastpar {name}: expected a run, a checkpoint or a transformers folder")
         for name in ("sample", "verify", "inspect")
     ),
     ("info now", "fastpar info: expected no options, got now; drop them"),
@@ -267,7 +267,7 @@ def test_train_then_sample_export_and_info(here, capsys, monkeypatch):
         "config.json", "model.safetensors", "tokenizer_config.json",
     ]  # fmt: skip
     assert fastpar("export runs/micro-text --to given/away") == 2
-    assert "expected a folder that does not exist, got to=given/away" in capsys.readouterr().err
+    assert "expected a new folder, got to=given/away, which exists" in capsys.readouterr().err
     assert fastpar("sample given/away --max-new-tokens 2") == 0
     os.remove("given/away/tokenizer_config.json")
     assert fastpar("sample given/away") == 2
@@ -287,9 +287,9 @@ def test_train_then_sample_export_and_info(here, capsys, monkeypatch):
     weights = Path("runs/micro-text/checkpoints/step_000002/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])
     assert fastpar("verify runs/micro-text") == 1
-    assert "there is no sound checkpoint beside it" in capsys.readouterr().out
+    assert "the run has no undamaged checkpoint" in capsys.readouterr().out
     assert fastpar("sample runs/micro-text/latest") == 2
-    assert capsys.readouterr().err.startswith("verify_files: expected what its manifest has in")
+    assert capsys.readouterr().err.startswith("verify_files: expected files as in the manifest of")
 
     assert fastpar("info") == 0
     info = capsys.readouterr().out

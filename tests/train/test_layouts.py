@@ -534,7 +534,7 @@ def test_the_average_is_that_of_the_weights_and_trains_the_same(here, made, caps
     half = exported(4, average=True, dtype=torch.bfloat16)
     assert all(torch.equal(p, got[name].bfloat16()) for name, p in half.items())
     assert main(["export", str(plain), "--to", "out", "--ema"]) == 2
-    assert "expected averages of weights with --ema, got none in" in capsys.readouterr().err
+    assert "expected averaged weights with --ema, got none in" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -152,7 +152,7 @@ def test_all_ranks_learn_which_checkpoint_is_the_newest_whole_one(tmp_path, monk
     assert newest() == "step_000002"
     assert "step_000004 is damaged" in capsys.readouterr().out
     damaged.add("step_000002")
-    with pytest.raises(ValueError, match=r"with damaged ones only; the newest: step_000004 is"):
+    with pytest.raises(ValueError, match=r"with only damaged ones; the newest: step_000004 is"):
         newest()
 
 

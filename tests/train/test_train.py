@@ -154,7 +154,7 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_used(made, capsy
         file.truncate(100)
     made.go_on(out)
     said = capsys.readouterr().out
-    assert "damaged, trying the one before: verify_files: expected" in said
+    assert "damaged, trying an older one: verify_files: expected" in said
     assert "100 bytes instead of" in said
     check_same(out, made())
 
@@ -609,7 +609,9 @@ def test_a_folder_that_takes_no_checkpoints_is_known_at_the_start(here, monkeypa
     for name, act in acts.items():
         with monkeypatch.context() as patched:
             patched.setattr(os, name, lambda *at, n=name, act=act: refuses(n, at[0]) or act(*at))
-            with pytest.raises(RuntimeError, match=rf"takes checkpoints, got out=.*no {name} here"):
+            with pytest.raises(
+                RuntimeError, match=rf"can hold checkpoints, got out=.*no {name} here"
+            ):
                 saving(name)
         assert read_metrics(Path(name) / "metrics.jsonl") == []
     saving("r")
