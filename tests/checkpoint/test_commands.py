@@ -77,7 +77,10 @@ def test_a_sound_run(run):
     for step in (1, 2, 3):
         assert f"{run}/checkpoints/step_00000{step}: ok\n  step {step}, {step},000 tok" in text
     numel = 131 * 16 + 8 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16
-    assert f"weights: 28 tensors, {numel:,} elements of float32, 0.0 MB in 1 file, named as in trans" in text
+    assert (
+        f"weights: 28 tensors, {numel:,} elements of float32, 0.0 MB in 1 file, named as in trans"
+        in text
+    )
     assert "DAMAGED" not in text
     (run / "latest" / "notes").write_text("")
     assert "  other files: 'notes'" in said(verify, run / "latest")[1]
@@ -309,7 +312,9 @@ def test_bytes_and_other_dtypes_of_a_folder_of_transformers(plain, tmp_path):
         for name, tensor in load_file(path).items():
             mask = name.endswith(".attn.bias")
             assert tensor.dtype == (torch.float32 if mask else torch.bfloat16)
-    with pytest.raises(ValueError, match=r"in the range of float16, got \S+ with 1e\+06; use --dty"):
+    with pytest.raises(
+        ValueError, match=r"in the range of float16, got \S+ with 1e\+06; use --dty"
+    ):
         export_weights(plain, tmp_path / "half", torch.float16)
     assert not (tmp_path / "half").exists()
 
