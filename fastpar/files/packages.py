@@ -1,4 +1,4 @@
-"""Packages that may be missing: whoever needs one says what to type. Ours, for other processes."""
+"""Optional packages, with errors that say what to install; commands for processes of fastpar."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 
 def import_package(name: str, caller: str, need: str = "", instead: str = "") -> Any:
-    """A package, or a module of it.
+    """Import an optional package, or a module of it.
 
     Args:
-        need, instead: for the error, as " for this" and ", or do that".
+        need, instead: texts for the error, such as " for this" and ", or do that".
     Raises:
-        ImportError: it is missing.
+        ImportError: the package is missing.
     """
     package = name.split(".")[0]
     try:
         module = importlib.import_module(name)
     except ImportError as error:
         raise _missing(package, caller, need, instead, str(error)) from error
-    if getattr(module, "__file__", "") is None:  # Python takes any folder of the name for one
+    if getattr(module, "__file__", "") is None:  # Python imports any folder of that name
         folder = f"the folder {next(iter(module.__path__))}"
         raise _missing(package, caller, need, instead, folder)
     return module
 
 
 def package_file(package: str, file: str, caller: str, need: str = "", instead: str = "") -> Path:
-    """Path of a file that an installed package brings; see import_package."""
-    from importlib import metadata  # takes long
+    """Path of a file in an installed package; see import_package."""
+    from importlib import metadata  # slow to import
 
     try:
         distribution = metadata.distribution(package)
@@ -49,10 +49,10 @@ def _missing(package: str, caller: str, need: str, instead: str, got: str) -> Im
 
 
 def call_command(function: str) -> list[str]:
-    """The command that calls a function of ours in a process of its own: fastpar.__main__.run.
+    """The command that calls a function, such as fastpar.__main__.run, in another process.
 
-    That process ends with this one. Files of the current folder, which may be called random.py,
-    stand in for no module there.
+    That process is killed when this one ends. It does not import modules from the current folder,
+    where a file may be called random.py.
     """
     module, _, name = function.rpartition(".")
     path = f"[*filter(None, sys.path), {str(Path(__file__).parents[2])!r}]"
@@ -65,8 +65,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends. Linux only."""
-    import ctypes  # takes long
+    """Let the kernel kill this process when its parent ends for any reason. Linux only."""
+    import ctypes  # slow to import
 
     with contextlib.suppress(AttributeError):  # no prctl
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

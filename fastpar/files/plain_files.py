@@ -1,8 +1,8 @@
-"""Files of a folder that others may have written: what opens them trusts neither names nor types.
+"""Safe reading of untrusted files: names, file types and JSON are checked.
 
-A name from a manifest, an index or a user must not lead out of its folder, and what lies there may
-be a link, a pipe that nobody writes to, or a device. open_plain() opens a regular file or raises,
-and never waits. JSON is read strictly: UTF-8, an object, no name twice, of bounded size.
+A name from a manifest, an index or a user must not lead outside its folder, and may be a link, a
+pipe without a writer, or a device. open_plain() opens a regular file or raises, and never waits.
+JSON is read strictly: UTF-8, an object, no duplicate names, limited size.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ JSON_BYTES = 1 << 26  # above this a JSON file is not parsed
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this is the name of a visible file in a folder, and nothing else."""
+    """Whether this is a plain file name: no path, not hidden."""
     return isinstance(name, str) and _PLAIN.fullmatch(name) is not None
 
 
 def open_plain(path: str | Path, *, links: bool = False) -> int:
-    """A descriptor to read a regular file from.
+    """Open a regular file for reading; return its descriptor.
 
     Args:
         path: the file.
         links: whether it may be a symbolic link, as in the caches of model hubs.
     Raises:
-        OSError: none there, not readable, or no regular file.
+        OSError: missing, not readable, or not a regular file.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     try:
         mode = os.stat(path, follow_symlinks=links).st_mode
         if stat.S_ISLNK(mode):
             raise OSError(None, "a symbolic link", str(path))
-        if not stat.S_ISREG(mode):  # opening a device can do things
+        if not stat.S_ISREG(mode):  # opening a device can have effects
             raise OSError(None, "not a regular file", str(path))
         descriptor = os.open(path, flags)
     except ValueError as error:  # a name with NUL or without an encoding
         raise OSError(None, f"not a file name ({error})", str(path)) from error
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
-    os.close(descriptor)  # replaced since it was looked at
+    os.close(descriptor)  # it was replaced after os.stat
     raise OSError(None, "not a regular file", str(path))
 
 
 def read_plain(path: str | Path, limit: int, *, links: bool = False) -> bytes:
-    """All of a regular file of at most `limit` bytes.
+    """The content of a regular file of at most `limit` bytes.
 
     Raises:
         OSError: see open_plain; or the file is larger.
@@ -82,10 +82,10 @@ def read_into(descriptor: int, buffer: memoryview, at: int) -> None:
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """A JSON object.
+    """Parse a JSON object.
 
     Raises:
-        ValueError: something else; its text is the problem, to be put behind a file's name.
+        ValueError: it is not one; the text states only the problem, without a file name.
     """
     try:
         value = json.loads(content.decode(), object_pairs_hook=_unique, parse_int=_int)
@@ -94,9 +94,9 @@ def parse_object(content: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from error
     except RecursionError:
-        raise ValueError("not JSON of ours: nested too deeply") from None
+        raise ValueError("not valid JSON: nested too deeply") from None
     if not isinstance(value, dict):
-        raise ValueError(f"no JSON object but {type(value).__name__}")
+        raise ValueError(f"not a JSON object but {type(value).__name__}")
     return value
 
 
@@ -104,7 +104,7 @@ def read_object(path: str | Path, *, links: bool = False) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        ValueError: it cannot be read, or is not one; its text is the problem, without the name.
+        ValueError: unreadable, or not an object; the text states only the problem.
     """
     try:
         content = read_plain(path, JSON_BYTES, links=links)
@@ -115,7 +115,7 @@ def read_object(path: str | Path, *, links: bool = False) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name; what is written there is moved to `path`, or removed on an error."""
+    """Yield a temporary path; the file is moved to `path` at the end, or removed on an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -127,13 +127,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A file that appears complete or not at all."""
+    """Write a text file that appears complete or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def user_cache() -> Path:
-    """This user's fastpar folder for what can be made again; of a user without a home in /tmp."""
+    """The user's cache folder of fastpar; without a home directory, one in the temporary folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpar"
     except RuntimeError:
@@ -141,14 +141,14 @@ def user_cache() -> Path:
 
 
 def reason(error: Exception) -> str:
-    """The problem that an exception names, without the path of an OSError."""
+    """The message of an exception, without the path of an OSError."""
     if isinstance(error, OSError):
         return "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
     return str(error)
 
 
 def shown(value: object) -> str:
-    """A value of any size for a one-line message."""
+    """A value as text of limited length, for one-line messages."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -1,8 +1,8 @@
-"""The folders of runs: checkpoints in them, who may write one, how a run goes for people.
+"""Run folders: checkpoints, the lock of the writing process, progress output.
 
-One process at a time writes a run. run.lock holds who has it, and the kernel's lock on it
-(flock), which is gone as soon as that process is, however it ended: a file without its lock is a
-run that is over. Readers (sample, verify, export) need none.
+Only one process at a time writes a run. run.lock names that process and carries a kernel lock
+(flock), which ends with the process for any reason; a run.lock without a kernel lock belongs to a
+finished run. Readers (sample, verify, export) need no lock.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-RUNS = "runs"  # where runs without --out are
+RUNS = "runs"  # folder of runs without --out
 LATEST = "latest"
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: linux/fcntl.h, linux/fs.h
 _STEP = re.compile(r"step_\d{6,}")
 LOCK = "run.lock"
-WAIT_S = 5.0  # for a process that is dying, before a restart is refused
+WAIT_S = 5.0  # wait for a process that is ending, before a restart is refused
 _POLL_S = 0.1
 _held: dict[Path, int] = {}  # folder -> descriptor
 
 
 def newest_run(runs: str | Path = RUNS) -> Path | None:
-    """The run with the newest metrics, of those in a folder."""
+    """The run in a folder with the newest metrics; None if there is none."""
     found = [(p.stat().st_mtime, p.parent) for p in Path(runs).glob("*/metrics.jsonl")]
     return max(found)[1] if found else None
 
 
 def is_taken(folder: Path) -> bool:
-    """Whether results cannot go there: it is no folder, or holds something."""
+    """Whether results cannot be written there: it is a file, or a folder that is not empty."""
     return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
 
 
 def make_next_free(path: Path) -> Path:
-    """Makes the first folder of path, path-2, path-3, ... that is not there."""
+    """Create the first folder of path, path-2, path-3, ... that does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     candidate, n = path, 1
     while True:
         try:
-            candidate.mkdir()  # exclusive: of two runs that start at once, one takes the next
+            candidate.mkdir()  # exclusive, so two runs that start at once get different folders
             return candidate
         except FileExistsError:
             n += 1
@@ -56,17 +56,17 @@ def make_next_free(path: Path) -> Path:
 
 
 def checkpoint_folder(run: str | Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The folder of the checkpoint of a step."""
     return Path(run) / "checkpoints" / f"step_{step:06d}"
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a folder of this name is a checkpoint."""
+    """Whether this is the name of a checkpoint's folder."""
     return _STEP.fullmatch(name) is not None
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps done at a checkpoint."""
+    """The step of a checkpoint, from its name."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -77,11 +77,11 @@ def list_checkpoints(run: str | Path) -> list[Path]:
 
 
 def put_folder(folder: Path, final: Path) -> Path | None:
-    """Give a folder its final name; where one had it before, that one's new name.
+    """Rename a folder to its final name; return the new name of a folder that had it before.
 
-    The two names are exchanged at once where the system can (Linux, not over NFS).
+    The two names are exchanged atomically if the system supports it (Linux, not on NFS).
     """
-    import ctypes  # takes long
+    import ctypes  # slow to import
 
     if not final.exists():
         os.replace(folder, final)
@@ -97,7 +97,7 @@ def put_folder(folder: Path, final: Path) -> Path | None:
 
 
 def point_latest(run: Path, checkpoint: Path) -> None:
-    """run/latest -> the checkpoint. Only people and transformers need it: see newest_checkpoint."""
+    """Link run/latest to the checkpoint, for people and transformers; fastpar does not need it."""
     temporary = run / f".{LATEST}.tmp"
     with contextlib.suppress(OSError):  # a file system without links
         temporary.unlink(missing_ok=True)
@@ -106,14 +106,14 @@ def point_latest(run: Path, checkpoint: Path) -> None:
 
 
 def is_restart() -> bool:
-    """Whether a launcher has started this rank again after a failure."""
+    """Whether a launcher has restarted this rank after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
 
 def run_id() -> str:
-    """What the starts of one run have in common, by its launcher; empty without one."""
+    """An id of the launcher that all restarts of a run share; empty without a launcher."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if name != "none":  # torchrun's word for: nobody gave one
+    if name != "none":  # torchrun's value if the user gave no id
         return name
     launcher = os.getppid()
     with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ def run_id() -> str:
 
 
 def find_run(runs: str | Path, name: str) -> Path | None:
-    """The newest folder that a start with this run_id() has locked; None for an empty name."""
+    """The newest folder locked by a start with this run_id(); None if there is none."""
     found = []
     for file in Path(runs).glob(f"*/{LOCK}") if name else ():
         with contextlib.suppress(OSError):
@@ -133,14 +133,14 @@ def find_run(runs: str | Path, name: str) -> Path | None:
 
 
 def hold(folder: str | Path, *, wait_s: float | None = None) -> bool:
-    """Have a run's folder for this process until release(), or until it ends.
+    """Lock a run folder for this process until release() or its end.
 
     Args:
-        wait_s: for the process that has it to go; None: WAIT_S.
+        wait_s: how long to wait for another process that holds it; None: WAIT_S.
     Returns:
-        False where the file system has no locks: then nothing is checked.
+        False if the file system has no locks; then nothing is checked.
     Raises:
-        ValueError: another process has it; says which.
+        ValueError: another process holds it; names the process.
     """
     folder = Path(folder).resolve()
     if folder in _held:
@@ -156,7 +156,7 @@ def hold(folder: str | Path, *, wait_s: float | None = None) -> bool:
         os.close(descriptor)
         if isinstance(error, ValueError):
             raise
-        return False  # file systems without locks have many errors for it, 524 among them
+        return False  # file systems without locks raise various errors, such as 524
     host, since = socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"pid": os.getpid(), "host": host, "since": since, "run_id": run_id()}
     os.ftruncate(descriptor, 0)
@@ -166,7 +166,7 @@ def hold(folder: str | Path, *, wait_s: float | None = None) -> bool:
 
 
 def check_free(folder: str | Path) -> None:
-    """Raises the ValueError of hold() at once, if another process has a run's folder."""
+    """Raise the ValueError of hold(), without waiting, if another process holds a run folder."""
     folder = Path(folder).resolve()
     if folder in _held:
         return
@@ -185,13 +185,13 @@ def _taken(folder: Path) -> ValueError:
     if {"pid", "host", "since"} <= holder.keys():
         who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     return ValueError(
-        f"train: expected a run that no other process writes, got out={folder}, which {who} has; "
+        f"train: expected a run that no other process writes, got out={folder}, used by {who}; "
         "wait for it, stop it, or choose another --out"
     )
 
 
 def release() -> None:
-    """Give back what this process has."""
+    """Release all locks of this process."""
     while _held:
         os.close(_held.popitem()[1])
 
@@ -207,27 +207,27 @@ def _try(descriptor: int) -> bool:
 def _read(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
-    except ValueError:  # it is being written
+    except ValueError:  # it is being written now
         return {}
     return found if isinstance(found, dict) else {}
 
 
-# A fork shares its parent's lock, and would keep it when that is gone.
+# A fork shares its parent's lock, and would keep it after the parent ends.
 os.register_at_fork(after_in_child=release)
 
 
-_INTERVAL_S = 5.0  # between two lines, where there is no bar
+_INTERVAL_S = 5.0  # between two lines of progress without a bar
 
 
 def duration(seconds: float) -> str:
-    """4:05 or 1:02:03."""
+    """A duration as 4:05 or 1:02:03."""
     minutes, s = divmod(round(max(seconds, 0.0)), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def _has_room_for_a_bar() -> bool:
-    """Whether stderr is a terminal that knows its size; tqdm draws nothing on one of 0 rows."""
+def _can_show_bar() -> bool:
+    """Whether stderr is a terminal of known size; tqdm draws nothing on one of 0 rows."""
     try:
         return sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno()))
     except (OSError, ValueError):
@@ -235,13 +235,13 @@ def _has_room_for_a_bar() -> bool:
 
 
 class Progress:
-    """The bar on a terminal; a line every few seconds where there is none; nothing when disabled.
+    """Progress of steps: a bar on a terminal, otherwise a line every few seconds.
 
     Args:
-        total: steps in all.
-        initial: steps done before.
-        enabled: on rank 0 alone.
-        bar: None decides by whether stderr is a terminal.
+        total: total number of steps.
+        initial: steps done before this start.
+        enabled: False: print nothing.
+        bar: whether to use a bar; None: if stderr is a terminal.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class Progress:
         self._first_step, self._started = initial, time.monotonic()
         self._last_line = -math.inf
         self._bar: Any = None
-        bar = _has_room_for_a_bar() if bar is None else bar
+        bar = _can_show_bar() if bar is None else bar
         if enabled and bar and importlib.util.find_spec("tqdm") is not None:
             from tqdm import tqdm
 
@@ -265,7 +265,7 @@ class Progress:
             )
 
     def update(self, step: int, text: str) -> None:
-        """`step` steps are done; `text` says how it stands: loss, tokens/s."""
+        """Report that `step` steps are done; text: loss, tokens/s."""
         if not self.enabled:
             return
         if self._bar is not None:
@@ -281,7 +281,7 @@ class Progress:
         print(f"step {step}/{self.total}  {text}  eta {duration(left)}", flush=True)
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line, above the bar if there is one."""
         if not self.enabled:
             return
         if self._bar is not None:
@@ -296,7 +296,7 @@ class Progress:
 
 
 def smoothed(values: Iterable[float], weight: float) -> list[float]:
-    """Exponential moving average without the pull towards zero at its start."""
+    """Exponential moving average, corrected for the bias towards zero at its start."""
     average, norm, out = 0.0, 0.0, []
     for value in values:
         average = weight * average + (1 - weight) * value

@@ -1,11 +1,10 @@
-"""Tensors in files: number formats and their names, safetensors files read and written.
+"""Tensors in files: names of number formats; reading and writing safetensors files.
 
-A file is read by a header that is checked before it is believed. It is written by tensors:
-safetensors' own save_file needs all of them at once: a rank that collects the shards of a model
-would hold all of it, and all of its optimizer's state, beside its part. Here the header comes
-first, from dtypes and shapes; each tensor then goes to its place and can be dropped, in blocks, so
-that one that is transposed needs no memory for all of it. The bytes are those of save_file
-(test_the_same_bytes_as_save_file).
+Readers check a file's header before they use it. TensorFile writes one tensor at a time, because
+safetensors' save_file needs all tensors at once, and a rank that collects shards would have to hold
+the whole model and optimizer state. The header is written first, from dtypes and shapes; each
+tensor is then written to its place in blocks, so that a transposed tensor needs no full copy. The
+files are identical to those of save_file (test_the_same_bytes_as_save_file).
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from torch import Tensor
 
 from fastpar.files.plain_files import JSON_BYTES, parse_object, read_into, shown
 
-FLOATS = {  # of weights and gradients
+FLOATS = {  # formats of weights and gradients
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-DTYPES = {**FLOATS, "int8": torch.uint8}  # moments may also be codes of 8 bits
-# safetensors' names, in the order in which it stores tensors: by alignment, then by name.
+DTYPES = {**FLOATS, "int8": torch.uint8}  # moments may have 8 bits, too
+# safetensors' names, in its order of storing tensors: by alignment, then by name.
 STORED = {
     "I64": torch.int64,
     "F64": torch.float64,
@@ -45,14 +44,14 @@ STORED = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in STORED.items()}
-BLOCK_BYTES = 1 << 20  # written or read, and looked at, at once: it is in the cache for both
-THREADS = min(4, os.cpu_count() or 1)  # that read or write files
-TILE_ROWS = 64  # of a transposed tensor, turned at once
+BLOCK_BYTES = 1 << 20  # read or written at once; small enough to stay in the cache for hashing
+THREADS = min(4, os.cpu_count() or 1)  # threads that read or write files
+TILE_ROWS = 64  # rows of a tensor that are transposed at once
 HF_NAMES = {FLOATS[name]: str(FLOATS[name]).removeprefix("torch.") for name in list(FLOATS)[:3]}
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor before it is there."""
+    """Dtype and shape of a tensor that is still to be written."""
 
     dtype: torch.dtype
     shape: Sequence[int]
@@ -63,19 +62,20 @@ class Spec(NamedTuple):
 
 
 class TensorFile:
-    """Use as a context manager: write() every tensor once; leaving it checks that all are there.
+    """Writes a safetensors file, as a context manager: write() each tensor once.
 
-    Several threads may write, each other tensors.
+    Several threads may write different tensors. Leaving the context checks that all were written.
 
     Args:
         path: created, or overwritten.
-        specs: of the tensors by name.
+        specs: dtype and shape of each tensor, by name.
         metadata: strings for the header.
     Attributes:
-        head: the bytes before the tensors' data; size: of the file.
-        order: the tensors' names as they lie in the file; writing in this order is fastest.
+        head: the bytes before the tensors' data.
+        size: bytes of the file.
+        order: names of the tensors in the order of the file; writing in this order is fastest.
     Raises:
-        ValueError: a dtype that the format does not have.
+        ValueError: a dtype that safetensors does not support.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TensorFile:
     ) -> None:
         dtypes, end = list(DTYPE_NAMES), 0
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        self._left: dict[str, tuple[Spec, int]] = {}  # not written yet, and where they go
+        self._left: dict[str, tuple[Spec, int]] = {}  # tensors not written yet, and their offsets
         for name, spec in specs.items():
             if spec.dtype not in DTYPE_NAMES:
                 raise ValueError(
@@ -102,25 +102,25 @@ class TensorFile:
         self.size = len(self.head) + end
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
         self._put(memoryview(self.head), 0)
-        self._file.truncate(self.size)  # tensors without elements may stand at the end
+        self._file.truncate(self.size)  # in case the last tensors have no elements
 
     def write(
         self, name: str, tensor: Tensor, see: Callable[[memoryview], object] | None = None
     ) -> None:
-        """Put one tensor into its place.
+        """Write one tensor.
 
         Args:
             see: called with each block of its bytes, in order.
         Raises:
-            ValueError: no such tensor is expected, or it was written already.
+            ValueError: the tensor is not in specs, differs from its spec, or was written before.
         """
         spec, place = self._left.pop(name, (None, 0))
         got = tensor.dtype, list(tensor.shape)
         if spec is None or got != (spec.dtype, list(spec.shape)):
             raise ValueError(
-                f"TensorFile.write: expected {spec or 'one of the others'}, got '{name}' of "
-                f"dtype={tensor.dtype}, shape={list(tensor.shape)}; write each tensor once, as "
-                "announced"
+                f"TensorFile.write: expected {spec or 'a tensor that is left'}, got '{name}' of "
+                f"dtype={tensor.dtype}, shape={list(tensor.shape)}; write each tensor once, as in "
+                "specs"
             )
         at = len(self.head) + place
         for block in _blocks(tensor.detach()):
@@ -147,11 +147,11 @@ class TensorFile:
 
 
 def _blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in its own order."""
+    """The bytes of a tensor in row-major order, in blocks."""
     if tensor.dim() == 2 and tensor.t().is_contiguous() and tensor.device.type == "cpu":
         whole = bytes_of(tensor.t()).view(f"i{tensor.itemsize}").reshape(tensor.t().shape)
         for row in range(0, len(tensor), TILE_ROWS):
-            tile = np.ascontiguousarray(whole[:, row : row + TILE_ROWS])  # turned in the cache
+            tile = np.ascontiguousarray(whole[:, row : row + TILE_ROWS])  # transpose in the cache
             yield np.ascontiguousarray(tile.T).view(np.uint8).reshape(-1).data
         return
     tensor = tensor.contiguous().cpu()
@@ -161,9 +161,9 @@ def _blocks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor on the CPU, which must live as long as it is used.
+    """The memory of a contiguous CPU tensor as an array; the tensor must outlive it.
 
-    After numpy() a storage cannot be resized, as those of whole parameters at stage 3 are.
+    This is used because a storage cannot be resized after numpy(), which ZeRO 3 needs.
     """
     if not tensor.nbytes:
         return np.empty(0, np.uint8)
@@ -172,25 +172,25 @@ def bytes_of(tensor: Tensor) -> np.ndarray:
 
 
 class Place(NamedTuple):
-    """Where a tensor's bytes lie in its file."""
+    """Byte range of a tensor in its file."""
 
     start: int
     stop: int
 
 
 class Stored(NamedTuple):
-    """A tensor of a file."""
+    """A tensor in a file's header."""
 
-    dtype: str  # as safetensors writes it
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]
     place: Place
 
 
 def read_header(descriptor: int) -> dict[str, Stored]:
-    """The tensors of a whole file.
+    """Read the header of a file and check it against the file's size.
 
     Raises:
-        ValueError: its header is damaged, or not that of a file of this size.
+        ValueError: the header is damaged, or does not match the size.
         OSError: it cannot be read.
     """
     size = os.fstat(descriptor).st_size
@@ -208,17 +208,16 @@ def read_header(descriptor: int) -> dict[str, Stored]:
 
 
 def parse_header(head: bytes) -> dict[str, Stored]:
-    """The tensors that the first bytes of a file announce.
+    """Parse the header of a file.
 
     Args:
         head: all bytes before those of the tensors.
     Raises:
-        ValueError: no such header; tensors overlap or leave bytes out. The text is to be put
-            behind the file's name.
+        ValueError: not a header; tensors overlap or leave gaps. The text states only the problem.
     """
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or len(head) != 8 + length:
-        raise ValueError(f"a header of {length} bytes where {len(head)} - 8 are due")
+        raise ValueError(f"a header of {length} bytes instead of {len(head)} - 8")
     try:
         header = parse_object(head[8:])
     except ValueError as error:
@@ -228,7 +227,7 @@ def parse_header(head: bytes) -> dict[str, Stored]:
     at = len(head)
     for key, stored in sorted(tensors.items(), key=lambda item: item[1].place):
         if stored.place.start != at:
-            raise ValueError(f"tensor {shown(key)} at {stored.place.start} where {at} is due")
+            raise ValueError(f"tensor {shown(key)} at {stored.place.start} instead of {at}")
         at = stored.place.stop
     return tensors
 

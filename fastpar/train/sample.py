@@ -1,4 +1,4 @@
-"""Text from a model: which prompts and tokenizer, a stream of tokens, and their characters."""
+"""Text generation: prompts and tokenizer, a stream of tokens, and their text."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def generate(
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[Tensor]:
-    """Continues each row of idx token by token, without dropout, as fast as the caller asks.
+    """Continue each row of idx token by token, without dropout, as an iterator.
 
-    Keys and values of what was read are kept: a step computes one token. Beyond block_size tokens
-    the window moves, and with it the positions of all: then each step reads the window anew.
+    Keys and values are cached, so a step computes one token. Beyond block_size tokens the window
+    moves, which changes all positions: then each step computes the whole window.
 
     Args:
-        idx: [B, T] int64, T >= 1, or B rows [T_b] of lengths of their own. The model reads the
-            last block_size tokens of a row at most. All rows go on from the length of the
-            shortest: those that are longer read their own next token until they have no more.
+        idx: [B, T] int64, T >= 1, or B rows [T_b] of different lengths. The model reads at most the
+            last block_size tokens of a row. All rows start at the length of the shortest; longer
+            ones read their own next tokens first.
         max_new_tokens: >= 0.
         temperature: divides the logits; 0 takes the most likely token.
-        top_k: draws from the k most likely tokens only.
-        generator: on the CPU, where tokens are drawn whatever the model's device, or one for each
-            row; torch's default one otherwise.
-        vocab_size: draws from the first so many tokens only, those of a tokenizer that has fewer
-            than the model.
+        top_k: draw from the k most likely tokens only.
+        generator: one CPU generator, or one per row; None: torch's default generator. Tokens are
+            drawn on the CPU for every device.
+        vocab_size: draw from the first vocab_size tokens only, if the tokenizer has fewer than the
+            model.
     Returns:
-        An iterator of tensors [B] int64 on idx's device, max_new_tokens for each row and -1 before
-        and after them. No token is one of the vocabulary's padding.
+        An iterator of tensors [B] int64 on idx's device: max_new_tokens tokens per row, and -1
+        before and after them. Padding of the vocabulary is never drawn.
     Raises:
         ValueError: an argument outside the above.
     """
@@ -56,17 +56,17 @@ def generate(
     if isinstance(idx, Tensor) and (idx.dim() != 2 or idx.shape[1] < 1):
         raise ValueError(
             f"generate: expected idx [B, T] with T >= 1, got idx.shape={list(idx.shape)}; "
-            "start from one token at least"
+            "pass at least one token"
         )
     if any(len(shape) != 1 or shape[0] < 1 for shape in shapes):
         raise ValueError(
-            f"generate: expected rows of one token at least, got shapes={shapes}; "
-            "start from one token at least"
+            f"generate: expected rows of at least one token, got shapes={shapes}; "
+            "pass at least one token per row"
         )
     if max_new_tokens < 0:
         raise ValueError(
             f"generate: expected max_new_tokens >= 0, got max_new_tokens={max_new_tokens}; "
-            "say how many tokens to add"
+            "set the number of tokens to generate"
         )
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(
@@ -75,12 +75,12 @@ def generate(
         )
     if top_k is not None and top_k < 1:
         raise ValueError(
-            f"generate: expected top_k >= 1, got top_k={top_k}; leave it out to draw from all"
+            f"generate: expected top_k >= 1, got top_k={top_k}; drop it to draw from all"
         )
     if isinstance(generator, Sequence) and len(generator) != len(idx):
         raise ValueError(
-            f"generate: expected one generator, or one for each of {len(idx)} rows, got "
-            f"{len(generator)}; make one for each row"
+            f"generate: expected one generator or one for each of {len(idx)} rows, got "
+            f"{len(generator)}; pass one per row"
         )
     rows = [row[-model.config.block_size :] for row in idx]
 
@@ -102,7 +102,7 @@ def _tokens(
     vocab_size: int | None,
     draw: Callable[[Tensor, list[int]], Tensor],
 ) -> Iterator[Tensor]:
-    """generate()'s iterator; draw: logits [N, V] of N rows, and which rows -> tokens [N]."""
+    """The iterator of generate(). draw: logits [N, V], indices of these rows -> tokens [N]."""
     size = model.config.block_size
     first, last = min(map(len, rows)), max(map(len, rows))
     new = idx = torch.stack([row[:first] for row in rows])
@@ -120,7 +120,7 @@ def _tokens(
             ).to(idx.device)
             idx = torch.cat((idx, read_next[:, None]), dim=1)
             new = idx[:, -1:]
-            if idx.shape[1] > size:  # every token moves to another position: read all anew
+            if idx.shape[1] > size:  # the window moved: compute all positions again
                 new = idx = idx[:, -size:]
                 for layer in read:
                     layer.length = 0
@@ -133,7 +133,7 @@ def _draw(
     top_k: int | None,
     generator: torch.Generator | Sequence[torch.Generator] | None,
 ) -> Tensor:
-    """logits [B, V] -> tokens [B]."""
+    """Draw tokens [B] from logits [B, V]."""
     if temperature == 0.0:
         return logits.argmax(dim=-1)
     # The largest logit becomes 0, so that a tiny temperature cannot overflow to inf - inf.
@@ -148,10 +148,10 @@ def _draw(
 
 
 def stream_text(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """The text of a stream of tokens, in pieces that never cut a character.
+    """Decode a stream of tokens to text, in pieces that end at whole characters.
 
-    A token may end within a character's UTF-8 bytes; decode then ends in U+FFFD. That last U+FFFD
-    is held back until the next token completes it or shows that the bytes are invalid.
+    A token may end within the UTF-8 bytes of a character; decode then ends in U+FFFD. This last
+    U+FFFD is held back until the next token completes the character or shows that it is invalid.
     """
     pending: list[int] = []
     emitted = 0  # characters of decode(pending)
@@ -176,34 +176,34 @@ def sample(
     seed: int = 0,
     say: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
-    """Texts as they are drawn: for each prompt num_samples times it and the model's continuation.
+    """Generate texts as a stream: for each prompt, num_samples times the prompt and continuation.
 
-    Text i has a generator of its own, seeded by seed + i: it does not depend on which others are
-    drawn with it. Neighbours whose lengths differ by at most max_new_tokens are computed at once;
-    the first of them is told as it is drawn, then the others. Rows that pad a vocabulary beyond
-    the tokenizer's, as nanoGPT's 50304, are never drawn. Without a prompt, free text.
+    Text i has its own generator, seeded by seed + i, so it does not depend on the other texts.
+    Adjacent texts whose prompt lengths differ by at most max_new_tokens are computed as one batch;
+    the first one is streamed, the others follow. Tokens that only pad the vocabulary (nanoGPT's
+    50304) are never drawn. Without a prompt, the text starts with a newline.
 
     Args:
-        say: is told of a prompt longer than the context.
+        say: called with a message about a prompt longer than the context.
     Raises:
-        ValueError: a prompt without tokens; see generate.
+        ValueError: a prompt without tokens; see generate().
     """
     texts: list[tuple[str, Tensor]] = []
     for prompt in settings.prompt or (_free_prompt(tokenizer),):
         ids = tokenizer.encode(prompt or _free_prompt(tokenizer))
         if not ids:
             raise ValueError(
-                f"sample: expected a prompt of one token at least, got prompt={prompt!r}; "
-                "begin with a newline for free text"
+                f"sample: expected a prompt of at least one token, got prompt={prompt!r}; "
+                "drop it to start with a newline"
             )
         size = model.config.block_size
         if say and len(ids) > size:
-            say(f"the prompt has {len(ids)} tokens; the model reads the last {size} of them")
+            say(f"the prompt has {len(ids)} tokens; the model reads only the last {size}")
         row = torch.tensor(ids[-size:], dtype=torch.int64, device=model.wte.weight.device)
         texts += [(prompt, row)] * settings.num_samples
     done = 0
     while done < len(texts):
-        group = _neighbours(texts[done:], settings.max_new_tokens)
+        group = _next_batch(texts[done:], settings.max_new_tokens)
         stream = generate(
             model,
             [row for _, row in group],
@@ -223,8 +223,8 @@ def sample(
         done += len(group)
 
 
-def _neighbours(texts: list[tuple[str, Tensor]], max_new_tokens: int) -> list[tuple[str, Tensor]]:
-    """The first texts whose lengths are so near that computing them at once pays."""
+def _next_batch(texts: list[tuple[str, Tensor]], max_new_tokens: int) -> list[tuple[str, Tensor]]:
+    """The first texts whose lengths are close enough to compute them as one batch."""
     for end in range(1, len(texts) + 1):
         lengths = [len(row) for _, row in texts[:end]]
         if max(lengths) - min(lengths) > max_new_tokens:
@@ -233,18 +233,18 @@ def _neighbours(texts: list[tuple[str, Tensor]], max_new_tokens: int) -> list[tu
 
 
 def _row(i: int, stream: Iterator[Tensor], rows: list[list[int]]) -> Iterator[int]:
-    """Tokens of row i of a stream [B], as they come; those of the other rows are kept in rows."""
+    """Yield tokens of row i of a stream [B] as they come; store those of all rows in rows."""
     yield from rows[i]
-    told = len(rows[i])
+    done = len(rows[i])
     for step in stream:
         for row, token in zip(rows, step.tolist()):
             row += [token] * (token >= 0)
-        yield from rows[i][told:]
-        told = len(rows[i])
+        yield from rows[i][done:]
+        done = len(rows[i])
 
 
 def _free_prompt(tokenizer: Tokenizer) -> str:
-    """A new line, or the first token of a tokenizer that has none."""
+    """A newline, or the first token if the tokenizer has no newline."""
     with contextlib.suppress(ValueError):
         if tokenizer.encode("\n"):
             return "\n"
@@ -254,36 +254,35 @@ def _free_prompt(tokenizer: Tokenizer) -> str:
 def find_tokenizer(
     named: str | None, source: Path, vocab_size: int, *, say: Callable[[str], None]
 ) -> Tokenizer:
-    """The tokenizer of weights: the one that is named, or theirs."""
+    """The tokenizer for some weights: the named one, or the one saved with them."""
     name = named or tokenizers.tokenizer_of_weights(source, vocab_size)
     if name and not named and (source.is_file() or name == "gpt2"):
-        say(f"tokenizer {name}, as nanoGPT has it; --tokenizer chooses another one")
+        say(f"tokenizer {name}, as in nanoGPT; use --tokenizer for another one")
     if name is None:
         raise ValueError(
             f"fastpar sample: expected --tokenizer for the {vocab_size} tokens of {source}, which "
-            "has none, got none; name gpt2, bytes, or a folder with a saved one or the meta.pkl of "
-            "nanoGPT's data"
+            "has none; use gpt2, bytes, or a folder with a saved tokenizer or nanoGPT's meta.pkl"
         )
     if tokenizers.learns_from_text(name):
         raise ValueError(
-            f"fastpar sample: expected a tokenizer that was saved, got tokenizer={name}, which "
-            "learns from a text; name the folder that it was saved in"
+            f"fastpar sample: expected a saved tokenizer, got tokenizer={name}, which has to be "
+            "trained; name the folder of the saved one"
         )
     tokenizer = tokenizers.make_tokenizer(name)
     if tokenizer.vocab_size > vocab_size and (named or source.is_file()):
         raise ValueError(
             f"fastpar sample: expected a tokenizer of at most the {vocab_size} tokens of {source}, "
-            f"got tokenizer={name} with {tokenizer.vocab_size}; name the one it was trained with"
+            f"got tokenizer={name} with {tokenizer.vocab_size}; use the one it was trained with"
         )
     return tokenizer
 
 
 def typed_prompts(say: Callable[[str], None]) -> Iterator[str]:
-    """Lines of stdin until it ends, asked for where somebody types; an empty one is free text."""
-    asked = sys.stdin.isatty()
-    if asked:
-        say("a prompt a line; an empty one for free text, Ctrl-D to end")
-        import readline  # noqa: F401  keys that edit the line, and earlier lines
+    """Lines of stdin until its end, with a prompt on a terminal; an empty line: no prompt."""
+    on_terminal = sys.stdin.isatty()
+    if on_terminal:
+        say("type one prompt per line (an empty line for none), Ctrl-D to end")
+        import readline  # noqa: F401  line editing and history
     with contextlib.suppress(EOFError):
         while True:
-            yield input("> " if asked else "")
+            yield input("> " if on_terminal else "")

@@ -159,7 +159,7 @@ MANIFESTS = {  # a change of what it says under a right digest, or the bytes of 
     "version 2": (versioned(2), OTHER + r"2; fastpar 0\.3 reads it$"),
     "version 5": (versioned(5), OTHER + "5; update fastpar$"),
     "no bytes": (b"", WHERE + "not JSON"),
-    "a list": (b"[]", WHERE + "no JSON object but list"),
+    "a list": (b"[]", WHERE + "not a JSON object but list"),
     "an object": (b"{}", WHERE + "another format: None"),
     "no digest": (b'{"format": "fastpar-checkpoint", "version": 3}', WHERE + "no digest"),
 }

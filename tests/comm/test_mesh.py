@@ -65,7 +65,7 @@ TP_OF_4 = (
 DP_X_TP = (
     "expected dp \\* tp equal to the number of ranks, got dp=4, tp=2 with world_size=4; start 8 "
 )
-GRID_WORDS = r"tp_grid of two or three positive integers, .* pass \(2, 2\), or"
+GRID_WORDS = r"tp_grid of two or three positive integers .* pass \(2, 2\), for"
 REFUSED = [  # settings, ranks, words
     *(({"dp": x}, 1, f"expected dp to be a positive integer.*got dp={x}") for x in (0, True, 2.0)),
     *(

@@ -164,7 +164,7 @@ def test_eval_batches_read_on_from_the_start(n_tokens, batch_size, n_batches, wo
 
 def test_what_batches_refuse():
     for call in (n_samples_per_epoch, lambda t, T: batch(t, 0, 1, block_size=T)):
-        with pytest.raises(ValueError, match=r"at least block_size \+ 1 = 5 tokens, got 4; give"):
+        with pytest.raises(ValueError, match=r"at least block_size \+ 1 = 5 tokens, got 4; use"):
             call(numbers(4), 4)
         with pytest.raises(ValueError, match=r"block_size >= 1, got block_size=0;"):
             call(numbers(4), 0)
@@ -213,8 +213,8 @@ def test_best_fit_and_batches_of_rows():
     sizes = [sorted(row.tolist(), reverse=True) for row in rows]
     assert sizes == [[8], [8], [6, 2], [5], [5, 2]]
     assert packed.description == (
-        "packed   5 documents into 5 rows of 8, 10.00% free; 1 are longer than the context and "
-        "were split"
+        "packed   5 documents into 5 rows of 8 tokens, 10.00% unused; 1 longer than the context wer"
+        "split"
     )
     packed = pack_documents(stream(*range(1, 60)), END, 16)
     whole = batch(packed, 0, 2 * packed.n_rows, seed=3, block_size=16)
@@ -256,7 +256,7 @@ def test_the_bible_is_there_after_installation(load):
     assert loaded.tokenizer.decode(loaded.train[:100]).startswith(start)
     n_bytes = len(loaded.tokenizer.decode(loaded.val[:]).replace("<|endoftext|>", "").encode())
     assert loaded.val_bytes == n_bytes
-    assert f"{len(loaded.train):,} tokens to train on" in loaded.describe()
+    assert f"{len(loaded.train):,} training tokens" in loaded.describe()
     assert f"{n_bytes / len(loaded.val):.2f} bytes per token" in loaded.describe()
 
 
@@ -299,7 +299,7 @@ def test_ids_end_to_end(load, tmp_path):
     loaded = load("char")
     assert (loaded.tokenizer.name, loaded.vocab_size) == ("ids", 65)
     assert loaded.tokenizer.decode([3, 4]) == "3 4 "
-    assert "the ids stay numbers unless their tokenizer is named" in loaded.notes[0]
+    assert "ids stay numbers unless you name their tokenizer" in loaded.notes[0]
     assert load("char", "bytes").tokenizer.decode([64]) == "@"
 
 

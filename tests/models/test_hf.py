@@ -344,7 +344,7 @@ def test_damaged_or_missing_files_are_named(folder, tmp_path):
     config.write_text("{")
     refused(folder, r"readable config.json, got .*config.json \(")
     config.write_text("[]")
-    refused(folder, r"got .*config.json \(no JSON object but list\)")
+    refused(folder, r"got .*config.json \(not a JSON object but list\)")
     config.unlink()
     os.mkfifo(config)
     refused(folder, r"got .*config.json \(.*not a regular file")

@@ -187,7 +187,7 @@ def test_a_cache_that_cannot_be_written_is_the_users_to_change(here, capsys, mon
     monkeypatch.setenv("HOME", "home")
     assert fastpar(f"{TRAIN} --out r") == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("load_data: expected a folder that can be written, got cache_dir=home/")
+    assert line.startswith("load_data: expected a writable folder, got cache_dir=home/")
     assert not Path("r").exists()
 
 
@@ -318,7 +318,7 @@ def test_sample_from_nanogpts_file(here, capsys):
     assert fastpar(f"sample ckpt.pt {options}") == 0
     again, err = capsys.readouterr()
     assert again == out
-    assert "/meta.pkl, as nanoGPT has it" in err
+    assert "/meta.pkl, as in nanoGPT" in err
     assert fastpar("export ckpt.pt --to hf") == 0
     assert "has no biases" in capsys.readouterr().err
 

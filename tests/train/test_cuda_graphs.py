@@ -228,7 +228,7 @@ def test_what_graphs_of_micro_batches_refuse(captured):
         weight.register_post_accumulate_grad_hook,
     ):
         handle = register(lambda *args: None)
-        with pytest.raises(ValueError, match=r"expected no hooks .* of 'h\.1.* remove it, or leav"):
+        with pytest.raises(ValueError, match=r"expected no hooks .* of 'h\.1.* remove it, or drop"):
             graphs(ids(1), key, 2.0)
         handle.remove()
         graphs(ids(1), key, 2.0)

@@ -255,4 +255,4 @@ def test_several_prompts_give_the_texts_of_each(byte_model, monkeypatch):
     assert batches == [2] * 6 + [1] * 4  # lengths 1 and 3: 4 + 2 steps
     settings = SampleSettings(("H" * 9,), num_samples=1, max_new_tokens=1)
     "".join(sample(byte_model, BYTES, settings, say=notes.append))
-    assert notes == ["the prompt has 9 tokens; the model reads the last 8 of them"]
+    assert notes == ["the prompt has 9 tokens; the model reads only the last 8"]

@@ -254,7 +254,8 @@ def test_two_starts_at_once_are_refused():
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
         rule = (
-            f"expected a run that no other process writes, got out=.*/r, which process {other.pid}"
+            f"expected a run that no other process writes, got out=.*/r, used by process "
+            f"{other.pid}"
         )
         for config in (settings, plain):
             with pytest.raises(ValueError, match=rule):
