@@ -818,7 +818,7 @@ HEADS = 12  # GPT-2's
 def plain_attentions(
     rows: int, size: int, device: str, *, more: bool = False, masked: bool = False
 ) -> Iterator[OpCase]:
-    """Plain attention, or attention with dropout or documents; see kernels/attention.py _case."""
+    """Attention, plain or with dropout or documents; see _case in attention/__init__.py."""
     B, T, D = -(-rows // 1024), min(rows, 1024), size
     # A mask's oracle is drawn in Python, and a kernel interpreted head by head.
     H = HEADS if rows > 320 else 2 if masked or rows < 48 else 4

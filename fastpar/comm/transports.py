@@ -8,7 +8,7 @@ Rank 0 makes one block of memory with memfd_create: a file in memory without a n
 guess one, nothing is left behind in /dev/shm, and a container's small /dev/shm does not limit it.
 The others open it through /proc/<pid of rank 0>/fd, which the system allows to the same user only,
 and check a random token in it. It is freed when the last rank that maps it ends, in whatever way
-(test_kill_leaves_nothing_behind). The ranks' work in it is in csrc/shm_cpu.cpp.
+(test_a_killed_rank_is_an_error_on_the_others). The ranks' work in it is in csrc/shm_cpu.cpp.
 
 [Note: the thread of a group]
 Each group has one daemon thread that runs its operations in the order of the calls. close() stops

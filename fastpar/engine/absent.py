@@ -51,7 +51,7 @@ class Hook(NotCopied):
     """Calls function(owner, *args, ...), unless owner.paused; owner is a weak reference.
 
     torch.compile neither traces a hook nor compiles what it calls: it would compile them once for
-    each unit, and give up after eight (test_one_compiled_block_serves_all_layers).
+    each unit, and give up after eight (test_nothing_is_compiled_after_the_second_block).
     """
 
     _torchdynamo_disable = True

@@ -15,7 +15,7 @@ more.
 A parameter that no rank used is not stepped; one that only other ranks used has a gradient. Where
 p.grad is read after backward, each bucket carries one element per parameter, 1 if this rank has a
 gradient; only ranks without one read it back, so the usual step never waits. With sharded gradients
-the control exchange carries this (test_unused_parameters_match_one_process).
+the control exchange carries this (tests/contracts/test_programs.py).
 
 [Note: partial gradients]
 Gradients whose state along tp is Partial are packed and summed along tp after their reduction along

@@ -6,7 +6,8 @@ Shape legend: B batch, T time, C n_embd, H heads, D head dim, F 4*C, V vocabular
 and that output. The next norm adds them, so that everywhere in the network the residual add, its
 dropout and the LayerNorm after it are one op (residual_layer_norm), which also adds the bias of
 attention's last layer. The MLP's stays in its product: its gradient would be summed by the next
-norm before it is rounded to 16 bits, and behind a stage's boundary after that (test_pipeline_bits).
+norm before it is rounded to 16 bits, and behind a stage's boundary after that
+(tests/contracts/test_same_run.py).
 
 [Note: padded vocabulary] wte has Vp rows, V rounded up to a multiple of 128 for the head's GEMMs.
 Rows [V, Vp) start at 0 and their gradient is exactly 0: no valid id reads them, and
@@ -19,7 +20,7 @@ names the batch's first sample: a sample's masks do not depend on how a batch is
 [Note: padded heads] A tp that does not divide the heads pads them: the last ranks have heads whose
 weights are 0 (25 heads at tp=2: 13 and 12 + 1). Such a head's query, key and value are 0, so what
 attention gives for it is 0, and so are the gradients of its weights: an optimizer leaves them at 0.
-No checkpoint, norm or whole tensor has them (tests/contracts/test_tp_padded_heads.py).
+No checkpoint, norm or whole tensor has them (tests/contracts/test_reshard.py).
 
 [Note: tensor parallel] parallelize() calls the modules' tensor_parallel(), which says how their
 parameters are split and keeps the TensorParallel; None is one rank. Under sequence parallelism x
@@ -34,8 +35,8 @@ of which the ranks of tp then share out theirs; Tokens says which. Attention see
 [Note: pipeline] One tensor goes from a stage to the next: x + dropout(delta), as the norm behind it
 would store it. The sender has that from the norm's own op, whose norm it drops; the receiver adds
 zeros in it. So the sums of forward and backward are rounded where one process rounds them
-(test_pipeline_bits). With dropout in 16 bits the sender would get delta's gradient from one that is
-rounded already: with `pairs` the receiver's op makes both, and both are sent back.
+(tests/contracts/test_same_run.py). With dropout in 16 bits the sender would get delta's gradient
+from one that is rounded already: with `pairs` the receiver's op makes both, and both are sent back.
 """
 
 from __future__ import annotations
@@ -469,9 +470,9 @@ class Block(nn.Module):
 
         Dropout is applied exactly when rng_key is given, from this site on: an argument and no
         attribute, or torch.compile would compile every block anew
-        (test_one_compiled_block_serves_all_layers). Under sequence parallelism [N/tp, C] each, and
-        tokens says of which batch. documents: cu_seqlens of attention(). read: keys and values of
-        the tokens before these.
+        (test_nothing_is_compiled_after_the_second_block). Under sequence parallelism [N/tp, C]
+        each, and tokens says of which batch. documents: cu_seqlens of attention(). read: keys and
+        values of the tokens before these.
         """
         p, attn = self.p, self.attn
         y, x = self.ln_1(x, delta, **dropout_at(site, p, rng_key, tokens))

@@ -6,7 +6,7 @@ dtype, LayerNorm and RMSNorm on CUDA in fp32, GELU and embedding in their input'
 [Note: parts that are called] MLP and CausalSelfAttention own nn.Linear parts for their names and
 state_dict keys, and use the parts' weights directly. A part that is more than its weights (hooks, a
 wrapped forward, another class in its place, as adapters and quantizers put there) is called instead
-(test_parts_with_hooks_are_called).
+(test_parts_with_hooks_or_another_forward_are_called).
 
 [Note: gathered weights] Under ZeRO a part's weights are not always there: forward hooks of the
 engine fetch them. Such a hook has gathers_weights = True and looks at no input: whoever uses the

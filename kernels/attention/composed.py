@@ -1,10 +1,10 @@
 """Attention in torch ops, one block of heads and queries at a time.
 
 What runs in fp64, under FASTPAR_BACKEND=torch and on devices without a kernel of ours. Formulas,
-mask and [Note: causal] are those of kernels/attention.py. A sample of a batch and a document of a
-packed sequence are the same thing here, [T, H, D]; all of its [H, T, Tk] scores are never alive at
-once. Kept for backward: the inputs and the key of the mask; P and M are computed again, with the
-same bits. Without dropout and documents torch has a kernel of its own: sdpa().
+mask and [Note: causal] are those of kernels/attention/__init__.py. A sample of a batch and a
+document of a packed sequence are the same thing here, [T, H, D]; all of its [H, T, Tk] scores are
+never alive at once. Kept for backward: the inputs and the key of the mask; P and M are computed
+again, with the same bits. Without dropout and documents torch has its own kernel: sdpa().
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def composed_bwd(
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """torch's own kernel on [B, T, H, D], causal as in kernels/attention.py [Note: causal]."""
+    """torch's own kernel on [B, T, H, D], causal as in attention/__init__.py [Note: causal]."""
     T, Tk = q.shape[1], k.shape[1]
     unseeing, mask = 0, None
     if causal and Tk < T:

@@ -269,6 +269,80 @@ def test_index_names_exist():
         )
 
 
+NAMED_FILE = re.compile(
+    r"(?<![\w/.<>*{}$-])((?:\.\./)*(?:[\w.-]+/)*[\w-]+\.(?:py|pyi|cpp|cu|h|sh|md|csv|yaml|toml))\b(?![\w(*<])"
+)
+NAMED_MODULE = re.compile(r"(?<![\w./])((?:fastpar|bench|tests)(?:\.\w+)+)")
+NAMED_TEST = re.compile(r"(?<![\w.])(test_\w+)\b(?!\.)")
+OF_OTHERS = {  # files of nanoGPT, Linux and users
+    "train.py", "prepare.py", "config/train_shakespeare_char.py", "script.py", "random.py",
+    "linux/prctl.h", "linux/fcntl.h", "linux/fs.h", "my.toml", "FILE.toml", "DIR/report.md",
+    "bench.only", "a.csv", "z.md",
+}  # fmt: skip
+COMMENT = {".py": r'"""(.*?)"""|#(?!include)([^\n"]*)', ".sh": r"()#([^\n]*)"}
+
+
+def prose(path: Path) -> str:
+    """A document, or the docstrings and comments of a source file."""
+    text = path.read_text(errors="ignore")
+    if path.suffix == ".md":
+        return text
+    found = re.finditer(COMMENT.get(path.suffix, r"/\*(.*?)\*/|//([^\n]*)"), text, re.DOTALL)
+    return "\n".join(m[1] or m[2] or "" for m in found)
+
+
+@functools.cache
+def words_of(path: Path) -> set[str]:
+    return set(re.findall(r"\w+", path.read_text()))
+
+
+def is_module_or_name(dotted_name: str) -> bool:
+    """Whether fastpar.engine.bucket.Stage, or a part of such a name from its beginning, exists."""
+    head, *rest = dotted_name.split(".")
+    if (head, *rest[:1]) == ("fastpar", "kernels"):
+        head, *rest = rest
+    here = ROOT / head
+    for k, part in enumerate(rest):
+        if (here / part).is_dir():
+            here = here / part
+        elif (here / f"{part}.py").exists():
+            return rest[k + 1 :] == [] or rest[k + 1] in words_of(here / f"{part}.py")
+        else:
+            files = (here / "__init__.py", here / "__init__.pyi")
+            return any(part in words_of(p) for p in files if p.exists())
+    return True
+
+
+def test_what_documents_and_comments_name_exists():
+    """Files by any end of their path, modules and names in them, tests, titles of notes."""
+    files = [p.relative_to(ROOT).as_posix() for p in tracked()]
+    ends = {
+        "/".join(parts[k:]) for parts in (f.split("/") for f in files) for k in range(len(parts))
+    }
+    texts = {
+        path: prose(path)
+        for path in tracked()
+        if path.suffix in (".md", ".py", ".pyi", ".cpp", ".cu", ".h", ".sh")
+        and path.name not in ("CHANGELOG.md", "test_house.py")
+    }
+    tests, notes, stale = set(), set(), []
+    for path, text in texts.items():
+        notes |= {" ".join(n.split()) for n in re.findall(r"\[Note:([^\]]+)\]", text)}
+        if path.is_relative_to(ROOT / "tests") and path.suffix == ".py":
+            tests |= {path.stem, *re.findall(r"def (test_\w+)", path.read_text())}
+    for path, text in texts.items():
+        named = {n for n in NAMED_FILE.findall(text) if n.lstrip("./") not in ends}
+        named = {n for n in named if not (path.parent / n).exists()}
+        named |= {n for n in NAMED_MODULE.findall(text) if not is_module_or_name(n)}
+        named |= {n for n in NAMED_TEST.findall(text) if not any(t.startswith(n) for t in tests)}
+        for title in re.findall(r"\[Note:([^\].]+)", text):
+            if not any(n.startswith(" ".join(title.split())) for n in notes):
+                named.add(f"Note: {title}")
+        named = {n for n in named if n.removeprefix("./") not in OF_OTHERS}
+        stale += [(path.relative_to(ROOT).as_posix(), n) for n in named]
+    assert sorted(stale) == []
+
+
 def test_every_test_file_is_in_a_folder_and_has_a_name_of_its_own():
     """`make test-slow FOLDER=` then reaches every test, and files may import each other by name."""
     files = [p.relative_to(ROOT / "tests") for p in tracked("tests/*.py")]
