@@ -3,11 +3,12 @@
     python -m bench grid                the page, from formulas and the rows of before
     python -m bench grid --mbit 1000    steps of four ranks behind links of this rate, too
 
-Bytes, messages and memory are those of fastpar/cost's formulas; tests/predict and tests/contracts
-compare them with real ranks. With --mbit four ranks of one thread each train behind real links
-(bench/systems/links.py), layout after layout, there and back; their losses must agree. The ratios
-that ColossalAI's authors published are theirs: other models, other machines, 16-bit, without
-sequence parallelism. Nobody has published them beside tensor parallelism x ZeRO-3.
+Bytes, messages and memory are predicted (fastpar/axes, fastpar/predict); tests/predict and
+tests/contracts compare them with real ranks. With --mbit four ranks of one thread each train behind
+real links (bench/systems/links.py), all layouts twice, the second time in reverse order; their
+losses must agree. The ratios that ColossalAI's authors published are of other models and machines,
+in 16 bits, without sequence parallelism. Nobody has published a comparison with tensor parallelism
+x ZeRO-3.
 """
 
 from __future__ import annotations
@@ -171,10 +172,11 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(
         [
             "# Tensor parallelism on a grid, beside what replaced it\n",
-            f"Written by `python -m bench grid`. {about_page}",
-            f"4 ranks in network namespaces, each {link}, gloo; {SHAPE.n_layer} layers of "
-            f"{SHAPE.n_embd}, T={SHAPE.block_size}, {B} sequences, fp32, AdamW; medians of "
-            f"{2 * (STEPS - 1)} steps, bytes of a step and rank, those on the right by formula:\n",
+            f"Written by `python -m bench grid`.\n\n{about_page}",
+            f"4 ranks in network namespaces, each {link}, gloo;",
+            f"{SHAPE.n_layer} layers of {SHAPE.n_embd}, T={SHAPE.block_size}, {B} sequences, fp32,",
+            f"AdamW; medians of {2 * (STEPS - 1)} steps; bytes of a step and rank, those on the",
+            "right by formula:\n",
             markdown(["layout", "ms a step", "of the fastest", "MB sent, with headers", *mb], four),
             "\nPublished by the authors of ColossalAI's layers:\n",
             *(f"- {text}" for text in PUBLISHED),

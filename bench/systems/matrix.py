@@ -256,8 +256,8 @@ def table(folder: Path) -> None:
     lines = [
         "# One run on every layout\n",
         "Written by `python -m bench matrix table`; how it was run: `bench/systems/matrix.py`.",
-        "The distance is that of the training loss to the run of one process with the same",
-        f"settings, the larger one of steps {AT[0]} and {AT[1]}; 0: both have the same bits.\n",
+        "Distance: how far the training loss is from that of one process with the same settings,",
+        f"the larger one of steps {AT[0]} and {AT[1]}; 0: the same bits.\n",
         "![Distance of the loss to one process](matrix.png)\n",
         f"## fastpar: {len(own['rows'])} layouts, dropout 0.1\n",
         _table(own["rows"], "deterministic", "default"),
@@ -265,8 +265,8 @@ def table(folder: Path) -> None:
         "The same size, text and learning rate, without clipping; dropout draws from torch's",
         "generator, seeded by 1 + rank.\n",
         _table(others["rows"], "no dropout", "dropout", quoted),
-        f"\n{machine_line(others['machine'])}; {others['versions']}. torchtitan's row is quoted: a",
-        "larger model on GPUs; it does not say whether dropout was on.\n",
+        f"\n{machine_line(others['machine'])};\n{others['versions']}.\n",
+        "torchtitan's row is quoted: a larger model on GPUs; it does not mention dropout.\n",
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
     _draw(own["rows"], others["rows"], folder / "matrix.png")

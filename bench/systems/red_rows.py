@@ -405,11 +405,11 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         "# One step on two ranks: wrong, refused or right",
         "",
-        "Written by `python -m bench red_rows`, which has the programs. The figure is the",
-        "error of the step's update against one process in fp64 (dropout: against the same way on",
-        "one rank; clipping: of the norm; stages: between both copies of a table). Means that are",
-        "averaged over unequal targets are wrong in every package, fastpar among them; what its",
-        "`count_tokens` does, a loop elsewhere does itself.",
+        "Written by `python -m bench red_rows`, which has the programs. The error is that of the",
+        "step's update against one process in fp64 (dropout: against one rank; clipping: of the",
+        "norm; stages: between both copies of a table). An average of means over unequal targets",
+        "is wrong in every package, also in fastpar; its `count_tokens` corrects that, elsewhere",
+        "the loop has to.",
         "",
     ]
     cells = []

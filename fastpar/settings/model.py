@@ -45,7 +45,7 @@ class GPTConfig:
     expert_every: int = 1  # every so many layers have experts, the last of each
     expert_hidden: int | None = None  # features of an expert; None: those of the MLP
     expert_capacity: float | None = None  # times the mean load; None: nothing is dropped
-    balance_loss: float = 0.01  # factors of the router's losses, see fastpar/experts
+    balance_loss: float = 0.01  # factors of the router's losses, see fastpar/axes/experts
     router_z_loss: float = 0.0
     balance_rate: float = 0.0  # of a bias instead of the balance loss
 

@@ -21,7 +21,7 @@ Ours have the same bits for any threads, rows and strides; oneDNN's have not.
 
 [Note: wide gradients] A 16-bit product is summed in fp32. Where gradients are kept in fp32 the one
 that gives dweight is stored, or added, as it is, instead of being rounded to 16 bits and copied:
-2 + 2 bytes an element less, and no rounding in between (bench/results/errors). Where a proof allows
+2 + 2 bytes an element less, and no rounding in between. Where a proof allows
 it (use_wide), so not under torch.use_deterministic_algorithms: results would depend on the proof.
 """
 
