@@ -2,6 +2,7 @@
 // runtime in bindings_<op>.cpp.
 #include "bindings.h"
 
+#include <algorithm>
 #include <array>
 
 #include "ops_cuda.h"
@@ -30,6 +31,36 @@ fastpar::MaskBlock mask_block(int64_t seed, int64_t first_sample, int site, int 
 
 // (first_row, low, high) of a MaskBlock
 using RowPlace = std::array<int64_t, 3>;
+
+// c numbers as floats: their own memory or the buffer; zeros for None.
+const float* row_of(const Memory& x, int64_t c, const char* name, std::vector<float>& buffer) {
+  if (x && x.type == Type::f32) return x.floats(c, name);
+  buffer.assign(static_cast<size_t>(c), 0.0f);
+  if (x) {
+    fastpar::with_dtype(x.dtype(name), [&](auto tag) {
+      const auto* from = static_cast<const decltype(tag)*>(x.of(x.dtype(name), c, name));
+      std::transform(from, from + c, buffer.begin(), [](auto v) { return fastpar::to_float(v); });
+    });
+  }
+  return buffer.data();
+}
+
+// Where c sums are made that x holds in any dtype; null for None.
+float* sums_of(const Memory& x, int64_t c, const char* name, std::vector<float>& buffer) {
+  if (!x || x.type == Type::f32) return x.floats_or_null(c, name);
+  x.of(x.dtype(name), c, name);
+  buffer.resize(static_cast<size_t>(c));
+  return buffer.data();
+}
+
+void store_sums(const Memory& x, const std::vector<float>& buffer) {
+  if (buffer.empty()) return;
+  fastpar::with_dtype(x.dtype("sums"), [&](auto tag) {
+    using T = decltype(tag);
+    std::transform(buffer.begin(), buffer.end(), at<T>(x.address),
+                   [](float v) { return fastpar::from_float<T>(v); });
+  });
+}
 
 // [batch, rows, heads, d], or documents without a batch: [rows, heads, d].
 fastpar::Strided strided(const View& x, Dtype dtype, int64_t batch, int64_t rows, int64_t heads,
@@ -267,11 +298,13 @@ PYBIND11_MODULE(_C, m) {
         const Dtype dtype = x.dtype("x");
         const int64_t size = x.numel, c = weight.numel, n = size / c;
         float* rstd = stats.floats(rms ? n : 2 * n, "stats");
+        std::vector<float> of_x_bias, of_weight, of_bias;
         fastpar::layer_norm_fwd(
             x.of(dtype, n * c, "x"), residual ? residual.of(dtype, size, "residual") : nullptr,
-            x_bias.floats(c, "x_bias"), weight.floats(c, "weight"), bias.floats(c, "bias"),
-            sum ? sum.of(dtype, size, "sum") : nullptr, y.of(dtype, size, "y"),
-            rms ? nullptr : rstd, rms ? rstd : rstd + n, dtype, n, c, eps, rms,
+            row_of(x_bias, c, "x_bias", of_x_bias), row_of(weight, c, "weight", of_weight),
+            row_of(bias, c, "bias", of_bias), sum ? sum.of(dtype, size, "sum") : nullptr,
+            y.of(dtype, size, "y"), rms ? nullptr : rstd, rms ? rstd : rstd + n, dtype, n, c, eps,
+            rms,
             mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, place[0],
                        place[1], place[2]),
             threads);
@@ -287,16 +320,20 @@ PYBIND11_MODULE(_C, m) {
         const Dtype dtype = x.dtype("x");
         const int64_t size = x.numel, c = weight.numel, n = size / c;
         const float* rstd = stats.floats(rms ? n : 2 * n, "stats");
+        std::vector<float> of_weight, of_dweight, of_dbias, of_dx_bias;
         fastpar::layer_norm_bwd(
             dy.of(dtype, size, "dy"), dsum_out ? dsum_out.of(dtype, size, "dsum_out") : nullptr,
-            x.of(dtype, n * c, "x"), weight.floats(c, "weight"), rms ? nullptr : rstd,
+            x.of(dtype, n * c, "x"), row_of(weight, c, "weight", of_weight), rms ? nullptr : rstd,
             rms ? rstd : rstd + n, dsum.of(dtype, size, "dsum"),
-            dx ? dx.of(dtype, size, "dx") : nullptr, dweight.floats(c, "dweight"),
-            dbias.floats_or_null(c, "dbias"), dx_bias.floats_or_null(c, "dx_bias"), dtype, n, c,
-            rms,
+            dx ? dx.of(dtype, size, "dx") : nullptr, sums_of(dweight, c, "dweight", of_dweight),
+            sums_of(dbias, c, "dbias", of_dbias), sums_of(dx_bias, c, "dx_bias", of_dx_bias), dtype,
+            n, c, rms,
             mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, place[0],
                        place[1], place[2]),
             threads);
+        store_sums(dweight, of_dweight);
+        store_sums(dbias, of_dbias);
+        store_sums(dx_bias, of_dx_bias);
       },
       unlocked);
   m.def(

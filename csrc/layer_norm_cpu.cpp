@@ -1,10 +1,12 @@
 // LayerNorm and RMSNorm (kRms: no mean, no bias) with what precedes them. [Note: lanes] Sums over a
-// row run in four vectors of eight floats, which the compiler keeps in registers on AVX2 and
-// AVX-512 alike (the loops over kLanes of other files go through memory: 0.19 ms against 0.13 ms
-// forward at [2048, 384] on one core); the rest of a row is summed behind them in order. The same
-// bits on every instruction set, as everywhere.
+// row have 32 partial sums, added in one order: four vectors of 8 floats on AVX2, two of 16 on
+// AVX-512 (kWidth), which the compiler keeps in registers (the loops over kLanes of other files go
+// through memory: 0.19 ms against 0.13 ms forward at [2048, 384] on one core); the rest of a row is
+// summed behind them in order. The same bits on every instruction set, as everywhere. Rows of 16
+// bits are widened once into a buffer.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "ops.h"
@@ -16,43 +18,61 @@
 namespace fastpar {
 namespace {
 
-constexpr int64_t kStep = 32;  // elements a turn: four vectors
+constexpr int64_t kStep = 32;  // partial sums of a row
 
-typedef float Floats __attribute__((vector_size(32)));
+template <int kWidth>
+struct Vector {
+  typedef float Type __attribute__((vector_size(4 * kWidth)));
+};
+template <int kWidth>
+using Floats = typename Vector<kWidth>::Type;
 
-FASTPAR_INLINE Floats load(const float* p) {
-  Floats x;
+template <int kWidth>
+FASTPAR_INLINE Floats<kWidth> load(const float* p) {
+  Floats<kWidth> x;
   std::memcpy(&x, p, sizeof(x));
   return x;
 }
 
-FASTPAR_INLINE Floats load(const BFloat16* p) {
-  typedef uint16_t Halves __attribute__((vector_size(16)));
-  typedef uint32_t Words __attribute__((vector_size(32)));
-  Halves bits;
-  std::memcpy(&bits, p, sizeof(bits));
-  const Words wide = __builtin_convertvector(bits, Words) << 16;
-  Floats x;
-  std::memcpy(&x, &wide, sizeof(x));
-  return x;
+template <class V>
+FASTPAR_INLINE void store(float* p, const V& x) {
+  std::memcpy(p, &x, sizeof(x));
 }
 
-FASTPAR_INLINE Floats load(const Float16* p) {
-  float x[8];
-  for (int k = 0; k < 8; ++k) x[k] = to_float(p[k]);
-  return load(x);
-}
-
-FASTPAR_INLINE void store(float* p, const Floats& x) { std::memcpy(p, &x, sizeof(x)); }
-
-// Sum of four vectors and what was summed behind them.
-FASTPAR_INLINE float fold(const Floats* sums, float tail) {
-  float lanes[8];
-  store(lanes, (sums[0] + sums[2]) + (sums[1] + sums[3]));
-  for (int width = 4; width > 0; width /= 2) {
+// Sum of the partial sums and of what was summed behind them.
+template <int kWidth>
+FASTPAR_INLINE float fold(const Floats<kWidth>* sums, float tail) {
+  float lanes[kWidth];
+  store(lanes, kWidth == 8 ? (sums[0] + sums[2]) + (sums[1] + sums[3]) : sums[0] + sums[1]);
+  for (int width = kWidth / 2; width > 0; width /= 2) {
     for (int k = 0; k < width; ++k) lanes[k] += lanes[k + width];
   }
   return lanes[0] + tail;
+}
+
+// Runs Kernel<kWidth>::run(args...) with the vectors of the instruction set.
+template <template <int> class Kernel, class... Args>
+inline void dispatch_wide(Isa target, Args... args) {
+  if (target == Isa::avx512) return dispatch<Kernel<16>>(target, args...);
+  dispatch<Kernel<8>>(target, args...);
+}
+
+template <class T>
+struct WidenRow {
+  static FASTPAR_INLINE void run(const T* __restrict x, float* __restrict to, int64_t c) {
+    for (int64_t j = 0; j < c; ++j) to[j] = to_float(x[j]);
+  }
+};
+
+// The row as floats: itself or in the buffer.
+template <class T>
+inline const float* widened(Isa target, const T* x, float* buffer, int64_t c) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else {
+    dispatch<WidenRow<T>>(target, x, buffer, c);
+    return buffer;
+  }
 }
 
 // sum = residual + dropout(x + x_bias). drawn is null without dropout.
@@ -75,129 +95,165 @@ struct AddRow {
 // Mean and variance in two passes, the second corrected by what the rounding of the mean left over:
 // as accurate for |mean| >> std as the input allows. Without a mean one pass is enough.
 template <class T, bool kRms>
-struct NormalizeRow {
-  static FASTPAR_INLINE void run(const T* __restrict x, const float* __restrict weight,
-                                 const float* __restrict bias, T* __restrict y, float* mean,
-                                 float* rstd, int64_t c, float eps) {
-    const float count = static_cast<float>(c);
-    Floats sum[4] = {}, square[4] = {};
-    float sum_tail = 0.0f, square_tail = 0.0f;
-    int64_t j = 0;
-    if (kRms) {
+struct Normalize {
+  template <int kWidth>
+  struct Row {
+    static FASTPAR_INLINE void run(const float* __restrict x, const float* __restrict weight,
+                                   const float* __restrict bias, T* __restrict y, float* mean,
+                                   float* rstd, int64_t c, float eps) {
+      constexpr int kVectors = kStep / kWidth;
+      const float count = static_cast<float>(c);
+      Floats<kWidth> sum[kVectors] = {}, square[kVectors] = {};
+      float sum_tail = 0.0f, square_tail = 0.0f;
+      int64_t j = 0;
+      if (kRms) {
+        for (; j + kStep <= c; j += kStep) {
+          for (int k = 0; k < kVectors; ++k) {
+            const Floats<kWidth> v = load<kWidth>(x + j + kWidth * k);
+            square[k] += v * v;
+          }
+        }
+        for (; j < c; ++j) square_tail += x[j] * x[j];
+        const float scale = 1.0f / std::sqrt(fold<kWidth>(square, square_tail) / count + eps);
+        for (j = 0; j < c; ++j) y[j] = from_float<T>(x[j] * scale * weight[j]);
+        *rstd = scale;
+        return;
+      }
       for (; j + kStep <= c; j += kStep) {
-        for (int k = 0; k < 4; ++k) {
-          const Floats v = load(x + j + 8 * k);
-          square[k] += v * v;
+        for (int k = 0; k < kVectors; ++k) sum[k] += load<kWidth>(x + j + kWidth * k);
+      }
+      for (; j < c; ++j) sum_tail += x[j];
+      const float center = fold<kWidth>(sum, sum_tail) / count;
+
+      for (int k = 0; k < kVectors; ++k) sum[k] = Floats<kWidth>{};
+      sum_tail = 0.0f;
+      for (j = 0; j + kStep <= c; j += kStep) {
+        for (int k = 0; k < kVectors; ++k) {
+          const Floats<kWidth> d = load<kWidth>(x + j + kWidth * k) - center;
+          sum[k] += d;
+          square[k] += d * d;
         }
       }
-      for (; j < c; ++j) square_tail += to_float(x[j]) * to_float(x[j]);
-      const float scale = 1.0f / std::sqrt(fold(square, square_tail) / count + eps);
-      for (j = 0; j < c; ++j) y[j] = from_float<T>(to_float(x[j]) * scale * weight[j]);
+      for (; j < c; ++j) {
+        const float d = x[j] - center;
+        sum_tail += d;
+        square_tail += d * d;
+      }
+      const float rest = fold<kWidth>(sum, sum_tail) / count;
+      const float variance = fold<kWidth>(square, square_tail) / count - rest * rest;
+      const float scale = 1.0f / std::sqrt((variance < 0.0f ? 0.0f : variance) + eps);
+      for (j = 0; j < c; ++j) {
+        y[j] = from_float<T>(((x[j] - center) - rest) * scale * weight[j] + bias[j]);
+      }
+      *mean = center + rest;
       *rstd = scale;
-      return;
     }
-    for (; j + kStep <= c; j += kStep) {
-      for (int k = 0; k < 4; ++k) sum[k] += load(x + j + 8 * k);
-    }
-    for (; j < c; ++j) sum_tail += to_float(x[j]);
-    const float center = fold(sum, sum_tail) / count;
-
-    for (int k = 0; k < 4; ++k) sum[k] = Floats{};
-    sum_tail = 0.0f;
-    for (j = 0; j + kStep <= c; j += kStep) {
-      for (int k = 0; k < 4; ++k) {
-        const Floats d = load(x + j + 8 * k) - center;
-        sum[k] += d;
-        square[k] += d * d;
-      }
-    }
-    for (; j < c; ++j) {
-      const float d = to_float(x[j]) - center;
-      sum_tail += d;
-      square_tail += d * d;
-    }
-    const float rest = fold(sum, sum_tail) / count;
-    const float variance = fold(square, square_tail) / count - rest * rest;
-    const float scale = 1.0f / std::sqrt((variance < 0.0f ? 0.0f : variance) + eps);
-    for (j = 0; j < c; ++j) {
-      y[j] = from_float<T>(((to_float(x[j]) - center) - rest) * scale * weight[j] + bias[j]);
-    }
-    *mean = center + rest;
-    *rstd = scale;
-  }
+  };
 };
 
-// dsum = gradient of the normalized row; its terms of dweight and dbias are added to the partials.
-template <class T, bool kRms>
-struct BackwardRow {
-  static FASTPAR_INLINE void run(const T* __restrict dy, const T* __restrict x,
-                                 const float* __restrict weight, float mean, float rstd,
-                                 float* __restrict dweight, float* __restrict dbias,
-                                 float* __restrict dsum, int64_t c) {
-    const float count = static_cast<float>(c);
-    Floats along[4] = {}, total[4] = {};
-    float along_tail = 0.0f, total_tail = 0.0f;
-    int64_t j = 0;
-    for (; j + kStep <= c; j += kStep) {
-      for (int k = 0; k < 4; ++k) {
-        const int64_t at = j + 8 * k;
-        const Floats d = load(dy + at), normal = (load(x + at) - mean) * rstd;
-        const Floats g = d * load(weight + at);
-        store(dweight + at, load(dweight + at) + d * normal);
-        along[k] += g * normal;
-        if (!kRms) {
-          store(dbias + at, load(dbias + at) + d);
-          total[k] += g;
+// A row of the backward pass: dsum = gradient of the normalized row, plus `residual`.
+struct GradRow {
+  const float *dy, *x, *residual;
+  float* dsum;
+  float mean, rstd, slope, offset;
+};
+
+// slope = mean(dy * weight * normal), offset = mean(dy * weight).
+template <bool kRms>
+struct Means {
+  template <int kWidth>
+  struct Row {
+    static FASTPAR_INLINE void run(GradRow* at, const float* __restrict weight, int64_t c) {
+      constexpr int kVectors = kStep / kWidth;
+      const float *dy = at->dy, *x = at->x;
+      const float mean = at->mean, rstd = at->rstd, count = static_cast<float>(c);
+      Floats<kWidth> along[kVectors] = {}, total[kVectors] = {};
+      float along_tail = 0.0f, total_tail = 0.0f;
+      int64_t j = 0;
+      for (; j + kStep <= c; j += kStep) {
+        for (int k = 0; k < kVectors; ++k) {
+          const int64_t i = j + kWidth * k;
+          const Floats<kWidth> g = load<kWidth>(dy + i) * load<kWidth>(weight + i);
+          along[k] += g * ((load<kWidth>(x + i) - mean) * rstd);
+          if (!kRms) total[k] += g;
         }
       }
-    }
-    for (; j < c; ++j) {
-      const float d = to_float(dy[j]), normal = (to_float(x[j]) - mean) * rstd;
-      const float g = d * weight[j];
-      dweight[j] += d * normal;
-      along_tail += g * normal;
-      if (!kRms) {
-        dbias[j] += d;
-        total_tail += g;
+      for (; j < c; ++j) {
+        const float g = dy[j] * weight[j];
+        along_tail += g * ((x[j] - mean) * rstd);
+        if (!kRms) total_tail += g;
       }
+      at->slope = fold<kWidth>(along, along_tail) / count;
+      at->offset = kRms ? 0.0f : fold<kWidth>(total, total_tail) / count;
     }
-    const float slope = fold(along, along_tail) / count;
-    const float offset = kRms ? 0.0f : fold(total, total_tail) / count;
-    for (j = 0; j < c; ++j) {
-      const float normal = (to_float(x[j]) - mean) * rstd;
-      dsum[j] = rstd * (to_float(dy[j]) * weight[j] - offset - normal * slope);
-    }
-  }
+  };
 };
 
-// to = dsum + the residual stream's own gradient.
-template <class T>
-struct AddGradRow {
-  static FASTPAR_INLINE void run(float* __restrict dsum, const T* __restrict dsum_out,
+// dsum of kRows rows, whose terms of dweight and dbias are added in order: a pair of rows reads and
+// writes these sums once.
+template <bool kRms, bool kAdd, int kRows>
+struct Gradients {
+  template <class V>
+  static FASTPAR_INLINE void step(const GradRow* at, const float* weight, float* dweight,
+                                  float* dbias, int64_t j) {
+    V w, slopes, offsets;
+    std::memcpy(&w, weight + j, sizeof(V));
+    std::memcpy(&slopes, dweight + j, sizeof(V));
+    if (!kRms) std::memcpy(&offsets, dbias + j, sizeof(V));
+    for (int r = 0; r < kRows; ++r) {
+      V d, x;
+      std::memcpy(&d, at[r].dy + j, sizeof(V));
+      std::memcpy(&x, at[r].x + j, sizeof(V));
+      const V normal = (x - at[r].mean) * at[r].rstd;
+      slopes += d * normal;
+      if (!kRms) offsets += d;
+      V dsum = at[r].rstd * (d * w - at[r].offset - normal * at[r].slope);
+      if (kAdd) {
+        V residual;
+        std::memcpy(&residual, at[r].residual + j, sizeof(V));
+        dsum += residual;
+      }
+      std::memcpy(at[r].dsum + j, &dsum, sizeof(V));
+    }
+    std::memcpy(dweight + j, &slopes, sizeof(V));
+    if (!kRms) std::memcpy(dbias + j, &offsets, sizeof(V));
+  }
+
+  template <int kWidth>
+  struct Rows {
+    static FASTPAR_INLINE void run(const GradRow* rows, const float* weight, float* dweight,
+                                   float* dbias, int64_t c) {
+      GradRow at[kRows];
+      for (int r = 0; r < kRows; ++r) at[r] = rows[r];
+      int64_t j = 0;
+      for (; j + kWidth <= c; j += kWidth) step<Floats<kWidth>>(at, weight, dweight, dbias, j);
+      for (; j < c; ++j) step<float>(at, weight, dweight, dbias, j);
+    }
+  };
+};
+
+// to = the row, plus the residual stream's own gradient with kAdd.
+template <class T, bool kAdd>
+struct NarrowRow {
+  static FASTPAR_INLINE void run(float* __restrict row, const T* __restrict dsum_out,
                                  T* __restrict to, int64_t c) {
     for (int64_t j = 0; j < c; ++j) {
-      dsum[j] += to_float(dsum_out[j]);
-      to[j] = from_float<T>(dsum[j]);
+      if (kAdd) row[j] += to_float(dsum_out[j]);
+      to[j] = from_float<T>(row[j]);
     }
   }
 };
 
-template <class T>
-struct StoreRow {
-  static FASTPAR_INLINE void run(const float* __restrict from, T* __restrict to, int64_t c) {
-    for (int64_t j = 0; j < c; ++j) to[j] = from_float<T>(from[j]);
-  }
-};
-
-// dx = dsum under the mask.
+// dx = the row under the mask; 16 bits keep the floats in place.
 template <class T>
 struct DropRow {
-  static FASTPAR_INLINE void run(float* __restrict dsum, const uint8_t* __restrict drawn,
-                                 uint8_t threshold, float scale, T* __restrict dx, int64_t c) {
+  static FASTPAR_INLINE void run(const float* row, float* kept, const uint8_t* __restrict drawn,
+                                 uint8_t threshold, float scale, T* dx, int64_t c) {
     for (int64_t j = 0; j < c; ++j) {
-      const uint32_t kept = -static_cast<uint32_t>(drawn[j] >= threshold);
-      dsum[j] = bit_cast<float>(bit_cast<uint32_t>(dsum[j] * scale) & kept);
-      dx[j] = from_float<T>(dsum[j]);
+      const uint32_t bits = -static_cast<uint32_t>(drawn[j] >= threshold);
+      const float value = bit_cast<float>(bit_cast<uint32_t>(row[j] * scale) & bits);
+      if (!std::is_same_v<T, float>) kept[j] = value;
+      dx[j] = from_float<T>(value);
     }
   }
 };
@@ -221,6 +277,7 @@ void fwd(const T* x, const T* residual, const float* x_bias, const float* weight
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     RowMask mask(at, target);
+    std::vector<float> wide(std::is_same_v<T, float> ? 0 : c);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
       const T* row = x + i * c;
@@ -234,9 +291,23 @@ void fwd(const T* x, const T* residual, const float* x_bias, const float* weight
         }
         row = sum + i * c;
       }
-      dispatch<NormalizeRow<T, kRms>>(target, row, weight, bias, y + i * c,
-                                      kRms ? nullptr : mean + i, rstd + i, c, eps);
+      dispatch_wide<Normalize<T, kRms>::template Row>(target, widened(target, row, wide.data(), c),
+                                                      weight, bias, y + i * c,
+                                                      kRms ? nullptr : mean + i, rstd + i, c, eps);
     }
+  }
+}
+
+// Two rows, or the last one of a block.
+template <bool kRms, bool kAdd>
+void add_gradients(Isa target, GradRow* rows, int count, const float* weight, float* dweight,
+                   float* dbias, int64_t c) {
+  for (int r = 0; r < count; ++r)
+    dispatch_wide<Means<kRms>::template Row>(target, rows + r, weight, c);
+  if (count == 2) {
+    dispatch_wide<Gradients<kRms, kAdd, 2>::template Rows>(target, rows, weight, dweight, dbias, c);
+  } else {
+    dispatch_wide<Gradients<kRms, kAdd, 1>::template Rows>(target, rows, weight, dweight, dbias, c);
   }
 }
 
@@ -244,6 +315,7 @@ template <class T, bool kRms>
 void bwd(const T* dy, const T* dsum_out, const T* x, const float* weight, const float* mean,
          const float* rstd, T* dsum, T* dx, float* dweight, float* dbias, float* dx_bias, int64_t n,
          int64_t c, const MaskBlock& at, int threads) {
+  constexpr bool is_wide = std::is_same_v<T, float>;
   const Isa target = isa();
   threads = useful_threads(n * c, kGrain, threads);
   const int64_t rows = std::max(kBlockRows, (n + kBlocks - 1) / kBlocks);
@@ -254,25 +326,51 @@ void bwd(const T* dy, const T* dsum_out, const T* x, const float* weight, const 
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     RowMask mask(at, target);
-    std::vector<float> row(c);
+    std::vector<float> wide(is_wide ? 0 : 6 * c);  // dy, x and dsum of two rows
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; ++block) {
       float* partial = partials.data() + block * sums * c;
       const int64_t end = std::min(n, (block + 1) * rows);
-      for (int64_t i = block * rows; i < end; ++i) {
-        dispatch<BackwardRow<T, kRms>>(target, dy + i * c, x + i * c, weight, kRms ? 0.0f : mean[i],
-                                       rstd[i], partial, kRms ? nullptr : partial + c, row.data(),
-                                       c);
-        if (dsum_out) {
-          dispatch<AddGradRow<T>>(target, row.data(), dsum_out + i * c, dsum + i * c, c);
+      for (int64_t i = block * rows; i < end; i += 2) {
+        const int count = i + 1 < end ? 2 : 1;
+        GradRow pair[2];
+        for (int r = 0; r < count; ++r) {
+          const int64_t first = (i + r) * c;
+          float* buffer = wide.data() + 3 * r * c;
+          pair[r].dy = widened(target, dy + first, buffer, c);
+          pair[r].x = widened(target, x + first, buffer + c, c);
+          pair[r].mean = kRms ? 0.0f : mean[i + r];
+          pair[r].rstd = rstd[i + r];
+          if constexpr (is_wide) {
+            pair[r].residual = dsum_out ? dsum_out + first : nullptr;
+            pair[r].dsum = dsum + first;
+          } else {
+            pair[r].dsum = buffer + 2 * c;
+          }
+        }
+        float* const to_bias = kRms ? nullptr : partial + c;
+        if (is_wide && dsum_out) {
+          add_gradients<kRms, true>(target, pair, count, weight, partial, to_bias, c);
         } else {
-          dispatch<StoreRow<T>>(target, row.data(), dsum + i * c, c);
+          add_gradients<kRms, false>(target, pair, count, weight, partial, to_bias, c);
         }
-        if (dx) {
-          dispatch<DropRow<T>>(target, row.data(), mask.row(i), mask.threshold(), mask.scale(),
-                               dx + i * c, c);
+        for (int r = 0; r < count; ++r) {
+          const int64_t first = (i + r) * c;
+          float* row = pair[r].dsum;
+          if constexpr (!is_wide) {
+            if (dsum_out) {
+              dispatch<NarrowRow<T, true>>(target, row, dsum_out + first, dsum + first, c);
+            } else {
+              dispatch<NarrowRow<T, false>>(target, row, dsum_out, dsum + first, c);
+            }
+          }
+          if (dx) {
+            dispatch<DropRow<T>>(target, row, row, mask.row(i + r), mask.threshold(), mask.scale(),
+                                 dx + first, c);
+            if constexpr (is_wide) row = dx + first;
+          }
+          if (dx_bias) dispatch<SumRow>(target, row, partial + own * c, c);
         }
-        if (dx_bias) dispatch<SumRow>(target, row.data(), partial + own * c, c);
       }
     }
   }

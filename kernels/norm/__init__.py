@@ -128,13 +128,6 @@ def check_residual(
         check(name, x, x_bias=x_bias)
 
 
-def _float(vector: Tensor | None, like: Tensor) -> Tensor:
-    """[C] in fp32; zeros for None."""
-    if vector is None:
-        return like.new_zeros(like.shape[-1], dtype=torch.float32)
-    return vector.float().contiguous()
-
-
 def _mask(
     x: Tensor, key: Tensor | None, site: int, threshold: int, rows: int | None, place: Sequence[int]
 ) -> tuple:
@@ -167,7 +160,8 @@ def layer_norm_fwd(
     if n:
         _C.layer_norm_fwd(
             x, None if residual is None else residual.contiguous(),
-            *(_float(vector, x) for vector in (x_bias, weight, bias)), *(total, y, stats), eps, rms,
+            None if x_bias is None else x_bias.contiguous(), weight.contiguous(),
+            None if bias is None else bias.contiguous(), total, y, stats, eps, rms,
             *_mask(x, key, site, threshold, rows, place), torch.get_num_threads(),
         )  # fmt: skip
     return y, total, stats
@@ -189,30 +183,21 @@ def layer_norm_bwd(
             x_bias_dtype, rms,
         )  # fmt: skip
     dy, x = dy.contiguous(), x.contiguous()
-    C = x.shape[-1]
-    n = x.numel() // C
     dsum = torch.empty_like(x)
     dx = torch.empty_like(x) if key is not None else None
-    dweight = x.new_zeros(C, dtype=torch.float32)
-    dbias, dx_bias = (
-        None if dtype is None else x.new_zeros(C, dtype=torch.float32)
-        for dtype in (bias_dtype, x_bias_dtype)
-    )
-    if n:
+    like = torch.empty_like if x.numel() else torch.zeros_like
+    dweight = like(weight)
+    dbias = None if bias_dtype is None else like(weight, dtype=bias_dtype)
+    dx_bias = None if x_bias_dtype is None else like(weight, dtype=x_bias_dtype)
+    if x.numel():
         _C.layer_norm_bwd(
-            dy, None if dtotal is None else dtotal.contiguous(), x, _float(weight, x),
+            dy, None if dtotal is None else dtotal.contiguous(), x, weight.contiguous(),
             *(stats, dsum, dx, dweight, dbias, dx_bias), rms,
             *_mask(x, key, site, threshold, rows, place), torch.get_num_threads(),
         )  # fmt: skip
     if x_dtype != x.dtype:
         dx = (dsum if dx is None else dx).to(x_dtype)
-    return (
-        dsum,
-        dx,
-        dweight.to(weight.dtype),
-        None if dbias is None else dbias.to(bias_dtype),
-        None if dx_bias is None else dx_bias.to(x_bias_dtype),
-    )
+    return dsum, dx, dweight, dbias, dx_bias
 
 
 def _rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
