@@ -1,4 +1,4 @@
-"""Bytes that a thread's tensors have, told by its operations."""
+"""Counts the bytes of a thread's live tensors by watching its operations."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_iter
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the storages that this thread has seen and that are alive: now, and at most."""
+    """Bytes of live storages that this thread has seen: now, and the peak."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which combinations of values a test runs, where `make test` has no time for all of them."""
+"""Selects combinations of values that `make test` runs; the others are slow."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ import torch
 
 
 def slow(*values):
-    """One of parametrize's values, which `make test` leaves to `make test-slow`."""
+    """A value of parametrize that only `make test-slow` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -29,8 +29,8 @@ def few(candidates, groups, effort=lambda candidate: 1):
 def cells(*axes, strength=2):
     """Every combination of the axes' values; those that no new pair of values needs are slow.
 
-    Two values that go wrong only together are so met in `make test`, in fewer cells. With
-    strength=1 each value is met once: for what is slow to compute, such as interpreted kernels.
+    `make test` so finds two values that fail only together, in fewer cells. With
+    strength=1 each value occurs once: for what is slow to compute, such as interpreted kernels.
     An axis is a list, or a dict of id -> value.
     """
     with_ids = any(isinstance(axis, dict) for axis in axes)

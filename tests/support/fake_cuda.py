@@ -1,4 +1,4 @@
-"""The library of fake_cuda_driver.c: what the last launch was given."""
+"""The library of fake_cuda_driver.c, which records the last launch."""
 
 import ctypes
 import subprocess

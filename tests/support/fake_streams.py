@@ -1,8 +1,8 @@
-"""Streams and events of a GPU that is not there: copies to and from its host run when waited for.
+"""Streams and events without a GPU: copies to and from the host run only when waited for.
 
 What the device computes runs at once, as on any CPU. A copy that was begun on another stream comes
 at the last moment: when the computing stream waits for it, when the host asks whether it is over,
-or when one that runs follows it. So whoever reads too early reads what was there before.
+or when one that runs follows it. Code that reads too early therefore reads old data.
 `busy` is work that the device was given and has not done: what follows it is not over.
 """
 
@@ -61,7 +61,7 @@ class FakeStream:
 
     def _wait(self, work):
         if self is COMPUTING and work is not None:
-            assert work.run(), "the device waits for what nobody ends"
+            assert work.run(), "the device waits for work that never ends"
         elif work is not None:
             self.waits.append(work)
 

@@ -24,7 +24,7 @@ def _is_of_a_save(path):
 
 
 def _audit(event, args):
-    """Python's own report of what it is about to do; a hook is for ever, and may raise."""
+    """Python's audit hook: it cannot be removed, and may raise."""
     if _watcher is None:
         return
     if event == "open":

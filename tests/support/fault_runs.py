@@ -1,4 +1,4 @@
-"""Runs of real processes, for the tests of what goes wrong in them."""
+"""Runs real processes, for tests of faults."""
 
 import os
 import random
@@ -26,7 +26,7 @@ CURVES = {"loss", "val_loss"}  # rows without are of saves
 
 
 def run_in_threads(out, ranks, *options):
-    """The run of so many ranks to which nothing happens, in this process: the bits of processes."""
+    """Runs these ranks as threads without a fault; the bits are those of processes."""
     config = parse_train([*TRAIN[1:], *options, f"--out={out}", "--threads=1"])
     replicas = config.mesh.replicas
     work = lambda: Trainer(config, Mesh(replicas=replicas, device="cpu")).run()  # noqa: E731
@@ -48,7 +48,7 @@ def enter(folder, monkeypatch):
 
 
 class Commands:
-    """Starts commands; what is left of them at the end is killed."""
+    """Starts commands; kills those that still run at the end."""
 
     def __init__(self):
         self.started = []
@@ -113,7 +113,7 @@ def all_gone(pids):
 
 
 def kill(launcher, rank, how=signal.SIGKILL):
-    """The ranks that lived until then, by their processes."""
+    """Kills these ranks' processes; returns the ranks that lived until then."""
     ranks = ranks_of(launcher.pid)
     os.kill(ranks[rank], how)
     return set(ranks.values())
@@ -125,6 +125,6 @@ def finish(process, timeout_s=100):
 
 
 def curve(out):
-    """What of a run's metrics two runs must have alike."""
+    """The metrics that must be equal in two runs."""
     rows = read_metrics(f"{out}/metrics.jsonl")
     return [{k: row[k] for k in CURVE if k in row} for row in rows if CURVES & row.keys()]

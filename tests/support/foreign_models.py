@@ -1,4 +1,4 @@
-"""GPT-2 as transformers and as nanoGPT write it, patched or not, and how the two are compared."""
+"""GPT-2 of transformers and of nanoGPT's shape, patched and not, and their comparison."""
 
 import copy
 import functools

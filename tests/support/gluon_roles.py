@@ -64,7 +64,7 @@ class Barrier:
             self.pending = self.count
 
     def has_left(self, phase: int) -> bool:
-        """What hardware tells of a phase by its parity."""
+        """What the parity of a phase tells the hardware."""
         return len(self.phases) % 2 != phase
 
 
@@ -327,8 +327,8 @@ def check(roles: list[list[Step]], counts: dict[tuple[int, int], int]) -> None:
     """See [Note: one order]. The last role is the only one that loads.
 
     Raises:
-        AssertionError: an order of steps exists in which nobody can go on, a buffer is filled while
-            a product reads it or before all have, or a product reads other rows than it should.
+        AssertionError: an order of steps exists in which no role can continue, a buffer is filled
+            while a product reads it or before all have, or a product reads wrong rows.
     """
     barriers = {at: Barrier(at, n, n) for at, n in counts.items()}
     known: list[set[tuple]] = [set() for _ in roles]

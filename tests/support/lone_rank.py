@@ -1,4 +1,4 @@
-"""One rank of a mesh whose other ranks do not exist; what it says to them is written down.
+"""One rank of a mesh whose other ranks do not exist; its communication is recorded.
 
 LoneMesh makes a mesh of any number of ranks. Debug(collectives=heard(ops)) does the
 arithmetic of an operation here, as if every rank had this rank's data, and appends it to ops.
@@ -126,10 +126,10 @@ class LoneMesh(Mesh):
         super().__init__(device="cpu", **axes)
 
     def check_same(self, caller, lines):
-        """Nobody to differ from."""
+        """Does nothing: there is no other rank."""
 
     def broadcast_(self, tensors, *axes):
-        """Everybody has these values."""
+        """Does nothing: all ranks have these values."""
 
     def __enter__(self):
         return self
@@ -140,7 +140,7 @@ class LoneMesh(Mesh):
 
 
 class LoneRun:
-    """A rank that trains a GPT, and what it said: forward, backward, step.
+    """A rank that trains a GPT, with its collectives in forward, backward and step.
 
     Args:
         idx: tokens and targets of every step.
@@ -171,7 +171,7 @@ class LoneRun:
         self.mesh.__exit__()
 
     def train(self, n_micro=1):
-        """What was said in each phase, and by zero_grad() at the end."""
+        """The collectives of each phase, and of zero_grad() at the end."""
         phases = []
         for _ in range(n_micro):
             loss = self.model(self.idx, self.idx)

@@ -1,4 +1,4 @@
-"""Short runs on the CPU, with the peak of a step's memory measured."""
+"""Short runs on the CPU that measure the peak memory of a step."""
 
 import gc
 from functools import partial
@@ -41,7 +41,7 @@ def workload(n_layer=4, width=128, heads=4, tokens=128, batch=4, vocab=512, drop
 
 
 def setup(**settings):
-    """What these settings of a run on the CPU mean."""
+    """The set-up of a CPU run with these settings."""
     return Setup(**{"dtype": "fp32", "device_type": "cpu", "transport": "shm", **settings})
 
 
@@ -71,7 +71,7 @@ def measure(workload, setup, mesh):
 def measure_alive(workload, setup):
     """The peak of the second step on a stage of a pipeline, by the tensors that are alive.
 
-    A message is let go of by a thread of gloo's, which StepMemory does not see.
+    A gloo thread frees messages; StepMemory does not see that.
     """
     torch.set_num_threads(1)
     release_workspaces()
@@ -96,7 +96,7 @@ def measure_first_rank(workload, setup):
         run.step()
         while gc.collect():  # models of earlier cells
             pass
-        gc.disable()  # nothing of theirs must be freed in the measurement
+        gc.disable()  # no garbage may be freed during the measurement
         try:
             held = held_bytes(run.engine, run.optimizer)
             with StepMemory(mesh.device, alive_bytes=held) as memory:

@@ -1,4 +1,4 @@
-"""Machines of a cluster on this one: namespaces with a network, name and mounts of their own."""
+"""Emulates the machines of a cluster: namespaces with their own network, name and mounts."""
 
 import os
 import shlex
@@ -15,7 +15,7 @@ HEAD = ADDRESSES[0]
 
 
 class Nodes:
-    """n machines that reach each other; what still runs on them at the end is killed.
+    """n machines that reach each other; processes that still run at the end are killed.
 
     hosts: of each node, lines of its /etc/hosts.
     """

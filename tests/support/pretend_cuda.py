@@ -1,4 +1,4 @@
-"""CPU tensors that say they are on a GPU: the host's code takes the way that it takes there."""
+"""CPU tensors that claim to be on a GPU, so that the host code for GPUs runs."""
 
 import contextlib
 from unittest import mock
@@ -20,7 +20,7 @@ class _Pretend(TorchFunctionMode):
             return _CUDA
         if func in (Tensor.is_cuda.__get__, Tensor.is_cpu.__get__):
             return func == Tensor.is_cuda.__get__
-        if func is Tensor.backward:  # else what it calls would be told the truth
+        if func is Tensor.backward:  # otherwise the functions that it calls would see the CPU
             with self:
                 return _engine_run_backward(
                     args, (torch.ones_like(args[0]),), False, False, (), True, accumulate_grad=True

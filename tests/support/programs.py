@@ -1,4 +1,4 @@
-"""Programs that engines stumble over, and how they are compared: bit for bit with one process.
+"""Programs that are hard for engines, compared bit for bit with one process.
 
 `plain` has no engine: it adds up the gradients of the ranks' batches in a pairwise tree, as the
 collectives do, and steps a fastpar.AdamW.
@@ -128,7 +128,7 @@ def snapshot(model, optimizer, losses=()):
 
 
 def plain(case, world_size, steps=STEPS):
-    """What each rank must have."""
+    """The expected parameters of each rank."""
     model = fill(case.build())
     for p in model.parameters():  # as in a bucket: products may round a transposed weight otherwise
         p.data = p.data.contiguous()

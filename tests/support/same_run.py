@@ -1,6 +1,6 @@
 """same_run(layout, program): a short run on many ranks is the run of one process without an engine.
 
-A Program is a model and what its loop does, a Layout is how ranks share it out. There is one maker
+A Program is a model and its training loop, a Layout is how ranks split it. There is one maker
 of models, one loop and one reference; what differs is how close a layout must come.
 
 [Note: the reference] It has no engine, no ranks and no buckets: autograd's gradient of each
@@ -19,7 +19,7 @@ stage 0 adds a micro-batch to the mean of the earlier ones and averages again, a
 Parameters of 16 bits are rounded copies of fp32 ones that the optimizer sees. Micro-batches are
 numbered so that for powers of two all deterministic orders are one tree over the global batch.
 
-[Note: roundings] Other layouts split sums inside of products, whose order nobody promises. In fp64
+[Note: roundings] Other layouts split sums inside of products, whose order is not defined. In fp64
 every value is within 1e-12 of the largest element of its tensor: rounding leaves some 1e-15, no
 wrong factor, mask or missing part is that small. In other formats a bound is made of two numbers.
 By backward error analysis (Higham, Accuracy and Stability, 3.1) a sum of n products computed in any
@@ -35,7 +35,7 @@ nothing of each other, so that these reach as far as sqrt(n) of one (Higham and 
 Sci. Comput. 41, A2815): 4, where a lost sample is 12 or more. No part of it depends on a CPU.
 In deterministic mode the bits are those of the same split on one data-parallel rank: Layout.whole.
 
-[Note: accumulation] KIND_N: N micro-batches a rank and step, and what parallelize() is told:
+[Note: accumulation] KIND_N: N micro-batches a rank and step, with the arguments of parallelize():
 shard and full are accumulate=, no_sync is shard under engine.no_sync(), local is full under it.
 
 AdamW's eps is large because the exact gradient of a key's bias is 0: what rounding leaves of it
@@ -93,7 +93,7 @@ READ_STEPS = (0, 2)  # engine.grads() makes sums along tp that a step would make
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share out a run: the mesh, what parallelize() is told, micro-batches of a rank."""
+    """How ranks split a run: the mesh, arguments of parallelize(), micro-batches of a rank."""
 
     dp: int = 1
     stage: int = 0
@@ -129,7 +129,7 @@ class Layout:
     }
 
     def __str__(self) -> str:
-        return told(self) or "one process"
+        return changed(self) or "one process"
 
     @property
     def ranks(self) -> int:
@@ -164,7 +164,7 @@ class Layout:
 
     @property
     def whole(self) -> Layout:
-        """What has the same bits: where it is not deterministic the layout without formats on the
+        """The layout with the same bits: if not deterministic, the layout without formats on the
         wire, else the same split of products on one data-parallel rank, with nothing else."""
         if not self.deterministic:
             return replace(self, wire=None)
@@ -217,7 +217,9 @@ class Layout:
 class Program:
     """A model, and what a loop does with it."""
 
-    model: str = "gpt"  # ours, tied; foreign, foreign tied: somebody's; or a key of EXPERTS
+    model: str = (
+        "gpt"  # fastpar.GPT, tied; foreign, foreign tied: a plain model; or a key of EXPERTS
+    )
     precision: str = "fp32"
     dropout: bool = False
     clip: bool = False
@@ -239,7 +241,7 @@ class Program:
     }
 
     def __str__(self) -> str:
-        return told(self) or "gpt"
+        return changed(self) or "gpt"
 
     @property
     def has_experts(self) -> bool:
@@ -264,8 +266,8 @@ def _config(model: str, n_head: int, vocab_size: int, p: float) -> GPTConfig:
     return GPTConfig(LAYERS, n_head, 4 * n_head, 12, vocab_size, dropout=p, **experts)
 
 
-def told(one: Any) -> str:
-    """What of a dataclass is not the default."""
+def changed(one: Any) -> str:
+    """The fields of a dataclass that differ from their defaults."""
     changed = [(f.name, getattr(one, f.name)) for f in fields(one)]
     changed = [(n, v) for n, v in changed if v != getattr(type(one), n)]
     return "-".join(n if v is True else f"{n}={v}" for n, v in changed)
@@ -330,7 +332,7 @@ class ForeignBlock(nn.Module):
 
 
 class Foreign(nn.Module):
-    """Somebody's GPT, in plain torch when nothing is split."""
+    """A foreign GPT, in plain torch when nothing is split."""
 
     tp_states: ClassVar = {"wte.weight": Shard(pad_to=4), "head.weight": Shard(pad_to=2)}
     tp: TensorParallel | None = None
@@ -376,7 +378,7 @@ def build(program: Program, seed: int) -> nn.Module:
         frozen = [model.wpe.weight, model.h[0].mlp.c_fc.weight]
         with torch.no_grad():
             for name, p in model.named_parameters() if program.has_experts else ():
-                if "router" in name:  # wide apart, so that rounding changes nobody's choice
+                if "router" in name:  # wide apart, so that rounding changes no choice
                     p *= 20 * (16 / program.width) ** 0.5
                 if name.endswith(("c_proj.bias", "c_fc.bias")):
                     p.copy_(torch.linspace(-0.1, 0.1, p.numel()).view(p.shape))
@@ -433,7 +435,7 @@ def micro_batch(program: Program, step: int, index: int, rows: int) -> dict[str,
 
 
 class Loop:
-    """What one process and a rank of many do alike: losses, scale, optimizer, records."""
+    """What is the same in one process and in a rank of many: losses, scale, optimizer, records."""
 
     def __init__(self, program: Program, layout: Layout, model: nn.Module, holder: nn.Module, **o):
         self.program, self.layout = program, layout
@@ -895,7 +897,7 @@ _UNTOLD = flat(Parallel())
 
 
 def refused(layout: Layout, program: Program, most: int = 8) -> bool:
-    """Whether parallelize() refuses it, by the rules of settings, or the model cannot do it."""
+    """Whether the rules of settings or the model refuse this layout."""
     config, foreign = program.config, program.model.startswith("foreign")
     rows = samples(layout) // layout.micro_batches
     splits = layout.grid or max(layout.cp, layout.pp, layout.ep) > 1

@@ -1,4 +1,4 @@
-"""One real rank of a lone mesh that trains a small model, and what it says to whom."""
+"""One real rank of a lone mesh trains a small model; its communication is recorded."""
 
 import contextlib
 
@@ -74,7 +74,7 @@ class Sgd:
 
 
 class Run:
-    """A rank that trains, and what it said to whom."""
+    """A rank that trains, with a record of its communication."""
 
     def __init__(self, *, world_size=W, rank=RANK, n_micro=1, **kwargs):
         self.n_micro = n_micro
@@ -98,7 +98,7 @@ class Run:
         self._stack.close()
 
     def train(self):
-        """One step; what was said in it."""
+        """Runs one step; returns its operations."""
         self.log.clear()
         for _ in range(self.n_micro):
             self.model(torch.arange(64)).square().mean().backward()

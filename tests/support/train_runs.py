@@ -1,4 +1,4 @@
-"""Runs of the trainer in this process: made once, cut as by a crash, gone on with, compared."""
+"""Runs of the trainer in this process: made once, cut as by a crash, resumed, compared."""
 
 import contextlib
 import random
@@ -52,7 +52,7 @@ def make_text(folder: Path) -> None:
 
 @contextlib.contextmanager
 def in_folder(folder):
-    """Runs are in this folder. No pictures: one takes longer than a short run."""
+    """Puts runs into this folder, without pictures, which take longer than a short run."""
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setenv("XDG_CACHE_HOME", str(folder / "cache"))

@@ -7,7 +7,7 @@
 A mutant is one change of one line of engine, axes, optimizer, checkpoint or kernels, drawn with a
 fixed seed: a comparison turned, a sum made a difference, a number one larger, a condition negated,
 a call left out. It is named by its function and by the line's text, so that it is found in another
-tree, too. The tests of its room run first, then the contracts; the first that fails ends the run.
+tree, too. The tests of its folder run first, then the contracts; the first that fails ends the run.
 A change that means the same as before cannot be noticed: what counts is that no mutant that was
 noticed before lives on.
 """
@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOMS = {  # folder of the product -> how many mutants, tests that run
+FOLDERS = {  # folder of the product -> how many mutants, tests that run
     "fastpar/engine": (16, ("engine", "contracts")),
     "fastpar/axes": (14, ("axes", "contracts", "predict")),
     "fastpar/optim": (10, ("optim", "contracts")),
@@ -95,18 +95,18 @@ def sites(path):
 def drawn(root):
     """The mutants, of the tree in which they are drawn."""
     chosen = []
-    for room, (count, _) in ROOMS.items():
-        files = [p for p in sorted((root / room).rglob("*.py")) if "/." not in str(p)]
+    for folder, (count, _) in FOLDERS.items():
+        files = [p for p in sorted((root / folder).rglob("*.py")) if "/." not in str(p)]
         pool = [(p, site) for p in files for site in sites(p)]
-        for path, (name, line, instead) in random.Random(room).sample(pool, count):
-            where = {"room": room, "file": str(path.relative_to(root)), "function": name}
+        for path, (name, line, instead) in random.Random(folder).sample(pool, count):
+            where = {"folder": folder, "file": str(path.relative_to(root)), "function": name}
             chosen.append({**where, "line": line, "instead": instead})
     return chosen
 
 
 def place_of(root, mutant):
     """The file of this tree that has the mutant's line, in its function."""
-    for path in [root / mutant["file"], *sorted((root / mutant["room"]).rglob("*.py"))]:
+    for path in [root / mutant["file"], *sorted((root / mutant["folder"]).rglob("*.py"))]:
         text = path.read_text() if path.exists() else ""
         here = mutant["function"].rpartition(".")[2] in text
         if here and text.splitlines().count(mutant["line"]) == 1:
@@ -114,12 +114,12 @@ def place_of(root, mutant):
     raise LookupError(f"no file has this line once: {mutant['line'].strip()}")
 
 
-def judge(root, mutant, rooms, python):
+def judge(root, mutant, folders, python):
     """Runs the tests with the mutant in its place; what they said."""
     path = place_of(root, mutant)
     source, start = path.read_text(), time.time()
     lines = [mutant["instead"] if x == mutant["line"] else x for x in source.splitlines()]
-    tests = [f"tests/{room}" for room in rooms.split() or ROOMS[mutant["room"]][1]]
+    tests = [f"tests/{folder}" for folder in folders.split() or FOLDERS[mutant["folder"]][1]]
     options = "-x -q -p no:cacheprovider --no-header -rN --tb=line --durations=0"
     command = [python, "-m", "pytest", *options.split(), "--durations-min=1e9", *tests]
     text, status = "", "killed: it hangs"
@@ -157,7 +157,7 @@ def main():
     parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[2])
     parser.add_argument("--mutants", type=Path, help="a list made before, by `list FILE`")
     parser.add_argument("--only", default="", help="numbers, as 3,7,20-29")
-    parser.add_argument("--rooms", default="", help="test these rooms alone")
+    parser.add_argument("--folders", default="", help="run the tests of these folders only")
     parser.add_argument("--python", default=sys.executable)
     args = parser.parse_args()
     if args.mode == "compare":
@@ -176,7 +176,7 @@ def main():
     found = json.loads(out.read_text()) if out.exists() else {}
     for i, mutant in enumerate(chosen):
         if (not numbers or i in numbers) and str(i) not in found:
-            found[str(i)] = row = judge(args.tree, mutant, args.rooms, args.python)
+            found[str(i)] = row = judge(args.tree, mutant, args.folders, args.python)
             print(i, row["status"], row["seconds"], "s", row["by"], flush=True)
             out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
