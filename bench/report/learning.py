@@ -1,13 +1,13 @@
 """Tables of the rows of studies (bench/systems/study.py).
 
-[Note: steps to a loss] A learning rate that falls to 0 makes the loss of an unfinished run say
-nothing. So AdamW, at the best learning rate of those that were tried, is compared with runs of Muon
-that were planned shorter and have a fall of their own; seed by seed, where both have that seed.
+[Note: steps to a loss] With a learning rate that decays to 0, the loss in the middle of a run
+cannot be compared. AdamW at the best learning rate of its sweep is therefore compared with shorter
+runs of Muon with their own decay, seed by seed.
 
-[Note: time to a loss] Curves of wire formats are of one model and of runs of one length; a step's
-time on a slow link is of another, larger one (bench/systems/bench_links.py). The table says how
-long the steps of the first would take at the times of the second: those until the mean of the seeds
-is, between two moments on a straight line, the loss that every format reaches.
+[Note: time to a loss] Curves of wire formats are of one model and one number of steps; step times
+on a slow link are of a larger model (bench/systems/bench_links.py). The table multiplies them: the
+number of steps until the mean over the seeds reaches the loss that every format reaches
+(interpolated linearly), times the step time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMPARED = {"seed", "optimizer", "lr", "muon_lr", "max_steps"}  # all else is t
 
 
 def _grouped(rows: Sequence[Run], without: set[str]) -> list[list[Run]]:
-    """Rows that differ in these settings alone, in the order in which they were measured."""
+    """Groups of rows that differ only in these settings, in the order of measurement."""
     found: dict[str, list[Run]] = defaultdict(list)
     for row in rows:
         kept = {name: value for name, value in row["settings"].items() if name not in without}

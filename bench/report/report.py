@@ -1,8 +1,8 @@
 """Writes tables between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` from bench/results.
 
     python -m bench report [FILE ...]     in every document, or in these
-    python -m bench report --check        exit code 1 when a table is not what the results say
-    python -m bench report --results DIR  of your own rows in DIR: DIR/report.md
+    python -m bench report --check        exit code 1 if a table differs from the results
+    python -m bench report --results DIR  tables of your own rows in DIR: DIR/report.md
     python -m bench report --picture      the picture of README.md: bench/results/steps.png
 
 The documents are bench/results/README.md and plan/published.md beside it; each has the markers it
@@ -32,7 +32,7 @@ OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
 
 
 def render(name: str, folder: Path) -> str:
-    """The text between one pair of markers: of a bench a table for each machine, newest first."""
+    """The text between two markers; a bench has a table for each machine, newest first."""
     if name == "headline":
         return _headline(folder)
     kind, _, device = name.rpartition("-")
@@ -69,7 +69,7 @@ def _wires(device: str, folder: Path) -> list[Row]:
 
 
 def _headline(folder: Path) -> str:
-    """A column for each maker of CPUs, of its newest machine; what a GPU has, by itself."""
+    """A column for the newest machine of each CPU maker; GPUs in a table of their own."""
     parts = []
     for device in ("cpu", "cuda"):
         found: dict[str, tuple[dict[str, Any], list[Row]]] = {}
@@ -87,7 +87,7 @@ def _headline(folder: Path) -> str:
 
 
 def update(text: str, folder: Path = RESULTS) -> str:
-    """The text with every table between markers made anew."""
+    """The text with every table between markers rewritten."""
     closed = [name for name, _ in MARKER.findall(text)]
     for name in OPENING.findall(text):
         if name not in closed:
@@ -141,7 +141,7 @@ def write_own(folder: Path) -> None:
 
 
 def _tables(args: argparse.Namespace) -> int:
-    """Makes every table of these files anew, or looks whether that would change one."""
+    """Rewrites every table of these files, or checks whether that would change one."""
     stale = 0
     for path in args.files:
         old = path.read_text()

@@ -1,8 +1,8 @@
-"""Tables of rows: which rows each shows, the columns they get, and how numbers are written.
+"""Tables of results: their rows, columns and number formats.
 
-A table is data: spec() takes the rows, the headings of what names a row, and those of what it says;
-a heading stands for a cell in CELLS. render() writes one, with the machine under it. Rows of
-several commits say theirs in a last column; of one commit, the line under the table does.
+A table is data: spec() takes the choice of rows and the headings of the columns; each heading names
+a cell in CELLS. render() writes the table and the machine under it. The commit stands under the
+table, or in a last column if rows are of several commits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from bench.records import Row, homes, load, machine_line, slug
 
 OPS = {"shm"} | {name for name, module in homes().items() if module.startswith("bench.ops.")}
-ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
+ASIDE = "fastpar without dropout"  # the baseline of rows with dropout: no result by itself
 PLAN_LIMITS = {"peak memory": 0.05, "step time": 0.15}  # of a layout's error
-Cell = Callable[[Row, Sequence[Row]], str]  # what a row says, beside the others of its table
+Cell = Callable[[Row, Sequence[Row]], str]  # the text for a row, given all rows of its table
 
 
 class NoResultsError(ValueError):
@@ -27,7 +27,7 @@ class NoResultsError(ValueError):
 
 class Line(NamedTuple):
     cells: Sequence[str]
-    rows: Sequence[Any]  # that the cells come from: records, or lines of a rows.jsonl
+    rows: Sequence[Any]  # the source of the cells: records, or lines of a rows.jsonl
 
 
 class Table(NamedTuple):
@@ -66,7 +66,7 @@ def commit_of(row: Any) -> str:
 
 
 def origin(about: dict[str, Any], rows: Sequence[Any], several: str = "") -> str:
-    """The machine, and the commit and days of these rows; several: in the place of many commits."""
+    """The machine, commit and days of these rows; several: the text for more than one commit."""
     commits = dict.fromkeys(map(commit_of, rows))
     dates = sorted({r["machine"]["date"] if isinstance(r, dict) else r.date for r in rows})
     commit = several if several and len(commits) > 1 else ", ".join(commits)
@@ -153,7 +153,7 @@ def tp_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def note(name: str, scale: float = 1.0, form: str = "") -> Cell:
-    """A number of the row's notes in a format, else with three digits; empty without one."""
+    """A number of the row's notes, with three digits unless form is given; empty if missing."""
 
     def cell(row: Row, rows: Sequence[Row]) -> str:
         value = row.notes.get(name)
@@ -169,12 +169,12 @@ def of(cell: Callable[[Row], str]) -> Cell:
 
 
 def turns(row: Row) -> str:
-    """What the row's speed-up is over: its median in the same turns, and its name."""
+    """The baseline of the row's speed-up: its median in the same turns, and its name."""
     return "" if row.baseline == row.variant else f"{number(row.baseline_ms)}, {row.baseline}"
 
 
 def beside(variant: str) -> Cell:
-    """How many times as fast as this one of the same case."""
+    """The speed-up over this variant of the same case."""
 
     def cell(row: Row, rows: Sequence[Row]) -> str:
         ms = next((r.median_ms for r in peers(row, rows) if r.variant == variant), None)
@@ -190,12 +190,12 @@ def waited(row: Row, rows: Sequence[Row]) -> str:
 
 
 def speedup(row: Row) -> str:
-    """Over what took turns with it; one of fastpar that is slower than something else says so."""
+    """The speed-up over the baseline; a fastpar row that is slower than a peer says so."""
     is_slower = is_ours(row) and not (row.baseline or "").startswith("fastpar")
     return times(row.speedup) + ", slower" * (is_slower and (row.speedup or 1.0) < 0.995)
 
 
-CELLS: dict[str, Cell] = {  # heading -> cell, in every table that says nothing else
+CELLS: dict[str, Cell] = {  # heading -> cell, unless a table has its own
     "case": of(lambda row: row.case),
     "variant": of(lambda row: row.variant),
     "case, variant": of(lambda row: f"{row.case}, {row.variant}"),
@@ -236,10 +236,10 @@ def spec(
     own: Mapping[str, Cell] | None = None,
     also: Callable[[Row], Sequence[Row | None]] = lambda row: (),
 ) -> Callable[[Sequence[Row]], Table]:
-    """A table: its rows, the headings of what names a row, and those of what it says.
+    """A table: its rows, the headings that name a row, and the headings of its values.
 
-    A heading "text = case" shows CELLS["case"] under another text; own: cells of this table alone;
-    also: other rows that a line is of.
+    A heading "text = case" shows CELLS["case"] under another text; own: cells of this table only;
+    also: other rows that a line is made of.
     """
     headings = [h.partition(" = ") for h in f"{names} | {values}".split(" | ")]
     cells = [{**CELLS, **(own or {})}[key or text] for text, _, key in headings]
@@ -267,7 +267,7 @@ def plan_table(rows: Sequence[Row]) -> Table:
             some = [row for row in own if n in (None, row.notes["ranks"])]
             errors = [_error(kind, row) for row in some]
             sizes = sorted(map(abs, errors))
-            ninth = sizes[-(-9 * len(sizes) // 10) - 1]  # nine tenths are no larger
+            ninth = sizes[-(-9 * len(sizes) // 10) - 1]  # nine tenths are at most this
             which = "all layouts" if n is None else f"{n} rank{'s' * (n > 1)}"
             within = sum(size <= limit for size in sizes)
             spread = [f"{value:.1%}" for value in (statistics.median(sizes), ninth, sizes[-1])]
@@ -295,7 +295,7 @@ STEPS = {  # in the roofline: variants in fp32 and in bf16
 
 
 def roofline_table(rows: Sequence[Row]) -> Table:
-    """A step's products by themselves, each at its own rate, their sum, and steps beside it."""
+    """A step's matrix products, each at its own rate, their sum, and whole steps."""
     own = [r for r in only("train")(rows) if r.median_ms]
     cases = dict.fromkeys(r.case for r in own if r.direction == "products")
     lines = []
@@ -329,7 +329,7 @@ def _flops(row: Row) -> float:
 
 
 def ops_table(rows: Sequence[Row]) -> Table:
-    """fastpar beside eager and beside the fastest other variant; memory and host time where known.
+    """fastpar beside eager and the fastest other variant, with memory and host time if known.
 
     A row that is slower than the fastest other one says so.
     """
@@ -372,7 +372,7 @@ def ops_table(rows: Sequence[Row]) -> Table:
     return spec(lambda rows: own, names, values, cells, lambda row: (base(row), best(row)))(rows)
 
 
-# Where what a row is compared with stands beside several groups, its own row is of other turns.
+# A baseline of several groups was measured again in each: its own row is of other turns.
 BESIDE = "took turns with, ms | speed-up"
 PP = "case: contender = case: variant | ranks x threads"
 PP_SAYS = f"ms | tokens/s | {BESIDE} | peak MB | loss differs by | MB sent a step"
@@ -472,7 +472,7 @@ HEADLINE = (
 
 
 def headline(machines: Sequence[tuple[str, Sequence[Row]]]) -> str:
-    """A line for each of HEADLINE that a machine has rows of; machines: their name and rows."""
+    """A line for each of HEADLINE with rows on some machine; machines: name and rows."""
     lines = []
     for line in HEADLINE:
         found = [_find(line, rows) for _, rows in machines]
@@ -485,7 +485,7 @@ def headline(machines: Sequence[tuple[str, Sequence[Row]]]) -> str:
 
 
 def _cell(found: Sequence[Row]) -> str:
-    """fastpar's milliseconds, those of others in the same turns, and how many times faster."""
+    """Milliseconds of fastpar, those of others in the same turns, and the ratios."""
     if not found:
         return ""
     ours, *others = found
@@ -498,7 +498,7 @@ def _cell(found: Sequence[Row]) -> str:
 
 
 def _other_ms(ours: Row, other: Row) -> float:
-    """Of the turns that the two took together, where either was compared with the other."""
+    """Milliseconds of the other one, in the turns of both if they took turns."""
     in_turn = ours.baseline_ms if ours.baseline == other.variant else None
     return in_turn or other.median_ms or 0.0
 
