@@ -1,4 +1,4 @@
-"""A gradient's walk goes as engine/README.md tells it."""
+"""A gradient's walk goes as engine/README.md describes it."""
 
 import re
 import sys
@@ -44,7 +44,7 @@ def walked():
     return calls
 
 
-def test_a_gradient_walks_as_it_is_told():
+def test_a_gradient_walks_as_described():
     calls = run_ranks(walked, 2)[0]
     rest = iter(calls)
     for file, name in STEPS:
