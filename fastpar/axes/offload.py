@@ -11,10 +11,11 @@ Use it        if the model does not fit otherwise: the step is as fast as the ho
 Not with      Adafactor, Muon, tp_grid, wires, node_size, CUDA graphs.
 Source: Ren et al. 2021 (ZeRO-Offload), arXiv 2101.06840
 
-The host holds 18 bytes per parameter and rank (bf16, fp32 masters, moments and gradients). On the GPU
-stay the weights (with Offload("parameters"), stage 3, those of units in use) and up to IN_FLIGHT + 1
-buckets of gradients; keep_mb keeps the state of the first units there. engine.report.offload_ms is
-the time that a step waited. The step's thread has its own cores (comm/host.py).
+The host holds 18 bytes per parameter and rank (bf16, fp32 masters, moments and gradients). On the
+GPU stay the weights (with Offload("parameters"), stage 3, those of units in use) and up to
+IN_FLIGHT + 1 buckets of gradients; keep_mb keeps the state of the first units there.
+engine.report.offload_ms is the time that a step waited. The step's thread has its own cores
+(comm/host.py).
 
 The optimizer gets pieces of weights and gradients in host memory, so its state is created there,
 and its CPU kernel, which has the bits of the GPU's, steps them. No weights are stale, and clipping

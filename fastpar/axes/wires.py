@@ -135,7 +135,7 @@ class Wires(Axis):
             pays = 8e-9 * (plain - sent) / codes
             lines.append(
                 f"  {flag}: a rank sends {size_text(sent)} a step instead of {size_text(plain)}, "
-                f"codes {codes * 1e3:.3g} ms, step {step_ms:,.4g} ms; pays below {pays:,.4g} "
+                f"encoding {codes * 1e3:.3g} ms, step {step_ms:,.4g} ms; pays below {pays:,.4g} "
                 "Gbit/s a rank"
             )
         return lines if len(lines) > 1 else ()

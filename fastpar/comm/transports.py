@@ -3,18 +3,17 @@
 torch.distributed uses NCCL for GPUs and gloo across hosts. Shared memory serves ranks on one host,
 without sockets and copies through the kernel.
 
-[Note: the block]
-Rank 0 makes one block of memory with memfd_create: a file in memory without a name, so nobody can
-guess one, nothing is left behind in /dev/shm, and a container's small /dev/shm does not limit it.
-The others open it through /proc/<pid of rank 0>/fd, which the system allows to the same user only,
-and check a random token in it. It is freed when the last rank that maps it ends, in whatever way
-(test_a_killed_rank_is_an_error_on_the_others). The ranks' work in it is in csrc/shm_cpu.cpp.
+The block: rank 0 makes one block of memory with memfd_create: a file in memory without a name, so
+nobody can guess one, nothing is left behind in /dev/shm, and a container's small /dev/shm does not
+limit it. The others open it through /proc/<pid of rank 0>/fd, which the system allows to the same
+user only, and check a random token in it. It is freed when the last rank that maps it ends, in
+whatever way (test_a_killed_rank_is_an_error_on_the_others). The ranks' work in it is in
+csrc/shm_cpu.cpp.
 
-[Note: the thread of a group]
-Each group has one daemon thread that runs its operations in the order of the calls. close() stops
-it, as do the collection of the group and the end of the interpreter: a rank that exits during an
-operation ends at once, and so do its peers' operations. Joining an ordinary thread would wait for
-peers that wait for this rank (test_exit_with_an_operation_under_way).
+The thread of a group: each group has one daemon thread that runs its operations in the order of the
+calls. close() stops it, as do the collection of the group and the end of the interpreter: a rank
+that exits during an operation ends at once, and so do its peers' operations. Joining an ordinary
+thread would wait for peers that wait for this rank (test_exit_with_an_operation_under_way).
 """
 
 from __future__ import annotations

@@ -666,7 +666,7 @@ def _schedule(shards: Shards) -> str:
     if copies > 1:
         reduce += f", then all-reduce each shard with its {copies} replicas"
     if not shards.stage.frees_parameters:
-        return f"{reduce}{control}; all-gather {span} under the next forward"
+        return f"{reduce}{control}; all-gather {span} during the next forward"
     ahead = shards.settings.asked.prefetch
     return f"all-gather each unit before its forward and backward, {ahead} ahead; {reduce}{control}"
 

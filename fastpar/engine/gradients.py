@@ -130,7 +130,7 @@ class MicroBatches:
 
 
 class Reducer:
-    """The reductions of one backward; see the notes.
+    """The reductions of one backward; see [Note: when a bucket is launched].
 
     Args:
         log: records every collective.

@@ -88,7 +88,7 @@ def describe_storage(settings: OptimSettings, dtype: torch.dtype) -> str:
         masters = "none, rounded stochastically"
     rows = settings.optimizer == "adafactor"
     moments = "rows and columns" if rows else str(settings.moment_dtype)
-    moments += ", of matrices one" if settings.optimizer == "muon" else ""
+    moments += " (matrices: one)" if settings.optimizer == "muon" else ""
     return f"{settings.optimizer}, master weights {masters}, moments {moments}"
 
 

@@ -197,7 +197,7 @@ def test_whole_parameters_that_were_gathered_and_frozen_ones_are_compared(where)
         with engine.gathered():
             if engine.mesh.rank == 2:
                 flip(model[1].weight, 5)
-            with pytest.raises(RuntimeError, match=r"difference on rank 2 in parameter '1.weight'"):
+            with pytest.raises(RuntimeError, match=r"differ on rank 2 in parameter '1.weight'"):
                 engine.check_replicas()
 
     run_ranks(of_rank, 3)
@@ -249,7 +249,7 @@ SAME = [
     lambda r: ((idx_of(), None, r), {"name": str(r)}),  # no tensors
     lambda r: ((idx_of().T,), {"b": torch.tensor(True), "c": torch.zeros(0, 3)}),
 ]
-WHERE = "expected the same inputs on all ranks of a tp group, got a difference in argument "
+WHERE = "the ranks of a tp group got different inputs: argument "
 BUT = "; give them the same batch: choose it by mesh.dp_rank, not by mesh.rank"
 ROWS = "torch.int64 [4, 6]"
 DIFFERENT = [

@@ -449,7 +449,7 @@ def test_a_rank_that_drifts_is_named_before_its_state_is_saved(here, monkeypatch
         return done
 
     def fails(changes):
-        words = r"a difference on rank 2 in parameter 'ln_f.bias' after step 4, wh"
+        words = r"replicas differ on rank 2 in parameter 'ln_f.bias' after step 4, wh"
         with pytest.raises(RuntimeError, match=words):
             guarded.rank(changes)
 

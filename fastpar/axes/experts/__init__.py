@@ -4,7 +4,7 @@ Experts are distributed over the ranks of ep, which compute different sequences.
 weights they act as one rank; the dp/ep ranks with the same expert reduce its gradients, and shard
 its state at the stages of ZeRO.
 
-[Note: sums in the order of one process] In deterministic mode a sum of gradients is a tree over the
+Deterministic sums: in deterministic mode a sum of gradients is a tree over the
 micro-batches of a rank, then over the ranks. An expert gets the rows of ep ranks in one backward.
 To sum each rank's micro-batches first, gradients of different source ranks are kept separate,
 [ep, P], until they are sent. That costs memory for the gradients of all experts instead of a rank's
@@ -161,7 +161,7 @@ def _share(mesh: Mesh, tensors: Sequence[Tensor]) -> None:
 
 
 class Sources:
-    """Gradients of a bucket, separate for each source rank of ep; see the note.
+    """Gradients of a bucket, separate for each source rank of ep; see the top of the file.
 
     Args:
         ep: number of ranks whose rows these experts get.

@@ -38,7 +38,7 @@ class Losses:
         n_layer, n_expert: layers with experts, and experts in each.
         balance, z: the factors of both losses; rate: of the bias.
     Attributes:
-        scale: factor of a token's losses, a tensor; see the note.
+        scale: factor of a token's losses, a tensor; see [Note: gradients without a value].
         attached: an engine sums the counts of a step.
         layers: this rank's routers, by number, which get the counts.
         last: fp64 [n_layer, 2E + 2], the sums of the last step over all ranks: counts, sums of

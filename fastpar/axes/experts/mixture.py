@@ -4,7 +4,7 @@
     rows [M, C] -> c_fc[e] -> GELU -> c_proj[e]      grouped_linear, of this rank's experts
     y [N, C] = each token's weighted sum             combine
 
-[Note: capacity] An expert takes at most ceil(capacity * N * K / E) of a micro-batch's choices, the
+Capacity: an expert takes at most ceil(capacity * N * K / E) of a micro-batch's choices, the
 first ones in the order of the tokens; a token's dropped choices add 0. N is what one data rank
 computes in one forward, so layouts with equal micro-batches drop the same. None drops nothing.
 
