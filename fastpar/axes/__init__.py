@@ -21,8 +21,8 @@ Settings and rules of fastpar's own axes are in settings/, as a command line is 
 before torch is imported. An added axis has its own.
 
 To add one, write a file in this folder with an `AXIS`, or call register(). Override only the
-methods that it needs. [Note: order] Methods are called in the order of `order`: from the axis whose
-ranks are farthest apart to the nearest, then axes that work on buckets; split() in reverse order:
+methods that it needs. They are called in the order of `order`: from the axis whose ranks are
+farthest apart to the nearest, then axes that work on buckets. split() is called in reverse order:
 what neighbours leave of a parameter is split further by more distant ranks.
 """
 
@@ -132,7 +132,7 @@ class Axis:
     Attributes:
         name: one word, its name in records.
         key: its name in a mesh, and of the parameters that it splits.
-        order: see [Note: order].
+        order: when its methods are called; see the top of axes/__init__.py.
         settings: a frozen dataclass of settings, unless Parallel has them. Field names are the
             flags' names, so they are unique.
         rules: rows for settings/rules.py: Rule, Pair, Needs.
@@ -347,7 +347,7 @@ def register(axis: Axis) -> None:
 
 @functools.cache
 def every() -> tuple[Axis, ...]:
-    """All axes, in the order of [Note: order]."""
+    """All axes, by `order`."""
     names = sorted(found.name for found in pkgutil.iter_modules(__path__))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     own = [module.AXIS for module in modules if hasattr(module, "AXIS")]

@@ -28,14 +28,14 @@ A norm needs sums over the row: two numbers per token, exchanged forward and bac
 the order of the ranks. Attention is local, by heads along the row. The vocabulary is a column
 layer's outputs, so the loss is that of vocabulary.py along the row.
 
-[Note: two axes] A module declares one state, as for tensor parallelism (tensor_parallel(self, tp)).
-On the grid a matrix with Shard(d) is also cut by rows along its other dimension; all else is cut by
+Two axes: a module declares one state, as for tensor parallelism (tensor_parallel(self, tp)). On the
+grid a matrix with Shard(d) is also cut by rows along its other dimension; all else is cut by
 columns along its last dimension, and its gradient is summed over the rows, which have other
 samples.
 
-[Note: depth] depth grids have the same weights and split a batch together with the rows. For
-gradients depth is one of the data axes, over which the engine averages: so an operator that sums
-over a batch multiplies its gradient by depth, as in axes/context/sequences.py, [Note: one loss].
+Depth: depth grids have the same weights and split a batch together with the rows. For gradients
+depth is one of the data axes, over which the engine averages: so an operator that sums over a batch
+multiplies its gradient by depth, as in axes/context/sequences.py, "One loss".
 
 Source: Xu et al. 2021, arXiv 2104.05343; Wang et al. 2021, arXiv 2105.14500; van de Geijn, Watts
 1997 (SUMMA)
@@ -109,7 +109,7 @@ class Grid(TensorParallel):
         return Partial()
 
     def states_of(self, state: State, dims: int) -> Mapping[str, State]:
-        """States along rows and tp; see [Note: two axes]."""
+        """States along rows and tp; see the top of this file."""
         if isinstance(state, Shard) and dims == 2:
             return {"rows": Shard(1 - state.dim), "tp": state}
         return {"rows": Partial(), "tp": state if isinstance(state, Shard) else Shard(dims - 1)}
@@ -167,7 +167,7 @@ def grid_of(number: int) -> Grid:
 
 
 class _Times(torch.autograd.Function):
-    """x, with its gradient multiplied by a factor; see [Note: depth]."""
+    """x, with its gradient multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:

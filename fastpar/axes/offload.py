@@ -21,7 +21,7 @@ The optimizer gets pieces of weights and gradients in host memory, so its state 
 and its CPU kernel, which has the bits of the GPU's, steps them. No weights are stale, and clipping
 and loss scales work as usual.
 
-[Note: order of copies] The host steps nothing before the device has finished the work queued before
+Order of copies: the host steps nothing before the device has finished the work queued before
 step(): until then a forward (of an evaluation, say) may read the old weights, on the device or over
 the bus. So a copy up waits for no computation, and a gather after it runs in the bus's stream,
 concurrently with the present forward. A forward waits for both at its unit.
@@ -377,7 +377,7 @@ class Offload:
         for bucket in self.order if self._poison else ():
             if of[bucket] and bucket.shard is not bucket.stepped:
                 bucket.shard.fill_(float("nan"))
-        # After all queued work of the device: see [Note: order of copies].
+        # After all queued work of the device: see "Order of copies" above.
         zero = torch.zeros((), device=self._device, dtype=torch.float32)
         host = self._bus.memory(1, torch.float32).view(())
         sent = self._bus.down(host, zero if factor is None else factor)

@@ -1,8 +1,8 @@
 """The host of a rank: its memory, the cores of its threads, and the bus to its GPU.
 
-[Note: cores of a rank] Cores are ordered by NUMA node and split in equal parts among the ranks of
-the machine, in rank order. On servers with equally many GPUs per socket a rank gets cores of its
-GPU's socket. One core of the part is left to the rank's other threads.
+Cores are ordered by NUMA node and split in equal parts among the ranks of the machine, in rank
+order. On servers with equally many GPUs per socket a rank gets cores of its GPU's socket. One core
+of the part is left to the rank's other threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def nodes_of_cores() -> dict[int, int]:
 
 
 def cores_of_rank(cores: Iterable[int], nodes: dict[int, int], rank: int, ranks: int) -> list[int]:
-    """The cores of a rank: see [Note: cores of a rank]."""
+    """The cores of a rank; see the top of this file."""
     ordered = sorted(cores, key=lambda core: (nodes.get(core, 0), core))
     share = max(1, len(ordered) // ranks)
     first = rank * share % len(ordered)

@@ -13,13 +13,13 @@ the starter dies, the kernel does (files/packages.py). A rank that fails ends, a
 the collective that waits for it; peers that do not fail within GRACE_S are killed. If a rank does
 not answer in time, all are killed.
 
-[Note: the culprit] When one rank fails, the others fail because it is gone. The rank to name is one
+The rank to name: when one rank fails, the others fail because it is gone. The report names the one
 that reported a hang (it has killed the rank that hung), else the first that failed by itself.
 
-[Note: forked ranks] A fork server that has only imported torch (without a running thread pool, so
-forking is safe) makes a rank in milliseconds; the first one pays for the import. Forked ranks are
-not children of the starter: a thread in each waits for the starter's end. OpenMP reads its
-variables before the fork, so measurements of time or memory use fresh processes.
+Forked ranks: a fork server that has only imported torch (without a running thread pool, so forking
+is safe) makes a rank in milliseconds; the first one pays for the import. Forked ranks are not
+children of the starter: a thread in each waits for the starter's end. OpenMP reads its variables
+before the fork, so measurements of time or memory use fresh processes.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class RankFailed(RuntimeError):  # noqa: N818 - of a rank, not of all
 
 
 def culprit(failures: Sequence[RankFailed]) -> RankFailed:
-    """The failure to report: see [Note: the culprit]."""
+    """The failure to report; see "The rank to name" above."""
     return min(failures, key=lambda one: (one.code != HUNG, one.follows, one.at))
 
 
@@ -323,7 +323,7 @@ class Ranks:
     Args:
         threads: of each rank; device: "cpu" or "cuda", of Rank.mesh(); "": the GPU if there is one.
         quiet: hide the ranks' output.
-        fork: see [Note: forked ranks].
+        fork: see "Forked ranks" above.
         place: (rank, command) -> the command that runs it elsewhere, and its environment.
     Raises:
         RankFailed: a rank could not start, died, raised or did not answer; then all are gone.

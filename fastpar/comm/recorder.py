@@ -4,10 +4,9 @@ A Recorder notes phases, collectives and waits by each rank's clock; a WireMeter
 time. torch's collectives (DDP, FSDP2, DeepSpeed) are counted by torch's dispatcher, also those that
 C++ starts; fastpar's are observed through their interface, collectives.Collectives.
 
-[Note: sent bytes] A collective of b bytes over W ranks counts as what each rank sends in a ring:
-(W - 1) / W * b for reduce-scatter, all-gather, all-to-all and (as the mean over ranks) broadcast;
-twice that for an all-reduce; b for a send. Any algorithm must send at least as much in all; some
-send more.
+Sent bytes: a collective of b bytes over W ranks counts as what each rank sends in a ring: (W - 1) /
+W * b for reduce-scatter, all-gather, all-to-all and (as the mean over ranks) broadcast; twice that
+for an all-reduce; b for a send. Any algorithm must send at least as much in all; some send more.
 
 Bars in a timeline: an operation's bar begins when the engine starts it, is pale while operations of
 the same kind are before it, and ends when a thread that polls every millisecond finds it complete.
@@ -189,7 +188,7 @@ def busy_ms(spans: Sequence[Span], rows: Sequence[str]) -> float:
 
 
 def ring_bytes(operation: str, whole_bytes: int, world_size: int) -> int:
-    """Bytes that one rank sends with a ring algorithm: [Note: sent bytes].
+    """Bytes that one rank sends with a ring algorithm.
 
     Args:
         operation: torch's or fastpar's name of it.
@@ -208,7 +207,7 @@ class WireMeter:
     """Counts one rank's collectives inside its contexts.
 
     Attributes:
-        sent_bytes: see [Note: sent bytes]; of all groups together.
+        sent_bytes: see "Sent bytes" above; of all groups together.
         waited_s: on a CPU: time inside calls and waits of fastpar's collectives.
     """
 

@@ -5,7 +5,7 @@ endless loop), they wait in a collective until its timeout, which knows neither 
 reason. So every rank publishes its state once a second in the store of its process group; a rank
 that has waited too long reads the others' states and names the slow one.
 
-[Note: who is slow] The first of these that applies to a rank:
+Why a rank is slow: the first of these that applies:
     no sign of life   its heartbeat has stopped (stopped, dead, host gone), or never came
     has ended         it left the run while others wait for it
     not waiting       it computes, reads or loops while others wait for it
@@ -169,7 +169,7 @@ def _frame_of(thread: int) -> FrameType | None:
 
 
 class Watchdog:
-    """Watches this rank and, if it waits too long, finds the slow one: [Note: who is slow].
+    """Watches this rank and, if it waits too long, finds the slow one.
 
     Args:
         rank, world_size: of the whole run.
@@ -348,7 +348,7 @@ class Watchdog:
         self._end(message, HUNG, verdict["process"])
 
     def _judge(self, late: bool) -> dict[str, Any]:
-        """Find the slow rank: see [Note: who is slow]."""
+        """Find the slow rank, by the rules above."""
         now = time.monotonic()
         seen = dict(self._seen)
         beats = {rank: each.beat for rank, each in seen.items()}

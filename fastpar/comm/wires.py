@@ -14,9 +14,9 @@
 A rank's own slice is not sent and enters the sum unrounded. No sum is encoded twice on its way, as
 a ring would. A non-finite value makes its block nan on every rank.
 
-[Note: error feedback] What an encoding of x loses is added to the next x of the same bucket, so the
-sum of sent values and the rest is the sum of all x. `error` is a buffer for the rest; in all_reduce
-the own slice of it belongs to the means. Without a buffer a reduce_scatter leaves the rest in x,
+Error feedback: what an encoding of x loses is added to the next x of the same bucket, so the sum of
+sent values and the rest is the sum of all x. `error` is a buffer for the rest; in all_reduce the
+own slice of it belongs to the means. Without a buffer a reduce_scatter leaves the rest in x,
 outside of the own slice (`leaves_rest`), and the bucket adds gradients to it (engine/bucket.py).
 
 Threads: on a CPU the caller encodes x, and one thread for all buckets decodes. The second half of
@@ -240,7 +240,7 @@ class CompressedSums(Wire):
         worker: finishes the operations of all buckets of a direction.
         again: like inner, for the second half of an all_reduce.
         exact: number of elements at the end of x that an all_reduce sends unrounded.
-        error: fp32, as long as x: see [Note: error feedback].
+        error: fp32, as long as x: see "Error feedback" above.
         leaves_rest: keep the rest in x.
         key: of the random bits: bucket and rank.
     Attributes:
@@ -519,7 +519,7 @@ def rounded_weights(model: nn.Module) -> dict[nn.Parameter, Fp8]:
 
 
 class Unsent:
-    """The unsent rest of a bucket's compressed gradients; see [Note: error feedback].
+    """The unsent rest of a bucket's compressed gradients; see "Error feedback" above.
 
     Args:
         group: reduces them; own: this rank's slice of [P].

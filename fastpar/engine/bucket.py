@@ -16,18 +16,16 @@ adds it. Nothing is zeroed beforehand: slots of parameters without a gradient ke
 fill_missing(). At stage 0 p.grad is then a view of the bucket (p.main_grad if the gradient's dtype
 is not the parameter's); at other stages p.grad is None.
 
-[Note: stale parameters]
-After a step a rank holds only its own shard of the new parameters; at stage 3 also between uses.
-Until they are gathered, p.data is a placeholder of the right shape with one nan for all elements:
-readers see nans instead of old values, and do not touch freed memory, which would crash. Tensors
-that autograd saved keep the storage, which is resized and filled again in place.
+Stale parameters: after a step a rank holds only its own shard of the new parameters; at stage 3
+also between uses. Until they are gathered, p.data is a placeholder of the right shape with one nan
+for all elements: readers see nans instead of old values, and do not touch freed memory, which would
+crash. Tensors that autograd saved keep the storage, which is resized and filled again in place.
 
-[Note: secondary shards]
-The ranks of a node together keep what the first gather of a step, over all ranks, has brought, with
-the values of forwards (rounded if wire_weights rounds). Later gathers of the step, those of
-backward and of further micro-batches, stay inside the node. All ranks choose the same way for the
-same gather, because the choice depends only on gathers, steps and writes, which are the same on all
-ranks.
+Secondary shards: the ranks of a node together keep what the first gather of a step, over all ranks,
+has brought, with the values of forwards (rounded if wire_weights rounds). Later gathers of the
+step, those of backward and of further micro-batches, stay inside the node. All ranks choose the
+same way for the same gather, because the choice depends only on gathers, steps and writes, which
+are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -179,7 +177,7 @@ class BucketGroups:
         gather: the same ranks as reduce in another group, so that neither waits for the other.
         copies: the ranks that own the same shard in the other replicas.
         again: the same ranks as reduce, for the second half of a compressed all-reduce.
-        node: the ranks of gather on this node: [Note: secondary shards].
+        node: the ranks of gather on this node; see "Secondary shards" above.
         nodes: the ranks of reduce on this node, and those with the same number on each node.
     """
 
@@ -464,7 +462,7 @@ class BucketState:
             self.make_live()
 
     def _keep_secondary(self) -> None:
-        """Keep the result of a gather over all ranks: see [Note: secondary shards]."""
+        """Keep the result of a gather over all ranks; see "Secondary shards" above."""
         node, mine = self.groups.node, self.secondary
         if node is None or mine is None or self.kept or (self.rounds and self.gathered_exact):
             return
@@ -481,7 +479,7 @@ class BucketState:
         self.live = True
 
     def make_stale(self) -> None:
-        """Mark parameters as out of date, at stage 3 free them: [Note: stale parameters]."""
+        """Mark parameters as out of date, at stage 3 free them; see "Stale parameters" above."""
         if not self.live:
             return
         self.check()

@@ -1,20 +1,20 @@
 """Checks that make mistakes of a training step visible: replicas and inputs are compared, freed
 memory is poisoned, and collectives start late.
 
-[Note: late collectives] A buffer written before its collective has read it, or read before the
-collective has written it, mostly stays unnoticed, because the collective starts at once and wins
-the race. Delays make it lose: each operation starts after a random delay, in its own thread (on a
-GPU in its own stream), in the order of the calls. The same seed gives the same delays.
+Late collectives: a buffer written before its collective has read it, or read before the collective
+has written it, mostly stays unnoticed, because the collective starts at once and wins the race.
+Delays make it lose: each operation starts after a random delay, in its own thread (on a GPU in its
+own stream), in the order of the calls. The same seed gives the same delays.
 
 How replicas are found: by names and ranges, not by ranks. Each rank describes what it holds as
 "parameter or entry, first element, elements, slice along tp"; ranks with the same description must
 hold the same bits. One rule serves every stage, shards and tp. A rank sends three words for each of
 four classes; only if they differ, a second round compares every tensor.
 
-[Note: a checksum that no single flip survives] The checksum is the sum of 64-bit words times odd
-weights, modulo 2**64. A flipped bit k changes a word by 2**k and the sum by 2**k times an odd
-number: never 0. Chunks and tensors are combined by multiplying with an odd number, which is
-invertible. Weights differ by position, so exchanged words are noticed too.
+No single flipped bit keeps the checksum: the checksum is the sum of 64-bit words times odd weights,
+modulo 2**64. A flipped bit k changes a word by 2**k and the sum by 2**k times an odd number: never
+0. Chunks and tensors are combined by multiplying with an odd number, which is invertible. Weights
+differ by position, so exchanged words are noticed too.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Debug:
 
 
 class Delays:
-    """An observer that delays every operation of one group; see [Note: late collectives].
+    """An observer that delays every operation of one group; see "Late collectives" above.
 
     Args:
         group: whose operations; its threads or streams must serve this group only.
@@ -266,7 +266,7 @@ class Difference(NamedTuple):
 
 
 def checksum(x: Tensor) -> Tensor:
-    """int64 [] of x's bits, on its device; see [Note: a checksum that no single flip survives]."""
+    """int64 [] of x's bits, on its device; see the top of this file."""
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     if not x.numel():
         return total

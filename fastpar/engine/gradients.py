@@ -17,12 +17,12 @@ p.grad is read after backward, each bucket carries one element per parameter, 1 
 gradient; only ranks without one read it back, so the usual step never waits. With sharded gradients
 the control exchange carries this (tests/contracts/test_programs.py).
 
-[Note: partial gradients]
-Gradients whose state along tp is Partial are packed and summed along tp after their reduction along
-dp: at the end of each backward if p.grad can be read, otherwise once before the step. A backward
-that adds to such a sum would make the next sum count it again, so the first rank keeps it and the
-others begin with 0. A tied table on the first and the last stage of a pipeline is summed in the
-same way: one stage has the head's part of its gradient, the other the embedding's.
+Partial gradients: gradients whose state along tp is Partial are packed and summed along tp after
+their reduction along dp: at the end of each backward if p.grad can be read, otherwise once before
+the step. A backward that adds to such a sum would make the next sum count it again, so the first
+rank keeps it and the others begin with 0. A tied table on the first and the last stage of a
+pipeline is summed in the same way: one stage has the head's part of its gradient, the other the
+embedding's.
 
 With tp, a norm of p.grad is the norm of one rank's part of the model. torch's clip_grad_norm_ would
 scale each rank's gradients by another factor, and replicated parameters would drift apart, so a
@@ -326,7 +326,7 @@ class PartialGradients:
                     grad.copy_(total)
 
     def split(self) -> None:
-        """Prepare for a backward that adds to them; see [Note: partial gradients]."""
+        """Prepare for a backward that adds to them; see "Partial gradients" above."""
         for group, params in self._sums if self._summed else ():
             for p in params if group.rank else ():
                 if (grad := self._shards.piece(p).grad) is not None:
@@ -349,7 +349,7 @@ class PartialGradients:
             self._versions = [grad._version for grad in grads if grad is not None]
 
     def check(self) -> None:
-        """Refuse gradients changed in place since show(); see [Note: partial gradients]."""
+        """Refuse gradients changed in place since show(); see "Partial gradients" above."""
         for bucket, version in zip(self._shards.buckets, self._versions):
             assert bucket.grad is not None
             if bucket.grad._version != version:

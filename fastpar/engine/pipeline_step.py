@@ -11,7 +11,7 @@ operation ahead. The gradient of the stream is sent as soon as autograd has it, 
 and its reductions end: the first stage of a tied table waits for it while the last one waits for
 the first's part of the sum. No rank waits for a send.
 
-[Note: two halves] The input's gradient is computed at once, the parameters' gradients later:
+Two halves: the input's gradient is computed at once, the parameters' gradients later:
 
     input_gradient()     autograd runs; gradients of parameters are set aside, and the engine is not
                          involved; weights of linear layers wait (linear/weight_gradients.py)
@@ -364,7 +364,7 @@ class PipelineStep:
     # Tied tables
 
     def _summed_each_time(self) -> Sequence[Tensor]:
-        """Deterministic: see axes/pipeline/stages.py, [Note: a table on two stages]."""
+        """Deterministic: see axes/pipeline/stages.py, "A table on two stages"."""
         if self.stages is None or not self.engine.settings.deterministic:
             return ()
         return list(self.stages.tied)
@@ -385,7 +385,7 @@ class PipelineStep:
 
 
 class SplitBackward:
-    """Backward in two halves, of one micro-batch and one chunk of a rank: [Note: two halves].
+    """Backward in two halves, of one micro-batch and one chunk of a rank; see above.
 
     Args:
         params: trained parameters that the chunk uses.

@@ -9,11 +9,10 @@ For a gradient G of a matrix, t counting steps from 1, with the options of torch
 
 torch keeps V away from 0 with max(eps[0], .); the paper adds eps[0] to G^2: option add_eps.
 
-[Note: batches]
-Most parameters of a model are short, and each operation above is one call per tensor; so they are
-updated in batches of up to 2**20 elements with torch._foreach; a larger one is its own batch.
-Temporary memory (predict/memory.py counts it): 4 bytes per element of a batch, and if bf16 is
-rounded 6 per element of its largest tensor; with "remainder" 8 and 8.
+Batches: most parameters of a model are short, and each operation above is one call per tensor; so
+they are updated in batches of up to 2**20 elements with torch._foreach; a larger one is its own
+batch. Temporary memory (predict/memory.py counts it): 4 bytes per element of a batch, and if bf16
+is rounded 6 per element of its largest tensor; with "remainder" 8 and 8.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Adafactor(EngineOptimizer):
             fp32, or 1e-30 with add_eps. The second is the smallest assumed rms of a parameter.
         d: updates are scaled down to this rms.
         weight_decay: decoupled, times lr.
-        foreach: True batches all parameters, False none. Default: see [Note: batches].
+        foreach: True batches all parameters, False none. Default: see "Batches" above.
         maximize: ascend instead of descend.
         beta1: keep a running mean of updates (exp_avg) and apply that. Default: off.
         relative_step: limit the step size to 1 / sqrt(t); False: lr alone.

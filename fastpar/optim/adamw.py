@@ -3,18 +3,16 @@
 A step is three launches on a GPU: two for the gradient norm, whose clip factor is a tensor argument
 of the third, so clipping costs no further pass over the gradients and no wait.
 
-[Note: step counters]
-As in torch, a parameter's counter is a tensor on the host, so that bias corrections need not wait
-for the device; with capturable=True it is on the parameter's device. A skipped step must not count,
-and on a GPU only the device knows that it was skipped: with a loss scale counters move to the
-device too, and the kernel reads them there.
+Step counters: as in torch, a parameter's counter is a tensor on the host, so that bias corrections
+need not wait for the device; with capturable=True it is on the parameter's device. A skipped step
+must not count, and on a GPU only the device knows that it was skipped: with a loss scale counters
+move to the device too, and the kernel reads them there.
 
-[Note: random bits]
-An element's random bits depend on the seed, the step, its parameter's name in the model and its
-index in the whole parameter: no split into ranks, stages or experts changes them, nor does the
-order of the optimizer's list. Without an engine the name is that passed to the optimizer, else the
-position in the list. Parts of a parameter that tensor parallelism cuts into several runs of
-elements have their own bits.
+Random bits: an element's random bits depend on the seed, the step, its parameter's name in the
+model and its index in the whole parameter: no split into ranks, stages or experts changes them, nor
+does the order of the optimizer's list. Without an engine the name is that passed to the optimizer,
+else the position in the list. Parts of a parameter that tensor parallelism cuts into several runs
+of elements have their own bits.
 """
 
 from __future__ import annotations
@@ -245,7 +243,7 @@ class AdamW(EngineOptimizer):
         """The kernel call that steps rows with one device, maximize and amsgrad."""
         options, storage = self.param_groups[rows[0].group], self.storage
         amsgrad, eight_bit = options["amsgrad"], storage.moment_dtype == torch.uint8
-        # Groups whose counters the kernel reads: see [Note: step counters].
+        # Groups whose counters the kernel reads: see "Step counters" above.
         skipping_on_gpu = found is not None and device.type != "cpu"
         on_device = [g["capturable"] or skipping_on_gpu for g in self.param_groups]
         dtypes = {row.piece.dtype for row in rows}
@@ -289,7 +287,7 @@ class AdamW(EngineOptimizer):
         return step
 
     def _first_indices(self, rows: Sequence[Row]) -> list[int]:
-        """Index of each piece's first element among the random bits; [Note: random bits]."""
+        """Index of each piece's first element among the random bits; see "Random bits"."""
         given: dict[Tensor, str] = {}
         for group in self.param_groups:
             given.update(zip(group["params"], group.get("param_names", ())))

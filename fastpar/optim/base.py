@@ -6,11 +6,11 @@ integers, so all ranks get the same bits, and those of one process. The exchange
 parameters have a gradient: all ranks step the same ones, and count the steps of parameters of which
 they own no element.
 
-[Note: torch.compile]
-A compiled training step runs step() and zero_grad() uncompiled, between its graphs: they are a few
-kernel calls already, and tracing their bookkeeping would only add guards. torch's own decorator for
-this imports torch._dynamo at the first call, which takes 1.4 s and over 100 MB in processes that
-never compile (test_a_step_does_not_import_the_compiler); uncompiled() checks for it first.
+torch.compile: a compiled training step runs step() and zero_grad() uncompiled, between its graphs:
+they are a few kernel calls already, and tracing their bookkeeping would only add guards. torch's
+own decorator for this imports torch._dynamo at the first call, which takes 1.4 s and over 100 MB in
+processes that never compile (test_a_step_does_not_import_the_compiler); uncompiled() checks for it
+first.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def check_host(optimizer: Any, engine: Any) -> None:
 
 
 def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile from tracing the method: [Note: torch.compile]."""
+    """Keep torch.compile from tracing the method; see the top of this file."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +217,7 @@ def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of torch without its decorator: see [Note: torch.compile]."""
+    """A method of torch without its decorator for the compiler."""
     return getattr(method, "__wrapped__", method)
 
 

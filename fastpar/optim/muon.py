@@ -18,10 +18,10 @@ Options beyond torch's, each off by default:
 Groups with adamw=True are stepped by fastpar.AdamW in the same object: embeddings, heads, biases
 and gains of norms. muon_groups(model) makes the groups of a GPT-2.
 
-[Note: single roundings] A rank steps pieces of any length and offset. torch's fused a + b * c
-rounds once in whole vectors and twice in the rest at the end, so each operation here rounds once.
+Single roundings: a rank steps pieces of any length and offset. torch's fused a + b * c rounds once
+in whole vectors and twice in the rest at the end, so each operation here rounds once.
 
-[Note: owners] An update that needs a whole matrix is computed once, on its owner, in three hops:
+Owners: an update that needs a whole matrix is computed once, on its owner, in three hops:
 
     pieces along dp --all_to_all--> slices along tp --all_to_all--> whole, on the owner: compute
     pieces along dp <--all_to_all-- slices along tp <--all_to_all-- its result
@@ -82,7 +82,7 @@ def assign(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 class Owners:
-    """The owners of some matrices of one engine: [Note: owners].
+    """The owners of some matrices of one engine; see "Owners" above.
 
     Args:
         params: the matrices, the same on every rank.
@@ -471,7 +471,7 @@ class Muon(AdamW):
         grad = row.grad.to(wide) if factor is None else row.grad.to(wide) * factor.to(p.device)
         grad = grad * (beta - 1.0 if group["maximize"] else 1.0 - beta)
         buffer = state["momentum_buffer"]
-        # See [Note: single roundings].
+        # See "Single roundings" above.
         moved = buffer.to(wide) * beta + grad
         buffer.copy_(moved)
         if group["nesterov"]:

@@ -1,7 +1,7 @@
 """The optimizer of a run: its kind, its groups of parameters, the learning rate of each step.
 
 Also the loss scale for fp16, and a running average of the weights, an entry of the optimizer's
-state. As in muon.py, [Note: single roundings], an average has the same bits however it is cut.
+state. As in muon.py ("Single roundings"), an average has the same bits however it is cut.
 """
 
 from __future__ import annotations

@@ -7,18 +7,16 @@ Adam, RAdam, Lion. It may then step pieces of tensors, as ranks of ZeRO and tens
 them, with the result of one process. LAMB, Shampoo, Adafactor and Muon need whole tensors; Prodigy
 needs the whole model.
 
-[Note: the probe]
-An optimizer does not say whether it is elementwise, so it is tried: a tensor of 1,000 elements is
-stepped ten times whole, and in two parts by two optimizers, as two ranks would. If bits differ it
-is refused. The resulting state shows how each entry is cut: an entry with the tensor's shape like
-the tensor, one with a value per 256 elements likewise; any other is kept on all ranks.
+The probe: an optimizer does not say whether it is elementwise, so it is tried: a tensor of 1,000
+elements is stepped ten times whole, and in two parts by two optimizers, as two ranks would. If bits
+differ it is refused. The resulting state shows how each entry is cut: an entry with the tensor's
+shape like the tensor, one with a value per 256 elements likewise; any other is kept on all ranks.
 
-[Note: one thread]
-torch's CPU kernels round 16-bit sums differently in whole vectors and in the rest at the end, and
-each thread's range of a tensor has an end. So 16-bit weights without masters are stepped by one
-thread on a CPU: pieces begin at multiples of 256 elements, so their ends are the tensor's. Slices
-of tp may end anywhere: there 16-bit weights without masters (with torch's fused kernels fp32 ones
-too) may differ by a rounding from those of one process.
+One thread: torch's CPU kernels round 16-bit sums differently in whole vectors and in the rest at
+the end, and each thread's range of a tensor has an end. So 16-bit weights without masters are
+stepped by one thread on a CPU: pieces begin at multiples of 256 elements, so their ends are the
+tensor's. Slices of tp may end anywhere: there 16-bit weights without masters (with torch's fused
+kernels fp32 ones too) may differ by a rounding from those of one process.
 """
 
 from __future__ import annotations
@@ -136,7 +134,7 @@ class Sharded(EngineOptimizer):
     # The probe
 
     def _learn(self, group: dict[str, Any]) -> None:
-        """Try a group's options: see [Note: the probe]."""
+        """Try a group's options; see "The probe" above."""
         engines = {engine_of_parameter(p) for p in group["params"]} - {None}
         shares = any(engine.shares for engine in engines if engine)
         cuts = [(0, 2 * BLOCK, _SIZE)] if shares else []
@@ -308,7 +306,7 @@ def _sharing(engines: Iterable[Any]) -> str:
 
 @contextlib.contextmanager
 def _one_thread(stepped: list[Tensor]) -> Iterator[None]:
-    """See [Note: one thread]."""
+    """One thread of torch if 16-bit weights need it; see the top of this file."""
     n = torch.get_num_threads()
     alone = n > 1 and any(x.device.type == "cpu" and x.dtype in HALF for x in stepped)
     if alone:

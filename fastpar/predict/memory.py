@@ -155,7 +155,7 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
 
 
 def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
-    """The most that a batch of matrices needs; see [Note: batches] in adafactor.py."""
+    """The most that a batch of matrices needs; see adafactor.py, "Batches"."""
     each, rounded = 4, 0  # bytes of an element of the batch, and of its largest matrix
     if setup.dtype == "bf16" and setup.master_weights != "none":
         each, rounded = (8, 8) if setup.master_weights == "remainder" else (4, 6)

@@ -113,7 +113,7 @@ def test_the_bits_of_one_process(name, layout, kept):
     stage, dp, tp = layout
     dtype, masters = kept
     if tp > 1 and ("fused" in name or (dtype == BF16 and not masters)):
-        pytest.skip("slices may end anywhere: see [Note: one thread]")
+        pytest.skip("slices may end anywhere: see optim/sharded.py, One thread")
     expected, state = alone(name, dtype, bool(masters))
     results = run_ranks(of_ranks, dp * tp, name, stage, tp, dtype, masters)
     whole = sum(math.prod(shape) for shape in SHAPES.values())

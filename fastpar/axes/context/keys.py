@@ -5,13 +5,13 @@ memory than a rank's own. A rank's queries are runs of consecutive tokens; each 
 attention with the keys up to its last query, a Piece. Backward gathers keys and values again and
 sums their gradients over the ranks, each for its own tokens, in the order of the ranks.
 
-[Note: bits] A query sees the same keys as in one process, in the same order, and its row of the
-dropout mask: o and dq have the bits of one process for any lengths. (The attention kernels compute
-rows independently and keys from the first on.) dk and dv are sums over queries on several ranks: in
+Bits: a query sees the same keys as in one process, in the same order, and its row of the dropout
+mask: o and dq have the bits of one process for any lengths. (The attention kernels compute rows
+independently and keys from the first on.) dk and dv are sums over queries on several ranks: in
 another, but fixed order. In 16 bits a rank's part of that sum is rounded before it is sent.
 
-[Note: documents] Of the documents in a run only the first may have begun before it. Its queries are
-a separate call, with the keys from its beginning; the others are whole, or end with the run.
+Documents: of the documents in a run only the first may have begun before it. Its queries are a
+separate call, with the keys from its beginning; the others are whole, or end with the run.
 
 Source: Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2 (gathered keys, head and tail)
 """
@@ -75,7 +75,7 @@ def pieces(
 def _of_documents(
     row: int, time: int, queries: slice, start: int, bounds: Sequence[int]
 ) -> Iterator[Piece]:
-    """Pieces of a run that begins at `start` of its row; see [Note: documents]."""
+    """Pieces of a run that begins at `start` of its row; see "Documents" above."""
     end = start + queries.stop - queries.start
     first = row * time  # of the row, in bounds
     inside = [i for i, b in enumerate(bounds[:-1]) if start < b - first < end]
@@ -288,7 +288,7 @@ def attend_keys(
     Returns:
         o: [N/cp, H, D].
     Ranks: all of cp. Wire: forward 2 (cp - 1) / cp of N*H*D elements, backward twice that.
-    Deterministic: yes; see [Note: bits].
+    Deterministic: yes; see "Bits" above.
     Source: Grattafiori et al. 2024, arXiv 2407.21783
     """
     threshold = quantize_p(dropout_p)

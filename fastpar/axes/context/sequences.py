@@ -1,6 +1,6 @@
 """Sequences split over the ranks of cp, and attention over all of them.
 
-Each rank has N/cp of a batch's N = B*T tokens; [Note: chunks] says which. Work on single tokens
+Each rank has N/cp of a batch's N = B*T tokens; "Chunks" below says which. Work on single tokens
 needs nothing else. Attention works in one of two ways. By keys: keys.py. By heads: to_heads() gives
 a rank all tokens of some of the heads, and to_tokens() returns the result (Ulysses):
 
@@ -10,23 +10,23 @@ a rank all tokens of some of the heads, and to_tokens() returns the result (Ulys
 Heads are independent, so every row of attention has the bits of one process, with its dropout.
 Backward is the same two exchanges reversed.
 
-[Note: chunks] A sequence is cut into equal chunks, of which each rank has some. By heads the
-sequence is the whole batch, row after row, and rank r has chunk r of cp: consecutive tokens. By
-keys each row is cut into 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r: with a causal
-mask a query's work grows with its position, and so every rank has the same sum of positions. Models
-that take only rows (foreign/tp_plan.py) get rows cut like that by heads, too, with chunks 2 * r and
-2 * r + 1. ContextParallel tells all other code which tokens a rank has.
+Chunks: a sequence is cut into equal chunks, of which each rank has some. By heads the sequence is
+the whole batch, row after row, and rank r has chunk r of cp: consecutive tokens. By keys each row
+is cut into 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r: with a causal mask a query's
+work grows with its position, and so every rank has the same sum of positions. Models that take only
+rows (foreign/tp_plan.py) get rows cut like that by heads, too, with chunks 2 * r and 2 * r + 1.
+ContextParallel tells all other code which tokens a rank has.
 
 Padding: cp need not divide the heads; padding heads are zeros, which attention maps to unused
 zeros. A batch is padded after its last position, where attention does not look and targets do not
 count.
 
-[Note: one loss] The ranks of cp get the same batch and return the same loss, that of all its
-tokens, like the ranks of tp. A rank's gradients of parameters are its own tokens' part, and cp is
-one of the data axes, over which the engine averages; so operators that sum over cp here multiply
-their gradient by cp. No loop, token count or learning rate depends on cp.
+One loss: the ranks of cp get the same batch and return the same loss, that of all its tokens, like
+the ranks of tp. A rank's gradients of parameters are its own tokens' part, and cp is one of the
+data axes, over which the engine averages; so operators that sum over cp here multiply their
+gradient by cp. No loop, token count or learning rate depends on cp.
 
-[Note: handles] As in axes/tensor/functional.py, an op gets the number of the ContextParallel.
+Handles: as in axes/tensor/functional.py, an op gets the number of the ContextParallel.
 
 Source: Jacobs et al. 2023, arXiv 2309.14509
 """
@@ -133,13 +133,13 @@ class ContextParallel:
         return chunks[:, self._in_order].flatten(0, 2)
 
     def _cut(self, x: Tensor) -> Tensor:
-        """[sequences, chunks, tokens, ...]; see [Note: chunks]."""
+        """[sequences, chunks, tokens, ...]; see "Chunks" above."""
         x = x if self.by_row else x.flatten(0, 1)[None]
         return x.unflatten(1, (self.n_chunks, -1))
 
 
 def context_of(number: int) -> ContextParallel:
-    """The ContextParallel of this number; see [Note: handles]."""
+    """The ContextParallel of this number."""
     cp = _handles.get(number)
     assert cp is not None, "the model keeps it"
     return cp
@@ -264,7 +264,7 @@ def to_tokens(x: Tensor, heads: int, cp: ContextParallel) -> Tensor:
 
 
 def sum_of_parts(x: Tensor, cp: ContextParallel) -> Tensor:
-    """The sum of every rank's part of a loss; see [Note: one loss]. Ranks: all of cp."""
+    """The sum of every rank's part of a loss; see "One loss" above. Ranks: all of cp."""
     return _sum_op(x, cp.number)
 
 

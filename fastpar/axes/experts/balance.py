@@ -4,19 +4,19 @@
     z         b * logsumexp(logits)^2
     bias      of the choice alone: + rate for an expert below the mean count, - above it
 
-[Note: which counts] f_e, and the counts of the bias, are those of the whole previous step: of all
-data ranks and all micro-batches, summed as integers. A sum over one rank's tokens would give every
-layout another loss (the mean of products is not the product of means), and the present step's
-counts are known only after all its forwards, too late for the first backward passes. So each
-token's part depends only on that token, the loss is a sum over tokens like the cross-entropy, and
-any split of a batch into ranks and micro-batches gives the same one. In the first step f_e is 1/E.
-The counts are buffers of the model and so in checkpoints.
+f_e, and the counts of the bias, are those of the whole previous step: of all data ranks and all
+micro-batches, summed as integers. A sum over one rank's tokens would give every layout another loss
+(the mean of products is not the product of means), and the present step's counts are known only
+after all its forwards, too late for the first backward passes. So each token's part depends only on
+that token, the loss is a sum over tokens like the cross-entropy, and any split of a batch into
+ranks and micro-batches gives the same one. In the first step f_e is 1/E. The counts are buffers of
+the model and so in checkpoints.
 
-[Note: gradients without a value] These losses are added to the gradient of the logits and not to
-the loss that a model returns, so recomputed blocks and pipeline stages need not pass them on. Their
-scale is the gradient of the returned loss (reduction, loss scale, count of tokens), which the
-backward of that loss stores before it reaches any block: Losses. Counts are noted in backward too:
-once, whatever is recomputed.
+No added value: these losses are added to the gradient of the logits and not to the loss that a
+model returns, so recomputed blocks and pipeline stages need not pass them on. Their scale is the
+gradient of the returned loss (reduction, loss scale, count of tokens), which the backward of that
+loss stores before it reaches any block: Losses. Counts are noted in backward too: once, whatever is
+recomputed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Losses:
         n_layer, n_expert: layers with experts, and experts in each.
         balance, z: the factors of both losses; rate: of the bias.
     Attributes:
-        scale: factor of a token's losses, a tensor; see [Note: gradients without a value].
+        scale: factor of a token's losses, a tensor: the gradient of the returned loss.
         attached: an engine sums the counts of a step.
         layers: this rank's routers, by number, which get the counts.
         last: fp64 [n_layer, 2E + 2], the sums of the last step over all ranks: counts, sums of
@@ -95,7 +95,7 @@ class Losses:
 
 
 class _NoteScale(torch.autograd.Function):
-    """The identity; see [Note: gradients without a value]."""
+    """The identity; backward stores the scale of the losses."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, losses: Losses, tokens: Tensor | int) -> Tensor:

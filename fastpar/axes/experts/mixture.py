@@ -8,12 +8,12 @@ Capacity: an expert takes at most ceil(capacity * N * K / E) of a micro-batch's 
 first ones in the order of the tokens; a token's dropped choices add 0. N is what one data rank
 computes in one forward, so layouts with equal micro-batches drop the same. None drops nothing.
 
-[Note: tp] Every rank of tp has all tokens and F/tp of each expert's features. Between the input and
-the sum of y over the ranks all gradients are partial over tp, also the router's, and that of
-c_proj's bias, which only one rank adds.
+tp: every rank of tp has all tokens and F/tp of each expert's features. Between the input and the
+sum of y over the ranks all gradients are partial over tp, also the router's, and that of c_proj's
+bias, which only one rank adds.
 
-[Note: ep] Of E experts each of the ep ranks has E/ep consecutive ones. Rows are sorted by expert,
-so the rows for a rank are contiguous:
+ep: of E experts each of the ep ranks has E/ep consecutive ones. Rows are sorted by expert, so the
+rows for a rank are contiguous:
 
     rows [M, C] -> all_to_all, exact sizes -> [S, C], by source and expert -> layers
          [M, C] <- all_to_all              <- [S, C]
@@ -170,7 +170,7 @@ class Experts(nn.Module):
             rows, counts = way.to_experts(rows), way.counts
         rows = bias_gelu(grouped_linear(rows, fc.weight, fc.bias, counts))
         bias: Tensor = proj.bias
-        if self.tp is not None and self.tp.rank:  # see [Note: tp]
+        if self.tp is not None and self.tp.rank:  # one rank adds it
             bias = bias * 0.0
         rows = grouped_linear(rows, proj.weight, bias, counts)
         return rows if way is None else way.to_tokens(rows)
@@ -266,7 +266,7 @@ define_autograd(_exchange_op, _setup_context, _backward)
 
 
 class Dispatch:
-    """The exchange of rows with the ranks that have their experts; see [Note: ep].
+    """The exchange of rows with the ranks that have their experts; see "ep" above.
 
     Args:
         counts: [E] rows for each expert, of this rank.

@@ -16,13 +16,13 @@ With sequence parallelism a rank has N/tp consecutive tokens of the batch, seen 
 gathers and scatters need no copies. Tensors of more dimensions are split along the last but one,
 which needs a copy unless it is the first (modules of other libraries, foreign/tp_plan.py).
 
-[Note: overlap] The sum of a column layer's input gradient overlaps with the product of the weight's
+Overlap: the sum of a column layer's input gradient overlaps with the product of the weight's
 gradient. With sequence parallelism only N/tp tokens of its input are kept; they are gathered again
 in backward, during the product of the input's gradient.
 
-[Note: handles] The layers are ops of torch.library, so that torch.compile and selective
-recomputation see one op each. An op's arguments are tensors and numbers, so the TensorParallel is
-passed by its number.
+Handles: the layers are ops of torch.library, so that torch.compile and selective recomputation see
+one op each. An op's arguments are tensors and numbers, so the TensorParallel is passed by its
+number.
 
 Source: Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198
 """
@@ -141,7 +141,7 @@ class TensorParallel:
 
 
 def handle_of(number: int) -> TensorParallel:
-    """The TensorParallel that an operator's integer argument stands for: [Note: handles]."""
+    """The TensorParallel that an operator's integer argument stands for."""
     tp = _handles.get(number)
     assert tp is not None, "the model keeps it"
     return tp
@@ -274,7 +274,7 @@ def column_linear_fwd(tp: TensorParallel, x: Tensor, weight: Tensor, bias: Tenso
 def column_linear_bwd(
     tp: TensorParallel, need: Needed, dy: Tensor, x: Tensor, weight: Tensor
 ) -> Grads:
-    """See [Note: overlap]."""
+    """The backward of a column layer; see "Overlap" above."""
     gathering = tp.begin_all_gather(x) if tp.sequence_parallel and need.dweight else None
     dx, part, dweight, summing = None, None, None, None
     if need.dx:
