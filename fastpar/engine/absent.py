@@ -2,7 +2,7 @@
 
 [Note: absent tensors]
 A placeholder reads as nan and refuses writes: a write would be lost, copies and files would hold
-nan without a message, and torch's own errors would speak of memory. A parameter is made absent by
+nan without a message, and torch's own errors would be about memory. A parameter is made absent by
 changing its class, which costs nothing while it is whole. If a forward or backward computes with an
 absent parameter, it is gathered; elsewhere autograd would propagate nan, so that is refused.
 

@@ -8,7 +8,7 @@
     2       reduce-scatter   freed when reduced   kept                          after a step
     3       reduce-scatter   freed when reduced   freed outside of their use    around use
 
-`zero_stage` is a number only in arguments and reports; code asks a field of the Stage. The state of
+`zero_stage` is a number only in arguments and reports; code reads a field of Stage. The state of
 a step and of a bucket is a phase; tables say which phase may follow which.
 
 Where gradients live: autograd puts its own tensor into p.grad; take() copies it into the bucket, or

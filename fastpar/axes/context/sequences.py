@@ -15,7 +15,7 @@ the whole batch, row after row, and rank r has chunk r of cp: consecutive tokens
 is cut into 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r: with a causal mask a query's
 work grows with its position, and so every rank has the same sum of positions. Models that take only
 rows (foreign/tp_plan.py) get rows cut like that by heads, too, with chunks 2 * r and 2 * r + 1.
-ContextParallel tells all other code which tokens a rank has.
+All other code learns from ContextParallel which tokens a rank has.
 
 Padding: cp need not divide the heads; padding heads are zeros, which attention maps to unused
 zeros. A batch is padded after its last position, where attention does not look and targets do not
