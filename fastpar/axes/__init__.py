@@ -65,7 +65,7 @@ class Making:
 
     model: nn.Module
     mesh: Mesh
-    asked: Parallel
+    parallel: Parallel
     debug: Any
     tp_plan: Any
     planned: Callable[[], Any]

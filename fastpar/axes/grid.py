@@ -501,8 +501,8 @@ class Gridded(Axis):
                 "of them"
             )
         names = ("optimizer", "moment_dtype", "fp8", "tp_grid", "n_expert")
-        asked = {name: getattr(command, name) for name in names}
-        values = {**DEFAULTS, **asked, "pp": command.pp or 1, **of_shape(workload.shape)}
+        given = {name: getattr(command, name) for name in names}
+        values = {**DEFAULTS, **given, "pp": command.pp or 1, **of_shape(workload.shape)}
         check("plan", values, ("tp_grid",))
         grid = parse_grid(command.tp_grid)
         assert grid is not None

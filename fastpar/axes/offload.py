@@ -84,7 +84,7 @@ class Offloaded(Axis):
     place = 7
 
     def plan(self, making: Making) -> None:
-        what, on_cpu = making.asked.offload.what, making.mesh.device.type == "cpu"
+        what, on_cpu = making.parallel.offload.what, making.mesh.device.type == "cpu"
         if what is not None and on_cpu and not making.debug.bus_gb_s:
             raise ValueError(
                 f"parallelize: offload={what!r} needs a GPU, got device=cpu; do not use it on a "
@@ -93,14 +93,14 @@ class Offloaded(Axis):
 
     def attach(self, making: Making, engine: Any) -> None:
         """Move the optimizer's state to the host, if requested."""
-        if making.asked.offload.what is None:
+        if making.parallel.offload.what is None:
             return
-        asked, shards, debug = making.asked.offload, engine.shards, engine.debug
+        offload, shards, debug = making.parallel.offload, engine.shards, engine.debug
         slow, device = debug.bus_gb_s, making.mesh.device
-        bus = SlowBus(slow) if slow else Bus(device, pinned=asked.pinned)
+        bus = SlowBus(slow) if slow else Bus(device, pinned=offload.pinned)
         shards.storage = Offload(
             shards.buckets,
-            asked,
+            offload,
             bus,
             making.mesh,
             shards.log,
@@ -196,7 +196,7 @@ class Offload:
         buckets: of the engine; those of a unit are needed last to first.
         counts: whether this rank's piece of a parameter counts in sums over the model.
         summed_late: whether a parameter's gradient changes after its reduction.
-        asked: Offload.what is "optimizer", or "parameters" to keep shards of the weights on the
+        offload: Offload.what is "optimizer", or "parameters" to keep shards of the weights on the
             host too; keep_mb: the first buckets, up to so many MiB of state, stay on the device.
         poison: fill gradients on the host with nan before they arrive and after use, and weights
             on the device until the new ones arrive.
@@ -211,7 +211,7 @@ class Offload:
     def __init__(
         self,
         buckets: Sequence[State],
-        asked: settings.Offload,
+        offload: settings.Offload,
         bus: Bus,
         mesh: Mesh,
         log: CollectiveLog,
@@ -220,9 +220,9 @@ class Offload:
         summed_late: Callable[[Tensor], bool],
         poison: bool,
     ) -> None:
-        self._buckets, self._bus, self.where, self._poison = buckets, bus, asked.what, poison
+        self._buckets, self._bus, self.where, self._poison = buckets, bus, offload.what, poison
         self._device, self._counts, self._waiting = mesh.device, counts, log.timer.waiting
-        keep_mb, kept = asked.keep_mb, 0.0
+        keep_mb, kept = offload.keep_mb, 0.0
         order = sorted(buckets, key=lambda bucket: (bucket.spec.unit, -bucket.spec.index))
         total = sum(map(_state_bytes, order)) / 2**20
         if keep_mb >= total:
@@ -239,7 +239,7 @@ class Offload:
             bucket.stepped = bus.memory(bucket.spec.shard_numel, bucket.spec.dtype)
             self.grads[bucket] = bus.memory(bucket.spec.shard_numel, bucket.grad_dtype)
             bucket.stepped.copy_(bucket.shard)
-            if asked.what == "parameters":
+            if offload.what == "parameters":
                 bucket.shard = bucket.stepped
             if bucket.stage.frees_gradients:
                 bucket.grad_shard = None

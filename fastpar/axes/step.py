@@ -153,13 +153,13 @@ class Setup:
 
     @once
     def micro_batch_size(self) -> int:
-        asked = self.flags.text.micro_batch_size
-        return 1 if asked is None else asked
+        value = self.flags.text.micro_batch_size
+        return 1 if value is None else value
 
     @once
     def grad_accum_steps(self) -> int:
-        asked = self.flags.parallel.grad_accum_steps
-        return 1 if asked is None else asked
+        value = self.flags.parallel.grad_accum_steps
+        return 1 if value is None else value
 
     @once
     def accumulate(self) -> str:
@@ -167,8 +167,8 @@ class Setup:
 
     @once
     def dtype(self) -> str:
-        asked = self.flags.system.dtype
-        return "bf16" if asked == "auto" else asked
+        value = self.flags.system.dtype
+        return "bf16" if value == "auto" else value
 
     @once
     def grad_dtype(self) -> str:
@@ -187,8 +187,8 @@ class Setup:
         """none, full or remainder."""
         if self.weight_bytes > 2 or self.stochastic_rounding:
             return "none"
-        asked = self.flags.optim.master_weights
-        return "full" if asked == "auto" else asked
+        value = self.flags.optim.master_weights
+        return "full" if value == "auto" else value
 
     @once
     def dp(self) -> int:

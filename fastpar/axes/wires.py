@@ -77,12 +77,12 @@ class Wires(Axis):
 
     def plan(self, making: Making) -> None:
         """Refuse dtypes that formats do not support; choose a transport that does."""
-        asked, wires = making.asked, making.asked.wires
+        parallel, wires = making.parallel, making.parallel.wires
         if wires.gradients == "fp32" and wires.weights is None:
             return
         dtypes = {p.dtype for p in making.model.parameters() if p.requires_grad}
-        kept = {FLOATS.get(asked.precision.grad_dtype or "", dtype) for dtype in dtypes}
-        keeps = wires.error_feedback and not wires.error_buffer and asked.zero_stage == 1
+        kept = {FLOATS.get(parallel.precision.grad_dtype or "", dtype) for dtype in dtypes}
+        keeps = wires.error_feedback and not wires.error_buffer and parallel.zero_stage == 1
         in_place = {torch.float16} if keeps else set()
         changes = wires.gradients != "fp32" or wires.weights != CODES  # products round so anyway
         for dtype in (kept | dtypes) & {torch.float64} | kept & in_place if changes else ():

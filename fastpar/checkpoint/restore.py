@@ -256,7 +256,7 @@ class _Plan:
         """Load the state of compressed gradients; errors of another layout are discarded."""
         p, found = weight.tensor, self._on_wires.get(weight.name, {})
         engine = engine_of_parameter(p)
-        if engine is None or engine.settings.asked.wires.gradients == "fp32":
+        if engine is None or engine.settings.parallel.wires.gradients == "fp32":
             return
         known = (*COMMON, error_entry(engine))
         mine = {entry: pieces for entry, pieces in found.items() if entry in known}

@@ -384,7 +384,7 @@ def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     """(entry, this rank's values): numbers of calls, and p's compression errors if they are
     kept."""
     bucket, place, counted = _of_wires(engine, p)
-    if bucket.groups.reduce is None or engine.settings.asked.wires.gradients == "fp32":
+    if bucket.groups.reduce is None or engine.settings.parallel.wires.gradients == "fp32":
         return
     for name, group in counted.items():
         yield name, torch.tensor(float(group.calls), dtype=torch.float32, device="cpu")

@@ -94,34 +94,34 @@ class Settings:
         n_shards: ranks that shard one replica.
     """
 
-    asked: Parallel
+    parallel: Parallel
     stage: Stage
     n_shards: int
     bucket_mb: float
 
     @property
     def deterministic(self) -> bool:
-        return self.asked.deterministic
+        return self.parallel.deterministic
 
     @property
     def by_unit(self) -> bool:
         """Whether a forward waits for the parameters of each unit."""
-        return self.stage.shards or self.asked.offload.what is not None
+        return self.stage.shards or self.parallel.offload.what is not None
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
         """Dtype in which gradients are kept and accumulated; None: each parameter's own."""
-        return FLOATS.get(self.asked.precision.grad_dtype or "")
+        return FLOATS.get(self.parallel.precision.grad_dtype or "")
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """Dtype of gradients between ranks; None: as they are kept."""
-        return FLOATS.get(self.asked.precision.reduce_dtype or "")
+        return FLOATS.get(self.parallel.precision.reduce_dtype or "")
 
     @property
     def accumulate(self) -> str:
         """Whether each backward is reduced ("shard"), or only the last one of a step ("full")."""
-        return self.asked.accumulate or "shard"
+        return self.parallel.accumulate or "shard"
 
     @property
     def reduces_each(self) -> bool:

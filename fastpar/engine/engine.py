@@ -94,7 +94,7 @@ class Engine:
         where = self.mesh.rank_in("pp"), self.mesh.size("pp")
         self.control = Control(control_group, n_params, copy, self.mesh.device, *where)
         self.micro_batches = MicroBatches(
-            self.settings.accumulate, self.settings.asked.grad_accum_steps or 1
+            self.settings.accumulate, self.settings.parallel.grad_accum_steps or 1
         )
         self.report: StepReport | None = None
         self.tp_report = ""
@@ -667,7 +667,7 @@ def _schedule(shards: Shards) -> str:
         reduce += f", then all-reduce each shard with its {copies} replicas"
     if not shards.stage.frees_parameters:
         return f"{reduce}{control}; all-gather {span} during the next forward"
-    ahead = shards.settings.asked.prefetch
+    ahead = shards.settings.parallel.prefetch
     return f"all-gather each unit before its forward and backward, {ahead} ahead; {reduce}{control}"
 
 

@@ -99,7 +99,7 @@ class Gathers:
     ) -> None:
         buckets = [[b for b in shards.buckets if b.spec.unit == i] for i in range(len(units))]
         self._shards, self._listener, self.buckets = shards, listener, buckets
-        self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.asked.prefetch
+        self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.parallel.prefetch
         self._passes: defaultdict[tuple[str, object], _Pass] = defaultdict(_Pass)
         self._pass = _Pass()  # between passes nothing is launched ahead of use
         of_units = [{b.spec.part for b in unit} for unit in buckets]

@@ -137,20 +137,22 @@ def parallelize(
     short |= {"grad_accum_steps": grad_accum_steps, "grad_dtype": grad_dtype}
     short["deterministic"] = deterministic
     parts = {"precision": precision, "wires": wires, "offload": offload, "pipeline": pipeline}
-    asked = _asked(settings, short, parts)
-    options, debug = flat(asked), debug or Debug()
+    parallel = _merged(settings, short, parts)
+    options, debug = flat(parallel), debug or Debug()
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
     _check_model(model, mesh)
     given, mesh = mesh, mesh.of_gradients()
-    _check_settings(model, given, asked, mesh.dp_size)
+    _check_settings(model, given, parallel, mesh.dp_size)
     _check_parameters(parameter_names(model), mesh.device, materialize is not None)
     _check_in_place_writers(model, mesh.dp_size)
     plan = options["tp_plan"]
     planned, tell = functools.partial(plan_for, model, plan), tells_rows(model, given)
-    making = Making(model, given, asked, debug, plan, planned, tell, transport=asked.transport)
+    making = Making(
+        model, given, parallel, debug, plan, planned, tell, transport=parallel.transport
+    )
     for axis in every():
         axis.plan(making)
-    maker = GroupMaker(mesh, making.transport, asked, debug)
+    maker = GroupMaker(mesh, making.transport, parallel, debug)
     making.make = maker.make
     mesh.check_same("parallelize", [*(f"{k}={v}" for k, v in options.items()), *inventory(model)])
     prove_together(mesh)
@@ -158,9 +160,9 @@ def parallelize(
         axis.cut(making)
     for axis in reversed(every()):
         axis.split(making)
-    n_shards = 1 if asked.zero_stage == 0 else asked.shard_size or mesh.size("dp")
-    stays = asked.offload.what is None
-    stage = STAGES[0 if n_shards == 1 and stays else asked.zero_stage]
+    n_shards = 1 if parallel.zero_stage == 0 else parallel.shard_size or mesh.size("dp")
+    stays = parallel.offload.what is None
+    stage = STAGES[0 if n_shards == 1 and stays else parallel.zero_stage]
     groups, control = maker.of_engine(stage, n_shards, alone=not stays)
     travels = {"": Travel(mesh, mesh.dp_rank, mesh.broadcast_, groups=groups)}
     for axis in every():
@@ -168,17 +170,17 @@ def parallelize(
         if travel is not None:
             travels[axis.key] = travel._replace(groups=maker.of_mesh(travel.mesh, stage))
     transport = groups.reduce.transport if groups.reduce else "none"
-    bucket_mb = asked.bucket_mb
+    bucket_mb = parallel.bucket_mb
     if bucket_mb is None:
         bucket_mb = default_bucket_mb(mesh.dp_size, transport)
-    in_effect = Settings(asked, stage, n_shards, bucket_mb)
+    in_effect = Settings(parallel, stage, n_shards, bucket_mb)
     _check_deterministic(in_effect, parameter_names(model), mesh)
     if materialize is not None:
         allocate_meta(model, mesh.device, making.declared)
     for axis in every():
         axis.connect(making)
     modules = find_units(
-        model, units, merge_bytes=asked.first_bucket_mb * 2**20, starts=making.unit_starts
+        model, units, merge_bytes=parallel.first_bucket_mb * 2**20, starts=making.unit_starts
     )
     fill = Fill(parameter_names(model), materialize, making.declared, making.stages)
     shards = _make_shards(model, mesh, in_effect, travels, modules, fill, poison=debug.poison)
@@ -227,7 +229,7 @@ def _check_model(model: Any, mesh: Any) -> None:
             )
 
 
-def _check_settings(model: nn.Module, mesh: Mesh, asked: Parallel, dp: int) -> None:
+def _check_settings(model: nn.Module, mesh: Mesh, parallel: Parallel, dp: int) -> None:
     """Refuse settings that contradict each other, the mesh or the model.
 
     Args:
@@ -240,8 +242,8 @@ def _check_settings(model: nn.Module, mesh: Mesh, asked: Parallel, dp: int) -> N
                 "fastpar.parallelize once"
             )
     # Without pipeline stages the schedule has no effect; cut_stages() checks it otherwise.
-    check_types("parallelize", dataclasses.replace(asked, pipeline=Pipeline()))
-    values = flat(asked) | _facts(model, mesh, dp)
+    check_types("parallelize", dataclasses.replace(parallel, pipeline=Pipeline()))
+    values = flat(parallel) | _facts(model, mesh, dp)
     check("parallelize", {n: v for n, v in values.items() if n not in ("schedule", "chunks")})
 
 
@@ -347,7 +349,7 @@ def _check_in_place_writers(model: nn.Module, dp: int) -> None:
 # Settings, values, buckets
 
 
-def _asked(
+def _merged(
     settings: Parallel | None, short: Mapping[str, Any], parts: Mapping[str, Any]
 ) -> Parallel:
     """The settings with the keywords merged in."""
@@ -356,16 +358,16 @@ def _asked(
             f"parallelize: expected a fastpar.Parallel, got settings={settings!r}; pass "
             "Parallel(zero_stage=2), or just zero_stage=2"
         )
-    asked = settings or Parallel()
+    parallel = settings or Parallel()
     for name, group in parts.items():
-        kind = type(getattr(asked, name))
+        kind = type(getattr(parallel, name))
         if not isinstance(group, kind | None):
             raise ValueError(
                 f"parallelize: expected a fastpar.{kind.__name__}, got {name}={group!r}; pass "
                 f"{name}={kind.__name__}({group!r})"
             )
-    asked = dataclasses.replace(asked, **{n: group for n, group in parts.items() if group})
-    return asked.change(**{name: value for name, value in short.items() if value is not None})
+    parallel = dataclasses.replace(parallel, **{n: group for n, group in parts.items() if group})
+    return parallel.change(**{name: value for name, value in short.items() if value is not None})
 
 
 class Fill:
@@ -444,14 +446,14 @@ def _make_shards(
     stages, by_unit = fill.stages, settings.by_unit
     chunk_of = None if stages is None else stages.chunk_of
     codes: dict[int, Fp8] = {}
-    if settings.asked.wires.weights == CODES:
+    if settings.parallel.wires.weights == CODES:
         found = rounded_weights(model)
         codes = {i: found[p] for i, p in enumerate(trained) if p in found}
     layout = build_layout(
         [ParamSpec(fill.named[p], tuple(p.shape), p.dtype) for p in trained],
         n_shards=settings.n_shards,
         bucket_bytes=settings.bucket_mb * 2**20,
-        first_bucket_bytes=settings.asked.first_bucket_mb * 2**20,
+        first_bucket_bytes=settings.parallel.first_bucket_mb * 2**20,
         grad_dtype=settings.grad_dtype,
         # Embeddings get their gradient last; they share no bucket with a block (test_buckets.py).
         unit_of=[unit_of[p] if by_unit else min(unit_of[p], 1) for p in trained],
@@ -462,7 +464,7 @@ def _make_shards(
         spread={key: travel.spread for key, travel in travels.items()},
         flags=not stage.shards,
     )
-    buckets, how = [], settings.asked.wires
+    buckets, how = [], settings.parallel.wires
     feedback = how.error_buffer or how.error_feedback
     wires = Encoders(how.gradients, how.weights, feedback, mesh.dp_rank, codes)
     for spec in layout.buckets:  # one after another, to need little extra memory
@@ -511,7 +513,7 @@ class GroupMaker:
 
     Args:
         transport: of make_collectives.
-        asked: the settings of parallelize.
+        parallel: the settings of parallelize.
     Attributes:
         again: whether BucketGroups.again is needed.
     """
@@ -520,13 +522,13 @@ class GroupMaker:
         self,
         mesh: Mesh,
         transport: str,
-        asked: Parallel,
+        parallel: Parallel,
         debug: Debug,
     ) -> None:
         self.mesh, self.transport, self.factory = mesh, transport, debug.collectives
-        self.deterministic, self.debug = asked.deterministic, debug
-        self.node_size, self.secondary = asked.wires.node_size, asked.wires.secondary_shards
-        self.again = asked.wires.gradients != "fp32"
+        self.deterministic, self.debug = parallel.deterministic, debug
+        self.node_size, self.secondary = parallel.wires.node_size, parallel.wires.secondary_shards
+        self.again = parallel.wires.gradients != "fp32"
 
     def make(self, group: Any, role: str, transport: str | None = None) -> Collectives:
         """Collectives of a process group. Ranks: all of the group."""

@@ -33,7 +33,7 @@ class HalvedBlocks(axes.Axis):
     )
 
     def attach(self, making, engine):
-        every = making.asked.more.halved.halve_every
+        every = making.parallel.more.halved.halve_every
         blocks = [b for m in making.model.modules() if isinstance(m, nn.ModuleList) for b in m]
         for block in blocks[every - 1 :: every] if every else ():
             contexts = []
@@ -50,11 +50,11 @@ class HalvedBlocks(axes.Axis):
             block.register_forward_hook(leave)
 
     def describe(self, shards):
-        every = shards.settings.asked.more.halved.halve_every
+        every = shards.settings.parallel.more.halved.halve_every
         return [f"halved: one of {every} blocks keeps 16 bits"] if every else ()
 
     def record(self, shards):
-        every = shards.settings.asked.more.halved.halve_every
+        every = shards.settings.parallel.more.halved.halve_every
         return {"every": every} if every else {}
 
     def keeps(self, workload, setup):

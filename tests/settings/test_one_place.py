@@ -74,7 +74,7 @@ from fastpar.predict.plan import PlanCommand, flags, make_plan
 assert fastpar.Parallel.of(parity_bits=3).wires == fastpar.Wires(parity_bits=3)
 model = fastpar.GPT(fastpar.GPTConfig(1, 1, 16, 16, 64))
 fastpar.parallelize(model, fastpar.Mesh(device="cpu"), wires=fastpar.Wires(parity_bits=3))
-assert engine_of(model).settings.asked.wires.parity_bits == 3
+assert engine_of(model).settings.parallel.wires.parity_bits == 3
 plan = make_plan(PlanCommand(gpus=1, gpu="cpu", model="micro"))
 setup = plan.estimates[0].setup.change(parity_bits=3)
 assert setup.parity_bits == 3

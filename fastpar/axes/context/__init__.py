@@ -63,7 +63,7 @@ class Context(Axis):
             return
         by_row = getattr(tell, "by_row", False)
         group = making.make(mesh.new_group("cp"), "cp")
-        tell(ContextParallel(group, making.asked.cp_method, by_row=by_row))
+        tell(ContextParallel(group, making.parallel.cp_method, by_row=by_row))
         making.same_inputs["cp"] = group
 
     def candidates(self, workload: Workload, setup: Setup, per_node: int) -> Iterator[Setup]:

@@ -90,7 +90,7 @@ class Experts(Axis):
         shards, other = max(1, n_shards // ep), copy.copy(mesh)
         sizes = {"replicas": mesh.size(*SAME) // shards, "dp": shards, "cp": 1}
         vars(other)["sizes"] = {**mesh.sizes, **sizes}
-        sources = functools.partial(Sources, ep) if making.asked.deterministic else None
+        sources = functools.partial(Sources, ep) if making.parallel.deterministic else None
         share = functools.partial(_share, mesh)
         return Travel(other, mesh.rank_in(*SAME), share, ep, sources)
 

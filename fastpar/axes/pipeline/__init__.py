@@ -118,9 +118,9 @@ class Pipelined(Axis):
         )
 
     def cut(self, making: Making) -> None:
-        asked = making.asked.pipeline
-        split, model = pp_split(asked.split), making.model
-        found = cut_stages(model, making.mesh, split, asked.schedule, asked.chunks)
+        pipeline = making.parallel.pipeline
+        split, model = pp_split(pipeline.split), making.model
+        found = cut_stages(model, making.mesh, split, pipeline.schedule, pipeline.chunks)
         if found is not None:
             making.kept[self.name] = found
 

@@ -149,9 +149,9 @@ def cut_stages(
     ends = [0, *(1 + sum(counts[: i + 1]) for i in range(n_stages))]
     ends[-1] = len(names)
     if any(a == b for a, b in itertools.pairwise(ends)):
-        asked = f"pp_split={counts}" if split else f"pp={n_ranks} with {schedule.chunks} chunks"
+        got = f"pp_split={counts}" if split else f"pp={n_ranks} with {schedule.chunks} chunks"
         raise ValueError(
-            f"parallelize: some stages would have no layers, got {asked} for {n_layers} layers; "
+            f"parallelize: some stages would have no layers, got {got} for {n_layers} layers; "
             "choose a smaller pp, fewer chunks, or another split"
         )
     _check_shared(model, names, ends)

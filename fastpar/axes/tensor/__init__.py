@@ -83,7 +83,7 @@ class TensorAxis(Axis):
 
     def split(self, making: Making) -> None:
         mesh, planned = making.mesh, making.planned()
-        tokens = making.asked.sequence_parallel
+        tokens = making.parallel.sequence_parallel
         possible = planned is None or planned.cuts_tokens
         if tokens and not possible:
             raise ValueError(
