@@ -158,7 +158,7 @@ def test_folders_that_are_none(tmp_path, monkeypatch):
 
     refused(r"fastpar \w+: expected a run, .*\(no such folder\)", tmp_path / "none")
     (tmp_path / "file").write_text("")
-    refused(r"got folder=.*/file \(Not a directory\); give one", tmp_path / "file")
+    refused(r"got folder=.*/file \(Not a directory\); name one", tmp_path / "file")
     refused(r"a run with checkpoints, .* with file; give one of", tmp_path)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text("{}")
@@ -204,7 +204,7 @@ def test_the_table(made, run, tmp_path):
         "transformer.wpe.weight"
     ]
     assert len(said(inspect, run, "h.0.ln_1.bias")[1]) == 2 + 4
-    with pytest.raises(ValueError, match=r"pattern of tensors in .*, got filter=x\*; its fir"):
+    with pytest.raises(ValueError, match=r"pattern of tensors in .*, got filter=x\*; the fir"):
         inspect(run, "x*", print)
     model = GPT(replace(CONFIG, n_layer=11))
     path = save_checkpoint(tmp_path / "deep", step=1, model=model, optimizer=None)
@@ -329,7 +329,7 @@ def test_nanogpt_for_transformers(tmp_path):
 
 
 def test_bad_folders(plain, tmp_path):
-    with pytest.raises(ValueError, match=r"fastpar export: expected a folder that does not exist"):
+    with pytest.raises(ValueError, match=r"fastpar export: expected a new folder, got"):
         export_weights(plain, plain)
     with pytest.raises(ValueError, match=r"or model.safetensors.index.json, got neither"):
         export_weights(tmp_path, tmp_path / "to")

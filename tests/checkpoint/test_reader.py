@@ -221,7 +221,7 @@ def test_files_beside_a_checkpoint_are_not_taken_for_its_own(checkpoint, tmp_pat
     save_hf(GPT(CONFIG, seed=4), tmp_path / "other")
     (tmp_path / "other" / "model.safetensors").rename(checkpoint / "model.safetensors")
     assert same(load_hf(checkpoint), GPT(CONFIG, seed=4))  # what transformers would read
-    with pytest.raises(ValueError, match=r"verify_weights: .*got model.safetensors beside them"):
+    with pytest.raises(ValueError, match=r"verify_weights: .*got model.safetensors, which"):
         load_weights(checkpoint)
 
 

@@ -213,8 +213,8 @@ def test_best_fit_and_batches_of_rows():
     sizes = [sorted(row.tolist(), reverse=True) for row in rows]
     assert sizes == [[8], [8], [6, 2], [5], [5, 2]]
     assert packed.description == (
-        "packed   5 documents into 5 rows of 8 tokens, 10.00% unused; 1 longer than the context wer"
-        "split"
+        "packed   5 documents into 5 rows of 8 tokens, 10.00% unused; 1 longer than the context "
+        "were split"
     )
     packed = pack_documents(stream(*range(1, 60)), END, 16)
     whole = batch(packed, 0, 2 * packed.n_rows, seed=3, block_size=16)
@@ -352,7 +352,7 @@ def test_fractions_and_lengths_that_are_refused(load, tmp_path):
         *(({"val_fraction": x}, f"0 < val_fraction < 1, got val_fraction={x};")
           for x in (0.0, 1.0, -0.1, float("nan"))),
         ({"block_size": 5}, "load_data: .* = 6 validation tokens of short, got 5;"),
-        ({"block_size": 256}, "= 257 training tokens of short, got 95; give more text"),
+        ({"block_size": 256}, "= 257 training tokens of short, got 95; use more text"),
         ({"block_size": 0}, "block_size >= 1, got block_size=0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):

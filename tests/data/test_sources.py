@@ -660,7 +660,7 @@ def test_who_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="expected an intact tokenizer"):
         tokens_from(source_of(DOCUMENTS), str(tmp_path / "saved"), cache=cache)
     for code, kind, words in (
-        (errno.ENOSPC, RuntimeError, r"room for the tokens of texts, got .* with no luck; fre"),
+        (errno.ENOSPC, RuntimeError, r"space for the tokens of texts, got .* with no luck; fre"),
         (errno.EIO, OSError, "no luck"),
     ):
 

@@ -193,7 +193,7 @@ def test_damaged_folder(tmp_path):
     ):  # fmt: skip
         for content in contents:
             (tmp_path / file).write_text(content)
-            words = r"expected an intact tokenizer, got folder=.* take the"
+            words = r"expected an intact tokenizer, got folder=.* copy the"
             with pytest.raises(ValueError, match=words):
                 load_tokenizer(tmp_path)
         (tmp_path / file).unlink()

@@ -560,7 +560,7 @@ def test_a_run_packs_documents_and_goes_on_with_them(made, capsys):
     assert "are longer than the context and were split" in said
     assert bits(made(**{**PACKED, "pack": "stream"}), 4) != bits(made(**PACKED), 4)
     for changes, words in (
-        ({"pack": "stream"}, r"pack=documents, by which .*, got pack=stream; leave"),
+        ({"pack": "stream"}, r"pack=documents as in .*, got pack=stream; drop"),
         ({"data": "text.txt", "tokenizer": "chars"}, "end-of-text token between documents, got en"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -79,7 +79,7 @@ def test_a_run_leaves_what_it_promises(here, monkeypatch, capsys):
     assert settings["settings"]["n_embd"] == 16
     assert settings["starts"][0].items() >= {"dtype": "fp32", "device": "CPU", "step": 0}.items()
     assert settings["starts"][0].keys() >= {"time", "torch", "threads", "storage", "zero_stage"}
-    for expected in ("1 layers, 2 heads, 16 wide, context 16, dropout 0.2", "tokenizer bytes",
+    for expected in ("1 layers, 2 heads, width 16, context 16, dropout 0.2", "tokenizer bytes",
                      "128 tokens per step: 8 sequences = ranks 1 * micro-batch 8 * accumulation 1",
                      "steps 0 to 8", "validation loss", "fastpar sample r"):  # fmt: skip
         assert expected in out
@@ -275,7 +275,7 @@ def test_a_deterministic_run_after_other_products_says_how_to_start(here, monkey
     mesh = SimpleNamespace(device=torch.device("meta"))
     config = TrainConfig().replace({**TINY, "out": "r", "deterministic": True})
     try:
-        with pytest.raises(RuntimeError, match=r"ran on the GPU before .* start the process with"):
+        with pytest.raises(RuntimeError, match=r"cuBLAS was used before .* start the process with"):
             train_module._train(config, mesh, None)
     finally:
         torch.use_deterministic_algorithms(False)
