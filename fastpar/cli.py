@@ -70,8 +70,8 @@ class _OfWeights:
     folder: Annotated[
         str | None, for_tyro(lambda c: c.Positional), for_tyro(lambda c: c.arg(metavar="[FOLDER]"))
     ] = None
-    """A run, a checkpoint, a transformers folder, or nanoGPT's ckpt.pt; unset: the newest run in
-    runs/."""
+    """A run, a checkpoint, a transformers folder, or nanoGPT's ckpt.pt.
+    Unset: the newest run in runs/."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ class SampleCommand(_OfWeights):
     """Generate text with a trained model."""
 
     tokenizer: str | None = None
-    """gpt2, bytes, or a folder with a saved tokenizer or nanoGPT's meta.pkl; unset: the tokenizer
-    saved with the model."""
+    """gpt2, bytes, or a folder with a saved tokenizer or nanoGPT's meta.pkl.
+    Unset: the tokenizer saved with the model."""
     sample: SampleSettings = field(default_factory=SampleSettings)
     interactive: bool = False
     """Read prompts from the terminal, one per line, and continue each one."""
@@ -97,8 +97,7 @@ class ExportCommand(_OfWeights):
     to: str
     """Folder to create."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Convert the weights to this format, from fp32 master weights if the run has them; unset: copy
-    them unchanged."""
+    """Convert the weights, from fp32 master weights if the run has them; unset: no conversion."""
     ema: bool = False
     """Export the moving average of the weights instead, of a run with --ema."""
 

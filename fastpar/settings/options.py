@@ -45,7 +45,7 @@ class ModelSettings(ModelSize):
     dropout: float | None = None
     """Dropout probability; unset: the preset's."""
     init_from: str | None = None
-    """Start from existing weights: a transformers folder, a checkpoint, or nanoGPT's ckpt.pt.
+    """Start from these weights: a transformers folder, a checkpoint, or nanoGPT's ckpt.pt.
     Replaces --model. With --n-expert, each expert starts as a copy of the layer's MLP."""
     n_expert: int = 0
     """Number of experts that replace an MLP (mixture of experts); 0: no experts."""
@@ -62,8 +62,7 @@ class ModelSettings(ModelSize):
     router_z_loss: float = 0.0
     """Weight of the router z-loss (squared logsumexp of the router's logits)."""
     balance_rate: float = 0.0
-    """Step size of a router bias that balances the load without an auxiliary loss; use with
-    --balance-loss 0."""
+    """Step size of a router bias that balances the load, instead of the balance loss."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,11 @@ class TextSettings:
     """Training text and batch size."""
 
     data: str = "bible"
-    """Training text: bible, stdlib (Python's source), a path of text, .jsonl, parquet or .bin
-    files, or hf:NAME (a Hugging Face dataset)."""
+    """Training text: bible, stdlib (Python's source), or a path of text, .jsonl, parquet or .bin.
+    hf:NAME loads a Hugging Face dataset."""
     tokenizer: str = "auto"
-    """Tokenizer: bytes, chars, bpe-N (a BPE of N tokens trained on the text), gpt2, or a folder
-    with a saved tokenizer; auto: bpe-4096."""
+    """bytes, chars, bpe-N (a BPE of N tokens trained on the text), gpt2, or a saved one's folder.
+    auto: bpe-4096."""
     batch_size: int = 8
     """Sequences per step: the global batch over all ranks and micro-batches."""
 
@@ -91,8 +90,8 @@ class DataSettings(TextSettings):
     micro_batch_size: int | None = None
     """Sequences per forward pass on each rank; unset: up to 16384 tokens."""
     pack: Literal["stream", "documents"] = "stream"
-    """stream: cut the text into windows, across documents. documents: start each document at its
-    beginning, pack several into a row (best fit), and mask attention between them."""
+    """stream: cut the text into windows, across documents.
+    documents: pack whole documents into rows, and mask attention between them."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,10 @@ class OptimSettings:
     """Optimizer and learning rate schedule: linear warm-up to lr, then decay to min-lr."""
 
     optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
-    """adafactor keeps no first moments. muon updates the matrices of the blocks and leaves all
-    other parameters to adamw."""
+    """adafactor: no first moments. muon: for the matrices of blocks, and adamw for the rest."""
     master_weights: Literal["auto", "full", "remainder"] = "auto"
-    """Master copies of 16-bit weights. full: fp32 copies; remainder (bf16 only): the missing 16
-    bits, with the same result and half the memory; auto: full."""
+    """Master copies of 16-bit weights. full: fp32; auto: full.
+    remainder (bf16 only): only the missing 16 bits, with the same result."""
     moment_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format of adamw's moments; bf16 and int8 use stochastic rounding."""
     stochastic_rounding: bool = False
@@ -116,8 +114,8 @@ class OptimSettings:
     min_lr: float | None = None
     """Learning rate at the end; unset: lr / 10 with cosine, 0 with wsd and linear."""
     lr_schedule: Literal["cosine", "wsd", "linear"] = "cosine"
-    """Decay after warm-up. cosine: half a cosine; wsd: constant, then linear at the end
-    (warmup-stable-decay); linear: a straight line."""
+    """Decay after warm-up. cosine: half a cosine; linear: a straight line.
+    wsd: constant, then linear at the end (warmup-stable-decay)."""
     lr_decay_fraction: float = 0.4
     """With lr-schedule wsd: fraction of max-steps that the final decay takes."""
     warmup_steps: int | None = None
@@ -127,20 +125,16 @@ class OptimSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of adamw's two moments."""
     ema: float | None = None
-    """Keep an exponential moving average of the weights with this decay per step, such as 0.999;
-    unset: none."""
+    """Decay of an exponential moving average of the weights, such as 0.999; unset: no average."""
     outer_every: int | None = None
-    """With replicas: synchronize them every N steps by an outer optimizer (DiLoCo); 30 to 500 are
-    usual."""
+    """Synchronize replicas every N steps by an outer optimizer (DiLoCo); 30 to 500 are usual."""
     outer_lr: float = 0.7
-    """Learning rate of the outer optimizer; 1 with outer-momentum 0 averages the weights (local
-    SGD).
-    """
+    """Learning rate of the outer optimizer. With 1 and outer-momentum 0, weights are averaged."""
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer optimizer."""
     outer_wire: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
-    """Format that replicas exchange. fp32: the weights; else: compressed weight differences, with
-    the compression error added to the next exchange."""
+    """Format that replicas exchange. fp32: the weights; others: compressed weight differences.
+    The compression error is added to the next exchange."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0: no clipping."""
 
@@ -184,14 +178,14 @@ class SystemSettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: cuda if there is one, otherwise cpu."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Format of weights and activations; 16-bit weights have fp32 master copies. auto: fp32 on cpu,
-    bf16 on cuda."""
+    """Format of weights and activations; auto: fp32 on cpu, bf16 on cuda.
+    16-bit weights have fp32 master copies."""
     fp8: Literal["none", "mlp", "all"] = "none"
-    """Matrix products in 8-bit floats: in MLPs (mlp), or also in attention's linear layers (all).
+    """8-bit matrix products: in MLPs (mlp), or also in attention's linear layers (all).
     Needs bf16 and a GPU of sm_89 or later."""
     fp8_scaling: Literal["row", "block", "tensor"] = "row"
-    """What shares one fp8 scale. row: each row; block: 128 features of a row (works with tp);
-    tensor: the whole tensor, with the scale taken from its last 16 steps."""
+    """What shares a scale. row: each row; block: 128 features of a row (works with tp).
+    tensor: the whole tensor; its scale comes from the last 16 steps."""
     fp8_weight_gradient: Literal["bf16", "fp8"] = "bf16"
     """Format of the products that compute weight gradients; fp8 needs fp8-scaling tensor."""
     fp8_emulate: bool = False
@@ -203,8 +197,8 @@ class SystemSettings:
     compile: bool = False
     """Compile the model by torch.compile: slower start, faster steps."""
     cuda_graphs: bool | None = None
-    """Capture the whole step in a CUDA graph, or each micro-batch where that is impossible. Unset:
-    capture whole steps if possible."""
+    """Capture steps in CUDA graphs, or micro-batches if whole steps are impossible.
+    Unset: capture whole steps if possible."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +206,7 @@ class RecomputeSettings:
     """Activation memory."""
 
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute blocks in backward. full: all of a block; selective: all but matrix products and
-    attention."""
+    """Recompute blocks in backward. selective: all but matrix products and attention."""
     offload_activations: bool = False
     """Keep the inputs of recomputed blocks in host memory until backward."""
 
@@ -225,8 +218,7 @@ class FaultSettings:
     async_save: bool = True
     """Write checkpoints in the background: training waits only for a copy of the state."""
     save_overlap: Literal["wait", "skip"] = "wait"
-    """What to do if a save is due while another is being written: wait for it, or skip the new
-    one."""
+    """If a save is due while another is being written: wait for it, or skip the new one."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do if the loss or a gradient is NaN or inf: stop the run, or skip the update."""
     check_replicas_every: int = 0

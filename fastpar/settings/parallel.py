@@ -25,8 +25,7 @@ class MeshSettings:
     tp: int = 1
     """Tensor parallelism: number of neighbouring ranks that split each layer."""
     tp_grid: str | None = None
-    """2-D (2.5-D) tensor parallelism instead of tp: a grid of ROWSxCOLUMNS(xDEPTH) ranks splits
-    each layer in two dimensions, such as 2x2."""
+    """2-D (2.5-D) tensor parallelism instead of tp: ROWSxCOLUMNS(xDEPTH) ranks, such as 2x2."""
     cp: int = 1
     """Context parallelism: number of ranks that split each sequence, for long contexts."""
     ep: int = 1
@@ -34,8 +33,8 @@ class MeshSettings:
     pp: int = 1
     """Pipeline parallelism: number of ranks, each with a part of the layers."""
     replicas: int = 1
-    """Number of replicas that train independently and synchronize every outer-every steps (DiLoCo,
-    local SGD), each on nproc / replicas ranks."""
+    """Number of replicas that synchronize only every outer-every steps (DiLoCo, local SGD).
+    Each has nproc / replicas ranks."""
 
     def __post_init__(self) -> None:
         if self.tp_grid == "none":  # a file, or a run of an earlier version
@@ -47,8 +46,8 @@ class Precision:
     """Precision of gradients. In Python, a torch.dtype is accepted as well."""
 
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Format in which gradients are accumulated; unset: fp32 (parallelize(): the format of the
-    parameters)."""
+    """Format in which gradients are accumulated; unset: fp32.
+    Unset in parallelize(): the format of the parameters."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Format in which gradients are sent; they are summed in fp32. Unset: grad-dtype."""
 
@@ -62,22 +61,21 @@ class Wires:
     """Compressed communication, for slow links."""
 
     gradients: Annotated[Literal["fp32", "bf16", "int8", "int4"], called("wire_gradients")] = "fp32"
-    """Compress gradients for sending, with stochastic rounding; they are summed in fp32. fp32: no
-    compression, send in reduce-dtype."""
+    """Compress sent gradients, with stochastic rounding; sums are fp32.
+    fp32: no compression, send in reduce-dtype."""
     weights: Annotated[Literal["bf16", "int8", "fp8"] | None, called("wire_weights")] = None
-    """Format of gathered weights (ZeRO 1 to 3); unset: not compressed. fp8 needs ZeRO 3 and
-    fp8-scaling tensor, and is lossless there."""
+    """Format of gathered weights (ZeRO 1 to 3); unset: not compressed.
+    fp8 needs ZeRO 3 and fp8-scaling tensor, and is lossless there."""
     error_feedback: bool = False
-    """Add the compression error of each gradient to the next one. Takes no memory at ZeRO 1, 4
-    bytes per parameter at ZeRO 0; ZeRO 2 and 3 need error-buffer."""
+    """Add the compression error of each gradient to the next one; ZeRO 2 and 3 need error-buffer.
+    Memory: none at ZeRO 1, 4 bytes per parameter at ZeRO 0."""
     error_buffer: bool = False
     """Error feedback at ZeRO 2 and 3 too; takes 4 bytes per parameter on every rank."""
     node_size: int | None = None
-    """Number of data-parallel ranks per node: compressed gradients are summed within a node before
-    they are sent to other nodes."""
+    """Data-parallel ranks per node: compressed gradients are first summed within a node."""
     secondary_shards: bool = False
-    """At ZeRO 3, keep 1 / node-size of the gathered weights on each rank, so that backward gathers
-    within the node only."""
+    """At ZeRO 3, each rank keeps 1 / node-size of gathered weights.
+    Backward then gathers within the node only."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +95,12 @@ class Pipeline:
     """Pipeline schedule. In Python, the split may be a sequence of numbers."""
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = "1f1b"
-    """Pipeline schedule. 1f1b keeps the activations of at most pp micro-batches, gpipe those of
-    all; interleaved, zb-h1 and zb-v have smaller bubbles."""
+    """1f1b keeps activations of at most pp micro-batches, gpipe of all.
+    interleaved, zb-h1 and zb-v have smaller bubbles."""
     chunks: int | None = None
     """With schedule interleaved: number of stages on each rank; unset: 2."""
     split: Annotated[str | None, called("pp_split")] = None
-    """Number of layers in each stage, such as 8,4; unset: balanced by cost, with the output layer
-    counted."""
+    """Layers in each stage, such as 8,4; unset: balanced by cost, with the output layer counted."""
 
     def __post_init__(self) -> None:
         if self.split == "auto":  # a file, or a run of an earlier version
@@ -117,38 +114,35 @@ class Parallel:
     """Sharding and communication."""
 
     zero_stage: Annotated[Literal[0, 1, 2, 3], for_tyro(lambda c: c.arg(aliases=["--zero"]))] = 0
-    """ZeRO stage: what data-parallel ranks shard. 0: nothing (DDP); 1: optimizer state; 2:
-    gradients too; 3: weights too (FSDP)."""
+    """What data-parallel ranks shard. 0: nothing (DDP), 1: optimizer state,
+    2: gradients too, 3: weights too (FSDP)."""
     shard_size: int | None = None
-    """Ranks per sharding group (HSDP): groups of this many ranks shard the model and replicate each
-    other; unset: all data-parallel ranks are one group."""
+    """Ranks per sharding group (HSDP): the groups replicate each other.
+    Unset: all data-parallel ranks are one group."""
     grad_accum_steps: int | None = None
     """Micro-batches per rank and step; unset: as many as needed (parallelize(): 1)."""
     accumulate: Literal["shard", "full"] | None = None
-    """Reduce gradients after each micro-batch (shard) or once per step (full: less communication,
-    more memory). Unset: full at ZeRO 0 and 1, shard at 2 and 3 (parallelize(): shard)."""
+    """Reduce gradients of each micro-batch (shard), or once per step (full: more memory).
+    Unset: full at ZeRO 0 and 1, shard at 2 and 3; in parallelize(): shard."""
     deterministic: bool = False
-    """Sum gradients in a fixed order: the same bits for every ZeRO stage and for every split of a
-    batch into data-parallel ranks and micro-batches."""
+    """Sum gradients in a fixed order: the same bits for every ZeRO stage,
+    and for every split of a batch into data-parallel ranks and micro-batches."""
     precision: Precision = field(default_factory=Precision)
     wires: Wires = field(default_factory=Wires)
     offload: Offload = field(default_factory=Offload)
     pipeline: Pipeline = field(default_factory=Pipeline)
     sequence_parallel: bool | None = None
-    """With tp: split tokens across the tp ranks between layers (sequence parallelism). Unset: on if
-    possible."""
+    """With tp: split tokens across tp ranks between layers. Unset: on if possible."""
     cp_method: Literal["heads", "keys"] = "heads"
-    """How cp ranks compute attention. heads: exchange heads by all-to-all (Ulysses), needs at least
-    cp heads per tp rank; keys: all-gather keys and values, for any cp."""
+    """heads: exchange heads by all-to-all (Ulysses); needs at least cp heads per tp rank.
+    keys: all-gather keys and values; works for any cp."""
     transport: Literal["auto", "shm", "torch"] = "auto"
-    """Communication backend. shm: shared memory between CPU ranks of one machine; torch: gloo or
-    NCCL; auto: shm if possible."""
+    """shm: shared memory between CPU ranks of one machine; torch: gloo or NCCL.
+    auto: shm if possible."""
     bucket_mb: float | None = None
     """Bucket size in MB: gradients per collective; unset: chosen by the number of ranks."""
     first_bucket_mb: float = 1.0
-    """Size of the first bucket in MB; modules smaller than this share a bucket with their
-    neighbours.
-    """
+    """Size of the first bucket in MB; smaller modules share a bucket with their neighbours."""
     prefetch: int = 1
     """At ZeRO 3: number of blocks whose weights are gathered ahead of use."""
     more: Annotated[More, More.of_command()] = field(default_factory=More)

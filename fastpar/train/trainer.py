@@ -36,6 +36,38 @@ reported, and the next one tries again.
 [Note: validation forwards] At ZeRO 3 a forward gathers weights, so all ranks have to run it: a rank
 without windows left runs the model on zeros and discards the result. Rows and depth of a grid split
 each batch, which is padded with windows that do not count.
+
+[Note: a batch's walk] The calls of one rank, from the text file to the loss and on to the next
+batch (test_a_batch_takes_the_documented_walk follows them):
+
+     1. `train/trainer.py` `train`: mesh and watchdog; creates a `Trainer`, which does 2 to 10
+     2. `train/start.py` `load_model_and_data`: model, context length and tokens
+     3. `data/batches.py` `load_data`: source, tokenizer and cache
+     4. `data/sources.py` `open_source`: a user's words become documents, or files of token ids
+     5. `data/sources.py` `tokenized`: the cache entry, created if missing
+     6. `data/sources.py` `split`: each document is for training or validation
+     7. `data/tokenizer.py` `encode_batch`: text becomes ids, written to train.bin and val.bin
+     8. `data/sources.py` `map_array`: these files are mapped, not read
+     9. `models/set_up.py` `set_up`: parallelize() and the optimizer
+    10. `train/start.py` `samples_of`: tokens as one stream, or documents packed into rows
+    11. `train/trainer.py` `_loop`: steps, validations, saves
+    12. `train/trainer.py` `train_step`: which samples each micro-batch takes
+    13. `data/batches.py` `sample_batch`: a pure function of the index of the first sample
+    14. `data/batches.py` `_permute`: the index becomes a window in the order of this epoch
+    15. `data/batches.py` `_gather`: windows are read from the map, as inputs and shifted targets
+    16. `train/trainer.py` `_micro_batch`: forward and backward
+    17. `models/gpt.py` `features`: embedding and blocks
+    18. `models/gpt.py` `_loss`: output of the last norm and targets
+    19. `kernels/loss/linear_cross_entropy.py` `linear_cross_entropy`: the loss without logits
+    20. `train/trainer.py` `_target`: start of backward; for gradients see fastpar/engine/README.md
+    21. `optim/schedule.py` `set_lr`: this step's learning rate
+    22. `optim/base.py` `step`: norm and clip factor of all ranks, in one exchange with the loss
+    23. `optim/adamw.py` `_update`: one kernel call for all parameters
+    24. `train/trainer.py` `_read`: the step's numbers have arrived on the host
+    25. `train/trainer.py` `judge`: whether they are finite
+    26. `train/journal.py` `write_step`: a row of metrics.jsonl and the progress line
+    27. `train/trainer.py` `train_step`: the next step
+    28. `data/batches.py` `sample_batch`: the next batch
 """
 
 from __future__ import annotations
@@ -186,8 +218,8 @@ class Trainer:
             config, state, progress=start.leads(mesh), check=check
         )
         mesh.check_same("train", [f"tokens of {config.text.data}: {start.digest(self.data)[:16]}"])
-        self.ways = mesh.dp_size * mesh.replicas  # number of ranks with different samples
-        batch = config.batch(self.block_size, self.ways)
+        self.n_sample_ranks = mesh.dp_size * mesh.replicas  # number of ranks with different samples
+        batch = config.batch(self.block_size, self.n_sample_ranks)
         self.micro_batch_size, self.grad_accum_steps = batch
         self.setup = self.setup.change(
             block_size=self.block_size, micro_batch_size=batch[0], grad_accum_steps=batch[1]
@@ -331,18 +363,18 @@ class Trainer:
             self.validate()
         self.journal.start_clock()
         begin = self.step
-        stop = wish = 0  # reasons to stop: agreed by all replicas, requested in this one
+        stop = requested = 0  # reasons to stop: agreed by all replicas, requested in this one
         while self.step < run.max_steps and not stop:
             self.pending.append(self.predictions.watched(self.train_step))
             step = self.step
             compares = is_due(config.faults.check_replicas_every, step)
             validates, saves = is_due(run.eval_every, step), is_due(run.save_every, step)
             last = step == run.max_steps or compares or validates or saves
-            wish = self._read(0 if last else self.keep_pending) or wish
-            if self.saves.asked:
-                wish = self._read(0) or wish
-            every, asked = config.optim.outer_every, self.saves.asked
-            stop, save = start.granted(self.mesh, every, step, wish, asked)
+            requested = self._read(0 if last else self.keep_pending) or requested
+            if self.saves.requested:
+                requested = self._read(0) or requested
+            every, asked = config.optim.outer_every, self.saves.requested
+            stop, save = start.granted(self.mesh, every, step, requested, asked)
             if compares:
                 with self._on_all_ranks():
                     self.engine.check_replicas(self.optimizer, step=step)
@@ -381,7 +413,7 @@ class Trainer:
             else:
                 whole.append((x, y, key, *documents))
         lr = set_lr(optimizer, self.step, config)
-        if graph is not None and not self._takes(graph, whole, scale):
+        if graph is not None and not self._fits_graph(graph, whole, scale):
             graph = None
             for x, y, key in whole:
                 loss += self.micro_batch(x, y, key, scale)
@@ -410,7 +442,7 @@ class Trainer:
         values = to_host(torch.cat((control[:1], norm.double().reshape(1), control[1:], counts)))
         return Step(self.step, lr, self.tokens, *values, scale, counts.numel())
 
-    def _takes(self, graph: StepGraph, batches: list[Any], scale: float | None) -> bool:
+    def _fits_graph(self, graph: StepGraph, batches: list[Any], scale: float | None) -> bool:
         """Whether the graph can run this step; without --cuda-graphs, drop a graph that cannot."""
         if self.config.system.cuda_graphs:
             graph.fill(batches, scale)
@@ -465,7 +497,7 @@ class Trainer:
 
     def validate(self) -> None:
         """Report the mean loss over the first eval_batches * batch_size validation windows."""
-        per_batch = self.ways * self.grad_accum_steps
+        per_batch = self.n_sample_ranks * self.grad_accum_steps
         loss_now = partial(
             validation_loss,
             self.model,
@@ -593,13 +625,13 @@ class RunSaves:
     Attributes:
         committed: step of the newest checkpoint.
         why: the error of the last failed save.
-        asked: whether a save was requested by SIGUSR1 on any rank; the same on every rank.
+        requested: whether a save was requested by SIGUSR1 on any rank; the same on every rank.
         signals: signals that this rank received; see launch.catching_save.
     """
 
     def __init__(self, engine: Engine, journal: Journal, committed: int = -1) -> None:
         self.engine, self.journal, self.committed = engine, journal, committed
-        self.asked, self.why = False, ""
+        self.requested, self.why = False, ""
         self.signals: list[int] = []
         self._saver: Saver | None = None
         self._waited_ms = self._pause_ms = 0.0
@@ -628,9 +660,9 @@ class RunSaves:
         failed, busy = (False, False) if saver is None else (saver.failed, saver.busy)
         return [float(failed), float(busy), float(bool(self.signals))]
 
-    def take_requests(self, failed: float, busy: float, asked: float) -> None:
+    def take_requests(self, failed: float, busy: float, requested: float) -> None:
         """Take the sums of requests() over all ranks. Ranks: all, after that step."""
-        self.asked = self.asked or asked > 0
+        self.requested = self.requested or requested > 0
         if failed or not busy:
             self.settle()
 
@@ -638,7 +670,7 @@ class RunSaves:
         """Begin a checkpoint of this step. Ranks: all, once all earlier steps are read."""
         saver = self._saver
         assert saver is not None
-        self.asked = False
+        self.requested = False
         self.signals.clear()
         began = time.perf_counter()
         if saver.unsettled:

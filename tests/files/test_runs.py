@@ -90,7 +90,7 @@ def test_a_folder_that_another_process_has_is_refused_and_it_is_named(tmp_path, 
         hold(tmp_path, wait_s=0.3)
     assert 0.3 <= time.monotonic() - began < 5
     (tmp_path / LOCK).write_text("[1, 2")  # by nobody known
-    with pytest.raises(ValueError, match=r"which another process has; wait"):
+    with pytest.raises(ValueError, match=r"used by another process; wait"):
         hold(tmp_path, wait_s=0.0)
     assert hold(tmp_path.parent, wait_s=0.0)  # another folder
 

@@ -129,7 +129,7 @@ def test_files_of_the_library_are_read(tmp_path):
     [
         (b"", "a header of 0 bytes instead of 0 - 8"),
         (header({})[:-1], "a header of 2 bytes instead of 9 - 8"),
-        ((1 << 60).to_bytes(8, "little") + b"{}", f"a header of {1 << 60} bytes where 10 - 8"),
+        ((1 << 60).to_bytes(8, "little") + b"{}", f"a header of {1 << 60} bytes instead of 10 - 8"),
         (header(b"{"), "its header is not JSON"),
         (header(b"[]"), "its header is not a JSON object but list"),
         (header(b'{"a": 1, "a": 1}'), "its header is 'a' twice"),

@@ -432,7 +432,7 @@ BAD = [
     ("--vocab-size 2000000", "plan: expected a vocab_size that a tokenizer of `fastpar train` has"),
     ("--n-expert 8 --gpus 13 --batch-size 3", "that the ranks divide, got batch_size=3"),
     ("--n-expert 8 --gpus 4 --tp-grid 2x2", "--tp-grid does not support --n-expert"),
-    ("--n-expert 8 --expert-top-k 9", "top_k of at most n_expert=8, got top_k=9"),
+    ("--n-expert 8 --expert-top-k 9", "top_k <= n_expert=8, got top_k=9"),
     ("--tp-grid 3x2", "plan: expected the 6 ranks of tp_grid=3x2 to divide gpus=8; change"),
     ("--tp-grid 2x2 --batch-size 6", r"plan: expected batch_size as a multiple of 4 \(data"),
     (GRID_OF + "16x1", "expected rows and columns of tp_grid to divide n_embd=24, got tp_g"),

@@ -88,7 +88,7 @@ SETTINGS = [
     ({"sequence_parallel": 1}, r"expected bool for sequence_parallel in f.toml, got sequen"),
     ({"model": "mini", "n_embd": 130}, r"n_embd divisible by n_head=4, got n_embd=130"),
     ({"model": "gpt3"}, r"GPTConfig.preset: expected one of gpt2, .*got name=gpt3; choose one"),
-    ({"n_expert": 4, "expert_top_k": 5}, r"top_k of at most n_expert=4, got top_k=5"),
+    ({"n_expert": 4, "expert_top_k": 5}, r"top_k <= n_expert=4, got top_k=5"),
     ({"n_expert": 4, "expert_capacity": 0.0}, r"expert_capacity > 0, got expert_capacity=0.0"),
 ]  # fmt: skip
 

@@ -104,7 +104,7 @@ MISTAKES = [
     ("sample none --num-samples 0", "fastpar sample: expected --num-samples >= 1, got num_sampl"),
     ("sample ckpt.pt", "fastpar sample: expected --tokenizer for the 40 tokens of ckpt.pt, whic"),
     ("sample ckpt.pt --tokenizer bytes", "fastpar sample: expected a tokenizer of at most the 4"),
-    ("sample ckpt.pt --tokenizer chars", "fastpar sample: expected a tokenizer that was saved, "),
+    ("sample ckpt.pt --tokenizer chars", "fastpar sample: expected a saved tokenizer, got"),
     ("export --to .", "fastpar export: expected a run in runs/, got none; train one"),
     ("export . --to a", "fastpar export: expected a run with checkpoints, a checkpoint or a tran"),
     *(
