@@ -92,32 +92,30 @@ def ranks_along(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]
     return list(groups.values())
 
 
-def check_sizes(asked: Mapping[str, int | None]) -> None:
+def check_sizes(sizes: Mapping[str, int | None]) -> None:
     """Raise ValueError for numbers of ranks below 1."""
-    for axis, size in asked.items():
+    for axis, size in sizes.items():
         if size is None and axis == "dp":
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            way_out = {"dp": "use every rank", "tp": "split no model"}.get(
-                axis, "have one rank there"
-            )
+            way_out = {"dp": "use all ranks"}.get(axis, "use one rank")
             raise ValueError(
                 f"Mesh: expected {axis} to be a positive integer{' or None' * (axis == 'dp')}, "
                 f"got {axis}={size}; drop {axis} to {way_out}"
             )
 
 
-def complete_sizes(asked: Mapping[str, int | None], world_size: int) -> dict[str, int]:
+def complete_sizes(sizes: Mapping[str, int | None], world_size: int) -> dict[str, int]:
     """The size of each axis; dp=None: world_size divided by the others."""
-    dp, ep = asked["dp"], asked["ep"] or 1
-    others = math.prod(n for a, n in asked.items() if a not in ("dp", "ep") and n is not None)
+    dp, ep = sizes["dp"], sizes["ep"] or 1
+    others = math.prod(n for a, n in sizes.items() if a not in ("dp", "ep") and n is not None)
     ranks = world_size // others if dp is None else dp
     product = others * ranks
     if product == world_size:
         if ranks % ep:
             raise ValueError(f"Mesh: expected ep to divide dp={ranks}, got ep={ep}; choose another")
-        return {**{a: n or 1 for a, n in asked.items()}, "dp": ranks // ep}
-    named = {a: n for a, n in asked.items() if a != "ep" and n and (n > 1 or a == "dp")}
+        return {**{a: n or 1 for a, n in sizes.items()}, "dp": ranks // ep}
+    named = {a: n for a, n in sizes.items() if a != "ep" and n and (n > 1 or a == "dp")}
     got = ", ".join(f"{axis}={size}" for axis, size in named.items())
     if dp is None:
         rule = f"{' * '.join(named)} to divide"

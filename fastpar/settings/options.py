@@ -62,7 +62,7 @@ class ModelSettings(ModelSize):
     router_z_loss: float = 0.0
     """Weight of the router z-loss (squared logsumexp of the router's logits)."""
     balance_rate: float = 0.0
-    """Step size of a router bias that balances the load, instead of the balance loss."""
+    """Step size of a router bias that balances the load without balance-loss (set that to 0)."""
 
 
 @dataclass(frozen=True)

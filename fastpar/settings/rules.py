@@ -314,7 +314,12 @@ RULES: list[Rule] = [
     Rule(
         ("lr_decay_fraction",), lambda v: 0 < v <= 1, "0 < lr_decay_fraction <= 1", "0.4 is usual"
     ),
-    Rule(("outer_lr",), lambda v: 0 < v <= 2, "outer_lr in (0, 2]", "0.7 is usual; 1 averages"),
+    Rule(
+        ("outer_lr",),
+        lambda v: 0 < v <= 2,
+        "outer_lr in (0, 2]",
+        "0.7 is usual, 1 averages weights",
+    ),
     Rule(("outer_momentum",), lambda v: 0 <= v < 1, "outer_momentum in [0, 1)", "0.9 is usual"),
     Rule(
         ("min_lr", "lr"),
@@ -331,11 +336,11 @@ RULES: list[Rule] = [
     Rule(
         ("name",),
         lambda v: v is None or bool(re.fullmatch(r"[\w.+-]*\w[\w.+-]*", v)),
-        "name of letters, digits and . _ + -",
+        "name to consist of letters, digits and . _ + -",
         "use <out> for a path",
     ),
     *(
-        Rule((n,), _is_time, "a time such as 300s, 5m or 1h30m", f"set <{n}>")
+        Rule((n,), _is_time, f"{n} to be a time such as 300s, 5m or 1h30m", f"set <{n}>")
         for n, _is_time in (
             ("max_time", lambda v: v is None or parse_seconds(v) > 0),
             ("timeout", lambda v: parse_seconds(v) > 0),
@@ -344,13 +349,13 @@ RULES: list[Rule] = [
     Rule(
         ("tp_grid",),
         _is_grid,
-        "tp_grid as ROWSxCOLUMNS or ROWSxCOLUMNSxDEPTH with at least two ranks",
+        "tp_grid to be ROWSxCOLUMNS or ROWSxCOLUMNSxDEPTH with at least two ranks",
         "write <tp_grid=2x2>, for example",
     ),
     Rule(
         ("pp_split",),
         lambda v: v is None or bool(re.fullmatch(r"\d+(,\d+)*", v)),
-        "pp_split as numbers of layers, such as 8,4",
+        "pp_split to be numbers of layers, such as 8,4",
         "correct <pp_split>",
     ),
     Rule(

@@ -304,15 +304,15 @@ def captured(
     model: nn.Module,
     engine: Engine,
     optimizer: EngineOptimizer,
-    asked: bool | None,
+    requested: bool | None,
 ) -> tuple[Callable[..., Tensor], StepGraph | None, str]:
     """(function that computes a micro-batch, graph of whole steps, description of the capture or
     "").
 
-    asked: whether to capture; None: whole steps, if possible.
+    requested: whether to capture; None: whole steps, if possible.
     """
     why = why_micro_batches(model, engine, optimizer)
-    if not asked and (asked is False or why or not has_graphs(engine.mesh.device)):
+    if not requested and (requested is False or why or not has_graphs(engine.mesh.device)):
         return compute, None, ""
     if why:
         return MicroBatchGraphs(compute, model, engine), None, f"per micro-batch, because {why}"

@@ -302,7 +302,7 @@ class RunFolder:
         header: lines to print at the start, with all automatic choices.
         log: writes metrics.jsonl.
         notes: additional lines for finish() to print.
-        tell: print, or a function that prints nothing.
+        echo: print, or a function that prints nothing.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class RunFolder:
             settings=config.settings(),
         )
         self.notes: tuple[str, ...] = ()
-        self.tell: Callable[..., None] = print
+        self.echo: Callable[..., None] = print
         shape, rows = model.config, config.text.batch_size
         tokens, known = rows * facts["block_size"], {**config.settings(), **facts}
         sizes = MeshSettings(**{name: known[name] for name in ("tp", "tp_grid", "cp", "pp")})
@@ -376,7 +376,7 @@ class RunFolder:
         Args:
             stopped_by: a signal, TIME_IS_UP or 0.
         """
-        data, config, tell = self.data, self.config, self.tell
+        data, config, echo = self.data, self.config, self.echo
         picture = self.path / "loss.png"
         with self._reporting("loss.png"):
             self.log.close()
@@ -384,19 +384,19 @@ class RunFolder:
         resume = f"to resume: fastpar train --resume --out {self.path}"
         if stopped_by > 0:
             name = signal.Signals(stopped_by).name
-            tell("".join(f"{line}\n" for line in self.notes), end="")
-            tell(f"stopped by {name} after step {step}, saved in {self.path}\n{resume}", flush=True)
+            echo("".join(f"{line}\n" for line in self.notes), end="")
+            echo(f"stopped by {name} after step {step}, saved in {self.path}\n{resume}", flush=True)
             return
-        tell(RULE)
+        echo(RULE)
         with (
             self._reporting("samples"),
             (self.path / "samples.txt").open("a", encoding="utf-8") as file,
         ):
             file.write(f"== step {step}\n")
             for piece in sample(model, data.tokenizer, config.sample, seed=config.run.seed):
-                tell(piece, end="", flush=True)
+                echo(piece, end="", flush=True)
                 file.write(piece)
-        tell(RULE)
+        echo(RULE)
         lines = [*self.notes, f"{step} steps, {runs.duration(seconds)}; see {picture}"]
         if val_loss is not None:
             lines[-1] = f"validation loss {val_loss:.4f} after {lines[-1]}"
@@ -416,14 +416,14 @@ class RunFolder:
             f"next: fastpar sample {shlex.quote(str(self.path))}"
             + (f" --prompt {shlex.quote(prompt)}" if prompt else "")
         )
-        tell("\n".join(lines), flush=True)
+        echo("\n".join(lines), flush=True)
 
     @contextlib.contextmanager
     def _reporting(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self.tell(f"{what} failed: {error}")
+            self.echo(f"{what} failed: {error}")
 
     def _write_config(self, model: GPT, step: int, facts: dict[str, Any]) -> list[str]:
         """Write config.json; return the settings that differ from an earlier one, as text."""
@@ -532,7 +532,7 @@ class Journal:
         )
         self.folder = RunFolder(self.config, model=model, data=data, step=step, facts=facts)
         if not first:
-            self.folder.tell = lambda *text, **how: None
+            self.folder.echo = lambda *text, **how: None
         for line in self.folder.header if first else ():
             self.say(line)
 

@@ -248,7 +248,7 @@ def facts_of(setup: Setup, engine: Engine) -> dict[str, Any]:
     }
 
 
-def leads(mesh: Mesh) -> bool:
+def reports_progress(mesh: Mesh) -> bool:
     """Whether this rank reports progress on the terminal."""
     return mesh.is_main and mesh.replica == 0
 
@@ -295,7 +295,7 @@ def _common_steps(run: Path) -> set[int] | None:
     return None
 
 
-def in_own_folder(config: TrainConfig, mesh: Mesh, first: Path | None) -> TrainConfig:
+def in_replica_folder(config: TrainConfig, mesh: Mesh, first: Path | None) -> TrainConfig:
     """The settings of this rank's replica, after the first replica has created its folder.
 
     Args:
@@ -306,17 +306,19 @@ def in_own_folder(config: TrainConfig, mesh: Mesh, first: Path | None) -> TrainC
     return config.in_folder(str(folder_of(run, mesh.replica)))
 
 
-def granted(mesh: Mesh, every: int | None, step: int, stop: int, asked: bool) -> tuple[int, bool]:
+def agree_on_requests(
+    mesh: Mesh, every: int | None, step: int, stop: int, save: bool
+) -> tuple[int, bool]:
     """(reason to stop after this step or 0, whether to save); see [Note: stopping replicas].
 
     Args:
         every: steps between synchronizations of replicas.
-        stop, asked: requests to this replica since the last one, the same on its ranks.
+        stop, save: requests to this replica since the last one, the same on its ranks.
     Ranks: all of all replicas, after each step.
     """
     if mesh.replicas == 1:
-        return stop, asked
+        return stop, save
     if every is None or step % every:
         return 0, False
-    everyone = gather_objects((stop, asked), mesh.outer_group)
+    everyone = gather_objects((stop, save), mesh.outer_group)
     return next((reason for reason, _ in everyone if reason), 0), any(save for _, save in everyone)

@@ -215,7 +215,7 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         check = partial(check_ranks, setup=self.setup, device=mesh.device)
         model, self.block_size, self.data = start.load_model_and_data(
-            config, state, progress=start.leads(mesh), check=check
+            config, state, progress=start.reports_progress(mesh), check=check
         )
         mesh.check_same("train", [f"tokens of {config.text.data}: {start.digest(self.data)[:16]}"])
         self.n_sample_ranks = mesh.dp_size * mesh.replicas  # number of ranks with different samples
@@ -300,7 +300,7 @@ class Trainer:
         self._open()
         last = "this step" if self.mesh.replicas == 1 else "steps until replicas synchronize"
         with (
-            catching_stop(loud=start.leads(self.mesh), last=last) as self.stop_signals,
+            catching_stop(loud=start.reports_progress(self.mesh), last=last) as self.stop_signals,
             catching_save() as self.saves.signals,
         ):
             try:
@@ -345,7 +345,7 @@ class Trainer:
         if first:
             self.journal.open(model=self.model, **about)
         if mesh.replicas > 1:
-            config = start.in_own_folder(self.config, mesh, self.journal.path)
+            config = start.in_replica_folder(self.config, mesh, self.journal.path)
             self.config = self.journal.config = config
         if not first:
             self.journal.open(model=self.model, **about)
@@ -374,7 +374,7 @@ class Trainer:
             if self.saves.requested:
                 requested = self._read(0) or requested
             every, asked = config.optim.outer_every, self.saves.requested
-            stop, save = start.granted(self.mesh, every, step, requested, asked)
+            stop, save = start.agree_on_requests(self.mesh, every, step, requested, asked)
             if compares:
                 with self._on_all_ranks():
                     self.engine.check_replicas(self.optimizer, step=step)

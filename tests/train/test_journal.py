@@ -424,7 +424,7 @@ def tell_on_two_ranks():
     folder = SimpleNamespace(notes=()) if run.mesh.is_main else None
     journal = SimpleNamespace(folder=folder, keep=lambda **row: rows.append(row["prediction"]))
     facts = {"device": "CPU", "threads": 1}
-    watch.tell(journal, PREDICTED, setup.change(batch_size=2, block_size=32), facts)
+    watch.report(journal, PREDICTED, setup.change(batch_size=2, block_size=32), facts)
     return rows
 
 
