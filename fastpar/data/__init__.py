@@ -1,1 +1,1 @@
-"""Texts, tokens, batches."""
+"""Data sources, tokenizers, batches."""

@@ -1,1 +1,1 @@
-"""Reading and writing files: safetensors in pieces, refusals, folders of steps."""
+"""Safe reading and writing of files: JSON, safetensors, run folders."""

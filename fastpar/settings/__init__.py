@@ -1,1 +1,1 @@
-"""What a run and a model are: settings that check themselves."""
+"""All settings of a run and a model: dataclasses that check themselves."""

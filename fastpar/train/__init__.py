@@ -1,1 +1,1 @@
-"""The training loop, its run folder, guards, launcher, sampling."""
+"""Training loop, run folder, guards, launcher, text generation."""

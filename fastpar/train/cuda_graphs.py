@@ -221,7 +221,7 @@ def recording(engine: Engine, *, adds: bool | None) -> Iterator[list[nn.Paramete
     wide: dict[nn.Parameter, None] = {}  # parameters whose layers wrote gradients to the buckets
 
     def place(p: Tensor) -> tuple[Tensor, bool] | None:
-        """Where a layer writes the fp32 gradient of 16-bit weights; see split_backward.Places."""
+        """Where a layer writes the fp32 gradient of 16-bit weights; see engine/gradients.py."""
         bucket, position = shards.places[p]  # type: ignore[index]
         if adds is None or bucket.grad_dtype == p.dtype:
             return None
