@@ -119,14 +119,21 @@ class Absent(Tensor):
 
     _what = "parameter"
     _name = ""
+    _ranks = (0, 1)
     zeroed = False
 
     @staticmethod
-    def of(nans: Tensor, what: str, name: str) -> Absent:
-        """Make nans a placeholder of the parameter or gradient with this name."""
+    def of(nans: Tensor, what: str, name: str, ranks: tuple[int, int]) -> Absent:
+        """Make nans a placeholder of the parameter or gradient with this name.
+
+        ranks: this rank's number among the ranks that hold its shards, and how many they are.
+        """
         made: Absent = torch.Tensor._make_subclass(Absent, nans)
-        made._what, made._name = what, name
+        made._what, made._name, made._ranks = what, name, ranks
         return made
+
+    def __repr__(self, **_: Any) -> str:
+        return _shown(self._what, self.shape, self._ranks)
 
     @classmethod
     def __torch_function__(
@@ -151,8 +158,20 @@ class Absent(Tensor):
             out = func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, Absent) and _share(first, out):
-            return Absent.of(out, first._what, first._name)
+            return Absent.of(out, first._what, first._name, first._ranks)
         return out
+
+
+def _shown(what: str, shape: torch.Size, ranks: tuple[int, int]) -> str:
+    """The text of repr(): the values are nan, so it says what they stand for and where to look."""
+    noun, reads = ("shard", "gathered") if what == "parameter" else ("gradient shard", "grads")
+    rank, n = ranks
+    part = (
+        f"{noun} of {[*shape]}, rank {rank} of {n}"
+        if n > 1
+        else f"{what} of {[*shape]}, kept elsewhere"
+    )
+    return f"{part}; engine_of(model).{reads}() shows it"
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -182,6 +201,14 @@ def _name_of(p: Tensor) -> str:
     return "?" if engine is None else engine.shards.name_of(p)
 
 
+def _ranks_of(p: Tensor) -> tuple[int, int]:
+    engine = engine_of(p)
+    if engine is None:
+        return 0, 1
+    bucket = engine.shards.bucket_of(p)
+    return bucket.rank, bucket.spec.n_shards
+
+
 _data: Any = nn.Parameter.data  # the descriptor that AbsentParameter hides
 
 
@@ -190,7 +217,7 @@ class AbsentParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        return Absent.of(_data.__get__(self), "parameter", _name_of(self))
+        return Absent.of(_data.__get__(self), "parameter", _name_of(self), _ranks_of(self))
 
     @data.setter
     def data(self, new: Tensor) -> None:
@@ -202,6 +229,9 @@ class AbsentParameter(nn.Parameter):
     def detach(self) -> Tensor:
         """Like torch's; the result is absent too."""
         return self.data
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Parameter containing:\n{_shown('parameter', self.shape, _ranks_of(self))}"
 
     @classmethod
     def __torch_function__(
@@ -279,12 +309,15 @@ class Marks:
 
     Args:
         name: of the parameter at a position.
+        ranks: see Absent.of().
     Attributes:
         hidden: whether p.grad are placeholders.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], name: Callable[[int], str]) -> None:
-        self._params, self._name, self.hidden = params, name, False
+    def __init__(
+        self, params: Sequence[nn.Parameter], name: Callable[[int], str], ranks: tuple[int, int]
+    ) -> None:
+        self._params, self._name, self._ranks, self.hidden = params, name, ranks, False
         self._marks: dict[int, Tensor] = {}
         self._placeholders: dict[int, Absent] = {}
 
@@ -306,7 +339,8 @@ class Marks:
         p, known = self._params[position], self._placeholders
         if position not in known:
             nan = torch.full((), float("nan"), dtype=p.dtype, device=p.device)
-            known[position] = Absent.of(nan.expand(p.shape), "gradient", self._name(position))
+            name = self._name(position)
+            known[position] = Absent.of(nan.expand(p.shape), "gradient", name, self._ranks)
         known[position].zeroed = False
         return known[position]
 

@@ -385,7 +385,7 @@ class BucketState:
         self.unsent = Unsent(groups.reduce, self.own, spec.numel, places)
         self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
         self._aside = False
-        self.marks = Marks(params, self.name)
+        self.marks = Marks(params, self.name, (rank, spec.n_shards))
         self._version = -1  # of `grad`, when remember() was called
         self._marked_version = -1  # of `grad`, when mark() was
         self._zeroed = set(range(len(params)))  # positions without a gradient on any rank

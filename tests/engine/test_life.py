@@ -85,6 +85,37 @@ def test_an_engine_lives_as_long_as_a_parameter():
 
 
 SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 30}
+
+
+@sweep("stage", [1, 2, 3])
+def test_a_printed_shard_says_what_it_is_and_where_to_look(stage):
+    def ranks():
+        model = parallelize(nn.Sequential(nn.Linear(6, 4)), Mesh(), zero_stage=stage)
+        p, shown = model[0].weight, []
+        model(torch.ones(2, 6)).sum().backward()
+        shown += [repr(p.grad), f"{p.grad.T}"]
+        AdamW(model.parameters()).step()
+        shown += [repr(p), str(p.data)]
+        assert isinstance(p, nn.Parameter)
+        with engine_of(model).gathered():
+            assert type(p) is nn.Parameter
+            assert repr(p).startswith("Parameter containing:\ntensor([[")
+        return shown
+
+    for rank, shown in enumerate(run_ranks(ranks, 4)):
+        weight = f"shard of [4, 6], rank {rank} of 4; engine_of(model).gathered() shows it"
+        grad = f"gradient shard of [%s], rank {rank} of 4; engine_of(model).grads() shows it"
+        containing = f"Parameter containing:\n{weight}"
+        assert shown == [grad % "4, 6", grad % "6, 4", containing, weight]
+
+
+def test_a_printed_gradient_of_another_dtype_says_where_to_look():
+    model = parallelize(nn.Linear(6, 4).bfloat16(), Mesh(), grad_dtype=torch.float32)
+    model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+    shown = "gradient of [4, 6], kept elsewhere; engine_of(model).grads() shows it"
+    assert repr(model.weight.grad) == shown
+
+
 CELLS = [(tp, stage) for tp in (1, 2) for stage in range(4) if (tp, stage) != (1, 0)]
 
 
