@@ -109,7 +109,6 @@ def row(case: Case, proof: Proof) -> str:
         cells.append(
             " ".join(f"{ms[direction]:8.3f}" if ms[direction] else f"{'-':>8}" for ms in times)
         )
-    forward, backward = proof.serves
     own = " / ".join("fastpar" if who == OWN else who for who in dict.fromkeys(proof.serves))
     runs = own if proof.chosen == OWN else "torch: fastpar's is WRONG" if proof.wrong else "torch"
     return f"{case!s:40}  {'   '.join(cells)}   {runs}"

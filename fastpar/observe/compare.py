@@ -1,12 +1,12 @@
-"""`fastpar compare`: the same GPT-2 on the same text by a list of strategies, measured in turn.
+"""`fastpar compare`: trains the same GPT-2 on the same text with several strategies, in rotation.
 
-Every run is a start of fresh processes. Repeats take turns, each in another order, so
-that a machine that warms up or gets busy hits all alike. The results are written after every run:
-what was measured stays, whatever ends the command.
+Every run starts fresh processes. Repeats rotate the order of strategies, so that a machine that
+warms up or gets busy affects all alike. The results are written after every run, so that finished
+runs survive whatever ends the command.
 
 [Note: one rank's share] Every strategy trains the same sequences in a step. A rank computes its
-share in as few micro-batches as `fastpar train` would. `single` is one rank, that is one device (on
-a CPU: one rank's threads), and computes all of them in micro-batches of one rank's share.
+share in as few micro-batches as `fastpar train` would. `single` is one rank on one device (on a
+CPU: one rank's threads), and computes all sequences in micro-batches of one rank's share.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from fastpar.settings.options import ModelSize, TextSettings
 from fastpar.settings.parallel import Parallel
 from fastpar.settings.rules import check_synchronous
 
-DEFAULT = (  # side by side what does the same: torch's, then fastpar's
+DEFAULT = (  # equivalent strategies in a row: torch's, then fastpar's
     *(SINGLE, "ddp", "dp", "zero1", "fsdp2-no-reshard", "zero2", "fsdp2", "zero3"),
     *("tp", "tp-zero1", "tp-zero2", "tp-zero3", "cp", "cp-keys", "pp", "dp-pp"),
     *("deepspeed1", "deepspeed2", "deepspeed3"),
 )
-EXPERTS_LINE = "experts  {n_expert} in each layer, of {expert_hidden} features, top {top_k}"
+EXPERTS_LINE = "experts  {n_expert} per layer, {expert_hidden} wide, top {top_k}"
 UNTIMED_STEPS = 3
 _COPIED = ("nproc", "optimizer", "lr", "muon_lr", "seed")  # settings of the command
 LENGTHS = {"epochs": (3, 2), "epoch_steps": (80, 12), "repeats": (3, 1)}  # in full, and quick
-START_S = 6.0  # of a run's processes, on two cores; only for the expected time
-STEP_OVER_GRADIENTS = 1.6  # a step over its forward and backward; only for the expected time
+START_S = 6.0  # to start a run's processes, on two cores; only for the estimated time
+STEP_OVER_GRADIENTS = 1.6  # a step over its forward and backward; only for the estimated time
 _PROBE_STEPS = 3
-SILENCE_S = 300.0  # without a step: then a run is stopped
-EPS = 1e-8  # as `fastpar train` has it
+SILENCE_S = 300.0  # a run is stopped after this time without a step
+EPS = 1e-8  # as in `fastpar train`
 MAX_GRAD_NORM = 1.0
 QUIET_STEPS = 20  # without communication, after the run
 
@@ -73,53 +73,52 @@ StepListener = Callable[[int, float, float], None]  # step, loss of rank 0, seco
 
 @dataclass(frozen=True)
 class CompareCommand:
-    """Train the same GPT-2 with several parallel strategies: which one, by measurement."""
+    """Train the same GPT-2 with several parallel strategies and measure which is best."""
 
     strategies: str | None = None
-    """Names with commas: single, ddp, ddp-zero, fsdp2, fsdp2-no-reshard, dp, zero1, zero2, zero3,
-    zero2-int8, diloco (ranks that meet every 20 steps), hsdp, tp, tp-zero1, tp-zero2, tp-zero3, cp,
-    cp-keys (two share sequences), pp (every rank a stage), dp-pp (two stages), deepspeed1,
-    deepspeed2, deepspeed3, experts (in the place of MLPs, of as many flops a token), ep (which the
-    ranks share out); unset: all that run here, but for ddp-zero, zero2-int8, diloco, hsdp, experts
-    and ep."""
+    """Comma-separated names: single, ddp, ddp-zero, fsdp2, fsdp2-no-reshard, dp, zero1, zero2,
+    zero3, zero2-int8, diloco (exchange every 20 steps), hsdp, tp, tp-zero1, tp-zero2, tp-zero3, cp,
+    cp-keys, pp (a stage per rank), dp-pp (two stages), deepspeed1, deepspeed2, deepspeed3, experts
+    (instead of MLPs, as many FLOPs per token), ep (experts split over ranks); unset: all that run
+    here except ddp-zero, zero2-int8, diloco, hsdp, experts and ep."""
     n_expert: int = 8
-    """Of experts and ep: in each layer."""
+    """For experts and ep: experts per layer."""
     expert_top_k: int = 2
-    """Of these a token's; each has 4 * n_embd / expert_top_k features."""
+    """Experts per token; each is 4 * n_embd / expert_top_k wide."""
     nproc: int = 2
-    """Ranks of every strategy but single, which has one."""
+    """Ranks of every strategy except single, which has one."""
     epochs: int | None = None
-    """Epochs of a run; unset: 3, quick 2."""
+    """Epochs per run; unset: 3, quick 2."""
     epoch_steps: int | None = None
-    """Steps of an epoch; 0: one pass of the text; unset: 80, quick 12."""
+    """Steps per epoch; 0: one pass over the text; unset: 80, quick 12."""
     repeats: int | None = None
-    """Runs of each strategy; unset: 3, quick 1."""
+    """Runs per strategy; unset: 3, quick 1."""
     quick: bool = False
     """Fewer steps and one run each: under two minutes on two cores."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: fastpar.Muon for the blocks' matrices, also of single and ddp; fsdp2, ddp-zero and
-    deepspeed have none."""
+    """muon: fastpar.Muon for the blocks' matrices, also in single and ddp; not for fsdp2, ddp-zero
+    and deepspeed."""
     lr: float = 2.5e-3
-    """Peak learning rate; a warm-up before it, a cosine after it."""
+    """Peak learning rate, after a warm-up and before a cosine decay."""
     muon_lr: float = 0.02
     """Peak learning rate of muon's matrices."""
     seed: int = 1
-    """Fixes weights and batches."""
+    """Seed of weights and batches."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: cuda where there is one. Each rank needs a GPU of its own."""
+    """Device; auto: cuda if available. Each rank needs its own GPU."""
     threads: int | None = None
-    """CPU threads a rank, of single too; unset: cores / nproc."""
+    """CPU threads per rank, also of single; unset: cores / nproc."""
     out: str | None = None
-    """Folder of the results; unset: the first free one of runs/compare, runs/compare-2, ..."""
+    """Folder for the results; unset: the first unused of runs/compare, runs/compare-2, ..."""
     shape: ModelSize = field(default_factory=lambda: ModelSize(model="micro"))
     text: TextSettings = field(default_factory=TextSettings)
 
 
 def chosen(command: CompareCommand) -> list[str]:
-    """The strategies asked for, each once.
+    """The requested strategies, without duplicates.
 
     Raises:
-        ValueError: a name that is none.
+        ValueError: an unknown name.
     """
     if command.strategies is None:
         return list(DEFAULT)
@@ -129,19 +128,19 @@ def chosen(command: CompareCommand) -> list[str]:
         if name not in STRATEGIES:
             near = difflib.get_close_matches(name, STRATEGIES, n=1)
             raise ValueError(
-                f"compare: expected strategies of {', '.join(STRATEGIES)}, got strategy={name}; "
-                f"{f'did you mean {near[0]}?' if near else 'choose of these'}"
+                f"compare: expected strategies among {', '.join(STRATEGIES)}, got strategy={name}; "
+                f"{f'did you mean {near[0]}?' if near else 'choose from these'}"
             )
     if not names:
         raise ValueError(
-            f"compare: expected names with commas, got strategies={command.strategies!r}; leave "
-            "--strategies out to run all"
+            f"compare: expected comma-separated names, got strategies={command.strategies!r}; drop "
+            "--strategies to run all"
         )
     return list(dict.fromkeys(names))
 
 
 def check(command: CompareCommand) -> None:
-    """Refuses what needs no torch to be seen.
+    """Refuses bad settings before torch is imported.
 
     Raises:
         ValueError: names the setting.
@@ -162,8 +161,8 @@ def check(command: CompareCommand) -> None:
         )
     if command.out is not None and is_taken(Path(command.out)):
         raise ValueError(
-            f"compare: expected a new or an empty folder, got out={command.out}; a comparison "
-            "is not gone on with: choose another --out"
+            f"compare: expected a new or an empty folder, got out={command.out}; choose another "
+            "--out (a comparison cannot be resumed)"
         )
 
 
@@ -171,7 +170,7 @@ def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | No
     """Why a strategy cannot run with these settings; None: it can.
 
     Args:
-        gpus: of this machine; None: ranks are on the CPU.
+        gpus: number of GPUs here; None: ranks run on the CPU.
     """
     strategy, mesh, nproc = STRATEGIES[name], STRATEGIES[name].mesh, command.nproc
     heads = max(mesh.tp, 1 if name == "cp-keys" else mesh.cp)
@@ -191,15 +190,15 @@ def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | No
 
 
 def experts_of(command: CompareCommand, shape: GPTConfig) -> dict[str, int]:
-    """Fields of GPTConfig of a model with experts that takes as many flops a token as a dense one.
+    """Fields of GPTConfig for experts that take as many FLOPs per token as the dense model.
 
     Raises:
-        ValueError: a top_k that does not divide the features of an MLP, or above n_expert.
+        ValueError: top_k does not divide the width of an MLP, or is above n_expert.
     """
     top_k = command.expert_top_k
     if top_k < 1 or 4 * shape.n_embd % top_k:
         raise ValueError(
-            f"compare: expected expert_top_k to divide the {4 * shape.n_embd} features of an MLP, "
+            f"compare: expected expert_top_k to divide the MLP's width of {4 * shape.n_embd}, "
             f"got expert_top_k={top_k}; set --expert-top-k"
         )
     found = {"n_expert": command.n_expert, "top_k": top_k}
@@ -219,10 +218,10 @@ class Schedule:
 
     @classmethod
     def of(cls, command: CompareCommand) -> Schedule:
-        """Reads the text and decides what runs.
+        """Reads the text and decides which runs to make.
 
         Raises:
-            ValueError: no such model, text or GPU; nothing is left to run.
+            ValueError: unknown model or text; no GPU; no strategy can run.
         """
         on_gpu = torch.cuda.is_available()
         device = command.device if command.device != "auto" else "cuda" if on_gpu else "cpu"
@@ -276,7 +275,7 @@ class Schedule:
         return self.comparison.settings["epochs"] * self.comparison.settings["epoch_steps"]
 
     def runs(self) -> list[Run]:
-        """All, in turn: each repeat begins with another strategy; other orders of sums last."""
+        """All runs, in rotation: each repeat starts with another strategy; yardsticks last."""
         settings = self.comparison.settings
         names, repeats = settings["strategies"], settings["repeats"]
         runs = []
@@ -286,7 +285,7 @@ class Schedule:
         return runs + self._yardsticks()
 
     def _run(self, name: str, repeat: int) -> Run:
-        """A run of a strategy; how it splits a step: [Note: one rank's share]."""
+        """A run of a strategy; its micro-batches: [Note: one rank's share]."""
         settings, strategy = self.comparison.settings, STRATEGIES[name]
         rows, nproc = settings["batch_size"], settings["nproc"]
         dp = nproc // strategy.model_ranks(nproc)
@@ -296,7 +295,7 @@ class Schedule:
         return Run(name, repeat, nproc, settings["threads"], micro, accum)
 
     def _yardsticks(self) -> list[Run]:
-        """`single` in the smallest and largest other micro-batches, these with an exact norm."""
+        """`single` with the smallest and largest other micro-batch; the latter with exact norm."""
         rows, base = self.comparison.settings["batch_size"], self._run(SINGLE, 1)
         most = max(1, AUTO_MICRO_BATCH_TOKENS // self.shape.block_size)
         sizes = [n for n in range(1, min(rows, most) + 1) if rows % n == 0]
@@ -310,13 +309,13 @@ class Schedule:
         ]
 
     def lines(self, runs: Sequence[Run]) -> list[str]:
-        """What is about to happen, for people."""
+        """What is about to run, for the terminal."""
         s = self.comparison.settings
         n_orders = sum(run.yardstick for run in runs)
-        more = f", {n_orders} of them {SINGLE} with other sums" * (n_orders > 0)
+        more = f", {n_orders} of them {SINGLE} with sums in another order" * (n_orders > 0)
         time_line = f"time     {len(runs)} runs of {self.steps} steps{more}"
         if s["device"] == "cpu":
-            time_line += f"; expected: about {duration(self.expected_s(runs))} (a step was tried)"
+            time_line += f"; estimated: {duration(self.expected_s(runs))} (from a trial step)"
         return [
             f"compare  {', '.join(s['strategies'])}",
             *(f"skipped  {name}: {why}" for name, why in self.comparison.skipped.items()),
@@ -325,14 +324,14 @@ class Schedule:
             f"data     {self.data.describe()}",
             *["optim    fastpar.Muon, repeated by ddp's ranks"] * (s["optimizer"] == "muon"),
             f"steps    {s['batch_size']} sequences of {s['block_size']} tokens; {s['epochs']} "
-            f"epochs of {s['epoch_steps']} steps, {s['repeats']} runs each",
-            f"ranks    {s['nproc']} on {s['device']}, threads of each: {s['threads']}; {SINGLE} is "
+            f"epochs of {s['epoch_steps']} steps, {s['repeats']} runs per strategy",
+            f"ranks    {s['nproc']} on {s['device']}, {s['threads']} threads each; {SINGLE} is "
             "one rank",
             time_line,
         ]
 
     def expected_s(self, runs: Sequence[Run]) -> float:
-        """Seconds of all runs, by a few micro-batches on this process's CPU."""
+        """Seconds of all runs, estimated from a few micro-batches on this process's CPU."""
         s = self.comparison.settings
         before = torch.get_num_threads()
         torch.set_num_threads(s["threads"])
@@ -351,13 +350,13 @@ class Schedule:
 
 
 def warmup_steps(steps: int) -> int:
-    """A tenth of the run, but at least 20 or half of it: full speed after two steps made the norm
-    of the gradient 50 and raised the loss."""
+    """A tenth of the run, but at least 20 steps or half of it: full speed after two steps raised
+    the gradient's norm to 50, and the loss."""
     return min(max(steps // 10, 20), steps // 2, 1000)
 
 
 def forget_peak() -> None:
-    """Freed memory goes back to the system, and the peak of this process starts anew."""
+    """Returns freed memory to the system and resets the peak of this process."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -370,9 +369,9 @@ class Rank:
 
     Args:
         settings: of the Comparison.
-        run: as it was planned; it is filled in.
+        run: as planned; it is filled in.
         text: as `fastpar train` takes it; its path is in no file of results.
-        on_step: is called after each step with its number, its loss on this rank and its seconds.
+        on_step: called after each step with its number, its loss on this rank and its seconds.
     """
 
     def __init__(
@@ -385,7 +384,7 @@ class Rank:
         self.strategy, self.meter = STRATEGIES[run.strategy], WireMeter()
         self.ours = self.strategy.package == "fastpar"
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        # Whether ranks have one model together: then the engine does not see all that is sent.
+        # Whether several ranks share a model: then the engine does not see all that is sent.
         self.within = self.strategy.model_ranks(self.world_size) > 1 or self.strategy.mesh.ep != 1
         self.data: TextData = load_data(
             text.data, text.tokenizer, block_size=settings["block_size"], progress=False
@@ -401,7 +400,7 @@ class Rank:
         self.strategy.import_all()
         forget_peak()
         self.before_mb = memory_mb()[0]
-        # From here on, with nothing alive: DDP's buckets belong to C++, where Python sees none.
+        # Memory is measured from here, with nothing alive: DDP's buckets are invisible to Python.
         self.measuring = ExitStack()  # to the end of the counted step
         memory = StepMemory(torch.device(self.device), alive_bytes=0)
         self.memory = self.measuring.enter_context(memory)
@@ -420,11 +419,11 @@ class Rank:
 
     @property
     def accumulate(self) -> Literal["shard", "full"]:
-        """When gradients are reduced; chosen as `fastpar train` does."""
+        """When gradients are reduced; chosen as in `fastpar train`."""
         return "shard" if self.run.strategy.endswith(("zero2", "zero3")) else "full"
 
     def train(self) -> Run:
-        """All steps, then what can only be measured after them."""
+        """Runs all steps, then what can only be measured after them."""
         run, exposed, counted = self.run, [], max(0, self.untimed - 1)
         theirs = not (self.ours or self.strategy.one_rank)
         with self.measuring, self.meter.of_fastpar() if self.within else nullcontext():
@@ -438,7 +437,7 @@ class Rank:
                 if step == counted:
                     self.measuring.close()
                     run.step_bytes = [self.memory.peak_bytes]
-                    forget_peak()  # of what counting itself took
+                    forget_peak()  # of counting itself
                 report = self.contender.report()
                 if self.within:
                     run.wire_bytes = self.meter.sent_bytes - sent
@@ -455,7 +454,7 @@ class Rank:
         return run
 
     def _step(self, step: int) -> None:
-        """One step, timed to its end on the device."""
+        """Runs one step, timed to its end on the device."""
         start = time.perf_counter()
         loss = self._train_step(step)
         norm = self.contender.grad_norm
@@ -496,7 +495,7 @@ class Rank:
         )
 
     def _exposed_ms(self) -> float | None:
-        """A step less one that does all but communicate, in these processes; None: not known."""
+        """A step minus one without communication, in these processes; None: not known."""
         if self.strategy.one_rank:
             return 0.0
         quiet, timed, alone = self.contender.quiet, self.run.step_s[self.untimed :], []
@@ -526,7 +525,7 @@ def measure(settings: dict[str, Any], run: Run, text: TextSettings, on_step: Ste
 
 
 def _train(process: ranks.Rank, settings: dict[str, Any], run: Run, text: TextSettings) -> Run:
-    """The run as this rank has measured it; rank 0 tells of each step."""
+    """The run as this rank measured it; rank 0 reports each step."""
     warnings.simplefilter("ignore")  # of torch and DeepSpeed, about their own calls
     say = process.say if process.rank == 0 else lambda said: None
     rank = Rank(settings, run, text, lambda *step: say(step))
@@ -536,10 +535,10 @@ def _train(process: ranks.Rank, settings: dict[str, Any], run: Run, text: TextSe
 
 
 def compare(command: CompareCommand) -> int:
-    """Measures, and writes the folder; the exit status: 1 where a strategy failed.
+    """Measures and writes the folder; returns the exit status: 1 if a strategy failed.
 
     Raises:
-        ValueError: settings that do not fit together, the machine or the folder.
+        ValueError: contradictory settings, or an unsuitable machine or folder.
     """
     check(command)
     schedule = Schedule.of(command)
@@ -567,7 +566,7 @@ def compare(command: CompareCommand) -> int:
 def _measure_one(
     schedule: Schedule, run: Run, where: str, first_step: int, progress: Progress
 ) -> None:
-    """One run, whose failure ends no other."""
+    """One run; its failure does not end the others."""
     comparison = schedule.comparison
     where += f" {run.strategy}" + f", micro-batches of {run.micro_batch_size}" * run.yardstick
 
@@ -588,7 +587,7 @@ def _measure_one(
 
 
 def write_report(comparison: Comparison, folder: Path) -> None:
-    """Table and pictures from the results; without matplotlib a line and no pictures."""
+    """Writes table and pictures from the results; without matplotlib prints a line instead."""
     try:
         draw_all(comparison, folder)
     except ImportError as error:

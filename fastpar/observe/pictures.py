@@ -1,11 +1,11 @@
 """Pictures: the timeline of a profiled step, and those of a comparison.
 
-A timeline has a panel for each rank: compute and communication side by side. A comparison has the
-five pictures of the study arXiv 2405.15628, and what travels.
+A timeline has a panel per rank, with rows for compute and communication. A comparison has the five
+pictures of the study arXiv 2405.15628, and one of communication.
 
-Most colours are those of Okabe and Ito, which colour-blind readers tell apart; every strategy has a
-marker of its own too, and kinds have line styles and hatches: torch's are dashed, DeepSpeed's
-dotted, fastpar's solid. Legends say so and stand beside the axes.
+Most colours are those of Okabe and Ito, which colour-blind readers can distinguish; every strategy
+also has its own marker, and packages have line styles and hatches: torch's dashed, DeepSpeed's
+dotted, fastpar's solid. Legends next to the axes say so.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SPAN_COLOURS = {
     **dict(zip(PHASES, ("#F0E442", "#56B4E9", "#0072B2", "#009E73"))),
     **{REDUCE: "#E69F00", GATHER: "#CC79A7", TP: "#000000", PP: "#999999", WAIT: "#D55E00"},
 }
-LINE_LENGTH = 170  # that fits below the picture
+LINE_LENGTH = 170  # fits below the picture
 _COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8B4513"),
     *("#332288", "#BBBB00", "#AA4499"),
 )
 _MARKERS = "s^vDPX*<>hdp8H"
-# Those that run on two ranks by default have a colour each; the rest share them.
+# Strategies that run on two ranks by default have a colour each; the rest share them.
 _FIRST = (
     *("ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp", "cp", "cp-keys"),
     "pp",
@@ -45,7 +45,7 @@ _MOST_TICKS = 12
 
 
 class _Owner(NamedTuple):
-    """How the strategies of a package look."""
+    """The style of a package's strategies."""
 
     title: str
     line: str
@@ -69,11 +69,11 @@ def _figure(caller: str = "draw_all", size_inches: tuple[float, float] = (9.0, 4
 
 
 def draw_timeline(panels: Mapping[str, Sequence[Span]], lines: Sequence[str], path: Path) -> None:
-    """A panel for each variant, with a row for phases and one for each kind of collective.
+    """Draws a panel per variant, with a row for phases and one per kind of collective.
 
     Args:
         panels: variant -> the spans of one step, from window().
-        lines: below the picture.
+        lines: text below the picture.
     """
     make_patch = import_package("matplotlib.patches", "fastpar profile").Patch
     rows = rows_of(panels.values())
@@ -109,13 +109,13 @@ def draw_timeline(panels: Mapping[str, Sequence[Span]], lines: Sequence[str], pa
 
 
 def rows_of(panels: Iterable[Sequence[Span]]) -> list[str]:
-    """Rows for which there is something to show, from above."""
+    """The rows with content, from the top."""
     found = {span.row for spans in panels for span in spans}
     return [row for row in (HOST, COMPUTE, REDUCE, GATHER, TP, PP) if row in found]
 
 
 def _draw_phases(axes: Any, y: int, spans: Sequence[Span], row: str) -> None:
-    """Of what computes, waits for others are narrower."""
+    """Phases as bars; waits for other ranks are narrower."""
     for span in spans:
         if span.row == row or (span.row == WAIT and row == COMPUTE):
             name, height = (WAIT, 0.45) if span.row == WAIT else (span.name, 0.8)
@@ -124,7 +124,7 @@ def _draw_phases(axes: Any, y: int, spans: Sequence[Span], row: str) -> None:
 
 
 def _draw_collectives(axes: Any, y: int, spans: Sequence[Span], row: str) -> None:
-    """Pale while queued behind others of the row."""
+    """Collectives as bars, pale while queued behind others in the row."""
     free, colour = float("-inf"), _SPAN_COLOURS[row]
     for span in sorted((s for s in spans if s.row == row), key=lambda s: (s.begin_ms, s.end_ms)):
         start = min(max(span.begin_ms, free), span.end_ms)
@@ -152,7 +152,7 @@ def draw_all(comparison: Comparison, folder: Path) -> None:
 
 
 def look(name: str) -> dict[str, Any]:
-    """Colour, marker and line of a strategy, the same in every picture."""
+    """Colour, marker and line style of a strategy, the same in every picture."""
     if name == SINGLE:
         return {"color": "black", "marker": "o", "linestyle": "-."}
     at = [n for n in dict.fromkeys((*_FIRST, *STRATEGIES)) if n != SINGLE].index(name)
@@ -172,13 +172,13 @@ def _finish(axes: Any, title: str, unit: str, xlabel: str) -> None:
 
 
 def _owners(comparison: Comparison) -> list[_Owner]:
-    """Whose strategies are shown."""
+    """Packages whose strategies are shown."""
     shown = {STRATEGIES[name].package for name in comparison.names}
     return [owner for package, owner in _OWNERS.items() if package in shown]
 
 
 def _explain_lines(comparison: Comparison, figure: Any, *axes: Any) -> None:
-    """The legend stands beside the axes, where it covers nothing."""
+    """A legend next to the axes, where it covers nothing."""
     both = [ax.get_legend_handles_labels() for ax in axes]
     named = {label: handle for handles, labels in both for handle, label in zip(handles, labels)}
     title = "\n".join(f"{owner.line_name}: {owner.title}" for owner in _owners(comparison))
@@ -189,7 +189,7 @@ def _explain_lines(comparison: Comparison, figure: Any, *axes: Any) -> None:
 
 
 def _explain_bars(comparison: Comparison, figure: Any) -> None:
-    """The legend below the axes: whose strategies are hatched and how."""
+    """A legend below the axes: the hatches of packages."""
     make_patch, grey = import_package("matplotlib.patches", "draw_all").Patch, "#666666"
     keys = [
         make_patch(fc="white" if o.hatch else grey, ec=grey, hatch=o.hatch, label=o.title)
@@ -212,7 +212,7 @@ def _per_epoch(
     comparison: Comparison,
     figure: Any,
 ) -> None:
-    """A point a strategy and epoch with the range of its repeats; names side by side."""
+    """A point per strategy and epoch, with the range of its repeats."""
     axes = figure.subplots()
     names, epochs = comparison.names, comparison.settings["epochs"]
     for at, name in enumerate(names):
@@ -235,7 +235,7 @@ def _per_epoch(
 def _bars(
     comparison: Comparison, axes: Any, value: Callable[[Run], float | None], title: str, unit: str
 ) -> None:
-    """A bar a strategy with the range of its repeats; "not known" in its place where it is not."""
+    """A bar per strategy with the range of its repeats, or "not known"."""
     names = comparison.names
     for at, name in enumerate(names):
         stat, hatch = comparison.stat(name, value), _OWNERS[STRATEGIES[name].package].hatch
@@ -250,8 +250,8 @@ def _bars(
             at, stat.median, 0.65, xerr=xerr, error_kw={"elinewidth": 1.2, "capsize": 3}, **fill
         )
         text = f"{stat.median:.3g}" if stat.median < 1000 else f"{stat.median:,.0f}"
-        beside = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(text, (stat.high, at), fontsize=8, **beside)
+        offset = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(text, (stat.high, at), fontsize=8, **offset)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(x=0.14)
@@ -261,7 +261,7 @@ def _bars(
 
 
 def draw_memory(comparison: Comparison, figure: Any) -> None:
-    """Peak memory of the rank that has most."""
+    """Peak memory of the rank with the most."""
     title, unit = f"Peak memory per rank ({_repeats(comparison)})", f"MB: {comparison.memory_label}"
     _bars(comparison, figure.subplots(), comparison.memory_mb, title, unit)
     _explain_bars(comparison, figure)
@@ -270,8 +270,8 @@ def draw_memory(comparison: Comparison, figure: Any) -> None:
 def draw_communication(comparison: Comparison, figure: Any) -> None:
     """Exposed communication, and bytes on the wire."""
     left, right = figure.subplots(1, 2, sharey=True)
-    _bars(comparison, left, lambda run: run.exposed_ms, "Exposed communication", "ms of a step")
-    _bars(comparison, right, Run.sent_mb, "Bytes on the wire", "MB a rank sends in a step")
+    _bars(comparison, left, lambda run: run.exposed_ms, "Exposed communication", "ms per step")
+    _bars(comparison, right, Run.sent_mb, "Bytes on the wire", "MB sent per rank and step")
     left.set_ylim(len(comparison.names) - 0.5, -0.5)
     _explain_bars(comparison, figure)
 
@@ -284,7 +284,7 @@ def _curves(
     comparison: Comparison,
     figure: Any,
 ) -> None:
-    """Every step of the first runs, and below it how far each lies from the first strategy."""
+    """Every step of the first runs, and below it the distance of each from the first strategy."""
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     curves = {name: np.array(values(comparison.of(name)[0])) for name in comparison.names}
     first, base = next(iter(curves.items()))
@@ -294,9 +294,9 @@ def _curves(
         style = {**look(name), "markevery": (at * every // len(curves), every)}
         smooth = smoothed(own, 1 - 1 / window)
         top.plot(steps, smooth, label=name, markersize=5, linewidth=1, **style)
-        apart = np.abs(own - base)
-        if apart.any():
-            shown = np.where(apart > 0, apart, np.nan)
+        distance = np.abs(own - base)
+        if distance.any():
+            shown = np.where(distance > 0, distance, np.nan)
             below.semilogy(steps, shown, markersize=4, linewidth=0.7, **style)
     if not below.lines:
         below.text(0.5, 0.5, "no difference", transform=below.transAxes, ha="center")

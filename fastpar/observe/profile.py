@@ -1,14 +1,14 @@
-"""`fastpar profile`: a few steps of `fastpar train`, measured, then profiled, then judged.
+"""`fastpar profile`: runs a few steps of `fastpar train`, measures, profiles and judges them.
 
-[Note: two times] The profiler lengthens what it looks at, the host's part most of all. So the same
-steps run twice: without it for how long phases and waits are, with it for what is in them
-(verdict.fitted). On a GPU nothing ends when the host is through with it: there the first run gives
-the step and the trace the rest.
+[Note: two times] The profiler slows down what it records, the host's part most of all. So steps run
+twice: without it, to measure phases and waits; with it, to see what is inside them
+(verdict.fitted). On a GPU nothing is finished when the host is done with it: there the first run
+gives the time of the step and the trace all the rest.
 
-[Note: phases] A step is cut where engine.on_phase is told of the next phase: the trainer fetches a
-batch, calls its model, has its loss, calls its optimizer. Backward ends where the next of these
-begins. The stage of a pipeline is cut where it turns to its next operation: what it waits for then
-is a part of that.
+[Note: phases] A new phase begins when engine.on_phase is called: the trainer fetches a batch, calls
+its model, has its loss, calls its optimizer. Backward ends when the next phase begins. A pipeline
+stage's phase ends when the stage switches to its next operation: its wait for that operation
+belongs to the next phase.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ from fastpar.settings.config import TrainConfig
 from fastpar.settings.files import check_at_least
 
 WARM_UP = 2  # steps
-CONTROL_BYTES = 4096  # exchanges of a few numbers tell of uneven ranks
+CONTROL_BYTES = 4096  # below: an exchange of a few numbers, whose wait shows uneven ranks
 TOP = 12  # operations that are shown
 UNSTEADY = 1.5  # the longest step over the shortest
 _COMPRESSED_FROM = 20 << 20  # bytes of a trace
@@ -87,20 +87,20 @@ _AS_WORK = {"linear_cross_entropy": "loss", "adamw_step_": "optimizer"}  # names
 
 
 def parse_profile(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the flags that are left, which are those of `fastpar train`."""
+    """The options, and the remaining flags, which are those of `fastpar train`."""
     parser = argparse.ArgumentParser(
         "fastpar profile",
         add_help=False,
         allow_abbrev=False,
-        description="Where the time of a training step goes, and what to change. Takes all "
+        description="Show where the time of a training step goes, and what to change. Takes all "
         "settings of `fastpar train` (see its --help), and:",
     )
     parser.add_argument("--steps", type=int, default=5, help="measured steps (default: 5)")
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="new folder for trace.json, timeline.png and profile.json; unset: the first free one "
-        f"of {RUNS}/profile, {RUNS}/profile-2, ...",
+        help="new folder for trace.json, timeline.png and profile.json; unset: the first unused of "
+        f"{RUNS}/profile, {RUNS}/profile-2, ...",
     )
     options, left = parser.parse_known_args(arguments)
     if "-h" in left or "--help" in left:
@@ -110,16 +110,16 @@ def parse_profile(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
 
 
 def prepare(options: argparse.Namespace, config: TrainConfig) -> TrainConfig:
-    """The settings of the run that profile() takes; rank 0 chooses the folder, options.out.
+    """The settings for the run of profile(); rank 0 chooses the folder, options.out.
 
     Raises:
-        ValueError: --resume; a folder that is not new; what `fastpar train` refuses.
+        ValueError: --resume; a folder that is not new; settings that `fastpar train` refuses.
         ImportError: matplotlib is missing.
     """
     if config.run.resume or config.run.auto_resume:
         raise ValueError(
-            "profile: expected a new run, got resume=True; leave --resume out: nothing is saved, "
-            "and --init-from takes the weights of a run"
+            "profile: expected a new run, got resume=True; drop --resume (nothing is saved here); "
+            "use --init-from for the weights of a run"
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
@@ -135,7 +135,7 @@ def prepare(options: argparse.Namespace, config: TrainConfig) -> TrainConfig:
             )
         options.out = str(out)
     n_steps = max(config.run.max_steps, WARM_UP + 2 * options.steps + 1)
-    # A replay of CUDA graphs has no phases that a host sees.
+    # Replayed CUDA graphs have no phases that the host sees.
     return config.replace({"max_steps": n_steps, "out": None, "cuda_graphs": False})
 
 
@@ -150,7 +150,7 @@ class Trained(Protocol):
     setup: Setup
 
     def train_step(self) -> Any:
-        """One optimizer step; its numbers() wait for the device."""
+        """Runs one optimizer step; numbers() of the result waits for the device."""
 
 
 def title_of(trainer: Trained) -> str:
@@ -160,14 +160,14 @@ def title_of(trainer: Trained) -> str:
     device = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "CPU"
     return (
         f"{size}, context {trainer.block_size}, {trainer.setup.dtype}, micro-batch "
-        f"{trainer.setup.micro_batch_size} * accumulation {trainer.setup.grad_accum_steps}, ranks "
-        f"{mesh.world_size} (tp {mesh.tp_size}), stage {trainer.engine.stage.number}, {device}, "
-        f"threads a rank {torch.get_num_threads()}"
+        f"{trainer.setup.micro_batch_size} x {trainer.setup.grad_accum_steps}, {mesh.world_size} "
+        f"rank{'s' * (mesh.world_size > 1)} (tp {mesh.tp_size}), ZeRO-"
+        f"{trainer.engine.stage.number}, {device}, {torch.get_num_threads()} threads per rank"
     )
 
 
 def profile(trainer: Trained, options: argparse.Namespace) -> int:
-    """All of it on one rank; rank 0 writes and prints. Returns the exit status. Ranks: all."""
+    """Profiles on one rank; rank 0 writes and prints. Returns the exit status. Ranks: all."""
     mesh, out = trainer.mesh, Path(options.out or RUNS)
     if mesh.is_main:
         out.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def profile(trainer: Trained, options: argparse.Namespace) -> int:
     if mesh.is_main:
         print("\n".join(["", *report.lines()]))
         on_gpu, piped = mesh.device.type == "cuda", trainer.engine.shards.stages is not None
-        kind = "a profiled step" if on_gpu else "a step, not profiled"
+        kind = "a profiled step" if on_gpu else "a step without the profiler"
         ranks = counted(len(everyone), "rank")
         lines = [report.about["run"], f"{kind}; {ranks}; {report.bound}-bound, see profile.json"]
         step, found = _median_step(steps), {}
@@ -189,7 +189,7 @@ def profile(trainer: Trained, options: argparse.Namespace) -> int:
             waits = [waited_for_stages(spans) for spans in panels.values()]
             found = {"bubble": sum(waits) / len(waits), "bubble_of_ranks": waits}
             lines.append(
-                "Bubble: stages wait for messages of others "
+                "Bubble: stages wait for messages of other stages for "
                 f"{percent(sum(waits) / len(waits))} of the step (by rank: "
                 f"{', '.join(map(percent, waits))})."
             )
@@ -203,43 +203,43 @@ def profile(trainer: Trained, options: argparse.Namespace) -> int:
 
 
 def _lanes(trainer: Trained, n_ranks: int) -> dict[str, int]:
-    """What is drawn: title -> rank. Of pipelines the first one, by stages."""
+    """The drawn ranks: title -> rank. Of several pipelines the first one, by stages."""
     stages = trainer.engine.shards.stages
     if stages is None:
         return {f"rank {rank}": rank for rank in range(n_ranks)}
     found, schedule = {}, stages.schedule
-    for place, rank in enumerate(ranks_along(trainer.mesh.sizes, ["pp"])[0]):
-        own = [str(schedule.stage_of(place, chunk)) for chunk in range(schedule.chunks)]
+    for position, rank in enumerate(ranks_along(trainer.mesh.sizes, ["pp"])[0]):
+        own = [str(schedule.stage_of(position, chunk)) for chunk in range(schedule.chunks)]
         found[f"rank {rank}, stage{'s' * (len(own) > 1)} {', '.join(own)}"] = rank
     return found
 
 
 def waited_for_stages(spans: Sequence[Span]) -> float:
-    """The part of a step in which a stage of a pipeline waited for a message of another."""
+    """The share of a step in which a pipeline stage waited for a message of another."""
     end = max((s.end_ms for s in spans if s.row in (HOST, COMPUTE)), default=0.0)
     waits = [s for s in spans if s.row == WAIT]
     ms = busy_ms([s for s in waits if s.name == PP], [WAIT])
-    of_gpu = (s for s in waits if s.name == "nccl")  # of any collective: which one, its bar says
+    of_gpu = (s for s in waits if s.name == "nccl")  # of any collective: its bar says of which
     ms += sum(busy_ms(window(spans, s.begin_ms, s.end_ms), [PP]) for s in of_gpu)
     return ms / end if end else 0.0
 
 
 def _median_step(steps: Sequence[Sequence[Span]]) -> int:
-    """The one that takes the median time."""
+    """The step that takes the median time."""
     ends = [max((s.end_ms for s in step), default=0.0) for step in steps]
     return sorted(range(len(steps)), key=lambda i: ends[i])[len(steps) // 2]
 
 
-# Steps, measured and profiled
+# Measuring and profiling steps
 
 
 def measure(
     trainer: Trained, steps: int, out: Path | None
 ) -> tuple[Report, Sequence[Sequence[Span]]]:
-    """What this rank found in measured and in profiled steps, and the spans of those to show.
+    """Measures and profiles steps on this rank; returns the report and the spans to draw.
 
     Args:
-        out: where the trace goes; None: it is looked at and thrown away.
+        out: folder for the trace; None: the trace is read and deleted.
     Ranks: all.
     """
     on_gpu, marks = trainer.mesh.device.type == "cuda", Recorder()
@@ -255,7 +255,7 @@ def measure(
     marks.in_trace = True
     activity = profiler.ProfilerActivity
     activities = [activity.CPU] + [activity.CUDA] * on_gpu
-    with profiler.profile(activities=activities):  # its own start is slow
+    with profiler.profile(activities=activities):  # the profiler's first start is slow
         _steps(trainer, marks, 1)
     with profiler.profile(activities=activities, record_shapes=True) as profiled:
         profiled_ms, _ = _steps(trainer, marks, steps)
@@ -264,7 +264,7 @@ def measure(
     phases = _fit_to_step(trace, step_ms) if on_gpu else _fit_to_spans(trace, shown)
     workload = trainer.setup.workload(trainer.model.config)
     work = ops_of(workload, trainer.setup)
-    if trainer.engine.shards.stages is None:  # else only what a mean rank has to do is known
+    if trainer.engine.shards.stages is None:  # else only an average rank's work is known
         needed = work_of(work)
         phases = [p._replace(**needed.get(p.name, {})) for p in phases]
     settings = trainer.config.settings()
@@ -291,7 +291,7 @@ def measure(
 
 
 def _watch(trainer: Trained, marks: Recorder) -> None:
-    """Note every exchange of the engine and of layers that are split."""
+    """Records every exchange of the engine and of split layers."""
     engine = trainer.engine
     split = {} if engine.declared is None else engine.declared.groups
     groups = engine.buckets[0].groups
@@ -310,7 +310,7 @@ def _watch(trainer: Trained, marks: Recorder) -> None:
 
 
 def _steps(trainer: Trained, marks: Recorder, count: int) -> tuple[float, list[float]]:
-    """(ms of a step, begin of each and end of the last) of so many steps as the loop does them."""
+    """(ms per step, begin of each and end of the last) of `count` steps as the loop runs them."""
     device = trainer.mesh.device.type
     synchronize(device)
     edges, before = [], None
@@ -330,7 +330,7 @@ def _steps(trainer: Trained, marks: Recorder, count: int) -> tuple[float, list[f
 
 
 def _trace(profiled: Any, out: Path | None) -> TraceTimes:
-    """Writes the trace, compressed where it is large, and reads the times from it."""
+    """Writes the trace, compressed if it is large, and reads the times from it."""
     with tempfile.TemporaryDirectory() as scratch:
         path = (out or Path(scratch)) / "trace.json"
         profiled.export_chrome_trace(str(path))
@@ -343,7 +343,7 @@ def _trace(profiled: Any, out: Path | None) -> TraceTimes:
 
 
 def _fit_to_step(trace: TraceTimes, step_ms: float) -> list[Phase]:
-    """A GPU's phases: the host's parts shrink until they add up to a step without the profiler."""
+    """A GPU's phases: the host's parts shrink until the sum is a step without the profiler."""
     idle = sum(kinds[HOST] for kinds in trace.parts.values())
     busy = trace.step_ms - idle
     waits = max(0.0, step_ms - busy) / idle if idle else 0.0
@@ -355,7 +355,7 @@ def _fit_to_step(trace: TraceTimes, step_ms: float) -> list[Phase]:
 
 
 def _fit_to_spans(trace: TraceTimes, steps: Sequence[Sequence[Span]]) -> list[Phase]:
-    """A CPU's phases: each as long, and with the waits for other ranks, as in the median step."""
+    """A CPU's phases, with the duration and the waits for other ranks of the median step."""
     phases = []
     for name, kinds in trace.parts.items():
         of_steps = [[s for s in step if (s.row, s.name) == (COMPUTE, name)] for step in steps]
@@ -401,8 +401,8 @@ def _situation(trainer: Trained, spans: Sequence[Span], steps: int, trace: Trace
 
 
 def layer_bytes(spans: Sequence[Span]) -> float:
-    """Sent by this rank in exchanges inside of layers, along tp, cp and ep, as rings and, all to
-    all, pairs send them."""
+    """Bytes that this rank sends inside layers, along tp, cp and ep: all-to-all as pairwise
+    sends, the others as rings."""
     return sum(
         (2 if s.name == "all_reduce" else 1) * (1 - 1 / s.ranks) * s.size_bytes
         for s in spans
@@ -415,12 +415,12 @@ def layer_bytes(spans: Sequence[Span]) -> float:
 
 @dataclass(frozen=True)
 class Report(Measured):
-    """All that was found.
+    """All results.
 
     Attributes:
-        profiled_step_ms: a step under the profiler, which is longer than one without.
+        profiled_step_ms: a step under the profiler, longer than one without.
         steps_ms: of the steps without it, as the host saw them.
-        about: model, ranks, machine: for the head of the report.
+        about: model, ranks, machine: the head of the report.
     """
 
     ops: Sequence[OpTime]
@@ -436,14 +436,14 @@ class Report(Measured):
             *table(self),
             "",
             *verdict(self),
-            f"Shares inside of phases are those of profiled steps, {self.profiled_step_ms:.1f} ms "
-            f"each ({round(100 * longer):+d} %); times are of steps without the profiler.",
+            f"Shares within a phase come from profiled steps ({self.profiled_step_ms:.1f} ms each, "
+            f"{round(100 * longer):+d} %); times come from steps without the profiler.",
         ]
         low, high = min(self.steps_ms), max(self.steps_ms)
-        if high > UNSTEADY * low:  # then the times are not the machine's
+        if high > UNSTEADY * low:  # another program ran meanwhile
             lines.append(
-                f"Steps took {low:.1f} to {high:.1f} ms: something else uses this machine; "
-                "profile it again when it is quiet."
+                f"Steps took {low:.1f} to {high:.1f} ms: another program uses this machine; "
+                "profile again when it is idle."
             )
         lines += ["", *self._top_table(), "", "What to change:"]
         return lines + [f"  {n}. {text}" for n, text in enumerate(advise(self), 1)]
@@ -461,9 +461,9 @@ class Report(Measured):
         return text_table(rows, 46, 10, 9, 7, 7)
 
     def rate_of(self, op: OpTime) -> str:
-        """TFLOP/s or GB/s of an operation, where its FLOPs or bytes are known; else empty.
+        """TFLOP/s or GB/s of an operation if its FLOPs or bytes are known; else empty.
 
-        Products by their own shapes; others by what a step needs of all that have this name.
+        Products count by their own shapes, other operations by the work of all of that name.
         """
         if not op.ms:
             return ""
@@ -481,7 +481,7 @@ class Report(Measured):
         return rate if total else ""
 
     def as_json(self) -> dict[str, Any]:
-        """For profile.json."""
+        """The content of profile.json."""
         return {
             **self.about,
             "step_ms": self.step_ms,

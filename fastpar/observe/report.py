@@ -1,6 +1,6 @@
-"""Numbers, lists and tables as text, for both commands; and a comparison in words.
+"""Numbers, lists and tables as text, for both commands; and the summary of a comparison.
 
-Each sentence about a comparison is computed from the numbers that it states.
+Each sentence of a summary is computed from the numbers that it states.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def text_table(rows: Iterable[Sequence[str]], *widths: int) -> list[str]:
-    """A line for each row: the first cell flush left, others flush right, the last as it is."""
+    """A line per row: the first cell flush left, others flush right, the last unpadded."""
     lines = []
     for first, *cells, last in rows:
         right = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:]))
@@ -46,7 +46,7 @@ def text_table(rows: Iterable[Sequence[str]], *widths: int) -> list[str]:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, the first row is its head; short rows are filled up."""
+    """Lines of a Markdown table; the first row is its head; short rows are padded."""
     width = len(rows[0])
     cells = [[c.replace("|", "/") for c in row] + [""] * (width - len(row)) for row in rows]
     lines = [f"| {' | '.join(row)} |" for row in cells]
@@ -62,29 +62,30 @@ _CONDITIONS = """\
 {shape[block_size]}, {parameters:,} parameters, fp32, no dropout; text {data}, tokenizer
 {tokenizer}.
 
-{batch_size} sequences a step over all ranks, {epochs} epochs of {epoch_steps} steps, {optimizer}
-with warm-up and cosine, gradients clipped to a norm of 1; {runs} each, in fresh processes and
-turning order.
+{batch_size} sequences per step over all ranks, {epochs} epochs of {epoch_steps} steps, {optimizer}
+with warm-up and cosine decay, gradients clipped to a norm of 1; {runs} per strategy, in fresh
+processes and rotating order.
 
 {device}, {ranks} with {threads} each; {versions}; {date}."""
 _NOTES = """\
-Times are medians of the repeats, in brackets their range. The slowest rank counts. The first
-{untimed_steps} steps of a run train like the others and are not timed. The fastest stands first;
-ratios are of medians, to those of {baseline}.
+Times are medians over the repeats, with their range in brackets, on the slowest rank. The first
+{untimed_steps} steps of a run are not timed. The fastest strategy comes first; ratios are of
+medians, relative to {baseline}.
 
 Memory: {memory}.
 
-Sent: what a ring would send for the collectives of a step. Of torch and DeepSpeed those that
-torch's dispatcher sees, of fastpar what its engine reports, of tp all of its transports' calls.
+Sent: the bytes that ring algorithms send for the collectives of a step. For torch and DeepSpeed,
+the collectives that torch's dispatcher sees; for fastpar, what its engine reports; for tp, all
+calls of its transports.
 
-Exposed: time of a step in which a rank only waits for others. Of fastpar as its engine measures
-it (tp: in calls and waits of its transports); of DDP a step less one without communication, in
-the same processes; of FSDP2 and DeepSpeed {not_known}.
+Exposed: time of a step in which a rank only waits for others. For fastpar, as its engine measures
+it (tp: in calls and waits of its transports); for DDP, the difference to a step without
+communication in the same processes; for FSDP2 and DeepSpeed, {not_known}.
 
-Within rounding: strategies add the same gradients in other orders. How far that alone drives
-losses apart is measured by training the single device again with other micro-batches, and with
-the gradient's norm summed in fp64 instead of fp32. Up to {factor:g} times that drift, or
-{floor:g} roundings of the loss, count as rounding."""
+Within rounding: strategies add the same gradients in different orders. The drift of losses that
+this causes is measured by training the single device again with other micro-batches, and with the
+gradient's norm summed in fp64 instead of fp32. Up to {factor:g} times that drift, or {floor:g}
+roundings of the loss, count as rounding."""
 
 
 def _number_of(
@@ -99,7 +100,7 @@ def _number_of(
 
 
 def _ratio_of(value: Callable[[Comparison, Run], float], comparison: Comparison, name: str) -> str:
-    """A cell: the median in medians of the baseline."""
+    """A cell: the median relative to the baseline's."""
     names = name, comparison.baseline or name
     found, base = (comparison.stat(n, partial(value, comparison)) for n in names)
     if found is None or base is None or not base.median:
@@ -112,17 +113,17 @@ def _sent_mb(comparison: Comparison, name: str) -> str:
     return NOT_KNOWN if stat is None else number(stat.median)
 
 
-# Title -> the cell of a strategy that was measured.
+# Title -> the cell of a measured strategy.
 COLUMNS: dict[str, Callable[[Comparison, str], str]] = {
     "strategy": lambda comparison, name: name,
     "ranks": lambda comparison, name: f"{comparison.of(name)[0].ranks}",
     "tokens/s": partial(_number_of, Comparison.tokens_per_s),
     "speed, {baseline} = 1": partial(_ratio_of, Comparison.tokens_per_s),
     "epoch, s": partial(_number_of, Comparison.mean_epoch_s),
-    "peak memory a rank, MB": partial(_number_of, Comparison.memory_mb),
+    "peak memory per rank, MB": partial(_number_of, Comparison.memory_mb),
     "memory, {baseline} = 1": partial(_ratio_of, Comparison.memory_mb),
-    "sent a step, MB": _sent_mb,
-    "exposed, ms of a step": partial(_number_of, lambda comparison, run: run.exposed_ms),
+    "sent per step, MB": _sent_mb,
+    "exposed, ms per step": partial(_number_of, lambda comparison, run: run.exposed_ms),
     "last loss": lambda comparison, name: f"{comparison.of(name)[0].losses[-1]:.5f}",
 }
 
@@ -133,7 +134,7 @@ def head(comparison: Comparison) -> list[str]:
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
-    """A row a strategy, the fastest first; those left out come last and say why."""
+    """A row per strategy, the fastest first; skipped and failed ones come last, with the reason."""
     measured = [name for name, _ in comparison.ranking(comparison.tokens_per_s, most=True)]
     found = [[cell(comparison, name) for cell in COLUMNS.values()] for name in measured]
     for name in dict.fromkeys([*comparison.settings["strategies"], *comparison.skipped]):
@@ -147,7 +148,7 @@ def rows(comparison: Comparison) -> list[list[str]]:
 
 
 def markdown(comparison: Comparison) -> str:
-    """The table, the summary, what was trained on what, and how each column was measured."""
+    """The table, the summary, the setting, and how each column was measured."""
     s, m = comparison.settings, comparison.machine
     names = ("python", "torch", "fastpar", "deepspeed", "commit")
     optimizer = f"AdamW, learning rate {s['lr']:g}"
@@ -175,7 +176,7 @@ def markdown(comparison: Comparison) -> str:
 def summary(comparison: Comparison) -> list[str]:
     """Sentences: which is fastest, which has least memory, whether the losses are the same."""
     if not comparison.names:
-        return ["No run ended well: nothing was measured.", *_left_out(comparison)]
+        return ["No run succeeded: nothing was measured.", *_left_out(comparison)]
     return [
         _best(comparison, comparison.tokens_per_s, "Fastest", "tokens/s", most=True),
         *_over_single(comparison),
@@ -189,7 +190,7 @@ def summary(comparison: Comparison) -> list[str]:
 
 
 def with_range(stat: Stat, unit: str) -> str:
-    """A number with what its repeats say."""
+    """A number and the range of its repeats."""
     text = f"{number(stat.median)} {unit}"
     if stat.n == 1:
         return f"{text} (one run)"
@@ -199,30 +200,30 @@ def with_range(stat: Stat, unit: str) -> str:
 def _best(
     comparison: Comparison, value: Callable[[Run], float], word: str, unit: str, *, most: bool
 ) -> str:
-    """Who is first, by how much, and who cannot be told from it; see [Note: no difference]."""
+    """The best strategy, its lead, and those that do not differ; see [Note: no difference]."""
     ranking = comparison.ranking(value, most=most)
     first, best = ranking[0]
     if len(ranking) == 1:
         return f"Only {first} was measured: {with_range(best, unit)}."
     second, other = ranking[1]
-    apart = 100 * abs(other.median / best.median - 1) if best.median else 0.0
-    beside = (
+    distance = 100 * abs(other.median / best.median - 1) if best.median else 0.0
+    lead = (
         f"{first}, {with_range(best, unit)}; next is {second} with {number(other.median)}, "
-        f"{apart:.1f} % {'less' if most else 'more'}"
+        f"{distance:.1f} % {'less' if most else 'more'}"
     )
     if best.n < 2:
-        return f"{word} in one run each, which proves no order: {beside}."
+        return f"{word} in one run each, which proves no order: {lead}."
     alike = [name for name, stat in ranking[1:] if stat.touches(best)]
     if alike:
         return (
-            f"{word}: no difference beyond the spread of repeats between "
-            f"{listed([first, *alike])}. By the median {beside}."
+            f"{word}: the repeats of {listed([first, *alike])} overlap, so no difference is "
+            f"proved. By the median: {lead}."
         )
-    return f"{word}: {beside}, and no repeat of another strategy comes up to any of its own."
+    return f"{word}: {lead}; no repeat of another strategy is as good as any of its repeats."
 
 
 def _over_single(comparison: Comparison) -> list[str]:
-    """The gain over one rank, of the fastest that uses more."""
+    """The speed-up over one rank, of the fastest strategy with more ranks."""
     alone = comparison.stat(SINGLE, comparison.tokens_per_s)
     for name, stat in comparison.ranking(comparison.tokens_per_s, most=True):
         ranks, threads = comparison.of(name)[0].ranks, comparison.settings["threads"]
@@ -247,70 +248,70 @@ def _losses(comparison: Comparison) -> list[str]:
     if verdict.yardstick is None:
         return [
             found,
-            f"Whether that is rounding is not known: {SINGLE} was not run in two orders.",
+            f"Whether that is rounding is not known: {SINGLE} ran in one order of sums only.",
         ]
-    judged = "In every step that is within rounding"
+    judged = "In every step this is within rounding"
     if verdict.beyond is not None:
-        judged = "THAT IS MORE THAN ROUNDING, from step {} on, where {} is furthest from the others"
+        judged = "THIS IS MORE THAN ROUNDING, from step {} on, where {} is furthest from the others"
     return [
         found,
         f"{judged.format(*verdict.beyond or ())}: {SINGLE} with its sums in {verdict.orders} "
-        f"orders drifts apart by {verdict.yardstick:.2g} (allowed are {FACTOR:g} times its drift "
-        f"up to a step, or {FLOOR:g} roundings of the loss).",
+        f"orders drifts by {verdict.yardstick:.2g} (allowed: {FACTOR:g} times the drift up to a "
+        f"step, or {FLOOR:g} roundings of the loss).",
     ]
 
 
 def _experts(comparison: Comparison) -> list[str]:
-    """Models with experts beside a dense one: loss at equal tokens, and at equal time."""
+    """Models with experts compared with a dense one: loss at equal tokens, and at equal time."""
     sparse = [name for name in comparison.names if STRATEGIES[name].sparse]
     dense = [name for name in comparison.names if name not in sparse]
     if not sparse or not dense:
         return []
-    beside = "dp" if "dp" in dense else dense[0]
-    base, lines = comparison.of(beside)[0], []
+    reference = "dp" if "dp" in dense else dense[0]
+    base, lines = comparison.of(reference)[0], []
     steps, of_base = len(base.losses), comparison.tokens_per_s(base)
     few = max(1, steps // 10)
     for name in sparse:
         run = comparison.of(name)[0]
         speed = comparison.tokens_per_s(run) / of_base
-        # The step at which the slower one is when the faster one is done.
+        # The step of the slower one at which the faster one is done.
         ends = min(steps, int(steps * speed)), min(steps, int(steps / speed))
         (at, whole), (base_at, base_whole) = (
             [float(np.mean(r.losses[max(0, end - few) : end] or [np.nan])) for end in (at, steps)]
             for r, at in zip((run, base), ends)
         )
         lines += [
-            f"{name} has experts in the place of MLPs and takes as many flops a token as {beside}, "
-            f"but for its routers; it trains {speed:.2f} times as fast.",
-            f"At equal tokens the loss of {name} is {_apart(whole, base_whole)} (means of the last "
-            f"{few} of {steps} steps).",
-            f"At equal time, after {ends[0]} steps of {name} and {ends[1]} of {beside}, it is "
-            f"{_apart(at, base_at)}; the slower one's learning rate is not at its end there.",
+            f"{name} has experts instead of MLPs and takes as many FLOPs per token as {reference}, "
+            f"except for its routers; it trains {speed:.2f} times as fast.",
+            f"At equal tokens the loss of {name} is {_difference(whole, base_whole)} (means of the "
+            f"last {few} of {steps} steps).",
+            f"At equal time, after {ends[0]} steps of {name} and {ends[1]} of {reference}, it is "
+            f"{_difference(at, base_at)}; the slower run's learning rate has not decayed fully.",
         ]
-    return [*lines, "All runs have one seed: what another one would change was not measured."]
+    return [*lines, "All runs use one seed; the effect of another seed was not measured."]
 
 
-def _apart(loss: float, other: float) -> str:
+def _difference(loss: float, other: float) -> str:
     word = "lower" if loss < other else "higher"
-    return f"{loss:.4f} beside {other:.4f}, {abs(loss - other):.4f} {word}"
+    return f"{loss:.4f} against {other:.4f}, {abs(loss - other):.4f} {word}"
 
 
 def _repeats(comparison: Comparison) -> list[str]:
-    """Whether repeats gave the same losses, bit for bit as far as they are kept."""
-    apart = {}
+    """Whether repeats gave the same losses, bit for bit as far as they are stored."""
+    spread = {}
     for name in comparison.names:
         losses = np.array([run.losses for run in comparison.of(name)])
         if len(losses) > 1:
-            apart[name] = float(np.ptp(losses, axis=0).max())
-    other = [name for name, difference in apart.items() if difference > 0]
-    if not apart:
+            spread[name] = float(np.ptp(losses, axis=0).max())
+    other = [name for name, difference in spread.items() if difference > 0]
+    if not spread:
         return []
     if not other:
-        return ["Repeats of one strategy gave the same losses to the last bit."]
-    some = len(other) < len(apart)
+        return ["Repeats of a strategy gave the same losses to the last bit."]
+    some = len(other) < len(spread)
     return [
         f"Repeats{f' of {listed(other)}' * some} differed in their losses, by "
-        f"{max(apart.values()):.2g} at most{'; those of the others did not' * some}."
+        f"{max(spread.values()):.2g} at most{'; those of the others did not' * some}."
     ]
 
 
@@ -318,5 +319,5 @@ def _left_out(comparison: Comparison) -> list[str]:
     lines = [f"Skipped: {name} ({why})." for name, why in comparison.skipped.items()]
     lines += [f"Failed: {name} ({why})." for name, why in comparison.failed.items()]
     if not comparison.complete:
-        lines.append("The comparison was stopped before all of its runs.")
+        lines.append("The comparison was stopped before all runs were done.")
     return lines

@@ -1,20 +1,20 @@
-"""What `fastpar compare` measured: its runs, their statistics, and words that follow from them.
+"""The results of `fastpar compare`: runs, their statistics, and conclusions from them.
 
-[Note: timed steps] The first `untimed_steps` of a run belong to set-up: memory is first touched,
+[Note: timed steps] The first `untimed_steps` of a run count as set-up: memory is first touched,
 buckets are laid out, bytes are counted. They train like all others but are not timed: an epoch's
 time is the mean of its timed steps times its number of steps.
 
 [Note: no difference] A number of a strategy is the median of its repeats, with their range. Two
-strategies differ where the ranges do not touch; one run each proves no difference.
+strategies differ if the ranges do not overlap; one run each proves no difference.
 
-[Note: within rounding] Strategies add the same gradients in other orders, so their losses drift
-apart, and nobody knows beforehand how far. So it is measured: `single` is trained again with other
-micro-batches, which changes the order of its sums, and with the gradient's norm summed in fp64,
-which changes its rounding (torch's fp32 sum of millions of squares is off by some 1e-6 on a CPU,
-and so is every clipped step). The yardstick of a step is the largest difference between these runs
-up to there. Losses are within rounding where no two differ by more than FACTOR times the yardstick
-(few of the many orders were tried), or by FLOOR roundings of the loss itself (in the first steps
-these runs may agree to the last bit).
+[Note: within rounding] Strategies add the same gradients in different orders, so their losses drift
+by an amount that cannot be known beforehand. So the drift is measured: `single` is trained again
+with other micro-batches, which changes the order of its sums, and with the gradient's norm summed
+in fp64, which changes its rounding (torch's fp32 sum of millions of squares is off by some 1e-6 on
+a CPU, and so is every clipped step). The yardstick of a step is the largest difference between
+these runs up to it. Losses are within rounding if no two differ by more than FACTOR times the
+yardstick (few of the many orders were tried), or by FLOOR roundings of the loss itself (in the
+first steps these runs may agree to the last bit).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RESULTS = "results.json"
 
 
 def _rounded(number: str) -> float:
-    """Ten digits: more than an fp32 has."""
+    """Ten digits: more than fp32 has."""
     return float(f"{float(number):.10g}")
 
 
@@ -57,7 +57,7 @@ class Stat(NamedTuple):
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def touches(self, other: Stat) -> bool:
-        """Whether no difference is proved; see [Note: no difference]."""
+        """Whether the ranges overlap; see [Note: no difference]."""
         return min(self.n, other.n) < 2 or (self.low <= other.high and other.low <= self.high)
 
 
@@ -66,16 +66,16 @@ class Run:
     """One training run of one strategy, in fresh processes.
 
     Attributes:
-        yardstick: of `single` in another order of sums; see [Note: within rounding].
+        yardstick: a run of `single` in another order of sums; see [Note: within rounding].
         exact_norm: the gradient's norm was summed in fp64.
         error: why it failed, in a line; then the rest has no meaning.
         step_s: of each step, on its slowest rank.
         losses: of each step before its update, over all ranks. grad_norms: before clipping.
-        step_bytes: of each rank, the largest that a step had allocated; empty: not known.
-        rss_bytes: of each rank, the largest resident memory less that before the model was made.
+        step_bytes: of each rank, the most memory that a step allocated; empty: not known.
+        rss_bytes: of each rank, the peak resident memory minus that before the model was made.
         wire_bytes: sent in a step by the rank that sends most; None: not known.
-        exposed_ms: of a step in which the rank that waits most only waits; None: not known.
-        seconds: in all, start and end of the processes included.
+        exposed_ms: time of a step in which the rank that waits most only waits; None: not known.
+        seconds: total, including start and end of the processes.
     """
 
     strategy: str
@@ -111,7 +111,7 @@ class Run:
 
 
 def _largest(values: Sequence[Any]) -> Any:
-    """None where one is not known."""
+    """The largest; None if one is not known."""
     return None if None in values else max(values)
 
 
@@ -120,10 +120,10 @@ class Comparison:
     """A folder's results.
 
     Attributes:
-        settings: strategies (in the order asked for), nproc, batch_size, block_size, epochs,
+        settings: strategies (in the requested order), nproc, batch_size, block_size, epochs,
             epoch_steps, repeats, untimed_steps, device, ... as compare.py decided them.
         skipped: strategy -> why it was not run.
-        complete: all that was planned has been tried.
+        complete: all planned runs were tried.
     """
 
     settings: dict[str, Any]
@@ -135,7 +135,7 @@ class Comparison:
     # Files
 
     def save(self, path: Path) -> None:
-        """A run a line; the file is whole at any time."""
+        """Writes a run per line; the file is complete at any time."""
         known = {name: value for name, value in vars(self).items() if name != "runs"}
         runs = (json.loads(json.dumps(asdict(run)), parse_float=_rounded) for run in self.runs)
         lines = ",\n  ".join(map(json.dumps, runs))
@@ -146,11 +146,11 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """Strategies with a run that ended well, in the order asked for."""
+        """Strategies with a successful run, in the requested order."""
         return [name for name in self.settings["strategies"] if self.of(name)]
 
     def of(self, name: str) -> list[Run]:
-        """The repeats of a strategy that ended well."""
+        """The successful repeats of a strategy."""
         return [r for r in self.runs if r.strategy == name and not r.yardstick and r.error is None]
 
     @property
@@ -160,7 +160,7 @@ class Comparison:
 
     @property
     def orders(self) -> list[Run]:
-        """Runs of one process that differ in the order of their sums, one for each order."""
+        """Successful runs of one process that differ in the order of their sums, one per order."""
         found = [r for r in self.runs if r.strategy == SINGLE and r.error is None]
         kinds = {(run.micro_batch_size, run.exact_norm): run for run in reversed(found)}
         return list(kinds.values())
@@ -185,12 +185,12 @@ class Comparison:
         return sum(self.epoch_s(run, epoch) for epoch in range(epochs)) / epochs
 
     def tokens_per_s(self, run: Run, epoch: int | None = None) -> float:
-        """Of an epoch, or of all."""
+        """Of an epoch, or of the whole run."""
         return self.tokens_per_step / statistics.fmean(self._timed(run, epoch))
 
     @property
     def counts_steps(self) -> bool:
-        """Whether memory is what steps allocate, known of all runs; else it is resident memory."""
+        """Whether memory is what steps allocate (known for all runs), or resident memory."""
         return all(run.step_bytes for name in self.names for run in self.of(name))
 
     @property
@@ -201,19 +201,19 @@ class Comparison:
         return "peak resident memory above that before the model was made, per rank"
 
     def memory_mb(self, run: Run) -> float:
-        """Of the rank that has most."""
+        """Of the rank with the most."""
         return max(run.step_bytes if self.counts_steps else run.rss_bytes) / 1e6
 
     def stat(self, name: str, value: Callable[[Run], float | None]) -> Stat | None:
-        """A number over the repeats of a strategy; None where a run does not know it."""
+        """A number over the repeats of a strategy; None if a run does not know it."""
         values = [value(run) for run in self.of(name)]
         known = [v for v in values if v is not None]
         return Stat.of(known) if known and len(known) == len(values) else None
 
     @property
     def baseline(self) -> str | None:
-        """Whose numbers are 1 in ratios: torch's plain data parallelism, else a single rank, else
-        the first; None: no run ended well."""
+        """The strategy whose ratios are 1: torch's plain data parallelism, else a single rank, else
+        the first; None: no run succeeded."""
         return next((name for name in (BASELINE, SINGLE, *self.names) if self.of(name)), None)
 
     def ranking(
@@ -227,13 +227,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class LossVerdict:
-    """How far the losses of strategies lie apart; see [Note: within rounding].
+    """How far the losses of strategies differ; see [Note: within rounding].
 
     Attributes:
         difference: the largest between two strategies, in this step (1 is the first): `high` had
             the larger loss, `low` the smaller one.
         yardstick: the largest between two orders of sums, over all steps; None: one was run.
-        orders: how many were run.
+        orders: number of orders that were run.
         beyond: the first step that is not within rounding, and the strategy furthest from the
             median there; None: there is none, or no yardstick.
     """
@@ -252,7 +252,7 @@ def _curves(runs: Sequence[Run]) -> np.ndarray:
 
 
 def yardstick(comparison: Comparison) -> np.ndarray | None:
-    """The drift by rounding up to each step; None where one order was run."""
+    """The drift by rounding up to each step; None if only one order was run."""
     orders = comparison.orders
     if len(orders) < 2:
         return None
@@ -261,7 +261,7 @@ def yardstick(comparison: Comparison) -> np.ndarray | None:
 
 
 def allowed(comparison: Comparison) -> np.ndarray | None:
-    """The difference of losses that counts as rounding, of each step; None: not known."""
+    """The difference of losses that counts as rounding, per step; None: not known."""
     measured = yardstick(comparison)
     if measured is None:
         return None
@@ -277,8 +277,8 @@ def judge_losses(comparison: Comparison) -> LossVerdict | None:
     curves = {name: _curves(comparison.of(name)) for name in names}
     pairs = []
     for high, low in itertools.permutations(names, 2):
-        apart = curves[high].max(0) - curves[low].min(0)
-        pairs.append((float(apart.max()), int(apart.argmax()) + 1, high, low))
+        difference = curves[high].max(0) - curves[low].min(0)
+        pairs.append((float(difference.max()), int(difference.argmax()) + 1, high, low))
     best = max(pairs, key=lambda pair: pair[0])
     measured, limit = yardstick(comparison), allowed(comparison)
     beyond = None

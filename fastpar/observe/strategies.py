@@ -1,15 +1,15 @@
-"""The ways to train one model on several ranks: torch's, DeepSpeed's and fastpar's, as one table.
+"""The table of ways to train one model on several ranks: torch's, DeepSpeed's and fastpar's.
 
 build(name, ...) wraps the module that a factory makes, with AdamW of the same hyper-parameters
-(decay on matrices only), or with fastpar.Muon, which a module that is whole on every rank repeats
-there; each rank computes its own rows, and forward(x, y) is the mean loss.
-torch.distributed is initialized before, or there is one rank. The module has its blocks in `.h`; a
-tied head must use the embedding's weight in the root's forward, where FSDP2 and ZeRO-3 hold it.
+(decay on matrices only) or with fastpar.Muon, which is repeated on every rank if the module is not
+sharded; each rank computes its own rows, and forward(x, y) is the mean loss. torch.distributed must
+be initialized, or there is one rank. The module's blocks are in `.h`; a tied head must use the
+embedding's weight in the root's forward, where FSDP2 and ZeRO-3 hold it.
 
-[Note: comparable updates] With Adam's usual eps of 1e-8 a weight whose gradient is nothing but
-rounding (the bias of the keys) moves by the whole learning rate in a random direction, in any
-framework. Settings.eps is far above such gradients, so that an update is a smooth function of them
-and two runs can be compared by their weights. A step costs the same.
+[Note: comparable updates] With Adam's usual eps of 1e-8, a weight whose gradient is only rounding
+(the bias of the keys) moves by the whole learning rate in a random direction, in any framework.
+Settings.eps is far above such gradients, so that an update is a smooth function of them and two
+runs can be compared by their weights. A step costs the same.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Settings(OptimSettings):
     """What all contenders share: the optimizer's settings of `fastpar train`, and these.
 
     max_grad_norm: 0: the gradient's norm is not measured either.
-    exact_norm: torch's norm is summed in fp64: its sum in fp32 is off by some 1e-6 of it on a CPU.
-    micro_rows: of a pipeline's micro-batch.
-    parallel: of fastpar. Its bucket_mb is also that of DDP and of DeepSpeed's stages 1 and 2, its
-        grad_accum_steps are the micro-batches of a step of train_step().
+    exact_norm: sum torch's norm in fp64; in fp32 it is off by a relative 1e-6 or so on a CPU.
+    micro_rows: rows of a pipeline's micro-batch.
+    parallel: fastpar's settings. Its bucket_mb also applies to DDP and DeepSpeed's stages 1 and 2,
+        its grad_accum_steps are the micro-batches of train_step().
     deepspeed: its ZeRO options.
     """
 
@@ -66,7 +66,7 @@ class Settings(OptimSettings):
 
     @property
     def adamw(self) -> dict[str, Any]:
-        """The arguments that every AdamW takes."""
+        """Arguments of every AdamW."""
         return {"lr": self.lr, "betas": self.betas, "eps": self.eps}
 
 
@@ -80,13 +80,13 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def adamw_of(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """torch's fused AdamW over the model's parameters as they are now."""
+    """torch's fused AdamW over the model's current parameters."""
     groups = decay_groups(model, settings.weight_decay)
     return torch.optim.AdamW(groups, fused=True, **settings.adamw)
 
 
 def _optimizer_of(model: nn.Module, settings: Settings, ours: bool = False) -> Any:
-    """Over a module that is whole on every rank, or fastpar's own, which measures and clips."""
+    """An optimizer for an unsharded module, or (ours) fastpar's, which measures and clips."""
     limit: dict[str, Any] = {}
     if ours:
         half = any(p.dtype != torch.float32 for p in model.parameters())
@@ -104,10 +104,10 @@ class Contender:
     """One rank of one way to train. Ranks: all call the same methods together.
 
     Attributes:
-        dp_rank, dp_size: whose rows this rank computes, of how many such ranks.
+        dp_rank, dp_size: which rows this rank computes, and how many such ranks there are.
         grad_norm: of the last train_step(), over all ranks, before clipping; None: not known.
-        no_sync: makes a context in which backward sends nothing; None: there is none.
-        quiet: makes a context in which steps do all but communicate; None: it cannot be had.
+        no_sync: makes a context in which backward sends nothing; None: not available.
+        quiet: makes a context in which steps do all but communicate; None: not available.
     """
 
     dp_rank, dp_size = 0, 1
@@ -124,11 +124,11 @@ class Contender:
             self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Forward, backward, update, gradients dropped; this rank's loss before the update."""
+        """Forward, backward, update, zero_grad; returns this rank's loss before the update."""
         return self._train([(x, y)])
 
     def train_step(self, batches: Sequence[Batch], lr: float) -> Tensor:
-        """A step of several micro-batches at this rate; the mean of this rank's losses."""
+        """A step of several micro-batches at this rate; returns the mean of this rank's losses."""
         of_muon = self.settings.muon_lr / self.settings.lr
         for group in self.optimizer.param_groups:
             group["lr"] = lr if group.get("adamw", True) else lr * of_muon
@@ -140,7 +140,7 @@ class Contender:
         return loss
 
     def _gradients(self, batches: Sequence[Batch]) -> Tensor:
-        """Forward and backward of the micro-batches; the mean of their losses."""
+        """Forward and backward of the micro-batches; returns the mean of their losses."""
         losses = []
         for j, (x, y) in enumerate(batches):
             is_last = self.no_sync is None or j == len(batches) - 1
@@ -167,12 +167,12 @@ class Contender:
         self.optimizer.zero_grad()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole under the module's own name, one after another."""
+        """Every full parameter under the module's own name, one after another."""
         for name, p in self.model.named_parameters():
             yield name.removeprefix("module."), whole(p.detach())  # of DDP; of FSDP2
 
     def report(self) -> dict[str, float]:
-        """fastpar alone: exposed_ms, wire_bytes, ... of the last step; live_bytes now."""
+        """For fastpar only: exposed_ms, wire_bytes, ... of the last step; live_bytes now."""
         return {}
 
     def close(self) -> None:
@@ -180,15 +180,15 @@ class Contender:
 
 
 def whole(x: Any) -> Any:
-    """A tensor that FSDP2 has split, put together."""
+    """The full tensor of one that FSDP2 has sharded."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 class _DeepSpeed(Contender):
-    """`model` is DeepSpeed's engine, which steps the optimizer too."""
+    """`model` is DeepSpeed's engine, which also steps the optimizer."""
 
     def _backward(self, loss: Tensor, n: int) -> None:
-        """It divides by the number of micro-batches itself, and updates after the last of them."""
+        """DeepSpeed divides by the number of micro-batches, and updates after the last one."""
         self.model.backward(loss)  # type: ignore[operator]
         self.model.step()  # type: ignore[operator]
 
@@ -235,7 +235,7 @@ class _Fastpar(Contender):
         known = {name: getattr(self.engine.report, name, None) for name in names}
         values = {name: value for name, value in known.items() if value is not None}
         values["live_bytes"] = sum(self.engine.memory().values())
-        if self.outer is not None and (steps := self.outer.steps):  # the mean of a step
+        if self.outer is not None and (steps := self.outer.steps):  # the mean per step
             values["wire_bytes"] = values.get("wire_bytes", 0) + self.outer.sent_bytes / steps
             waited_ms = self.outer.waited_s * 1e3 / steps
             values["exposed_ms"] = values.get("exposed_ms", 0.0) + waited_ms
@@ -243,7 +243,7 @@ class _Fastpar(Contender):
 
 
 class _Pipeline(_Fastpar):
-    """Each rank has some of the layers; the micro-batches of a step follow one another."""
+    """Each rank has some of the layers; the micro-batches of a step run one after another."""
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         rows = self.settings.micro_rows
@@ -254,7 +254,7 @@ class _Pipeline(_Fastpar):
         return pipeline_step(self.model, x, y, micro_batches=len(batches))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        # A view would be sent with all of its buffer.
+        # Without clone() a view would be sent with its whole buffer.
         mine = {name: w.clone() for name, w in super().weights()}
         for theirs in gather_objects(mine, self.engine.mesh.group("pp")):
             yield from theirs.items()
@@ -285,7 +285,7 @@ def _ddp(strategy: Strategy, model: nn.Module, settings: Settings) -> Contender:
 
 
 def _fsdp2(strategy: Strategy, model: nn.Module, settings: Settings) -> Contender:
-    """A unit for each block; the root's holds both embeddings, the tied head and ln_f."""
+    """A unit per block; the root's holds both embeddings, the tied head and ln_f."""
     from torch.distributed.fsdp import fully_shard  # slow to import
 
     mesh = dist.device_mesh.init_device_mesh(settings.device, (dist.get_world_size(),))
@@ -322,7 +322,7 @@ def _deepspeed(strategy: Strategy, model: nn.Module, settings: Settings) -> Cont
 
 
 def import_deepspeed(device: str) -> Any:
-    """The package, told which device to serve; ImportError in one line where it is missing."""
+    """Imports DeepSpeed for a device; raises a one-line ImportError if it is missing."""
     os.environ["DS_ACCELERATOR"] = device
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     try:
@@ -351,9 +351,9 @@ def _fastpar(strategy: Strategy, model: nn.Module, settings: Settings) -> Conten
     kind = _Fastpar if strategy.mesh.pp == 1 else _Pipeline
     made = kind(strategy.name, model, optimizer, settings)
     made.dp_rank, made.dp_size = mesh.dp_rank, mesh.dp_size
-    if strategy.apart:
+    if strategy.steps_apart:
         made.dp_rank, made.dp_size = mesh.replica, mesh.replicas
-        made.outer = Outer(optimizer, every=strategy.apart)
+        made.outer = Outer(optimizer, every=strategy.steps_apart)
     return made
 
 
@@ -367,12 +367,12 @@ _IMPORTS = {
 class Strategy:
     """A way to train.
 
-    name: as it is typed; title: in tables of bench. package: what it needs, beside torch.
-    parallel: settings of fastpar by name; of others, the ZeRO stage that theirs is like.
-    mesh: ranks that share what; 0: all. ranks: it runs on multiples of these, at least `at_least`;
-    one_rank: on one, whatever there are. adamw_only: nothing in it steps whole matrices. sparse: it
-    trains the model with experts in the place of MLPs. apart: steps for which each rank trains
-    weights of its own; 0: none.
+    name: as typed; title: in tables of bench. package: what it needs, besides torch.
+    parallel: settings of fastpar by name; for others, their equivalent ZeRO stage.
+    mesh: sizes of the axes; 0: all ranks. ranks: it runs on multiples of this, at least `at_least`;
+    one_rank: always on one. adamw_only: it cannot step whole matrices. sparse: it trains the model
+    with experts instead of MLPs. steps_apart: steps between exchanges, during which each rank
+    trains its own weights; 0: none.
     """
 
     name: str
@@ -386,26 +386,26 @@ class Strategy:
     one_rank: bool = False
     adamw_only: bool = False
     sparse: bool = False
-    apart: int = 0
+    steps_apart: int = 0
 
     @property
     def other_run(self) -> bool:
-        """Whether its losses are not meant to be those of one process."""
-        return self.sparse or self.apart > 0
+        """Whether its losses are not expected to equal those of one process."""
+        return self.sparse or self.steps_apart > 0
 
     def model_ranks(self, nproc: int) -> int:
         """Ranks that compute the same sequences together."""
         return self.mesh.tp * self.mesh.cp * (self.mesh.pp or nproc)
 
     def import_all(self) -> None:
-        """What else would be imported in the first step: memory that is no part of training."""
+        """Imports what the first step would import: memory that is not part of training."""
         for name in _IMPORTS.get(self.package, ()):
             importlib.import_module(name)
 
     def why_not(self, nproc: int, optimizer: str = "adamw") -> str | None:
-        """Why it cannot run on so many ranks of this machine; None: it can."""
+        """Why it cannot run on `nproc` ranks of this machine; None: it can."""
         if self.adamw_only and optimizer != "adamw":
-            return f"has parts of matrices on each rank, and no {optimizer} for them"
+            return f"shards matrices, which {optimizer} does not support"
         if nproc < self.at_least:
             return f"needs {self.at_least} ranks, got {nproc}"
         if nproc % self.ranks:
@@ -421,12 +421,12 @@ _2: dict[str, Any] = {"at_least": 2}
 _PAIRS: dict[str, Any] = {"at_least": 2, "ranks": 2}
 _4: dict[str, Any] = {"at_least": 4, "ranks": 2}
 _INT8 = {"wire_gradients": "int8", "wire_weights": "int8"}
-# Name, title, settings, ranks that share what, more.
+# Name, title, settings, axes, more.
 _OURS: tuple[Any, ...] = (
     ("dp", "ZeRO-0", {}, {}, {}),
     *((f"zero{n}", f"ZeRO-{n}", {"zero_stage": n}, {}, {}) for n in _STAGES),
     ("zero2-int8", "ZeRO-2, int8 wires", {"zero_stage": 2, **_INT8}, {}, {}),
-    ("diloco", "DiLoCo", {}, {"replicas": 0}, {"apart": 20, **_2}),
+    ("diloco", "DiLoCo", {}, {"replicas": 0}, {"steps_apart": 20, **_2}),
     ("hsdp", "HSDP", {"zero_stage": 3, "shard_size": 2}, {}, _4),
     ("tp", "TP", {}, {"tp": 2}, _PAIRS),
     *((f"tp-zero{n}", f"TP, ZeRO-{n}", {"zero_stage": n}, {"tp": 2}, _4) for n in _STAGES),
@@ -461,10 +461,12 @@ STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
 
 
 def build(name: str, make: ModelFactory, settings: Settings | None = None) -> Contender:
-    """The contender of that name, on this rank; raises where it cannot run here.
+    """The contender of that name, on this rank.
 
     Args:
-        make: the module on the CPU, with the same weights on every rank.
+        make: makes the module on the CPU, with the same weights on every rank.
+    Raises:
+        ValueError: an unknown name, or one that cannot run here.
     Ranks: all, with the same arguments.
     """
     if name not in STRATEGIES:
@@ -474,7 +476,7 @@ def build(name: str, make: ModelFactory, settings: Settings | None = None) -> Co
     strategy, settings = STRATEGIES[name], settings or Settings()
     if strategy.adamw_only and settings.optimizer != "adamw":
         raise ValueError(
-            f"build: expected optimizer=adamw for {name}, whose ranks have parts of matrices, got "
+            f"build: expected optimizer=adamw for {name}, which shards matrices, got "
             f"optimizer={settings.optimizer}; choose another strategy"
         )
     return strategy.build(strategy, make().to(settings.device), settings)

@@ -1,14 +1,14 @@
-"""From a Chrome trace of torch's profiler to the times of phases and operations.
+"""Reads times of phases and operations from a Chrome trace of torch's profiler.
 
 [Note: whose time it is] Profiled steps carry ranges "fastpar PHASE" and, around waits for other
-ranks, "fastpar wait". On a CPU an operation has the time in it that no operation inside of it has;
-what is left of a phase is the host: Python and dispatch. On a GPU a kernel belongs to the phase in
-which it was launched, a phase lasts from the end of the last kernel of the one before it to the end
-of its own last one, and the time in it in which no stream works is the host's: it did not launch in
-time. Communication is the time in which only NCCL's kernels run.
+ranks, "fastpar wait". On a CPU an operation's time excludes the operations nested in it; the rest
+of a phase is the host: Python and dispatch. On a GPU a kernel belongs to the phase in which it was
+launched; a phase lasts from the end of the previous phase's last kernel to the end of its own; time
+in it with no stream at work is the host's, which launched too late. Communication is the time in
+which only NCCL's kernels run.
 
-[Note: kinds] Products of matrices and attention are limited by arithmetic at any useful size, all
-the rest by memory. Views and allocations move nothing: they are the host's.
+[Note: kinds] Matrix products and attention are limited by arithmetic at any useful size, all
+other operations by memory. Views and allocations move nothing: they count as host.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ _LONGEST_GAP = 0.002  # of a step: bars of one phase that are closer are drawn a
 
 
 class OpTime(NamedTuple):
-    """Operations of one name, phase and shape: times in a step."""
+    """Operations of one name, phase and shape: times per step."""
 
     name: str
     phase: str
     kind: str
-    shape: tuple[tuple[int, ...], ...]  # of the tensors that go in
+    shape: tuple[tuple[int, ...], ...]  # of the inputs
     calls: float
     ms: float
 
 
 @dataclass
 class TraceTimes:
-    """A step as a trace shows it, on the average.
+    """The average step of a trace.
 
     Attributes:
-        parts: phase -> kind -> ms; together they are the step.
+        parts: phase -> kind -> ms; they add up to the step.
         spans: of the last step on a GPU, for its picture.
     """
 
@@ -80,7 +80,7 @@ class TraceTimes:
 
 
 class _Range(NamedTuple):
-    """A phase of the host, in microseconds."""
+    """A phase on the host, in microseconds."""
 
     phase: str
     begin: float
@@ -88,7 +88,7 @@ class _Range(NamedTuple):
 
 
 class _Sums:
-    """Microseconds of all steps together: by phase and kind, and calls and time of operations."""
+    """Microseconds summed over all steps: by phase and kind, and calls and time of operations."""
 
     def __init__(self) -> None:
         self.parts = {p: dict.fromkeys(KINDS, 0.0) for p in PHASES}
@@ -99,7 +99,7 @@ class _Sums:
         self.ops[key][1] += us
 
     def times(self, steps: int, spans: list[Span]) -> TraceTimes:
-        """Of a step; the longest operation first."""
+        """Averages per step; the longest operation first."""
         items = self.ops.items()
         ops = [OpTime._make((*key, n / steps, us / 1e3 / steps)) for key, (n, us) in items]
         ops.sort(key=lambda op: -op.ms)
@@ -112,7 +112,7 @@ def times_of(events: Iterable[dict[str, Any]]) -> TraceTimes:
     """Times of phases and operations, from the events of one or several steps.
 
     Raises:
-        ValueError: no step is in them.
+        ValueError: the events contain no step.
     """
     found = [e for e in events if e.get("ph") == "X"]
     marks = [e for e in found if e.get("cat") == "user_annotation"]
@@ -121,8 +121,8 @@ def times_of(events: Iterable[dict[str, Any]]) -> TraceTimes:
     steps = sum(r.phase == OPTIMIZER for r in ranges)
     if not steps:
         raise ValueError(
-            "times_of: expected ranges of phases in the trace, got none; profile steps by `fastpar "
-            "profile`"
+            "times_of: expected ranges of phases in the trace, got none; record the steps with "
+            "`fastpar profile`"
         )
     on_gpu, sums = any(e.get("cat") == "kernel" for e in found), _Sums()
     spans = (_add_gpu if on_gpu else _add_cpu)(sums, found, ranges)
@@ -130,7 +130,7 @@ def times_of(events: Iterable[dict[str, Any]]) -> TraceTimes:
 
 
 def kind_of(name: str, kernel: str = "") -> str:
-    """What limits an operation, by its name and that of its kernel; see [Note: kinds]."""
+    """What limits an operation, from its name and its kernel's name; see [Note: kinds]."""
     if "nccl" in kernel.lower():
         return COMMUNICATION
     if not kernel and _NO_WORK.match(name):
@@ -167,14 +167,14 @@ def _add_cpu(sums: _Sums, found: list[dict[str, Any]], ranges: Sequence[_Range])
 
 
 def _short(name: str) -> str:
-    """The name of an op; fastpar's own stand in a trace as fastpar::NAME, as NAME, or as both."""
+    """The name of an op; fastpar's appear in a trace as fastpar::NAME, as NAME, or as both."""
     return name.removeprefix("fastpar::")
 
 
 def _own_times(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], float, bool]]:
-    """Events of one thread by begin, each with the time in it that is in no event inside of it.
+    """Events of one thread by begin, each with its time excluding nested events.
 
-    And whether it lies inside of an event of its own name: then it is no other call.
+    The flag says whether an event is nested in one of its own name: then it is not another call.
     """
     own = [float(e["dur"]) for e in events]
     nested = [False] * len(events)
@@ -213,7 +213,7 @@ def _add_gpu(sums: _Sums, found: list[dict[str, Any]], ranges: Sequence[_Range])
                 spans.append(_span(COMPUTE, r.phase, begin, end))
                 sums.add_op(name, r.phase, kind, _shape(op), us=event["dur"])
         stop = max([until, *(end for _, _, end in intervals)])
-        if not part:  # the host alone, as long as nothing runs
+        if not part:  # only the host, as long as nothing runs
             stop = max(until, min([r.end, *begins[i + 1 :]]))
         for kind, begin, end in _by_priority(intervals, until, stop):
             sums.parts[r.phase][kind] += end - begin
@@ -234,9 +234,9 @@ def _by_range(found: list[dict[str, Any]], ranges: Sequence[_Range]) -> list[lis
     work: list[list[dict[str, Any]]] = [[] for _ in ranges]
     for event in sorted((e for e in found if e.get("cat") in _GPU_WORK), key=lambda e: e["ts"]):
         at = launched.get(event["args"].get("correlation"), event["ts"])
-        place = bisect.bisect_right(begins, at) - 1
-        if place >= 0:
-            work[place].append(event)
+        index = bisect.bisect_right(begins, at) - 1
+        if index >= 0:
+            work[index].append(event)
     return work
 
 
@@ -245,7 +245,7 @@ def _span(row: str, name: str, begin_us: float, end_us: float) -> Span:
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:
-    """Without gaps that nobody could see."""
+    """Joins spans across gaps too small to see."""
     longest = _LONGEST_GAP * max((s.end_ms for s in spans), default=0.0)
     found: list[Span] = []
     newest: dict[tuple[str, str], Span] = {}
@@ -262,7 +262,7 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
 def _by_priority(
     intervals: Iterable[tuple[str, float, float]], begin: float, end: float
 ) -> Iterator[tuple[str, float, float]]:
-    """The time from begin to end in pieces, each with the first of KINDS that runs in it."""
+    """The time from begin to end in intervals, each with the first of KINDS that runs in it."""
     changes = sorted(
         (min(max(at, begin), end), kind, step)
         for kind, first, last in intervals
@@ -277,13 +277,13 @@ def _by_priority(
 
 
 def product_flops(op: OpTime) -> float | None:
-    """FLOPs of one call of a product of matrices, from the shapes that went in; None for others."""
+    """FLOPs of one call of a matrix product, from its input shapes; None for other operations."""
     name, dims = op.name, op.shape
     if name in ("linear", "aten::linear") and len(dims) >= 2 and len(dims[1]) == 2:
         return 2.0 * math.prod(dims[0]) * dims[1][0]  # x [.., K], w [N, K]
     if name == "linear_bwd" and len(dims) >= 3:
         return 4.0 * math.prod(dims[0]) * dims[2][1]  # dy [.., N], x, w: two products
-    if name in ("aten::addmm", "aten::baddbmm"):  # the sum that it is added to comes first
+    if name in ("aten::addmm", "aten::baddbmm"):  # the addend comes first
         dims = dims[1:]
     if name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm") and len(dims) >= 2:
         return 2.0 * math.prod(dims[0]) * dims[1][-1]

@@ -1,14 +1,14 @@
 """What bounds a training step, and which setting of `fastpar train` to change.
 
-Numbers of a measured step in, words out.
+The input is the numbers of a measured step, the output is text.
 
-[Note: what bounds] A phase is bound by what most of its time is: products of matrices (compute),
-operations that read and write more than they compute (memory), waits for other ranks
-(communication), or the time in which none of these runs because Python and dispatch have not come
-that far (host). Fetching a batch is the input, whatever it does. The whole step is bound by the
-largest of these sums. The fractions beside the verdict say how good the time is: FLOPs of the model
-over the time of the products, bytes that must move at least over the time of the rest, both against
-what this machine reached in a copy and in a square product a moment before.
+[Note: what bounds] A phase is bound by the kind that takes most of its time: matrix products
+(compute), operations that read and write more than they compute (memory), waiting for other ranks
+(communication), or time in which nothing runs because Python and dispatch are late (host). Fetching
+a batch is always input. The whole step is bound by the largest of these sums. The fractions next to
+the verdict rate the time: FLOPs of the model over the time of the products, and minimal bytes moved
+over the time of the rest, both relative to a square product and a copy that were measured on this
+machine just before.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from fastpar.observe.trace import COMMUNICATION, KINDS
 from fastpar.predict.machine import Ceilings
 from fastpar.predict.time import UPDATES
 
-# Names of step.Op that arithmetic limits.
+# Names of step.Op that are limited by arithmetic.
 PRODUCTS = ("matmul", "attention", "loss", "orthogonalize")
-HOST_SHARE = 0.25  # of a step: shares from which a rule speaks
+HOST_SHARE = 0.25  # share of a step from which a rule applies
 EXPOSED_SHARE = 0.1
 INPUT_SHARE = 0.05
 UPDATE_SHARE = 0.2
 POOR = 0.5  # of a ceiling
-SMALL_ROWS = 2048  # of a product: below, a GPU's is launched in vain
+SMALL_ROWS = 2048  # of a product: with fewer, a GPU's launch dominates
 SMALL_BUCKET_MB = 1.0
 
 
 class Phase(NamedTuple):
-    """A phase of a step on one rank: times in ms, and what the model must do in it.
+    """A phase of a step on one rank: times in ms, and the work of the model in it.
 
-    flops: of products; bytes: of all the rest.
+    flops: of products; bytes: of the rest.
     """
 
     name: str
@@ -73,19 +73,19 @@ class Phase(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """The kind of most of its time; [Note: what bounds]."""
+        """The kind that takes most of its time; [Note: what bounds]."""
         parts = self.parts
         return INPUT if self.name == INPUT else max(parts, key=lambda kind: parts[kind])
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What was seen of the run beside its phases.
+    """Facts about the run other than its phases.
 
-    waited_ms: REDUCE, GATHER, TP, PP, CONTROL -> ms of a step; moving_ms: in which any exchange was
+    waited_ms: REDUCE, GATHER, TP, PP, CONTROL -> ms of a step; moving_ms: time with any exchange
         under way. bucket_mb: of gradients, the mean over the buckets.
     forced_backend: FASTPAR_BACKEND, "" for auto, "none" without the compiled module.
-    idle_cores: of this host, that no rank may use.
+    idle_cores: cores of this host that no rank may use.
     """
 
     compiled: bool = False
@@ -101,7 +101,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step as it was measured."""
+    """A measured step."""
 
     phases: Sequence[Phase]
     ceilings: Ceilings
@@ -133,18 +133,18 @@ class Measured:
         return next((p for p in self.phases if p.name == name), Phase(name))
 
     def of_matmul(self, phases: Iterable[Phase]) -> float | None:
-        """Fraction of the measured product's rate that the products of these phases reached."""
+        """Fraction of the measured product's rate that the products of these phases reach."""
         flops_per_ms = _rate((p.flops, p.compute_ms) for p in phases)
         return flops_per_ms and flops_per_ms / 1e9 / self.ceilings.matmul_tflop_per_s
 
     def of_copy(self, phases: Iterable[Phase]) -> float | None:
-        """Fraction of the measured copy's rate that the rest of these phases reached."""
+        """Fraction of the measured copy's rate that the rest of these phases reaches."""
         bytes_per_ms = _rate((p.bytes, p.memory_ms) for p in phases)
         return bytes_per_ms and bytes_per_ms / 1e6 / self.ceilings.copy_gb_per_s
 
 
 def _rate(parts: Iterable[tuple[float, float]]) -> float | None:
-    """Work a ms of those parts, (work, ms), that have both; None: none has."""
+    """Work per ms of the (work, ms) parts that have both; None: none has."""
     found = [part for part in parts if all(part)]
     return sum(work for work, _ in found) / sum(ms for _, ms in found) if found else None
 
@@ -163,10 +163,10 @@ def work_of(ops: Iterable[Op]) -> dict[str, dict[str, Any]]:
 
 
 def fitted(phase: Phase, ms: float, waited_ms: float) -> Phase:
-    """The phase of profiled steps, as long as it takes without the profiler.
+    """The phase of profiled steps, scaled to its duration without the profiler.
 
-    The profiler lengthens the host's part, so that one gives way; then operations do. Where steps
-    with it were the shorter ones, something else ran meanwhile: then all parts grow alike.
+    The profiler lengthens the host's part, so that part shrinks first, then operations do. If steps
+    were shorter with the profiler, another program ran meanwhile: then all parts grow alike.
 
     Args:
         ms, waited_ms: of steps without the profiler.
@@ -190,7 +190,7 @@ def fitted(phase: Phase, ms: float, waited_ms: float) -> Phase:
 
 
 def table(measured: Measured) -> list[str]:
-    """A line for each phase and one for the step."""
+    """A line per phase and one for the step."""
     head = ("phase", "ms", "share", "compute", "memory", "comm.", "host", "of matmul", "of copy")
     rows = [[*head, "bound by"]]
     total = max(measured.step_ms, 1e-9)
@@ -205,7 +205,7 @@ def table(measured: Measured) -> list[str]:
 
 
 def verdict(measured: Measured) -> list[str]:
-    """What bounds the step, what its products and the rest reach, what communication hides."""
+    """What bounds the step, how fast products and the rest are, what communication is hidden."""
     shares, ceilings, bound = measured.shares, measured.ceilings, measured.bound
     others = ", ".join(f"{kind} {percent(part)}" for kind, part in shares.items() if kind != bound)
     share, step_ms = percent(shares[bound]), measured.step_ms
@@ -213,17 +213,16 @@ def verdict(measured: Measured) -> list[str]:
     product, rest = measured.of_matmul(measured.phases), measured.of_copy(measured.phases)
     if product is not None:
         best = f"{ceilings.matmul} product's {ceilings.matmul_tflop_per_s:.3g} TFLOP/s a rank"
-        lines.append(f"Products of matrices reach {percent(product)} of the {best}.")
+        lines.append(f"Matrix products reach {percent(product)} of the {best}.")
     if rest is not None:
-        best = f"what a copy moves, {ceilings.copy_gb_per_s:.3g} GB/s a rank"
-        lines.append(f"The other operations move {percent(rest)} of {best}.")
+        best = f"the rate of a plain copy, {ceilings.copy_gb_per_s:.3g} GB/s a rank"
+        lines.append(f"The other operations reach {percent(rest)} of {best}.")
     if measured.setup.optimizer == "muon":
         update = measured.phase(OPTIMIZER)
         lines.append(
-            f"Of the update's {update.ms:.1f} ms products of Newton-Schulz take "
-            f"{update.compute_ms:.1f} ms, what is done element by element {update.memory_ms:.1f}, "
-            f"waits for pieces of matrices {update.communication_ms:.1f}, the host "
-            f"{update.host_ms:.1f}."
+            f"The update takes {update.ms:.1f} ms: Newton-Schulz products "
+            f"{update.compute_ms:.1f} ms, elementwise work {update.memory_ms:.1f}, waiting for "
+            f"slices of matrices {update.communication_ms:.1f}, host {update.host_ms:.1f}."
         )
     moving_ms = measured.situation.moving_ms
     if measured.setup.world_size > 1 and moving_ms:
@@ -231,7 +230,7 @@ def verdict(measured: Measured) -> list[str]:
         gb_per_s = measured.situation.sent_bytes / 1e6 / moving_ms
         sent = f"{gb_per_s:.3g} GB/s sent a rank over {measured.setup.transport}"
         lines.append(
-            f"Exchanges are under way for {moving_ms:.1f} ms ({sent}), {hidden} of it behind "
+            f"Communication is under way for {moving_ms:.1f} ms ({sent}), {hidden} of it overlaps "
             "computation."
         )
     return lines
@@ -253,33 +252,33 @@ def advise(measured: Measured) -> list[str]:
 def _kernels(m: Measured) -> Iterator[str]:
     forced = m.situation.forced_backend
     if forced == "none":
-        yield f"There is no compiled module, so torch computes everything: {WITH_CPP}."
+        yield f"The compiled module is missing, so torch computes everything: {WITH_CPP}."
     elif forced:
-        free = "unset it, so that the fastest kernel of each op runs (`fastpar info` lists them)"
+        free = "unset it to run the fastest kernel of each op (`fastpar info` lists them)"
         yield f"FASTPAR_BACKEND={forced} forces a backend: {free}."
     if m.setup.device_type == "cuda" and m.setup.dtype == "fp32":
-        yield "Weights are fp32 on a GPU: --dtype bf16 is several times as fast in every product."
+        yield "Weights are fp32 on a GPU: --dtype bf16 makes products several times as fast."
 
 
 def _host(m: Measured) -> Iterator[str]:
     share, idle = m.shares[INPUT], m.situation.idle_cores
     if share >= INPUT_SHARE:
-        why = f"Batches take {percent(share)} of the step"
+        why = f"Fetching batches takes {percent(share)} of the step"
         yield (
-            f"{why}: keep the token cache on a local disk (XDG_CACHE_HOME), and raise "
-            "--micro-batch-size so that fewer batches are cut."
+            f"{why}: keep the token cache on a local disk (XDG_CACHE_HOME), or raise "
+            "--micro-batch-size for fewer batches."
         )
     yield from _small_operations(m)
     waits = m.shares[HOST] >= HOST_SHARE and m.setup.device_type == "cuda"
     if waits and not m.situation.compiled:
         yield (
-            "The GPU waits for the host, here without CUDA graphs: a run whose first lines name "
-            "graphs does not; elsewhere --cuda-graphs replays micro-batches, or --compile joins "
-            "small operations, after a slow start."
+            "The GPU waits for the host, here without CUDA graphs: if the first lines of the run "
+            "name graphs, it does not wait in training; else --cuda-graphs replays micro-batches, "
+            "or --compile fuses small operations, after a slow start."
         )
     if idle and m.shares[COMPUTE] >= 0.5:
-        use = "leave --threads out, or raise --threads or --nproc"
-        yield f"{idle} cores of this machine belong to no rank: {use}."
+        use = "drop --threads, or raise --threads or --nproc"
+        yield f"{idle} cores of this machine are unused: {use}."
 
 
 def _small_operations(m: Measured) -> Iterator[str]:
@@ -295,7 +294,7 @@ def _small_operations(m: Measured) -> Iterator[str]:
         even = setup.grad_accum_steps % 2 == 0
         larger = 2 * setup.micro_batch_size if even else batch_size // setup.dp
         more = f"--micro-batch-size {larger}"
-        yield f"{why}: {more} does the same samples in fewer, larger operations."
+        yield f"{why}: {more} does the same work in fewer, larger operations."
     else:
         more = f"a larger --batch-size (now {batch_size})"
         yield f"{why}: {more} gives every operation more rows for the same overhead."
@@ -304,15 +303,15 @@ def _small_operations(m: Measured) -> Iterator[str]:
 def _exchanges(m: Measured) -> Iterator[str]:
     seen, waited = m.situation, m.situation.waited_ms
     communicates = m.shares[COMMUNICATION] >= EXPOSED_SHARE
-    # Shared memory needs the compiled module, which the first rule asks for.
+    # Shared memory needs the compiled module, which the first rule names.
     if communicates and m.setup.transport == "gloo" and seen.forced_backend != "none":
-        yield "Ranks of one host exchange over gloo: --transport auto uses shared memory."
+        yield "Ranks on one host communicate over gloo: --transport auto uses shared memory."
     longest = max(waited, key=lambda kind: waited[kind], default=None)
     if longest is not None and waited[longest] >= EXPOSED_SHARE * m.step_ms:
         yield from (f"{waited[longest]:.1f} ms a step wait for {t}" for t in _WAITS[longest](m))
     if communicates and seen.deterministic:
         why = "Sums in a fixed order wait for all ranks"
-        yield f"{why}: leave --deterministic out where bits may vary."
+        yield f"{why}: drop --deterministic if bits may vary."
 
 
 def _control_waits(m: Measured) -> Iterator[str]:
@@ -324,13 +323,13 @@ def _tp_waits(m: Measured) -> Iterator[str]:
     tp, cp = m.setup.tp, m.setup.cp
     heads = m.workload.shape.heads_of_rank(tp) if m.setup.by_keys else 0
     if cp > 1 and heads and heads % cp == 0:
-        yield f"exchanges of sequences: --cp-method heads sends {4 / (3 * cp):.0%} as much."
+        yield f"context-parallel exchanges: --cp-method heads sends {4 / (3 * cp):.0%} as much."
     elif cp > 1:
         fewer = f"--cp {cp // 2} with --activation-checkpointing full"
-        yield f"exchanges of sequences: {fewer} holds as many activations with fewer of them."
+        yield f"context-parallel exchanges: {fewer} needs as little memory with fewer exchanges."
     if tp > 1:
         fewer = f"--tp {tp // 2} with a higher --zero stage"
-        yield f"exchanges inside of layers: {fewer} splits the memory with less of them."
+        yield f"tensor-parallel exchanges: {fewer} splits the memory with fewer exchanges."
 
 
 def _gather_waits(m: Measured) -> Iterator[str]:
@@ -340,22 +339,22 @@ def _gather_waits(m: Measured) -> Iterator[str]:
         yield f"gathered weights: --zero 2 keeps them whole, for {whole:,.0f} MB more a rank."
     elif setup.zero_stage:
         yield (
-            "updated weights: --zero 0 keeps the optimizer whole on every rank; or a larger "
-            "--batch-size, for more work to hide them in."
+            "updated weights: --zero 0 keeps the whole optimizer state on every rank; or a larger "
+            "--batch-size gives more computation to overlap with."
         )
 
 
 def _reduce_waits(m: Measured) -> Iterator[str]:
     setup, n_buckets, mean_mb = m.setup, m.situation.n_buckets, m.situation.bucket_mb
     if setup.grad_accum_steps > 1 and setup.accumulate == "shard":
-        often = f"which are sent {setup.grad_accum_steps} times"
+        often = f"sent {setup.grad_accum_steps} times a step"
         yield f"reduced gradients, {often}: --accumulate full sends their sum once."
     elif setup.dtype != "fp32" and setup.reduce_dtype == "fp32":
         yield f"reduced gradients: --reduce-dtype {setup.dtype} halves the bytes."
     elif n_buckets <= 2:
         smaller = f"--bucket-mb {max(0.1, mean_mb / 4):.2g}"
         yield (
-            f"reduced gradients in {n_buckets} buckets, the first of which leaves late: {smaller}."
+            f"reduced gradients in {n_buckets} buckets, the first of which is sent late: {smaller}."
         )
     elif mean_mb < SMALL_BUCKET_MB and n_buckets > 8:
         buckets, larger = f"{n_buckets} buckets of {mean_mb:.2g} MB", f"{4 * mean_mb:.2g}"
@@ -368,15 +367,15 @@ def _reduce_waits(m: Measured) -> Iterator[str]:
 def _stage_waits(m: Measured) -> Iterator[str]:
     setup, rows = m.setup, m.setup.micro_batch_size
     if setup.grad_accum_steps < 4 * setup.pp and rows > 1:
-        change = f"--micro-batch-size {rows // 2} gives them more, smaller micro-batches"
+        change = f"--micro-batch-size {rows // 2} gives more, smaller micro-batches"
     elif setup.schedule not in ("zb-v", "interleaved"):
-        change = "--schedule zb-v has two stages a rank and waits less"
+        change = "--schedule zb-v runs two stages per rank and waits less"
     else:
-        change = "a larger --batch-size has more micro-batches; --pp-split moves layers"
+        change = "a larger --batch-size gives more micro-batches; --pp-split moves layers"
     yield f"other stages of the pipeline: {change}."
 
 
-# What a rank waits for -> the rest of "... ms a step wait for ".
+# What a rank waits for -> the end of "... ms a step wait for ".
 _WAITS: dict[str, Callable[[Measured], Iterator[str]]] = {
     **{CONTROL: _control_waits, TP: _tp_waits, PP: _stage_waits},
     **{GATHER: _gather_waits, REDUCE: _reduce_waits},
@@ -388,14 +387,14 @@ def _update(m: Measured) -> Iterator[str]:
     if share >= UPDATE_SHARE:
         change = "a larger --batch-size with --grad-accum-steps updates less often"
         if setup.data > 1 and setup.zero_stage == 0 and setup.optimizer == "adamw":
-            change = f"--zero 1 gives each of {setup.data} ranks its part of the update"
+            change = f"--zero 1 shards the update over {setup.data} ranks"
         elif (setup.moment_dtype, setup.optimizer, setup.device_type) == ("fp32", "adamw", "cuda"):
-            change = "--moment-dtype bf16 moves half the bytes of its moments"
+            change = "--moment-dtype bf16 halves the bytes of the moments"
         yield f"The optimizer takes {percent(share)} of the step: {change}."
     mode = setup.activation_checkpointing
     if mode != "none":
-        less = f"{'selective' if mode == 'full' else 'none'} does less of it, where memory allows"
-        yield f"Blocks are computed again in backward (--activation-checkpointing {mode}): {less}."
+        less = f"{'selective' if mode == 'full' else 'none'} recomputes less, if memory allows"
+        yield f"Blocks are recomputed in backward (--activation-checkpointing {mode}): {less}."
 
 
 RULES: tuple[Callable[[Measured], Iterator[str]], ...] = (_kernels, _host, _exchanges, _update)

@@ -1,7 +1,7 @@
-"""`fastpar plan`: which layout, how large a micro-batch, how fast, how much memory, what it costs.
+"""`fastpar plan`: the best parallel layout and micro-batch, with step time, memory and cost.
 
-The machine is one of devices.csv, taken from data sheets, or this one, measured (--measure). The
-figures come from memory.py and time.py; the layouts from search.py.
+The machine is one of devices.csv (data sheets) or this one, measured (--measure). memory.py and
+time.py predict the figures; search.py lists the layouts.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from fastpar.settings.model import PRESETS, GPTConfig
 from fastpar.settings.options import ModelSize, TrainFlags
 from fastpar.settings.parallel import MeshSettings, Parallel
 
-PUBLISHED_ERROR = 0.12  # of the time of a step, see bench/results/plan/published.md
-TOKENS_PER_STEP = 524288  # of GPT-2's published batch, on GPUs
+PUBLISHED_ERROR = 0.12  # of a step's time, see bench/results/plan/published.md
+TOKENS_PER_STEP = 524288  # GPT-2's published batch, on GPUs
 CPU_VOCABULARY = 4096  # of the tokenizer that the trainer learns by default
-# Not for tensors: on a GPU the CUDA context, cuBLAS workspaces and NCCL's buffers, and what the
-# allocator cannot use because of its blocks; on a CPU interpreter and libraries of a rank.
+# Memory that tensors cannot use. On a GPU: the CUDA context, cuBLAS workspaces, NCCL's buffers and
+# the allocator's fragmentation. On a CPU: a rank's interpreter and libraries.
 GPU_RESERVED_BYTES, GPU_USABLE = 1.5e9, 0.96
 CPU_RESERVED_BYTES = 0.5e9
 MOST_MEASURED = 12  # layouts whose operations --measure measures
@@ -68,60 +68,60 @@ MOST_MEASURED = 12  # layouts whose operations --measure measures
 
 @dataclass(frozen=True)
 class PlanCommand(ModelSize):
-    """Which parallel layout for a GPT-2 on these GPUs: memory, step time, cost, and why."""
+    """Find the best parallel layout for a GPT-2 on these GPUs: memory, step time, cost, reasons."""
 
     model: str = "gpt2"
     """Size: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu."""
     n_expert: int = 0
-    """Experts in the place of MLPs; 0: none."""
+    """Experts per layer instead of an MLP; 0: none."""
     expert_top_k: int = 2
-    """Of a token."""
+    """Experts per token."""
     expert_hidden: int | None = None
-    """Features of an expert, instead of 4 * n-embd."""
+    """Width of an expert, instead of 4 * n-embd."""
     vocab_size: int | None = None
-    """Tokens of the tokenizer; unset: 50257, on a CPU 4096. Below 256: of characters."""
+    """Tokens in the vocabulary; unset: 50257, on a CPU 4096. Below 256: characters."""
     batch_size: int | None = None
-    """Sequences a step, over all GPUs; unset: 524288 tokens, on a CPU 8 sequences."""
+    """Sequences per step over all GPUs; unset: 524288 tokens, on a CPU 8 sequences."""
     gpu: str = "h100"
-    """Kind: v100, a100, a100-40, h100, h100-pcie, h200, b200, l40s, 4090, cpu; --gpu list."""
+    """GPU type: v100, a100, a100-40, h100, h100-pcie, h200, b200, l40s, 4090, cpu; --gpu list."""
     gpus: int = 8
-    """How many of them; of cpu: ranks."""
+    """Number of GPUs; with --gpu cpu: ranks."""
     gpus_per_node: int | None = None
-    """In one machine; unset: as they are usually sold."""
+    """GPUs per node; unset: as usually sold."""
     pp: int | None = None
-    """Pipeline stages; unset: what is best."""
+    """Pipeline stages; unset: the best number."""
     tp_grid: str | None = None
-    """Ranks that split each layer in rows and columns, 2x2 or 2x2x2; unset: what is best."""
+    """Ranks that split each layer by rows and columns, 2x2 or 2x2x2; unset: the best."""
     link: str | None = None
-    """Between those of a machine: nvlink3, nvlink4, pcie4, ...; unset: as usual."""
+    """Link inside a node: nvlink3, nvlink4, pcie4, ...; unset: the usual one."""
     inter_link: str | None = None
-    """Between machines: ib-hdr, ib-ndr, ethernet-100, ...; unset: as usual."""
+    """Link between nodes: ib-hdr, ib-ndr, ethernet-100, ...; unset: the usual one."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Format of weights and activations; auto: bf16 where the device has it."""
+    """Format of weights and activations; auto: bf16 if the device has it."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Like fastpar train's."""
+    """As in fastpar train."""
     master_weights: Literal["auto", "full", "remainder"] = "auto"
-    """Like fastpar train's."""
+    """As in fastpar train."""
     moment_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Like fastpar train's."""
+    """As in fastpar train."""
     fp8: Literal["none", "mlp", "all"] = "none"
-    """Products in 8-bit floats like fastpar train's; refused where they do not pay."""
+    """Matrix products in fp8, as in fastpar train; refused if it saves too little time."""
     price: float | None = None
-    """Dollars for a GPU and hour; unset: a usual price."""
+    """Dollars per GPU hour; unset: a usual price."""
     headroom: float = 0.1
-    """Part of the memory that a layout leaves free: what no prediction knows takes some, too."""
+    """Fraction of the memory to leave free for what the prediction does not cover."""
     top: int = 6
-    """Layouts to show."""
+    """Number of layouts to show."""
     json: str | None = None
-    """Write everything to this file, too."""
+    """Also write all results to this file."""
     measure: bool = False
-    """Measure this machine for half a minute instead of taking data sheets; sets --gpu."""
+    """Measure this machine for half a minute instead of using data sheets; sets --gpu."""
     quick: bool = False
     """Measure less."""
 
     @property
     def asked(self) -> dict[str, Any]:
-        """Settings of parallelize() that all layouts have."""
+        """Settings of parallelize() that the command line fixes for all layouts."""
         names = (*leaves(MeshSettings), *leaves(Parallel))
         given = {name: getattr(self, name, None) for name in names}
         return {name: value for name, value in given.items() if value is not None}
@@ -129,10 +129,11 @@ class PlanCommand(ModelSize):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command asks for, and what was found.
+    """A command and its results.
 
     Attributes:
-        template: what all layouts have in common; limit_bytes: the most that one may take.
+        template: the settings that all layouts share.
+        limit_bytes: the most memory that a layout may take, per rank.
         estimates: the layouts, the best first.
     """
 
@@ -147,11 +148,11 @@ class Plan:
 
 
 def run(command: PlanCommand) -> int:
-    """The command; the exit status.
+    """Runs the command; returns the exit status.
 
     Raises:
-        ValueError: an unknown model or device, counts below 1, a batch that nothing divides, a
-            model that fits nowhere; each says what would do.
+        ValueError: an unknown model or device, counts below 1, a batch that no layout divides, a
+            model that fits nowhere; each message names a remedy.
     """
     if command.gpu == "list":
         print(device_table())
@@ -164,13 +165,13 @@ def run(command: PlanCommand) -> int:
 
 
 def make_plan(command: PlanCommand) -> Plan:
-    """Every layout that fits, and that `fastpar train` takes.
+    """Finds every layout that fits and that `fastpar train` accepts.
 
     Raises:
         ValueError: as run().
     """
     _check_counts(command)
-    if command.measure:  # the device that is here; a GPU's own name where there is one
+    if command.measure:  # this machine's device; a GPU's own name if there is one
         command = replace(command, gpu=gpu_name() or "cpu")
     device = find_device(command.gpu)
     workload, template = _workload(command, device), _template(command, device)
@@ -184,8 +185,8 @@ def make_plan(command: PlanCommand) -> Plan:
     find = partial(search, workload, given, limit_bytes=limit, **among)
     rates: Rates = DatasheetRates(cluster, template)
     rates_text = (
-        f"data sheet of {device.name}; in this way published runs on A100 and H100 are "
-        f"predicted with errors up to {PUBLISHED_ERROR:.0%}"
+        f"data sheet of {device.name}; with data sheets the predicted step times of published runs "
+        f"on A100 and H100 are off by up to {PUBLISHED_ERROR:.0%}"
     )
     estimates = find(rates=rates)
     fits = (e.setup for e in estimates if e.time is not None)
@@ -199,7 +200,7 @@ def make_plan(command: PlanCommand) -> Plan:
     if not estimates:
         near = " or ".join(map(str, possible_batches(workload, given, **among)))
         raise ValueError(
-            "plan: expected a batch_size that the ranks divide, got "
+            f"plan: expected batch_size to be a multiple of the data-parallel ranks, got "
             f"batch_size={workload.batch_size} with gpus={command.gpus}; use --batch-size {near}, "
             "or another --gpus"
         )
@@ -222,7 +223,7 @@ def _check_counts(command: PlanCommand) -> None:
     check_at_least("plan", vars(command), _AT_LEAST)
     if not 0 <= command.headroom < 1:
         raise ValueError(
-            "plan: expected headroom from 0 to below 1, a part of the memory, got headroom="
+            "plan: expected headroom >= 0 and < 1, a fraction of the memory, got headroom="
             f"{command.headroom}; set --headroom"
         )
     if command.vocab_size is not None:
@@ -230,7 +231,7 @@ def _check_counts(command: PlanCommand) -> None:
             name_for(command.vocab_size)
         except ValueError:
             raise ValueError(
-                "plan: expected a vocab_size that a tokenizer of `fastpar train` has, got "
+                "plan: expected a vocab_size of a tokenizer of `fastpar train`, got "
                 f"vocab_size={command.vocab_size}; the largest is 1000000, set --vocab-size"
             ) from None
     if command.model not in PRESETS:
@@ -272,7 +273,7 @@ def _template(command: PlanCommand, device: Device) -> Setup:
         raise ValueError(
             "plan: expected dtype fp32 or bf16 on the CPU, got dtype=fp16; use --dtype bf16"
         )
-    # What the run would be, storage and all: contradictions are refused as there.
+    # The settings of the run itself, so that contradictions are refused here as there.
     config = TrainConfig().replace(
         {"master_weights": command.master_weights, "moment_dtype": command.moment_dtype,
          "optimizer": command.optimizer, "dtype": dtype, "fp8": command.fp8,
@@ -284,7 +285,7 @@ def _template(command: PlanCommand, device: Device) -> Setup:
 
 
 def usable_bytes(cluster: Cluster) -> float:
-    """Bytes of a rank's memory for tensors."""
+    """Bytes of a rank's memory that tensors can use."""
     device = cluster.device
     if device.kind == "cpu":
         return host_memory() / cluster.per_node - CPU_RESERVED_BYTES
@@ -292,7 +293,7 @@ def usable_bytes(cluster: Cluster) -> float:
 
 
 def _nothing_fits(plan: Plan) -> str:
-    """The least that the model takes, and the smallest changes that would do."""
+    """Error text: the least memory that the model takes, and the smallest changes that help."""
     command, limit = plan.command, plan.limit_bytes
     least = min(plan.estimates, key=lambda e: e.memory.total)
     whole, used = usable_bytes(plan.cluster), 1 - command.headroom
@@ -304,19 +305,19 @@ def _nothing_fits(plan: Plan) -> str:
         larger=lambda size: larger_device((size / used + GPU_RESERVED_BYTES) / GPU_USABLE),
     )
     if least.memory.total <= whole:
-        ways.insert(0, "--headroom 0 (nothing stays free)")
+        ways.insert(0, "--headroom 0 (leaves no memory free)")
     for name in command.asked:
-        ways.insert(0, f"no {option(name)}, which compares all layouts")
+        ways.insert(0, f"no {option(name)}, to compare all layouts")
     return (
         f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank ({whole / 1e9:,.1f} "
-        f"GB less a headroom of {command.headroom:.0%}), got {plan.workload.n_parameters:,} "
+        f"GB minus a headroom of {command.headroom:.0%}), got {plan.workload.n_parameters:,} "
         f"parameters, which on {layout_text(least.setup)} with {_recompute(least.setup)} take "
         f"{least.memory}; use " + ", or ".join([*ways, "a smaller model"])
     )
 
 
 def report(plan: Plan) -> str:
-    """Tables and words for people."""
+    """The report: tables and explanations."""
     command, workload, estimates = plan.command, plan.workload, plan.estimates
     shape, winner = workload.shape, estimates[0]
     best = families(estimates)
@@ -326,10 +327,10 @@ def report(plan: Plan) -> str:
         f"wide, {workload.n_parameters:,} parameters",
         f"step     {workload.tokens_per_step:,} tokens: {workload.batch_size} sequences of "
         f"{workload.seq_len:,}",
-        f"machine  {plan.cluster}; {plan.limit_bytes / 1e9:,.1f} GB a rank for tensors, "
-        f"{command.headroom:.0%} less than there are (--headroom)",
+        f"machine  {plan.cluster}; {plan.limit_bytes / 1e9:,.1f} GB per rank for tensors, "
+        f"{command.headroom:.0%} headroom subtracted (--headroom)",
         f"rates    {plan.rates_text}",
-        f"layouts  {len(fitting)} of {len(best)} ways to cut it fit; the best of each:",
+        f"layouts  {len(fitting)} of {len(best)} parallel layouts fit; the best:",
         "",
     ]
     head = ["layout", "micro-batch", "recompute", "memory", "step ms", "tokens/s", "MFU"]
@@ -338,7 +339,9 @@ def report(plan: Plan) -> str:
     lines += _columns(rows)
     if plan.rates.peak_flops is not None:
         lines += ["", f"MFU      {peak_text(plan, plan.rates.peak_flops)}"]
-    losers = {layout_text(e.setup): e for e in best[1 : max(command.top, len(fitting)) + 4]}
+    lines.append("exposed  time of a step that only waits for communication")
+    losers = {layout_text(e.setup): e for e in best[1 : 2 * command.top]}
+    n_more = len(best) - 1 - len(losers)
     for e in estimates[1:]:
         if e.family == winner.family:
             losers[f"{layout_text(e.setup)}, {_recompute(e.setup)}"] = e
@@ -347,15 +350,16 @@ def report(plan: Plan) -> str:
     parts = [f"{k} {s * 1e3:.3g} ms" for k, s in winner.time.parts.items() if s > 0]
     lines += [
         "",
-        "why not",
+        "why not the others",
         *why,
+        *[f"  and {n_more} more layouts; --top shows more, --json all"] * (n_more > 0),
         "",
         *filter(None, (axis.verdict(estimates, command.asked) for axis in every())),
         f"memory   {winner.memory}",
         f"time     {', '.join(parts)}",
     ]
     if on_host := host_bytes(workload, winner.setup):
-        lines.append(f"host     {size_text(on_host)} of memory a rank")
+        lines.append(f"host     {size_text(on_host)} of host memory per rank")
     for axis in every():
         lines += axis.facts(workload, winner.setup)
     if winner.setup.optimizer == "muon":
@@ -364,8 +368,8 @@ def report(plan: Plan) -> str:
     sent = nic_bytes(plan, winner.setup)
     if sent:
         lines.append(
-            f"network  {size_text(sent)} a step leave through each adapter (NIC) of "
-            f"{plan.cluster.inter.name}"
+            f"network  {size_text(sent)} per step leave a node through each network adapter "
+            f"({plan.cluster.inter.name})"
         )
     eights = fp8_text(workload, winner.setup, plan.rates)
     if eights:
@@ -379,21 +383,21 @@ def report(plan: Plan) -> str:
 
 
 def nic_bytes(plan: Plan, setup: Setup) -> float:
-    """Bytes of a step that leave a machine through each of its network adapters."""
+    """Bytes of a step that leave a node through each of its network adapters."""
     return Network(plan.cluster).step_nic_bytes(comm_ops_of(plan.workload, setup))
 
 
 def peak_text(plan: Plan, peak: float) -> str:
-    """The peak that MFU is a percentage of, and where that is known from."""
+    """The peak behind MFU, and its source."""
     device = plan.cluster.device
     size = f"{peak / 1e12:,.4g} TFLOP/s" if peak >= 1e12 else f"{peak / 1e9:,.4g} GFLOP/s"
-    whose = "of the fastest matrix product measured here"
+    whose = "the fastest matrix product measured here"
     if not plan.command.measure:
         whose = f"the {plan.template.dtype} peak of {device.name} ({device.source}), which no "
         whose += "training reaches"
     return (
-        "the model's floating-point operations of a step, recomputation not counted, in percent of "
-        f"{size} a rank, {whose}"
+        f"FLOPs of the model per step, without recomputation, as a share of {size} per rank, "
+        f"{whose}"
     )
 
 
@@ -429,7 +433,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def flags(plan: Plan, setup: Setup) -> list[str]:
-    """Flags of `fastpar train` for a layout, without what is the trainer's default anyway."""
+    """Flags of `fastpar train` for a layout, without those equal to the trainer's defaults."""
     model, vocabulary = plan.command.model, plan.workload.shape.vocab_size
     usual = Workload(PRESETS[model], TrainFlags().text.batch_size)
     defaults = Setup().with_sizes(usual).settings()
@@ -447,14 +451,14 @@ def flags(plan: Plan, setup: Setup) -> list[str]:
 
 
 def command_lines(plan: Plan, setup: Setup) -> list[str]:
-    """What to type, on one machine or on several."""
+    """The command that trains with this layout, on one node or several."""
     cluster, words = plan.cluster, " ".join(flags(plan, setup))
     nodes = -(-cluster.n_devices // cluster.per_node)
     if nodes == 1:
         nproc = f" --nproc {cluster.n_devices}" if cluster.n_devices > 1 else ""
         return [f"fastpar train{nproc} {words}"]
     return [
-        "on each machine, with the first one's address:",
+        "run on each node, with HOST the address of the first:",
         f"torchrun --nnodes {nodes} --nproc-per-node {cluster.per_node} "
         "--rdzv-backend c10d --rdzv-endpoint HOST:29500 "
         f"-m fastpar train {words}",
@@ -487,14 +491,14 @@ def _write_json(plan: Plan, path: Path) -> None:
     os.replace(temporary, path)
 
 
-# Products in 8-bit floats
+# Matrix products in fp8
 
-LEAST_GAIN = 0.03  # of a step: below it no published run of such a model was faster
+LEAST_GAIN = 0.03  # of a step: with less, no published run of such a model was faster
 _WIDTHS = range(256, 16385, 256)
 
 
 def saved_s(workload: Workload, setup: Setup, rates: DatasheetRates, layers: str) -> float:
-    """Seconds of a step that the products of "mlp" or "all" layers save, less their casts."""
+    """Seconds of a step that fp8 saves in "mlp" or "all" layers: products minus casts."""
     hidden, total = 4 * workload.shape.n_embd // setup.tp, 0.0
     for op in ops_of(workload, setup):
         if op.name != "matmul" or op.direction != "forward":
@@ -506,7 +510,7 @@ def saved_s(workload: Workload, setup: Setup, rates: DatasheetRates, layers: str
 
 
 def pays_from(workload: Workload, setup: Setup, rates: DatasheetRates, layers: str) -> int | None:
-    """The least width of a model with as many layers and tokens that gains enough."""
+    """The least width at which a model with as many layers and tokens gains LEAST_GAIN."""
     for width in _WIDTHS:
         shape = replace(workload.shape, n_embd=width, n_head=width // 64)
         wider = replace(workload, shape=shape)
@@ -519,10 +523,10 @@ def pays_from(workload: Workload, setup: Setup, rates: DatasheetRates, layers: s
 
 
 def fp8_text(workload: Workload, setup: Setup, rates: Rates) -> list[str]:
-    """A line for MLPs and one for all layers; none for a device without such products."""
+    """A line for MLPs and one for all layers; none for a device without fp8 products."""
     if not isinstance(rates, DatasheetRates) or not rates.has_fp8:
         return []
-    if workload.shape.n_expert or setup.tp_grid is not None:  # whose products have no such kind
+    if workload.shape.n_expert or setup.tp_grid is not None:  # have no fp8 products
         return []
     lines, plain = [], setup.change(fp8="none")
     step_s, whole = predict_step(workload, plain, rates).step_s, predict_memory(workload, plain)
@@ -531,26 +535,26 @@ def fp8_text(workload: Workload, setup: Setup, rates: Rates) -> list[str]:
         less = whole.total - predict_memory(workload, setup.change(fp8=layers)).total
         verdict = "pays" if gain >= LEAST_GAIN else f"does not pay: less than {LEAST_GAIN:.0%}"
         lines.append(
-            f"  --fp8 {layers}: products less casts save {gain:.1%} of the step, memory "
-            f"{size_text(abs(less))} {'less' if less >= 0 else 'more'} a rank; {verdict}"
+            f"  --fp8 {layers}: saves {gain:.1%} of the step (products minus casts) and takes "
+            f"{size_text(abs(less))} {'less' if less >= 0 else 'more'} memory per rank; {verdict}"
         )
     return lines
 
 
 def check_fp8(workload: Workload, setup: Setup, rates: Rates, device: str) -> None:
-    """Refuse fp8 where it cannot pay, with the figures.
+    """Refuses fp8 if it cannot pay, and states the figures.
 
     Raises:
-        ValueError: a device without such products, or whose rates for them are not known; a layout
-            that gains less than LEAST_GAIN.
+        ValueError: a device without fp8 products, or without known rates for them; a layout that
+            gains less than LEAST_GAIN.
     """
     if setup.fp8 == "none":
         return
     if not isinstance(rates, DatasheetRates) or not rates.has_fp8:
         raise ValueError(
-            "plan: expected a data sheet of a GPU with products in 8-bit floats (l40s, h100, b200) "
-            f"and bf16 with fp8={setup.fp8}, got gpu={device} dtype={setup.dtype}; leave --fp8 and "
-            "--measure out, or choose another --gpu"
+            "plan: expected the data sheet of a GPU with fp8 products (l40s, h100, b200) and "
+            f"dtype=bf16 for fp8={setup.fp8}, got gpu={device} dtype={setup.dtype}; drop --fp8 and "
+            "--measure, or choose another --gpu"
         )
     plain = setup.change(fp8="none")
     step_s, gain_s = (
@@ -559,9 +563,9 @@ def check_fp8(workload: Workload, setup: Setup, rates: Rates, device: str) -> No
     )
     if gain_s < LEAST_GAIN * step_s:
         width = pays_from(workload, plain, rates, setup.fp8)
-        way = f"it would pay from n_embd={width} on" if width else "no width would gain it"
+        way = f"it would pay from n_embd={width} on" if width else "it would pay at no width"
         raise ValueError(
             f"plan: expected fp8 to save at least {LEAST_GAIN:.0%} of a step, got fp8={setup.fp8} "
             f"with n_embd={workload.shape.n_embd}: {gain_s * 1e3:.3g} of {step_s * 1e3:.4g} ms, "
-            f"{gain_s / step_s:.1%}, products less casts; leave --fp8 out, {way}"
+            f"{gain_s / step_s:.1%} (products minus casts); drop --fp8, {way}"
         )

@@ -1,14 +1,13 @@
-"""Every layout that the runtime can train a workload with, what each would cost, and why one wins.
+"""Lists every layout that the runtime can train a workload with, predicts each, ranks them.
 
-Layouts are what the axes propose, each of what those before it have chosen. A layout is refused
-here exactly where `fastpar train` refuses it: each candidate is turned into the run's settings,
-which check themselves. What does not fit is kept, to say by how much.
+The axes propose layouts, each axis based on the choices of those before it. A layout is refused
+here exactly if `fastpar train` refuses it: each candidate is turned into the run's settings, which
+check themselves. Layouts that do not fit are kept, to report by how much.
 
-[Note: bounds] Where a step takes a simulation to predict there are far too many layouts, so those
-go first that could be fastest. Each has a bound that costs next to nothing: the step without its
-bubble, and the least that its axes say it waits. In the order of these bounds layouts are
-simulated, until no bound is below what has been found. What is left out could not win: see
-test_the_bounds_leave_out_no_winner.
+[Note: bounds] If predicting a step needs a simulation, there are far too many layouts. So layouts
+are simulated in the order of a cheap lower bound: the step without its bubble, plus the least wait
+that its axes state. The search stops at the first bound above the best step found. What is left out
+could not win: see test_the_bounds_leave_out_no_winner.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from fastpar.predict.time import Rates, StepTime, comm_ops_of, ops_of, predict_s
 from fastpar.settings.mesh import divisors
 
 CHECKPOINTING = ("none", "selective", "full")
-MAX_MICRO_BATCH_TOKENS = 131072  # of a rank: matrices of more rows are no faster
+MAX_MICRO_BATCH_TOKENS = 131072  # per rank: more rows do not make matrix products faster
 SHOWN = 1.5  # times the fastest step: slower layouts are not simulated
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A layout and what it would cost; time is None where it does not fit."""
+    """A layout and its prediction; time is None if it does not fit."""
 
     setup: Setup
     memory: Memory
@@ -50,12 +49,12 @@ class Estimate:
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """What people compare."""
+        """What the report compares: one row per family."""
         return family_of(self.setup)
 
     @property
     def complexity(self) -> tuple[Any, ...]:
-        """Of layouts alike in speed the least is taken."""
+        """Sort key: of layouts of equal speed the least complex wins."""
         axes = sorted(every(), key=lambda axis: -axis.place)
         mode = CHECKPOINTING.index(self.setup.activation_checkpointing)
         return *(axis.complexity(self.setup) for axis in axes), mode, self.rank
@@ -97,10 +96,10 @@ class MachinePrices:
 def layouts(
     workload: Workload, template: Setup, per_node: int, fixed: Collection[str] = ()
 ) -> Iterator[Setup]:
-    """Every way to cut that divides what it has to, with a micro-batch of 1.
+    """Every layout that divides the model, the batch and the ranks, with a micro-batch of 1.
 
     Args:
-        fixed: settings that all of them have as the template has them.
+        fixed: settings that all layouts take from the template.
     """
     found, axes = [template], sorted(every(), key=lambda axis: -axis.place)
     for axis in axes:
@@ -118,13 +117,13 @@ def layouts(
 
 
 def least_wait_s(setup: Setup, working_s: float = 0.0) -> float | None:
-    """Seconds that a step waits at least; None: it takes no simulation to know."""
+    """The least time that a step waits; None: no simulation is needed to know it."""
     waits = [axis.least_wait_s(setup, working_s) for axis in every()]
     return None if set(waits) == {None} else sum(filter(None, waits))
 
 
 def micro_batches(workload: Workload, setup: Setup) -> Iterator[Setup]:
-    """The layout with every micro-batch that its ranks can share out, the smallest first."""
+    """The layout with every micro-batch that its ranks can divide, the smallest first."""
     rows, sharing = workload.batch_size // setup.dp, setup.rows * setup.depth
     for micro in divisors(rows):
         most = MAX_MICRO_BATCH_TOKENS * setup.cp * sharing
@@ -144,17 +143,17 @@ def search(
     checkpointing: Collection[str] = CHECKPOINTING,
     fixed: Collection[str] = (),
 ) -> list[Estimate]:
-    """The best of each way to cut and to keep, fastest first; those that do not fit come last.
+    """The best of each layout and checkpointing mode, fastest first; what does not fit comes last.
 
-    For each layout and checkpointing mode the micro-batch is the fastest that fits. Of those that
-    are alike in speed the simplest comes first: see Axis.place, then least recomputation. An axis'
-    last resort is looked at where nothing else fits.
+    For each layout and checkpointing mode the micro-batch is the fastest that fits. Of layouts of
+    equal speed the simplest comes first: see Axis.place, then least recomputation. An axis' last
+    resort is tried only if nothing else fits.
 
     Args:
         template: world size, formats, device and transport of all candidates.
         limit_bytes: of a rank's memory.
         per_node: ranks on a node.
-        fixed: settings that all layouts have as the template has them.
+        fixed: settings that all layouts take from the template.
     """
     rounds = defaultdict[int, list[Setup]](list)
     for setup in layouts(workload, template, per_node, fixed):
@@ -189,7 +188,7 @@ def try_all(
             best: Estimate | None = None
             for setup in micro_batches(workload, way.change(activation_checkpointing=mode)):
                 memory = predict_memory(workload, setup)
-                if memory.total > limit_bytes:  # and so will larger ones be
+                if memory.total > limit_bytes:  # larger ones will not fit either
                     best = best or Estimate(setup, memory, None)
                     break
                 time = predict_step(workload, setup, rates)
@@ -210,7 +209,7 @@ def try_in_order(
     """The best of each family that is not much slower than the fastest; see [Note: bounds].
 
     Args:
-        others: found without; where there are none, those that do not fit are kept.
+        others: layouts found without simulation; if empty, layouts that do not fit are kept.
     """
     bounds = []
     for way in ways:
@@ -251,7 +250,7 @@ def families(estimates: Iterable[Estimate]) -> list[Estimate]:
 
 
 def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
-    """Why a layout lost, from its own numbers."""
+    """Why a layout lost, from its own figures."""
     if loser.time is None:
         kinds = sorted(vars(loser.memory).items(), key=lambda kind: -kind[1])[:2]
         most = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in kinds)
@@ -264,7 +263,7 @@ def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
     if slower <= ALIKE:
         more = loser.memory.total / winner.memory.total - 1
         words = f"{abs(more):.0%} {'more' if more > 0 else 'less'} memory"
-        return f"as fast within {ALIKE:.0%}, {words}, and less simple"
+        return f"within {ALIKE:.0%} of the best, {words}, but more complex"
     parts = winner.time.parts
     more_of = {name: s - parts.get(name, 0.0) for name, s in loser.time.parts.items()}
     worst = sorted(more_of.items(), key=lambda part: -part[1])[:2]
@@ -273,7 +272,7 @@ def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
 
 
 def refused(workload: Workload, setup: Setup) -> str | None:
-    """Why the runtime would refuse a layout; None: it would not."""
+    """Why the runtime would refuse a layout; None: it accepts it."""
     if setup.shard_size is not None and setup.data % setup.shard_size:
         return f"shard_size={setup.shard_size} does not divide dp={setup.data}"
     try:
@@ -291,14 +290,14 @@ def smallest_changes(
     per_node: int,
     larger: Callable[[float], str | None],
 ) -> list[str]:
-    """What would make something fit, each the smallest of its kind, in words.
+    """The smallest change of each kind that would make a layout fit, in words.
 
     Args:
-        larger: bytes -> a kind of device whose ranks have so many, or None.
+        larger: bytes -> a device whose ranks have that much memory, or None.
     """
 
     def smallest(workload: Workload, template: Setup, per_node: int) -> tuple[float, Setup]:
-        """Bytes of the layout that takes the least."""
+        """(bytes, layout) of the layout that takes the least memory."""
         full = template.change(activation_checkpointing="full")
         first = (
             next(micro_batches(workload, way), way)
@@ -321,7 +320,7 @@ def smallest_changes(
     inputs = template.change(offload_activations=template.device_type == "cuda")
     on_host = format_bytes(host_bytes(workload, smallest(workload, inputs, per_node)[1]))
     flags = "fastpar train --activation-checkpointing full --offload-activations"
-    add_first([(f"{flags}, with {on_host} of a rank's host", workload, inputs, per_node)])
+    add_first([(f"{flags}, with {on_host} of host memory per rank", workload, inputs, per_node)])
     storage: dict[str, dict[str, Any]] = {"--moment-dtype bf16": {"moment_dtype": "bf16"}}
     if template.dtype == "bf16":
         remainder = {"master_weights": "remainder"}

@@ -139,7 +139,7 @@ def test_a_lost_gpu_bars_the_kernel_that_lost_it_and_ends_the_process(monkeypatc
     prover = doctor.Prover()
     start = ProofTable.__init__  # with the CPU's file
     monkeypatch.setattr(ProofTable, "__init__", lambda table, device: start(table, "cpu"))
-    with pytest.raises(SystemExit, match=r"float32 96 by own at .* illegal .* start again"):
+    with pytest.raises(SystemExit, match=r"float32 96 by own at .* illegal .* restart"):
         [prover.proof_of(case) for case in cases]
     assert len(cuda) == 1
     (kept,) = ProofTable("cpu").proofs.items()

@@ -170,7 +170,7 @@ def test_losses_apart_by_more_than_rounding_are_found_and_said(nudge, beyond):
     assert verdict.yardstick == pytest.approx(1e-5)
     text = "\n".join(summary(make_comparison(*runs)))
     assert ("MORE THAN ROUNDING, from step 1 on, where" in text) == (beyond is not None)
-    assert ("In every step that is within rounding" in text) == (beyond is None)
+    assert ("In every step this is within rounding" in text) == (beyond is None)
     assert f"two strategies is {nudge:.2g}, in step" in text
 
 
@@ -220,7 +220,7 @@ def test_a_row_is_what_the_runs_say_and_markdown_is_a_table_and_words():
     assert text.isascii()
     for words in ("1,325,824 parameters", "2 ranks with 1 thread each", "Failed: hsdp (rank 0: ",
                   "Skipped: deepspeed1 (deepspeed is not installed)",
-                  "The comparison was stopped before all of its runs."):  # fmt: skip
+                  "The comparison was stopped before all runs were done."):  # fmt: skip
         assert words in text
 
 
@@ -232,7 +232,7 @@ def test_the_fastest_stands_first_and_ratios_name_their_baseline():
     assert cells[3] == ["hsdp", "stopped before its first run"]
     assert [row[3] for row in cells[:3]] == ["4.00", "2.00", "1.00"]
     assert {"speed, ddp = 1", "memory, ddp = 1"} <= set(head(found))
-    assert "to those of ddp." in markdown(found)
+    assert "relative to ddp." in markdown(found)
     found.runs.pop()
     assert "speed, dp = 1" in head(found), "the first that was asked for and ran"
     found.runs.append(make_run("single", step_s=0.4))
@@ -248,26 +248,26 @@ CLAIMS = [
      ()),
     ([*repeats("dp", 0.1, 0.11, 0.12), *repeats("ddp", 0.105, 0.115, 0.125),
       *repeats("zero1", 0.12, 0.13, 0.14), *repeats("zero3", 0.2, 0.2, 0.2)],
-     ("Fastest: no difference beyond the spread of repeats between dp, ddp and zero1.",), ()),
+     ("Fastest: the repeats of dp, ddp and zero1 overlap, so no difference is proved.",), ()),
     ([make_run("dp"), make_run("ddp", step_s=0.2)],
      ("Fastest in one run each, which proves no order: dp, 5,120",), ("Fastest: dp",)),
     ([*repeats("dp", 0.1, 0.1, memory=60e6), *repeats("zero3", 0.1, 0.1, memory=40e6)],
      ("Smallest: zero3, 40 MB (40 to 40 in 2 repeats); next is dp with 60, 50.0 % more",), ()),
     ([make_run("dp")], ("Only dp was measured: 5,120 tokens/s (one run).",),
-     ("difference of loss", "experts in the place")),
+     ("difference of loss", "experts instead of")),
     ([make_run("single", step_s=0.15), make_run("dp"), make_run("zero1", step_s=0.2)],
      ("With 2 ranks dp trains 1.50 times as fast as single, which is one rank",), ()),
     ([make_run("single"), make_run("dp", nudge=1.0)],
-     ("Whether that is rounding is not known: single was not run",), ("within rounding",)),
-    (SAME, ("Repeats of one strategy gave the same losses to the last bit.",), ()),
+     ("Whether that is rounding is not known: single ran in one order",), ("within rounding",)),
+    (SAME, ("Repeats of a strategy gave the same losses to the last bit.",), ()),
     ([*SAME, *OTHER], ("Repeats of dp differed in their losses, by 1e-06 at most; those",), ()),
-    ([FAILED], ("No run ended well: nothing was measured.",), ()),
+    ([FAILED], ("No run succeeded: nothing was measured.",), ()),
     # 20 steps each; the dense one is twice as fast, and done when the other has done ten. Means of
     # the last two of 20 steps: 4 - 0.1 * 18.5, 4 - 0.12 * 18.5; after ten 4 - 0.12 * 8.5.
     ([make_run("dp", step_s=0.1, losses=[4.0 - 0.1 * i for i in range(20)]),
       make_run("experts", step_s=0.2, losses=[4.0 - 0.12 * i for i in range(20)])],
-     ("At equal tokens the loss of experts is 1.7800 beside 2.1500, 0.3700 lower (m",
-      "after 10 steps of experts and 20 of dp, it is 2.9800 beside 2.1500, 0.8300 high"),
+     ("At equal tokens the loss of experts is 1.7800 against 2.1500, 0.3700 lower (m",
+      "after 10 steps of experts and 20 of dp, it is 2.9800 against 2.1500, 0.8300 hi"),
      ("difference of loss between two strategies",)),  # they are different models
 ]  # fmt: skip
 
@@ -344,10 +344,10 @@ def no_deepspeed(monkeypatch):
 
 REFUSED = [
     ({"strategies": "dp,zero4"}, r"got strategy=zero4; did you mean zero3\?"),
-    ({"strategies": "horovod"}, r"got strategy=horovod; choose of these"),
+    ({"strategies": "horovod"}, r"got strategy=horovod; choose from these"),
     ({"strategies": "dp,async"}, r"got strategy='async'; use zero1, .*results/parameter_serve"),
     ({"strategies": "parameter-server"}, r"expected a synchronous .*got "),
-    ({"strategies": ","}, r"compare: expected names with commas, got strategies=','; leave"),
+    ({"strategies": ","}, r"compare: expected comma-separated names, got strategies=','; drop"),
     *(
         ({name: 0}, rf"compare: expected {name} >= 1, got {name}=0")
         for name in ("nproc", "epochs", "repeats", "batch_size", "threads")
@@ -441,7 +441,7 @@ def test_lengths_of_runs_and_what_is_said_of_them(text, monkeypatch):
     said = "\n".join(schedule.lines(schedule.runs()))
     for words in ("compare  single, dp", "skipped  tp-zero1: needs 4 ranks, got 2",
                   "3 epochs of 7 steps", "single is one rank",
-                  "6 runs of 21 steps, 2 of them single with other sums; expec"):  # fmt: skip
+                  "6 runs of 21 steps, 2 of them single with sums in another"):  # fmt: skip
         assert words in said
 
 
@@ -546,7 +546,7 @@ def test_two_strategies_on_two_ranks(arguments, tmp_path, capfd):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     said = capfd.readouterr().out
     for words in ("skipped  tp-zero1: needs 4 ranks, got 2", "run 1/4 zero1: ",
-                  "In every step that is within rounding: single with its sums in 2"):  # fmt: skip
+                  "In every step this is within rounding: single with its sums in 2"):  # fmt: skip
         assert words in said
     assert str(tmp_path) not in (out / RESULTS).read_text()
     assert cli.main([*arguments, "--strategies", "zero1"]) == 2, "the folder is taken"

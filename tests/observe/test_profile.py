@@ -115,7 +115,7 @@ def test_stages_are_lanes_and_the_bubble_is_a_number(here, capfd, schedule):
     assert found["bubble"] == pytest.approx(sum(waits) / 2)
     assert found["phases"][1]["name"] == FORWARD
     assert all(phase["ms"] > 0 for phase in found["phases"])
-    assert "Bubble: stages wait for messages of others " in capfd.readouterr().out
+    assert "Bubble: stages wait for messages of other stages " in capfd.readouterr().out
     assert Path("p/timeline.png").stat().st_size > 5000
 
 
