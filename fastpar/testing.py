@@ -1,15 +1,15 @@
-"""What tests and benches share: ranks without a cluster, and the rule that judges numerical error.
+"""Shared by tests and benches: ranks without a cluster, and the rule for numerical errors.
 
-`run_ranks` starts the same function on every rank, as threads of this process (milliseconds, for
-breadth) or as gloo processes on the loopback device (seconds, for reality; comm/ranks.py).
+`run_ranks` runs the same function on every rank, as threads of this process (milliseconds, for
+many cases) or as gloo processes on the loopback device (seconds, for realism; comm/ranks.py).
 `assert_matches_oracle` compares with fp64.
 
 [Note: ranks that are threads]
-They use torch's threaded process group. It needs torch's thread isolation mode: without it
-the groups of all threads share one registry. Torch's default random generator is shared by
-threads too: a function that draws numbers needs its own torch.Generator. A new thread computes with
-as many cores as whichever thread said last (fastpar.patch says 1 for a while), and bits of products
-depend on it, so each rank is given the caller's number.
+They use torch's threaded process group. It needs torch's thread isolation mode: without it the
+groups of all threads share one registry. Threads also share torch's default random generator: a
+function that draws numbers needs its own torch.Generator. A new thread uses the number of cores
+that any thread set last (fastpar.patch sets 1 for a while), and bits of products depend on it, so
+each rank sets the caller's number.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ def run_ranks(
     init: bool = True,
     return_exceptions: bool = False,
 ) -> list[Any]:
-    """Call fn(*args) on world_size ranks of a fresh process group and return the results by rank.
+    """Calls fn(*args) on world_size ranks of a fresh process group; returns the results by rank.
 
     Args:
         fn: called once per rank; with "gloo" it must be picklable (a function at the top of a
             module) and so must args and results (tensors travel by value).
         backend: "threads" (one process, torch's threaded group, no send/recv) | "gloo" (one
             process per rank).
-        timeout_s: for the whole call; also the process group's own timeout.
-        init: False leaves torch.distributed alone; torchrun's environment is set all the same
+        timeout_s: for the whole call; also the process group's timeout.
+        init: False does not initialize torch.distributed; torchrun's environment is set anyway
             ("gloo" only).
         return_exceptions: put a failed rank's exception into the list instead of raising it.
     Raises:
         ValueError: unknown backend, world_size below 1.
-        RuntimeError: a process died without a word.
-        TimeoutError: ranks that did not answer in time, named; processes are killed.
-        Otherwise what the rank raised that failed first, not for the loss of another one; its rank
-        and traceback are the cause.
+        RuntimeError: a process died without an exception.
+        TimeoutError: names the ranks that did not return in time; processes are killed.
+        Otherwise the exception of the rank that failed first, other than by another's failure; the
+        rank and traceback are the cause.
     """
     if world_size < 1:
         raise ValueError(
@@ -72,7 +72,7 @@ def run_ranks(
             answers, failures = ranks.outcomes(
                 _in_group, fn, args, timeout_s if init else None, timeout_s=timeout_s
             )
-    # A rank that raised nothing died, else it gave no answer in time.
+    # A rank without an exception died, or did not return in time.
     late_text = "a collective was skipped somewhere, or timeout_s is too short"
     errors: dict[int, BaseException] = {
         one.rank: one.error or (TimeoutError(f"{one}; {late_text}") if one.code is None else one)
@@ -85,10 +85,10 @@ def run_ranks(
 
 
 def _in_group(rank: Rank, fn: Callable[..., Any], args: tuple, timeout_s: float | None) -> Any:
-    """fn(*args) in a process; timeout_s: of its process group, None for no group."""
+    """Runs fn(*args) in a process; timeout_s: of its process group, None: no group."""
     if timeout_s is not None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-        dist.barrier()  # one that fails at once would break connections that peers still make
+        dist.barrier()  # a rank that fails at once would break connections still being made
     return fn(*args)
 
 
@@ -108,12 +108,12 @@ def _in_threads(
     n_threads = torch.get_num_threads()
 
     def wake(error: BaseException) -> None:
-        """Ends the ranks that wait for one that failed, or for each other."""
-        with threaded.ProcessLocalGroup._coll_lock:  # else one that begins to wait ends the walk
+        """Ends the ranks that wait for a failed one, or for each other."""
+        with threaded.ProcessLocalGroup._coll_lock:  # else a new waiter ends the iteration
             threaded.ProcessLocalGroup.exception_handle(error)
 
     def worker(rank: int) -> None:
-        torch.get_num_threads()  # the first call takes the process's number, set by anybody
+        torch.get_num_threads()  # the first call reads the process's number, set by any thread
         torch.set_num_threads(n_threads)  # see [Note: ranks that are threads]
         try:
             timeout = timedelta(seconds=timeout_s)
@@ -138,12 +138,12 @@ def _in_threads(
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
-            told = list(heard)  # those woken below have nothing to tell
-            silent = set(range(world_size)) - answers.keys() - {one.rank for one in told}
+            failed = list(heard)  # before the ranks woken below add their errors
+            silent = set(range(world_size)) - answers.keys() - {one.rank for one in failed}
             wake(TimeoutError())
             for thread in threads:
                 thread.join(GRACE_S)
-            return answers, told + late(sorted(silent), timeout_s, follow=bool(told))
+            return answers, failed + late(sorted(silent), timeout_s, follow=bool(failed))
         return answers, heard
     finally:
         threaded.ProcessLocalGroup.reset()
@@ -160,15 +160,15 @@ def assert_matches_oracle(
     grad: bool = True,
     factor: float = 2.0,
 ) -> dict[str, tuple[float, float]]:
-    """Judge fn by Errors.bound, for every result that measure_errors (see its arguments) compares.
+    """Checks fn against Errors.bound, for every result that measure_errors compares.
 
     Args:
-        factor: instead of Errors.bound's 2.
+        factor: replaces the 2 of Errors.bound.
     Returns:
         name -> (error, bound), for printing.
     Raises:
-        AssertionError: naming the result, its error and its bound; also on a wrong shape, dtype or
-            non-finite value where the oracle is finite.
+        AssertionError: names the result, its error and its bound; also for a wrong shape or dtype,
+            or a non-finite value where the oracle is finite.
     """
     report = {}
     measured = measure_errors(fn, ref, inputs, eager=eager, grad=grad)
@@ -181,14 +181,13 @@ def assert_matches_oracle(
 
 @contextlib.contextmanager
 def gpu_arithmetic() -> Iterator[None]:
-    """Makes Triton's interpreter round as a GPU does, where it does not by itself.
+    """Makes Triton's interpreter round as a GPU does.
 
-    fp32 -> bf16 or 8 bits is rounded to nearest (the interpreter cuts bits off; of 8 it loses NaN).
-    Matrix products of bf16 are
-    products of its values (the interpreter multiplies their bits as integers). Matrix products of
-    fp32 are summed in fp64 and rounded once, so that an element has the same bits in tiles of any
-    shape, which a GPU's order of sums gives, too (BLAS chooses an order by the shape); kernels that
-    compute scores twice rely on it.
+    fp32 -> bf16 or 8 bits rounds to nearest (the interpreter truncates; for 8 bits it loses NaN).
+    Matrix products of bf16 multiply values (the interpreter multiplies their bits as integers).
+    Matrix products of fp32 are summed in fp64 and rounded once, so that an element has the same
+    bits in tiles of any shape, as on a GPU (BLAS chooses an order of sums by the shape); kernels
+    that compute scores twice rely on it.
     """
     from triton.runtime import interpreter
 

@@ -1,21 +1,21 @@
-"""What the swapped modules of a foreign GPT-2 compute, by kernels; patch.py puts them in place.
+"""The fused computations of swapped modules; patch.py puts them in place.
 
 [Note: split parts] parallelize() may split the parts, see tp_layers.py: a rank then has some of the
-heads, and draws their part of the masks. A call with dropout in attention that would fall back is
-refused: torch would draw the same mask on every rank, for other heads. Or it gives a rank some of
-the tokens (SharedRows): then no call falls back, as the module's own forward knows of no others.
+heads, and draws their masks. A fallback call with dropout in attention is refused, because torch
+would draw the same mask on every rank, for different heads. With SharedRows a rank has some of the
+tokens: then no call may fall back, because the module's own forward would not see the others.
 
 [Note: parts that are not called] A swapped module uses the weights of its plain parts directly. A
-part with hooks, a wrapped forward or another class than it had is called instead, and what would
-have been fused with it is not (test_hooks_run_in_a_patched_model). Hooks that only gather weights
-do not count, see fastpar.nn.modules.with_weights.
+part with hooks, a wrapped forward or a changed class is called instead, and is not fused
+(test_hooks_run_in_a_patched_model). Hooks that only gather weights do not count, see
+fastpar.nn.modules.with_weights.
 
 [Note: the loss without logits] fused_loss=True, for models of nanoGPT's shape:
 forward(idx, targets=None) -> (logits, loss). Without targets such a model computes logits for the
-last token only. So a patched one runs its own forward without targets, takes what its last
-LayerNorm returns, and computes the loss of all tokens from that and lm_head's weight. A copy has to
-prove that this is the loss which its forward with targets returns: values and gradients, for one
-token up to as many as it has positions, with targets of -1, with small and large logits.
+last token only. So a patched model runs its own forward without targets, takes the output of its
+last LayerNorm, and computes the loss of all tokens from that and lm_head's weight. A copy must
+prove that its forward with targets returns this loss: values and gradients, for one token up to the
+number of positions, with targets of -1, with small and large logits.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from fastpar.nn.tp_layers import (
     tp_of,
 )
 
-# Set by Model for the attention of its blocks: "causal" (whatever mask comes with it is the causal
-# one) or "attentions" (the caller wants the probabilities).
+# Set by Model for the attention of its blocks: "causal" (the accompanying mask, if any, is the
+# causal one) or "attentions" (the caller wants the probabilities).
 MASK_HINT = "fastpar_mask"
 
 
 def probs_rate(attn: nn.Module, name: str | None) -> float:
-    """Rate of the probabilities' dropout, read from an nn.Dropout or a number; None is 0."""
+    """Rate of the probabilities' dropout, read from an nn.Dropout or a number; 0 for None."""
     if name is None or not attn.training:
         return 0.0
     source: Any = getattr(attn, name)
@@ -68,23 +68,23 @@ def probs_rate(attn: nn.Module, name: str | None) -> float:
 
 
 def drop(module: nn.Module, name: str | None, y: Tensor) -> Tensor:
-    """y after the module's dropout of this name, if there is one."""
+    """y after the module's dropout of this name, if any."""
     return y if name is None else getattr(module, name)(y)
 
 
 def resid_rate(attn: nn.Module, name: str | None) -> float:
-    """Rate of the output's dropout, an nn.Dropout that may be in another mode than attn."""
+    """Rate of the output's dropout, an nn.Dropout whose mode may differ from attn's."""
     dropout: Any = None if name is None else getattr(attn, name)
     return dropout.p if dropout is not None and dropout.training else 0.0
 
 
 def rate_fits(p: float) -> bool:
-    """Whether the kernels' masks have this rate; see kernels.quantize_p."""
+    """Whether the kernels' masks support this rate; see kernels.quantize_p."""
     return p == 0.0 or 1.0 / 512 < p < 1.0
 
 
 def head_dim_fits(x: Tensor, D: int) -> bool:
-    """Whether there is a kernel of attention for heads of D elements and a tensor like x."""
+    """Whether an attention kernel supports heads of D elements for a tensor like x."""
     least, most, step = TRITON_HEAD_DIM
     if D % step == 0 and least <= D <= most:
         return True
@@ -98,7 +98,7 @@ def _is_one_of(part: nn.Module, *kinds: type) -> bool:
 def is_observed(attn: nn.Module) -> bool:
     """Whether attn has hooks, apart from transformers' recorder of probabilities.
 
-    That stays in place after the first call with output_hidden_states. When it does record, attn
+    The recorder stays after the first call with output_hidden_states. When it does record, attn
     has a mask or MASK_HINT that makes it fall back.
     """
     if attn._forward_pre_hooks or attn._backward_hooks or attn._backward_pre_hooks:
@@ -108,7 +108,7 @@ def is_observed(attn: nn.Module) -> bool:
 
 
 class Norm(Swapped):
-    """A LayerNorm of someone's own: weight, bias and a fixed eps."""
+    """A custom LayerNorm: weight, bias and a fixed eps."""
 
     does = "LayerNorm in one pass"
 
@@ -118,7 +118,7 @@ class Norm(Swapped):
 
 
 def _norm_weights(norm: nn.Module) -> tuple[Any, Any, float] | None:
-    """weight, bias and eps of a norm that residual_layer_norm can stand in for."""
+    """weight, bias and eps of a norm that residual_layer_norm can replace."""
     if has_hooks(norm) or "forward" in vars(norm):
         return None
     if isinstance(norm, Norm):
@@ -132,11 +132,11 @@ class MLP(Swapped):
     """c_fc, GELU and c_proj; the GELU adds c_fc's bias."""
 
     does = "bias + GELU in one pass"
-    falls_back = ("hooks on the activation, or another one in its place",)
+    falls_back = ("hooks on the activation, or a replaced activation",)
 
     def refusal(self, given: dict[str, Any]) -> str | None:
         kind = self.option("kind")
-        # patch() has swapped an nn.GELU as well.
+        # patch() also swaps an nn.GELU.
         kinds = (kind, GELU) if kind is nn.GELU else (kind,)
         if not _is_one_of(getattr(self, self.option("activation")), *kinds):
             return self.falls_back[0]
@@ -148,12 +148,12 @@ class MLP(Swapped):
 
 
 class Attention(Swapped):
-    """Self-attention of nanoGPT's shape, read in place from c_attn's output."""
+    """Self-attention of nanoGPT's shape, reading c_attn's output in place."""
 
     does = "attention on the packed projection"
     falls_back: tuple[str, ...] = (
-        "arguments besides x; more tokens, other settings or buffers than when it was patched",
-        "a dropout rate of 1, or of 1/512 and less; heads of a size that no kernel takes",
+        "arguments besides x; more tokens, changed settings or buffers since it was patched",
+        "a dropout rate of 1, or of 1/512 and less; a head size without a kernel",
     )
     added_arguments = (MASK_HINT,)
 
@@ -170,26 +170,26 @@ class Attention(Swapped):
         part = None if name is None else getattr(self, name)
         if isinstance(part, nn.Module):
             if part.training != self.training:
-                return f"{name} is in another mode"
+                return f"{name} has a different training mode"
             if not _is_one_of(part, nn.Dropout):
-                return f"hooks on {name}, or another one in its place"
+                return f"hooks on {name}, or a replaced {name}"
         if not head_dim_fits(x, self.option("head_dim")):
-            return f"heads of {self.option('head_dim')} elements, which no kernel takes"
+            return f"heads of {self.option('head_dim')} elements, for which there is no kernel"
         return self.changed(x)
 
     def fall_back(self, reason: str) -> None:
         cp = cp_of(self)
         if cp is not None:
             raise ValueError(
-                f"{type(self).__name__}: expected a call that needs no fallback with cp={cp.size}, "
-                f"whose other tokens only fastpar's attention sees, got {reason}; see "
+                f"{type(self).__name__}: expected a call without fallback with cp={cp.size}, "
+                f"because only fastpar's attention sees the other ranks' tokens, got {reason}; see "
                 "fastpar.patch's report, or leave cp out of Mesh"
             )
         if tp_of(self.c_attn) is not None and probs_rate(self, self.option("probs")) > 0.0:
             raise ValueError(
-                f"{type(self).__name__}: expected a call that needs no fallback while dropout "
-                f"is on in split attention, got {reason}; see fastpar.patch's report, or set "
-                "attention's dropout to 0"
+                f"{type(self).__name__}: expected a call without fallback while split attention "
+                f"has dropout, got {reason}; see fastpar.patch's report, or set attention's "
+                "dropout to 0"
             )
         super().fall_back(reason)
 
@@ -198,7 +198,7 @@ class Attention(Swapped):
         return self.fused_output(drop(self, self.option("resid"), project(self.c_proj, y)), present)
 
     def fused_heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
-        """[B, T, C] -> the heads' outputs, [B, T, C], for c_proj; and what fused_output() wants."""
+        """[B, T, C] -> the heads' outputs, [B, T, C], for c_proj; and the input of fused_output."""
         qkv = project(self.c_attn, x).unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, D]
         return self.fused_attention(qkv), None
 
@@ -215,10 +215,10 @@ class Attention(Swapped):
 
 
 class Block(Swapped):
-    """x + attn(ln_1(x)), then x + mlp(ln_2(x)); ln_2 in one pass with what comes before it."""
+    """x + attn(ln_1(x)), then x + mlp(ln_2(x)); ln_2 is fused with the residual add before it."""
 
     does = "c_proj's bias + dropout + residual add + LayerNorm in one pass"
-    falls_back = ("hooks on attn, its resid_dropout or ln_2, or others in their places",)
+    falls_back = ("hooks on attn, its resid_dropout or ln_2, or replacements of them",)
 
     def refusal(self, given: dict[str, Any]) -> str | None:
         x: Any = given.get(self.argument_names[0])
@@ -237,7 +237,7 @@ class Block(Swapped):
         if given.get("encoder_hidden_states") is not None:
             return "encoder_hidden_states"
         if attn.refusal(self._for_attention(given)) is not None:
-            return SILENT  # attn will say so
+            return SILENT  # attn reports it
         # Under autocast torch's LayerNorm returns fp32 where the residual stream has 16 bits.
         weight = getattr(attn.c_proj, "weight", None)
         if weight is None:  # an adapter around a layer
@@ -271,7 +271,7 @@ class Block(Swapped):
         return plain and rate_fits(resid_rate(attn, name))
 
 
-# Arguments of GPT-2's blocks and attention that do not change what they compute, or are looked at.
+# Arguments of GPT-2's blocks and attention that do not change the result, or are checked.
 HARMLESS = {
     "cache_position", "encoder_attention_mask", "encoder_hidden_states", "num_items_in_batch",
     "output_hidden_states", "position_ids", "return_dict", "use_cache", "attention_mask",
@@ -280,7 +280,7 @@ HARMLESS = {
 
 
 def implementation_of(attn: Any) -> str:
-    """What computes transformers' attention: up to 4.47 the class says it, then the config."""
+    """What computes transformers' attention: the class says it up to 4.47, then the config."""
     kind = type(attn)
     if kind.__name__ == "GPT2SdpaAttention":
         return "sdpa"
@@ -292,8 +292,8 @@ def implementation_of(attn: Any) -> str:
 def scale_of(attn: Any) -> float:
     """The factor of a GPT2Attention's scores.
 
-    Up to 5.0 transformers' sdpa takes no notice of the two settings, and its cached decoding
-    neither; whoever trained with it has such a model.
+    Up to transformers 5.0, sdpa and cached decoding ignore the two settings, and so do models that
+    were trained with them.
     """
     if "scaling" in vars(attn):
         return attn.scaling
@@ -305,7 +305,7 @@ def scale_of(attn: Any) -> float:
 
 
 def cache_in(given: dict[str, Any]) -> Any:
-    """The key/value cache among arguments: each version of transformers has its own name for it."""
+    """The key/value cache among the arguments, whose name depends on transformers' version."""
     return next((v for v in given.values() if hasattr(v, "get_seq_length")), None)
 
 
@@ -313,12 +313,12 @@ class GPT2Attention(Attention):
     """transformers' GPT2Attention with sdpa or eager attention."""
 
     falls_back = (
-        "an attention_mask (padding); leave it out when no token is padding",
-        "a key/value cache that holds tokens already (generation after the first step)",
+        "an attention_mask (padding); omit it if no token is padding",
+        "a key/value cache that already holds tokens (generation after the first step)",
         "output_attentions=True, head_mask, encoder_hidden_states, reorder_and_upcast_attn",
         "an attn_implementation other than sdpa and eager, or a function registered for sdpa",
         "eager attention called alone without a mask, which is not causal",
-        "a dropout rate of 1, or of 1/512 and less; heads of a size that no kernel takes",
+        "a dropout rate of 1, or of 1/512 and less; a head size without a kernel",
     )
 
     def refusal(self, given: dict[str, Any]) -> str | None:
@@ -350,7 +350,7 @@ class GPT2Attention(Attention):
                 continue
             if value is not None and value is not False:
                 return f"the argument {name}"
-        # Older versions have the causal mask in a buffer; newer ones leave it to the caller.
+        # Older versions have the causal mask in a buffer; newer ones require it from the caller.
         masked = "bias" in self._buffers or given.get("attention_mask") is not None
         if implementation == "eager" and not masked:
             return "eager attention without a mask, which is not causal"
@@ -379,7 +379,7 @@ class GPT2Attention(Attention):
 
 
 def head_fits(head: Any) -> bool:
-    """Whether head_loss() takes this head: nothing but a product, with a weight that it can use."""
+    """Whether head_loss() supports this head: a plain product with a usable weight."""
     if isinstance(head, VocabParallelLinear) and tp_of(head) is not None:
         return head.bias is None and not has_hooks(head)
     plain = type(head) is nn.Linear and is_plain(head) and head.bias is None
@@ -400,9 +400,9 @@ def head_loss(head: Any, x: Tensor, labels: Tensor, **options: Any) -> Tensor:
 
 
 class Model(Swapped):
-    """transformers' GPT2Model: tells attention when the mask it gets is the causal one."""
+    """transformers' GPT2Model: tells attention if its mask is the causal one."""
 
-    does = "knows a causal mask without looking at it"
+    does = "recognises a causal mask without reading it"
 
     def refusal(self, given: dict[str, Any]) -> str | None:
         return None if self.changed() is None else SILENT
@@ -412,7 +412,7 @@ class Model(Swapped):
         if given.get("output_attentions", default):
             given[MASK_HINT] = "attentions"
         elif cp_of(self) is not None:
-            # A mask of this rank's tokens would be made, and not looked at; this one is made.
+            # transformers would make a mask of this rank's tokens that nobody reads; pass a dummy.
             given[MASK_HINT] = "causal"
             given["attention_mask"] = given["position_ids"].new_zeros(1, 1, 1, 1)
         elif given.get("attention_mask") is None and given.get("position_ids") is None:
@@ -425,13 +425,13 @@ class LMHead(Swapped):
     """transformers' GPT2LMHeadModel: in training, the loss of labels without logits."""
 
     does = "loss without logits in training (fused_loss=True): the output's logits are None"
-    falls_back = ("logits_to_keep, another loss_function, fp64, hooks on or another lm_head",)
+    falls_back = ("logits_to_keep, another loss_function, fp64, hooks on or a replaced lm_head",)
 
     def refusal(self, given: dict[str, Any]) -> str | None:
         if not self.training or given.get("labels") is None or swap_of(self) is None:
             return SILENT
         keep = [given.get(name, 0) for name in ("logits_to_keep", "num_logits_to_keep")]
-        # Versions without it in their forward take no notice of it.
+        # Versions without it in their forward ignore it.
         own = not self.option("asks") or self.loss_function is self.option("loss")
         whole = not any(isinstance(k, Tensor) or k for k in keep)
         fits = whole and own and head_fits(self.lm_head) and self.changed() is None
@@ -467,7 +467,7 @@ class Loss(Swapped):
     """A model of nanoGPT's shape: in training, the loss of targets without logits."""
 
     does = "loss without logits in training (fused_loss=True): the logits are None"
-    falls_back = ("torch.compile, fp64, hooks on or another lm_head, settings changed since",)
+    falls_back = ("torch.compile, fp64, hooks on or a replaced lm_head, changed settings",)
 
     def refusal(self, given: dict[str, Any]) -> str | None:
         idx, targets = (given.get(name) for name in self.argument_names)
@@ -492,7 +492,7 @@ class Loss(Swapped):
 
 
 def _last(model: Any, norm: str, forward: Any) -> Tensor:
-    """What the model's last LayerNorm returns in a call of forward."""
+    """The output of the model's last LayerNorm in a call of forward."""
     found: list[Tensor] = []
     hook = model.get_submodule(norm).register_forward_hook(lambda m, args, y: found.append(y))
     try:
@@ -505,7 +505,7 @@ def _last(model: Any, norm: str, forward: Any) -> Tensor:
 
 
 class _Rows(nn.Module):
-    """An embedding of few rows in the place of one of any size."""
+    """An embedding with few rows that replaces one of any size."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -527,7 +527,7 @@ def loss_shape(model: nn.Module) -> str | None:
 
 
 def prove_loss(model: nn.Module, norm: str) -> None:
-    """Checks that the model computes the loss this room knows: [Note: the loss without logits].
+    """Checks that the model computes the expected loss: [Note: the loss without logits].
 
     Raises:
         UnprovenError: it returns something else, draws random numbers or changes itself.
@@ -535,11 +535,11 @@ def prove_loss(model: nn.Module, norm: str) -> None:
     head: Any = model.lm_head
     replaced = replaced_in(model)
     if replaced is not None:
-        raise proof.UnprovenError(f"has another {replaced} of someone else's")
+        raise proof.UnprovenError(f"has a replaced {replaced}")
     if type(head) is not nn.Linear or head.bias is not None:
         raise proof.UnprovenError("has an lm_head that is not an nn.Linear without bias")
     width, positions = head.in_features, proof.LONGEST
-    # Not initialized: that would draw numbers of the run; twin_of draws its weights.
+    # Not initialized, because that would draw from the run's generator; twin_of draws the weights.
     rows_of_head = nn.utils.skip_init(nn.Linear, width, ROWS, bias=False)
     instead: dict[nn.Module, nn.Module] = {head: rows_of_head}
     blocks = model.get_submodule(norm.replace("ln_f", "h"))
@@ -581,7 +581,7 @@ def _compare(twin: Any, norm: str, B: int, T: int) -> None:
         raise proof.UnprovenError("returns something else than (logits, loss)")
     width = twin.lm_head.in_features
     if x.shape != (B, T, width) or [shape.numel() for shape in rows] != [B * width]:
-        raise proof.UnprovenError("computes logits of all tokens when it is given no targets")
+        raise proof.UnprovenError("computes logits of all tokens when called without targets")
     loss = F.cross_entropy(twin.lm_head(x).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     weights = list(twin.parameters())
     grads = [torch.autograd.grad(y, weights, allow_unused=True) for y in (own[1], loss)]

@@ -20,7 +20,7 @@ from fastpar.nn import modules
 
 @dataclass
 class PatchReport:
-    """What patch did; print it. `fallbacks` goes on counting while the model runs."""
+    """What patch did; print it. `fallbacks` keeps counting while the model runs."""
 
     model: str
     # class -> names of the modules; what makes the class faster; when its calls fall back
@@ -36,27 +36,27 @@ class PatchReport:
         n = sum(map(len, self.replaced.values()))
         lines = [f"fastpar.patch({self.model}): {n} modules replaced"]
         if self.already:
-            lines[0] += f", {self.already} were before"
+            lines[0] += f", {self.already} were replaced before"
         for kind, names in self.replaced.items():
             lines.append(f"  {len(names):>4} {kind}: {self.does[kind]}")
         if self.replaced and not (self.falls_back or self.already):
             lines.append("attention, MLPs and blocks are replaced in models of GPT-2's shape only")
         if self.left:
-            lines.append("left as they are:")
+            lines.append("left unchanged:")
         for (kind, why), names in self.left.items():
             shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
             lines.append(f"  {len(names):>4} {kind} ({shown}): {why}")
         if self.falls_back:
-            lines.append("back to the module's own forward for a call, with one warning, for:")
+            lines.append("a call uses the module's own forward, with one warning, for:")
         for kind, reasons in self.falls_back.items():
             lines += [f"       {kind}: {reason}" for reason in reasons]
         if self.replaced or self.already:
-            lines.append("calls that fell back so far:" + ("" if self.fallbacks else " none"))
+            lines.append("fallback calls so far:" + ("" if self.fallbacks else " none"))
         lines += [f"  {count:>4} {reason}" for reason, count in self.fallbacks.items()]
         if self.replaced:
             lines.append(
-                "dropout in attention and before LayerNorm: torch.manual_seed rules its masks, "
-                "which are not torch's"
+                "dropout in attention and before LayerNorm: masks follow torch.manual_seed, but "
+                "differ from torch's"
             )
         return "\n".join(lines)
 
@@ -64,28 +64,27 @@ class PatchReport:
 def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
     """Swaps the layers of a GPT-2-class model for fastpar's, in place.
 
-    Parameters, state_dict, hooks and class names stay as they are; the model can be trained,
-    copied, pickled, saved and compiled as before. Dropout of attention's probabilities and before
-    ln_2 has other masks than torch's from the same seed, in units of 1/256; torch.manual_seed and
-    activation checkpointing rule them as they do torch's. On a GPU that nobody has measured, the
-    first call has all kernels of the model proven at once (fastpar/doctor). Not available in a
-    patched model: second derivatives, torch.func.vmap and forward-mode gradients: unpatch it for
-    these.
+    Parameters, state_dict, hooks and class names are unchanged; the model can be trained, copied,
+    pickled, saved and compiled as before. Dropout of attention's probabilities and before ln_2 has
+    different masks than torch's for the same seed, and rates in units of 1/256; torch.manual_seed
+    and activation checkpointing control them as they do torch's. On a GPU that nobody has measured,
+    the first call proves all kernels of the model at once (fastpar/doctor). A patched model does
+    not support second derivatives, torch.func.vmap and forward-mode gradients: unpatch it first.
 
     Args:
         model: transformers' GPT2Model or GPT2LMHeadModel (4.45 or later; residual add and LayerNorm
-            are fused where a block returns a tensor, as in 5), a model of nanoGPT's shape, or any
-            module, of which the parts that are exactly torch's LayerNorm, RMSNorm, GELU or
+            are fused if a block returns a tensor, as in 5), a model of nanoGPT's shape, or any
+            module; in any module, parts that are exactly torch's LayerNorm, RMSNorm, GELU or
             Embedding are swapped.
-        fused_loss: in training, a GPT2LMHeadModel that is given labels, or a model with nanoGPT's
-            forward(idx, targets=None) that is given targets, computes its loss without logits:
-            the logits returned are None then.
+        fused_loss: in training, compute the loss without logits, which are returned as None. For a
+            GPT2LMHeadModel called with labels, or a model with nanoGPT's
+            forward(idx, targets=None) called with targets.
     Returns:
-        What was replaced, what was left and why, what falls back for a call, and a running count of
-        the calls that did; print it.
+        What was replaced, what was left and why, which calls fall back, and a running count of
+        them; print it.
     Raises:
-        ValueError: model is not a module, or split along tp; fused_loss with neither of the two,
-            or with one whose loss is another.
+        ValueError: model is not a module, or is split along tp; fused_loss with any other model,
+            or with a model that computes another loss.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -103,7 +102,7 @@ def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
     split = next((name for name, m in model.named_modules() if getattr(m, "tp", None)), None)
     if split is not None:
         raise ValueError(
-            f"patch: expected a model before parallelize(), got '{split}' split over ranks of tp; "
+            f"patch: expected a model before parallelize(), got '{split}' split over tp ranks; "
             "call fastpar.patch(model) first"
         )
     losses = plan_losses(model) if fused_loss else {}
@@ -115,14 +114,14 @@ def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
 
     looks = Looks(model)
     left: list[tuple[str, nn.Module, str]] = []
-    # Parts come before what holds them, which asks what became of its parts.
+    # Parts come before the modules that contain them, whose plans depend on their parts' plans.
     for name, module in reversed(list(model.named_modules())):
         if swap_of(module) is not None:
             continue
         found = losses.get(module) or plan(name, module, fused_loss, looks)
         if isinstance(found, str):
             if type(module).__name__.startswith("FSDP"):
-                found = "fully_shard has changed its class: call patch before it"
+                found = "fully_shard has changed its class: call patch before fully_shard"
             left.append((name, module, found))
         elif found is not None:
             _swap(name, module, found, report)
@@ -162,8 +161,8 @@ _CALLS: tuple[tuple[type[nn.Module], str, Callable[[Any], int]], ...] = (
 
 
 def calls_of(model: nn.Module) -> set[tuple[str, int]]:
-    """The ops that a patched model calls, with their last dimensions; without what needs data to be
-    known: a GELU of its own has any size."""
+    """The ops that a patched model calls, with their last dimensions; without ops whose size
+    depends on the data, such as a stand-alone GELU."""
     return {
         (op, size(module))
         for module in model.modules()
@@ -173,10 +172,10 @@ def calls_of(model: nn.Module) -> set[tuple[str, int]]:
 
 
 def unpatch(model: nn.Module) -> int:
-    """Gives every module that patch swapped its own class back; returns how many.
+    """Restores the original class of every module that patch swapped; returns how many.
 
     Raises:
-        ValueError: model is not a module; a swapped module got yet another class since.
+        ValueError: model is not a module; a swapped module was given yet another class since.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -186,8 +185,8 @@ def unpatch(model: nn.Module) -> int:
     for name, module, swap in swapped:
         if swap is not None and type(module) is not swapped_class(swap.mixin, swap.original):
             raise ValueError(
-                f"unpatch: expected the classes that patch set, got {name}={type(module)}; undo "
-                "what was put on top of it (a parametrization, FSDP) first"
+                f"unpatch: expected the classes that patch set, got {name}={type(module)}; first "
+                "undo what changed it (a parametrization, FSDP)"
             )
     return sum(restore(module) for _, module, _ in swapped)
 
@@ -195,7 +194,7 @@ def unpatch(model: nn.Module) -> int:
 def _swap(name: str, module: nn.Module, found: Swap, report: PatchReport) -> None:
     original, mixin = type(module), found.mixin
     kind, kept = original.__name__, report.fallbacks
-    conditions = dataclasses.replace(found.conditions)  # found for modules that are alike
+    conditions = dataclasses.replace(found.conditions)  # found for all equal modules
     own = dataclasses.replace(found, conditions=conditions, original=original, fallbacks=kept)
     swap_in(module, own)
     report.replaced.setdefault(kind, []).append(name or "model")

@@ -1,23 +1,23 @@
-"""What a foreign module computes, found out by running a copy of it beside a formula.
+"""Finds out what a foreign module computes, by comparing a copy of it with a formula.
 
-[Note: seen to compute] Names do not tell whether an attention is causal, has a window or a clamp.
-So a part that looks like GPT-2's is copied and run beside the formula that it should be: outputs
-and gradients, in evaluation and in training, for one token up to as many as the model has
+[Note: seen to compute] Names do not say whether an attention is causal, has a window or a clamp.
+So a part that looks like GPT-2's is copied and compared with the formula that it should compute:
+outputs and gradients, in evaluation and in training, for one token up to the model's number of
 positions, for values of 1 and of 1e11. Equal formulas differ by rounding; a part that rounds to
-fp32 inside stays below the bound of 1e-5 of the largest value, another formula far above. Each
-module is run with its own buffers and settings; equal ones once.
+fp32 inside stays below the bound of 1e-5 of the largest value, a different formula is far above.
+Each module runs with its own buffers and settings; equal modules run once.
 
-[Note: cheap copies] A copy's linear layers are replaced by ones that mix two columns each: as good
-for telling formulas apart, and without the time and memory of large products. A block's attention
-and MLP that were proven already are replaced by functions of one line: what is left to prove is how
-the block puts them together.
+[Note: cheap copies] A copy's linear layers are replaced by ones that mix two columns each: they
+distinguish formulas as well, without the time and memory of large products. A block's attention
+and MLP that were proven already are replaced by one-line functions: what is left to prove is how
+the block combines them.
 
-[Note: places of dropout] In a copy dropout has masks that depend on nothing but the number of
-elements, in F.dropout and inside scaled_dot_product_attention alike, and each rate is another
-number. So the copy and the formula agree only when dropout is in the same places, and the rates
-seen tell which attribute rules which place. Whoever draws other random numbers is left. That is
-seen by the states of the generators, which all threads share; where torch's has changed, the copy
-is run again and its operations are looked at (Draws), since another thread may have drawn.
+[Note: places of dropout] In a copy, dropout has masks that depend only on the number of elements,
+in F.dropout and inside scaled_dot_product_attention alike, and each rate is a different number. So
+the copy and the formula agree only if dropout is in the same places, and the rates seen show which
+attribute sets which rate. A module that draws other random numbers is left unchanged. That shows in
+the states of the generators, which all threads share; if torch's has changed, the copy runs again
+with its operations observed (Draws), because another thread may have drawn.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Formula = Callable[[Any, Tensor], Tensor]
 LARGE = 1e11
 SIZES = ((2, 9, False), (1, 1, False), (3, 17, True), (1, 23, True))  # B, T, with large values
 TOLERANCE = 1e-5
-LONGEST = 1024  # tokens, where the model does not tell how many it takes
-# Scores of all heads that a copy may hold at once, in elements.
+LONGEST = 1024  # tokens, if the model does not say how many it takes
+# Most scores over all heads that a copy may hold at once, in elements.
 SCORES = 64 * 2**20
 TRIES = 4  # another thread may draw random numbers of Python or numpy at the same time
 
 
 class UnprovenError(Exception):
-    """The module is not what it looks like; says why."""
+    """The module is not what it looks like; the message says why."""
 
 
 class _Mixed(nn.Linear):
@@ -63,7 +63,7 @@ class _Mixed(nn.Linear):
         self.factors = (
             torch.randn(3, outputs, generator=generator, dtype=torch.float64, device="cpu") * 0.7
         )
-        # Whoever uses it directly cannot be checked.
+        # A module that uses the weight directly cannot be checked.
         self.weight = nn.Parameter(torch.empty(0, inputs))
         self.register_parameter("bias", None)
 
@@ -73,7 +73,7 @@ class _Mixed(nn.Linear):
 
 
 class StandIn(nn.Module):
-    """Replaces a module in a copy, with another function for each name: [Note: cheap copies]."""
+    """Replaces a module in a copy by a function that depends on its name: [Note: cheap copies]."""
 
     def __init__(self, name: str, width: int):
         super().__init__()
@@ -87,7 +87,7 @@ class StandIn(nn.Module):
 
 
 class Masks(TorchFunctionMode):
-    """Keeps the rates and sizes of what was dropped: [Note: places of dropout]."""
+    """Records the rates and sizes of dropout calls: [Note: places of dropout]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,10 +131,10 @@ class Masks(TorchFunctionMode):
 
 
 class Draws(TorchDispatchMode):
-    """Sees whether this thread may draw from torch's generator: [Note: places of dropout].
+    """Observes whether this thread may draw from torch's generator: [Note: places of dropout].
 
     Attributes:
-        seen: an operation that draws, without a generator of its own, or one that is not torch's.
+        seen: whether an operation drew from it, or an operation was not torch's.
     """
 
     seen = False
@@ -144,7 +144,7 @@ class Draws(TorchDispatchMode):
         schema = func._schema.arguments
         given = {a.name: a.default_value for a in schema if a.has_default_value()}
         given |= dict(zip((a.name for a in schema), args)) | kwargs
-        # Attention without dropout has the tag and draws nothing.
+        # Attention without dropout has the tag but draws nothing.
         draws = given.get("generator") is None and given.get("dropout_p", 1.0) != 0.0
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         self.seen |= (seeded and draws) or func.namespace not in ("aten", "prim", "prims")
@@ -153,8 +153,8 @@ class Draws(TorchDispatchMode):
 
 @contextlib.contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """Where copies run, whatever torch's default device is. They are small: on a machine at work,
-    more threads than one would wait for each other."""
+    """Runs copies on the CPU, whatever torch's default device is, with one thread: they are small,
+    and on a busy machine more threads would wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -173,13 +173,13 @@ def features(layer: Any) -> tuple[int, int]:
 def twin_of(
     module: nn.Module, instead: Mapping[nn.Module, nn.Module] = {}, keep: Iterable[Any] = ()
 ) -> Any:
-    """A copy of a module to run, in fp64 on the CPU, without hooks and with random weights.
+    """A runnable copy of a module, in fp64 on the CPU, without hooks and with random weights.
 
-    Parts are copied as what `instead` says; `keep` is shared.
+    instead: part -> its replacement; keep: objects to share rather than copy.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if any(t.is_meta for t in tensors):
-        raise UnprovenError("on the meta device: load its weights first")
+        raise UnprovenError("is on the meta device: load its weights first")
     linear = [(name, part) for name, part in module.named_modules() if is_linear(part)]
     memo: dict[int, Any] = {id(value): value for value in keep}
     for _, part in linear:
@@ -201,7 +201,7 @@ def twin_of(
 
 
 def without_draws(call: Callable[[], Any]) -> tuple[Any, Masks]:
-    """What a function of no arguments returns, and what it dropped: [Note: places of dropout].
+    """Calls a function; returns its result and its dropouts: [Note: places of dropout].
 
     Raises:
         UnprovenError: it draws other random numbers.
@@ -213,7 +213,7 @@ def without_draws(call: Callable[[], Any]) -> tuple[Any, Masks]:
         after = random_states()
         if after == before or (attempt and not draws.seen and after[1:] == before[1:]):
             return result, masks
-    raise UnprovenError("draws random numbers that are not dropout's")
+    raise UnprovenError("draws random numbers other than dropout's")
 
 
 def run(twin: Any, x: Tensor, of: Formula | None = None) -> tuple[Tensor, Tensor, Masks]:
@@ -222,7 +222,7 @@ def run(twin: Any, x: Tensor, of: Formula | None = None) -> tuple[Tensor, Tensor
     y, masks = without_draws(lambda: (of or type(twin).forward)(twin, x))
     y = y[0] if isinstance(y, tuple) else y
     if not isinstance(y, Tensor) or not y.is_floating_point():
-        raise UnprovenError("computes something else than its parts' names say")
+        raise UnprovenError("computes something else than its parts' names suggest")
     dx = torch.zeros((), dtype=torch.float32, device="cpu")
     if torch.is_grad_enabled():
         generator = torch.Generator().manual_seed(1)
@@ -240,14 +240,14 @@ def differ(got: Tensor, want: Tensor) -> bool:
 
 
 def same(twin: Any, x: Tensor, formula: Formula, own: Formula | None = None) -> None:
-    """Raises UnprovenError where the copy computes something else than the formula."""
+    """Raises UnprovenError if the copy computes something else than the formula."""
     for got, want in zip(run(twin, x, own)[:2], run(twin, x, formula)[:2]):
         if differ(got, want):
-            raise UnprovenError("computes something else than its parts' names say")
+            raise UnprovenError("computes something else than its parts' names suggest")
 
 
 def tokens(B: int, T: int, width: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """[B, T, width], the same in every call."""
+    """Random values [B, T, width], the same in every call."""
     generator = torch.Generator().manual_seed(B * 10_007 + T)
     return (
         torch.randn(B, T, width, dtype=torch.float64, generator=generator, device="cpu").to(dtype)
@@ -256,7 +256,7 @@ def tokens(B: int, T: int, width: int, dtype: torch.dtype = torch.float64) -> Te
 
 
 def set_rates(twin: nn.Module) -> dict[float, str]:
-    """Another rate in each nn.Dropout, except where a kernel of ours draws masks; rate -> name."""
+    """Sets a different rate in each nn.Dropout, except where fastpar draws masks; rate -> name."""
     rates: dict[float, str] = {}
     for holder in twin.modules():
         for name, part in holder.named_children():
@@ -268,10 +268,11 @@ def set_rates(twin: nn.Module) -> dict[float, str]:
 
 
 def places_of_dropout(module: nn.Module, width: int, heads: int) -> dict[str, str | None]:
-    """Which nn.Dropout or number rules the probabilities' rate, and which nn.Dropout the output's.
+    """The names of the nn.Dropout or number for the probabilities' rate, and of the nn.Dropout for
+    the output's.
 
     Raises:
-        UnprovenError: dropout elsewhere, or by a rate that is neither.
+        UnprovenError: dropout elsewhere, or with a rate from anything else.
     """
     twin = twin_of(module).train()
     names = set_rates(twin)
@@ -288,17 +289,17 @@ def places_of_dropout(module: nn.Module, width: int, heads: int) -> dict[str, st
     found = rates()
     resid = names.get(found.get("resid", 0.0))
     if "resid" in found and resid is None:
-        raise UnprovenError("drops out of its output by a rate that is no nn.Dropout's")
+        raise UnprovenError("drops its output at a rate that no nn.Dropout sets")
     probs = names.get(found.get("probs", 0.0))
     if probs is None:
         for name, value in list(vars(twin).items()):
             if type(value) in (int, float) and 0 <= value < 1:
                 setattr(twin, name, 0.29)
-                with contextlib.suppress(Exception):  # no rate
+                with contextlib.suppress(Exception):  # not a rate
                     probs = name if rates().get("probs") == 0.29 else probs
                 setattr(twin, name, value)
         if probs is None and "probs" in found:
-            why = "drops out of its attention by a rate that is none of its attributes"
+            why = "drops attention probabilities at a rate that none of its attributes sets"
             raise UnprovenError(why)
     return {"probs": probs, "resid": resid}
 
@@ -321,17 +322,17 @@ def prove(
     """Compares a module with a formula; see [Note: seen to compute].
 
     Args:
-        own: how the copy is run; its class's forward(x) by default.
+        own: how to run the copy; default: its class's forward(x).
         small: the size of small values.
-        positions: the most tokens that the model takes, if it tells.
-        long: whether to look at so many.
-        brief: only a few tokens with small values, of what is known by its code.
+        positions: the most tokens that the model takes, if known.
+        long: whether to compare that many.
+        brief: compare a few tokens with small values only, for modules known by their code.
         heads: of attention inside, whose scores take memory.
-        rate: the attribute or nn.Dropout that rules the probabilities' dropout.
-        stand_ins: parts that were proven already, see [Note: cheap copies].
+        rate: the attribute or nn.Dropout that sets the probabilities' dropout.
+        stand_ins: parts that are proven already, see [Note: cheap copies].
         keep: objects that the copy shares.
     Returns:
-        The most tokens that were looked at, None when that was not asked for.
+        The most tokens that were compared; None without `long`.
     Raises:
         UnprovenError: it computes something else, draws random numbers or changes itself.
     """
@@ -366,7 +367,7 @@ def prove(
                         same(twin, x, formula, own)
             except UnprovenError:
                 raise
-            except Exception as error:  # longer than its mask
+            except Exception as error:  # too long for its mask
                 last: Exception = error
                 continue
             reached = longest
@@ -395,7 +396,7 @@ def _clear_rates(twin: nn.Module) -> None:
 
 
 def attributes(twin: nn.Module) -> list[Any]:
-    """What of a copy's modules is not a tensor, a module or a rate."""
+    """Attributes of a copy's modules that are not tensors, modules or rates."""
     kinds = (bool, int, float, str, type(None), tuple)
     return [
         (name, key, value)
@@ -406,7 +407,7 @@ def attributes(twin: nn.Module) -> list[Any]:
 
 
 def random_states() -> tuple[Any, ...]:
-    """The states of the generators of torch, Python and numpy, to be compared."""
+    """The states of the generators of torch, Python and numpy, for comparison."""
     numpy: Any = sys.modules.get("numpy")
     legacy = () if numpy is None else numpy.random.get_state(legacy=True)
     parts = (legacy[1].tobytes(), legacy[2]) if legacy else ()
@@ -414,7 +415,7 @@ def random_states() -> tuple[Any, ...]:
 
 
 def words_of(error: Exception) -> str:
-    """Why a module was left."""
+    """Why a module is left unchanged."""
     if isinstance(error, UnprovenError):
         return str(error)
     words = str(error).splitlines()
@@ -424,18 +425,18 @@ def words_of(error: Exception) -> str:
 def conditions_of(
     module: nn.Module, options: dict[str, Any], used: tuple[str, ...], tokens: int | None
 ) -> Conditions:
-    """With what the module was run: with its own settings, and parts besides those that are used.
+    """The conditions of the proof: the module's settings, and its parts other than `used`.
 
     Raises:
-        UnprovenError: a part that may do anything.
+        UnprovenError: a part whose effect is unknown.
     """
     parts = {name: type(part) for name, part in module.named_children() if name not in used}
     for name, kind in parts.items():
         if kind not in (nn.Dropout, nn.Identity):
-            raise UnprovenError(f"a part of unknown use: {name}")
+            raise UnprovenError(f"has a part of unknown use: {name}")
     settings = settings_of(module)
     for looked_at in ("n_head", options.get("probs")):
-        settings.pop(str(looked_at), None)  # looked at in every call, not only compared
+        settings.pop(str(looked_at), None)  # read in every call, not just compared
     holders = {
         name: vars(value)
         for name, value in vars(module).items()

@@ -1,11 +1,11 @@
-"""Which module of a foreign model gets which fused class, and why others are left.
+"""Decides which module of a foreign model gets which fused class, and why others are left.
 
-transformers' GPT-2 is known by its classes, as long as nobody put another function in the place of
-one of theirs: a forward, a function that a forward calls, an entry of the registry of attention
-functions. A function is a library's own when its code, and that of every wrapper around it, stands
-in one of the library's files. A model of nanoGPT's shape is found by the names and kinds of its
-parts, which have to prove what they compute, see proof.py. In any other model nn.LayerNorm,
-nn.RMSNorm, nn.GELU and nn.Embedding are taken where they are exactly that.
+transformers' GPT-2 is recognised by its classes, unless someone replaced one of their functions: a
+forward, a function that a forward calls, or an entry of the registry of attention functions. A
+function is the library's own if its code, and that of every wrapper around it, is in one of the
+library's files. A model of nanoGPT's shape is recognised by the names and types of its parts, which
+must then prove what they compute, see proof.py. In any other model nn.LayerNorm, nn.RMSNorm,
+nn.GELU and nn.Embedding are swapped if they are exactly these classes.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from fastpar.nn.modules import embedding_options, is_linear
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"
 TORCH = os.path.dirname(torch.__file__)
-# torch's classes: ours in their place, and what these do better.
+# torch's classes: fastpar's replacement, and what it improves.
 TORCH_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.LayerNorm: (modules.LayerNorm, "LayerNorm in one pass"),
     nn.RMSNorm: (modules.RMSNorm, "RMSNorm in one pass"),
     nn.GELU: (modules.GELU, "GELU in one pass"),
     nn.Embedding: (modules.Embedding, "deterministic backward without atomics"),
 }
-OURS = ("fastpar.nn", "fastpar.models.", "fastpar.axes.")  # our own modules
+OURS = ("fastpar.nn", "fastpar.models.", "fastpar.axes.")  # fastpar's own modules
 
 
-# Why a module is left is a string; None for what is not worth a word.
+# A string says why a module is left; None if that is not worth reporting.
 Plan = Swap | str | None
 
 
 def is_own(function: Any, *roots: str) -> bool:
-    """Whether the function and all that it wraps stand in files below one of the folders."""
+    """Whether the function and all that it wraps are defined in files below one of the folders."""
     while isinstance(function, FunctionType):
         if not function.__code__.co_filename.startswith(tuple(root + os.sep for root in roots)):
             return False
@@ -58,12 +58,12 @@ def is_own(function: Any, *roots: str) -> bool:
 
 
 def torch_forward(kind: type[nn.Module]) -> str | None:
-    """The name of one of torch's classes whose forward is not torch's any more."""
+    """The name of a torch class whose forward was replaced."""
     return None if is_own(kind.forward, TORCH) else f"{kind.__name__}.forward"
 
 
 def replaced_code(kind: type[nn.Module]) -> str | None:
-    """The name of what was replaced in a class of transformers or in what its methods call."""
+    """The name of what was replaced in a transformers class or in what its methods call."""
     source = sys.modules[kind.__module__]
     root = os.path.dirname(sys.modules["transformers"].__file__ or "")
     methods = {"forward": kind.forward, "__call__": kind.__call__}
@@ -71,7 +71,7 @@ def replaced_code(kind: type[nn.Module]) -> str | None:
         if base.__module__ == kind.__module__:
             methods |= {k: v for k, v in vars(base).items() if isinstance(v, FunctionType)}
     for name, method in methods.items():
-        # Around a forward, torch's wrappers (no_grad) would be someone else's doing.
+        # A torch wrapper (no_grad) around a forward would be someone else's change.
         if not (is_own(method, root) or (name != "forward" and is_own(method, root, TORCH))):
             return f"{kind.__name__}.{name}"
         while hasattr(method, "__wrapped__"):
@@ -94,7 +94,7 @@ def replaced_code(kind: type[nn.Module]) -> str | None:
 
 
 def seen_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module and its parts, those proven already without theirs: stand-ins take their place."""
+    """The module and its parts, without the parts of proven ones, which stand-ins replace."""
     closed: tuple[str, ...] = ()
     for name, part in module.named_modules():
         if name.startswith(closed):
@@ -105,7 +105,7 @@ def seen_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def look_of(module: nn.Module) -> Any:
-    """Equal for modules that differ in the values of their tensors only."""
+    """A key that is equal for modules which differ only in the values of their tensors."""
     look: list[Any] = []
     for name, part in seen_parts(module):
         look += [name, type(part), swap.swap_of(part) is None, tuple(part._modules)]
@@ -123,10 +123,10 @@ def look_of(module: nn.Module) -> Any:
 
 
 def plan_losses(model: nn.Module) -> dict[nn.Module, Plan]:
-    """For fused_loss: the models of nanoGPT's shape; transformers' are planned as their parts are.
+    """Plans for fused_loss of models of nanoGPT's shape; transformers' follow from their parts.
 
     Raises:
-        ValueError: there is neither, or one with another loss.
+        ValueError: there is no such model, or one with another loss.
     """
     plans: dict[nn.Module, Plan] = {}
     why, found = "", any(_is_gpt2(m, "GPT2LMHeadModel") for m in model.modules())
@@ -156,10 +156,10 @@ def _is_gpt2(module: nn.Module, *names: str) -> bool:
 
 
 def plan(name: str, module: nn.Module, fused_loss: bool, looks: Looks) -> Plan:
-    """What becomes of a module, whose parts have been swapped already."""
+    """The plan for a module whose parts are swapped already."""
     method = swap.replaced_in(module)
     if method is not None:
-        return f"its {method} was replaced by someone else's"
+        return f"its {method} was replaced"
     if type(module) in TORCH_CLASSES:
         return _plan_torch(module)
     ours = type(module).__module__.startswith(OURS)
@@ -169,26 +169,26 @@ def plan(name: str, module: nn.Module, fused_loss: bool, looks: Looks) -> Plan:
     if isinstance(found, Swap):
         kind: Any = type(module)
         if swap.swapped_class(found.mixin, kind).own_forward[0] is not kind.forward:
-            return "its class got another forward since it was patched first"
+            return "its class's forward was replaced after it was first patched"
     if found is not None or module._modules:
         return found
     if isinstance(module, nn.Linear | nn.Dropout) or is_linear(module):
-        return "torch's, no faster one here"
-    return "not known" if any(True for _ in module.parameters()) else None
+        return "torch's, fastpar has no faster one"
+    return "unknown class" if any(True for _ in module.parameters()) else None
 
 
 def _plan_torch(module: Any) -> Plan:
     replaced = torch_forward(type(module))
     if replaced is not None:
-        return f"{replaced} was replaced by someone else's"
+        return f"{replaced} was replaced"
     if isinstance(module, nn.Embedding):
         options = embedding_options(module)
         if options:
-            return f"{', '.join(f'{k}={v}' for k, v in options.items())} has no kernel"
+            return f"no kernel supports {', '.join(f'{k}={v}' for k, v in options.items())}"
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         columns = math.prod(module.normalized_shape)
         if not 1 <= columns <= MAX_COLUMNS:
-            return f"{columns} elements a row, the kernel takes 1 to {MAX_COLUMNS}"
+            return f"{columns} elements per row, the kernel supports 1 to {MAX_COLUMNS}"
     return Swap(TORCH_CLASSES[type(module)][0])
 
 
@@ -198,7 +198,7 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
         return None
     replaced = replaced_code(type(module))
     if replaced is not None:
-        return f"{replaced} was replaced by someone else's"
+        return f"{replaced} was replaced"
     if _is_gpt2(module, "GPT2Attention", "GPT2SdpaAttention"):
         return _plan_gpt2_attention(module)
     if _is_gpt2(module, "GPT2MLP"):
@@ -206,9 +206,9 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
     if _is_gpt2(module, "GPT2Block"):
         returns = type(module).forward.__annotations__.get("return")
         if returns not in (Tensor, "torch.Tensor"):
-            return "returns a tuple (transformers 4): residual add and LayerNorm stay apart"
+            return "returns a tuple (transformers 4): residual add and LayerNorm are not fused"
         if not isinstance(module.attn, fused.GPT2Attention):
-            return "its attention was left"
+            return "its attention was left unchanged"
         return Swap(fused.Block)
     if _is_gpt2(module, "GPT2Model"):
         takers = [type(module), *(swap.swap_of(b.attn) for b in module.h), *map(type, module.h)]
@@ -229,11 +229,11 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
             "loss": ForCausalLMLoss,
         }
         return Swap(fused.LMHead, options)
-    return "logits and loss are its own; fused_loss=True computes the loss without logits"
+    return "computes its own logits and loss; fused_loss=True computes the loss without logits"
 
 
 def _plan_gpt2_attention(module: Any) -> Plan:
-    """Known by its code; run as well, for versions of transformers that came later."""
+    """Recognised by its code, and also run, to cover later versions of transformers."""
     if module.is_cross_attention:
         return "cross-attention has no kernel"
     implementation = fused.implementation_of(module)
@@ -242,7 +242,7 @@ def _plan_gpt2_attention(module: Any) -> Plan:
 
     def own(m: Any, x: Tensor) -> Tensor:
         mask = None
-        if implementation == "eager":  # newer versions leave being causal to the mask
+        if implementation == "eager":  # newer versions rely on the mask for causality
             causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device="cpu").tril()
             mask = torch.zeros(causal.shape, dtype=x.dtype, device="cpu")
             mask = mask.masked_fill(~causal, torch.finfo(x.dtype).min)[None, None]
@@ -254,7 +254,7 @@ def _plan_gpt2_attention(module: Any) -> Plan:
         return m.resid_dropout(m.c_proj(o))
 
     if not 1 <= module.head_dim <= MAX_HEAD_DIM:
-        return f"heads of {module.head_dim} elements, the kernels take 1 to {MAX_HEAD_DIM}"
+        return f"heads of {module.head_dim} elements, the kernels support 1 to {MAX_HEAD_DIM}"
     options = {"probs": "attn_dropout", "resid": "resid_dropout", "head_dim": module.head_dim}
     conditions = swap.Conditions()
     causal = module._buffers.get("bias")
@@ -269,7 +269,7 @@ def _plan_gpt2_attention(module: Any) -> Plan:
 
 
 def _takes_hints(taker: Any) -> bool:
-    """Whether it hands on arguments that it does not know, as transformers does from 4.53 on."""
+    """Whether it passes on unknown arguments, as transformers does since 4.53."""
     kind = taker.original if isinstance(taker, swap.Swap) else taker
     if kind is None:
         return False
@@ -278,7 +278,7 @@ def _takes_hints(taker: Any) -> bool:
 
 
 class Looks:
-    """Plans of modules; equal ones are looked at once."""
+    """Plans of modules; equal modules are examined once."""
 
     def __init__(self, model: nn.Module):
         self.plans: dict[Any, list[tuple[list[Tensor], Plan]]] = {}
@@ -317,9 +317,9 @@ def _plan_nanogpt(name: str, module: Any, positions: int | None) -> Plan:
         return _plan_mlp(module, activations[0], **long) if activations else "no GELU part found"
     if {"ln_1", "attn", "ln_2", "mlp"} <= set(parts):
         if not isinstance(module.attn, fused.Attention):
-            return "its attention was left"
+            return "its attention was left unchanged"
         if not isinstance(module.ln_2, fused.Norm | modules.LayerNorm):
-            return "its ln_2 was left"
+            return "its ln_2 was left unchanged"
         used = ("ln_1", "attn", "ln_2", "mlp")
         proven = ["attn", *(["mlp"] if isinstance(module.mlp, fused.MLP) else [])]
         return _checked(module, _block, fused.Block, {}, used, stand_ins=proven, **long)
@@ -341,7 +341,7 @@ def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | N
     if (c_attn.out_features, c_proj.in_features) != (3 * C, C) or heads < 1 or C % heads:
         return f"c_attn maps {C} to {c_attn.out_features}, not to q, k and v of {C} each"
     if C // heads > MAX_HEAD_DIM:
-        return f"heads of {C // heads} elements, the kernels take 1 to {MAX_HEAD_DIM}"
+        return f"heads of {C // heads} elements, the kernels support 1 to {MAX_HEAD_DIM}"
     places: dict[str, Any] = {"head_dim": C // heads}
 
     def formula(m: Any, x: Tensor) -> Tensor:
@@ -365,10 +365,10 @@ def _plan_mlp(module: Any, activation: str, **how: Any) -> Plan:
     part = getattr(module, activation)
     replaced = torch_forward(nn.GELU) if type(part) is nn.GELU else swap.replaced_in(part)
     if replaced is not None:
-        return f"{replaced} was replaced by someone else's"
+        return f"{replaced} was replaced"
     dropouts = [name for name, p in module.named_children() if isinstance(p, nn.Dropout)]
     if len(dropouts) > 1:
-        return f"dropouts of unknown places: {', '.join(dropouts)}"
+        return f"more than one dropout, in unknown positions: {', '.join(dropouts)}"
     options = {
         "activation": activation,
         "kind": type(part),
@@ -398,13 +398,13 @@ def _plan_norm(module: Any, positions: int | None) -> Plan:
     if bias is None and not hasattr(module, "bias"):
         return "without a bias attribute it is not a LayerNorm of nanoGPT's kind"
     if not 1 <= weight.shape[0] <= MAX_COLUMNS:
-        return f"{weight.shape[0]} elements a row, the kernel takes 1 to {MAX_COLUMNS}"
+        return f"{weight.shape[0]} elements per row, the kernel supports 1 to {MAX_COLUMNS}"
     eps = getattr(module, "eps", 1e-5)
 
     def formula(m: Any, x: Tensor) -> Tensor:
         return F.layer_norm(x, m.weight.shape, m.weight, m.bias, eps)
 
-    # Rows whose variance is below eps, so that another eps shows.
+    # Rows whose variance is below eps, so that a different eps shows.
     limits: dict[str, Any] = {"positions": positions, "small": 1e-3}
     return _checked(module, formula, fused.Norm, {"eps": eps}, **limits)
 

@@ -1,19 +1,18 @@
-"""How a module of a foreign model is swapped, when its calls fall back, and how that is said.
+"""How a module of a foreign model is swapped, and when and how its calls fall back.
 
-[Note: how a module is swapped] The instance gets another class: a subclass of its own class, made
-from a mixin (fused.py), with the same name. Parameters, hooks, state_dict keys, isinstance
-and code that goes by class names (transformers' save_pretrained, FSDP's wrapping) see no
-difference. Such a class cannot be imported by name, so an instance is pickled and copied as its
-mixin and its own class.
+[Note: how a module is swapped] The instance gets another class: a subclass of its own class and of
+a mixin (fused.py), with the same name. Parameters, hooks, state_dict keys, isinstance and code that
+relies on class names (transformers' save_pretrained, FSDP's wrapping) see no difference. Such a
+class cannot be imported by name, so an instance is pickled and copied as its mixin and its original
+class.
 
-[Note: falling back] A call that asks for something the kernels do not have goes to the module's own
-forward as a whole. It warns once for each reason and model, and is counted in the report. What
-torch.compile traces is not counted, and warns when it is traced.
+[Note: falling back] A call with anything that the kernels do not support runs the module's own
+forward as a whole. It warns once per reason and model, and is counted in the report. Under
+torch.compile it warns when it is traced and is not counted.
 
-[Note: conditions] A module that proved what it computes (proof.py) did so with the numbers, flags
-and buffers that it had. They are looked at in every call: once one is another, the calls fall back.
-A buffer's values are compared when it is another tensor or was written to; not in what
-torch.compile traces.
+[Note: conditions] A module proved what it computes (proof.py) with the numbers, flags and buffers
+that it had then. Every call checks them: after a change the calls fall back. A buffer's values are
+compared when it is a different tensor or was written to; not under torch.compile.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from fastpar.nn.tp_layers import TokenDropout
 MODULE_FIELDS = frozenset({*vars(nn.Module()), "training", "_fastpar_swap"})
 _COMPARABLE = (bool, int, float, str, tuple, list, type(None), torch.dtype)
 _GONE = object()
-SILENT = ""  # a reason to fall back that is not worth a word
+SILENT = ""  # a reason to fall back that is not reported
 
 
 def settings_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the attributes that can be compared later on: no tensors, modules or methods."""
+    """The attributes that can be compared later: no tensors, modules or methods."""
     return {
         name: value
         for name, value in values.items()
@@ -52,7 +51,7 @@ def settings_in(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own settings, those of its class among them."""
+    """A module's own settings, including those of its class."""
     found: dict[str, Any] = {}
     for base in reversed(type(module).__mro__):
         if base is not object and not base.__module__.startswith(("torch.", "fastpar.")):
@@ -61,29 +60,29 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
 
 
 def replaced_in(module: nn.Module) -> str | None:
-    """The name of a method that this instance has another one of."""
+    """The name of a method that was replaced on this instance."""
     kind = type(module)
     return next((k for k, v in vars(module).items() if callable(v) and hasattr(kind, k)), None)
 
 
 @dataclass
 class Conditions:
-    """With what a module proved what it computes; see [Note: conditions]."""
+    """The state in which a module proved what it computes; see [Note: conditions]."""
 
     # Of the module ("") and of parts: values by name, those of a config by path.
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     parts: dict[str, type] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    tokens: int | None = None  # the most that were looked at
+    tokens: int | None = None  # the most that were compared
 
     def __post_init__(self) -> None:
-        # attrgetter takes two names or more, so that it returns a tuple.
+        # attrgetter gets at least two names, so that it returns a tuple.
         self._read = {
             part: operator.attrgetter("__class__", *values)
             for part, values in self.settings.items()
             if values
         }
-        # What was found to be as it was: values of a part's settings; a buffer and its version.
+        # Last checked state: values of a part's settings; a buffer and its version.
         self._same: dict[str, tuple[Any, ...]] = {}
         self._seen: dict[str, tuple[Any, int]] = {}
 
@@ -91,20 +90,20 @@ class Conditions:
         return {**vars(self), "_same": {}, "_seen": {}}
 
     def violation(self, module: nn.Module, x: Any) -> str | None:
-        """The first that does not hold any more."""
+        """The first condition that no longer holds."""
         if self.tokens is not None and isinstance(x, Tensor):
             shape = x.shape
             if len(shape) == 3 and shape[1] > self.tokens:
-                return f"more than {self.tokens} tokens, the most that were looked at"
+                return f"more than {self.tokens} tokens, the most that were compared"
         parts = module._modules
         for name, kind in self.parts.items():
             now = type(parts.get(name))
             if now is not kind and (now, kind) != (TokenDropout, nn.Dropout):
-                return f"{name} is not what it was"
+                return f"{name} was replaced"
         changed = self._changed_setting(module) if self._read else None
         if changed is None and self.buffers and not torch.compiler.is_compiling():
             changed = self._changed_buffer(module)
-        return None if changed is None else f"{changed} is not what it was"
+        return None if changed is None else f"{changed} has changed"
 
     def _changed_setting(self, module: nn.Module) -> str | None:
         compiling = torch.compiler.is_compiling()
@@ -138,7 +137,7 @@ class Conditions:
 
 
 def _values(holder: Any, paths: Iterable[str]) -> tuple[Any, ...]:
-    """What attrgetter returns, in a form that torch.compile can trace and misses no name."""
+    """Like attrgetter, but traceable by torch.compile and tolerant of missing names."""
     found = [type(holder)]
     for path in paths:
         value = holder
@@ -150,7 +149,7 @@ def _values(holder: Any, paths: Iterable[str]) -> tuple[Any, ...]:
 
 @dataclass
 class Swap:
-    """What a module gets, and remembers: a mixin, what was found out about it, its own class."""
+    """What a module gets and remembers: a mixin, its options and conditions, its original class."""
 
     mixin: Any
     options: dict[str, Any] = field(default_factory=dict)  # of the mixin
@@ -165,13 +164,13 @@ def swap_of(module: nn.Module) -> Swap | None:
 
 
 def swap_in(module: nn.Module, swap: Swap) -> None:
-    """Gives a module the class that the swap says."""
+    """Gives a module the class of the swap."""
     vars(module)["_fastpar_swap"] = swap
     module.__class__ = swapped_class(swap.mixin, swap.original)
 
 
 def restore(module: nn.Module) -> bool:
-    """Gives a swapped module its own class back; whether it was swapped."""
+    """Restores the original class of a swapped module; returns whether it was swapped."""
     swap = vars(module).pop("_fastpar_swap", None)
     if swap is not None:
         module.__class__ = swap.original
@@ -185,14 +184,14 @@ def _announce(name: str, reason: str) -> None:
 
 
 # torch.compile calls it while tracing; torch.compiler.assume_constant_result would set the same
-# mark, but imports the compiler.
+# attribute, but imports the compiler.
 _announce._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Swapped(nn.Module):
     """Base of the mixins; see [Note: how a module is swapped].
 
-    A mixin's names come before those of the module's parts: no name that a model may have.
+    A mixin's attributes hide the module's parts: avoid names that a model may use.
     """
 
     argument_names: tuple[str, ...] = ()  # of the original forward's positional arguments
@@ -200,20 +199,20 @@ class Swapped(nn.Module):
     registered: tuple[Any, Any] = (None, None)  # see swapped_class
     added_arguments: tuple[str, ...] = ()  # arguments that the original's forward does not have
     does = ""  # for the report: what is faster
-    falls_back: tuple[str, ...] = ()  # for the report: when
+    falls_back: tuple[str, ...] = ()  # for the report: when calls fall back
 
     if TYPE_CHECKING:  # the original's attributes
 
         def __getattr__(self, name: str) -> Any: ...
 
     def refusal(self, given: dict[str, Any]) -> str | None:
-        """Why a call with these arguments falls back (SILENT: without a word); None if not."""
+        """Why a call with these arguments falls back (SILENT: not reported); None: it does not."""
         if given.keys() != {self.argument_names[0]}:
             return "arguments besides x"
         return self.changed(given[self.argument_names[0]])
 
     def fused_forward(self, given: dict[str, Any]) -> Any:
-        """What forward returns, by kernels."""
+        """The result of forward, computed by kernels."""
         raise NotImplementedError
 
     def forward(self, *args, **kwargs):
@@ -242,12 +241,12 @@ class Swapped(nn.Module):
         return vars(self)["_fastpar_swap"].options[name]
 
     def changed(self, x: Any = None) -> str | None:
-        """What is not as it was when the module was patched; see [Note: conditions]."""
+        """What has changed since the module was patched; see [Note: conditions]."""
         swap = swap_of(self)
         if swap is None:
-            return "not patched itself"
+            return "the module itself was not patched"
         if type(self).own_forward[0] is not swap.original.forward:
-            return "its class got another forward"
+            return "its class's forward was replaced"
         return swap.conditions.violation(self, x)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -266,7 +265,7 @@ def _new(mixin: Any, original: Any) -> nn.Module:
 
 @functools.cache
 def swapped_class(mixin: Any, original: Any) -> Any:
-    """The class of a swapped module: made from a mixin, or fastpar's own in place of torch's."""
+    """The class of a swapped module: made from a mixin, or fastpar's replacement of torch's."""
     if not issubclass(mixin, Swapped):
         return mixin
     names = [
@@ -279,7 +278,7 @@ def swapped_class(mixin: Any, original: Any) -> Any:
     def forward(self, *args, **kwargs):
         return mixin.forward(self, *args, **kwargs)
 
-    # For GPT2Attention: transformers' registry of attention functions, and its own one for sdpa.
+    # For GPT2Attention: transformers' registry of attention functions, and its entry for sdpa.
     registry = vars(sys.modules[original.__module__]).get("ALL_ATTENTION_FUNCTIONS")
     sdpa = vars(sys.modules.get("transformers.integrations.sdpa_attention", sys))
     body = {

@@ -1,4 +1,4 @@
-"""Plans: what the ranks of the axis tp split of a model that does not say so itself.
+"""Plans: how tp ranks split a model that does not declare it itself.
 
     parallelize(model, mesh, tp_plan={
         "*.attn.c_attn": Column(groups=3), "*.attn.c_proj": Row(), "*.attn": Divide("num_heads"),
@@ -6,35 +6,36 @@
         "*.scale": Replicate(),
     })
 
-A plan maps patterns (of fnmatch: * is any text, dots too) on the names of modules and parameters to
-styles. Without one, transformers' GPT-2 and models of nanoGPT's shape get GPT2 or NANOGPT of this
-file. What the plan does not name is left: every rank has it whole and computes the same with it.
+A plan maps patterns (of fnmatch: * is any text, including dots) on the names of modules and
+parameters to styles. Without a plan, transformers' GPT-2 and models of nanoGPT's shape get GPT2 or
+NANOGPT of this file. Modules that no pattern names are replicated: every rank has them whole and
+computes the same.
 
-[Note: regions] Where a column or row layer is split, its parent works on a part of the features.
-A parameter below the parent has no default: whether its gradient is whole there, only the author
-knows. Dropout there would draw the same mask on every rank for other features, so it is refused
-unless the plan says that it works on whole tokens, or fastpar.patch has replaced it.
+[Note: regions] Around a split column or row layer, its parent works on a slice of the features. A
+parameter directly in that parent has no default: only the author knows whether its gradient is
+complete there. Dropout there would draw the same mask on every rank for different features, so it
+is refused unless the plan says that it works on whole tokens, or fastpar.patch has replaced it.
 
-[Note: tokens] Sequence parallelism needs to know where tokens are cut and joined: Enter, Tokens and
-Leave. With them in a plan it is on by default, and then every parameter has to be named, because a
-norm that works on some of the tokens and is taken for whole trains, and trains wrongly.
+[Note: tokens] Sequence parallelism needs to know where tokens are split and gathered: Enter, Tokens
+and Leave. A plan with them turns it on by default, and then must name every parameter: a norm that
+works on a slice of the tokens but is treated as complete trains, with wrong gradients.
 
-[Note: generators] Dropout that torch draws must fall on the same elements on all ranks of tp, so
-their generators have to agree: seed by the rank along dp, not by the global one.
+[Note: generators] Dropout drawn by torch must hit the same elements on all tp ranks, so their
+generators must agree: seed by the dp rank, not by the global rank.
 
-[Note: sequences] Ranks of cp share out the sequences of a patched GPT-2 of transformers:
+[Note: sequences] cp ranks split the sequences of a patched GPT-2 of transformers:
 
     model(input_ids, labels)     each rank's tokens of every row, their position_ids and targets
         its own forward          swapped attention sees the tokens of all ranks
     outputs                      the loss of all tokens, their logits
 
-Hooks before and after the model's forward cut and join: the caller sees one process. Labels are
-shifted before they are cut, and the sum of losses is divided by the targets of the whole batch.
-Logits beside a loss are joined in evaluation only: in training nobody reads them, and they are the
-largest tensor there is.
+Hooks before and after the model's forward split and gather, so that callers see what one process
+would return. Labels are shifted before they are split, and the sum of losses is divided by the
+number of targets in the whole batch. Logits next to a loss are gathered in evaluation only: in
+training nobody reads them, and they are the largest tensor of all.
 
-A model is told its positions by position_ids, or, where it is one of ours, by context_parallel().
-Any other one would give every rank the positions from 0 on, and is refused.
+A model gets its positions by position_ids or, if it is fastpar's, by context_parallel(). Any other
+model would use positions from 0 on every rank, and is refused.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ Undo = Callable[[], None]
 class Column:
     """A linear layer (nn.Linear, transformers' Conv1D) split by its output features.
 
-    groups: equal parts of the output that are each split alike: 3 for a fused q, k and v.
+    groups: equal sections of the output that are each split: 3 for a fused q, k and v.
     """
 
     groups: int = 1
@@ -93,21 +94,21 @@ class Vocab:
 
 @dataclass(frozen=True)
 class Head:
-    """An nn.Linear over classes split by them, whose logits are joined.
+    """An nn.Linear over classes, split by classes, whose logits are gathered.
 
-    Or the fastpar.nn.LinearCrossEntropyLoss that is given such a layer's weight, or a tied
-    embedding's: it never joins them. transformers' GPT-2 does so after fastpar.patch(fused_loss=1).
+    Or the fastpar.nn.LinearCrossEntropyLoss that gets such a layer's weight, or a tied embedding's,
+    and never gathers logits. transformers' GPT-2 uses it after fastpar.patch(fused_loss=True).
     """
 
 
 @dataclass(frozen=True, init=False)
 class Divide:
-    """A module's integers that become those of one rank: its number of heads, a size to split by.
+    """Integers of a module to divide by tp: its number of heads, a size to split by.
 
-    heads: which of them is the number of attention's heads: a tp that does not divide it pads the
-        heads, in the split layers below the module. None: tp has to divide.
-    patched: the module's own forward takes sizes from elsewhere, and fastpar.patch has to replace
-        it first.
+    heads: which of them is the number of attention heads: if tp does not divide it, heads are
+        padded in the split layers below the module. None: tp must divide all.
+    patched: the module's own forward takes sizes from elsewhere, so fastpar.patch must have
+        replaced it.
     """
 
     names: tuple[str, ...]
@@ -117,13 +118,13 @@ class Divide:
     def __init__(self, *names: str, heads: str | None = None, patched: bool = False) -> None:
         if heads is not None and heads not in names:
             raise ValueError(
-                f"Divide: expected heads to be one of {', '.join(names)}, got heads={heads}; name "
-                "it among them"
+                f"Divide: expected heads to be one of {', '.join(names)}, got heads={heads}; add "
+                "it to the names"
             )
         vars(self).update(names=names, heads=heads, patched=patched)  # frozen for others
 
     def of_rank(self, module: nn.Module, ranks: int) -> dict[str, int | None]:
-        """The integers of one rank by name; None for what does not divide."""
+        """The integers of one rank by name; None for those that tp does not divide."""
         values = {name: getattr(module, name, None) for name in self.names}
         heads = values.get(self.heads) if self.heads else None
         if not isinstance(heads, int) or not 0 < ranks <= heads:
@@ -142,17 +143,17 @@ class Divide:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A norm or dropout outside of split layers: under sequence parallelism it sees T/tp tokens."""
+    """A norm or dropout outside split layers: under sequence parallelism it sees T/tp tokens."""
 
 
 @dataclass(frozen=True)
 class Enter:
-    """A module that sees all tokens, [..., T, C]; from here on a rank has T/tp of them."""
+    """A module that sees all tokens, [..., T, C]; after it a rank has T/tp of them."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """A module that sees T/tp tokens; from here on every rank has all of them."""
+    """A module that sees T/tp tokens; after it every rank has all of them."""
 
 
 Style = Column | Row | Vocab | Head | Divide | Tokens | Enter | Leave | State
@@ -182,13 +183,13 @@ _NEEDED = [name for name, s in GPT2.items() if isinstance(s, Column | Row | Voca
 
 
 class Planned:
-    """A plan whose names were found in a model.
+    """A plan matched with a model.
 
     Args:
-        why: where the plan comes from, for the report.
-        ready: patterns that name nothing are dropped, and are an error otherwise.
+        why: the origin of the plan, for the report.
+        ready: ignore patterns that match nothing, which are an error otherwise.
     Raises:
-        ValueError: a pattern that names nothing, or what another names too; an unknown style.
+        ValueError: a pattern that matches nothing; two patterns for one name; an unknown style.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, why: str, *, ready: bool = False) -> None:
@@ -206,9 +207,9 @@ class Planned:
             if not names and not ready:
                 near = difflib.get_close_matches(pattern, [*modules, *parameters], 3, 0.4)
                 raise ValueError(
-                    "parallelize: expected every pattern of tp_plan to name a module, got "
-                    f"'{pattern}', which names nothing; "
-                    + (f"close to it: {', '.join(near)}" if near else "see model.named_modules()")
+                    "parallelize: expected every pattern of tp_plan to match a module, got "
+                    f"'{pattern}', which matches nothing; "
+                    + (f"similar: {', '.join(near)}" if near else "see model.named_modules()")
                 )
             for name in names:
                 if name in found_by:
@@ -227,13 +228,13 @@ class Planned:
         self._undo: list[Undo] = []
         self.left: list[str] = []
 
-    # What parallelize() does with it, in this order.
+    # parallelize() calls these methods in this order.
 
     def check(self, tp: TensorParallel) -> None:
-        """Raise before anything is changed.
+        """Refuses a bad plan before anything is changed.
 
         Raises:
-            ValueError: sizes that do not divide; a fused projection without groups; dropout
+            ValueError: sizes that tp does not divide; a fused projection without groups; dropout
                 that would be wrong; generators that differ.
         """
         for name, style in self.modules.items():
@@ -241,13 +242,13 @@ class Planned:
                 _check_divide(self.model.get_submodule(name), name, style, tp)
             if style == Column() and name.split(".")[-1] == "c_attn":
                 raise ValueError(
-                    f"parallelize: expected groups of the fused projection '{name}', got Column() "
-                    "of one, which would mix queries, keys and values; write Column(groups=3)"
+                    f"parallelize: expected groups for the fused projection '{name}', got "
+                    "Column(), which would mix queries, keys and values; write Column(groups=3)"
                 )
         self._check_dropout(tp)
 
     def convert(self, tp: TensorParallel) -> None:
-        """Give the named modules their parts to play; undo() takes it back."""
+        """Converts the named modules; undo() reverts it."""
         heads = {
             name: getattr(self.model.get_submodule(name), style.heads)
             for name, style in self.modules.items()
@@ -258,7 +259,7 @@ class Planned:
             self._undo += _convert(module, name, style, tp, heads.get(name.rpartition(".")[0], 0))
 
     def undo(self) -> None:
-        """The model is as it was, but for its parameters."""
+        """Restores the model, except for its parameters."""
         while self._undo:
             self._undo.pop()()
 
@@ -268,10 +269,10 @@ class Planned:
         named: Mapping[nn.Parameter, tuple[str, ...]],
         tp: TensorParallel,
     ) -> None:
-        """The states of the parameters that the plan names, and of those that it leaves.
+        """Adds the states of the parameters that the plan names, and of all others.
 
         Raises:
-            ValueError: two states for one; one without; a split one that is also used elsewhere.
+            ValueError: two states for a parameter, or none; a split one that is used elsewhere.
         """
         for name, p in self.model.named_parameters(remove_duplicate=False):
             if name in self.parameters:
@@ -289,32 +290,32 @@ class Planned:
     def _leave(
         self, p: nn.Parameter, name: str, states: dict[nn.Parameter, State], tp: TensorParallel
     ) -> None:
-        """Leaves a parameter that no pattern names whole, where that is safe: [Note: regions]."""
+        """Replicates a parameter that no pattern names, if that is safe: [Note: regions]."""
         if tp.sequence_parallel:
             raise ValueError(
                 "parallelize: expected tp_plan to name every parameter under sequence parallelism, "
-                f"got none of its patterns for '{name}'; add Tokens() for its module if it works "
-                "on a rank's tokens, Replicate() if on all, or pass sequence_parallel=False"
+                f"got no pattern for '{name}'; add Tokens() for its module if it works on a rank's "
+                "tokens, Replicate() if on all, or pass sequence_parallel=False"
             )
         for region, layer in self._regions():
             if name.startswith(f"{region}." if region else ""):
                 raise ValueError(
-                    "parallelize: expected a declared state for every parameter beside split "
-                    f"layers, got none for '{name}' beside '{layer}'; name it in tp_plan: Shard, "
-                    "Replicate (its gradient is whole on every rank) or Partial (a part of it)"
+                    "parallelize: expected a declared state for every parameter next to split "
+                    f"layers, got none for '{name}' next to '{layer}'; name it in tp_plan: Shard, "
+                    "Replicate (every rank has its full gradient) or Partial (a partial sum)"
                 )
         states[p] = Replicate()
         self.left.append(name)
 
     def _regions(self) -> Iterator[tuple[str, str]]:
-        """Names of the modules around split layers, with those of the layers."""
+        """Names of the modules around split layers, and of the layers."""
         for name, module in self.model.named_modules():
             planned = isinstance(self.modules.get(name), Column | Row)
             if planned or isinstance(module, tp_layers.Column | tp_layers.Row):
                 yield name.rpartition(".")[0], name
 
     def _check_ties(self, states: dict[nn.Parameter, State]) -> None:
-        """A slice is not used by a module that takes it for the whole."""
+        """Refuses a module that would use a slice as if it were the whole parameter."""
         speaking = tuple(
             f"{name}." if name else "" for name, m in self.model.named_modules() if _declares(m)
         )
@@ -326,7 +327,7 @@ class Planned:
                     continue
                 if name not in self.parameters and not name.startswith(speaking):
                     raise ValueError(
-                        "parallelize: expected every use of a split parameter in tp_plan, got "
+                        "parallelize: expected tp_plan to name every use of a split parameter, got "
                         f"'{name}', which is tied to one; name '{prefix}' too, as Head() or Vocab()"
                     )
 
@@ -340,8 +341,8 @@ class Planned:
             if by_kernel or named or not (beside or tp.sequence_parallel):
                 continue
             raise ValueError(
-                f"parallelize: expected no dropout that torch draws beside split layers, got it in "
-                f"'{name}', the same mask for other features on every rank; run "
+                f"parallelize: expected no dropout by torch next to split layers, got '{name}', "
+                "which would draw the same mask for different features on every rank; run "
                 "fastpar.patch(model) first (attention), set it to 0, or name it in tp_plan as "
                 "Tokens() if it works on whole features"
             )
@@ -350,11 +351,11 @@ class Planned:
 
 
 def plan_for(model: nn.Module, given: Plan | str | None) -> Planned | None:
-    """The plan that is asked for, or the one that fits the model; None if it speaks for itself.
+    """The given plan, or the one that fits the model; None if the model declares its states.
 
     Raises:
-        ValueError: an unknown name, a plan for a model that declares its own states, or one whose
-            names are not those of the model.
+        ValueError: an unknown name, a plan for a model that declares its own states, or a plan
+            whose names do not match the model.
     """
     if given is None:
         name = _choose(model)
@@ -365,7 +366,7 @@ def plan_for(model: nn.Module, given: Plan | str | None) -> Planned | None:
         short = given if isinstance(given, str) else f"{{{', '.join(given)}}}"
         raise ValueError(
             f"parallelize: expected no tp_plan for {type(model).__name__}, which declares its own "
-            f"states, got tp_plan={short}; leave it out"
+            f"states, got tp_plan={short}; drop tp_plan"
         )
     if isinstance(given, str):
         if given not in READY:
@@ -409,7 +410,7 @@ def _check_divide(module: nn.Module, name: str, style: Divide, tp: TensorParalle
     if style.patched and swap_of(module) is None:
         raise ValueError(
             f"parallelize: expected '{name}' to be patched, got {type(module).__name__}, whose own "
-            "forward takes the number of features from its input; run fastpar.patch(model) first"
+            "forward derives the number of features from its input; run fastpar.patch(model) first"
         )
     for key, local in style.of_rank(module, tp.size).items():
         if local is None:
@@ -422,20 +423,20 @@ def _check_divide(module: nn.Module, name: str, style: Divide, tp: TensorParalle
 def _convert(
     module: Any, name: str, style: Style, tp: TensorParallel, heads: int
 ) -> Iterator[Undo]:
-    """heads: of the attention that the module is a part of, 0 without any."""
-    turn = partial(tp_layers.convert, module, name=name)
+    """Converts a module; heads: of the attention that contains it, 0 if none."""
+    convert_to = partial(tp_layers.convert, module, name=name)
     if isinstance(style, Column):
-        yield turn(tp_layers.ColumnParallelLinear, groups=style.groups, heads=heads)
+        yield convert_to(tp_layers.ColumnParallelLinear, groups=style.groups, heads=heads)
     elif isinstance(style, Row):
-        yield turn(tp_layers.RowParallelLinear, heads=heads)
+        yield convert_to(tp_layers.RowParallelLinear, heads=heads)
     elif isinstance(style, Vocab):
-        yield turn(tp_layers.VocabParallelEmbedding, all_tokens=True)
+        yield convert_to(tp_layers.VocabParallelEmbedding, all_tokens=True)
     elif isinstance(style, Head) and isinstance(module, LinearCrossEntropyLoss):
-        yield turn(tp_layers.VocabParallelLoss, all_tokens=True)
+        yield convert_to(tp_layers.VocabParallelLoss, all_tokens=True)
     elif isinstance(style, Head):
-        yield turn(tp_layers.VocabParallelLinear, all_tokens=True)
+        yield convert_to(tp_layers.VocabParallelLinear, all_tokens=True)
     elif isinstance(style, Tokens) and isinstance(module, _DropoutNd):
-        yield turn(tp_layers.TokenDropout)
+        yield convert_to(tp_layers.TokenDropout)
     elif isinstance(style, Divide):
         for key, local in style.of_rank(module, tp.size).items():
             yield partial(setattr, module, key, getattr(module, key))
@@ -448,8 +449,8 @@ def _convert(
 def _enter(tp: TensorParallel, module: nn.Module, args: Any, output: Tensor) -> Tensor:
     if output.shape[-2] % tp.size:
         raise ValueError(
-            f"parallelize: expected tp to divide the length of sequences under sequence "
-            f"parallelism, got tp={tp.size} T={output.shape[-2]}; pad them, or pass "
+            f"parallelize: expected tp to divide the sequence length under sequence parallelism, "
+            f"got tp={tp.size} T={output.shape[-2]}; pad the sequences, or pass "
             "sequence_parallel=False"
         )
     return scatter(output, -2, tp, partial=False)
@@ -469,15 +470,15 @@ def _state_below(style: Style, tp: TensorParallel) -> State | None:
 
 
 def _dropouts(model: nn.Module) -> Iterator[tuple[str, str, bool]]:
-    """Dropout with a rate above 0: names of modules and, where a number of theirs says it, of that;
-    and whether it is that of patched attention, with masks by heads."""
+    """Dropouts with a rate above 0: the module's name; the attribute, if the rate is a number; and
+    whether it belongs to patched attention, with masks by heads."""
     by_kernel = []
     for name, module in model.named_modules():
         swap = swap_of(module)
         if isinstance(module, Attention) and swap is not None:
             probs = swap.options["probs"]
             source = None if probs is None else getattr(module, probs)
-            # A dropout that is neither of the two has no use: nanoGPT's, with torch's attention.
+            # Any other dropout is unused: nanoGPT's, with torch's attention.
             resid = swap.options["resid"]
             by_kernel += [part for key, part in module.named_children() if key != resid]
             if isinstance(source, float) and source > 0:
@@ -493,16 +494,16 @@ def _dropouts(model: nn.Module) -> Iterator[tuple[str, str, bool]]:
 
 _LIBRARY = "transformers.models.gpt2.modeling_gpt2"
 _HEADS = ("GPT2Model", "GPT2LMHeadModel")
-_TOKENS = ("input_ids", "token_type_ids")  # [B, T] each, cut like the labels
+_TOKENS = ("input_ids", "token_type_ids")  # [B, T] each, split like the labels
 _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _TAKEN = (*_TOKENS, *_OF_LOSS, "return_dict")
 
 
 def tells_rows(model: nn.Module, mesh: Mesh) -> Callable[[ContextParallel], None] | None:
-    """What tells a model of the ranks of cp, which share its rows.
+    """A function that gives a model its cp ranks, which split its rows.
 
     Raises:
-        ValueError: with cp > 1, a model that cannot be told its positions, or is not patched.
+        ValueError: with cp > 1, a model that cannot be given positions, or is not patched.
     """
     size, own = mesh.size("cp"), getattr(model, "context_parallel", None)
     if size == 1 or callable(own):
@@ -511,22 +512,22 @@ def tells_rows(model: nn.Module, mesh: Mesh) -> Callable[[ContextParallel], None
     if type(model).__module__ != _LIBRARY or name not in _HEADS:
         raise ValueError(
             f"parallelize: expected a model with context_parallel() for cp={size}, or a patched "
-            f"GPT-2 of transformers, which are told the positions of their tokens, got {name}; "
+            f"GPT-2 of transformers, which accept positions of their tokens, got {name}; "
             "load its weights into a fastpar.GPT (fastpar train --init-from), or use tp, which "
-            "shares out tokens between layers"
+            "also splits tokens between layers"
         )
     stock = next(_not_swapped(model), None)
     if stock is not None:
         raise ValueError(
-            f"parallelize: expected fastpar.patch(model) before cp={size}, whose attention sees "
-            f"the tokens of other ranks, got {name} with its own {stock}; call it, and read its "
-            "report for what it has left"
+            f"parallelize: expected fastpar.patch(model) before cp={size}, because its attention "
+            f"sees the tokens of other ranks, got {name} with its own {stock}; call patch and "
+            "read its report on what was left unchanged"
         )
     return SharedRows(model, mesh)
 
 
 def _not_swapped(model: nn.Module) -> Iterator[str]:
-    """The names of a GPT-2's parts that have to be swapped and are not."""
+    """Names of a GPT-2's parts that must be swapped and are not."""
     for name, module in model.named_modules():
         kind = type(module)
         whole = kind.__name__ == "GPT2Model" and not isinstance(module, Model)
@@ -535,22 +536,22 @@ def _not_swapped(model: nn.Module) -> Iterator[str]:
 
 
 def _feature_dropouts(model: nn.Module) -> Iterator[tuple[str, nn.Dropout]]:
-    """Those that work on whole features of tokens; not attention's, which is a number to it."""
+    """Dropouts that work on whole features of tokens; attention's is a number to its kernel."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and not name.endswith("attn_dropout"):
             yield name, module
 
 
 class SharedRows:
-    """The two hooks, and how they are put in place: called with the ContextParallel.
+    """The two hooks, and a call with the ContextParallel that installs them.
 
     Raises:
-        ValueError: dropout with tp > 1, or from generators that differ between ranks.
+        ValueError: dropout with tp > 1, or with generators that differ between ranks.
     """
 
     by_row = True  # see ContextParallel
     cp: ContextParallel
-    length = 0  # of the rows of the call under way
+    length = 0  # of the rows of the current call
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.model, self.tp_size = model, mesh.tp_size
@@ -562,7 +563,7 @@ class SharedRows:
             raise ValueError(
                 f"parallelize: expected no dropout in a foreign model with cp={mesh.size('cp')} "
                 f"and tp={mesh.tp_size}, got rates of {max(*rates, config.attn_pdrop)}; set them "
-                "to 0, or use one of both"
+                "to 0, or use only one of the two axes"
             )
 
     def __call__(self, cp: ContextParallel) -> None:
@@ -582,35 +583,36 @@ class SharedRows:
     def enter(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of this rank's part."""
+        """The arguments for this rank's tokens."""
         given = {**dict(zip(self.names, args)), **kwargs}
         given = {name: x for name, x in given.items() if isinstance(x, Tensor) or x}
         self._check(model, given)
         ids, cp = given["input_ids"], self.cp
         batch, self.length = ids.shape
-        behind = cp.padding(batch, self.length, cp.size * self.tp_size)
-        places = torch.arange(self.length + behind, device=ids.device).clamp(max=self.longest - 1)
-        given["position_ids"] = cp.slice_rows(places.expand(batch, -1))
+        padding = cp.padding(batch, self.length, cp.size * self.tp_size)
+        positions = torch.arange(self.length + padding, device=ids.device)
+        positions = positions.clamp(max=self.longest - 1)
+        given["position_ids"] = cp.slice_rows(positions.expand(batch, -1))
         for name in (name for name in _TOKENS if name in given):
-            given[name] = cp.slice_rows(F.pad(given[name], (0, behind)))
+            given[name] = cp.slice_rows(F.pad(given[name], (0, padding)))
         if "labels" in given:
             ignored = given.get("ignore_index", -100)
             shifted = given.get("shift_labels")
             if shifted is None:
                 shifted = F.pad(given["labels"], (0, 1), value=ignored)[:, 1:]
             given.setdefault("num_items_in_batch", (shifted != ignored).sum())
-            mine = cp.slice_rows(F.pad(shifted, (0, behind), value=ignored))
+            mine = cp.slice_rows(F.pad(shifted, (0, padding), value=ignored))
             given["labels"] = given["shift_labels"] = mine
         return (), {**given, "use_cache": False, "return_dict": True}
 
     def _check(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         name, ids = type(model).__name__, given.get("input_ids")
         where = f"with cp={self.cp.size}"
-        beside = [key for key in given if key not in _TAKEN]
-        if beside:
+        unknown = [key for key in given if key not in _TAKEN]
+        if unknown:
             raise ValueError(
-                f"{name}: expected no argument but {', '.join(_TAKEN)} {where}, got {beside[0]}; "
-                "leave it out, generate and run padded rows in one process, from a checkpoint"
+                f"{name}: expected only arguments {', '.join(_TAKEN)} {where}, got {unknown[0]}; "
+                "drop it; to generate or to run padded rows, use one process and a checkpoint"
             )
         if ids is None or ids.dim() != 2 or not 1 <= ids.shape[1] <= self.longest:
             shape = None if ids is None else list(ids.shape)
@@ -619,12 +621,12 @@ class SharedRows:
                 f"{where}, got input_ids.shape={shape}; crop the rows"
             )
         if "labels" in given:
-            asked = inspect.signature(model.loss_function).parameters  # type: ignore[arg-type]
-            if not {"shift_labels", "num_items_in_batch"} <= set(asked):
+            accepted = inspect.signature(model.loss_function).parameters  # type: ignore[arg-type]
+            if not {"shift_labels", "num_items_in_batch"} <= set(accepted):
                 raise ValueError(
-                    f"{name}: expected a loss_function of shift_labels and num_items_in_batch "
-                    f"{where}, got one of {', '.join(asked)}; leave labels out, and compute the "
-                    "loss of the logits"
+                    f"{name}: expected a loss_function with shift_labels and num_items_in_batch "
+                    f"{where}, got one with {', '.join(accepted)}; drop labels, and compute the "
+                    "loss from the logits"
                 )
 
     def leave(

@@ -2,41 +2,42 @@
 
 Shape legend: B batch, T time, C n_embd, H heads, D head dim, F 4*C, V vocabulary (Vp padded).
 
-[Note: delayed residual] A block hands on (x, delta): the residual stream without its MLP's output,
+[Note: delayed residual] A block returns (x, delta): the residual stream without its MLP's output,
 and that output. The next norm adds them, so that everywhere in the network the residual add, its
-dropout and the LayerNorm after it are one op (residual_layer_norm), which also adds the bias of
-attention's last layer. The MLP's stays in its product: its gradient would be summed by the next
-norm before it is rounded to 16 bits, and behind a stage's boundary after that
+dropout and the following LayerNorm are one op (residual_layer_norm), which also adds the bias of
+attention's last layer. The MLP's bias stays in its product: otherwise the next norm would sum its
+gradient before it is rounded to 16 bits, but after that at a stage boundary
 (tests/contracts/test_same_run.py).
 
 [Note: padded vocabulary] wte has Vp rows, V rounded up to a multiple of 128 for the head's GEMMs.
 Rows [V, Vp) start at 0 and their gradient is exactly 0: no valid id reads them, and
 linear_cross_entropy masks their logits. AdamW leaves them at 0 (test_padding_rows_stay_zero).
 
-[Note: dropout sites] A dropout's number goes into its random bits: 0 is the embedding, and layer i
+[Note: dropout sites] A dropout's number is part of its random bits: 0 is the embedding, and layer i
 has 3*i + 1 (attention), 3*i + 2 (attention's residual) and 3*i + 3 (the MLP's residual). The key
-names the batch's first sample: a sample's masks do not depend on how a batch is cut over ranks.
+identifies the batch's first sample: a sample's masks do not depend on how ranks split a batch.
 
 [Note: padded heads] A tp that does not divide the heads pads them: the last ranks have heads whose
-weights are 0 (25 heads at tp=2: 13 and 12 + 1). Such a head's query, key and value are 0, so what
-attention gives for it is 0, and so are the gradients of its weights: an optimizer leaves them at 0.
-No checkpoint, norm or whole tensor has them (tests/contracts/test_reshard.py).
+weights are 0 (25 heads at tp=2: 13 and 12 + 1). Such a head's query, key and value are 0, so are
+its attention output and its weights' gradients: an optimizer leaves them at 0.
+Checkpoints, norms and full tensors exclude them (tests/contracts/test_reshard.py).
 
-[Note: tensor parallel] parallelize() calls the modules' tensor_parallel(), which says how their
-parameters are split and keeps the TensorParallel; None is one rank. Under sequence parallelism x
-and delta are this rank's part of the tokens, [N/tp, C], and what needs the whole batch is told its
-shape by Tokens. A batch that the ranks do not divide is padded behind its last position, where
-attention does not look and targets do not count.
+[Note: tensor parallel] parallelize() calls the modules' tensor_parallel(), which returns how their
+parameters are split and stores the TensorParallel; None is one rank. Under sequence parallelism x
+and delta are this rank's slice of the tokens, [N/tp, C]; Tokens holds the shape of the full batch.
+A batch that the ranks do not divide is padded after its last position, where attention does not
+look and targets do not count.
 
 [Note: context parallel] With cp a rank has N/cp tokens of the batch, in one run or two of each row,
-of which the ranks of tp then share out theirs; Tokens says which. Attention sees all of them
-(context/); a loss is that of the whole batch.
+which the tp ranks split further; Tokens says which. Attention sees all of them (context/); a loss
+is that of the full batch.
 
-[Note: pipeline] One tensor goes from a stage to the next: x + dropout(delta), as the norm behind it
-would store it. The sender has that from the norm's own op, whose norm it drops; the receiver adds
-zeros in it. So the sums of forward and backward are rounded where one process rounds them
-(tests/contracts/test_same_run.py). With dropout in 16 bits the sender would get delta's gradient
-from one that is rounded already: with `pairs` the receiver's op makes both, and both are sent back.
+[Note: pipeline] One tensor is sent from a stage to the next: x + dropout(delta), as the next norm
+would store it. The sender gets it from the norm's own op and drops the norm; the receiver adds
+zeros in that op. So the sums of forward and backward are rounded where one process rounds them
+(tests/contracts/test_same_run.py). With dropout in 16 bits the sender would compute delta's
+gradient from one that is already rounded: with `pairs` the receiver's op makes both, and sends both
+back.
 """
 
 from __future__ import annotations
@@ -104,12 +105,12 @@ class Tokens(NamedTuple):
 
     batch: int
     time: int
-    first: int  # of those that are numbered: `rows` of each of the B samples
+    first: int  # number of the first, counting `rows` tokens in each of the B samples
     rows: int
-    moved: tuple[int, int]  # from such a number to a place in the sample: kernels.Rng
+    moved: tuple[int, int]  # offsets from such a number to a position in the sample: kernels.Rng
 
     def places(self, n: int, device: torch.device) -> Tensor:
-        """Of this rank's n tokens in their samples, [n]."""
+        """Positions of this rank's n tokens in their samples, [n]."""
         numbers = torch.arange(self.first, self.first + n, device=device) % self.rows
         low, high = self.moved
         if low == high == 0:
@@ -133,7 +134,7 @@ def dropout_at(
 class Weights(nn.Module):
     """weight[shape] and, unless bias=False, bias[shape[0]]; the ops of fastpar.kernels use them."""
 
-    fp8: Fp8 | None = None  # of products with the weight
+    fp8: Fp8 | None = None  # for products with the weight
 
     def __init__(self, *shape: int, bias: bool = True):
         super().__init__()
@@ -173,11 +174,11 @@ class LayerNorm(Weights):
 def fill(
     module: nn.Module, parts: Iterable[Part], config: GPTConfig, *, within: str = "", **given: Any
 ) -> None:
-    """Gives a model, a block or a module of it what the table of settings/model.py has, in order.
+    """Adds the modules of the table in settings/model.py to a model, block or part, in order.
 
     Args:
         within: the module's name in the block, with a dot.
-        given: modules of parts that are made already, by name.
+        given: modules that are made already, by name.
     """
     for part in parts:
         name = part.name.removeprefix(within).split(".")[0]
@@ -197,7 +198,7 @@ def fill(
 def states_of(
     parts: Iterable[Part], config: GPTConfig, tp: TensorParallel, within: str = ""
 ) -> dict[str, State]:
-    """How ranks of tp share out a module's parameters; see fill()."""
+    """How tp ranks split a module's parameters; see fill()."""
     heads = config.head_dim if config.n_head % tp.size else None  # see [Note: padded heads]
     pads = {"A": heads, "3A": heads, "V": VOCAB_MULTIPLE}
     found: dict[str, State] = {}
@@ -213,7 +214,7 @@ def states_of(
 
 
 class Parts(nn.Module):
-    """A module of a block, whose weights are those that the table has under its name."""
+    """A module of a block; its weights are the table's rows under its name."""
 
     tp: TensorParallel | None = None
     within: str  # the name, with a dot
@@ -243,7 +244,7 @@ class MLP(Parts):
 
 
 def losses_of(config: GPTConfig) -> Losses | None:
-    """What the experts of one model share, None without experts."""
+    """State shared by the experts of a model; None without experts."""
     if not config.n_expert:
         return None
     factors = config.balance_loss, config.router_z_loss, config.balance_rate
@@ -261,13 +262,13 @@ def make_mlp(config: GPTConfig, layer: int, losses: Losses | None) -> nn.Module:
 
 
 def check_unpadded(idx: Tensor, shares: int, losses: Losses | None, cp: Any) -> None:
-    """Refuse positions that pad a batch: a router would count them, and they would take places."""
+    """Refuses positions that pad a batch: a router would count them and use capacity for them."""
     if losses is not None:
         rule = f"B * T divisible by {shares}"
         if cp is not None and cp.by_row:
             rule = f"T divisible by {math.lcm(cp.n_chunks, shares)}"
         raise ValueError(
-            f"GPT: expected {rule} with experts on {shares} ranks that share out tokens, got idx="
+            f"GPT: expected {rule} with experts on {shares} ranks that split tokens, got idx="
             f"{list(idx.shape)}; pass another number of tokens, or, with tp, "
             "sequence_parallel=False to parallelize"
         )
@@ -277,7 +278,7 @@ def check_unpadded(idx: Tensor, shares: int, losses: Losses | None, cp: Any) -> 
 def init_weights(model: Any, seed: int) -> None:
     """Normal(0, 0.02) (wpe 0.01; c_proj 0.02 / sqrt(2 * n_layer)), biases 0, norms 1.
 
-    Each weight from a generator of its own, see GPT; experts are slices of one weight.
+    Each weight has its own generator, see GPT; experts are slices of one weight.
     """
     if model.wte.weight.is_meta:
         return
@@ -299,7 +300,7 @@ def init_weights(model: Any, seed: int) -> None:
 
 
 class _Pair(torch.autograd.Function):
-    """x + dropout(delta), twice, for the gradients of both."""
+    """x + dropout(delta), twice, to receive the gradients of both."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, delta: Tensor, mask: dict[str, Any]) -> Tensor:
@@ -312,11 +313,11 @@ class _Pair(torch.autograd.Function):
 
 
 def take_over(stream: Tensor, *, pairs: bool) -> tuple[Tensor, Tensor]:
-    """(x, delta) of what another stage handed on.
+    """(x, delta) from the tensor that another stage sent.
 
     pairs: stream is [2, ...]: the residual stream and zeros. The op that adds them has the mask of
-    the other stage's delta, whose gradient it computes before that of the stream is rounded. The
-    other stage gets both, [2, ...].
+    the sender's delta, whose gradient it computes before that of the stream is rounded. The sender
+    gets both gradients, [2, ...].
     """
     if pairs:
         return stream.unbind()  # type: ignore[return-value]
@@ -324,7 +325,7 @@ def take_over(stream: Tensor, *, pairs: bool) -> tuple[Tensor, Tensor]:
 
 
 def hand_on(x: Tensor, delta: Tensor, mask: dict[str, Any], *, pairs: bool = False) -> Tensor:
-    """For take_over() of another stage; see [Note: pipeline]. pairs: [2, ...]."""
+    """The tensor to send to another stage's take_over(); see [Note: pipeline]. pairs: [2, ...]."""
     if pairs:
         made: Tensor = _Pair.apply(x, delta, mask)
         return made
@@ -332,19 +333,19 @@ def hand_on(x: Tensor, delta: Tensor, mask: dict[str, Any], *, pairs: bool = Fal
 
 
 def bounds_of(positions: Tensor) -> Tensor:
-    """cu_seqlens of the rows one after another: where positions are 0, and the end."""
+    """cu_seqlens of the concatenated rows: where positions are 0, and the end."""
     starts = (positions.flatten() == 0).nonzero().flatten()
     return F.pad(starts, (0, 1), value=positions.numel()).int()
 
 
 def pad_positions(positions: Tensor, behind: int) -> Tensor:
-    """So many more in each row, of its last document: no other one gets another number."""
+    """Extends each row by `behind` positions of its last document; others are unchanged."""
     more = torch.arange(1, behind + 1, device=positions.device)
     return torch.cat([positions, positions[:, -1:] + more], 1)
 
 
 def check_positions(idx: Tensor, positions: Tensor, block_size: int) -> None:
-    """Refuse positions that are none of idx."""
+    """Refuses positions that do not fit idx."""
     if positions.shape != idx.shape or (positions.is_cpu and positions[:, 0].any()):
         raise ValueError(
             f"GPT: expected positions of idx's shape {list(idx.shape)}, 0 where a row begins, got "
@@ -352,7 +353,7 @@ def check_positions(idx: Tensor, positions: Tensor, block_size: int) -> None:
             "them from sample_batch"
         )
     fits = (positions < block_size).all()
-    if not positions.is_cpu:  # no wait for the device here
+    if not positions.is_cpu:  # without waiting for the device
         torch._assert_async(fits, "GPT: expected documents of at most block_size tokens")
     elif not fits:
         raise ValueError(
@@ -362,18 +363,18 @@ def check_positions(idx: Tensor, positions: Tensor, block_size: int) -> None:
 
 
 class LayerRead:
-    """Keys and values of one layer, [B, room, H, D] each; the first `length` tokens are there."""
+    """Keys and values of one layer, [B, block_size, H, D] each; the first `length` are filled."""
 
     def __init__(self, keys: Tensor, values: Tensor):
         self.keys, self.values, self.length = keys, values, 0
 
     def add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, T, H, D] of the next T tokens -> those of all tokens until then."""
+        """Appends keys and values [B, T, H, D] of T tokens; returns those of all tokens so far."""
         start, self.length = self.length, self.length + k.shape[1]
         if self.length > self.keys.shape[1]:
             raise ValueError(
                 f"LayerRead: expected at most {self.keys.shape[1]} tokens, got {self.length}; "
-                "begin anew with the last tokens"
+                "start a new cache with the last tokens"
             )
         self.keys[:, start : self.length] = k
         self.values[:, start : self.length] = v
@@ -381,7 +382,7 @@ class LayerRead:
 
 
 def nothing_read(config: GPTConfig, batch: int, like: Tensor) -> list[LayerRead]:
-    """Room for block_size tokens in every layer, 2 * B * block_size * C elements each."""
+    """An empty cache of block_size tokens per layer, 2 * B * block_size * C elements each."""
     shape = (2, batch, config.block_size, config.n_head, config.head_dim)
     return [
         LayerRead(*torch.empty(shape, dtype=like.dtype, device=like.device))
@@ -466,13 +467,13 @@ class Block(nn.Module):
         documents: Tensor | None = None,
         read: LayerRead | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The pair of the layer below -> this one's, [B, T, C] each; delta None: nothing to add.
+        """Maps the pair of the layer below to this layer's, [B, T, C] each; delta None: no add.
 
-        Dropout is applied exactly when rng_key is given, from this site on: an argument and no
-        attribute, or torch.compile would compile every block anew
-        (test_nothing_is_compiled_after_the_second_block). Under sequence parallelism [N/tp, C]
-        each, and tokens says of which batch. documents: cu_seqlens of attention(). read: keys and
-        values of the tokens before these.
+        Dropout is applied exactly if rng_key is given, from this site on: an argument rather than
+        an attribute, because torch.compile would compile every block separately
+        (test_nothing_is_compiled_after_the_second_block). Under sequence parallelism the pair is
+        [N/tp, C] each, and tokens describes the batch. documents: cu_seqlens of attention().
+        read: keys and values of earlier tokens.
         """
         p, attn = self.p, self.attn
         y, x = self.ln_1(x, delta, **dropout_at(site, p, rng_key, tokens))
@@ -489,13 +490,13 @@ class GPT(nn.Module):
         config: the sizes.
         seed: every weight is drawn from its own generator, seeded by (seed, the parameter's name),
             on the CPU in fp32: its values depend on its shape and n_layer, not on the device, the
-            other tensors or the padding of the vocabulary. On the meta device nothing is drawn.
+            other tensors or the vocabulary padding. On the meta device nothing is drawn.
     """
 
     tp: TensorParallel | None = None
     cp: ContextParallel | None = None
     fp8_scales: DelayedScales | None = None
-    splits_on_grid = True  # what its modules say along tp is enough for axes/grid.py
+    splits_on_grid = True  # axes/grid.py needs no more than what its modules declare for tp
     wte: Weights
     wpe: Weights
     ln_f: LayerNorm
@@ -513,11 +514,11 @@ class GPT(nn.Module):
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         self.tp = tp
         states = states_of(FIRST, self.config, tp)
-        here = {name for name, _ in self.named_parameters()}  # of this stage of a pipeline
+        here = {name for name, _ in self.named_parameters()}  # of this pipeline stage
         return {name: state for name, state in states.items() if name in here}
 
     def context_parallel(self, cp: ContextParallel | None) -> None:
-        """Sequences are shared out over these ranks; None: they are not."""
+        """Splits sequences over these ranks; None: no longer."""
         self.cp = cp
         for module in self.modules():
             if isinstance(module, Attention):
@@ -535,23 +536,24 @@ class GPT(nn.Module):
         pairs: bool = False,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Loss of `targets`, or logits without them.
+        """Returns the loss of `targets`, or logits without them.
 
         Args:
             idx: [B, T] int64 token ids in [0, vocab_size), 1 <= T <= block_size.
             targets: [B, T] int64; -100 marks positions without a loss.
-            rng_key: key of the dropout masks (kernels.make_key); without one, a model in training
+            rng_key: key of the dropout masks (kernels.make_key); if missing, a model in training
                 mode draws it from torch's default generator, of the first rank of tp and cp.
-                Without effect in eval mode.
+                Ignored in eval mode.
             reduction: of the loss: "mean" over the valid targets or "sum".
-            parts: run these of pipeline_parts() only; stream: what the parts before them returned;
-            pairs: a stream behind a layer is [2, ...], see take_over().
-            positions: [B, T] int64, of each token in its document: attention looks at no other, and
-                one begins where it is 0. None: each row is one.
+            parts: run these of pipeline_parts() only; stream: the output of the parts before them;
+            pairs: a stream after a layer is [2, ...], see take_over().
+            positions: [B, T] int64, of each token in its document: attention stays within a
+                document, which begins where it is 0. None: each row is a document.
         Returns:
             loss: [] fp32 (fp64 for fp64 parameters), or logits: [B, T, V] in the parameters' dtype
-                (no padding). Without the last part: the residual stream for the parts behind.
-            The losses of experts are in the gradients alone (fastpar/axes/experts/balance.py).
+                (no padding). Without the last part: the residual stream for the next parts.
+            Experts' auxiliary losses appear only in the gradients
+            (fastpar/axes/experts/balance.py).
         Raises:
             ValueError: a shape or dtype that differs from the above; T > block_size; on CPU also a
                 token id outside the vocabulary (on a GPU that is a device-side assert).
@@ -559,17 +561,17 @@ class GPT(nn.Module):
         if targets is not None and targets.shape != idx.shape:
             raise ValueError(
                 f"GPT: expected targets of idx's shape {list(idx.shape)}, got "
-                f"targets.shape={list(targets.shape)}; pass one target a token (-100: none)"
+                f"targets.shape={list(targets.shape)}; pass one target per token (-100: none)"
             )
         if not self.training or self.config.dropout == 0.0:
             rng_key = None
         elif rng_key is None:
             rng_key = draw_key(idx.device)
-            if self.tp is not None:  # whose generators need not be those of one process
+            if self.tp is not None:  # its ranks' generators may differ
                 rng_key = gather(rng_key[None], 0, self.tp, partial=False)[0]
             if self.cp is not None:
                 rng_key = first_of(rng_key, self.cp)
-        if self.cp is not None:  # before it is padded, perhaps beyond the context
+        if self.cp is not None:  # before padding, which may exceed the context
             self._check_ids(idx, self.config.block_size)
         if positions is not None:
             check_positions(idx, positions, self.config.block_size)
@@ -622,40 +624,40 @@ class GPT(nn.Module):
 
     @property
     def _shares(self) -> int:
-        """Ranks that share out the tokens of a batch between layers."""
+        """Ranks that split the tokens of a batch between layers."""
         of_tp = self.tp.size if self.tp is not None and self.tp.sequence_parallel else 1
         return of_tp * (1 if self.cp is None else self.cp.size)
 
     def _padding(self, idx: Tensor) -> int:
-        """Positions to add, see [Note: tensor parallel]."""
+        """Number of positions to add, see [Note: tensor parallel]."""
         if self.cp is not None:
             batch, time = idx.shape
             return self.cp.padding(batch, time, self._shares)
         return -idx.shape[-1] % self._shares if idx.numel() % self._shares else 0
 
     def pipeline_parts(self) -> list[tuple[str, ...]]:
-        """The modules of each part that a pipeline may cut apart: embedding, layers, head."""
+        """The modules of each part between which a pipeline may split: embedding, layers, head."""
         layers = [(f"h.{layer}",) for layer in range(len(self.h))]
         return [("wte", "wpe"), *layers, ("ln_f", "wte")]
 
     def pipeline_costs(self) -> list[float]:
-        """Of each part, in flops: what stages are balanced by."""
+        """FLOPs of each part, by which stages are balanced."""
         return part_flops(self.config)
 
     def new_stream(self, idx: Tensor) -> Tensor:
-        """Memory for the residual stream of idx[B, T] between two parts."""
+        """Memory for the residual stream of idx [B, T] between two parts."""
         batch, time = idx.shape[0], idx.shape[1] + self._padding(idx)
         shape = (batch, time) if self._shares == 1 else (batch * time // self._shares,)
         return next(self.parameters()).new_empty(*shape, self.config.n_embd)
 
     @property
     def needs_pairs(self) -> bool:
-        """Whether the bits of one process take pairs."""
+        """Whether pairs are needed for the bits of one process."""
         drops = self.training and self.config.dropout > 0.0
         return drops and next(self.parameters()).dtype.itemsize == 2
 
     def draw_keys(self, count: int, device: torch.device) -> Tensor | None:
-        """Keys of the dropout masks of so many batches, one a row; None: no dropout is applied."""
+        """Keys of the dropout masks of `count` batches, one per row; None: dropout is off."""
         if not self.training or self.config.dropout == 0.0:
             return None
         return torch.stack([draw_key(device) for _ in range(count)])
@@ -670,11 +672,11 @@ class GPT(nn.Module):
         read: list[LayerRead] | None = None,
         pairs: bool = False,
     ) -> Tensor:
-        """[B, T] token ids -> [B, T, C], the head's input; dropout only when rng_key is given.
+        """[B, T] token ids -> [B, T, C], the head's input; dropout only if rng_key is given.
 
         Under sequence and context parallelism this rank's tokens, [N/(cp*tp), C]. parts, stream,
-        positions, pairs: as in forward(). read: of each layer, of the tokens before idx, to which
-        those of idx are added; without dropout, tp, cp, parts and positions.
+        positions, pairs: as in forward(). read: each layer's cache of earlier tokens, to which
+        idx's are appended; not with dropout, tp, cp, parts or positions.
         """
         spare = 0 if self.cp is None else 2 * self._shares
         self._check_ids(idx, self.config.block_size + spare)
@@ -721,7 +723,7 @@ class GPT(nn.Module):
         wte, wpe = self.wte.weight, self.wpe.weight
         if self._shares == 1 and self.tp is None and positions is None:
             return embedding(idx, wte, wpe, first_position=first, **mask)
-        spot = 0 if tokens is None else tokens.first  # of this rank's tokens in those of cp
+        spot = 0 if tokens is None else tokens.first  # of this rank's tokens among those of cp
         if self.cp is not None and tokens is not None:
             idx = self.cp.slice(idx)[None]
             positions = positions if positions is None else self.cp.slice(positions)
@@ -735,24 +737,24 @@ class GPT(nn.Module):
                 places = tokens.places(x.shape[0], idx.device)
             else:
                 places = positions.flatten()[spot : spot + x.shape[0]]
-            x = x + embedding(places[None].clamp(max=len(wpe) - 1), wpe)[0]  # of padding behind it
+            x = x + embedding(places[None].clamp(max=len(wpe) - 1), wpe)[0]  # clamps padding
         if self._grid is not None:
             return grid_dropout(x, self._grid, **mask)
         return dropout(x, mask["dropout_p"], mask["rng"]) if mask else x
 
     def logits(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., V]: the tied head. Of all tokens, also under sequence parallelism."""
+        """[..., C] -> [..., V]: the tied head. For all tokens, also under sequence parallelism."""
         weight, vocab_size = self.wte.weight, self.config.vocab_size
         if self.tp is not None:
             return vocab_linear(x, weight, self.tp)[..., :vocab_size]
         return linear(x, weight[:vocab_size])
 
     def num_parameters(self) -> int:
-        """Weights of the published architecture: tied head once, vocabulary padding not counted."""
+        """Weights of the published architecture: tied head once, without vocabulary padding."""
         return count_parameters(self.config)
 
     def flops_per_token(self) -> int:
-        """Model FLOPs of forward + backward a token at T = block_size; see settings/model.py."""
+        """FLOPs of forward + backward per token at T = block_size; see settings/model.py."""
         return flops_per_token(self.config)
 
     def _check_ids(self, idx: Tensor, longest: int) -> None:
@@ -769,7 +771,7 @@ class GPT(nn.Module):
             )
         valid = (idx >= 0) & (idx < config.vocab_size)
         if torch.compiler.is_compiling() or idx.device.type != "cpu":
-            # No wait for the device here; an id within the padding would train its rows.
+            # Without waiting for the device; an id within the padding would train its rows.
             torch._assert_async(valid.all(), "GPT: expected token ids below vocab_size")
         elif not valid.all():
             raise ValueError(
@@ -792,12 +794,12 @@ def use_fp8(
     """Rounds the operands of linear layers of all blocks to 8 bits from now on.
 
     Args:
-        model: before parallelize(), whose engine then adds up what delayed scales are made of;
-            without one call model.fp8_scales.update() after each step.
-        layers: "mlp", "all" of a block, or "none": as before.
-        scaling, weight_gradient, emulate: as kernels.Fp8.
+        model: before parallelize(), whose engine then reduces the values for delayed scales;
+            without parallelize() call model.fp8_scales.update() after each step.
+        layers: "mlp", "all" of a block, or "none": no rounding.
+        scaling, weight_gradient, emulate: as in kernels.Fp8.
     Raises:
-        ValueError: other layers; experts; what Fp8 refuses.
+        ValueError: other layers; a model with experts; arguments that Fp8 refuses.
     """
     if layers not in LAYERS:
         raise ValueError(
@@ -806,7 +808,7 @@ def use_fp8(
     if layers != "none" and model.config.n_expert:
         raise ValueError(
             f"use_fp8: expected a model without experts, got n_expert={model.config.n_expert}; "
-            "their products are grouped: leave fp8 out"
+            "drop fp8 (grouped products do not support it)"
         )
     names, kinds = products(), products(layers)
     delayed = scaling == "tensor" and bool(kinds)
@@ -815,13 +817,13 @@ def use_fp8(
         for j, name in enumerate(names):
             how: dict[str, Any] = {"scaling": scaling, "weight_gradient": weight_gradient}
             how |= {"emulate": emulate, "scales": model.fp8_scales, "layer": len(names) * i + j}
-            keeps = name != "attn.c_proj"  # attention keeps what it gets
+            keeps = name != "attn.c_proj"  # attention keeps its input
             part: Any = block.get_submodule(name)
             part.fp8 = Fp8(**how, keeps=keeps) if name in kinds else None
 
 
 def numbers_of(model: Any, like: Tensor) -> Tensor:
-    """What a model itself counted in the last step, flat: its experts, or overflows of fp8."""
+    """What a model itself counted in the last step, flat: by its experts, or overflows of fp8."""
     scales: DelayedScales | None = model.fp8_scales
     if scales is None:
         return balance.sums_of(model, like)
@@ -829,50 +831,50 @@ def numbers_of(model: Any, like: Tensor) -> Tensor:
 
 
 def report_of(model: Any, numbers: Tensor) -> dict[str, Any]:
-    """What numbers_of() a step says, for people: columns of a row of metrics."""
+    """numbers_of() a step as columns of a row of metrics."""
     if model.fp8_scales is None:
         return balance.report_of(model, numbers)
     return {"fp8_overflows": int(numbers.sum())}
 
 
 def saved_scales(model: Any) -> dict[str, Any] | None:
-    """For a checkpoint's state of the run."""
+    """fp8 scales for a checkpoint's run state."""
     return None if model.fp8_scales is None else model.fp8_scales.state_dict()
 
 
 def restore_scales(model: Any, state: dict[str, Any]) -> None:
-    """Of a run's state; one without them begins with a step that notes values."""
+    """Loads a run state's fp8 scales; without them the next step measures values first."""
     if model.fp8_scales is not None and state.get("fp8") is not None:
         model.fp8_scales.load_state_dict(state["fp8"])
 
 
 @torch.no_grad()
 def upcycled(dense: GPT, experts: dict[str, Any], *, seed: int = 0) -> GPT:
-    """The same function with experts in the place of MLPs: equal ones, and a router drawn by seed.
+    """A model with equal experts instead of MLPs that computes the same; routers drawn by seed.
 
-    A token's weights add up to 1, so at first the loss is that of the dense model, to rounding.
+    A token's expert weights add up to 1, so the initial loss equals the dense model's, to rounding.
 
     Args:
         experts: fields of GPTConfig: n_expert, top_k, ...
     Raises:
-        ValueError: a model that has experts; top_k below 2, whose one weight is no 1; features of
-            an expert that are not those of the MLP.
+        ValueError: a model with experts; top_k below 2, whose single weight is not 1; experts that
+            are not as wide as the MLP.
     """
     if dense.config.n_expert:
         raise ValueError(
-            "upcycled: expected a dense model to make experts of, got one with n_expert="
-            f"{dense.config.n_expert}; leave --n-expert out: its own experts are kept"
+            "upcycled: expected a dense model, got one with n_expert="
+            f"{dense.config.n_expert}; drop --n-expert to keep its own experts"
         )
     config = replace(dense.config, **experts)
     if config.top_k < 2 or config.hidden != 4 * config.n_embd:
         raise ValueError(
-            "upcycled: expected top_k >= 2, whose weights add up to 1, and experts as wide as the "
-            f"MLP, got top_k={config.top_k} expert_hidden={config.expert_hidden}; change them, or "
-            "start without --init-from"
+            "upcycled: expected top_k >= 2, so that weights add up to 1, and experts as wide as "
+            f"the MLP, got top_k={config.top_k} expert_hidden={config.expert_hidden}; change them, "
+            "or drop --init-from"
         )
     model = GPT(config, seed=seed).to(next(dense.parameters()).dtype)
     given = dict(dense.named_parameters())
     for name, p in model.named_parameters():
-        if name in given:  # of an expert's layer the MLP's, for each of them
+        if name in given:  # for experts the MLP's, broadcast to each
             p.copy_(given[name])
     return model

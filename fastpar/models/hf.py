@@ -1,13 +1,13 @@
-"""A GPT to and from the folders of transformers' GPT2LMHeadModel: config.json and *.safetensors.
+"""Reads and writes folders of transformers' GPT2LMHeadModel: config.json and *.safetensors.
 
-Names are ours with "transformer." in front (older files lack it: both are read). The matrices of a
-layer are stored by transformers' Conv1D as [in, out], ours are [out, in]. The head is tied to
-transformer.wte.weight: lm_head.weight is not written, and must be equal to it where it is found.
-Vocabulary padding is never written. No byte of a weight changes on the way in and out again.
+Keys are this model's names with the prefix "transformer." (older files lack it: both are read).
+transformers' Conv1D stores matrices as [in, out], this model as [out, in]. The head is tied to
+transformer.wte.weight: lm_head.weight is not written, and must be equal to it if it is present.
+Vocabulary padding is never written. A round trip changes no byte of a weight.
 
-[Note: stored weights] Names and layouts of other models than a GPT are those of their parameters
-and persistent buffers. The files are cut by the model alone, not by the ranks: the same bytes are
-written from every mesh, and several ranks can write one model.
+[Note: stored weights] For models other than GPT, names and layouts are those of their parameters
+and persistent buffers. How weights are divided into files depends on the model alone: the same
+bytes are written from every mesh, and several ranks can write one model.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 class Weight(NamedTuple):
-    """A parameter, or a buffer, and how it is stored."""
+    """A parameter or buffer, and how it is stored."""
 
     name: str  # in the model
     key: str  # in the file
     tensor: Tensor
-    whole: torch.Size  # of all ranks that share it out
+    whole: torch.Size  # full shape, over all ranks
     shape: tuple[int, ...]  # in the file
     transposed: bool
-    declared: Declared | None  # where tp ranks share parameters out
+    declared: Declared | None  # how tp ranks split parameters, if they do
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
         return math.prod(self.shape) * self.tensor.dtype.itemsize
 
     @property
     def split(self) -> bool:
-        """Whether ranks of tp or ep share it out."""
+        """Whether it is split over tp or ep ranks."""
         return self.declared is not None and self.declared.is_split(self.tensor)
 
     def stored(self, whole: Tensor) -> Tensor:
-        """The file's tensor, a view of a whole one in the model's layout."""
+        """The file's tensor, a view of a full one in the model's layout."""
         tensor = whole[: self.shape[0]] if self.shape and not self.transposed else whole
         return tensor.t() if self.transposed else tensor
 
     def local(self, stored: Tensor) -> Tensor:
-        """This rank's part of the file's tensor, in the model's layout; 0 pads the vocabulary."""
+        """This rank's slice of the file's tensor, in the model's layout; 0 pads the vocabulary."""
         values = stored.t() if self.transposed else stored
         if self.split:
             assert self.declared is not None
@@ -87,7 +87,7 @@ def is_conv1d(name: str) -> bool:
 
 
 def list_weights(model: nn.Module) -> list[Weight]:
-    """All that a model's files hold, tied parameters once, in the model's order."""
+    """All weights in a model's files, tied parameters once, in the model's order."""
     engines = map(engine_of_parameter, model.parameters())
     declared = next((engine.declared for engine in engines if engine is not None), None)
     weights, gpt = [], isinstance(model, GPT)
@@ -102,14 +102,14 @@ def list_weights(model: nn.Module) -> list[Weight]:
             shape = (model.config.vocab_size, *shape[1:])
         key = PREFIX + name if gpt else name
         weights.append(Weight(name, key, p, whole, shape, transposed, declared))
-    for name, b in _buffers(model):  # of a GPT the counts of its experts
+    for name, b in _buffers(model):  # for a GPT the counts of its experts
         key = PREFIX + name if gpt else name
         weights.append(Weight(name, key, b, b.shape, tuple(b.shape), False, None))
     return weights
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The persistent ones; one that several modules share once, as tied parameters."""
+    """Persistent buffers; one that several modules share appears once, as tied parameters do."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -119,7 +119,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def cut_into_files(weights: list[Weight], most_bytes: float) -> list[tuple[str, list[Weight]]]:
-    """File name -> its weights, in order: no more bytes than asked for, or one weight."""
+    """File name -> its weights, in order: at most most_bytes, or a single weight."""
     shards: list[list[Weight]] = [[]]
     for weight in weights:
         if shards[-1] and sum(w.nbytes for w in shards[-1]) + weight.nbytes > most_bytes:
@@ -129,18 +129,18 @@ def cut_into_files(weights: list[Weight], most_bytes: float) -> list[tuple[str, 
 
 
 def weights_file(i: int, n: int) -> str:
-    """The name of file i, from 0, of n."""
+    """The name of file i (from 0) of n."""
     return WEIGHTS_FILE if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors"
 
 
 INDEX_FILE = "model.safetensors.index.json"
-EXPERTS = "fastpar-gpt2-experts"  # the model_type of GPTs that transformers does not have
+EXPERTS = "fastpar-gpt2-experts"  # the model_type of GPTs that transformers does not support
 _EXPERT_FIELDS = (
     *("n_expert", "top_k", "expert_every", "expert_hidden", "expert_capacity"),
     *("balance_loss", "router_z_loss", "balance_rate"),
 )
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, stored as buffers by older versions
-# What config.json may have of fields that this model does not follow; None: it may be missing.
+# Values of config.json fields that this model supports; None: the field may be missing.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": (EXPERTS, "gpt2"),
     "activation_function": (None, "gelu_new"),
@@ -151,9 +151,9 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def check_whole(caller: str, model: GPT) -> None:
-    """Refuse a model that tp ranks split, a pipeline has cut, or that needs its peers along cp."""
+    """Refuses a model that is split by tp or a pipeline, or that needs its peers along cp."""
     if any(isinstance(part, Absent) for part in model.modules()):
-        got = "cut into stages"
+        got = "split into pipeline stages"
     elif model.tp is not None:
         got = f"with tp={model.tp.size}"
     elif model.cp is not None and caller == "generate":
@@ -161,19 +161,19 @@ def check_whole(caller: str, model: GPT) -> None:
     else:
         return
     raise ValueError(
-        f"{caller}: expected a model whose weights are whole on a rank, got one {got}; load_hf() "
-        "reads it from a checkpoint of save_checkpoint"
+        f"{caller}: expected a model with full weights on each rank, got one {got}; load it with "
+        "load_hf() from a checkpoint of save_checkpoint"
     )
 
 
 def check_dense(caller: str, n_expert: int) -> None:
-    """Refuse to write a model with experts for transformers."""
+    """Refuses to write a model with experts for transformers."""
     if n_expert:
         raise ValueError(
-            f"{caller}: expected a GPT-2 that transformers has, got one with n_expert={n_expert}; "
-            "transformers' GPT2LMHeadModel has no experts, and its models with experts have other "
-            "norms, positions and activations: use the checkpoint itself (fastpar sample, fastpar "
-            "train --init-from)"
+            f"{caller}: expected a GPT-2 that transformers supports, got one with "
+            f"n_expert={n_expert}; transformers' GPT2LMHeadModel has no experts, and its models "
+            "with experts have other norms, positions and activations: use the checkpoint itself "
+            "(fastpar sample, fastpar train --init-from)"
         )
 
 
@@ -181,11 +181,11 @@ def check_dense(caller: str, n_expert: int) -> None:
 def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     """Copies transformers' weights into the model, converting to its dtype; all or nothing.
 
-    Of a model that tp ranks split each copies its slices; all pass whole tensors.
+    If tp ranks split the model, each copies its slices; all pass full tensors.
 
     Raises:
         ValueError: the first tensor that is missing, has another shape, or does not belong to a
-            GPT-2 of this shape; an lm_head.weight that is not wte.weight.
+            GPT-2 of this shape; an lm_head.weight that differs from wte.weight.
     """
     given = _checked(model, tensors)
     for weight in list_weights(model):
@@ -193,7 +193,7 @@ def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _checked(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by our names, when they are this model's and no others."""
+    """The tensors by this model's names, if they match the model exactly."""
     given = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     head = given.pop("lm_head.weight", None)
     if head is not None:  # a writer that drops tied copies may have kept this one
@@ -207,7 +207,7 @@ def _checked(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if got is None:
             near = next((n for n in tensors if n.endswith(f".{name}")), "")
             but = (
-                f" but {near}; cut the names down to {PREFIX}{name} and so on"
+                f" but {near}; rename the tensors to {PREFIX}{name} and so on"
                 if near
                 else ("; pass the weights of a GPT2LMHeadModel of the model's shape")
             )
@@ -229,10 +229,10 @@ def _checked(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def differences(
     model: GPT, shapes: Mapping[str, Sequence[int]]
 ) -> list[tuple[str, tuple[int, ...] | None, tuple[int, ...] | None]]:
-    """Where stored tensors are not a model's: (our name, wanted, got), None where one has none.
+    """Stored tensors that do not match a model: (name, wanted, got), None for a missing one.
 
     Args:
-        shapes: by transformers' names; an lm_head.weight may stand for wte.weight.
+        shapes: by transformers' names; an lm_head.weight may replace wte.weight.
     """
     ours = {w.name: w.shape for w in list_weights(model)}
     found = {n.removeprefix(PREFIX): tuple(s) for n, s in shapes.items() if not n.endswith(MASKS)}
@@ -254,13 +254,13 @@ def load_hf(
     Args:
         folder: holds config.json and model.safetensors, or the shards that
             model.safetensors.index.json names.
-        dtype: of the parameters; the file's own by default.
+        dtype: of the parameters; default: the file's.
         dropout: replaces the config's three dropout rates, which must be equal otherwise.
     Returns:
         The model, on the CPU, in training mode.
     Raises:
-        ValueError: a file that is missing or damaged, another architecture, a setting that this
-            model does not have; see also load_hf_tensors.
+        ValueError: a missing or damaged file, another architecture, an unsupported setting; see
+            also load_hf_tensors.
     """
     folder = Path(folder)
     config = read_config(folder, dropout)
@@ -277,7 +277,7 @@ def build_model(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype | None,
 ) -> GPT:
-    """A model of these weights, whose sizes are compared before any memory is taken.
+    """A model with these weights, whose sizes are compared before memory is allocated.
 
     Raises:
         ValueError: see load_hf and load_hf_tensors.
@@ -291,18 +291,18 @@ def build_model(
             f"dtypes={', '.join(sorted(map(str, found))) or 'none'} in {source}; "
             + ("convert them first" if unknown else "choose one with dtype=")
         )
-    if config.n_layer > len(tensors):  # a damaged number, for which no model is built
+    if config.n_layer > len(tensors):  # a damaged number, so do not build that model
         raise ValueError(
             f"{caller}: expected weights of n_layer={config.n_layer} layers, got {len(tensors)} "
-            f"tensors in {source}; its sizes are not those of its weights"
+            f"tensors in {source}; config and weights do not match"
         )
     try:
         with torch.device("meta"):
             model = GPT(config).to(dtype or found.pop())
     except (RuntimeError, OverflowError) as error:
         raise ValueError(
-            f"{caller}: expected a model that can be, got {config} in {source} ({error}); its "
-            "sizes are damaged"
+            f"{caller}: expected sizes of a possible model, got {config} in {source} ({error}); "
+            "the file is damaged"
         ) from error
     _checked(model, tensors)
     model.to_empty(device="cpu")
@@ -320,16 +320,16 @@ def save_hf(
 ) -> None:
     """Writes the folder that GPT2LMHeadModel.from_pretrained reads.
 
-    Every file appears complete or not at all, and config.json last: a folder without it is not a
-    model. Other files in the folder stay.
+    Every file is written atomically, and config.json last: a folder without it is not a model.
+    Other files in the folder stay.
 
     Args:
-        folder: created where needed; must not hold a config.json.
-        max_shard_bytes: weights beyond this are cut into several files with an index.
+        folder: created if needed; must not contain a config.json.
+        max_shard_bytes: larger weights are divided into several files with an index.
         bos_token_id, eos_token_id: for transformers' generate(); GPT-2's own are 50256.
     Raises:
-        ValueError: the folder holds a model already; max_shard_bytes < 1; a dtype of the
-            parameters that from_pretrained would not keep; a model that tp ranks split, or with
+        ValueError: the folder contains a model already; max_shard_bytes < 1; a parameter dtype that
+            from_pretrained would not keep; a model that tp ranks split, or with experts.
             experts.
     """
     check_whole("save_hf", model)
@@ -338,12 +338,12 @@ def save_hf(
     if (folder / "config.json").exists():
         raise ValueError(
             f"save_hf: expected a folder without a model, got folder={folder} with a config.json; "
-            "choose another one or delete it first"
+            "choose another folder or delete it first"
         )
     if max_shard_bytes < 1:
         raise ValueError(
             f"save_hf: expected max_shard_bytes >= 1, got max_shard_bytes={max_shard_bytes}; "
-            "leave it out for 5 GB"
+            "drop it for 5 GB"
         )
     config = config_json("save_hf", model, bos_token_id, eos_token_id)
     weights = list_weights(model)
@@ -366,14 +366,14 @@ def save_hf(
 
 
 def index_json(weight_map: Mapping[str, str], nbytes: int) -> dict[str, Any]:
-    """What transformers reads where there are several files: the file of each tensor."""
+    """The index that transformers reads for several files: the file of each tensor."""
     return {"metadata": {"total_size": nbytes}, "weight_map": dict(weight_map)}
 
 
 def config_json(
     caller: str, model: GPT, bos_token_id: int | None, eos_token_id: int | None
 ) -> dict[str, Any]:
-    """What transformers' GPT2Config reads.
+    """The content of transformers' GPT2Config.
 
     Raises:
         ValueError: parameters of a dtype that transformers would not keep.
@@ -409,7 +409,7 @@ def config_json(
 
 
 def unsupported_field(raw: Mapping[str, Any]) -> str | None:
-    """The first field of a config.json that asks for another model than ours."""
+    """The first field of a config.json that this model does not support."""
     found = (name for name, allowed in _SUPPORTED.items() if raw.get(name) not in allowed)
     return next(found, None)
 
@@ -456,7 +456,7 @@ def read_config(folder: Path, dropout: float | None) -> GPTConfig:
             return GPTConfig(**sizes, **{n: raw[n] for n in _EXPERT_FIELDS})
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"load_hf: expected the numbers of experts in {folder / 'config.json'}, got "
+                f"load_hf: expected numbers of experts in {folder / 'config.json'}, got "
                 f"{type(error).__name__}: {error}; write the file again"
             ) from error
     return GPTConfig(**sizes)
@@ -500,7 +500,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     safetensors = import_package("safetensors", "load_hf")
     load_file = import_package("safetensors.torch", "load_hf").load_file
     try:
-        os.close(open_plain(path, links=True))  # no pipe is waited for
+        os.close(open_plain(path, links=True))  # refuses a pipe, which would block
         return load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(

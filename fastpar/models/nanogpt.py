@@ -1,9 +1,9 @@
-"""nanoGPT's ckpt.pt as a GPT. Nothing in the file is executed: torch.load with weights_only=True.
+"""Reads nanoGPT's ckpt.pt as a GPT. Nothing in it is executed: torch.load with weights_only=True.
 
-nanoGPT has the names of transformers with the matrices of nn.Linear, [out, in] as ours. The head is
-tied, old files hold causal masks as buffers, those of compiled models a prefix. Rows that pad its
-vocabulary (50304 for GPT-2's 50257 tokens) are weights like others: they take part in its softmax,
-so they are kept unless vocab_size says how many tokens there are. A model without biases, nanoGPT's
+nanoGPT has transformers' names with the matrices of nn.Linear, [out, in] as here. The head is tied,
+old files hold causal masks as buffers, those of compiled models a prefix. Rows that pad its
+vocabulary (50304 for GPT-2's 50257 tokens) are ordinary weights that take part in its softmax, so
+they are kept unless vocab_size gives the number of tokens. A model without biases, nanoGPT's
 default, gets biases of 0, which change no output and are trained like others. Newer nanoGPT
 computes GELU by erf, this model by tanh as GPT-2 does; the loss differs in the fourth digit
 (test_the_loss_is_nanogpts).
@@ -42,15 +42,15 @@ def load_nanogpt(
 
     Args:
         path: the file.
-        dtype: of the parameters; the file's own by default.
-        dropout: replaces the one in the file.
-        vocab_size: how many rows of the embedding to keep; all by default.
-        say: takes a line where the model has no biases and gets some; a warning by default.
+        dtype: of the parameters; default: the file's.
+        dropout: replaces the file's rate.
+        vocab_size: rows of the embedding to keep; default: all.
+        say: called with a line if biases of 0 were added; default: a warning.
     Returns:
         The model, on the CPU, in training mode.
     Raises:
-        ValueError: the file is damaged, holds more than plain data, or is another model; a
-            vocab_size above the file's; see also load_hf_tensors.
+        ValueError: a damaged file, anything but plain data, or another model; a vocab_size above
+            the file's; see also load_hf_tensors.
     """
     path = Path(path)
     content = _load(path)
@@ -77,14 +77,14 @@ def load_nanogpt(
         given[name] = tensor
     if sizes.get("bias") is False:
         added = _zero_biases(given)
-        text = f"{path} has no biases: its model gets {len(added)} of 0, with the same outputs"
+        text = f"{path} has no biases; added {len(added)} biases of 0, which change no output"
         say(text) if say is not None else warnings.warn(f"load_nanogpt: {text}", stacklevel=2)
         given |= added
     return build_model("load_nanogpt", path, config, given, dtype)
 
 
 def _zero_biases(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A bias for every norm and matrix without one; embeddings and the head have none."""
+    """A zero bias for every norm and matrix without one, except embeddings and the head."""
     added = {}
     for name, weight in given.items():
         stem, _, kind = name.rpartition(".")
@@ -102,19 +102,19 @@ def _load(path: Path) -> Any:
     except OSError as error:
         why: Exception = error
         problem = reason(error)
-    except Exception as error:  # whatever the unpickler meets in a file that is none
-        asked = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's words before it are many
+    except Exception as error:  # the unpickler may raise anything for a damaged file
+        requested = re.search(r"GLOBAL ([\w.]+)", str(error))  # in torch's long message
         why, problem = error, shown(f"{type(error).__name__}: {error}".splitlines()[0])
-        if asked:
-            problem = f"it asks for {asked[1]}, which is not made: save plain numbers"
+        if requested:
+            problem = f"it contains a {requested[1]} object; save plain numbers instead"
     raise ValueError(
         f"load_nanogpt: expected a ckpt.pt of tensors and plain values, got {path} ({problem}); "
-        "nothing else is read from it, and nothing is executed"
+        "pass the ckpt.pt that nanoGPT's train.py writes (nothing in it is executed)"
     ) from why
 
 
 def _parts(content: Any, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """model_args and the state dict, of the types they should have."""
+    """model_args and the state dict, with checked types."""
     given = content if isinstance(content, dict) else {}
     sizes, tensors = given.get("model_args"), given.get("model")
     if isinstance(sizes, dict) and isinstance(tensors, dict):
@@ -141,5 +141,5 @@ def _problem(sizes: dict[str, Any], tensors: dict[str, Tensor]) -> str | None:
         if not isinstance(key, str) or type(tensor) is not Tensor:
             return f"{shown(key)} of type {type(tensor).__name__}"
         if tensor.layout != torch.strided or tensor.is_meta:
-            return f"{key} that is no plain tensor"
+            return f"{key} that is not a plain tensor"
     return None

@@ -1,4 +1,4 @@
-"""Engine, recomputation and optimizer of a model, made from the settings of a run."""
+"""Makes engine, recomputation and optimizer of a model from the settings of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def set_up(
     """Splits the model over the ranks of the mesh; returns the optimizer.
 
     Args:
-        dtype: of its weights: gradients of 16-bit ones are added up in fp32 unless said otherwise.
+        dtype: of its weights: gradients of 16-bit weights are summed in fp32 by default.
     Ranks: all.
     """
     system, kept, parallel = config.system, config.recompute, config.parallel
@@ -37,7 +37,7 @@ def set_up(
         grad_dtype=parallel.precision.grad_dtype or wide,
         accumulate=config.accumulate,
         grad_accum_steps=grad_accum_steps,
-        # Else of activations, which parallelize() does not know.
+        # pinned also applies to activations, which parallelize() does not know.
         offload_pinned=parallel.offload.pinned or parallel.offload.what is None,
     )
     parallelize(model, mesh, in_effect)

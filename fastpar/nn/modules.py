@@ -3,14 +3,14 @@
 Under torch.autocast they compute and return what torch's do: products and attention in the autocast
 dtype, LayerNorm and RMSNorm on CUDA in fp32, GELU and embedding in their input's dtype.
 
-[Note: parts that are called] MLP and CausalSelfAttention own nn.Linear parts for their names and
-state_dict keys, and use the parts' weights directly. A part that is more than its weights (hooks, a
-wrapped forward, another class in its place, as adapters and quantizers put there) is called instead
+[Note: parts that are called] MLP and CausalSelfAttention contain nn.Linear parts for their names
+and state_dict keys, and use the parts' weights directly. A part that is more than its weights
+(hooks, a wrapped forward, or another class, as adapters and quantizers have) is called instead
 (test_parts_with_hooks_or_another_forward_are_called).
 
-[Note: gathered weights] Under ZeRO a part's weights are not always there: forward hooks of the
-engine fetch them. Such a hook has gathers_weights = True and looks at no input: whoever uses the
-weights without calling the part runs it around the use, and so the op stays fused
+[Note: gathered weights] Under ZeRO a part's weights are not always present: forward hooks of the
+engine gather them. Such a hook has gathers_weights = True and reads no input. Code that uses the
+weights without calling the part runs these hooks around the use, so the op stays fused
 (test_a_patched_model_stays_fused_at_every_stage).
 """
 
@@ -35,7 +35,7 @@ from fastpar.kernels import (
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What torch.autocast casts the operands of a matrix product on x's device to, if it does."""
+    """The dtype to which torch.autocast casts a product's operands on x's device; None: no cast."""
     device = x.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return None
@@ -43,12 +43,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast_norm(x: Tensor) -> Tensor:
-    """x as torch.autocast hands it to a norm: in fp32 on CUDA, as it is on CPU."""
+    """x as torch.autocast passes it to a norm: in fp32 on CUDA, unchanged on CPU."""
     return x.float() if x.is_cuda and autocast_dtype(x) is not None else x
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its forward and the gathering of its weights."""
+    """Whether a call of the module runs more than its forward and hooks that gather its weights."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     if module._backward_hooks or module._backward_pre_hooks:
         return True
@@ -59,9 +59,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def with_weights(compute: Callable[[], Any], *layers: nn.Module) -> Any:
-    """compute(), which uses the weights of layers without calling them; [Note: gathered weights].
+    """Returns compute(), which uses the layers' weights without calling the layers.
 
-    No layer may have other hooks, see has_hooks().
+    No layer may have other hooks, see has_hooks() and [Note: gathered weights].
     """
     for layer in layers:
         for gather in layer._forward_pre_hooks.values():
@@ -80,31 +80,31 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Whether this is torch's nn.Linear or transformers' Conv1D, and no subclass of them."""
+    """Whether this is exactly torch's nn.Linear or transformers' Conv1D, not a subclass."""
     return type(layer) is nn.Linear or is_conv1d(layer)
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether the layer is x @ weight + bias and no more; see [Note: parts that are called]."""
+    """Whether the layer is just x @ weight + bias; see [Note: parts that are called]."""
     return is_linear(layer) and not has_hooks(layer) and "forward" not in vars(layer)
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:
-    """layer(x), on kernels.linear where the layer is plain."""
+    """layer(x), on kernels.linear if the layer is plain."""
     if not is_plain(layer):
         return layer(x)
     return with_weights(lambda: product(layer, x, layer.bias), layer)
 
 
 def product(layer: nn.Module, x: Tensor, bias: Any = None) -> Tensor:
-    """x @ weight + bias with the weight of a plain layer that is there; see with_weights()."""
+    """x @ weight + bias of a plain layer whose weight is present; see with_weights()."""
     weight: Any = layer.weight
     multiply = linear if autocast_dtype(x) is None else F.linear
     return multiply(x, weight.t() if is_conv1d(layer) else weight, bias)
 
 
 def linear_gelu(layer: nn.Module, x: Tensor, approximate: str) -> Tensor:
-    """gelu(layer(x)); the bias is added in the GELU's pass where the layer is plain."""
+    """gelu(layer(x)); for a plain layer the GELU's kernel adds the bias."""
     if not is_plain(layer):
         return bias_gelu(layer(x), approximate=approximate)
     bias: Any = layer.bias
@@ -112,7 +112,7 @@ def linear_gelu(layer: nn.Module, x: Tensor, approximate: str) -> Tensor:
 
 
 def norm_rows(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x with the normalized dimensions as one, and the weight of that one (ones without any)."""
+    """x with its normalized dimensions flattened, and the flattened weight (or ones)."""
     dims = tuple(module.normalized_shape)
     if x.shape[x.dim() - len(dims) :] != dims:
         raise ValueError(
@@ -128,7 +128,7 @@ def norm_rows(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> tuple[Tensor, Ten
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch.nn.LayerNorm on kernels.layer_norm; at most 16384 normalized elements a row."""
+    """torch.nn.LayerNorm on kernels.layer_norm; at most 16384 normalized elements per row."""
 
     def forward(self, input: Tensor) -> Tensor:
         x, weight = norm_rows(self, input)
@@ -137,10 +137,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm on kernels.rms_norm; at most 16384 normalized elements a row.
+    """torch.nn.RMSNorm on kernels.rms_norm; at most 16384 normalized elements per row.
 
-    As in torch, eps None is the machine epsilon of the dtype that the statistics are computed in:
-    that of fp32 for 16-bit inputs.
+    As in torch, eps=None is the machine epsilon of the dtype of the statistics: fp32's for 16-bit
+    inputs.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -161,27 +161,27 @@ class Embedding(nn.Embedding):
     """torch.nn.Embedding on kernels.embedding, whose backward is deterministic on every device.
 
     Raises:
-        ValueError: padding_idx, max_norm, scale_grad_by_freq or sparse: torch.nn.Embedding has
-            them.
+        ValueError: padding_idx, max_norm, scale_grad_by_freq or sparse, which only
+            torch.nn.Embedding supports.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         for name, value in embedding_options(self).items():
             raise ValueError(
-                f"Embedding: expected {name} to be left out, got {name}={value}; "
-                "use torch.nn.Embedding"
+                f"Embedding: expected no {name}, got {name}={value}; use torch.nn.Embedding, which "
+                "supports it"
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        if embedding_options(self):  # set since
+        if embedding_options(self):  # set after construction
             return super().forward(input)
         idx = input if input.dim() == 2 else input.reshape(1, -1)
         return embedding(idx, self.weight).view(*input.shape, self.embedding_dim)
 
 
 def embedding_options(module: nn.Embedding) -> dict[str, Any]:
-    """The options in use that kernels.embedding does not have."""
+    """The options in use that kernels.embedding does not support."""
     options = {
         "padding_idx": module.padding_idx,
         "max_norm": module.max_norm,
@@ -289,14 +289,14 @@ _LOSS_OPTIONS = (
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """torch.nn.CrossEntropyLoss of the logits x @ weight.T, which never exist at once.
+    """torch.nn.CrossEntropyLoss of the logits x @ weight.T, which are never in memory all at once.
 
     Has no parameters: forward takes the head's weight, which GPT-2 shares with its embedding.
 
     Args:
-        weight: None; nn.CrossEntropyLoss's weights of classes do not exist here.
-        ignore_index, reduction, label_smoothing: as nn.CrossEntropyLoss.
-        z_loss, vocab_size, chunk_rows: as kernels.linear_cross_entropy.
+        weight: must be None; class weights are not supported.
+        ignore_index, reduction, label_smoothing: as in nn.CrossEntropyLoss.
+        z_loss, vocab_size, chunk_rows: as in kernels.linear_cross_entropy.
     Raises:
         ValueError: weight is given.
     """
@@ -316,8 +316,8 @@ class LinearCrossEntropyLoss(nn.Module):
         if weight is not None:
             raise ValueError(
                 f"LinearCrossEntropyLoss: expected weight=None, got weight={type(weight).__name__} "
-                "(weights of classes); use torch.nn.CrossEntropyLoss on the logits, and pass the "
-                "head's matrix to forward(x, weight, targets)"
+                "(class weights); use torch.nn.CrossEntropyLoss on the logits; the head's matrix "
+                "is an argument of forward(x, weight, targets)"
             )
         self.ignore_index, self.reduction = ignore_index, reduction
         self.label_smoothing, self.z_loss = label_smoothing, z_loss

@@ -1,21 +1,21 @@
-"""Activation checkpointing: the blocks of a model keep little for backward and compute it again.
+"""Activation checkpointing: the blocks of a model keep little for backward and are recomputed.
 
 [Note: what recomputing must not change]
-A recomputed block runs torch's non-reentrant checkpoint around its own forward, inside module
-hooks: what an engine does before and after a block happens once, and the parameters that it
-gathers for the backward of a block serve the recompute too. The same ops run on the same inputs
-(dropout draws the same masks: counter-based ones by their key, torch's by the saved state of its
-generators), so that gradients have the same bits with and without.
+A recomputed block runs torch's non-reentrant checkpoint around its own forward, inside its module
+hooks: what an engine does before and after a block happens once, and the parameters that it gathers
+for a block's backward serve the recomputation too. The same ops run on the same inputs (with the
+same dropout masks: counter-based ones by their key, torch's by the saved state of its generator),
+so that gradients have the same bits with and without recomputation.
 
-[Note: selective] Under "selective" a dispatch mode sees each op of a block and keeps the outputs of
-KEPT; the rest runs again. fastpar's own ops go past the dispatcher only while nobody watches
-(kernels/backend.py), so the mode sees them as one op each. torch frees the kept outputs at the
-first backward: a second one through the same graph (retain_graph=True) needs mode "full".
+[Note: selective] With "selective" a dispatch mode sees each op of a block and keeps the outputs of
+KEPT; the rest runs again. fastpar's ops bypass the dispatcher only if no mode is active
+(kernels/backend.py), so the mode sees each as one op. torch frees the kept outputs at the first
+backward: a second one through the same graph (retain_graph=True) needs mode "full".
 
 [Note: inputs on the host]
-A block of mode "full" keeps its input alone. With a bus it goes down as the next block begins, and
-comes up again while the block after it is in backward: one input at a time is on its way in each
-direction, and the last one never leaves. The same bits as without.
+A block of mode "full" keeps its input alone. With a bus the input is copied to the host when the
+next block begins, and back while the block after it is in backward: one input at a time is in
+transit in each direction, and the last one stays on the device. The bits are the same.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from fastpar.comm.host import Bus
 from fastpar.kernels.linear.weight_gradients import WeightGradients, current_queue
 
 MODES = ("none", "full", "selective")
-_LEAST_BYTES = 1 << 16  # of an input that goes to the host: keys, scales stay
-_AHEAD = 2  # inputs that come up while a block is in backward: ours has two
+_LEAST_BYTES = 1 << 16  # of an input that moves to the host: keys and scales stay
+_AHEAD = 2  # inputs that are copied back while a block is in backward: fastpar's block has two
 
-# Matrix products, convolutions and attention: most of a block's time, and outputs no larger than
-# what the cheap ops between them would keep. Of split layers, running again would also be sending
-# again. (Of heads that ranks of cp exchange, keeping would be keeping q, k, v and o twice.)
+# Matrix products, convolutions and attention: most of a block's time, with outputs no larger than
+# what the cheap ops between them would keep. In split layers, recomputing would also communicate
+# again. (For heads exchanged over cp, keeping would store q, k, v and o twice.)
 _OURS = (
     *("linear", "column_linear", "row_linear", "grid_column", "grid_row", "grouped_linear"),
     *("attention", "cp_attend_keys", "ep_counts", "ep_exchange"),
@@ -70,16 +70,16 @@ def recompute(
     every: int = 1,
     offload: Bus | None = None,
 ) -> nn.Module:
-    """Make the blocks of model keep less between forward and backward.
+    """Makes the blocks of a model keep less between forward and backward.
 
     Args:
         mode: "full": a block keeps its inputs only, and backward runs its forward again (a third
             more arithmetic); "selective": it also keeps the outputs of matrix products and of
-            attention, and only the cheap ops between them run again; "none": as without recompute.
+            attention, and only the cheap ops between them run again; "none": undoes recompute.
         blocks: the modules, or their class; None: the elements of the outermost nn.ModuleLists.
-        every: 2 is every second block, and so on (of all blocks that are found, in their order).
-        offload: of mode "full": blocks' inputs wait for backward in the host's memory, at the other
-            end of this bus; see HostActivations.
+        every: 2: every second block, and so on, in their order.
+        offload: for mode "full": blocks' inputs wait for backward in host memory, at the other end
+            of this bus; see HostActivations.
     Returns:
         The same module; names of parameters stay. May be called again, and before or after
         fastpar.parallelize, torch's compile() of a block, and fastpar.patch (before recompute).
@@ -88,7 +88,7 @@ def recompute(
         again would append to them twice. (A cache changes how transformers lays out keys: compare
         gradients with use_cache=False.)
     Raises:
-        ValueError: an unknown mode; every below 1; no blocks, or some that model does not have.
+        ValueError: an unknown mode; every below 1; no blocks, or modules that are not the model's.
     """
     if mode not in MODES:
         raise ValueError(
@@ -97,18 +97,18 @@ def recompute(
         )
     if offload is not None and mode != "full":
         raise ValueError(
-            f"recompute: expected mode='full' with offload, got mode={mode!r}, whose blocks keep "
-            "more than their inputs; pass mode='full'"
+            f"recompute: expected mode='full' with offload, got mode={mode!r}, which keeps more "
+            "than inputs; pass mode='full'"
         )
     if every < 1:
         raise ValueError(
-            f"recompute: expected every >= 1, got every={every}; 1 stands for every block"
+            f"recompute: expected every >= 1, got every={every}; use 1 for every block"
         )
     found = list(dict.fromkeys(_find_blocks(model, blocks)))
     if not found:
         raise ValueError(
             f"recompute: expected a model with blocks, got model={type(model).__name__} without "
-            f"{'an nn.ModuleList' if blocks is None else 'any of those asked for'}; pass blocks="
+            f"{'an nn.ModuleList' if blocks is None else 'any module of that class'}; pass blocks="
         )
     for module in model.modules():
         old = vars(module).get("forward")
@@ -137,13 +137,13 @@ def _find_blocks(
         if block not in known:
             raise ValueError(
                 f"recompute: expected modules of the model, got blocks[{position}]="
-                f"{type(block).__name__}, which is none; take them from model.modules()"
+                f"{type(block).__name__}, which is not one; take them from model.modules()"
             )
         yield block
 
 
 def _outermost(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:
-    """Elements of ModuleLists; a list of lists has the elements of the inner ones."""
+    """Elements of ModuleLists; for nested lists the elements of the inner ones."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from _outermost(child, in_list=True)
@@ -181,8 +181,8 @@ class Recomputed:
 def _waiting(
     queue: WeightGradients, context_fn: Callable[[], tuple[Any, Any]] | None
 ) -> tuple[Any, Any]:
-    """The contexts of both forwards, the second with the queue that the first one found: layers
-    whose weights' gradients wait must save the same again."""
+    """The contexts of both forwards, the second with the queue found by the first: layers whose
+    weight gradients are delayed must save the same again."""
     first, again = context_fn() if context_fn else (contextlib.nullcontext(),) * 2
     return first, _both(again, queue.collect())
 
@@ -202,27 +202,27 @@ def _is_cache(value: Any) -> bool:
 
 
 class _Kept:
-    """One input: on the device, on the host, or on its way. Its slot outlives a second backward."""
+    """One input: on the device, on the host, or in transit. Its slot outlives a second backward."""
 
     def __init__(self, x: Tensor, before: _Kept | None, free: list[Tensor]) -> None:
         self.x: Tensor | None = x
-        # The one that backward needs next. Weak: its graph alone keeps it, and its slot.
+        # The one that backward needs next. Weak: only its graph keeps it and its slot alive.
         self.before = None if before is None else weakref.ref(before)
         self.device, self.free, self.used = x.device, free, False
         self.host: Tensor | None = None
         self.handle: Handle | None = None
 
     def __del__(self) -> None:
-        if self.handle is not None:  # a backward that stopped: memory is in use until it is there
+        if self.handle is not None:  # an aborted backward: the memory is in use until the copy ends
             self.handle.wait()
         if self.host is not None:
             self.free.append(self.host)
 
 
 class HostActivations:
-    """Keeps inputs of blocks on the host; one for a model.
+    """Keeps inputs of blocks on the host; one instance per model.
 
-    Host memory: pinned, as much as the inputs of one step, allocated in the first one.
+    Host memory: pinned, as large as the inputs of one step, allocated in the first one.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -231,12 +231,12 @@ class HostActivations:
         self._last: _Kept | None = None
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Inside, what autograd saves goes to the host."""
+        """A context in which autograd's saved tensors go to the host."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     @property
     def host_bytes(self) -> int:
-        """That are free now: all of them, between steps."""
+        """Host bytes that are free now: all of them, between steps."""
         return sum(x.nbytes for free in self._free.values() for x in free)
 
     def _pack(self, x: Tensor) -> Tensor | _Kept:
@@ -261,13 +261,13 @@ class HostActivations:
         if kept.handle is not None:
             kept.handle.wait()
             kept.handle = None
-        if kept.host is not None:  # backward is its only owner
+        if kept.host is not None:  # only backward holds it
             kept.x = None
         kept.used = True
         before, n = kept.before, 0
         while before is not None and n < _AHEAD:
             ahead = before()
-            if ahead is None:  # of a micro-batch whose backward is over
+            if ahead is None:  # of a micro-batch whose backward has ended
                 break
             if not ahead.used:
                 self._begin(ahead)
@@ -276,11 +276,11 @@ class HostActivations:
         return x
 
     def _begin(self, kept: _Kept) -> Tensor:
-        """On the device, or on its way there."""
+        """The input on the device, possibly still in transit."""
         if kept.x is None:
             assert kept.host is not None
             if kept.handle is not None:
-                kept.handle.wait()  # for its way down
+                kept.handle.wait()  # for the copy to the host
             kept.x = torch.empty_like(kept.host, device=kept.device, pin_memory=False)
             kept.handle = self._bus.up(kept.x, kept.host)
         return kept.x

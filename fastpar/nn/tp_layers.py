@@ -1,25 +1,25 @@
-"""torch's layers with weights that the ranks of the axis tp share out, for any model.
+"""torch's layers with weights split over tp ranks, for any model.
 
-    y = RowParallelLinear(f(ColumnParallelLinear(x)))      f works feature by feature, or on heads
+    y = RowParallelLinear(f(ColumnParallelLinear(x)))      f works on single features, or on heads
     x = VocabParallelEmbedding(idx)                        each rank has some rows
     logits = VocabParallelLinear(x)                        of all classes, on every rank
 
-Before parallelize(), and with tp=1, each is torch's layer: its constructor, its whole weights, its
-state_dict keys. parallelize() cuts the weights. Under sequence parallelism what enters a column
-layer and leaves a row layer is this rank's part of the tokens, see axes/tensor/functional.py.
+Before parallelize(), and with tp=1, each is torch's layer: its constructor, its full weights, its
+state_dict keys. parallelize() splits the weights. Under sequence parallelism the input of a column
+layer and the output of a row layer are this rank's tokens, see axes/tensor/functional.py.
 
 [Note: another class] convert() splits a layer of a foreign model by giving the instance another
-class. Its Parameters, hooks and names stay, and so do ties and what else refers to it.
+class. Its Parameters, hooks and names stay, and so do ties and other references to it.
 
-[Note: all tokens] A foreign model embeds and compares tokens as [B, T], which is not what a rank
-has under sequence parallelism. There an embedding and a head that have all_tokens work on whole
-tensors, and other modules of the plan cut and join the tokens (foreign/tp_plan.py).
+[Note: all tokens] A foreign model embeds and compares tokens as [B, T], which a rank does not have
+under sequence parallelism. There, an embedding and a head with all_tokens work on full tensors, and
+other modules of the plan split and gather the tokens (foreign/tp_plan.py).
 
-[Note: masks of a part] What a rank has of a model's tensors gets that part of the masks that one
-process would draw. Of the heads that is Rng's first_head. Of T/tp tokens of each of B samples it is
-no run of rows: where a mask is drawn, residual_norm() goes sample by sample. Of T/cp tokens it is
-two runs of every sample, which Rng knows. Where torch draws, or a key is drawn, all ranks draw the
-same: their generators have to agree.
+[Note: masks of a part] A rank's slice of a tensor gets the matching slice of the mask that one
+process would draw. For heads that is Rng's first_head. T/tp tokens of each of B samples are not
+contiguous rows: there residual_norm() draws sample by sample. T/cp tokens are two runs of every
+sample, which Rng supports. Where torch draws, or a key is drawn, all ranks draw the same: their
+generators must agree.
 
 Source: Shoeybi et al. 2019, arXiv 1909.08053
 """
@@ -60,32 +60,32 @@ class Split(nn.Module):
 
     tp: TensorParallel | None = None
     all_tokens = False  # see [Note: all tokens]
-    groups = 1  # equal parts of the features that are each split alike
-    heads = 0  # of attention, that the split features of a group belong to; 0: no heads
+    groups = 1  # equal sections of the features that are each split
+    heads = 0  # attention heads in a group's split features; 0: no heads
 
-    if TYPE_CHECKING:  # of the layer
+    if TYPE_CHECKING:  # attributes of the layer
         weight: Any
         bias: Any
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        """Split the layer over these ranks; how its parameters are split."""
+        """Splits the layer over these ranks; returns how its parameters are split."""
         whole = self.all_tokens and tp.sequence_parallel
         self.tp = TensorParallel(tp.group, sequence_parallel=False) if whole else tp
         return {name: s for name, s in self.states(tp).items() if getattr(self, name) is not None}
 
     def states(self, tp: TensorParallel) -> dict[str, State]:
-        """How the layer's parameters are split, those that it may lack among them."""
+        """How the layer's parameters are split, including those that it may lack."""
         return {}
 
     def pad_to(self, dim: int, tp: TensorParallel) -> int | None:
-        """A head's features, where tp does not divide the heads; models/gpt.py, [Note: padded
-        heads]."""
+        """A head's features if tp does not divide the heads, else None; models/gpt.py, [Note:
+        padded heads]."""
         if not self.heads or self.heads % tp.size == 0:
             return None
         return self.weight.shape[dim] // self.groups // self.heads
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x, weight [out, in] and bias as the product takes them, also under torch.autocast."""
+        """x, weight [out, in] and bias in the dtypes of the product, also under torch.autocast."""
         weight = self.weight.t() if _transposed(self) else self.weight
         dtype = autocast_dtype(x)
         if dtype is None:
@@ -103,7 +103,7 @@ def _transposed(layer: nn.Module) -> bool:
 
 
 class Column(Split):
-    """Mixin: some of the output features."""
+    """Mixin: split by output features."""
 
     def states(self, tp: TensorParallel) -> dict[str, State]:
         dim = int(_transposed(self))
@@ -117,11 +117,11 @@ class Column(Split):
 
 
 class ColumnParallelLinear(Column, nn.Linear):
-    """nn.Linear of whose output features each rank computes some.
+    """nn.Linear whose output features are split over ranks.
 
     Args:
-        in_features, out_features, bias, device, dtype: of the whole layer, as nn.Linear.
-        groups: equal parts of the output that are each split alike: 3 for a fused q, k and v.
+        in_features, out_features, bias, device, dtype: of the full layer, as in nn.Linear.
+        groups: equal sections of the output that are each split: 3 for a fused q, k and v.
     """
 
     def __init__(self, *args: Any, groups: int = 1, **kwargs: Any):
@@ -130,7 +130,7 @@ class ColumnParallelLinear(Column, nn.Linear):
 
 
 class Row(Split):
-    """Mixin: some of the input features; the sum over the ranks is the output."""
+    """Mixin: split by input features; the output is the sum over ranks."""
 
     def states(self, tp: TensorParallel) -> dict[str, State]:
         dim = int(not _transposed(self))
@@ -142,26 +142,26 @@ class Row(Split):
         return row_linear(*self.operands(x), self.tp)
 
     def product(self, x: Tensor) -> Tensor:
-        """What forward() returns, without the bias. Only once the layer is split."""
+        """The output of forward() without the bias. Only once the layer is split."""
         x, weight, _ = self.operands(x)
         return row_linear(x, weight, tp=self.tp)
 
 
 class RowParallelLinear(Row, nn.Linear):
-    """nn.Linear of whose input features each rank has some; the bias is added once.
+    """nn.Linear whose input features are split over ranks; the bias is added once.
 
     Args:
-        in_features, out_features, bias, device, dtype: of the whole layer, as nn.Linear.
+        in_features, out_features, bias, device, dtype: of the full layer, as in nn.Linear.
     """
 
 
 class VocabParallelEmbedding(Split, Embedding):
-    """fastpar.nn.Embedding of whose rows each rank has some, in multiples of 64.
+    """fastpar.nn.Embedding whose rows are split over ranks, in multiples of 64.
 
     Args:
-        num_embeddings, embedding_dim, device, dtype: of the whole table, as nn.Embedding.
+        num_embeddings, embedding_dim, device, dtype: of the full table, as in nn.Embedding.
     Raises:
-        ValueError: an option of nn.Embedding that fastpar.nn.Embedding does not have.
+        ValueError: an option of nn.Embedding that fastpar.nn.Embedding does not support.
     """
 
     def states(self, tp: TensorParallel) -> dict[str, State]:
@@ -177,10 +177,10 @@ class VocabParallelEmbedding(Split, Embedding):
 
 
 class VocabParallelLinear(Split, nn.Linear):
-    """nn.Linear over classes of which each rank has some: the head, tied to an embedding or not.
+    """nn.Linear over classes that are split over ranks: the head, tied to an embedding or not.
 
     Args:
-        in_features, out_features, bias, device, dtype: of the whole layer, as nn.Linear.
+        in_features, out_features, bias, device, dtype: of the full layer, as in nn.Linear.
     """
 
     def states(self, tp: TensorParallel) -> dict[str, State]:
@@ -204,7 +204,7 @@ class VocabParallelLinear(Split, nn.Linear):
             raise ValueError(
                 "VocabParallelLinear: expected a layer without bias, after parallelize() with "
                 f"tp > 1, got tp={self.tp} bias={self.bias is not None}; use "
-                "fastpar.nn.LinearCrossEntropyLoss before"
+                "fastpar.nn.LinearCrossEntropyLoss instead"
             )
         x, weight, _ = self.operands(x)
         size = self.out_features
@@ -212,24 +212,24 @@ class VocabParallelLinear(Split, nn.Linear):
 
 
 class VocabParallelLoss(Split, LinearCrossEntropyLoss):
-    """fastpar.nn.LinearCrossEntropyLoss with a head's weight of which each rank has some rows.
+    """fastpar.nn.LinearCrossEntropyLoss with a head's weight whose rows are split over ranks.
 
-    It needs to be told vocab_size, and has neither label_smoothing nor z_loss.
+    Requires vocab_size; does not support label_smoothing and z_loss.
     """
 
     def compute(self, x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
         if self.tp is None:
             return super().compute(x, weight, targets, **options)
-        for name in ("label_smoothing", "z_loss"):  # 0: convert() takes no other
+        for name in ("label_smoothing", "z_loss"):  # 0: convert() refuses other values
             del options[name]
         return vocab_linear_cross_entropy(x, weight, targets, self.tp, **options)
 
 
 class TokenDropout(Split, nn.Dropout):
-    """nn.Dropout of this rank's tokens, [..., T/tp, C]: its part of the mask of all of them.
+    """nn.Dropout of this rank's tokens, [..., T/tp, C]: its slice of the mask of all tokens.
 
-    The whole mask is drawn on every rank: as torch's own it depends on the generator's state, which
-    must stay the same on all ranks of tp. Or of cp, of [B, T/cp, C].
+    Every rank draws the full mask: as torch's own it depends on the generator's state, which must
+    be the same on all tp ranks. Likewise for cp, with [B, T/cp, C].
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ _FROM: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {
 
 
 def _options(layer: Any) -> dict[str, Any]:
-    """What a layer asks for that its split kind does not have."""
+    """Options of a layer that its split kind does not support."""
     if isinstance(layer, nn.Embedding):
         return embedding_options(layer)
     if not isinstance(layer, LinearCrossEntropyLoss):
@@ -270,7 +270,7 @@ def _options(layer: Any) -> dict[str, Any]:
 def convert(
     layer: nn.Module, kind: type[nn.Module], *, name: str = "layer", **attributes: Any
 ) -> Callable[[], None]:
-    """Make a layer one of this file's kinds, in place; see [Note: another class].
+    """Converts a layer to one of this file's kinds, in place; see [Note: another class].
 
     Args:
         kind: ColumnParallelLinear, RowParallelLinear (of nn.Linear or transformers' Conv1D),
@@ -279,10 +279,10 @@ def convert(
         name: of the layer, for errors.
         attributes: of the kind: groups, heads, all_tokens.
     Returns:
-        What undoes it.
+        A function that undoes it.
     Raises:
-        ValueError: a layer of another class, with a forward of its own or with options that the
-            kind does not have.
+        ValueError: a layer of another class, with its own forward or with options that the kind
+            does not support.
     """
     original: Any = type(layer)
     options = _options(layer)
@@ -293,8 +293,8 @@ def convert(
         takes = " or ".join(dict.fromkeys(f"nn.{k.__name__}" for k in _FROM[kind]))
         found = ", ".join([original.__name__, *(f"{k}={v}" for k, v in options.items())])
         raise ValueError(
-            f"parallelize: expected {takes} to make a {kind.__name__} of, got {name}={found}; "
-            "leave it out of tp_plan, or put the plain layer there"
+            f"parallelize: expected {takes} to convert to {kind.__name__}, got {name}={found}; "
+            "remove it from tp_plan, or use the plain layer"
         )
     keys = {*attributes, "tp"}
     before = {key: value for key, value in vars(layer).items() if key in keys}
@@ -315,26 +315,26 @@ def _of_conv1d(mixin: type, conv1d: type) -> Any:
     return type(f"{mixin.__name__}ParallelConv1D", (mixin, conv1d), {})
 
 
-# What the patched modules ask of parts that may be split.
+# Functions for patched modules whose parts may be split.
 
 
 def tp_of(part: nn.Module) -> TensorParallel | None:
-    """What splits a part, None if it is not split."""
+    """The TensorParallel that splits a part; None: it is not split."""
     return getattr(part, "tp", None)
 
 
 def cp_of(part: nn.Module) -> ContextParallel | None:
-    """What shares out the sequences of a part of a foreign model."""
+    """The ContextParallel that splits the sequences of a foreign model's part."""
     return vars(part).get("_fastpar_cp")
 
 
 def share_rows(part: nn.Module, cp: ContextParallel) -> None:
-    """Tell a part of a foreign model that it gets this rank's tokens of each row."""
+    """Gives a part of a foreign model the ContextParallel by which it gets its tokens."""
     vars(part)["_fastpar_cp"] = cp
 
 
 def check_generators(group: Collectives, axis: str) -> None:
-    """Refuse ranks whose generators for dropout differ: [Note: masks of a part]. Ranks: all."""
+    """Refuses ranks with different dropout generators: [Note: masks of a part]. Ranks: all."""
     states = [torch.get_rng_state()]
     device = group.device
     if device.type == "cuda":
@@ -347,20 +347,20 @@ def check_generators(group: Collectives, axis: str) -> None:
     if not bool((theirs == theirs[0]).all()):
         raise ValueError(
             f"parallelize: expected the {group.world_size} ranks of {axis} to have the same torch "
-            "generator for dropout, got other states; call torch.manual_seed(seed + mesh.dp_rank) "
-            "before"
+            "generator for dropout, got different states; call torch.manual_seed(seed + "
+            "mesh.dp_rank) before"
         )
 
 
 def gives_product(layer: nn.Module) -> bool:
-    """Whether a split layer can leave its bias to the op that follows."""
+    """Whether a split layer can leave its bias to the next op."""
     return isinstance(layer, Row) and layer.tp is not None and not has_hooks(layer)
 
 
 def head_dropout(
     c_attn: nn.Module, qkv: Tensor, p: float, cp: ContextParallel | None = None
 ) -> dict[str, Any]:
-    """Dropout arguments of attention over the heads that c_attn gives; [Note: masks of a part].
+    """Dropout arguments of attention over the heads of c_attn's output; [Note: masks of a part].
 
     Args:
         qkv: [B, T, 3, H/tp, D].
@@ -383,13 +383,13 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor]:
     """The norm of x + dropout(layer(y)), and that sum; see [Note: masks of a part].
 
-    A layer that is more than its weights, as an adapter makes it, is called.
+    A layer that is more than its weights, such as an adapter, is called.
 
     Args:
         y: [B, T, C/tp]; x: [B, T, C], under sequence parallelism [B, T/tp, C].
-        norm: its weight, bias and eps.
-        p: of the dropout.
-        cp: of which x is this rank's part; without tp, where there is dropout.
+        norm: weight, bias and eps.
+        p: dropout probability.
+        cp: x is this rank's slice along cp; dropout with cp requires tp=1.
     """
     weight, bias, eps = norm
     tp = tp_of(layer)

@@ -139,8 +139,8 @@ def drawing(self, x):
     return Norm.forward(self, x)
 
 
-OTHER = "computes something else than its parts' names say"
-DRAWS = "draws random numbers that are not dropout's"
+OTHER = "computes something else than its parts' names suggest"
+DRAWS = "draws random numbers other than dropout's"
 BASES = {"attn": SelfAttention, "edited": Attention, "mlp": FeedForward, "ln_2": Norm,
          "block": Layer}  # fmt: skip
 # what it is made of, its methods, why it is left (None: a reason of the numbers at hand)
@@ -344,17 +344,17 @@ def test_a_class_that_gets_another_forward_later():
     forward = Attention.forward
     Own.forward = lambda self, x: 2 * forward(self, x)
     assert_equal_calls(ours, theirs)
-    assert report.fallbacks["Own: its class got another forward"]
+    assert report.fallbacks["Own: its class's forward was replaced"]
     Own.forward = lambda self, x: forward(self, x)
     again = with_attention(Own, Own)
-    reason = "its class got another forward since it was patched first"
+    reason = "its class's forward was replaced after it was first patched"
     assert len(fastpar.patch(again).left["Own", reason]) == 2
 
 
 def test_options_of_an_embedding_set_later_and_longer_rows_than_were_looked_at():
     model = NanoGPT(block_size=40)
     report = fastpar.patch(model)
-    with pytest.warns(UserWarning, match="more than 40 tokens, the most that were looked at"):
+    with pytest.warns(UserWarning, match="more than 40 tokens, the most that were compared"):
         model.transformer.h[0].attn(torch.randn(1, 41, WIDTH))
     assert sum(report.fallbacks.values()) == 1
     theirs, ours, _ = pair(lambda: NanoGPT().double())

@@ -262,7 +262,7 @@ def test_ranks_that_would_draw_other_masks_are_refused(monkeypatch):
         run_ranks(run, 2, axis, 0)
         message = (
             rf"expected the 2 ranks of {axis} to have the same torch generator for dropout, got "
-            r"other states; call torch\.manual_seed\(seed \+ mesh\.dp_rank\) before"
+            r"different states; call torch\.manual_seed\(seed \+ mesh\.dp_rank\) before"
         )
         with pytest.raises(ValueError, match=message):
             run_ranks(run, 2, axis, 1)
@@ -310,8 +310,8 @@ def test_generate(name):
     for got in run_ranks(generated, 2, 2, False):
         assert torch.equal(got, want)
     message = (
-        r"expected tp to divide the length of sequences under sequence parallelism, got tp=2 T=5; "
-        r"pad them, or pass sequence_parallel=False"
+        r"expected tp to divide the sequence length under sequence parallelism, got tp=2 T=5; "
+        r"pad the sequences, or pass sequence_parallel=False"
     )
     with pytest.raises(ValueError, match=message):
         run_ranks(generated, 2, 2, True)
@@ -523,8 +523,8 @@ STYLE = (
     r"enter, leave, replicate, partial, or Column\(groups=\.\.\.\), "
 )
 DROPOUT = (
-    r"expected no dropout that torch draws beside split layers, got it in '{}', the same mask "
-    r"for other features on every rank; run fastpar\.patch\(model\) first \(attention\), set "
+    r"expected no dropout by torch next to split layers, got '{}', which would draw the same mask "
+    r"for different features on every rank; run fastpar\.patch\(model\) first \(attention\), set "
     r"it to 0, or name it in tp_plan as Tokens\(\)"
 )
 DIVIDE = (
@@ -532,8 +532,8 @@ DIVIDE = (
     r"another tp"
 )
 UPP = (
-    r"expected every pattern of tp_plan to name a module, got 'layers\.\*\.upp', which names "
-    r"nothing; close to it: layers\.\d\.up, "
+    r"expected every pattern of tp_plan to match a module, got 'layers\.\*\.upp', which "
+    r"matches nothing; similar: layers\.\d\.up, "
 )
 # plan, model, mesh, options, words
 REFUSED = {
@@ -541,7 +541,7 @@ REFUSED = {
     "a pattern of nothing, tp=1": ({"layers.*.upp": "column"}, mine, {"tp": 1}, {}, UPP),
     "a pattern that is none": (
         {"#": "column"}, mine, {"tp": 2}, {},
-        r"got '#', which names nothing; see model\.named_modules\(\)",
+        r"got '#', which matches nothing; see model\.named_modules\(\)",
     ),
     "twice": (
         {"layers.*.up": "column", "layers.0.*": "row"}, mine, {"tp": 2}, {},
@@ -558,18 +558,18 @@ REFUSED = {
     ),
     "another class": (
         {"norm": "column"}, mine, {"tp": 2}, {},
-        r"expected nn\.Linear to make a ColumnParallelLinear of, got norm=LayerNorm; leave it out "
-        r"of tp_plan, or put the plain layer there",
+        r"expected nn\.Linear to convert to ColumnParallelLinear, got norm=LayerNorm; remove it "
+        r"from tp_plan, or use the plain layer",
     ),
     "no state": (
         without(PLAN, "layers.*.gain"), mine, {"tp": 2}, {},
-        r"expected a declared state for every parameter beside split layers, got none for "
-        r"'layers\.0\.gain' beside 'layers\.0\.up'; name it in tp_plan: Shard, Replicate \(its",
+        r"expected a declared state for every parameter next to split layers, got none for "
+        r"'layers\.0\.gain' next to 'layers\.0\.up'; name it in tp_plan: Shard, Replicate \(every",
     ),
     "no state of tokens": (
         without(TOKENS, "head"), mine, {"tp": 2}, {},
-        r"expected tp_plan to name every parameter under sequence parallelism, got none of its "
-        r"patterns for 'head\.weight'; add Tokens\(\) for its module if it works on a rank's "
+        r"expected tp_plan to name every parameter under sequence parallelism, got no "
+        r"pattern for 'head\.weight'; add Tokens\(\) for its module if it works on a rank's "
         r"tokens, Replicate\(\) if on all, or pass sequence_parallel=False",
     ),
     "no place for tokens": (
@@ -583,8 +583,8 @@ REFUSED = {
     ),
     "tied": (
         without(PLAN, "head"), tied, {"tp": 2}, {},
-        r"expected every use of a split parameter in tp_plan, got 'head\.weight', which is tied to "
-        r"one; name 'head' too, as Head\(\) or Vocab\(\)",
+        r"expected tp_plan to name every use of a split parameter, got 'head\.weight', which is "
+        r"tied to one; name 'head' too, as Head\(\) or Vocab\(\)",
     ),
     "more than heads": (heads("num_heads"), hf, {"tp": 8}, {}, DIVIDE.format(8)),
     "heads not said": (heads(None), hf, {"tp": 3}, {}, DIVIDE.format(3)),
@@ -599,18 +599,18 @@ REFUSED = {
     ),
     "a model that declares itself": (
         {"wte": "vocab"}, own_gpt, {"tp": 2}, {},
-        r"expected no tp_plan for GPT, which declares its own states, got tp_plan=\{wte\}; leave it"
-        r" out",
+        r"expected no tp_plan for GPT, which declares its own states, got tp_plan=\{wte\}; drop"
+        r" tp_plan",
     ),
     "nanoGPT as it is": (
         None, nano, {"tp": 2}, {},
         r"expected 'transformer\.h\.0\.attn' to be patched, got SelfAttention, whose own forward "
-        r"takes the number of features from its input; run fastpar\.patch\(model\) first",
+        r"derives the number of features from its input; run fastpar\.patch\(model\) first",
     ),
     "no groups": (
         {"*.c_attn": "column"}, hf, {"tp": 2}, {},
-        r"expected groups of the fused projection 'transformer\.h\.0\.attn\.c_attn', got Column\(\)"
-        r" of one, which would mix queries, keys and values; write Column\(groups=3\)",
+        r"expected groups for the fused projection 'transformer\.h\.0\.attn\.c_attn', got "
+        r"Column\(\), which would mix queries, keys and values; write Column\(groups=3\)",
     ),
     "named like GPT-2": (
         None, named_like_gpt2, {"tp": 2}, {},
@@ -629,7 +629,7 @@ REFUSED = {
     ),
     "cp before the patch": (
         None, lambda: gpt2("D8", n_head=4, n_embd=32), {"cp": 2}, {},
-        r"patch\(model\) before cp=2, .* with its own transformer; call it",
+        r"patch\(model\) before cp=2, .* with its own transformer; call pa",
     ),
     "dropout of cp and tp": (
         None, lambda: patched(hf(n_positions=13, dropout=0.1)), {"cp": 2, "tp": 2}, {},
@@ -659,7 +659,7 @@ def test_what_is_refused(case):
 
 
 def test_a_call_that_falls_back_with_dropout_is_refused():
-    with pytest.raises(ValueError, match="heads to be one of num_heads, got heads=n_head; name it"):
+    with pytest.raises(ValueError, match="heads to be one of num_heads, got heads=n_head; add it"):
         Divide("num_heads", heads="n_head")
     torch.manual_seed(0)
     model = patched(hf(attn_pdrop=0.1))
@@ -672,8 +672,8 @@ def test_a_call_that_falls_back_with_dropout_is_refused():
         mine(batch(0), attention_mask=mask)
 
     message = (
-        r"GPT2Attention: expected a call that needs no fallback while dropout is on in split "
-        r"attention, got attention_mask; see fastpar\.patch's report"
+        r"GPT2Attention: expected a call without fallback while split attention has dropout, got "
+        r"attention_mask; see fastpar\.patch's report"
     )
     with pytest.raises(ValueError, match=message):
         run_ranks(run, 2)
@@ -686,14 +686,14 @@ def test_calls_of_shared_sequences_are_refused():
 def calls_of_shared_sequences():
     model, ids = parallelize(patched(hf(n_positions=13)), Mesh(cp=2)), batch(0)
     for more, message in [
-        ({"attention_mask": torch.ones_like(ids)}, "no argument but .*, got attention_mask; leave"),
-        ({"use_cache": True}, "no argument but .*, got use_cache; leave it out, generate and"),
+        ({"attention_mask": torch.ones_like(ids)}, "only arguments .*, got attention_mask; drop"),
+        ({"use_cache": True}, "only arguments .*, got use_cache; drop it; to generate"),
         ({"input_ids": ids.repeat(1, 2)}, r"T <= n_positions=13 with cp=2, got .*\[4, 24\]; crop"),
     ]:
         with pytest.raises(ValueError, match="GPT2LMHeadModel: expected .*" + message):
             model(**{"input_ids": ids, **more})
     model.loss_function = lambda logits, labels: None
-    message = r"loss_function of shift_labels .* got one of logits, lab"
+    message = r"loss_function with shift_labels .* got one with logits, lab"
     with pytest.raises(ValueError, match=message):
         model(ids, labels=ids)
     model.transformer.h[0].attn.reorder_and_upcast_attn = True

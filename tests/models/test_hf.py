@@ -245,7 +245,7 @@ def test_other_tensors_are_refused_and_nothing_is_copied(model):
     for given, words in (
         (  # as DistributedDataParallel names them
             {f"module.{n}": t for n, t in tensors.items()},
-            "none of this name but module.transformer.wte.weight; cut the names down to transf",
+            "none of this name but module.transformer.wte.weight; rename the tensors to trans",
         ),
         (
             {n: t for n, t in tensors.items() if n != name},
@@ -286,7 +286,7 @@ def test_other_tensors_are_refused_and_nothing_is_copied(model):
         ({"n_head": True}, "expected a number, got n_head=True"),
         ({"resid_pdrop": {}}, r"expected a number, got resid_pdrop=\{\}"),
         ({"n_layer": 10**9}, "expected weights of n_layer=1000000000 layers, got 28 tensors in"),
-        ({"n_embd": 2**62, "n_head": 2}, "expected a model that can be, got GPTConfig"),
+        ({"n_embd": 2**62, "n_head": 2}, "expected sizes of a possible model, got GPTConfig"),
         ({"attn_pdrop": 0.3}, "expected one dropout rate, got embd_pdrop=0.0, attn_pdrop=0.3"),
         ({"vocab_size": 68}, r"transformer.wte.weight of shape \[68, 32\], got .*67, 32"),
         ({"n_positions": 2**40}, r"transformer.wpe.weight of shape \[1099511627776, 32\]"),
@@ -415,7 +415,7 @@ def test_ranks_that_split_a_model_read_whole_tensors(vocab_size, stage, tmp_path
         state = parts.state_dict()  # joins the slices
         with engine.gathered():
             rows = parts.wte.weight.detach().clone()
-        with pytest.raises(ValueError, match=r"whole on a rank, got one with tp=2; load_hf"):
+        with pytest.raises(ValueError, match=r"full weights on each rank, got one with tp=2; load"):
             save_hf(parts, tmp_path / "not written")
         return state, rows
 

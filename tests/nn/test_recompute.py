@@ -227,8 +227,8 @@ def test_without_gradients_nothing_is_recomputed_and_caches_work():
     [
         ({"mode": "half"}, r"expected a mode of none, full, selective, got mode='half'"),
         ({"every": 0}, r"expected every >= 1, got every=0"),
-        ({"blocks": nn.Conv2d}, r"got model=Nested without any of those asked for; pass blocks="),
-        ({"blocks": [nn.Linear(1, 1)]}, r"got blocks\[0\]=Linear, which is none; take them"),
+        ({"blocks": nn.Conv2d}, r"got model=Nested without any module of that class; pass blocks="),
+        ({"blocks": [nn.Linear(1, 1)]}, r"got blocks\[0\]=Linear, which is not one; take them"),
         (
             {"mode": "selective", "offload": SlowBus(1.0)},
             "'full' with offload, got mode='selective'",

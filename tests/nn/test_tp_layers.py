@@ -168,15 +168,15 @@ def with_own_forward():
 @sweep(
     ("layer", "kind", "message"),
     [
-        (nn.LayerNorm(4), RowParallelLinear, r"expected nn\.Linear to make a RowParallelLinear of, "
-         r"got h\.0=LayerNorm; leave it out of tp_plan, or put the plain layer there"),
+        (nn.LayerNorm(4), RowParallelLinear, r"expected nn\.Linear to convert to Row.*, "
+         r"got h\.0=LayerNorm; remove it from tp_plan, or use the plain layer"),
         (nn.Embedding(4, 4, padding_idx=1), VocabParallelEmbedding,
-         r"expected nn\.Embedding to make a VocabParallelEmbedding of, got h\.0=Embedding, "
+         r"expected nn\.Embedding to convert to VocabParallelEmbedding, got h\.0=Embedding, "
          r"padding_idx=1"),
         (fastpar.nn.LinearCrossEntropyLoss(z_loss=0.1), VocabParallelLoss,
          r"got h\.0=LinearCrossEntropyLoss, vocab_size=None, z_loss=0\.1"),
-        (nn.AlphaDropout(), TokenDropout, r"expected nn\.Dropout to make a TokenDropout of, got"),
-        (with_own_forward(), ColumnParallelLinear, r"a ColumnParallelLinear of, got h\.0=Linear;"),
+        (nn.AlphaDropout(), TokenDropout, r"expected nn\.Dropout to convert to TokenDropout, got"),
+        (with_own_forward(), ColumnParallelLinear, r"to ColumnParallelLinear, got h\.0=Linear;"),
     ],
 )  # fmt: skip
 def test_convert_refuses(layer, kind, message):
@@ -220,9 +220,9 @@ def test_a_loss_of_a_split_weight(tp):
 def test_what_is_refused():
     message = (
         r"VocabParallelLinear: expected a layer without bias, after parallelize\(\) with tp > 1, "
-        r"got tp=None bias=True; use fastpar\.nn\.LinearCrossEntropyLoss before"
+        r"got tp=None bias=True; use fastpar\.nn\.LinearCrossEntropyLoss instead"
     )
     with pytest.raises(ValueError, match=message):
         VocabParallelLinear(4, 6).loss(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"Embedding: expected padding_idx to be left out, got"):
+    with pytest.raises(ValueError, match=r"Embedding: expected no padding_idx, got"):
         VocabParallelEmbedding(4, 4, padding_idx=1)

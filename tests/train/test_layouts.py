@@ -419,7 +419,7 @@ def test_a_run_tells_what_its_experts_do_and_draws_texts_of_them(here, capsys):
     assert capsys.readouterr().out
     # transformers has no such model.
     assert main(["export", "r", "--to", "hf"]) != 0
-    words = "expected a GPT-2 that transformers has, got one with n_expert=4"
+    words = "expected a GPT-2 that transformers supports, got one with n_expert=4"
     said = capsys.readouterr().err
     assert words in said
     assert "use the checkpoint itself" in said
@@ -432,7 +432,7 @@ def test_a_run_tells_what_its_experts_do_and_draws_texts_of_them(here, capsys):
         save_hf(model, "again")
     del config["top_k"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"expected the numbers of experts in .*'top_k'"):
+    with pytest.raises(ValueError, match=r"expected numbers of experts in .*'top_k'"):
         load_hf(folder)
 
 
@@ -445,7 +445,7 @@ def test_an_upcycled_model_has_the_loss_of_the_dense_one(here):
     for dense, options, words in (
         (model, {"top_k": 1}, "top_k >= 2, .* got top_k=1"),
         (model, {"expert_hidden": 8}, "top_k >= 2, .* as wide as the MLP, got .* expert_hidden=8"),
-        (sparse, {}, "a dense model to make experts of, got one with n_expert=4"),
+        (sparse, {}, "expected a dense model, got one with n_expert=4"),
     ):
         with pytest.raises(ValueError, match=f"upcycled: expected {words}"):
             upcycled(dense, {"n_expert": 4, **options})
