@@ -1,30 +1,29 @@
-"""How fast a machine is: by data sheets, or as it was measured; what numbers were measured on.
+"""Speeds of machines: from data sheets, or measured; and which machine a result was measured on.
 
-Cluster has devices and links from the tables devices.csv and links.csv, Network says how long a
-collective takes on them. DatasheetRates and MeasuredRates are Rates, which all of predict/ asks.
+Cluster has devices and links from the tables devices.csv and links.csv, Network the time of a
+collective on them. DatasheetRates and MeasuredRates are Rates, which all of predict/ uses.
 
-[Note: sources] devices.csv has a row for each kind of device. Peaks are dense (the makers print
-twice as much for sparse matrices): 16-bit products with sums in fp32, and products in fp32 proper,
-since torch uses tf32 only when told. Peak and bandwidth are from the data sheet that `source`
-names. Memory is what torch reports of such a device, a little less than what the sheet promises.
-Prices are rounded list prices of an hour on demand at clouds, from the middle of 2025: they change
-faster than this table, pass your own.
+[Note: sources] devices.csv has a row per device. Peaks are dense (makers print twice as much for
+sparse matrices): 16-bit products with sums in fp32, and true fp32 products, because torch uses tf32
+only on request. Peak and bandwidth are from the data sheet in column `source`. Memory is what torch
+reports, slightly less than the sheet says. Prices are rounded hourly on-demand list prices of
+clouds from mid-2025: they change faster than this table, so pass your own.
 
-[Note: links] links.csv has a row for each. Bandwidth is that of one direction for each device;
-makers print both directions. A link "of the node" is shared by its devices. `achieved` is the part
-that large collectives reach, and latency what one hop of a ring or tree adds: rounded from what is
-reported of NCCL's tests (8 A100: about 235 of 300 GB/s; 8 H100: 365 of 450; InfiniBand: 90 %); for
-shared memory and PCIe estimates.
+[Note: links] links.csv has a row per link. Bandwidth is that of one direction per device; makers
+print both directions. A link "of the node" is shared by its devices. `achieved` is the fraction
+that large collectives reach, and latency is that of one hop of a ring or tree: rounded from reports
+of NCCL's tests (8 A100: about 235 of 300 GB/s; 8 H100: 365 of 450; InfiniBand: 90 %); for shared
+memory and PCIe estimates.
 
-[Note: hosts] of data centre machines, a GPU's share of the memory of both sockets, from the makers'
-sheets: DGX B200 (Xeon 8570, 8 channels of DDR5-5600 each), DGX H100 (Xeon 8480C, DDR5-4800), DGX
-A100 (EPYC 7742, 8 of DDR4-3200), DGX-1 (Xeon E5-2698 v4, 4 of DDR4-2400). HOST_ACHIEVED is the part
-that loops like AdamW's reach.
+[Note: hosts] For data centre machines: a GPU's share of the memory bandwidth of both sockets, from
+the makers' sheets: DGX B200 (Xeon 8570, 8 channels of DDR5-5600 each), DGX H100 (Xeon 8480C,
+DDR5-4800), DGX A100 (EPYC 7742, 8 of DDR4-3200), DGX-1 (Xeon E5-2698 v4, 4 of DDR4-2400).
+HOST_ACHIEVED is the fraction that loops like AdamW's reach.
 
 [Note: collectives] A group of n ranks has `local` of them in each of `nodes` nodes. Every device
-has a link inside of its node with bandwidth b and latency a of a hop, and an adapter (NIC) to the
-other nodes with w and c; an adapter "of the node" is shared by all of its devices, which
-communicate at the same time, in whatever groups they are. Of a tensor of S bytes a rank sends
+has a link inside its node with bandwidth b and latency a per hop, and an adapter (NIC) to the other
+nodes with w and c; an adapter "of the node" is shared by all of its devices, which communicate at
+the same time, whatever their groups. For a tensor of S bytes a rank sends
 
     way          inside                  through its adapter          hops
     ring         (n-1)/n S               (n-1)/n S / local            n - nodes, nodes
@@ -33,15 +32,15 @@ communicate at the same time, in whatever groups they are. Of a tensor of S byte
     pairs        (local-1)/n S           (n-local)/n S                local - 1, n - local
 
 for a reduce-scatter or an all-gather, and twice that for an all-reduce (in trees at most). A ring
-enters and leaves each node once: there is one through each device's adapter, with its part of the
-tensor, and inside of a node each goes as fast as its slowest link. In pairs every rank sends to
-every other: that is an all-to-all, and the deterministic reduce-scatter, which adds up what it
-received. Nothing is added up before it leaves a node, so that each adapter carries almost `local`
-times the bytes of a ring.
+enters and leaves each node once: there is one through each device's adapter, with its slice of the
+tensor, and inside a node each runs at the speed of its slowest link. In pairs every rank sends to
+every other: that is an all-to-all, and the deterministic reduce-scatter, which sums what it
+received. Nothing is summed before it leaves a node, so each adapter carries almost `local` times
+the bytes of a ring.
 
-An operation lasts as long as its slower link, or as both where one waits for the other
-(hierarchy). Of several ways the fastest counts, as NCCL chooses. Its own halves of an all-reduce go
-around rings where a node has several ranks: a hierarchy of them is the best that they could do.
+An operation lasts as long as its slower link, or as both if one waits for the other (hierarchy). Of
+several ways the fastest counts, as NCCL chooses. The engine's own halves of an all-reduce use rings
+if a node has several ranks: a hierarchy of them is the best that they could do.
 
 Source: Thakur et al. 2005, doi 10.1177/1094342005051521 (rings, pairs); Sanders et al. 2009, doi
 10.1016/j.parco.2009.09.001 (two trees); Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002
@@ -52,29 +51,28 @@ Rates from data sheets are what a device reaches of its peaks, by a few rules wi
     attention   flops / (peak * reached * a fraction of its own)
     others      bytes / (bandwidth * streamed)
 
-each plus what a launch costs, and at least what the host needs to issue it.
+each plus the cost of a launch, and at least what the host needs to issue it.
 
-[Note: constants] `reached` is what a large product with random data reaches of the sheet's peak: on
-A100 about 250 of 312 TFLOP/s, on H100 about 650 of 989, because power caps its clock and memory
-feeds a tensor unit that grew faster. It was set with the published runs of
+[Note: constants] `reached` is the fraction of the sheet's peak that a large product with random
+data reaches: on A100 about 250 of 312 TFLOP/s, on H100 about 650 of 989, because power limits its
+clock and memory feeds a tensor unit that grew faster. It was set with the published runs of
 bench/peers/published.py in view, like the fractions of attention; the same numbers hold for all of
 a device's rows there.
-[Note: tiles] A product is cut into tiles of its output; each multiprocessor has one, so that the
-last wave is partly empty, and a small tile reads more for what it computes. Of TILES that which
-wastes least counts, as libraries choose; a long inner dimension can be cut too (split K).
+[Note: tiles] A product is divided into output tiles; each multiprocessor has one at a time, so that
+the last wave is partly empty, and a small tile reads more per computed element. The best of TILES
+counts, as libraries choose; a long inner dimension can be split too (split K).
 [Note: depth] The beginning and end of a tile's loop cost as much as DEPTH elements of it.
 
-Measured rates are seconds by operation and shape, kept in a file. It lies in the user's cache
-folder, one for each device, format, number of ranks and of threads, and says where and when it was
-made; another machine's is refused.
+Measured rates are seconds by operation and shape, in a file in the user's cache folder, one per
+device, format, number of ranks and of threads. It records where and when it was made; another
+machine's file is refused.
 
-[Note: shapes that were not measured] are taken from the nearest shape of the same operation, by the
-larger of the ratios of arithmetic and of bytes; `scaled` lists them, so that whoever uses the
-rates can say so.
+[Note: shapes that were not measured] are scaled from the nearest shape of the same operation, by
+the larger of the ratios of arithmetic and of bytes; `scaled` lists them for reports.
 
-[Note: overhead] What a step costs beyond its operations (Python, hooks, autograd, data, the
-control exchange) is a constant each for a step, for a micro-batch, for a layer of a micro-batch and
-for a layer of a step. They depend on what the engine has to do: stage, tp and checkpointing.
+[Note: overhead] The cost of a step beyond its operations (Python, hooks, autograd, data, the
+control exchange) is one constant each per step, per micro-batch, per layer of a micro-batch and per
+layer of a step. They depend on the engine's work: stage, tp and checkpointing.
 """
 
 from __future__ import annotations
@@ -114,7 +112,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Link:
-    """What connects devices; [Note: links]."""
+    """A connection between devices; [Note: links]."""
 
     name: str
     bytes_per_s: float
@@ -130,7 +128,7 @@ class Device:
     Attributes:
         pattern: regular expression that matches torch's names for it.
         generation: the maker's design, a key of GENERATIONS.
-        peak_flops, peak_flops_fp32: operations a second.
+        peak_flops, peak_flops_fp32: operations per second.
         intra, inter: usual links inside a node and between nodes.
     """
 
@@ -158,7 +156,7 @@ class Device:
 
 
 def _read(name: str) -> list[list[str]]:
-    """The rows of a table of this folder, columns in the order of the fields."""
+    """The rows of a table in this folder, columns in the order of the fields."""
     lines = (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()[1:]
     return [[cell.strip() for cell in line.split("|")] for line in lines]
 
@@ -174,7 +172,7 @@ _OF_DEVICE: Columns = (
     *(lambda text: int(float(text) * GIB), _in(1e9), int, str, str, float, str),
 )
 LINKS = tuple(Link(*(f(x) for f, x in zip(_OF_LINK, row))) for row in _read("links.csv"))
-# By generation of the device, see [Note: hosts]: memory's bytes a second, the link that joins them.
+# By device generation, see [Note: hosts]: memory bytes per second, the link between host and GPU.
 HOSTS = {
     "blackwell": (716.8e9 / 8, "pcie5"),
     "hopper": (614.4e9 / 8, "pcie5"),
@@ -184,12 +182,12 @@ HOSTS = {
     "turing": (153.6e9 / 8, "pcie3"),
 }
 HOST_ACHIEVED = 0.7
-# The first pattern that matches counts.
+# The first matching pattern counts.
 DEVICES = tuple(Device(*(f(x) for f, x in zip(_OF_DEVICE, row))) for row in _read("devices.csv"))
 
 
 def host_of(generation: str) -> Host:
-    """A GPU's share of the host that it usually has."""
+    """A GPU's share of its usual host."""
     bytes_per_s, name = HOSTS.get(generation, HOSTS["hopper"])
     link = next(link for link in LINKS if link.name == name)
     return Host(HOST_ACHIEVED * bytes_per_s, link.bytes_per_s * link.achieved)
@@ -202,7 +200,7 @@ def device_of(torch_name: str) -> Device | None:
 
 
 def find_device(name: str) -> Device:
-    """The device with this name: the table's, another one for it, or torch's.
+    """The device with this name: the table's, an alias, or torch's.
 
     Raises:
         ValueError: unknown; names the nearest and all.
@@ -216,7 +214,7 @@ def find_device(name: str) -> Device:
 
 
 def find_link(name: str) -> Link:
-    """The link with this name of the table; ethernet and infiniband may be spelled out.
+    """The link with this name in the table; ethernet and infiniband may be spelled out.
 
     Raises:
         ValueError: unknown; names the nearest and all.
@@ -236,12 +234,12 @@ def _unknown(
     hint = f"did you mean {known[close[0]].name}? " if close else ""
     return ValueError(
         f"find_{what}: expected a {what} of the table, got name={name!r}; "
-        f"{hint}There are {', '.join(listed)}"
+        f"{hint}choose one of {', '.join(listed)}"
     )
 
 
 def larger_device(n_bytes: float) -> str | None:
-    """The GPU with the least memory that still has n_bytes; None: there is none."""
+    """The GPU with the least memory of at least n_bytes; None: there is none."""
     fit = [d for d in DEVICES if d.kind == "cuda" and d.memory_bytes >= n_bytes]
     return min(fit, key=lambda d: (d.memory_bytes, d.price_per_hour)).name if fit else None
 
@@ -255,7 +253,7 @@ def device_table() -> str:
             f"{d.memory_bytes / GIB:5.1f}  {d.bytes_per_s / 1e9:5.0f}  "
             f"{d.intra + ', ' + d.inter:16s}  {d.price_per_hour:5.2f}  {d.source}"
         )
-    lines.append("link      GB/s a direction  of    latency us  achieved")
+    lines.append("link      GB/s (one way)    per   latency us  achieved")
     for link in LINKS:
         owner = "node" if link.of_node else "device"
         lines.append(
@@ -301,10 +299,10 @@ class Cluster:
         intra: str | None = None,
         inter: str | None = None,
     ) -> Cluster:
-        """A cluster with what is usual for the device where nothing is said.
+        """A cluster with the device's usual links and node size by default.
 
         Args:
-            per_node: None: as many as usual, or fewer so that nodes are full.
+            per_node: None: the usual number, or fewer so that nodes are full.
         Raises:
             ValueError: an unknown name; a count below 1; nodes that are not full.
         """
@@ -319,16 +317,16 @@ class Cluster:
         nodes = -(-self.n_devices // self.per_node)
         between = f", {nodes} nodes over {self.inter.name}" if nodes > 1 else ""
         over = f" over {self.intra.name}" if self.per_node > 1 else ""
-        return f"{self.n_devices} x {self.device.name}, {self.per_node} a node{over}{between}"
+        return f"{self.n_devices} x {self.device.name}, {self.per_node} per node{over}{between}"
 
 
-# Of a collective before its first byte moves: a kernel's launch and its ranks' arrival (NCCL's
-# base latencies are 7 to 14 us); between CPU ranks threads wake up.
+# Start of a collective before its first byte moves: a kernel's launch and its ranks' arrival
+# (NCCL's base latencies are 7 to 14 us); between CPU ranks threads wake up.
 START_S = {"cuda": 10e-6, "cpu": 40e-6}
 
 
 class Group(NamedTuple):
-    """Where the ranks of a group are: nodes, and the most of them in one node."""
+    """Positions of a group's ranks: number of nodes, and the most ranks in one node."""
 
     ranks: int
     local: int
@@ -336,7 +334,7 @@ class Group(NamedTuple):
 
 
 def place(ranks: int, stride: int, per_node: int) -> Group:
-    """Where ranks are that are stride apart.
+    """The Group of ranks that are `stride` apart.
 
     Raises:
         ValueError: a number below 1.
@@ -351,10 +349,10 @@ class Traffic(NamedTuple):
     """What a rank of a group sends in one collective; see [Note: collectives].
 
     Attributes:
-        way: of WAYS.
-        inside: bytes over its link inside of the node; adapter: bytes to other nodes.
+        way: a name in WAYS.
+        inside: bytes over its link inside the node; adapter: bytes to other nodes.
         hops_inside, hops_between: messages that wait for each other.
-        in_turn: the bytes to other nodes wait for those inside.
+        in_turn: bytes to other nodes wait for those inside.
     """
 
     way: str
@@ -369,28 +367,28 @@ Way = Callable[[Group, float], Traffic]
 
 
 def ring(at: Group, n_bytes: float, times: int = 1) -> Traffic:
-    """Every byte goes to all ranks in turn; times: 2 for an all-reduce, which is both halves."""
+    """Every byte visits all ranks; times: 2 for an all-reduce, which is both halves."""
     sent, across = times * (at.ranks - 1) / at.ranks * n_bytes, at.nodes > 1
     hops = times * (at.ranks - at.nodes), times * at.nodes * across
     return Traffic("ring", sent * (at.local > 1), sent / at.local * across, *hops)
 
 
 def tree(at: Group, n_bytes: float, times: int = 1) -> Traffic:
-    """A chain inside of nodes, two binary trees between them; times: 2 up and down again."""
+    """A chain inside nodes, two binary trees between them; times: 2 for up and down."""
     sent = times * n_bytes
     between = sent / at.local * (at.nodes > 1)
     return Traffic("tree", sent * (at.local > 1), between, *_levels(at, times))
 
 
 def hierarchy(at: Group, n_bytes: float, times: int = 1) -> Traffic:
-    """The nodes' rings inside, then a ring of the nodes; times: as in ring()."""
+    """Rings inside nodes, then a ring of the nodes; times: as in ring()."""
     inside = times * (at.local - 1) / at.local * n_bytes
     between = times * (at.nodes - 1) / at.nodes * n_bytes / at.local
     return Traffic("hierarchy", inside, between, *_levels(at, times), in_turn=True)
 
 
 def pairs(at: Group, n_bytes: float) -> Traffic:
-    """Every rank sends every other its slice."""
+    """Every rank sends its slice to every other."""
     slices = n_bytes / at.ranks
     near, far = at.local - 1, at.ranks - at.local
     return Traffic("pairs", near * slices, far * slices, near, far)
@@ -430,14 +428,14 @@ class Network:
 
         Args:
             kind: one of WAYS.
-            n_bytes: of the whole tensor, as in CommOp.
+            n_bytes: of the full tensor, as in CommOp.
         Raises:
             ValueError: an unknown kind; ranks or stride below 1.
         """
         at = place(ranks, stride, self.cluster.per_node)
         if kind not in WAYS:
             raise ValueError(
-                f"Network: expected a kind of {', '.join(WAYS)}, got kind={kind!r}; "
+                f"Network: expected a kind among {', '.join(WAYS)}, got kind={kind!r}; "
                 "choose one of these"
             )
         if ranks == 1:
@@ -445,7 +443,7 @@ class Network:
         return min((way(at, n_bytes) for way in WAYS[kind]), key=self.traffic_s)
 
     def seconds(self, kind: str, n_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of one collective; arguments as of traffic()."""
+        """Seconds of one collective; arguments as in traffic()."""
         traffic = self.traffic(kind, n_bytes, ranks, stride)
         return self.start_s + self.traffic_s(traffic) if ranks > 1 else 0.0
 
@@ -461,32 +459,32 @@ class Network:
         return sent.adapter * (self.cluster.per_node if self.cluster.inter.of_node else 1)
 
     def step_nic_bytes(self, comms: Iterable[CommOp]) -> float:
-        """The same of all communication of a step."""
+        """The same for all communication of a step."""
         sent = ((c.count, self.traffic(c.kind, c.bytes, c.ranks, c.stride)) for c in comms)
         return sum(count * self.nic_bytes(each) for count, each in sent)
 
 
 def _of_device(link: Link, per_node: int) -> float:
-    """Bytes a second that large transfers achieve, for each device."""
+    """Bytes per second that large transfers achieve, per device."""
     return link.bytes_per_s * link.achieved / (per_node if link.of_node else 1)
 
 
-# Output tiles of a multiprocessor, and the part of the best tile's speed that they have.
+# Output tiles of a multiprocessor, and their speed relative to the best tile's.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 64, 0.66))
 DEPTH = 64
 SPLIT_K = (1, 2, 4, 8)
-# Of products in 8 bits: 2 on paper; published layers of 1664 features reach 1.38, casts included.
+# Products in 8 bits: 2 on paper; published layers of 1664 features reach 1.38, casts included.
 FP8_SPEED = 1.6
 STEPS = len(POLAR_EXPRESS)  # of muon's orthogonalization
-SPLIT_COST = 0.04  # of a product's time for each doubling: parts are added up in fp32
+SPLIT_COST = 0.04  # of a product's time per doubling: partial sums are added in fp32
 
 
 class Generation(NamedTuple):
-    """The parts of its peaks that a maker's design reaches; see [Note: constants].
+    """The fractions of its peaks that a maker's design reaches; see [Note: constants].
 
     Attributes:
         reached: by a large product.
-        attention: by attention's forward and backward, of what a large product reaches.
+        attention: by attention's forward and backward, relative to a large product.
         streamed: of memory bandwidth.
         units: multiprocessors of a large chip.
     """
@@ -504,17 +502,17 @@ GENERATIONS = {
     "ada": Generation(0.75, (0.60, 0.50), 0.85, 128),
     "hopper": Generation(0.66, (0.60, 0.48), 0.87, 132),
     "blackwell": Generation(0.66, (0.55, 0.45), 0.87, 148),
-    # A core with fused kernels: no waves, little memory bandwidth beside the others.
+    # A core with fused kernels: no waves, little memory bandwidth compared with GPUs.
     "cpu": Generation(0.75, (0.45, 0.40), 0.70, 1),
 }
 
 LAUNCH_S = {"cuda": 4e-6, "cpu": 5e-6}  # of the device: start and drain of a kernel
-HOST_S = {"cuda": 25e-6, "cpu": 0.0}  # Python, autograd and dispatch of an op that is not captured
+HOST_S = {"cuda": 25e-6, "cpu": 0.0}  # Python, autograd and dispatch of an op outside CUDA graphs
 LAUNCHES = {("matmul", "backward"): 2, ("attention", "backward"): 3, ("layer_norm", "backward"): 2}
 
 
 class Rates(Protocol):
-    """How fast a machine is: DatasheetRates on paper, MeasuredRates for this machine."""
+    """Speeds of a machine: DatasheetRates on paper, MeasuredRates for this machine."""
 
     def op_s(self, op: Op) -> float:
         """Seconds of one such operation."""
@@ -523,26 +521,26 @@ class Rates(Protocol):
         """Seconds of one such communication."""
 
     def overhead_s(self, workload: Workload, setup: Setup) -> float:
-        """Seconds of a step that no Op and no CommOp stands for: Python, hooks, data."""
+        """Seconds of a step outside all Ops and CommOps: Python, hooks, data."""
 
     @property
     def peak_flops(self) -> float | None:
-        """FLOP/s of a rank at the format of the weights, for MFU; None: not known."""
+        """FLOP/s of a rank in the weights' format, for MFU; None: not known."""
 
     @property
     def overlap(self) -> float:
-        """Fraction of the compute time under which communication hides; 0: cores do both."""
+        """Fraction of the compute time that can overlap communication; 0: cores do both."""
 
     @property
     def host(self) -> Host:
-        """What a device has of its host."""
+        """A device's share of its host."""
 
 
 class DatasheetRates:
     """Rates of a cluster for one setup's formats.
 
     Args:
-        setup: its dtype says which peak counts.
+        setup: its dtype determines the peak.
     """
 
     def __init__(self, cluster: Cluster, setup: Setup) -> None:
@@ -552,14 +550,14 @@ class DatasheetRates:
         self._item = DTYPES[setup.dtype].itemsize
         self._peak = device.peak_flops if self._item == 2 else device.peak_flops_fp32
         self._stream = device.bytes_per_s * self._generation.streamed
-        self._known: dict[Any, float] = {}  # a search asks for the same things again and again
+        self._known: dict[Any, float] = {}  # a search asks for the same values repeatedly
         self.peak_flops: float | None = self._peak
         self.generation, self.host = device.generation, host_of(device.generation)
-        # Collectives take some of a GPU's multiprocessors and of its memory's bandwidth.
+        # Collectives take some of a GPU's multiprocessors and memory bandwidth.
         self.overlap = 0.0 if self._kind == "cpu" else 0.8
 
     def overhead_s(self, workload: Workload, setup: Setup) -> float:
-        """Data, the log and the optimizer's Python, once a step."""
+        """Data, logging and the optimizer's Python, once per step."""
         return 1e-3
 
     def op_s(self, op: Op) -> float:
@@ -595,7 +593,7 @@ class DatasheetRates:
         elif name == "attention":
             speed = self._generation.attention[direction == "backward"]
             speed *= self._generation.reached * self._peak
-            # Below 128 the dimension of a head leaves a part of the tensor units' depth empty.
+            # Below 128 a head's dimension leaves some of the tensor units' depth unused.
             speed *= min(1.0, op.shape[-1] / 128) ** 0.25
             seconds = max(op.flops / speed, op.bytes / self._stream)
         else:
@@ -610,19 +608,19 @@ class DatasheetRates:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether the device multiplies 8-bit floats, twice as many on paper, of bf16 weights."""
+        """Whether the device multiplies 8-bit floats, twice as fast on paper, for bf16 weights."""
         return self._item == 2 and self.generation in ("ada", "hopper", "blackwell")
 
     def fp8_saves_s(self, m: int, k: int, n: int) -> float:
-        """Seconds that x[m, k] @ w[n, k].T saves in a step with fp8, scales of rows, less than 0
-        if it costs: two of three products are faster; x and dy are read and written as codes, the
-        weight twice, and x's values are made for the third."""
+        """Seconds that fp8 with row scales saves for x[m, k] @ w[n, k].T in a step; negative if it
+        costs time. Two of three products are faster; x and dy are read and written as codes, the
+        weight twice, and x's values are restored for the third product."""
         products = self._product_s(m, k, n) + self._product_s(m, n, k)
         moved = (self._item + 1) * (2 * m * k + m * n + 2 * n * k)
         return products * (1 - 1 / FP8_SPEED) - moved / self._stream - 5 * LAUNCH_S[self._kind]
 
     def utilization(self, m: int, k: int, n: int) -> float:
-        """Part of the multiprocessors that a product uses; see [Note: tiles] and [Note: depth]."""
+        """Fraction of the multiprocessors that a product uses; see [Note: tiles], [Note: depth]."""
         if self._kind == "cpu":
             return k / (k + 16.0)
         units, best = self._generation.units, 0.0
@@ -639,13 +637,13 @@ class DatasheetRates:
 
 
 VERSION = 1
-MOST_SPREAD = 0.3  # of the operations; rates that vary more say little of the next run
+MOST_SPREAD = 0.3  # of the operations; rates that vary more do not predict the next run
 FOLDER = "FASTPAR_RATES"  # environment: another folder
 OpKey = tuple[str, tuple[int, ...], str]
 
 
 class Rate(NamedTuple):
-    """Seconds of one operation, and what it does in them."""
+    """Seconds of one operation, and its work."""
 
     seconds: float
     flops: float
@@ -672,37 +670,37 @@ def gpu_name() -> str:
 
 
 def rates_folder() -> Path:
-    """Where measured rates are kept: FASTPAR_RATES, or fastpar/rates in the user's cache."""
+    """The folder of measured rates: FASTPAR_RATES, or fastpar/rates in the user's cache."""
     named = os.environ.get(FOLDER)
     return Path(named).expanduser() if named else user_cache() / "rates"
 
 
 def overhead_key(setup: Setup) -> str:
-    """What the fixed costs depend on."""
+    """The settings that determine the fixed costs."""
     split = f"tp {setup.tp}" + (" sequence" if setup.tp > 1 and setup.sequence_parallel else "")
     split += f" cp {setup.cp}{' by keys' * setup.by_keys}" * (setup.cp > 1)
     return f"stage {setup.zero_stage}, {split}, {setup.activation_checkpointing}"
 
 
 def comm_key(send: CommOp) -> str:
-    """What an exchange's cost depends on beside its bytes.
+    """The key of an exchange's cost, besides its bytes.
 
-    Along tp and cp ranks call and wait in one; others begin in another thread.
+    Along tp and cp ranks call and wait at once; other exchanges start in another thread.
     """
     return f"{send.kind}, {send.ranks} ranks" + " at once" * (send.axis in ("tp", "cp"))
 
 
-@dataclass(eq=False)  # hashable: a search remembers by the object
+@dataclass(eq=False)  # hashable: a search caches by the object
 class MeasuredRates:
     """Rates of this machine.
 
     Attributes:
         about: machine, gpu, device_type, dtype, dropout, ranks, threads, torch, date, spread
-            (relative, of the operations), busy (why the machine seemed so; "").
-        ops: seconds and size by name, shape and direction.
+            (relative, of the operations), busy (why the machine seemed busy; "").
+        ops: seconds and work by name, shape and direction.
         sends: (bytes, seconds) by kind and ranks, in order of bytes.
-        overheads: by what they depend on.
-        scaled: operations that were asked for and had not been measured.
+        overheads: by overhead_key().
+        scaled: requested operations that had not been measured.
     """
 
     about: dict[str, Any]
@@ -727,14 +725,14 @@ class MeasuredRates:
         text += f"; busy: {about['busy']}" if about.get("busy") else ""
         if not self.steady:
             text += (
-                f"; a spread above {MOST_SPREAD:.0%}: what follows is a rough guess, and not kept "
-                "for later runs; end what else runs here and measure again"
+                f"; a spread above {MOST_SPREAD:.0%}: the prediction is a rough guess and will not "
+                "be reused; stop other programs and measure again"
             )
         return text
 
     @property
     def steady(self) -> bool:
-        """Whether the rates vary so little that they are worth keeping."""
+        """Whether the rates vary so little that they are worth storing."""
         return bool(self.about["spread"] <= MOST_SPREAD)
 
     def op_s(self, op: Op) -> float:
@@ -756,14 +754,14 @@ class MeasuredRates:
         return rate.seconds * max(ratios)
 
     def _unknown(self, op: Op) -> float:
-        """An operation of which no shape was measured: the machine's peak, and its copy."""
+        """An operation without any measured shape: by the machine's peak, and its copy rate."""
         copies = [r.bytes / r.seconds for (name, _, _), r in self.ops.items() if name == "copy"]
         moved = op.bytes / max(copies) if copies else 0.0
         return max(op.flops / self.peak_flops if self.peak_flops else 0.0, moved)
 
     def comm_s(self, send: CommOp) -> float:
-        """Seconds of one such exchange: on the line between the nearest measured sizes."""
-        if send.ranks <= 1 or send.axis == "control":  # that is part of the overhead
+        """Seconds of one such exchange: interpolated between the nearest measured sizes."""
+        if send.ranks <= 1 or send.axis == "control":  # control is part of the overhead
             return 0.0
         points = self.sends.get(comm_key(send)) or self._other_sends(send)
         if not points:
@@ -778,7 +776,7 @@ class MeasuredRates:
         return low_s + (high_s - low_s) * (send.bytes - low) / (high - low)
 
     def _other_sends(self, send: CommOp) -> list[tuple[float, float]]:
-        """The same kind on the nearest number of ranks; else any."""
+        """The same kind on the nearest number of ranks; else any kind."""
         self.scaled.add(f"{send.kind} of {send.ranks} ranks")
         same = [key for key in self.sends if key.startswith(f"{send.kind},")]
         keys = same or list(self.sends)
@@ -816,18 +814,18 @@ class MeasuredRates:
 
     @property
     def overlap(self) -> float:
-        """CPU ranks send with the cores that compute: nothing hides. On a GPU others do it."""
+        """CPU ranks send with the cores that compute: no overlap. On a GPU other units send."""
         return 0.0 if self.about["device_type"] == "cpu" else 1.0
 
     # The file
 
     @property
     def path(self) -> Path:
-        """Where it is kept."""
+        """The file's path."""
         return _path(**self.about)
 
     def save(self, path: Path | None = None) -> Path:
-        """Write the file; where it is."""
+        """Writes the file; returns its path."""
         path = path or self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
@@ -883,7 +881,7 @@ class MeasuredRates:
         return found
 
     def update(self, other: MeasuredRates) -> None:
-        """Takes over what another measurement of the same ranks has; its values count."""
+        """Merges another measurement of the same ranks; its values win."""
         self.about = other.about
         self.ops.update(other.ops)
         self.sends.update(other.sends)
@@ -893,12 +891,12 @@ class MeasuredRates:
 def _number(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number) or number < 0:
-        raise ValueError(value)  # load() says what the file is
+        raise ValueError(value)  # load() adds the file's name
     return number
 
 
 def _distance(op: Op, shape: Sequence[int], rate: Rate) -> float:
-    """How far a measured shape is from the one asked for."""
+    """The distance of a measured shape from the requested one."""
     far = sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(op.shape, shape, strict=False))
     flops = abs(math.log(op.flops / rate.flops)) if op.flops and rate.flops else 0.0
     return far + flops
@@ -911,12 +909,12 @@ def _path(**about: Any) -> Path:
 
 
 def find_rates(**about: Any) -> MeasuredRates | None:
-    """Rates measured here before for such ranks, if there are any.
+    """Rates measured earlier for such ranks, if any.
 
     Args:
         about: device_type, dtype, ranks, threads, dropout.
     Raises:
-        ValueError: see MeasuredRates.load; their spread is too large (earlier versions kept such).
+        ValueError: see MeasuredRates.load; too large a spread (earlier versions stored such rates).
     """
     path = _path(**about)
     if not path.exists():
@@ -925,14 +923,14 @@ def find_rates(**about: Any) -> MeasuredRates | None:
     if not found.steady:
         raise ValueError(
             f"find_rates: expected rates with a spread of at most {MOST_SPREAD:.0%}, got spread="
-            f"{found.about['spread']:.0%} in {path}; run `fastpar plan --measure` when nothing "
-            "else runs here"
+            f"{found.about['spread']:.0%} in {path}; run `fastpar plan --measure` while no other "
+            "program runs"
         )
     return found
 
 
 class Ceilings(NamedTuple):
-    """What this machine does at best, measured by this process."""
+    """The best rates of this machine, measured by this process."""
 
     copy_gb_per_s: float  # bytes read plus bytes written
     matmul_tflop_per_s: float
@@ -940,11 +938,11 @@ class Ceilings(NamedTuple):
 
 
 def measure_ceilings(device: str, quick: bool = False) -> Ceilings:
-    """A copy of GBs and a square product, with the threads that torch uses now.
+    """Measures a copy of GBs and a square product, with torch's current number of threads.
 
     Args:
         device: "cpu" or "cuda".
-        quick: sizes that take a blink and are no ceilings: does the code run?
+        quick: tiny sizes that are no ceilings, to test the code.
     """
     clock = clock_for(device)
     on_cuda = device == "cuda"
@@ -973,7 +971,7 @@ def measure_ceilings(device: str, quick: bool = False) -> Ceilings:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package runs from, with + if it was changed; or None."""
+    """The commit of the checkout that this package runs from, with + if modified; or None."""
     root = Path(__file__).resolve().parent.parent.parent
     if not (root / "csrc").is_dir() or not (root / "fastpar").is_dir():  # installed elsewhere
         return os.environ.get("FASTPAR_COMMIT")
@@ -992,7 +990,7 @@ def _output(command: list[str]) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; None where it is missing."""
+    """The version of an installed package; None if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -1000,7 +998,7 @@ def version_of(package: str) -> str | None:
 
 
 def about_machine(device: str) -> dict[str, Any]:
-    """device (its name), cores, system, date, commit, and versions of what computes."""
+    """device (its name), cores, system, date, commit, and versions of software."""
     name = f"CPU: {cpu_name()}, {available_cores()} cores"
     if device == "cuda":
         name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"

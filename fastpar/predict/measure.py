@@ -1,27 +1,26 @@
-"""Measures this machine: what compute and communication cost ranks that all work at once.
+"""Measures this machine: the costs of compute and communication while all ranks are busy.
 
-    rates = measure(workload, setups)          about 30 s; kept for later runs
+    rates = measure(workload, setups)          about 30 s; stored for later runs
 
-Ranks of one machine share its cores, caches and memory, so all of them measure side by side, with
-the threads that training would give them. Three things are measured: operations where they stand
-in a model (Chain), exchanges of the sizes that the setups send, and steps of models so small
-that nearly all of a step is Python, hooks and control: what those cost beyond their operations is
-the overhead of a step, a micro-batch and a layer (machine.py, [Note: overhead]).
+Ranks on one machine share its cores, caches and memory, so all of them measure at once, with the
+threads that training would give them. Three things are measured: operations within a model (Chain),
+exchanges of the sizes that the setups send, and steps of models so small that nearly all of a step
+is Python, hooks and control: their cost beyond their operations is the overhead of a step, a
+micro-batch and a layer (machine.py, [Note: overhead]).
 
-Contenders take turns, and the median counts; where ranks have to share cores it is the mean, since
-an operation that was interrupted is then the rule.
+Variants are interleaved, and the median counts; if ranks must share cores it is the mean, because
+then most operations are interrupted.
 
-[Note: a busy machine] is told by the cores that are at work while the ranks still wait (the load
-average would count what they did a minute ago) or by the spread of the samples; the rates say so.
-They are kept all the same unless the spread is above MOST_SPREAD.
+[Note: a busy machine] is detected by the cores that are busy while the ranks still wait (the load
+average would count the ranks' own recent work) or by the spread of the samples; the rates record
+it. They are stored anyway unless the spread is above MOST_SPREAD.
 
-[Note: in their places] Alone and again and again an operation finds its inputs, weights and memory
-in the cache; in a model it finds there what the one before it wrote, and its weights not, once they
-are more than the cache holds. So a GPT's operations run one after the other, through their public
-functions and autograd, as often as the model has layers, and between any two stands a stamp: an
-identity that takes the time when it is passed, forward and backward. What ranks of tp would
-exchange is left out: where the next operation needs another size, a cheap one of torch's stands
-outside of the stamps.
+[Note: in their places] Run alone and repeatedly, an operation finds its inputs, weights and memory
+in the cache. In a model it finds the previous op's output there, but not its weights, if they are
+larger than the cache. So a GPT's operations run one after the other, through their public functions
+and autograd, as often as the model has layers, and between any two is a stamp: an identity that
+records the time in forward and backward. Exchanges between tp ranks are left out: if the next
+operation needs another size, a cheap torch op outside the stamps provides it.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class ShortRun:
     """The model of a workload, set up on the ranks, and steps of it.
 
     Args:
-        mesh: of setup.world_size ranks, with setup.tp and setup.pp.
+        mesh: with setup.world_size ranks, setup.tp and setup.pp.
     Ranks: all.
     """
 
@@ -112,7 +111,7 @@ class ShortRun:
         self._next = 0
 
     def step(self) -> None:
-        """One optimizer step, like Trainer.train_step()."""
+        """Runs one optimizer step, like Trainer.train_step()."""
         workload, setup, mesh = self.workload, self.setup, self.mesh
         self.model.train()
         many, piped = setup.grad_accum_steps, self.engine.shards.stages is not None
@@ -129,7 +128,7 @@ class ShortRun:
                 device=mesh.device,
             )
             key = to_device(make_key(SEED, first), mesh.device)
-            if piped:  # its stages take all at once
+            if piped:  # its stages take all micro-batches at once
                 batches.append((x, y, key))
                 continue
             part = self.model(x, y, rng_key=key) / many
@@ -148,7 +147,7 @@ class ShortRun:
             self.optimizer.grad_norm.item()  # the trainer reads every step's numbers
 
     def seconds(self, count: int) -> list[float]:
-        """Seconds of so many steps on this rank; on a GPU their mean, so many times."""
+        """Seconds of `count` steps on this rank; on a GPU their mean, repeated."""
         synchronize(self.mesh.device.type)
         marks = [time.perf_counter()]
         for _ in range(count):
@@ -161,18 +160,18 @@ class ShortRun:
 
 
 def slowest(ranks: list[list[float]]) -> list[float]:
-    """The seconds of each step on the rank that took longest."""
+    """The seconds of each step on its slowest rank."""
     return [max(each) for each in zip(*ranks)]
 
 
 Key = tuple[str, tuple[int, ...], str]  # name, shape and direction of an Op
-EMPTY = ("empty", ())  # two stamps with nothing between them: what a stamp costs
+EMPTY = ("empty", ())  # two stamps with nothing between them: the cost of a stamp
 COPY = ("copy", ())
 FIRST_NORM = "first layer_norm"  # without a residual: the model has one
 
 
 class Clock:
-    """Collects when stamps were passed; on a GPU events of the current stream."""
+    """Records the times of stamps; on a GPU events of the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -189,7 +188,7 @@ class Clock:
         self._marks.append((begins, at))
 
     def intervals(self) -> list[tuple[Any, float]]:
-        """(what, seconds) of all that had a name, in order; forgets them."""
+        """(what, seconds) of all named intervals, in order; clears them."""
         if self._on_gpu:
             torch.cuda.synchronize()
         found = []
@@ -202,7 +201,7 @@ class Clock:
 
 
 class _Stamp(torch.autograd.Function):
-    """Identity of tensors that takes the time: what begins here forward, and here backward."""
+    """Identity of tensors that records the time: what begins here in forward, and in backward."""
 
     @staticmethod
     def forward(ctx: Any, clock: Clock, forward: Any, backward: Any, *tensors: Tensor) -> Any:
@@ -225,7 +224,7 @@ def fitted(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Chain:
-    """One rank's operations of a micro-batch: a GPT without what its ranks exchange.
+    """One rank's operations of a micro-batch: a GPT without exchanges between ranks.
 
     Args:
         seed: of weights and tokens.
@@ -248,7 +247,7 @@ class Chain:
             (part, [self._weight(*sizes) for sizes in shapes_of([part], shape, tp)])
             for part in (*FIRST, *block * shape.n_layer, *LAST)
         ]
-        # Products whose bias the op behind them in the block adds.
+        # Products whose bias the next op in the block adds.
         self.without_bias = {
             a.name for a, b in itertools.pairwise(block) if a.op == "matmul" and b.cheap
         }
@@ -262,14 +261,14 @@ class Chain:
         return self.parameters[-1]
 
     def _hook_gradients(self, dtype: torch.dtype) -> None:
-        """Every gradient goes to its place in one buffer when it is there, as the engine's do."""
+        """Copies every gradient into one buffer as soon as it exists, as the engine does."""
         self.n_elements = sum(p.numel() for p in self.parameters)
         self.buffer = torch.empty(self.n_elements, dtype=dtype, device=self.device)
-        self.adding = False  # what is there already, as in a later micro-batch
+        self.adding = False  # add to the buffer, as in a later micro-batch
         item, wide = self.dtype.itemsize, dtype.itemsize
         self.copied_bytes = self.n_elements * (item + wide)
         self.added_bytes = self.n_elements * (item + 2 * wide)
-        at, me = 0, weakref.ref(self)  # torch keeps hooks where no collector looks
+        at, me = 0, weakref.ref(self)  # torch keeps hooks where the garbage collector cannot look
 
         def take(p: Tensor, view: Tensor) -> None:
             chain = me()
@@ -287,14 +286,14 @@ class Chain:
             p.register_post_accumulate_grad_hook(functools.partial(take, view=view))
 
     def _at(self, begins: Any, ends: Any, *tensors: Tensor) -> Any:
-        """Stamp: forward `begins` begins here; backward `ends` does."""
+        """Stamp: `begins` begins here in forward; `ends` in backward."""
         found = _Stamp.apply(self.clock, begins, ends, *tensors)
         return found if len(tensors) > 1 else found[0]
 
     def _timed(self, name: str, shape: tuple[int, ...], function: Any, *inputs: Tensor) -> Any:
         """function(*inputs) between two stamps."""
         key = (name, shape)
-        # What comes behind the embedding's backward is its too: the head's gradient is added.
+        # What follows the embedding's backward belongs to it: the head's gradient is added.
         inputs = self._at(key, key if name == "embedding" else None, *inputs)
         out = function(*inputs) if isinstance(inputs, tuple) else function(inputs)
         return self._at(None, key, *out) if isinstance(out, tuple) else self._at(None, key, out)
@@ -305,7 +304,7 @@ class Chain:
     def _call(
         self, part: Part, weights: list[Tensor], bias: Tensor | None, site: int
     ) -> tuple[tuple[int, ...], Callable[..., Any]]:
-        """The sizes of a part's Op, and what it computes; bias: of a product before it."""
+        """The sizes of a part's Op, and its function; bias: of the product before it."""
         rows, into, out = self.on[part.on], self.letters[part.into], self.letters[part.out]
         drop = self._drop(site)
         if part.op == "layer_norm":
@@ -354,7 +353,7 @@ class Chain:
         return y.detach()
 
     def times(self) -> dict[Key, list[float]]:
-        """Seconds of every operation of the last step, without the stamps' own."""
+        """Seconds of every operation of the last step, without the stamps' own cost."""
         empty = {
             way: statistics.median([s for k, w, s in self.found if k == EMPTY and w == way])
             for way in ("forward", "backward")
@@ -377,11 +376,11 @@ class Chain:
 SECONDS, QUICK_SECONDS = 30.0, 6.0
 LEAST_ROUNDS = 3
 KEPT_ELEMENTS = 60_000_000  # of chains that stay between their turns, on a rank
-MOST_SENT = 64 << 20  # bytes; larger exchanges take as long in proportion
-BUSY_CORES, BUSY_SPREAD = 0.25, 0.25  # part of the cores, before the start; (p80 - p20) / p50
-LOOK_S = 0.5  # at the cores
-LONG_S = 1e-4  # operations whose spread tells of others, not of the clock and the interpreter
-WHOLE = ("chain", (), "forward")  # among the operations' times: of all of them
+MOST_SENT = 64 << 20  # bytes; larger exchanges take proportionally longer
+BUSY_CORES, BUSY_SPREAD = 0.25, 0.25  # fraction of the cores, before the start; (p80 - p20) / p50
+LOOK_S = 0.5  # observing the cores
+LONG_S = 1e-4  # operations whose spread shows other programs, not the clock and the interpreter
+WHOLE = ("chain", (), "forward")  # key of the total among the operations' times
 TINY = 8  # sequence length of the models whose steps are overhead
 
 Cell = tuple[Workload, Setup]
@@ -396,14 +395,14 @@ def measure(
     quick: bool = False,
     seconds: float | None = None,
 ) -> MeasuredRates:
-    """Rates of this machine for ways to train a workload, which all have the same number of ranks.
+    """Rates of this machine for several setups of a workload with the same number of ranks.
 
-    They are kept in the user's cache, beside what was measured before for other shapes.
+    They are stored in the user's cache, next to earlier results for other shapes.
 
     Args:
-        threads: CPU threads a rank; None: as `fastpar train` would choose.
+        threads: CPU threads per rank; None: as `fastpar train` would choose.
         quick: fewer rounds.
-        seconds: to spend about, without the start of the ranks.
+        seconds: approximate duration, without the start of the ranks.
     Raises:
         ValueError: no setups, or of different ranks, devices or formats.
         RuntimeError: a rank died.
@@ -413,7 +412,7 @@ def measure(
     if len(kinds) != 1:
         raise ValueError(
             "measure: expected setups of the same ranks, device and format, got "
-            f"setups={sorted(kinds)}; measure one after the other"
+            f"setups={sorted(kinds)}; measure them in separate calls"
         )
     threads = threads_per_rank(threads, ranks)
     seconds = seconds or (QUICK_SECONDS if quick else SECONDS)
@@ -424,22 +423,22 @@ def measure(
 
 
 def keep_rates(rates: MeasuredRates) -> None:
-    """Write the rates into the user's cache; shapes that were measured before stay there.
+    """Writes the rates into the user's cache; earlier results for other shapes stay.
 
-    Rates with a large spread are not written, which they say themselves (MeasuredRates.steady).
+    Rates with a large spread are not written; their text says so (MeasuredRates.steady).
     """
     if not rates.steady:
         return
     try:
         kept = MeasuredRates.load(rates.path)
-    except ValueError:  # none, or not of this machine
+    except ValueError:  # missing, or of another machine
         kept = MeasuredRates(rates.about)
     kept.update(rates)
     kept.save()
 
 
 def measure_cells(pool: Ranks, cells: Sequence[Cell], *, seconds: float) -> MeasuredRates:
-    """Rates for these workloads and setups by the ranks of a pool."""
+    """Rates for these workloads and setups, measured by the ranks of a pool."""
     at_work = cores_at_work()
     tiny = {overhead_key(setup): _tiny_cells(setup) for _, setup in cells}
     chains = _distinct_chains([*cells, *(cell for four in tiny.values() for cell in four[:2])])
@@ -460,7 +459,7 @@ def measure_cells(pool: Ranks, cells: Sequence[Cell], *, seconds: float) -> Meas
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
         "spread": spread,
-        "busy": busy(at_work, 0.0 if shared else spread),  # theirs is what ranks do to ranks
+        "busy": busy(at_work, 0.0 if shared else spread),  # shared cores: ranks disturb each other
     }
     rates = MeasuredRates(about, ops, sends)
     rates.overheads = _overheads(pool, tiny, rates, 0.25 * seconds)
@@ -468,21 +467,21 @@ def measure_cells(pool: Ranks, cells: Sequence[Cell], *, seconds: float) -> Meas
 
 
 def busy(at_work: float, spread: float) -> str:
-    """Why the machine seems to have been at work for others, "" if it does not.
+    """Why the machine seems busy with other programs; "" if it does not.
 
     Args:
-        at_work: cores, before the start.
+        at_work: busy cores, before the start.
     """
     found, cores = [], available_cores()
     if at_work > BUSY_CORES * cores:
-        found.append(f"{at_work:.1f} of {cores} cores at work before the start")
+        found.append(f"{at_work:.1f} of {cores} cores busy before the start")
     if spread > BUSY_SPREAD:
         found.append(f"spread {spread:.0%}")
     return ", ".join(found)
 
 
 def cores_at_work(seconds: float = LOOK_S) -> float:
-    """How many cores of the machine do something, on average while this process waits."""
+    """Busy cores of the machine, on average while this process waits."""
     before = _ticks()
     time.sleep(seconds)
     after = _ticks()
@@ -492,7 +491,7 @@ def cores_at_work(seconds: float = LOOK_S) -> float:
 
 
 def _ticks(path: Path = Path("/proc/stat")) -> tuple[int, int] | None:
-    """(at work, all) so far, of all cores; None where the system does not count."""
+    """(busy, all) ticks so far, over all cores; None if the system does not count them."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         numbers = [int(n) for n in path.read_text().splitlines()[0].split()[1:9]]
         return sum(numbers) - numbers[3] - numbers[4], sum(numbers)  # idle; waiting for a disk
@@ -511,11 +510,11 @@ def _spread(samples: Sequence[float]) -> float:
 
 
 def _distinct_chains(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Cells of the same operations together: one chain serves them all."""
+    """Groups cells with the same operations: one chain serves a group."""
     found: dict[Any, list[Cell]] = {}
     for workload, s in cells:
         split, adds = (s.tp, s.sequence_parallel and s.tp > 1), s.grad_accum_steps > 1
-        key = (workload.shape, s.micro_batch_size, split, adds, meets_often(s))
+        key = (workload.shape, s.micro_batch_size, split, adds, synchronizes_often(s))
         found.setdefault(key, []).append((workload, s))
     return list(found.values())
 
@@ -523,10 +522,10 @@ def _distinct_chains(cells: Iterable[Cell]) -> list[list[Cell]]:
 def _time_chains(
     pool: Ranks, chains: Sequence[list[Cell]], seconds: float, *, shared: bool
 ) -> Samples:
-    """Mean seconds of each operation in each step of its chain, of the rank others wait for.
+    """Mean seconds of each operation in each step of its chain, on the rank that others wait for.
 
-    shared: ranks take turns on the cores. Who waits then leaves its core to others, so that pauses
-    of single operations do not add up.
+    shared: ranks take turns on the cores. A waiting rank then leaves its core to others, so that
+    pauses of single operations do not add up.
     """
     found: Samples = defaultdict(list)
     stop, rounds = time.monotonic() + seconds, 0
@@ -536,7 +535,7 @@ def _time_chains(
             shards = sorted({s.n_shards for _, s in same})
             adds = any(s.grad_accum_steps > 1 for _, s in same)
             ranks = pool.call(_run_chain, number, workload, setup, shards, adds)
-            often = meets_often(setup) and not shared
+            often = synchronizes_often(setup) and not shared
             for key, values in waited_for(ranks, each_operation=often).items():
                 found[key].extend(values)
         rounds += 1
@@ -544,15 +543,15 @@ def _time_chains(
     return found
 
 
-def meets_often(setup: Setup) -> bool:
-    """Whether ranks wait for each other in every layer: those of tp, and of gathered weights."""
+def synchronizes_often(setup: Setup) -> bool:
+    """Whether ranks wait for each other in every layer: along tp, and for gathered weights."""
     return setup.tp > 1 or (setup.zero_stage == 3 and setup.n_shards > 1)
 
 
 def waited_for(ranks: Sequence[Samples], *, each_operation: bool) -> Samples:
-    """The times that a step consists of: ranks leave a chain together, so the slowest one's.
+    """The times that a step consists of: ranks end a chain together, so the slowest rank's.
 
-    each_operation: they meet again and again in it, so of each operation the slowest one's.
+    each_operation: ranks synchronize often in it, so for each operation the slowest rank's.
     """
     if each_operation:
         return {key: slowest([times[key] for times in ranks]) for key in ranks[0]}
@@ -562,7 +561,7 @@ def waited_for(ranks: Sequence[Samples], *, each_operation: bool) -> Samples:
 def _run_chain(
     rank: Rank, number: int, workload: Workload, setup: Setup, shards: list[int], adds: bool
 ) -> Samples:
-    """One turn of a chain on a rank: a step that warms up, and steps that count."""
+    """One turn of a chain on a rank: a warm-up step, and two measured steps."""
     chains = rank.kept.setdefault("chains", {})
     device = rank.mesh().device
     if number not in chains:
@@ -618,14 +617,14 @@ class _Update:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, the device's work included."""
+    """Seconds of one call, including the device's work."""
     return stopwatch(call, device.type)[0] / 1e3
 
 
 def _rates_of_ops(
     samples: Samples, chains: Sequence[list[Cell]], average: Callable[[Any], float]
 ) -> dict[OpKey, Rate]:
-    """What was measured, by the names and sizes that ops_of() gives."""
+    """Measured rates, by the names and sizes of ops_of()."""
     found: dict[OpKey, Rate] = {}
     for op in (op for same in chains for workload, setup in same for op in ops_of(workload, setup)):
         key = op.name, op.shape, op.direction
@@ -641,18 +640,18 @@ def _time_collectives(
     pool: Ranks, cells: Sequence[Cell], seconds: float
 ) -> dict[str, list[tuple[float, float]]]:
     """(bytes, seconds) by kind and ranks."""
-    asked: dict[str, tuple[CommOp, Setup, set[float]]] = {}
+    requested: dict[str, tuple[CommOp, Setup, set[float]]] = {}
     for workload, setup in cells:
         for send in comm_ops_of(workload, setup):
             if send.axis != "control" and send.ranks > 1:
-                _, _, sizes = asked.setdefault(comm_key(send), (send, setup, set()))
+                _, _, sizes = requested.setdefault(comm_key(send), (send, setup, set()))
                 sizes.add(min(send.bytes, MOST_SENT))
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for key, (send, setup, sizes) in asked.items():
+    for key, (send, setup, sizes) in requested.items():
         for size in spaced(min(sizes), max(sizes)):
-            share = seconds / len(asked) / 4
+            share = seconds / len(requested) / 4
             ranks = pool.call(_run_collective, send, size, setup.transport, share)
-            # Ranks leave the barrier one after the other: the last one waits for nobody.
+            # Ranks leave the barrier one after the other: the last one waits for no other.
             times = [min(each) for each in zip(*ranks)][1:]
             found[key].append((float(size), statistics.median(times)))
     pool.call(_forget)
@@ -660,7 +659,7 @@ def _time_collectives(
 
 
 def spaced(low: float, high: float, count: int = 4) -> list[int]:
-    """Sizes from a quarter of low to high, evenly on a scale of ratios, in multiples of 1 KB."""
+    """Sizes from a quarter of low to high, evenly spaced on a log scale, in multiples of 1 KB."""
     low = max(1024.0, low / 4)
     ratio = (max(high, low) / low) ** (1 / (count - 1))
     return sorted({int(-(-low * ratio**i // 1024) * 1024) for i in range(count)})
@@ -669,9 +668,10 @@ def spaced(low: float, high: float, count: int = 4) -> list[int]:
 def _run_collective(
     rank: Rank, send: CommOp, size: int, transport: str, seconds: float
 ) -> list[float]:
-    """Seconds of one exchange after the other on a rank; every group of so many ranks at once.
+    """Seconds of repeated exchanges on a rank; all groups of that many ranks run at once.
 
-    A message is one of two ranks that it goes to and back. Ranks beyond the last group: infinite.
+    A message goes from one of two ranks to the other and back. Ranks beyond the last group:
+    infinite.
     """
     groups = rank.kept.setdefault("groups", {})
     ranks = 2 if send.kind == "send" else send.ranks
@@ -702,7 +702,7 @@ def _run_collective(
 
 
 def _exchange(group: Collectives, send: CommOp, size: int) -> Callable[[], None]:
-    """One exchange of so many bytes on this rank."""
+    """A function that runs one exchange of `size` bytes on this rank."""
     numel = -(-size // 4 // group.world_size) * group.world_size
     whole = group.empty(numel, torch.float32).zero_()
     part = numel // group.world_size
@@ -733,10 +733,10 @@ def _exchange(group: Collectives, send: CommOp, size: int) -> Callable[[], None]
 
 
 def _tiny_cells(setup: Setup) -> list[Cell]:
-    """(1 or 3 layers) * (1 or 3 micro-batches) of almost nothing, set up in the same way.
+    """(1 or 3 layers) * (1 or 3 micro-batches) of tiny models, set up in the same way.
 
-    Without stages, which so few layers do not make: a layer's overhead is that of its rank; without
-    experts, whose overhead no rates have.
+    Without stages, for which there are too few layers: a layer's overhead is that of its rank;
+    without experts, whose overhead is not in the rates.
     """
     setup = setup.change(pp=1, pp_split=None, schedule="1f1b", chunks=None, ep=1)
     heads = 2 * setup.tp
@@ -751,7 +751,7 @@ def _tiny_cells(setup: Setup) -> list[Cell]:
 def _overheads(
     pool: Ranks, tiny: dict[str, list[Cell]], rates: MeasuredRates, seconds: float
 ) -> dict[str, Overhead]:
-    """For each way to set up, what its tiny steps cost beyond their operations."""
+    """For each kind of setup, the cost of its tiny steps beyond their operations."""
     found = {}
     for key, cells in tiny.items():
         steps = pool.call(_run_tiny, cells, seconds / max(1, len(tiny)))
@@ -784,7 +784,7 @@ def solve(beyond: Sequence[float]) -> Overhead:
 
 
 def _run_tiny(rank: Rank, cells: list[Cell], seconds: float) -> list[list[float]]:
-    """Seconds of steps of every cell on a rank, in turns."""
+    """Seconds of steps of every cell on a rank, interleaved."""
     runs = [ShortRun(workload, setup, rank.mesh(setup.tp, setup.cp)) for workload, setup in cells]
     found: list[list[float]] = [[] for _ in cells]
     for run in runs:

@@ -1,47 +1,49 @@
-"""The peak of a training step's memory: predicted on the fullest rank, measured on this one.
+"""The peak memory of a training step: predicted for the fullest rank, measured on this one.
 
-The prediction is closed form, nothing is run.
+The prediction is closed-form; nothing runs.
 
-A step's memory is what stays (parameters, gradients, the optimizer's state) and what comes and
-goes. The peak of the latter is at one of six moments, and the largest of them is predicted:
+A step's memory is what stays (parameters, gradients, the optimizer's state) and what is temporary.
+The temporary part peaks at one of six moments, and the largest of them is predicted:
 
     loss        all activations; the head's input, dx and dweight (in fp32), a chunk's logits
     dweight     as loss without the logits, while dweight is cast
-    block       backward of a block: activations up to it, the gradients that its ops hand on, one
+    block       backward of a block: activations up to it, the gradients between its ops, one
                 weight's gradient; the head's gradient waits for the embedding's; at stages 2 and 3
-                whole gradients on their way, at stage 3 two gathered units
+                full gradients in flight, at stage 3 two gathered units
     embedding   backward of the embedding, whose gradient is as large as the head's
-    update      Adafactor's: the updates of a batch of matrices, copies of what is rounded; Muon's:
-                matrices on their way and one's products (AdamW's kernel needs nothing)
+    update      Adafactor's: the updates of a batch of matrices, copies of rounded weights; Muon's:
+                matrices in flight and the products of one (AdamW's kernel needs nothing)
     between     nothing: what stays
 
-On a GPU the same holds, but a chunk's logits go, and attention keeps one number of a row instead of
-two. Not predicted: what StepMemory does not measure either (transports' own buffers), the random
-state of recomputed blocks, and what oneDNN packs factors of 16-bit products in on a CPU.
+On a GPU the same applies, except that a chunk's logits are freed, and attention keeps one number
+per row instead of two. Not predicted: what StepMemory does not measure either (transports' own
+buffers), the random state of recomputed blocks, and oneDNN's packed operands of 16-bit products on
+a CPU.
 
-[Note: gradients under way] At stages 2 and 3 a bucket has memory from the first gradient that is
-copied into it until its reduction is waited for; the engine waits for the oldest one when
-reducer.too_many_in_flight() says so. So the whole gradients that are alive grow with the blocks
-behind backward, bucket by bucket, up to those that wait and the one that is filled; the bucket that
-the last norm opens stays. At stages 0 and 1 gradients have their place, but messages in another
-format are copies until the end of backward. At stage 3 the parameters of two units are there.
+[Note: gradients under way] At stages 2 and 3 a bucket has memory from the first gradient copied
+into it until its reduction is complete; the engine waits for the oldest reduction when
+reducer.too_many_in_flight() says so. So the full gradients that are alive grow with the blocks
+that backward has passed, bucket by bucket, up to those in flight and the one being filled; the
+bucket that the last norm opens stays. At stages 0 and 1 gradients have their own memory, but
+messages in another format are copies until the end of backward. At stage 3 the parameters of two
+units are gathered.
 
 [Note: units] a: the features of this rank's tokens between blocks, [N, C] ([N/tp, C] under sequence
-parallelism); whole: of all tokens; split: [N, C/tp]; heads: [N, H*D] of this rank's heads, which is
-split where tp divides them. All in bytes of the weights' format. What a block keeps of them is in
+parallelism); whole: of all tokens; split: [N, C/tp]; heads: [N, H*D] of this rank's heads, equal to
+split if tp divides them. All in bytes of the weights' format. What a block keeps of them is in
 settings/model.py; under "selective" recomputation it is its inputs and the outputs of products and
-attention, under "full" its inputs: x and delta, the first block has no delta.
+attention, under "full" its inputs: x and delta (the first block has no delta).
 
-[Note: joined] Along the row of a grid what is gathered or summed is put together, or apart, in a
-copy; a weight and its gradient, which are cut by rows, along their columns, too. Such a copy and
-what it is made from are there at once. With one row or one column there is nothing to join.
+[Note: joined] Along the row of a grid, tensors are concatenated after a gather, or cut before a
+sum, in a copy; so are a weight and its gradient (cut by rows) along their columns. Such a copy and
+its source are alive at once. With one row or one column there is nothing to concatenate.
 
 [Note: a pipeline's rank] keeps what its schedule holds: of each micro-batch and chunk the blocks'
-activations, what was received and what was sent on, and where the head is its input's gradient,
-the norm's output and dweight; besides the gradient that the running backward was given, and the
-message that is received ahead. A backward in two halves brings nothing into the buckets in the
-first, whose gradients of norms, biases and tables are set aside; in the second bucket after bucket
-is filled while what waits becomes less.
+activations, what was received and what was sent, and on the last stage the gradient of the head's
+input, the norm's output and dweight; also the gradient that the running backward was given, and the
+message that is received ahead. A backward in two halves fills no bucket in the first half, which
+sets aside the gradients of norms, biases and tables; in the second half bucket after bucket is
+filled while the rest shrinks.
 
 It is measured with StepMemory:
 
@@ -49,14 +51,13 @@ It is measured with StepMemory:
         step()
     print(memory.peak_bytes)
 
-On a GPU it is the peak of torch's allocator. The CPU's allocator keeps none, but tells a profiler
-of every allocation and every release: the peak is the highest sum of these, on top of what was
-alive before. Alive are the storages of all tensors that Python knows, and what this rank took from
-memory that ranks share (comm/transports.py), which no allocator of torch's has given.
+On a GPU it is the peak of torch's allocator. The CPU's allocator records no peak, but reports every
+allocation and release to a profiler: the peak is the highest sum of these, on top of what was alive
+before. Alive are the storages of all tensors that Python knows, and this rank's share of memory
+that ranks share (comm/transports.py), which does not come from torch's allocators.
 
-Not counted: what a transport keeps for itself (NCCL's buffers; up to 8 MiB for each group of the
-shared memory), the heaps of the interpreter and of libraries, and on the CPU what other threads
-than this one allocate.
+Not counted: a transport's own memory (NCCL's buffers; up to 8 MiB per group of the shared memory),
+the heaps of the interpreter and of libraries, and on the CPU allocations by other threads.
 
 [Note: what Python does not know] Buckets of torch's DDP belong to C++ alone. For such strategies
 enter with alive_bytes=0 before the model is built, and call begin_step() before the step.
@@ -92,10 +93,10 @@ from fastpar.optim.adafactor import BATCH
 from fastpar.predict.time import product_bytes, updates_of
 from fastpar.settings.model import Part, block_parts, products, widths
 
-# cuBLAS's workspace on Hopper, from torch's allocator (a quarter on older GPUs), which the threads
-# of forward and of backward have one each of.
+# cuBLAS's workspace on Hopper, from torch's allocator (a quarter on older GPUs): one each for the
+# threads of forward and of backward.
 _CUBLAS = 2 * 32 * 2**20
-_MOMENT_BLOCK = 256  # 8-bit moments have an fp32 scale for each block of so many
+_MOMENT_BLOCK = 256  # 8-bit moments have an fp32 scale per block of this size
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,11 @@ class Memory:
     """Bytes on the fullest rank at the peak of a step, by kind.
 
     Attributes:
-        activations: what forward keeps, and the gradients that one op of backward hands to the
-            next.
+        activations: what forward keeps, and the gradients passed between ops of backward.
         loss: logits, dx and dweight of the head, and the head's gradient until it is used.
-        buckets: whole gradients on their way, gathered parameters, copies in the format of the
-            wire, one weight's gradient, on a GPU also cuBLAS's workspace.
-        update: what the optimizer needs for a moment.
+        buckets: full gradients in flight, gathered parameters, copies in the wire format, one
+            weight's gradient, on a GPU also cuBLAS's workspace.
+        update: temporary memory of the optimizer.
     """
 
     parameters: int
@@ -136,9 +136,9 @@ def format_bytes(size: float) -> str:
 
 
 def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = None) -> Memory:
-    """What surely stays between steps; no activations, nothing on its way; see buckets_of()."""
+    """What certainly stays between steps; no activations, nothing in flight; see buckets_of()."""
     buckets, n = buckets_of(workload, setup, parts), setup.n_shards if setup.stage else 1
-    # Padding has no state. A rank can have a little more than its share of what has.
+    # Padding has no state. A rank can have slightly more than its share of the state.
     elements = buckets.share(n)
     state = setup.state_bytes * elements
     if setup.optimizer == "adamw" and setup.moment_dtype == "int8":
@@ -155,7 +155,7 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
 
 
 def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
-    """The most that a batch of matrices needs; see adafactor.py, "Batches"."""
+    """The most memory that a batch of matrices needs; see adafactor.py, "Batches"."""
     each, rounded = 4, 0  # bytes of an element of the batch, and of its largest matrix
     if setup.dtype == "bf16" and setup.master_weights != "none":
         each, rounded = (8, 8) if setup.master_weights == "remainder" else (4, 6)
@@ -164,7 +164,7 @@ def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
 
 
 class Moment(NamedTuple):
-    """Bytes of what comes and goes, at one moment."""
+    """Bytes of temporary memory at one moment."""
 
     activations: float
     loss: float
@@ -173,10 +173,10 @@ class Moment(NamedTuple):
 
 
 class Peak:
-    """The moments where the peak can be; see the top of the file.
+    """The moments that can be the peak; see the top of the file.
 
     Args:
-        parts: of the rank; held: micro-batches that each of its chunks keeps.
+        parts: the rank's parts of the model; held: micro-batches that each of its chunks keeps.
     """
 
     def __init__(self, workload: Workload, setup: Setup, parts: RankParts, held: Held) -> None:
@@ -193,7 +193,7 @@ class Peak:
         self.split = self.whole / tp
         n_heads = shape.heads_of_rank(tp)
         self.heads = self.n * n_heads * shape.head_dim * self.item
-        # What ranks of cp attend, and on a GPU its o, which c_proj keeps as this rank's tokens.
+        # Heads that ranks of cp attend, and on a GPU their o, which c_proj keeps for its tokens.
         attended = attended_heads(shape, setup)
         self.padding = self.n * (attended - n_heads) * shape.head_dim * self.item
         exchanged = self.on_gpu and setup.cp > 1 and not setup.by_keys
@@ -201,32 +201,32 @@ class Peak:
         self.a = self.split if self.sp else self.whole
         # Mean and rstd of a norm.
         self.statistics = 8 * (self.n / tp if self.sp and not self.grid else self.n)
-        # Of a row and head of attention: lse; on the CPU two numbers.
+        # Per row and head of attention: lse; on the CPU two numbers.
         self.lse = (4 if self.on_gpu else 8) * self.n * attended
         self.res = self.a * (2 if shape.dropout else 1)  # gradients of x and delta: one or two
         self.weight = 4 * self.width**2 / tp * self.item  # the gradient of a block's largest weight
         self.letters = widths(shape, tp, setup.ep)
-        # The same of a block with experts: its stacks are one gradient each.
+        # The same for a block with experts: each stack has one gradient.
         self.stack = self.letters["S"] * self.width * self.letters["H"] * self.item
         self.rows = self.letters["V"]
         self.table = self.rows * self.width
-        # Beside the buckets: none on a GPU where they keep gradients of 16-bit weights in fp32. The
-        # loss writes it into its bucket, which is open all the time at stages 2 and 3.
+        # Outside the buckets; none on a GPU whose buckets keep fp32 gradients of 16-bit weights:
+        # there the loss writes it into its bucket, which is open all the time at stages 2 and 3.
         wide = self.on_gpu and self.item == 2 and setup.grad_bytes == 4
         wide &= tp == setup.pp == 1 and not self.grid
         self.table_made = 0.0 if wide else self.item * self.table
         self.table_waits = 4.0 * self.table * (setup.stage >= 2) if wide else self.table_made
-        # idx and targets; each rank of a grid has those of all.
+        # idx and targets; each rank of a grid has those of the full batch.
         self.batch = 16 * self.n * setup.cp * setup.rows * setup.depth
-        # Of a grid, see [Note: joined]: activations that are joined. Of a matrix whose columns are
-        # cut by rows: whether it is gathered; its part; of the gradient's own size the copy in
-        # which it is cut, and the part.
+        # For a grid, see [Note: joined]: activations that are concatenated; for a matrix whose
+        # columns are cut by rows: whether it is gathered, and its share; relative to the gradient's
+        # size, the copy in which it is cut, plus the share.
         self.joined = self.whole * (self.grid and tp > 1)
         self.several, self.share = setup.rows > 1, 1 / setup.rows
         self.cut = self.several * (1 + self.share)
         self.chunk, self.splits = held.chunk, setup.schedule in SPLIT and setup.pp > 1
-        # In elements, see [Note: gradients under way]: of all; of a block; of a bucket; of those
-        # that wait.
+        # In elements, see [Note: gradients under way]: of all; of a block; of a bucket; of buckets
+        # in flight.
         self.everything = self.buckets.padded(1)
         first = parts.first and held.chunk == 0
         last = parts.last and held.chunk == len(parts.layers) - 1
@@ -236,12 +236,12 @@ class Peak:
         self.waiting = max(2, IN_REDUCTION * cap // self.bucket) * self.bucket
         self.mine = parts.layers[held.chunk]
         self.blocks = self._of(self.buckets.blocks, self.mine)
-        # The embedding's and positions' bucket, that which the last norm opens, and the head's
-        # table where it waits for no embedding.
+        # The embedding's and positions' bucket, the bucket that the last norm opens, and the head's
+        # table if it waits for no embedding.
         self.root = self.table + shape.block_size * self.width if first else 0
         self.opened = buckets[self.buckets.arrival[0]].numel if last else 0
         self.early = self.table if last and not first else 0
-        # Bytes of an element: of its messages, of the shard that its sum is added to.
+        # Bytes per element: of its messages, of the shard that its sum is added to.
         self.messages = message_bytes(setup)
         again = setup.accumulate == "shard" and setup.grad_accum_steps > 1 and setup.stage > 0
         shards = setup.n_shards
@@ -254,12 +254,12 @@ class Peak:
 
     @staticmethod
     def _of(blocks: Sequence[float], layers: Sequence[bool]) -> float:
-        """Of these layers; blocks: of one, of one with experts."""
+        """The sum over these layers; blocks: of a dense block, of one with experts."""
         experts = sum(layers)
         return blocks[0] * (len(layers) - experts) + (blocks[1] * experts if experts else 0)
 
     def _others(self, now: Held) -> float:
-        """Kept by a pipeline beside the blocks in backward; see [Note: a pipeline's rank]."""
+        """What a pipeline keeps besides the blocks in backward; see [Note: a pipeline's rank]."""
         if self.setup.pp == 1:
             return 0.0
         parts, held, last = self.parts, now.held, len(now.held) - 1
@@ -269,7 +269,7 @@ class Peak:
         for chunk, (n, waiting) in enumerate(zip(held, now.waiting)):
             ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
             kept += (n - waiting) * ends * self.a
-        ends = self.head and now.chunk == last  # the loss has no gradient to be given
+        ends = self.head and now.chunk == last  # the loss receives no gradient
         kept += self.a * (2 - ends)
         forward = held[-1] - max(now.waiting[-1], ends)
         kept += (forward * 2 * self.a + (held[-1] - ends) * 4 * self.table) * self.head
@@ -277,10 +277,10 @@ class Peak:
         return kept - (self._of(self._sides, layers) if self.splits else self.kept(layers))
 
     def _alive(self, made: float, limit: float, opened: float = 0.0) -> float:
-        """Bytes of whole gradients and their messages, when backward has made so many elements.
+        """Bytes of full gradients and their messages once backward has made `made` elements.
 
         Args:
-            limit: of the buckets under way; opened: elements of one that stays.
+            limit: of elements in flight; opened: elements of a bucket that stays.
         """
         setup = self.setup
         if setup.stage < 2:
@@ -293,9 +293,9 @@ class Peak:
         return setup.grad_bytes * grads + self.messages * some + self.sums * added
 
     def _lefts(self) -> Iterator[tuple[tuple[bool, ...], float]]:
-        """Blocks that backward has before it where the peak can be, and the elements that it made:
-        all blocks; as the last bucket that may wait is filled; three whose inputs are on the device
-        with offload_activations; one. Where some have experts it can be at any."""
+        """Blocks still before backward where the peak can be, and the elements made so far: all
+        blocks; when the last bucket in flight is filled; three, whose inputs are on the device with
+        offload_activations; one. With experts it can be at any block."""
         mine, filled = len(self.mine), int(self.waiting // self.buckets.blocks[0])
         some = {mine, mine - filled, mine - filled - 1, 3, 1}
         for left in range(1, mine + 1) if any(self.mine) else some:
@@ -304,7 +304,7 @@ class Peak:
 
     @property
     def _at_table(self) -> float:
-        """When the embedding's gradient is copied into its bucket."""
+        """Memory when the embedding's gradient is copied into its bucket."""
         return self._alive(self.blocks, self.waiting, self.root)
 
     @property
@@ -328,7 +328,7 @@ class Peak:
 
     @functools.cached_property
     def _sizes(self) -> dict[str, float]:
-        """Bytes on this rank of what a Part may keep."""
+        """Bytes on this rank of each kind of tensor that a Part may keep."""
         n, shape, choices = self.n, self.shape, self.n * self.shape.top_k
         of_choice = self.item * choices
         return {
@@ -339,10 +339,10 @@ class Peak:
         }
 
     def _kept(self, parts: Iterable[Part]) -> float:
-        """By parts, where nothing is recomputed."""
+        """Kept by parts without recomputation."""
         kept, coded = 0.0, products(self.setup.fp8)
         for part in parts:
-            if part.name in coded and part.keeps:  # as codes of all tokens, and their scales
+            if part.name in coded and part.keeps:  # as 8-bit codes of all tokens, and their scales
                 k = self.letters[part.into]
                 scales = {"row": 1, "block": -(-k // BLOCK), "tensor": 0}[self.setup.fp8_scaling]
                 kept += self.n * (k + 4 * scales)
@@ -362,8 +362,8 @@ class Peak:
         return kept
 
     def _cheap(self, experts: bool) -> float:
-        """Outputs of what "selective" recomputes in a block."""
-        parts = block_parts(experts=experts)[:-1]  # nothing needs the last one's
+        """Outputs of the ops that "selective" recomputes in a block."""
+        parts = block_parts(experts=experts)[:-1]  # the last one's output is not needed
         return sum(self._sizes[part.out] for part in parts if part.cheap)
 
     @functools.cached_property
@@ -379,7 +379,7 @@ class Peak:
 
     @functools.cached_property
     def _sides(self) -> tuple[float, float]:
-        """Of a block: inputs of products and gradients of outputs; see engine/pipeline_step.py."""
+        """Per block: inputs of products and gradients of outputs; see engine/pipeline_step.py."""
         dense, experts = (
             sum(self._sizes[p.into] + self._sizes[p.out] for p in parts if p.op == "matmul")
             for parts in (block_parts(), block_parts(experts=True))
@@ -387,7 +387,7 @@ class Peak:
         return dense, experts
 
     def _again(self, experts: bool) -> float:
-        """What backward makes again before it begins with a block."""
+        """What backward recomputes before it begins with a block."""
         if self.mode == "none":
             return 0.0
         parts = block_parts(experts=experts)
@@ -397,7 +397,7 @@ class Peak:
 
     @property
     def _workspace(self) -> float:
-        """The head's: a chunk's logits; on a CPU they stay, and a 16-bit product of dweight."""
+        """The head's: a chunk's logits; on a CPU they stay, with a 16-bit product of dweight."""
         kind = "cuda" if self.on_gpu else "cpu"
         rows = min(self.n, default_chunk_rows(self.n, self.width, self.rows, kind))
         product = self.item * self.table if self.item == 2 and not self.on_gpu else 0
@@ -405,11 +405,11 @@ class Peak:
 
     @property
     def _standing(self) -> float:
-        """What of the head's workspace is there all the time."""
+        """The permanent part of the head's workspace."""
         return 0.0 if self.on_gpu or not self.head else self._workspace
 
     def _gathered(self, units: int) -> float:
-        """Parameters at stage 3: the root's, and those of so many last units."""
+        """Parameters at stage 3: the root's, and those of the last `units` units."""
         if self.setup.stage < 3:
             return 0.0
         root, *others = self.buckets.units
@@ -420,7 +420,7 @@ class Peak:
         kept = self.kept(self.parts.layers[-1]) + 2 * self.a + self.statistics + self.batch
         dweight = 4 * self.table
         rows = min(self.n, default_chunk_rows(self.n, self.width, self.rows, "cpu"))
-        if rows < self.n and self.item == 2 and not self.on_gpu:  # the next one is added
+        if rows < self.n and self.item == 2 and not self.on_gpu:  # the next chunk's is added
             dweight *= 2
         loss = self._workspace + self.whole + dweight + 4 * self.n
         if self.sp:
@@ -432,7 +432,7 @@ class Peak:
         kept = self.kept(self.parts.layers[-1]) + self.a + self.statistics + self.batch
         loss = self._standing + self.whole + 4 * self.table
         if self.setup.tp > 1:
-            loss += self.whole  # the sum of dx; both are scaled where they are
+            loss += self.whole  # the sum of dx; both are scaled in place
         if self.item == 2:
             loss += self.table_waits
         if self.grid:  # dx is scaled, cut and summed; dweight cast; cut and summed
@@ -446,20 +446,20 @@ class Peak:
         return Moment(kept + self.others, loss, self.at_loss + self._gathered(1))
 
     def _waiting(self) -> float:
-        """The head's gradient and workspace, until the embedding's gradient is there."""
+        """The head's gradient and workspace, until the embedding's gradient exists."""
         waits = self.parts.first and self.parts.last
         return self.table_waits * self.share * waits + self._standing
 
     def _mixture(self) -> tuple[float, float]:
-        """As _block() of one with experts: gradients of rows, on their way too, of a stack."""
+        """Like _block() for experts: gradients of rows, also in flight, and of a stack."""
         a, rows, hidden = self.a, self._sizes["R"], self._sizes["H"]
         again, travel, last = self._again(True), self.setup.ep > 1, 0.0
         tokens = self.whole if self.sp else 0.0
-        if self.mode != "none":  # the block's forward, as far as it runs again
+        if self.mode != "none":  # the part of the block's forward that runs again
             last = self.res + again + (a + self.whole + rows * (1 + travel)) * (self.mode == "full")
-        if self.mode == "selective":  # of rows that travel, what was sent is made, or kept, in vain
+        if self.mode == "selective":  # of rows that travel, what was sent is made or kept in vain
             again -= 2 * rows * travel
-        wide = max(4, self.item) / self.item  # kernels/permute.py adds up in fp32
+        wide = max(4, self.item) / self.item  # kernels/permute.py sums in fp32
         combine = 2 * wide * rows + (wide > 1) * wide * self.whole
         start = self.res + again + tokens + max(hidden + self.stack, rows * (1 + travel), combine)
         # gelu's backward; a stack's gradient into its bucket; c_fc's; rows back; permute's.
@@ -469,29 +469,29 @@ class Peak:
         return start, again + a + tokens + max(rest)
 
     def _block(self) -> tuple[float, float]:
-        """The most that a block's backward has on top of what is kept up to it: as it begins, and
-        while it fills the next bucket."""
+        """The most that a block's backward needs on top of what is kept up to it: when it begins,
+        and while it fills the next bucket."""
         a, whole, split, weight = self.a, self.whole, self.split, self.weight
         joined, gathered = self.joined, self.several * weight
         tokens = whole if self.sp else 0.0  # gathered
-        # The last product of a forward; c_fc's gradients, and what is scattered of them.
+        # The last product of a forward; c_fc's gradients, and their scattered parts.
         output = whole + (a if self.sp else 0.0)
         c_fc = whole + weight + (whole + a if self.sp else 0.0)
-        if self.grid:  # dx on its way, w joined, dweight cut
+        if self.grid:  # dx in flight, w concatenated, dweight cut
             tokens = joined + self.share * gathered
             output = whole + max(gathered, joined + a)
             dx = joined + max(whole + joined + a, 2 * gathered, gathered + whole)
             c_fc = max(dx, joined + a + weight * (1 + self.cut))
         again, last = self._again(False), 0.0
-        if self.mode == "full":  # the block's forward; its last product is thrown away
+        if self.mode == "full":  # the block's forward; its last product is discarded
             last = self.res + again + a + output
         elif self.mode == "selective":
             last = self.res + again
             again -= 2 * a  # what was kept of c_proj has been used
         start = max(last, self.res + again + 4 * split + weight + tokens)
-        # gelu's output is gone. Its backward, or c_proj's gradient on its way into the bucket.
+        # gelu's output is freed. Its backward, or c_proj's gradient on its way into the bucket.
         c_proj = again + a + max(4 * split, weight * self.share)
-        # As c_fc's backward runs, and when its input and gelu's are gone.
+        # While c_fc's backward runs, after its input and gelu's are freed.
         c_fc += again - 4 * split + a
         if self.setup.by_keys:  # attention's backward, in units of heads: see axes/context/keys.py
             sums = 2 if self.item == 2 else 1  # in fp32
@@ -511,7 +511,7 @@ class Peak:
         waits = self.head and (self.chunk == len(self.parts.layers) - 1 or self.parts.first)
         set_aside = self.item * self.table * waits + self._standing
         gelu = 2 * (self._sizes["H"] if experts else 4 * self.split)
-        for left in {1, len(self.mine)}:  # as gelu's backward runs: both sides, and their gradients
+        for left in {1, len(self.mine)}:  # while gelu's backward runs: both sides and gradients
             kept = self.kept(self.mine[:left]) + self._of(self._sides, self.mine[left:])
             kept += self.others + self.batch
             kept += again + self.res + gelu + (self.whole if self.sp else 0.0)
@@ -539,16 +539,16 @@ class Peak:
             yield Moment(kept + rest, self._waiting(), gathered + alive)
 
     def _embedding(self) -> Iterator[Moment]:
-        """Its backward; its gradient is copied into the bucket; the bucket is sent."""
+        """The embedding's backward; its gradient copied into the bucket; the bucket sent."""
         table, gathered = self.table_made, self._gathered(0)
         activations = self.res + self.batch + (self.whole if self.sp else 0.0)
         activations += self.others
         made = self._alive(self.blocks, self.waiting, self.opened) + gathered
         sums = 0.0
-        if self.splits:  # the weights' gradients are still to come
+        if self.splits:  # the weights' gradients are not made yet
             activations += self._of(self._sides, self.parts.layers[0])
             made = self.at_loss + gathered
-        if self.item == 2 and not self.on_gpu:  # rows that occur are added up in fp32
+        if self.item == 2 and not self.on_gpu:  # occurring rows are summed in fp32
             sums = 6 * min(self.n, self.rows) * self.width
         if self.grid:
             activations = self.batch + self.whole
@@ -561,11 +561,11 @@ class Peak:
 
 
 def predict_memory(workload: Workload, setup: Setup) -> Memory:
-    """The peak of a step, after the first ones (which make the optimizer's state).
+    """The peak of a step, after the first ones (which create the optimizer's state).
 
-    Of a pipeline, on the rank that needs most: each with the parameters of its stages, a table that
-    the first and the last one share counted on both ranks, and the micro-batches that its
-    schedule holds.
+    For a pipeline, on the rank that needs most: each has the parameters of its stages, a table
+    shared by the first and last stage counts on both ranks, and each keeps the micro-batches that
+    its schedule holds.
     """
     cases = {(parts, held) for parts, several in _stages(workload, setup) for held in several}
     fullest = [
@@ -578,14 +578,14 @@ def predict_memory(workload: Workload, setup: Setup) -> Memory:
 
 
 def _stages(workload: Workload, setup: Setup) -> Iterator[tuple[RankParts, list[Held]]]:
-    """What each rank of a pipeline has, and what it holds."""
+    """Each pipeline rank's parts, and what it holds."""
     what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
     moments = held_of(*what) if setup.pp > 1 else [[Held(0, (1,), (0,))]]
     yield from zip(parts_of(workload, setup), moments)
 
 
 def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
-    """predict_memory() of each rank of a pipeline; with pp=1 of the one there is."""
+    """predict_memory() of each rank of a pipeline; with pp=1 a single one."""
     return [
         max(
             (_memory_of(workload, setup, parts, held) for held in several),
@@ -596,10 +596,10 @@ def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
 
 
 def activations_on_host(workload: Workload, setup: Setup) -> int:
-    """Bytes of blocks' inputs that are pinned on a rank's host; 0 where they stay.
+    """Bytes of blocks' inputs that are pinned on a rank's host; 0 without offload.
 
-    A block has two inputs, x and delta, the first one of a stage has one; the last of all never
-    leaves (nn/recompute.py).
+    A block has two inputs, x and delta, a stage's first block has one; the last input of all stays
+    on the device (nn/recompute.py).
     """
     most = 0.0
     for parts, several in _stages(workload, setup) if setup.offload_activations else ():
@@ -611,7 +611,7 @@ def activations_on_host(workload: Workload, setup: Setup) -> int:
 
 
 def host_bytes(workload: Workload, setup: Setup) -> int:
-    """Of a rank on its host: what axes keep there, inputs of blocks; 0 without."""
+    """A rank's bytes on its host: of axes, and inputs of blocks."""
     kept = sum(axis.host_bytes(workload, setup) for axis in every())
     return round(kept) + activations_on_host(workload, setup)
 
@@ -637,12 +637,12 @@ class StepMemory:
 
     Args:
         device: where the step computes.
-        alive_bytes: what this rank has when it enters; None: what this process has. Ranks that are
-            threads of one process have to say it.
+        alive_bytes: this rank's memory on entering; None: this process's. Ranks that are threads of
+            one process must pass it.
     Attributes:
         alive_bytes: before the step; peak_bytes: during it, alive_bytes included; left_bytes: after
             it. Known after leaving.
-    Ranks: each for itself; nothing is sent.
+    Ranks: each on its own; nothing is sent.
     """
 
     def __init__(self, device: torch.device, *, alive_bytes: int | None = None) -> None:
@@ -661,7 +661,7 @@ class StepMemory:
         return self
 
     def begin_step(self) -> None:
-        """Forget the peak so far."""
+        """Resets the peak."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -687,10 +687,10 @@ class StepMemory:
 
 
 def held_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
-    """What a rank has between two steps: the engine's tensors, the optimizer's, workspaces.
+    """What a rank holds between two steps: the engine's tensors, the optimizer's, workspaces.
 
-    In a process with other threads alive_bytes() is no choice: it holds every object for a moment,
-    and a tuple that a thread is just making then fails (SystemError) where it grows.
+    Do not use alive_bytes() in a process with other threads: it briefly references every object,
+    and a tuple that a thread is building then fails to grow (SystemError).
     """
     found = {}
     for state in optimizer.state.values():
@@ -716,14 +716,14 @@ def alive_bytes() -> int:
     return sum(found.values()) + shared_bytes()
 
 
-# torch's older profiler: unlike the newer one it is a thread's own, so that ranks may be threads,
-# and it prints nothing.
+# torch's older profiler: unlike the newer one it is local to a thread, so that ranks may be
+# threads, and it prints nothing.
 
 
 @functools.cache
 def _use_up_warning() -> None:
-    """torch says on stderr that it does not know the size of what is freed but was allocated before
-    the profile; the first time and every 1000th. That is known here, so nobody needs to read it."""
+    """Triggers and hides torch's message on stderr about freed memory that was allocated before
+    the profile (printed the first time and every 1000th), which is expected here."""
     x = torch.empty(1, dtype=torch.float32, device="cpu")
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -748,7 +748,7 @@ def _start_profiler() -> None:
 
 
 def _stop_profiler() -> list[tuple[str, str, int]]:
-    """(kind, name, bytes) of what this thread did, in order."""
+    """(kind, name, bytes) of this thread's events, in order."""
     from torch.autograd import _disable_profiler_legacy
 
     events: list[Any] = [event for thread in _disable_profiler_legacy() for event in thread]

@@ -1,10 +1,10 @@
-"""What `fastpar train` asks of a run on paper: whether it can be, and what it should take.
+"""Predictions for `fastpar train`: whether a run fits into memory, and what it should take.
 
-Before a model is built: counted is what surely is there between two steps, weights, gradients, the
-optimizer's numbers (memory.predict_states()); no activations, nothing on its way. So what is
-refused here could not have worked; what passes may still run out of memory.
+Before a model is built, the memory that certainly stays between two steps is counted: weights,
+gradients, the optimizer's state (memory.predict_states()), but no activations and nothing in
+flight. So a refused run could not have worked; an accepted run may still run out of memory.
 
-At the end of a run, from its settings and what was chosen at its start:
+At the end of a run, from its settings and the choices at its start:
 
     memory   predicted 52.1 MB, measured 51.0 MB (+2.2 %): parameters 12.0 MB, ...
     step     predicted 61.0 ms (measured on this machine, ...), measured 58.2 ms (+4.8 %)
@@ -32,7 +32,7 @@ from fastpar.settings.model import GPTConfig, count_parameters
 
 
 def bytes_per_rank(shape: GPTConfig, setup: Setup) -> dict[str, int]:
-    """Bytes that stay, by kind."""
+    """Bytes that stay between steps, by kind."""
     states = predict_states(Workload(shape, 1), setup)
     kinds = {"weights": states.parameters, "gradients": states.gradients}
     return {**kinds, "optimizer": states.optimizer}
@@ -41,13 +41,13 @@ def bytes_per_rank(shape: GPTConfig, setup: Setup) -> dict[str, int]:
 def check_capacity(
     shape: GPTConfig, setup: Setup, *, limit_bytes: int, of_what: str, sharing: int = 1
 ) -> None:
-    """Refuse a model whose states alone are more than the memory.
+    """Refuses a model whose states alone exceed the memory.
 
     Args:
         limit_bytes: of the memory.
-        of_what: whose, for the message; sharing: ranks that share it.
+        of_what: its owner, for the message; sharing: ranks that share it.
     Raises:
-        ValueError: says the need, what there is, and what would hold the model.
+        ValueError: states the need, the memory, and what would fit.
     """
     n, mine = count_parameters(shape, padded=True), limit_bytes // sharing
     need = bytes_per_rank(shape, setup)
@@ -64,12 +64,12 @@ def check_capacity(
 
 
 def check_building(shape: GPTConfig, *, limit_bytes: int, sharing: int) -> None:
-    """Refuse a model that the ranks of a machine cannot build side by side.
+    """Refuses a model that the ranks of a machine cannot build at the same time.
 
     Args:
         limit_bytes: of the machine's memory; sharing: ranks here.
     Raises:
-        ValueError: each makes the whole model in fp32 before it takes its part.
+        ValueError: each rank first builds the full model in fp32.
     """
     n = count_parameters(shape, padded=True)
     if 4 * n * sharing <= limit_bytes:
@@ -77,7 +77,7 @@ def check_building(shape: GPTConfig, *, limit_bytes: int, sharing: int) -> None:
     most = limit_bytes // (4 * n)
     raise ValueError(
         f"train: expected memory for a model of {n:,} parameters in fp32, {format_bytes(4 * n)}, "
-        f"on each of {sharing} ranks of a machine, which all begin with the whole of it, got "
+        f"on each of {sharing} ranks of a machine, which all build the full model first, got "
         f"{format_bytes(limit_bytes)}; use "
         + (f"at most {most} ranks on a machine" if most else "a smaller model")
     )
@@ -110,7 +110,7 @@ def what_would_hold(shape: GPTConfig, setup: Setup, mine: int) -> str:
 
 
 def check_ranks(shape: GPTConfig, setup: Setup, device: torch.device) -> None:
-    """Refuse a model that these ranks cannot hold.
+    """Refuses a model that these ranks cannot hold.
 
     Raises:
         ValueError: see check_building and check_capacity.
@@ -122,10 +122,10 @@ def check_ranks(shape: GPTConfig, setup: Setup, device: torch.device) -> None:
 
 
 def check_host_activations(shape: GPTConfig, setup: Setup) -> None:
-    """Refuse inputs of blocks that the host has no memory for.
+    """Refuses inputs of blocks for which the host has too little memory.
 
     Raises:
-        ValueError: says the need and what there is.
+        ValueError: states the need and the memory.
     """
     ranks, free = local_ranks(setup.world_size), free_memory()
     needed = ranks * activations_on_host(setup.workload(shape), setup)
@@ -133,12 +133,12 @@ def check_host_activations(shape: GPTConfig, setup: Setup) -> None:
         raise ValueError(
             f"train: expected {format_bytes(needed)} of free memory on the host for "
             f"offload_activations by {ranks} rank{'s' * (ranks > 1)}, got {format_bytes(free)}; "
-            "lower --micro-batch-size or --block-size, or leave --offload-activations out"
+            "lower --micro-batch-size or --block-size, or drop --offload-activations"
         )
 
 
 def memory_of(device: torch.device) -> tuple[int, str, int]:
-    """(bytes, whose they are, ranks that share them) of where a rank of this process computes."""
+    """(bytes, owner, ranks that share them) of the memory in which this process computes."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return properties.total_memory, properties.name, 1
@@ -146,7 +146,7 @@ def memory_of(device: torch.device) -> tuple[int, str, int]:
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """Bytes that this machine's processes can have: RAM and swap, or the container's limit."""
+    """Bytes available to this machine's processes: RAM and swap, or the container's limit."""
     limits = []
     with contextlib.suppress(OSError):  # Linux only
         text = (root / "proc/meminfo").read_text()
@@ -162,12 +162,12 @@ def host_memory(root: Path = Path("/")) -> int:
 
 
 def predict(shape: GPTConfig, setup: Setup, facts: dict[str, Any]) -> dict[str, Any]:
-    """Bytes and ms of a run, their parts, and whose rates.
+    """Predicted bytes and ms of a run, their parts, and the source of the rates.
 
     Args:
         setup: with the run's settings; facts: device and threads, see RunFolder.
     """
-    if setup.transport == "none":  # of one rank
+    if setup.transport == "none":  # a single rank
         setup = setup.change(transport="shm")
     workload = setup.workload(shape)
     memory = predict_memory(workload, setup)
@@ -184,10 +184,10 @@ def predict(shape: GPTConfig, setup: Setup, facts: dict[str, Any]) -> dict[str, 
 
 
 def rates_of(workload: Workload, setup: Setup, facts: dict[str, Any]) -> tuple[Rates, str]:
-    """The rates of this machine if such ranks have been measured, else a data sheet's; which.
+    """(rates, source): this machine's if such ranks have been measured, else a data sheet's.
 
     Raises:
-        ValueError: the measured ones are of no use, see find_rates.
+        ValueError: unusable measured rates, see find_rates.
     """
     note, on_gpu = "", setup.device_type == "cuda"
     found = find_rates(

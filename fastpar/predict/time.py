@@ -1,21 +1,21 @@
-"""How long a step takes: what a rank computes and sends in it, at a machine's rates.
+"""The time of a step: what a rank computes and sends in it, at a machine's rates.
 
-Counted is what fastpar's own ops and engine do, on the rank that has most to do; of pipeline stages
-the mean, fractions of the loss and of the embedding included. What is an axis' own it says itself
-(axes/), and muon's matrices, whose homes the runtime's own assign() gives, are here: the buckets
-say which rank has which elements of them, and what Owners does is counted step by step.
+Counted is the work of fastpar's own ops and engine on the busiest rank; for pipeline stages the
+mean, including shares of the loss and the embedding. Each axis counts its own part (axes/). Muon's
+matrices, assigned to ranks by the runtime's assign(), are counted here: the buckets say which rank
+has which elements of them, and the steps of Owners are counted one by one.
 
 Shape legend as in gpt.py; N is the tokens of a micro-batch, t is tp. Under sequence parallelism
 norms see N/t of them.
 
-[Note: what hides] Communication that is `under` a pass hides, as far as the machine's overlap lets
-it, in the compute time of the micro-batches that it has: sums of accumulate="full" have the last
-backward, gathers of stages 1 and 2 the first forward, others all. What is under nothing, like the
-last bucket, the rank waits for. Along tp only the products of column layers run beside it, beside
-muon's exchanges only its products.
+[Note: what hides] Communication that is `under` a pass overlaps, up to the machine's overlap, with
+the compute time of certain micro-batches: sums of accumulate="full" with the last backward, gathers
+of stages 1 and 2 with the first forward, others with all. Communication under nothing, like the
+last bucket, is exposed. Along tp only the products of column layers overlap, and for muon's
+exchanges only its products.
 [Note: bubble] Parts are those of a pipeline's mean rank; the bubble is the rest of the makespan of
-its schedule, which axes/pipeline/schedules.py runs with each stage's costs. Also in it are the
-time that messages take, and what the slowest stage has to do more than the mean.
+its schedule, which axes/pipeline/schedules.py simulates with each stage's costs. It includes the
+time of messages, and the slowest stage's extra work.
 """
 
 from __future__ import annotations
@@ -54,32 +54,32 @@ from fastpar.settings.model import (
 )
 
 _WIDE = 4  # bytes of an element of the momentum's arithmetic
-_MOST_RANKS = 8  # of whom room is counted, those with most matrices
+_MOST_RANKS = 8  # for which memory is counted: those with the most matrices
 
 
 class Sent(NamedTuple):
-    """Of an update, along each axis: elements that a rank sends to others, or messages."""
+    """Per update and axis: elements that a rank sends to others, or messages."""
 
     dp: int
     tp: int
 
 
 def product_flops(short: int, long: int) -> float:
-    """Of one step of Newton-Schulz on a matrix with these sides."""
+    """FLOPs of one step of Newton-Schulz on a matrix with these sides."""
     return 4.0 * short * short * long + 2.0 * short**3
 
 
 class MatrixUpdates:
-    """The homes of the matrices of a rank's layers.
+    """The assignment of a rank's layers' matrices to ranks.
 
     Args:
         dp, n_shards: ranks that have them.
-        shared_out: of experts that ranks of ep share out; False: of all else.
+        shared_out: of experts that ep ranks split; False: of everything else.
     Attributes:
         elements: of the matrices on a rank along dp x tp, tp innermost; the most.
         sent: by every rank, in this order; most_sent: by any of them.
-        messages: all_to_alls of a step.
-        jobs: how many matrices [short, long] the rank with most flops makes.
+        messages: all_to_alls per step.
+        jobs: number of matrices [short, long] on the rank with the most FLOPs.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class MatrixUpdates:
                 many = 3 if part.out == "3A" else 1
                 sides = sorted((sizes[part.into], sizes[part.out] // many))
                 kinds[f"{part.name}.weight", part.on == "experts"] = many, *sides
-        self.what = {}  # how many matrices a parameter is, and their sides
+        self.what = {}  # number of matrices in a parameter, and their sides
         for i in buckets.hidden:
             if bool(made[slots[i].bucket].key) == shared_out:
                 stack, *others = buckets.shapes[i]
@@ -114,7 +114,7 @@ class MatrixUpdates:
         places = assign(costs, self.n_dp * tp)
         self.home = {i: Owner(*divmod(place, tp)) for i, place in zip(order, places)}
         self.numel = {i: math.prod(buckets.shapes[i]) for i in order}
-        self.pieces: dict[int, dict[int, int]] = {}  # of each matrix, by rank along dp
+        self.pieces: dict[int, dict[int, int]] = {}  # elements of each matrix, by rank along dp
         by_bucket: dict[int, list[int]] = {}
         for i in sorted(order, key=lambda i: (slots[i].bucket, slots[i].start)):
             slot = slots[i]
@@ -156,14 +156,14 @@ class MatrixUpdates:
             column[home.dp] += self.numel[i]
             own[home] += self.numel[i]
         ranks = (Owner(r, t) for r in range(self.n_dp) for t in range(self.n_tp))
-        # Slices of others' matrices to their homes, slices of its results to all.
+        # Slices of others' matrices to their ranks, slices of its results to all.
         return [
             Sent(along[at.dp], (column[at.dp] + (self.n_tp - 2) * own[at]) * (self.n_tp > 1))
             for at in ranks
         ]
 
     def room(self, item: int) -> int:
-        """Bytes that an update has for a while on the rank that needs most.
+        """Bytes of temporary memory of an update on the rank that needs most.
 
         Args:
             item: bytes of an element of the products.
@@ -178,7 +178,7 @@ class MatrixUpdates:
         """Bytes alive in Owners.run(), which takes the same steps."""
         mine = {i: self.pieces[i].get(at.dp, 0) for i in self.home}
         alive, tp = item * sum(mine.values()), self.n_tp
-        # The pieces, while the last one is moved: gradient, product and sum beside it.
+        # The slices, while the last one is moved: with its gradient, product and sum.
         most = alive + 3 * _WIDE * max(mine.values(), default=0)
 
         def column(batch: list[int]) -> int:
@@ -187,7 +187,7 @@ class MatrixUpdates:
         def given(batch: list[int]) -> int:
             return item * sum(mine[i] for i in batch)
 
-        for batch in self.batches if self.sharded else ():  # sent: copies of pieces, then freed
+        for batch in self.batches if self.sharded else ():  # sent: copies of slices, then freed
             most = max(most, alive + given(batch) + column(batch))
             alive += column(batch)
         back = 0
@@ -214,7 +214,7 @@ class MatrixUpdates:
         return max(most, alive + back)
 
     def _products(self, i: int, item: int) -> int:
-        """Beside a whole parameter: parts that are done, and what orthogonalize() has."""
+        """Memory besides a full parameter: finished parts, and orthogonalize()'s own."""
         count, short, long = self.what[i]
         part = short * long
         running = 2 * part + 2 * short * short
@@ -226,7 +226,7 @@ _token_flops = functools.lru_cache(1024)(flops_per_token)
 
 
 def updates_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> tuple[MatrixUpdates, ...]:
-    """The matrices of a rank with these buckets, those of experts on ranks of ep for themselves."""
+    """The matrices of a rank with these buckets; experts on ep ranks separately."""
     n_shards, ep = setup.n_shards if setup.stage else 1, setup.ep
     found = _matrices(shape, buckets, setup.data, setup.tp, n_shards)
     if not buckets.of_experts:
@@ -236,7 +236,7 @@ def updates_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> tuple[Mat
 
 
 def updates_text(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> str:
-    """The largest share of the work, and what travels, in a line."""
+    """The largest share of the work, and the bytes sent, in a line."""
     found, item = updates_of(shape, buckets, setup), product_bytes(setup)
     jobs = [(sides, n) for each in found for sides, n in each.jobs.items()]
     flops = sum(STEPS * product_flops(*sides) * n for sides, n in jobs)
@@ -251,11 +251,11 @@ def updates_text(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> str:
 
 
 def product_bytes(setup: Setup) -> int:
-    """Of an element of the products, which is what travels."""
+    """Bytes of an element of the products, which is what ranks send."""
     return 2 if setup.device_type == "cuda" else 4
 
 
-UPDATES = ("optimizer", "orthogonalize", "matrix_update")  # once a step, after the passes
+UPDATES = ("optimizer", "orthogonalize", "matrix_update")  # once per step, after the passes
 
 
 # Compute
@@ -282,11 +282,11 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     rows = 2 * micro * -(-seq_len // (2 * c)) if by_keys else -(-micro * seq_len // c)
     sent, heads = rows * shape.top_k, shape.heads_of_rank(t)
     on = {"tokens": rows, "own": -(-rows // t) if sequence_parallel else rows, "choices": sent}
-    if shape.n_expert:  # chosen equally often
+    if shape.n_expert:  # assuming that experts are chosen equally often
         on["experts"] = -(-sent * ep // shape.n_expert)
 
     def pair(part: Part) -> tuple[Op, Op]:
-        """Its forward and its backward."""
+        """A part's forward and backward."""
         size: tuple[int, ...] = (on[part.on], sizes[part.out])
         more = sizes["V"]
         if part.op == "attention":
@@ -336,13 +336,13 @@ def _updates(workload: Workload, setup: Setup) -> Iterator[Op]:
 
 
 def _matrix_updates(matrices: MatrixUpdates, setup: Setup) -> Iterator[Op]:
-    """The products of the rank that has most of them, and what is done element by element."""
+    """Products of the rank with the most of them, and the elementwise work."""
     item = product_bytes(setup)
     for (short, long), count in matrices.jobs.items():
         flops = STEPS * product_flops(short, long)
         moved = float(STEPS * item * (4 * short * long + 5 * short * short))
         yield Op("orthogonalize", (short, long), "forward", flops, moved, count)
-    # Gradient, momentum and update are gone through 25 times by torch's operations.
+    # torch's operations read or write gradient, momentum and update 25 times.
     moved, flops = 25.0 * 4 * matrices.elements, 12.0 * matrices.elements
     yield Op("matrix_update", (matrices.elements,), "forward", flops, moved, 1)
 
@@ -365,13 +365,13 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
 
 @functools.cache
 def _parameters() -> tuple[int, int]:
-    """How many a model has outside of its layers, and each layer."""
+    """(parameters of a model outside its layers, parameters of a layer)."""
     ends, each = (len([*parameters_of(p)]) for p in (FIRST + LAST, block_parts()))
     return ends, each
 
 
 def _to_homes(workload: Workload, setup: Setup) -> Iterator[CommOp]:
-    """Muon's matrices to their homes and back: of the rank that sends most."""
+    """Muon's matrices to their ranks and back: for the rank that sends most."""
     item, along = product_bytes(setup), "shard" if setup.stage else "dp"
     found = updates_of(workload.shape, buckets_of(workload, setup), setup)
     for matrices, stride in zip(found, (setup.tp, setup.tp * setup.ep)):
@@ -396,7 +396,7 @@ class StepTime:
 
     Attributes:
         compute_s: of operations.
-        comm_s: of communication, hidden or not; exposed_s: what of it the rank waits for.
+        comm_s: of communication, overlapped or not; exposed_s: the part that the rank waits for.
         bubble_s: waiting for other pipeline stages.
         parts: forward, backward, recompute, loss, optimizer, exposed communication (dp, tp, cp,
             ep, pp, control), bubble, waiting for the host's step (offload) and other; they add up
@@ -421,7 +421,7 @@ def predict_step(
     """The time of a step.
 
     Args:
-        bubble: False: without the waiting of a pipeline's stages, which takes a simulation.
+        bubble: False: without the waits of pipeline stages, which need a simulation.
     Raises:
         ValueError: a batch that is not dp * micro_batch_size * grad_accum_steps; ranks that tp and
             pp do not divide.
@@ -432,7 +432,7 @@ def predict_step(
 
 
 def check(workload: Workload, setup: Setup) -> None:
-    """Raise ValueError for what predict_step refuses."""
+    """Raises ValueError for arguments that predict_step refuses."""
     counts = ("world_size", "tp", "cp", "pp", "micro_batch_size", "grad_accum_steps")
     values = {name: getattr(setup, name) for name in counts}
     check_at_least("predict_step", values, dict.fromkeys(counts, 1), "count from 1")
@@ -507,11 +507,11 @@ def _exposed(
     rates: Rates,
     comms: Iterable[CommOp],
     parts: dict[str, float],
-    rooms: tuple[float, float],
+    windows: tuple[float, float],
 ) -> tuple[float, dict[str, float]]:
-    """(all communication, what of it is waited for by part); see [Note: what hides].
+    """(all communication, exposed communication by part); see [Note: what hides].
 
-    rooms: seconds of products of column layers, and of muon's.
+    windows: seconds of products of column layers, and of muon's.
     """
     n_micro, overlap = setup.grad_accum_steps, rates.overlap
     exposed = dict.fromkeys(_EXPOSED, 0.0)
@@ -532,13 +532,13 @@ def _exposed(
             gathers = comm.kind == "all_gather"
             always = setup.zero_stage == 3 if gathers else setup.accumulate == "shard"
             (each if always else once)[comm.under] += seconds
-    exposed["tp"] += max(0.0, along_tp - overlap * rooms[0])
-    exposed["dp"] += max(0.0, homes - overlap * rooms[1])
-    windows = {"forward": parts["forward"], "backward": parts["backward"] + parts["recompute"]}
-    for name, window in windows.items():
-        room, usual = overlap * window / n_micro, each[name] / n_micro
-        exposed["dp"] += (n_micro - 1) * max(0.0, usual - room)
-        exposed["dp"] += max(0.0, usual + once[name] - room)
+    exposed["tp"] += max(0.0, along_tp - overlap * windows[0])
+    exposed["dp"] += max(0.0, homes - overlap * windows[1])
+    passes = {"forward": parts["forward"], "backward": parts["backward"] + parts["recompute"]}
+    for name, seconds in passes.items():
+        hidden, usual = overlap * seconds / n_micro, each[name] / n_micro
+        exposed["dp"] += (n_micro - 1) * max(0.0, usual - hidden)
+        exposed["dp"] += max(0.0, usual + once[name] - hidden)
     return total, exposed
 
 
@@ -565,7 +565,7 @@ Passes = dict[tuple[str, Kind], float]  # seconds on a mean rank, by part of the
 
 
 def _add(passes: Passes, op: Op, seconds: float) -> None:
-    """All operations like this one."""
+    """Adds the time of all operations like this one."""
     if op.name in UPDATES:
         return
     part = {"embedding": "embedding", "loss": "head"}.get(op.name, "layers")
@@ -581,7 +581,7 @@ def _add(passes: Passes, op: Op, seconds: float) -> None:
 def _bubble_s(
     passes: Passes, shape: GPTConfig, setup: Setup, waited_s: float, message_s: float
 ) -> float:
-    """What the makespan has more than the work of a mean rank.
+    """The makespan minus the work of a mean rank.
 
     Args:
         waited_s: for communication in forward and backward, half of it in each.
@@ -596,7 +596,7 @@ def _bubble_s(
         each = passes["layers", kind] * (share / shape.n_layer)
         ends = enumerate(counts)
         stages.append([n * each + (s == 0) * first + (s == end) * last for s, n in ends])
-    # In parts of a mean stage, and rounded, so that layouts that are alike share a simulation.
+    # Relative to a mean stage, and rounded, so that similar layouts share a simulation.
     unit = sum(map(sum, stages)) / len(counts) or 1.0
     costs = Costs(*(tuple(round(x / unit, 4) for x in of_kind) for of_kind in stages))
     what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks

@@ -91,7 +91,7 @@ def test_a_refusal_names_the_need_and_what_there_is():
     with pytest.raises(
         ValueError,
         match=r"a model of 124,475,904 parameters in fp32, 0.5 GB, on each of 4 ranks of a machi"
-        r"ne, which all begin with the whole of it, got 1.5 GB; use at most 3 ranks on a machine",
+        r"ne, which all build the full model first, got 1.5 GB; use at most 3 ranks on a machine",
     ):
         check_building(GPT2, limit_bytes=4 * N * 3, sharing=4)
     with pytest.raises(ValueError, match=r"got 0.4 GB; use a smaller model"):

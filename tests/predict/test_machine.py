@@ -126,7 +126,7 @@ def test_every_row_is_whole():
 
 def test_unknown_names_list_what_there_is():
     assert device_of("Radeon") is None
-    with pytest.raises(ValueError, match=r"did you mean (\S+)\? There are .*\b\1\b") as e:
+    with pytest.raises(ValueError, match=r"did you mean (\S+)\? choose one of .*\b\1\b") as e:
         find_device("rtx9090")  # an alias is near; its name is in the list
     assert "rtx4090" not in str(e.value)
     with pytest.raises(ValueError, match="find_device: expected a device of the table") as e:
@@ -140,8 +140,8 @@ def test_unknown_names_list_what_there_is():
 def test_cluster_has_what_is_usual():
     cluster = Cluster.of("h100", 16)
     assert (cluster.per_node, cluster.intra.name, cluster.inter.name) == (8, "nvlink4", "ib-ndr")
-    assert str(cluster) == "16 x h100, 8 a node over nvlink4, 2 nodes over ib-ndr"
-    assert str(Cluster.of("rtx-4090", 1)) == "1 x rtx-4090, 1 a node"
+    assert str(cluster) == "16 x h100, 8 per node over nvlink4, 2 nodes over ib-ndr"
+    assert str(Cluster.of("rtx-4090", 1)) == "1 x rtx-4090, 1 per node"
     assert Cluster.of("h100", 12).per_node == 6
     assert Cluster.of("a100", 8, per_node=4, inter="eth-100").inter.of_node
 
@@ -151,14 +151,14 @@ def network(n_devices=64, per_node=8, inter="ib-hdr"):
 
 
 REFUSED = [
-    (lambda: find_device("h101"), r"got name='h101'; did you mean h100\? There are b200, "),
-    (lambda: find_link("nvlink9"), r"name='nvlink9'; did you mean nvlink\d\? There are "),
+    (lambda: find_device("h101"), r"got name='h101'; did you mean h100\? choose one of b200, "),
+    (lambda: find_link("nvlink9"), r"name='nvlink9'; did you mean nvlink\d\? choose one of "),
     (lambda: Cluster.of("h100", 8, inter="pigeon"), "find_link: expected a link of the table"),
     (lambda: Cluster.of("h100", 0), "Cluster: expected a positive integer, got n_devices=0; set "),
     (lambda: Cluster.of("h100", 8.0, 8), "got n_devices=8.0"),
     (lambda: Cluster.of("h100", 8, 0), "got per_node=0"),
     (lambda: Cluster.of("h100", 12, 8), "expected full nodes of per_node=8, got n_devices=12; use"),
-    (lambda: network().seconds("gossip", 1.0, 2), r"a kind of all_reduce, .* got kind='gossip'"),
+    (lambda: network().seconds("gossip", 1.0, 2), r"a kind among all_reduce, .* got kind='gossip'"),
     (lambda: network().seconds("send", 1.0, 0), "place: expected ranks >= 1, got ranks=0; count "),
     (lambda: place(2, 0, 8), "expected stride >= 1, got stride=0"),
 ]

@@ -128,7 +128,7 @@ def test_what_is_measured_of_ranks_sizes_and_other_work(monkeypatch):
     assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
     monkeypatch.setattr(module, "available_cores", lambda: 4)
     assert busy(0.9, 0.1) == ""
-    assert busy(3.0, 0.35) == "3.0 of 4 cores at work before the start, spread 35%"
+    assert busy(3.0, 0.35) == "3.0 of 4 cores busy before the start, spread 35%"
     seen = iter([(100, 1000), (150, 1200)])
     monkeypatch.setattr(module, "_ticks", lambda: next(seen))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
@@ -257,7 +257,7 @@ def test_what_is_saved_is_loaded(tmp_path, monkeypatch):
     assert known.ops["matmul", (64, 32, 64), "forward"].seconds == 3e-3
     assert known.about["date"] == "2026-11-23"
     wild = rates(spread=1.72)
-    assert "spread 172%; a spread above 30%: what follows is a rough guess, and not" in str(wild)
+    assert "spread 172%; a spread above 30%: the prediction is a rough guess and" in str(wild)
     wild.save()  # as earlier versions did
     with pytest.raises(ValueError, match="find_rates: expected rates with a spread of at most 30%"):
         find_rates(**KNOWN)

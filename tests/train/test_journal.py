@@ -377,7 +377,7 @@ def test_what_is_not_known_and_what_fails_fail_no_run(rates, capsys, monkeypatch
     assert rows == []
     words = "predicted: not available, find_rates: expected rates with a spread of at most 30%"
     assert words in said
-    assert "run `fastpar plan --measure` when nothing else runs here\n" in said
+    assert "run `fastpar plan --measure` while no other program runs\n" in said
 
     def fail(*_):
         raise KeyError("flux")
