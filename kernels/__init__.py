@@ -2,9 +2,9 @@
 
 This folder is installed as the subpackage `fastpar.kernels`.
 
-[Note: name guard] Imported as `kernels`, as happens with the checkout's root on sys.path, this
-package is empty, and asking it for anything is an ImportError that says what to do. The import
-itself does not raise: transformers probes for a package of that name, and would fail with it.
+[Note: name guard] Imported as `kernels`, which happens with the checkout's root on sys.path, this
+package is empty, and any access is an ImportError that says what to do. The import itself does not
+raise: transformers probes for a package of that name, and would fail with it.
 """
 
 if __name__ != "fastpar.kernels":
@@ -37,7 +37,7 @@ else:
         _C = None  # setup.py's stand-in: installed with FASTPAR_CPP=0, torch computes everything
 
     if "fastpar.kernels.backend" in sys.orig_argv:
-        # `python -m` warns about a module that its own package imports, as this one must.
+        # `python -m` warns about a module that its own package imports, as this package must.
         warnings.filterwarnings("ignore", message="'fastpar.kernels.backend' found in sys.modules")
 
     from fastpar.kernels.adamw import Hyper, adamw_step_, adamw_step_flat_

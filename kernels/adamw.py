@@ -6,21 +6,20 @@
 
 One pass over memory unscales, clips, skips, updates, rounds to the parameter's type and zeroes the
 gradient. The compiled kernels round the same operations in the same order everywhere
-(csrc/adamw_math.h), so the bits depend neither on how a tensor is cut into pieces, nor on threads,
+(csrc/adamw_math.h), so the bits depend neither on how a tensor is divided, nor on threads,
 instruction set or device: shards of any world size hold the parameters of one rank.
 
 [Note: storage modes]
-A 16-bit parameter is the rounded image of fp32 master weights, which take p's part above. A bf16
+A 16-bit parameter is the rounded value of fp32 master weights, which take p's part above. A bf16
 parameter may have an int16 remainder instead, its master's lower half: the same bits in half the
 memory. Or it has no master and is rounded stochastically. Moments are fp32, bf16 or 8-bit codes
-with a scale for each 256 elements; the latter two are rounded stochastically as well, because to
-nearest exp_avg_sq would stop moving at beta2 = 0.999.
+with a scale per 256 elements; the latter two are also rounded stochastically, because with rounding
+to nearest exp_avg_sq would stop moving at beta2 = 0.999.
 
-8-bit moments are torch.uint8 codes in the order of memory and fp32 scales, one for each
-MOMENT_BLOCK codes: exp_avg is scale * sign(k) * (k / 127)^2, k being the code as int8; exp_avg_sq
-is scale * (k / 255)^4. The step works on these forms in the compiled kernel (csrc/adamw_math.h,
-which says why they are what they are); here they are made, and turned into fp32 and back for state
-dicts.
+8-bit moments are torch.uint8 codes in the order of memory and fp32 scales, one per MOMENT_BLOCK
+codes: exp_avg is scale * sign(k) * (k / 127)^2, k being the code as int8; exp_avg_sq is
+scale * (k / 255)^4. The compiled kernel works on these forms (csrc/adamw_math.h explains the
+choice); this file creates them and converts them from and to fp32 for state dicts.
 """
 
 from collections.abc import Sequence
@@ -57,7 +56,7 @@ def check_one(
     max_exp_avg_sq: Tensor | None, master: Tensor | None, scales: Sequence[Tensor | None],
     stochastic: bool,
 ) -> None:  # fmt: skip
-    """Check one parameter of a call and its state."""
+    """Checks one parameter of a call and its state."""
     half = p.dtype in (torch.bfloat16, torch.float16)
     full = master is not None and master.dtype == torch.float32
     if p.dtype not in (*DTYPE_CODES, torch.float64) or not (
@@ -123,16 +122,16 @@ def check_one(
     if not is_dense(p):
         raise ValueError(
             "adamw_step_: expected dense parameters and states, got a view with gaps or repeated "
-            f"elements, params[{i}]={list(p.shape)} with strides {p.stride()}; step the tensor "
-            "that it is a view of, or a copy made by contiguous()"
+            f"elements, params[{i}]={list(p.shape)} with strides {p.stride()}; step the base "
+            "tensor of the view, or a copy made by contiguous()"
         )
     same = all(s.stride() == p.stride() for s in states)
     if not same and not all(s.is_contiguous() for s in (p, *states)):
         raise ValueError(
             "adamw_step_: expected dense parameters and states of the same strides, got "
             f"{[s.stride() for s in (p, *states)]} at index {i}; create states with "
-            "torch.zeros_like(param), and after a change of the parameter's strides reload an "
-            "optimizer's by load_state_dict(state_dict())"
+            "torch.zeros_like(param); after a change of the parameter's strides reload an "
+            "optimizer's states by load_state_dict(state_dict())"
         )
 
 
@@ -142,7 +141,7 @@ _BELOW = {"beta1": 1.0, "beta2": 1.0}
 def flatten_hypers(
     hypers: Hyper | Sequence[Hyper], device: torch.device
 ) -> tuple[list[float], list[Tensor], list[int]]:
-    """Numbers of all hypers, 6 each, and the tensors among them with their places."""
+    """Numbers of all hypers, 6 each, and the tensors among them with their indices."""
     rows = [hypers] if isinstance(hypers, Hyper) else hypers
     numbers: list[float] = []
     tensors, slots = [], []
@@ -177,7 +176,7 @@ def checked_seed(seed: int | None) -> int:
 
 
 def checked_threads(threads: int | None) -> int:
-    """The number of threads; 0 is torch's, asked for outside of a compiled graph."""
+    """The number of threads; 0 is torch's, read outside of a compiled graph."""
     if threads is not None and threads < 1:
         raise ValueError(
             f"adamw_step_: expected threads >= 1 or None, got threads={threads}; "
@@ -199,7 +198,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def in_order(g: Tensor, p: Tensor) -> Tensor:
-    """g, its elements lying in memory in the order of p's: both are updated as flat memory."""
+    """g, laid out in memory in the order of p: both are updated as flat memory."""
     if g.stride() == p.stride() or (g.is_contiguous() and p.is_contiguous()):
         return g
     return torch.empty_strided(p.shape, p.stride(), dtype=g.dtype, device=g.device).copy_(g)
@@ -215,7 +214,7 @@ def _in_memory_order(t: Tensor, op: str) -> Tensor:
 
 
 def new_moment(param: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """A moment of zeros for a dense parameter, and its scales where dtype is torch.uint8."""
+    """A moment of zeros for a dense parameter, with its scales for torch.uint8."""
     if dtype not in (torch.float32, torch.bfloat16, torch.uint8):
         raise ValueError(
             "new_moment: expected dtype torch.float32, torch.bfloat16 or torch.uint8, got "
@@ -311,7 +310,7 @@ def _upper_half(bits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def master_split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """An fp32 master as (bf16 parameter, int16 remainder), which master_join puts together again.
+    """An fp32 master as (bf16 parameter, int16 remainder); master_join inverts it.
 
     Exact for every value; nan becomes the nan 0x7fc00000. Strides are kept.
     """
@@ -390,7 +389,7 @@ def _step_torch(
     if exp_avgs[0].dtype not in wide or (half and (not masters or masters[0].dtype not in wide)):
         raise RuntimeError(
             "adamw_step_: expected fp32 moments, and fp32 master weights of 16-bit parameters, "
-            f"where torch's AdamW serves, got exp_avgs={exp_avgs[0].dtype} master_weights="
+            f"for torch's AdamW, got exp_avgs={exp_avgs[0].dtype} master_weights="
             f"{masters[0].dtype if masters else None} on {params[0].device}; "
             f"these modes need the compiled kernels: {backend.way_to_cpp()}"
         )
@@ -424,7 +423,7 @@ def _fused_torch(
     rows: list[list[Tensor]], hyper: list[float], grad_scale: Tensor | None,
     found_inf: Tensor | None, maximize: bool, amsgrad: bool, half: bool,
 ) -> None:  # fmt: skip
-    """Rows of param, grad, exp_avg, exp_avg_sq, then max_exp_avg_sq and master where they are."""
+    """Rows of param, grad, exp_avg, exp_avg_sq, then max_exp_avg_sq and master if present."""
     params, grads, exp_avgs, exp_avg_sqs, *rest = (list(column) for column in zip(*rows))
     weights = rest[-1] if half else params
     # _fused_adamw_ would unscale the caller's gradients in place; these are copies.
@@ -456,7 +455,7 @@ def _run(
     call = (columns, grad_scale, found_inf, ranges, hypers, hyper_tensors, hyper_slots)
     on_cuda = params[0].dtype in DTYPE_CODES and use_cuda("adamw_step_", params[0])
     if hyper_tensors and not on_cuda and (params[0].is_cuda or backend.cuda_on_cpu):
-        # torch's would read them on the host: it would wait, and a capture would fail.
+        # torch's kernel would read them on the host, which waits and breaks a capture.
         on_cuda = choice.is_right("adamw_step_", params[0])
     if on_cuda or use_cpp("adamw_step_", params[0]):
         threads = threads or torch.get_num_threads()
@@ -472,7 +471,7 @@ _accepted_dtypes: set[tuple] = set()  # of rows that check_one has accepted
 
 
 def _have_one_form(row: tuple[Any, ...]) -> bool:
-    """Whether a row has nothing that check_one could refuse but dtypes."""
+    """Whether only dtypes of a row could make check_one refuse it."""
     p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, *scales = row
     if not (
         p.is_contiguous()
@@ -516,7 +515,7 @@ def _call(
         if value is not None:
             check_scalar("adamw_step_", name, value, device)
     args = grad_scale, found_inf, ranges, *flatten_hypers(hypers, device), *flags
-    # What is compiled cannot ask; its gradients are those of compiled code, which negates at once.
+    # Compiled code cannot check; its gradients come from compiled code, which negates at once.
     if torch.compiler.is_compiling() or not any(map(Tensor.is_neg, grads)):
         _adamw_step(*columns, *args)
         return
@@ -524,7 +523,7 @@ def _call(
     _adamw_step(columns[0], plain, *columns[2:], *args)
     for g, used in zip(grads, plain):
         if g is not used:
-            g.copy_(used)  # zeros, where these were asked for
+            g.copy_(used)  # the requested zeros
 
 
 _LISTS = (
@@ -563,31 +562,31 @@ def adamw_step_(
             three; any strides. Changed only by zero_grad.
         exp_avgs, exp_avg_sqs: fp32, bf16 or uint8 (new_moment), shape and strides of the parameter.
         hypers: scalars of the step, one Hyper or several; tensors among them are not checked.
-        hyper_index: which of them each parameter takes; needed where there are several.
+        hyper_index: which Hyper each parameter uses; required if there are several.
         master_weights: fp32 for a 16-bit parameter, or int16 remainder (master_split) for bf16, or
             None for bf16 to be rounded stochastically; None for each fp32 one.
         max_exp_avg_sqs: largest exp_avg_sqs so far: amsgrad. Not with uint8 moments.
         exp_avg_scales, exp_avg_sq_scales: of uint8 moments, fp32.
         grad_scale: fp32 [] on the parameters' device, multiplied into every gradient (clip factor,
             1 / loss scale); None means 1.
-        found_inf: fp32 [] there; where not 0, nothing changes but the gradients under zero_grad.
+        found_inf: fp32 [] there; if not 0, nothing changes except gradients under zero_grad.
             Without it non-finite gradients go into the parameters.
         maximize: ascend instead of descend.
         zero_grad: leave zeros in the gradients.
-        stochastic_rounding_seed: of the random bits of stochastic rounding; needed for bf16
-            parameters without master, None is 0 for bf16 and uint8 moments.
+        stochastic_rounding_seed: of the random bits of stochastic rounding; required for bf16
+            parameters without master; None is 0 for bf16 and uint8 moments.
         first_indices: index of each parameter's first element among the random bits; a multiple of
             256 for uint8 moments. None: the sizes before it, each rounded up to 256.
         threads: on CPU; None is torch.get_num_threads().
     Raises:
         ValueError: lists of unequal length; dtypes, shapes, strides, devices or scalars that do not
             fit; tensors that share memory.
-        RuntimeError: bf16 or uint8 moments, remainders or stochastic rounding where torch's kernel
-            serves (FASTPAR_BACKEND=torch).
-    Traffic: per element 28 bytes in fp32; in general that of reading the gradient and of reading
-        and writing parameter, moments and master (a parameter with a full master is only written).
-    Deterministic: yes; the same bits for any cut of a tensor into pieces, any number of threads and
-        any instruction set.
+        RuntimeError: bf16 or uint8 moments, remainders or stochastic rounding with torch's kernel
+            (FASTPAR_BACKEND=torch).
+    Traffic: per element 28 bytes in fp32; in general the gradient is read, and parameter, moments
+        and master are read and written (a parameter with a full master is only written).
+    Deterministic: yes; the same bits for any division of a tensor, any number of threads and any
+        instruction set.
     Oracle: fastpar.kernels.reference.adamw_step_ref
     Source: Loshchilov, Hutter 2019, arXiv 1711.05101; stochastic rounding of bf16: Zamirai et al.
         2020, arXiv 2010.06192; 8-bit moments in blocks: Dettmers et al. 2022, arXiv 2110.02861
@@ -673,7 +672,7 @@ def adamw_step_flat_(
 
     Args:
         param, grad, exp_avg, exp_avg_sq, master_weight, max_exp_avg_sq: [P], contiguous, of the
-            dtypes that adamw_step_ takes; elements outside the ranges are left alone.
+            dtypes that adamw_step_ takes; elements outside the ranges do not change.
         ranges: (start, stop, hyper_index, first_index): elements [start, stop) take
             hypers[hyper_index], and element `start` has the random bits of first_index. With uint8
             moments start and first_index are multiples of 256.

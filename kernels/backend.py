@@ -1,6 +1,6 @@
 """Which implementation of each op runs, why, and how to force one.
 
-Environment variables that are read once, at import:
+Environment variables, read once at import:
 
 FASTPAR_BACKEND=auto|torch|cpp|triton
     auto    C++ for CPU tensors and Triton for CUDA tensors where an op has such an implementation,
@@ -11,12 +11,12 @@ FASTPAR_BACKEND=auto|torch|cpp|triton
     triton  the same for Triton; CPU tensors run in Triton's interpreter, which TRITON_INTERPRET=1
             switches on (for tests: it is slow, and its bf16 matrix products are wrong)
 FASTPAR_ISA=auto|baseline|avx2|avx512|amx
-    the instruction set of the compiled kernels; results have the same bits on each, but for
-    products of bf16: some are our own with amx, all are torch's with the others
+    the instruction set of the compiled kernels; results have the same bits on each, except for
+    products of bf16: with amx some are fastpar's, with the others all are torch's
 FASTPAR_ATTENTION=auto|own|<one of attention/peers.py>
-    who serves attention's plain calls; auto: what a proof found right and fastest
+    who serves attention's plain calls; auto: what a proof found right and fastest; own: fastpar's
 FASTPAR_PEERS=-<one of attention/peers.py>,...
-    who is left out, untried
+    implementations to leave out, untried
 
 Without the compiled module (installed with FASTPAR_CPP=0) auto is torch, and cpp is refused.
 `fastpar info` prints what was chosen.
@@ -39,7 +39,7 @@ from fastpar.kernels.choice import is_real, may_run, refuse_wrong
 # Storage types of the compiled kernels; the codes are csrc/simd.h's Dtype.
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-# What the losses take; fp64 has no kernel, it runs in torch ops.
+# Dtypes of the losses; fp64 has no kernel, it runs in torch ops.
 FLOATS = (*DTYPE_CODES, torch.float64)
 
 
@@ -103,7 +103,7 @@ def read_backend(name: str) -> str:
     return "torch" if _C is None and name == "auto" else name
 
 
-# The way out for whoever has no compiled module.
+# The remedy without the compiled module.
 WITH_CPP = "install fastpar again, with a C++ compiler and without FASTPAR_CPP=0"
 
 choice = read_backend(os.environ.get("FASTPAR_BACKEND", "auto"))
@@ -116,12 +116,12 @@ has_bf16_gemm: bool = _C is not None and _C.isa() == "amx"
 
 
 def forced() -> str:
-    """FASTPAR_BACKEND where it is set; "none" without the compiled module; "" for auto."""
+    """FASTPAR_BACKEND if it is set; "none" without the compiled module; "" for auto."""
     return "none" if _C is None else "" if choice == "auto" else choice
 
 
 def way_to_cpp() -> str:
-    """The way out where torch runs instead of the compiled kernels."""
+    """The remedy if torch runs instead of the compiled kernels."""
     return WITH_CPP if _C is None else "unset FASTPAR_BACKEND"
 
 
@@ -144,26 +144,26 @@ def use_cpp(op: str, x: Tensor) -> bool:
 
 
 def _allowed(op: str, x: Tensor) -> bool:
-    """Whether the proof of this class allows its own kernel; choice.py."""
+    """Whether the proof of this class allows fastpar's kernel; choice.py."""
     if choice == "auto":
         return may_run(op, x)
     refuse_wrong(op, x, choice)
     return True
 
 
-# The module whose CUDA kernels serve CUDA tensors; the tests of these kernels put the one that runs
-# them on a CPU here, and `cuda_on_cpu` lets CPU tensors in.
+# The module whose CUDA kernels serve CUDA tensors; tests replace it by one that runs these kernels
+# on a CPU, and `cuda_on_cpu` lets CPU tensors in.
 cuda_kernels: Any = _C if _C is not None and _C.built_with_cuda else None
 cuda_on_cpu = False
 
 
-# A100: bf16 products, asynchronous copies; csrc/ is compiled from there on.
+# A100: bf16 products, asynchronous copies; csrc/ is compiled for this and newer.
 LEAST_CAPABILITY = (8, 0)
-_able_gpus: set[int | None] = set()  # indices of GPUs that were looked at
+_able_gpus: set[int | None] = set()  # indices of GPUs that passed the check
 
 
 def check_gpu(op: str, device: torch.device) -> None:
-    """Refuses a GPU for which no kernel is compiled, once for each GPU.
+    """Refuses a GPU for which no kernel is compiled, once per GPU.
 
     Raises:
         RuntimeError: an AMD GPU, or one older than LEAST_CAPABILITY.
@@ -187,7 +187,7 @@ def check_gpu(op: str, device: torch.device) -> None:
 
 
 def use_cuda(op: str, x: Tensor) -> bool:
-    """Whether `op`, which has a CUDA kernel of its own in csrc/, uses it for tensors like x.
+    """Whether `op`, which has a CUDA kernel in csrc/, uses it for tensors like x.
 
     Raises:
         RuntimeError: x is a CUDA tensor and the module was built without CUDA.
@@ -222,7 +222,7 @@ def cuda_stream(x: Tensor) -> int:
 
 
 def run_compiled(name: str, cuda: bool, x: Tensor, *args: Any) -> None:
-    """The compiled function of that name, on x's GPU where cuda, else by torch's threads."""
+    """Runs the compiled function of that name, on x's GPU if cuda, else on torch's threads."""
     if cuda:
         with torch.cuda.device_of(x):
             getattr(cuda_kernels, f"{name}_cuda")(*args, cuda_stream(x))
@@ -230,7 +230,7 @@ def run_compiled(name: str, cuda: bool, x: Tensor, *args: Any) -> None:
         getattr(_C, name)(*args, torch.get_num_threads())
 
 
-# Whether launches are recorded, not run, for tensors on the CPU and the meta device:
+# Whether launches for tensors on the CPU and the meta device are recorded instead of run:
 # fastpar/doctor/trial.py sets it.
 recording = False
 _has_triton: bool = importlib.util.find_spec("triton") is not None
@@ -238,7 +238,7 @@ _has_triton: bool = importlib.util.find_spec("triton") is not None
 
 @functools.cache
 def triton_module(name: str) -> Any:
-    """A module of Triton kernels by its path below kernels/, imported when one is first needed."""
+    """A module of Triton kernels by its path below kernels/, imported at first use."""
     return importlib.import_module(f"fastpar.kernels.{name}")
 
 
@@ -278,28 +278,28 @@ def use_triton(op: str, x: Tensor) -> bool:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """use_triton(), asked again about a call that has own kernels on every device, by what runs it
-    after it was said that they run."""
+    """Whether a call runs Triton, in code that a kernel's launch already implies: use_triton()
+    without its checks."""
     return x.is_cuda or choice == "triton"
 
 
 def keep_freed_memory() -> bool:
-    """Keeps freed CPU memory mapped in this process; returns whether the C library can.
+    """Keeps freed CPU memory mapped in this process; returns whether the C library supports it.
 
-    A training step allocates and frees the same large buffers again and again. By default glibc
-    maps and unmaps many of them, so every step pays the page faults anew. Afterwards the heap only
-    grows: in the first steps to somewhat more than the peak of what is alive (blocks land apart),
-    then it stays. Affects the whole process and cannot be undone, so an application calls it (the
+    A training step allocates and frees the same large buffers repeatedly. By default glibc maps and
+    unmaps many of them, so every step pays the page faults again. Afterwards the heap only grows:
+    in the first steps to slightly more than the peak of live memory (fragmentation), then it is
+    constant. This affects the whole process and cannot be undone, so an application calls it (the
     trainer does), never a library on import.
     """
     return _C is not None and _C.keep_freed_memory()
 
 
-_FASTEST = "torch's own kernel: fastpar has no faster one for this machine, nothing to change"
+_FASTEST = "torch's kernel: fastpar has no faster one for this machine, nothing to change"
 
 
 def _forced() -> str:
-    """Why torch serves what could have kernels."""
+    """Why torch serves an op that could have kernels."""
     if _C is None:
         return f"installed with FASTPAR_CPP=0; {WITH_CPP}"
     return f"FASTPAR_BACKEND={choice} is set; unset it"

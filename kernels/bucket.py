@@ -6,9 +6,9 @@
     sum_shards    out = ((received[0] + received[1]) + (received[2] + received[3]) + ...) * scale
 
 Every product and sum is rounded in fp32 and stored in the destination's dtype with one more
-rounding, element by element, so the bits depend neither on how a list is cut nor on threads, device
-or instruction set (a nan's sign and payload excepted). One pass over memory, whose work is cut into
-chunks across the whole list; on CUDA one launch, whatever the mixture of dtypes
+rounding, element by element, so the bits depend neither on how a list is divided nor on threads,
+device or instruction set (a nan's sign and payload excepted). One pass over memory, whose work is
+divided into chunks across the whole list; on CUDA one launch for any mixture of dtypes
 (csrc/bucket_cuda.cu, [Note: one launch]).
 """
 
@@ -138,7 +138,7 @@ _sum_shards_op = define_op(
 def _split_scale(
     op: str, scale: float | Tensor | None, device: torch.device
 ) -> tuple[float, Tensor | None]:
-    """The factor by value, and the tensor to read it from instead."""
+    """The factor by value, or the tensor to read it from."""
     if not isinstance(scale, Tensor):
         if isinstance(scale, str):
             raise ValueError(f"{op}: expected a number, got scale={scale!r}; convert it")
@@ -162,14 +162,14 @@ def _check_list(op: str, name: str, tensors: Sequence[Tensor], device: torch.dev
 
 def _check_writable(op: str, name: str, tensors: Sequence[Tensor]) -> None:
     for i, t in enumerate(tensors):
-        if not torch.compiler.is_compiling() and t.is_neg():  # which a graph cannot ask
+        if not torch.compiler.is_compiling() and t.is_neg():  # a graph cannot check this
             raise ValueError(
                 f"{op}: expected memory that holds values, got {name}[{i}] negated lazily; pass "
                 f"{name}[{i}].resolve_neg(), and copy the result back"
             )
         if not t.is_contiguous() and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)):
             raise ValueError(
-                f"{op}: expected an address of its own for each element, got {name}[{i}] "
+                f"{op}: expected a separate address for each element, got {name}[{i}] "
                 f"expanded, stride={t.stride()}; pass {name}[{i}].contiguous()"
             )
 
@@ -192,7 +192,7 @@ def _place(
         if sum(sizes) != flat.numel():
             raise ValueError(
                 f"{op}: expected flat to hold the tensors exactly, got flat of {flat.numel()} "
-                f"elements for {sum(sizes)}; pass the part that they fill, or offsets"
+                f"elements for {sum(sizes)}; pass the slice that they fill, or offsets"
             )
         return list(accumulate(sizes, initial=0))[:-1]
     if len(offsets) != len(sizes):
@@ -219,14 +219,14 @@ def pack_(
     Args:
         flat: [P], fp32 | bf16 | fp16, contiguous.
         tensors: fp32 | bf16 | fp16 in any mixture, any shapes and strides (elements go in the order
-            of tensors[i].flatten()), size 0 included. One that already is its place in flat is
-            scaled there.
+            of tensors[i].flatten()), size 0 included. A tensor that already is its slice of flat is
+            scaled in place.
         scale: factor, a number or fp32 [] on flat's device; None means 1.
-        offsets: first element of each tensor; what lies between them is left alone. None: one after
+        offsets: first element of each tensor; elements between them do not change. None: one after
             the other, and they fill flat.
     Raises:
         ValueError: sizes or offsets that do not fit; another dtype or device; memory that overlaps.
-    Traffic: bytes of the tensors read and of their places written; a strided tensor is copied
+    Traffic: bytes of the tensors read and of their slices written; a strided tensor is copied
         first.
     Deterministic: yes, bitwise, for any number of threads, device and instruction set.
     Oracle: fastpar.kernels.reference.pack_ref
@@ -251,7 +251,7 @@ def unpack_(
         tensors, flat, scale, offsets: as in pack_; the tensors are written, flat is not.
     Raises:
         ValueError: as pack_; a tensor that is expanded.
-    Traffic: bytes of the tensors written and of their places read; a strided tensor costs a copy.
+    Traffic: bytes of the tensors written and of their slices read; a strided tensor costs a copy.
     Deterministic: yes, bitwise, for any number of threads, device and instruction set.
     Oracle: fastpar.kernels.reference.unpack_ref
     """
@@ -277,7 +277,7 @@ def accumulate_(
         scale: factor, a number or fp32 [] on the tensors' device; None means 1.
     Raises:
         ValueError: lists of unequal length; shapes that differ; another dtype or device; memory
-            that overlaps (a value may be its total itself); a total that is expanded.
+            that overlaps (a value may be the same tensor as its total); a total that is expanded.
     Traffic: bytes of totals twice and of values once; a value in another memory order than its
         total is copied first.
     Deterministic: yes, bitwise, for any number of threads, device and instruction set.
@@ -312,16 +312,16 @@ def sum_shards(
     """Sums the shards of all ranks as a tree: the reduce half of an all-to-all reduce-scatter.
 
     out = ((received[0] + received[1]) + (received[2] + received[3]) + ...) * scale, summed in fp32
-    and rounded once, so that the result does not depend on who computes it; neighbours first, and
-    the largest power of two below W stands left of the rest (csrc/sum_tree.h, [Note: the tree]).
+    and rounded once, so that the result does not depend on which rank computes it; neighbours are
+    added first, the largest power of two below W on the left (csrc/sum_tree.h, [Note: the tree]).
 
     Args:
         received: [W, S] with contiguous rows, or W tensors [S] of one dtype; fp32 | bf16 | fp16.
             W >= 1, on CUDA <= 4087.
         out: [S], fp32 | bf16 | fp16, contiguous; may be one of the shards.
         scale: factor, a number or fp32 [] on out's device (1 / W for the mean); None means 1.
-        bins: int64 [NORM_WORDS] on out's device: norm_bins of out is added to it in the same pass,
-            so that the gradient's norm needs no pass of its own.
+        bins: int64 [NORM_WORDS] on out's device: adds norm_bins of out to it in the same pass, so
+            that the gradient's norm needs no pass of its own.
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; out partly over a shard.
     Traffic: bytes of received and of out.
@@ -330,7 +330,7 @@ def sum_shards(
     """
     shards = list(received.unbind(0)) if isinstance(received, Tensor) else list(received)
     if not shards:
-        raise ValueError("sum_shards: expected at least one shard, got 0; pass one of each rank")
+        raise ValueError("sum_shards: expected at least one shard, got 0; pass one per rank")
     _check_flat("sum_shards", out)
     _check_list("sum_shards", "out", [out], out.device)
     _check_list("sum_shards", "received", shards, out.device)

@@ -1,17 +1,16 @@
-"""Whether an op's own kernel may run: what was proven about it on this machine.
+"""Whether fastpar's kernel of an op may run, based on proofs made on this machine.
 
-A proof says of one op and class of shapes (dtype, last dimension) whether the own kernel is right
-(within twice stock PyTorch's error, the same bits twice) and how long it and stock PyTorch take.
-What is wrong never runs, what is slower than stock is not chosen; FASTPAR_BACKEND decides instead
-where it is set. Under torch.use_deterministic_algorithms right is enough: bits must not follow from
-times, and own kernels have the same ones in every call. Proofs are made by fastpar/doctor; this
-file asks for them by the name PROVER, so that the ops work without it. On CUDA a class without a
-proof is proven at its first call, on a CPU by `fastpar doctor` alone: the CPU's kernels are the
-ones that the tests hold.
+A proof says for one op and class of shapes (dtype, last dimension) whether fastpar's kernel is
+right (within twice stock PyTorch's error, the same bits twice) and how long it and stock PyTorch
+take. A wrong kernel never runs, a slower one is not chosen; FASTPAR_BACKEND, if set, decides
+instead. Under torch.use_deterministic_algorithms every right kernel runs: bits must not depend on
+times, and fastpar's kernels give the same bits in every call. fastpar/doctor makes proofs; this
+file imports it by the name PROVER, so that the ops work without it. On CUDA a class without a proof
+is proven at its first call, on a CPU only by `fastpar doctor`: tests cover the CPU's kernels.
 
 [Note: no trial here] Nothing is proven while a graph is captured: an unproven class then runs as
-stock PyTorch does it. While torch.compile or a fake tensor traces, the op is kept; its call decides
-when it runs.
+stock PyTorch. While torch.compile or a fake tensor traces, the op is kept; its call decides when it
+runs.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from torch import Tensor
 
 OWN, STOCK = "own", "torch"
 PROVER = "fastpar.doctor.doctor"  # its prove_first_use(case, tensor) and known_proof(case)
-# Ops over lists of tensors or flat memory, whose last dimension says nothing.
+# Ops over lists of tensors or flat memory, for which the last dimension is irrelevant.
 _FLAT = frozenset({
     "adamw_step_", "pack_", "unpack_", "accumulate_", "sum_shards", "global_norm",
     "quantize_blockwise", "dequantize_blockwise", "dropout",
 })  # fmt: skip
-_PARTS = {  # of an op, proven with it
+_PARTS = {  # ops that are proven with another op
     "norm_bins": "global_norm", "norm_from_bins": "global_norm", "keep_mask": "dropout",
     "cross_entropy_shard_grad": "cross_entropy_shard",
 }  # fmt: skip
 
 
 class Case(NamedTuple):
-    """An op and a class of shapes: what one proof holds for."""
+    """An op and a class of shapes: the scope of one proof."""
 
     device: str  # "cpu" | "cuda"
     op: str
@@ -51,28 +50,28 @@ class Case(NamedTuple):
 
 
 class PeerProof(NamedTuple):
-    """What was found out about another implementation of an op; see attention/peers.py."""
+    """The result for another implementation of an op; see attention/peers.py."""
 
     name: str
-    wrong: str  # why it must not run; "" where it is right
+    wrong: str  # why it must not run; "" if it is right
     ms: tuple[float, float]  # forward, backward; 0: not timed
 
 
 class Proof(NamedTuple):
-    """What was found out about one Case on one machine."""
+    """The result for one Case on one machine."""
 
     chosen: str  # OWN | STOCK
-    wrong: str = ""  # why the own kernel must not run; "" where it is right
+    wrong: str = ""  # why fastpar's kernel must not run; "" if it is right
     own_ms: tuple[float, float] = (0.0, 0.0)  # forward, backward; 0: there is none
-    instead_ms: tuple[float, float] = (0.0, 0.0)  # of what runs where the own kernel does not
+    instead_ms: tuple[float, float] = (0.0, 0.0)  # of what runs instead of fastpar's kernel
     stock_ms: tuple[float, float] = (0.0, 0.0)  # of PyTorch's own functions
-    compiled_ms: tuple[float, float] = (0.0, 0.0)  # of these under torch.compile; 0: not asked for
-    serves: tuple[str, str] = (OWN, OWN)  # who does forward and backward where OWN is chosen
+    compiled_ms: tuple[float, float] = (0.0, 0.0)  # of these under torch.compile; 0: not timed
+    serves: tuple[str, str] = (OWN, OWN)  # who runs forward and backward if OWN is chosen
     peers: tuple[PeerProof, ...] = ()
 
 
-proofs: dict[Case, Proof] = {}  # what this process goes by
-_trying: dict[str, str] = {}  # op -> OWN | STOCK while it is tried; also of autograd's threads
+proofs: dict[Case, Proof] = {}  # the proofs that this process uses
+_trying: dict[str, str] = {}  # op -> OWN | STOCK during its trial; also in autograd's threads
 
 
 def case_of(op: str, x: Tensor) -> Case:
@@ -81,7 +80,7 @@ def case_of(op: str, x: Tensor) -> Case:
 
 
 def _key_of(op: str, x: Tensor) -> tuple[str, str, torch.dtype, int]:
-    """What a Case is made of, and equal to: made in every call."""
+    """The fields of a Case, and equal to it: made in every call."""
     op = _PARTS.get(op, op)
     device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
     shape = () if op in _FLAT else x.shape
@@ -90,7 +89,7 @@ def _key_of(op: str, x: Tensor) -> tuple[str, str, torch.dtype, int]:
 
 @contextmanager
 def trying(op: str, what: str) -> Iterator[None]:
-    """Calls of op inside run the own kernel (OWN) or stock PyTorch (STOCK); others are own.
+    """Calls of op inside run fastpar's kernel (OWN) or stock PyTorch (STOCK); other ops are OWN.
 
     what: also "forward/backward", names of implementations of attention.
     """
@@ -104,7 +103,7 @@ def trying(op: str, what: str) -> Iterator[None]:
 
 
 def is_trying() -> bool:
-    """Whether a trial says who runs."""
+    """Whether a trial decides who runs."""
     return bool(_trying)
 
 
@@ -114,7 +113,7 @@ def is_real(x: Tensor) -> bool:
 
 
 def may_run(op: str, x: Tensor) -> bool:
-    """Whether the own kernel serves a call of op with tensors like x; proves it if need be."""
+    """Whether fastpar's kernel serves a call of op with tensors like x; proves it if needed."""
     if _trying:
         return _trying.get(_PARTS.get(op, op), OWN) != STOCK
     if not proofs and not x.is_cuda:
@@ -134,21 +133,21 @@ def may_run(op: str, x: Tensor) -> bool:
 
 
 def is_right(op: str, x: Tensor) -> bool:
-    """Whether the own kernel passed its proof for tensors like x, whatever its time."""
+    """Whether fastpar's kernel passed its proof for tensors like x, whatever its time."""
     proof = proofs.get(_key_of(op, x))  # type: ignore[call-overload]
     return proof is not None and bool(proof.own_ms[0])
 
 
 def is_proven(op: str, x: Tensor) -> bool:
-    """may_run() for an op with a complete other form, which serves while others are tried and
-    where the user asks torch for deterministic algorithms."""
+    """may_run() for an op with a complete alternative, which runs during other ops' trials and if
+    the user asks torch for deterministic algorithms."""
     if not _trying and torch.are_deterministic_algorithms_enabled():
         return False
     return (not _trying or op in _trying) and may_run(op, x)
 
 
 def server(op: str, x: Tensor, direction: int) -> str:
-    """Who serves a call that may_run(): direction 0 forward, 1 backward."""
+    """Who serves a call for which may_run() is true: direction 0 forward, 1 backward."""
     if _trying:
         forward, _, backward = _trying.get(op, OWN).partition("/")
         return (forward, backward or forward)[direction]
@@ -159,10 +158,10 @@ def server(op: str, x: Tensor, direction: int) -> str:
 
 
 def refuse_wrong(op: str, x: Tensor, backend: str) -> None:
-    """For a backend that the user forces: what failed its proof is not run even then.
+    """For a backend that the user forces: refuses a kernel that failed its proof.
 
     Raises:
-        RuntimeError: the own kernel is wrong here, with the numbers.
+        RuntimeError: fastpar's kernel is wrong here, with the numbers.
     """
     if _trying or not (proofs or x.is_cuda):
         return

@@ -1,8 +1,8 @@
-"""Tables of what a GPU decides by time: which tile, how many warps, how much to keep in its cache.
+"""Tables of a GPU's tuning choices: tile sizes, warps, how much to keep in cache.
 
-A table is architecture -> place -> config, in a JSON file that ships. Nothing is timed at a user's
-first step: `python -m bench tune` tries a table's candidates on a GPU and writes the winners. A GPU
-without a part of its own uses that of another one, which the table names.
+A table is architecture -> place -> config, in a JSON file that ships with the package. Nothing is
+timed at a user's first step: `python -m bench tune` tries a table's candidates on a GPU and writes
+the winners. A GPU without its own section uses another architecture's, which the table names.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any, Generic, TypeVar
 
 C = TypeVar("C", bound=Any)  # a NamedTuple
 Place = tuple[Any, ...]
-Values = Sequence[Any]  # a range, or one by one
-TABLES: dict[str, ConfigTable] = {}  # by name: all that were imported
+Values = Sequence[Any]  # a range, or a list
+TABLES: dict[str, ConfigTable] = {}  # by name: all imported tables
 
 
 class ConfigTable(Generic[C]):
     """One table.
 
     Args:
-        name: of its file <name>.json beside the module that defines kind.
+        name: of its file <name>.json next to the module that defines kind.
         kind: of a config, a NamedTuple.
-        allowed: field of a config -> the values that it can have, or (arch) -> these.
+        allowed: field of a config -> its possible values, or (arch) -> these.
         candidates: (arch, *place) -> configs worth timing.
-        archs: compute capabilities with a part of their own (80 for 8.0).
-        places: keys of configs below the architecture; () where there is one.
-        part_for: compute capability -> the one of archs whose part serves it.
-        adapt: (arch, config) -> the config as a GPU of that kind can run it.
+        archs: compute capabilities with their own section (80 for 8.0).
+        places: keys of configs below the architecture; () if there is only one.
+        part_for: compute capability -> the architecture whose section serves it.
+        adapt: (arch, config) -> the config as such a GPU can run it.
     Attributes:
         get: (arch, *place) -> the config of a GPU of this compute capability.
     """
@@ -62,7 +62,7 @@ class ConfigTable(Generic[C]):
 
     @contextlib.contextmanager
     def trying(self, place: Place, config: C) -> Iterator[None]:
-        """Calls inside, also of autograd's threads, find this config at this place."""
+        """Calls inside, also in autograd's threads, find this config at this place."""
         before = dict(self._tried)
         self._tried[place] = config
         self.get.cache_clear()
@@ -78,7 +78,7 @@ class ConfigTable(Generic[C]):
         def refuse(rule: str, name: str, value: Any) -> ValueError:
             return ValueError(
                 f"{self.name}: expected {rule}, got {name}={value} at {_shown(key)}; correct "
-                f"{self.path.name} or restore the one that was installed"
+                f"{self.path.name} or restore the installed file"
             )
 
         if not isinstance(entry, dict) or set(entry) != set(self.kind._fields):
@@ -90,10 +90,10 @@ class ConfigTable(Generic[C]):
         return self.kind(**entry)
 
     def _load(self, path: Path) -> dict[Place, C]:
-        """(arch, *place) -> config, all of a file's, checked.
+        """(arch, *place) -> config, all entries of a file, checked.
 
         Raises:
-            ValueError: a missing, unknown or impossible entry, named.
+            ValueError: names a missing, unknown or impossible entry.
         """
         table = json.loads(path.read_text())
         configs = {}
@@ -105,7 +105,7 @@ class ConfigTable(Generic[C]):
         return configs
 
     def write(self, arch: int, place: Place, config: C, path: Path | None = None) -> None:
-        """Writes one entry of the table (to its own file by default); calls from now on use it.
+        """Writes one entry of the table (to its own file by default); later calls use it.
 
         Raises:
             ValueError: no such place in the table, or an impossible config.
@@ -139,7 +139,7 @@ def _rule(values: Values) -> str:
 
 
 def render(table: dict[str, Any]) -> str:
-    """JSON with one config a line, so that a table tuned again is a readable difference."""
+    """JSON with one config per line, so that tuning a table again gives a readable diff."""
 
     def render_node(node: dict[str, Any], level: int) -> str:
         if not any(isinstance(value, dict) for value in node.values()):

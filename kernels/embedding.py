@@ -1,15 +1,15 @@
 """Token plus position embedding: x[b, t] = wte[idx[b, t]] + wpe[first_position + t], then dropout.
 
-    dwte[v] = sum of dx, under the mask, over the places where idx is v, in their order; 0 elsewhere
+    dwte[v] = sum of dx, under the mask, over the positions where idx is v, in order; 0 elsewhere
     dwpe[first_position + t] = sum of dx, under the mask, over the batch
 
 Saved for backward: idx and the mask's key; the mask is drawn again. Sums of 16-bit gradients are
-kept in fp32: a frequent token has hundreds of terms. dwte is dense, because in a model with a tied
-head the same parameter also gets the dense gradient of the loss; with freed memory kept mapped
-(backend.keep_freed_memory) that costs 2.7 ms at V = 50304, C = 384, and 31 ms of page faults
-without. Given the buffer wte_grad, backward adds only the rows that occur to it.
+kept in fp32, because a frequent token has hundreds of terms. dwte is dense, because in a model with
+a tied head the same parameter also gets the dense gradient of the loss; with freed memory kept
+mapped (backend.keep_freed_memory) that costs 2.7 ms at V = 50304, C = 384, and 31 ms of page faults
+without. Given the buffer wte_grad, backward adds only the rows of tokens that occur.
 
-On a GPU each pass is one kernel or two (embedding_triton.py); elsewhere it is torch ops, and the
+On a GPU each pass is one or two kernels (embedding_triton.py); elsewhere it is torch ops, and the
 compiled dropout in place.
 """
 
@@ -34,7 +34,7 @@ from fastpar.kernels.philox import (
 
 
 def _check_ids(idx: Tensor, rows: int) -> None:
-    """On CPU; a GPU would have to wait for the answer."""
+    """Checks on CPU only; a GPU would have to be waited for."""
     if idx.device.type == "cpu" and idx.numel():
         low, high = torch.aminmax(idx)
         if low < 0 or high >= rows:
@@ -48,7 +48,7 @@ def embedding_fwd(
     idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int, key: Tensor | None,
     site: int, threshold: int, wte_grad: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x, under its mask when there is a key. wte_grad is for backward only."""
+    """x, masked if there is a key. wte_grad is for backward only."""
     _check_ids(idx, wte.shape[0])
     if use_triton("embedding", wte):
         return triton_module("embedding_triton").embedding_fwd(
@@ -106,7 +106,7 @@ def embedding_bwd(
     dx: Tensor, idx: Tensor, key: Tensor | None, site: int, threshold: int, rows: int,
     positions: int, first_position: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dwte [rows, C] and dwpe [positions, C]; either is [0, C] when its size is given as 0."""
+    """dwte [rows, C] and dwpe [positions, C]; either is [0, C] if its size is given as 0."""
     dx, mask, places = dx.contiguous(), (key, site, threshold), (positions, first_position)
     if use_triton("embedding", dx):
         kernels = triton_module("embedding_triton")
@@ -123,7 +123,7 @@ def embedding_bwd_(
     wte_grad: Tensor, dx: Tensor, idx: Tensor, key: Tensor | None, site: int, threshold: int,
     positions: int, first_position: int,
 ) -> Tensor:  # fmt: skip
-    """Adds dwte to wte_grad and returns dwpe as embedding_bwd."""
+    """Adds dwte to wte_grad and returns dwpe like embedding_bwd."""
     dx, mask, places = dx.contiguous(), (key, site, threshold), (positions, first_position)
     if use_triton("embedding", dx):
         kernels = triton_module("embedding_triton")
@@ -161,7 +161,7 @@ _embedding_bwd_ = define_op(
 def _setup_context(ctx, inputs, output):
     idx, wte, wpe, ctx.first_position, key, ctx.site, ctx.threshold, wte_grad = inputs
     ctx.save_for_backward(idx, key)
-    # Not saved: between forward and backward others add to the same buffer (the tied head does).
+    # Not saved: others add to the same buffer between forward and backward (the tied head does).
     ctx.wte_grad = wte_grad if wte.requires_grad else None
     ctx.rows = wte.shape[0] if wte.requires_grad and wte_grad is None else 0
     ctx.wte = wte if ctx.rows and hasattr(wte, "fastpar_wide_place") else None
@@ -262,19 +262,19 @@ def embedding(
         dropout_p: rounded to a multiple of 1/256.
         rng: key and site of the mask; None draws a key from torch's default generator.
         wte_grad: [V, C], fp32 or dtype of wte, rows contiguous: backward adds the gradient of wte
-            to it, in place, and leaves wte.grad alone. For a tied head, which adds to the same
+            to it, in place, and does not set wte.grad. For a tied head, which adds to the same
             buffer.
     Returns:
         x: [B, T, C], dtype of wte. idx and the key are kept for backward.
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above; a position beyond wpe; an
             id outside [0, V), on CPU; dropout_p outside [0, 1); a key or site that the mask cannot
-            hold; an rng of a part of a mask.
-        RuntimeError: a second derivative is asked for.
-    Ids outside [0, V) on a GPU, which nothing waits for: the row is NaN (0 where dropped) and has
+            hold; an rng for a slice of a mask.
+        RuntimeError: a second derivative is requested.
+    Ids outside [0, V) on a GPU, where no check waits: the row is NaN (0 where dropped) and has
     no gradient; nothing outside the tables is read or written. (With FASTPAR_BACKEND=torch or fp64,
     torch's device-side assert.)
-    Traffic: 2 * x.numel() * x.element_size() bytes forward; backward reads dx once for each table
+    Traffic: 2 * x.numel() * x.element_size() bytes forward; backward reads dx once per table
         and writes dwte once, or with wte_grad only the rows that occur.
     Deterministic: yes, bitwise.
     Oracle: fastpar.kernels.reference.embedding_ref

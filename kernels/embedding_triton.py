@@ -1,22 +1,22 @@
 """Token plus position embedding in Triton; formulas and what is saved: embedding.py.
 
 Forward is one pass: a program gathers ROWS rows of wte, adds those of wpe, draws the mask and
-stores, with 16 elements a thread.
+stores, with 16 elements per thread.
 
 [Note: gradient of wte] The ids are sorted (stable, on the device), so that equal ones are
-neighbours: a run. A run is cut at the multiples of PIECE in the sorted list, which leaves at most
+adjacent: a run. Runs are cut at the multiples of PIECE in the sorted list, which gives at most
 N / PIECE + V pieces of at most PIECE rows each, however frequent a token is:
     sorted ids   7 7 7 7 7 7 | 7 7 9 9 12 12 | 12 12 12 12 12 12 | 12 13 15 15 15 17
     pieces       ----------- | --- --- ----- | ----------------- | -- -- -------- --
 _embedding_bwd_tokens_kernel sums each piece in order, in fp32. A piece that is a whole run is a row
-of the gradient. The others are at most the first and the last of their stretch of PIECE, so their
+of the gradient. The others can only be the first or the last of their stretch of PIECE, so their
 sums go to partial[2 * stretch] and partial[2 * stretch + 1], and _embedding_bwd_runs_kernel adds
-those of each run in order. Nothing depends on the data but what programs skip: a fixed number of
-programs stride over the list, so the host never waits. Each row of the gradient is written by one
-program, so adding to a given gradient is a load, an add and a store.
+those of each run in order. The data only decides what programs skip: a fixed number of programs
+stride over the list, so the host never waits. Each row of the gradient is written by one program,
+so adding to a given gradient is a load, an add and a store.
 
-The gradient of wpe is the sum over the batch, one row a program. Both read dx once, under the mask,
-drawn again. One warp a program: the sum over rows stays inside a thread, without barriers.
+The gradient of wpe is the sum over the batch, one row per program. Both read dx once, under the
+mask, drawn again. One warp per program: the sum over rows stays inside a thread, without barriers.
 
 An id outside [0, V) reads nothing and gives a row of NaN (zeros where dropped); its gradient is
 left out.
@@ -37,7 +37,7 @@ from fastpar.kernels.philox_triton import keep_tile
 from fastpar.kernels.triton_launch import cdiv, device_key, launch, sm_count
 
 _PIECE = 64
-_PROGRAMS_PER_SM = 20  # all resident: one warp each, at most 96 registers a thread
+_PROGRAMS_PER_SM = 20  # all resident: one warp each, at most 96 registers per thread
 
 
 @triton.jit(do_not_specialize=["N", "T", "V", "first_position", "site", "threshold", "scale"])
@@ -143,7 +143,7 @@ def _embedding_bwd_runs_kernel(
     token_ptr, partial_ptr, dwte_ptr, N, V, C, stride_dwte, PIECE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """The run that begins in this program's stretch and reaches beyond it, if there is one."""
+    """The run that begins in this program's stretch and extends beyond it, if there is one."""
     blocks = tl.cdiv(C, BLOCK_C)
     block = tl.program_id(0) % blocks
     stretch = tl.program_id(0) // blocks
@@ -202,7 +202,7 @@ def embedding_fwd(
     idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int, key: Tensor | None,
     site: int, threshold: int,
 ) -> Tensor:  # fmt: skip
-    """x [B, T, C], under its mask when there is a key."""
+    """x [B, T, C], masked if there is a key."""
     T, C = idx.shape[1], wte.shape[1]
     x = wte.new_empty(*idx.shape, C)
     wte, table = _rows_of(wte), _rows_of(wte if wpe is None else wpe)
@@ -226,7 +226,7 @@ def embedding_bwd_wte(
     See [Note: gradient of wte].
     """
     N, C, V = idx.numel(), dx.shape[-1], dwte.shape[0]
-    # Clamped first: 32 bits would turn some ids outside into others inside.
+    # Clamped first: in 32 bits some ids outside would wrap to valid ones.
     tokens, order = torch.sort(idx.reshape(-1).clamp(-1, V).int(), stable=True)
     width = block_columns(C)
     blocks, stretches = cdiv(C, width), cdiv(N, _PIECE)

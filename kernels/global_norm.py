@@ -5,10 +5,10 @@
     found_inf = 1 where the norm is inf or nan, else 0
 
 The sum of squares is kept as exact integer totals (csrc/norm_math.h, [Note: exact sum of squares]),
-so its bits depend on nothing but the elements: not on their order, on how tensors, buckets or ranks
-cut them, on threads, instruction set or device. Ranks add their bins with one int64 all-reduce
-between norm_bins and norm_from_bins. On CUDA everything stays on the device: one launch reads the
-tensors, one makes the result, both can be captured in a CUDA graph.
+so its bits depend only on the elements: not on their order, on how tensors, buckets or ranks divide
+them, on threads, instruction set or device. Ranks add their bins with one int64 all-reduce between
+norm_bins and norm_from_bins. On CUDA everything stays on the device: one launch reads the tensors,
+one computes the result, both can be captured in a CUDA graph.
 """
 
 import math
@@ -53,7 +53,7 @@ def _finish(
 
 
 def _composed_bins(tensors: list[Tensor], counted: list[bool]) -> Tensor:
-    """The same bins in plain torch, for pieces that bound the memory it takes."""
+    """The same bins in plain torch, in pieces that bound its memory."""
     device = tensors[0].device
     bins = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
     units = _units(device)
@@ -195,7 +195,7 @@ def _clip(
     op: str, max_norm: float | None, loss_scale: float | Tensor | None, eps: float,
     device: torch.device,
 ) -> tuple[float, float, float, Tensor | None]:  # fmt: skip
-    """(max_norm or -1, eps, loss scale by value, the tensor to read it from instead)"""
+    """(max_norm or -1, eps, loss scale by value, or the tensor to read it from)"""
     if max_norm is not None and not max_norm > 0:
         raise ValueError(
             f"{op}: expected max_norm > 0 or None, got max_norm={max_norm}; None does not clip"
@@ -225,8 +225,8 @@ def global_norm(
     Args:
         tensors: fp32 | bf16 | fp16 in any mixture, any shapes, size 0 included, one device; an
             empty list has norm 0 (on CPU). fp64 is rounded to fp32 first: beyond its range is inf.
-        counted: False for a tensor that another rank counts: it takes no part in the sum, but what
-            is not finite in it is found. None counts all.
+        counted: False for a tensor that another rank counts: it is not part of the sum, but its
+            non-finite elements are found. None counts all.
         max_norm: grad_scale = min(1, max_norm / (norm + eps)) / loss_scale; None does not clip.
         loss_scale: the tensors are gradients of a loss multiplied by it, a number or fp32 [] on
             their device: the norm is divided by it, and grad_scale does the same to gradients.
@@ -239,9 +239,9 @@ def global_norm(
         ValueError: lists of unequal length; another dtype, layout or device; max_norm, loss_scale
             or eps outside their range.
     Traffic: the bytes of the tensors once; a strided tensor is copied first.
-    Deterministic: yes, the same bits for any order and cut of the tensors, any number of threads,
-        instruction set and device. Error of the norm: one fp32 rounding and a relative 2^-53 for
-        each element.
+    Deterministic: yes, the same bits for any order and division of the tensors, any number of
+        threads, instruction set and device. Error of the norm: one fp32 rounding and a relative
+        2^-53 per element.
     Oracle: fastpar.kernels.reference.global_norm_ref
     Source: the binned sum of Demmel, Nguyen 2015, 10.1109/TC.2014.2345391, with integer bins
     """
@@ -260,15 +260,15 @@ def norm_bins(
 ) -> Tensor:
     """The exact sum of squares of all elements: int64 [NORM_WORDS], for norm_from_bins.
 
-    Bins of disjoint parts, of ranks too, add up to those of the whole: same norm, bit for bit.
+    Bins of disjoint parts, also of ranks, add up to those of the whole: same norm, bit for bit.
 
     Args:
-        tensors, counted: as in global_norm; the list may be empty where out is given.
+        tensors, counted: as in global_norm; the list may be empty if out is given.
         out: int64 [NORM_WORDS] on the tensors' device; the bins are added to it and it is returned.
     Raises:
         ValueError: as global_norm; an out that does not fit.
     Traffic: the bytes of the tensors once.
-    Deterministic: single words may depend on the cut, what norm_from_bins makes of them does not.
+    Deterministic: single words may depend on the division, norm_from_bins's result does not.
     Oracle: fastpar.kernels.reference.global_norm_ref
     """
     lists = _checked("norm_bins", tensors, counted)
@@ -302,7 +302,7 @@ def norm_from_bins(
 
 
 def check_bins(op: str, bins: Tensor, device: torch.device) -> None:
-    """Refuse what is not made by norm_bins, or like it."""
+    """Refuses tensors that norm_bins does not return."""
     fits = bins.shape == (NORM_WORDS,) and bins.dtype == torch.int64 and bins.is_contiguous()
     if not fits or bins.device != device:
         raise ValueError(

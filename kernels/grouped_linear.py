@@ -1,19 +1,19 @@
-"""Linear layers of several experts: each takes its own rows.
+"""Linear layers of several experts: each processes its own rows.
 
     y = x @ weight[g % E].T + bias[g % E]           for the rows of group g
     dx = dy @ weight[g % E],  dweight[e] = sum over its groups of dy.T @ x,  dbias[e] likewise
 
-counts [S, E] says how many rows group s * E + e has; they lie one group behind another. S is 1, or
-the number of ranks that have sent rows: each one's stay together.
+counts [S, E] is the number of rows of group s * E + e; groups are stored one after another. S is 1,
+or the number of ranks that sent rows: the rows of each rank stay together.
 
-[Note: rows of others] The products run group by group, so a row's bits depend on the rows of its
-own group alone. The ranks of an expert-parallel run so compute what one process does with the same
-micro-batch, whatever the GEMM does with other numbers of rows. For the same reason weight.apart, a
-function, is handed the gradients [S, E, F, C] of the groups where somebody has set it: sums over
-the micro-batches of several ranks have one order (fastpar/axes/experts/__init__.py).
+[Note: rows of others] The products run group by group, so a row's bits depend only on the rows of
+its own group. The ranks of an expert-parallel run therefore compute what one process does with the
+same micro-batch, whatever the GEMM does with other numbers of rows. For the same reason a function
+set as weight.apart gets the gradients [S, E, F, C] of the separate groups: sums over the
+micro-batches of several ranks have one order (fastpar/axes/experts/__init__.py).
 
-On a CPU the products are matmul's (linear). On CUDA, in bf16, torch's grouped product runs where
-a proof on first use found it right and faster and S is 1, without the host knowing the counts.
+On a CPU the products are matmul's (linear). On CUDA, in bf16, torch's grouped product runs if a
+proof at first use found it right and faster and S is 1, without the host knowing the counts.
 Saved for backward: x, weight, counts.
 """
 
@@ -81,7 +81,7 @@ def _bwd_grouped(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor, need: li
 def grouped_linear_bwd(
     dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor, need: list[bool], apart: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias; [0] for what is not needed. apart: [S, E, ...] of the last two."""
+    """dx, dweight, dbias; [0] for those not needed. apart: the last two as [S, E, ...]."""
     dy = dy.contiguous()
     if use_grouped(x, weight, counts) and not apart:
         return _bwd_grouped(dy, x, weight, counts, need)
@@ -105,7 +105,7 @@ def grouped_linear_bwd(
 
 
 def summed(parts: Tensor) -> Tensor:
-    """The sum over the first dimension, a pairwise tree: ((0 + 1) + (2 + 3)) + ..., in place."""
+    """The sum over the first dimension as a pairwise tree: ((0 + 1) + (2 + 3)) + ..., in place."""
     n, step = parts.shape[0], 1
     while step < n:
         for left in range(0, n - step, 2 * step):
@@ -161,14 +161,17 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tenso
     """Each group of rows times its expert's weight; see the top of the file.
 
     Args:
-        x: [M, C], rows of the groups one behind another.
+        x: [M, C], rows of the groups one after another.
         weight: [E, F, C], dtype of x; bias: [E, F], or None.
         counts: [E] or [S, E] int64, rows of each group; their sum is M.
     Returns:
         y: [M, F].
     Raises:
         ValueError: shapes that do not fit; on a CPU also counts whose sum is not M.
-        RuntimeError: a second derivative is asked for.
+        RuntimeError: a second derivative is requested.
+    Traffic: x, y and the weights of groups with rows once.
+    Deterministic: yes, bitwise; a row's bits depend on its group alone if the products are
+        matmul's.
     Traffic: x, y and the weights of groups with rows once.
     Deterministic: yes, bitwise; a row's bits depend on its group alone where the products are
         matmul's.
@@ -188,7 +191,7 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tenso
         )
     if counts.is_cpu and is_real(counts) and int(counts.sum()) != len(x):
         raise ValueError(
-            f"grouped_linear: expected counts of the {len(x)} rows of x, got counts that make "
-            f"{int(counts.sum())}; pass what permute() gave"
+            f"grouped_linear: expected counts of the {len(x)} rows of x, got counts that add up to "
+            f"{int(counts.sum())}; pass the counts that permute() returned"
         )
     return _grouped_linear(x, weight, bias, counts)

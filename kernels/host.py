@@ -1,4 +1,4 @@
-"""Where and how the compiled CPU kernels run: threads, their CPUs, the instruction set.
+"""Where the compiled CPU kernels run: threads, their CPUs, the instruction set.
 
 A step of the optimizer is bound by memory, so on a machine with several NUMA nodes each process
 should stay on one of them:
@@ -6,9 +6,9 @@ should stay on one of them:
     host.set_threads(16)
     host.bind_threads(node=0)      # before the tensors are made
 
-Linux gives a page to the node of the thread that first writes it; tensors made after bind_threads
-therefore lie where their threads run. Nothing here changes a result: the kernels give the same bits
-for any number of threads and any instruction set.
+Linux puts a page on the node of the thread that first writes it; tensors made after bind_threads
+are therefore near their threads. Nothing here changes a result: the kernels give the same bits for
+any number of threads and any instruction set.
 """
 
 import os
@@ -24,12 +24,12 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def threads() -> int:
-    """Threads of a kernel that is not told another number: torch's."""
+    """Default number of threads of a kernel: torch's."""
     return torch.get_num_threads()
 
 
 def set_threads(count: int) -> None:
-    """Set the number of threads of this process's kernels, and of torch's."""
+    """Sets the number of threads of this process's kernels, and of torch's."""
     if count < 1:
         raise ValueError(
             f"set_threads: expected count >= 1, got count={count}; use at most len(cpus())"
@@ -52,14 +52,14 @@ def worker_cpus(count: int | None = None) -> list[tuple[int, ...]]:
     """
     if _C is None:
         raise RuntimeError(
-            "worker_cpus: expected the compiled module, whose threads these are, got none; "
+            "worker_cpus: expected the compiled module, which has these threads, got none; "
             f"{WITH_CPP}"
         )
     return [tuple(found) for found in _C.worker_cpus(count or threads())]
 
 
 def read_cpu_list(text: str) -> tuple[int, ...]:
-    """The CPUs of Linux's list form: "0-2,8" is 0, 1, 2, 8."""
+    """The CPUs in Linux's list format: "0-2,8" is 0, 1, 2, 8."""
     found: list[int] = []
     for item in filter(None, text.strip().split(",")):
         first, _, last = item.partition("-")
@@ -68,7 +68,7 @@ def read_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def numa_nodes(folder: Path = _NODES) -> dict[int, tuple[int, ...]]:
-    """CPUs of each NUMA node that has some; where the system does not tell, one node of cpus()."""
+    """CPUs of each NUMA node that has any; if the system does not say, one node with cpus()."""
     nodes = {}
     for path in folder.glob("node[0-9]*/cpulist"):
         found = read_cpu_list(path.read_text())
@@ -80,7 +80,7 @@ def numa_nodes(folder: Path = _NODES) -> dict[int, tuple[int, ...]]:
 def bind_threads(
     node: int | None = None, cpus: Sequence[int] | None = None, *, count: int | None = None
 ) -> tuple[int, ...]:
-    """Keep the calling thread and its kernel threads on the CPUs of a node, or on these CPUs.
+    """Keeps the calling thread and its kernel threads on the CPUs of a node, or on these CPUs.
 
     Threads started later by the caller inherit it. Call it after set_threads, in each process (and
     each Python thread) that runs kernels; call it again to undo it.
@@ -90,9 +90,9 @@ def bind_threads(
         cpus: instead of node, numbers of CPUs.
         count: kernel threads; None is threads().
     Returns:
-        the CPUs.
+        The CPUs.
     Raises:
-        ValueError: both or none of node and cpus; a node or a CPU that the machine does not have.
+        ValueError: both or none of node and cpus; a node or a CPU that the machine lacks.
         RuntimeError: not on Linux; CPUs that this process may not use (a container's limit); no
             compiled module.
     """
@@ -131,22 +131,22 @@ def isa() -> str:
 
 
 def supported_isas() -> tuple[str, ...]:
-    """The instruction sets that this machine can run; () without the compiled module."""
+    """The instruction sets that this machine supports; () without the compiled module."""
     if _C is None:
         return ()
     return tuple(name for name in ("baseline", "avx2", "avx512", "amx") if _C.isa_supported(name))
 
 
 def set_isa(name: str) -> None:
-    """Choose the instruction set of the compiled kernels: auto, baseline, avx2 or avx512.
+    """Sets the instruction set of the compiled kernels: auto, baseline, avx2 or avx512.
 
     Raises:
         ValueError: another name.
-        RuntimeError: this machine does not have it; no compiled module.
+        RuntimeError: this machine lacks it; no compiled module.
     """
     if _C is None:
         raise RuntimeError(
-            f"set_isa: expected the compiled module, whose instructions these are, got none; "
+            f"set_isa: expected the compiled module, which has these instructions, got none; "
             f"{WITH_CPP}"
         )
     _C.set_isa(name)

@@ -1,6 +1,6 @@
-"""How ops are registered and called: with torch.library, or straight where tensors are ordinary.
+"""Registers and calls ops: with torch.library, or directly for ordinary tensors.
 
-Kinds of tensors and derivatives that no implementation reads are made plain or refused here, once
+Kinds of tensors and derivatives that no implementation supports are converted or refused here, once
 for all ops; tests/ops/test_op.py is the table.
 """
 
@@ -26,18 +26,18 @@ class Op:
 
     [Note: eager calls] The dispatcher parses every argument twice, once for autograd and once for
     the device, which costs as much as a small kernel. So a call on plain CPU or CUDA tensors, with
-    no mode, transform or tracer that wants to see it, goes straight to the implementation (through
-    autograd.Function where a gradient is needed, which torch's profiler sees). All others see the
-    op: torch.compile, and the profiler where no gradient is needed.
+    no active mode, transform or tracer, goes straight to the implementation (through
+    autograd.Function if a gradient is needed, which torch's profiler sees). All other calls see the
+    op: torch.compile, and the profiler if no gradient is needed.
 
     [Note: unusual tensors] Implementations read memory by address, so a tensor is plain only if its
-    memory holds its values: what is negated lazily (the negative bit of z.conj().imag) is made
+    memory holds its values. A lazily negated tensor (the negative bit of z.conj().imag) is made
     plain here, for inputs and for the gradients that reach a backward op; a batch of gradients
     (is_grads_batched) goes through the dispatcher, which calls the op for each; a sparse tensor and
     a tangent of forward-mode AD are refused.
 
     [Note: transforms] Under torch.func's grad and vmap the op is an autograd.Function of the form
-    that these ask for: vmap is a loop, and backward may itself be recorded, but not differentiated.
+    that these require: vmap is a loop, and backward may itself be recorded, but not differentiated.
     """
 
     def __init__(
@@ -64,20 +64,20 @@ class Op:
         return (self.overload if _profiler_enabled() else self.run)(*args)
 
     def after(self, *grads: Tensor | None) -> Callable[..., Any]:
-        """What a backward calls with these gradients and with what its forward saved, which that
-        has looked at: itself with care, else the implementation."""
+        """The function that a backward calls with these gradients and its saved tensors, which are
+        checked already: with care for unusual tensors, else the implementation."""
         careful = torch.compiler.is_compiling() or forward_ad._current_level >= 0 or self.mutates
         if careful or _profiler_enabled() or not _look_at(grads):
             return self
         return self.run
 
     def complete(self, result: Any, args: tuple) -> Any:
-        """What run(*args) returned, with the empty tensors that it left out."""
+        """The result of run(*args), with the empty tensors that it left out."""
         if not isinstance(result, tuple) or all(x is not None for x in result):
             return result
         key = tuple(_kind(a) for a in args)
         dtypes = self._dtypes.get(key)
-        if dtypes is None:  # of tensors without memory: outputs may be large
+        if dtypes is None:  # found with tensors without memory: outputs may be large
             given = (a.to("meta") if isinstance(a, Tensor) else a for a in args)
             dtypes = self._dtypes[key] = [x.dtype for x in self.fake(*given)]
         like = next(a for a in args if isinstance(a, Tensor))
@@ -93,8 +93,8 @@ class Op:
             if self.mutates:
                 raise RuntimeError(
                     f"{self.name}: expected tensors outside of torch.func's transforms, got a call "
-                    "under grad or vmap; it writes in place: leave out what asks for that (inplace,"
-                    " wte_grad, weight_grad)"
+                    "under grad or vmap; it writes in place: drop the argument that asks for it "
+                    "(inplace, wte_grad, weight_grad)"
                 )
             return self._transformed.apply(*args)
         negative = False
@@ -112,7 +112,7 @@ class Op:
             if isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None:
                 raise RuntimeError(
                     f"{self.name}: expected tensors without tangents, got forward-mode AD (jvp, "
-                    "dual tensors), which it has not; use backward or torch.func.grad, or "
+                    "dual tensors), which it does not support; use backward or torch.func.grad, or "
                     f"fastpar.kernels.reference.{_stem(self.name)}_ref"
                 )
 
@@ -148,7 +148,7 @@ class Op:
 
 
 def _kind(a: Any) -> Any:
-    """Of an argument, what decides about the dtypes of outputs."""
+    """The properties of an argument that determine the dtypes of outputs."""
     if isinstance(a, Tensor):
         return a.dtype
     return a if a is None or isinstance(a, torch.dtype | bool) else type(a)
@@ -156,12 +156,12 @@ def _kind(a: Any) -> Any:
 
 _PLAIN = (Tensor, Parameter)
 _is_grad_enabled, _profiler_enabled = torch.is_grad_enabled, torch.autograd._profiler_enabled
-_has_storage = torch._C._has_storage  # not of a sparse tensor, nor of torch's wrappers
+_has_storage = torch._C._has_storage  # false for sparse tensors and torch's wrappers
 
 
 def look_at(args: tuple) -> int:
-    """How an eager call goes on: 0 with care; 1 straight to the implementation; 2 the same, and an
-    input requires a gradient. csrc/bindings_eager.cpp does the same in a fifth of the time."""
+    """How an eager call continues: 0 with care; 1 straight to the implementation; 2 the same, and
+    an input requires a gradient. csrc/bindings_eager.cpp does the same in a fifth of the time."""
     if _is_watched():
         return 0
     needs_grad = False
@@ -185,18 +185,18 @@ if _C is not None:
 
 
 def _stem(name: str) -> str:
-    """layer_norm of layer_norm_bwd, and so on."""
+    """The op's base name: layer_norm for layer_norm_bwd, and so on."""
     return name.removesuffix("_").removesuffix("_bwd")
 
 
 def in_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap) is active."""
-    compiling = torch.compiler.is_compiling()  # torch's tracer takes the stack for full
+    compiling = torch.compiler.is_compiling()  # torch's tracer assumes a non-empty stack
     return not compiling and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor here, whose memory holds its values."""
+    """Whether x is an ordinary tensor whose memory holds its values."""
     return type(x) in _PLAIN and _has_storage(x) and not x.is_neg() and not _is_watched()
 
 
@@ -210,7 +210,7 @@ def _is_watched() -> bool:
 
 
 def check_dense(op: str, name: str, x: Tensor) -> None:
-    """Refuse sparse tensors, before their shapes and strides are asked for."""
+    """Refuses sparse tensors, before their shapes and strides are read."""
     if x.layout is not torch.strided:
         raise ValueError(
             f"{op}: expected dense tensors, got {name}.layout={x.layout}; pass its to_dense()"
@@ -218,7 +218,7 @@ def check_dense(op: str, name: str, x: Tensor) -> None:
 
 
 def check_float(op: str, name: str, x: Tensor) -> None:
-    """Refuse what neither our kernels nor torch's ops take for numbers."""
+    """Refuses dtypes that neither our kernels nor torch's ops treat as numbers."""
     check_dense(op, name, x)
     if x.dtype not in FLOATS:
         raise ValueError(
@@ -228,7 +228,7 @@ def check_float(op: str, name: str, x: Tensor) -> None:
 
 
 def check_vector(op: str, name: str, vector: Tensor, x: Tensor) -> None:
-    """Refuse what is not a number for each element of x's last dimension."""
+    """Refuses a vector without one number per element of x's last dimension."""
     row = x.shape[-1:]
     if vector.dim() != 1 or vector.shape != row:
         raise ValueError(
@@ -248,7 +248,7 @@ def check_vector(op: str, name: str, vector: Tensor, x: Tensor) -> None:
 
 
 def check_scalar(op: str, name: str, value: Tensor, device: torch.device) -> None:
-    """Refuse a tensor that is no number for kernels to read on their device."""
+    """Refuses a tensor that kernels cannot read as a number on their device."""
     if value.numel() != 1 or value.dtype != torch.float32 or value.device != device:
         raise ValueError(
             f"{op}: expected {name} of one fp32 element on {device}, got {name}="
@@ -258,7 +258,7 @@ def check_scalar(op: str, name: str, value: Tensor, device: torch.device) -> Non
 
 
 def check_eps(op: str, eps: float) -> None:
-    """Refuse what would make roots of negative numbers."""
+    """Refuses an eps that would lead to roots of negative numbers."""
     if not 0.0 <= eps < math.inf:
         raise ValueError(f"{op}: expected a finite eps >= 0, got eps={eps}; 1e-5 is usual")
 
@@ -267,11 +267,11 @@ def define_op(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any] = lambda *args: None,
     devices: Sequence[str] = ("CPU", "CUDA"),
 ) -> Op:  # fmt: skip
-    """The op fastpar::<schema> that calls `run` on tensors of these devices; what returns nothing
-    needs no fake.
+    """Defines the op fastpar::<schema> that calls `run` on tensors of these devices; an op that
+    returns nothing needs no fake.
 
-    `run` returns new tensors, never its inputs. See [Note: eager calls]. Of several, it may leave
-    out those that are empty (None): complete() makes them for the dispatcher's callers.
+    `run` returns new tensors, never its inputs. See [Note: eager calls]. Of several outputs it may
+    return None for empty ones: complete() makes them for the dispatcher's callers.
     """
     name = schema.split("(")[0]
     _library.define(schema)
@@ -286,15 +286,15 @@ def define_autograd(
     op: Op, setup_context: Callable[..., None], backward: Callable[..., Any], *,
     by_products: int = 0, once: str = "",
 ) -> None:  # fmt: skip
-    """Gradients of op: setup_context(ctx, inputs, output) and backward(ctx, *grads).
+    """Defines gradients of op: setup_context(ctx, inputs, output) and backward(ctx, *grads).
 
-    backward is not called where no output has a gradient; of several, some may be None.
+    backward is not called if no output has a gradient; of several, some may be None.
 
     Args:
-        by_products: how many outputs, the last ones, are for backward alone. They have no gradient,
-            and an eager call that is differentiated does not return them. Under torch.func they may
-            be asked for one, by a second derivative: it is refused.
-        once: the name by which a derivative of the gradients is refused; "": backward sees to it.
+        by_products: number of last outputs that only backward needs. They have no gradient, and an
+            eager call that is differentiated does not return them. Under torch.func a second
+            derivative may request one: it is refused.
+        once: the name in the error for a derivative of the gradients; "": backward checks it.
     """
 
     def setup(ctx, inputs, output):
@@ -335,36 +335,36 @@ def define_autograd(
         return type(op.name, (torch.autograd.Function,), methods)
 
     _library.impl(op.name, function(through_dispatcher).apply, "Autograd")
-    # Without what Function.apply looks for first: transforms, and the wrappers that they leave,
-    # which __call__ has found already.
+    # Without Function.apply's checks for transforms and the wrappers that they leave, which
+    # __call__ has already made.
     op.apply = super(torch.autograd.Function, function(eager)).apply
     op.setup_context, op.backward = setup_of_transform, backward_of_transform
 
 
 def refuse_double_backward(op: str) -> None:
-    """Gradients of an op's gradients are not computed.
+    """Refuses gradients of an op's gradients.
 
-    torch.func.grad always asks for them; there they are refused when they are taken.
+    torch.func.grad always requests them; there the refusal comes when they are taken.
     """
     if torch.is_grad_enabled() and not in_transform():
         raise RuntimeError(_one_backward(op, "create_graph=True"))
 
 
 def refuse_buffer(op: str, name: str) -> None:
-    """A transform of torch.func cannot have its gradients added to memory outside of it."""
+    """Refuses torch.func's transforms: their gradients cannot be added to outside memory."""
     if in_transform():
         raise RuntimeError(
-            f"{op}: expected no {name} under torch.func's transforms, got one; leave it out: the "
+            f"{op}: expected no {name} under torch.func's transforms, got one; drop it: the "
             "transform returns the gradient"
         )
 
 
 def refuse_batch(op: str, name: str, grad: Tensor) -> None:
-    """Gradients in batches cannot be added to one memory each."""
+    """Refuses batches of gradients, which cannot be added to a single buffer."""
     if torch._C._functorch.is_legacy_batchedtensor(grad):
         raise RuntimeError(
             f"{op}: expected one gradient at a time with {name}, got a batch (is_grads_batched, "
-            f"jacobian(vectorize=True)); leave {name} out"
+            f"jacobian(vectorize=True)); drop {name}"
         )
 
 

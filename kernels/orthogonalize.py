@@ -1,4 +1,4 @@
-"""The orthogonal factor of a matrix: U V^T for X = U S V^T, by products alone (Newton-Schulz).
+"""The orthogonal factor of a matrix, U V^T for X = U S V^T, by matrix products (Newton-Schulz).
 
     X <- X / |X|                       Frobenius norm: no singular value above 1
     each step:  A = X X^T,  X <- a X + (b A + c A^2) X
@@ -6,10 +6,10 @@
 A step maps every singular value s to a s + b s^3 + c s^5 and leaves the singular vectors. With
 POLAR_EXPRESS's five steps, values from 0.01 to 1 end between 0.87 and 1.13 (test_singular_values).
 A matrix with more rows than columns is treated as its transpose, so that A is the smaller one.
-A and A^2 are symmetric; to compute one half of them in blocks of 128 to 384 rows gained nothing on
-a CPU (768x768: 177 to 182 ms against 182 ms on one core), so products are whole.
+A and A^2 are symmetric; computing one half of them in blocks of 128 to 384 rows gained nothing on a
+CPU (768x768: 177 to 182 ms against 182 ms on one core), so products are full.
 
-No gradient. Saved: nothing. Temporary: two matrices like A and one like X.
+No gradient; nothing is saved. Temporary: two matrices like A and one like X.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Coefficients = Sequence[tuple[float, float, float]]
 
 
 def _safe(coefficients: Coefficients, factor: float) -> Coefficients:
-    """Of p(s / factor): a singular value that rounding has put above 1 does not grow."""
+    """Coefficients of p(s / factor): singular values that rounding put above 1 do not grow."""
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in coefficients)
 
 
@@ -57,19 +57,19 @@ def orthogonalize(
     x: Tensor, *, coefficients: Coefficients = POLAR_EXPRESS, eps: float = 1e-7,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """The nearest matrix with orthonormal rows or columns, roughly: singular values become about 1.
+    """Approximates the nearest matrix with orthonormal rows or columns: singular values near 1.
 
     Args:
         x: [M, N], any floating dtype and strides.
         coefficients: (a, b, c) of each step.
-        eps: the least norm that x is divided by; a zero matrix stays zero.
-        dtype: of the products and the result; None: bf16 on CUDA, fp32 on a CPU, fp64 of fp64.
+        eps: lower bound of the norm that divides x; a zero matrix stays zero.
+        dtype: of the products and the result; None: bf16 on CUDA, fp32 on a CPU, fp64 for fp64.
     Returns:
         [M, N], contiguous unless M > N. Non-finite entries of x make all of it nan.
     Raises:
         ValueError: another number of dims, dtype, or coefficients.
-    Traffic: 3 products a step, 4 m^2 n + 2 m^3 flops with m <= n.
-    Deterministic: yes, bitwise; on a CPU whose products are our own, for any number of threads.
+    Traffic: 3 products per step, 4 m^2 n + 2 m^3 FLOPs with m <= n.
+    Deterministic: yes, bitwise; on a CPU with fastpar's products, for any number of threads.
     Oracle: fastpar.kernels.reference.orthogonalize_ref
     """
     if x.dim() != 2 or not x.is_floating_point():
@@ -80,7 +80,7 @@ def orthogonalize(
     if not coefficients or any(len(each) != 3 for each in coefficients):
         raise ValueError(
             "orthogonalize: expected coefficients as (a, b, c) of at least one step, got "
-            f"coefficients={coefficients}; take POLAR_EXPRESS"
+            f"coefficients={coefficients}; use POLAR_EXPRESS"
         )
     if dtype is None:
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -1,16 +1,16 @@
-"""Tokens brought into the order of their experts, and back.
+"""Sorts tokens by expert, and combines them again.
 
-Slot n * K + k is the k-th choice of token n. The slots are sorted by expert, stably: those of one
-expert stay in the order of the tokens.
+Slot n * K + k is the k-th choice of token n. The slots are sorted by expert, stably: slots of one
+expert stay in token order.
 
     permute   rows[j] = x[order[j] // K]               dx[n] = sum over k of drows[j of n, k]
     combine   y[n] = sum over k of weights[n, k] * rows[j of n, k]
               drows[j] = weights of order[j] * dy[order[j] // K]
               dweights[n, k] = dy[n] . rows[j of n, k]
 
-With a capacity an expert keeps its first slots only; those that it drops have no row, and count as
-0. Sums go over k in order, in fp32, and are rounded once: no atomics, and no index_add, whose order
-of equal indices is nobody's promise.
+With a capacity an expert keeps only its first slots; dropped slots have no row, and count as 0.
+Sums go over k in order, in fp32, and are rounded once: no atomics, and no index_add, which does not
+guarantee an order for equal indices.
 Saved for backward: order; combine: also rows and weights.
 Source: Lepikhin et al. 2020, arXiv 2006.16668
 """
@@ -25,14 +25,14 @@ from fastpar.kernels.op import define_autograd, define_op
 
 
 def _places(order: Tensor, slots: int) -> Tensor:
-    """The row of each slot; len(order) where it was dropped."""
+    """The row of each slot; len(order) if it was dropped."""
     places = order.new_full((slots,), len(order))
     places[order] = torch.arange(len(order), device=order.device)
     return places
 
 
 def _row(rows: Tensor, places: Tensor) -> Tensor:
-    """rows[places], 0 where there is none, in the dtype of sums."""
+    """rows[places], 0 for dropped slots, in the dtype of sums."""
     there = (places < len(rows))[:, None]
     if not len(rows):
         return rows.new_zeros(len(places), rows.shape[1], dtype=wide(rows.dtype))
@@ -71,7 +71,7 @@ def combine_fwd(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
 def combine_bwd(
     dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor, need_rows: bool, need_weights: bool
 ) -> tuple[Tensor, Tensor]:
-    """drows [M, C] and dweights [N, K]; [0] for what is not needed."""
+    """drows [M, C] and dweights [N, K]; [0] for those not needed."""
     n, k = weights.shape
     grad = dy.to(wide(dy.dtype))
     drows, dweights = rows.new_empty(0), weights.new_empty(0)
@@ -148,17 +148,17 @@ define_autograd(_combine, _combine_setup, _combine_backward, once="combine")
 def permute(
     x: Tensor, experts: Tensor, n_expert: int, capacity: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A row for each choice of each token, sorted by expert; see the top of the file.
+    """Makes a row for each choice of each token, sorted by expert; see the top of the file.
 
     Args:
         x: [N, C]; experts: [N, K] int64 in [0, n_expert).
-        capacity: slots that an expert takes at most, the first ones; None: all.
+        capacity: most slots of an expert, the first ones; None: all.
     Returns:
-        rows: [M, C], M = N * K where nothing is dropped; order: [M] int64, the slot of each row;
+        rows: [M, C], M = N * K if nothing is dropped; order: [M] int64, the slot of each row;
         counts: [E] int64, rows of each expert.
     Raises:
         ValueError: shapes that do not fit; a capacity below 1.
-        RuntimeError: a second derivative is asked for.
+        RuntimeError: a second derivative is requested.
     Traffic: x K times, and rows once, forward and backward.
     Deterministic: yes, bitwise, forward and backward.
     Oracle: fastpar.kernels.reference.permute_ref
@@ -176,15 +176,15 @@ def permute(
 
 
 def combine(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """The weighted sum of each token's rows: permute() the other way.
+    """Computes the weighted sum of each token's rows: the inverse of permute().
 
     Args:
-        rows: [M, C]; weights: [N, K], fp32 (fp64 with fp64 rows); order: [M], as permute() gave it.
+        rows: [M, C]; weights: [N, K], fp32 (fp64 with fp64 rows); order: [M], from permute().
     Returns:
         y: [N, C], dtype of rows; a slot without a row adds 0.
     Raises:
         ValueError: shapes that do not fit.
-        RuntimeError: a second derivative is asked for.
+        RuntimeError: a second derivative is requested.
     Traffic: rows once and y once; in backward rows twice, dy K + 1 times.
     Deterministic: yes, bitwise, forward and backward.
     Oracle: fastpar.kernels.reference.combine_ref
@@ -193,6 +193,6 @@ def combine(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         raise ValueError(
             f"combine: expected rows [M, C], weights [N, K] and order [M], got "
             f"rows={list(rows.shape)} weights={list(weights.shape)} order={list(order.shape)}; "
-            "pass what permute() gave"
+            "pass what permute() returned"
         )
     return _combine(rows, weights, order)

@@ -1,8 +1,8 @@
-"""Counter-based random bits, and the dropout drawn from them.
+"""Counter-based random bits, and dropout masks drawn from them.
 
-An element's bit depends on (seed, global sample index, dropout site, head, row, column) and on
-nothing else: a mask is the same for any tiling, number of threads, device, number of ranks and
-accumulation. Nothing is saved for backward but the key; the mask is drawn again.
+An element's bit depends only on (seed, global sample index, dropout site, head, row, column): a
+mask is the same for any tiling, number of threads, device, number of ranks and gradient
+accumulation. Only the key is saved for backward; the mask is drawn again.
 
 [Note: the mask]
 x is seen as [B, H, R, C] (a missing H or R is 1; dimensions beyond four fold into R). With
@@ -11,7 +11,7 @@ Philox-4x32-10:
     counter = (c // 16, r, site << 16 | h, sample & 0xffffffff)
     key     = (seed & 0xffffffff, (seed >> 32) ^ (sample >> 32))
 Element c takes byte c % 16 of the 16 output bytes (word c % 16 // 4, little-endian). It is kept iff
-byte >= threshold, threshold = round(256 * p), and scaled by 256 / (256 - threshold). Eight bits an
+byte >= threshold, threshold = round(256 * p), and scaled by 256 / (256 - threshold). Eight bits per
 element let one Philox call serve 16 elements; p becomes a multiple of 1/256.
 Attention drops probabilities: h = head, r = query, c = key.
 Source: Salmon, Moraes, Dror, Shaw 2011, doi 10.1145/2063384.2063405.
@@ -40,20 +40,20 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 class Rng(NamedTuple):
     """The source of a dropout's bits.
 
-    The last three say which part of the whole mask belongs to an x that is a part of a model's
-    tensor; its bits are those that the whole would get there. An op that cannot draw such a part
-    refuses them.
+    The last three fields select the slice of the full mask for an x that is a slice of a model's
+    tensor; its bits are those of the full tensor there. An op that cannot draw such a slice refuses
+    these fields.
 
     key: int64 [2] on the CPU or on x's device: (seed, global index of the batch's first sample).
         Sample b of the batch has index key[1] + b.
     site: which dropout of the model; 0 <= site < 2**15.
-    first_head: x holds the heads from this one on (attention; dropout of four dimensions).
-    rows: how many rows make a sample, where x [..., C] is seen as rows [N, C] that may begin and
-        end inside one (dropout, residual_layer_norm, residual_rms_norm). None: x is [B, ..., C].
+    first_head: x's first head in the full tensor (attention; dropout of four dimensions).
+    rows: rows per sample, if x [..., C] is seen as rows [N, C] that may begin and end inside a
+        sample (dropout, residual_layer_norm, residual_rms_norm). None: x is [B, ..., C].
     first_row: with rows: the index of x's first row, counted from the first row of sample key[1].
-        Attention has one without rows: that of its first query in its sample.
-    moved: with rows, an even number of them: what is added to the index in its sample of a row in
-        the first half of these, and in the second. So a rank may have two runs of every sample.
+        Attention has a first_row without rows: that of its first query in its sample.
+    moved: with an even number of rows: the offsets added to a row's index in its sample, for rows
+        in the first half and in the second half. So a rank may have two runs of every sample.
     """
 
     key: Tensor
@@ -65,25 +65,25 @@ class Rng(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """What ops are told of the rows: (first_row, *moved)."""
+        """What ops get about the rows: (first_row, *moved)."""
         return self.first_row, *self.moved
 
     @property
     def is_whole(self) -> bool:
-        """Whether no part of a mask is chosen."""
+        """Whether no slice of a mask is selected."""
         return self[2:] == _WHOLE
 
     @property
     def site_head(self) -> int:
-        """Counter word of x's head 0; that of head h is h more."""
+        """Counter word of x's head 0; for head h add h."""
         return self.site << 16 | self.first_head
 
 
-_WHOLE = tuple(Rng._field_defaults.values())  # of all fields but key and site
+_WHOLE = tuple(Rng._field_defaults.values())  # of all fields except key and site
 
 
 class MaskBlock(NamedTuple):
-    """A part of a mask: these heads and rows, all columns, of consecutive samples."""
+    """A slice of a mask: these heads and rows, all columns, of consecutive samples."""
 
     samples: int
     heads: int
@@ -109,7 +109,7 @@ def make_key(seed: int, first_sample: int, device: Any = None) -> Tensor:
 
 
 def draw_key(device: Any = None) -> Tensor:
-    """A fresh key from torch's default generator of `device`, which torch.manual_seed rules."""
+    """A fresh key from torch's default generator of `device`, controlled by torch.manual_seed."""
     return torch.randint(0, 1 << 62, (2,), dtype=torch.int64, device=device)
 
 
@@ -135,7 +135,7 @@ def philox_4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tenso
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # The 64-bit products wrap in int64: their bits are right, and & undoes the sign of >>.
+        # The 64-bit products wrap in int64: their bits are right, and & removes the sign of >>.
         product_0, product_1 = c0 * _MUL_0, c2 * _MUL_1
         c0, c1 = ((product_1 >> 32) & _LOW) ^ c1 ^ k0, product_1 & _LOW
         c2, c3 = ((product_0 >> 32) & _LOW) ^ c3 ^ k1, product_0 & _LOW
@@ -151,7 +151,7 @@ def _keep_torch(key: Tensor, site: int, threshold: int, at: MaskBlock, device: A
         shape[dim] = n
         return torch.arange(first, first + n, dtype=torch.int64, device=device).view(shape)
 
-    # 0-dim tensors of the CPU mix with any device, so a CPU key costs no copy and no wait.
+    # 0-dim CPU tensors mix with any device, so a CPU key costs no copy and no wait.
     seed, sample = key[0], key[1] + count(at.first_sample, at.samples, 0)
     words = philox_4x32(
         (
@@ -167,7 +167,7 @@ def _keep_torch(key: Tensor, site: int, threshold: int, at: MaskBlock, device: A
 
 
 def mask_shape(shape: Sequence[int]) -> MaskBlock:
-    """The whole mask of an x of this shape, [B, ..., C]; see [Note: the mask]."""
+    """The full mask of an x of this shape, [B, ..., C]; see [Note: the mask]."""
     if len(shape) < 2:
         raise ValueError(
             f"dropout: expected x of shape [B, ..., C], got x={list(shape)}; add a dimension"
@@ -180,26 +180,26 @@ def mask_shape(shape: Sequence[int]) -> MaskBlock:
 
 
 def refuse_parts(op: str, rng: Rng, *allowed: str) -> None:
-    """Refuses the fields of rng that choose a part of the mask, but for those that op can draw."""
+    """Refuses fields of rng that select a slice of the mask, except those that op supports."""
     for name in ("first_head", "first_row", "rows", "moved"):
         value = getattr(rng, name)
         if name not in allowed and value != Rng._field_defaults[name]:
             raise ValueError(
                 f"{op}: expected an rng without {name}, got {name}={value}; {op} cannot draw such "
-                "a part of a mask"
+                "a slice of a mask"
             )
 
 
 def check_rows(op: str, rng: Rng, n: int) -> None:
-    """Refuses rows that are no part of a batch's; n: rows of x."""
+    """Refuses rows that are not rows of a batch; n: rows of x."""
     if rng.rows is None:
         refuse_parts(op, rng, "first_head")
         return
     refuse_parts(op, rng, "first_row", "rows", "moved")
     if rng.rows < 1 or (rng.rows % 2 and any(rng.moved)):
         raise ValueError(
-            f"{op}: expected rng.rows >= 1, even where halves are moved, got rows={rng.rows} "
-            f"moved={rng.moved}; it is the number of rows of a sample that x has"
+            f"{op}: expected rng.rows >= 1, and even if halves are moved, got rows={rng.rows} "
+            f"moved={rng.moved}; it is the number of rows of a sample in x"
         )
     if min(rng.moved[0], rng.rows // 2 + rng.moved[1]) < 0 or max(rng.moved) >= 1 << 30:
         raise ValueError(
@@ -214,7 +214,7 @@ def check_rows(op: str, rng: Rng, n: int) -> None:
 
 
 def check_rng(rng: Rng, heads: int, device: torch.device) -> None:
-    """Refuses what the counter cannot hold, and a key from another device."""
+    """Refuses values that the counter cannot hold, and a key on another device."""
     key, site = rng.key, rng.site
     if not 0 <= site < MAX_SITES:
         raise ValueError(
@@ -250,8 +250,8 @@ def mask_parts(
     shape: Sequence[int], first_head: int, rows: int | None, place: Sequence[int]
 ) -> list[MaskBlock]:
     """The mask of an x of this shape as blocks that follow each other in memory: one without rows,
-    else the end of a sample, whole samples, the begin of a sample, as far as x has them; halves of
-    samples where those are moved."""
+    else the end of a sample, whole samples, the beginning of a sample, as far as x has them; halves
+    of samples if they are moved."""
     whole = mask_shape(shape)
     if rows is None:
         return [whole._replace(first_head=first_head)]
@@ -278,7 +278,7 @@ def _block_for_cpp(key: Tensor, site: int, threshold: int, at: MaskBlock) -> tup
 def dropout_block(
     x: Tensor, key: Tensor, site: int, threshold: int, at: MaskBlock, out: Tensor | None = None
 ) -> Tensor:
-    """A block of x, contiguous, under its part of the mask. No autograd; out may be x."""
+    """A block of x, contiguous, with its slice of the mask applied. No autograd; out may be x."""
     if use_triton("dropout", x):
         return triton_module("philox_triton").dropout_fwd(x, key, site, threshold, at, out)
     if not use_cpp("dropout", x):
@@ -367,7 +367,7 @@ _keep_mask = define_op(
 
 
 def keep_mask(rng: Rng, p: float, shape: Sequence[int], device: Any = None) -> Tensor:
-    """The mask that dropout(x, p, rng) puts on an x of this shape: bool, True where kept.
+    """The mask that dropout(x, p, rng) applies to an x of this shape: bool, True where kept.
 
     Args:
         shape: [B, ..., C]; see [Note: the mask].
@@ -391,7 +391,7 @@ def dropout(x: Tensor, p: float, rng: Rng | None = None) -> Tensor:
     Args:
         x: [B, ..., C], any floating dtype (compiled on CPU for fp32, bf16, fp16).
         p: in [0, 1); rounded to a multiple of 1/256, and the scale with it.
-        rng: key and site of the mask, and which part of one x is; None draws a key from torch's
+        rng: key and site of the mask, and which slice of it x has; None draws a key from torch's
             default generator.
     Returns:
         y: shape and dtype of x; x itself for p = 0. Only the key is kept for backward.

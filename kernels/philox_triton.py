@@ -1,11 +1,11 @@
 """The mask of kernels/philox.py in Triton: the same bits, [Note: the mask] there.
 
-keep_tile() is what other kernels call; _dropout_fwd_kernel and _keep_mask_fwd_kernel are the ops of
+keep_tile() is for other kernels; _dropout_fwd_kernel and _keep_mask_fwd_kernel are the ops of
 philox.py on a GPU.
 
-These two cut the mask, seen as rows of ceil(C / 16) groups of 16 columns, into runs of GROUPS
-groups, whatever row they lie in: every Philox call has one group, and where C is a multiple of 16
-a run is contiguous in memory, so that it moves in 16-byte accesses at any width. Their backward is
+These two divide the mask, seen as rows of ceil(C / 16) groups of 16 columns, into runs of GROUPS
+groups, regardless of rows: every Philox call has one group, and if C is a multiple of 16 a run is
+contiguous in memory, so that it is accessed in 16-byte units at any width. Their backward is
 dropout itself.
 """
 
@@ -134,7 +134,7 @@ def _keep_mask_fwd_kernel(
     tl.store(keep_ptr + offset, keep, mask=inside)
 
 
-_GROUPS = 128  # of a program: 16 elements a thread
+_GROUPS = 128  # of a program: 16 elements per thread
 
 
 def _grid_and_shape(at: MaskBlock) -> tuple[tuple[int], tuple[int, ...], int]:
@@ -147,7 +147,7 @@ def _grid_and_shape(at: MaskBlock) -> tuple[tuple[int], tuple[int, ...], int]:
 def dropout_fwd(
     x: Tensor, key: Tensor, site: int, threshold: int, at: MaskBlock, out: Tensor | None = None
 ) -> Tensor:
-    """A block of x, contiguous, under its part of the mask; out may be x."""
+    """A block of x, contiguous, with its slice of the mask applied; out may be x."""
     y = torch.empty_like(x) if out is None else out
     grid, shape, groups = _grid_and_shape(at)
     launch(

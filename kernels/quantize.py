@@ -1,16 +1,16 @@
 """Blockwise codes of 8 or 4 bits for compressed collectives.
 
 Each block of v = x (+ error) has scale = max|v| / q, q = 127 (7 for 4 bits), and an element becomes
-the whole number of v * (1 / scale), to nearest even or, unbiased, to one of its two neighbours at
-random: the upper one with the probability of the distance from the lower one. The random bits are a
-function of (seed, index) alone, so that a cut at a multiple of the block changes nothing. With
-error feedback the buffer takes what the codes lost and gives it back in the next call: sums over
+v * (1 / scale) rounded to the nearest integer, ties to even, or, unbiased, randomly to one of its
+two neighbours: the upper one with the probability of the distance from the lower one. The random
+bits depend only on (seed, index), so dividing x at multiples of the block changes nothing. With
+error feedback the buffer takes what the codes lost and adds it back in the next call: sums over
 calls are those of the inputs.
 
-Scales are at least 2^-126 (smaller blocks lose what lies below that), but that of a block of zeros
-is 0. A block with an inf or nan has that scale and decodes to nan as a whole, so that an overflow
-is seen after the collective too; its error stays as it was, because such a step is skipped (in
-place it becomes 0).
+Scales are at least 2^-126 (smaller blocks lose what is below that), except that of a block of
+zeros, which is 0. A block with an inf or nan has that scale and decodes to nan as a whole, so that
+an overflow is visible after the collective too; its error is unchanged, because such a step is
+skipped (in place it becomes 0).
 The bits are the same for any number of threads, instruction set and device (csrc/quantize_math.h).
 Source: Seide et al. 2014 (error feedback), Interspeech.
 """
@@ -22,14 +22,14 @@ from fastpar.kernels import backend
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
 from fastpar.kernels.op import define_op
 
-_CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # those that are decoded
+_CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # accepted for decoding
 _MIN_BLOCK, _MAX_BLOCK = 16, 4096
 
 
 def _quantize_torch(
     x: Tensor, error: Tensor | None, bits: int, block: int, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The composed path, to nearest."""
+    """The composed path, with rounding to nearest."""
     if seed is not None:
         raise RuntimeError(
             "quantize_blockwise: expected the compiled kernel for stochastic rounding, got "
@@ -64,7 +64,7 @@ def _quantize(
     cuda = use_cuda("quantize_blockwise", x)
     if not (cuda or use_cpp("quantize_blockwise", x)):
         return _quantize_torch(x, error, bits, block, seed)
-    x = x.contiguous()  # error, which may be x, is
+    x = x.contiguous()  # error, which may be x, is contiguous already
     codes, scales = _outputs(x, block)
     seed = None if seed is None else seed % 2**64
     args = x, error, codes, scales, block, bits, seed, first_index
@@ -132,25 +132,25 @@ def quantize_blockwise(
     x: Tensor, *, bits: int = 8, block: int = 256, seed: int | None = None, first_index: int = 0,
     error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of x in 8 or 4 bits, one fp32 scale for each block of consecutive elements.
+    """Codes of x in 8 or 4 bits, with one fp32 scale per block of consecutive elements.
 
     Args:
         x: fp32 | bf16 | fp16, any shape; blocks go through x.flatten(), the last may be shorter.
         bits: 8, or 4: codes from -7 to 7, which pack_int4 puts two in a byte.
         block: elements that share a scale, a power of two from 16 to 4096.
         seed: None rounds to nearest even; a number from 0 to 2^64 - 1 rounds stochastically with
-            the random bits of (seed, first_index + i). Use another one for each step and rank.
-        first_index: index of x's first element in the array that x is a part of.
-        error: shape of x, fp32 | bf16, contiguous: added to x, then takes what the codes lost. x
-            itself (fp32 or bf16): x then is what the codes lost of it.
+            the random bits of (seed, first_index + i). Use another seed for each step and rank.
+        first_index: index of x's first element in the array that contains x.
+        error: shape of x, fp32 | bf16, contiguous: added to x, then set to what the codes lost. If
+            it is x itself (fp32 or bf16), x becomes what the codes lost of it.
     Returns:
         codes: [shape of x] int8, and scales: [ceil(x.numel() / block)] fp32.
     Raises:
         ValueError: other bits, block, seed or first_index; an error that does not fit x.
         RuntimeError: seed with FASTPAR_BACKEND=torch.
     Traffic: bytes of x (and twice of error) read and written, 1 + 4 / block bytes per element.
-    Deterministic: yes, bitwise, for any number of threads, device, instruction set and any cut at
-        multiples of block.
+    Deterministic: yes, bitwise, for any number of threads, device, instruction set and any division
+        at multiples of block.
     Oracle: fastpar.kernels.reference.quantize_blockwise_ref
     """
     op = "quantize_blockwise"
@@ -189,7 +189,7 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """[2 * n] int8: the codes that pack_int4 had."""
+    """[2 * n] int8: the codes passed to pack_int4."""
     pairs = packed.to(torch.int16)
     codes = ((pairs & 15) | (pairs << 4 & 3840)).view(torch.int8)
     return (codes ^ 8).sub_(8)  # the sign
@@ -202,7 +202,7 @@ def dequantize_blockwise(
     """Values of codes: code * scale, rounded to out_dtype.
 
     Args:
-        codes: int8, as quantize_blockwise has them, or float8_e4m3fn | float8_e5m2.
+        codes: int8, from quantize_blockwise, or float8_e4m3fn | float8_e5m2.
         scales: [ceil(codes.numel() / block)] fp32, of blocks of codes.flatten().
         out_dtype: fp32 | bf16 | fp16.
     Returns:
@@ -225,6 +225,6 @@ def dequantize_blockwise(
         raise ValueError(
             f"{op}: expected {count} fp32 scales on {codes.device} for {codes.numel()} codes in "
             f"blocks of {block}, got scales={list(scales.shape)} {scales.dtype} on "
-            f"{scales.device}; pass a scale for each block"
+            f"{scales.device}; pass one scale per block"
         )
     return _dequantize_op(codes, scales, DTYPE_CODES[out_dtype], block)

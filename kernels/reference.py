@@ -1,7 +1,7 @@
-"""Oracles: every op in plain torch, no code shared with the kernels.
+"""Oracles: every op in plain torch, sharing no code with the kernels.
 
-Each computes in the dtype of its inputs, so that fp64 inputs give the truth that a kernel's error
-is measured against. Shape legend: B batch, T time, C n_embd, H heads, D head dim, F 4*C,
+Each computes in the dtype of its inputs, so that fp64 inputs give the reference value for a
+kernel's error. Shape legend: B batch, T time, C n_embd, H heads, D head dim, F 4*C,
 V vocabulary, N rows (B*T), P flat parameters, S shard of P.
 """
 
@@ -33,7 +33,7 @@ def gelu_mlp_ref(
 
 
 def route_ref(logits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of the k best of each row; of equal ones the lower number."""
+    """Weights and indices of the k best of each row; of equal ones the lower index."""
     keys = (logits if bias is None else logits + bias).tolist()
     chosen = [sorted(range(len(row)), key=lambda e: (-row[e], e))[:k] for row in keys]
     experts = torch.tensor(chosen, dtype=torch.int64, device=logits.device).view(len(keys), k)
@@ -117,7 +117,7 @@ def cross_entropy_shard_grad_ref(
     logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, *, first: int = 0,
     vocab_size: int | None = None, ignore_index: int = -100, z_loss: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """scale * (softmax * (1 + 2 * z * lse) - onehot) in the classes from `first` on."""
+    """scale * (softmax * (1 + 2 * z * lse) - onehot) for the classes from `first` on."""
     targets = targets.reshape(-1, 1)
     classes = first + torch.arange(logits.shape[-1], device=logits.device)
     real = classes < (first + logits.shape[-1] if vocab_size is None else vocab_size)
@@ -134,7 +134,7 @@ def adamw_step_ref(
 ) -> None:  # fmt: skip
     """One AdamW step in place, as in the paper: decay, moments, corrected update.
 
-    max_exp_avg_sqs: largest second moments so far, which take their place (amsgrad).
+    max_exp_avg_sqs: largest second moments so far, which replace the second moments (amsgrad).
     """
     largest = max_exp_avg_sqs or exp_avg_sqs
     for p, grad, m, v, max_v in zip(params, grads, exp_avgs, exp_avg_sqs, largest):
@@ -177,7 +177,7 @@ def _keep_ref(seed: int, first_sample: int, site: int, p: float, shape: tuple[in
 
 
 def keep_mask_ref(rng: tuple, p: float, shape: tuple[int, ...]) -> Tensor:
-    """The dropout mask, one Philox call after another; a part of a mask is cut from the whole."""
+    """The dropout mask, one Philox call after another; a slice is cut from the full mask."""
     fields: tuple = (*rng, *(0, 0, None, (0, 0))[len(rng) - 2 :])
     key, site, first_head, first_row, rows, moved = fields
     seed, first_sample = key.tolist()
@@ -187,7 +187,7 @@ def keep_mask_ref(rng: tuple, p: float, shape: tuple[int, ...]) -> Tensor:
         places = [r + moved[2 * r >= rows] for r in range(rows)]
         whole = _keep_ref(seed, first_sample, site, p, (samples, max(places) + 1, shape[-1]))
         return whole[:, places].flatten(0, 1)[first_row : first_row + n].view(shape)
-    if first_head or first_row:  # of attention
+    if first_head or first_row:  # attention only
         size = (shape[0], first_head + shape[1], first_row + shape[2], shape[3])
         return _keep_ref(seed, first_sample, site, p, size)[:, first_head:, first_row:].contiguous()
     return _keep_ref(seed, first_sample, site, p, tuple(shape))
@@ -373,7 +373,7 @@ def quantize_blockwise_ref(
     x: Tensor, *, bits: int = 8, block: int = 256, seed: int | None = None, first_index: int = 0,
     error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """codes and scales of an fp32 x, block by block; error is updated."""
+    """Codes and scales of an fp32 x, block by block; updates error."""
     largest = torch.tensor(2.0 ** (bits - 1) - 1, dtype=torch.float32, device="cpu")
     codes, scales = torch.zeros(x.numel(), dtype=torch.int8, device="cpu"), []
     flat = x.flatten() if error is None else x.flatten() + error.flatten().float()

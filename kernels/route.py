@@ -1,13 +1,13 @@
-"""Which experts a token goes to, and how much each counts.
+"""Chooses the experts of a token, and their weights.
 
-    chosen   the k largest of logits + bias in a row, the lower index first where they are equal
+    chosen   the k largest of logits + bias in a row; of equal values the lower index first
     weights  k = 1: softmax(logits) of the chosen one (Switch); k > 1: softmax over the chosen ones
 
     dlogits, k > 1: weights * (dweights - sum of weights * dweights), 0 where not chosen
              k = 1: dweight * weight * (1 at the chosen one - softmax(logits))
 
-The bias says who is chosen and nothing else: it balances the experts without a loss (Wang et al.
-2024, arXiv 2408.15664). Everything is torch's ops; a row has as many numbers as there are experts.
+The bias affects only the choice: it balances the experts without a loss (Wang et al. 2024, arXiv
+2408.15664). Everything is torch's ops; a row has as many numbers as there are experts.
 Saved for backward: logits, chosen.
 Source: Fedus et al. 2021, arXiv 2101.03961; Lepikhin et al. 2020, arXiv 2006.16668
 """
@@ -30,7 +30,7 @@ def route_fwd(logits: Tensor, k: int, bias: Tensor | None) -> tuple[Tensor, Tens
     scores = logits = logits.to(wide(logits.dtype))
     if bias is not None:
         scores = logits + bias
-    # A stable sort keeps the lower index first; topk promises no order of equal values.
+    # A stable sort keeps the lower index first; topk guarantees no order of equal values.
     experts = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
     return _weights(logits, experts), experts
 
@@ -45,7 +45,7 @@ def route_bwd(dweights: Tensor, logits: Tensor, experts: Tensor) -> Tensor:
     else:
         p = scores.softmax(-1)
         grad = p * -(p.gather(1, experts) * dweights)
-        grad.scatter_add_(1, experts, p.gather(1, experts) * dweights)  # one element a row
+        grad.scatter_add_(1, experts, p.gather(1, experts) * dweights)  # one element per row
     return grad.to(logits.dtype)
 
 
@@ -80,15 +80,15 @@ def route(logits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, T
     """The k experts of each token, and their weights; see the top of the file.
 
     Args:
-        logits: [N, E], fp32 or fp64; others are computed in fp32.
+        logits: [N, E], fp32 or fp64; other dtypes are computed in fp32.
         k: 1 to E.
-        bias: [E], added to the logits for the choice alone; no gradient.
+        bias: [E], added to the logits for the choice only; no gradient.
     Returns:
-        weights: [N, K], fp32 (fp64 of fp64), and experts: [N, K] int64, the largest first.
-        A row that is not finite has weights of nan, and experts as the sort left them.
+        weights: [N, K], fp32 (fp64 for fp64), and experts: [N, K] int64, the largest first.
+        A non-finite row has weights of nan, and experts in the order of the sort.
     Raises:
         ValueError: k outside 1 to E; shapes that do not fit.
-        RuntimeError: a second derivative is asked for.
+        RuntimeError: a second derivative is requested.
     Traffic: logits three times, they are small.
     Deterministic: yes, bitwise, forward and backward.
     Oracle: fastpar.kernels.reference.route_ref
@@ -97,7 +97,7 @@ def route(logits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, T
     if logits.dim() != 2 or not 1 <= k <= logits.shape[1]:
         raise ValueError(
             f"route: expected logits [N, E] and 1 <= k <= E, got logits={list(logits.shape)} "
-            f"k={k}; choose as many experts as there are at most"
+            f"k={k}; choose at most as many experts as there are"
         )
     if bias is not None and bias.shape != logits.shape[1:]:
         raise ValueError(

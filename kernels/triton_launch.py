@@ -1,22 +1,22 @@
-"""Triton kernels are launched here, recorded for ahead-of-time compilation, and fitted to a GPU.
+"""Launches Triton kernels, records them for ahead-of-time compilation, and adapts them to a GPU.
 
-Every kernel of kernels/<op>_triton.py goes through launch(). On a GPU that is Triton's own launch
-the first time, then one of our own, [Note: launches again]. On CPU tensors Triton's interpreter
-runs the kernel (TRITON_INTERPRET=1, for tests); inside record(arch) nothing runs: the kernels,
-argument types and options that a call would launch on such a GPU are collected, which is what
-`make aot` compiles. So what is checked is what is shipped.
+Every kernel of kernels/<op>_triton.py goes through launch(). On a GPU the first launch is Triton's
+own, later ones are ours, [Note: launches again]. On CPU tensors Triton's interpreter runs the
+kernel (TRITON_INTERPRET=1, for tests); inside record(arch) nothing runs: the kernels, argument
+types and options that a call would launch on such a GPU are collected, which is what `make aot`
+compiles. So the checked code is the shipped code.
 
-[Note: launches again] Triton's launch looks at every argument and writes a text of all options to
-find the kernel that it compiled, and looks at every argument again to launch it, which takes longer
-than the rest of a small op. So csrc/bindings_launch.cpp keeps what was launched under a key of
-everything that Triton specializes by: types, dtypes, whether each address is a multiple of 16, the
-values of integers (finer than Triton: it goes by whether they are 1 or multiples of 16), constants,
-options, the device and the driver's context. A known key goes from there to the driver, on the
-current stream. That the compiled kernel takes the parameters that it is given so is read in its own
-code, _plan(). What is unusual goes through Triton: hooks of a profiler, TRITON_DEBUG, hooks before
-a run, clusters, another Triton, and everything where there is no compiled module.
+[Note: launches again] Triton's launch inspects every argument and writes a text of all options to
+find the compiled kernel, and inspects every argument again to launch it, which takes longer than
+the rest of a small op. So csrc/bindings_launch.cpp keeps launched kernels under a key of everything
+that Triton specializes on: types, dtypes, whether each address is a multiple of 16, the values of
+integers (finer than Triton, which checks whether they are 1 or multiples of 16), constants,
+options, the device and the driver's context. A known key goes straight to the driver, on the
+current stream. _plan() verifies in the compiled code that the kernel takes exactly these
+parameters. Unusual launches go through Triton: hooks of a profiler, TRITON_DEBUG, hooks before a
+run, clusters, another Triton, and all of them without the compiled module.
 
-Only the <op>_triton modules import this one, and they are imported when a kernel is first needed:
+Only the <op>_triton modules import this one, and they are imported at the first use of a kernel:
 `import fastpar.kernels` does not import Triton.
 """
 
@@ -39,7 +39,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastpar.kernels import _C
 
-INTERPRETED_ARCH = 90  # which GPU's configurations run under the interpreter
+INTERPRETED_ARCH = 90  # the GPU whose configurations run under the interpreter
 # Streaming multiprocessors of A100, A10, L40S, H100 and H200, B200, RTX 5090.
 SMS = {80: 108, 86: 72, 89: 142, 90: 132, 100: 148, 120: 170}
 _INTERPRETED_SMS = 3
@@ -48,7 +48,7 @@ _INTERPRETED_SMS = 3
 @dataclass
 class Launch:
     """One kernel as a call would launch it. signature, constexprs and attrs are what Triton's own
-    launcher hands to its compiler: ASTSource(kernel, signature, constexprs, attrs)."""
+    launcher passes to its compiler: ASTSource(kernel, signature, constexprs, attrs)."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -90,7 +90,7 @@ _local = _Local()
 @contextlib.contextmanager
 def record(arch: int, sms: int | None = None) -> Iterator[list[Launch]]:
     """Collects the launches of the calls inside, on tensors of the meta device, for a GPU of
-    sm_<arch> with so many multiprocessors, by default those of SMS."""
+    sm_<arch> with `sms` multiprocessors (default: SMS)."""
     if sms is None and arch not in SMS:
         raise ValueError(f"record: expected arch in {sorted(SMS)}, got arch={arch}; choose one")
     before = _recorder()
@@ -104,7 +104,7 @@ def record(arch: int, sms: int | None = None) -> Iterator[list[Launch]]:
 
 
 def _pause(pause: bool) -> None:
-    """Whether this thread's launches all come to Python."""
+    """Whether all launches of this thread go through Python."""
     if _C is not None:
         _C.pause_launches(pause)
 
@@ -120,18 +120,18 @@ def _properties(device: torch.device) -> tuple[int, int]:
 
 
 def _without_index(device: torch.device) -> tuple[int, int]:
-    """Of the current GPU for torch.device("cuda"), else of the interpreter."""
+    """(arch, sms) of the current GPU for torch.device("cuda"), else the interpreter's."""
     if device.type != "cuda":
         return INTERPRETED_ARCH, _INTERPRETED_SMS
     return _properties(torch.device("cuda", torch.cuda.current_device()))
 
 
 def gpu_arch(device: torch.device) -> int:
-    """Compute capability, 80 for sm_80; the one being recorded; the interpreter's."""
+    """Compute capability, 80 for sm_80; the recorded one; or the interpreter's."""
     recorder = _local.recorder
     if recorder is not None:
         return recorder.arch
-    # A GPU tensor's device has an index. To ask for a device's type takes five times as long.
+    # A GPU tensor's device has an index. Reading a device's type takes five times as long.
     return (_without_index if device.index is None else _properties)(device)[0]
 
 
@@ -144,11 +144,11 @@ def sm_count(device: torch.device) -> int:
 
 
 def device_key(key: Tensor, device: torch.device) -> Tensor:
-    """The dropout key where a kernel can read it.
+    """The dropout key on a device where a kernel can read it.
 
     Raises:
-        RuntimeError: a key on the CPU while a CUDA graph is captured, whose copy every replay
-            would read from memory that may be gone by then.
+        RuntimeError: a key on the CPU while a CUDA graph is captured: every replay would repeat the
+            copy, from memory that may be freed by then.
     """
     if key.device == device:
         return key
@@ -163,13 +163,13 @@ def device_key(key: Tensor, device: torch.device) -> Tensor:
 def _record(
     kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any], arch: int
 ) -> Launch:
-    """Asks Triton's launcher which types, constants and alignments it would compile for."""
+    """Asks Triton's launcher for which types, constants and alignments it would compile."""
     # Not public names of Triton (the same in 3.6 and 3.9): a launch must not depend on them.
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    if not isinstance(kernel, JITFunction):  # TRITON_INTERPRET=1 made an interpreted one
+    if not isinstance(kernel, JITFunction):  # an interpreted one, by TRITON_INTERPRET=1
         kernel = JITFunction(kernel.fn, **kernel.kwargs)
     backend = make_backend(GPUTarget("cuda", arch, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -201,7 +201,7 @@ class Boxed(NamedTuple):
         return result
 
 
-# The driver's numbers of what a descriptor holds (CUtensorMapDataType).
+# The driver's codes for a descriptor's contents (CUtensorMapDataType).
 _BOX_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 # Up to here Triton mends a descriptor for some drivers; such a one is left to it.
 _SMALL_BYTES = 128 << 10
@@ -209,7 +209,7 @@ _WIDTHS = {"1": 1, "8": 1, "16": 2, "32": 4, "64": 8}
 
 
 def _parameter_bytes(ptx: str) -> list[int]:
-    """Sizes of a compiled kernel's parameters, read in its code."""
+    """Sizes of a compiled kernel's parameters, read from its code."""
     entry = ptx[ptx.index(".entry") :]
     head = entry[: entry.index(")")]
     found = re.findall(r"\.param(?:\s+\.align\s+\d+)?\s+\.[a-z](\d+)[^,\[]*(?:\[(\d+)\])?", head)
@@ -231,9 +231,9 @@ def _box_plan(tile: Boxed, meta: dict[str, Any]) -> tuple | None:
 
 
 def _plan(kernel: Any, compiled: Any, args: tuple, kwargs: dict[str, Any], device: int) -> Any:
-    """What _C.launch() needs to launch a compiled kernel again; None: it has to go through Triton.
+    """What _C.launch() needs to launch a compiled kernel again; None: it must go through Triton.
 
-    Checked against the kernel's own code: the parameters that it takes are those that it gets.
+    Checked against the kernel's own code: its parameters are those that it gets.
     """
     about, source = getattr(compiled, "metadata", None), getattr(compiled, "src", None)
     unusual = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size")
@@ -272,7 +272,7 @@ def _plan(kernel: Any, compiled: Any, args: tuple, kwargs: dict[str, Any], devic
 
 
 def _through_triton(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
-    """launch() by Triton; what it compiled, if it ran on what is now the current device."""
+    """launch() by Triton; returns the compiled kernel, if it ran on the current device."""
     if 0 in grid:
         return None
     kwargs.setdefault("enable_fp_fusion", True)
@@ -281,7 +281,7 @@ def _through_triton(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: An
     if recorder is not None:
         recorder.launches.append(_record(kernel, grid, given, kwargs, recorder.arch))
         return None
-    device = _device(args)  # Gluon's descriptors are no TensorDescriptor
+    device = _device(args)  # Gluon's descriptors are not TensorDescriptors
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, grid, *args, **kwargs)
@@ -290,7 +290,7 @@ def _through_triton(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: An
 
 
 def _for_the_first_time(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
-    """launch() by Triton, and what _C.launch() needs to do it again, or None."""
+    """launch() by Triton; returns what _C.launch() needs to repeat it, or None."""
     compiled = _through_triton(kernel, grid, *args, **kwargs)
     if compiled is None or not isinstance(kernel, JITFunction):  # interpreted
         return None
@@ -301,10 +301,10 @@ def _choose_launch() -> Callable[..., Any]:
     """launch(kernel, grid, *args, **kwargs): kernel[grid](*args, **kwargs) on the device of its
     first tensor; nothing for an empty grid.
 
-    args are the kernel's run-time parameters in their order, kwargs its constants (BLOCK_C=...) and
+    args are the kernel's run-time parameters in order, kwargs its constants (BLOCK_C=...) and
     options (num_warps=...). Every kernel gets all of its constants here: no decorator chooses them.
-    a * b + c is fused to one rounding unless enable_fp_fusion=False: said here because Triton's
-    own default changes between versions.
+    a * b + c is fused to one rounding unless enable_fp_fusion=False, which is explicit because
+    Triton's default changes between versions.
     """
     if _C is None:
         return _through_triton

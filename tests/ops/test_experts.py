@@ -220,7 +220,7 @@ REFUSALS = [
     (r"counts \[..., E\], got .* counts=\[3\]", grouped_linear, (*GROUPS[:3], GROUPS[3][:3])),
     (r"expected bias \[E, F\].* got bias=\[4, 6\]", grouped_linear,
      (*GROUPS[:2], GROUPS[2][:, :6], GROUPS[3])),
-    ("counts of the 24 rows of x, got counts that make 25", grouped_linear,
+    ("counts of the 24 rows of x, got counts that add up to 25", grouped_linear,
      (GROUPS[0][:24], *GROUPS[1:])),
 ]  # fmt: skip
 

@@ -64,7 +64,7 @@ def test_hostile_values():
     (torch.zeros(2, 2, 2), {}, r"got x=\[2, 2, 2\] .*; pass one matrix at a time"),
     (torch.zeros(2, 2, dtype=torch.int64), {}, "of dtype=torch.int64; pass one"),
     (torch.zeros(2, 2), {"coefficients": ()}, r"at least one step, got coefficients=\(\)"),
-    (torch.zeros(2, 2), {"coefficients": ((1, 2),)}, "take POLAR_EXPRESS"),
+    (torch.zeros(2, 2), {"coefficients": ((1, 2),)}, "use POLAR_EXPRESS"),
 ])  # fmt: skip
 def test_what_is_refused(x, options, words):
     with pytest.raises(ValueError, match=words):
